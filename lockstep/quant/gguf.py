@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, choice_error
-from lockstep.kernels.packed import pieces
-
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Values of the 16 codes of IQ4_NL and IQ4_XS."""
-MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the values of e2m1; the block's scale is halved in return."""
+from lockstep.kernels.packed import GGUF_TYPES, GgufType, pieces
 
 
 @dataclass(frozen=True)
@@ -44,33 +39,22 @@ class BlockFields:
 class BlockLayout:
     """Layout of one block.
 
-    number: of the type in a file's tensor table. columns, nbytes: of a block. bits: of a code.
-    group: columns per scale. zero: value(code) = code - zero. table: value(code) = table[code].
+    number: of the type in a file's tensor table. columns, nbytes: of a block. split: takes the
+    fields out of blocks [B, nbytes] uint8. type: arithmetic of the fields.
     """
 
     number: int
     columns: int
     nbytes: int
-    bits: int
-    group: int
     split: Callable[[Tensor], BlockFields]
-    zero: int = 0
-    table: tuple[int, ...] | None = None
-
-    def values(self, codes: Tensor) -> Tensor:
-        """Return value(code) of uint8 codes, in fp32."""
-        if self.table is None:
-            return codes.float() - self.zero
-        table = torch.tensor(self.table, dtype=torch.float32, device=codes.device)
-        return table[codes.long()]
+    type: GgufType
 
     def dequantize(self, blocks: Tensor) -> Tensor:
         """blocks [B, nbytes] uint8 -> weights [B, columns] fp32."""
         fields = self.split(blocks)
-        grouped = self.values(fields.codes).view(len(blocks), -1, self.group)
+        grouped = self.type.values(fields.codes).view(len(blocks), -1, self.type.group)
         weights = grouped * _by_group(fields.scales, fields.steps)
         if fields.minima is not None:
-            # The product is exact in fp32 (11 + 6 + 5 bits at most), so an fma rounds alike.
             weights = weights - _by_group(fields.minima, fields.min_steps)
         return weights.view(len(blocks), self.columns)
 
@@ -136,6 +120,7 @@ def _q2_k(blocks: Tensor) -> BlockFields:
 
 def _q3_k(blocks: Tensor) -> BlockFields:
     (high, low, low_steps, high_steps, scale) = blocks.split([32, 64, 8, 4, 2], 1)
+    # A set bit of `high` means 4 less is subtracted: the code's third bit.
     steps = _bits(low_steps, 4, 8) | _bits(high_steps, 2, 4) << 4
     codes = _bits(low, 2, 32) | _bits(high, 1, 32) << 2
     return BlockFields(codes, _fp16(scale), steps.short() - 32)
@@ -182,20 +167,23 @@ def _mxfp4(blocks: Tensor) -> BlockFields:
     return BlockFields(_bits(blocks[:, 1:], 4, 16), bits.view(torch.float32))
 
 
+_SPLITS: dict[str, tuple[int, int, int, Callable[[Tensor], BlockFields]]] = {
+    "Q4_0": (2, 32, 18, _q4_0),
+    "Q4_1": (3, 32, 20, _q4_1),
+    "Q5_0": (6, 32, 22, _q5_0),
+    "Q5_1": (7, 32, 24, _q5_1),
+    "Q8_0": (8, 32, 34, _q8_0),
+    "Q2_K": (10, 256, 84, _q2_k),
+    "Q3_K": (11, 256, 110, _q3_k),
+    "Q4_K": (12, 256, 144, _q4_k),
+    "Q5_K": (13, 256, 176, _q5_k),
+    "Q6_K": (14, 256, 210, _q6_k),
+    "IQ4_NL": (20, 32, 18, _q4_0),
+    "IQ4_XS": (23, 256, 136, _iq4_xs),
+    "MXFP4": (39, 32, 17, _mxfp4),
+}
 LAYOUTS: dict[str, BlockLayout] = {
-    "Q4_0": BlockLayout(2, 32, 18, 4, 32, _q4_0, zero=8),
-    "Q4_1": BlockLayout(3, 32, 20, 4, 32, _q4_1),
-    "Q5_0": BlockLayout(6, 32, 22, 5, 32, _q5_0, zero=16),
-    "Q5_1": BlockLayout(7, 32, 24, 5, 32, _q5_1),
-    "Q8_0": BlockLayout(8, 32, 34, 8, 32, _q8_0, zero=128),
-    "Q2_K": BlockLayout(10, 256, 84, 2, 16, _q2_k),
-    "Q3_K": BlockLayout(11, 256, 110, 3, 16, _q3_k, zero=4),
-    "Q4_K": BlockLayout(12, 256, 144, 4, 32, _q4_k),
-    "Q5_K": BlockLayout(13, 256, 176, 5, 32, _q5_k),
-    "Q6_K": BlockLayout(14, 256, 210, 6, 16, _q6_k, zero=32),
-    "IQ4_NL": BlockLayout(20, 32, 18, 4, 32, _q4_0, table=IQ4_VALUES),
-    "IQ4_XS": BlockLayout(23, 256, 136, 4, 32, _iq4_xs, table=IQ4_VALUES),
-    "MXFP4": BlockLayout(39, 32, 17, 4, 32, _mxfp4, table=MXFP4_VALUES),
+    kind: BlockLayout(*fields, GGUF_TYPES[kind]) for kind, fields in _SPLITS.items()
 }
 """Type of a quantized tensor -> its block layout."""
 PLAIN: dict[str, tuple[int, torch.dtype]] = {

@@ -10,6 +10,11 @@ from lockstep.errors import CheckpointError
 from lockstep.quant.gguf import LAYOUTS, PLAIN, bytes_per_row, dequantize
 
 KINDS = (*PLAIN, *LAYOUTS)
+SCALES = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
+    "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+"""Where fp16 scales and minima begin in a block; elsewhere at 0."""
 
 
 def expected(kind: str, blocks: Tensor) -> Tensor:
@@ -23,6 +28,20 @@ def random_blocks(kind: str, rows: int, columns: int) -> Tensor:
     generator = torch.Generator().manual_seed(LAYOUTS[kind].number if kind in LAYOUTS else 99)
     size = bytes_per_row(kind, columns)
     return torch.randint(0, 256, (rows, size), dtype=torch.uint8, generator=generator)
+
+
+def sound_blocks(kind: str, rows: int, columns: int) -> Tensor:
+    """Return random blocks whose scales are those of weights below 1."""
+    layout = LAYOUTS[kind]
+    blocks = random_blocks(kind, rows, columns).view(-1, layout.nbytes)
+    generator = torch.Generator().manual_seed(rows)
+    if kind == "MXFP4":
+        blocks[:, 0] = torch.randint(115, 122, (len(blocks),), generator=generator)
+    else:
+        for at in SCALES.get(kind, (0,)):
+            scale = torch.rand(len(blocks), 1, generator=generator) * 2**-10
+            blocks[:, at : at + 2] = scale.half().view(torch.uint8)
+    return blocks.view(rows, -1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -40,7 +59,7 @@ def test_values_are_those_of_the_gguf_package(kind: str) -> None:
 def test_scales_that_are_infinite_or_nan(kind: str) -> None:
     layout = LAYOUTS[kind]
     blocks = random_blocks(kind, rows=8, columns=layout.columns)
-    at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(kind, 0)
+    (at, *_) = SCALES.get(kind, (0,))
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 2**-24, 65504, 1, 0])
     blocks[:, at : at + 2] = special.half()[:, None].view(torch.uint8)
     torch.testing.assert_close(

@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.kernels.architecture import HOPPER, PROCESSORS, shared_of
 from lockstep.kernels.linear import run_length, tuning
 from lockstep.kernels.linear import segments as segments_of
-from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
+from lockstep.kernels.packed import Fp4Weight, Fp8Weight, GgufWeight, IntWeight, PackedWeight
 from lockstep.kernels.packed._device import BLOCK
 from lockstep.kernels.packed._form import (
     columns_of,
@@ -288,14 +288,24 @@ def _modest(tokens: int) -> PackedTile:
 def lanes_serve(weight: PackedWeight, segments: int, arch: int) -> bool:
     """Whether warps that work alone can multiply a weight, with the bits of the dense backend: by
     mma.sync where it is that backend's product, or has its bits, as on Hopper; in whole blocks of
-    columns; and where the scales of NVFP4 can be read eight at a time."""
+    columns; and where the scales of NVFP4 can be read eight at a time, those of GGUF types as
+    words."""
     same = arch == HOPPER or multiplies_by_mma_sync(arch)
     whole = weight.k % (segments * int(BLOCK)) == 0
     if not (same and whole):
         return False
+    if isinstance(weight, GgufWeight):
+        return all(_in_words(numbers) for numbers in (weight.scales, weight.minima))
     if isinstance(weight, Fp4Weight):
         return weight.scales.stride(0) % 8 == 0 and _begins_at(weight.scales, 8)
     return True
+
+
+def _in_words(numbers: Tensor | None) -> bool:
+    """Whether rows of numbers can be read as words of 32 bits."""
+    if numbers is None:
+        return True
+    return numbers.stride(0) * numbers.element_size() % 4 == 0 and _begins_at(numbers, 4)
 
 
 def ring_serves(weight: PackedWeight, segments: int, arch: int) -> bool:
@@ -379,6 +389,8 @@ def layout_of(weight: PackedWeight) -> str:
         return "nvfp4"
     if isinstance(weight, Fp8Weight):
         return f"fp8-{group}"
+    if isinstance(weight, GgufWeight):
+        return weight.type_name
     assert isinstance(weight, IntWeight)
     kind = "asymmetric" if weight.zeros is not None else "symmetric"
     scales = str(weight.scales.dtype).removeprefix("torch.")
