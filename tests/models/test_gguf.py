@@ -1,6 +1,7 @@
 """GGUF files of every architecture: against transformers, and against the same weights in
 safetensors, bit for bit."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from gguf import GGMLQuantizationType, quants
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from lockstep.models.gguf.folder import translated
+from lockstep.models.gguf.tensors import gguf_shards
+from lockstep.quant.gguf import LAYOUTS, dequantize
+from lockstep.quant.slot import PLAIN
 from tests.models.dense import ask, bits, make_llm, prompts, random_oracle
 from tests.models.gguf_files import write_gguf
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
@@ -18,8 +23,6 @@ from tests.models.test_mixtures import add_draft_module, of_transformers
 from tests.tiny_model import CONFIG, HYBRID_MOE, LLAMA, MIXTRAL, NEXT, QWEN2, QWEN3, QWEN3_MOE
 
 Base = dict[str, Any]
-WIDE = {"hidden_size": 64, "intermediate_size": 96}
-"""Sizes of whole blocks of 32 columns."""
 TWO_OF_THREE = {"num_hidden_layers": 3, "full_attention_interval": 2}
 ALL_MIXED = {"mlp_only_layers": []}
 FAMILIES: dict[str, tuple[str, Base, float]] = {
@@ -59,54 +62,82 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(family: str, tmp_pat
         compare_tokens(oracle, ids, ask(llm, ids, 12).outputs[0].token_ids)
 
 
-def inverse(order: Any) -> Any:
-    """Return the permutation that undoes this one."""
-    return np.argsort(order)
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
+"""Types that the gguf package writes."""
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16"])
-def test_a_quantized_file_has_the_bits_of_its_values_in_safetensors(
-    kind: str, tmp_path: Path
-) -> None:
-    """Rows of q and k come back from llama.cpp's order; all else is as it was."""
-    folder = tmp_path / "model"
-    random_oracle(folder, "Llama", {**LLAMA, **WIDE, "head_dim": 16, "num_attention_heads": 4})
-    tensors = write_gguf(folder, tmp_path / "model.gguf", lambda name: kind)
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of Llama whose rows are whole blocks of 32 columns."""
+    folder = tmp_path_factory.mktemp("wide")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    random_oracle(folder, "Llama", {**LLAMA, **sizes})
+    return folder
+
+
+def rotated(name: str) -> bool:
+    """Return whether llama.cpp's converter reorders the rows of this tensor."""
+    return "attn_q" in name or "attn_k" in name
+
+
+def dequantized(tensors: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
+    """Return the values of matrices after they were quantized, by the gguf package."""
     number = GGMLQuantizationType[kind]
-    values = {
-        name: torch.from_numpy(quants.dequantize(quants.quantize(array, number), number).copy())
-        for name, array in tensors.items()
-        if array.ndim > 1
-    }
-    stored = load_file(folder / "model.safetensors")
-    names = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "lm_head.weight": "output.weight",
-        **{
-            f"model.layers.{i}.{ours}.weight": f"blk.{i}.{theirs}.weight"
-            for i in range(LLAMA["num_hidden_layers"])  # type: ignore[arg-type]
-            for ours, theirs in {
-                "self_attn.q_proj": "attn_q",
-                "self_attn.k_proj": "attn_k",
-                "self_attn.v_proj": "attn_v",
-                "self_attn.o_proj": "attn_output",
-                "mlp.gate_proj": "ffn_gate",
-                "mlp.up_proj": "ffn_up",
-                "mlp.down_proj": "ffn_down",
-            }.items()
-        },
-    }
-    assert set(names.values()) == set(values)
-    for ours, theirs in names.items():
-        weight = values[theirs]
-        if "q_proj" in ours or "k_proj" in ours:
-            # Where row r of the weight went, when it was written row by row.
-            rows = np.arange(len(weight)).reshape(-1, 2, 8).swapaxes(1, 2).flatten()
-            weight = weight[inverse(rows)]
-        stored[ours] = weight.contiguous()
+    values = {}
+    for name, array in tensors.items():
+        if array.ndim == 1:
+            continue
+        value = quants.dequantize(quants.quantize(array, number), number)
+        if rotated(name):
+            # Where each row went when it was written; heads have 16 rows.
+            went = np.arange(len(value)).reshape(-1, 2, 8).swapaxes(1, 2).flatten()
+            value = value[np.argsort(went)]
+        values[name] = torch.from_numpy(np.ascontiguousarray(value))
+    return values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_come_back_with_the_bits_of_the_gguf_package(
+    kind: str, wide: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    values = dequantized(write_gguf(wide, path, lambda name: kind), kind)
+    (shard,) = gguf_shards([path])
+    views = {view.entry.name: name for name, view in shard.views.items()}
+    for theirs, value in values.items():
+        found = shard.read(views[theirs], PLAIN)
+        assert torch.equal(found.float(), value), theirs
+        if kind in LAYOUTS:
+            assert shard.info(views[theirs]).dtype == kind
+            blocks = shard.read(views[theirs], (torch.uint8,))
+            assert torch.equal(dequantize(kind, blocks), value), theirs
+
+
+def test_a_quantized_file_answers_with_the_bits_of_its_values_in_safetensors(
+    wide: Path, tmp_path: Path
+) -> None:
+    """Each layer has matrices of two types."""
+    path = tmp_path / "model.gguf"
+
+    def kind(name: str) -> str:
+        return "Q8_0" if "attn_v" in name or "ffn_down" in name else "Q4_1"
+
+    tensors = write_gguf(wide, path, kind)
+    values: dict[str, torch.Tensor] = {}
+    for one in ("Q4_1", "Q8_0"):
+        values |= dequantized({n: a for n, a in tensors.items() if kind(n) == one}, one)
+    (shard,) = gguf_shards([path])
+    views = {view.entry.name: name for name, view in shard.views.items()}
+    stored = load_file(wide / "model.safetensors")
+    stored |= {views[name]: value for name, value in values.items()}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((translated([path]) / "config.json").read_text())
+    assert config.pop("quantization_config") == {"quant_method": "gguf", "types": ["Q4_1", "Q8_0"]}
+    (folder / "config.json").write_text(json.dumps(config))
     save_file(stored, folder / "model.safetensors")
     ids = prompts(1, 60)[0]
-    both = [ask(make_llm(one), ids, 12) for one in (tmp_path / "model.gguf", folder)]
+    both = [ask(make_llm(path), ids, 12), ask(make_llm(folder), ids, 12)]
     assert bits(both[0]) == bits(both[1])
 
 
@@ -119,13 +150,11 @@ def test_the_draft_module_of_a_file_drafts(family: str, tmp_path: Path) -> None:
     write_gguf(tmp_path, path)
     drafting = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
     ids = prompts(1, 60)[0]
-    plain, drafted, original = (
-        make_llm(one, speculative_config=chosen)
-        for one, chosen in ((path, None), (path, drafting), (tmp_path, drafting))
-    )
-    outputs = [ask(llm, ids, 24) for llm in (plain, drafted)]
+    outputs = [ask(make_llm(path, speculative_config=d), ids, 24) for d in (None, drafting)]
     assert bits(outputs[0]) == bits(outputs[1])
-    with torch.inference_mode():
-        ours, theirs = (llm.engine.runner.draft for llm in (drafted, original))
-        for name, tensor in ours.state_dict().items():
-            torch.testing.assert_close(tensor, theirs.state_dict()[name], rtol=1e-5, atol=1e-5)
+    stored = load_file(tmp_path / "mtp.safetensors")
+    (shard,) = gguf_shards([path])
+    assert {name for name in shard.views if name.startswith("mtp.")} == set(stored)
+    for name, tensor in stored.items():
+        # Norms are stored as 1 + w, which rounds.
+        torch.testing.assert_close(shard.read(name, PLAIN), tensor, rtol=0, atol=1e-6)

@@ -126,6 +126,7 @@ def _write(cache: Path, folder: Path, paths: Sequence[Path]) -> None:
 def checkpoint_files(model: GGUFModel) -> dict[str, dict[str, Any]]:
     """Return the JSON files of the folder, by name."""
     config = settings_of(model).read()
-    if any(entry.kind in LAYOUTS for entry in model.tensors.values()):
-        config["quantization_config"] = {"quant_method": "gguf"}
+    types = sorted({entry.kind for entry in model.tensors.values()} & set(LAYOUTS))
+    if types:
+        config["quantization_config"] = {"quant_method": "gguf", "types": types}
     return {"config.json": config, **text_files(model)}
