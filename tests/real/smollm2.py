@@ -44,10 +44,10 @@ def greedy(model: Any, ids: list[int], count: int, end: frozenset[int]) -> list[
     """Return the greedy answer of transformers to a prompt, its end included."""
     prompt = torch.tensor([ids])
     tokens: list[int] = []
-    past = None
+    kept: dict[str, Any] = {}
     while len(tokens) < count and (not tokens or tokens[-1] not in end):
-        found = model(prompt, past_key_values=past, use_cache=True)
-        past = found.past_key_values
+        found = model(prompt, use_cache=True, **kept)
+        kept = {"past_key_values": found.past_key_values}
         tokens.append(int(found.logits[0, -1].argmax()))
         prompt = torch.tensor([tokens[-1:]])
     return tokens

@@ -5,6 +5,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,15 @@ QUESTIONS = (
     "Write a Python function that adds two numbers.",
 )
 TOKENS = 48
+TIMEOUT = 600
+"""Seconds for one answer over HTTP: an engine on a CPU gives way to all other programs."""
+LIMITS = {"temperature": 0, "max_tokens": 80}
 CITY = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "maxLength": 30},
         "country": {"type": "string", "maxLength": 30},
-        "population": {"type": "integer"},
+        "population": {"type": "integer", "minimum": 0, "maximum": 100_000_000},
     },
     "required": ["city", "country", "population"],
     "additionalProperties": False,
@@ -112,11 +116,13 @@ def plain(load: Callable[..., LLM]) -> Iterator[LLM]:
         yield llm
 
 
-def answers(llm: LLM, questions: tuple[str, ...] = QUESTIONS, count: int = TOKENS) -> list[Any]:
+def answers(
+    llm: LLM, questions: tuple[str, ...] = QUESTIONS, count: int = TOKENS, **params: Any
+) -> list[Any]:
     """Return the greedy answer to each question, all asked at once."""
     asked = [[{"role": "user", "content": question}] for question in questions]
-    params = SamplingParams(temperature=0, max_tokens=count, logprobs=0)
-    return [one.outputs[0] for one in llm.chat(asked, params, use_tqdm=False)]
+    chosen = SamplingParams(temperature=0, max_tokens=count, logprobs=0, **params)
+    return [one.outputs[0] for one in llm.chat(asked, chosen, use_tqdm=False)]
 
 
 def bits(found: list[Any]) -> list[Any]:
@@ -165,12 +171,11 @@ def test_drafts_change_no_bit(load: Callable[..., LLM], expected: list[Any], met
 def test_every_format_of_the_cache_runs_and_drafts_change_no_bit(
     load: Callable[..., LLM], name: str
 ) -> None:
-    found = []
-    for drafting in (None, {"method": "ngram", "num_speculative_tokens": 3}):
-        with load(kv_cache_dtype=name, speculative_config=drafting) as llm:
-            found.append(answers(llm, QUESTIONS[:3], 24))
-    assert bits(found[0]) == bits(found[1])
-    assert all(answer.text.strip() for answer in found[0])
+    drafting = {"method": "ngram", "num_speculative_tokens": 3}
+    with load(kv_cache_dtype=name, speculative_config=drafting) as llm:
+        drafted, plain = (answers(llm, QUESTIONS[:3], 24, speculate=s) for s in (True, False))
+    assert bits(drafted) == bits(plain)
+    assert all(answer.text.strip() for answer in plain)
 
 
 def test_int4_answers(load: Callable[..., LLM]) -> None:
@@ -183,17 +188,16 @@ def test_a_local_task_scores_as_with_transformers(
     plain: LLM, oracle: Any, record_property: Callable[[str, object], None]
 ) -> None:
     """Multiple choice by log-likelihood, the task that LM-eval runs for such questions."""
-    encode = plain.get_tokenizer().encode
+    encode = partial(plain.get_tokenizer().encode, add_special_tokens=False)
+    items = [(encode(c), [encode(option) for option in options]) for c, options, _ in CHOICES]
+    prompts = [{"prompt_token_ids": begin + rest} for begin, rests in items for rest in rests]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = iter(plain.generate(prompts, params, use_tqdm=False))
     ours, theirs = [], []
-    for context, options, right in CHOICES:
-        begin = encode(context, add_special_tokens=False)
-        rests = [encode(option, add_special_tokens=False) for option in options]
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        prompts = [{"prompt_token_ids": begin + rest} for rest in rests]
-        outputs = plain.generate(prompts, params, use_tqdm=False)
+    for (begin, rests), (_, _, right) in zip(items, CHOICES, strict=True):
         found = [
-            sum(e[t].logprob for e, t in zip(o.prompt_logprobs[len(begin) :], r, strict=True))
-            for o, r in zip(outputs, rests, strict=True)
+            sum(e[t].logprob for e, t in zip(o.prompt_logprobs[len(begin) :], rest, strict=True))
+            for rest, o in zip(rests, outputs, strict=False)
         ]
         want = [smollm2.log_likelihood(oracle, begin, rest) for rest in rests]
         assert found == pytest.approx(want, abs=2e-3)
@@ -210,8 +214,8 @@ def test_it_serves_chats_tools_and_json_over_http(path: Path, tmp_path: Path) ->
     with served(tmp_path / "socket", str(path), *options) as (_, client):
 
         def ask(content: str, **fields: Any) -> Any:
-            body = {"messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
-            answer = client.post("/v1/chat/completions", json={"max_tokens": 96, **body})
+            body = {**LIMITS, "messages": [{"role": "user", "content": content}], **fields}
+            answer = client.post("/v1/chat/completions", json=body, timeout=TIMEOUT)
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"][0]
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.errors import CheckpointError
 from lockstep.models.gguf.config import (
     Hybrid,
     HybridMoE,
@@ -83,15 +85,16 @@ READ_AS_SETTINGS = ("rope_freqs.weight",)
 class View:
     """A tensor of the checkpoint as rows of a tensor of the file.
 
-    begin, end: its rows there. order: makes the row of each of its own rows, counted from begin.
-    values: what is made of the dequantized rows. shape: of the result.
+    begin, end: its rows there. order: of the number of these rows, makes the row of each of the
+    result's, counted from begin. values: what is made of the dequantized rows. shape: of the
+    result.
     """
 
     entry: TensorEntry
     begin: int
     end: int
     shape: tuple[int, ...]
-    order: Callable[[], Tensor] | None = None
+    order: Callable[[int], Tensor] | None = None
     values: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
@@ -107,7 +110,7 @@ class View:
     def rows(self) -> Tensor:
         """Return the rows as [rows, bytes] uint8."""
         found = self.entry.read(self.begin, self.end)
-        return found if self.order is None else found[self.order()]
+        return found if self.order is None else found[self.order(len(found))]
 
     def tensor(self) -> Tensor:
         """Return the tensor in its own dtype, or dequantized to fp32."""
@@ -118,7 +121,7 @@ class View:
         return (found if self.values is None else self.values(found)).view(self.shape)
 
 
-def reorder(view: View, order: Callable[[], Tensor]) -> View:
+def reorder(view: View, order: Callable[[int], Tensor]) -> View:
     """Return the view with its rows in another order."""
     return replace(view, order=order)
 
@@ -133,15 +136,26 @@ def rotary_rows(heads: int, rows: int) -> Tensor:
 
     The converter brings the pairs of a head side by side; here they lie half a head apart.
     """
+    check_size(rows, -(-rows // (2 * heads)) * 2 * heads)
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
 
 
-def value_rows(key_heads: int, each: int, width: int, before: int = 0) -> Tensor:
-    """Return for each row of a tensor by value heads its row in the file.
+def check_size(size: int, wanted: int) -> None:
+    """Raise CheckpointError where a tensor has other rows or columns than the metadata says."""
+    if size != wanted:
+        raise CheckpointError(
+            f"A GGUF tensor has {size} rows or columns where the metadata asks for {wanted}. "
+            "Fetch the file again."
+        )
+
+
+def value_rows(key_heads: int, each: int, width: int, before: int, size: int) -> Tensor:
+    """Return for each of `size` rows of a tensor by value heads its row in the file.
 
     Value heads lie by key head here; in the file the first of every key head come first. before:
     rows in front of them, which stay.
     """
+    check_size(size, before + key_heads * each * width)
     rows = torch.arange(key_heads * each * width).view(each, key_heads, width)
     return torch.cat([torch.arange(before), before + rows.transpose(0, 1).flatten()])
 
@@ -211,12 +225,11 @@ class LlamaNames(Names):
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(module)
         if heads is None:
             return view
-        size = view.shape[0]
-        found = reorder(view, partial(rotary_rows, self.config[heads], size))
+        order = partial(rotary_rows, self.config[heads])
         if len(view.shape) > 1:
-            return found
+            return reorder(view, order)
         # A bias is one row of the file.
-        return change(view, lambda row: row[:, rotary_rows(self.config[heads], size)])
+        return change(view, lambda row: row[:, order(row.shape[1])])
 
 
 class MixtralNames(LlamaNames):
@@ -249,7 +262,7 @@ class HybridNames(Names):
 
     def of_layer(self, layer: int, name: str, view: View) -> Iterator[tuple[str, View]]:
         mixer = f"{self.layer_name(layer)}.linear_attn"
-        size = view.shape[-1]
+        size = prod(view.shape)
         if name == "ssm_a":
             yield f"{mixer}.A_log", change(view, self._log_of_decay, size)
         elif name == "ssm_dt.bias":
@@ -262,14 +275,14 @@ class HybridNames(Names):
     def adapted(self, module: str, suffix: str, view: View) -> View:
         if module.endswith("norm") and module != "ssm_norm":
             return change(view, lambda stored: stored - 1)
-        if module == "ssm_conv1d":
+        if module == "ssm_conv1d" and len(view.shape) == 2:
             channels, taps = view.shape
             return replace(view, order=self._order(module), shape=(channels, 1, taps))
-        if module == "ffn_gate_inp_shexp":
+        if module == "ffn_gate_inp_shexp" and len(view.shape) == 1:
             return replace(view, shape=(1, view.shape[-1]))
         if module == "ssm_out" and self._each > 1:
-            order = self._value_rows(self.config["linear_value_head_dim"])
-            return change(view, lambda weight: weight[:, order])
+            order = partial(self._value_rows, self.config["linear_value_head_dim"], 0)
+            return change(view, lambda weight: weight[:, order(weight.shape[1])])
         order_of = self._order(module)
         return view if order_of is None else reorder(view, order_of)
 
@@ -279,7 +292,7 @@ class HybridNames(Names):
         heads: int = self.config["linear_num_value_heads"]
         return heads // self.config["linear_num_key_heads"]
 
-    def _order(self, module: str) -> Callable[[], Tensor] | None:
+    def _order(self, module: str) -> Callable[[int], Tensor] | None:
         """Return the order of a module's rows; None: as in the file."""
         if self._each == 1:
             return None
@@ -288,18 +301,18 @@ class HybridNames(Names):
         orders = {
             "attn_qkv": partial(self._value_rows, width, keys),
             "ssm_conv1d": partial(self._value_rows, width, keys),
-            "attn_gate": partial(self._value_rows, width),
-            "ssm_alpha": partial(self._value_rows, 1),
-            "ssm_beta": partial(self._value_rows, 1),
+            "attn_gate": partial(self._value_rows, width, 0),
+            "ssm_alpha": partial(self._value_rows, 1, 0),
+            "ssm_beta": partial(self._value_rows, 1, 0),
         }
         return orders.get(module)
 
-    def _value_rows(self, width: int, before: int = 0) -> Tensor:
-        return value_rows(self.config["linear_num_key_heads"], self._each, width, before)
+    def _value_rows(self, width: int, before: int, size: int) -> Tensor:
+        return value_rows(self.config["linear_num_key_heads"], self._each, width, before, size)
 
     def _by_value_head(self, stored: Tensor) -> Tensor:
         flat = stored.flatten()
-        return flat if self._each == 1 else flat[self._value_rows(1)]
+        return flat if self._each == 1 else flat[self._value_rows(1, 0, len(flat))]
 
     def _log_of_decay(self, stored: Tensor) -> Tensor:
         return self._by_value_head(stored).neg().log()
@@ -310,8 +323,12 @@ class HybridNames(Names):
         each = self.config["linear_num_value_heads"] // groups
         shape = (groups * each, view.shape[-1])
         for part, name in enumerate(("in_proj_b", "in_proj_a")):
-            rows = torch.arange(2 * groups * each).view(groups, 2, each)[:, part].flatten()
-            yield f"{mixer}.{name}.weight", replace(view, order=rows.clone, shape=shape)
+
+            def order(size: int, part: int = part) -> Tensor:
+                check_size(size, 2 * groups * each)
+                return torch.arange(size).view(groups, 2, each)[:, part].flatten()
+
+            yield f"{mixer}.{name}.weight", replace(view, order=order, shape=shape)
 
 
 class Qwen3NextNames(HybridNames):
