@@ -5,10 +5,9 @@ under other names; every further entry of the architecture is refused, since it 
 Where transformers and llama.cpp differ in a fact that the metadata does not say, tensors decide.
 """
 
+import struct
 from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models.gguf.file import GGUFModel
@@ -150,7 +149,8 @@ class Settings:
                 f"{self.model.path}: {ROPE_DIVISORS} is {entry.kind} {list(entry.shape)}; allowed: "
                 f"F32 [{width // 2}]. Fetch the file again."
             )
-        divisors = entry.read().view(torch.float32)[0].tolist()
+        # Without torch: settings may also be read where its tensors have no memory.
+        divisors = list(struct.unpack_from(f"<{width // 2}f", entry.data, entry.begin))
         return {
             "rope_type": "longrope",
             "short_factor": divisors,
