@@ -43,7 +43,7 @@ class CapacityError(LockstepError, RuntimeError):
 
 
 class CaptureError(LockstepError, RuntimeError):
-    """Something inside a captured step compiled, allocated or waited for the device."""
+    """A step compiles, allocates or waits for the device where a captured or a dry one must not."""
 
 
 class ComputeError(LockstepError, RuntimeError):

@@ -24,7 +24,8 @@ class LaunchEpochs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.generation = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # others may count outside of inference mode
+            self.generation = torch.zeros(1, dtype=torch.int64, device=device)
         self._launches = itertools.count()  # next() is atomic: several threads may launch
 
     def next_serial(self) -> int:

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.kernels import Op
 
-LIBRARIES = ("torch", "triton", "contextlib", "ctypes", __name__)
+LIBRARIES = ("torch", "triton", "contextlib", "ctypes", __name__, "lockstep.runner.dry_run")
+"""Modules whose frames do not say which line of a step is at fault."""
 PACKAGE = Path(__file__).parents[1]
 
 

@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lockstep.errors import CaptureError
 from lockstep.kernels.architecture import Architecture, planned_for
+from lockstep.runner.capture_checks import describe_fault
 from lockstep.runner.program import Program
 from lockstep.step import StepShape
 
@@ -131,10 +133,28 @@ def allocated(make: Callable[[], Any]) -> int:
 
 
 def step_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
-    """Run a step dry -> (the most bytes it has at once, bytes of what it returns)."""
+    """Run a step dry -> (the most bytes it has at once, bytes of what it returns).
+
+    Raises CaptureError, which names the op, where the step reads a tensor on the host or asks for
+    what only a device has.
+    """
     counter = AllocationCounter()
     with counter:
-        outcome = program.decide(program.forward(shape))
+        try:
+            outcome = program.decide(program.forward(shape))
+        except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
+            raise _unpredictable(shape, error) from error
         size = counter.peak, counter.live
     del outcome
     return size
+
+
+def _unpredictable(shape: StepShape, error: Exception) -> CaptureError:
+    """Return the error of a step whose memory cannot be counted without a device."""
+    kind = "prompt" if shape.prompt else "decoding"
+    reason = str(error).partition("\n")[0]
+    return CaptureError(
+        f"dry run of a {kind} step: {describe_fault(error)} reads a tensor on the host or needs a "
+        f"device: {reason}. The memory of a step must follow from its shape alone: change that op, "
+        "or report this."
+    )

@@ -27,3 +27,11 @@ def test_generations_are_counted_on_the_device() -> None:
 
 def test_launches_of_a_device_share_their_epochs() -> None:
     assert launch_epochs(torch.device("cpu")) is launch_epochs(torch.device("cpu"))
+
+
+def test_epochs_made_in_inference_mode_count_outside_of_it() -> None:
+    with torch.inference_mode():
+        epochs = LaunchEpochs(torch.device("cpu"))
+        epochs.advance()
+    epochs.advance()
+    assert epochs.generation.tolist() == [2]

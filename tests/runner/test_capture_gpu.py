@@ -17,6 +17,7 @@ from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import CaptureError
 from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.architecture import is_planned
 from lockstep.kernels.backends import load
 from lockstep.runner.capture import Captured
 from lockstep.runner.capture_checks import Fault, OwnMemory
@@ -202,7 +203,8 @@ def served_by(monkeypatch: pytest.MonkeyPatch, also: Callable[[Tensor], None]) -
     plain = silu_mul.backends["triton"]
 
     def faulty(gate_up: Tensor) -> Tensor:
-        also(gate_up)
+        if not is_planned():  # a dry run refuses some of these before any capture
+            also(gate_up)
         return plain.run(gate_up)
 
     monkeypatch.setitem(silu_mul.backends, "triton", plain._replace(run=faulty))
@@ -271,7 +273,7 @@ def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch)
 
     def peek(self: RowTable, step: Any, tokens: Any) -> Any:
         verdict = commit(self, step, tokens)
-        if not step.shape.prompt:
+        if not step.shape.prompt and not is_planned():
             self.computed.sum().item()
         return verdict
 

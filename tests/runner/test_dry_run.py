@@ -1,5 +1,6 @@
 """Dry runs: allocations are counted as torch makes them, and indexing is torch's own."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 from lockstep.config import EngineConfig
 from lockstep.engine.build import sized, step_limits
 from lockstep.engine.estimate import DryEngine, graph_bytes
+from lockstep.errors import CaptureError
+from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.architecture import is_planned, named, number_of, planned_for, processors_of
 from lockstep.kernels.backends import load as load_backends
 from lockstep.models.checkpoint import Checkpoint
@@ -98,6 +101,32 @@ def test_dry_runs_leave_nothing_behind(folder: Path) -> None:
     dry_engine.working(2, 64)
     assert len(dry_engine.build.choices) == before and not is_planned()
     assert type(torch.zeros(3)[1:]) is Tensor and torch.zeros(3).data_ptr()
+
+
+def wait(x: Tensor) -> None:
+    x.sum().item()
+
+
+def allocate_on_the_host(x: Tensor) -> None:
+    torch.zeros(1000).pin_memory()
+
+
+@pytest.mark.parametrize("fault", [wait, allocate_on_the_host])
+def test_a_step_that_needs_a_device_names_the_op(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], None]
+) -> None:
+    load_backends()
+    plain = silu_mul.backends["triton"]
+
+    def faulty(gate_up: Tensor) -> Tensor:
+        fault(gate_up)
+        return plain.run(gate_up)
+
+    monkeypatch.setitem(silu_mul.backends, "triton", plain._replace(run=faulty))
+    dry_engine = engine(folder)
+    pattern = rf"dry run of a prompt step: op silu_mul of .*test_dry_run.py:\d+ in {fault.__name__}"
+    with pytest.raises(CaptureError, match=pattern):
+        dry_engine.working(2, 64)
 
 
 def test_without_graphs_the_larger_step_counts(folder: Path) -> None:
