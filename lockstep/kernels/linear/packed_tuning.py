@@ -341,8 +341,8 @@ def block_tile(tile: PackedTile, weight: PackedWeight, segments: int, arch: int)
 
 def _without_ring(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
     """Return the tile that replaces a ring which does not serve: on Hopper, up to SINGLY tokens,
-    one of the register-only kernel. Of the entries of the table for 1 to 4 tokens that are no rings,
-    28 of 32 are of it."""
+    one of the register-only kernel, which 28 of the table's 32 entries for 1 to 4 tokens are that
+    are no rings."""
     if tile.m <= SINGLY and arch == HOPPER:
         return _cut_lanes(_lanes(SINGLY, segments, weight.bits)[0], weight, segments, arch)
     return block_tile(tile, weight, segments, arch)
