@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -100,8 +101,9 @@ class Captured:
         return Recording(graph, mine, result)
 
     def _run_eagerly(self, key: Hashable, arguments: tuple[Any, ...]) -> None:
-        """On a stream of its own, as the capture will: here kernels are compiled."""
-        side = torch.cuda.Stream()
+        """Call the function outside of the default stream, as the capture will, and so compile its
+        kernels."""
+        side = _warm_up_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side), no_waiting():
@@ -120,6 +122,16 @@ class Captured:
             f"capture of {self.name} at {key}: {describe_fault(error)} {does}. "
             "Run with cuda_graph_mode='none' to serve meanwhile, and report this."
         )
+
+
+@cache
+def _warm_up_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all calls before a capture on a device.
+
+    cuBLAS keeps a workspace of 32 MiB for every stream that it has run on: a stream for each of 8
+    graphs took 258 MB outside of the planned memory (H200, 2026-11-28).
+    """
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ COMPILED = {
 ALONE = {
     90: (
         "int4", "int4 asymmetric", "int4 by 32", "int8 by 16", "fp8 by blocks", "fp8", "nvfp4",
-        "Q3_K", "Q4_K", "Q6_K", "IQ4_XS",
+        "Q4_K", "Q6_K", "IQ4_XS",
     ),
     86: ("int4", "int4 asymmetric", "int4 wide", "fp8 by outputs", "nvfp4"),
     120: ("int4", "fp8 by blocks", "nvfp4"),

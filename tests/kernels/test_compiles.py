@@ -135,7 +135,7 @@ def test_warps_that_work_alone_keep_all_in_registers(
     compiled: Callable[..., list[str]],
 ) -> None:
     """Every candidate of one layout and one of each other, on three architectures."""
-    assert len(compiled("compile_packed", "--lanes")) >= 24
+    assert len(compiled("compile_packed", "--lanes")) >= 23
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.packed._codes import (
+    BY_WORD,
     E2M1,
     E2M1_BF16,
     E2M1_FP16,
@@ -42,7 +43,8 @@ from lockstep.kernels.packed._codes import (
     decode_gguf,
     twice,
 )
-from lockstep.kernels.packed._device import BLOCK
+from lockstep.kernels.packed._device import BLOCK, gguf_pairs
+from lockstep.kernels.packed._gguf_text import halves_text, steps_text
 
 LOAD16 = tl.constexpr("""
 {
@@ -237,15 +239,33 @@ def _fetch_gguf(words, scales, minima, more, block, live, FORM: tl.constexpr,
 
 
 @triton.jit
-def _number(words, base, INDEX: tl.constexpr, FORM: tl.constexpr):
-    """Return one of a block's scales or minima, in fp32. words: a tuple of the words that hold
-    them; base: of their superblock, where FORM[STEPS]."""
-    if FORM[STEPS]:
-        step = (words[INDEX // 4] << (24 - INDEX % 4 * 8)) >> 24
-        return step.to(tl.float32) * base.to(tl.float32)
+def _steps(word, base, FORM: tl.constexpr):
+    """Multiply the four int8 of a word by a base: a tuple of four, in fp32."""
+    if FORM[6] == BY_WORD:
+        TEXT: tl.constexpr = steps_text()
+        return tl.inline_asm_elementwise(
+            TEXT, "=&f,=&f,=&f,=&f,r,f", [word, base],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        half = (words[INDEX // 2] >> (INDEX % 2 * 16)).to(tl.int16)
-        return half.to(FORM[5], bitcast=True).to(tl.float32)
+        found = ()
+        for i in tl.static_range(4):
+            found = found + (((word << (24 - i * 8)) >> 24).to(tl.float32) * base,)
+        return found
+
+
+@triton.jit
+def _two_halves(word, FORM: tl.constexpr):
+    """Widen the two numbers of 16 bits in a word: a tuple of two, in fp32."""
+    if FORM[6] == BY_WORD:
+        TEXT: tl.constexpr = halves_text(FORM[5] == tl.bfloat16)
+        return tl.inline_asm_elementwise(
+            TEXT, "=&f,=&f,r", [word], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+        )
+    else:
+        low = word.to(tl.int16).to(FORM[5], bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(FORM[5], bitcast=True).to(tl.float32)
+        return low, high
 
 
 @triton.jit
@@ -257,18 +277,19 @@ def _numbers_gguf(slot, BASE: tl.constexpr, FORM: tl.constexpr, COUNT: tl.conste
     scales = ()
     minima = ()
     for i in tl.static_range(WORDS):
-        scales = scales + (slot[BASE + i],)
+        if FORM[STEPS]:
+            scales = scales + _steps(slot[BASE + i], slot[LAST].to(tl.float32), FORM)
+        else:
+            scales = scales + _two_halves(slot[BASE + i], FORM)
         if ZEROS:
-            minima = minima + (slot[BASE + WORDS + i],)
-    base = slot[LAST] if FORM[STEPS] else None
-    min_base = slot[LAST + 1] if FORM[STEPS] and ZEROS else None
+            word = slot[BASE + WORDS + i]
+            if FORM[STEPS]:
+                minima = minima + _steps(word, slot[LAST + 1].to(tl.float32), FORM)
+            else:
+                minima = minima + _two_halves(word, FORM)
     found = ()
     for i in tl.static_range(COUNT):
-        scale = _number(scales, base, i, FORM)
-        minimum = tl.zeros_like(scale)
-        if ZEROS:
-            minimum = _number(minima, min_base, i, FORM)
-        found = found + ((scale, minimum),)
+        found = found + ((scales[i], minima[i] if ZEROS else scales[i]),)
     return found
 
 
@@ -276,20 +297,24 @@ def _numbers_gguf(slot, BASE: tl.constexpr, FORM: tl.constexpr, COUNT: tl.conste
 def _codes(slot, BASE: tl.constexpr, INDEX: tl.constexpr, BITS: tl.constexpr):
     """Return eight codes of a plane, from bit 0 on: those of 32 columns, the INDEX-th of four."""
     EACH: tl.constexpr = 4 // BITS
-    return slot[BASE + INDEX // EACH] >> (INDEX % EACH * 8 * BITS)
+    word = slot[BASE + INDEX // EACH]
+    if INDEX % EACH > 0:
+        word = word >> (INDEX % EACH * 4 * BITS)
+    return word
 
 
 @triton.jit
-def _pair_gguf(word, high, BIT: tl.constexpr, numbers, FORM: tl.constexpr, DTYPE: tl.constexpr):
+def _pair_gguf(word, high, BIT: tl.constexpr, scale, minimum, FORM: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
     """Dequantize two neighbouring columns: see _slow and decode_gguf."""
-    low = decode_gguf(word, high, BIT, numbers[0], numbers[1], FORM, tl.float32)
-    upper = decode_gguf(word, high, BIT + 16, numbers[0], numbers[1], FORM, tl.float32)
+    low = decode_gguf(word, high, BIT, scale, minimum, FORM, tl.float32)
+    upper = decode_gguf(word, high, BIT + 16, scale, minimum, FORM, tl.float32)
     return _pair(low, upper, DTYPE)
 
 
 @triton.jit
 def _decoded_gguf(slot, BASE: tl.constexpr, INDEX: tl.constexpr, first, second,
-                  FORM: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+                  FORM: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Dequantize 32 columns of a GgufWeight's row, the INDEX-th of a block: four pairs.
 
     BASE: where the row's words begin in the slot; first, second: numbers of 16 columns each.
@@ -298,12 +323,19 @@ def _decoded_gguf(slot, BASE: tl.constexpr, INDEX: tl.constexpr, first, second,
     high = word
     if FORM[HIGH] > 0:
         high = _codes(slot, BASE + FORM[1], INDEX, FORM[HIGH])
-    return (
-        _pair_gguf(word, high, 0, first, FORM, DTYPE),
-        _pair_gguf(word, high, 4, first, FORM, DTYPE),
-        _pair_gguf(word, high, 8, second, FORM, DTYPE),
-        _pair_gguf(word, high, 12, second, FORM, DTYPE),
-    )
+    if FORM[6] == BY_WORD:
+        return gguf_pairs(
+            word, high, first[0], second[0], first[1], second[1], FORM, ZEROS, DTYPE
+        )  # fmt: skip
+    else:
+        m0 = first[1] if ZEROS else 0.0
+        m1 = second[1] if ZEROS else 0.0
+        return (
+            _pair_gguf(word, high, 0, first[0], m0, FORM, DTYPE),
+            _pair_gguf(word, high, 4, first[0], m0, FORM, DTYPE),
+            _pair_gguf(word, high, 8, second[0], m1, FORM, DTYPE),
+            _pair_gguf(word, high, 12, second[0], m1, FORM, DTYPE),
+        )
 
 
 @triton.jit
@@ -471,7 +503,9 @@ def _block(
                 first = scales[r][step // GROUPS]
                 second = scales[r][(step + HALVES - 1) // GROUPS]
                 if FORM[0] == GGUF:
-                    own = _decoded_gguf(slot, r * PER, step // HALVES, first, second, FORM, DTYPE)
+                    own = _decoded_gguf(
+                        slot, r * PER, step // HALVES, first, second, FORM, ZEROS, DTYPE
+                    )  # fmt: skip
                 else:
                     word = slot[r * PER + step // HALVES]
                     own = _decoded(word, first, second, factors[r], FORM, DTYPE)

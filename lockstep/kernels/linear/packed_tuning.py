@@ -168,6 +168,8 @@ sync). Up to 64 tokens those that were never the fastest are gone
 (docs/decisions/0016-packed-ring.md); of 65 to 256 tokens, 0018-wide-rings.md."""
 
 
+SINGLY = 8
+"""Tokens of the smallest tile of the register-only kernel."""
 SHARING_WARPS = 8
 """Warps that multiply on a multiprocessor whose programs share tiles, at least: two for each
 scheduler. With one, a multiprocessor is slower than with shares that are uneven."""
@@ -337,6 +339,15 @@ def block_tile(tile: PackedTile, weight: PackedWeight, segments: int, arch: int)
     return cut(other, weight, segments, arch)
 
 
+def _without_ring(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
+    """Return the tile that replaces a ring which does not serve: on Hopper, up to SINGLY tokens,
+    one of the register-only kernel, which 28 of the table's 32 entries for 1 to 4 tokens are that
+    are no rings."""
+    if tile.m <= SINGLY and arch == HOPPER:
+        return _cut_lanes(_lanes(SINGLY, segments, weight.bits)[0], weight, segments, arch)
+    return block_tile(tile, weight, segments, arch)
+
+
 def _cut_lanes(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
     """No more blocks ahead than a segment has."""
     if not lanes_serve(weight, segments, arch):
@@ -372,7 +383,7 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
             return tile
         return replace(tile, split=segments, share=shared)
     if tile.ring:
-        return block_tile(tile, weight, segments, arch)
+        return _without_ring(tile, weight, segments, arch)
     k = columns_of(weight, tile.k, run_length(weight.k, segments))
     sync = not tile.warpgroup
     stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)

@@ -52,6 +52,7 @@ SPLIT = tl.constexpr(2)
 E4M3 = tl.constexpr(3)
 E2M1 = tl.constexpr(4)
 IN_PARTS = tl.constexpr(5)
+BY_WORD = tl.constexpr(6)
 HIGH = tl.constexpr(8)
 """Positions of the fields of Form that only types of GGUF have."""
 ZERO = tl.constexpr(9)
@@ -217,9 +218,11 @@ def decode_gguf(word, high, BIT: tl.constexpr, scale, minimum, FORM: tl.constexp
 
     word, high: codes in the first and in the second plane, from bit 0 on."""
     BITS: tl.constexpr = FORM[1]
-    code = (word >> (BIT // 4 * BITS)) & ((1 << BITS) - 1)
+    HALF: tl.constexpr = BIT // 16 * 16
+    PAIR: tl.constexpr = BIT % 16 // 4
+    code = (word >> (HALF + PAIR * BITS)) & ((1 << BITS) - 1)
     if FORM[HIGH] > 0:
-        upper = (high >> (BIT // 4 * FORM[HIGH])) & ((1 << FORM[HIGH]) - 1)
+        upper = (high >> (HALF + PAIR * FORM[HIGH])) & ((1 << FORM[HIGH]) - 1)
         code = code | (upper << BITS)
     if FORM[TABLE_LOW] != 0:
         # Eight bytes in each half of the table: a shift is a lookup in registers.

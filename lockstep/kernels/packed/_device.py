@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.packed._codes import (
+    BY_WORD,
     E2M1,
     E2M1_BF16,
     E2M1_FP16,
@@ -35,12 +36,16 @@ from lockstep.kernels.packed._codes import (
     SPLIT,
     SPLIT_BF16,
     STEPS,
+    TABLE_HIGH,
+    TABLE_LOW,
+    ZERO,
     decode,
     decode_e4m3,
     decode_gguf,
     halves,
     twice,
 )
+from lockstep.kernels.packed._gguf_text import word_operands, word_text
 
 BLOCK = tl.constexpr(128)
 """Columns that _order orders among themselves."""
@@ -74,10 +79,10 @@ class Form(NamedTuple):
 
     group: columns per scale, 0: all. rows: of outputs per scale, 0: all. paired: scales of 16 bits
     are read two at a time, since copies that run ahead take 4 bytes or more. scale: tl dtype of the
-    scales. fast: SAME, SPLIT, E4M3 or E2M1 by inline assembly, else 0. opaque: for a target whose
-    left operands are mma.sync's. Of GgufWeight: high: bits of a code above four; zero: subtracted
-    from a code, or from an entry of the table; table_low, table_high: eight entries each, a byte
-    each, both 0: no table; steps: scales are a base times a step.
+    scales. fast: SAME, SPLIT, E4M3, E2M1 or BY_WORD by inline assembly, else 0. opaque: for a
+    target whose left operands are mma.sync's. Of GgufWeight: high: bits of a code in the second
+    plane; zero: subtracted from a code, or from an entry of the table; table_low, table_high: eight
+    entries each, a byte each, both 0: no table; steps: scales are a base times a step.
     """
 
     kind: int = 0
@@ -330,9 +335,9 @@ def _plane(words, stride, rows, at, end, BITS: tl.constexpr, COLUMNS: tl.constex
     if BITS < 4:
         parts = found.reshape(ROWS, BLOCKS, 4, BITS)
         if BITS == 1:
-            split = tl.join(tl.join(parts, parts >> 16), tl.join(parts >> 8, parts >> 24))
+            split = tl.join(tl.join(parts, parts >> 8), tl.join(parts >> 4, parts >> 12))
         else:
-            split = tl.join(parts, parts >> 16)
+            split = tl.join(parts, parts >> 8)
         found = split.reshape(ROWS, BLOCKS * 16)
     return found
 
@@ -352,6 +357,27 @@ def _times_base(steps, bases, stride, rows, at, end, COLUMNS: tl.constexpr, EVEN
 
 
 @triton.jit
+def gguf_pairs(word, high, s0, s1, m0, m1, FORM: tl.constexpr, MINIMA: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
+    """Dequantize words by assembly: their four pairs. s0, s1, m0, m1: scales and minima of the
+    first and the last 16 columns of each word; minima count where MINIMA."""
+    TEXT: tl.constexpr = word_text(
+        FORM[1], FORM[HIGH], FORM[ZERO], FORM[TABLE_LOW], FORM[TABLE_HIGH], MINIMA,
+        DTYPE == tl.bfloat16,
+    )  # fmt: skip
+    OPERANDS: tl.constexpr = word_operands(FORM[HIGH], MINIMA)
+    given = (word,)
+    if FORM[HIGH] > 0:
+        given = given + (high,)
+    given = given + (s0, s1)
+    if MINIMA:
+        given = given + (-m0, -m1)
+    return tl.inline_asm_elementwise(
+        TEXT, OPERANDS, given, dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _decode_gguf(word, scales, minima, weight, rows, at, end, FORM: tl.constexpr,
                  COLUMNS: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Dequantize the words of a GgufWeight: [R, W, 2, 2, 2]. minima: None for none."""
@@ -367,16 +393,22 @@ def _decode_gguf(word, scales, minima, weight, rows, at, end, FORM: tl.constexpr
         if FORM[STEPS]:
             minima = _times_base(minima, weight[10], weight[11], rows, at, end, COLUMNS, EVEN)
         m0, m1 = _spread(minima.to(tl.float32), 4, word.shape[1], COLUMNS)
-    return _join8(
-        decode_gguf(word, high, 0, s0, m0, FORM, DTYPE),
-        decode_gguf(word, high, 4, s0, m0, FORM, DTYPE),
-        decode_gguf(word, high, 8, s1, m1, FORM, DTYPE),
-        decode_gguf(word, high, 12, s1, m1, FORM, DTYPE),
-        decode_gguf(word, high, 16, s0, m0, FORM, DTYPE),
-        decode_gguf(word, high, 20, s0, m0, FORM, DTYPE),
-        decode_gguf(word, high, 24, s1, m1, FORM, DTYPE),
-        decode_gguf(word, high, 28, s1, m1, FORM, DTYPE),
-    )
+    if FORM[6] == BY_WORD:
+        p0, p1, p2, p3 = gguf_pairs(
+            word, high, s0, s1, m0, m1, FORM, minima is not None, DTYPE
+        )  # fmt: skip
+        return _pairs(p0, p1, p2, p3, DTYPE)
+    else:
+        return _join8(
+            decode_gguf(word, high, 0, s0, m0, FORM, DTYPE),
+            decode_gguf(word, high, 4, s0, m0, FORM, DTYPE),
+            decode_gguf(word, high, 8, s1, m1, FORM, DTYPE),
+            decode_gguf(word, high, 12, s1, m1, FORM, DTYPE),
+            decode_gguf(word, high, 16, s0, m0, FORM, DTYPE),
+            decode_gguf(word, high, 20, s0, m0, FORM, DTYPE),
+            decode_gguf(word, high, 24, s1, m1, FORM, DTYPE),
+            decode_gguf(word, high, 28, s1, m1, FORM, DTYPE),
+        )
 
 
 @triton.jit

@@ -28,6 +28,7 @@ FAST = {
 E4M3 = 3
 E2M1 = 4
 IN_PARTS = 5
+BY_WORD = 6
 NATIVE_FP8 = 89
 """The first architecture with an instruction that reads e4m3."""
 ASYNC_MMA = 90
@@ -214,6 +215,8 @@ def _pairs(numbers: Tensor) -> bool:
 def _fast(weight: PackedWeight, scale: torch.dtype, dtype: torch.dtype, target: Target) -> int:
     if not target.assembly:
         return 0
+    if isinstance(weight, GgufWeight):
+        return BY_WORD if dtype in (torch.bfloat16, torch.float16) else 0
     if isinstance(weight, Fp8Weight):
         return E4M3 if target.arch >= NATIVE_FP8 else 0
     if isinstance(weight, Fp4Weight):

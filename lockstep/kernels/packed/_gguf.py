@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.packed._order import pack_plane, plane_of, words_per_row
-from lockstep.kernels.packed._weights import DUMMY_SCALE, PackedWeight
+from lockstep.kernels.packed._weights import DUMMY_SCALE, PackedWeight, pieces
 
 SUPERBLOCK = 256
 """Columns that share a base scale."""
@@ -173,7 +173,10 @@ class GgufWeight(PackedWeight):
 
     def dummy(self, generator: torch.Generator) -> None:
         type = self.type
-        self.fill_codes(_random(self.shape, 0, 2**type.bits, generator, self.device).byte())
+        for begin, end in pieces(*self.shape):
+            part = self.rows(begin, end)
+            drawn = torch.empty(part.shape, dtype=torch.uint8, device=self.device)
+            part.fill_codes(drawn.random_(0, 2**type.bits, generator=generator))
         values = type.values(torch.arange(2**type.bits, dtype=torch.uint8))
         scale = DUMMY_SCALE * self.k**-0.5 / float(values.std())
         step = 1.0
@@ -218,11 +221,3 @@ class GgufWeight(PackedWeight):
     def reorder(self, order: Tensor) -> None:
         for tensor in self.tensors().values():
             tensor.copy_(tensor[order])
-
-
-def _random(
-    shape: torch.Size, low: int, high: int, generator: torch.Generator, device: torch.device
-) -> Tensor:
-    """Draw whole numbers from low to high - 1, int32."""
-    drawn = torch.empty(shape, dtype=torch.int32, device=device)
-    return drawn.random_(low, high, generator=generator)
