@@ -113,7 +113,7 @@ SAMPLING: Foreign = {
     "extra_args": (({},), "no code reads it; leave it out."),
     "flat_logprobs": ((False,), "log-probabilities are one dict a token; leave it out."),
     "logprob_token_ids": ((), "ask for logprobs, the likeliest tokens, or leave it out."),
-    "thinking_token_budget": ((), "reasoning has no budget of its own; set max_tokens."),
+    "thinking_budget": ((), "it is thinking_token_budget here."),
     "repetition_detection": ((), "set repetition_penalty, or leave it out."),
     "stop_regex": ((), "stop takes plain strings; write those, or leave it out."),
     "max_new_tokens": ((), "it is max_tokens here."),

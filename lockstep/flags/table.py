@@ -530,7 +530,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         refused("reasoning-parser-plugin", NO_PLUGINS, same=("",)),
         refused("tool-parser-plugin", NO_PLUGINS, same=("",)),
         refused("tool-server", "clients run the tools; leave it out."),
-        refused("reasoning-config", "reasoning has no budget of its own; leave it out.", JSON),
+        refused(
+            "reasoning-config",
+            "the reasoning parser knows the tags that thinking_token_budget needs; leave it out.",
+            JSON,
+        ),
         refused(
             "chat-template-content-format",
             "content reaches the template as text; leave it out.",

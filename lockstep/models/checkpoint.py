@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models import architecture
 from lockstep.models.gguf.tensors import GGUFShard
-from lockstep.models.json_files import read_object
+from lockstep.models.json_files import read_config, read_object
 from lockstep.models.overrides import overridden
 from lockstep.models.shards import Shard, shards
 from lockstep.quant import TensorInfo, one_format
@@ -41,12 +41,7 @@ class Checkpoint:
         """The checkpoint of a folder. overrides: settings that replace those of its config.json,
         objects key by key. Raises CheckpointError where its config.json is not read."""
         remedy = "Name a folder that holds a checkpoint: config.json and *.safetensors."
-        if (folder / "adapter_config.json").exists():
-            remedy = (
-                "The folder holds an adapter: merge it into its base model, for example by PEFT's "
-                "merge_and_unload, and name the merged folder."
-            )
-        raw = read_object(folder / "config.json", remedy)
+        raw = read_config(folder, remedy)
         raw = overridden(raw, overrides or {})
         architecture(raw.get("model_type"))
         return cls(folder, raw)

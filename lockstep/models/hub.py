@@ -80,7 +80,7 @@ def fetch(model: str, weights: bool = True, field: str = "model") -> Path:
         return Path(
             snapshot_download(
                 model,
-                allow_patterns=_weight_patterns(Path(folder)),
+                allow_patterns=weight_patterns(Path(folder)),
                 ignore_patterns=SUBFOLDERS,
                 local_files_only=cached,
             )
@@ -93,7 +93,7 @@ def fetch(model: str, weights: bool = True, field: str = "model") -> Path:
     )
 
 
-def _weight_patterns(folder: Path) -> list[str]:
+def weight_patterns(folder: Path) -> list[str]:
     """Return the names of the weight files to fetch.
 
     They are those of the index, so that no second copy of the weights is fetched, or without an

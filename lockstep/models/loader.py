@@ -139,7 +139,7 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
     faults: dict[str, list[str]] = {"missing": [], "spare": [], "doubled": [], "unfit": []}
     for shard in checkpoint.shards:
         done = behind
-        with shard.open() as (file, names):
+        with shard.open(values=True) as (file, names):
             for name in names:
                 key = checkpoint.key(name)
                 if key in filled:

@@ -57,10 +57,11 @@ class Shard:
     expected: frozenset[str]
 
     @contextmanager
-    def open(self) -> Iterator[tuple[TensorFile, list[str]]]:
+    def open(self, values: bool = False) -> Iterator[tuple[TensorFile, list[str]]]:
         """Open the file; yield it and the names of its tensors that are part of the checkpoint.
 
-        A tensor that the index places in another file is left out.
+        A tensor that the index places in another file is left out. values: whether tensors are
+        read, not their shapes and dtypes alone.
 
         Raises:
             CheckpointError: the file cannot be read, or lacks a tensor that the index lists for it.
@@ -68,7 +69,7 @@ class Shard:
         file_name = self.path.name
         try:
             self.path.open("rb").close()  # safe_open calls a file without permission missing
-            with safe_open(self.path, framework="pt") as file:
+            with self._mapped(values) as file:
                 stored = file.keys()
                 self._check_listed(set(stored))
                 listed = (name for name in stored if self.index.get(name, file_name) == file_name)
@@ -79,6 +80,19 @@ class Shard:
                 remedy = "Change its permissions, or run as a user who may read it."
             reason = why_unread(error)
             raise CheckpointError(f"{self.path} cannot be read: {reason}. {remedy}") from None
+
+    def _mapped(self, values: bool) -> Any:
+        """Map the file into memory. Raise CheckpointError where the system does not allow it."""
+        # torch's mapping is a writable copy, which systems without overcommit count as memory in
+        # use: a file larger than memory would not even tell its names.
+        framework = "pt" if values else "numpy"
+        try:
+            return safe_open(self.path, framework=framework)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be mapped into memory: {error}. Allow overcommit of memory "
+                "(sysctl vm.overcommit_memory=1), or save the checkpoint in smaller files."
+            ) from None
 
     def _check_listed(self, stored: set[str]) -> None:
         """Raise CheckpointError where the file lacks tensors that the index places in it."""

@@ -223,6 +223,48 @@ _REMEDIES = {
 """Fields inside of objects that would change the answer -> what to do."""
 
 
+_RUNS_NO_TOOLS = "this server runs no tools; send tools of your own"
+_RAN_ELSEWHERE = "its program ran on another server; send what it gave as a message"
+_SUMMARY = (
+    "only the server that wrote this summary can read it. Begin a new session, or send the items "
+    "that it stands for"
+)
+_TEXT_ONLY = "this server reads text only; send text in its place"
+TYPE_REMEDIES = {
+    # Items of /v1/responses.
+    "compaction": _SUMMARY,
+    "compaction_summary": _SUMMARY,
+    "context_compaction": _SUMMARY,
+    "compaction_trigger": "ask for a summary in a message",
+    "agent_message": "send it as a message of the user, and say there who wrote it",
+    "code_interpreter_call": _RAN_ELSEWHERE,
+    "program": _RAN_ELSEWHERE,
+    "program_output": _RAN_ELSEWHERE,
+    "file_search_call": "send what the search found as a message",
+    "computer_call": _TEXT_ONLY,
+    "computer_call_output": _TEXT_ONLY,
+    "mcp_approval_request": _RUNS_NO_TOOLS,
+    "mcp_approval_response": _RUNS_NO_TOOLS,
+    # Tools of /v1/responses.
+    "image_generation": (
+        "this server writes text only; leave it out (Codex: features.image_generation = false)"
+    ),
+    "web_search_preview": f"{_RUNS_NO_TOOLS}, or leave it out",
+    "file_search": f"{_RUNS_NO_TOOLS}, or leave it out",
+    "code_interpreter": f"{_RUNS_NO_TOOLS}, or leave it out",
+    "mcp": "this server calls no MCP servers; let the client call them, and send their tools",
+    "computer": _TEXT_ONLY,
+    "computer_use_preview": _TEXT_ONLY,
+    "programmatic_tool_calling": f"{_RUNS_NO_TOOLS}, or leave it out",
+    # Blocks of /v1/messages.
+    "image": _TEXT_ONLY,
+    "document": _TEXT_ONLY,
+    "search_result": _TEXT_ONLY,
+    "container_upload": f"{_RUNS_NO_TOOLS}; leave it out",
+}
+"""Types of objects that are not supported -> what to do."""
+
+
 def remedy_of(name: str) -> str:
     """Return what to say of a field inside of an object that is not known there."""
     if name in _REMEDIES:
@@ -244,7 +286,11 @@ def _reason(fault: Mapping[str, Any]) -> str:
     """Return why a value is wrong."""
     if fault["type"] == "union_tag_invalid":
         known = fault["ctx"]
-        return f"type={brief(known['tag'])} is not allowed; allowed: {known['expected_tags']}"
+        remedy = TYPE_REMEDIES.get(known["tag"])
+        if remedy is not None:
+            return f"type={brief(known['tag'])} is not supported: {remedy}."
+        allowed = known["expected_tags"]
+        return f"type={brief(known['tag'])} is not allowed; allowed: {allowed}. Leave it out."
     return str(fault["msg"]).removeprefix("Value error, ")[:SHOWN]
 
 

@@ -23,7 +23,7 @@ from lockstep.engine.loop import keep_from_collection
 from lockstep.errors import ConfigError, EngineDeadError
 from lockstep.runner.floor import StepFloors
 from lockstep.serve.app import Pages, create_app
-from lockstep.serve.connections import BoundedProtocol
+from lockstep.serve.connections import MAX_DROPPED_BYTES, BoundedProtocol
 from lockstep.serve.guard import Rules
 from lockstep.serve.logs import LogFormat, log_request, write_logs
 from lockstep.serve.metrics import Metrics, Prefix
@@ -324,6 +324,8 @@ def _config(app: FastAPI, options: Options) -> uvicorn.Config:
 
     class Protocol(BoundedProtocol):
         most = max(1, min(options.connections, raise_descriptors() - SPARE_DESCRIPTORS))
+        # Whoever sends a body of an allowed size reads the answer that refuses it.
+        max_dropped_bytes = max(MAX_DROPPED_BYTES, options.rules.body_bytes)
 
     config = uvicorn.Config(
         app,

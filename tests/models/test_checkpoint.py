@@ -15,6 +15,8 @@ from lockstep.engine.build import pick_dtype
 from lockstep.errors import CheckpointError
 from lockstep.models import ARCHITECTURES
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.dflash import BlockCheckpoint
+from lockstep.models.eagle3 import HeadCheckpoint
 from tests.models.filled import MTP, answer, build, weights_of
 from tests.tiny_model import CONFIG, make_model
 
@@ -197,9 +199,19 @@ def test_without_an_index_adapters_and_other_layouts_are_left_out(
     assert "in the layout of the publisher's own code" in refused(folder)
 
 
-def test_a_folder_of_an_adapter_alone_says_so(tmp_path: Path) -> None:
+def test_a_folder_with_an_adapter_says_how_to_merge_it(
+    store: Store, known: Any, tmp_path: Path
+) -> None:
+    """transformers would apply the adapter to weights in the same folder."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "The folder holds an adapter: merge it" in refused(tmp_path)
+    assert "holds an adapter (adapter_config.json)" in refused(tmp_path)
+    folder = store(dict(known[0]))
+    (folder / "adapter_config.json").write_text("{}")
+    message = refused(folder)
+    assert "merge_and_unload" in message and "remove adapter_config.json" in message
+    for read in (HeadCheckpoint.at, BlockCheckpoint.at):
+        with pytest.raises(CheckpointError, match="holds an adapter"):
+            read(folder)
 
 
 def test_a_missing_tensor_is_named(store: Store, known: Any, tmp_path: Path) -> None:

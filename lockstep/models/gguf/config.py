@@ -150,7 +150,7 @@ class Settings:
                 f"F32 [{width // 2}]. Fetch the file again."
             )
         # Without torch: settings may also be read where its tensors have no memory.
-        divisors = list(struct.unpack_from(f"<{width // 2}f", entry.data, entry.begin))
+        divisors = list(struct.unpack(f"<{width // 2}f", entry.bytes(0, entry.row_bytes)))
         return {
             "rope_type": "longrope",
             "short_factor": divisors,

@@ -12,7 +12,7 @@ size and against a limit before memory is taken for it.
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,12 +75,12 @@ OTHER_KINDS = {
 @dataclass(frozen=True)
 class TensorEntry:
     """Tensor of a GGUF file. shape: the slowest dimension first, as torch has it; kind: name of its
-    type; data: the file; begin: first of its bytes there."""
+    type; path: of the file; begin: first of its bytes there."""
 
     name: str
     shape: tuple[int, ...]
     kind: str
-    data: mmap.mmap = field(repr=False)
+    path: Path
     begin: int
 
     @property
@@ -94,28 +94,49 @@ class TensorEntry:
         return bytes_per_row(self.kind, self.shape[-1])
 
     def read(self, begin: int = 0, end: int | None = None) -> Tensor:
-        """Return rows as [rows, bytes] uint8, mapped from the file."""
+        """Return rows as [rows, bytes] uint8. Raises CheckpointError where they cannot be read."""
         end = self.rows if end is None else end
-        count = (end - begin) * self.row_bytes
-        offset = self.begin + begin * self.row_bytes
-        flat = torch.frombuffer(self.data, dtype=torch.uint8, count=count, offset=offset)
-        return flat.view(end - begin, self.row_bytes)
+        data = self.bytes(begin * self.row_bytes, end * self.row_bytes)
+        return torch.frombuffer(data, dtype=torch.uint8).view(end - begin, self.row_bytes)
+
+    def bytes(self, begin: int, end: int) -> bytearray:
+        """Return bytes of the tensor. Raises CheckpointError where they cannot be read."""
+        # Not mapped: torch would want a writable mapping, which counts as memory in use.
+        data = bytearray(end - begin)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.begin + begin)
+                count = file.readinto(data)
+        except OSError as error:
+            reason = why_unread(error)
+            raise CheckpointError(
+                f"{self.path} cannot be read: {reason}. Fetch it again."
+            ) from None
+        if count < len(data):
+            raise CheckpointError(f"{self.path} was cut while it was read. Fetch it again.")
+        return data
 
 
 class GGUFFile:
-    """Metadata and tensors of one file. header_bytes: length of all that precedes the data."""
+    """Metadata and tensors of one file.
+
+    header_bytes: length of all that precedes the data; size: of the file.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read the header. Raises CheckpointError where it is damaged or cut."""
         self.path = path
         try:
             with path.open("rb") as file:
-                # Copy-on-write: torch warns of buffers that it must not write to.
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             reason = why_unread(error)
             raise CheckpointError(f"{path} cannot be read: {reason}. Fetch it again.") from None
-        cursor = _Cursor(path, self._data)
+        with data:
+            self._read_header(_Cursor(path, data))
+
+    def _read_header(self, cursor: "_Cursor") -> None:
+        self.size = cursor.size
         tensors, entries = cursor.counts()
         self.metadata = cursor.metadata(entries)
         alignment = self._alignment(cursor)
@@ -135,11 +156,6 @@ class GGUFFile:
             allowed = f"multiples of 8, up to {MAX_ALIGNMENT}"
             cursor.fail("general.alignment", alignment, allowed)
         return alignment
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return len(self._data)
 
 
 class GGUFModel:
@@ -192,7 +208,7 @@ class _TensorInfo:
         if layout is not None and self.shape[-1] % layout.columns:
             cursor.fail(f"{tensor} columns", self.shape[-1], f"multiples of {layout.columns}")
         entry = TensorEntry(
-            self.name, self.shape, KINDS[self.number], cursor.data, data + self.offset
+            self.name, self.shape, KINDS[self.number], cursor.path, data + self.offset
         )
         size = entry.rows * entry.row_bytes
         if entry.begin + size > cursor.size:

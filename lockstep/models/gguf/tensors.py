@@ -360,8 +360,8 @@ class GGUFShard:
     views: Mapping[str, View]
 
     @contextmanager
-    def open(self) -> Iterator[tuple["GGUFShard", list[str]]]:
-        """Yield the file and the names of its tensors."""
+    def open(self, values: bool = False) -> Iterator[tuple["GGUFShard", list[str]]]:
+        """Yield the file and the names of its tensors. values: as in Shard.open()."""
         yield self, list(self.views)
 
     def info(self, name: str) -> TensorInfo:
