@@ -36,7 +36,7 @@ from lockstep.text.processor import Processor
 log = logging.getLogger("lockstep.serve")
 
 BACKLOG = 2048
-"""Connections that wait to be taken, uvicorn's default: a longer queue is the kernel's to refuse."""
+"""Connections that wait to be taken, as in uvicorn; more of them time out or are reset."""
 SPARE_DESCRIPTORS = 64
 """Descriptors that are not for connections: files, the engine, logs."""
 TLS_FILES = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
