@@ -106,14 +106,20 @@ def test_layers_are_plain_on_a_cpu_alone(device: str) -> None:
     load()
     with FakeTensorMode():
         layer = Linear(build.at("attn"), 256, {f"{name}_proj": 32 for name in "qkv"})
-    dtypes = {name: Slot.of(target).dtypes for name, target in layer.weights().items()}
+    packed = [product.packed for product in layer.products]
     if device == "cpu":
-        assert set(dtypes.values()) == {PLAIN} and len(layer.products) == 1
+        assert packed == [None]
+        assert {Slot.of(target).dtypes for target in layer.weights().values()} == {PLAIN}
     else:
-        assert set(dtypes.values()) == {(torch.uint8,)}
-        stored = [product.stored for product in layer.products]
-        assert [type(weight) for weight in stored] == [GgufWeight] * 2
-        assert [tuple(weight.shape) for weight in stored] == [(64, 256), (32, 256)]
+        assert [type(weight) for weight in packed] == [GgufWeight] * 2
+        assert [product.shape for product in layer.products] == [(64, 256), (32, 256)]
+
+
+def test_the_smallest_and_the_largest_exponents_of_mxfp4() -> None:
+    blocks = sound_blocks("MXFP4", rows=8, columns=32)
+    blocks[:, 0] = torch.tensor([0, 1, 2, 3, 250, 251, 252, 255])
+    values = dequantize("MXFP4", blocks)
+    assert torch.equal(loaded("MXFP4", blocks, 32).unpack(torch.float32), values)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
