@@ -18,8 +18,8 @@ from rich.text import Text
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how much of it, and of how much."""
-BYTES = "loading"
-"""The work whose progress is told in bytes; that of all other is told in numbers of things."""
+BYTES = ("loading", "downloading")
+"""Work whose progress is counted in bytes; that of all other is counted in things."""
 
 
 class _Amount(ProgressColumn):
@@ -31,13 +31,16 @@ class _Amount(ProgressColumn):
         self._things = MofNCompleteColumn()
 
     def render(self, task: Task) -> Text:
-        column = self._bytes if task.description == BYTES else self._things
+        column = self._bytes if task.description in BYTES else self._things
         return column.render(task)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr where that is a terminal, driven by (what, done, of); it goes when done."""
+    """A bar on stderr where that is a terminal, driven by (what, done, of); it goes when done.
+
+    A KeyboardInterrupt leaves with a note of what was being done.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -47,9 +50,16 @@ def progress_bar() -> Iterator[Progress]:
     console = Console(stderr=True, highlight=False)
     off = not console.is_terminal
     with Bar(*columns, console=console, transient=True, disable=off) as bar:
-        task = bar.add_task("starting", total=None)
+        doing = "starting"
+        task = bar.add_task(doing, total=None)
 
         def show(what: str, done: int, of: int) -> None:
+            nonlocal doing
+            doing = what
             bar.update(task, description=what, completed=done, total=of)
 
-        yield show
+        try:
+            yield show
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"while {doing}")
+            raise

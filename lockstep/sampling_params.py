@@ -135,6 +135,11 @@ class StructuredOutputsParams:
         """The name of what is set."""
         return next(name for name in STRUCTURES if _is_set(getattr(self, name)))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that were set, as JSON values."""
+        known = [f.name for f in fields(StructuredOutputsParams)]
+        return {name: getattr(self, name) for name in known if _is_set(getattr(self, name))}
+
     @property
     def written(self) -> bool:
         """Whether its rules are as a client wrote them."""
@@ -170,7 +175,9 @@ class SamplingParams:
     every generated position, of the raw logits. `prompt_logprobs`: the same for the prompt.
     `structured_outputs`: what the answer must match (a dict of its fields will do).
     `truncate_prompt_tokens` N: only the last N tokens of the prompt are read; -1: as many as leave
-    room for max_tokens. `output_kind`: what AsyncLLM yields; LLM returns whole answers.
+    room for max_tokens. `thinking_token_budget` N: at most N tokens of a thought, after which its
+    closing tag must come; -1: any number. `output_kind`: what AsyncLLM yields; LLM returns whole
+    answers.
     """
 
     n: int = 1
@@ -198,6 +205,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -216,6 +224,7 @@ class SamplingParams:
             ("prompt_logprobs", 0, MAX_LOGPROBS),
             ("seed", -(2**63), 2**63 - 1),
             ("truncate_prompt_tokens", -1, 2**31 - 1),
+            ("thinking_token_budget", -1, 2**31 - 1),
         ):
             self._check_range(name, low, high)
         self._check_sizes()
@@ -227,6 +236,12 @@ class SamplingParams:
         """Return a checked copy with these changes. Raises RequestError."""
         given = {name: getattr(self, name) for name in self.names()}
         return type(self)(**{**given, **changes})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields but output_kind as JSON values, with what was asked for of a form."""
+        values = {name: getattr(self, name) for name in self.names() if name != "output_kind"}
+        form = self.structured_outputs
+        return {**values, "structured_outputs": None if form is None else form.to_json()}
 
     def _check_range(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

@@ -287,6 +287,12 @@ def test_counts_are_those_of_the_code_and_the_results() -> None:
     assert [said for _, said, _ in counts.stale()] == [counts.QUICK(), "nothing"]
 
 
+def test_the_table_of_published_checkpoints_is_what_their_settings_come_to() -> None:
+    """Or else: python docs/published.py."""
+    published = script("published")
+    assert published.PAGE.read_text() == published.page()
+
+
 def test_the_plot_shows_the_results(plots: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every figure of RESULTS.md is a label of the committed plot, and no other is."""
     pairs = plots.pairs(plots.RESULTS.read_text())

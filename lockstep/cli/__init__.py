@@ -12,6 +12,7 @@ from lockstep.cli.command import PlainCommand, PlainGroup, group_with_default
 from lockstep.cli.configuration import configuration
 from lockstep.cli.explain import explain
 from lockstep.cli.generate import generate
+from lockstep.cli.pull import list_models, pull
 from lockstep.cli.quality import quality
 from lockstep.cli.serve import serve
 from lockstep.cli.top import top
@@ -55,6 +56,8 @@ check.command("all", cls=FlagCommand, epilog=epilog())(run_check)
 check.command(cls=FlagCommand, epilog=epilog())(quality)
 for command in (serve, generate, chat, explain):
     app.command(cls=FlagCommand, epilog=epilog())(command)
+app.command(cls=PlainCommand)(pull)
+app.command("list", cls=PlainCommand)(list_models)
 app.command(cls=PlainCommand)(top)
 app.add_typer(check, name="check")
 app.add_typer(bench, name="bench")

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.interrupt import sigterm_interrupts
+from lockstep.cli.interrupt import INTERRUPTED, sigterm_interrupts
 from lockstep.cli.options import changed_settings, engine_options
 from lockstep.cli.show import note, print_json
 from lockstep.errors import ConfigError
@@ -45,8 +45,6 @@ ALL = "all"
 """Of kv_cache_dtype: every format in turn."""
 OWN = "auto"
 """The first of them, which every model takes."""
-INTERRUPTED = 130
-"""The status of a check that was ended early without a difference."""
 
 
 @engine_options

@@ -1,5 +1,6 @@
 """The form of every command: help in plain lines, whole at any width, and errors in one line."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -8,6 +9,7 @@ from typing import Any, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from lockstep.cli.interrupt import INTERRUPTED, end_at_next_interrupt, interrupted_imports
 from lockstep.errors import ConfigError, brief
 
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[1])
@@ -38,6 +40,17 @@ class PlainCommand(TyperCommand):
                 formatter.write_dl(records)
         if getattr(ctx.parent and ctx.parent.command, "default", None) == ctx.info_name:
             write_commands(ctx.parent.command, ctx.parent.command_path, formatter)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Where Ctrl-C ends it, say what was interrupted, with status 130."""
+        try:
+            with interrupted_imports():
+                return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            end_at_next_interrupt()
+            during = "".join(f", {note}" for note in getattr(interrupt, "__notes__", ()))
+            print(f"Interrupted: {ctx.command_path}{during}.", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line. Raises ConfigError at the first word that is not allowed."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.cli.interrupt import end_at_next_interrupt
 from lockstep.cli.options import engine_options, server_options, text_options
 from lockstep.cli.show import load, note, show_start
 from lockstep.errors import ConfigError, brief
@@ -141,6 +142,7 @@ def _run(
         )
     finally:
         client.shutdown()
+        end_at_next_interrupt()
 
 
 def _in_thread(settings: dict[str, Any]) -> "Served":

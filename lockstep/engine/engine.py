@@ -136,10 +136,12 @@ class Engine:
         check_ids(request, self.vocab_size)
         drafting = self.config.speculative_config
         if request.grammar and drafting and drafting.synthetic_acceptance is not None:
+            has_form = request.params.structured_outputs is not None
+            field = "structured_outputs" if has_form else "thinking_token_budget"
             raise RequestError(
-                "structured_outputs are not allowed with synthetic_acceptance, whose tokens are "
-                "not the model's. Leave one of them out.",
-                "structured_outputs",
+                f"{field} is not allowed with synthetic_acceptance, whose tokens are not the "
+                "model's. Leave one of them out.",
+                field,
             )
         self.scheduler.check(request)
 

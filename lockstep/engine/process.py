@@ -200,10 +200,12 @@ class ProcessTransport:
         if self._receiver is None:
             self._child.bury()
             return
-        self._thread.join(STOP_SECONDS)
-        if self._thread.is_alive():
-            self._child.kill()
-            self._thread.join()
+        try:
+            self._thread.join(STOP_SECONDS)
+        finally:  # an interrupt does not wait for the step that runs
+            if self._thread.is_alive():
+                self._child.kill()
+                self._thread.join()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See Transport."""

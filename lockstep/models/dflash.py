@@ -28,9 +28,9 @@ from lockstep.models.decoder import (
     read_attending_layers,
     read_common,
 )
-from lockstep.models.json_files import read_object
+from lockstep.models.json_files import read_config
 from lockstep.models.loader import Source
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.models.reading import MOST_LAYERS, OF_DRAFTER, ConfigReader
 from lockstep.quant import Slot
 from lockstep.step import Step
 
@@ -38,6 +38,11 @@ ARCHITECTURE = "DFlashDraftModel"
 MOST_BLOCK = 1024
 """Tokens of a block that no checkpoint comes near."""
 INNER = "dflash_config"
+WITHOUT_EFFECT = {
+    "sliding_window": "use_sliding_window is off",
+    "max_window_layers": "use_sliding_window is off",
+}
+"""Settings that may be ignored -> why."""
 
 
 class BlockCheckpoint(Checkpoint):
@@ -49,7 +54,7 @@ class BlockCheckpoint(Checkpoint):
     def at(cls, folder: Path) -> "BlockCheckpoint":
         """Raises CheckpointError where its config.json is not read."""
         remedy = "Name the folder of a DFlash draft model: config.json and *.safetensors."
-        return cls(folder, read_object(folder / "config.json", remedy))
+        return cls(folder, read_config(folder, remedy))
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,16 @@ class Config(DecoderConfig):
         sized = inner if "block_size" in inner.raw else c
         block = sized.size("block_size", most=MOST_BLOCK)
         sized.need(block > 1, "block_size", "2 or more")
-        return cls(
+        config = cls(
             layers=layers,
             block=block,
             mask=mask,
             taps=_taps(inner, layers, depth),
             **read_common(c, head_dim=128),
         )
+        inner.refuse_unread(WITHOUT_EFFECT, OF_DRAFTER)
+        c.refuse_unread(WITHOUT_EFFECT, OF_DRAFTER)
+        return config
 
 
 def _taps(c: ConfigReader, layers: int, depth: int) -> tuple[int, ...]:

@@ -34,10 +34,10 @@ from lockstep.models.decoder import (
     read_attending_layers,
     read_common,
 )
-from lockstep.models.json_files import read_object
+from lockstep.models.json_files import read_config
 from lockstep.models.latents import Latents, read_latent_common
 from lockstep.models.loader import Source
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.models.reading import MOST_LAYERS, OF_DRAFTER, ConfigReader
 from lockstep.quant import Slot
 from lockstep.step import Step
 
@@ -61,6 +61,30 @@ SWITCHES = {
     "parallel_draft_step": 1,
 }
 """Settings of eagle_config that another kind of head has otherwise, and what is built."""
+_SPECULATORS = "notes and training settings of the speculators library"
+_DENSE = "mixtures and draft modules of the target, whose config was copied; a head's MLP is dense"
+_WINDOW = "use_sliding_window is off"
+WITHOUT_EFFECT = {
+    **dict.fromkeys(
+        (
+            "speculators_config", "speculators_version", "transformer_layer_config",
+            "embed_requires_grad", "has_no_defaults_at_init", "ttt_steps",
+            "ttt_step_loss_decay", "target_model_type", "target_model_name_or_path",
+        ),
+        _SPECULATORS,
+    ),
+    **dict.fromkeys(
+        (
+            "n_routed_experts", "n_shared_experts", "num_experts", "num_local_experts",
+            "num_experts_per_tok", "moe_intermediate_size", "moe_layer_freq", "n_group",
+            "topk_group", "norm_topk_prob", "routed_scaling_factor", "scoring_func",
+            "topk_method", "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step",
+        ),
+        _DENSE,
+    ),
+    **dict.fromkeys(("sliding_window", "max_window_layers"), _WINDOW),
+}  # fmt: skip
+"""Settings that may be ignored -> why."""
 OFFSETS = "d2t"
 """The tensor [draft_vocab] int64 of what is added to a draft id to get the target's."""
 KNOWN = "t2d"
@@ -76,7 +100,7 @@ class HeadCheckpoint(Checkpoint):
     def at(cls, folder: Path) -> "HeadCheckpoint":
         """Raises CheckpointError where its config.json is not read."""
         remedy = "Name the folder of an EAGLE-3 head: config.json and *.safetensors."
-        raw = read_object(folder / "config.json", remedy)
+        raw = read_config(folder, remedy)
         layer = ConfigReader(raw).get("transformer_layer_config", dict, {})
         return cls(folder, {**layer, **raw})
 
@@ -129,15 +153,16 @@ class Config(DecoderConfig):
         c.need(c.size("vocab_size") == vocab, "vocab_size", f"the target's, {vocab}")
         same = c.size("target_hidden_size", width) == width
         c.need(same, "target_hidden_size", f"the target's, {width}")
-        taps = _taps(c, len(target.blocks), behind)
+        inner = c.part("eagle_config")
+        taps = _taps(c, inner, len(target.blocks), behind)
         count = c.size("num_aux_hidden_states", len(taps))
         c.need(count == len(taps), "num_aux_hidden_states", f"{len(taps)}, one for each tap")
         known = c.size("draft_vocab_size", vocab)
         c.need(known <= vocab, "draft_vocab_size", f"1 to vocab_size, {vocab}")
         layers = read_attending_layers(c)
         if layers > 1:
-            c.part("eagle_config").only("next_layer_regular", True, None, default=None)
-        return cls(
+            inner.only("next_layer_regular", True, None, default=None)
+        config = cls(
             layers=layers,
             draft_vocab_size=known,
             target_hidden_size=width,
@@ -153,6 +178,9 @@ class Config(DecoderConfig):
             logit_scale=c.positive("logit_scale", 1.0),
             **_attending(c),
         )
+        inner.refuse_unread(WITHOUT_EFFECT, OF_DRAFTER)
+        c.refuse_unread(WITHOUT_EFFECT, OF_DRAFTER)
+        return config
 
 
 def _attending(c: ConfigReader) -> dict[str, Any]:
@@ -162,9 +190,8 @@ def _attending(c: ConfigReader) -> dict[str, Any]:
     return dict(latents=None, **read_common(c, theta=THETA))
 
 
-def _taps(c: ConfigReader, layers: int, behind: bool) -> tuple[int, ...]:
-    """The places that are tapped: as eagle_config names them, or the authors' three."""
-    inner = c.part("eagle_config")
+def _taps(c: ConfigReader, inner: ConfigReader, layers: int, behind: bool) -> tuple[int, ...]:
+    """Return the tapped places: those that eagle_config (inner) names, or the authors' three."""
     for name, value in SWITCHES.items():
         inner.only(name, value, None, default=None)
     name = "eagle_aux_hidden_state_layer_ids"

@@ -26,6 +26,24 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     return raw
 
 
+ADAPTER = "adapter_config.json"
+
+
+def read_config(folder: Path, remedy: str) -> dict[str, Any]:
+    """Return the object in the config.json of a folder. Raise CheckpointError otherwise.
+
+    A folder with the settings of an adapter is refused, since transformers applies that adapter to
+    the weights in the same folder and Lockstep would not.
+    """
+    if (folder / ADAPTER).exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter ({ADAPTER}), and adapters are not applied. Merge it into "
+            "its base model, for example by PEFT's merge_and_unload, and name the merged folder; "
+            f"where the weights in the folder hold it already, remove {ADAPTER}."
+        )
+    return read_object(folder / "config.json", remedy)
+
+
 def some(names: list[str]) -> str:
     """Return the first few of the names, for messages."""
     return ", ".join(name[:200] for name in names[:5]) + (" ..." if len(names) > 5 else "")

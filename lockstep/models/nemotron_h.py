@@ -75,6 +75,7 @@ WITHOUT_EFFECT = {
     **dict.fromkeys(
         ("expand", "mamba_expand", "head_dim", "attention_head_dim"), "other settings give the size"
     ),
+    "time_step_rank": "of Mamba-1, whose steps have a projection of their own",
     **dict.fromkeys(
         ("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "moe_shared_expert_overlap"),
         "how transformers computes the same",

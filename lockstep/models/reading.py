@@ -16,6 +16,10 @@ MOST_EXPERTS = 4096
 MOST_NUMBER = 10**30
 """Bounds that no real model comes near; whether what is asked fits into memory is seen later."""
 
+OF_DRAFTER = (
+    "If it changes no draft, set it to null in the drafter's config.json; else name another "
+    "drafter."
+)
 BUILT_FOR = "This architecture is built for these only."
 
 
@@ -88,11 +92,12 @@ class ConfigReader:
         if not holds:
             raise self.error(name, self.raw.get(name), allowed)
 
-    def refuse_unread(self, without_effect: Mapping[str, str]) -> None:
+    def refuse_unread(self, without_effect: Mapping[str, str], remedy: str = "") -> None:
         """Raise CheckpointError for a setting that no code has read and that may matter.
 
         It may not matter where it is off, or where the shared list or the family's
-        (without_effect: name -> reason) says why it changes no answer.
+        (without_effect: name -> reason) says why it changes no answer. remedy: what to do, where
+        hf_overrides does not reach the file.
         """
         for name, value in self.raw.items():
             known = name in self.raw.asked or reason_of(name, without_effect) is not None
@@ -101,8 +106,9 @@ class ConfigReader:
                     name[:100],
                     value,
                     "settings that this architecture is built for, or null",
-                    "If it changes no answer of this model, set it to null "
-                    f"(hf_overrides: '{{\"{name[:100]}\": null}}'); else serve another checkpoint.",
+                    remedy
+                    or "If it changes no answer of this model, set it to null (hf_overrides: "
+                    f"'{{\"{name[:100]}\": null}}'); else serve another checkpoint.",
                 )
 
     def layer_types(self, layers: int, known: set[str], default: list[str]) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ class AutoRound(IntPacking):
 
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
-    return read_strictly(settings, AutoRound)
+    return read_strictly(settings, "auto-round", AutoRound)
 
 
 def _check_plain(c: SettingsReader) -> None:

@@ -72,7 +72,7 @@ class AWQ(IntPacking):
 
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
-    return read_strictly(settings, AWQ)
+    return read_strictly(settings, "awq", AWQ)
 
 
 def awq_slots(module: Module, weight: IntWeight) -> dict[str, Slot]:

@@ -46,7 +46,7 @@ MOST_GROUP = 1 << 20
 
 def read(settings: Mapping[str, Any]) -> "CompressedTensors":
     """The format of these settings. Raises CheckpointError where they ask for what is not built."""
-    return read_strictly(settings, CompressedTensors)
+    return read_strictly(settings, "compressed-tensors", CompressedTensors)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ UP_TO_A_DOT = r"(?:(?<=\.)|(?=\.|$))"
 
 def read(settings: Mapping[str, Any]) -> "Fp8":
     """The format of these settings. Raises CheckpointError where they ask for what is not built."""
-    return read_strictly(settings, Fp8)
+    return read_strictly(settings, "fp8", Fp8)
 
 
 class Fp8(StoredPacking):

@@ -25,7 +25,7 @@ INTEGERS = ("Q4_0", "Q8_0")
 
 def read(settings: Mapping[str, Any]) -> "GGUFPacking":
     """Return the format of these settings. Raises CheckpointError for settings that are unknown."""
-    return read_strictly(settings, GGUFPacking)
+    return read_strictly(settings, "gguf", GGUFPacking)
 
 
 class GGUFPacking(Packing):

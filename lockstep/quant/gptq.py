@@ -94,7 +94,7 @@ class GPTQ(IntPacking):
 
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
-    return read_strictly(settings, GPTQ)
+    return read_strictly(settings, "gptq", GPTQ)
 
 
 def _static(c: SettingsReader) -> bool:

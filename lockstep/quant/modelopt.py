@@ -53,7 +53,7 @@ def read(settings: Mapping[str, Any]) -> "ModelOpt":
     if isinstance(inner, dict):
         found = inner | {name: value for name, value in settings.items() if value is not None}
     only_keys = found.get("quant_algo", "") is None
-    return read_strictly(found, partial(ModelOpt, only_keys=only_keys))
+    return read_strictly(found, "modelopt", partial(ModelOpt, only_keys=only_keys))
 
 
 class ModelOpt(StoredPacking):

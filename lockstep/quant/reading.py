@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lockstep.errors import CheckpointError, LockstepError, choice_error
-from lockstep.quant.ignored_settings import WITHOUT_EFFECT, is_switched_off
+from lockstep.quant.ignored_settings import BY_FORMAT, is_switched_off
 from lockstep.quant.packing import Module
 
 T = TypeVar("T")
@@ -138,13 +138,14 @@ class SettingsReader:
         """Mark settings as read that other settings of the same object leave without effect."""
         self.raw.asked.update(names)
 
-    def refuse_unread(self) -> None:
+    def refuse_unread(self, without_effect: Mapping[str, str]) -> None:
         """Raise CheckpointError for a setting that no code has asked for and that may matter.
 
         Settings within the objects that part() and parts() returned are checked too.
+        without_effect: names of settings that may be ignored, each with the reason.
         """
         for name, value in self.raw.items():
-            harmless = name in self.raw.asked or name in WITHOUT_EFFECT or name.startswith("_")
+            harmless = name in self.raw.asked or name in without_effect or name.startswith("_")
             if harmless or is_switched_off(value):
                 continue
             raise self.error(
@@ -155,7 +156,7 @@ class SettingsReader:
                 "serve a checkpoint that was packed otherwise.",
             )
         for reader in self._inner:
-            reader.refuse_unread()
+            reader.refuse_unread(without_effect)
 
     def pattern(self, name: str, text: str) -> NamePattern:
         """A regular expression that stands in the setting."""
@@ -170,12 +171,14 @@ class SettingsReader:
         return choice_error(CheckpointError, field, value, allowed, remedy)
 
 
-def read_strictly(settings: Mapping[str, Any], build: Callable[[SettingsReader], T]) -> T:
-    """Return what `build` makes of the settings.
+def read_strictly(
+    settings: Mapping[str, Any], kind: str, build: Callable[[SettingsReader], T]
+) -> T:
+    """Return what `build` makes of the settings of a format (kind: its name in BY_FORMAT).
 
     Raises CheckpointError for a setting that may matter and that `build` has not asked for.
     """
     reader = SettingsReader(settings)
     packing = build(reader)
-    reader.refuse_unread()
+    reader.refuse_unread(BY_FORMAT[kind])
     return packing

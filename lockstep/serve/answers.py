@@ -6,7 +6,7 @@ Answers are written as plain JSON objects; these classes say what stands in them
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 from pydantic.json_schema import models_json_schema
 
 from lockstep.outputs import TokenSource
@@ -243,6 +243,32 @@ class CompletionChunk(Head):
     usage: UsageObject | None = None
 
 
+class Invocation(RootModel[ChatCompletion | Completion]):
+    """A chat answer, or completions, as the body asks for."""
+
+
+class RenderedPrompt(Said):
+    """A prompt's token ids, and the sampling parameters that would be generated with.
+
+    features and kv_transfer_params are null: they belong to images and to other servers' caches.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    features: None
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    stream_options: dict[str, bool] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
+
+
+class RenderedPrompts(RootModel[list[RenderedPrompt]]):
+    """Each prompt's token ids, and the sampling parameters that would be generated with."""
+
+
 class Model(Said):
     """The model that is served, under one of its names; root: the name that answers bear.
 
@@ -334,7 +360,7 @@ def _event(kinds: Sequence[type[Said]], named: bool) -> dict[str, Any]:
     said = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [{"$ref": _place(kind)} for kind in kinds]},
+        "contentSchema": {"anyOf": [schema_path(kind) for kind in kinds]},
     }
     if named:
         properties = {"event": {"type": "string"}, "data": said}
@@ -344,18 +370,19 @@ def _event(kinds: Sequence[type[Said]], named: bool) -> dict[str, Any]:
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def _place(kind: type[Said]) -> str:
-    return f"#/components/schemas/{kind.__name__}"
+def schema_path(kind: type[BaseModel]) -> dict[str, str]:
+    """Return the reference to a kind's JSON schema in /openapi.json."""
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
 def openapi_responses(
-    whole: type[Said], *events: type[Said], named: bool = False, error: type[Said] = Error
+    whole: type[BaseModel], *events: type[Said], named: bool = False, error: type[Said] = Error
 ) -> dict[int | str, dict[str, Any]]:
     """A route's `responses`: the answer, its events where it streams, and every error."""
     good: dict[str, Any] = {"model": whole, "description": str(whole.__doc__)}
     if events:
         good["content"] = {"text/event-stream": {"itemSchema": _event(events, named)}}
-    told = {"application/json": {"schema": {"$ref": _place(error)}}}
+    told = {"application/json": {"schema": schema_path(error)}}
     errors: dict[int | str, dict[str, Any]] = {
         code: {"description": text, "content": told} for code, text in ERRORS.items()
     }

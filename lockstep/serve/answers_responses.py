@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from lockstep.serve.answers import Said
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -67,7 +69,84 @@ class CustomCallItem(Said):
     input: str
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
+class ExecAction(Said):
+    """Command of local_shell, as a list of words."""
+
+    type: Literal["exec"]
+    command: list[str]
+    env: dict[str, str]
+    working_directory: str = ""
+    timeout_ms: int = 0
+
+
+class LocalShellCallItem(Said):
+    """Command for the client's local_shell."""
+
+    type: Literal["local_shell_call"]
+    id: str
+    status: Status
+    call_id: str
+    action: ExecAction
+
+
+class ShellAction(Said):
+    """Commands of shell."""
+
+    commands: list[str]
+    timeout_ms: int | None
+    max_output_length: int | None
+
+
+class ShellCallItem(Said):
+    """Commands for the client's shell."""
+
+    type: Literal["shell_call"]
+    id: str
+    status: Status
+    call_id: str
+    action: ShellAction
+    environment: dict[str, Any]
+
+
+class PatchOperation(Said):
+    """Change of one file."""
+
+    type: Literal["create_file", "update_file", "delete_file"]
+    path: str
+    diff: str = ""
+
+
+class PatchCallItem(Said):
+    """Change of a file, for the client's apply_patch."""
+
+    type: Literal["apply_patch_call"]
+    id: str
+    status: Status
+    call_id: str
+    operation: PatchOperation
+
+
+class ToolSearchCallItem(Said):
+    """Search of the client for tools."""
+
+    type: Literal["tool_search_call"]
+    id: str
+    status: Status
+    call_id: str
+    execution: Literal["client"]
+    arguments: dict[str, Any]
+
+
+OutputItem = (
+    MessageItem
+    | ReasoningItem
+    | CallItem
+    | CustomCallItem
+    | LocalShellCallItem
+    | ShellCallItem
+    | PatchCallItem
+    | ToolSearchCallItem
+)
 
 
 class InputDetails(Said):
@@ -187,11 +266,23 @@ class CallOutputItem(Said):
     output: str | list[InputText]
 
 
+class ListedItem(BaseModel):
+    """Item of another type, with the fields that were sent."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    id: str
+    status: str
+
+
 class ItemList(Said):
     """A page of a response's input; the ids are null where it is empty."""
 
     object: Literal["list"]
-    data: list[SentMessage | ReasoningItem | CallItem | CustomCallItem | CallOutputItem]
+    data: list[
+        SentMessage | ReasoningItem | CallItem | CustomCallItem | CallOutputItem | ListedItem
+    ]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
@@ -96,6 +98,8 @@ def create_app(
         _add_tokenizer_info(app, service)
     if cache_reset:
         _add_cache_reset(app, service)
+    _add_rendered(app, service)
+    _add_invocations(app, service)
     _add_responses(app, service)
     _add_messages(app, service)
     if playground:
@@ -128,6 +132,62 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _answer(CompletionAnswer(service, body), body.stream, request)
+
+
+def _add_rendered(app: FastAPI, service: Service) -> None:
+    @app.post(
+        "/v1/chat/completions/render", responses=answers.openapi_responses(answers.RenderedPrompt)
+    )
+    async def render_chat(body: ChatRequest) -> JSONResponse:
+        answer = ChatAnswer(service, body)
+        return JSONResponse(await answer.turn.rendered(), headers=_ignored(body))
+
+    @app.post(
+        "/v1/completions/render", responses=answers.openapi_responses(answers.RenderedPrompts)
+    )
+    async def render_completions(body: CompletionRequest) -> JSONResponse:
+        answer = CompletionAnswer(service, body)
+        return JSONResponse(await answer.rendered(), headers=_ignored(body))
+
+
+def _add_invocations(app: FastAPI, service: Service) -> None:
+    """Add the path to which SageMaker posts every request."""
+    bodies = [answers.schema_path(kind) for kind in (ChatRequest, CompletionRequest)]
+    schema = {"content": {"application/json": {"schema": {"anyOf": bodies}}}}
+
+    @app.post(
+        "/invocations",
+        responses=answers.openapi_responses(
+            answers.Invocation, answers.ChatChunk, answers.CompletionChunk, answers.Error
+        ),
+        openapi_extra={"requestBody": schema},
+    )
+    async def invoke(body: dict[str, Any], request: Request) -> Response:
+        answer = _invoked(service, body)
+        return await _answer(answer, answer.body.stream, request)
+
+
+def _invoked(service: Service, body: Mapping[str, Any]) -> ChatAnswer | CompletionAnswer:
+    """Return the answer that a body asks for by having messages or a prompt.
+
+    Raises RequestError, or RequestValidationError as a route with one kind of body does.
+    """
+    has_messages, has_prompt = (body.get(name) is not None for name in ("messages", "prompt"))
+    if has_messages == has_prompt:
+        raise RequestError(
+            f"messages and prompt are {'both' if has_prompt else 'neither'} there; allowed: one of "
+            "them. Send messages as to /v1/chat/completions, or a prompt as to /v1/completions.",
+            "messages",
+        )
+    try:
+        if has_messages:
+            return ChatAnswer(service, ChatRequest.model_validate(body))
+        return CompletionAnswer(service, CompletionRequest.model_validate(body))
+    except ValidationError as error:
+        faults = [
+            {**fault, "loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)
+        ]
+        raise RequestValidationError(faults, body=body) from None
 
 
 def _add_responses(app: FastAPI, service: Service) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.serve.answer import Answer, Json
 from lockstep.serve.logprobs import chat_logprobs, prompt_logprobs
-from lockstep.serve.protocol import ChatRequest
+from lockstep.serve.protocol import ChatRequest, system_named
 from lockstep.serve.service import Piece, Run, Service, Tokens
 from lockstep.serve.turn import Replies, Turn
 from lockstep.text.parsers.events import (
@@ -36,7 +36,8 @@ class ChatAnswer(Answer):
 
     async def start(self, brief: bool = False) -> None:
         """Begins; raises what is wrong before anything is sent."""
-        await self.turn.start(brief)
+        with system_named("messages", [message.role for message in self.body.messages]):
+            await self.turn.start(brief)
         job = self.turn.job
         self._waiting = [Tokens() for _ in job.requests]
         self._chunk_head = self._head("chat.completion.chunk")

@@ -1,7 +1,8 @@
 """Tools as clients of /v1/responses declare them, and the functions by which the model calls them.
 
 A model calls functions with JSON. A custom tool, whose input is free text, becomes a function of
-one string; a tool of a namespace becomes a function whose name has the namespace in front.
+one string; a tool of a namespace becomes a function whose name has the namespace in front. Tools
+that OpenAI's API defines and clients run (item_tools.py) become functions of the same name.
 """
 
 import json
@@ -14,6 +15,14 @@ from pydantic import Field
 
 from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS
+from lockstep.serve.item_tools import (
+    ItemTool,
+    LocalShellTool,
+    PatchTool,
+    ShellTool,
+    ToolSearchTool,
+    WebSearchTool,
+)
 from lockstep.serve.objects import Nested
 from lockstep.serve.protocol import MAX_NAME, MAX_TOOLS, TOOL_DEFAULTS, TOOL_NOTES
 from lockstep.text.parsers.events import CallArguments, CallStart, Told
@@ -85,7 +94,17 @@ class NamespaceTool(Nested):
     tools: list[Called] = Field(fail_fast=True, max_length=MAX_TOOLS)
 
 
-Tool = Annotated[FunctionTool | CustomTool | NamespaceTool, Field(discriminator="type")]
+Tool = Annotated[
+    FunctionTool
+    | CustomTool
+    | NamespaceTool
+    | LocalShellTool
+    | ShellTool
+    | PatchTool
+    | ToolSearchTool
+    | WebSearchTool,
+    Field(discriminator="type"),
+]
 
 
 def function_name(name: str, namespace: str | None) -> str:
@@ -99,7 +118,7 @@ def function_name(name: str, namespace: str | None) -> str:
 class Callee:
     """Tool of the client, called by the model as a function. path: its place in the request."""
 
-    tool: FunctionTool | CustomTool
+    tool: FunctionTool | CustomTool | ItemTool
     path: str
     namespace: NamespaceTool | None = None
 
@@ -116,7 +135,9 @@ class Callee:
     def function(self) -> dict[str, Any]:
         """Return the function as chat completions declare it."""
         tool = self.tool
-        about = [self.namespace.description if self.namespace else None, tool.description]
+        about = [self.namespace.description if self.namespace else None]
+        if not isinstance(tool, ItemTool):
+            about.append(tool.description)
         fields: dict[str, Any]
         if isinstance(tool, CustomTool):
             text: dict[str, Any] = {"type": "string"}
@@ -130,6 +151,9 @@ class Callee:
                 fields = {"strict": True}
                 about.append(f"The input matches this grammar, in Lark:\n{form.definition}")
             fields["parameters"] = input_schema(text)
+        elif isinstance(tool, ItemTool):
+            fields = tool.declaration()
+            about.append(fields.pop("description"))
         else:
             fields = {"parameters": tool.parameters, "strict": tool.strict}
         named = {
@@ -155,9 +179,10 @@ class Toolbox:
     """The tools of one request, by the names of their functions. Raises RequestError where two
     tools have one name."""
 
-    def __init__(self, tools: Iterable[Any]) -> None:
+    def __init__(self, tools: Iterable[Any], added: Iterable[Any] = ()) -> None:
+        """tools: those of the request. added: those that items of the conversation bring."""
         self._callees: dict[str, Callee] = {}
-        for callee in _callees(tools):
+        for callee in callees(tools, "tools"):
             name = callee.function_name
             if name in self._callees:
                 raise RequestError(
@@ -166,6 +191,9 @@ class Toolbox:
                     "tools",
                 )
             self._callees[name] = callee
+        # A tool that was found twice, or is sent as well, is one tool.
+        for callee in callees(added, "input"):
+            self._callees.setdefault(callee.function_name, callee)
         if len(self._callees) > MAX_TOOLS:
             raise RequestError(
                 f"tools has {len(self._callees)} functions, those of namespaces among them; "
@@ -198,6 +226,12 @@ class Toolbox:
         callee = self._callees.get(function)
         return callee is not None and callee.is_custom
 
+    def item_tool(self, function: str) -> ItemTool | None:
+        """Return the function's tool if its calls are items of their own type."""
+        callee = self._callees.get(function)
+        tool = callee.tool if callee else None
+        return tool if isinstance(tool, ItemTool) else None
+
     def named(self, function: str) -> dict[str, Any]:
         """Return the name of a called tool, and its namespace, as the client knows them."""
         callee = self._callees.get(function)
@@ -206,13 +240,14 @@ class Toolbox:
         return {"name": callee.tool.name, "namespace": callee.namespace.name}
 
 
-def _callees(tools: Iterable[Any]) -> Iterator[Callee]:
+def callees(tools: Iterable[Any], field: str) -> Iterator[Callee]:
+    """Yield what the model may call. field: the list's name in the request."""
     for i, tool in enumerate(tools):
-        path = f"tools[{i}]"
+        path = f"{field}[{i}]"
         if isinstance(tool, NamespaceTool):
             for j, one in enumerate(tool.tools):
                 yield Callee(one, f"{path}.tools[{j}]", tool)
-        else:
+        elif not isinstance(tool, WebSearchTool):
             yield Callee(tool, path)
 
 
@@ -235,7 +270,8 @@ class InputText:
         # A closing quote stays in front, so nothing behind it is decoded.
         whole = _ESCAPED.match(self._left)
         end = whole.end() if whole else 0
-        part, self._left = self._left[:end], self._left[end:]
+        part = self._left[:end]
+        self._left = self._left[end:]
         text: str = json.loads(f'"{part}"', strict=False)
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

@@ -52,19 +52,21 @@ class CompletionAnswer(Answer):
         self._tells_tokens = self.run.job.tells_tokens(self.body)
         self._meter = Meter(self.run.job)
 
+    async def rendered(self) -> list[Json]:
+        """Return each prompt's token ids and what would be generated with. Raises RequestError."""
+        self._prompts = self.body.prompts()
+        return await self.service.render("cmpl-", self.body, len(self._prompts), self._ask)
+
     def _ask(self) -> Asked:
         processor = self.service.processor
         params = self.body.params(processor)
         prompts = self._prompts
-        if not self.body.add_special_tokens:
-            prompts = [
-                processor.encode(prompt, False) if isinstance(prompt, str) else prompt
-                for prompt in prompts
-            ]
-        echoed = self._prompts
-        if params.truncate_prompt_tokens is not None:
-            # An echo shows the tokens that the model read, not those that were cut.
-            echoed = prompts = [processor.prompt_ids(prompt, params) for prompt in prompts]
+        special = self.body.add_special_tokens
+        cut = params.truncate_prompt_tokens is not None
+        if cut or not special:
+            prompts = [processor.prompt_ids(prompt, params, special) for prompt in prompts]
+        # An echo shows the tokens that the model read, not those that were cut.
+        echoed = prompts if cut else self._prompts
         self._echoes = [self._shown_prompt(prompt, params) for prompt in echoed]
         return Asked(prompts, params, self.body.only_prompt)
 

@@ -1,17 +1,18 @@
 """Connections with bounds on time and size.
 
-Bounded are a request's head, the reading of an answer, the rest of a body that nobody wants, and
-the number of connections, of which the longest idle one makes room.
+The bounds hold for a request's head, for the reading of an answer, for the rest of a refused body,
+and for the number of connections: the longest idle one is refused for a new one.
 """
 
 import asyncio
+import math
 from typing import Any
 
 import h11
 from pydantic_core import to_json
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from lockstep.serve.problems import error_object
+from lockstep.serve.problems import RETRY_AFTER, error_object
 
 HEAD_SECONDS = 10.0
 """Time that a request's head may take to arrive, and that a new connection may stay silent."""
@@ -22,7 +23,7 @@ DROP_SECONDS = 30.0
 DROP_IDLE_SECONDS = 5.0
 """Silence after which the rest of a body is not waited for any longer."""
 MAX_DROPPED_BYTES = 64 << 20
-"""Bytes of a body's rest that are read and dropped after the answer was sent."""
+"""Bytes of a body's rest that are read and dropped after the answer was sent, at least."""
 MAX_HEAD_BYTES = 16_384
 """Bytes of a request's head."""
 MAX_CHUNKS = 16_384
@@ -39,8 +40,9 @@ class _BoundedConnection(h11.Connection):
     fault_status, fault: the status and the message that answer what the client did wrong.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_dropped_bytes: int = MAX_DROPPED_BYTES) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._max_dropped_bytes = max_dropped_bytes
         self.fault_status = 400
         self.fault = ""
         self._chunks = 0
@@ -72,15 +74,17 @@ class _BoundedConnection(h11.Connection):
                 )
             # h11 bounds incomplete heads only: one that comes in a single read may be larger.
             if _head_bytes(event) > MAX_HEAD_BYTES:
-                told = f"a head of more than {MAX_HEAD_BYTES} bytes; send fewer or shorter headers"
-                raise h11.RemoteProtocolError(told, 431)
+                message = (
+                    f"a head of more than {MAX_HEAD_BYTES} bytes; send fewer or shorter headers"
+                )
+                raise h11.RemoteProtocolError(message, 431)
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             if self._chunks > MAX_CHUNKS:
                 raise h11.RemoteProtocolError(f"more than {MAX_CHUNKS} chunks")
             if self.our_state is h11.DONE:  # answered already: uvicorn drops the data
                 self._dropped_bytes += len(event.data)
-                if self._dropped_bytes > MAX_DROPPED_BYTES:
+                if self._dropped_bytes > self._max_dropped_bytes:
                     raise h11.RemoteProtocolError("too much of a body after its answer")
 
     def send(self, event: Any) -> Any:
@@ -97,8 +101,10 @@ class _BoundedConnection(h11.Connection):
 
     @property
     def may_get_more(self) -> bool:
-        """Whether the client may still be sending: closing now could reset the connection, and the
-        client would lose the answer."""
+        """Return whether the client may still be sending.
+
+        Closing now could reset the connection, and the client would lose the answer.
+        """
         unread = self.their_state in (h11.SEND_BODY, h11.ERROR)
         return unread or bool(self.trailing_data[0])
 
@@ -130,7 +136,7 @@ class _Transport:
         if self.is_closing():
             return
         self._closing = True
-        if self._protocol.conn.may_get_more:
+        if self._protocol.is_refused or self._protocol.conn.may_get_more:
             self._protocol.drop_rest()
         else:
             self._transport.close()
@@ -145,10 +151,13 @@ class BoundedProtocol(H11Protocol):
     """HTTP/1.1 with bounds on connections, on the time that a head takes, on the time in which
     nothing of an answer can be sent, and on what is read after an answer.
 
-    A subclass sets `most`. A connection that has no request in progress is idle: it is closed when
-    its head is late, and, the longest idle first, where a new one finds no room. A connection that
-    closes while the client is still sending is half-closed, and the rest is read and dropped:
-    closing at once would reset it, and the client would see a reset instead of the answer.
+    A subclass sets `most`, and `max_dropped_bytes` where larger bodies are allowed. A connection
+    that has no request in progress is idle: it is closed when its head is late. A connection beyond
+    `most` takes the place of the one that has been idle for longest; where none is idle, it is
+    refused. Refused connections get a 503 and do not count; if more than a quarter of `most` are
+    open, the oldest is reset. A connection that closes while the client is still sending is
+    half-closed, and the rest is read and dropped: closing at once would reset it, and the client
+    would see a reset instead of the answer.
     """
 
     most = 1000
@@ -156,10 +165,11 @@ class BoundedProtocol(H11Protocol):
     write_seconds = WRITE_SECONDS
     drop_seconds = DROP_SECONDS
     drop_idle_seconds = DROP_IDLE_SECONDS
+    max_dropped_bytes = MAX_DROPPED_BYTES
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn: _BoundedConnection = _BoundedConnection()
+        self.conn: _BoundedConnection = _BoundedConnection(self.max_dropped_bytes)
         self.transport: _Transport = None  # type: ignore[assignment]
         self._head_alarm: asyncio.TimerHandle | None = None
         self._write_alarm: asyncio.TimerHandle | None = None
@@ -167,15 +177,16 @@ class BoundedProtocol(H11Protocol):
         self._heard_at = 0.0
         self._dropped_bytes = 0
         self._is_resting = False
+        self.is_refused = False
         self.idle_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give a new client a place, or turn it away."""
+        """Take a new connection, or refuse one where there are too many."""
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
-        if len(self.connections) > self.most and not self._make_room():
-            transport.abort()
-            return
-        self._wait_for_head(self.head_seconds)
+        if len(self.connections) > self.most:
+            self._make_room()
+        if not self.is_refused:
+            self._wait_for_head(self.head_seconds)
 
     def data_received(self, data: bytes) -> None:
         """Read what came, or drop it where the connection is closing."""
@@ -196,13 +207,13 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Data came: from the moment that the head is complete, nobody waits for it."""
+        """Read data; stop the timer of the head once the head is complete."""
         super().handle_events()
         if self.is_busy:
             self._stop_waiting()
 
     def pause_writing(self) -> None:
-        """The client is behind: what was sent waits to be read."""
+        """Start the timer of a client that reads more slowly than the answer is sent."""
         super().pause_writing()
         self._wait_for_reader()
 
@@ -234,13 +245,34 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
         self._wait_for_reader()
 
-    def _send_error(self, status: int, message: str) -> None:
-        body = to_json(error_object(message))
+    def refuse(self) -> None:
+        """Answer with a 503 and close, for there are too many connections.
+
+        A client that waits between two requests gets no answer: it asks again on a new connection.
+        """
+        self.is_refused = True
+        may_answer = self.conn.our_state is h11.IDLE and not self._is_resting
+        self._stop_waiting()
+        if may_answer:
+            self._send_error(
+                503,
+                f"more than {self.most} connections are open (--limit-concurrency). Try later.",
+                "server_error",
+            )
+            self.transport.close()
+        else:
+            self.transport.close_now()
+            self._wait_for_reader()
+
+    def _send_error(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
+        body = to_json(error_object(message, kind))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
+        if status in RETRY_AFTER:
+            headers.append((b"retry-after", RETRY_AFTER[status].encode()))
         head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
@@ -270,7 +302,7 @@ class BoundedProtocol(H11Protocol):
     def _drop(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
         self._dropped_bytes += len(data)
-        if self._dropped_bytes > MAX_DROPPED_BYTES:
+        if self._dropped_bytes > self.max_dropped_bytes:
             self._stop_dropping()
             self.transport.close_now()
 
@@ -289,14 +321,14 @@ class BoundedProtocol(H11Protocol):
             self._wait_for_reader()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came after an answer."""
+        """Close a connection that was idle for too long after an answer."""
         self._stop_waiting()
         super().timeout_keep_alive_handler()
         self._wait_for_reader()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is in progress."""
+        """Return whether a request is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait_for_head(self, seconds: float) -> None:
@@ -312,7 +344,7 @@ class BoundedProtocol(H11Protocol):
             self._head_alarm = None
 
     def _wait_for_reader(self) -> None:
-        """What was written may still be read, for a while."""
+        """Give the client a while to read what was written."""
         self._stop_write_alarm()
         self._write_alarm = self.loop.call_later(self.write_seconds, self.transport.abort)
 
@@ -329,14 +361,17 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
         self._wait_for_reader()
 
-    def _make_room(self) -> bool:
-        """Closes the connection that has been idle for longest; False if all of them are busy."""
-        idle = [
-            connection
-            for connection in self.connections
-            if isinstance(connection, BoundedProtocol) and connection.idle_since is not None
-        ]
-        if not idle:
-            return False
-        min(idle, key=lambda connection: connection.idle_since or 0.0).transport.abort()
-        return True
+    def _make_room(self) -> None:
+        """Refuse the connection that has been idle for longest, or this one if none is idle."""
+        mine = [one for one in self.connections if isinstance(one, BoundedProtocol)]
+        refused = [one for one in mine if one.is_refused]
+        if len(refused) > self.most // 4:
+            min(refused, key=_idle_since).transport.abort()
+        if len(mine) - len(refused) > self.most:
+            idle = [one for one in mine if one.idle_since is not None and not one.is_refused]
+            min(idle, key=_idle_since, default=self).refuse()
+
+
+def _idle_since(connection: BoundedProtocol) -> float:
+    """Return since when a connection is idle; one that is busy comes last."""
+    return math.inf if connection.idle_since is None else connection.idle_since

@@ -5,15 +5,13 @@ from typing import Any, Literal
 
 from lockstep.errors import RequestError
 from lockstep.serve.answer import Json
-from lockstep.serve.responses_protocol import (
+from lockstep.serve.call_items import (
     InputCall,
     InputCallOutput,
     InputCustomCall,
-    InputCustomCallOutput,
-    InputReasoning,
-    Item,
-    plain_parts,
+    InputItem,
 )
+from lockstep.serve.responses_protocol import InputMessage, InputReasoning, plain_parts
 
 MOST_ITEMS = 100
 """Items of a page."""
@@ -23,11 +21,11 @@ Order = Literal["asc", "desc"]
 
 
 def page_of(
-    response_id: str, items: Sequence[Item], after: str | None, limit: int, order: Order
+    response_id: str, items: Sequence[InputItem], after: str | None, limit: int, order: Order
 ) -> Json:
-    """So many items behind the one with the id `after`, in OpenAI's form.
+    """Return up to `limit` items after the one with the id `after`, in OpenAI's form.
 
-    An item's id is of its response and its place. Raises RequestError for an id that none has.
+    An item's id is made of its response's and its index. Raises RequestError for an unknown id.
     """
     prefix = f"item_{response_id.removeprefix('resp_')}_"
     places = range(len(items)) if order == "asc" else range(len(items) - 1, -1, -1)
@@ -60,21 +58,24 @@ def _place(item_id: str, prefix: str, count: int) -> int:
 
 
 def _told(item: Any) -> Json:
-    """An item as it is told again, without its id."""
+    """Return an item as an answer shows it, without its id."""
     done = {"status": "completed"}
     match item:
         case InputCall():
             return {"type": item.type, **done, **_named(item), "arguments": item.arguments}
         case InputCustomCall():
             return {"type": item.type, **done, **_named(item), "input": item.input}
-        case InputCallOutput() | InputCustomCallOutput():
+        case InputCallOutput():
             output = item.output
             told = output if isinstance(output, str) else _parts(output, "input_text")
             call_id = {"call_id": item.call_id}
             return {"type": item.type, **done, **call_id, "output": told}
         case InputReasoning():
             content = [{"type": "reasoning_text", "text": part.text} for part in item.content or ()]
-            return {"type": "reasoning", **done, "summary": [], "content": content}
+            summary = [{"type": "summary_text", "text": part.text} for part in item.summary or ()]
+            return {"type": "reasoning", **done, "summary": summary, "content": content}
+    if not isinstance(item, InputMessage):
+        return {**done, **item.model_dump(exclude_none=True)}
     if item.role == "assistant":
         content = _parts(item.content, "output_text", annotations=[])
     else:

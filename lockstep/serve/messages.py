@@ -11,7 +11,7 @@ from lockstep.serve.answer import Answer, Json
 from lockstep.serve.blocks import Block, Blocks, Change
 from lockstep.serve.messages_protocol import NAMES, CountRequest, MessagesRequest
 from lockstep.serve.problems import messages_error, status_and_body
-from lockstep.serve.protocol import named_as
+from lockstep.serve.protocol import named_as, system_named
 from lockstep.serve.service import Piece, Run, Service, Usage
 from lockstep.serve.turn import Turn
 
@@ -26,7 +26,7 @@ _DELTAS = {
 async def count_tokens(service: Service, body: CountRequest) -> Json:
     """The tokens of a prompt. Raises RequestError."""
     turn = Turn(service, body.chat(), "msg_")
-    with named_as(NAMES):
+    with named_as(NAMES), system_named("messages", body.roles):
         service.check_name(turn.body.model)
         prompt = await asyncio.to_thread(turn.render)
     return {"input_tokens": len(prompt.ids)}
@@ -52,7 +52,7 @@ class MessagesAnswer(Answer):
 
     async def start(self, brief: bool = False) -> None:
         """Begins; raises what is wrong before anything is sent."""
-        with named_as(NAMES):
+        with named_as(NAMES), system_named("messages", self.body.roles):
             await self.turn.start(brief)
 
     def close(self) -> None:

@@ -1,10 +1,13 @@
 """What clients may send to /v1/messages, Anthropic's API, and how it becomes a ChatRequest."""
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from lockstep.serve.call_items import shallow
+from lockstep.serve.client_tools import function_name
 from lockstep.serve.objects import NOTES, Body, Nested
 from lockstep.serve.protocol import (
     MAX_MESSAGES,
@@ -30,6 +33,7 @@ NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "reasoning_effort": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config.format",
     "continue_final_message": "messages",
 }
@@ -89,6 +93,74 @@ class ToolResultBlock(Nested):
     is_error: bool = False
 
 
+class ServerCallBlock(Nested):
+    """Call of a tool that another server ran."""
+
+    WITHOUT_EFFECT = (NOTES - {"id"}) | {"caller"}
+
+    type: Literal["server_tool_use", "mcp_tool_use"]
+    id: str = Field(max_length=MAX_ID)
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    server_name: str | None = Field(None, max_length=MAX_NAME)
+    input: dict[str, Any]
+
+
+def _readable(value: Any) -> Any:
+    """Return a result without what its server encrypted. Raise ValueError for what is no text."""
+    return _without_encrypted(shallow(value))
+
+
+def _without_encrypted(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_encrypted(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") in ("base64", "image"):
+        raise ValueError("this server reads text only; allowed: text. Send text in its place")
+    # Clients move their cache marks with every turn, which would cost the prefix hit.
+    return {
+        key: _without_encrypted(one)
+        for key, one in value.items()
+        if one is not None and key != "cache_control" and not key.startswith("encrypted_")
+    }
+
+
+_LISTS = ("content", "tool_references", "lines")
+_VALUES = (
+    *("type", "url", "title", "text", "page_age", "retrieved_at", "error_code", "error_message"),
+    *("stdout", "stderr", "return_code", "file_type", "is_file_update", "num_lines", "start_line"),
+    *("total_lines", "new_lines", "new_start", "old_lines", "old_start"),
+)
+_FIELDS: dict[str, Any] = {**dict.fromkeys(_VALUES, {}), **dict.fromkeys(_LISTS, {"items": {}})}
+RESULT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": _FIELDS},
+        {"type": "array", "items": {"type": "object", "properties": _FIELDS}},
+    ]
+}
+"""Results of tools of other servers, with the fields that Anthropic's API publishes."""
+
+
+class ServerResultBlock(Nested):
+    """Result of a call that another server ran. The model reads it as JSON."""
+
+    WITHOUT_EFFECT = NOTES | {"caller"}
+
+    type: Literal[
+        "bash_code_execution_tool_result",
+        "code_execution_tool_result",
+        "mcp_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    ]
+    tool_use_id: str = Field(max_length=MAX_ID)
+    content: Annotated[Any, BeforeValidator(_readable), WithJsonSchema(RESULT_SCHEMA)]
+    is_error: bool = False
+
+
 class RedactedThinkingBlock(Nested):
     """Reasoning that another server encrypted: nobody else can read it, so no prompt shows it."""
 
@@ -108,7 +180,13 @@ class ThinkingBlock(Nested):
 
 
 Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    TextBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ServerCallBlock
+    | ServerResultBlock,
     Field(discriminator="type"),
 ]
 BlockList = Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -164,12 +242,12 @@ class ToolChoice(Nested):
 
 
 class Thinking(Nested):
-    """Whether to reason; adaptive: as the model does by itself. The budget bounds nothing here."""
+    """Switch of reasoning and its maximum number of tokens; adaptive: the template decides."""
 
     WITHOUT_EFFECT = frozenset({"display"})
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: int | None = Field(None, ge=0, lt=2**31)
 
 
 class OutputFormat(Nested):
@@ -199,6 +277,11 @@ class CountRequest(Body):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @property
+    def roles(self) -> list[str]:
+        """The role of each message."""
+        return [message.role for message in self.messages]
+
     def ignored_fields(self) -> list[str]:
         """The names, in order, of sent fields that have no effect."""
         found = [*without_effect(self.model_extra or (), MESSAGES), *self._beside_prompt()]
@@ -209,8 +292,6 @@ class CountRequest(Body):
             found.append("redacted_thinking")
         if self.system and self.system[0].text.startswith(BILLING_MARK):
             found.append("system.x-anthropic-billing-header")
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
-            found.append("thinking.budget_tokens")
         return sorted(found)
 
     def chat(self) -> ChatRequest:
@@ -218,18 +299,22 @@ class CountRequest(Body):
         beside = self._beside_prompt()
         extra = self.model_extra or {}
         refuse({name: extra[name] for name in extra if name not in beside}, MESSAGES)
-        goes_on = self.messages[-1].role == "assistant"
+        messages = one_system(list(self._messages()))
+        # A result of another server's tool may end what the assistant said.
+        last = messages[-1]["role"] if messages else None
+        goes_on = self.messages[-1].role == last == "assistant"
         choice = self.tool_choice
         config = self.output_config
         form = config.format if config else None
         fields = {
-            "messages": one_system(list(self._messages())),
+            "messages": messages,
             "tools": [_chat_tool(tool) for tool in self.tools or ()],
             "tool_choice": _chat_choice(choice) if choice else "auto",
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
             "continue_final_message": goes_on,
             "add_generation_prompt": not goes_on,
             "reasoning_effort": self._effort(),
+            "thinking_token_budget": self.thinking.budget_tokens if self.thinking else None,
             "response_format": _chat_format(form) if form else None,
             **self._more(),
         }
@@ -257,7 +342,7 @@ class CountRequest(Body):
             yield {"role": "system", "content": _parts(system)}
         for message in self.messages:
             if message.role == "assistant":
-                yield _assistants(message.content)
+                yield from _assistants(message.content)
             else:
                 yield from _others(message.role, message.content)
 
@@ -290,16 +375,32 @@ def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": block.text} for block in blocks]
 
 
-def _assistants(blocks: Sequence[Any]) -> dict[str, Any]:
-    """An assistant's blocks as one message."""
+def _assistants(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield an assistant's blocks as messages: one, or several around results of other servers."""
+    begin = 0
+    for i, block in enumerate(blocks):
+        # Templates have results in messages of the role tool, after the message with the call.
+        if isinstance(block, ServerResultBlock):
+            if blocks[begin:i]:
+                yield _assistant(blocks[begin:i])
+            begin = i + 1
+            content = block.content
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    if blocks[begin:] or not blocks:
+        yield _assistant(blocks[begin:])
+
+
+def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
+    """Return an assistant's blocks as one message."""
     calls = [
         {
             "id": block.id,
             "type": "function",
-            "function": {"name": block.name, "arguments": block.input},
+            "function": {"name": _called_name(block), "arguments": block.input},
         }
         for block in blocks
-        if isinstance(block, ToolUseBlock)
+        if isinstance(block, (ToolUseBlock, ServerCallBlock))
     ]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     return {
@@ -308,6 +409,12 @@ def _assistants(blocks: Sequence[Any]) -> dict[str, Any]:
         "tool_calls": calls or None,
         "reasoning_content": "".join(thoughts) or None,
     }
+
+
+def _called_name(block: ToolUseBlock | ServerCallBlock) -> str:
+    """Return the name of the function that a block calls."""
+    server = block.server_name if isinstance(block, ServerCallBlock) else None
+    return function_name(block.name, server)
 
 
 def _others(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:

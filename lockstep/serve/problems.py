@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from lockstep.errors import (
@@ -142,17 +143,33 @@ def add_handlers(app: FastAPI) -> None:
         status = error.status_code if isinstance(error, HTTPException) else 500
         where = f"{request.method} {request.url.path}"[:SHOWN]
         message = f"{where}: {getattr(error, 'detail', '')}"
+        methods = _methods_of_path(request) if status == 405 else ""
+        if methods:
+            message = f"{message}; allowed: {methods}."
         if isinstance(error.__cause__, (ValueError, RecursionError)):
             why = str(error.__cause__)[:SHOWN]
             message = f"the body is not JSON: {why}. Send one JSON object, in UTF-8."
         found = response(status, error_object(message), request.scope)
         found.headers.update(getattr(error, "headers", None) or {})
+        if methods:
+            found.headers["Allow"] = methods
         return found
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     for kind in (LockstepError, Exception):
         app.add_exception_handler(kind, known)
+
+
+def _methods_of_path(request: Request) -> str:
+    """Return the methods that the path of a request takes; an error of the router names those of
+    the first of its routes alone."""
+    methods: set[str] = set()
+    # Routes are tried in their order, and each names its own methods in a 405.
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods))
 
 
 def _faults(error: RequestValidationError) -> list[dict[str, Any]]:
@@ -223,6 +240,48 @@ _REMEDIES = {
 """Fields inside of objects that would change the answer -> what to do."""
 
 
+_RUNS_NO_TOOLS = "this server runs no tools; send tools of your own"
+_RAN_ELSEWHERE = "its program ran on another server; send what it gave as a message"
+_SUMMARY = (
+    "only the server that wrote this summary can read it. Begin a new session, or send the items "
+    "that it stands for"
+)
+_TEXT_ONLY = "this server reads text only; send text in its place"
+TYPE_REMEDIES = {
+    # Items of /v1/responses.
+    "compaction": _SUMMARY,
+    "compaction_summary": _SUMMARY,
+    "context_compaction": _SUMMARY,
+    "compaction_trigger": "ask for a summary in a message",
+    "agent_message": "send it as a message of the user, and say there who wrote it",
+    "code_interpreter_call": _RAN_ELSEWHERE,
+    "program": _RAN_ELSEWHERE,
+    "program_output": _RAN_ELSEWHERE,
+    "file_search_call": "send what the search found as a message",
+    "computer_call": _TEXT_ONLY,
+    "computer_call_output": _TEXT_ONLY,
+    "mcp_approval_request": _RUNS_NO_TOOLS,
+    "mcp_approval_response": _RUNS_NO_TOOLS,
+    # Tools of /v1/responses.
+    "image_generation": (
+        "this server writes text only; leave it out (Codex: features.image_generation = false)"
+    ),
+    "web_search_preview": f"{_RUNS_NO_TOOLS}, or leave it out",
+    "file_search": f"{_RUNS_NO_TOOLS}, or leave it out",
+    "code_interpreter": f"{_RUNS_NO_TOOLS}, or leave it out",
+    "mcp": "this server calls no MCP servers; let the client call them, and send their tools",
+    "computer": _TEXT_ONLY,
+    "computer_use_preview": _TEXT_ONLY,
+    "programmatic_tool_calling": f"{_RUNS_NO_TOOLS}, or leave it out",
+    # Blocks of /v1/messages.
+    "image": _TEXT_ONLY,
+    "document": _TEXT_ONLY,
+    "search_result": _TEXT_ONLY,
+    "container_upload": f"{_RUNS_NO_TOOLS}; leave it out",
+}
+"""Types of objects that are not supported -> what to do."""
+
+
 def remedy_of(name: str) -> str:
     """Return what to say of a field inside of an object that is not known there."""
     if name in _REMEDIES:
@@ -244,7 +303,11 @@ def _reason(fault: Mapping[str, Any]) -> str:
     """Return why a value is wrong."""
     if fault["type"] == "union_tag_invalid":
         known = fault["ctx"]
-        return f"type={brief(known['tag'])} is not allowed; allowed: {known['expected_tags']}"
+        remedy = TYPE_REMEDIES.get(known["tag"])
+        if remedy is not None:
+            return f"type={brief(known['tag'])} is not supported: {remedy}."
+        allowed = known["expected_tags"]
+        return f"type={brief(known['tag'])} is not allowed; allowed: {allowed}. Leave it out."
     return str(fault["msg"]).removeprefix("Value error, ")[:SHOWN]
 
 

@@ -4,7 +4,7 @@ A null counts as a field that was not sent. Every list is bounded, and is given 
 entry. Unknown fields are kept aside: `refused` says which of them would change the answer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
@@ -48,6 +48,7 @@ from lockstep.serve.refused import (
 )
 from lockstep.serve.structured import FORM_FIELDS, wanted
 from lockstep.text.processor import Processor
+from lockstep.text.template import TemplateRefusalError
 from lockstep.text.tool_grammar import ANY_CALL
 
 MAX_MESSAGES = 8192
@@ -101,7 +102,11 @@ def _content(value: Any) -> Any:
             continue
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise ValueError(f"part {i} is of type {str(kind)[:40]!r}; allowed: text")
+            raise ValueError(
+                f"part {i} is of type {str(kind)[:40]!r}; allowed: text, which is all that this "
+                "server reads. Send text in its place"
+                + (" (Codex: tools.view_image = false)" if kind == "input_image" else "")
+            )
         if not isinstance(part.get("text", part.get("refusal")), str):
             raise ValueError(f'part {i} has no text; send {{"type": "text", "text": ...}}')
         unknown = next((name for name in part if name not in PART_FIELDS), None)
@@ -123,7 +128,7 @@ def own_kind(kind: str) -> BeforeValidator:
         if value != kind:
             raise ValueError(
                 "tools are run by clients, and called with JSON of a schema; allowed: "
-                f"{kind}. Leave this tool out"
+                f"{kind}. Leave this tool out, or declare it by a schema"
             )
         return value
 
@@ -357,6 +362,7 @@ class SamplerFields(TurnFields):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     speculate: bool = True
 
 
@@ -383,6 +389,7 @@ class SamplingFields(SamplerFields):
         "include_stop_str_in_output",
         "prompt_logprobs",
         "truncate_prompt_tokens",
+        "thinking_token_budget",
     )
     REFUSED: ClassVar[Table] = {}
 
@@ -496,6 +503,26 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
         if message.startswith(tuple(f"{became}{sign}" for sign in "= ,:.")):
             error.args = (sent + message.removeprefix(became),)
         error.field = sent or None
+        raise
+
+
+@contextmanager
+def system_named(field: str, roles: Sequence[str]) -> Iterator[None]:
+    """Name the first late system message where the chat template refuses the messages.
+
+    field: the list that was sent. roles: the role of each entry. Many templates take a system
+    message at the beginning alone, and their error does not say which message is at fault.
+    """
+    try:
+        yield
+    except TemplateRefusalError as error:
+        begin = len(list(takewhile(SYSTEM_ROLES.__contains__, roles)))
+        late = next((i for i, role in enumerate(roles) if i > begin and role in SYSTEM_ROLES), None)
+        if late is not None:
+            error.args = (
+                f"{field}[{late}].role={roles[late]!r}: {error} A system message at the beginning, "
+                "or one of the user here, may be what the template allows.",
+            )
         raise
 
 

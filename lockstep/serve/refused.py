@@ -41,7 +41,6 @@ EVERYWHERE: Table = {
     "reasoning": ((), "send reasoning_effort."),
     "thinking": ((), "send reasoning_effort."),
     "think": ((), "send reasoning_effort."),
-    "thinking_budget": ((), _TOKENS),
     "reasoning_format": (("auto", "deepseek"), "reasoning has a field of its own; leave it out."),
     "separate_reasoning": ((True,), "reasoning has a field of its own; leave it out."),
     "stop_regex": ((), "send stop, whose texts are no patterns."),
@@ -96,6 +95,7 @@ ELSEWHERE: Table = {
             "allowed_token_ids",
             "prompt_logprobs",
             "truncate_prompt_tokens",
+            "thinking_token_budget",
             "max_tokens",
             "max_completion_tokens",
             "reasoning_effort",
@@ -130,7 +130,6 @@ ELSEWHERE: Table = {
 """What some endpoints have: refused by the others."""
 
 CHAT: Table = {
-    "thinking_token_budget": ((), _TOKENS),
     "echo": ((False,), "it works with /v1/completions only; leave it out."),
     "add_special_tokens": ((False,), "the chat template writes them; leave it out."),
     "chat_template": ((), _TEMPLATE),
@@ -140,7 +139,7 @@ CHAT: Table = {
     "modalities": ((["text"],), "this server writes text only; leave it out."),
     "audio": ((), "this server writes text only; leave it out."),
     "web_search_options": ((), "this server does not search; leave it out."),
-    "verbosity": (("medium",), "ask for it in words, and leave it out."),
+    "verbosity": (("medium",), "ask for it in words, and leave it out (Codex: model_verbosity)."),
     "suffix": (("",), "it belongs to /v1/completions; leave it out."),
     "best_of": ((1,), "completions are not ranked; send n and choose."),
 }
@@ -170,6 +169,7 @@ MESSAGES: Table = {
     "context_management": (_ALL_KEPT, "send the messages that count."),
     "output_format": ((), "send output_config.format."),
     "n": ((1,), "a message is one; send several requests."),
+    "thinking_token_budget": ((), "send thinking.budget_tokens."),
     "stop": ((), "send stop_sequences."),
     "max_completion_tokens": ((), "send max_tokens."),
     "reasoning_effort": ((), "send output_config.effort."),
@@ -197,6 +197,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "random_seed": ("seed",),
     "sampling_seed": ("seed",),
     "num_return_sequences": ("n",),
+    "thinking_budget": ("thinking_token_budget",),
+    "thinking_budget_tokens": ("thinking_token_budget",),
     "no_stop_trim": ("include_stop_str_in_output",),
     "regex": ("structured_outputs", "regex"),
     "ebnf": ("structured_outputs", "grammar"),

@@ -7,24 +7,25 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
-from lockstep.errors import CapacityError, ContextLengthError, RequestError
+from lockstep.errors import CapacityError, ContextLengthError, RequestError, brief
 from lockstep.sampling_params import SamplingParams
 from lockstep.serve.answer import Answer, Json
 from lockstep.serve.blocks import Block, Blocks, Change
+from lockstep.serve.call_items import InputCall, InputCustomCall, InputItem
 from lockstep.serve.client_tools import ClientEvents, Toolbox
+from lockstep.serve.item_tools import arguments_of
 from lockstep.serve.logprobs import chat_logprobs
 from lockstep.serve.problems import CancelledRequestError, UnknownResponseError, status_and_body
-from lockstep.serve.protocol import named_as
+from lockstep.serve.protocol import named_as, system_named
 from lockstep.serve.recording import Recording
 from lockstep.serve.responses_protocol import (
     NAMES,
-    InputCall,
-    InputCustomCall,
     InputMessage,
     InputReasoning,
-    Item,
+    ItemReference,
     ReasoningPart,
     ResponsesRequest,
+    call_item,
 )
 from lockstep.serve.service import Piece, Run, Service, Usage
 from lockstep.serve.store import ResponseStore, Stored, weight
@@ -70,7 +71,40 @@ class Responses:
             )
         return found
 
-    def input_items(self, response_id: str) -> Sequence[Item]:
+    def referenced(self, items: Sequence[InputItem]) -> dict[str, InputItem]:
+        """Return the kept items that references name, by id.
+
+        Raises RequestError for a second reference to an item, UnknownResponseError for an item that
+        is not kept.
+        """
+        named: dict[str, InputItem] = {}
+        kept: dict[str, InputItem] = {}
+        # The latest response knows the items of all earlier turns, whose responses may be gone.
+        for i, item in reversed(list(enumerate(items))):
+            if not isinstance(item, ItemReference):
+                continue
+            # Else a small body could make a prompt of any size.
+            if item.id in named:
+                raise RequestError(
+                    f"input[{i}].id={brief(item.id)} is there twice; allowed: one reference to an "
+                    "item. Leave one out.",
+                    "input",
+                )
+            if item.id not in kept:
+                response_id = item.id.partition("_")[2].rpartition("_")[0]
+                stored = self.store.get(f"resp_{response_id}")
+                kept |= stored.named if stored else {}
+            if item.id not in kept:
+                raise UnknownResponseError(
+                    f"input[{i}].id={brief(item.id)} is not known: store was false, its place was "
+                    "taken by later responses, or it never was. Send the item itself, as the AI "
+                    "SDK does with providerOptions: {openai: {store: false}}.",
+                    "input",
+                )
+            named[item.id] = kept[item.id]
+        return named
+
+    def input_items(self, response_id: str) -> Sequence[InputItem]:
         """What a response was made from, earlier turns included. Raises UnknownResponseError."""
         running = self.running.get(response_id)
         return running.items if running else self.stored(response_id, "response_id").inputs
@@ -134,10 +168,12 @@ class ResponsesAnswer(Answer):
         self.service = responses.service
         self.body = body
         self.turn: Turn
-        self.items: list[Item] = []
+        self.items: list[InputItem] = []
+        self._given: list[InputItem] = []
+        self._named: dict[str, InputItem] = {}
         self._tools: Toolbox
         self._events: ClientEvents
-        self._before = Stored({}, (), (0, 0))
+        self._before = Stored({}, (), (), (0, 0), {})
         self._blocks = Blocks()
         self._output: list[Json] = []
         self._status = "in_progress"
@@ -164,12 +200,18 @@ class ResponsesAnswer(Answer):
         if body.previous_response_id is not None:
             place = "previous_response_id"
             self._before = self.responses.stored(body.previous_response_id, place)
-        self.items = [*self._before.items, *body.input]
-        self._tools = body.toolbox()
+        referenced = self.responses.referenced(body.input)
+        self._named = {**self._before.named, **referenced}
+        self._given = [
+            referenced[item.id] if isinstance(item, ItemReference) else item for item in body.input
+        ]
+        self.items = [*self._before.items, *self._given]
+        self._tools = body.toolbox(self.items)
         self._events = ClientEvents(self._tools)
-        self.turn = Turn(self.service, body.chat(self.items), "resp_")
+        self.turn = Turn(self.service, body.chat(self.items, self._tools), "resp_")
+        roles = [getattr(item, "role", "assistant") for item in body.input]
         try:
-            with named_as(NAMES):
+            with named_as(NAMES), system_named("input", roles):
                 await self.turn.start(brief and not self._before.items)
         except (ContextLengthError, CapacityError) as error:
             # Codex compacts a conversation only where a stream tells it, as OpenAI's does.
@@ -310,7 +352,7 @@ class ResponsesAnswer(Answer):
             "temperature": params.temperature,
             "text": {"format": form or {"type": "text"}},
             "tool_choice": body.tool_choice,
-            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tools": [tool.model_dump() for tool in body.offered_tools()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -346,6 +388,8 @@ class ResponsesAnswer(Answer):
             yield self._event("response.output_item.done", **place, item=self._output[-1])
 
     def _called(self, change: Change, inside: Json) -> Iterator[Json]:
+        if self._tools.item_tool(change.block.name) is not None:
+            return  # Clients read such a call when its item is done.
         custom = self._tools.is_custom(change.block.name)
         kind = "custom_tool_call_input" if custom else "function_call_arguments"
         name = f"response.{kind}"
@@ -377,7 +421,8 @@ class ResponsesAnswer(Answer):
     def _item(self, index: int, block: Block, status: str) -> Json:
         """A block as an item of the output."""
         custom = block.kind == "call" and self._tools.is_custom(block.name)
-        prefix = "ctc" if custom else _PREFIXES[block.kind]
+        tool = self._tools.item_tool(block.name) if block.kind == "call" else None
+        prefix = tool.prefix if tool else "ctc" if custom else _PREFIXES[block.kind]
         item = {"id": f"{prefix}_{self._id[5:]}_{index}", "status": status}
         opened = status == "in_progress"
         match block.kind:
@@ -387,16 +432,17 @@ class ResponsesAnswer(Answer):
             case "text":
                 content = [] if opened else [_part(block)]
                 return {"type": "message", **item, "role": "assistant", "content": content}
-        call = {
-            "call_id": self.turn.call_id(0, block.number, block.id),
-            **self._tools.named(block.name),
-        }
+        call_id = self.turn.call_id(0, block.number, block.id)
+        if tool is not None:
+            arguments = arguments_of(block.text) if block.complete else {}
+            return {**item, "call_id": call_id, **tool.item(arguments)}
+        call = {"call_id": call_id, **self._tools.named(block.name)}
         if custom:
             return {"type": "custom_tool_call", **item, **call, "input": block.text}
         return {"type": "function_call", **item, **call, "arguments": block.text}
 
-    def _said_again(self, block: Block) -> Any:
-        """A block as an item of a next input. The model's own words have no bounds of clients'."""
+    def _said_again(self, block: Block) -> InputItem:
+        """Return a block as an item of a next input, without the bounds of what clients send."""
         match block.kind:
             case "reasoning":
                 return InputReasoning(type="reasoning", content=[ReasoningPart(text=block.text)])
@@ -404,6 +450,12 @@ class ResponsesAnswer(Answer):
                 return InputMessage(role="assistant", content=block.text)
         call_id = self.turn.call_id(0, block.number, block.id)
         call = {"namespace": None, "call_id": call_id, **self._tools.named(block.name)}
+        tool = self._tools.item_tool(block.name)
+        if tool is not None:
+            # An item of the tool's own type, so that a later listing shows it as the answer did.
+            item = call_item({"call_id": call_id, **tool.item(arguments_of(block.text))})
+            if item is not None:
+                return item
         if self._tools.is_custom(block.name):
             return InputCustomCall.model_construct(
                 type="custom_tool_call", **call, input=block.text
@@ -420,12 +472,21 @@ class ResponsesAnswer(Answer):
             return
         before = self._before
         # A call that was cut has no result, and arguments that no template can render.
-        said = [one for one in self._blocks.blocks if one.kind != "call" or one.complete]
-        new = (*self.body.input, *map(self._said_again, said))
+        outputs = tuple(
+            self._said_again(one) if one.kind != "call" or one.complete else None
+            for one in self._blocks.blocks
+        )
         recording = self.recording
         of_response = weight(response) + (recording.size if recording else 0)
-        weighed = (of_response, before.weighed[1] + weight(new))
-        stored = Stored(response, (*before.items, *new), weighed, recording)
+        ids = [item["id"] for item in response["output"]]
+        new = {one: item for one, item in zip(ids, outputs, strict=True) if item is not None}
+        # Items of earlier turns stay known by their ids when the responses of those turns are gone.
+        named = {**self._named, **new}
+        weighed = (
+            of_response + weight(list(named)),
+            before.weighed[1] + weight((*self._given, *outputs)),
+        )
+        stored = Stored(response, tuple(self.items), outputs, weighed, named, recording)
         self.responses.store.put(response["id"], stored)
 
 

@@ -1,17 +1,25 @@
 """What clients may send to /v1/responses, and how it becomes a ChatRequest."""
 
-import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from itertools import chain
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lockstep.errors import RequestError
-from lockstep.serve.client_tools import Tool, Toolbox, function_name
+from lockstep.serve.call_items import (
+    ITEM_NOTES,
+    MAX_ID,
+    CallId,
+    CallItem,
+    InputItem,
+    shallow,
+)
+from lockstep.serve.client_tools import Tool, Toolbox
+from lockstep.serve.item_tools import ITEM_TOOLS, WebSearchTool
 from lockstep.serve.objects import NOTES, Nested, Shape, known_fields
 from lockstep.serve.protocol import (
     MAX_MESSAGES,
-    MAX_NAME,
     MAX_PARTS,
     MAX_TOOLS,
     ChatRequest,
@@ -22,10 +30,7 @@ from lockstep.serve.protocol import (
     one_system,
 )
 from lockstep.serve.refused import RESPONSES, refuse, without_effect
-from lockstep.text.json_schema import MOST_DEPTH, is_deep
 
-MAX_ID = 128
-"""Characters of a response's or a call's id."""
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 SAME = (*SamplerFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "user")
@@ -41,109 +46,95 @@ NAMES = {
 """A ChatRequest's field -> the one that it was made of."""
 
 
-def _shallow(value: Any) -> Any:
-    """What answers tell again, as it was sent. Raises ValueError where no answer could hold it."""
-    if is_deep(value):
-        raise ValueError(f"more than {MOST_DEPTH} levels of nesting; allowed: at most {MOST_DEPTH}")
-    return value
-
-
-Echoed = BeforeValidator(_shallow)
+Echoed = BeforeValidator(shallow)
 """Of a field that answers tell again."""
 
 
-CALL_NOTES = NOTES | {"caller", "created_by", "parsed_arguments"}
-"""Fields of a call without effect."""
-OUTPUT_NOTES = CALL_NOTES | {"name", "namespace"}
-"""Fields of a call's output without effect: its call_id says which tool was called."""
-
-
-class InputMessage(Nested):
+class InputMessage(InputItem):
     """A message."""
-
-    WITHOUT_EFFECT = NOTES
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
-class InputCall(Nested):
-    """A call that the model made."""
-
-    WITHOUT_EFFECT = CALL_NOTES
-
-    type: Literal["function_call"]
-    call_id: str = Field(max_length=MAX_ID)
-    name: str = Field(min_length=1, max_length=MAX_NAME)
-    namespace: str | None = Field(None, max_length=MAX_NAME)
-    arguments: str
-
-
-class InputCustomCall(Nested):
-    """A call of a custom tool that the model made."""
-
-    WITHOUT_EFFECT = CALL_NOTES
-
-    type: Literal["custom_tool_call"]
-    call_id: str = Field(max_length=MAX_ID)
-    name: str = Field(min_length=1, max_length=MAX_NAME)
-    namespace: str | None = Field(None, max_length=MAX_NAME)
-    input: str
-
-
-class InputCustomCallOutput(Nested):
-    """Result of a call of a custom tool."""
-
-    WITHOUT_EFFECT = OUTPUT_NOTES
-
-    type: Literal["custom_tool_call_output"]
-    call_id: str = Field(max_length=MAX_ID)
-    output: Content
-
-
-class InputCallOutput(Nested):
-    """What a call gave."""
-
-    WITHOUT_EFFECT = OUTPUT_NOTES
-
-    type: Literal["function_call_output"]
-    call_id: str = Field(max_length=MAX_ID)
-    output: Content
-
-
 class ReasoningPart(Nested):
-    """A piece of reasoning."""
+    """A piece of reasoning, or of its summary."""
 
     WITHOUT_EFFECT = NOTES
 
-    type: Literal["reasoning_text"] = "reasoning_text"
+    type: Literal["reasoning_text", "summary_text", "text"] = "reasoning_text"
     text: str
 
 
-class InputReasoning(Nested):
-    """Reasoning of an earlier answer."""
+Thoughts = Annotated[list[ReasoningPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
-    WITHOUT_EFFECT = NOTES | {"encrypted_content", "summary"}
+
+class InputReasoning(InputItem):
+    """Reasoning of an earlier answer. Its summary is read where it has no content."""
+
+    WITHOUT_EFFECT = ITEM_NOTES | {"encrypted_content"}
 
     type: Literal["reasoning"]
-    content: list[ReasoningPart] | None = Field(None, fail_fast=True, max_length=MAX_PARTS)
+    content: Thoughts | None = None
+    summary: Thoughts | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning, or its summary."""
+        if self.content:
+            return "".join(part.text for part in self.content)
+        return "\n\n".join(part.text for part in self.summary or ())
 
 
-def _kind(value: Any) -> Any:
-    found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return found or "message"
+class DroppedItem(InputItem):
+    """Item without which the model knows as much as with it: see DROPPED."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["ghost_snapshot", "image_generation_call", "mcp_list_tools", "web_search_call"]
 
 
-Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")]
-    | Annotated[InputCustomCall, Tag("custom_tool_call")]
-    | Annotated[InputCustomCallOutput, Tag("custom_tool_call_output")]
-    | Annotated[InputReasoning, Tag("reasoning")],
-    Discriminator(_kind),
-]
+DROPPED = get_args(DroppedItem.model_fields["type"].annotation)
+"""Types of items that are no part of the prompt. A search and a picture hold nothing that the model
+could read, an MCP server's list names tools that this server cannot call, and a snapshot is a note
+of Codex to itself."""
+
+
+class ItemReference(InputItem):
+    """Item of a response that is kept here. It is replaced by the item before it is rendered."""
+
+    WITHOUT_EFFECT = ITEM_NOTES - {"id"}
+
+    type: Literal["item_reference"]
+    id: CallId
+
+
+def _with_type(value: Any) -> Any:
+    """Return an item with its type, which messages and references may leave out."""
+    if not isinstance(value, dict) or value.get("type"):
+        return value
+    # OpenAI's schema makes the type of these two optional.
+    alone = "id" in value and "role" not in value
+    return {**value, "type": "item_reference" if alone else "message"}
+
+
+AnyItem = InputMessage | InputReasoning | CallItem | DroppedItem | ItemReference
+Item = Annotated[AnyItem, Field(discriminator="type"), BeforeValidator(_with_type)]
+_ADAPTER: TypeAdapter[InputItem] = TypeAdapter(Item)
+
+
+def call_item(fields: dict[str, Any]) -> InputItem | None:
+    """Return a call of a tool as an item, from the fields that the answer shows.
+
+    None where the model wrote more than an item may hold.
+    """
+    try:
+        return _ADAPTER.validate_python(fields)
+    except ValidationError:
+        return None
+
+
 Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
@@ -209,14 +200,28 @@ class ResponsesRequest(SamplerFields):
 
     def ignored_fields(self) -> list[str]:
         """The names, in order, of sent fields that have no effect."""
-        return without_effect(self.model_extra or (), RESPONSES)
+        dropped = {f"input.{item.type}" for item in self.input if isinstance(item, DroppedItem)}
+        unheard = {f"tools.{t.type}" for t in self.tools or () if isinstance(t, WebSearchTool)}
+        extra = without_effect(self.model_extra or (), RESPONSES)
+        return sorted([*extra, *dropped, *unheard])
 
-    def toolbox(self) -> Toolbox:
-        """Return the tools by the names of their functions. Raises RequestError."""
-        return Toolbox(self.tools or ())
+    def offered_tools(self) -> list[Any]:
+        """Return the tools that the model may call."""
+        return [tool for tool in self.tools or () if not isinstance(tool, WebSearchTool)]
 
-    def chat(self, items: Sequence[Any]) -> ChatRequest:
-        """The turn that is asked for; items: the conversation. Raises RequestError."""
+    def toolbox(self, items: Sequence[InputItem]) -> Toolbox:
+        """Return the tools by the names of their functions, those that items add among them.
+
+        Raises RequestError.
+        """
+        added = chain.from_iterable(item.added_tools() for item in items)
+        return Toolbox(self.tools or (), added)
+
+    def chat(self, items: Sequence[InputItem], toolbox: Toolbox) -> ChatRequest:
+        """Return the turn that is asked for. items: the conversation. toolbox: its tools.
+
+        Raises RequestError.
+        """
         refuse(self.model_extra or {}, RESPONSES)
         _check_include(self.include or [])
         if self.background and not self.store:
@@ -229,7 +234,6 @@ class ResponsesRequest(SamplerFields):
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         messages = one_system(messages)
-        toolbox = self.toolbox()
         fields = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
@@ -247,21 +251,21 @@ class ResponsesRequest(SamplerFields):
 
 
 def messages_of(items: Iterable[Any]) -> Iterable[dict[str, Any]]:
-    """Items as messages: reasoning, text and calls that follow each other are one of them."""
+    """Yield items as messages. Reasoning, text and calls in a row are one message."""
     answer: dict[str, Any] | None = None
     for item in items:
-        part = _assistants(item)
-        if part is None:
-            if answer is not None:
-                yield answer
-            answer = None
-            yield _message(item)
-        elif answer is None or not _fits(answer, part):
-            if answer is not None:
-                yield answer
-            answer = {"role": "assistant", **part}
-        else:
-            answer |= {**part, "tool_calls": _calls(answer) + _calls(part)}
+        for part in _parts(item):
+            if part.get("role", "assistant") != "assistant":
+                if answer is not None:
+                    yield answer
+                answer = None
+                yield part
+            elif answer is None or not _fits(answer, part):
+                if answer is not None:
+                    yield answer
+                answer = {"role": "assistant", **part}
+            else:
+                answer |= {**part, "tool_calls": _calls(answer) + _calls(part)}
     if answer is not None:
         yield answer
 
@@ -280,29 +284,23 @@ def _fits(answer: dict[str, Any], part: dict[str, Any]) -> bool:
     )
 
 
-def _assistants(item: Any) -> dict[str, Any] | None:
-    """An item's part of an assistant's message; None for what others say."""
+def _parts(item: Any) -> Iterable[dict[str, Any]]:
+    """Yield an item's messages; those of the assistant lack a role, since others may join them."""
     match item:
         case InputReasoning():
-            return {"reasoning_content": "".join(part.text for part in item.content or ())}
-        case InputCall():
-            return _called(item, item.arguments)
-        case InputCustomCall():
-            return _called(item, json.dumps({"input": item.input}, ensure_ascii=False))
+            yield {"reasoning_content": item.text}
         case InputMessage(role="assistant"):
-            return {"content": _plain(item.content)}
-    return None
-
-
-def _called(item: InputCall | InputCustomCall, arguments: str) -> dict[str, Any]:
-    function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
-    return {"tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
-
-
-def _message(item: Any) -> dict[str, Any]:
-    if isinstance(item, (InputCallOutput, InputCustomCallOutput)):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": _plain(item.output)}
-    return {"role": item.role, "content": _plain(item.content)}
+            yield {"content": _plain(item.content)}
+        case InputMessage():
+            yield {"role": item.role, "content": _plain(item.content)}
+    call = item.call()
+    if call is not None:
+        function = {"name": call.name, "arguments": call.arguments}
+        yield {"tool_calls": [{"id": call.id, "type": "function", "function": function}]}
+    result = item.result()
+    if result is not None:
+        content = _plain(result.content)
+        yield {"role": "tool", "tool_call_id": result.call_id, "content": content}
 
 
 def _plain(content: Any) -> Any:
@@ -319,6 +317,8 @@ def plain_parts(content: Sequence[Any]) -> list[str]:
 
 def _chat_choice(choice: Any, toolbox: Toolbox) -> Any:
     """A function, or those that are allowed, as chat writes them: a level deeper."""
+    if isinstance(choice, dict) and choice.get("type") in ITEM_TOOLS:
+        choice = {"type": "function", "name": choice["type"]}
     match choice:
         case {"type": "function" | "custom", "name": str()}:
             return {"type": "function", "function": {"name": toolbox.chosen_name(choice)}}

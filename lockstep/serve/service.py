@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from lockstep.engine.async_engine import ENGINE_RESTARTED, Listener, Update
 from lockstep.engine.engine import STEP_FAILED
@@ -38,6 +38,7 @@ log = logging.getLogger("lockstep.serve")
 COMPILERS = 2
 """Threads in which requests with grammars are read."""
 PromptLogprobs = list[dict[int, Logprob] | None]
+Result = TypeVar("Result")
 
 
 class Client(Protocol):
@@ -525,10 +526,7 @@ class Service:
         if brief and count * (body.n or 1) == 1 and not body.held:
             asked, requests = self._requests(name, body, ask)
         else:
-            # One hop to a thread and back: with many streams, each costs milliseconds.
-            work = partial(copy_context().run, self._requests, name, body, ask)
-            threads = self._compilers if body.held else None
-            asked, requests = await asyncio.get_running_loop().run_in_executor(threads, work)
+            asked, requests = await self._in_thread(body, self._requests, name, body, ask)
         self._check_room(count, asked.params.n)
         given = [body.timeout, self.limits.seconds]
         seconds = min((s for s in given if s is not None), default=None)
@@ -550,6 +548,49 @@ class Service:
         if ignored := body.ignored_fields():
             log.warning("fields were ignored: %s", ", ".join(ignored)[:SHOWN])
         return run
+
+    async def render(
+        self, kind: str, body: SamplingFields, count: int, ask: Callable[[], Asked]
+    ) -> list[dict[str, Any]]:
+        """Return each prompt's token ids and what would be generated with; generate nothing.
+
+        The fields are those of vLLM's render endpoints. Arguments and errors are those of start(),
+        but for the queue, which is not used.
+        """
+        self.check_name(body.model)
+        _check_count(count, body.n or 1)
+        name = f"{kind}{uuid.uuid4().hex}"
+        asked, requests = await self._in_thread(body, self._requests, name, body, ask)
+        _check_count(count, asked.params.n)
+        options = body.stream_options
+        return [
+            {
+                "request_id": body.answer_id(kind, name) if count == 1 else request.id,
+                "token_ids": request.prompt_token_ids,
+                "features": None,
+                "sampling_params": request.params.clone(
+                    n=asked.params.n, seed=asked.params.seed
+                ).to_json(),
+                "model": self.model_name,
+                "stream": body.stream,
+                "stream_options": options and options.model_dump(),
+                "cache_salt": body.cache_salt,
+                "priority": body.priority,
+                "kv_transfer_params": None,
+            }
+            for request in requests[:: asked.params.n]
+        ]
+
+    async def _in_thread(
+        self, body: SamplingFields, work: Callable[..., Result], *values: Any
+    ) -> Result:
+        """Return work(*values), called in another thread; a compiler's where a grammar binds.
+
+        One hop to a thread and back: with many streams, each costs milliseconds.
+        """
+        threads = self._compilers if body.held else None
+        call = partial(copy_context().run, work, *values)
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
 
     def _requests(
         self, name: str, body: SamplingFields, ask: Callable[[], Asked]
@@ -580,12 +621,7 @@ class Service:
 
     def _check_room(self, prompts: int, n: int) -> None:
         wanted = prompts * n
-        if wanted > MAX_COMPLETIONS:
-            raise RequestError(
-                f"{prompts} prompts with n={n} are {wanted} completions; allowed: at most "
-                f"{MAX_COMPLETIONS} in a request. Send several requests.",
-                "n",
-            )
+        _check_count(prompts, n)
         room = self.limits.running + self.limits.queued
         if self._taken + wanted > room:
             raise BusyError(
@@ -617,6 +653,16 @@ class Service:
         """Ends every request with an error that says why."""
         for run in list(self._runs):
             run.end(EngineDeadError("the server is shutting down. Ask again later."))
+
+
+def _check_count(prompts: int, n: int) -> None:
+    """Raise RequestError for more completions than one request may have."""
+    if prompts * n > MAX_COMPLETIONS:
+        raise RequestError(
+            f"{prompts} prompts with n={n} are {prompts * n} completions; allowed: at most "
+            f"{MAX_COMPLETIONS} in a request. Send several requests.",
+            "n",
+        )
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -16,21 +16,26 @@ WIDE = 4
 
 @dataclass(frozen=True)
 class Stored:
-    """A response as sent, and the conversation up to its end; weighed: the weights of both.
+    """A response as sent, and its conversation.
 
-    recording: the Recording of a response that was made in the background, counted in the first
-    weight; None for others.
+    inputs: items that it was made from, those of earlier turns among them. outputs: an item for
+    each of its output, None for a call that was cut, which no later turn sees. weighed: the weights
+    of the response and of the conversation. named: items that answers of the conversation had, by
+    the ids that clients know. recording: the Recording of a response that was made in
+    the background, counted in the first weight; None for others.
     """
 
     response: dict[str, Any]
-    items: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
     weighed: tuple[int, int]
+    named: dict[str, Any] = field(default_factory=dict)
     recording: Any = None
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
-        """What the response was made from."""
-        return self.items[: len(self.items) - len(self.response["output"])]
+    def items(self) -> tuple[Any, ...]:
+        """The conversation up to the response's end."""
+        return (*self.inputs, *(item for item in self.outputs if item is not None))
 
     @property
     def size(self) -> int:

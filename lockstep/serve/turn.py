@@ -5,7 +5,7 @@ Every API of conversations turns its body into a ChatRequest and reads what is h
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.outputs import Logprob
 from lockstep.serve.protocol import ChatRequest
@@ -113,6 +113,11 @@ class Turn:
         return processor.conversation(
             body.shown_messages(), body.shown_tools(), **body.template_kwargs(processor)
         )
+
+    async def rendered(self) -> dict[str, Any]:
+        """Return the prompt's token ids and what would be generated with. Raises RequestError."""
+        (prompt,) = await self.service.render(self.kind, self.body, 1, self._ask)
+        return prompt
 
     def close(self) -> None:
         """Aborts what still runs."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.layers.build import Build
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.json_files import read_object
+from lockstep.models.json_files import read_config
 from lockstep.models.loader import Source, build_model, target_source
 from lockstep.models.reading import ConfigReader
 from lockstep.quant import Packing, packing_of
@@ -114,7 +114,7 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
 def check_whole(folder: Path) -> None:
     """Raises ConfigError where the folder holds what another method drafts with."""
     remedy = "Name the folder of a whole model: config.json and *.safetensors."
-    c = ConfigReader(read_object(folder / "config.json", remedy))
+    c = ConfigReader(read_config(folder, remedy))
     named = c.get("architectures", list, [])
     methods = {name: NO_MODELS[name] for name in map(str, named) if name in NO_MODELS}
     if not methods and HEAD_SETTING in c.raw:

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import CheckpointError, choice_error
-from lockstep.quant.ignored_settings import is_switched_off
+from lockstep.text.json_files import refuse_unread
 
 _WRITER = "notes of the library that wrote the file"
 _OUTPUT = "what transformers returns beside the tokens"
@@ -74,25 +73,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Settings that are not supported, at the value with which they change nothing."""
 
+REMEDY = (
+    "Set it to null in a copy of the file and name the copy's folder in generation_config, or set "
+    "generation_config to vllm, which takes no defaults of sampling from the file."
+)
+
 
 def check_generation_config(path: Path, settings: Mapping[str, Any], read: frozenset[str]) -> None:
     """Raise CheckpointError for a setting that changes the answer and that no code reads.
 
     read: names of the settings that some code reads.
     """
-    for name, value in settings.items():
-        harmless = name in read or name in WITHOUT_EFFECT or name.startswith("_")
-        if harmless or is_switched_off(value):
-            continue
-        neutral = NEUTRAL.get(name, ())
-        if not isinstance(value, bool) and value in neutral:
-            continue
-        allowed = " or ".join(map(str, (*neutral, "null")))
-        raise choice_error(
-            CheckpointError,
-            f"{path} {name[:100]}",
-            value,
-            f"{allowed}: no code reads this setting, and it may change the answer",
-            "Set it to null in a copy of the file and name the copy's folder in generation_config, "
-            "or set generation_config to vllm, which takes no defaults of sampling from the file.",
-        )
+    refuse_unread(path, settings, read.union(WITHOUT_EFFECT), NEUTRAL, REMEDY)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
+from typing import Any, Protocol
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from lockstep.scheduling.grammar import Fill, Wanted
+from lockstep.scheduling.grammar import Fill, Grammar, Wanted
 from lockstep.text.tokenizer import Tokenizer
 
 LEXER_FUEL = 200_000
@@ -116,7 +117,7 @@ class Compiler:
         first, _ = self._first_mask(recipe)
         return Matcher(recipe, first, lambda: self._compile(recipe), self)
 
-    def grammar(self, recipe: GrammarRecipe) -> "Compiled":
+    def grammar(self, recipe: GrammarRecipe) -> "Matcher | AfterReasoning":
         """A fresh grammar by its recipe, for an answer that is to be made. Raises GrammarFault."""
         plain = replace(recipe, reasoning_end=None, reasoning_begin=None)
         first, made = self._first_mask(plain)
@@ -263,6 +264,11 @@ class Masks:
     def allow(self, place: int, token: int) -> None:
         """Lets a token come in a mask that is written."""
         self._memory[place * self.size + token // 8] |= 1 << token % 8
+
+    def only(self, place: int, token: int) -> None:
+        """Write a mask that allows one token."""
+        self.put(place, bytes(self.size))
+        self.allow(place, token)
 
     def all(self, places: Sequence[int]) -> None:
         """Lets every token come in each of these masks."""
@@ -450,5 +456,16 @@ class AfterReasoning:
         return self._inner.begin(drafts[free:], first + free, masks)
 
 
-Compiled = Matcher | AfterReasoning
-"""What a Compiler makes."""
+class Compiled(Grammar, Protocol):
+    """A grammar whose masks Compiler.fill writes."""
+
+    @property
+    def recipe(self) -> Any: ...
+
+    def prepare(self) -> object:
+        """Compile what is not compiled yet."""
+        ...
+
+    def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
+        """See Matcher."""
+        ...

@@ -1,10 +1,12 @@
 """Text and JSON files of a model folder."""
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import CheckpointError, brief
+from lockstep.errors import CheckpointError, brief, choice_error
+from lockstep.quant.ignored_settings import is_switched_off
 from lockstep.settings import why_unread
 
 
@@ -45,3 +47,31 @@ def read_json(path: Path) -> dict[str, Any]:
 def is_text(value: object) -> bool:
     """Return whether it is a string without halves of surrogate pairs, which JSON may hold."""
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def refuse_unread(
+    path: Path,
+    settings: Mapping[str, Any],
+    known: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    remedy: str,
+) -> None:
+    """Raise CheckpointError for a setting that may change the answer and that no code reads.
+
+    known: names of settings that are read or may be ignored. neutral: other settings at the values
+    with which they change nothing, as null, false and empty ones do.
+    """
+    for name, value in settings.items():
+        if name in known or name.startswith("_") or is_switched_off(value):
+            continue
+        harmless = neutral.get(name, ())
+        if not isinstance(value, bool) and value in harmless:
+            continue
+        allowed = " or ".join(map(str, (*harmless, "null")))
+        raise choice_error(
+            CheckpointError,
+            f"{path} {name[:100]}",
+            value,
+            f"{allowed}: no code reads this setting, and it may change the answer",
+            remedy,
+        )

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.errors import RequestError, brief
 from lockstep.text.numbers import unheld
 from lockstep.text.parsers.schema import target
+from lockstep.text.rewriting import LISTS, MAPS, NOTES, SINGLE, rewritten
 
 MOST_DEPTH = 64
 """Levels of objects and lists in a schema."""
@@ -27,14 +28,6 @@ REFUSED = (
     "disallow", "divisibleBy", "nullable", "x-guidance",
 )  # fmt: skip
 """Keywords of JSON Schema, OpenAPI and llguidance itself that are not supported."""
-MAPS = ("properties", "patternProperties", "$defs", "definitions")
-LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SINGLE = ("additionalProperties", "additionalItems", "items")
-NOTES = (
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-    "$comment",
-)  # fmt: skip
-"""Keywords that tell a reader something, and bind no value."""
 FORMATS = frozenset(
     (
         "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
@@ -228,21 +221,6 @@ def _stands_alone(key: str, value: Any) -> bool:
     if key in ("$ref", "required", "minProperties", "maxProperties"):
         return False
     return not (key in (*MAPS, *LISTS, *SINGLE) and isinstance(value, (dict, list)))
-
-
-def rewritten(schema: Any, change: Callable[[Json], Json]) -> Any:
-    """The schema, each object of it changed, inner ones first."""
-    if not isinstance(schema, dict):
-        return schema
-    found: Json = {}
-    for key, value in schema.items():
-        if key in MAPS and isinstance(value, dict):
-            found[key] = {name: rewritten(part, change) for name, part in value.items()}
-        elif key in (*LISTS, *SINGLE) and isinstance(value, list):
-            found[key] = [rewritten(part, change) for part in value]
-        else:
-            found[key] = rewritten(value, change) if key in SINGLE else value
-    return change(found)
 
 
 def closed(schema: Any) -> Any:

@@ -12,8 +12,8 @@ from math import lcm
 from typing import Any
 
 from lockstep.errors import RequestError
-from lockstep.text.json_schema import NOTES
 from lockstep.text.numbers import exact, significant
+from lockstep.text.rewriting import NOTES
 
 MOST_REMAINDERS = 50_000
 """States for all multipleOf of a grammar together."""

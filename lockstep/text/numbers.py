@@ -44,7 +44,7 @@ def unheld(keyword: str, value: Any) -> int | float | None:
     """The first number of a keyword's value that is not obeyed; None where all are."""
     if keyword in VALUES:
         return next((number for number in _numbers(value) if not is_exact(number)), None)
-    if keyword not in (*LOWER, *UPPER) or not _is_number(value):
+    if keyword not in (*LOWER, *UPPER) or not is_number(value):
         return None
     held = is_exact(value) or (keyword in UPPER and value >= MOST_INTEGER)
     return None if held else value
@@ -76,11 +76,11 @@ def _numbers(value: Any) -> Iterator[int | float]:
             waiting += one.values()
         elif isinstance(one, list):
             waiting += one
-        elif _is_number(one):
+        elif is_number(one):
             yield one
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether it is a finite number; the compiler says what is wrong with others."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False

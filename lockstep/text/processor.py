@@ -4,7 +4,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +23,28 @@ from lockstep.text.json_files import damaged, read_json
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
 from lockstep.text.parsers.calls import CallsOrForm
 from lockstep.text.parsers.events import NATURAL_END, TextEnd
+from lockstep.text.parsers.schema import parameters_by_name
 from lockstep.text.settings import READ_SETTINGS, TextSettings, sampling_defaults
 from lockstep.text.structured import compile_wanted, json_form
 from lockstep.text.template import ChatTemplates, Message
 from lockstep.text.template_files import DEFAULT
+from lockstep.text.thinking import (
+    BUDGET,
+    PROMPT_END,
+    BudgetRecipe,
+    ClosingTag,
+    ThinkingBudget,
+    Thought,
+)
 from lockstep.text.tokenizer import Tokenizer, eos_ids
 from lockstep.text.tool_grammar import CallParams, ToolChoice, ToolSyntax
 
 log = logging.getLogger(__name__)
 
 EFFORT = "reasoning_effort"
+MAX_CUT_CHARACTERS = 8 << 20
+"""Lower limit of the longest text that truncate_prompt_tokens may cut, in characters: the default
+size of a request's body. Encoding that much takes seconds."""
 SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn reasoning on and off."""
 
@@ -40,10 +52,11 @@ SWITCHES = ("enable_thinking", "thinking")
 @dataclass(frozen=True)
 class Rendered:
     """A conversation as the model reads it: its text, and its token ids. It is a prompt whose
-    answer may begin with reasoning."""
+    answer may begin with reasoning. tool_names: tools that the answer may call."""
 
     text: str
     ids: list[int]
+    tool_names: tuple[str, ...] = ()
 
 
 Prompt = str | Sequence[int] | dict[str, Any] | Rendered
@@ -286,12 +299,22 @@ class Processor:
         return self.default_params(**changes)
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, field: str = "prompt"
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        field: str = "prompt",
+        is_cut: bool = False,
     ) -> list[int]:
         """Token ids of a text. Raises RequestError without a tokenizer, for text that is too long,
-        and on lone surrogates."""
+        and on lone surrogates. is_cut: tokens are cut off afterwards, so more text is allowed."""
         tokenizer = self.text_side(field)
-        self._check_text(text, field)
+        if is_cut and isinstance(text, str) and len(text) > self._max_cut_characters:
+            raise RequestError(
+                f"{field} has {len(text)} characters; allowed with truncate_prompt_tokens: at most "
+                f"{self._max_cut_characters}. Shorten it.",
+                field,
+            )
+        self._check_text(text, field, self._max_cut_characters if is_cut else self.max_characters)
         return _encoded(tokenizer.encode, text, field, add_special_tokens=add_special_tokens)
 
     def decode(
@@ -356,8 +379,9 @@ class Processor:
         template = self.template.choose(tools)
         marked = template.render_marked(messages, tools, continue_final_message, **variables)
         text = self._control.unmark(marked)
-        self._check_text(text, "messages")
-        return Rendered(text, _encoded(self._control.encode, marked, "messages"))
+        self._check_text(text, "messages", self.max_characters)
+        ids = _encoded(self._control.encode, marked, "messages")
+        return Rendered(text, ids, tuple(parameters_by_name(tools)))
 
     def render_text(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
@@ -371,9 +395,15 @@ class Processor:
         """The token ids of a conversation, ready for the next answer."""
         return self.conversation(messages, tools, **kwargs).ids
 
-    def prompt_ids(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
+    def prompt_ids(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
         """Return the token ids of a prompt: text, ids, {"prompt": text} or {"prompt_token_ids":
-        ids}. params: may ask for the last tokens alone."""
+        ids}. params: may ask for the last tokens alone. add_special_tokens: those that the
+        tokenizer puts around a text."""
         if isinstance(prompt, dict):
             found = prompt.get("prompt_token_ids")
             found = prompt.get("prompt") if found is None else found
@@ -390,9 +420,12 @@ class Processor:
         if isinstance(prompt, Rendered):
             prompt = prompt.ids
             field = "messages"
-        ids: Any = self.encode(prompt) if isinstance(prompt, str) else prompt
+        cut = params is not None and params.truncate_prompt_tokens is not None
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            ids = self.encode(prompt, add_special_tokens, is_cut=cut)
         sized = is_list(ids)
-        if sized and params is not None and params.truncate_prompt_tokens is not None:
+        if sized and params is not None and cut:
             ids = ids[-self._most_prompt_tokens(params) :]
         if not sized or (len(ids) < self.max_model_len and not is_ids(ids)):
             raise RequestError(
@@ -433,7 +466,7 @@ class Processor:
             "max_tokens": min(params.max_tokens or room, room),
             "bad_words_ids": self._bad_words(params),
         }
-        grammars = self._grammars(params, prompt)
+        grammars = self._grammars(params, prompt, ids)
         requests = []
         for i in range(params.n):
             mine = (seed + i + 2**63) % 2**64 - 2**63
@@ -545,10 +578,15 @@ class Processor:
             )
         return self.tokenizer
 
-    def _check_text(self, text: str, field: str) -> None:
+    @property
+    def _max_cut_characters(self) -> int:
+        """Maximum characters of a text of which only the last tokens are read."""
+        return max(self.max_characters, MAX_CUT_CHARACTERS)
+
+    def _check_text(self, text: str, field: str, max_characters: int) -> None:
         if not isinstance(text, str):
             raise RequestError(f"{field}={brief(text)} is not allowed; send a text.", field)
-        if len(text) > self.max_characters:
+        if len(text) > max_characters:
             # A token has at most as many characters as the longest one.
             tokens = -(-len(text) * self.max_model_len // self.max_characters)
             why = f"{field} has {len(text)} characters"
@@ -562,41 +600,108 @@ class Processor:
                 field,
             ) from None
 
-    def _grammars(self, params: SamplingParams, prompt: Prompt) -> Iterator[Grammar | None]:
-        """What each answer of a request is held to, one object each."""
-        wanted = params.structured_outputs
-        if wanted is None:
-            yield from repeat(None)
-            return
-        first = self._grammar(wanted, prompt)
+    def _grammars(
+        self, params: SamplingParams, prompt: Prompt, ids: Sequence[int]
+    ) -> Iterator[Compiled | None]:
+        """Yield the grammar of each answer of a request, one object each."""
+        first = self._grammar(params, prompt, ids)
         yield first
         while True:
-            yield self._compiler().grammar(first.recipe)
+            yield None if first is None else self._made(first.recipe)
 
-    def _grammar(self, wanted: StructuredOutputsParams, prompt: Prompt) -> Compiled:
-        """What an answer is held to: its content, not its reasoning."""
+    def _grammar(
+        self, params: SamplingParams, prompt: Prompt, ids: Sequence[int]
+    ) -> Compiled | None:
+        """Return what binds an answer: its content, the length of its thought, or both."""
+        wanted = params.structured_outputs
+        form = None if wanted is None else self._form(wanted, prompt)
+        budget = params.thinking_token_budget
+        if budget is None or budget < 0:
+            return form
+        self._check_budget(params)
+        max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - len(ids))
+        # A form without AfterReasoning binds the answer's first token: there is no thought.
+        if budget >= max_tokens or (form is not None and not isinstance(form, AfterReasoning)):
+            return form
+        bounded = self._thinking_budget(self._budget_recipe(budget, prompt, ids, form))
+        return form if bounded.over else bounded
+
+    def _form(self, wanted: StructuredOutputsParams, prompt: Prompt) -> Matcher | AfterReasoning:
+        """Return the grammar of an answer's content, which does not bind its reasoning."""
         grammars = self._compiler()
         matcher = compile_wanted(wanted, grammars)
         if self._reasoning is None or not isinstance(prompt, Rendered):
             return matcher
         return self._after_reasoning(matcher, prompt.text.rstrip(), grammars)
 
-    def grammar_of(self, recipe: GrammarRecipe) -> Grammar:
+    def _check_budget(self, params: SamplingParams) -> None:
+        """Raise RequestError where no thought could be ended."""
+        if self._reasoning is None:
+            raise RequestError(
+                f"{BUDGET}={params.thinking_token_budget} needs a reasoning parser, and this model "
+                "has none; set reasoning_parser (--reasoning-parser), or leave it out.",
+                BUDGET,
+            )
+        tag = self._closing_tag
+        allowed = params.allowed_token_ids
+        if allowed is not None and not set(tag.tokens) <= set(allowed):
+            raise RequestError(
+                f"{BUDGET}={params.thinking_token_budget} needs the tokens {tag.tokens} of "
+                f"{tag.text}, which allowed_token_ids has not. Add them, or leave one out.",
+                BUDGET,
+            )
+
+    @cached_property
+    def _closing_tag(self) -> ClosingTag:
+        return ClosingTag(self._reasoning.TAGS[1], self.text_side(BUDGET))
+
+    def _budget_recipe(
+        self, budget: int, prompt: Prompt, ids: Sequence[int], form: AfterReasoning | None
+    ) -> BudgetRecipe:
+        """Return the recipe of a budget. Calls end a thought where no form binds the answer."""
+        names: tuple[str, ...] = ()
+        if isinstance(prompt, Rendered):
+            text = prompt.text
+            names = prompt.tool_names if form is None else ()
+        else:
+            text = self.text_side(BUDGET).decode(ids[-PROMPT_END:], skip_special_tokens=False)
+        end = text.rstrip()[-PROMPT_END:]
+        return BudgetRecipe(budget, end, names, None if form is None else form.recipe)
+
+    def _thinking_budget(self, recipe: BudgetRecipe) -> ThinkingBudget:
+        """Return a fresh grammar that keeps a budget."""
+        grammars = self._compiler(BUDGET)
+        tools = [{"type": "function", "function": {"name": name}} for name in recipe.tool_names]
+        parser = self.reply_parser(recipe.prompt_end, tools)
+        text = Detokenizer(grammars.tokenizer, shown=self.marker_ids(tools))
+        thought = Thought(parser, text, self._closing_tag, recipe.budget)
+        form = None if recipe.form is None else grammars.grammar(recipe.form)
+        return ThinkingBudget(recipe, thought, grammars, form)
+
+    def grammar_of(self, recipe: GrammarRecipe | BudgetRecipe) -> Grammar:
         """A grammar made anew by the recipe of one that this model's processor made, compiled."""
-        made = self._compiler().grammar(recipe)
+        made = self._made(recipe)
         made.prepare()
         return made
 
-    def _compiler(self) -> Compiler:
+    def _made(self, recipe: GrammarRecipe | BudgetRecipe) -> Compiled:
+        """Return a fresh grammar by its recipe."""
+        if isinstance(recipe, BudgetRecipe):
+            return self._thinking_budget(recipe)
+        return self._compiler().grammar(recipe)
+
+    def _compiler(self, field: str = "structured_outputs") -> Compiler:
         if self.grammars is None:
             raise RequestError(
-                "structured_outputs need a tokenizer with a token that ends an answer, and this "
-                "model has none. Leave them out.",
-                "structured_outputs",
+                f"{field} needs a tokenizer with a token that ends an answer, and this model has "
+                "none. Leave it out.",
+                field,
             )
         return self.grammars
 
-    def _after_reasoning(self, matcher: Matcher, prompt: str, grammars: Compiler) -> Compiled:
+    def _after_reasoning(
+        self, matcher: Matcher, prompt: str, grammars: Compiler
+    ) -> Matcher | AfterReasoning:
         """The matcher, bound where the reasoning has ended, if the answer begins with any."""
         begins, ends = getattr(self._reasoning, "TAGS", (None, None))
         if ends is not None and prompt.endswith(ends):

@@ -8,15 +8,15 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.text.json_schema import NOTES, rewritten
 from lockstep.text.parsers.schema import json_type, target
+from lockstep.text.rewriting import NOTES, rewritten
 
 Json = dict[str, Any]
 PLAIN = re.compile(r"#/(\$defs|definitions)/[A-Za-z_][A-Za-z0-9_.-]*")
 """References that llguidance resolves from any part of a schema that bears the definitions."""
 HOISTED = "$defs"
 COMPANIONS = (*NOTES, HOISTED, "definitions", "$schema", "$id", "$anchor")
-"""Keywords of a root that may come beside a reference which is all that it says."""
+"""Keywords that a root may have in addition to a reference."""
 UNIONS = ("oneOf", "anyOf")
 MAX_CHAIN = 64
 """References that are followed from one to the next."""
@@ -43,32 +43,32 @@ class _Canonical:
 
     def schema(self) -> Json:
         """Return the whole schema."""
-        found: Json = self._rewritten(self._root)
+        schema: Json = self._rewritten(self._root)
         visited = 0
         while visited < len(self._waiting):
             name, make = self._waiting[visited]
             self._definitions[name] = make()
             visited += 1
         if self._definitions:
-            found = {**found, HOISTED: {**(found.get(HOISTED) or {}), **self._definitions}}
-        return self._without_reference_at_root(found)
+            schema = {**schema, HOISTED: {**(schema.get(HOISTED) or {}), **self._definitions}}
+        return self._without_reference_at_root(schema)
 
     def _rewritten(self, part: Any) -> Any:
         return rewritten(part, self._change)
 
     def _change(self, one: Json) -> Json:
         """Rewrite one object, whose parts are rewritten."""
-        found = dict(one)
-        if "$ref" in found:
-            found["$ref"] = self._reference(found["$ref"])
-        if "type" in found:
-            found = _with_types(found)
-        more = found.get("additionalProperties")
+        changed = dict(one)
+        if "$ref" in changed:
+            changed["$ref"] = self._reference(changed["$ref"])
+        if "type" in changed:
+            changed = _with_types(changed)
+        more = changed.get("additionalProperties")
         if isinstance(more, dict) and not set(more) - set(NOTES):
-            found["additionalProperties"] = True
+            changed["additionalProperties"] = True
         for keyword in UNIONS:
-            found = self._tagged(found, keyword)
-        return found
+            changed = self._tagged(changed, keyword)
+        return changed
 
     def _reference(self, reference: Any) -> Any:
         """Return a reference of plain form; one that leads nowhere stays as it is."""
@@ -93,7 +93,7 @@ class _Canonical:
         return f"#/{HOISTED}/{self._names[key]}"
 
     def _tagged(self, one: Json, keyword: str) -> Json:
-        """Return a union whose cases require the tag that tells them apart, where they have one.
+        """Return a union whose cases require the tag that distinguishes them, if they have one.
 
         llguidance refuses oneOf whose cases may overlap, and with a tag that has a default, and is
         not required, they do. With the tag required each value matches one case alone.
@@ -111,7 +111,7 @@ class _Canonical:
         return one
 
     def _tags(self, one: Json, keyword: str, bases: Sequence[Json]) -> list[str]:
-        """Return names of properties that may tell the cases apart."""
+        """Return names of properties that may distinguish the cases."""
         discriminator = one.get("discriminator")
         named = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
         if isinstance(named, str):
@@ -150,16 +150,16 @@ class _Canonical:
 
         return {"$ref": self._hoisted(base, f"tag {tag}", make)}
 
-    def _without_reference_at_root(self, found: Json) -> Json:
+    def _without_reference_at_root(self, root: Json) -> Json:
         """Write out a root that is a reference and nothing else, as pydantic's are."""
         for _ in range(MAX_CHAIN):
-            if "$ref" not in found or set(found) - {"$ref", *COMPANIONS}:
+            if "$ref" not in root or set(root) - {"$ref", *COMPANIONS}:
                 break
-            part = target(found["$ref"], found)
+            part = target(root["$ref"], root)
             if not isinstance(part, dict):
                 break
-            found = {**{k: v for k, v in found.items() if k != "$ref"}, **part}
-        return found
+            root = {**{k: v for k, v in root.items() if k != "$ref"}, **part}
+        return root
 
 
 def _with_types(one: Json) -> Json:

@@ -27,6 +27,7 @@ from lockstep.text.grammar import (
     Matcher,
     first_line,
 )
+from lockstep.text.integers import with_bounded_integers
 from lockstep.text.json_schema import (
     check_depth,
     check_keywords,
@@ -49,6 +50,18 @@ ATTRIBUTE = re.compile(r"\b(max_tokens|stop|stop_capture|temperature)\s*=")
 MOST_STRUCTURES = 256
 UNHELD = ("at_least_one", "stop_after_first", "excludes")
 """Of triggered_tags, what is not supported."""
+FORM_FIELDS = {
+    "json_schema": ("type", "json_schema"),
+    "const_string": ("type", "value"),
+    "regex": ("type", "pattern"),
+    "tag": ("type", "begin", "content", "end"),
+    "sequence": ("type", "elements"),
+    "or": ("type", "elements"),
+    "triggered_tags": ("type", "triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
+}
+"""Fields of each format of a structural tag."""
+UNCHANGED = {"style": "json"}
+"""Further fields with the value that says what happens anyway."""
 ANY_OBJECT = {"type": "object"}
 Json = dict[str, Any]
 
@@ -142,7 +155,7 @@ def _spelled(schema: Any, wanted: StructuredOutputsParams) -> str:
     if wanted.whitespace_pattern is not None:
         options["whitespace_pattern"] = wanted.whitespace_pattern
     options["json_allowed_escapes"] = escapes_of(schema)
-    spelled = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    spelled = with_bounded_integers(schema) if isinstance(schema, dict) else {"allOf": [schema]}
     return "%json " + json.dumps({**spelled, "x-guidance": options})
 
 
@@ -222,6 +235,7 @@ def _form(form: Any, rules: Rules, field: str) -> str:
             f"{', '.join(_FORMS)}, and 'triggered_tags' alone. Use one of them.",
             field,
         )
+    _check_fields(form, form["type"], field)
     found = make(form, rules, field)
     if found is None or len(rules) > MOST_RULES - 1:
         raise RequestError(
@@ -230,6 +244,18 @@ def _form(form: Any, rules: Rules, field: str) -> str:
             field,
         )
     return rules.rule(found)
+
+
+def _check_fields(form: Json, kind: str, field: str) -> None:
+    """Raise RequestError for a field of a format that would be dropped and asks for something."""
+    allowed = FORM_FIELDS[kind]
+    for name, value in form.items():
+        if name not in allowed and value not in (None, False, [], UNCHANGED.get(name)):
+            raise RequestError(
+                f"{field}: {brief(name)[1:-1]}={brief(value)} of the format {kind!r} is not "
+                f"supported; allowed: {', '.join(allowed)}. Leave it out.",
+                field,
+            )
 
 
 def _json_form(form: Json, rules: Rules, field: str) -> str | None:
@@ -302,6 +328,10 @@ def _of_triggered(form: Any, field: str) -> Json:
             field,
         )
     assert tags is not None
+    _check_fields(form, "triggered_tags", field)
+    for one in tags:
+        _check_fields(one, "tag", field)
+        _check_fields(one["content"], "json_schema", field)
     structures = [
         {"begin": tag.get("begin"), "schema": tag["content"]["json_schema"], "end": tag.get("end")}
         for tag in tags
@@ -347,7 +377,7 @@ def _tag(one: Json, triggers: Sequence[str], field: str) -> StructTag:
             field,
         )
     schema = schema_of(one.get("schema", ANY_OBJECT), field)
-    spelled = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    spelled = with_bounded_integers(schema) if isinstance(schema, dict) else {"allOf": [schema]}
     spelled = {**spelled, "x-guidance": {"json_allowed_escapes": escapes_of(schema)}}
     return StructTag(trigger=trigger, begin=begin, grammar=json.dumps(spelled), end=one["end"])
 

@@ -56,6 +56,10 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
     return kwargs
 
 
+class TemplateRefusalError(RequestError):
+    """The chat template raised an error about the messages."""
+
+
 class ChatTemplate:
     """A compiled template; `special_tokens` (bos_token, eos_token, ...) are its variables.
 
@@ -114,7 +118,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """As `render`, with marks wherever a string spells control tokens.
+        """Render as `render` does, with marks wherever a string spells control tokens.
 
         continue_final_message: the text ends where the last message's content does.
         """
@@ -132,7 +136,7 @@ class ChatTemplate:
             text = self._with_arguments(messages, self.reading.contents(shown), variables)
         except Exception as error:  # a template may do anything to what it is given
             why = self._unmark(_message_of(error)).rstrip(".")
-            raise RequestError(
+            raise TemplateRefusalError(
                 f"the chat template refuses these messages: {why}. {_REMEDY}",
                 "messages",
             ) from error
@@ -195,7 +199,7 @@ class ChatTemplate:
         return self._written(self._template.generate(**variables))
 
     def _written(self, parts: Iterable[str]) -> str:
-        """All that a template writes; one that does not come to its end is stopped."""
+        """Return all that a template writes. Raise TemplateError where that is too much."""
         written: list[str] = []
         left = MARKED * self._limit
         for part in parts:
@@ -340,7 +344,7 @@ class _Copy:
 
 
 def _mark_end(messages: list[Message]) -> str:
-    """Puts a word that nobody can foresee behind the last message's content; returns it."""
+    """Append a random word to the last message's content; return it."""
     if not messages or messages[-1]["role"] != "assistant":
         raise RequestError(
             "continue_final_message=true needs a last message of the assistant. Add one, or leave "
@@ -381,14 +385,14 @@ def _before(text: str, word: str) -> str:
 
 
 def _message_of(error: Exception) -> str:
-    """An exception for a message: what it says, shortened, or what it is."""
+    """Return the text of an exception, shortened, or its type's name."""
     spoken = isinstance(error, (jinja2.TemplateError, TypeError, ValueError))
     text = str(error)[:300] if spoken else ""
     return text or type(error).__name__
 
 
 def _spell(path: tuple[Any, ...]) -> str:
-    """A place, such as messages[0].content."""
+    """Return a path as text, such as messages[0].content."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{brief(step)[1:-1]}" for step in path[1:]]
     return str(path[0]) + "".join(steps)
 
@@ -401,7 +405,7 @@ def _refusal(place: str, value: Any, allowed: str) -> RequestError:
 
 
 def _normal(message: Any, place: str) -> Message:
-    """A message as templates expect it: plain text, arguments as objects, one reasoning field."""
+    """Return a message as templates expect it: text, arguments as objects, one reasoning field."""
     if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
         raise _refusal(place, message, "an object with a role and content")
     role = message.get("role")

@@ -14,6 +14,7 @@ from lockstep.errors import CheckpointError, brief
 from lockstep.sampling_params import MAX_EOS_IDS
 from lockstep.text.json_files import damaged, is_text, read_json, read_text
 from lockstep.text.template_files import DEFAULT, read_templates
+from lockstep.text.tokenizer_config import check_tokenizer_config
 
 MOST_KNOWN = 1 << 16
 """Tokens whose bytes are kept."""
@@ -86,12 +87,14 @@ class Tokenizer:
         self._config_path = self._folder / "tokenizer_config.json"
         self.fast = self._load(self._folder / "tokenizer.json")
         self.config = read_json(self._config_path)
+        check_tokenizer_config(self._config_path, self.config, self.fast)
         self._add_tokens(self.config.get("added_tokens_decoder", {}))
         added = self.fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.special_tokens = self._special_tokens()
         own = self.fast.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_ids = eos_ids(self._folder, own)
+        self._missing = self._missing_ends()
         self.chat_templates, self.chat_template_path = read_templates(self._folder)
         decoder = json.loads(self.fast.decoder.__getstate__()) if self.fast.decoder else {}
         parts = [decoder, *decoder.get("decoders", ())]
@@ -130,6 +133,26 @@ class Tokenizer:
                 special = bool(entry.get("special"))
                 self.fast.add_tokens([AddedToken(entry["content"], special=special)])
 
+    def _missing_ends(self) -> dict[str, list[int]]:
+        """Return the ids of bos_token and eos_token that raw texts get besides tokenizer.json's.
+
+        add_bos_token and add_eos_token ask for them. tokenizer.json may add such a token itself. A
+        chat template writes its own.
+        """
+        added = self.fast.encode("").ids
+        missing: dict[str, list[int]] = {"bos_token": [], "eos_token": []}
+        for name in missing:
+            token = self.special_tokens.get(name)
+            if not self.config.get(f"add_{name}") or token is None:
+                continue
+            token_id = self.fast.token_to_id(token)
+            if token_id is None:
+                raise damaged(
+                    self._config_path, f"add_{name}=true, but tokenizer.json has no {brief(token)}"
+                )
+            missing[name] = [] if token_id in added else [token_id]
+        return missing
+
     def _special_tokens(self) -> dict[str, str]:
         path = self._folder / "special_tokens_map.json"
         more = read_json(path)
@@ -166,7 +189,10 @@ class Tokenizer:
         As a batch of one, since `encode` itself would keep all other threads waiting.
         """
         batch = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return batch[0].ids
+        ids: list[int] = batch[0].ids
+        if not add_special_tokens:
+            return ids
+        return [*self._missing["bos_token"], *ids, *self._missing["eos_token"]]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of the ids; what is no UTF-8 becomes U+FFFD."""

@@ -1,10 +1,16 @@
-"""The first SIGTERM is an interruption, and none after it ends the process without a report."""
+"""The first SIGTERM is an interruption, and none after it ends the process without a report. Ctrl-C
+ends a command in one line, wherever it comes."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+
+from tests.serve.process import COMMAND, PATIENCE, engine_of, is_gone
 
 PROGRAM = """
 import ctypes, os, signal
@@ -39,3 +45,138 @@ def test_a_compiler_does_not_take_signals_in_between(sent: signal.Signals) -> No
     program = PROGRAM.replace("SENT", str(int(sent)))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "reported\n"), done.stderr
+
+
+HEARS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+"""Programs that a shell started in the background ignore it, and so do those that they start."""
+INTERRUPTED = (130, -signal.SIGINT)
+"""Statuses of a command that Ctrl-C ended: shells show 130 for both."""
+LOADING = """
+import os, sys, time
+import lockstep.llm
+from lockstep.__main__ import main
+
+class Interrupted:
+    \"\"\"A model that Ctrl-C ends while it loads, and once more while that is cleaned up.\"\"\"
+
+    def __init__(self, progress=None, **settings):
+        if progress is not None:
+            progress("loading", 1, 2)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        finally:
+            if TWICE:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+
+    @classmethod
+    def over(cls, engine):
+        return cls()
+
+lockstep.llm.LLM = Interrupted
+sys.argv = ["lockstep", *ARGUMENTS]
+main()
+"""
+
+
+def run_program(program: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", HEARS_CTRL_C + program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "twice"),
+    [
+        (["generate", "-p", "a"], True),
+        *(
+            pytest.param(arguments, twice, marks=pytest.mark.slow)
+            for arguments in (
+                ["generate", "-p", "a"],
+                ["chat"],
+                ["bench"],
+                ["check", "--quick"],
+                ["serve", "--disable-frontend-multiprocessing", "--port", "0"],
+            )
+            for twice in (False, True)
+        ),
+    ],
+)
+def test_ctrl_c_while_a_model_loads(arguments: list[str], twice: bool) -> None:
+    program = LOADING.replace("ARGUMENTS", repr(arguments)).replace("TWICE", str(twice))
+    done = run_program(program)
+    assert done.returncode in INTERRUPTED, done.stderr
+    assert "Traceback" not in done.stderr
+    if arguments[0] == "check":  # it reports what was compared
+        assert "Ended early" in done.stdout + done.stderr
+        return
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("Interrupted")]
+    assert line.startswith(f"Interrupted: lockstep {arguments[0]}")
+    assert line.endswith(", while loading.")
+
+
+@pytest.mark.parametrize("cause", ["KeyboardInterrupt", "ImportError"])
+def test_ctrl_c_while_modules_are_imported(cause: str) -> None:
+    """Some modules make an ImportError of it. The command is the first thing that is imported."""
+    hook = f"""
+import os, sys, signal
+from importlib.abc import MetaPathFinder
+
+class Interrupting(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "MODULE":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.sigtimedwait([signal.SIGUSR1], 60)
+            except KeyboardInterrupt:
+                raise {cause}
+
+sys.meta_path.insert(0, Interrupting())
+from lockstep.__main__ import main
+sys.argv = ["lockstep", "explain"]
+main()
+"""
+    inside = "lockstep.models" if cause == "ImportError" else "lockstep.cli"
+    done = run_program(hook.replace("MODULE", inside))
+    assert done.returncode in INTERRUPTED, done.stderr
+    assert done.stderr.startswith("Interrupted: lockstep"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pauses", [[0.0], [1.0, 0.2], [3.0, 0.0, 0.5]])
+def test_ctrl_c_while_a_server_starts_leaves_no_process(
+    tmp_path: Path, pauses: list[float]
+) -> None:
+    """As a terminal sends it: to the command and to its engine."""
+    program = f"{HEARS_CTRL_C}import sys\nfrom lockstep.__main__ import main\nmain()"
+    running = subprocess.Popen(
+        [sys.executable, "-c", program, *COMMAND[3:], "--uds", str(tmp_path / "socket")],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + PATIENCE
+    engine = None
+    while engine is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+        try:
+            engine = engine_of(running)
+        except ValueError:  # it has not been started
+            assert running.poll() is None
+    assert engine is not None
+    for pause in pauses:
+        time.sleep(pause)
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGINT)
+    _, said = running.communicate(timeout=PATIENCE)
+    assert running.returncode in INTERRUPTED and "Traceback" not in said, said
+    assert "Interrupted: lockstep serve, while " in said
+    while not is_gone(engine) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert is_gone(engine)

@@ -8,7 +8,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
-START_TIMEOUT = 120.0
+START_TIMEOUT = 300.0
 """Seconds that a server may take to answer /health."""
 
 

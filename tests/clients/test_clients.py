@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """A server of the bundled model on a free port."""
+    assert (CLIENTS / "node_modules").exists(), "no clients here; install them: make test-clients"
     with serve("--enable-tokenizer-info-endpoint") as address:
         yield address
 

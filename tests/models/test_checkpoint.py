@@ -13,8 +13,10 @@ from torch import Tensor
 from lockstep import EngineConfig
 from lockstep.engine.build import pick_dtype
 from lockstep.errors import CheckpointError
-from lockstep.models import ARCHITECTURES
+from lockstep.models import ARCHITECTURES, shards
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.dflash import BlockCheckpoint
+from lockstep.models.eagle3 import HeadCheckpoint
 from tests.models.filled import MTP, answer, build, weights_of
 from tests.tiny_model import CONFIG, make_model
 
@@ -197,9 +199,19 @@ def test_without_an_index_adapters_and_other_layouts_are_left_out(
     assert "in the layout of the publisher's own code" in refused(folder)
 
 
-def test_a_folder_of_an_adapter_alone_says_so(tmp_path: Path) -> None:
+def test_a_folder_with_an_adapter_says_how_to_merge_it(
+    store: Store, known: Any, tmp_path: Path
+) -> None:
+    """transformers would apply the adapter to weights in the same folder."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "The folder holds an adapter: merge it" in refused(tmp_path)
+    assert "holds an adapter (adapter_config.json)" in refused(tmp_path)
+    folder = store(dict(known[0]))
+    (folder / "adapter_config.json").write_text("{}")
+    message = refused(folder)
+    assert "merge_and_unload" in message and "remove adapter_config.json" in message
+    for read in (HeadCheckpoint.at, BlockCheckpoint.at):
+        with pytest.raises(CheckpointError, match="holds an adapter"):
+            read(folder)
 
 
 def test_a_missing_tensor_is_named(store: Store, known: Any, tmp_path: Path) -> None:
@@ -278,6 +290,25 @@ def test_a_folder_that_holds_no_checkpoint(tmp_path: Path, folder: Path) -> None
     (folder / "model.safetensors").write_bytes(b"not a checkpoint at all")
     message = refused(folder)
     assert str(folder / "model.safetensors") in message and "Fetch the file again" in message
+
+
+def test_a_file_larger_than_memory_still_tells_its_names(
+    store: Store, known: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch maps a file as a writable copy, which a system without overcommit may refuse."""
+    folder = store(known[0])
+    whole = shards.safe_open
+
+    def without_overcommit(path: Path, framework: str) -> Any:
+        if framework == "pt":
+            raise RuntimeError("unable to mmap 82054030496 bytes: Cannot allocate memory (12)")
+        return whole(path, framework=framework)
+
+    monkeypatch.setattr(shards, "safe_open", without_overcommit)
+    assert set(Checkpoint.read(folder).names()) == set(known[0])
+    message = refused(folder)
+    assert "model.safetensors cannot be mapped into memory" in message
+    assert "vm.overcommit_memory=1" in message
 
 
 def test_a_file_cut_short(store: Store, known: Any) -> None:

@@ -1,15 +1,18 @@
 """A setting of config.json that no family code reads is refused by name, unless it is harmless."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from lockstep.errors import CheckpointError
-from lockstep.models import architecture
+from lockstep.models import architecture, dflash, eagle3
 from lockstep.models.ignored_settings import WITHOUT_EFFECT
 from tests import tiny_model
+from tests.spec import blocks, heads
 
 FAMILIES = {
     "qwen3_5": tiny_model.CONFIG,
@@ -19,7 +22,65 @@ FAMILIES = {
     "qwen3_moe": tiny_model.QWEN3_MOE,
     "mixtral": tiny_model.MIXTRAL,
     "qwen3_5_moe": tiny_model.HYBRID_MOE,
+    "qwen3_next": tiny_model.NEXT,
+    "deepseek_v3": tiny_model.DEEPSEEK,
+    "kimi_k2": tiny_model.KIMI,
+    "nemotron_h": tiny_model.NEMOTRON_H,
 }
+"""A small config.json of each family; those with draft modules read their settings with it."""
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "initializer_range": 0.02,
+        "output_router_logits": False,
+        "rope_scaling": None,
+        "router_aux_loss_coef": 0.001,
+        "transformers_version": "4.57.0.dev0",
+        "use_cache": True,
+        "use_sliding_window": False,
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "bos_token_id": 0,
+        "ep_size": 1,
+        "initializer_range": 0.02,
+        "moe_layer_freq": 1,
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+    },
+    "kimi_k2": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "aux_loss_alpha": 0.001,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "bos_token_id": 163584,
+        "initializer_range": 0.02,
+        "pretraining_tp": 1,
+        "seq_aux": True,
+        "transformers_version": "4.48.3",
+    },
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+        "chunk_size": 128,
+        "expand": 2,
+        "hidden_dropout": 0.0,
+        "initializer_range": 0.02,
+        "mamba_proj_bias": False,
+        "num_logits_to_keep": 1,
+        "rescale_prenorm_residual": True,
+        "sliding_window": None,
+        "time_step_floor": 0.0001,
+        "time_step_max": 0.1,
+        "use_cache": True,
+        "use_mamba_kernels": True,
+    },
+}
+"""Further settings that config.json of released checkpoints has."""
 FOREIGN: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
@@ -89,6 +150,17 @@ def read(raw: dict[str, Any]) -> Any:
     return architecture(raw["model_type"]).Config.read({"vocab_size": 96, **raw})
 
 
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_settings_of_released_checkpoints_load(family: str) -> None:
+    assert read({**FAMILIES[family], **PUBLISHED[family]}) == read(FAMILIES[family])
+
+
+def test_a_family_that_is_not_built_is_refused_by_its_name() -> None:
+    """The attention sinks of gpt-oss, for one, are math that no family here has."""
+    with pytest.raises(CheckpointError, match="model_type='gpt_oss' is not allowed"):
+        read({**tiny_model.MIXTRAL, "model_type": "gpt_oss", "swiglu_limit": 7.0})
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_settings_of_other_families_are_refused_by_name(family: str) -> None:
     read(FAMILIES[family])
@@ -126,7 +198,7 @@ def test_what_is_listed_as_without_effect_is_ignored(family: str) -> None:
     listed = {name: "x" for name in WITHOUT_EFFECT if name not in plain}
     listed.pop("text_config")
     listed.pop("max_position_embeddings", None)
-    listed.pop("num_nextn_predict_layers")
+    listed.pop("num_nextn_predict_layers", None)
     assert read({**listed, "image_token_id": 7, "_note": "x", **plain}) == read(plain)
     assert all(WITHOUT_EFFECT.values())
 
@@ -166,3 +238,92 @@ def test_rotary_settings_of_another_kind_are_refused(kind: str, name: str, value
     read({**raw, "rope_parameters": settings})
     with pytest.raises(CheckpointError, match=f"rope_parameters.{name}="):
         read({**raw, "rope_parameters": {**settings, name: value}})
+
+
+FOREIGN_TO_DRAFTERS: dict[str, Any] = {
+    "final_logit_softcapping": 30.0,
+    "residual_multiplier": 0.22,
+    "query_pre_attn_scalar": 256,
+    "use_sinks": True,
+    "rotary_dim": 64,
+    "parallel_heads": 3,
+    "unheard_of": 1,
+}
+TARGET = SimpleNamespace(config=SimpleNamespace(hidden_size=40, vocab_size=96), blocks=[None] * 12)
+"""What a drafter's settings are read against: the sizes of a target."""
+
+
+def read_head(folder: Path, **changes: Any) -> Any:
+    heads.make_head(folder, 96, 40, known=48, **changes)
+    return eagle3.Config.read(eagle3.HeadCheckpoint.at(folder), cast(Any, TARGET))
+
+
+def read_block(folder: Path, **changes: Any) -> Any:
+    blocks.make_block_model(folder, 96, 40, [1, 5, 9], **changes)
+    return dflash.Config.read(dflash.BlockCheckpoint.at(folder), cast(Any, TARGET))
+
+
+@pytest.mark.parametrize(
+    ("read_drafter", "published"),
+    [
+        (
+            read_head,
+            {
+                "architectures": ["Eagle3DraftModel"],
+                "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+                "embed_requires_grad": False,
+                "has_no_defaults_at_init": False,
+                "speculators_config": {"algorithm": "eagle3"},
+                "speculators_model_type": "eagle3",
+                "speculators_version": "0.1.0.dev42",
+                "norm_before_residual": True,
+                "target_hidden_size": None,
+            },
+        ),
+        (
+            read_head,
+            {
+                "eagle_config": {
+                    "eagle_aux_hidden_state_layer_ids": [1, 5, 9],
+                    "use_aux_hidden_state": True,
+                    "use_input_layernorm_in_first_layer": True,
+                    "use_last_layernorm": True,
+                    "use_mtp_layernorm": False,
+                },
+                "attention_dropout": 0.0,
+                "initializer_range": 0.02,
+                "mlp_bias": False,
+                "n_routed_experts": 256,
+                "pretraining_tp": 1,
+                "sliding_window": 4096,
+                "transformers_version": "4.53.1",
+                "use_cache": True,
+            },
+        ),
+        (
+            read_block,
+            {
+                "attention_dropout": 0.0,
+                "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+                "bos_token_id": 1,
+                "initializer_range": 0.02,
+                "layer_types": ["full_attention"] * blocks.LAYERS,
+                "max_window_layers": 5,
+                "num_target_layers": 12,
+                "rope_scaling": None,
+                "sliding_window": None,
+                "transformers_version": "4.57.1",
+                "use_cache": True,
+                "use_sliding_window": False,
+            },
+        ),
+    ],
+    ids=["speculators", "eagle", "dflash"],
+)
+def test_settings_of_drafters_are_read_strictly(
+    read_drafter: Callable[..., Any], published: dict[str, Any], tmp_path: Path
+) -> None:
+    read_drafter(tmp_path, **published)
+    for name, value in FOREIGN_TO_DRAFTERS.items():
+        with pytest.raises(CheckpointError, match=f"{name}=.*in the drafter's config.json"):
+            read_drafter(tmp_path, **published, **{name: value})

@@ -7,7 +7,7 @@ import torch
 
 from lockstep.errors import CheckpointError
 from lockstep.quant import Layout, Module, Packing, TensorInfo, packing_of
-from lockstep.quant.ignored_settings import WITHOUT_EFFECT
+from lockstep.quant.ignored_settings import BY_FORMAT
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
@@ -133,7 +133,27 @@ def test_a_setting_that_no_format_code_reads_is_refused(settings: dict[str, Any]
         packing(settings, unheard_of="hadamard")
     for off in (None, False, [], {}):
         packing(settings, unheard_of=off)
-    packing(settings, **dict.fromkeys(WITHOUT_EFFECT.keys() - READ_BY_SOME, "x"))
+    listed = BY_FORMAT[settings["quant_method"]]
+    packing(settings, **dict.fromkeys(listed.keys() - READ_BY_SOME, "x"))
+    assert all(listed.values())
+
+
+FOREIGN = {
+    "gptq": ("observer", "act_bits", "scale_dtype", "swap_weight_nibbles", "pre_quant_scale"),
+    "awq": ("observer", "act_bits", "act_data_type", "pre_quant_scale"),
+    "auto-round": ("exllama_config", "duo_scaling", "observer", "pre_quant_scale"),
+    "fp8": ("damp_percent", "iters", "scale_dtype", "swap_weight_nibbles"),
+    "modelopt": ("damp_percent", "has_zero_point", "scale_dtype", "swap_weight_nibbles"),
+    "compressed-tensors": ("damp_percent", "iters", "checkpoint_weight_scale_layout"),
+}
+"""Settings that a format does not have, though another one may ignore them."""
+
+
+@pytest.mark.parametrize("settings", [GPTQ, AWQ, ROUND, FP8, MODELOPT, INT8])
+def test_settings_of_another_format_are_refused(settings: dict[str, Any]) -> None:
+    for name in FOREIGN[settings["quant_method"]]:
+        with pytest.raises(CheckpointError, match=f"quantization_config.{name}='x'"):
+            packing(settings, **{name: "x"})
 
 
 def test_modelopt_may_repeat_its_format_in_config_groups() -> None:

@@ -204,7 +204,7 @@ def test_a_choice_may_name_them(server: Any, choice: Any) -> None:
     [
         ([PATCH, PATCH], "two of the name 'patch'"),
         ([{**PATCH, "format": {"type": "yaml"}}], "format"),
-        ([{"type": "web_search"}], "type='web_search' is not allowed"),
+        ([{"type": "file_search"}], "type='file_search' is not supported"),
         ([{**NOTES, "tools": [NOTES]}], "tools[0].tools[0]"),
         ([{**NOTES, "tools": NOTES["tools"] * 600}], "tools"),
     ],

@@ -14,7 +14,8 @@ from lockstep.serve import connections
 from lockstep.serve.app import create_app
 from lockstep.serve.connections import MAX_CHUNKS, BoundedProtocol, _BoundedConnection
 from lockstep.serve.guard import Rules
-from lockstep.serve.service import Service
+from lockstep.serve.run import Options, _config
+from lockstep.serve.service import Limits, Service
 
 PATIENCE = 20.0
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -30,17 +31,19 @@ def serving(
     keep_alive=1,
     write=PATIENCE,
     drop=PATIENCE,
+    dropped=connections.MAX_DROPPED_BYTES,
     gone=None,
     rules=None,
     limits=None,
 ) -> Iterator[tuple[str, int]]:
     """gone: an event that tells that a connection has ended. drop: seconds of silence after which
-    a body's rest is not waited for."""
+    a body's rest is not waited for; dropped: bytes of it that are read."""
 
     class Protocol(BoundedProtocol):
         head_seconds = head
         write_seconds = write
         drop_idle_seconds = drop
+        max_dropped_bytes = dropped
 
         def connection_lost(self, exc):
             super().connection_lost(exc)
@@ -206,12 +209,17 @@ def test_a_large_head_within_the_bound_is_read(server, processor):
 LARGE = 10 << 20
 
 
-def send_large(client: socket.socket, *headers: bytes, path: bytes = b"/v1/completions") -> bytes:
+def send_large(
+    client: socket.socket,
+    *headers: bytes,
+    path: bytes = b"/v1/completions",
+    body: bytes = b" " * LARGE,
+) -> bytes:
     """Send a body of 10 MiB whole, then read the answer."""
     lines = [b"POST " + path + b" HTTP/1.1", b"Host: x", b"Content-Type: application/json"]
     head = b"\r\n".join([*lines, b"Content-Length: %d" % LARGE, *headers])
     client.sendall(head + b"\r\n\r\n")
-    client.sendall(b" " * LARGE)
+    client.sendall(body)
     return closed_with(client)
 
 
@@ -229,6 +237,39 @@ def test_a_large_body_that_is_refused_gets_its_answer(server, processor, rules, 
     with serving(server, processor, rules=rules) as address, connect(address) as client:
         found = send_large(client)
         assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}")
+
+
+ROOMY = Rules(body_bytes=2 * LARGE, body_seconds=PATIENCE)
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages", b"/invocations"])
+@pytest.mark.parametrize(("status", "kind"), [(b"429", "full"), (b"503", "dead"), (b"400", "")])
+def test_a_large_body_that_was_allowed_gets_its_refusal(server, processor, path, status, kind):
+    """A queue without room and a dead engine are found once the body was read."""
+    start = b'{"max_tokens": 3, "messages": [{"role": "user", "content": "a"}]'
+    if path.endswith(b"completions"):
+        start = b'{"prompt": "a"'
+    body = start + b" " * (LARGE - len(start) - 1) + (b"}" if kind else b"]")
+    server.client.alive = kind != "dead"
+    limits = Limits(running=0, queued=0) if kind == "full" else None
+    with serving(server, processor, rules=ROOMY, limits=limits) as address:
+        with connect(address) as client:
+            found = send_large(client, b"Connection: close", path=path, body=body)
+            assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}")
+            assert (b"retry-after: " in found.lower()) == bool(kind)
+
+
+def test_more_is_dropped_where_larger_bodies_are_allowed(server, processor):
+    """The bound of what is dropped follows that of bodies."""
+    rules = Rules(body_bytes=2 * LARGE, keys=("key",))
+    with serving(server, processor, rules=rules, dropped=LARGE) as address:
+        with connect(address) as client:
+            assert send_large(client).startswith(b"HTTP/1.1 401")
+    options = Options(rules=Rules(body_bytes=1 << 30))
+    assert _config(server.app, options).http_protocol_class.max_dropped_bytes == 1 << 30
+    small = Options(rules=Rules(body_bytes=1 << 20))
+    kept = _config(server.app, small).http_protocol_class.max_dropped_bytes
+    assert kept == connections.MAX_DROPPED_BYTES
 
 
 def test_a_large_body_in_chunks_is_a_413(server, processor):
@@ -250,10 +291,12 @@ def test_a_body_for_no_route_is_dropped_and_the_connection_goes_on(server, proce
         assert healthy(client)
 
 
-def test_a_rest_without_end_is_not_read_for_ever(server, processor, monkeypatch):
-    monkeypatch.setattr(connections, "MAX_DROPPED_BYTES", 1 << 20)
+def test_a_rest_without_end_is_not_read_for_ever(server, processor):
     gone = threading.Event()
-    with serving(server, processor, gone=gone) as address, connect(address) as client:
+    with (
+        serving(server, processor, gone=gone, dropped=1 << 20) as address,
+        connect(address) as client,
+    ):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n"
         client.sendall(head)
         with pytest.raises(OSError):
@@ -347,6 +390,34 @@ def test_idle_connections_make_room(server, processor):
             client.close()
 
 
+def test_an_idle_connection_that_makes_room_is_told(server, processor):
+    """One that has asked nothing yet gets a 503; one that waits between requests is closed; what
+    either is sending meanwhile resets nothing."""
+    with serving(server, processor, most=1, head=PATIENCE, keep_alive=PATIENCE) as address:
+        with connect(address) as silent, connect(address) as resting:
+            assert healthy(resting)
+            silent.sendall(HEALTH)
+            assert silent.recv(65536).startswith(b"HTTP/1.1 503 ")
+            with connect(address) as last:
+                assert healthy(last)
+                assert resting.recv(65536) == b""
+
+
+def test_few_refused_connections_stay_open(server, processor):
+    """Of clients that do not close, all but a quarter of what may be open are reset."""
+    with contextlib.ExitStack() as stack, serving(server, processor, most=8, head=30) as address:
+        clients = [stack.enter_context(connect(address)) for _ in range(40)]
+        with connect(address) as last:
+            assert healthy(last)
+        open_ones = 0
+        for client in clients:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                client.sendall(b"x")  # the answer to it tells whether the server has closed
+                client.sendall(b"x")
+                open_ones += 1
+        assert open_ones <= 8 + 3
+
+
 def test_no_room_among_busy_ones(server, processor):
     """A connection more than there is room for is turned away; those that work go on."""
     server.client.hang = True
@@ -361,8 +432,10 @@ def test_no_room_among_busy_ones(server, processor):
         while len(server.client.requests) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         with connect(address) as late:
-            late.settimeout(PATIENCE)
-            assert closed_with(late) == b""
+            late.sendall(HEALTH)
+            answer = closed_with(late)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 5\r\n" in answer
+        assert b"more than 3 connections are open (--limit-concurrency)" in answer
         for client in busy:
             assert b"504" in client.recv(65536)
             client.close()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,6 +243,27 @@ def test_completions_with_logprobs(
     streamed = [c.choices[0] for c in complete(server, logprobs=3, stream=True, **sampled)]
     assert "".join(c.text for c in streamed) == choice.text
     assert [x for c in streamed for x in c.logprobs.token_logprobs] == told.token_logprobs
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_prompt_logprobs_are_those_of_the_library(
+    server: SimpleNamespace, plain: LLM, several: bool
+) -> None:
+    """Over HTTP the ids of tokens are the keys of JSON, as in vLLM."""
+    prompts = [CODE, "import os"] if several else CODE
+    sent = {"model": "lockstep", "prompt": prompts, "temperature": 0, "max_tokens": 3, "n": 1}
+    found = server.http.post("/v1/completions", json={**sent, "prompt_logprobs": 2}).json()
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
+    outs = plain.generate(prompts, params)
+    assert len(found["choices"]) == len(outs) == (2 if several else 1)
+    for choice, out in zip(found["choices"], outs, strict=True):
+        assert choice["text"] == out.outputs[0].text
+        direct = [
+            entry and {str(token): asdict(scored) for token, scored in entry.items()}
+            for entry in out.prompt_logprobs
+        ]
+        assert choice["prompt_logprobs"] == direct
+        assert direct[0] is None and len(direct) == len(out.prompt_token_ids)
 
 
 def test_completions_of_many_prompts(server: SimpleNamespace, plain: LLM) -> None:

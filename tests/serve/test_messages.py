@@ -165,14 +165,43 @@ def test_thinking_is_switched(server: Any, processor: Any) -> None:
     assert last_prompt(server, processor).endswith("</think>\n\n")
     found = post(server, PATH, messages=USER, max_tokens=9, thinking=THINK)
     assert last_prompt(server, processor).endswith("<think>\n")
-    assert found.headers["x-lockstep-ignored-fields"] == "thinking.budget_tokens"
+    assert "x-lockstep-ignored-fields" not in found.headers
     default = post(server, PATH, messages=USER, max_tokens=9)
     assert default.status_code == 200
     prompt = server.client.requests[-1].prompt_token_ids
     create(server, thinking={"type": "adaptive"})
     assert server.client.requests[-1].prompt_token_ids == prompt, "as the template does by itself"
+
+
+def test_a_budget_of_thought_is_kept(server: Any, processor: Any) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    post(server, PATH, messages=USER, max_tokens=9, thinking=thinking)
+    (request,) = server.client.requests
+    assert request.params.thinking_token_budget == 5 and request.grammar is not None
+    post(server, PATH, messages=USER, max_tokens=9, thinking={"type": "disabled"})
+    assert server.client.requests[-1].params.thinking_token_budget is None
+    for wrong in (-1, 1.5, "x", 2**31):
+        thinking["budget_tokens"] = wrong
+        refused = post(server, PATH, messages=USER, max_tokens=9, thinking=thinking)
+        assert refused.status_code == 400
+        assert "thinking.budget_tokens" in refused.json()["error"]["message"]
+    refused = post(server, PATH, messages=USER, max_tokens=9, thinking_token_budget=5)
+    assert "send thinking.budget_tokens" in refused.json()["error"]["message"]
     counted = post(server, COUNT, messages=USER, thinking=THINK)
-    assert counted.headers["x-lockstep-ignored-fields"] == "thinking.budget_tokens"
+    assert counted.status_code == 200
+
+
+def test_a_budget_without_a_reasoning_parser_is_refused(
+    server: Any, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "_reasoning", None)
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    refused = post(server, PATH, messages=USER, max_tokens=9, thinking=thinking)
+    said = refused.json()["error"]["message"]
+    assert refused.status_code == 400
+    assert said.startswith("thinking.budget_tokens=5 needs a reasoning parser")
+    refused = post(server, "/v1/completions", prompt="fox", thinking_token_budget=5)
+    assert refused.json()["error"]["param"] == "thinking_token_budget"
 
 
 def test_tokens_are_counted(server: Any) -> None:

@@ -54,7 +54,7 @@ OF_VLLM = (
 
 def told_in_all() -> set[str]:
     """The names of all samples, of a model whose floors are known."""
-    metrics = Metrics("m", floors=FLOORS)
+    metrics = Metrics("m", floors=FLOORS, cache={"block_size": "64"})
     metrics.observe(ended())
     return samples(metrics.render(stats()).decode())
 
@@ -65,6 +65,7 @@ def stats() -> Stats:
     for name in ("ttft_seconds", "itl_seconds", "e2e_seconds"):
         found.observe(name, 0.03)
     found.decode_steps = [DecodeStep(0.004, 1, 3, 100), DecodeStep(0.02, 2, 3, 300)]
+    found.iteration_tokens = [1, 100]
     return found
 
 
@@ -155,9 +156,7 @@ def test_an_idle_server_has_no_load(server: Any) -> None:
 
 
 def test_tokens_of_steps_are_a_histogram() -> None:
-    counted = stats()
-    counted.iteration_tokens = [1, 100]
-    text = Metrics("m").render(counted).decode()
+    text = Metrics("m").render(stats()).decode()
     assert 'lockstep:iteration_tokens_total_sum{model_name="m"} 101.0' in text
 
 
@@ -194,6 +193,14 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
         for name in re.findall(r"lockstep:[a-z_0-9]+", target["expr"])
     }
     assert len(asked) > 15 and all(panel["targets"] for panel in panels)
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells), "no panel covers another"
     assert asked <= told_in_all()
 
 

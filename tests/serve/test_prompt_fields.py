@@ -25,6 +25,28 @@ def test_minus_one_leaves_room_for_the_answer(server: Any) -> None:
     assert server.client.requests[-1].prompt_token_ids == ids[-500:]
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_a_text_longer_than_the_context_is_cut_before_it_is_measured(
+    server: Any, processor: Any, special: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "the quick brown fox " * 3000
+    assert len(text) > processor.max_characters
+    fields = {"prompt": text, "add_special_tokens": special}
+    refused = post(server, TEXT_PATH, **fields)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    ids = processor.tokenizer.encode(text, add_special_tokens=special)
+    for asked, left in ((7, 7), (-1, 512 - 12)):
+        found = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=asked, max_tokens=12)
+        assert found.status_code == 200, found.text
+        assert server.client.requests[-1].prompt_token_ids == ids[-left:]
+    found = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=600)
+    assert found.json()["error"]["code"] == "context_length_exceeded", "it is still too long"
+    monkeypatch.setattr("lockstep.text.processor.MAX_CUT_CHARACTERS", 50_000)
+    found = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=7)
+    assert found.status_code == 400
+    assert "60000 characters; allowed with truncate_prompt_tokens" in found.text
+
+
 def test_an_echo_shows_the_tokens_that_were_read(server: Any, processor: Any) -> None:
     ids = processor.tokenizer.encode("the fox")
     found = post(server, TEXT_PATH, prompt="the fox", truncate_prompt_tokens=1, echo=True)

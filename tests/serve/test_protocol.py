@@ -297,7 +297,9 @@ def test_an_unknown_type_is_told_in_words(server, path, body, place):
     found = fetch(server, "POST", path, json=body)
     assert found.status_code == 400
     message = found.json()["error"]["message"]
-    assert message.startswith(f"{place}: type='image' is not allowed; allowed: ")
+    assert message.startswith(
+        f"{place}: type='image' is not supported: this server reads text only"
+    )
     assert "_" not in message.partition("allowed: ")[0]
 
 

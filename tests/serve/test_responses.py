@@ -251,7 +251,7 @@ def test_cancelling(server: Any, stream: bool) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"input": [{"type": "computer_call"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference"}]}, "input"),
         ({"input": 5}, "input"),
         ({"input": None}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -435,7 +435,7 @@ def test_input_items_are_asked_for_with_bounds(server: Any) -> None:
 
 
 def stored(size: int) -> Stored:
-    return Stored({}, (), (0, size))
+    return Stored({}, (), (), (0, size))
 
 
 def test_the_store_is_bounded_in_number_and_in_bytes() -> None:

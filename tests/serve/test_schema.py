@@ -49,6 +49,9 @@ def api(processor: Processor) -> schemathesis.BaseSchema:
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions/render"),
+    ("POST", "/v1/completions/render"),
+    ("POST", "/invocations"),
     ("POST", "/v1/responses"),
     ("GET", "/v1/responses/{response_id}"),
     ("DELETE", "/v1/responses/{response_id}"),

@@ -278,6 +278,54 @@ def test_reasoning_is_free_and_content_is_bound(server: SimpleNamespace) -> None
     assert free.choices[0].message == plain.choices[0].message
 
 
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+def test_a_budget_of_thought_gives_the_plain_answer_with_drafts(stack: SimpleNamespace) -> None:
+    """A bias keeps the model from ending its thought by itself."""
+    end = stack.llm.tokenizer.fast.token_to_id("</think>")
+    asked = [
+        SamplingParams(
+            thinking_token_budget=budget,
+            max_tokens=12,
+            seed=5,
+            logprobs=1,
+            logit_bias={end: -100},
+            structured_outputs=form,
+            **more,
+        )
+        for budget, form, more in (
+            (0, None, {"temperature": 0}),
+            (5, {"choice": ["left", "right"]}, {"temperature": 0}),
+            (7, None, {"n": 2, "repetition_penalty": 1.1}),
+        )
+    ]
+    told = []
+    for drafts in (MTP, None):
+        llm = LLM(speculative_config=drafts, **SETTINGS)
+        outs = llm.chat([CALL] * 3, asked, chat_template_kwargs=THINKS["chat_template_kwargs"])
+        told.append([[(one.token_ids, one.logprobs) for one in out.outputs] for out in outs])
+    assert told[0] == told[1]
+    for params, outputs in zip(asked, told[0], strict=True):
+        for tokens, _ in outputs:
+            assert tokens.index(end) == params.thinking_token_budget
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_tokens_are_bounded(server: SimpleNamespace, stream: bool) -> None:
+    end = server.llm.tokenizer.fast.token_to_id("</think>")
+    fields: dict[str, Any] = {"logit_bias": {str(end): -100}, "stream": stream}
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+    for name in ("thinking_token_budget", "thinking_budget"):
+        found = chat(server, CALL, extra_body={**THINKS, name: 3}, max_tokens=30, **fields)
+        usage = found[-1].usage if stream else found.usage
+        assert usage.completion_tokens_details.reasoning_tokens == 3
+    free = chat(server, CALL, extra_body=THINKS, max_tokens=30, **fields)
+    usage = free[-1].usage if stream else free.usage
+    assert usage.completion_tokens_details.reasoning_tokens > 3
+
+
 def test_a_conversation_of_the_library(stack: SimpleNamespace) -> None:
     asked = SamplingParams(temperature=0, structured_outputs={"choice": ["left", "right"]})
     out = LLM(**SETTINGS).chat(CALL, asked)[0].outputs[0]

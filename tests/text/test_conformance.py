@@ -4,6 +4,7 @@ Writers say how a grammar is written; they share nothing with the parsers that r
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -442,6 +443,79 @@ def test_kimis_section_may_be_in_the_singular() -> None:
     assert found == streamed(parser_of("kimi_k2", calls, False), list(text))
 
 
+def without_tags_of_calls(calls: Calls) -> str:
+    """Return calls in a section of Kimi's, as they are written at times: without their tags."""
+    text = kimi_k2(calls)
+    return text.replace("<|tool_call_begin|>", "").replace("<|tool_call_end|>", "")
+
+
+def without_tags_of_calls_v31(calls: Calls) -> str:
+    """Return calls in a section of DeepSeek-V3.1's without their own tags."""
+    text = deepseek_v31(calls)
+    return text.replace("<｜tool▁call▁begin｜>", "").replace("<｜tool▁call▁end｜>", "")
+
+
+def without_opening_tags(calls: Calls) -> str:
+    """Return calls in a section of Kimi's, of which the first alone has an opening tag."""
+    begin = "<|tool_call_begin|>"
+    head, _, rest = kimi_k2(calls).partition(begin)
+    return head + begin + rest.replace(begin, "")
+
+
+def with_a_brace_too_many(text: str) -> str:
+    """Return the text with another brace at the end of each call's last line of braces."""
+    return re.sub(r"(\}+)(?=\s*(`|</tool_call>|\]?</TOOLCALL>|<.tool.call.end))", r"\1}", text)
+
+
+def with_open_closers(calls: Calls) -> str:
+    """Return calls of qwen3_coder whose closing tags of parameters lack their >."""
+    return qwen3_coder(calls).replace("</parameter>", "</parameter")
+
+
+SLIPS: list[tuple[str, Callable[[Calls], str]]] = [
+    ("kimi_k2", without_tags_of_calls),
+    ("kimi_k2", without_opening_tags),
+    ("deepseek_v31", without_tags_of_calls_v31),
+    ("hermes", lambda calls: with_a_brace_too_many(hermes(calls))),
+    ("nemotron_json", lambda calls: with_a_brace_too_many(nemotron_json(calls))),
+    ("kimi_k2", lambda calls: with_a_brace_too_many(kimi_k2(calls))),
+    ("deepseek_v3", lambda calls: with_a_brace_too_many(deepseek_v3(calls))),
+    ("deepseek_v31", lambda calls: with_a_brace_too_many(deepseek_v31(calls))),
+    ("qwen3_coder", with_open_closers),
+]
+
+
+@pytest.mark.parametrize(("name", "writer"), SLIPS)
+def test_a_slip_of_the_model_leaves_calls_whole(name: str, writer: Callable[[Calls], str]) -> None:
+    """Calls are whole at the text's end and never before, however it is cut or streamed."""
+    calls: Calls = [("get", {"city": "Rio", "n": 1}), ("set", {"where": {"a": [1]}})]
+    text = "Look." + writer(calls)
+    assert text not in ("Look." + w(calls) for w in WRITERS)
+    found = parser_of(name, calls, False).parse(text)
+    assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == calls
+    assert all(call.complete for call in found.tool_calls)
+    assert (found.content.strip(), found.errors) == ("Look.", [])
+    for cut in range(len(text)):
+        assert streamed(parser_of(name, calls, False), [text[:cut], text[cut:]]) == found
+        part = parser_of(name, calls, False).parse(text[:cut], CUT)
+        for call, whole in zip(part.tool_calls, found.tool_calls, strict=False):
+            assert call.complete == is_json(call.arguments)
+            assert not call.complete or call == whole
+    assert streamed(parser_of(name, calls, False), list(text)) == found
+
+
+def test_text_in_a_section_that_is_no_call_is_content() -> None:
+    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    separator = "<|tool_call_argument_begin|>"
+    for inside in ("I call nothing.", f"I call get:0{separator}{{}}", 'functions.get:0{"n": 1}'):
+        text = begin + inside + end
+        found = parser_of("kimi_k2", [("get", {})], False).parse(text)
+        assert (found.content, found.tool_calls) == (inside, [])
+        assert streamed(parser_of("kimi_k2", [("get", {})], False), list(text)) == found
+    cut = parser_of("kimi_k2", [], False).parse(f"{begin}functions.get:0", CUT)
+    assert cut.content == "functions.get:0" and cut.errors and not cut.tool_calls
+
+
 MALFORMED = [
     "<parameter=\nexport A=$B; env\n</parameter>",
     "<parameter=n: [1, 2]\n</parameter>",
@@ -449,6 +523,7 @@ MALFORMED = [
     "<parameter=n\nls > out.txt\n</parameter>",
     "<parameter=>\n1\n</parameter>",
     "<parameter=n\n<parameter=m>\n1\n</parameter>",
+    "<parameter=n\n<parameter=m>\n1\n</parameter",
 ]
 
 

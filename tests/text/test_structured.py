@@ -317,6 +317,19 @@ def test_tags_bind_behind_their_triggers(compiler: Compiler, spelled: Any) -> No
         triggered(tags=[{"begin": "<f=a>", "content": {"type": "any_text"}, "end": ""}]),
         triggered(tags=5),
         triggered(triggers="<f="),
+        triggered(other=5),
+        {
+            "type": "structural_tag",
+            "format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"},
+        },
+        {
+            "type": "structural_tag",
+            "format": {"type": "regex", "pattern": "a+", "excludes": ["aa"]},
+        },
+        {
+            "type": "structural_tag",
+            "format": {"type": "sequence", "elements": [], "at_least_one": True},
+        },
         {"type": "structural_tag", "format": []},
         {"structures": [], "triggers": ["<"]},
         {"structures": [{"begin": "<a", "end": 3}], "triggers": ["<"]},

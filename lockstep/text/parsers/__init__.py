@@ -80,12 +80,12 @@ class ReplyParser:
 
     @property
     def reasons(self) -> bool:
-        """Whether the text so far ends inside of reasoning."""
+        """Return whether the text so far ends inside of reasoning."""
         return self._reasoning is not None and self._reasoning.inside
 
     @property
     def may_reason(self) -> bool:
-        """Whether more text may stand inside of reasoning."""
+        """Return whether more text may be reasoning."""
         return self._reasoning is not None and not self._reasoning.over
 
     def feed(self, text: str) -> list[Event]:
@@ -95,7 +95,7 @@ class ReplyParser:
         return self._calls(self._reasoning.feed(text) if self._reasoning else [Content(text)])
 
     def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
-        """Return the events that were held back, once no more text comes."""
+        """Return the pending events after the last text."""
         events = self._calls(self._reasoning.finish(end) if self._reasoning else [])
         events += self._without_late_end(self._tools.finish(end)) if self._tools else []
         if self._ended_by_call and self._late_end is not None:

@@ -1,4 +1,4 @@
-"""What all grammars of tool calls share: content outside of calls, states inside, and faults.
+"""Base of all grammars of tool calls: content outside of calls, states inside, and faults.
 
 A parser says too how calls are written, of which lockstep.text.tool_grammar makes grammars: what
 they allow is what the parser reads as these calls.
@@ -36,11 +36,11 @@ class Reader(Protocol):
     """Takes text in pieces: a Scan, or a reader of JSON."""
 
     def take(self, text: str, start: int = 0) -> Taken:
-        """What of text[start:] is settled, the marker that ended it, and where to go on."""
+        """Return the settled part of text[start:], the marker that ended it, and the next index."""
         ...
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return the pending text after the last text."""
         ...
 
 
@@ -97,7 +97,7 @@ class CallParser(ABC):
     @classmethod
     @abstractmethod
     def head(cls, name: str) -> str:
-        """What is written of a call in front of its arguments."""
+        """Return the text of a call before its arguments."""
 
     @classmethod
     @abstractmethod
@@ -109,7 +109,7 @@ class CallParser(ABC):
 
     @classmethod
     def reads(cls, name: str) -> bool:
-        """Whether a call of a tool of this name, as it is written, is read as one."""
+        """Return whether the parser reads a written call of this name as that call."""
         try:
             name.encode()
         except UnicodeEncodeError:
@@ -151,7 +151,7 @@ class CallParser(ABC):
         return self._told()
 
     def _stop_closes(self, stop: str) -> bool:
-        """Whether the stop string completes the call. If so, emit what completes it."""
+        """Emit the end of the call if the stop string completes it; return whether it does."""
         if not stop or not (self._open or self._unclosed):
             return False
         # On a copy, since the stop string is no part of the text. The tools are shared with it.
@@ -211,7 +211,7 @@ class CallParser(ABC):
             self._begin(marker)
 
     def _in_broken(self, text: str, marker: str | None) -> None:
-        """What is left of a call that broke its grammar is content."""
+        """Take the rest of a call that broke its grammar as content."""
         self._content(text)
         if marker is None:
             return
@@ -228,7 +228,7 @@ class CallParser(ABC):
 
     @abstractmethod
     def _opened(self, marker: str) -> None:
-        """Chooses the state behind an opener."""
+        """Choose the state after an opener."""
 
     def _in_start(self, text: str, marker: str | None) -> None:
         """FIRST where a call may begin an answer without an opener: nothing but blanks has come."""
@@ -298,7 +298,7 @@ class CallParser(ABC):
         self._release("broken", text, marker)
 
     def _release(self, state: str, text: str = "", marker: str | None = None) -> None:
-        """What was kept is content, but this text and marker are read anew, in another state."""
+        """Emit the kept text as content, and read this text and marker again in another state."""
         if marker is None:
             text += self._reader.flush()
         else:
@@ -331,5 +331,5 @@ class CallsOrForm:
         return [*self._calls.finish(), Content(text)] if self._is_text else self._calls.feed(text)
 
     def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
-        """Return the events that were held back, once no more text comes."""
+        """Return the pending events after the last text."""
         return [] if self._is_text else self._calls.finish(end)

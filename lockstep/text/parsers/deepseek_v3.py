@@ -15,7 +15,7 @@ class DeepSeekV3Parser(NamedCalls):
     OVER = OVER
     ENDS_REASONING = (CALLS, CALL)
     SEPARATOR = _BLOCK
-    FILLER = "` \t\r\n"
+    FILLER = "`} \t\r\n"
     AROUND = AROUND
     TAGS = TAGS
     LEAD = _KIND

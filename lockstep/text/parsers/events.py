@@ -1,4 +1,4 @@
-"""What parsers make of a model's text, in the order in which it was written."""
+"""Events that parsers make of a model's text, in the order in which it was written."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -68,7 +68,7 @@ def call_id(request_id: str, completion: int, number: int, own: str | None) -> s
 
 
 def merged(events: list[Told]) -> list[Told]:
-    """The events with neighbours of one kind, and of one call, as one."""
+    """Join neighbours of one kind, and of one call, into one event."""
     if len(events) < 2:  # as it is with nearly every token
         return events
     found: list[Told] = []
@@ -102,11 +102,11 @@ class Parser(Protocol):
     """Text in pieces, events out. How the text was cut changes no joined result."""
 
     def feed(self, text: str) -> list[Event]:
-        """The events that more text settles."""
+        """Return the events that more text settles."""
         ...
 
     def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
-        """Return the events that were held back, once no more text comes."""
+        """Return the pending events after the last text."""
         ...
 
 
@@ -118,7 +118,7 @@ class ReasoningParser(Parser, Protocol):
 
     @property
     def ended_by_call(self) -> bool:
-        """Whether a tool call ended reasoning, so that the closing tag may still come."""
+        """Return whether a tool call ended reasoning, so that the closing tag may still come."""
         ...
 
     def use_calls(self, new_parser: "Callable[[], CallReader]") -> None:
@@ -127,12 +127,12 @@ class ReasoningParser(Parser, Protocol):
 
     @property
     def inside(self) -> bool:
-        """Whether the text so far ends inside of reasoning."""
+        """Return whether the text so far ends inside of reasoning."""
         ...
 
     @property
     def over(self) -> bool:
-        """Whether no reasoning comes any more."""
+        """Return whether reasoning has ended."""
         ...
 
 
@@ -155,7 +155,7 @@ class Reply:
     errors: list[str] = field(default_factory=list)
 
     def add(self, events: Iterable[Event]) -> "Reply":
-        """Appends what the events say; returns itself."""
+        """Append the events; return the reply itself."""
         content = [self.content]
         reasoning = [self.reasoning]
         arguments: dict[int, list[str]] = {}

@@ -49,7 +49,7 @@ class JsonValue:
         self._out: list[str] = []
 
     def take(self, text: str, start: int = 0) -> Taken:
-        """What of text[start:] belongs to the value."""
+        """Return the part of text[start:] that belongs to the value."""
         at = start
         while at < len(text) and not (self._over or self.fault):
             at = self._state(text, at)
@@ -59,7 +59,7 @@ class JsonValue:
         return Taken(out, marker, at)
 
     def flush(self) -> str:
-        """Nothing is held back."""
+        """Return no text, since none is pending."""
         return ""
 
     def _fail(self, what: str, at: int) -> int:
@@ -91,7 +91,7 @@ class JsonValue:
         return at + 1
 
     def _first(self, text: str, at: int) -> int:
-        """Behind an opening bracket."""
+        """Read a character after an opening bracket."""
         if text[at] == self._closers[-1]:
             return self._next(text, at)
         if text[at] in _BLANK:
@@ -118,7 +118,7 @@ class JsonValue:
         return at + 1
 
     def _next(self, text: str, at: int) -> int:
-        """Behind a value in brackets."""
+        """Read a character after a value in brackets."""
         char = text[at]
         if char == self._closers[-1]:
             self._closers.pop()
@@ -174,7 +174,7 @@ class JsonValue:
         return at + 1
 
     def _in_word(self, text: str, at: int) -> int:
-        """A number, true, false or null; the character behind it says that it is over."""
+        """Read a number, true, false or null; the character after it ends it."""
         found = _LETTERS.match(text, at)
         end = found.end() if found else at
         self._word.append(text[at:end])
@@ -202,7 +202,7 @@ class Quotes:
 
     @property
     def inside(self) -> bool:
-        """Whether the text so far ends inside of a string."""
+        """Return whether the text so far ends inside of a string."""
         return self._state in ("inside", "escape")
 
     def take(self, text: str) -> None:
@@ -228,11 +228,10 @@ class Quotes:
 
 
 class JsonCall:
-    """Reads {"name": ..., "arguments": {...}} behind its first brace.
+    """Reader of {"name": ..., "arguments": {...}} after its first brace.
 
-    The text that it gives is that of the arguments; none comes before `name` is known. Arguments
-    may be called parameters, be a text that holds the object, be null, or be left out; but then no
-    other key may stand in their place.
+    It returns the text of the arguments, once `name` is known. Arguments may be called parameters,
+    be a text that contains the object, be null, or be left out; then no other key is allowed.
     """
 
     def __init__(self) -> None:
@@ -246,7 +245,7 @@ class JsonCall:
         self._seen: set[str] = set()
 
     def take(self, text: str, start: int = 0) -> Taken:
-        """What of text[start:] belongs to the call."""
+        """Return the part of text[start:] that belongs to the call."""
         at = start
         while at < len(text) and self._state != END and not self.fault:
             at = self._step(text, at) if self._reader is None else self._read(text, at)
@@ -258,11 +257,11 @@ class JsonCall:
         return Taken(out, marker, at)
 
     def flush(self) -> str:
-        """Nothing: a call that does not end is none."""
+        """Return no text: a call that does not end is no call."""
         return ""
 
     def _step(self, text: str, at: int) -> int:
-        """One character between keys and values."""
+        """Read one character between keys and values."""
         char = text[at]
         if char in _BLANK:
             return at + 1

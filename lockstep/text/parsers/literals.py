@@ -40,5 +40,5 @@ def _key(node: ast.AST | None) -> str:
 
 
 def finite(value: float) -> float:
-    """A number as written; one beyond what a double holds is the largest."""
+    """Return a number; infinities become the largest double of their sign."""
     return math.copysign(sys.float_info.max, value) if math.isinf(value) else value

@@ -25,7 +25,7 @@ class Llama3Parser(ObjectCalls):
         self._call_begins()
 
     def _stray(self, text: str, marker: str | None) -> None:
-        """Behind a call anything may be said."""
+        """Ignore text after a call."""
         if self._index < 0:
             super()._stray(text, marker)
         else:

@@ -20,7 +20,8 @@ class ObjectCalls(CallParser):
     ARGUMENTS: ClassVar[str] = "arguments"
     BETWEEN = ", "
     AFTER = "between"
-    FILLER = "[],; \t\r\n"
+    FILLER = "[],;} \t\r\n"
+    """Lists, separators, and a brace too many, which is a slip that many models make."""
 
     def __init_subclass__(cls) -> None:
         cls.MARKERS = {

@@ -25,7 +25,7 @@ from lockstep.text.parsers.writing import (
 )
 
 BOUNDS = ("minLength", "maxLength", "pattern", "format")
-"""What a schema may ask of texts and is not obeyed."""
+"""Keywords for texts that the grammar does not obey."""
 NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 CHOICES = ("anyOf", "oneOf", "allOf", "$ref")
 """Keywords whose schemas say of which kind a value is."""
@@ -40,7 +40,7 @@ WRITTEN = {
     "integer": INTEGER,
     "number": NUMBER,
 }
-"""How values are written that have no parts."""
+"""Regexes of values that have no parts."""
 DIGITS = rf"({BLANK}|[+\-_.eE])*\d({BLANK}|[+\-_.eE\d])*"
 LOOKS = {
     "null": rf"{BLANK}*(?i:null){BLANK}*",
@@ -107,7 +107,7 @@ class PlainValues:
         return self.rules.terminal(f"{both} {literal(self.end)}")
 
     def _is_open(self, schema: Any) -> bool:
-        """Whether one of the schemas that a value may match says nothing of its type."""
+        """Return whether one of the schemas that a value may match has no type."""
         waiting = [schema]
         visited: set[int] = set()
         while waiting:
@@ -193,7 +193,7 @@ def _options(schema: Json) -> list[Any] | None:
 
 
 def _has(schema: Json, kind: str) -> bool:
-    """Whether a schema allows values of a type."""
+    """Return whether a schema allows values of a type."""
     named = schema.get("type")
     if _options(schema) is not None or named is None:
         return kind == "string"
@@ -201,5 +201,5 @@ def _has(schema: Json, kind: str) -> bool:
 
 
 def _plain(leaves: Sequence[Json], kind: str) -> bool:
-    """Whether values of a type may come that no enum names."""
+    """Return whether values of a type are allowed that no enum lists."""
     return any(_has(leaf, kind) and _options(leaf) is None for leaf in leaves)

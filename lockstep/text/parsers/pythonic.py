@@ -44,7 +44,7 @@ class PythonValue:
         return Taken("", None, len(text))
 
     def flush(self) -> str:
-        """Nothing: a value that does not end is none."""
+        """Return no text: a value that does not end is no value."""
         return ""
 
     def _ends(self, char: str) -> bool:
@@ -146,7 +146,7 @@ class PythonicParser(CallParser):
         self._enter("tagged")
 
     def _in_tagged(self, text: str, marker: str | None) -> None:
-        """Behind a tag."""
+        """Read text after a tag."""
         if text.strip() or marker not in (None, "list"):
             self._fail("text that is no list of calls", text, marker)
         elif marker:
@@ -217,7 +217,7 @@ class PythonicParser(CallParser):
         self._look_for_name()
 
     def _in_after(self, text: str, marker: str | None) -> None:
-        """Behind the list."""
+        """Read text after the list."""
         if text.strip():
             self._release("content", text, marker)
         elif marker in _OVER:

@@ -5,6 +5,7 @@ its own line. Values are raw text, typed by the tool's schema. Missing closers a
 where none should stand is content. In a string of JSON tags are text.
 """
 
+import re
 from typing import Any
 
 from lockstep.text.parsers.calls import ENDED, CallParser
@@ -21,6 +22,9 @@ _FUNCTION = "<function="
 _FUNCTION_END = "</function>"
 _PARAMETER = "<parameter="
 _PARAMETER_END = "</parameter>"
+_UNCLOSED = "</parameter"
+_LAST_TAGS = re.compile(rf"(?:{_UNCLOSED}\s*)?(?:{_FUNCTION_END}\s*)?")
+"""Tags that may end a text inside of a value: no more text decides what they are."""
 UNNAMED = "a parameter's tag without its name or its >"
 _CLOSERS = {"function_end": _FUNCTION_END, "call_end": _CALL_END}
 _OPENERS = {"call": _CALL, "function": _FUNCTION}
@@ -42,6 +46,10 @@ _MARKERS = {
             "parameter": _PARAMETER,
             "call_end": f"{_FUNCTION_END} {_CALL_END}",
             "bare_end": _CALL_END,
+            # A closing tag without its > ends the value where another tag follows.
+            "unclosed_parameter": f"{_UNCLOSED} {_PARAMETER}",
+            "unclosed_call_end": f"{_UNCLOSED} {_FUNCTION_END} {_CALL_END}",
+            "unclosed_bare_end": f"{_UNCLOSED} {_CALL_END}",
         },
         loose=True,
     ),
@@ -108,7 +116,7 @@ class Qwen3CoderParser(CallParser):
         held = self._reader.flush()
         if self._state == "value":
             self._events.append(CallError(ENDED))
-            self._add("" if held.rstrip() == _FUNCTION_END else held)
+            self._add("" if _LAST_TAGS.fullmatch(held) else held)
             self._end_value()
         elif self._state == "key":
             self._stray("".join([*self._text, held]))
@@ -206,7 +214,7 @@ class Qwen3CoderParser(CallParser):
         if marker is None:
             return
         self._end_value()
-        if marker == "parameter":
+        if marker in ("parameter", "unclosed_parameter"):
             self._enter("key")
         elif marker != "end":
             self._end_function("call_end")
@@ -245,7 +253,7 @@ class Qwen3CoderParser(CallParser):
         self._content(text)
 
     def _end_function(self, marker: str) -> None:
-        """The function ended, by its own tag or by one that cannot stand inside it."""
+        """End the function, at its closing tag or at a tag that cannot be inside of it."""
         self._close()
         self._enter("call" if self._inside else "content")
         if marker == "call_end":
@@ -287,6 +295,6 @@ class Qwen3CoderParser(CallParser):
 
 
 def _is_name(text: str) -> bool:
-    """Whether a tag may hold this name: it has one line and no tag."""
+    """Return whether a tag may contain this name: one line without a tag."""
     ends = (*_NAME_ENDS.values(), _PARAMETER, _PARAMETER_END, "\n")
     return bool(text) and not any(end in text for end in ends)

@@ -29,7 +29,7 @@ class ThinkParser:
     """
 
     TAGS = (_THINK, _THINK_END)
-    """What begins reasoning, and what ends it."""
+    """Opening and closing tag of reasoning."""
 
     SIGNS = (_THINK_END,)
 
@@ -54,12 +54,12 @@ class ThinkParser:
 
     @property
     def inside(self) -> bool:
-        """Whether the text so far ends inside of reasoning."""
+        """Return whether the text so far ends inside of reasoning."""
         return self._state in ("lead", "reasoning") or (self._state == "begin" and self._begun)
 
     @property
     def over(self) -> bool:
-        """Whether no reasoning comes any more."""
+        """Return whether reasoning has ended."""
         return self._state in ("after", "content")
 
     def use_calls(self, new_parser: Callable[[], CallReader]) -> None:
@@ -67,7 +67,7 @@ class ThinkParser:
         self._new_parser = new_parser
 
     def feed(self, text: str) -> list[Event]:
-        """The events that more text settles."""
+        """Return the events that more text settles."""
         events: list[Event] = []
         if self._state == "begin":
             text = self._begin(text)
@@ -84,7 +84,7 @@ class ThinkParser:
         return events
 
     def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
-        """Return the events that were held back, once no more text comes."""
+        """Return the pending events after the last text."""
         events = self.feed(self._decide()) if self._state == "begin" else []
         if self._state == "reasoning":
             text = self._scan.flush()
@@ -98,7 +98,7 @@ class ThinkParser:
         return events
 
     def _begin(self, text: str) -> str:
-        """Drops whitespace and an opening tag; returns what comes then, once that is decided."""
+        """Drop whitespace and an opening tag; return the text after them once it is decided."""
         if not self._word:
             word = text.lstrip()
             self._blank.append(text[: len(text) - len(word)])
@@ -110,7 +110,7 @@ class ThinkParser:
         return "" if _THINK.startswith(self._word) else self._decide()
 
     def _decide(self) -> str:
-        """The answer opens without a tag; returns its text so far."""
+        """Decide that the answer begins without a tag; return its text so far."""
         self._state = "lead" if self._begun else "content"
         return "".join(self._blank) + self._word
 
@@ -150,7 +150,7 @@ class ThinkParser:
         self._is_thought = False
 
     def _begins_call(self, trial: CallReader, text: str) -> bool:
-        """Whether this text after an opener begins a call of a tool that was sent.
+        """Return whether this text after an opener begins a call of a tool that was sent.
 
         Set `_is_thought` where it certainly begins none.
         """
@@ -165,7 +165,7 @@ class ThinkParser:
         return is_call
 
     def _goes_on(self, trial: CallReader, found: Taken) -> bool:
-        """Whether it is still open what the trial reads; a second opener may belong to it."""
+        """Return whether the trial is still undecided; a second opener may belong to its call."""
         if self._is_thought or found.marker is None or found.marker == "end":
             return not self._is_thought and found.marker is None
         if trial.feed(found.written):

@@ -1,4 +1,4 @@
-"""How tool calls are written, for grammars of them: what parsers declare beside what they read.
+"""Forms of written tool calls, as parsers declare them for grammars.
 
 Rules are text of llguidance's Lark. Raises RequestError, which names the tool, for what would not
 be obeyed.
@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lockstep.errors import RequestError
+from lockstep.text.integers import with_bounded_integers
 
 Json = dict[str, Any]
 BLANK = r"[\s\x1c-\x1f]"
-"""What str.strip takes off, as a regex."""
+"""Regex of the characters that str.strip removes."""
 ANY = r"/(.|\n)*/"
 NAMED = ("$defs", "definitions")
-"""Where a schema keeps those that it refers to."""
+"""Keywords under which a schema defines those that it refers to."""
 UNKEYED = (
     "patternProperties", "minProperties", "maxProperties", "anyOf", "oneOf", "allOf", "$ref",
     "enum", "const",
 )  # fmt: skip
-"""Of a tool's parameters, what is not obeyed where a call writes them one by one."""
+"""Keywords of a tool's parameters that are not obeyed where a call writes them one by one."""
 ESCAPES = '"\\bfnrt'
 """Characters that may come after a backslash in JSON."""
 LARK = "x-lark"
@@ -79,7 +80,7 @@ class Tool:
 
     @property
     def is_open(self) -> bool:
-        """Whether parameters may come that the schema does not name: it names none."""
+        """Return whether parameters may come that the schema does not name: it names none."""
         named = self.schema.get("properties") or self.schema.get("required")
         return not named and self.schema.get("additionalProperties", True) is not False
 
@@ -130,7 +131,8 @@ class Rules:
         spelled = dict(schema) if isinstance(schema, dict) else {}
         own = {name: tool.schema[name] for name in NAMED if name in tool.schema}
         options = {"json_allowed_escapes": escapes_of([own, spelled]), **SPACING, **options}
-        written = json.dumps({**own, **spelled, "x-guidance": options})
+        limited = with_bounded_integers({**own, **spelled})
+        written = json.dumps({**limited, "x-guidance": options})
         return self.rule(f"%json {written}")
 
     def arguments(self, tool: Tool) -> str:
@@ -164,12 +166,12 @@ def literal(text: str) -> str:
 
 
 def sequence(*parts: str) -> str:
-    """One expression behind the other; empty ones are left out."""
+    """Return the expressions in a sequence, without empty ones."""
     return " ".join(filter(None, parts))
 
 
 def either(parts: Iterable[str]) -> str:
-    """One of several expressions."""
+    """Return the alternative of several expressions."""
     return f"({' | '.join(parts)})"
 
 
@@ -179,7 +181,7 @@ def alternatives(texts: Iterable[str]) -> str:
 
 
 def containing(texts: Iterable[str]) -> str:
-    """A regex of a text in which one of these stands."""
+    """Return the regex of a text that contains one of these."""
     return rf"(.|\n)*({alternatives(texts)})(.|\n)*"
 
 

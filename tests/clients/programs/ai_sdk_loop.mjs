@@ -33,14 +33,19 @@ for (const model of [openai("lockstep"), openai.chat("lockstep"), compatible("lo
       return `sunny, 25 degrees in ${city}`;
     },
   });
+  const messages = [{ role: "user", content: "What is the weather in Rome?" }];
   const reply = await generateText({
     ...base,
     model,
-    prompt: "What is the weather in Rome?",
+    messages,
     tools: { get_weather: weather },
     stopWhen: isStepCount(4),
   });
   assert.ok(cities.length >= 1, `${model.provider}: no call in ${JSON.stringify(reply.content)}`);
+  // The Responses provider names the answers of earlier turns by item_reference.
+  messages.push(...reply.responseMessages, { role: "user", content: "List the first 5 primes." });
+  const later = await generateText({ ...base, model, messages, tools: { get_weather: weather } });
+  assert.ok(later.content.length > 0);
 
   const person = await generateText({
     ...base,

@@ -1,0 +1,72 @@
+"""Bounds of integers that a JSON schema leaves unbounded.
+
+Readers with 64-bit integers fail at larger ones and Python at 4,300 digits, and a model that
+repeats a digit would fill its answer with it. Numbers that may have a fraction are not bounded:
+llguidance 1.9.1 writes no exponent within bounds, so that 6e23 could not come.
+"""
+
+import json
+from typing import Any
+
+from lockstep.text.numbers import LOWER, UPPER, is_number
+from lockstep.text.rewriting import NOTES, rewritten
+
+LIMIT = 9 * 10**18
+"""Integers have a smaller magnitude: a little below 2^63, and of few digits, so that the regular
+expression of the range is short."""
+_READ = frozenset(("type", *LOWER, *UPPER, *NOTES))
+_DEFINITIONS = "$defs"
+_COMPANIONS = (_DEFINITIONS, "definitions", "$schema", "$id", "$anchor")
+"""Keywords of a root that restrict no value. The bounds of a root stay in the root."""
+Json = dict[str, Any]
+
+
+def with_bounded_integers(schema: Json) -> Json:
+    """Return the schema with bounds for each integer that lacks one.
+
+    Equal integers become references to one definition: llguidance compiles a range for each place
+    where it is written, and 200 of them take more than it allows.
+    """
+    taken = schema.get(_DEFINITIONS)
+    taken = taken if isinstance(taken, dict) else {}
+    names: dict[str, str] = {}
+
+    def name_of(integer: Json) -> str:
+        """Return the name of a definition that no other schema has."""
+        text = json.dumps(integer, sort_keys=True)
+        name = names.get(text, f"bounded-integer-{len(names)}")
+        while text not in names and name in taken:
+            name += "-"
+        return names.setdefault(text, name)
+
+    def change(one: Json) -> Json:
+        integer = _bounded(one)
+        return one if integer is None else {"$ref": f"#/{_DEFINITIONS}/{name_of(integer)}"}
+
+    root = {key: value for key, value in schema.items() if key not in _COMPANIONS}
+    changed: Json = rewritten({**schema, **(_bounded(root) or {})}, change)
+    if not names:
+        return changed
+    added = {name: json.loads(text) for text, name in names.items()}
+    # Definitions of the schema and new ones share one object.
+    return {**changed, _DEFINITIONS: {**(changed.get(_DEFINITIONS) or {}), **added}}
+
+
+def _bounded(schema: Json) -> Json | None:
+    """Return the schema of an integer with bounds; None where nothing is to be added.
+
+    Bounds restrict numbers alone, so that the schema may allow other types too.
+    """
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "integer" not in kinds or "number" in kinds or not _READ.issuperset(schema):
+        return None
+    bounds = {key: schema[key] for key in (*LOWER, *UPPER) if schema.get(key) is not None}
+    if not all(is_number(value) and abs(value) < LIMIT for value in bounds.values()):
+        return None
+    missing = {
+        keywords[1]: limit
+        for keywords, limit in ((LOWER, -LIMIT), (UPPER, LIMIT))
+        if not any(key in bounds for key in keywords)
+    }
+    return {"type": schema["type"], **bounds, **missing} if missing else None

@@ -1,0 +1,180 @@
+"""Published checkpoints: their settings are read, their tensors all have a use, dummies answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lockstep import LLM, SamplingParams
+from lockstep.config import EngineConfig
+from lockstep.engine.absent import explain_absent
+from lockstep.engine.build import build_draft
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.kernels.backends import load as load_backends
+from lockstep.layers.build import Build
+from lockstep.models import ARCHITECTURES
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.loader import TIED_HEAD, Source, build_model, target_source
+from lockstep.quant import TensorInfo, packing_of
+from lockstep.spec import own_drafter
+from tests.models.published_checkpoints import (
+    CHECKPOINTS,
+    LOADS,
+    Published,
+    names_known,
+    names_of,
+    read_settings,
+)
+
+SERVED = [name for name, one in CHECKPOINTS.items() if one.result == LOADS and not one.drafter]
+LISTED = [name for name in SERVED if CHECKPOINTS[name].written_shapes]
+MANY = 3000
+"""Tensors of a checkpoint with experts, of which the first layers are looked at."""
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_settings_are_read_or_refused_by_name(name: str) -> None:
+    published = CHECKPOINTS[name]
+    if published.result == LOADS:
+        read_settings(published)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        read_settings(published)
+    message = str(caught.value)
+    assert published.result in message and "allowed: " in message
+    if "model_type" in published.result:
+        assert all(known in message for known in ARCHITECTURES)
+
+
+def test_short_names_are_written_out() -> None:
+    assert names_of("a.{0-2,7}.{q,k}") == [
+        "a.0.q",
+        "a.0.k",
+        *(f"a.{i}.{x}" for i in (1, 2, 7) for x in "qk"),
+    ]
+    assert names_of("{a.{0-1},b}.c") == ["a.0.c", "b.c", "a.1.c", "b.c"]
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "Qwen/Qwen3.6-27B"])
+def test_first_layers_have_every_kind_and_the_draft_module(name: str) -> None:
+    """A kind of tensor that only later layers have would not be looked at."""
+    published = CHECKPOINTS[name]
+    first = published.first_layers()
+    assert len(first.shapes) < len(published.shapes)
+
+    def kinds(one: Published) -> set[str]:
+        return {"".join(c for c in tensor if not c.isdigit()) for tensor in one.shapes}
+
+    assert kinds(first) == kinds(published)
+
+
+class ListedTensors(Checkpoint):
+    """A checkpoint whose tensors are known without their files."""
+
+    def tensors(self) -> dict[str, dict[str, TensorInfo]]:
+        """Map each module to its tensors."""
+        modules: dict[str, dict[str, TensorInfo]] = {}
+        for name, (dtype, shape) in self.listed.items():
+            module, _, suffix = self.key(name).rpartition(".")
+            modules.setdefault(module, {})[suffix] = TensorInfo(name, shape, dtype)
+        return modules
+
+    def names(self) -> Any:
+        """Yield the names of all tensors."""
+        yield from self.listed
+
+    @property
+    def listed(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and shape of each tensor; of one value where its shape is not known."""
+        described = json.loads((self.folder / "tensors.json").read_text())
+        parts = {name: (shape or "BF16 [1]").split(" ", 1) for name, shape in described.items()}
+        return {name: (dtype, tuple(json.loads(shape))) for name, (dtype, shape) in parts.items()}
+
+
+def source_of(checkpoint: Checkpoint) -> Source:
+    """What becomes of the tensors of a checkpoint: its model is built without memory."""
+    load_backends()
+    method = own_drafter(checkpoint)
+    drafting = {"method": method, "num_speculative_tokens": 3} if method else None
+    config = EngineConfig.read(model=str(checkpoint.folder), speculative_config=drafting)
+    packing = packing_of(checkpoint.quantization())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        build = Build(
+            device="cpu",
+            dtype=torch.bfloat16,
+            window=4,
+            max_positions=4096,
+            tensors=checkpoint.tensors(),
+            prefixes=checkpoint.prefixes,
+            packing=packing,
+        )
+        build.room.bounded = False
+        model = build_model(checkpoint.raw, build)
+        draft = build_draft(config, checkpoint, model, build)
+        return target_source(checkpoint, model, draft, packing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LISTED)
+def test_every_tensor_has_a_use_and_every_parameter_a_tensor(name: str, tmp_path: Path) -> None:
+    published = CHECKPOINTS[name]
+    if len(published.shapes) > MANY:
+        published = published.first_layers()
+    (published.write(tmp_path) / "tensors.json").write_text(json.dumps(published.shapes))
+    (tmp_path / "model.safetensors").touch()  # with files there, tensors decide what drafts
+    checkpoint = ListedTensors(tmp_path, Checkpoint.read(tmp_path).raw)
+    source = source_of(checkpoint)
+    filled, spare, unfit = set(), [], []
+    for tensor, (dtype, shape) in checkpoint.listed.items():
+        key = checkpoint.key(tensor)
+        if key in source.wanted:
+            filled.add(key)
+            fault = source.wanted[key].fault(torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
+            unfit += [(tensor, fault)] if fault and names_known(published) else []
+        elif not (key == TIED_HEAD and source.embedding is not None) and not source.ignored(tensor):
+            spare.append(tensor)
+    assert not spare and not unfit
+    assert filled == set(source.wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_the_plan_of_the_published_size_is_made(name: str, tmp_path: Path) -> None:
+    """The model is built at its size, and its largest steps are run, on tensors without memory."""
+    pytest.importorskip("triton")
+    folder = CHECKPOINTS[name].write(tmp_path)
+    method = own_drafter(Checkpoint.read(folder))
+    drafting = {"method": method, "num_speculative_tokens": 3} if method else None
+    config = EngineConfig.read(model=str(folder), speculative_config=drafting)
+    if CHECKPOINTS[name].refused_on_gpu is not None:
+        with pytest.raises(ConfigError, match=CHECKPOINTS[name].refused_on_gpu):
+            explain_absent(config, "sm_90", None)
+        return
+    plan = explain_absent(config, "sm_90", None)["plan"]
+    assert plan["weights_bytes"] > 2**29 and plan["needed_bytes"] > plan["weights_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_a_small_dummy_answers(name: str, tmp_path: Path) -> None:
+    """Of every kind of layer one, of the published heads and weight format."""
+    llm = LLM(
+        str(CHECKPOINTS[name].small().write(tmp_path)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=2,
+        num_gpu_blocks=16,
+    )
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": list(range(3, 73))}, params)
+    assert len(output.outputs[0].token_ids) == 4

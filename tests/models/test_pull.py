@@ -1,0 +1,236 @@
+"""A model is downloaded from a hub, file by file, and what hinders that is said with a remedy."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants, file_download
+from safetensors.torch import save
+from typer.testing import CliRunner, Result
+
+from lockstep.cli import app
+from lockstep.errors import ConfigError
+from lockstep.models import pull
+from lockstep.models.cached import cached_checkpoints
+from lockstep.models.pull import Request
+from tests.models.fake_hub import COMMIT, FakeHub
+from tests.tiny_model import LLAMA
+
+NAME = "someone/small"
+CONFIG = LLAMA | {"vocab_size": 64, "architectures": ["LlamaForCausalLM"]}
+WEIGHTS = save({"model.norm.weight": torch.ones(48)})
+SMALL = {
+    "config.json": json.dumps(CONFIG).encode(),
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "README.md": b"# A card",
+    "model.safetensors": WEIGHTS,
+    "original/consolidated.safetensors": WEIGHTS,
+    "pytorch_model.bin": b"0" * 1000,
+}
+GGUFS = {"small-Q4_0.gguf": b"GGUF" + b"4" * 96, "small-Q8_0.gguf": b"GGUF" + b"8" * 96}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub's client."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with one model of safetensors, and one of GGUF files."""
+    with FakeHub().serving() as hub:
+        hub.models = {NAME: dict(SMALL), "someone/files": dict(GGUFS)}
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
+        yield hub
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def refusal(*arguments: str) -> str:
+    """The message of the ConfigError with which a command ends."""
+    error = run(*arguments).exception
+    assert isinstance(error, ConfigError), error
+    assert "\n" not in str(error)
+    return str(error)
+
+
+def test_the_files_that_are_read_are_downloaded(hub: FakeHub) -> None:
+    result = run("pull", NAME)
+    assert result.exit_code == 0, result.exception
+    folder = Path(result.stdout.splitlines()[-1])
+    wanted = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == wanted
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert f"lockstep serve {NAME}" in result.stderr and "4 files" in result.stderr
+
+
+def test_what_is_here_is_not_downloaded_again(hub: FakeHub) -> None:
+    run("pull", NAME)
+    before = list(hub.downloads)
+    result = run("pull", NAME)
+    assert result.exit_code == 0 and hub.downloads == before
+    assert "0.00 GB, of which 0.00 GB are here" in result.stderr
+
+
+def test_the_index_says_which_weights_are_downloaded(hub: FakeHub) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-1-of-1.safetensors"}}
+    hub.models[NAME]["model.safetensors.index.json"] = json.dumps(index).encode()
+    hub.models[NAME]["model-1-of-1.safetensors"] = WEIGHTS
+    run("pull", NAME)
+    assert "model-1-of-1.safetensors" in hub.downloads
+    assert "model.safetensors" not in hub.downloads
+
+
+def test_a_folder_of_ones_choice(hub: FakeHub, tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "small"
+    result = run("pull", NAME, "--local-dir", str(folder), "--revision", COMMIT)
+    assert result.exit_code == 0, result.exception
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert f"lockstep serve {folder}" in result.stderr
+
+
+def test_one_file_of_many(hub: FakeHub) -> None:
+    message = refusal("pull", "someone/files")
+    assert "pull someone/files:small-Q4_0.gguf" in message
+    result = run("pull", "someone/files:small-Q8_0.gguf")
+    assert hub.downloads == ["small-Q8_0.gguf"]
+    assert "small-Q8_0.gguf" in result.stderr.splitlines()[-1]
+    assert "it has small-Q4_0.gguf" in refusal("pull", "someone/files:other.gguf")
+
+
+def test_weights_by_a_pattern(hub: FakeHub) -> None:
+    hub.models[NAME]["model.fp16.safetensors"] = WEIGHTS
+    run("pull", NAME, "--include", "*.fp16.safetensors")
+    assert "model.fp16.safetensors" in hub.downloads and "config.json" in hub.downloads
+    assert "model.safetensors" not in hub.downloads
+
+
+@pytest.mark.parametrize("name", ["a b", "a/b/c", "a/b:file.bin", "https://huggingface.co/a/b"])
+def test_what_is_no_hub_id_is_refused(name: str) -> None:
+    assert "allowed: a hub id" in refusal("pull", name)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "wanted"),
+    [
+        (401, "RepoNotFound", "HF_TOKEN"),
+        (404, "RepoNotFound", "how it is spelled"),
+        (403, "GatedRepo", f"accept the terms at http.*{NAME}"),
+        (403, "", "token in HF_TOKEN may not read it"),
+        (500, "", "run the same command again later"),
+    ],
+)
+def test_a_refusal_is_said_with_a_remedy(hub: FakeHub, status: int, code: str, wanted: str) -> None:
+    hub.refusals[NAME] = (status, code)
+    with pytest.raises(ConfigError, match=wanted):
+        pull.pull(Request.read(NAME), lambda *_: None, lambda _: None)
+
+
+def test_a_revision_that_is_not_there(hub: FakeHub) -> None:
+    assert "revision='v2' is a branch, tag or commit" in refusal("pull", NAME, "--revision", "v2")
+
+
+def test_the_token_is_sent(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    run("pull", NAME)
+    assert "Bearer hf_secret" in hub.tokens
+
+
+def test_no_room_on_the_disk(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")._replace(free=pull.SPARE_BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    message = refusal("pull", NAME)
+    assert "are free" in message and "--local-dir" in message
+    assert "model.safetensors" not in hub.downloads
+
+
+def test_a_connection_that_breaks_is_tried_again(hub: FakeHub) -> None:
+    hub.models[NAME]["model.safetensors"] = WEIGHTS + b" " * 10_000
+    hub.breaks, hub.breaks_after = 1, 6_000
+    result = run("pull", NAME)
+    assert result.exit_code == 0, result.exception
+    assert hub.downloads.count("model.safetensors") == 2
+
+
+def test_a_hub_that_goes_away(hub: FakeHub) -> None:
+    """What has arrived whole stays, and the next try gets the rest."""
+    hub.models[NAME]["model.safetensors"] = WEIGHTS + b" " * 10_000
+    hub.breaks, hub.breaks_after = 1_000, 6_000
+    message = refusal("pull", NAME)
+    assert "Run the same command again" in message and "--local-dir DIR" in message
+    hub.breaks = 0
+    hub.downloads.clear()
+    assert run("pull", NAME).exit_code == 0
+    assert hub.downloads == ["model.safetensors"]
+
+
+def test_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    message = refusal("pull", NAME)
+    assert "--local-dir DIR; copy DIR here" in message and "HF_ENDPOINT" in message
+
+
+def test_offline_what_is_here_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("pull", NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    result = run("pull", NAME)
+    assert result.exit_code == 0 and (Path(result.stdout.strip()) / "config.json").exists()
+    message = refusal("pull", "someone/files:small-Q4_0.gguf")
+    assert "HF_HUB_OFFLINE forbids" in message and "lockstep list" in message
+
+
+def test_progress_reaches_the_whole_size(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull, "POLL_SECONDS", 0.001)
+    seen: list[tuple[str, int, int]] = []
+    pull.pull(Request.read(NAME), lambda *shown: seen.append(shown), lambda _: None)
+    total = sum(len(data) for name, data in SMALL.items() if name in pull_names())
+    assert {(what, of) for what, _, of in seen} == {("downloading", total)}
+    assert all(0 <= done <= total for _, done, _ in seen)
+
+
+def pull_names() -> set[str]:
+    """The files of the model that are read."""
+    return {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+
+
+def test_the_list_says_what_can_be_served(hub: FakeHub) -> None:
+    foreign = CONFIG | {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
+    hub.models["someone/foreign"] = dict(SMALL) | {"config.json": json.dumps(foreign).encode()}
+    run("pull", NAME)
+    assert "cannot serve it: model_type='gpt_oss'" in run("pull", "someone/foreign").stderr
+    found: list[dict[str, Any]] = json.loads(run("list", "--json").stdout)
+    by_name = {one["name"]: one for one in found}
+    assert by_name[NAME]["architecture"] == "LlamaForCausalLM"
+    assert by_name[NAME]["weights"] == "bfloat16" and by_name[NAME]["reason"] is None
+    assert by_name[NAME]["bytes"] == sum(len(SMALL[name]) for name in pull_names())
+    assert "gpt_oss" in by_name["someone/foreign"]["reason"]
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["list"]).stdout
+    assert NAME in shown and "today" in shown and "yes" in shown
+
+
+def test_an_interrupted_download_is_not_called_whole(hub: FakeHub) -> None:
+    run("pull", NAME)
+    (one,) = cached_checkpoints()
+    (one.folder / "model.safetensors").unlink()
+    (one,) = cached_checkpoints()
+    assert one.reason is not None and "*.safetensors" in one.reason
+
+
+def test_an_empty_cache_is_no_error(cache: Path) -> None:
+    result = run("list")
+    assert result.exit_code == 0 and "lockstep pull NAME" in result.stderr
+    assert json.loads(run("list", "--json").stdout) == []
