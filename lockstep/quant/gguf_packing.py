@@ -34,6 +34,10 @@ class GGUFPacking(Packing):
     The setting `types` names the quantized types that occur, for numerics.
     """
 
+    # A CPU multiplies plain weights. To pack blocks first took three times as long as to dequantize
+    # them: 1.2 s and 0.35 s for 2,048 x 4,096 weights of Q4_K on one thread.
+    plain_on_cpu = True
+
     def __init__(self, settings: SettingsReader) -> None:
         types = settings.names("types")
         unknown = [kind for kind in types if kind not in LAYOUTS]

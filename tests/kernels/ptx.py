@@ -100,9 +100,10 @@ def loaded(addresses: Numbers, words: int) -> Numbers:
 
 def fused(a: Numbers, b: Numbers, c: Numbers) -> Numbers:
     """fma.rn.f32, of products that fp32 holds exactly."""
+    product = a.astype(np.float32) * b.astype(np.float32)
     exact = a.astype(np.float64) * b.astype(np.float64)
-    assert np.array_equal((a * b).astype(np.float64), exact, equal_nan=True), "a product is rounded"
-    return a * b + c
+    assert np.array_equal(product.astype(np.float64), exact, equal_nan=True), "it is rounded"
+    return product + c.astype(np.float32)
 
 
 ARITHMETIC: dict[str, Callable[..., Numbers]] = {
@@ -173,17 +174,8 @@ class Thread:
         """What an instruction without side effects makes."""
         (base, *kinds) = name.split(".")
         kind = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}.get(kinds[1] if kinds[1:] else "")
-        if name == "mul.rn.f32":
-            return given[0].astype(np.float32) * given[1].astype(np.float32)
-        if name == "sub.rn.f32":
-            return given[0].astype(np.float32) - given[1].astype(np.float32)
-        if name == "fma.rn.f32":
-            product = given[0].astype(np.float32) * given[1].astype(np.float32)
-            exact = given[0].astype(np.float64) * given[1].astype(np.float64)
-            assert np.array_equal(product.astype(np.float64), exact, equal_nan=True), (
-                "two roundings"
-            )
-            return product + given[2].astype(np.float32)
+        if name in ARITHMETIC:
+            return ARITHMETIC[name](*given)
         if name == "setp.eq.f32":
             return given[0] == given[1]
         if name == "selp.f32":

@@ -3,12 +3,16 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.errors import CheckpointError
+from lockstep.kernels.backends import load
 from lockstep.kernels.packed import GgufWeight, IntWeight, PackedWeight
+from lockstep.layers.build import Build
+from lockstep.layers.linear import Linear
 from lockstep.quant import Module, Packing, TensorInfo, packing_of
 from lockstep.quant.gguf import LAYOUTS, dequantize
-from lockstep.quant.slot import Stack
+from lockstep.quant.slot import PLAIN, Slot, Stack
 from tests.quant.test_gguf import SCALES, sound_blocks
 
 BYTES = {
@@ -89,6 +93,33 @@ def test_experts_are_filled_together(kind: str) -> None:
     for slot, own in zip(stacked, blocks.split(128), strict=True):
         slot.fill(own)
     assert torch.equal(weight.unpack(torch.float32), dequantize(kind, blocks))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_layers_are_plain_on_a_cpu_alone(device: str) -> None:
+    """A fused layer of two types: on a GPU a weight of each, on a CPU one that takes values."""
+    tensors = {
+        f"attn.{name}_proj": {"weight": TensorInfo(name, (32, 256), kind)}
+        for name, kind in (("q", "Q4_K"), ("k", "Q4_K"), ("v", "Q6_K"))
+    }
+    build = Build(device, torch.bfloat16, 1, 1, arch=90, packing=gguf(), tensors=tensors)
+    load()
+    with FakeTensorMode():
+        layer = Linear(build.at("attn"), 256, {f"{name}_proj": 32 for name in "qkv"})
+    packed = [product.packed for product in layer.products]
+    if device == "cpu":
+        assert packed == [None]
+        assert {Slot.of(target).dtypes for target in layer.weights().values()} == {PLAIN}
+    else:
+        assert [type(weight) for weight in packed] == [GgufWeight] * 2
+        assert [product.shape for product in layer.products] == [(64, 256), (32, 256)]
+
+
+def test_the_smallest_and_the_largest_exponents_of_mxfp4() -> None:
+    blocks = sound_blocks("MXFP4", rows=8, columns=32)
+    blocks[:, 0] = torch.tensor([0, 1, 2, 3, 250, 251, 252, 255])
+    values = dequantize("MXFP4", blocks)
+    assert torch.equal(loaded("MXFP4", blocks, 32).unpack(torch.float32), values)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])

@@ -304,7 +304,7 @@ def lanes_serve(weight: PackedWeight, segments: int, arch: int) -> bool:
 
 
 def _in_words(numbers: Tensor | None) -> bool:
-    """Whether rows of numbers can be read as words of 32 bits."""
+    """Return whether rows of numbers can be read as words of 32 bits."""
     if numbers is None:
         return True
     return numbers.stride(0) * numbers.element_size() % 4 == 0 and _begins_at(numbers, 4)

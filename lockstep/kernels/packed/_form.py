@@ -126,7 +126,7 @@ def shared_by(
 
 
 def _has_second(weight: PackedWeight) -> bool:
-    """Whether there is a zero point or a minimum beside each scale."""
+    """Return whether each scale comes with a zero point or a minimum."""
     return not {"zeros", "minima"}.isdisjoint(weight.tensors())
 
 

@@ -161,9 +161,11 @@ class GgufWeight(PackedWeight):
 
     def _by_column(self, numbers: Tensor, bases: Tensor | None) -> Tensor:
         """Return the scales or minima of all columns: [N, K] fp32."""
-        columns = torch.arange(self.k, device=self.device)
-        wide = numbers.float()[:, columns // self.group]
-        return wide if bases is None else bases.float()[:, columns // SUPERBLOCK] * wide
+        wide = numbers.float()
+        if bases is not None:
+            each = SUPERBLOCK // self.group
+            wide = bases.float().repeat_interleave(each, 1)[:, : wide.shape[1]] * wide
+        return wide.repeat_interleave(self.group, 1)[:, : self.k]
 
     def _values(self, codes: Tensor) -> Tensor:
         product = self.type.values(codes) * self._by_column(self.scales, self.bases)
