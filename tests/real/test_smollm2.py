@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jsonschema import validate
 
 from lockstep import LLM, SamplingParams
 from lockstep.kernels.kv import formats
+from lockstep.models.gguf.tensors import gguf_shards
+from lockstep.quant.slot import PLAIN
 from tests.real import smollm2
 from tests.serve.process import served
 
@@ -134,6 +137,14 @@ def bits(found: list[Any]) -> list[Any]:
 def expected(plain: LLM) -> list[Any]:
     """The plain engine's answers."""
     return answers(plain)
+
+
+def test_every_tensor_has_the_bits_that_transformers_reads(path: Path, oracle: Any) -> None:
+    (shard,) = gguf_shards([path])
+    expected = oracle.state_dict()
+    assert set(shard.views) | {"lm_head.weight"} == set(expected)
+    for name in shard.views:
+        assert torch.equal(shard.read(name, PLAIN), expected[name]), name
 
 
 def test_ten_greedy_answers_are_those_of_transformers(
