@@ -200,7 +200,7 @@ def with_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_file_chats_with_its_own_tokenizer_and_template(with_text: Path) -> None:
     llm = LLM(str(with_text / "model.gguf"), max_model_len=512, quantization="gguf")
     own = Tokenizer(with_text)
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.tokenizer
     for text in ("the quick brown fox", "<|im_start|>user\n<think>naïve café</think>"):
         assert tokenizer.encode(text) == own.encode(text)
     assert {own.token(i) for i in tokenizer.eos_ids} == {"<|im_end|>", "<|endoftext|>"}

@@ -150,7 +150,7 @@ def test_every_tensor_has_the_bits_that_transformers_reads(path: Path, oracle: A
 def test_ten_greedy_answers_are_those_of_transformers(
     plain: LLM, oracle: Any, expected: list[Any]
 ) -> None:
-    tokenizer = plain.get_tokenizer()
+    tokenizer = plain.tokenizer
     for question, answer in zip(QUESTIONS, expected, strict=True):
         asked = [{"role": "user", "content": question}]
         ids = plain.chat(asked, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
@@ -161,7 +161,7 @@ def test_ten_greedy_answers_are_those_of_transformers(
 
 def test_the_tokenizer_cuts_text_as_the_model_was_trained(plain: LLM) -> None:
     """Digits are tokens of their own, and control tokens come from the template alone."""
-    tokenizer = plain.get_tokenizer()
+    tokenizer = plain.tokenizer
     spelled = [tokenizer.decode([i]) for i in tokenizer.encode("It is 1984, isn't it?")]
     assert spelled == ["It", " is", " ", "1", "9", "8", "4", ",", " isn", "'t", " it", "?"]
     assert tokenizer.encode("<|im_start|>user") == [1, tokenizer.fast.token_to_id("user")]
@@ -202,7 +202,7 @@ def test_a_local_task_scores_as_with_transformers(
     plain: LLM, oracle: Any, record_property: Callable[[str, object], None]
 ) -> None:
     """Multiple choice by log-likelihood, the task that LM-eval runs for such questions."""
-    encode = partial(plain.get_tokenizer().encode, add_special_tokens=False)
+    encode = partial(plain.tokenizer.encode, add_special_tokens=False)
     items = [(encode(c), [encode(option) for option in options]) for c, options, _ in CHOICES]
     prompts = [{"prompt_token_ids": begin + rest} for begin, rests in items for rest in rests]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
