@@ -100,7 +100,7 @@ def _digest(paths: Sequence[Path]) -> str:
             reason = why_unread(error)
             raise CheckpointError(f"{path} cannot be read: {reason}. Fetch it again.") from None
         digest.update(f"{path.resolve()}\n{state.st_size} {state.st_mtime_ns}\n".encode())
-    for module in ("config.py", "file.py", "folder.py", "tokenizer.py"):
+    for module in ("config.py", "file.py", "folder.py", "splitting.py", "tokenizer.py"):
         digest.update((files(__package__) / module).read_bytes())
     return digest.hexdigest()[:16]
 

@@ -267,7 +267,7 @@ class TextFiles:
     def _templates(self) -> Any:
         """Return the chat template, or a list of them with their names."""
         default = self.c.raw.get("chat_template")
-        names = self.c.raw.get("chat_templates", ())
+        names = self._texts("chat_templates") if "chat_templates" in self.c.raw else ()
         named = [{"name": n, "template": self.c.raw.get(f"chat_template.{n}")} for n in names]
         if not named:
             return default
