@@ -11,15 +11,20 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
 
+from lockstep import LLM, SamplingParams
+from lockstep.errors import ConfigError
 from lockstep.models.gguf.folder import translated
 from lockstep.models.gguf.tensors import gguf_shards
 from lockstep.quant.gguf import LAYOUTS, dequantize
 from lockstep.quant.slot import PLAIN
+from lockstep.text.tokenizer import Tokenizer
 from tests.models.dense import ask, bits, make_llm, prompts, random_oracle
 from tests.models.gguf_files import write_gguf
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
 from tests.models.test_mixtures import add_draft_module, of_transformers
+from tests.text.tiny import make_folder
 from tests.tiny_model import CONFIG, HYBRID_MOE, LLAMA, MIXTRAL, NEXT, QWEN2, QWEN3, QWEN3_MOE
 
 Base = dict[str, Any]
@@ -158,3 +163,70 @@ def test_the_draft_module_of_a_file_drafts(family: str, tmp_path: Path) -> None:
     for name, tensor in stored.items():
         # Norms are stored as 1 + w, which rounds.
         torch.testing.assert_close(shard.read(name, PLAIN), tensor, rtol=0, atol=1e-6)
+
+
+def tokenizer_metadata(folder: Path) -> dict[str, Any]:
+    """Return the metadata of a folder's byte-level tokenizer."""
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    added = {token["content"]: token for token in raw["added_tokens"]}
+    ids = raw["model"]["vocab"] | {content: token["id"] for content, token in added.items()}
+    tokens = sorted(ids, key=ids.__getitem__)
+    return {
+        "ggml.model": "gpt2",
+        "ggml.pre": "gpt-2",
+        "ggml.tokens": tokens,
+        "ggml.token_type": [
+            1 if token not in added else 3 if added[token]["special"] else 4 for token in tokens
+        ],
+        "ggml.merges": [" ".join(pair) for pair in raw["model"]["merges"]],
+        "ggml.eos_token_id": ids[config["eos_token"]],
+        "chat_template": config["chat_template"],
+    }
+
+
+@pytest.fixture(scope="module")
+def with_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file of a model that has a tokenizer, and that tokenizer's files."""
+    folder = tmp_path_factory.mktemp("text")
+    make_folder(folder)
+    metadata = tokenizer_metadata(folder)
+    size = {"vocab_size": len(metadata["ggml.tokens"]), "num_hidden_layers": 1}
+    random_oracle(folder, "Qwen3", {**QWEN3, "hidden_size": 64}, **size)
+    write_gguf(folder, folder / "model.gguf", lambda name: "Q8_0", metadata)
+    return folder
+
+
+def test_a_file_chats_with_its_own_tokenizer_and_template(with_text: Path) -> None:
+    llm = LLM(str(with_text / "model.gguf"), max_model_len=512, quantization="gguf")
+    own = Tokenizer(with_text)
+    tokenizer = llm.tokenizer
+    for text in ("the quick brown fox", "<|im_start|>user\n<think>naïve café</think>"):
+        assert tokenizer.encode(text) == own.encode(text)
+    assert {own.token(i) for i in tokenizer.eos_ids} == {"<|im_end|>", "<|endoftext|>"}
+    asked = [{"role": "user", "content": "fox"}]
+    output = llm.chat(asked, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
+    assert len(output.outputs[0].token_ids) >= 1
+    assert tokenizer.decode(output.prompt_token_ids, False).startswith("<|im_start|>user\nfox")
+    assert "gguf-Q8_0" in llm.engine.plan.numerics
+
+
+@pytest.mark.parametrize("chosen", ["int8", "int4", "fp8"])
+def test_values_of_a_file_are_rounded_anew(chosen: str, with_text: Path) -> None:
+    llm = make_llm(with_text / "model.gguf", quantization=chosen)
+    assert f"+{chosen}" in llm.engine.plan.numerics
+    assert len(ask(llm, [1, 2, 3], 4).outputs[0].token_ids) == 4
+
+
+def test_another_weight_format_is_refused(with_text: Path) -> None:
+    with pytest.raises(ConfigError, match="quantization='awq' is not allowed; allowed: 'gguf'"):
+        make_llm(with_text / "model.gguf", quantization="awq")
+
+
+def test_settings_are_read_where_tensors_have_no_memory(tmp_path: Path) -> None:
+    """`explain --arch` builds models so; the scaling of positions is numbers of a tensor."""
+    random_oracle(tmp_path, "Llama", LLAMA)
+    write_gguf(tmp_path, tmp_path / "model.gguf")
+    with FakeTensorMode():
+        (shard,) = gguf_shards([tmp_path / "model.gguf"])
+    assert "model.layers.0.self_attn.q_proj.weight" in shard.views

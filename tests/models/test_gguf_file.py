@@ -226,6 +226,15 @@ def test_metadata_that_changes_the_answer_and_is_not_built_is_refused(
         find_model(str(tmp_path / "model.gguf"))
 
 
+def test_two_tensors_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
+    def twice(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("model.norm.weight", np.zeros(12, np.float32))
+
+    write_gguf(folder, tmp_path / "model.gguf", change=twice)
+    with pytest.raises(CheckpointError, match="are both 'model.norm.weight'"):
+        gguf_shards([tmp_path / "model.gguf"])
+
+
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek2", "clip"])
 def test_other_architectures_are_refused_by_name(name: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", name)

@@ -192,6 +192,7 @@ def test_tokens_over_scores_are_those_of_transformers(
         ({"ggml.eos_token_id": 1 << 20}, "ggml.eos_token_id=1048576 is not allowed"),
         ({"ggml.add_space_prefix": True}, "ggml.add_space_prefix=True"),
         ({"ggml.add_sep_token": True}, "ggml.add_sep_token=True"),
+        ({"chat_templates": True}, "chat_templates=True is not allowed; allowed: a list of texts"),
         ({"ggml.precompiled_charsmap": "x"}, "ggml.precompiled_charsmap='x'"),
     ],
 )

@@ -35,13 +35,13 @@ class Settings:
 
     def __init__(self, model: GGUFModel, name: str) -> None:
         prefix = f"{name}."
-        own = {
+        settings = {
             key.removeprefix(prefix): value
             for key, value in model.metadata.items()
             if key.startswith(prefix)
         }
         self.model = model
-        self.c = ConfigReader(own, prefix, model.path.name)
+        self.c = ConfigReader(settings, prefix, model.path.name)
 
     def read(self) -> dict[str, Any]:
         """Return config.json. Raises CheckpointError for metadata that is missing or not built."""
@@ -51,7 +51,7 @@ class Settings:
         hidden = c.size("embedding_length")
         head_dim = c.size("attention.key_length", max(hidden // heads, 1))
         c.only("attention.value_length", head_dim, default=head_dim)
-        found = {
+        config = {
             "model_type": self.model_type,
             "torch_dtype": self._dtype(),
             "vocab_size": self._vocabulary(),
@@ -68,7 +68,7 @@ class Settings:
             **self.settings(),
         }
         self._refuse_unread()
-        return found
+        return config
 
     @property
     def layers(self) -> int:
@@ -119,7 +119,7 @@ class Settings:
         c = self.c
         width = c.size("rope.dimension_count", head_dim)
         c.need(width <= head_dim, "rope.dimension_count", f"1 to {head_dim}")
-        found = {
+        rope = {
             "rope_theta": c.positive("rope.freq_base", 10000.0),
             "partial_rotary_factor": width / head_dim,
         }
@@ -128,18 +128,18 @@ class Settings:
             c.only(f"rope.scaling.{name}", 1.0, default=1.0)
         if ROPE_DIVISORS in self.model.tensors:
             c.need(scaling == "none", "rope.scaling.type", f"none, next to {ROPE_DIVISORS}")
-            return found | self._divisors(width)
+            return rope | self._divisors(width)
         if scaling == "none":
             c.only("rope.scaling.factor", 1.0, 0.0, default=1.0)
-            return found
-        found |= {"rope_type": scaling, "factor": c.positive("rope.scaling.factor")}
+            return rope
+        rope |= {"rope_type": scaling, "factor": c.positive("rope.scaling.factor")}
         if scaling == "yarn":
-            found |= {
+            rope |= {
                 "original_max_position_embeddings": c.size("rope.scaling.original_context_length"),
                 "beta_fast": c.positive("rope.scaling.yarn_beta_fast", 32.0),
                 "beta_slow": c.positive("rope.scaling.yarn_beta_slow", 1.0),
             }
-        return found
+        return rope
 
     def _divisors(self, width: int) -> dict[str, Any]:
         """Return the scaling by a divisor of each pair's frequency: "longrope" with one list."""

@@ -244,10 +244,10 @@ class _Cursor:
         return value
 
     def need(self, size: int, field: str) -> None:
-        """Check that so many bytes are left."""
-        left = self.size - self.position
-        if size > left:
-            self.fail(f"length of {field}", size, f"at most the {left} bytes that are left")
+        """Check that `size` more bytes are in the file."""
+        remaining = self.size - self.position
+        if size > remaining:
+            self.fail(f"length of {field}", size, f"at most the {remaining} bytes that are left")
 
     def bounded(self, code: str, field: str, limit: int) -> int:
         """Read a count of at most `limit`."""
@@ -257,7 +257,7 @@ class _Cursor:
         return value
 
     def text(self, field: str, limit: int = MAX_TEXT) -> str:
-        """Read a string of at most so many bytes."""
+        """Read a string of at most `limit` bytes."""
         length = self.bounded("Q", f"length of {field}", limit)
         self.need(length, field)
         raw = self.data[self.position : self.position + length]
@@ -283,14 +283,14 @@ class _Cursor:
 
     def metadata(self, count: int) -> dict[str, Any]:
         """Read the metadata: texts, numbers, and tuples of these."""
-        found: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for _ in range(count):
             key = self.text("metadata key", MAX_NAME)
-            if key in found:
+            if key in metadata:
                 self.fail("metadata key", key, "each key once")
             kind = self.take("I", key)
-            found[key] = self._array(key) if kind == ARRAY else self._value(kind, key)
-        return found
+            metadata[key] = self._array(key) if kind == ARRAY else self._value(kind, key)
+        return metadata
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == STRING:

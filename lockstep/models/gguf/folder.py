@@ -27,7 +27,7 @@ SUFFIX = ".gguf"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 """Name of a file of a model that is split into several."""
 OTHER_MODALITY = "mmproj"
-"""How names of files begin that hold the encoder of images, next to the model's."""
+"""Prefix of the names of files that hold the image encoder of a model."""
 
 
 def holds_gguf(folder: Path) -> bool:
@@ -100,7 +100,7 @@ def _digest(paths: Sequence[Path]) -> str:
             reason = why_unread(error)
             raise CheckpointError(f"{path} cannot be read: {reason}. Fetch it again.") from None
         digest.update(f"{path.resolve()}\n{state.st_size} {state.st_mtime_ns}\n".encode())
-    for module in ("config.py", "file.py", "folder.py", "tokenizer.py"):
+    for module in ("config.py", "file.py", "folder.py", "splitting.py", "tokenizer.py"):
         digest.update((files(__package__) / module).read_bytes())
     return digest.hexdigest()[:16]
 
@@ -109,18 +109,18 @@ def _write(cache: Path, folder: Path, paths: Sequence[Path]) -> None:
     """Write a folder. It appears whole or not at all, also where several processes make it."""
     contents = checkpoint_files(GGUFModel(paths))
     cache.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=cache))
+    partial = Path(tempfile.mkdtemp(dir=cache))
     try:
         for name, value in contents.items():
-            (made / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+            (partial / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
         for path in paths:
-            (made / path.name).symlink_to(path.resolve())
-        os.rename(made, folder)
+            (partial / path.name).symlink_to(path.resolve())
+        os.rename(partial, folder)
     except OSError:
         if not folder.is_dir():  # else another process was faster
             raise
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def checkpoint_files(model: GGUFModel) -> dict[str, dict[str, Any]]:

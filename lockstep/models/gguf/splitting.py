@@ -34,7 +34,7 @@ DEEPSEEK3 = (
 
 @dataclass(frozen=True)
 class Splitting:
-    """How text is split before merges apply.
+    """Way of splitting text before merges apply.
 
     patterns: each splits what the one before left. nfc: text is normalised first. whole: a piece
     that is a token is taken without merges. bos: whether a text begins with BOS where

@@ -31,10 +31,12 @@ from lockstep.models.gguf.config import (
     settings_of,
 )
 from lockstep.models.gguf.file import GGUFFile, GGUFModel, TensorEntry
+from lockstep.models.reading import MOST_EXPERTS
 from lockstep.quant import TensorInfo
 from lockstep.quant.gguf import PLAIN, dequantize
 
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+# Each table maps a module's name in the file to its name in safetensors, without the layer.
 OUTSIDE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -76,7 +78,6 @@ DRAFT = {
     "nextn.hnorm": "mtp.pre_fc_norm_hidden",
     "nextn.shared_head_norm": "mtp.norm",
 }
-"""Names in the file -> names in safetensors, of modules; those of a layer without its number."""
 READ_AS_SETTINGS = ("rope_freqs.weight",)
 """Tensors that lockstep.models.gguf.config turns into settings."""
 
@@ -109,16 +110,16 @@ class View:
 
     def rows(self) -> Tensor:
         """Return the rows as [rows, bytes] uint8."""
-        found = self.entry.read(self.begin, self.end)
-        return found if self.order is None else found[self.order(len(found))]
+        rows = self.entry.read(self.begin, self.end)
+        return rows if self.order is None else rows[self.order(len(rows))]
 
     def tensor(self) -> Tensor:
         """Return the tensor in its own dtype, or dequantized to fp32."""
         kind = self.entry.kind
         rows = self.rows()
         plain = kind in PLAIN and self.values is None
-        found = rows.view(PLAIN[kind][1]) if plain else dequantize(kind, rows)
-        return (found if self.values is None else self.values(found)).view(self.shape)
+        weight = rows.view(PLAIN[kind][1]) if plain else dequantize(kind, rows)
+        return (weight if self.values is None else self.values(weight)).view(self.shape)
 
 
 def reorder(view: View, order: Callable[[int], Tensor]) -> View:
@@ -187,7 +188,8 @@ class Names:
     def of_layer(self, layer: int, name: str, view: View) -> Iterator[tuple[str, View]]:
         """Yield the tensors that one of a layer becomes."""
         module, _, suffix = name.rpartition(".")
-        if len(view.shape) == 3 and module in (*EXPERTS, FUSED_EXPERTS):
+        fused = module in (*EXPERTS, FUSED_EXPERTS) and len(view.shape) == 3
+        if fused and view.shape[0] <= MOST_EXPERTS:
             yield from self.of_experts(self.layer_name(layer), module, view)
             return
         known = self.modules.get(module)
@@ -210,8 +212,8 @@ class Names:
         for index in range(count * len(names)):
             expert, part = divmod(index, len(names))
             begin = index * size
-            own = replace(view, begin=begin, end=begin + size, shape=(size, columns))
-            yield f"{layer}.{self.mixture}.experts.{expert}.{names[part]}.weight", own
+            part_view = replace(view, begin=begin, end=begin + size, shape=(size, columns))
+            yield f"{layer}.{self.mixture}.experts.{expert}.{names[part]}.weight", part_view
 
     def adapted(self, module: str, suffix: str, view: View) -> View:
         """Return the view in the layout of safetensors."""
@@ -274,7 +276,7 @@ class HybridNames(Names):
 
     def adapted(self, module: str, suffix: str, view: View) -> View:
         if module.endswith("norm") and module != "ssm_norm":
-            return change(view, lambda stored: stored - 1)
+            return change(view, lambda weight: weight - 1)
         if module == "ssm_conv1d" and len(view.shape) == 2:
             channels, taps = view.shape
             return replace(view, order=self._order(module), shape=(channels, 1, taps))
@@ -385,4 +387,17 @@ def gguf_shards(paths: Sequence[Path]) -> list[GGUFShard]:
     model = GGUFModel(paths)
     settings = settings_of(model)
     names = NAMES[type(settings)](settings.read())
-    return [GGUFShard(file.path, dict(names.views(file))) for file in model.files]
+    return [GGUFShard(file.path, views_by_name(names, file)) for file in model.files]
+
+
+def views_by_name(names: Names, file: GGUFFile) -> dict[str, View]:
+    """Return the views of a file. Raises CheckpointError where two tensors become one."""
+    views: dict[str, View] = {}
+    for name, view in names.views(file):
+        if name in views:
+            raise CheckpointError(
+                f"{file.path}: {views[name].entry.name[:100]!r} and {view.entry.name[:100]!r} are "
+                f"both {name[:100]!r}; allowed: one of them. Fetch the file again."
+            )
+        views[name] = view
+    return views

@@ -24,7 +24,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 PADDING = re.compile(r"\[PAD\d+\]")
 """Names that converters give to rows of the embedding without a token."""
 SPACE = "\u2581"
-"""What SentencePiece writes for a blank."""
+"""Character that SentencePiece writes for a blank."""
 END_TEXTS = (
     "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>",
 )  # fmt: skip
@@ -54,13 +54,13 @@ class TextFiles:
     """The text side of a file. files(): name of each file -> its object."""
 
     def __init__(self, model: GGUFModel) -> None:
-        own = {
+        entries = {
             key.removeprefix(PREFIX): value
             for key, value in model.metadata.items()
             if key.startswith(PREFIX)
         }
         self.metadata = model.metadata
-        self.c = ConfigReader(own, PREFIX, model.path.name)
+        self.c = ConfigReader(entries, PREFIX, model.path.name)
         self.tokens = self._texts("ggml.tokens")
         self.types = self._types()
         self.ids = {token: number for number, token in enumerate(self.tokens)}
@@ -68,13 +68,13 @@ class TextFiles:
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Return the files. Raises CheckpointError for metadata that is damaged or not built."""
-        found = {
+        contents = {
             "tokenizer.json": self._tokenizer(),
             "tokenizer_config.json": self._tokenizer_config(),
             "generation_config.json": self._generation_config(),
         }
         self._refuse_unread()
-        return found
+        return contents
 
     def error(self, name: str, value: object, allowed: str, remedy: str = "") -> LockstepError:
         """Return the CheckpointError of an entry."""
@@ -157,14 +157,14 @@ class TextFiles:
 
     def _vocabulary(self) -> dict[str, int]:
         """Return the id of each token, rows without a token left out."""
-        found = {}
+        vocabulary = {}
         for number, token in enumerate(self.tokens):
             if self.types[number] == UNUSED and PADDING.fullmatch(token):
                 continue
             if self.ids[token] != number:
                 raise self.error("ggml.tokens", token, "each token once")
-            found[token] = number
-        return found
+            vocabulary[token] = number
+        return vocabulary
 
     def _merges(self) -> list[list[str]]:
         merges = [merge.split(" ") for merge in self._texts("ggml.merges")]
@@ -267,12 +267,12 @@ class TextFiles:
     def _templates(self) -> Any:
         """Return the chat template, or a list of them with their names."""
         default = self.c.raw.get("chat_template")
-        names = self.c.raw.get("chat_templates", ())
-        found = [{"name": n, "template": self.c.raw.get(f"chat_template.{n}")} for n in names]
-        if not found:
+        names = self._texts("chat_templates") if "chat_templates" in self.c.raw else ()
+        named = [{"name": n, "template": self.c.raw.get(f"chat_template.{n}")} for n in names]
+        if not named:
             return default
         first = [] if default is None else [{"name": "default", "template": default}]
-        return [*first, *found]
+        return [*first, *named]
 
     def _generation_config(self) -> dict[str, Any]:
         """Return generation_config.json."""
