@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutations.faults import Fault
+from tests.mutations.faults import PACKAGE, Fault
+from tests.mutations.patterns import PatternError, replaced
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "lockstep"
+SOURCE = PACKAGE
 CHECK = """
 import json, sys, time
 from lockstep.check import SIZES, Effort, run_check
@@ -63,14 +64,14 @@ def copied(folder: Path) -> Iterator[Path]:
 
 
 def mutated(text: str, fault: Fault) -> str:
-    """The file with the fault. Raises ValueError where what it changes is not there once."""
-    count = text.count(fault.old)
-    if count != 1:
-        raise ValueError(
-            f"{fault.name}: {fault.file} has {fault.old!r} {count} times, not once. The house has "
-            "changed: state the fault for what stands there now."
-        )
-    return text.replace(fault.old, fault.new)
+    """Return the file with the fault. Raises PatternError where its pattern does not match once."""
+    try:
+        return replaced(text, fault.scope, fault.old, fault.new)
+    except PatternError as error:
+        raise PatternError(
+            f"the fault {fault.name!r} does not apply to {fault.file}: {error}\n"
+            "State the fault in tests/mutations/faults.py for the code that is there now."
+        ) from None
 
 
 def try_fault(fault: Fault, folder: Path, size: str = "default", seed: int = 0) -> Found:

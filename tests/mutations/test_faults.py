@@ -1,5 +1,6 @@
 """Every fault is found, by the check or by its test; a few of them in the default tests."""
 
+import ast
 import subprocess
 from collections.abc import Iterator
 from functools import partial
@@ -9,8 +10,9 @@ import pytest
 
 from lockstep.check import run_check
 from tests.check.faulty import off_by_a_bit
-from tests.mutations import suite
+from tests.mutations import suite, text_faults
 from tests.mutations.faults import FAST, FAULTS, Fault
+from tests.mutations.patterns import PatternError
 from tests.mutations.suite import ROOT, SOURCE, copied, mutated, require_sound, try_fault
 from tests.tiny_model import TWO_LAYERS, make_model
 
@@ -74,10 +76,27 @@ def test_a_fault_can_be_put_in(fault: Fault) -> None:
     compile(mutated(sound, fault), fault.file, "exec")
 
 
+def test_a_fault_is_as_its_text_said() -> None:
+    """Compares with the table that quoted source text."""
+    assert [(f.name, f.area, f.file, f.test) for f in FAULTS] == [
+        (f.name, f.area, f.file, f.test) for f in text_faults.FAULTS
+    ]
+    for fault, quoted in zip(FAULTS, text_faults.FAULTS, strict=True):
+        sound = (SOURCE / fault.file).read_text(encoding="utf-8")
+        assert sound.count(quoted.old) == 1
+        expected = sound.replace(quoted.old, quoted.new)
+        assert ast.dump(ast.parse(mutated(sound, fault))) == ast.dump(ast.parse(expected))
+
+
 def test_a_fault_that_the_house_no_longer_holds_says_so() -> None:
-    gone = Fault("gone", "table", "config.py", "no such line", "")
-    with pytest.raises(ValueError, match="gone: config.py has 'no such line' 0 times, not once"):
-        mutated("text", gone)
+    gone = Fault("gone", "table", "config", "f", "no_such($x)", "$x")
+    with pytest.raises(PatternError) as error:
+        mutated("def f(a):\n    return such(a)\n", gone)
+    assert str(error.value) == (
+        "the fault 'gone' does not apply to config.py: 'no_such($x)' matches nothing in f. The "
+        "most similar code there:\n  line 2: such(a)\n"
+        "State the fault in tests/mutations/faults.py for the code that is there now."
+    )
 
 
 def found(fault: Fault, folder: Path, size: str) -> None:
