@@ -1,4 +1,4 @@
-"""python -m tests.mutations [--size SIZE] [--seed N] [WORD ...]: runs faults, prints the table."""
+"""Run faults and print a table: python -m tests.mutations [--size SIZE] [--seed N] [WORD ...]."""
 
 import argparse
 import tempfile
@@ -9,12 +9,12 @@ from tests.mutations.suite import copied, require_sound, try_fault
 
 
 def meant(fault: Fault, word: str) -> bool:
-    """Whether the word is the fault's area, or part of its name."""
+    """Return whether the word is the fault's area, or part of its name."""
     return word == fault.area or word in fault.name
 
 
 def main() -> int:
-    """The number of faults that were not found."""
+    """Return the number of faults that were not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations")
     parser.add_argument("words", nargs="*", help="areas, or parts of names; all if left out")
     parser.add_argument("--size", default="default")

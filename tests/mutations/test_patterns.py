@@ -96,7 +96,7 @@ def test_only_what_differs_is_edited(scope: str, old: str, new: str, was: str, n
 @pytest.mark.parametrize(
     ("scope", "old", "new", "message"),
     [
-        ("Rows.steps", "$x < $y", "$x", "'Rows.steps'. Similar names: Rows.step."),
+        ("Rows.steps", "$x < $y", "$x", "'Rows.steps'. Similar names: Rows.step"),
         ("Table.wide", "$x < $y", "$x", "'Table.wide'. Similar names: Rows.wide."),
         ("xyz", "$x < $y", "$x", "there is no function or class 'xyz'. No name is similar."),
         ("Rows.step", "$x < $y", "$x <= $y",
