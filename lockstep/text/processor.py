@@ -738,7 +738,8 @@ class Processor:
         if form is not None:
             compile_wanted(asked, self._compiler())
             grammar = syntax.calls_or_form(syntax.tools(tools, wanted, held=strict), several, form)
-            return CallParams(grammar=grammar, beside_form=True)
+            json_after = syntax.json_after(free_text=False)
+            return CallParams(grammar=grammar, beside_form=True, json_after=json_after)
         if strict:
             raise RequestError(
                 "strict tools are not supported beside this form of the answer with this model; "
@@ -762,7 +763,8 @@ class Processor:
         self.check_tools(tools)
         syntax = self._syntax()
         write = syntax.text_and_calls if auto else syntax.calls_only
-        return CallParams(grammar=write(syntax.tools(tools, choice, held), several))
+        grammar = write(syntax.tools(tools, choice, held), several)
+        return CallParams(grammar=grammar, json_after=syntax.json_after(free_text=auto))
 
     def _syntax(self) -> ToolSyntax:
         """How the model writes calls, which are understood."""
