@@ -355,6 +355,7 @@ class Matcher:
         self._taken = 0  # tokens of the answer that the compiled grammar was led along
         self._tokens: list[int] = []
         self._over = False
+        self.is_free = False
         self._json = compiler.json_reader(recipe.json_after)
         self._state = self._json.start
         self._token_bytes = compiler.tokenizer.token_bytes
@@ -464,6 +465,7 @@ class AfterReasoning:
 
     def __init__(self, inner: Matcher, end: int, begin: int | None) -> None:
         self.accepted = 0
+        self.is_free = False
         self.recipe = replace(inner.recipe, reasoning_end=end, reasoning_begin=begin)
         self.fill = inner.fill
         self._inner = inner
