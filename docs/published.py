@@ -29,7 +29,7 @@ def table() -> Iterator[str]:
     yield "| checkpoint | architecture | weights | result |"
     yield "|---|---|---|---|"
     rows = [(one, *_outcome(one)) for one in CHECKPOINTS.values()]
-    for one, weights, result in sorted(rows, key=lambda row: row[2] != LOADS):
+    for one, weights, result in sorted(rows, key=lambda row: not row[2].startswith(LOADS)):
         names = one.config.get("architectures", ["not in the source"])
         shown = f"{result}, all tensors" if result == LOADS and names_known(one) else result
         yield f"| {one.checkpoint} | {names[0]} | {weights} | {shown} |"
@@ -46,7 +46,8 @@ def _outcome(one: Published) -> tuple[str, str]:
         reason = REASON.match(str(error))
         assert reason is not None, error
         return method, f"refused: `{reason[1]}`"
-    return packing.name if packing else method, LOADS
+    on_gpu = f" on a CPU; a GPU refuses: {one.refused_on_gpu}" if one.refused_on_gpu else ""
+    return packing.name if packing else method, LOADS + on_gpu
 
 
 def page() -> str:

@@ -25,6 +25,11 @@ __all__ = [
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def __dir__() -> list[str]:
+    """Names that an editor or a shell completes, those that are not imported yet included."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     """Imports on first use, so that the command line answers at once."""
     from importlib import import_module

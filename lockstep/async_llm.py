@@ -23,9 +23,9 @@ from lockstep.outputs import RequestOutput
 from lockstep.progress import Progress
 from lockstep.request_group import RequestGroup
 from lockstep.sampling_params import RequestOutputKind, SamplingParams
+from lockstep.text.model_tokenizer import ModelTokenizer
 from lockstep.text.processor import Prompt, TextUpdate
 from lockstep.text.settings import TextSettings
-from lockstep.text.tokenizer import Tokenizer
 
 STEP_SECONDS = 120.0
 """Time limit of a step; the engine's process is restarted after it."""
@@ -121,9 +121,10 @@ class AsyncLLM:
         if self.errored:
             raise EngineDeadError(f"the engine has stopped. {REMEDY}")
 
-    async def get_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises RequestError where skip_tokenizer_init left it out."""
-        return self.processor.text_side("get_tokenizer")
+    async def get_tokenizer(self) -> ModelTokenizer:
+        """Return the tokenizer, with the chat template. Raises RequestError where
+        skip_tokenizer_init left it out."""
+        return ModelTokenizer(self.processor)
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return what LLM.get_default_sampling_params() returns."""

@@ -65,8 +65,8 @@ class EngineConfig(Settings):
 
     model: ModelName | None = setting(
         None,
-        "model folder or hub id; the bundled model if left out",
-        allowed="a folder, a hub id, or None for the bundled model",
+        "model folder, GGUF file or hub id; the bundled model if left out",
+        allowed="a folder, a GGUF file, a hub id, or None for the bundled model",
         remedy="Name one of them.",
     )
     dtype: Dtype = setting(

@@ -19,6 +19,8 @@ from lockstep.spec.config import AUTO, AUTO_DRAFTS
 from lockstep.text.settings import TextSettings
 
 DRAFTING = "speculative_config"
+WITHOUT_SERVER = {"disable_log_stats": True, "enable_log_requests": False}
+"""Settings of the server's log -> values that ask for what Python does: it logs nothing."""
 CALL_DEPTH = 7
 """Frames between warnings.warn and the line that made an LLM."""
 
@@ -36,7 +38,10 @@ class EngineArgs:
     def read(self) -> tuple[EngineConfig, TextSettings]:
         """Return the settings of the engine and of its text side; "auto" drafting is decided by
         the checkpoint. Raises ConfigError or CheckpointError, before a model is loaded."""
-        values = keyword_values(self.settings)
+        settings = dict(self.settings)
+        if settings.get("tokenizer") in (None, self.model):
+            settings.pop("tokenizer", None)
+        values = keyword_values(settings)
         names = [one.name for one in fields(TextSettings) if one.name in values]
         text = TextSettings(**{name: values.pop(name) for name in names})
         chosen = {DRAFTING: AUTO, "hf_overrides": None, **values, "model": self.model}
@@ -74,6 +79,8 @@ def keyword_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
             setter.values[name] = None
         elif value is None and (name in known or flag is not None):
             continue
+        elif WITHOUT_SERVER.get(name) is value:
+            continue
         elif flag is not None and _applies(flag, known):
             _apply(setter, flag, name, value)
         elif name in known:
@@ -100,8 +107,13 @@ def _warn(line: str) -> None:
 
 
 def _in_python(text: str) -> str:
-    """Return a text about flags with the names that they have as keywords."""
-    return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), text)
+    """Return a text about flags with the names that they have as keywords. Commands in
+    backquotes keep their flags."""
+    return re.sub(
+        r"`[^`]*`|--([a-z][a-z-]*)",
+        lambda match: match[1].replace("-", "_") if match[1] else match[0],
+        text,
+    )
 
 
 def _unknown(name: str, known: list[str], flags: Mapping[str, Flag]) -> Exception:

@@ -153,6 +153,19 @@ CALL: Foreign = {
 }
 """Keywords of generate() in vLLM."""
 
+TEMPLATE: Foreign = {
+    "chat_template": ((), "give chat_template to LLM(...)."),
+    "documents": (([],), "give them as a variable that the template reads, by another name."),
+    "padding": ((False,), "call it for each conversation; leave it out."),
+    "truncation": ((False,), "set truncate_prompt_tokens of the SamplingParams."),
+    "max_length": ((), "set truncate_prompt_tokens of the SamplingParams."),
+    "return_tensors": ((), "token ids are a list; make a tensor of it."),
+    "return_dict": ((False,), "token ids are a list; leave it out."),
+    "return_assistant_tokens_mask": ((False,), "leave it out."),
+    "tokenizer_kwargs": (({},), "set tokenize=False and call encode()."),
+}
+"""Keywords of apply_chat_template() in transformers that are no variables of the template."""
+
 CHAT: Foreign = {
     **CALL,
     "chat_template": ((), "give chat_template to LLM(...)."),
@@ -161,3 +174,18 @@ CHAT: Foreign = {
     "response_format": ((), "set structured_outputs of the SamplingParams."),
 }
 """Keywords of chat() in vLLM."""
+
+_GENERATES = "models generate text here; serve embeddings and scores by another engine."
+_ONE_PROCESS = "the engine is one process; use engine, the engine itself."
+_TRACE = "measure a step's kernels by `lockstep bench --trace`."
+METHODS: Mapping[str, str] = {
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _GENERATES),
+    **dict.fromkeys(("collective_rpc", "apply_model"), _ONE_PROCESS),
+    **dict.fromkeys(("start_profile", "stop_profile"), _TRACE),
+    "sleep": "close() frees the memory; make a new LLM later.",
+    "wake_up": "close() frees the memory; make a new LLM later.",
+    "get_metrics": "engine.stats has the counters.",
+    "set_tokenizer": "the tokenizer is the checkpoint's.",
+    "model_config": "engine.config and engine.plan have the settings.",
+}
+"""Methods of vLLM's LLM that are not here -> what to do instead."""

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from numbers import Number
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Inbox, Update
@@ -18,11 +18,12 @@ from lockstep.engine.host import MakeGrammar, give_way
 from lockstep.engine.in_thread import ThreadTransport
 from lockstep.engine_args import EngineArgs
 from lockstep.errors import EngineDeadError, RequestError, brief
-from lockstep.keywords import CALL, CHAT, check_keywords
+from lockstep.keywords import CALL, CHAT, METHODS, check_keywords
 from lockstep.outputs import RequestOutput
 from lockstep.progress import Progress, progress_bar
 from lockstep.request_group import ReplyReader, RequestGroup
 from lockstep.sampling_params import SamplingParams
+from lockstep.text.model_tokenizer import ModelTokenizer
 from lockstep.text.processor import Processor, Prompt
 from lockstep.text.settings import TextSettings
 from lockstep.text.template import check_kwargs
@@ -129,9 +130,10 @@ class LLM:
         """The engine, by vLLM's name."""
         return self.engine
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises RequestError where skip_tokenizer_init left it out."""
-        return self.processor.text_side("get_tokenizer")
+    def get_tokenizer(self) -> ModelTokenizer:
+        """Return the tokenizer, with the chat template. Raises RequestError where
+        skip_tokenizer_init left it out."""
+        return ModelTokenizer(self.processor)
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return what requests get that name no sampling parameters, as over HTTP: the checkpoint's
@@ -140,7 +142,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] | None = 0,
@@ -255,6 +257,14 @@ class LLM:
             "not apply. Call generate() with temperature=0, or with n and logprobs, and choose by "
             "cumulative_logprob."
         )
+
+    if not TYPE_CHECKING:  # a type checker shall still find misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError, with the remedy for a method of vLLM's that is not here."""
+            if name in METHODS:
+                raise AttributeError(f"LLM has no {name}: {METHODS[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def close(self) -> None:
         """End the engine after its present step and release its memory.
@@ -379,10 +389,10 @@ class _Call:
             self._show(self._num_finished, len(self._groups))
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
     """One prompt or several as a list; what is no prompt at all is left for the processor."""
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence):
-        return [prompts]
+        return [prompts]  # type: ignore[list-item]
     if prompts and isinstance(prompts[0], Number):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

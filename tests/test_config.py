@@ -19,8 +19,8 @@ from tests.tiny_model import make_model
 KV_FORMATS = "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head, "
 KV_FORMATS += "turboquant_k8v4, turboquant_4bit_nc, turboquant_k3v4_nc, turboquant_3bit_nc"
 BAD: list[tuple[str, Any, str]] = [
-    ("model", 5, "a folder, a hub id"),
-    ("model", "", "a folder, a hub id"),
+    ("model", 5, "a folder, a GGUF file, a hub id"),
+    ("model", "", "a folder, a GGUF file, a hub id"),
     ("dtype", "fp8", "auto, float32, bfloat16, float16"),
     ("dtype", None, "auto, float32"),
     ("quantization", 4, "fp8, int8, int4"),

@@ -29,6 +29,7 @@ from tests.tiny_model import make_model
         ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}),
         ({"tokenizer_mode": "auto", "cpu_offload_gb": 0, "task": "generate"}, {}),
         ({"reasoning_parser": "qwen3", "num_snapshots": 3}, None),
+        ({"disable_log_stats": True, "enable_log_requests": False}, {}),
     ],
     ids=str,
 )
@@ -54,6 +55,8 @@ def test_a_flag_without_effect_is_a_warning_in_pythons_words() -> None:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not.*tensor_parallel_size"),
         ({"enable_lora": True}, "enable_lora=True is not supported: merge the adapter"),
         ({"tokenizer": "other"}, "tokenizer='other' is not allowed.*another tokenizer.json"),
+        ({"revision": "v2"}, "revision='v2' is not.*`hf download ID --revision REVISION`"),
+        ({"disable_log_stats": False}, "disable_log_stats is a setting of the HTTP server"),
         ({"api_key": "k"}, "api_key is a setting of the HTTP server.*--api-key of lockstep serve"),
         ({"request_timeout": 3.0}, "request_timeout is a setting of the HTTP server"),
         ({"gpu_memory_utilisation": 0.5}, "Did you mean gpu_memory_utilization"),

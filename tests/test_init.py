@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lockstep
+
 ROOT = Path(__file__).parent.parent
 LOADED = """
 import ctypes, importlib.util, pathlib, sys
@@ -25,6 +27,10 @@ def run(code: str, **settings: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+def test_names_that_are_imported_later_are_listed() -> None:
+    assert {*lockstep.__all__, "__file__"} <= {*dir(lockstep)}
 
 
 def test_threads_that_wait_give_their_core_away() -> None:

@@ -1,6 +1,7 @@
 """LLM on the bundled model: what is asked for is what comes, and a bad request harms nobody."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -308,6 +309,63 @@ def test_a_chat_is_read_as_over_http(llm: LLM) -> None:
     assert [(c.name, json.loads(c.arguments)) for c in done.tool_calls] == calls_of(llm, must)
     assert all(call.id for call in done.tool_calls) and not done.parser_errors
     assert llm.generate(TEXT, GREEDY)[0].outputs[0].content is None
+
+
+def test_a_tokenizer_renders_chats(llm: LLM) -> None:
+    """Ids are those of chat(); the text, sent as a prompt, gives the same answer."""
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(
+        QUESTION, TOOLS, tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer.apply_chat_template(QUESTION, TOOLS, add_generation_prompt=True)
+    (out,) = llm.chat(QUESTION, GREEDY, tools=TOOLS)
+    assert (out.prompt, out.prompt_token_ids) == (text, ids)
+    assert llm.generate(text, GREEDY)[0].outputs[0].token_ids == out.outputs[0].token_ids
+    begun = tokenizer.apply_chat_template(QUESTION, TOOLS, tokenize=False)
+    assert isinstance(text, str) and text.startswith(begun) and text != begun
+    spelled = [{"role": "user", "content": tokenizer.eos_token}]
+    assert tokenizer.eos_token_id not in tokenizer.apply_chat_template(spelled)[:-2]
+    thinking = {"enable_thinking": True, "add_generation_prompt": True, "tokenize": False}
+    assert tokenizer.apply_chat_template(QUESTION, **thinking).endswith("<think>\n")
+    for wrong in ({"chat_template": "x"}, {"return_tensors": "pt"}):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            tokenizer.apply_chat_template(QUESTION, **wrong)
+
+
+def test_a_tokenizer_has_what_transformers_has(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer(TEXT) == {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    assert (
+        tokenizer.decode(ids) == TEXT
+        and tokenizer.decode(ids[0]) + tokenizer.decode(ids[1:]) == TEXT
+    )
+    eos = tokenizer.eos_token_id
+    assert tokenizer.convert_ids_to_tokens(eos) == tokenizer.eos_token
+    assert tokenizer.convert_tokens_to_ids([tokenizer.eos_token, "no token"]) == [eos, None]
+    assert eos in tokenizer.all_special_ids and tokenizer.decode([eos]) == tokenizer.eos_token
+    assert tokenizer.decode([eos], skip_special_tokens=True) == ""
+    assert tokenizer.vocab_size <= len(tokenizer) == len(tokenizer.get_vocab())
+    assert tokenizer.bos_token_id is None or tokenizer.bos_token is not None
+    assert "messages" in (tokenizer.chat_template or "")
+    with pytest.raises(RequestError, match="half a surrogate"):
+        tokenizer.encode("\ud800")
+
+
+@pytest.mark.parametrize(("name", "said"), [("embed", "generate text"), ("sleep", "close()")])
+def test_methods_of_vllm_that_are_not_here_say_what_to_do(llm: LLM, name: str, said: str) -> None:
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=f"LLM has no {name}: .*{re.escape(said)}"):
+        getattr(llm, name)
+    with pytest.raises(AttributeError, match="no attribute 'embeds'"):
+        llm.embeds  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_old_keywords_of_generate_are_explained(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"prompt_token_ids=.* is not supported: send \["):
+        llm.generate(prompt_token_ids=[[1, 2]])
+    with pytest.raises(RequestError, match="prompt=None is not allowed"):
+        llm.generate()
 
 
 def test_prompts_as_vllm_has_them(llm: LLM) -> None:

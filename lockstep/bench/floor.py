@@ -16,6 +16,7 @@ from lockstep.layers.build import Build
 from lockstep.layers.kv import KVLayers
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
+from lockstep.models.shards import has_weights
 from lockstep.quant import packing_of
 from lockstep.runner.floor import Floor, StepCosts, StepFloor
 from lockstep.spec import Passes, drafter_module, passes_of
@@ -56,7 +57,7 @@ def sketch(
     drafting = drafter_module(options.method) if options else None
     checkpoint = Checkpoint.read(folder, overrides)
     draft = None
-    tensors = checkpoint.tensors() if any(folder.glob("*.safetensors")) else None
+    tensors = checkpoint.tensors() if has_weights(folder) else None
     with FakeTensorMode():
         build = Build(
             "cpu",

@@ -18,6 +18,7 @@ from lockstep.check.report import Report, Tally
 from lockstep.errors import ConfigError
 from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.llm import LLM
+from lockstep.models.gguf.folder import holds_gguf
 from lockstep.sampling_params import SamplingParams
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
@@ -34,6 +35,12 @@ def load_oracle(llm: LLM) -> Any:
             "--oracle is not allowed with load_format='dummy': no other engine has these weights. "
             "Leave one of them out."
         )
+    folder = llm.engine.plan.model_path
+    if holds_gguf(folder):
+        raise ConfigError(
+            "--oracle is not allowed with a GGUF file: the comparison loads safetensors. Leave it "
+            "out, or name the model's safetensors."
+        )
     packed = llm.engine.checkpoint.quantization() is not None
     if packed or llm.engine.config.quantization:
         raise ConfigError(
@@ -48,7 +55,6 @@ def load_oracle(llm: LLM) -> Any:
         ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    folder = llm.engine.plan.model_path
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 

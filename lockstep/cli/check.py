@@ -1,11 +1,12 @@
 """lockstep check: that the answer never changes, on this machine."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -37,9 +38,9 @@ SHARED = (
 """The settings that a check takes from the user; it varies the others itself. The drafter of a
 speculative_config is checked beside those that the checkpoint allows by itself."""
 LEGEND = (
-    "Equal of all, by what drafted. sampling: tests of distributions; world: random requests that "
-    "come and go; all else: fixed cases. told: drafts that are the answer itself, at some places "
-    "wrong."
+    "Cases that are equal to the plain run, of all cases. sampling: tests of distributions; world: "
+    "random requests that come and go; the others are fixed cases. told: drafts that are the "
+    "answer, with errors at some positions."
 )
 ALL = "all"
 """Of kv_cache_dtype: every format in turn."""
@@ -202,7 +203,7 @@ def _show(report: "Report", logits: bool, json: bool) -> None:
     if json:
         print_json(report.to_json())
     else:
-        _print(report, _logits_table(report) if logits else _table(report))
+        _print(report, _table(report, logits))
 
 
 def _run(
@@ -245,32 +246,33 @@ def _refuse_varied(settings: dict[str, Any]) -> None:
         )
 
 
-def _table(report: "Report") -> Table:
-    """Drafts by phase and graph mode."""
-    graphs = list(dict.fromkeys(t.setup.graph for t in report.tallies))
-    phases = list(dict.fromkeys(t.setup.phase for t in report.tallies))
-    columns = [(p, g) for p in phases for g in graphs]
-    table = Table("drafts", *(p if len(graphs) == 1 else f"{p}, {g}" for p, g in columns))
-    table.caption = LEGEND
-    for drafting in dict.fromkeys(t.setup.drafting for t in report.tallies):
-        own = [t for t in report.tallies if t.setup.drafting == drafting]
-        cells = ([t for t in own if (t.setup.phase, t.setup.graph) == c] for c in columns)
-        table.add_row(drafting, *(_cell(found) for found in cells))
+def _table(report: "Report", logits: bool) -> Table:
+    """Return the cases of a report: a row per drafter and graph mode, a column per kind of case.
+
+    Where logits are compared, all chunk sizes of an engine are one kind.
+    """
+
+    def kind(tally: "Tally") -> str:
+        if not logits:
+            return tally.setup.phase
+        return "chunks" if tally.batch.startswith("chunks") else tally.batch
+
+    kinds = list(dict.fromkeys(map(kind, report.tallies)))
+    table = Table("drafts", "graph", box=SIMPLE_HEAD, padding=0)  # 80 columns hold all kinds
+    table.caption = None if logits else LEGEND
+    for name in kinds:
+        table.add_column(name, justify="right")
+    for row in _rows(report.tallies):
+        tallies = [t for t in report.tallies if (t.setup.drafting, t.setup.graph) == row]
+        table.add_row(*row, *(_cell([t for t in tallies if kind(t) == name]) for name in kinds))
     return table
 
 
-def _logits_table(report: "Report") -> Table:
-    """Engines by what they ran; all chunk sizes of an engine in one column."""
-
-    def column(batch: str) -> str:
-        return "chunks" if batch.startswith("chunks") else batch
-
-    columns = list(dict.fromkeys(column(t.batch) for t in report.tallies))
-    table = Table("drafts", "graph", *columns)
-    for key in dict.fromkeys((t.setup.drafting, t.setup.graph) for t in report.tallies):
-        own = [t for t in report.tallies if (t.setup.drafting, t.setup.graph) == key]
-        table.add_row(*key, *(_cell([t for t in own if column(t.batch) == c]) for c in columns))
-    return table
+def _rows(tallies: "Sequence[Tally]") -> list[tuple[str, str]]:
+    """Return the pairs of drafter and graph mode, drafters in the order in which they ran."""
+    drafters = list(dict.fromkeys(t.setup.drafting for t in tallies))
+    rows = dict.fromkeys((t.setup.drafting, t.setup.graph) for t in tallies)
+    return sorted(rows, key=lambda row: drafters.index(row[0]))
 
 
 def _cell(tallies: "list[Tally]") -> str:

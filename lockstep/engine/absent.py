@@ -28,6 +28,7 @@ from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Product
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.shards import has_weights
 from lockstep.quant import packing_of
 from lockstep.runner import memory
 from lockstep.runner.planner import why_not
@@ -58,8 +59,8 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
     packing = packing_of(checkpoint.quantization(), config.quantization)
     limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
-    has_weights = any(checkpoint.folder.glob("*.safetensors"))
-    dry_engine = DryEngine(config, checkpoint, limits, packing, card, has_weights)
+    known = has_weights(checkpoint.folder)
+    dry_engine = DryEngine(config, checkpoint, limits, packing, card, known)
     limits, planned = plan(config, limits, dry_engine, total)
     build = dry_engine.build
     with dry_engine.mode:

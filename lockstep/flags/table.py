@@ -173,9 +173,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts(
             "load-format",
-            "safetensors, or random weights",
+            "safetensors or GGUF, whichever the checkpoint has, or random weights",
             means={
                 "safetensors": "auto",
+                "gguf": "auto",
                 "hf": "auto",
                 "fastsafetensors": "auto",
                 "runai_streamer": "auto",
@@ -212,7 +213,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         refused(
             "tokenizer",
-            "the tokenizer is the checkpoint's; put another tokenizer.json into its folder.",
+            "the tokenizer is the checkpoint's; put another tokenizer.json into its folder. A GGUF "
+            "file has its own.",
         ),
         refused(
             "tokenizer-revision",
@@ -224,7 +226,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "tokenizer.json is read; leave it out.",
             same=("auto", "hf"),
         ),
-        refused("hf-config-path", "config.json is the checkpoint's; change it by --hf-overrides."),
+        refused(
+            "hf-config-path",
+            "config.json is the checkpoint's, or of a GGUF file its metadata; change settings by "
+            "--hf-overrides.",
+        ),
         refused("config-format", "config.json is read; leave it out.", same=("auto", "hf")),
         refused("hf-token", "set HF_TOKEN, or log in by `hf auth login`; leave it out."),
         refused("runner", NO_POOLING, same=("auto", "generate")),

@@ -115,8 +115,11 @@ class Build:
         return own | {name: self.found(name) for name in names}
 
     def layout(self, module: Module) -> Layout | None:
-        """How the weight of a linear map is packed; None: it is not."""
-        return None if self.packing is None else self.packing.layout(module)
+        """Return how the weight of a linear map is packed; None: it is not."""
+        packing = self.packing
+        if packing is None or (packing.plain_on_cpu and self.device == "cpu"):
+            return None
+        return packing.layout(module)
 
     def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
         """The function that serves this op here."""

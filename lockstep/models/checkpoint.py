@@ -1,6 +1,6 @@
 """A checkpoint: a folder with a model, what its config.json says, and the tensors that it has."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models import architecture
+from lockstep.models.gguf.tensors import GGUFShard
 from lockstep.models.json_files import read_config, read_object
 from lockstep.models.overrides import overridden
 from lockstep.models.shards import Shard, shards
@@ -57,7 +58,7 @@ class Checkpoint:
         return found
 
     @cached_property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> Sequence[Shard | GGUFShard]:
         """The files to read, found once. Raises CheckpointError where one is missing."""
         return shards(self.folder)
 
@@ -86,8 +87,7 @@ class Checkpoint:
         for shard in self.shards:
             with shard.open() as (file, names):
                 for name in names:
-                    part = file.get_slice(name)
-                    info = TensorInfo(name, tuple(part.get_shape()), part.get_dtype())
+                    info = file.info(name)
                     (module, _, suffix) = self.key(name).rpartition(".")
                     modules.setdefault(module, {})[suffix] = info
         return modules

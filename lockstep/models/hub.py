@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.gguf.folder import SUFFIX, gguf_files, holds_gguf, translated
 from lockstep.models.shards import EXTRA_FILE, read_index
 from lockstep.settings import why_unread
 
@@ -22,7 +23,8 @@ SETTINGS = ["config.json", "*quant*config.json"]
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 """NAME, or OWNER/NAME: any other text can only be a path."""
 REMEDY = (
-    "Name a folder with config.json and *.safetensors, or a hub id that can be reached from here."
+    "Name a folder with config.json and *.safetensors, a GGUF file, or a hub id that can be "
+    "reached from here."
 )
 TEXT_FILES = ["*.json", "*.jinja"]
 WEIGHTS = ["*.safetensors"]
@@ -31,21 +33,27 @@ SUBFOLDERS = ["*/*.safetensors"]
 
 
 def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
-    """The checkpoint folder of a path or a hub id. weights, field: as in fetch().
+    """Return the checkpoint folder of a path or a hub id. weights, field: as in fetch().
 
-    Raises ConfigError.
+    Of a GGUF file, or a folder that holds one, it is the folder that the file stands for.
+    Raises ConfigError, or CheckpointError for a GGUF file that cannot be read.
     """
+    path = Path(model)
     try:
-        if stat.S_ISDIR(os.stat(model).st_mode):
-            return Path(model)
+        is_folder = stat.S_ISDIR(os.stat(model).st_mode)
         reason = "it is a file"
     except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
+        is_folder = None
         reason = why_unread(error)
         if isinstance(error, PermissionError):
             raise ConfigError(
                 f"{field}={model[:200]!r} cannot be read: {reason}. Change its permissions, or run "
                 "as a user who may read it."
             ) from None
+    if is_folder and not holds_gguf(path):
+        return path
+    if is_folder or (is_folder is not None and path.suffix == SUFFIX):
+        return translated(gguf_files(path))
     if not HUB_ID.fullmatch(model):
         raise ConfigError(
             f"{field}={model[:200]!r} is no folder that is there, and no hub id, such as "

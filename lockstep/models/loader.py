@@ -19,6 +19,7 @@ from lockstep.models.json_files import some
 from lockstep.models.reading import ConfigReader
 from lockstep.models.shards import files_left_out
 from lockstep.quant import Packing, Slot
+from lockstep.quant.slot import PLAIN
 
 log = logging.getLogger(__name__)
 
@@ -144,13 +145,13 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
                 if key in filled:
                     faults["doubled"].append(name)
                 elif key in wanted:
-                    tensor = file.get_tensor(name)
+                    tensor = file.read(name, wanted[key].dtypes)
                     faults["unfit"] += _fill(name, wanted[key], tensor)
                     filled.add(key)
                     done += tensor.nbytes
                     progress(done, total)
                 elif key == TIED_HEAD and source.embedding is not None:
-                    twins.append((name, file.get_tensor(name)))
+                    twins.append((name, file.read(name, PLAIN)))
                 elif not source.ignored(name):
                     faults["spare"].append(name)
         behind += shard.path.stat().st_size

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import CheckpointError, ConfigError, brief
 from lockstep.models.hub import HUB_ID, TEXT_FILES, WEIGHTS, weight_patterns
@@ -61,17 +60,15 @@ class Request:
         folder = None if local_dir is None else Path(local_dir)
         return cls(model, revision, folder, (file,) if colon else (), tuple(include))
 
-    def fetch(self, names: Sequence[str], **options: Any) -> Path:
+    def fetch(self, names: Sequence[str]) -> Path:
         """Download the files of these names, and return their folder."""
         from huggingface_hub import snapshot_download
 
-        patterns = [glob.escape(name) for name in names]
         folder = snapshot_download(
             self.model,
             revision=self.revision,
             local_dir=self.local_dir,
-            allow_patterns=patterns or None,
-            **options,
+            allow_patterns=[glob.escape(name) for name in names],
         )
         return Path(folder)
 
@@ -94,8 +91,9 @@ def pull(request: Request, progress: Progress, note: Callable[[str], None]) -> P
 
     if constants.HF_HUB_OFFLINE:
         return _offline(request)
-    with _plain_errors(request):
+    with _plain_errors(request), _quiet():
         sizes = _listing(request)
+        # Settings come first: the index among them says which files hold the weights.
         texts = [] if request.files else _matching(sizes, TEXT_FILES)
         folder = request.fetch(texts) if texts else None
         weights = _weights(request, sizes, folder)
@@ -107,7 +105,7 @@ def pull(request: Request, progress: Progress, note: Callable[[str], None]) -> P
             f"{request.model}: {len(wanted)} files, {sum(wanted.values()) / 1e9:.2f} GB, of which "
             f"{here / 1e9:.2f} GB are here"
         )
-        with _shown(request, wanted, progress), _quiet():
+        with _shown(request, wanted, progress):
             folder = request.fetch([*wanted])
     lost = [name for name, size in wanted.items() if not _has_size(folder / name, size)]
     if lost:
@@ -236,9 +234,11 @@ def _shown(request: Request, wanted: Mapping[str, int], progress: Progress) -> I
     """Show how many bytes have arrived, while the files are downloaded."""
     ended = threading.Event()
     partial = _partial_folder(request)
+    # A download that was killed leaves its partial file, which counts for nothing.
     stale = {path for path in partial.rglob("*.incomplete")} if partial.is_dir() else set()
 
     def watch() -> None:
+        # The client tells of progress in ways that change with its releases; sizes of files do not.
         while not ended.wait(POLL_SECONDS):
             done = sum(size for name, size in wanted.items() if _is_here(request, name, size))
             for path in partial.rglob("*.incomplete"):
@@ -319,7 +319,10 @@ def _remedy(request: Request, error: Exception) -> str:
     if status is not None:
         return "The hub is at fault or busy: run the same command again later."
     if isinstance(error, OSError) and error.errno is not None:
-        return "Change the permissions of the folder, or name another by --local-dir or HF_HOME."
+        return (
+            "Free room on the disk or change the permissions of the folder, or name another folder "
+            "by --local-dir or HF_HOME."
+        )
     return (
         "Run the same command again: the files that are whole are kept. Where the hub is out of "
         f"reach: {elsewhere(request)}"

@@ -1,16 +1,21 @@
 """The safetensors files that hold a checkpoint's tensors, by its index where it has one."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from lockstep.errors import CheckpointError, choice_error
+from lockstep.models.gguf.folder import gguf_files, holds_gguf
+from lockstep.models.gguf.tensors import GGUFShard, gguf_shards
 from lockstep.models.json_files import read_object, some
+from lockstep.quant import TensorInfo
 from lockstep.settings import why_unread
 
 INDEX = "model.safetensors.index.json"
@@ -21,6 +26,23 @@ OTHER_LAYOUTS = ("consolidated*.safetensors",)
 ADAPTER_FILES = ("adapter_*.safetensors",)
 """Files of PEFT that hold changes of a model's weights, not weights."""
 SHARD_NAME = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """An open safetensors file."""
+
+    file: Any
+
+    def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor, from the header."""
+        part = self.file.get_slice(name)
+        return TensorInfo(name, tuple(part.get_shape()), part.get_dtype())
+
+    def read(self, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
+        """Return a tensor in the dtype of the file, whichever are asked for."""
+        tensor: Tensor = self.file.get_tensor(name)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -35,7 +57,7 @@ class Shard:
     expected: frozenset[str]
 
     @contextmanager
-    def open(self, values: bool = False) -> Iterator[tuple[Any, list[str]]]:
+    def open(self, values: bool = False) -> Iterator[tuple[TensorFile, list[str]]]:
         """Open the file; yield it and the names of its tensors that are part of the checkpoint.
 
         A tensor that the index places in another file is left out. values: whether tensors are
@@ -51,7 +73,7 @@ class Shard:
                 stored = file.keys()
                 self._check_listed(set(stored))
                 listed = (name for name in stored if self.index.get(name, file_name) == file_name)
-                yield file, list(listed)
+                yield TensorFile(file), list(listed)
         except (SafetensorError, OSError) as error:
             remedy = "Fetch the file again."
             if isinstance(error, PermissionError):
@@ -93,16 +115,19 @@ def _safetensors(folder: Path) -> list[Path]:
         ) from None
 
 
-def shards(folder: Path) -> list[Shard]:
+def shards(folder: Path) -> Sequence[Shard | GGUFShard]:
     """Return the files to read, in the order of their names.
 
-    With model.safetensors.index.json these are the files that it names. Without it they are all
+    GGUF files are read where there are no safetensors. Of these, with
+    model.safetensors.index.json, the files are those that it names. Without it they are all
     *.safetensors of the folder but adapters and copies in another layout.
 
     Raises:
         CheckpointError: no file is there, or one that the index or a file name announces is not.
     """
     files = {path.name: path for path in _safetensors(folder)}
+    if not files and holds_gguf(folder):
+        return gguf_shards(gguf_files(folder))
     index = read_index(folder)
     _check_index(folder, index, files)
     if index:
@@ -120,6 +145,11 @@ def shards(folder: Path) -> list[Shard]:
         for name, path in files.items()
         if name in named
     ]
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether there are weight files in the folder."""
+    return any(folder.glob("*.safetensors")) or holds_gguf(folder)
 
 
 def files_left_out(folder: Path, read: set[str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ __all__ = [
     "packing_of",
 ]
 
+GGUF = "lockstep.quant.gguf_packing"
 FORMATS: dict[str, str] = {
     "gptq": "lockstep.quant.gptq",
     "awq": "lockstep.quant.awq",
@@ -36,6 +37,7 @@ FORMATS: dict[str, str] = {
     "modelopt": "lockstep.quant.modelopt",
     "modelopt_fp4": "lockstep.quant.modelopt",
     "modelopt_mixed": "lockstep.quant.modelopt",
+    "gguf": GGUF,
 }
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "gptq_marlin": ("gptq",),
@@ -78,6 +80,8 @@ def packing_of(settings: Mapping[str, Any] | None, chosen: str | None = None) ->
             ", ".join(FORMATS),
             "Serve a checkpoint in one of these formats, or one that is not packed.",
         )
+    if chosen in METHODS and FORMATS[method] == GGUF:
+        return _rounding(chosen)  # a file's blocks are dequantized, and rounded anew
     if chosen is not None and not same_format(chosen, method):
         remedy = f"The checkpoint is packed already, as {method}; leave the setting out."
         raise choice_error(ConfigError, "quantization", chosen, f"{method!r} or None", remedy)

@@ -113,6 +113,7 @@ BY_FORMAT: Mapping[str, Mapping[str, str]] = {
     "compressed-tensors": {**COMMON, **_OF_COMPRESSED_TENSORS},
     "modelopt": COMMON,
     "fp8": {**COMMON, **_OF_FP8},
+    "gguf": COMMON,
 }
 """Settings that may be ignored, by the format whose code reads the others."""
 

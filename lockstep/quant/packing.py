@@ -107,12 +107,14 @@ class Packing(ABC):
     unused: last parts of the names of tensors that it may have and that nothing here asks for.
     notes: what its settings ask for and is not done, a line each. other_kv: the setting by which
     its static scales of the KV cache are of another format than fp8; None: of fp8.
+    plain_on_cpu: weights are plain on a CPU, filled with what the checkpoint's reader dequantizes.
     """
 
     name: str
     unused: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     other_kv: str | None = None
+    plain_on_cpu: bool = False
 
     @abstractmethod
     def layout(self, module: Module) -> Layout | None:

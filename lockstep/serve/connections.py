@@ -1,17 +1,18 @@
 """Connections with bounds on time and size.
 
 The bounds hold for a request's head, for the reading of an answer, for the rest of a refused body,
-and for the number of connections: the longest idle one is closed for a new one.
+and for the number of connections: the longest idle one is refused for a new one.
 """
 
 import asyncio
+import math
 from typing import Any
 
 import h11
 from pydantic_core import to_json
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from lockstep.serve.problems import error_object
+from lockstep.serve.problems import RETRY_AFTER, error_object
 
 HEAD_SECONDS = 10.0
 """Time that a request's head may take to arrive, and that a new connection may stay silent."""
@@ -135,7 +136,7 @@ class _Transport:
         if self.is_closing():
             return
         self._closing = True
-        if self._protocol.conn.may_get_more:
+        if self._protocol.is_refused or self._protocol.conn.may_get_more:
             self._protocol.drop_rest()
         else:
             self._transport.close()
@@ -151,10 +152,12 @@ class BoundedProtocol(H11Protocol):
     nothing of an answer can be sent, and on what is read after an answer.
 
     A subclass sets `most`, and `max_dropped_bytes` where larger bodies are allowed. A connection
-    that has no request in progress is idle: it is closed when its head is late, and, the longest
-    idle first, where a new one finds no room. A connection that closes while the client is still
-    sending is half-closed, and the rest is read and dropped: closing at once would reset it, and
-    the client would see a reset instead of the answer.
+    that has no request in progress is idle: it is closed when its head is late. A connection beyond
+    `most` takes the place of the one that has been idle for longest; where none is idle, it is
+    refused. Refused connections get a 503 and do not count; if more than a quarter of `most` are
+    open, the oldest is reset. A connection that closes while the client is still sending is
+    half-closed, and the rest is read and dropped: closing at once would reset it, and the client
+    would see a reset instead of the answer.
     """
 
     most = 1000
@@ -174,15 +177,16 @@ class BoundedProtocol(H11Protocol):
         self._heard_at = 0.0
         self._dropped_bytes = 0
         self._is_resting = False
+        self.is_refused = False
         self.idle_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give a new client a place, or turn it away."""
+        """Take a new connection, or refuse one where there are too many."""
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
-        if len(self.connections) > self.most and not self._make_room():
-            transport.abort()
-            return
-        self._wait_for_head(self.head_seconds)
+        if len(self.connections) > self.most:
+            self._make_room()
+        if not self.is_refused:
+            self._wait_for_head(self.head_seconds)
 
     def data_received(self, data: bytes) -> None:
         """Read what came, or drop it where the connection is closing."""
@@ -241,13 +245,34 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
         self._wait_for_reader()
 
-    def _send_error(self, status: int, message: str) -> None:
-        body = to_json(error_object(message))
+    def refuse(self) -> None:
+        """Answer with a 503 and close, for there are too many connections.
+
+        A client that waits between two requests gets no answer: it asks again on a new connection.
+        """
+        self.is_refused = True
+        may_answer = self.conn.our_state is h11.IDLE and not self._is_resting
+        self._stop_waiting()
+        if may_answer:
+            self._send_error(
+                503,
+                f"more than {self.most} connections are open (--limit-concurrency). Try later.",
+                "server_error",
+            )
+            self.transport.close()
+        else:
+            self.transport.close_now()
+            self._wait_for_reader()
+
+    def _send_error(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
+        body = to_json(error_object(message, kind))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
+        if status in RETRY_AFTER:
+            headers.append((b"retry-after", RETRY_AFTER[status].encode()))
         head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
@@ -336,14 +361,17 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
         self._wait_for_reader()
 
-    def _make_room(self) -> bool:
-        """Closes the connection that has been idle for longest; False if all of them are busy."""
-        idle = [
-            connection
-            for connection in self.connections
-            if isinstance(connection, BoundedProtocol) and connection.idle_since is not None
-        ]
-        if not idle:
-            return False
-        min(idle, key=lambda connection: connection.idle_since or 0.0).transport.abort()
-        return True
+    def _make_room(self) -> None:
+        """Refuse the connection that has been idle for longest, or this one if none is idle."""
+        mine = [one for one in self.connections if isinstance(one, BoundedProtocol)]
+        refused = [one for one in mine if one.is_refused]
+        if len(refused) > self.most // 4:
+            min(refused, key=_idle_since).transport.abort()
+        if len(mine) - len(refused) > self.most:
+            idle = [one for one in mine if one.idle_since is not None and not one.is_refused]
+            min(idle, key=_idle_since, default=self).refuse()
+
+
+def _idle_since(connection: BoundedProtocol) -> float:
+    """Return since when a connection is idle; one that is busy comes last."""
+    return math.inf if connection.idle_since is None else connection.idle_since

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from lockstep.errors import (
@@ -142,17 +143,33 @@ def add_handlers(app: FastAPI) -> None:
         status = error.status_code if isinstance(error, HTTPException) else 500
         where = f"{request.method} {request.url.path}"[:SHOWN]
         message = f"{where}: {getattr(error, 'detail', '')}"
+        methods = _methods_of_path(request) if status == 405 else ""
+        if methods:
+            message = f"{message}; allowed: {methods}."
         if isinstance(error.__cause__, (ValueError, RecursionError)):
             why = str(error.__cause__)[:SHOWN]
             message = f"the body is not JSON: {why}. Send one JSON object, in UTF-8."
         found = response(status, error_object(message), request.scope)
         found.headers.update(getattr(error, "headers", None) or {})
+        if methods:
+            found.headers["Allow"] = methods
         return found
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     for kind in (LockstepError, Exception):
         app.add_exception_handler(kind, known)
+
+
+def _methods_of_path(request: Request) -> str:
+    """Return the methods that the path of a request takes; an error of the router names those of
+    the first of its routes alone."""
+    methods: set[str] = set()
+    # Routes are tried in their order, and each names its own methods in a 405.
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods))
 
 
 def _faults(error: RequestValidationError) -> list[dict[str, Any]]:

@@ -35,7 +35,8 @@ from lockstep.text.processor import Processor
 
 log = logging.getLogger("lockstep.serve")
 
-BACKLOG = 128
+BACKLOG = 2048
+"""Connections that wait to be taken, as in uvicorn; more of them time out or are reset."""
 SPARE_DESCRIPTORS = 64
 """Descriptors that are not for connections: files, the engine, logs."""
 TLS_FILES = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
@@ -323,7 +324,8 @@ def _config(app: FastAPI, options: Options) -> uvicorn.Config:
     """uvicorn's settings, loaded."""
 
     class Protocol(BoundedProtocol):
-        most = max(1, min(options.connections, raise_descriptors() - SPARE_DESCRIPTORS))
+        # A quarter more may be open for a moment: those that are refused.
+        most = max(1, min(options.connections, (raise_descriptors() - SPARE_DESCRIPTORS) * 4 // 5))
         # Whoever sends a body of an allowed size reads the answer that refuses it.
         max_dropped_bytes = max(MAX_DROPPED_BYTES, options.rules.body_bytes)
 

@@ -10,6 +10,7 @@ from lockstep.errors import CheckpointError
 from lockstep.layers.build import Build
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.shards import has_weights
 from lockstep.settings import setting
 from lockstep.spec.chain import ChainDrafter, passes
 from lockstep.spec.drafter import DraftContext, DraftModule
@@ -53,7 +54,7 @@ def _has_module(checkpoint: Checkpoint) -> bool:
     if prefix is None:
         return False
     said = checkpoint.raw.get("text_config", checkpoint.raw).get(_setting(checkpoint))
-    if said == 0 or not any(checkpoint.folder.glob("*.safetensors")):
+    if said == 0 or not has_weights(checkpoint.folder):
         return bool(said)
     return any(checkpoint.key(name).startswith(prefix) for name in checkpoint.names())
 

@@ -1,5 +1,7 @@
 """A check that is ended from outside reports what it has compared, and says that it is not all."""
 
+import io
+import itertools
 import json
 import os
 import pty
@@ -12,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lockstep.check import Interrupted, matrix, tokens
 from lockstep.check.matrix import Setup
 from lockstep.check.report import Report, Tally
 from lockstep.cli import app
+from lockstep.cli.check import _table
 
 SETUP = Setup("none", 0, "cold", "none")
 PATIENCE = 120.0
@@ -131,3 +135,17 @@ def test_a_signal_before_there_is_a_report(command: str, monkeypatch: pytest.Mon
     given = ["--text", __file__, "--kv-cache-dtype", "fp8"] if "quality" in command else []
     done = CliRunner().invoke(app, [*command.split("."), *given], catch_exceptions=False)
     assert done.exit_code == 130 and "equal" not in done.output
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    """Every drafter in every graph mode, with all kinds of cases."""
+    report = Report("quick")
+    for drafting, graph in itertools.product(("told", "ngram"), ("none", "full")):
+        for phase in (*matrix.PHASES, *matrix.TESTS, matrix.WORLD):
+            report.add(Tally(Setup(drafting, 3, phase, graph), cases=120, failed=0, seconds=1.0))
+    console = Console(width=80, file=io.StringIO())
+    console.print(_table(report, logits=False))
+    shown = console.file.getvalue()
+    headings = shown.splitlines()[1]
+    assert all(phase in headings for phase in (*matrix.PHASES, *matrix.TESTS, matrix.WORLD))
+    assert shown.count("120/120") == len(report.tallies) and "…" not in shown

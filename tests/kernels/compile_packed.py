@@ -36,15 +36,18 @@ K = 1024
 LEFT = re.compile(r"opIdx = 0, parent = [^>]*?kWidth = (\d+)")
 """The layout of a product's left operand in registers."""
 COMPILED = {
-    90: ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "nvfp4"),
-    86: ("int4", "fp8 by blocks"),
+    90: ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "nvfp4", "Q3_K", "Q4_K", "Q6_K"),
+    86: ("int4", "fp8 by blocks", "Q4_K"),
 }
 """Architecture -> layouts; each is compiled in bf16 for 16 tokens."""
 ALONE = {
-    90: ("int4", "int4 asymmetric", "int4 by 32", "int8 by 16", "fp8 by blocks", "fp8", "nvfp4"),
+    90: (
+        "int4", "int4 asymmetric", "int4 by 32", "int8 by 16", "fp8 by blocks", "fp8", "nvfp4",
+        "Q4_K", "Q6_K", "IQ4_XS",
+    ),
     86: ("int4", "int4 asymmetric", "int4 wide", "fp8 by outputs", "nvfp4"),
     120: ("int4", "fp8 by blocks", "nvfp4"),
-}
+}  # fmt: skip
 """The same for the kernel whose warps work alone."""
 RINGS = (8, 64, 128, 256)
 """Tokens that the ring is compiled for."""

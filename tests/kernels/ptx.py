@@ -98,6 +98,22 @@ def loaded(addresses: Numbers, words: int) -> Numbers:
     return found[(addresses - least) // 4 + np.arange(words)[:, None]]
 
 
+def fused(a: Numbers, b: Numbers, c: Numbers) -> Numbers:
+    """fma.rn.f32, of products that fp32 holds exactly."""
+    product = a.astype(np.float32) * b.astype(np.float32)
+    exact = a.astype(np.float64) * b.astype(np.float64)
+    assert np.array_equal(product.astype(np.float64), exact, equal_nan=True), "it is rounded"
+    return product + c.astype(np.float32)
+
+
+ARITHMETIC: dict[str, Callable[..., Numbers]] = {
+    "mul.rn.f32": lambda a, b: a.astype(np.float32) * b.astype(np.float32),
+    "sub.rn.f32": lambda a, b: a.astype(np.float32) - b.astype(np.float32),
+    "cvt.f32.f16": lambda a: halves(a, torch.float16)[:, 0].astype(np.float32),
+    "fma.rn.f32": fused,
+}
+
+
 class Thread:
     """The registers of all threads, and what each instruction does to them."""
 
@@ -158,18 +174,14 @@ class Thread:
         """What an instruction without side effects makes."""
         (base, *kinds) = name.split(".")
         kind = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}.get(kinds[1] if kinds[1:] else "")
-        if name == "mul.rn.f32":
-            return given[0].astype(np.float32) * given[1].astype(np.float32)
-        if name == "sub.rn.f32":
-            return given[0].astype(np.float32) - given[1].astype(np.float32)
+        if name in ARITHMETIC:
+            return ARITHMETIC[name](*given)
         if name == "setp.eq.f32":
             return given[0] == given[1]
         if name == "selp.f32":
             return np.where(given[2], given[0], given[1])
         if name == "cvt.rn.f16x2.e4m3x2":
             return self.from_e4m3(given[0])
-        if name == "cvt.f32.f16":
-            return halves(given[0], torch.float16)[:, 0].astype(np.float32)
         if base == "cvt":
             assert kind is not None, name
             return joined(np.stack(np.broadcast_arrays(given[1], given[0]), -1), kind)

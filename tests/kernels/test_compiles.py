@@ -112,7 +112,7 @@ def test_packed_weights_reach_the_matrix_units_in_their_own_order(
     compiled: Callable[[str], list[str]],
 ) -> None:
     """On Hopper and Ampere: kWidth 2, and on Hopper no second way through shared memory."""
-    assert len(compiled("compile_packed")) == 7
+    assert len(compiled("compile_packed")) == 11
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_warps_that_work_alone_keep_all_in_registers(
     compiled: Callable[..., list[str]],
 ) -> None:
     """Every candidate of one layout and one of each other, on three architectures."""
-    assert len(compiled("compile_packed", "--lanes")) >= 20
+    assert len(compiled("compile_packed", "--lanes")) >= 23
 
 
 @pytest.mark.parametrize(

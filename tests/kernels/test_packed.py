@@ -9,6 +9,7 @@ from lockstep.kernels.linear import linear, segments
 from lockstep.kernels.packed import (
     Fp4Weight,
     Fp8Weight,
+    GgufWeight,
     IntWeight,
     codes_of,
     pack,
@@ -189,8 +190,15 @@ def whole_numbers(name, n, k, seed=0):
     elif isinstance(weight, Fp4Weight):
         weight.scales.copy_(0x38 + 8 * drawn(weight.scales.shape, 2))  # 1 and 2
         scales = weight.factors
+    elif isinstance(weight, GgufWeight) and weight.bases is not None:
+        scales = weight.bases
+        weight.scales.random_(-3, 4, generator=generator)
     else:
         scales = weight.scales
+    if isinstance(weight, GgufWeight) and weight.minima is not None:
+        weight.minima.copy_(torch.randint(0, 4, weight.minima.shape, generator=generator))
+    if isinstance(weight, GgufWeight) and weight.min_bases is not None:
+        weight.min_bases.fill_(0.5)
     scales.copy_(torch.exp2(-torch.randint(1, 4, scales.shape, generator=generator).float()))
     return weight
 

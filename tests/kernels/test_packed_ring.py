@@ -18,7 +18,7 @@ from lockstep.kernels.linear.packed_tuning import (
     cut,
     ring_serves,
 )
-from lockstep.kernels.packed import Fp4Weight, IntWeight
+from lockstep.kernels.packed import Fp4Weight, GgufWeight, IntWeight
 from lockstep.kernels.packed.cases import random_weights
 from tests.kernels import ptx
 from tests.kernels.backends import Backend, same_bits
@@ -245,13 +245,27 @@ def test_other_tiles_stand_in() -> None:
         (whole, 1, 100),
         (IntWeight.empty(64, 1000, device="meta"), 1, HOPPER),
         (IntWeight.empty(64, 1152, device="meta"), 4, HOPPER),
-        (IntWeight.empty(64, 1024, group=32, device="meta"), 1, HOPPER),
         (Fp4Weight.empty(64, 1000, device="meta"), 1, HOPPER),
     ):
         assert not ring_serves(weight, segments, arch)
         other = cut(TILE, weight, segments, arch)
         assert other == block_tile(TILE, weight, segments, arch)
         assert other.laid_out
+
+
+def test_warps_that_work_alone_stand_in_for_a_few_tokens() -> None:
+    """Where a block has more scales than one, and up to eight tokens."""
+    wide = replace(TILE, m=16)
+    for weight in (
+        IntWeight.empty(64, 1024, group=32, device="meta"),
+        GgufWeight.empty(64, 1024, "Q4_K", device="meta"),
+        GgufWeight.empty(64, 1024, "Q6_K", device="meta"),
+        GgufWeight.empty(64, 1024, "Q2_K", device="meta"),
+    ):
+        assert not ring_serves(weight, 2, HOPPER)
+        few = cut(TILE, weight, 2, HOPPER)
+        assert few.lanes and (few.m, few.split) == (8, 2)
+        assert cut(wide, weight, 2, HOPPER) == block_tile(wide, weight, 2, HOPPER)
 
 
 def test_slots_are_cut_to_the_segments() -> None:

@@ -47,15 +47,17 @@ RANGE = re.compile(r"(\d+)-(\d+)")
 class Published:
     """A published checkpoint.
 
-    result: LOADS, or a part of the error that refuses it; drafter: of a draft model, the method and
-    the name of its target; files: name of a JSON file -> its content; shapes: name of a tensor ->
-    its dtype and shape ("BF16 [4096, 128]"), None where only the name is known.
+    result: LOADS, or a part of the error that refuses it; refused_on_gpu: a part of the error by
+    which GPUs refuse what a CPU serves, None where they serve it; drafter: of a draft model, the
+    method and the name of its target; files: name of a JSON file -> its content; shapes: name of a
+    tensor -> its dtype and shape ("BF16 [4096, 128]"), None where only the name is known.
     """
 
     checkpoint: str
     source: str
     filled_in: tuple[str, ...]
     result: str
+    refused_on_gpu: str | None
     drafter: dict[str, str] | None
     files: dict[str, dict[str, Any]]
     written_shapes: dict[str, str | None]
@@ -69,6 +71,7 @@ class Published:
             raw.pop("source"),
             tuple(raw.pop("filled_in", ())),
             raw.pop("result"),
+            raw.pop("refused_on_gpu", None),
             raw.pop("drafter", None),
             written_shapes=raw.pop("tensors", {}),
             files=expanded(raw),

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep import EngineConfig
 from lockstep.engine.build import pick_dtype
 from lockstep.errors import CheckpointError
-from lockstep.models import ARCHITECTURES
+from lockstep.models import ARCHITECTURES, shards
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.dflash import BlockCheckpoint
 from lockstep.models.eagle3 import HeadCheckpoint
@@ -290,6 +290,25 @@ def test_a_folder_that_holds_no_checkpoint(tmp_path: Path, folder: Path) -> None
     (folder / "model.safetensors").write_bytes(b"not a checkpoint at all")
     message = refused(folder)
     assert str(folder / "model.safetensors") in message and "Fetch the file again" in message
+
+
+def test_a_file_larger_than_memory_still_tells_its_names(
+    store: Store, known: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch maps a file as a writable copy, which a system without overcommit may refuse."""
+    folder = store(known[0])
+    whole = shards.safe_open
+
+    def without_overcommit(path: Path, framework: str) -> Any:
+        if framework == "pt":
+            raise RuntimeError("unable to mmap 82054030496 bytes: Cannot allocate memory (12)")
+        return whole(path, framework=framework)
+
+    monkeypatch.setattr(shards, "safe_open", without_overcommit)
+    assert set(Checkpoint.read(folder).names()) == set(known[0])
+    message = refused(folder)
+    assert "model.safetensors cannot be mapped into memory" in message
+    assert "vm.overcommit_memory=1" in message
 
 
 def test_a_file_cut_short(store: Store, known: Any) -> None:

@@ -12,7 +12,7 @@ from lockstep import LLM, SamplingParams
 from lockstep.config import EngineConfig
 from lockstep.engine.absent import explain_absent
 from lockstep.engine.build import build_draft
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.layers.build import Build
 from lockstep.models import ARCHITECTURES
@@ -155,6 +155,10 @@ def test_the_plan_of_the_published_size_is_made(name: str, tmp_path: Path) -> No
     method = own_drafter(Checkpoint.read(folder))
     drafting = {"method": method, "num_speculative_tokens": 3} if method else None
     config = EngineConfig.read(model=str(folder), speculative_config=drafting)
+    if CHECKPOINTS[name].refused_on_gpu is not None:
+        with pytest.raises(ConfigError, match=CHECKPOINTS[name].refused_on_gpu):
+            explain_absent(config, "sm_90", None)
+        return
     plan = explain_absent(config, "sm_90", None)["plan"]
     assert plan["weights_bytes"] > 2**29 and plan["needed_bytes"] > plan["weights_bytes"]
 

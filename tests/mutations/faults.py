@@ -699,6 +699,19 @@ FAULTS = (
         f"{REFUSED}::test_the_first_rule_that_matches_wins",
     ),
     Fault(
+        "steps of GGUF scales one too large", "format", "quant/gguf_packing.py",
+        "    numbers.copy_(steps.view(numbers.shape))\n",
+        "    numbers.copy_(steps.view(numbers.shape) + 1)\n",
+        test="tests/quant/test_gguf_packing.py::test_values_are_those_of_the_file",
+    ),
+    Fault(
+        "high bits of GGUF codes in reverse order", "packed",
+        "kernels/packed/_gguf_text.py",
+        '        lines.append(_shifted("h", "$5", low_bits - high_bits * pair))\n',
+        '        lines.append(_shifted("h", "$5", low_bits - high_bits * (3 - pair)))\n',
+        test="tests/kernels/test_gguf_text.py::test_words_are_dequantized_as_the_type_says",
+    ),
+    Fault(
         "AWQ's order of nibbles the wrong way round", "format", "quant/awq.py",
         "AWQ_BITS * ORDER.index(output)",
         "AWQ_BITS * ORDER[output]",

@@ -390,6 +390,34 @@ def test_idle_connections_make_room(server, processor):
             client.close()
 
 
+def test_an_idle_connection_that_makes_room_is_told(server, processor):
+    """One that has asked nothing yet gets a 503; one that waits between requests is closed; what
+    either is sending meanwhile resets nothing."""
+    with serving(server, processor, most=1, head=PATIENCE, keep_alive=PATIENCE) as address:
+        with connect(address) as silent, connect(address) as resting:
+            assert healthy(resting)
+            silent.sendall(HEALTH)
+            assert silent.recv(65536).startswith(b"HTTP/1.1 503 ")
+            with connect(address) as last:
+                assert healthy(last)
+                assert resting.recv(65536) == b""
+
+
+def test_few_refused_connections_stay_open(server, processor):
+    """Of clients that do not close, all but a quarter of what may be open are reset."""
+    with contextlib.ExitStack() as stack, serving(server, processor, most=8, head=30) as address:
+        clients = [stack.enter_context(connect(address)) for _ in range(40)]
+        with connect(address) as last:
+            assert healthy(last)
+        open_ones = 0
+        for client in clients:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                client.sendall(b"x")  # the answer to it tells whether the server has closed
+                client.sendall(b"x")
+                open_ones += 1
+        assert open_ones <= 8 + 3
+
+
 def test_no_room_among_busy_ones(server, processor):
     """A connection more than there is room for is turned away; those that work go on."""
     server.client.hang = True
@@ -404,8 +432,10 @@ def test_no_room_among_busy_ones(server, processor):
         while len(server.client.requests) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         with connect(address) as late:
-            late.settimeout(PATIENCE)
-            assert closed_with(late) == b""
+            late.sendall(HEALTH)
+            answer = closed_with(late)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 5\r\n" in answer
+        assert b"more than 3 connections are open (--limit-concurrency)" in answer
         for client in busy:
             assert b"504" in client.recv(65536)
             client.close()

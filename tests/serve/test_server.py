@@ -129,6 +129,17 @@ def test_no_json_and_no_route(server):
     assert wrong.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"), [("/ping", "GET, POST"), ("/v1/responses/x", "DELETE, GET")]
+)
+def test_all_methods_of_a_path_are_allowed(server, path, methods):
+    wrong = fetch(server, "PUT", path)
+    assert wrong.status_code == 405 and wrong.headers["allow"] == methods
+    assert (
+        wrong.json()["error"]["message"] == f"PUT {path}: Method Not Allowed; allowed: {methods}."
+    )
+
+
 @pytest.mark.parametrize(("error", "status"), [(RequestError("no", "x"), 400), (KeyError(1), 500)])
 def test_engine_errors(server, error, status):
     server.client.error = error

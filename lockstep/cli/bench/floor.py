@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 def has_weights(settings: dict[str, Any]) -> bool:
     """Whether there is anything to run: weights in the folder, or random ones asked for."""
     from lockstep.engine.build import find_model
+    from lockstep.models import shards
 
     if settings["load_format"] == "dummy":
         return True
-    return any(find_model(settings["model"]).glob("*.safetensors"))
+    return shards.has_weights(find_model(settings["model"]))
 
 
 def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":

@@ -26,7 +26,12 @@ SHAPES = (
 """(tokens, H, I, experts, top_k, what is special)."""
 GATED = ("gated", "partials")
 """Those with a gate of the shared expert; "partials": what that gave is a linear's."""
-PACKED = (("int4", "int4"), ("fp8 by blocks", "fp8 by blocks"), ("nvfp4", "int8"))
+PACKED = (
+    ("int4", "int4"),
+    ("fp8 by blocks", "fp8 by blocks"),
+    ("nvfp4", "int8"),
+    ("Q4_K", "Q6_K"),
+)
 """Layouts of up and down."""
 PACKED_SHAPES = ((2, 136, 72, 3, 2, "gated"), (7, 40, 24, 4, 3, ""), (5, 136, 72, 3, 2, "relu2"))
 """As SHAPES: some columns past a block of 128; blocks of rows that several experts share."""

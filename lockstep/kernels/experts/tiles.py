@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from lockstep.kernels.architecture import HOPPER, stages_within
-from lockstep.kernels.packed import Fp4Weight, PackedWeight
+from lockstep.kernels.packed import Fp4Weight, GgufWeight, PackedWeight
 from lockstep.kernels.packed._form import columns_of, multiplies_by_mma_sync, stages_of
 
 FEW_PAIRS = 128
@@ -88,9 +88,9 @@ multiprocessor multiplies while the other begins or ends. K is short here (512 i
 with some 160 registers a thread, one program fits."""
 SQUARE = 128
 """Rows of the tile that stands for one of more rows where these do not come by bulk copies."""
-FP4_ROWS = 64
-"""At most, of NVFP4 where a product reads its left operand from shared memory, as on sm_100:
-Triton 3.6 to 3.8 find no layout there for 128 rows of it."""
+SHARED_LEFT_ROWS = 64
+"""Rows of a tile, at most, of NVFP4 and of GGUF types where a product reads its left operand from
+shared memory, as on sm_100: Triton 3.6 to 3.8 find no layout there for 128 rows of them."""
 UNPACK_FROM = 1024
 """Pairs per expert in the mean. From here on packed weights are unpacked into memory first.
 
@@ -139,8 +139,8 @@ def packed_fitting(tile: Tile, weight: PackedWeight, arch: int) -> Tile:
     part, as many stages as fit."""
     in_registers = arch == HOPPER or multiplies_by_mma_sync(arch)
     rows = tile.rows
-    if isinstance(weight, Fp4Weight) and not in_registers:
-        rows = min(rows, FP4_ROWS)
+    if isinstance(weight, Fp4Weight | GgufWeight) and not in_registers:
+        rows = min(rows, SHARED_LEFT_ROWS)
     k = columns_of(weight, tile.k, weight.k)
     stages = stages_of(tile.stages, rows, tile.tokens, k, weight, arch)
     return replace(tile, rows=rows, k=k, stages=stages)

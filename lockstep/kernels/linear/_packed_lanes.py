@@ -21,12 +21,15 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.packed._codes import (
+    BY_WORD,
     E2M1,
     E2M1_BF16,
     E2M1_FP16,
     E4M3,
     E4M3_PAIRS,
     FP4,
+    GGUF,
+    HIGH,
     MINUS_136,
     MINUS_1032,
     SAME,
@@ -34,11 +37,14 @@ from lockstep.kernels.packed._codes import (
     SAME_FP16,
     SPLIT,
     SPLIT_BF16,
+    STEPS,
     decode,
     decode_e4m3,
+    decode_gguf,
     twice,
 )
-from lockstep.kernels.packed._device import BLOCK
+from lockstep.kernels.packed._device import BLOCK, gguf_pairs
+from lockstep.kernels.packed._gguf_text import halves_text, steps_text
 
 LOAD16 = tl.constexpr("""
 {
@@ -193,6 +199,146 @@ def _fetch(words, scales, zeros, block, live, FORM: tl.constexpr, COUNT: tl.cons
 
 
 @triton.jit
+def _plane_words(words, block, live, BITS: tl.constexpr):
+    """Load a lane's words of one plane in one block: a tuple of BITS. words: int64 addresses."""
+    place = words + block * (BLOCK * BITS // 8)
+    wanted = live.to(tl.int32)
+    if BITS == 4:
+        return _load16(place, wanted, True)
+    elif BITS == 2:
+        return tl.inline_asm_elementwise(
+            LOAD8, "=r,=r,l,r", [place, wanted], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+        )
+    else:
+        return (tl.load(place.to(tl.pointer_type(tl.int32)), mask=live),)
+
+
+@triton.jit
+def _fetch_gguf(words, scales, minima, more, block, live, FORM: tl.constexpr,
+                COUNT: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
+    """Load what a lane needs of one row of a GgufWeight in one block: a tuple of the words of both
+    planes, the words of scales and of minima, and the bases.
+
+    scales, minima: pointers to int32 words of the row's numbers. more: see _row.
+    """
+    WORDS: tl.constexpr = COUNT // 4 if FORM[STEPS] else COUNT // 2
+    found = _plane_words(words, block, live, FORM[1])
+    if FORM[HIGH] > 0:
+        found = found + _plane_words(more[0], block, live, FORM[HIGH])
+    for i in tl.static_range(WORDS):
+        found = found + (tl.load(scales + block * WORDS + i, mask=live),)
+    if ZEROS:
+        for i in tl.static_range(WORDS):
+            found = found + (tl.load(minima + block * WORDS + i, mask=live),)
+    if FORM[STEPS]:
+        # Two blocks share a superblock: the second load of a base comes from L1.
+        found = found + (tl.load(more[1] + block // 2, mask=live),)
+        if ZEROS:
+            found = found + (tl.load(more[2] + block // 2, mask=live),)
+    return found
+
+
+@triton.jit
+def _steps(word, base, FORM: tl.constexpr):
+    """Multiply the four int8 of a word by a base: a tuple of four, in fp32."""
+    if FORM[6] == BY_WORD:
+        TEXT: tl.constexpr = steps_text()
+        return tl.inline_asm_elementwise(
+            TEXT, "=&f,=&f,=&f,=&f,r,f", [word, base],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        found = ()
+        for i in tl.static_range(4):
+            found = found + (((word << (24 - i * 8)) >> 24).to(tl.float32) * base,)
+        return found
+
+
+@triton.jit
+def _two_halves(word, FORM: tl.constexpr):
+    """Widen the two numbers of 16 bits in a word: a tuple of two, in fp32."""
+    if FORM[6] == BY_WORD:
+        TEXT: tl.constexpr = halves_text(FORM[5] == tl.bfloat16)
+        return tl.inline_asm_elementwise(
+            TEXT, "=&f,=&f,r", [word], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+        )
+    else:
+        low = word.to(tl.int16).to(FORM[5], bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(FORM[5], bitcast=True).to(tl.float32)
+        return low, high
+
+
+@triton.jit
+def _numbers_gguf(slot, BASE: tl.constexpr, FORM: tl.constexpr, COUNT: tl.constexpr,
+                  ZEROS: tl.constexpr):  # fmt: skip
+    """Return (scale, minimum) of each group of a row in a block, in fp32."""
+    WORDS: tl.constexpr = COUNT // 4 if FORM[STEPS] else COUNT // 2
+    LAST: tl.constexpr = BASE + WORDS * (2 if ZEROS else 1)
+    scales = ()
+    minima = ()
+    for i in tl.static_range(WORDS):
+        if FORM[STEPS]:
+            scales = scales + _steps(slot[BASE + i], slot[LAST].to(tl.float32), FORM)
+        else:
+            scales = scales + _two_halves(slot[BASE + i], FORM)
+        if ZEROS:
+            word = slot[BASE + WORDS + i]
+            if FORM[STEPS]:
+                minima = minima + _steps(word, slot[LAST + 1].to(tl.float32), FORM)
+            else:
+                minima = minima + _two_halves(word, FORM)
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + ((scales[i], minima[i] if ZEROS else scales[i]),)
+    return found
+
+
+@triton.jit
+def _codes(slot, BASE: tl.constexpr, INDEX: tl.constexpr, BITS: tl.constexpr):
+    """Return eight codes of a plane, from bit 0 on: those of 32 columns, the INDEX-th of four."""
+    EACH: tl.constexpr = 4 // BITS
+    word = slot[BASE + INDEX // EACH]
+    if INDEX % EACH > 0:
+        word = word >> (INDEX % EACH * 4 * BITS)
+    return word
+
+
+@triton.jit
+def _pair_gguf(word, high, BIT: tl.constexpr, scale, minimum, FORM: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
+    """Dequantize two neighbouring columns: see _slow and decode_gguf."""
+    low = decode_gguf(word, high, BIT, scale, minimum, FORM, tl.float32)
+    upper = decode_gguf(word, high, BIT + 16, scale, minimum, FORM, tl.float32)
+    return _pair(low, upper, DTYPE)
+
+
+@triton.jit
+def _decoded_gguf(slot, BASE: tl.constexpr, INDEX: tl.constexpr, first, second,
+                  FORM: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Dequantize 32 columns of a GgufWeight's row, the INDEX-th of a block: four pairs.
+
+    BASE: where the row's words begin in the slot; first, second: numbers of 16 columns each.
+    """
+    word = _codes(slot, BASE, INDEX, FORM[1])
+    high = word
+    if FORM[HIGH] > 0:
+        high = _codes(slot, BASE + FORM[1], INDEX, FORM[HIGH])
+    if FORM[6] == BY_WORD:
+        return gguf_pairs(
+            word, high, first[0], second[0], first[1], second[1], FORM, ZEROS, DTYPE
+        )  # fmt: skip
+    else:
+        m0 = first[1] if ZEROS else 0.0
+        m1 = second[1] if ZEROS else 0.0
+        return (
+            _pair_gguf(word, high, 0, first[0], m0, FORM, DTYPE),
+            _pair_gguf(word, high, 4, first[0], m0, FORM, DTYPE),
+            _pair_gguf(word, high, 8, second[0], m1, FORM, DTYPE),
+            _pair_gguf(word, high, 12, second[0], m1, FORM, DTYPE),
+        )
+
+
+@triton.jit
 def _prepared(scale, zero, FORM: tl.constexpr, DTYPE: tl.constexpr):
     """A group's scale and zero as `_decoded` takes them: three numbers. zero: None for the middle
     of the codes."""
@@ -303,6 +449,8 @@ def _row_scales(slot, BASE: tl.constexpr, FORM: tl.constexpr, COUNT: tl.constexp
     """The scales of a row that stand in a slot from BASE on, prepared: a tuple of COUNT."""
     if FORM[0] == FP4:
         return _prepared_fp4((slot[BASE], slot[BASE + 1]), FORM)
+    elif FORM[0] == GGUF:
+        return _numbers_gguf(slot, BASE, FORM, COUNT, ZEROS)
     else:
         found = ()
         for i in tl.static_range(COUNT):
@@ -340,24 +488,28 @@ def _block(
     total: four numbers for each of TILES x BATCH products; slot: what was fetched, PER for each of
     2 TILES rows; after: x's words of the next STEPS groups of 16 columns, oldest first.
     """
-    BITS: tl.constexpr = FORM[1]
-    HALVES: tl.constexpr = 8 // BITS
+    WORDS: tl.constexpr = FORM[1] + FORM[HIGH]
+    HALVES: tl.constexpr = 2 if FORM[0] == GGUF else 8 // FORM[1]
     GROUPS: tl.constexpr = 8 // COUNT
     scales = ()
     for r in tl.static_range(2 * TILES):
-        scales = scales + (_row_scales(slot, r * PER + BITS, FORM, COUNT, ZEROS, DTYPE),)
+        scales = scales + (_row_scales(slot, r * PER + WORDS, FORM, COUNT, ZEROS, DTYPE),)
     following = tl.minimum(block + 1, last)
     pairs = ()
     for step in tl.static_range(8):
         if step % HALVES == 0:
             pairs = ()
             for r in tl.static_range(2 * TILES):
-                pairs = pairs + (
-                    _decoded(
-                        slot[r * PER + step // HALVES], scales[r][step // GROUPS],
-                        scales[r][(step + HALVES - 1) // GROUPS], factors[r], FORM, DTYPE,
-                    ),
-                )  # fmt: skip
+                first = scales[r][step // GROUPS]
+                second = scales[r][(step + HALVES - 1) // GROUPS]
+                if FORM[0] == GGUF:
+                    own = _decoded_gguf(
+                        slot, r * PER, step // HALVES, first, second, FORM, ZEROS, DTYPE
+                    )  # fmt: skip
+                else:
+                    word = slot[r * PER + step // HALVES]
+                    own = _decoded(word, first, second, factors[r], FORM, DTYPE)
+                pairs = pairs + (own,)
         if step % STEPS == 0:
             now = after
             if step + STEPS < 8:
@@ -384,20 +536,26 @@ def _block(
 
 @triton.jit
 def _slot(
-    words, scales, zeros, block, live, FORM: tl.constexpr, COUNT: tl.constexpr,
+    words, scales, zeros, more, block, live, FORM: tl.constexpr, COUNT: tl.constexpr,
     ZEROS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """_fetch of all rows of a lane, one behind the other."""
     found = ()
     for r in tl.static_range(2 * TILES):
-        found = found + _fetch(words[r], scales[r], zeros[r], block, live, FORM, COUNT, ZEROS)
+        if FORM[0] == GGUF:
+            own = _fetch_gguf(
+                words[r], scales[r], zeros[r], more[r], block, live, FORM, COUNT, ZEROS
+            )  # fmt: skip
+        else:
+            own = _fetch(words[r], scales[r], zeros[r], block, live, FORM, COUNT, ZEROS)
+        found = found + own
     return found
 
 
 @triton.jit
 def _row(weight, row, q, FORM: tl.constexpr, ZEROS: tl.constexpr):
     """Where a row begins: its words for lanes of this q, its scales and its zeros; and its factor.
-    row: int64."""
+    row: int64. Of a GgufWeight also (address of its high words, its bases, its minima's bases)."""
     words = (weight[0] + row * weight[4] + FORM[1] * q).to(tl.int64)
     lines = row
     if FORM[3] == 0:
@@ -411,7 +569,16 @@ def _row(weight, row, q, FORM: tl.constexpr, ZEROS: tl.constexpr):
     factor = 1.0
     if FORM[0] == FP4:
         factor = tl.load(weight[3] + row) * (128.0 if FORM[6] == E2M1 else 256.0)
-    return words, scales, zeros, factor
+    high = words
+    bases = scales
+    min_bases = scales
+    if FORM[HIGH] > 0:
+        high = (weight[7] + row * weight[8] + FORM[HIGH] * q).to(tl.int64)
+    if FORM[STEPS]:
+        bases = weight[9] + row * weight[11]
+        if ZEROS:
+            min_bases = weight[10] + row * weight[11]
+    return words, scales, zeros, factor, (high, bases, min_bases)
 
 
 @triton.jit
@@ -430,6 +597,19 @@ def _store(
                 tl.store(place, value, mask=(n < N) & (m < tokens))
 
 
+@triton.constexpr_function
+def _held(form, count, zeros):
+    """Return how many registers a slot has for one row: words, scales, zeros or minima, bases."""
+    scales = count
+    bases = 0
+    if form[0] == FP4:
+        scales = 2
+    elif form[0] == GGUF:
+        scales = count // 4 if form[STEPS] else count // 2
+        bases = int(form[STEPS])
+    return form[1] + form[HIGH] + (scales + bases) * (2 if zeros else 1)
+
+
 @triton.jit(do_not_specialize=["tokens", "blocks"])
 def lanes_kernel(
     x, weight, out, tokens, N, blocks, x_stride, out_stride, FORM: tl.constexpr,
@@ -444,8 +624,7 @@ def lanes_kernel(
     row.
     """
     ZEROS: tl.constexpr = weight[2] is not None
-    SCALES: tl.constexpr = 2 if FORM[0] == FP4 else COUNT
-    PER: tl.constexpr = FORM[1] + SCALES * (2 if ZEROS else 1)
+    PER: tl.constexpr = _held(FORM, COUNT, ZEROS)
     thread = tl.arange(0, 32 * WARPS)
     g = thread % 32 // 4
     q = thread % 4
@@ -456,6 +635,7 @@ def lanes_kernel(
     scales = ()
     zeros = ()
     factors = ()
+    more = ()
     for r in tl.static_range(2 * TILES):
         row = tl.minimum(first + 8 * r, N - 1).to(tl.int64)
         own = _row(weight, row, q, FORM, ZEROS)
@@ -463,6 +643,7 @@ def lanes_kernel(
         scales = scales + (own[1],)
         zeros = zeros + (own[2],)
         factors = factors + (own[3],)
+        more = more + (own[4],)
     columns = ()
     for j in tl.static_range(BATCH):
         m = tl.minimum(tl.program_id(1) * (8 * BATCH) + 8 * j + g, tokens - 1)
@@ -474,7 +655,7 @@ def lanes_kernel(
     slots = ()
     for i in tl.static_range(AHEAD):
         live = begin + i < end
-        slot = _slot(words, scales, zeros, begin + i, live, FORM, COUNT, ZEROS, TILES)
+        slot = _slot(words, scales, zeros, more, begin + i, live, FORM, COUNT, ZEROS, TILES)
         slots = slots + (slot,)
     after = _columns(columns, begin, 0, STEPS, BATCH)
     for block in range(begin, end - REST, AHEAD):
@@ -486,7 +667,7 @@ def lanes_kernel(
             )  # fmt: skip
             later = block + i + AHEAD
             live = later < end
-            slot = _slot(words, scales, zeros, later, live, FORM, COUNT, ZEROS, TILES)
+            slot = _slot(words, scales, zeros, more, later, live, FORM, COUNT, ZEROS, TILES)
             fresh = fresh + (slot,)
             _pin(AHEAD)
         slots = fresh

@@ -28,8 +28,8 @@ from lockstep.kernels.linear.packed_tuning import MOST, UNPACK, PackedTile, bloc
 from lockstep.kernels.linear.triton import fold, linear_triton
 from lockstep.kernels.linear.triton import launch as dense_launch
 from lockstep.kernels.linear.tuning import Tile
-from lockstep.kernels.packed import Fp4Weight, PackedWeight
-from lockstep.kernels.packed._device import BLOCK
+from lockstep.kernels.packed import Fp4Weight, GgufWeight, PackedWeight
+from lockstep.kernels.packed._device import BLOCK, Operand
 from lockstep.kernels.packed._form import (
     IN_PARTS,
     TYPES,
@@ -103,6 +103,8 @@ def _lanes(
     if x.stride(0) % 2 or x.data_ptr() % 4:
         x = x.clone(memory_format=torch.contiguous_format)
     operand, form = operand_of(weight, x.dtype, 0, target)
+    if isinstance(weight, GgufWeight):
+        operand = _in_words(operand)
     group = group_of(weight)
     block = int(BLOCK)
     batch = tile.m // 8
@@ -116,6 +118,13 @@ def _lanes(
         num_warps=tile.warps, num_stages=1, maxnreg=tile.registers or None,
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _in_words(operand: Operand) -> Operand:
+    """Return the operand of a GgufWeight with its scales and minima read as int32 words."""
+    scales = operand.scales.view(torch.int32)
+    minima = None if operand.zeros is None else operand.zeros.view(torch.int32)
+    return operand._replace(scales=scales, zeros=minima, scale_stride=scales.stride(0))
 
 
 def _ring(

@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.kernels.architecture import HOPPER, PROCESSORS, shared_of
 from lockstep.kernels.linear import run_length, tuning
 from lockstep.kernels.linear import segments as segments_of
-from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
+from lockstep.kernels.packed import Fp4Weight, Fp8Weight, GgufWeight, IntWeight, PackedWeight
 from lockstep.kernels.packed._device import BLOCK
 from lockstep.kernels.packed._form import (
     columns_of,
@@ -168,6 +168,8 @@ sync). Up to 64 tokens those that were never the fastest are gone
 (docs/decisions/0016-packed-ring.md); of 65 to 256 tokens, 0018-wide-rings.md."""
 
 
+SINGLY = 8
+"""Tokens of the smallest tile of the register-only kernel."""
 SHARING_WARPS = 8
 """Warps that multiply on a multiprocessor whose programs share tiles, at least: two for each
 scheduler. With one, a multiprocessor is slower than with shares that are uneven."""
@@ -288,14 +290,24 @@ def _modest(tokens: int) -> PackedTile:
 def lanes_serve(weight: PackedWeight, segments: int, arch: int) -> bool:
     """Whether warps that work alone can multiply a weight, with the bits of the dense backend: by
     mma.sync where it is that backend's product, or has its bits, as on Hopper; in whole blocks of
-    columns; and where the scales of NVFP4 can be read eight at a time."""
+    columns; and where the scales of NVFP4 can be read eight at a time, those of GGUF types as
+    words."""
     same = arch == HOPPER or multiplies_by_mma_sync(arch)
     whole = weight.k % (segments * int(BLOCK)) == 0
     if not (same and whole):
         return False
+    if isinstance(weight, GgufWeight):
+        return all(_in_words(numbers) for numbers in (weight.scales, weight.minima))
     if isinstance(weight, Fp4Weight):
         return weight.scales.stride(0) % 8 == 0 and _begins_at(weight.scales, 8)
     return True
+
+
+def _in_words(numbers: Tensor | None) -> bool:
+    """Return whether rows of numbers can be read as words of 32 bits."""
+    if numbers is None:
+        return True
+    return numbers.stride(0) * numbers.element_size() % 4 == 0 and _begins_at(numbers, 4)
 
 
 def ring_serves(weight: PackedWeight, segments: int, arch: int) -> bool:
@@ -325,6 +337,15 @@ def block_tile(tile: PackedTile, weight: PackedWeight, segments: int, arch: int)
     """What stands for a tile of assembly where that does not serve, or none can run."""
     other = _laid_out(tile.m, segments)[0] if arch == HOPPER else _modest(tile.m)
     return cut(other, weight, segments, arch)
+
+
+def _without_ring(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
+    """Return the tile that replaces a ring which does not serve: on Hopper, up to SINGLY tokens,
+    one of the register-only kernel, which 28 of the table's 32 entries for 1 to 4 tokens are that
+    are no rings."""
+    if tile.m <= SINGLY and arch == HOPPER:
+        return _cut_lanes(_lanes(SINGLY, segments, weight.bits)[0], weight, segments, arch)
+    return block_tile(tile, weight, segments, arch)
 
 
 def _cut_lanes(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
@@ -362,7 +383,7 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
             return tile
         return replace(tile, split=segments, share=shared)
     if tile.ring:
-        return block_tile(tile, weight, segments, arch)
+        return _without_ring(tile, weight, segments, arch)
     k = columns_of(weight, tile.k, run_length(weight.k, segments))
     sync = not tile.warpgroup
     stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)
@@ -379,6 +400,8 @@ def layout_of(weight: PackedWeight) -> str:
         return "nvfp4"
     if isinstance(weight, Fp8Weight):
         return f"fp8-{group}"
+    if isinstance(weight, GgufWeight):
+        return weight.type_name
     assert isinstance(weight, IntWeight)
     kind = "asymmetric" if weight.zeros is not None else "symmetric"
     scales = str(weight.scales.dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ numerics beyond its values.
 
 from torch import Tensor
 
+from lockstep.kernels.packed._gguf import GGUF_TYPES, GgufType, GgufWeight
 from lockstep.kernels.packed._order import BLOCK, codes_of, pack, words_per_row
 from lockstep.kernels.packed._quantise import quantise_fp8, quantise_int
 from lockstep.kernels.packed._weights import (
@@ -25,6 +26,9 @@ __all__ = [
     "FP4_FACTORS",
     "Fp4Weight",
     "Fp8Weight",
+    "GGUF_TYPES",
+    "GgufType",
+    "GgufWeight",
     "IntWeight",
     "PackedWeight",
     "codes_of",

@@ -8,6 +8,8 @@ The arithmetic of each layout is its definition, in one rounding, by fewer instr
 - with fp16 scales in bf16: a scale is hi + lo, both bf16; (code - zero) * lo has at most 6 bits, so
   it is exact, and fma((code - zero), hi, that) rounds once.
 - all else: 2^23 + code is a number of fp32, made by `or`; one subtraction gives code - zero.
+- types of GGUF: code - zero in the same way, a table's entries being bytes; times the scale, less
+  the minimum. Only the difference rounds where there are minima (_gguf.py).
 - e4m3: its bits are those of an fp32 2^120 times smaller; subnormal ones too.
 - e2m1: those of one 2^126 times smaller. The scale is taken 2^118 times larger, the factor 2^8
   times; all three are exact. By assembly in fp16: 2^14 times smaller, the scale 2^7 times larger,
@@ -44,11 +46,19 @@ PLAIN = tl.constexpr(0)
 INT = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 FP4 = tl.constexpr(3)
+GGUF = tl.constexpr(4)
 SAME = tl.constexpr(1)
 SPLIT = tl.constexpr(2)
 E4M3 = tl.constexpr(3)
 E2M1 = tl.constexpr(4)
 IN_PARTS = tl.constexpr(5)
+BY_WORD = tl.constexpr(6)
+HIGH = tl.constexpr(8)
+"""Positions of the fields of Form that only types of GGUF have."""
+ZERO = tl.constexpr(9)
+TABLE_LOW = tl.constexpr(10)
+TABLE_HIGH = tl.constexpr(11)
+STEPS = tl.constexpr(12)
 MINUS_136 = tl.constexpr(0xC308C308 - (1 << 32))
 """Two of -(128 + 8) in bf16."""
 MINUS_1032 = tl.constexpr(0xE408E408 - (1 << 32))
@@ -199,3 +209,24 @@ def decode(word, BIT: tl.constexpr, scale, zero, factor, FORM: tl.constexpr, DTY
         bits = ((word << (28 - BIT)) & (-(1 << 31))) | (((word >> BIT) & 7) << 22)
         small = bits.to(tl.float32, bitcast=True)
         return (small * scale * factor).to(DTYPE)
+
+
+@triton.jit
+def decode_gguf(word, high, BIT: tl.constexpr, scale, minimum, FORM: tl.constexpr,
+                DTYPE: tl.constexpr):  # fmt: skip
+    """Dequantize one of the eight codes of a word, that at bit BIT if a code has four bits.
+
+    word, high: codes in the first and in the second plane, from bit 0 on."""
+    BITS: tl.constexpr = FORM[1]
+    HALF: tl.constexpr = BIT // 16 * 16
+    PAIR: tl.constexpr = BIT % 16 // 4
+    code = (word >> (HALF + PAIR * BITS)) & ((1 << BITS) - 1)
+    if FORM[HIGH] > 0:
+        upper = (high >> (HALF + PAIR * FORM[HIGH])) & ((1 << FORM[HIGH]) - 1)
+        code = code | (upper << BITS)
+    if FORM[TABLE_LOW] != 0:
+        # Eight bytes in each half of the table: a shift is a lookup in registers.
+        entries = tl.where(code < 8, FORM[TABLE_LOW], FORM[TABLE_HIGH])
+        code = ((entries >> ((code & 7) * 8)) & 255).to(tl.int32)
+    value = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + FORM[ZERO])
+    return (value * scale - minimum).to(DTYPE)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.packed._codes import (
+    BY_WORD,
     E2M1,
     E2M1_BF16,
     E2M1_FP16,
@@ -24,6 +25,8 @@ from lockstep.kernels.packed._codes import (
     E4M3_PAIRS,
     E4M3_WORD,
     FP4,
+    GGUF,
+    HIGH,
     MINUS_136,
     MINUS_1032,
     PLAIN,
@@ -32,20 +35,29 @@ from lockstep.kernels.packed._codes import (
     SAME_FP16,
     SPLIT,
     SPLIT_BF16,
+    STEPS,
+    TABLE_HIGH,
+    TABLE_LOW,
+    ZERO,
     decode,
     decode_e4m3,
+    decode_gguf,
     halves,
     twice,
 )
+from lockstep.kernels.packed._gguf_text import word_operands, word_text
 
 BLOCK = tl.constexpr(128)
 """Columns that _order orders among themselves."""
+SUPERBLOCK = tl.constexpr(256)
+"""Columns that share a base scale of GgufWeight."""
 
 
 class Operand(NamedTuple):
     """What a kernel is given of a weight; a plain one is `words` alone. strides: of rows.
 
     scales and zeros are words of two where Form.paired. factors: Fp4Weight's. first: Fp8Weight's.
+    GgufWeight's minima are `zeros`; high, bases and min_bases are its own, and None elsewhere.
     """
 
     words: Any
@@ -55,6 +67,11 @@ class Operand(NamedTuple):
     stride: Any = 0
     scale_stride: Any = 0
     first: Any = 0
+    high: Any = None
+    high_stride: Any = None
+    bases: Any = None
+    min_bases: Any = None
+    base_stride: Any = None
 
 
 class Form(NamedTuple):
@@ -62,8 +79,10 @@ class Form(NamedTuple):
 
     group: columns per scale, 0: all. rows: of outputs per scale, 0: all. paired: scales of 16 bits
     are read two at a time, since copies that run ahead take 4 bytes or more. scale: tl dtype of the
-    scales. fast: SAME, SPLIT, E4M3 or E2M1 by inline assembly, else 0. opaque: for a target whose
-    left operands are mma.sync's.
+    scales. fast: SAME, SPLIT, E4M3, E2M1 or BY_WORD by inline assembly, else 0. opaque: for a
+    target whose left operands are mma.sync's. Of GgufWeight: high: bits of a code in the second
+    plane; zero: subtracted from a code, or from an entry of the table; table_low, table_high: eight
+    entries each, a byte each, both 0: no table; steps: scales are a base times a step.
     """
 
     kind: int = 0
@@ -74,6 +93,11 @@ class Form(NamedTuple):
     scale: Any = None
     fast: int = 0
     opaque: bool = False
+    high: int = 0
+    zero: int = 0
+    table_low: int = 0
+    table_high: int = 0
+    steps: bool = False
 
 
 @triton.jit
@@ -242,10 +266,11 @@ def _all_of_8(word, scale, zero, FORM: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _words(weight, rows, at, end, BITS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr):
-    """The words of a tile: [R, WORDS]."""
+def _words(words, stride, rows, at, end, BITS: tl.constexpr, WORDS: tl.constexpr,
+           EVEN: tl.constexpr):  # fmt: skip
+    """Load the words of a tile: [R, WORDS]."""
     first = at // (32 // BITS) + tl.arange(0, WORDS)[None, :]
-    place = weight[0] + rows[:, None] * weight[4] + first
+    place = words + rows[:, None] * stride + first
     if EVEN:
         return tl.load(place)
     else:
@@ -301,22 +326,124 @@ def _decode(word, scales, zeros, FORM: tl.constexpr, COLUMNS: tl.constexpr, DTYP
 
 
 @triton.jit
+def _plane(words, stride, rows, at, end, BITS: tl.constexpr, COLUMNS: tl.constexpr,
+           EVEN: tl.constexpr):  # fmt: skip
+    """Load a plane of a tile, its words shifted so that eight codes begin at bit 0: [R, W]."""
+    BLOCKS: tl.constexpr = COLUMNS // BLOCK
+    ROWS: tl.constexpr = rows.shape[0]
+    found = _words(words, stride, rows, at, end, BITS, COLUMNS * BITS // 32, EVEN)
+    if BITS < 4:
+        parts = found.reshape(ROWS, BLOCKS, 4, BITS)
+        if BITS == 1:
+            split = tl.join(tl.join(parts, parts >> 8), tl.join(parts >> 4, parts >> 12))
+        else:
+            split = tl.join(parts, parts >> 8)
+        found = split.reshape(ROWS, BLOCKS * 16)
+    return found
+
+
+@triton.jit
+def _times_base(steps, bases, stride, rows, at, end, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """Multiply the steps of a tile's groups [R, C] by the base of their superblock, in fp32."""
+    ROWS: tl.constexpr = steps.shape[0]
+    COUNT: tl.constexpr = steps.shape[1]
+    BASES: tl.constexpr = COLUMNS // SUPERBLOCK if COLUMNS > SUPERBLOCK else 1
+    last = tl.cdiv(end, SUPERBLOCK)
+    found = _read(bases, rows, stride, at // SUPERBLOCK, last, BASES, False, tl.float16, EVEN).to(
+        tl.float32
+    )
+    wide = tl.broadcast_to(found[:, :, None], (ROWS, BASES, COUNT // BASES))
+    return steps.to(tl.float32) * wide.reshape(ROWS, COUNT)
+
+
+@triton.jit
+def gguf_pairs(word, high, s0, s1, m0, m1, FORM: tl.constexpr, MINIMA: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
+    """Dequantize words by assembly: their four pairs. s0, s1, m0, m1: scales and minima of the
+    first and the last 16 columns of each word; minima count where MINIMA."""
+    TEXT: tl.constexpr = word_text(
+        FORM[1], FORM[HIGH], FORM[ZERO], FORM[TABLE_LOW], FORM[TABLE_HIGH], MINIMA,
+        DTYPE == tl.bfloat16,
+    )  # fmt: skip
+    OPERANDS: tl.constexpr = word_operands(FORM[HIGH], MINIMA)
+    given = (word,)
+    if FORM[HIGH] > 0:
+        given = given + (high,)
+    given = given + (s0, s1)
+    if MINIMA:
+        given = given + (-m0, -m1)
+    return tl.inline_asm_elementwise(
+        TEXT, OPERANDS, given, dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _decode_gguf(word, scales, minima, weight, rows, at, end, FORM: tl.constexpr,
+                 COLUMNS: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Dequantize the words of a GgufWeight: [R, W, 2, 2, 2]. minima: None for none."""
+    high = word
+    if FORM[HIGH] > 0:
+        high = _plane(weight[7], weight[8], rows, at, end, FORM[HIGH], COLUMNS, EVEN)
+    if FORM[STEPS]:
+        scales = _times_base(scales, weight[9], weight[11], rows, at, end, COLUMNS, EVEN)
+    s0, s1 = _spread(scales.to(tl.float32), 4, word.shape[1], COLUMNS)
+    m0 = 0.0
+    m1 = 0.0
+    if minima is not None:
+        if FORM[STEPS]:
+            minima = _times_base(minima, weight[10], weight[11], rows, at, end, COLUMNS, EVEN)
+        m0, m1 = _spread(minima.to(tl.float32), 4, word.shape[1], COLUMNS)
+    if FORM[6] == BY_WORD:
+        p0, p1, p2, p3 = gguf_pairs(
+            word, high, s0, s1, m0, m1, FORM, minima is not None, DTYPE
+        )  # fmt: skip
+        return _pairs(p0, p1, p2, p3, DTYPE)
+    else:
+        return _join8(
+            decode_gguf(word, high, 0, s0, m0, FORM, DTYPE),
+            decode_gguf(word, high, 4, s0, m0, FORM, DTYPE),
+            decode_gguf(word, high, 8, s1, m1, FORM, DTYPE),
+            decode_gguf(word, high, 12, s1, m1, FORM, DTYPE),
+            decode_gguf(word, high, 16, s0, m0, FORM, DTYPE),
+            decode_gguf(word, high, 20, s0, m0, FORM, DTYPE),
+            decode_gguf(word, high, 24, s1, m1, FORM, DTYPE),
+            decode_gguf(word, high, 28, s1, m1, FORM, DTYPE),
+        )
+
+
+@triton.jit
+def _decode_words(word, scales, zeros, weight, rows, FORM: tl.constexpr, COLUMNS: tl.constexpr,
+                  DTYPE: tl.constexpr):  # fmt: skip
+    """Dequantize words by the fastest way for the layout: [R, W, (2,) 2, 2]."""
+    if FORM[6] == SAME or FORM[6] == SPLIT:
+        return _fast_int4(word, scales, zeros, FORM, COLUMNS, DTYPE)
+    elif FORM[0] == FP4:
+        return _decode_fp4(word, scales, weight[3] + rows, FORM, COLUMNS, DTYPE)
+    else:
+        return _decode(word, scales, zeros, FORM, COLUMNS, DTYPE)
+
+
+@triton.jit
 def _unpacked(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
               EVEN: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """load_tile of a packed weight. A block has 4 lanes' words, BITS each."""
     BITS: tl.constexpr = FORM[1]
-    word = _words(weight, rows, at, end, BITS, COLUMNS * BITS // 32, EVEN)
+    SPANS: tl.constexpr = 4 if FORM[0] == GGUF else BITS
+    if FORM[0] == GGUF:
+        word = _plane(weight[0], weight[4], rows, at, end, BITS, COLUMNS, EVEN)
+    else:
+        word = _words(weight[0], weight[4], rows, at, end, BITS, COLUMNS * BITS // 32, EVEN)
     scales = _per_group(weight[1], weight, rows, at, end, FORM, COLUMNS, EVEN)
     zeros = None
     if weight[2] is not None:
         zeros = _per_group(weight[2], weight, rows, at, end, FORM, COLUMNS, EVEN)
-    if FORM[6] == SAME or FORM[6] == SPLIT:
-        values = _fast_int4(word, scales, zeros, FORM, COLUMNS, DTYPE)
-    elif FORM[0] == FP4:
-        values = _decode_fp4(word, scales, weight[3] + rows, FORM, COLUMNS, DTYPE)
+    if FORM[0] == GGUF:
+        values = _decode_gguf(
+            word, scales, zeros, weight, rows, at, end, FORM, COLUMNS, EVEN, DTYPE
+        )  # fmt: skip
     else:
-        values = _decode(word, scales, zeros, FORM, COLUMNS, DTYPE)
-    tile = _ordered(values, BITS, COLUMNS)
+        values = _decode_words(word, scales, zeros, weight, rows, FORM, COLUMNS, DTYPE)
+    tile = _ordered(values, SPANS, COLUMNS)
     if FORM[7]:
         tile = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2

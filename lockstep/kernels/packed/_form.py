@@ -9,6 +9,7 @@ from triton.runtime.jit import JITFunction
 
 from lockstep.kernels import architecture
 from lockstep.kernels.packed._device import BLOCK, Form, Operand, load_tile
+from lockstep.kernels.packed._gguf import SUPERBLOCK, TABLE_ZERO, GgufWeight
 from lockstep.kernels.packed._weights import (
     FP4_GROUP,
     Fp4Weight,
@@ -17,7 +18,7 @@ from lockstep.kernels.packed._weights import (
     PackedWeight,
 )
 
-KINDS = {IntWeight: 1, Fp8Weight: 2, Fp4Weight: 3}
+KINDS = {IntWeight: 1, Fp8Weight: 2, Fp4Weight: 3, GgufWeight: 4}
 FAST = {
     (torch.bfloat16, torch.bfloat16): 1,
     (torch.float16, torch.float16): 1,
@@ -27,6 +28,7 @@ FAST = {
 E4M3 = 3
 E2M1 = 4
 IN_PARTS = 5
+BY_WORD = 6
 NATIVE_FP8 = 89
 """The first architecture with an instruction that reads e4m3."""
 ASYNC_MMA = 90
@@ -38,6 +40,7 @@ TYPES = {
     torch.float16: tl.float16,
     torch.float32: tl.float32,
     torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
 }
 
 
@@ -72,7 +75,7 @@ def group_of(weight: PackedWeight) -> int:
     """Columns that share a scale, 0 for all of them."""
     if isinstance(weight, Fp4Weight):
         return FP4_GROUP
-    group = weight.group if isinstance(weight, IntWeight) else _block_k(weight)
+    group = weight.group if isinstance(weight, IntWeight | GgufWeight) else _block_k(weight)
     return 0 if group >= weight.k else group
 
 
@@ -87,7 +90,7 @@ def irregular(weight: PackedWeight) -> bool:
     if isinstance(weight, IntWeight) and weight.g_idx is not None:
         return True
     group = group_of(weight)
-    least = 16 if weight.bits == 8 or isinstance(weight, Fp4Weight) else 32
+    least = 16 if weight.bits == 8 or isinstance(weight, Fp4Weight | GgufWeight) else 32
     whole = int(BLOCK)
     return bool(group and group % whole and (whole % group or group < least))
 
@@ -113,10 +116,18 @@ def shared_by(
     row = columns * weight.bits // 8
     group = group_of(weight)
     if group:
-        assert isinstance(weight, (IntWeight, Fp8Weight, Fp4Weight))
-        twice = isinstance(weight, IntWeight) and weight.zeros is not None
-        row += -(-columns // group) * weight.scales.element_size() * (1 + twice)
+        scales = weight.tensors()["scales"]
+        row += -(-columns // group) * scales.element_size() * (1 + _has_second(weight))
+    if isinstance(weight, GgufWeight):
+        row += columns * weight.type.high_bits // 8
+        if weight.bases is not None:
+            row += -(-columns // SUPERBLOCK) * 2 * (1 + _has_second(weight))
     return rows * row + x, x + 2 * rows * columns * sync
+
+
+def _has_second(weight: PackedWeight) -> bool:
+    """Return whether each scale comes with a zero point or a minimum."""
+    return not {"zeros", "minima"}.isdisjoint(weight.tensors())
 
 
 def stages_of(
@@ -141,6 +152,8 @@ def operand_of(
     read one at a time."""
     group = group_of(weight)
     zeros = weight.zeros if isinstance(weight, IntWeight) else None
+    if isinstance(weight, GgufWeight):
+        zeros = weight.minima
     scales: Tensor = weight.tensors()["scales"]
     few = columns > 0 and columns in (group, 2 * group, 4 * group) and not irregular(weight)
     paired = few and _pairs(scales) and (zeros is None or _pairs(zeros))
@@ -167,7 +180,30 @@ def operand_of(
     operand = Operand(
         weight.words, scales, zeros, factors, weight.words.stride(0), scales.stride(0), first
     )
+    if isinstance(weight, GgufWeight):
+        return _gguf_operand(weight, operand), _gguf_form(weight, form)
     return operand, form
+
+
+def _gguf_operand(weight: GgufWeight, operand: Operand) -> Operand:
+    """Add what only a GgufWeight has."""
+    return operand._replace(
+        high=weight.high,
+        high_stride=None if weight.high is None else weight.high.stride(0),
+        bases=weight.bases,
+        min_bases=weight.min_bases,
+        base_stride=None if weight.bases is None else weight.bases.stride(0),
+    )
+
+
+def _gguf_form(weight: GgufWeight, form: Form) -> Form:
+    """Add the constants of a type's arithmetic."""
+    kind = weight.type
+    if kind.table is not None:
+        low, high = kind.table_words()
+        form = form._replace(table_low=low, table_high=high)
+    zero = kind.zero if kind.table is None else TABLE_ZERO
+    return form._replace(high=kind.high_bits, zero=zero, steps=kind.steps)
 
 
 def _pairs(numbers: Tensor) -> bool:
@@ -179,6 +215,8 @@ def _pairs(numbers: Tensor) -> bool:
 def _fast(weight: PackedWeight, scale: torch.dtype, dtype: torch.dtype, target: Target) -> int:
     if not target.assembly:
         return 0
+    if isinstance(weight, GgufWeight):
+        return BY_WORD if dtype in (torch.bfloat16, torch.float16) else 0
     if isinstance(weight, Fp8Weight):
         return E4M3 if target.arch >= NATIVE_FP8 else 0
     if isinstance(weight, Fp4Weight):

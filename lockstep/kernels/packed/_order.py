@@ -58,3 +58,42 @@ def codes_of(words: Tensor, bits: int, k: int) -> Tensor:
     parts = words.reshape(n, -1, lanes, spans, 1, 1, 1) >> _shifts(bits, words.device)
     codes = (parts & (2**bits - 1)).to(torch.uint8)
     return codes.permute(0, 1, 3, 4, 5, 2, 6).reshape(n, -1)[:, :k]
+
+
+def _plane_shifts(bits: int, device: torch.device) -> Tensor:
+    """Return the first bit of each code in a word of a plane: [c, h, e, j]."""
+    pairs = torch.arange(4, device=device).view(2, 2, 1)
+    runs = 4 * torch.arange(4 // bits, device=device).view(-1, 1, 1, 1)
+    return 16 * torch.arange(2, device=device) + bits * (runs + pairs)
+
+
+def pack_plane(codes: Tensor, bits: int) -> Tensor:
+    """Pack one bit plane of codes: their lowest four bits, or one or two bits of them.
+
+    A word has the columns of 4 / bits words of four bits; each of those has 4 * bits bits in either
+    half. Neighbouring columns lie 16 bits apart, as in the order of `pack`, which this is with four
+    bits.
+
+        column  k = 128 B + 32 w' + 16 h + 8 e + 2 q + j        w' = (4 / bits) v + c
+        word    W = 4 bits * B + bits * q + v                   of its row
+        bit     16 j + 4 bits * c + bits * (2 h + e)
+
+    Args:
+        codes: [N, K] uint8, each below 2^bits.
+        bits: 1, 2 or 4.
+
+    Returns: [N, words_per_row(K, bits)] int32.
+    """
+    n, k = codes.shape
+    padded = F.pad(codes, (0, -k % BLOCK))
+    parts = padded.view(n, -1, bits, 4 // bits, 2, 2, 4, 2).permute(0, 1, 6, 2, 3, 4, 5, 7)
+    words = parts.int() << _plane_shifts(bits, codes.device).int()
+    return words.sum((-4, -3, -2, -1), dtype=torch.int32).view(n, -1)
+
+
+def plane_of(words: Tensor, bits: int, k: int) -> Tensor:
+    """Return the codes [N, k] uint8 that pack_plane was given."""
+    n = words.shape[0]
+    parts = words.reshape(n, -1, 4, bits, 1, 1, 1, 1) >> _plane_shifts(bits, words.device)
+    codes = (parts & (2**bits - 1)).to(torch.uint8)
+    return codes.permute(0, 1, 3, 4, 5, 6, 2, 7).reshape(n, -1)[:, :k]

@@ -14,6 +14,7 @@ from lockstep.kernels.linear import linear, segments
 from lockstep.kernels.packed import (
     Fp4Weight,
     Fp8Weight,
+    GgufWeight,
     IntWeight,
     PackedWeight,
     unpack_weight,
@@ -29,6 +30,11 @@ LAYOUTS: dict[str, Empty] = {
     "int8": lambda n, k, device: IntWeight.empty(n, k, bits=8, group=-1, device=device),
     "fp8 by blocks": lambda n, k, device: Fp8Weight.empty(n, k, 128, 128, device=device),
     "nvfp4": lambda n, k, device: Fp4Weight.empty(n, k, device=device),
+    "Q8_0": lambda n, k, device: IntWeight.empty(
+        n, k, bits=8, group=32, scale_dtype=torch.float16, device=device
+    ),
+    "Q4_K": lambda n, k, device: GgufWeight.empty(n, k, "Q4_K", device=device),
+    "Q6_K": lambda n, k, device: GgufWeight.empty(n, k, "Q6_K", device=device),
 }
 
 

@@ -5,11 +5,19 @@ from typing import Any
 
 import torch
 
-from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
+from lockstep.kernels.packed import (
+    Fp4Weight,
+    Fp8Weight,
+    GgufWeight,
+    IntWeight,
+    PackedWeight,
+)
 
 SIZES = ((40, 256), (33, 200))
 """(N, K); the second fills neither a block of columns nor a group."""
-WHOLE = ("int4", "fp8 by blocks", "nvfp4")
+GGUF = ("Q2_K", "Q3_K", "Q4_1", "Q4_K", "Q5_1", "Q6_K", "IQ4_XS", "MXFP4")
+"""Types of GGUF that differ in how they are stored."""
+WHOLE = ("int4", "fp8 by blocks", "nvfp4", "Q4_K", "Q6_K")
 """Layouts of the first size; all have the second."""
 
 
@@ -28,6 +36,8 @@ def layouts(n: int, k: int) -> Iterator[tuple[str, PackedWeight]]:
     yield "fp8 by outputs", Fp8Weight.empty(n, k, 1, k)
     yield "fp8", Fp8Weight.empty(n, k, n, k)
     yield "nvfp4", Fp4Weight.empty(n, k)
+    for kind in GGUF:
+        yield kind, GgufWeight.empty(n, k, kind)
 
 
 def random_weights(n: int, k: int, seed: int = 0) -> Iterator[tuple[str, PackedWeight]]:

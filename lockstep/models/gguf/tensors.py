@@ -1,0 +1,403 @@
+"""Tensors of GGUF files by the names and in the layouts that safetensors have.
+
+llama.cpp's converter renames tensors, joins experts, reorders rows and stores some parameters as
+the values that its kernels need. Everything is undone here. What only moves rows stays quantized;
+what changes values or moves columns is dequantized to fp32.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError
+from lockstep.models.gguf.config import (
+    Hybrid,
+    HybridMoE,
+    Llama,
+    Mixtral,
+    Qwen2,
+    Qwen3,
+    Qwen3MoE,
+    Qwen3Next,
+    Settings,
+    settings_of,
+)
+from lockstep.models.gguf.file import GGUFFile, GGUFModel, TensorEntry
+from lockstep.models.reading import MOST_EXPERTS
+from lockstep.quant import TensorInfo
+from lockstep.quant.gguf import PLAIN, dequantize
+
+BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+# Each table maps a module's name in the file to its name in safetensors, without the layer.
+OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+FFN_NORM = {"ffn_norm": "post_attention_layernorm"}
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+FUSED_EXPERTS = "ffn_gate_up_exps"
+RECURRENT = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+SHARED = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+DRAFT = {
+    "nextn.eh_proj": "mtp.fc",
+    "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm",
+}
+READ_AS_SETTINGS = ("rope_freqs.weight",)
+"""Tensors that lockstep.models.gguf.config turns into settings."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor of the checkpoint as rows of a tensor of the file.
+
+    begin, end: its rows there. order: of the number of these rows, makes the row of each of the
+    result's, counted from begin. values: what is made of the dequantized rows. shape: of the
+    result.
+    """
+
+    entry: TensorEntry
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    order: Callable[[int], Tensor] | None = None
+    values: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def whole(cls, entry: TensorEntry) -> "View":
+        """Return the view of a whole tensor."""
+        return cls(entry, 0, entry.rows, entry.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype, as headers of safetensors and of GGUF spell it."""
+        return "F32" if self.values is not None else self.entry.kind
+
+    def rows(self) -> Tensor:
+        """Return the rows as [rows, bytes] uint8."""
+        rows = self.entry.read(self.begin, self.end)
+        return rows if self.order is None else rows[self.order(len(rows))]
+
+    def tensor(self) -> Tensor:
+        """Return the tensor in its own dtype, or dequantized to fp32."""
+        kind = self.entry.kind
+        rows = self.rows()
+        plain = kind in PLAIN and self.values is None
+        weight = rows.view(PLAIN[kind][1]) if plain else dequantize(kind, rows)
+        return (weight if self.values is None else self.values(weight)).view(self.shape)
+
+
+def reorder(view: View, order: Callable[[int], Tensor]) -> View:
+    """Return the view with its rows in another order."""
+    return replace(view, order=order)
+
+
+def change(view: View, values: Callable[[Tensor], Tensor], *shape: int) -> View:
+    """Return the view with other values, and another shape where one is named."""
+    return replace(view, values=values, shape=shape or view.shape)
+
+
+def rotary_rows(heads: int, rows: int) -> Tensor:
+    """Return for each row of q or k its row in a file of llama.cpp's "llama".
+
+    The converter brings the pairs of a head side by side; here they lie half a head apart.
+    """
+    check_size(rows, -(-rows // (2 * heads)) * 2 * heads)
+    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
+
+
+def check_size(size: int, wanted: int) -> None:
+    """Raise CheckpointError where a tensor has other rows or columns than the metadata says."""
+    if size != wanted:
+        raise CheckpointError(
+            f"A GGUF tensor has {size} rows or columns where the metadata asks for {wanted}. "
+            "Fetch the file again."
+        )
+
+
+def value_rows(key_heads: int, each: int, width: int, before: int, size: int) -> Tensor:
+    """Return for each of `size` rows of a tensor by value heads its row in the file.
+
+    Value heads lie by key head here; in the file the first of every key head come first. before:
+    rows in front of them, which stay.
+    """
+    check_size(size, before + key_heads * each * width)
+    rows = torch.arange(key_heads * each * width).view(each, key_heads, width)
+    return torch.cat([torch.arange(before), before + rows.transpose(0, 1).flatten()])
+
+
+class Names:
+    """Names and layouts of one model type. config: the settings as config.json has them."""
+
+    modules: Mapping[str, str] = ATTENTION | FFN_NORM | DENSE
+    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    mixture = "mlp"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def views(self, file: GGUFFile) -> Iterator[tuple[str, View]]:
+        """Yield the name and the view of each tensor. Names that are not known stay as they are,
+        so that loading reports them."""
+        for entry in file.tensors.values():
+            if entry.name in READ_AS_SETTINGS:
+                continue
+            block = BLOCK.fullmatch(entry.name)
+            if block is None:
+                module, _, suffix = entry.name.rpartition(".")
+                name = f"{OUTSIDE.get(module, module)}.{suffix}"
+                yield name, self.adapted(module, suffix, View.whole(entry))
+            else:
+                yield from self.of_layer(int(block[1]), block[2], View.whole(entry))
+
+    def of_layer(self, layer: int, name: str, view: View) -> Iterator[tuple[str, View]]:
+        """Yield the tensors that one of a layer becomes."""
+        module, _, suffix = name.rpartition(".")
+        fused = module in (*EXPERTS, FUSED_EXPERTS) and len(view.shape) == 3
+        if fused and view.shape[0] <= MOST_EXPERTS:
+            yield from self.of_experts(self.layer_name(layer), module, view)
+            return
+        known = self.modules.get(module)
+        if known is None:
+            yield view.entry.name, view
+            return
+        outside = known.startswith("mtp.")
+        full = known if outside else f"{self.layer_name(layer)}.{known}"
+        yield f"{full}.{suffix}", self.adapted(module, suffix, view)
+
+    def layer_name(self, layer: int) -> str:
+        """Return what a layer is called."""
+        return f"model.layers.{layer}"
+
+    def of_experts(self, layer: str, module: str, view: View) -> Iterator[tuple[str, View]]:
+        """Yield each expert's matrices of a tensor [E, N, K]."""
+        count, rows, columns = view.shape
+        names = (self.experts[EXPERTS.index(module)],) if module in EXPERTS else self.experts[:2]
+        size = rows // len(names)
+        for index in range(count * len(names)):
+            expert, part = divmod(index, len(names))
+            begin = index * size
+            part_view = replace(view, begin=begin, end=begin + size, shape=(size, columns))
+            yield f"{layer}.{self.mixture}.experts.{expert}.{names[part]}.weight", part_view
+
+    def adapted(self, module: str, suffix: str, view: View) -> View:
+        """Return the view in the layout of safetensors."""
+        return view
+
+
+class LlamaNames(Names):
+    """Llama: rows of q and k are reordered for another form of rotary positions."""
+
+    def adapted(self, module: str, suffix: str, view: View) -> View:
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(module)
+        if heads is None:
+            return view
+        order = partial(rotary_rows, self.config[heads])
+        if len(view.shape) > 1:
+            return reorder(view, order)
+        # A bias is one row of the file.
+        return change(view, lambda row: row[:, order(row.shape[1])])
+
+
+class MixtralNames(LlamaNames):
+    """Mixtral: the same with experts."""
+
+    modules = ATTENTION | FFN_NORM | {"ffn_gate_inp": "block_sparse_moe.gate"}
+    experts = ("w1", "w3", "w2")
+    mixture = "block_sparse_moe"
+
+
+class MoENames(Names):
+    """Qwen3 with experts."""
+
+    modules = ATTENTION | FFN_NORM | {"ffn_gate_inp": "mlp.gate"}
+
+
+class HybridNames(Names):
+    """Qwen3.5 and Qwen3-Next.
+
+    Norms are stored as 1 + w, A_log as -exp(A_log), the convolution without its middle dimension,
+    and value heads in the order of value_rows(), unless there is one for each key head.
+    """
+
+    modules = ATTENTION | DENSE | RECURRENT | SHARED | DRAFT
+
+    def layer_name(self, layer: int) -> str:
+        """Return what a layer is called: the one after the last is the draft module's."""
+        count = self.config["num_hidden_layers"]
+        return f"model.layers.{layer}" if layer < count else f"mtp.layers.{layer - count}"
+
+    def of_layer(self, layer: int, name: str, view: View) -> Iterator[tuple[str, View]]:
+        mixer = f"{self.layer_name(layer)}.linear_attn"
+        size = prod(view.shape)
+        if name == "ssm_a":
+            yield f"{mixer}.A_log", change(view, self._log_of_decay, size)
+        elif name == "ssm_dt.bias":
+            yield f"{mixer}.dt_bias", change(view, self._by_value_head, size)
+        elif name == "ssm_ba.weight":
+            yield from self._beta_and_alpha(mixer, view)
+        else:
+            yield from super().of_layer(layer, name, view)
+
+    def adapted(self, module: str, suffix: str, view: View) -> View:
+        if module.endswith("norm") and module != "ssm_norm":
+            return change(view, lambda weight: weight - 1)
+        if module == "ssm_conv1d" and len(view.shape) == 2:
+            channels, taps = view.shape
+            return replace(view, order=self._order(module), shape=(channels, 1, taps))
+        if module == "ffn_gate_inp_shexp" and len(view.shape) == 1:
+            return replace(view, shape=(1, view.shape[-1]))
+        if module == "ssm_out" and self._each > 1:
+            order = partial(self._value_rows, self.config["linear_value_head_dim"], 0)
+            return change(view, lambda weight: weight[:, order(weight.shape[1])])
+        order_of = self._order(module)
+        return view if order_of is None else reorder(view, order_of)
+
+    @property
+    def _each(self) -> int:
+        """Number of value heads of a key head; 1 where they are in their order."""
+        heads: int = self.config["linear_num_value_heads"]
+        return heads // self.config["linear_num_key_heads"]
+
+    def _order(self, module: str) -> Callable[[int], Tensor] | None:
+        """Return the order of a module's rows; None: as in the file."""
+        if self._each == 1:
+            return None
+        width = self.config["linear_value_head_dim"]
+        keys = 2 * self.config["linear_num_key_heads"] * self.config["linear_key_head_dim"]
+        orders = {
+            "attn_qkv": partial(self._value_rows, width, keys),
+            "ssm_conv1d": partial(self._value_rows, width, keys),
+            "attn_gate": partial(self._value_rows, width, 0),
+            "ssm_alpha": partial(self._value_rows, 1, 0),
+            "ssm_beta": partial(self._value_rows, 1, 0),
+        }
+        return orders.get(module)
+
+    def _value_rows(self, width: int, before: int, size: int) -> Tensor:
+        return value_rows(self.config["linear_num_key_heads"], self._each, width, before, size)
+
+    def _by_value_head(self, stored: Tensor) -> Tensor:
+        flat = stored.flatten()
+        return flat if self._each == 1 else flat[self._value_rows(1, 0, len(flat))]
+
+    def _log_of_decay(self, stored: Tensor) -> Tensor:
+        return self._by_value_head(stored).neg().log()
+
+    def _beta_and_alpha(self, mixer: str, view: View) -> Iterator[tuple[str, View]]:
+        """Yield the two halves of Qwen3-Next's ssm_ba, whose rows lie by key head: b, then a."""
+        groups = self.config["linear_num_key_heads"]
+        each = self.config["linear_num_value_heads"] // groups
+        shape = (groups * each, view.shape[-1])
+        for part, name in enumerate(("in_proj_b", "in_proj_a")):
+
+            def order(size: int, part: int = part) -> Tensor:
+                check_size(size, 2 * groups * each)
+                return torch.arange(size).view(groups, 2, each)[:, part].flatten()
+
+            yield f"{mixer}.{name}.weight", replace(view, order=order, shape=shape)
+
+
+class Qwen3NextNames(HybridNames):
+    """Qwen3-Next: value heads are in their order."""
+
+    _each = 1
+
+
+NAMES: Mapping[type[Settings], type[Names]] = {
+    Llama: LlamaNames,
+    Mixtral: MixtralNames,
+    Qwen2: Names,
+    Qwen3: Names,
+    Qwen3MoE: MoENames,
+    Hybrid: HybridNames,
+    HybridMoE: HybridNames,
+    Qwen3Next: Qwen3NextNames,
+}
+
+
+@dataclass(frozen=True)
+class GGUFShard:
+    """A GGUF file of a checkpoint, read as a safetensors file is.
+
+    views: of the tensors, by their names in safetensors.
+    """
+
+    path: Path
+    views: Mapping[str, View]
+
+    @contextmanager
+    def open(self, values: bool = False) -> Iterator[tuple["GGUFShard", list[str]]]:
+        """Yield the file and the names of its tensors. values: as in Shard.open()."""
+        yield self, list(self.views)
+
+    def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor."""
+        view = self.views[name]
+        return TensorInfo(name, view.shape, view.dtype)
+
+    def read(self, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
+        """Return a tensor: its blocks as [rows, bytes] uint8 where these are among the dtypes that
+        are asked for, else its values."""
+        view = self.views[name]
+        quantized = view.dtype not in PLAIN
+        return view.rows() if quantized and torch.uint8 in dtypes else view.tensor()
+
+
+def gguf_shards(paths: Sequence[Path]) -> list[GGUFShard]:
+    """Return the files of one checkpoint; the first has the metadata.
+
+    Raises CheckpointError where a file is damaged or of an architecture that is not built.
+    """
+    model = GGUFModel(paths)
+    settings = settings_of(model)
+    names = NAMES[type(settings)](settings.read())
+    return [GGUFShard(file.path, views_by_name(names, file)) for file in model.files]
+
+
+def views_by_name(names: Names, file: GGUFFile) -> dict[str, View]:
+    """Return the views of a file. Raises CheckpointError where two tensors become one."""
+    views: dict[str, View] = {}
+    for name, view in names.views(file):
+        if name in views:
+            raise CheckpointError(
+                f"{file.path}: {views[name].entry.name[:100]!r} and {view.entry.name[:100]!r} are "
+                f"both {name[:100]!r}; allowed: one of them. Fetch the file again."
+            )
+        views[name] = view
+    return views
