@@ -189,32 +189,39 @@ class NeverLeftOut(ByHistory):
         return False
 
 
+def run_freed(llm: LLM, kind: type[ByHistory]) -> list[Any]:
+    """Return the answers of requests whose grammars allow everything after some tokens."""
+    requests = []
+    for index, (seed, free_at) in enumerate(FREE_AT):
+        params = replace(SEEDED if index % 2 else GREEDY, max_tokens=MOST, logprobs=2)
+        (request,) = llm.processor.requests(f"r{index}", PROMPTS[index], params)
+        request.grammar = kind(seed, llm.engine.vocab_size, free_at=free_at)
+        requests.append(request)
+    llm.engine.run(requests, lambda request: None)
+    for request in requests:
+        grammar = request.grammar
+        assert isinstance(grammar, ByHistory)
+        assert grammar.is_free == (kind is ByHistory and grammar.free_at is not None)
+        if grammar.is_free:
+            assert grammar.free_at is not None and len(grammar.asked) <= grammar.free_at
+            assert grammar.accepted < MOST
+    return [told(request) for request in requests]
+
+
 @pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
-def test_a_grammar_that_is_free_costs_no_masks_and_changes_no_token(
-    drafter: str | None,
-) -> None:
+def test_a_grammar_that_is_free_costs_no_masks_and_changes_no_token(drafter: str | None) -> None:
     """Rows are preempted before and after their grammars are free, and step beside bound ones."""
-    due: list[Any] = []
+    due = run_freed(make_engine(drafter), NeverLeftOut)
     for hooks, settings in ((CheckHooks(), {}), (PREEMPTED, AHEAD)):
-        llm = make_engine(drafter, hooks, **settings)
-        for kind in (NeverLeftOut, ByHistory):
-            requests = []
-            for index, (seed, free_at) in enumerate(FREE_AT):
-                params = replace(SEEDED if index % 2 else GREEDY, max_tokens=MOST, logprobs=2)
-                (request,) = llm.processor.requests(f"r{index}", PROMPTS[index], params)
-                request.grammar = kind(seed, llm.engine.vocab_size, free_at=free_at)
-                requests.append(request)
-            llm.engine.run(requests, lambda request: None)
-            answers = [told(request) for request in requests]
-            due = due or answers
-            assert answers == due
-            for request in requests:
-                grammar = request.grammar
-                assert isinstance(grammar, ByHistory)
-                assert grammar.is_free == (kind is ByHistory and grammar.free_at is not None)
-                if grammar.is_free:
-                    assert len(grammar.asked) <= grammar.free_at
-                    assert grammar.accepted < MOST
+        assert run_freed(make_engine(drafter, hooks, **settings), ByHistory) == due
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", [None, "mtp"])
+@pytest.mark.parametrize("graph", ["none", "full"])
+def test_graphs_read_no_mask_of_a_free_grammar(graph: str, drafter: str | None) -> None:
+    due = run_freed(make_engine(None, cuda_graph_mode="none", steps_in_flight=1), NeverLeftOut)
+    assert run_freed(make_engine(drafter, PREEMPTED, cuda_graph_mode=graph), ByHistory) == due
 
 
 @pytest.mark.gpu
