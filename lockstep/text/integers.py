@@ -18,9 +18,9 @@ LIMIT = 9 * 10**18
 expression of the range is short."""
 MULTIPLE = "multipleOf"
 MAX_DIVISOR = 100
-"""Maximum digits of a divisor whose multiples get bounds, without zeros at the end. llguidance
-follows a range and a divisor together, in a state for each remainder and digit: for 10,000 they
-are more than it allows."""
+"""Maximum of a divisor whose multiples get bounds, as the whole number of its digits without zeros
+at the end (0.25 is 25, 3600 is 36). llguidance follows a range and a divisor together, in a state
+for each remainder and digit: for 10,000 they are more than it allows."""
 _READ = frozenset(("type", MULTIPLE, *LOWER, *UPPER, *NOTES))
 _DEFINITIONS = "$defs"
 _COMPANIONS = (_DEFINITIONS, "definitions", "$schema", "$id", "$anchor")

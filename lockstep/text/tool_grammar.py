@@ -26,6 +26,8 @@ from lockstep.text.structured import ANY_OBJECT, MOST_RULES, check_lark, schema_
 
 LEADING = r"/\n{0,2}/"
 """What may stand in front of an answer's calls: line ends behind the reasoning."""
+JSON_MARKS = frozenset('"{}[]')
+"""Characters of a tool's name that would be taken for JSON."""
 Json = dict[str, Any]
 
 
@@ -155,13 +157,15 @@ class ToolSyntax:
         group = rules.rule(sequence(opened, *behind, calls))
         return _bounded(rules, f"{group}{'*' if several else '?'} {plain}")
 
-    def json_after(self, free_text: bool) -> tuple[str, ...] | None:
+    def json_after(self, tools: Sequence[Tool], free_text: bool) -> tuple[str, ...] | None:
         """Return the texts that introduce the JSON of calls: see GrammarRecipe.
 
-        free_text: whether text may come before calls. Its quotes do not pair up as those of JSON.
+        free_text: whether text may come before calls. Its quotes do not pair up as those of JSON,
+        nor do those of a name.
         """
         parser = self.parser
-        if not parser.JSON_CALLS or (free_text and parser.BARE):
+        named = any(JSON_MARKS.intersection(tool.name) for tool in tools)
+        if named or not parser.JSON_CALLS or (free_text and parser.BARE):
             return None
         if not free_text:
             return ()

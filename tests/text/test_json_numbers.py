@@ -176,9 +176,9 @@ def calls(name: str, compiler: Compiler, free_text: bool) -> Matcher:
     """Return a grammar of calls of a tool that takes any object."""
     syntax = ToolSyntax(TOOL_PARSERS[name], {})
     write = syntax.text_and_calls if free_text else syntax.calls_only
-    params = CallParams(
-        grammar=write(syntax.tools(TOOLS), True), json_after=syntax.json_after(free_text)
-    )
+    tools = syntax.tools(TOOLS)
+    json_after = syntax.json_after(tools, free_text)
+    params = CallParams(grammar=write(tools, True), json_after=json_after)
     return compile_wanted(params, compiler)
 
 
