@@ -146,6 +146,14 @@ class StructuredOutputsParams:
         return self.kind == "grammar"
 
     @property
+    def json_after(self) -> tuple[str, ...] | None:
+        """Return an empty tuple where the whole answer is JSON, None where it is another form.
+
+        Subclasses return the texts that introduce JSON in an answer.
+        """
+        return () if self.kind in ("json", "json_object") else None
+
+    @property
     def field(self) -> str:
         """The field that asked for it, as errors name it."""
         return self.field_of(self.kind)

@@ -16,7 +16,10 @@ DAY = 86_400
 
 
 def pull(
-    model: Annotated[str, typer.Argument(metavar="NAME", help="hub id, or OWNER/NAME:FILE.gguf")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="hub id, OWNER/NAME:FILE.gguf or OWNER/NAME:Q4_K_M"),
+    ],
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit; main")] = None,
     local_dir: Annotated[
         str | None, typer.Option(help="folder for the files; the hub's cache if left out")
@@ -28,7 +31,7 @@ def pull(
 ) -> None:
     """Download a model from the Hugging Face hub.
 
-    Prints its folder. Files that are here are not downloaded again.
+    Prints its folder, or the path of its GGUF file. Files that are here are not downloaded again.
     """
     from lockstep.models.cached import read_support
     from lockstep.models.pull import Request
@@ -37,12 +40,11 @@ def pull(
     request = Request.read(model, revision, local_dir, include or ())
     with progress_bar() as show:
         pulled = download(request, show, note)
-    if not request.files:
-        reason = read_support(pulled.folder)[2]
-        if reason is not None:
-            note(f"Lockstep cannot serve it: {reason}", style="yellow")
+    reason = read_support(pulled.path)[2]
+    if reason is not None:
+        note(f"Lockstep cannot serve it: {reason}", style="yellow")
     note(f"Serve it: lockstep serve {pulled.served_as}")
-    print_text(f"{pulled.folder}\n")
+    print_text(f"{pulled.path}\n")
 
 
 def list_models(

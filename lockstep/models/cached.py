@@ -1,11 +1,15 @@
 """Checkpoints in the hub's cache on this machine, and whether they can be served."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.gguf.folder import OTHER_MODALITY, PART, SUFFIX
+from lockstep.models.hub import folder_of, gguf_patterns
 from lockstep.models.shards import shards
 from lockstep.quant import packing_of
 
@@ -40,37 +44,58 @@ def cached_checkpoints() -> list[CachedCheckpoint]:
     except CacheNotFound:  # nothing was ever downloaded
         return []
     snapshots = [
-        _described(repository, revision)
+        _described(repository, revision, file)
         for repository in repositories
         if repository.repo_type == "model"
         for revision in repository.revisions
+        for file in _gguf_models(Path(revision.snapshot_path)) or (None,)
     ]
     return sorted(snapshots, key=lambda one: (-one.used, one.name))
 
 
-def _described(repository: Any, revision: Any) -> CachedCheckpoint:
-    """Describe a snapshot of the cache."""
+def _gguf_models(folder: Path) -> Sequence[str | None]:
+    """Return the names of the GGUF files of a snapshot, the first file of each model alone."""
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob(f"*{SUFFIX}"))]
+    parts = [PART.fullmatch(name) for name in names]
+    return [
+        name
+        for name, part in zip(names, parts, strict=True)
+        if (part is None or int(part[2]) == 1) and not Path(name).name.startswith(OTHER_MODALITY)
+    ]
+
+
+def _described(repository: Any, revision: Any, file: str | None) -> CachedCheckpoint:
+    """Describe a snapshot of the cache, or one GGUF file of it."""
     folder = Path(revision.snapshot_path)
-    is_default = DEFAULT_REVISION in revision.refs
-    architecture, weights, reason = read_support(folder)
+    path = folder if file is None else folder / file
+    name = repository.repo_id if file is None else f"{repository.repo_id}:{file}"
+    patterns = ["*"] if file is None else gguf_patterns(file)
+    files = [
+        one
+        for one in revision.files
+        if any(fnmatchcase(str(one.file_path.relative_to(folder)), each) for each in patterns)
+    ]
+    architecture, weights, reason = read_support(path)
     return CachedCheckpoint(
-        name=repository.repo_id if is_default else str(folder),
+        name=name if DEFAULT_REVISION in revision.refs else str(path),
         folder=folder,
-        bytes=revision.size_on_disk,
+        bytes=sum(one.size_on_disk for one in files),
         architecture=architecture,
         weights=weights,
-        used=max((file.blob_last_accessed for file in revision.files), default=0.0),
+        used=max((one.blob_last_accessed for one in files), default=0.0),
         reason=reason,
     )
 
 
-def read_support(folder: Path) -> tuple[str, str, str | None]:
-    """Return architecture and weight format of a folder, and why it cannot be served or None.
+def read_support(path: Path) -> tuple[str, str, str | None]:
+    """Return architecture and weight format of a folder or a GGUF file, and why it cannot be served
+    or None.
 
-    Only settings and names of files are read.
+    Only settings and names of files are read, and the metadata of GGUF files.
     """
     architecture = weights = ""
     try:
+        folder = folder_of(str(path))
         checkpoint = Checkpoint.read(folder)
         architecture = _named_architecture(checkpoint.raw)
         weights = _named_weights(checkpoint)

@@ -4,16 +4,19 @@ A download that has begun and stalls is given up by the hub's client: after six 
 HF_HUB_DOWNLOAD_TIMEOUT (10 seconds) without a byte. What has come is kept.
 """
 
+import glob
 import os
 import queue
 import re
 import stat
 import threading
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.models.gguf.folder import SUFFIX, gguf_files, holds_gguf, translated
+from lockstep.models.gguf.folder import PART, SUFFIX, gguf_files, holds_gguf, translated
+from lockstep.models.json_files import some
 from lockstep.models.shards import EXTRA_FILE, read_index
 from lockstep.settings import why_unread
 
@@ -22,9 +25,11 @@ PATIENCE = 3.0
 SETTINGS = ["config.json", "*quant*config.json"]
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 """NAME, or OWNER/NAME: any other text can only be a path."""
+HUB_FILE = re.compile(rf"(?P<model>{HUB_ID.pattern}):(?P<file>[\w.+/-]+\.gguf|[\w-]+)")
+"""OWNER/NAME:FILE.gguf, or OWNER/NAME:TYPE as in Q4_K_M, the end of a GGUF file's name."""
 REMEDY = (
-    "Name a folder with config.json and *.safetensors, a GGUF file, or a hub id that can be "
-    "reached from here."
+    "Name a folder with config.json and *.safetensors, a GGUF file, a hub id that can be reached "
+    "from here, or a GGUF file of one: OWNER/NAME:FILE.gguf."
 )
 TEXT_FILES = ["*.json", "*.jinja"]
 WEIGHTS = ["*.safetensors"]
@@ -54,6 +59,8 @@ def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
         return path
     if is_folder or (is_folder is not None and path.suffix == SUFFIX):
         return translated(gguf_files(path))
+    if file := HUB_FILE.fullmatch(model):
+        return translated(gguf_files(fetch_gguf(file["model"], file["file"], field)))
     if not HUB_ID.fullmatch(model):
         raise ConfigError(
             f"{field}={model[:200]!r} is no folder that is there, and no hub id, such as "
@@ -91,6 +98,47 @@ def fetch(model: str, weights: bool = True, field: str = "model") -> Path:
         f"{field}={model[:200]!r} is neither a folder, nor a hub id that can be fetched "
         f"({reason}), nor one that was fetched before. {REMEDY}"
     )
+
+
+def gguf_patterns(name: str) -> list[str]:
+    """Return patterns of the GGUF files that a file's name, or a type at its end, means."""
+    if not name.endswith(SUFFIX):
+        return [f"*{mark}{name}{end}{SUFFIX}" for mark in "-._" for end in ("", "-*-of-*")]
+    parts = PART.fullmatch(name)
+    return [
+        glob.escape(name) if parts is None else f"{glob.escape(parts[1])}-*-of-{parts[3]}{SUFFIX}"
+    ]
+
+
+def fetch_gguf(model: str, name: str, field: str = "model") -> Path:
+    """Return a GGUF file of a hub id: fetched, or cached where the hub does not answer.
+
+    name: of the file, or the type at its end. A model in several files is fetched whole. Raises
+    ConfigError where there is no such file or more than one.
+    """
+    from huggingface_hub import snapshot_download
+
+    fault = _ask(model)
+    patterns = gguf_patterns(name)
+    fetched = f"{field}={model}:{name[:200]}"
+    try:
+        cached = fault is not None
+        folder = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=cached))
+    except Exception as error:  # as in fetch()
+        raise ConfigError(
+            f"{fetched} cannot be fetched ({_reason(fault or error)}), and was not fetched before. "
+            f"{REMEDY}"
+        ) from None
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob(f"*{SUFFIX}"))]
+    chosen = [one for one in names if any(fnmatchcase(one, pattern) for pattern in patterns)]
+    models = {tuple(gguf_files(folder / one)) for one in chosen}
+    if len(models) != 1:
+        listed = some(chosen) if chosen else "none"
+        raise ConfigError(
+            f"{fetched} means {len(models)} models ({listed}); allowed: the name of one GGUF file "
+            f"of {model}, or the type at its end, such as Q4_K_M. Change it."
+        )
+    return models.pop()[0]
 
 
 def weight_patterns(folder: Path) -> list[str]:

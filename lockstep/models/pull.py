@@ -13,14 +13,22 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lockstep.errors import CheckpointError, ConfigError, brief
-from lockstep.models.hub import HUB_ID, TEXT_FILES, WEIGHTS, weight_patterns
+from lockstep.models.gguf.folder import PART, SUFFIX
+from lockstep.models.hub import (
+    HUB_FILE,
+    HUB_ID,
+    TEXT_FILES,
+    WEIGHTS,
+    fetch_gguf,
+    gguf_patterns,
+    weight_patterns,
+)
 from lockstep.models.json_files import some
 from lockstep.models.shards import shards
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, the bytes that have come, and those that are to come."""
 DOWNLOADING = "downloading"
-GGUF = ".gguf"
 ANSWER_SECONDS = 15.0
 """Patience with the hub's answer about a model."""
 POLL_SECONDS = 0.2
@@ -31,13 +39,16 @@ SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """Files to download. model: a hub id; files: the only files, as patterns, or none for a whole
-    checkpoint; include: patterns of the weights instead of all *.safetensors."""
+    """Files to download.
+
+    model: a hub id. file: the name of a GGUF file, or the type at its end; None for a whole
+    checkpoint. include: patterns of the weights instead of all *.safetensors.
+    """
 
     model: str
     revision: str | None = None
     local_dir: Path | None = None
-    files: tuple[str, ...] = ()
+    file: str | None = None
     include: tuple[str, ...] = ()
 
     @classmethod
@@ -48,17 +59,21 @@ class Request:
         local_dir: str | None = None,
         include: Sequence[str] = (),
     ) -> "Request":
-        """Read NAME, OWNER/NAME or NAME:FILE.gguf. Raise ConfigError where it is none of these."""
-        model, colon, file = name.partition(":")
-        if not HUB_ID.fullmatch(model) or (colon and not file.endswith(GGUF)):
+        """Read NAME, OWNER/NAME, NAME:FILE.gguf or NAME:TYPE of a GGUF file.
+
+        Raise ConfigError where it is none of these.
+        """
+        found = HUB_FILE.fullmatch(name)
+        if found is None and not HUB_ID.fullmatch(name):
             exists = Path(name).exists()
             raise ConfigError(
                 f"model={brief(name)} is not allowed; allowed: a hub id, such as Qwen/Qwen3-8B, or "
-                f"one with a file, OWNER/NAME:FILE{GGUF}. "
+                f"one with a file or a type of GGUF, OWNER/NAME:FILE{SUFFIX} or OWNER/NAME:Q4_K_M. "
                 + ("It is a path that is here already: serve it." if exists else "Change it.")
             )
         folder = None if local_dir is None else Path(local_dir)
-        return cls(model, revision, folder, (file,) if colon else (), tuple(include))
+        model, file = (name, None) if found is None else (found["model"], found["file"])
+        return cls(model, revision, folder, file, tuple(include))
 
     def fetch(self, names: Sequence[str]) -> Path:
         """Download the files of these names, and return their folder."""
@@ -75,9 +90,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A checkpoint on this machine. served_as: what `lockstep serve` takes."""
+    """A checkpoint on this machine. path: its folder or GGUF file; served_as: what `lockstep serve`
+    takes."""
 
-    folder: Path
+    path: Path
     served_as: str
 
 
@@ -94,7 +110,7 @@ def pull(request: Request, progress: Progress, note: Callable[[str], None]) -> P
     with _plain_errors(request), _quiet():
         sizes = _listing(request)
         # Settings come first: the index among them says which files hold the weights.
-        texts = [] if request.files else _matching(sizes, TEXT_FILES)
+        texts = [] if request.file else _matching(sizes, TEXT_FILES)
         folder = request.fetch(texts) if texts else None
         weights = _weights(request, sizes, folder)
         wanted = {name: sizes[name] for name in (*texts, *weights)}
@@ -113,24 +129,24 @@ def pull(request: Request, progress: Progress, note: Callable[[str], None]) -> P
             f"{request.model} did not arrive whole: {some(lost)}. Run the same command again: the "
             "files that are whole are kept."
         )
-    return Pulled(folder, _served_as(request, folder, weights))
+    return _pulled(request, folder / weights[0] if request.file else folder)
 
 
-def _served_as(request: Request, folder: Path, weights: Sequence[str]) -> str:
-    """Return what to serve: a file, a folder where the hub id does not mean it, or the hub id."""
-    if request.files:
-        return str(folder / weights[0])
+def _pulled(request: Request, path: Path) -> Pulled:
+    """Return a checkpoint, to be served by its path where the hub id does not mean it."""
     if request.local_dir is not None or request.revision is not None or request.include:
-        return str(folder)
-    return request.model
+        return Pulled(path, str(path))
+    return Pulled(path, f"{request.model}:{request.file}" if request.file else request.model)
 
 
 def _offline(request: Request) -> Pulled:
     """Return the copy that was fetched before. Raise ConfigError where it is not whole."""
-    path = _local_path(request, request.files[0] if request.files else "config.json")
-    with suppress(CheckpointError):
-        if path is not None and (request.files or shards(path.parent)):
-            return Pulled(path.parent, _served_as(request, path.parent, request.files))
+    config = _local_path(request, "config.json")
+    with suppress(CheckpointError, ConfigError):
+        if request.file and request.local_dir is None:
+            return _pulled(request, fetch_gguf(request.model, request.file))
+        if config is not None and not request.file and shards(config.parent):
+            return _pulled(request, config.parent)
     raise ConfigError(
         f"{request.model} is not here, and HF_HUB_OFFLINE forbids to fetch it. {elsewhere(request)}"
     )
@@ -169,23 +185,30 @@ def _matching(names: Mapping[str, int], patterns: Sequence[str]) -> list[str]:
 
 def _weights(request: Request, sizes: Mapping[str, int], folder: Path | None) -> list[str]:
     """Return the files of weights to download. Raise ConfigError where there is none."""
-    chosen = request.files or request.include
+    chosen = gguf_patterns(request.file) if request.file else request.include
     patterns = chosen or (WEIGHTS if folder is None else weight_patterns(folder))
     weights = _matching(sizes, patterns)
+    models = {name if (part := PART.fullmatch(name)) is None else part[1] for name in weights}
+    if request.file and len(models) > 1:
+        raise ConfigError(
+            f"{request.model}:{request.file} means {len(models)} models: {some(weights)}. Name the "
+            "file of one."
+        )
     if weights:
         return weights
-    readable = [name for name in sizes if name.endswith((GGUF, ".safetensors"))]
+    readable = [name for name in sizes if name.endswith((SUFFIX, ".safetensors"))]
     if chosen:
-        reason = f"has no file {some(list(chosen))}; it has {some(readable) or 'no weights'}"
+        meant = [request.file] if request.file else list(chosen)
+        reason = f"has no file {some(meant)}; it has {some(readable) or 'no weights'}"
         raise ConfigError(f"{request.model} {reason}. Change the name of the file.")
-    ggufs = [name for name in readable if name.endswith(GGUF)]
+    ggufs = [name for name in readable if name.endswith(SUFFIX)]
     if ggufs:
         raise ConfigError(
             f"{request.model} has no *.safetensors, but {some(ggufs)}. Name one of them: "
             f"lockstep pull {request.model}:{ggufs[0]}"
         )
     raise ConfigError(
-        f"{request.model} has no *.safetensors and no *{GGUF} file, which are all that is read. "
+        f"{request.model} has no *.safetensors and no *{SUFFIX} file, which are all that is read. "
         "Name another model, or a conversion of this one."
     )
 

@@ -3,7 +3,8 @@
 A mask depends on the tokens of the step before and on the drafts that this step verifies. Both are
 in the table once the step before has ended. So they are copied to the host in front of this step,
 the model of this step is launched, and while it runs the host waits for them and makes the masks.
-A step whose rows have no grammar copies nothing and waits for nothing.
+A step whose rows have no grammar, or one that allows everything from there on, copies nothing and
+waits for nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lockstep.kernels.copy_to_device import copy_to_device, copy_to_host
 from lockstep.runner.program import nothing
+from lockstep.runner.rows import remove_masks
 from lockstep.runner.table import RowTable
 from lockstep.scheduling.grammar import Fill, Grammar, Wanted
 from lockstep.scheduling.request import Request
@@ -58,7 +60,7 @@ class GrammarMasks:
                 len(request.prompt_token_ids) + request.grammar.accepted,
             )
             for place, (row, request) in enumerate(zip(rows, requests, strict=True))
-            if request is not None and request.grammar is not None
+            if request is not None and request.grammar is not None and request.is_constrained
         ]
         if not held:
             return nothing
@@ -94,6 +96,10 @@ class GrammarMasks:
             computed, *tokens = numbers
             drafts = tokens[self.window :][: width - 1]
             one.grammar.accept(tokens[: max(computed + 1 - one.known, 0)])
+            if one.grammar.is_free:
+                # The row needs no mask in this step either: decide is not launched yet.
+                remove_masks(self.table.sampling, one.row)
+                continue
             real = list(takewhile(lambda token: token >= 0, drafts))
             first = one.place * width
             wanted.setdefault(one.grammar.fill, []).append(Wanted(one.grammar, real, first))

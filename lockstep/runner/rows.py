@@ -77,7 +77,7 @@ def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: T
     if p.bad_words_ids:
         flags |= s.BAD_WORDS
         copy_to_device(_words(p.bad_words_ids, state.bad_words[row].shape), state.bad_words[row])
-    if request.grammar is not None:
+    if request.is_constrained:
         flags |= s.ALLOWED
     if not p.greedy:
         flags |= s.NOISE
@@ -96,6 +96,11 @@ def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: T
         frequency=p.frequency_penalty,
     )
     copy_to_device(parameters.words(), state.scalars[row])
+
+
+def remove_masks(state: s.SamplingState, row: int) -> None:
+    """Let a row sample without masks, in the steps decided after this point of the stream."""
+    state.flags[row].bitwise_and_(~s.ALLOWED)
 
 
 def check_ids(request: Request, vocab: int) -> None:

@@ -35,11 +35,15 @@ class Grammar(Protocol):
     accepted: tokens of the answer that it has taken. fault: why it allows no token any more, to be
     told to whoever asked; None where all is well. recipe: plain data of which whoever made the
     grammar makes it anew, in another process too. fill: writes masks of all grammars that have the
-    same one, side by side.
+    same one, side by side. is_free: whether every continuation of the answer is allowed from here
+    on; such a grammar gets no further tokens, and no masks of it are made.
     """
 
     @property
     def accepted(self) -> int: ...
+
+    @property
+    def is_free(self) -> bool: ...
 
     @property
     def fault(self) -> str | None: ...

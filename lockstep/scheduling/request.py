@@ -56,6 +56,11 @@ class Request:
         return None if self.grammar is None else self.grammar.fault
 
     @property
+    def is_constrained(self) -> bool:
+        """Return whether a grammar may forbid a token of the answer from here on."""
+        return self.grammar is not None and not self.grammar.is_free
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of prompt and answer so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

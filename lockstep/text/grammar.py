@@ -11,13 +11,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any, Protocol
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from lockstep.scheduling.grammar import Fill, Grammar, Wanted
+from lockstep.text.json_numbers import JsonReader, JsonState, NumberLimit
 from lockstep.text.tokenizer import Tokenizer
 
 LEXER_FUEL = 200_000
@@ -41,6 +42,8 @@ MOST_KNOWN_BYTES = 16 << 20
 SLICES = ("[a-z]+", "[A-Za-z]+", "[a-z ]+", "[A-Za-z ]+")
 """Beside llguidance's own: tokens that come together where a grammar allows all text of them. Words
 of most vocabularies begin with a blank."""
+MAX_READERS = 16
+"""Readers of JSON that are kept: one for each set of texts that introduce it."""
 EXCERPT = re.compile(r"\s*(\d+ \||\^)")
 """Lines of a grammar that llguidance shows, and the mark under one."""
 OF_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
@@ -56,12 +59,18 @@ class GrammarFault(ValueError):
 
 @dataclass(frozen=True)
 class GrammarRecipe:
-    """What Compiler.grammar makes a grammar of. source: in llguidance's Lark; row_items: the most
-    that its parser may have at a place; reasoning_end and reasoning_begin: AfterReasoning's tokens,
-    None where the grammar binds the answer from its first token on."""
+    """Plain data of which Compiler.grammar makes a grammar, in another process too.
+
+    source: in llguidance's Lark. row_items: maximum items that its parser may have at a place.
+    json_after: texts that introduce JSON, whose numbers are limited (lockstep.text.json_numbers);
+    empty where the whole answer is JSON, None where no part of it is known to be. reasoning_end and
+    reasoning_begin: AfterReasoning's tokens, None where the grammar binds the answer from its first
+    token on.
+    """
 
     source: str
     row_items: int = ROW_ITEMS
+    json_after: tuple[str, ...] | None = None
     reasoning_end: int | None = None
     reasoning_begin: int | None = None
 
@@ -96,6 +105,9 @@ class Compiler:
         self.ends = ends
         self._building = threading.Lock()
         self._tree: LLTokenizer | None = None
+        # Of the whole vocabulary once the first grammar is compiled, which every mask follows.
+        self.numbers = NumberLimit(())
+        self.json_reader = lru_cache(MAX_READERS)(JsonReader)
         self._known = FirstMasks(MOST_KNOWN, MOST_KNOWN_BYTES)
 
     @property
@@ -103,9 +115,15 @@ class Compiler:
         """Bytes of a mask: a bit per token, in whole words."""
         return -(-self.vocab // WORD_BITS) * WORD_BITS // 8
 
-    def matcher(self, source: str, row_items: int = ROW_ITEMS) -> "Matcher":
-        """The matcher of a grammar in llguidance's Lark; row_items: as a GrammarRecipe's. Raises
-        GrammarFault.
+    def matcher(
+        self,
+        source: str,
+        row_items: int = ROW_ITEMS,
+        json_after: tuple[str, ...] | None = None,
+    ) -> "Matcher":
+        """Return the matcher of a grammar; the arguments are those of a GrammarRecipe.
+
+        Raises GrammarFault.
 
         Each answer has a compiled grammar of its own, made when it is first needed, about 1 ms:
         copies of one share its lexer and the lock around it, so that answers would wait for each
@@ -113,7 +131,7 @@ class Compiler:
         be compiled and that some text matches, is looked at once, and what was compiled for that is
         not kept: what only waits, such as a server's side of a request, would hold up to 10 MB.
         """
-        recipe = GrammarRecipe(source, row_items)
+        recipe = GrammarRecipe(source, row_items, json_after)
         first, _ = self._first_mask(recipe)
         return Matcher(recipe, first, lambda: self._compile(recipe), self)
 
@@ -141,7 +159,7 @@ class Compiler:
         return first, made
 
     def prepare(self) -> None:
-        """Builds now what the first grammar would have to wait for: a second for 250,000 tokens."""
+        """Build now what the first grammar would have to wait for: a second for 250,000 tokens."""
         self._tokens()
 
     def fill(self, wanted: Sequence[Wanted["Compiled"]], memory: memoryview) -> None:
@@ -181,11 +199,13 @@ class Compiler:
         return LLMatcher(self._tokens(), grammar, log_level=0, limits=limits)
 
     def _tokens(self) -> LLTokenizer:
-        """The vocabulary's tree, built when it is first asked for."""
+        """Return the vocabulary's tree, built with its NumberLimit at the first call."""
         with self._building:
             if self._tree is None:
                 ends = sorted(self.ends)
-                wrapped = TokenizerWrapper(_Vocabulary(self.tokenizer, self.vocab, ends))
+                vocabulary = _Vocabulary(self.tokenizer, self.vocab, ends)
+                self.numbers = NumberLimit(vocabulary.tokens)
+                wrapped = TokenizerWrapper(vocabulary)
                 blanks, *others = LLTokenizer.general_slices()
                 slices = [blanks, *SLICES, *others]
                 self._tree = LLTokenizer(wrapped, self.vocab, ends, slices)
@@ -270,6 +290,16 @@ class Masks:
         self.put(place, bytes(self.size))
         self.allow(place, token)
 
+    def forbid(self, index: int, tokens: int) -> None:
+        """Remove tokens from a mask, unless it would become empty. tokens: bit i for token i.
+
+        Text that the grammar requires, such as the digits of a bound, comes in spite of a limit.
+        """
+        part = self._memory[index * self.size : (index + 1) * self.size]
+        rest = int.from_bytes(part, "little") & ~tokens
+        if rest:
+            part[:] = rest.to_bytes(self.size, "little")
+
     def all(self, places: Sequence[int]) -> None:
         """Lets every token come in each of these masks."""
         for place in places:
@@ -325,6 +355,11 @@ class Matcher:
         self._taken = 0  # tokens of the answer that the compiled grammar was led along
         self._tokens: list[int] = []
         self._over = False
+        self.is_free = False
+        self._json = compiler.json_reader(recipe.json_after)
+        self._state = self._json.start
+        self._token_bytes = compiler.tokenizer.token_bytes
+        self._compiler = compiler
 
     def prepare(self) -> LLMatcher:
         """Compiles the grammar now, if it is not."""
@@ -343,6 +378,7 @@ class Matcher:
             self._over = self._over or token in self._ends
             if not self._over and self.fault is None:
                 self._lead()
+                self._state = self._read(self._state, token)
 
     def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
         """Writes the masks that are known, from the place `first` on, and says which are to be
@@ -358,6 +394,7 @@ class Matcher:
         known = 0 if self._tokens else 1
         if known:
             masks.put(first, self._first)
+            self._limit_numbers(first, self._state, masks)
         if known > len(real):
             return []
         ahead = self.prepare().deep_copy()
@@ -366,10 +403,32 @@ class Matcher:
         return [Job(self, ahead, real[:known], real[known:], first + known)]
 
     def finish(self, job: Job, masks: Masks) -> None:
-        """Where the grammar has failed, computes the masks by ones that have met nothing else: a
-        limit that others met by their drafts is not this answer's."""
-        if not job.ahead.is_error():
-            return
+        """Complete the masks that were computed: limit their numbers."""
+        if job.ahead.is_error():
+            self._compute_alone(job, masks)
+        state = self._state
+        for token in job.before:
+            state = self._read(state, token)
+        self._limit_numbers(job.first, state, masks)
+        for index, token in enumerate(job.drafts, job.first + 1):
+            state = self._read(state, token)
+            self._limit_numbers(index, state, masks)
+
+    def _read(self, state: JsonState, token: int) -> JsonState:
+        """Return the position in the answer's JSON after a token."""
+        return self._json.read(state, self._token_bytes(token))
+
+    def _limit_numbers(self, index: int, state: JsonState, masks: Masks) -> None:
+        """Remove from a mask the tokens that would make a number of JSON too long."""
+        tokens = self._compiler.numbers.forbidden(state)
+        if tokens:
+            masks.forbid(index, tokens)
+
+    def _compute_alone(self, job: Job, masks: Masks) -> None:
+        """Compute the masks of a job by fresh grammars, which have read nothing else.
+
+        A limit of llguidance that a grammar met along other drafts is not this answer's.
+        """
         for count in range(1 + len(job.drafts)):
             fresh = self._make()
             drafts = [*job.before, *job.drafts[:count]]
@@ -406,6 +465,7 @@ class AfterReasoning:
 
     def __init__(self, inner: Matcher, end: int, begin: int | None) -> None:
         self.accepted = 0
+        self.is_free = False
         self.recipe = replace(inner.recipe, reasoning_end=end, reasoning_begin=begin)
         self.fill = inner.fill
         self._inner = inner

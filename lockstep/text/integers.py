@@ -1,20 +1,27 @@
-"""Bounds of integers that a JSON schema leaves unbounded.
+"""Bounds of integers and of multiples that a JSON schema leaves unbounded.
 
 Readers with 64-bit integers fail at larger ones and Python at 4,300 digits, and a model that
-repeats a digit would fill its answer with it. Numbers that may have a fraction are not bounded:
-llguidance 1.9.1 writes no exponent within bounds, so that 6e23 could not come.
+repeats a digit would fill its answer with it. Other numbers that may have a fraction are not
+bounded: llguidance 1.9.1 writes no exponent within bounds, so that 6e23 could not come. Their
+digits are limited (lockstep.text.json_numbers). That would not do for a multiple, which cannot end
+at any digit.
 """
 
 import json
 from typing import Any
 
-from lockstep.text.numbers import LOWER, UPPER, is_number
+from lockstep.text.numbers import LOWER, UPPER, is_number, significant
 from lockstep.text.rewriting import NOTES, rewritten
 
 LIMIT = 9 * 10**18
 """Integers have a smaller magnitude: a little below 2^63, and of few digits, so that the regular
 expression of the range is short."""
-_READ = frozenset(("type", *LOWER, *UPPER, *NOTES))
+MULTIPLE = "multipleOf"
+MAX_DIVISOR = 100
+"""Maximum of a divisor whose multiples get bounds, as the whole number of its digits without zeros
+at the end (0.25 is 25, 3600 is 36). llguidance follows a range and a divisor together, in a state
+for each remainder and digit: for 10,000 they are more than it allows."""
+_READ = frozenset(("type", MULTIPLE, *LOWER, *UPPER, *NOTES))
 _DEFINITIONS = "$defs"
 _COMPANIONS = (_DEFINITIONS, "definitions", "$schema", "$id", "$anchor")
 """Keywords of a root that restrict no value. The bounds of a root stay in the root."""
@@ -22,9 +29,9 @@ Json = dict[str, Any]
 
 
 def with_bounded_integers(schema: Json) -> Json:
-    """Return the schema with bounds for each integer that lacks one.
+    """Return the schema with bounds for each integer and multiple that lacks one.
 
-    Equal integers become references to one definition: llguidance compiles a range for each place
+    Equal ones become references to one definition: llguidance compiles a range for each place
     where it is written, and 200 of them take more than it allows.
     """
     taken = schema.get(_DEFINITIONS)
@@ -53,13 +60,19 @@ def with_bounded_integers(schema: Json) -> Json:
 
 
 def _bounded(schema: Json) -> Json | None:
-    """Return the schema of an integer with bounds; None where nothing is to be added.
+    """Return the schema of an integer or a multiple with bounds; None where it needs none.
 
     Bounds restrict numbers alone, so that the schema may allow other types too.
     """
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "integer" not in kinds or "number" in kinds or not _READ.issuperset(schema):
+    divisor = schema.get(MULTIPLE)
+    if divisor is None:
+        numeric = "integer" in kinds and "number" not in kinds
+    else:
+        small = is_number(divisor) and int(significant(divisor) or "0") <= MAX_DIVISOR
+        numeric = small and not {"integer", "number"}.isdisjoint(kinds)
+    if not numeric or not _READ.issuperset(schema):
         return None
     bounds = {key: schema[key] for key in (*LOWER, *UPPER) if schema.get(key) is not None}
     if not all(is_number(value) and abs(value) < LIMIT for value in bounds.values()):
@@ -69,4 +82,7 @@ def _bounded(schema: Json) -> Json | None:
         for keywords, limit in ((LOWER, -LIMIT), (UPPER, LIMIT))
         if not any(key in bounds for key in keywords)
     }
-    return {"type": schema["type"], **bounds, **missing} if missing else None
+    if not missing:
+        return None
+    own = {} if divisor is None else {MULTIPLE: divisor}
+    return {"type": schema["type"], **own, **bounds, **missing}

@@ -737,8 +737,10 @@ class Processor:
         form = None if syntax.parser.BARE else json_form(asked)
         if form is not None:
             compile_wanted(asked, self._compiler())
-            grammar = syntax.calls_or_form(syntax.tools(tools, wanted, held=strict), several, form)
-            return CallParams(grammar=grammar, beside_form=True)
+            callable_tools = syntax.tools(tools, wanted, held=strict)
+            grammar = syntax.calls_or_form(callable_tools, several, form)
+            json_after = syntax.json_after(callable_tools, free_text=False)
+            return CallParams(grammar=grammar, beside_form=True, json_after=json_after)
         if strict:
             raise RequestError(
                 "strict tools are not supported beside this form of the answer with this model; "
@@ -762,7 +764,10 @@ class Processor:
         self.check_tools(tools)
         syntax = self._syntax()
         write = syntax.text_and_calls if auto else syntax.calls_only
-        return CallParams(grammar=write(syntax.tools(tools, choice, held), several))
+        callable_tools = syntax.tools(tools, choice, held)
+        grammar = write(callable_tools, several)
+        json_after = syntax.json_after(callable_tools, free_text=auto)
+        return CallParams(grammar=grammar, json_after=json_after)
 
     def _syntax(self) -> ToolSyntax:
         """How the model writes calls, which are understood."""

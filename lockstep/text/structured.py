@@ -75,10 +75,29 @@ def compile_wanted(wanted: StructuredOutputsParams, compiler: Compiler) -> Match
     check_multiples(source, field)
     check_conjunctions(source, field)
     try:
-        return compiler.matcher(source, WRITTEN_ROW_ITEMS if wanted.written else ROW_ITEMS)
+        items = WRITTEN_ROW_ITEMS if wanted.written else ROW_ITEMS
+        return compiler.matcher(source, items, _json_after(wanted))
     except GrammarFault as fault:
         where, why = _place_of(wanted, source, compiler, str(fault)) or ("", str(fault))
         raise RequestError(f"{field}{where} cannot be obeyed: {why}. Change it.", field) from None
+
+
+def _json_after(wanted: StructuredOutputsParams) -> tuple[str, ...] | None:
+    """Return where an answer is JSON: see GrammarRecipe. The form has been checked."""
+    if wanted.kind != "structural_tag":
+        return wanted.json_after
+    sent = _tag_of(wanted, wanted.field)
+    if "format" in sent:
+        return () if sent["format"]["type"] == "json_schema" else None
+    # The end of the JSON is known by its last bracket, so that it must be an object or a list.
+    begins = [one["begin"] for one in sent["structures"] if _is_container(one, wanted.field)]
+    return tuple(begins) or None
+
+
+def _is_container(structure: Json, field: str) -> bool:
+    """Return whether a structure holds an object or a list alone."""
+    schema = schema_of(structure.get("schema", ANY_OBJECT), field)
+    return isinstance(schema, dict) and schema.get("type") in ("object", "array")
 
 
 def _place_of(
@@ -203,16 +222,23 @@ def check_lark(source: str, field: str) -> None:
         )
 
 
-def _structural_tag(wanted: StructuredOutputsParams, field: str) -> str:
+def _tag_of(wanted: StructuredOutputsParams, field: str) -> Any:
+    """Return the structures and triggers of a structural tag, or its format of fixed parts."""
     tag = wanted.structural_tag
     sent = _from_json(tag, field) if isinstance(tag, str) else tag
     _check_size(sent, field)
     if isinstance(sent, dict) and "format" in sent:
         form = sent["format"]
-        if isinstance(form, dict) and form.get("type") in _FORMS:
-            rules = Rules({})
-            return rules.source(_form(form, rules, field))
-        sent = _of_triggered(form, field)
+        fixed = isinstance(form, dict) and form.get("type") in _FORMS
+        return {"format": form} if fixed else _of_triggered(form, field)
+    return sent
+
+
+def _structural_tag(wanted: StructuredOutputsParams, field: str) -> str:
+    sent = _tag_of(wanted, field)
+    if isinstance(sent, dict) and "format" in sent:
+        rules = Rules({})
+        return rules.source(_form(sent["format"], rules, field))
     structures = sent.get("structures") if isinstance(sent, dict) else None
     triggers = sent.get("triggers") if isinstance(sent, dict) else None
     if not _are_structures(structures) or not _are_texts(triggers):

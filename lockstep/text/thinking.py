@@ -143,6 +143,11 @@ class ThinkingBudget:
         """Return whether the thought has ended, or will never begin."""
         return self._thought.over
 
+    @property
+    def is_free(self) -> bool:
+        """Return whether nothing binds the rest of the answer."""
+        return self._form is None and self.over
+
     def prepare(self) -> None:
         """Compile the content's grammar now, if it is not."""
         if self._form is not None:

@@ -26,6 +26,8 @@ from lockstep.text.structured import ANY_OBJECT, MOST_RULES, check_lark, schema_
 
 LEADING = r"/\n{0,2}/"
 """What may stand in front of an answer's calls: line ends behind the reasoning."""
+JSON_MARKS = frozenset('"{}[]')
+"""Characters of a tool's name that would be taken for JSON."""
 Json = dict[str, Any]
 
 
@@ -34,9 +36,11 @@ class CallParams(StructuredOutputsParams):
     """An answer whose calls match tools: what is wrong with its grammar, is wrong with them.
 
     beside_form: it is calls, or else a form of the answer, which its first character tells.
+    json_after: see GrammarRecipe.
     """
 
     beside_form: bool = False
+    json_after: tuple[str, ...] | None = None
 
     @property
     def written(self) -> bool:
@@ -152,6 +156,22 @@ class ToolSyntax:
             calls = sequence(call, rules.text(parser.TAGS[1]))
         group = rules.rule(sequence(opened, *behind, calls))
         return _bounded(rules, f"{group}{'*' if several else '?'} {plain}")
+
+    def json_after(self, tools: Sequence[Tool], free_text: bool) -> tuple[str, ...] | None:
+        """Return the texts that introduce the JSON of calls: see GrammarRecipe.
+
+        free_text: whether text may come before calls. Its quotes do not pair up as those of JSON,
+        nor do those of a name.
+        """
+        parser = self.parser
+        named = any(JSON_MARKS.intersection(tool.name) for tool in tools)
+        if named or not parser.JSON_CALLS or (free_text and parser.BARE):
+            return None
+        if not free_text:
+            return ()
+        begins = (parser.AROUND[0], parser.TAGS[0])
+        openers = parser.OPENERS.values()
+        return tuple(text for text in openers if any(one.startswith(text) for one in begins))
 
     def _calls(
         self, tools: Sequence[Tool], rules: Rules, several: bool, begun: bool = False

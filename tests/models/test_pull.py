@@ -1,6 +1,7 @@
 """A model is downloaded from a hub, file by file, and what hinders that is said with a remedy."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,13 @@ from lockstep.cli import app
 from lockstep.errors import ConfigError
 from lockstep.models import pull
 from lockstep.models.cached import cached_checkpoints
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.hub import fetch_gguf, folder_of
 from lockstep.models.pull import Request
+from tests.models.dense import random_oracle
 from tests.models.fake_hub import COMMIT, FakeHub
+from tests.models.gguf_files import write_gguf
+from tests.models.test_mixtures import of_transformers
 from tests.tiny_model import LLAMA
 
 NAME = "someone/small"
@@ -109,6 +115,52 @@ def test_one_file_of_many(hub: FakeHub) -> None:
     assert hub.downloads == ["small-Q8_0.gguf"]
     assert "small-Q8_0.gguf" in result.stderr.splitlines()[-1]
     assert "it has small-Q4_0.gguf" in refusal("pull", "someone/files:other.gguf")
+
+
+@pytest.fixture
+def small_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A GGUF file of a tiny model, without a tokenizer."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    random_oracle(tmp_path, "Llama", of_transformers(LLAMA))
+    write_gguf(tmp_path, tmp_path / "tiny.gguf")
+    return (tmp_path / "tiny.gguf").read_bytes()
+
+
+def test_a_type_means_the_file_that_ends_with_it(hub: FakeHub, small_gguf: bytes) -> None:
+    hub.models["someone/files"] = {"small-Q8_0.gguf": small_gguf, "small-Q4_0.gguf": b"GGUF"}
+    result = run("pull", "someone/files:Q8_0")
+    assert hub.downloads == ["small-Q8_0.gguf"]
+    assert result.stderr.splitlines()[-1] == "Serve it: lockstep serve someone/files:Q8_0"
+    folder = folder_of("someone/files:Q8_0")
+    assert folder == folder_of("someone/files:small-Q8_0.gguf")
+    assert Checkpoint.read(folder).raw["model_type"] == "llama"
+    assert hub.downloads == ["small-Q8_0.gguf"], "it is here"
+    (one,) = cached_checkpoints()
+    assert (one.name, one.reason) == ("someone/files:small-Q8_0.gguf", None)
+    assert one.bytes == len(small_gguf) and one.architecture == "llama"
+
+
+def test_a_type_of_two_models_is_refused(hub: FakeHub, small_gguf: bytes) -> None:
+    hub.models["someone/files"] = {"a-Q4_0.gguf": small_gguf, "b-Q4_0.gguf": small_gguf}
+    both = "means 2 models.*a-Q4_0.gguf.*b-Q4_0.gguf"
+    assert re.search(both, refusal("pull", "someone/files:Q4_0")) and not hub.downloads
+    with pytest.raises(ConfigError, match=both):
+        folder_of("someone/files:Q4_0")
+    with pytest.raises(ConfigError, match="means 0 models"):
+        folder_of("someone/files:Q6_K")
+
+
+def test_a_split_model_is_fetched_whole(hub: FakeHub) -> None:
+    parts = {f"big-Q8_0-0000{i}-of-00002.gguf": b"GGUF%d" % i for i in (1, 2)}
+    hub.models["someone/files"] = dict(parts)
+    first, _ = parts
+    assert fetch_gguf("someone/files", first).name == first
+    assert sorted(hub.downloads) == sorted(parts)
+
+
+def test_a_gguf_file_of_a_hub_that_is_not_reached(cache: Path) -> None:
+    with pytest.raises(ConfigError, match="someone/files:Q8_0 cannot be fetched .*OWNER/NAME:FILE"):
+        folder_of("someone/files:Q8_0")
 
 
 def test_weights_by_a_pattern(hub: FakeHub) -> None:

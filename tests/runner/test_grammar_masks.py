@@ -25,16 +25,23 @@ class ByHistory:
     So a mask of another row, of another position or behind a rejected draft lets other tokens come.
     """
 
-    def __init__(self, seed: int, vocab: int, fails_at: int | None = None) -> None:
+    def __init__(
+        self, seed: int, vocab: int, fails_at: int | None = None, free_at: int | None = None
+    ) -> None:
         self.seed = seed
         self.words = -(-vocab // 32)
         self.taken: list[int] = []
         self.fails_at = fails_at
+        self.free_at = free_at
         self.asked: list[list[int]] = []
 
     @property
     def accepted(self) -> int:
         return len(self.taken)
+
+    @property
+    def is_free(self) -> bool:
+        return self.free_at is not None and self.accepted >= self.free_at
 
     @property
     def fault(self) -> str | None:
@@ -62,6 +69,8 @@ class ByHistory:
         size = self.words * 4
         if len(tokens) == self.fails_at:
             return bytes(size)
+        if self.free_at is not None and len(tokens) >= self.free_at:
+            return b"\xff" * size
         draw = random.Random(str((self.seed, tokens)))
         bits = draw.getrandbits(8 * size) & (
             draw.getrandbits(8 * size) | draw.getrandbits(8 * size)
@@ -104,6 +113,8 @@ def changing(counts: tuple[int, ...]) -> RandomDraftLength:
     return RandomDraftLength(counts, random.Random(5))
 
 
+FREE_AT = ((1, 0), (2, 3), (3, 5), (4, None))
+"""Seeds of grammars, and the tokens after which each allows everything."""
 BATCH: dict[str, Any] = {"max_num_seqs": 6}
 AHEAD = {**BATCH, "steps_in_flight": 2}
 PREEMPTED = CheckHooks(preempt_every=3)
@@ -168,6 +179,49 @@ def test_steps_without_a_grammar_do_nothing_between(monkeypatch: pytest.MonkeyPa
     run(llm, [None, 2])
     assert seen
     assert not any(between is nothing for between in seen)
+
+
+class NeverLeftOut(ByHistory):
+    """The same grammar, whose masks are made to the end."""
+
+    @property
+    def is_free(self) -> bool:
+        return False
+
+
+def run_freed(llm: LLM, kind: type[ByHistory]) -> list[Any]:
+    """Return the answers of requests whose grammars allow everything after some tokens."""
+    requests = []
+    for index, (seed, free_at) in enumerate(FREE_AT):
+        params = replace(SEEDED if index % 2 else GREEDY, max_tokens=MOST, logprobs=2)
+        (request,) = llm.processor.requests(f"r{index}", PROMPTS[index], params)
+        request.grammar = kind(seed, llm.engine.vocab_size, free_at=free_at)
+        requests.append(request)
+    llm.engine.run(requests, lambda request: None)
+    for request in requests:
+        grammar = request.grammar
+        assert isinstance(grammar, ByHistory)
+        assert grammar.is_free == (kind is ByHistory and grammar.free_at is not None)
+        if grammar.is_free:
+            assert grammar.free_at is not None and len(grammar.asked) <= grammar.free_at
+            assert grammar.accepted < MOST
+    return [told(request) for request in requests]
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
+def test_a_grammar_that_is_free_costs_no_masks_and_changes_no_token(drafter: str | None) -> None:
+    """Rows are preempted before and after their grammars are free, and step beside bound ones."""
+    due = run_freed(make_engine(drafter), NeverLeftOut)
+    for hooks, settings in ((CheckHooks(), {}), (PREEMPTED, AHEAD)):
+        assert run_freed(make_engine(drafter, hooks, **settings), ByHistory) == due
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", [None, "mtp"])
+@pytest.mark.parametrize("graph", ["none", "full"])
+def test_graphs_read_no_mask_of_a_free_grammar(graph: str, drafter: str | None) -> None:
+    due = run_freed(make_engine(None, cuda_graph_mode="none", steps_in_flight=1), NeverLeftOut)
+    assert run_freed(make_engine(drafter, PREEMPTED, cuda_graph_mode=graph), ByHistory) == due
 
 
 @pytest.mark.gpu

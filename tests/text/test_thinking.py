@@ -107,7 +107,9 @@ def test_a_tag_that_the_model_has_begun_is_completed(model: Processor) -> None:
 
 def test_a_thought_that_ends_by_itself_leaves_the_answer_free(model: Processor) -> None:
     grammar = held(model, 4)
+    assert not grammar.is_free
     grammar.accept(ids(model, "a</think>"))
+    assert grammar.is_free
     rest = ids(model, "bcdefgh")
     assert only(masks_of(grammar, rest)) == [None] * (len(rest) + 1)
     grammar.accept(rest)
@@ -185,6 +187,7 @@ def test_it_composes_with_a_form_of_the_content(processor: Processor) -> None:
         along = masks_of(grammar, [*tokens, end, *content])
         assert along[len(tokens) + 1 :] == masks_of(plain, content)
         grammar.accept([*tokens, end])
+        assert not grammar.is_free
         assert masks_of(grammar, content) == masks_of(plain, content)
     again = processor.grammar_of(pickle.loads(pickle.dumps(grammar.recipe)))
     assert masks_of(again, [end, *content]) == masks_of(

@@ -55,7 +55,7 @@ class CallParser(ABC):
     How calls are written: AROUND: what stands in front of all calls of an answer, and behind them.
     TAGS: around each of them. BETWEEN: between two. BARE: what begins a call at an answer's
     beginning without an opener. PLAIN_VALUES: whether texts among the arguments have
-    no quotes and escapes.
+    no quotes and escapes. JSON_CALLS: whether all quotes in a call are those of JSON.
     """
 
     SIGNS: ClassVar[tuple[str, ...]] = ()
@@ -64,6 +64,7 @@ class CallParser(ABC):
     ENDS_REASONING: ClassVar[tuple[str, ...]] = ()
     MARKERS: ClassVar[Mapping[str, Markers]] = {}
     PLAIN_VALUES: ClassVar[bool] = False
+    JSON_CALLS: ClassVar[bool] = False
     FIRST: ClassVar[str] = "content"
     AFTER: ClassVar[str] = ""
     FILLER: ClassVar[str] = " \t\r\n"

@@ -23,6 +23,7 @@ class NamedCalls(CallParser):
     LEAD: ClassVar[str] = ""
     TRAIL: ClassVar[str]
     LAST: ClassVar[str] = ""
+    JSON_CALLS = True
     AFTER = "tail"
     FILLER = "} \t\r\n"
     """A brace too many is a slip that many models make."""

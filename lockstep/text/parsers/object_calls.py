@@ -19,6 +19,7 @@ class ObjectCalls(CallParser):
 
     ARGUMENTS: ClassVar[str] = "arguments"
     BETWEEN = ", "
+    JSON_CALLS = True
     AFTER = "between"
     FILLER = "[],;} \t\r\n"
     """Lists, separators, and a brace too many, which is a slip that many models make."""
