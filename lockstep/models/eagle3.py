@@ -63,6 +63,7 @@ SWITCHES = {
 """Settings of eagle_config that another kind of head has otherwise, and what is built."""
 _SPECULATORS = "notes and training settings of the speculators library"
 _DENSE = "mixtures and draft modules of the target, whose config was copied; a head's MLP is dense"
+_DERIVED = "derived from other settings by heads with latent attention; other heads read it"
 _WINDOW = "use_sliding_window is off"
 WITHOUT_EFFECT = {
     **dict.fromkeys(
@@ -83,6 +84,7 @@ WITHOUT_EFFECT = {
         _DENSE,
     ),
     **dict.fromkeys(("sliding_window", "max_window_layers"), _WINDOW),
+    **dict.fromkeys(("head_dim", "qk_head_dim"), _DERIVED),
 }  # fmt: skip
 """Settings that may be ignored -> why."""
 OFFSETS = "d2t"
@@ -160,8 +162,8 @@ class Config(DecoderConfig):
         known = c.size("draft_vocab_size", vocab)
         c.need(known <= vocab, "draft_vocab_size", f"1 to vocab_size, {vocab}")
         layers = read_attending_layers(c)
-        if layers > 1:
-            inner.only("next_layer_regular", True, None, default=None)
+        kinds = (True, None) if layers > 1 else (True, False, None)  # of layers after the first
+        inner.only("next_layer_regular", *kinds, default=None)
         config = cls(
             layers=layers,
             draft_vocab_size=known,
