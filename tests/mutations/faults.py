@@ -572,13 +572,14 @@ FAULTS = (
     ),
     Fault(
         "a window sees the token behind it", "mixer", ATTENTION,
-        "last = start + torch.arange(at, at + count) // group",
-        "last = start + torch.arange(at, at + count) // group + (1 < queries < 9)",
+        "offsets = torch.arange(at, at + count) // group",
+        "offsets = torch.arange(at, at + count) // group + (1 < queries < 9)",
     ),
     Fault(
         "keys of a page left out at its end", "mixer", ATTENTION,
-        "    used = -(-keys // size)\n",
-        "    used = -(-keys // size)\n    keys = keys - (keys % size == 1 and keys > size)\n",
+        "    size = cache.shape[1]\n    longest",
+        "    size = cache.shape[1]\n"
+        "    ends = [end - (end % size == 1 and end > size) for end in ends]\n    longest",
     ),
     Fault(
         "keys rotated by the row's first position", "mixer", ROTARY,
@@ -630,10 +631,10 @@ FAULTS = (
     ),
     Fault(
         "parts of attention added in fp32 for several rows", "numerics", ATTENTION,
-        "    return (part * scale).cumsum(0)[-1] / (norm * scale).cumsum(0)[-1]",
-        "    if part.shape[1] > 16:\n"
-        "        return (part * scale).sum(0) / (norm * scale).sum(0)\n"
-        "    return (part * scale).cumsum(0)[-1] / (norm * scale).cumsum(0)[-1]",
+        "    return (part * scale).cumsum(1)[:, -1] / (norm * scale).cumsum(1)[:, -1]",
+        "    if part.shape[2] > 16:\n"
+        "        return (part * scale).sum(1) / (norm * scale).sum(1)\n"
+        "    return (part * scale).cumsum(1)[:, -1] / (norm * scale).cumsum(1)[:, -1]",
     ),
     Fault(
         "one ulp in a window's rotation", "numerics", ROTARY,
@@ -1058,8 +1059,8 @@ FAULTS = (
     ),
     Fault(
         "what was found is not rotated back", "format", "kernels/attention/cpu.py",
-        "turned_back(found, v_cache).to(q.dtype)",
-        "found.to(q.dtype)",
+        "turned_back(mixed, v_cache).to(q.dtype)",
+        "mixed.to(q.dtype)",
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
     ),
     Fault(
