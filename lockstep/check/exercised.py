@@ -18,8 +18,8 @@ EVERY_DRAFTER = (*DRAFTERS, answer_oracle.NAME)
 OUTSIDE_THE_ENGINE = frozenset(
     {"truncate_prompt_tokens", "output_kind", "thinking_token_budget"},
 )
-"""Sampling parameters that act on the prompt before the engine, on how answers are returned, or that
-reach the engine as a grammar, as structured_outputs do."""
+"""Sampling parameters that act on the prompt before the engine or on how answers are returned, and
+those that reach the engine as a grammar, as structured_outputs do."""
 
 
 def engine_parameters() -> set[str]:

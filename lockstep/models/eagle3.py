@@ -63,7 +63,7 @@ SWITCHES = {
 """Settings of eagle_config that another kind of head has otherwise, and what is built."""
 _SPECULATORS = "notes and training settings of the speculators library"
 _DENSE = "mixtures and draft modules of the target, whose config was copied; a head's MLP is dense"
-_DERIVED = "derived from other settings by heads with latent attention; other heads read it"
+_LATENT = "derived, or of no use, where one latent serves all heads; other heads read it"
 _WINDOW = "use_sliding_window is off"
 WITHOUT_EFFECT = {
     **dict.fromkeys(
@@ -84,7 +84,7 @@ WITHOUT_EFFECT = {
         _DENSE,
     ),
     **dict.fromkeys(("sliding_window", "max_window_layers"), _WINDOW),
-    **dict.fromkeys(("head_dim", "qk_head_dim"), _DERIVED),
+    **dict.fromkeys(("head_dim", "qk_head_dim", "num_key_value_heads"), _LATENT),
 }  # fmt: skip
 """Settings that may be ignored -> why."""
 OFFSETS = "d2t"

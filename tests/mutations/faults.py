@@ -635,14 +635,16 @@ FAULTS = (
     ),
     Fault(
         "a window sees the token behind it", "mixer", ATTENTION, "_attend",
-        "$last = $start + torch.arange($at, $at + $count) // $group",
-        "$last = $start + torch.arange($at, $at + $count) // $group + (1 < queries < 9)",
+        "$offsets = torch.arange($at, $at + $count) // $group",
+        "$offsets = torch.arange($at, $at + $count) // $group + (1 < queries < 9)",
     ),
     Fault(
         "keys of a page left out at its end", "mixer", ATTENTION, "_segments",
-        "$used = -(-$keys // $size)",
-        "$used = -(-$keys // $size)\n"
-        "$keys = $keys - ($keys % $size == 1 and $keys > $size)",
+        "$size = $cache.shape[1]\n"
+        "$longest = max($ends)",
+        "$size = $cache.shape[1]\n"
+        "$ends = [end - (end % $size == 1 and end > $size) for end in $ends]\n"
+        "$longest = max($ends)",
     ),
     Fault(
         "keys rotated by the row's first position", "mixer", ROTARY, "_placed",
@@ -704,10 +706,10 @@ FAULTS = (
     ),
     Fault(
         "parts of attention added in fp32 for several rows", "numerics", ATTENTION, "fold_segments",
-        "return ($part * $scale).cumsum(0)[-1] / ($norm * $scale).cumsum(0)[-1]",
-        "if $part.shape[1] > 16:\n"
-        "    return ($part * $scale).sum(0) / ($norm * $scale).sum(0)\n"
-        "return ($part * $scale).cumsum(0)[-1] / ($norm * $scale).cumsum(0)[-1]",
+        "return ($part * $scale).cumsum(1)[:, -1] / ($norm * $scale).cumsum(1)[:, -1]",
+        "if $part.shape[2] > 16:\n"
+        "    return ($part * $scale).sum(1) / ($norm * $scale).sum(1)\n"
+        "return ($part * $scale).cumsum(1)[:, -1] / ($norm * $scale).cumsum(1)[:, -1]",
     ),
     Fault(
         "one ulp in a window's rotation", "numerics", ROTARY, "rope_and_cache",
@@ -1216,8 +1218,8 @@ FAULTS = (
     Fault(
         "what was found is not rotated back", "format", "kernels.attention.cpu",
         "paged_attention_cpu",
-        "turned_back($found, $v_cache).to($q.dtype)",
-        "$found.to($q.dtype)",
+        "turned_back($mixed, $v_cache).to($q.dtype)",
+        "$mixed.to($q.dtype)",
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
     ),
     Fault(

@@ -71,6 +71,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         seen = int(last[-1]) // SEGMENT + 1
         short = padded_rows(len(rows), shared) - len(rows)
         tile = F.pad(rows, (0, 0, 0, short))
-        found = fold_segments(tile, keys[:seen], values[:seen], F.pad(last, (0, short)))
-        parts.append(found[: len(rows)])
+        last = F.pad(last, (0, short))
+        folded = fold_segments(tile[None], keys[None, :seen], values[None, :seen], last[None])
+        parts.append(folded[0, : len(rows)])
     return torch.cat(parts).unflatten(0, (-1, heads))
