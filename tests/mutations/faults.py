@@ -643,7 +643,7 @@ FAULTS = (
         "$size = $cache.shape[1]\n"
         "$longest = max($ends)",
         "$size = $cache.shape[1]\n"
-        "$ends = [end - (end % $size == 1 and end > $size) for end in $ends]\n"
+        "$ends = [one - (one % $size == 1 and one > $size) for one in $ends]\n"
         "$longest = max($ends)",
     ),
     Fault(
