@@ -387,7 +387,8 @@ FAULTS = (
         "tests/engine/test_ahead.py::test_the_next_waits_for_room",
     ),
     Fault(
-        "tools that are shown may all be called", "text", "text.grammars.tool_calls", "ToolChoice.lets",
+        "tools that are shown may all be called", "text", "text.grammars.tool_calls",
+        "ToolChoice.lets",
         "return self.names is None or $name in self.names",
         "return True",
         "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
