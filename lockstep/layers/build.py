@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from lockstep.kernels import Op
+from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
-from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.kv import KVLayers
 from lockstep.layers.room import Room
 from lockstep.quant import Layout, Module, Packing, TensorInfo

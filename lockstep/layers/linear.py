@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
+from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.linear import linear, segments
-from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.build import Build
 from lockstep.quant import Layout, Module, Packing, Slot
 

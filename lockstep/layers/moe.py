@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.activations import Act
 from lockstep.kernels.experts import experts as experts_op
-from lockstep.kernels.packed import PackedWeight
+from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.route import Scoring
 from lockstep.kernels.route import route as route_op
 from lockstep.layers.build import Build

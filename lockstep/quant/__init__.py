@@ -1,8 +1,9 @@
 """Weight formats, one file each: how a checkpoint packs its weights, and where they go.
 
 A format says of a linear map how its weight lies on the device (a Layout of
-lockstep.kernels.packed), and what fills it: the map's tensors in the checkpoint, each through a
-Slot. FORMATS maps what config.json calls a format to its file; docs/quantization.md adds one.
+lockstep.kernels.formats.weights), and what fills it: the map's tensors in the checkpoint, each
+through a Slot. FORMATS maps what config.json calls a format to its file;
+docs/quantization.md adds one.
 """
 
 from collections.abc import Mapping

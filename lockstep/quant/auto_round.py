@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lockstep.kernels.packed import IntWeight
+from lockstep.kernels.formats.weights import IntWeight
 from lockstep.quant.awq import AWQ_BITS, awq_slots
 from lockstep.quant.gptq import gptq_slots
 from lockstep.quant.integers import BITS, GROUPS, Asked, IntPacking, Scheme

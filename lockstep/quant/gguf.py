@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, choice_error
-from lockstep.kernels.packed import GGUF_TYPES, GgufType, pieces
+from lockstep.kernels.formats.weights import GGUF_TYPES, GgufType, pieces
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.packed import GgufWeight, IntWeight, PackedWeight, pack, pieces
+from lockstep.kernels.formats.weights import GgufWeight, IntWeight, PackedWeight, pack, pieces
 from lockstep.quant.gguf import LAYOUTS, BlockFields, BlockLayout, bytes_per_row, layout_of
 from lockstep.quant.packing import Layout, Module, Packing, damaged
 from lockstep.quant.reading import MEND, SettingsReader, read_strictly

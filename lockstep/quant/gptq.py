@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.packed import IntWeight
+from lockstep.kernels.formats.weights import IntWeight
 from lockstep.quant.integers import (
     BITS,
     GROUPS,

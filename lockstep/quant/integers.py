@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lockstep.kernels.packed import IntWeight, PackedWeight, pack, pieces
+from lockstep.kernels.formats.weights import IntWeight, PackedWeight, pack, pieces
 from lockstep.quant.packing import Layout, Module, Packing, contradiction, damaged
 from lockstep.quant.reading import SettingsReader
 from lockstep.quant.slot import Slot

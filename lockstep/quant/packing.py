@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.packed import PackedWeight
+from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.quant.slot import Slot
 
 PLAIN_PARTS = (

@@ -10,7 +10,7 @@ and embeddings.
 
 from torch import Tensor
 
-from lockstep.kernels.packed import (
+from lockstep.kernels.formats.weights import (
     Fp8Weight,
     IntWeight,
     PackedWeight,

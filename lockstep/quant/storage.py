@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import brief
-from lockstep.kernels.packed import (
+from lockstep.kernels.formats.weights import (
     FP4_FACTORS,
     Fp4Weight,
     Fp8Weight,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lockstep.kernels.packed import IntWeight, PackedWeight, quantise_int
+from lockstep.kernels.formats.weights import IntWeight, PackedWeight, quantise_int
 from lockstep.quant import Layout, Module, Packing, Slot
 from lockstep.quant.slot import PLAIN
 

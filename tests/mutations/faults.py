@@ -31,9 +31,9 @@ HOST = "cache.host"
 TRANSFERS = "runner.transfers"
 GPTQ = "quant.gptq"
 STORAGE = "quant.storage"
-PACKED = "kernels.packed._weights"
+PACKED = "kernels.formats.weights.weights"
 EXPERTS = "kernels.experts.cpu"
-ROUTE = "kernels.route"
+ROUTE = "kernels.route.contract"
 LINEAR = "layers.linear"
 MOE = "layers.moe"
 VECTORS = "tests/quant/test_vectors.py"
@@ -43,7 +43,7 @@ REFUSED = "tests/quant/test_refused.py"
 OF_CHECKPOINTS = "tests/quant/test_expert_checkpoints.py"
 OF_EXPERTS = "tests/kernels/test_experts.py"
 OF_ROUTE = "tests/kernels/test_route.py"
-OF_PACKED = "tests/kernels/test_packed.py"
+OF_PACKED = "tests/kernels/test_quantized_weights.py"
 OF_KV = "tests/kernels/test_kv.py"
 OF_KV_LATENTS = "tests/kernels/test_kv_latents.py"
 OF_LATENTS = "tests/kernels/test_latent_attention.py"
@@ -796,10 +796,11 @@ FAULTS = (
         "tests/quant/test_gguf_packing.py::test_values_are_those_of_the_file",
     ),
     Fault(
-        "high bits of GGUF codes in reverse order", "packed", "kernels.packed._gguf_text", "_codes",
+        "high bits of GGUF codes in reverse order", "packed",
+        "kernels.formats.weights.gguf_ptx", "_codes",
         "$lines.append(_shifted('h', '$5', $low_bits - $high_bits * $pair))",
         "$lines.append(_shifted('h', '$5', $low_bits - $high_bits * (3 - $pair)))",
-        "tests/kernels/test_gguf_text.py::test_words_are_dequantized_as_the_type_says",
+        "tests/kernels/test_gguf_ptx.py::test_words_are_dequantized_as_the_type_says",
     ),
     Fault(
         "AWQ's order of nibbles the wrong way round", "format", "quant.awq", "",
@@ -948,7 +949,7 @@ FAULTS = (
         f"{OF_EXPERTS}::test_a_row_has_its_bits_in_any_batch",
     ),
     Fault(
-        "the shared expert's gate left out", "experts", "kernels.experts", "with_shared",
+        "the shared expert's gate left out", "experts", "kernels.experts.contract", "with_shared",
         "$shared = sigmoid($gate)[:, None] * $shared",
         "$shared = $shared + 0",
         "tests/layers/test_moe.py::test_qwen",
@@ -984,7 +985,8 @@ FAULTS = (
     ),
     # Kernels that read packed weights, under Triton's interpreter.
     Fault(
-        "the number of rows cuts K of a packed linear", "packed", "kernels.linear.packed", "launch",
+        "the number of rows cuts K of a packed linear", "packed",
+        "kernels.linear.quantized", "launch",
         "$tokens, $k = $x.shape\n"
         "...\n"
         "$split = min($tile.split, $segments)",
@@ -996,21 +998,21 @@ FAULTS = (
     ),
     Fault(
         "the last segment of a packed linear runs past the columns", "packed",
-        "kernels.linear._packed_kernel", "_subtree",
+        "kernels.linear.quantized_gemm", "_subtree",
         "tl.minimum($begin + $length, $K)",
         "$begin + $length",
         f"{OF_PACKED}::test_law",
     ),
     Fault(
         "a kernel reads a cut block's scales from its first line", "packed",
-        "kernels.packed._device", "_per_group",
+        "kernels.formats.weights.dequantize_tile", "_per_group",
         "$lines = ($rows + $weight[6]) // $FORM[3]",
         "$lines = $rows // $FORM[3]",
         f"{OF_PACKED}::test_rows_that_begin_within_a_block",
     ),
     Fault(
-        "a kernel takes zero points for scales of 8 bits alone", "packed", "kernels.packed._device",
-        "_decode",
+        "a kernel takes zero points for scales of 8 bits alone", "packed",
+        "kernels.formats.weights.dequantize_tile", "_decode",
         "$z1 = (1 << $BITS) / 2.0\n"
         "if $zeros is not None:\n"
         "    ...",

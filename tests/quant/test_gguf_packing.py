@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.backends import load
-from lockstep.kernels.packed import GgufWeight, IntWeight, PackedWeight
+from lockstep.kernels.formats.weights import GgufWeight, IntWeight, PackedWeight
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear
 from lockstep.quant import Module, Packing, TensorInfo, packing_of

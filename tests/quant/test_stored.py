@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.packed import Fp4Weight, PackedWeight
+from lockstep.kernels.formats.weights import Fp4Weight, PackedWeight
 from lockstep.quant import Module, Packing, TensorInfo, packing_of
 from tests.quant.cases import BLOCKS, CASES, FP8, NVFP4, floats, ints, modelopt, tensors_of
 from tests.quant.stored import fp8_weight, int_weight, words

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.packed import IntWeight
+from lockstep.kernels.formats.weights import IntWeight
 from lockstep.quant import Module, Packing, TensorInfo, packing_of
 from lockstep.quant.awq import SHIFTS
 from lockstep.quant.integers import ascending, unpacked_words
@@ -200,7 +200,7 @@ def test_rounded_activations_of_auto_round_are_a_note() -> None:
 
 
 def test_large_weights_are_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.kernels.packed._weights.CHUNK", 1000)
+    monkeypatch.setattr("lockstep.kernels.formats.weights.weights.CHUNK", 1000)
     codes = draw(53, 72, 4, 32, sym=False)
     same(loaded(packing("gptq", bits=4, group_size=32), 53, 72, gptq(codes)), codes)
     same(loaded(packing("awq", bits=4, group_size=32), 53, 72, awq(codes)), codes)
@@ -234,7 +234,7 @@ def test_sizes_of_a_real_checkpoint() -> None:
 
 @pytest.mark.parametrize("kind", ["int", "fp8", "fp4"])
 def test_rows_are_gathered_and_reordered(kind: str) -> None:
-    from lockstep.kernels.packed import Fp4Weight, Fp8Weight
+    from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight
 
     make = {
         "int": lambda: IntWeight.empty(12, 72, group=32, zeros=True),
@@ -253,7 +253,7 @@ def test_rows_are_gathered_and_reordered(kind: str) -> None:
 
 
 def test_blocks_of_rows_move_whole_or_not_at_all() -> None:
-    from lockstep.kernels.packed import Fp8Weight
+    from lockstep.kernels.formats.weights import Fp8Weight
 
     weight = Fp8Weight.empty(14, 16, 4, 8)
     weight.dummy(torch.Generator().manual_seed(0))

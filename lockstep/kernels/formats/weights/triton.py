@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.packed import PackedWeight, unpack_weight
-from lockstep.kernels.packed._codes import FP8, decode_e4m3
-from lockstep.kernels.packed._device import BLOCK, load_tile
-from lockstep.kernels.packed._form import TYPES, Target, group_of, irregular, operand_of
-from lockstep.kernels.packed._weights import IntWeight
+from lockstep.kernels.device.dequantize import FP8, decode_e4m3
+from lockstep.kernels.formats.weights import PackedWeight, unpack_weight
+from lockstep.kernels.formats.weights.dequantize_tile import BLOCK, load_tile
+from lockstep.kernels.formats.weights.operand import TYPES, Target, group_of, irregular, operand_of
+from lockstep.kernels.formats.weights.weights import IntWeight
 
 ROWS = 16
 """Outputs of a tile."""
@@ -76,7 +76,7 @@ def _gather_kernel(
 
 @unpack_weight.backend("triton", supports=gpu_trait)
 def unpack_weight_triton(weight: PackedWeight, out: Tensor) -> None:
-    """See lockstep.kernels.packed.unpack_weight."""
+    """See lockstep.kernels.formats.weights.unpack_weight."""
     n, k = weight.shape
     columns = int(BLOCK)
     target = Target(ANY_ARCH, assembly=False)

@@ -8,8 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lockstep.kernels.packed._order import pack_plane, plane_of, words_per_row
-from lockstep.kernels.packed._weights import DUMMY_SCALE, PackedWeight, pieces
+from lockstep.kernels.formats.weights.weights import DUMMY_SCALE, PackedWeight, pieces
+from lockstep.kernels.formats.weights.word_order import pack_plane, plane_of, words_per_row
 
 SUPERBLOCK = 256
 """Columns that share a base scale."""

@@ -8,9 +8,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels import architecture
-from lockstep.kernels.packed._device import BLOCK, Form, Operand, load_tile
-from lockstep.kernels.packed._gguf import SUPERBLOCK, TABLE_ZERO, GgufWeight
-from lockstep.kernels.packed._weights import (
+from lockstep.kernels.formats.weights.dequantize_tile import BLOCK, Form, Operand, load_tile
+from lockstep.kernels.formats.weights.gguf import SUPERBLOCK, TABLE_ZERO, GgufWeight
+from lockstep.kernels.formats.weights.weights import (
     FP4_GROUP,
     Fp4Weight,
     Fp8Weight,

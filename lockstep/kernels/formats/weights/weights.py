@@ -2,7 +2,7 @@
 
 All are row-major in the outputs N, so that `rows` of a weight are views of each of its tensors, and
 all unpack elementwise: a format adds no numerics beyond its values. Codes are int32 words in the
-order of lockstep.kernels.packed._order. Whatever a checkpoint's layout, a loader brings it to one
+order of word_order.py. Whatever a checkpoint's layout, a loader brings it to one
 of these.
 """
 
@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lockstep.kernels.packed._order import codes_of, pack, words_per_row
+from lockstep.kernels.formats.weights.word_order import codes_of, pack, words_per_row
 
 DUMMY_SCALE = 0.7
 """Standard deviation of a dummy weight, times sqrt(K)."""

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-packed: Any = pytest.importorskip("lockstep.kernels.linear.packed", exc_type=ImportError)
+packed: Any = pytest.importorskip("lockstep.kernels.linear.quantized", exc_type=ImportError)
 
 from lockstep.kernels.epochs import launch_epochs  # noqa: E402
-from lockstep.kernels.linear.packed_tuning import PackedTile, candidates  # noqa: E402
-from lockstep.kernels.packed.bench import LAYOUTS  # noqa: E402
+from lockstep.kernels.formats.weights.bench import LAYOUTS  # noqa: E402
+from lockstep.kernels.linear.quantized_tuning import PackedTile, candidates  # noqa: E402
 from lockstep.kernels.timing import recorded  # noqa: E402
 from tests.kernels.backends import same_bits  # noqa: E402
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""How packed weights are unpacked in _packed_ring.py: assembly, for two words of a row at a time.
+"""Assembly that dequantizes two words of a row at a time, for quantized_pipeline.py.
 
 A result is two columns side by side of the model's dtype, in one register. Numbers of a group, or
 of an output, come as the kernel has prepared them, each once for both words.

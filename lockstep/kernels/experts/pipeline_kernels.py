@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """The products of experts with packed weights on Hopper, few tokens, in Gluon.
 
-As in lockstep.kernels.linear._packed_ring, whose chain this is: one warp has the copy engine bring
-blocks of 128 columns, the others unpack them in registers and multiply by mma.sync. Rows of the
-weight come in boxes of 8, each from where it lies: 8 of gate and the 8 of up beside them in turn,
+As in lockstep.kernels.linear.quantized_pipeline, whose chain this is: one warp has the copy engine
+bring blocks of 128 columns, the others unpack them in registers and multiply by mma.sync. Rows of
+the weight come in boxes of 8, each from where it lies: 8 of gate and the 8 of up beside them in turn,
 or 8 of each expert that a token chose. In a product a lane holds rows r and r + 8. A block of x is
 all tokens, or one token's slots.
 """
@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from lockstep.kernels.activations._device import silu_product
-from lockstep.kernels.linear._packed_ring import (
+from lockstep.kernels.linear.quantized_pipeline import (
     BLOCK,
     HALF,
     chain,

@@ -8,7 +8,7 @@ that are under way count as read only behind a fence: without it the copy engine
 others unpack 64 columns into registers, where they lie as a product's left operand does, and
 multiply: by mma.sync, or by wgmma, whose product of the 64 columns before runs meanwhile.
 
-Words of a lane are those of lockstep.kernels.packed._order: what a word holds of two columns side
+Words of a lane are those of formats/weights/word_order.py: what a word holds of two columns side
 by side becomes one register, and no number passes from lane to lane.
 """
 
@@ -24,7 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lockstep.kernels._gluon import barrier
-from lockstep.kernels.linear._packed_text import (
+from lockstep.kernels.device.dequantize import (
+    FP4,
+    FP8,
+    IN_PARTS,
+    SPLIT,
+    twice,
+)
+from lockstep.kernels.linear.quantized_ptx import (
     EVEN_AND_ODD_FP8,
     FP4_BF16,
     FP4_FP16,
@@ -50,13 +57,6 @@ from lockstep.kernels.linear._packed_text import (
     WIDE_BF16,
     WIDE_FP16,
     WRONG,
-)
-from lockstep.kernels.packed._codes import (
-    FP4,
-    FP8,
-    IN_PARTS,
-    SPLIT,
-    twice,
 )
 
 BLOCK = gl.constexpr(128)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernel of _packed_ring.py for programs that share tiles evenly.
+"""The kernel of quantized_pipeline.py for programs that share tiles evenly.
 
 Where tiles are not many times as many as multiprocessors, some of these have one more than others.
 So each program has as many slots of tiles, one after the other: it may begin and end within a tile.
@@ -16,7 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from lockstep.kernels._gluon import barrier
-from lockstep.kernels.linear._packed_ring import (
+from lockstep.kernels.device.dequantize import FP4
+from lockstep.kernels.linear.quantized_pipeline import (
     BLOCK,
     HALF,
     LOADING,
@@ -29,7 +30,6 @@ from lockstep.kernels.linear._packed_ring import (
     sums_layout,
     words_layout,
 )
-from lockstep.kernels.packed._codes import FP4
 
 MIX = gl.constexpr(-7046029254386353131)
 """Odd factor of the epochs (2^64 over the golden ratio). Distinct epochs stay distinct, and none of

@@ -6,12 +6,10 @@ Unpacking is elementwise, to the model's dtype; activations are never rounded. S
 numerics beyond its values.
 """
 
-from torch import Tensor
-
-from lockstep.kernels.packed._gguf import GGUF_TYPES, GgufType, GgufWeight
-from lockstep.kernels.packed._order import BLOCK, codes_of, pack, words_per_row
-from lockstep.kernels.packed._quantise import quantise_fp8, quantise_int
-from lockstep.kernels.packed._weights import (
+from lockstep.kernels.formats.weights.contract import unpack_weight
+from lockstep.kernels.formats.weights.gguf import GGUF_TYPES, GgufType, GgufWeight
+from lockstep.kernels.formats.weights.quantize import quantise_fp8, quantise_int
+from lockstep.kernels.formats.weights.weights import (
     FP4_FACTORS,
     Fp4Weight,
     Fp8Weight,
@@ -19,7 +17,7 @@ from lockstep.kernels.packed._weights import (
     PackedWeight,
     pieces,
 )
-from lockstep.kernels.registry import op
+from lockstep.kernels.formats.weights.word_order import BLOCK, codes_of, pack, words_per_row
 
 __all__ = [
     "BLOCK",
@@ -39,9 +37,3 @@ __all__ = [
     "unpack_weight",
     "words_per_row",
 ]
-
-
-@op(writes=("out",))
-def unpack_weight(weight: PackedWeight, out: Tensor) -> None:
-    """weight [N, K] -> out [N, K] of the model's dtype, in place; out's rows may be strided."""
-    out.copy_(weight.unpack(out.dtype))

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.architecture import HOPPER
-from lockstep.kernels.linear import _packed_text as texts
-from lockstep.kernels.linear.packed_tuning import (
+from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, IntWeight
+from lockstep.kernels.formats.weights.cases import random_weights
+from lockstep.kernels.linear import quantized_ptx as texts
+from lockstep.kernels.linear.quantized_tuning import (
     PackedTile,
     block_tile,
     candidates,
     cut,
     ring_serves,
 )
-from lockstep.kernels.packed import Fp4Weight, GgufWeight, IntWeight
-from lockstep.kernels.packed.cases import random_weights
 from tests.kernels import ptx
 from tests.kernels.backends import Backend, same_bits
 
@@ -147,7 +147,7 @@ def test_every_code_and_scale_of_8_bits(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", list(KINDS))
 def test_every_code_and_scale_of_nvfp4(dtype: torch.dtype) -> None:
     """16 codes x 256 scales x factors, at each of the eight places of both words."""
-    from lockstep.kernels.packed._weights import FP4_VALUES
+    from lockstep.kernels.formats.weights.weights import FP4_VALUES
 
     factors = torch.tensor([1.0, 0.0123, -3.7e-5, 5.1e4, 1e-30])
     code, scale, factor = all_codes(4, 256, factors)
@@ -184,7 +184,7 @@ def parts_of(factors: Tensor) -> tuple[Any, Any]:
 def test_every_code_and_scale_of_nvfp4_in_parts() -> None:
     """16 codes x 127 scales x factors, at each of the eight places: what the product in fp32 rounds
     to, rounded to bf16. Some factors need other parts than the nearest."""
-    from lockstep.kernels.packed._weights import FP4_VALUES
+    from lockstep.kernels.formats.weights.weights import FP4_VALUES
 
     some = torch.rand(100, generator=torch.Generator().manual_seed(1)) + 1e-3
     nudged = torch.tensor([0x3F80A000, 0x3F81AA55]).int().view(torch.float32)
@@ -296,7 +296,7 @@ TOKENS = (1, 7, 8, 16, 31, 64, 65, 128, 200, 300)
 @pytest.mark.parametrize("name", SERVED)
 def test_bits_of_every_tile(name: str, dtype: torch.dtype) -> None:
     """Random numbers, every candidate, against the weight unpacked ahead."""
-    from lockstep.kernels.linear.packed import right_bits, run_tile
+    from lockstep.kernels.linear.quantized import right_bits, run_tile
 
     backend: Any = Backend("packed", "cuda", dtype)
     for n, k, segments in SIZES:
@@ -321,7 +321,7 @@ def test_bits_of_every_tile(name: str, dtype: torch.dtype) -> None:
 def test_parts_of_weights_and_of_rows(name: str, sync: bool) -> None:
     """Rows of a weight cut within a block of scales; x and out are columns of wider tensors; a row
     of x with NaN leaves the others alone."""
-    from lockstep.kernels.linear.packed import launch, right_bits, target_of
+    from lockstep.kernels.linear.quantized import launch, right_bits, target_of
 
     backend: Any = Backend("packed", "cuda", torch.bfloat16)
     part = backend.place(dict(random_weights(300, 512))[name]).rows(101, 264)
@@ -350,8 +350,8 @@ def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
     """Where unpacking takes longer than copies, the ring is always full, and a slot is filled as
     soon as it is free: without a fence, some 1 in 1,000 results of mma.sync were of other blocks.
     """
-    from lockstep.kernels.linear.packed import right_bits, run_tile
-    from lockstep.kernels.packed.bench import LAYOUTS
+    from lockstep.kernels.formats.weights.bench import LAYOUTS
+    from lockstep.kernels.linear.quantized import right_bits, run_tile
 
     weight = LAYOUTS[name](34816, 5120, "cuda")
     weight.dummy(torch.Generator("cuda").manual_seed(0))
@@ -370,8 +370,8 @@ def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
 def test_programs_that_share_tiles(name: str, tokens: int) -> None:
     """Shares that end in the middle of tiles, with whole tiles between, in two segments and in one,
     launch after launch: the bits of the weight unpacked ahead."""
-    from lockstep.kernels.linear.packed import launch, right_bits, target_of
-    from lockstep.kernels.packed.bench import LAYOUTS
+    from lockstep.kernels.formats.weights.bench import LAYOUTS
+    from lockstep.kernels.linear.quantized import launch, right_bits, target_of
 
     for n, segments in ((20000, 1), (9000, 2)):
         weight = LAYOUTS[name](n, 2560, "cuda")
@@ -388,8 +388,8 @@ def test_programs_that_share_tiles(name: str, tokens: int) -> None:
 
 @pytest.mark.gpu
 def test_factors_that_are_not_in_parts() -> None:
-    from lockstep.kernels.linear.packed import right_bits, run_tile
-    from lockstep.kernels.packed.bench import LAYOUTS
+    from lockstep.kernels.formats.weights.bench import LAYOUTS
+    from lockstep.kernels.linear.quantized import right_bits, run_tile
 
     weight = LAYOUTS["nvfp4"](1000, 1024, "cuda")
     weight.dummy(torch.Generator("cuda").manual_seed(0))

@@ -7,20 +7,20 @@ import torch
 import triton.language as tl
 
 from lockstep.kernels.architecture import HOPPER
-from lockstep.kernels.linear.packed_tuning import (
+from lockstep.kernels.formats.weights import Fp4Weight, IntWeight
+from lockstep.kernels.formats.weights.cases import random_weights
+from lockstep.kernels.formats.weights.operand import Target
+from lockstep.kernels.linear.quantized_tuning import (
     PackedTile,
     block_tile,
     candidates,
     cut,
     lanes_serve,
 )
-from lockstep.kernels.packed import Fp4Weight, IntWeight
-from lockstep.kernels.packed._form import Target
-from lockstep.kernels.packed.cases import random_weights
 from tests.kernels import ptx
 from tests.kernels.backends import Backend, same_bits
 from tests.kernels.test_linear import graded
-from tests.kernels.test_packed import whole_numbers
+from tests.kernels.test_quantized_weights import whole_numbers
 
 NAMES = [name for name, _ in random_weights(8, 128) if name not in ("int4 desc_act", "int4 by 48")]
 """Layouts whose scales lie regularly."""
@@ -38,7 +38,7 @@ def test_every_lane_holds_its_part(
     name: str, assembly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel itself, its assembly run on the CPU: each part of K is the plain product's."""
-    from lockstep.kernels.linear.packed import _lanes
+    from lockstep.kernels.linear.quantized import _lanes
 
     monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
     place = NAMES.index(name)
@@ -85,7 +85,7 @@ GPU_TOKENS = (1, 2, 7, 8, 9, 16, 31, 32)
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_of_every_cut(name: str, dtype: torch.dtype) -> None:
     """Random numbers, every candidate, against the weight unpacked ahead."""
-    from lockstep.kernels.linear.packed import right_bits, run_tile
+    from lockstep.kernels.linear.quantized import right_bits, run_tile
 
     backend: Any = Backend("packed", "cuda", dtype)
     for n, k, segments in GPU_SIZES:
@@ -108,7 +108,7 @@ def test_bits_of_every_cut(name: str, dtype: torch.dtype) -> None:
 def test_parts_of_weights_and_of_rows(name: str) -> None:
     """Rows of a weight cut within a block of scales; x and out are columns of wider tensors; a row
     of x with NaN leaves the others alone."""
-    from lockstep.kernels.linear.packed import launch, right_bits, target_of
+    from lockstep.kernels.linear.quantized import launch, right_bits, target_of
 
     backend: Any = Backend("packed", "cuda", torch.bfloat16)
     part = backend.place(dict(random_weights(300, 512))[name]).rows(101, 264)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lockstep.kernels.packed import (
+from lockstep.kernels.formats.weights import (
     Fp4Weight,
     Fp8Weight,
     GgufWeight,

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, PROCESSORS, shared_of
-from lockstep.kernels.linear import linear, packed_tuning, tuning
+from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight
+from lockstep.kernels.formats.weights.operand import multiplies_by_mma_sync, shared_by
+from lockstep.kernels.linear import linear, quantized_tuning, tuning
 from lockstep.kernels.linear import segments as segments_of
-from lockstep.kernels.linear.packed_tuning import (
+from lockstep.kernels.linear.quantized_tuning import (
     BUCKETS,
     MOST_BY_RULE,
     TIMED,
@@ -24,11 +26,9 @@ from lockstep.kernels.linear.packed_tuning import (
     tune,
     worth_timing,
 )
-from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight
-from lockstep.kernels.packed._form import multiplies_by_mma_sync, shared_by
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.test_linear import graded
-from tests.kernels.test_packed import whole_numbers
+from tests.kernels.test_quantized_weights import whole_numbers
 
 TRITON = [backend for backend in backends() if backend.values[0].name == "triton"]
 TUNED = {"int4": 4, "int4 asymmetric": 4, "fp8 by blocks": 8, "nvfp4": 4}
@@ -51,7 +51,7 @@ def test_no_tile_changes_a_bit(
 ) -> None:
     """Rows that no tile divides, two segments; a GPU takes all layouts, an interpreter one. In fp32
     the op takes no tile: the weight is unpacked ahead."""
-    from lockstep.kernels.linear.packed import launch, target_of, tile_of
+    from lockstep.kernels.linear.quantized import launch, target_of, tile_of
 
     if backend.dtype == torch.float32:
         weight = whole_numbers("int4", 40, 1024)
@@ -70,7 +70,7 @@ def test_no_tile_changes_a_bit(
 @pytest.mark.parametrize("backend", TRITON)
 def test_other_bits_are_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is not timed; of the rest the fastest is first."""
-    from lockstep.kernels.linear.packed import refusal, right_bits, run_tile
+    from lockstep.kernels.linear.quantized import refusal, right_bits, run_tile
 
     if backend.dtype == torch.float32:
         backend = replace(backend, dtype=torch.float16)
@@ -119,18 +119,18 @@ def test_a_ring_fits_the_architecture() -> None:
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[int, PackedTile]]]:
     """The committed table's stand-in: empty."""
     made: dict[str, dict[int, PackedTile]] = {}
-    for cached in (packed_tuning._tile, packed_tuning._measured):
+    for cached in (quantized_tuning._tile, quantized_tuning._measured):
         cached.cache_clear()
-    monkeypatch.setattr(packed_tuning, "load", lambda: made)
+    monkeypatch.setattr(quantized_tuning, "load", lambda: made)
     yield made
-    for cached in (packed_tuning._tile, packed_tuning._measured):
+    for cached in (quantized_tuning._tile, quantized_tuning._measured):
         cached.cache_clear()
 
 
 def test_committed_shares_are_fewer_than_tiles() -> None:
     """Else a launch would not share, and another kernel than the one that was timed would run."""
     shared = 0
-    for name, row in packed_tuning.load().items():
+    for name, row in quantized_tuning.load().items():
         n, k = map(int, name.rpartition("/")[2].split("x"))
         parts = segments_of(n, k, "cuda", packed=True)
         sharing = {first: tile for first, tile in row.items() if tile.share}
@@ -175,7 +175,7 @@ def test_many_tokens_pass_through_a_ring_or_the_weight_is_unpacked_ahead(
         by_32 = IntWeight.empty(8192, 4096, group=32, device="meta")
         assert found(tokens, weight=by_32, arch=90) == UNPACK
     assert found(MOST_BY_RULE + 1, arch=90) == UNPACK
-    for cached in (packed_tuning._tile, packed_tuning._measured):
+    for cached in (quantized_tuning._tile, quantized_tuning._measured):
         cached.cache_clear()
     wide = PackedTile(128, 256, 128, 8, 3, 1, 168, ring=True)
     row[513] = wide

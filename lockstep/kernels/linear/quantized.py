@@ -19,18 +19,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.epochs import launch_epochs
-from lockstep.kernels.linear import linear, run_length
-from lockstep.kernels.linear._packed_kernel import packed_kernel
-from lockstep.kernels.linear._packed_lanes import lanes_kernel
-from lockstep.kernels.linear._packed_ring import HALF, ring_kernel
-from lockstep.kernels.linear._packed_shares import shared_ring_kernel
-from lockstep.kernels.linear.packed_tuning import MOST, UNPACK, PackedTile, block_tile, lookup
-from lockstep.kernels.linear.triton import fold, linear_triton
-from lockstep.kernels.linear.triton import launch as dense_launch
-from lockstep.kernels.linear.tuning import Tile
-from lockstep.kernels.packed import Fp4Weight, GgufWeight, PackedWeight
-from lockstep.kernels.packed._device import BLOCK, Operand
-from lockstep.kernels.packed._form import (
+from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, PackedWeight
+from lockstep.kernels.formats.weights.dequantize_tile import BLOCK, Operand
+from lockstep.kernels.formats.weights.operand import (
     IN_PARTS,
     TYPES,
     Target,
@@ -40,7 +31,16 @@ from lockstep.kernels.packed._form import (
     operand_of,
     target_of,
 )
-from lockstep.kernels.packed.triton import in_memory
+from lockstep.kernels.formats.weights.triton import in_memory
+from lockstep.kernels.linear import linear, run_length
+from lockstep.kernels.linear.quantized_gemm import packed_kernel
+from lockstep.kernels.linear.quantized_gemv import lanes_kernel
+from lockstep.kernels.linear.quantized_pipeline import HALF, ring_kernel
+from lockstep.kernels.linear.quantized_tuning import MOST, UNPACK, PackedTile, block_tile, lookup
+from lockstep.kernels.linear.stream_k import shared_ring_kernel
+from lockstep.kernels.linear.triton import fold, linear_triton
+from lockstep.kernels.linear.triton import launch as dense_launch
+from lockstep.kernels.linear.tuning import Tile
 
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""

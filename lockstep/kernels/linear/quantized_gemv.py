@@ -20,7 +20,7 @@ are computed and not stored, and columns of a product do not meet.
 import triton
 import triton.language as tl
 
-from lockstep.kernels.packed._codes import (
+from lockstep.kernels.device.dequantize import (
     BY_WORD,
     E2M1,
     E2M1_BF16,
@@ -43,8 +43,8 @@ from lockstep.kernels.packed._codes import (
     decode_gguf,
     twice,
 )
-from lockstep.kernels.packed._device import BLOCK, gguf_pairs
-from lockstep.kernels.packed._gguf_text import halves_text, steps_text
+from lockstep.kernels.formats.weights.dequantize_tile import BLOCK, gguf_pairs
+from lockstep.kernels.formats.weights.gguf_ptx import halves_text, steps_text
 
 LOAD16 = tl.constexpr("""
 {

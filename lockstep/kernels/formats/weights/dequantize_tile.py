@@ -1,12 +1,12 @@
 # mypy: ignore-errors
 """How kernels read a weight's tile, packed or not: one device function for all layouts.
 
-A tile is unpacked in registers, in the order of lockstep.kernels.packed._order: joins of what comes
+A tile is unpacked in registers, in the order of word_order.py: joins of what comes
 out of a word, then a reshape. Triton 3.6 carries the layout of a wgmma's left operand back through
 all of it, to the loads of words and scales, so nothing passes through shared memory a second time.
 It does so where the leaves are loads and constants: an index made by `tl.arange` among the values
 would end it. For mma.sync a join would widen kWidth to 4, and so change which columns share a
-group of 16; `OPAQUE` ends that search (tests/kernels/compile_packed.py looks at both).
+group of 16; `OPAQUE` ends that search (tests/kernels/compile_quantized.py looks at both).
 
 What the words mean stands in _codes.py.
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from lockstep.kernels.packed._codes import (
+from lockstep.kernels.device.dequantize import (
     BY_WORD,
     E2M1,
     E2M1_BF16,
@@ -45,7 +45,7 @@ from lockstep.kernels.packed._codes import (
     halves,
     twice,
 )
-from lockstep.kernels.packed._gguf_text import word_operands, word_text
+from lockstep.kernels.formats.weights.gguf_ptx import word_operands, word_text
 
 BLOCK = tl.constexpr(128)
 """Columns that _order orders among themselves."""

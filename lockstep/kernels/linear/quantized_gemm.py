@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
+from lockstep.kernels.formats.weights.dequantize_tile import chain
 from lockstep.kernels.linear.triton_uneven import place
-from lockstep.kernels.packed._device import chain
 
 
 @triton.jit

@@ -8,13 +8,13 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.architecture import HOPPER
-from lockstep.kernels.experts._ring import BOX, down_kernel, few_kernel, width_of
+from lockstep.kernels.experts.pipeline_kernels import BOX, down_kernel, few_kernel, width_of
 from lockstep.kernels.experts.tiles import Tile
-from lockstep.kernels.linear.packed import HALF, W_LAYOUTS, X_LAYOUT
-from lockstep.kernels.linear.packed_tuning import ring_reads
-from lockstep.kernels.packed import Fp4Weight, PackedWeight
-from lockstep.kernels.packed._device import BLOCK
-from lockstep.kernels.packed._form import TYPES, Target, irregular, operand_of
+from lockstep.kernels.formats.weights import Fp4Weight, PackedWeight
+from lockstep.kernels.formats.weights.dequantize_tile import BLOCK
+from lockstep.kernels.formats.weights.operand import TYPES, Target, irregular, operand_of
+from lockstep.kernels.linear.quantized import HALF, W_LAYOUTS, X_LAYOUT
+from lockstep.kernels.linear.quantized_tuning import ring_reads
 
 ROWS = 64
 """Of a block of up: 16 for each warp."""

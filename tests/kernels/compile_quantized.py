@@ -3,7 +3,7 @@ what the compiler made: the order of columns in the matrix units, and how a tile
 
 Other kWidths than 2 share other columns among the groups of 16 of a product: another tree.
 
-    python -m tests.kernels.compile_packed [--lanes | --ring [--quick]]
+    python -m tests.kernels.compile_quantized [--lanes | --ring [--quick]]
 
 --lanes: the kernel whose warps work alone, --ring: the one whose blocks pass through a ring,
 instead of the one that the compiler lays out. --quick: the ring of each number of tokens once.
@@ -24,10 +24,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.architecture import HOPPER, shared_of
-from lockstep.kernels.linear.packed import launch
-from lockstep.kernels.linear.packed_tuning import block_tile, candidates, cut, lookup
-from lockstep.kernels.packed._form import Target, multiplies_by_mma_sync, shared_by
-from lockstep.kernels.packed.cases import layouts, random_weights
+from lockstep.kernels.formats.weights.cases import layouts, random_weights
+from lockstep.kernels.formats.weights.operand import Target, multiplies_by_mma_sync, shared_by
+from lockstep.kernels.linear.quantized import launch
+from lockstep.kernels.linear.quantized_tuning import block_tile, candidates, cut, lookup
 from tests.kernels.compile_launches import OPTIONS, source_kind, type_of
 from tests.kernels.layouts import compile_held
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.packed._weights import Fp8Weight, IntWeight
+from lockstep.kernels.formats.weights.weights import Fp8Weight, IntWeight
 
 FP8_LARGEST = 448.0
 """Of e4m3fn."""

@@ -1,6 +1,6 @@
 """Which tile makes a linear with a packed weight fast: a table, a rule where it is silent, a tuner.
 
-A tile never changes a bit (tests/kernels/test_packed_tuning.py). Keys of the table are
+A tile never changes a bit (tests/kernels/test_quantized_tuning.py). Keys of the table are
 "arch/dtype/layout/NxK" and, inside, the first token count of a bucket.
 """
 
@@ -15,19 +15,25 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.architecture import HOPPER, PROCESSORS, shared_of
-from lockstep.kernels.linear import run_length, tuning
-from lockstep.kernels.linear import segments as segments_of
-from lockstep.kernels.packed import Fp4Weight, Fp8Weight, GgufWeight, IntWeight, PackedWeight
-from lockstep.kernels.packed._device import BLOCK
-from lockstep.kernels.packed._form import (
+from lockstep.kernels.formats.weights import (
+    Fp4Weight,
+    Fp8Weight,
+    GgufWeight,
+    IntWeight,
+    PackedWeight,
+)
+from lockstep.kernels.formats.weights.dequantize_tile import BLOCK
+from lockstep.kernels.formats.weights.operand import (
     columns_of,
     group_of,
     multiplies_by_mma_sync,
     shared_by,
     stages_of,
 )
+from lockstep.kernels.linear import run_length, tuning
+from lockstep.kernels.linear import segments as segments_of
 
-TABLE = Path(__file__).with_name("packed_tuning.json")
+TABLE = Path(__file__).with_name("quantized_tuning.json")
 BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
 """The first token count of each bucket."""
 TIMED = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -45,7 +51,7 @@ REGISTERS = 1 << 16
 """Of a multiprocessor since Ampere."""
 OWN_REGISTERS = 112
 """Of a thread, beside its accumulators, where the compiler may choose: int4 takes 122 with a tile
-of 16 tokens (docs/kernels/packed.md)."""
+of 16 tokens (docs/kernels/quantized_weights.md)."""
 LANE_REGISTERS = 40
 """The same of the kernel whose warps work alone, for each 16 outputs of a warp, beside the words
 that wait and its sums: int4 takes 95 with one tile of 16 and four blocks ahead."""
@@ -70,11 +76,11 @@ class PackedTile:
     tree), k 128 or more; split: programs along K. registers: the most per thread, so that more
     programs fit a multiprocessor, 0: as the compiler likes. On Hopper n below 64, or fewer than 4
     warps, are multiplied by mma.sync, which has the same tree. lanes: the kernel whose warps work
-    alone (_packed_lanes.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
+    alone (quantized_gemv.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
     a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
-    through a ring (_packed_ring.py): m a multiple of 8, n one of 16 x warps, warps one of 4, k 128
-    or 256, stages its slots, registers of a thread on average, and segments as with lanes. sync: it
-    multiplies by mma.sync, else by wgmma. share: programs for each multiprocessor, which share all
+    through a ring (quantized_pipeline.py): m a multiple of 8, n one of 16 x warps, warps one of 4,
+    k 128 or 256, stages its slots, registers of a thread on average, and segments as with lanes. sync:
+    it multiplies by mma.sync, else by wgmma. share: programs for each multiprocessor, which share all
     tiles of a ring evenly; 0: a program for each tile.
     """
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
-from lockstep.kernels.linear import linear, segments
-from lockstep.kernels.packed import (
+from lockstep.kernels.formats.weights import (
     Fp4Weight,
     Fp8Weight,
     GgufWeight,
@@ -19,6 +18,7 @@ from lockstep.kernels.packed import (
     PackedWeight,
     unpack_weight,
 )
+from lockstep.kernels.linear import linear, segments
 
 MOST_WEIGHTS = 64
 Empty = Callable[[int, int, str], PackedWeight]

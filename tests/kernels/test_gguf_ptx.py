@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.kernels.packed import GGUF_TYPES, GgufWeight
-from lockstep.kernels.packed._form import Target, operand_of
-from lockstep.kernels.packed._gguf_text import halves_text, steps_text, word_text
+from lockstep.kernels.formats.weights import GGUF_TYPES, GgufWeight
+from lockstep.kernels.formats.weights.gguf_ptx import halves_text, steps_text, word_text
+from lockstep.kernels.formats.weights.operand import Target, operand_of
 from tests.kernels import ptx
 
 NAMES = [name for name, kind in GGUF_TYPES.items() if kind.bits <= 6 and name != "Q4_0"]

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.kernels.linear import linear, segments
-from lockstep.kernels.packed import (
+from lockstep.kernels.formats.weights import (
     Fp4Weight,
     Fp8Weight,
     GgufWeight,
@@ -18,8 +17,9 @@ from lockstep.kernels.packed import (
     unpack_weight,
     words_per_row,
 )
-from lockstep.kernels.packed._weights import FP4_VALUES, e4m3
-from lockstep.kernels.packed.cases import random_weights
+from lockstep.kernels.formats.weights.cases import random_weights
+from lockstep.kernels.formats.weights.weights import FP4_VALUES, e4m3
+from lockstep.kernels.linear import linear, segments
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.test_linear import graded
 
