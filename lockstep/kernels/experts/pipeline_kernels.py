@@ -3,8 +3,8 @@
 
 As in lockstep.kernels.linear.quantized_pipeline, whose chain this is: one warp has the copy engine
 bring blocks of 128 columns, the others unpack them in registers and multiply by mma.sync. Rows of
-the weight come in boxes of 8, each from where it lies: 8 of gate and the 8 of up beside them in turn,
-or 8 of each expert that a token chose. In a product a lane holds rows r and r + 8. A block of x is
+the weight come in boxes of 8, each from where it lies: 8 of gate and the 8 of up in turn, or
+ 8 of each expert that a token chose. In a product a lane holds rows r and r + 8. A block of x is
 all tokens, or one token's slots.
 """
 

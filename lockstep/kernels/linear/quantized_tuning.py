@@ -79,9 +79,9 @@ class PackedTile:
     alone (quantized_gemv.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
     a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
     through a ring (quantized_pipeline.py): m a multiple of 8, n one of 16 x warps, warps one of 4,
-    k 128 or 256, stages its slots, registers of a thread on average, and segments as with lanes. sync:
-    it multiplies by mma.sync, else by wgmma. share: programs for each multiprocessor, which share all
-    tiles of a ring evenly; 0: a program for each tile.
+    k 128 or 256, stages its slots, registers of a thread on average, and segments as with lanes.
+    sync: it multiplies by mma.sync, else by wgmma. share: programs for each multiprocessor, which
+    share all tiles of a ring evenly; 0: a program for each tile.
     """
 
     m: int
