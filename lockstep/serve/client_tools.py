@@ -26,7 +26,7 @@ from lockstep.serve.item_tools import (
 from lockstep.serve.objects import Nested
 from lockstep.serve.protocol import MAX_NAME, MAX_TOOLS, TOOL_DEFAULTS, TOOL_NOTES
 from lockstep.text.grammars.lark import LARK
-from lockstep.text.parsers.events import CallArguments, CallStart, Told
+from lockstep.text.parsers.events import AnswerEvent, CallArguments, CallStart
 
 JOINT = "__"
 """Separator of a namespace and a name in a function's name, as clients of MCP servers join them."""
@@ -283,7 +283,7 @@ class ClientEvents:
         self._tools = tools
         self._inputs: dict[int, InputText] = {}
 
-    def read(self, events: Sequence[Told]) -> Iterator[Told]:
+    def read(self, events: Sequence[AnswerEvent]) -> Iterator[AnswerEvent]:
         """Yield the events, with arguments of custom tools as their input."""
         for event in events:
             if isinstance(event, CallStart) and self._tools.is_custom(event.name):
