@@ -190,7 +190,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"response_format": {**FORMAT, "json_schema": {"schema": {"items": {"type": "text"}}}}},
         "response_format",
         "response_format: the keyword 'type' at items of the schema cannot be enforced: Invalid "
-        "type: text. Change it.",
+        "type: text. Correct it.",
     ),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "x"),
@@ -233,7 +233,7 @@ def test_tools_that_are_refused(server: SimpleNamespace) -> None:
     assert found.choices[0].message.tool_calls[0].function.name == "f"
     with pytest.raises(openai.BadRequestError, match="needs tools"):
         chat(server, CALL, tool_choice="required")
-    with pytest.raises(openai.BadRequestError, match="strict tools are not supported beside"):
+    with pytest.raises(openai.BadRequestError, match="strict tools are not supported together"):
         chat(server, CALL, tools=STRICT, extra_body={"guided_choice": ["left", "right"]})
 
 

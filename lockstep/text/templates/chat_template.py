@@ -414,33 +414,33 @@ def _refusal(path: str, value: Any, allowed: str) -> RequestError:
     )
 
 
-def _normalize(message: Any, place: str) -> Message:
+def _normalize(message: Any, path: str) -> Message:
     """Return a message as templates expect it: text content, arguments as objects, one reasoning
     field."""
     if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
-        raise _refusal(place, message, "an object with a role and content")
+        raise _refusal(path, message, "an object with a role and content")
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise _refusal(
-            f"{place}.role", role, "a short name: system, developer, user, assistant or tool"
+            f"{path}.role", role, "a short name: system, developer, user, assistant or tool"
         )
     normal = {key: value for key, value in message.items() if value is not None}
     normal["role"] = "system" if role == "developer" else role
     sent = message.get("content")
-    content = _texts(message.get("refusal") if sent is None else sent, f"{place}.content")
+    content = _texts(message.get("refusal") if sent is None else sent, f"{path}.content")
     normal["content"] = content
     for name in _REASONING:
         if not isinstance(normal.get(name, ""), str):
-            raise _refusal(f"{place}.{name}", message[name], "a text")
+            raise _refusal(f"{path}.{name}", message[name], "a text")
     reasonings = [normal[name] for name in _REASONING if name in normal]
     if reasonings:
         reasoning = next(filter(None, reasonings), "")
         normal = {"thinking": reasoning, **normal, "reasoning_content": reasoning}
     calls = normal.pop("tool_calls", None)
     if not isinstance(calls, list | None):
-        raise _refusal(f"{place}.tool_calls", calls, "a list of calls")
+        raise _refusal(f"{path}.tool_calls", calls, "a list of calls")
     for i, call in enumerate(calls or ()):
-        parsed = _call(call, f"{place}.tool_calls[{i}]")
+        parsed = _call(call, f"{path}.tool_calls[{i}]")
         if isinstance(parsed["function"]["arguments"], str):
             # Templates cannot write such a call, and the conversation must be able to continue.
             normal["content"] = _with_call_text(normal["content"], parsed["function"])
@@ -465,12 +465,12 @@ def _with_call_text(
     return f"{content}\n{call}" if content else call
 
 
-def _texts(content: Any, place: str) -> str | list[dict[str, str]]:
+def _texts(content: Any, path: str) -> str | list[dict[str, str]]:
     """Return the content as a string, or as text parts if it is a list."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | dict):
-        raise _refusal(place, content, "a text, or a list of text parts")
+        raise _refusal(path, content, "a text, or a list of text parts")
     parts = content if isinstance(content, list) else [content]
     texts = []
     for part in parts:
@@ -479,7 +479,7 @@ def _texts(content: Any, place: str) -> str | list[dict[str, str]]:
         text = part.get(_TEXTS[kind]) if known and isinstance(part, dict) else part
         if not known or not isinstance(text, str):
             raise RequestError(
-                f"{place} has a part of type {brief(kind)}: {brief(part)}; allowed: text. "
+                f"{path} has a part of type {brief(kind)}: {brief(part)}; allowed: text. "
                 "Send text parts only.",
                 "messages",
             )
@@ -504,21 +504,21 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _call(call: Any, place: str) -> Message:
+def _call(call: Any, path: str) -> Message:
     """Return a call with its arguments as an object, or as text if they are not a JSON object.
 
     Raises: RequestError.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _refusal(place, call, "an object with a function that has a name")
+        raise _refusal(path, call, "an object with a function that has a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         value = _object(arguments)
         arguments = value if isinstance(value, dict) else arguments
     if not isinstance(arguments, dict | str | None):
         raise RequestError(
-            f"{place} has arguments that are neither text nor an object: {brief(arguments)}. "
+            f"{path} has arguments that are neither text nor an object: {brief(arguments)}. "
             "Send back the arguments as they were received.",
             "messages",
         )
