@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.linear import linear, segments
+from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.layers.build import Build
 from lockstep.quant import Layout, Module, Packing, Slot
 
@@ -34,7 +35,8 @@ class Weight(nn.Module):
     runs: how its rows lie in the checkpoint, in order. One packed run stays packed on a GPU. What
     else is packed is unpacked once, when it is loaded: by the law of packed weights the bits are
     the same, and a step is faster. stands: a weight that is there already, instead of runs.
-    packed, weight: one of them is None. unpacked: until then, by its first row, what is packed.
+    packed, weight: one of them is None. prepacked: a CPU's copy of the weight, see Product.
+    unpacked: until then, by its first row, what is packed.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Weight(nn.Module):
         self.dtype = build.dtype
         self.weight = stands if isinstance(stands, nn.Parameter) else None
         self.packed = stands if isinstance(stands, PackedWeight) else None
+        self.prepacked: PrepackedWeight | None = None
         self.unpacked: dict[int, PackedWeight] = {}
         if stands is not None:
             return
@@ -67,14 +70,13 @@ class Weight(nn.Module):
         return build.matrix(*self.shape)
 
     @property
-    def loaded(self) -> nn.Parameter | PackedWeight:
-        """The weight [N, K] as it lies once it is loaded."""
-        found = self.weight if self.packed is None else self.packed
-        assert found is not None, "a product has a weight, packed or not"
-        return found
+    def loaded(self) -> nn.Parameter | PackedWeight | PrepackedWeight:
+        """Return the weight [N, K] in the storage that it has once it is loaded."""
+        storages = (self.weight, self.packed, self.prepacked)
+        return next(storage for storage in storages if storage is not None)
 
     @property
-    def stored(self) -> Tensor | PackedWeight:
+    def stored(self) -> Tensor | PackedWeight | PrepackedWeight:
         """The weight [N, K] as it lies; one packed run, until it is unpacked, as it is packed."""
         part = self.unpacked.get(0)
         if part is not None and part.shape[0] == self.shape[0]:
@@ -101,6 +103,8 @@ class Weight(nn.Module):
     def gather(self, ids: Tensor, out: Tensor) -> None:
         """The rows of these ids into out [len(ids), K] of the model's dtype."""
         found = self.stored
+        if isinstance(found, PrepackedWeight):
+            found = found.plain()
         if isinstance(found, Tensor):
             torch.index_select(found, 0, ids.to(found.device), out=out)
         else:
@@ -122,10 +126,15 @@ class Weight(nn.Module):
 class Product(Weight):
     """x [T, K] -> x W^T [T, N] over a weight of one storage.
 
+    keeps_plain: whether the plain weight stays beside a CPU's prepacked copy, since an embedding or
+    a drafter's head shares it.
+
     total: the outputs of its layer, this product's among them, by which K is cut into segments
     (lockstep.kernels.linear.segments); None: its own. partial: see lockstep.kernels.linear.linear.
     The others: see Weight.
     """
+
+    keeps_plain = False
 
     def __init__(
         self,
@@ -142,13 +151,27 @@ class Product(Weight):
         packed = self.packed is not None
         self.segments = segments(total or n, k, build.device, packed, build.dtype)
         self.partial = partial
+        self.prepacks = build.device == "cpu" and build.exact
         kind = type(self.packed).__name__ if packed else ""
         self.linear = build.linear_op(linear, n=n, k=k, packed=kind)
         build.choices[-1].packing = _named(runs, unpacked=not packed)
 
+    def finish(self) -> None:
+        """Finish the weight and, on a CPU, prepack it; the plain copy goes unless another module
+        reads it."""
+        super().finish()
+        if self.prepacks and self.weight is not None:
+            self.prepacked = PrepackedWeight(self.weight.data)
+            if not self.keeps_plain:
+                self.weight = None
+
     def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
         """The outputs from `begin` on, which alone are read; into `out` where that is given."""
-        weight = self.stored if not begin else self.stored_rows(begin, self.shape[0])
+        weight: Tensor | PackedWeight | PrepackedWeight
+        if begin:
+            weight = self.stored_rows(begin, self.shape[0])
+        else:
+            weight = self.prepacked or self.stored
         if out is None:
             return self.linear(x, weight, self.segments, self.partial)
         return self.linear(x, weight, self.segments, out=out)
@@ -335,6 +358,8 @@ class Embedding(nn.Module):
 class Head(Product):
     """x [T, H] -> logits [T, V] of x's dtype, over its own weight, or one that stands already: the
     embedding's (tied), or another head's."""
+
+    keeps_plain = True
 
     def __init__(
         self,

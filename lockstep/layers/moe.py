@@ -100,7 +100,7 @@ class ExpertWeight(Weight):
     def _lying(self, begin: int, end: int) -> Tensor | PackedWeight:
         """Rows of one expert as they lie once they are loaded."""
         found = self.loaded
-        if isinstance(found, PackedWeight):
+        if not isinstance(found, Tensor):
             return found.rows(begin, end)
         (expert, first) = divmod(begin, self.rows)
         return found[expert, first : first + end - begin]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.kernels.registry import op
 from lockstep.kernels.row_tiles import tile_mm
 
@@ -88,7 +89,7 @@ def unpacked(weight: Tensor | PackedWeight, dtype: torch.dtype) -> Tensor:
 @op
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | PackedWeight | PrepackedWeight,
     segments: int = 1,
     partial: bool = False,
     out: Tensor | None = None,
@@ -102,6 +103,9 @@ def linear(
     the total is rounded once. On a CPU a run is taken by tiles of rows
     (lockstep.kernels.row_tiles), so that a row's bits do not depend on T.
 
+    A prepacked weight, which a CPU's layers have, is one run whose accumulation is the library's
+    (lockstep.kernels.linear.prepacked).
+
     A packed weight is what it unpacks to: linear(x, packed) == linear(x, packed.unpack(x.dtype)).
 
     partial: the reader adds. A backend may return [P, T, N] fp32 instead, whose tree_sum over P,
@@ -110,6 +114,8 @@ def linear(
     out [T, N]: filled and returned where it is given, with `partial` too; its rows may be strided,
     so that it may be some columns of a wider result.
     """
+    if isinstance(weight, PrepackedWeight):
+        return placed(weight.tiles_of_base(x.float()).to(weight.dtype), out)
     weight = unpacked(weight, x.dtype)
     run = run_length(x.shape[1], segments)
     parts = [

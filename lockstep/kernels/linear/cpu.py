@@ -1,6 +1,7 @@
 """linear on a CPU: in row tiles of the sizes that give the reference's bits here, on all threads.
 
-It is fast where the weight is a transposed view of [K, N] storage, as Build.matrix lays it out.
+Layers prepack their weights. A plain weight is fast where it is a transposed view of [K, N]
+storage, as Build.matrix lays it out.
 """
 
 from torch import Tensor
@@ -8,18 +9,21 @@ from torch import Tensor
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.linear import linear, placed, run_length, tree_sum, unpacked
+from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.kernels.row_tiles import tiled_mm
 
 
 @linear.backend("cpu", supports=cpu_trait)
 def linear_cpu(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | PackedWeight | PrepackedWeight,
     segments: int = 1,
     partial: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.linear.linear."""
+    if isinstance(weight, PrepackedWeight):
+        return placed(weight.mm(x.float()).to(weight.dtype), out)
     weight = unpacked(weight, x.dtype)
     if not weight.t().is_contiguous():
         weight = weight.t().contiguous().t()
