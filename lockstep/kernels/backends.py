@@ -1,14 +1,14 @@
-"""What the folders of lockstep.kernels hold, found by looking: ops, their backends, cases, benches.
+"""Discovery of ops by folder: each op's backends, test cases and benchmarks.
 
-An op's folder holds the contract and the reference in `__init__.py`, the backends in modules,
-`cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
+An op's folder holds the contract and the reference in `contract.py` (or `__init__.py`), the
+backends in modules, `cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
 """
 
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pkgutil import iter_modules
+from pkgutil import iter_modules, walk_packages
 from types import ModuleType
 from typing import Any
 
@@ -19,55 +19,59 @@ from lockstep.kernels import architecture
 from lockstep.kernels.registry import Op
 
 NO_BACKENDS = ("cases", "bench")
-"""Modules of an op's folder that hold no backend; those whose names begin with _ hold none too."""
+"""Modules of an op's folder without a backend. Modules whose names begin with _ have none either.
+"""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Cases = Callable[[torch.dtype], Iterator[tuple[str, dict[str, Any]]]]
 """A dtype -> (name, arguments on the CPU) of each of an op's cases."""
 
 
 def folders() -> list[ModuleType]:
-    """The packages of ops, by name."""
+    """Return the packages under lockstep.kernels at any depth, sorted by path."""
     return [
-        import_module(f"lockstep.kernels.{module.name}")
-        for module in iter_modules(lockstep.kernels.__path__)
+        import_module(module.name)
+        for module in walk_packages(lockstep.kernels.__path__, "lockstep.kernels.")
         if module.ispkg
     ]
 
 
 def ops_of(folder: ModuleType) -> list[Op]:
-    """The ops that a folder defines, in the order of their definition."""
+    """Return the ops that a folder defines, in the order of their definition."""
     own = (value for value in vars(folder).values() if isinstance(value, Op))
-    return [op for op in own if op.reference.__module__ == folder.__name__]
+    return [op for op in own if op.package == folder.__name__]
 
 
 def every_op() -> dict[str, Op]:
-    """The ops of all folders, by name."""
+    """Return the ops of all folders, by name."""
     return {op.name: op for folder in folders() for op in ops_of(folder)}
 
 
 def cases_of(op: Op) -> Cases:
-    """`<op>_cases` of the op's cases.py."""
-    module = import_module(f"{op.reference.__module__}.cases")
-    found: Cases = getattr(module, f"{op.name}_cases")
-    return found
+    """Return the op's generator of test cases: `<op>_cases` of the cases.py of its folder."""
+    module = import_module(f"{op.package}.cases")
+    cases: Cases = getattr(module, f"{op.name}_cases")
+    return cases
 
 
 def traits_of(op: Op, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a layer says when it asks for the op, besides device and dtype, as these arguments have
-    it: `<op>_traits` of the op's cases.py; none where there is no such function."""
-    module = import_module(f"{op.reference.__module__}.cases")
-    found: dict[str, Any] = getattr(module, f"{op.name}_traits", lambda **_: {})(**arguments)
-    return found
+    """Return the traits by which a layer with these arguments chooses a backend of the op.
+
+    Device and dtype are not among them. They come from `<op>_traits` of the cases.py of the op's
+    folder; without that function there are none.
+    """
+    module = import_module(f"{op.package}.cases")
+    traits: dict[str, Any] = getattr(module, f"{op.name}_traits", lambda **_: {})(**arguments)
+    return traits
 
 
 def benches() -> list[ModuleType]:
-    """The bench.py of each folder that has one."""
+    """Import the bench.py of each folder that has one."""
     names = (f"{folder.__name__}.bench" for folder in folders())
     return [import_module(name) for name in names if find_spec(name)]
 
 
 def load() -> None:
-    """Imports every op's backends; those that need Triton only where it is installed. Idempotent.
+    """Import every op's backends; those that need Triton only if it is installed. Idempotent.
 
     A backend that falls back on another imports it, hence is added after it and preferred to it.
     """
@@ -77,17 +81,18 @@ def load() -> None:
 
 @cache
 def _modules_of(path: tuple[str, ...]) -> list[str]:
-    """The modules of backends in the folders of ops, which lie on this path: looked for once."""
+    """Return the names of the backend modules in the folders of ops. path: the cache's key."""
     return [
         f"{folder.__name__}.{module.name}"
         for folder in folders()
+        if ops_of(folder)
         for module in iter_modules(folder.__path__)
         if module.name not in NO_BACKENDS and not module.name.startswith("_")
     ]
 
 
 def _load(name: str) -> None:
-    """Imports a module of backends, unless it needs Triton and that is not installed."""
+    """Import a module of backends, unless it needs Triton and Triton is not installed."""
     try:
         import_module(name)
     except ModuleNotFoundError as missing:

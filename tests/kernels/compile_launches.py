@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
-from lockstep.kernels.kv import PackedKV
+from lockstep.kernels.formats.kv import PackedKV
 from lockstep.kernels.packed import PackedWeight
 from tests.kernels.layouts import compile_held
 

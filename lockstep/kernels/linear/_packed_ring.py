@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lockstep.kernels._gluon import barrier
+from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.linear._packed_text import (
     EVEN_AND_ODD_FP8,
     FP4_BF16,

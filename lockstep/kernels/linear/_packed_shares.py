@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from lockstep.kernels._gluon import barrier
+from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.linear._packed_ring import (
     BLOCK,
     HALF,

@@ -1,0 +1,1 @@
+"""Device functions (Triton and Gluon) that the kernels of several ops call."""

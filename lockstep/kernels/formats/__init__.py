@@ -1,0 +1,1 @@
+"""Storage formats that kernels read: KV caches and weights."""
