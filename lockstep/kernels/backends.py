@@ -1,7 +1,7 @@
-"""Discovery of ops by folder: each op's backends, test cases and benchmarks.
+"""Discovery of ops, their backends, cases and benchmarks in the folders of lockstep.kernels.
 
-An op's folder holds the contract and the reference in `contract.py` (or `__init__.py`), the
-backends in modules, `cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
+An op's folder holds the contract and the reference in `contract.py` (or `__init__.py`), a module
+per backend, `cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,60 +18,63 @@ import lockstep.kernels
 from lockstep.kernels import architecture
 from lockstep.kernels.registry import Op
 
-NO_BACKENDS = ("cases", "bench")
-"""Modules of an op's folder without a backend. Modules whose names begin with _ have none either.
-"""
+CONTRACT = ".contract"
+NO_BACKENDS = ("contract", "reference", "cases", "bench")
+"""Modules of an op's folder that register no backend. Modules whose names begin with _ register
+none either."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Cases = Callable[[torch.dtype], Iterator[tuple[str, dict[str, Any]]]]
 """A dtype -> (name, arguments on the CPU) of each of an op's cases."""
 
 
 def folders() -> list[ModuleType]:
-    """Return the packages under lockstep.kernels at any depth, sorted by path."""
+    """Return every package below lockstep.kernels, in order of name."""
     return [
         import_module(module.name)
-        for module in walk_packages(lockstep.kernels.__path__, "lockstep.kernels.")
+        for module in walk_packages(lockstep.kernels.__path__, f"{lockstep.kernels.__name__}.")
         if module.ispkg
     ]
 
 
+def folder_of(op: Op) -> str:
+    """Return the name of the package that defines an op."""
+    return op.reference.__module__.removesuffix(CONTRACT)
+
+
 def ops_of(folder: ModuleType) -> list[Op]:
-    """Return the ops that a folder defines, in the order of their definition."""
-    own = (value for value in vars(folder).values() if isinstance(value, Op))
-    return [op for op in own if op.package == folder.__name__]
+    """Return the ops that a folder defines, in the order in which it names them."""
+    exported = (value for value in vars(folder).values() if isinstance(value, Op))
+    return [op for op in exported if folder_of(op) == folder.__name__]
 
 
 def every_op() -> dict[str, Op]:
-    """Return the ops of all folders, by name."""
+    """The ops of all folders, by name."""
     return {op.name: op for folder in folders() for op in ops_of(folder)}
 
 
 def cases_of(op: Op) -> Cases:
-    """Return the op's generator of test cases: `<op>_cases` of the cases.py of its folder."""
-    module = import_module(f"{op.package}.cases")
-    cases: Cases = getattr(module, f"{op.name}_cases")
-    return cases
+    """`<op>_cases` of the op's cases.py."""
+    module = import_module(f"{folder_of(op)}.cases")
+    found: Cases = getattr(module, f"{op.name}_cases")
+    return found
 
 
 def traits_of(op: Op, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the traits by which a layer with these arguments chooses a backend of the op.
-
-    Device and dtype are not among them. They come from `<op>_traits` of the cases.py of the op's
-    folder; without that function there are none.
-    """
-    module = import_module(f"{op.package}.cases")
-    traits: dict[str, Any] = getattr(module, f"{op.name}_traits", lambda **_: {})(**arguments)
-    return traits
+    """What a layer says when it asks for the op, besides device and dtype, as these arguments have
+    it: `<op>_traits` of the op's cases.py; none where there is no such function."""
+    module = import_module(f"{folder_of(op)}.cases")
+    found: dict[str, Any] = getattr(module, f"{op.name}_traits", lambda **_: {})(**arguments)
+    return found
 
 
 def benches() -> list[ModuleType]:
-    """Import the bench.py of each folder that has one."""
+    """The bench.py of each folder that has one."""
     names = (f"{folder.__name__}.bench" for folder in folders())
     return [import_module(name) for name in names if find_spec(name)]
 
 
 def load() -> None:
-    """Import every op's backends; those that need Triton only if it is installed. Idempotent.
+    """Imports every op's backends; those that need Triton only where it is installed. Idempotent.
 
     A backend that falls back on another imports it, hence is added after it and preferred to it.
     """
@@ -81,18 +84,17 @@ def load() -> None:
 
 @cache
 def _modules_of(path: tuple[str, ...]) -> list[str]:
-    """Return the names of the backend modules in the folders of ops. path: the cache's key."""
+    """The modules of backends in the folders of ops, which lie on this path: looked for once."""
     return [
         f"{folder.__name__}.{module.name}"
         for folder in folders()
-        if ops_of(folder)
         for module in iter_modules(folder.__path__)
         if module.name not in NO_BACKENDS and not module.name.startswith("_")
     ]
 
 
 def _load(name: str) -> None:
-    """Import a module of backends, unless it needs Triton and Triton is not installed."""
+    """Imports a module of backends, unless it needs Triton and that is not installed."""
     try:
         import_module(name)
     except ModuleNotFoundError as missing:

@@ -31,15 +31,10 @@ class Backend(NamedTuple):
 
 
 class Op:
-    """A named op. Calling it runs the reference.
-
-    writes: names of the arguments that the op changes in place. package: the op's folder, which
-    holds its contract, backends, cases and benchmark.
-    """
+    """A named op. Calling it runs the reference. writes: the arguments that it changes in place."""
 
     def __init__(self, reference: Function, writes: tuple[str, ...] = ()) -> None:
         self.name = reference.__name__
-        self.package = reference.__module__.removesuffix(".contract")
         self.reference = reference
         self.writes = writes
         self.__doc__ = reference.__doc__

@@ -27,9 +27,9 @@ from lockstep.kernels.attention import quantized_hopper
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import load
 from lockstep.kernels.formats.kv.cases import LATENTS, NAMED
+from lockstep.kernels.formats.weights.operand import Target
 from lockstep.kernels.latent_attention import triton as latent_attention
 from lockstep.kernels.latent_attention.cases import paged_latents
-from lockstep.kernels.packed._form import Target
 from tests.kernels import compile_launches
 
 ROWS = (16, 64)

@@ -19,7 +19,7 @@ from lockstep.kernels.formats.kv import KVFormat, Turn
 from lockstep.kernels.formats.kv.hadamard import WHOLE_HEAD
 from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.kernels.formats.kv.unquantized import Plain
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.deepseek_v3 import Config, Draft, Model
 from lockstep.spec import own_drafter
@@ -35,7 +35,7 @@ from tests.models.dense import (
     random_oracle,
 )
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error, logits_errors
-from tests.quant.stored import fp8_weight
+from tests.quantization.stored import fp8_weight
 from tests.tiny_model import DEEPSEEK, KIMI
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}

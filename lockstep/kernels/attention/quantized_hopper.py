@@ -49,7 +49,7 @@ from lockstep.kernels.backends import arch_of
 from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import opened
-from lockstep.kernels.packed._form import target_of
+from lockstep.kernels.formats.weights.operand import target_of
 
 MOST_ROWS = {128: 64, 256: 32}
 """(token, head of a group) rows by head dim: as many as the registers of one warpgroup hold."""

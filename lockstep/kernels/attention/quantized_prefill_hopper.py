@@ -17,7 +17,7 @@ from lockstep.kernels.device.kv_tile import cache_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import PackedKV
 from lockstep.kernels.formats.kv.launch import Opened, opened
-from lockstep.kernels.packed._form import target_of
+from lockstep.kernels.formats.weights.operand import target_of
 
 SCRATCH_BYTES = 160 << 20
 """Of keys and values unpacked at once, or of one row and KV head where that is more; rows, then KV

@@ -27,7 +27,7 @@ from lockstep.kernels.device.kv_tile import cache_tile, pages_of
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import Opened, opened, token_bytes, unserved
-from lockstep.kernels.packed._form import target_of
+from lockstep.kernels.formats.weights.operand import target_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""

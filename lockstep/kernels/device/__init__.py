@@ -1,1 +1,1 @@
-"""Device functions (Triton and Gluon) that the kernels of several ops call."""
+"""Device functions that kernels of several ops call."""

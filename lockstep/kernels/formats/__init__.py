@@ -1,1 +1,1 @@
-"""Storage formats that kernels read: KV caches and weights."""
+"""Storage formats that kernels read: quantized weights and quantized KV caches."""

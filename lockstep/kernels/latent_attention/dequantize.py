@@ -3,7 +3,8 @@
 
 attention/quantized_prefill_hopper.py does so with keys and values, by pages of one KV head each, a
 program a page. Here a captured step's page table may be far longer than its rows, and latents and
-rotary keys go side by side: programs stride over a row instead. What both read a tile with is shared.
+rotary keys go side by side: programs stride over a row instead. What both read a tile with is
+shared.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from lockstep.kernels.device.kv_tile import cache_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import opened
-from lockstep.kernels.packed._form import target_of
+from lockstep.kernels.formats.weights.operand import target_of
 
 TOGETHER = 16
 """Tokens that a program unpacks at once."""

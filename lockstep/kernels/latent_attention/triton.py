@@ -20,12 +20,14 @@ from torch import Tensor
 
 from lockstep.kernels import architecture
 from lockstep.kernels.architecture import HOPPER, stages_within
+from lockstep.kernels.attention import SEGMENT
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.kv_tile import cache_tile, pages_of
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import opened, token_bytes, unserved
-from lockstep.kernels.latent_attention import SEGMENT, latent_attention
+from lockstep.kernels.formats.weights.operand import target_of
+from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.latent_attention.device import (
     NO_SCORE,
     block_of,
@@ -33,7 +35,6 @@ from lockstep.kernels.latent_attention.device import (
     fold,
     weigh,
 )
-from lockstep.kernels.packed._form import target_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""

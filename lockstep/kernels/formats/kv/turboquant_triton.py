@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dequantize import halves
 from lockstep.kernels.device.hadamard import flipped, flips, mixed
 from lockstep.kernels.formats.kv import KVDevice
 from lockstep.kernels.formats.kv.hadamard import OF_VALUES as IN_VALUES
@@ -21,7 +22,6 @@ from lockstep.kernels.formats.kv.hadamard import WHOLE_HEAD as LARGEST
 from lockstep.kernels.formats.kv.turboquant import LEAST as LEAST_EXPONENT
 from lockstep.kernels.formats.kv.turboquant import MOST as MOST_EXPONENT
 from lockstep.kernels.formats.kv.turboquant import POINTS
-from lockstep.kernels.packed._codes import halves
 
 LEAST = tl.constexpr(LEAST_EXPONENT)
 MOST = tl.constexpr(MOST_EXPONENT)
