@@ -19,6 +19,9 @@ from torch import Tensor
 
 from lockstep.kernels.threads import one_thread
 
+COLUMNS = 16
+"""N is filled up with zeros to a multiple of this: the libraries have loops of their own for the
+rest, in which an output's bits depend on its place (oneDNN: N = 1; FBGEMM: N % 16)."""
 BASE = 8
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 384)
 """Numbers of rows that are probed. Drafts make 2 to 8 rows of one request."""
@@ -37,9 +40,9 @@ def has_onednn() -> bool:
     )
 
 
-def has_fbgemm() -> bool:
-    """Return whether this build of torch has FBGEMM's product of fp32 with fp16 weights."""
-    return "fbgemm" in torch.backends.quantized.supported_engines
+def uses_fbgemm(dtype: torch.dtype) -> bool:
+    """Return whether weights of dtype are FBGEMM's: fp16, where this build of torch has it."""
+    return dtype == torch.float16 and "fbgemm" in torch.backends.quantized.supported_engines
 
 
 class PrepackedWeight:
@@ -55,14 +58,14 @@ class PrepackedWeight:
         n, k = weight.shape
         self.shape = (n, k)
         self.dtype = weight.dtype
-        self.nbytes = n * k * 4
-        self.product, self._dense = self._prepack(weight)
+        filled = F.pad(weight, (0, 0, 0, -n % COLUMNS)).contiguous()
+        self.nbytes = filled.numel() * (2 if uses_fbgemm(weight.dtype) else 4)
+        self.product, self._dense = self._prepack(filled)
 
     def _prepack(self, weight: Tensor) -> tuple[Product, Callable[[], Tensor]]:
         """Return the product over the prepacked weight, and what gives the weight back in fp32."""
-        wide = weight.float().contiguous()
-        if weight.dtype == torch.float16 and has_fbgemm():
-            self.nbytes = weight.nbytes
+        wide = weight.float()
+        if uses_fbgemm(weight.dtype):
             half = torch.ops.quantized.linear_prepack_fp16(wide, None)
             return (
                 lambda x: torch.ops.quantized.linear_dynamic_fp16(x, half),
@@ -76,7 +79,7 @@ class PrepackedWeight:
 
     def plain(self) -> Tensor:
         """Return the weight [N, K] of the model's dtype, bit for bit as it was."""
-        return self._dense().to(self.dtype)
+        return self._dense()[: self.shape[0]].to(self.dtype)
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Return rows of the plain weight."""
@@ -94,7 +97,7 @@ class PrepackedWeight:
         with one_thread():
             for rows in x.split(BASE):
                 tile = F.pad(rows, (0, 0, 0, BASE - len(rows)))
-                parts.append(self.product(tile)[: len(rows)])
+                parts.append(self.product(tile)[: len(rows), : self.shape[0]])
         return torch.cat(parts)
 
     def mm(self, x: Tensor) -> Tensor:
@@ -109,9 +112,8 @@ class PrepackedWeight:
         if rows > sizes[-1]:
             return torch.cat([self.mm(part) for part in x.split(sizes[-1])])
         size = next(size for size in sizes if size >= rows)
-        if rows == size:
-            return self.product(x.contiguous())
-        return self.product(F.pad(x, (0, 0, 0, size - rows)))[:rows]
+        tile = F.pad(x, (0, 0, 0, size - rows)) if rows < size else x.contiguous()
+        return self.product(tile)[:rows, : self.shape[0]]
 
 
 @cache
@@ -126,7 +128,7 @@ def probed_sizes(n: int, k: int, half: bool, threads: int) -> tuple[int, ...]:
     values = torch.randn(n, k, generator=generator)
     weight = PrepackedWeight(values.half() if half else values)
     base = weight.tiles_of_base(x)
-    exact = [size for size in SIZES if torch.equal(weight.product(x[:size]), base[:size])]
+    exact = [size for size in SIZES if torch.equal(weight.product(x[:size])[:, :n], base[:size])]
     if BASE in exact:
         return tuple(exact)
     return (BASE,) if threads == 1 else ()
