@@ -5,9 +5,10 @@ from torch import Tensor
 
 from lockstep.kernels.activations import ACTS, Act, sigmoid
 from lockstep.kernels.formats.weights import PackedWeight
-from lockstep.kernels.linear import linear
+from lockstep.kernels.linear import unpacked
 from lockstep.kernels.registry import op
 from lockstep.kernels.route import summed
+from lockstep.kernels.row_tiles import tile_mm
 
 
 @op
@@ -52,10 +53,16 @@ def experts(
     for token in range(tokens):
         for slot in range(slots):
             expert = int(ids[token, slot].clamp(0, count - 1))
-            inner = ACTS[act](linear(x[token : token + 1], of_expert(up, expert, count)))
-            y = linear(inner, of_expert(down, expert, count))[0]
+            inner = ACTS[act](_product(x[token : token + 1], of_expert(up, expert, count)))
+            y = _product(inner, of_expert(down, expert, count))[0]
             total[token] += weights[token, slot].float() * y.float()
     return with_shared(total, shared, shared_gate, x.dtype)
+
+
+def _product(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+    """Multiply x [T, K] with one expert's weight [N, K] in one fp32 chain over K, rounded."""
+    plain = unpacked(weight, x.dtype)
+    return tile_mm(x.float(), plain.float().t()).to(plain.dtype)
 
 
 def experts_in(up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> int:

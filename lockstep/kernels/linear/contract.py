@@ -100,11 +100,9 @@ def linear(
 
     K is cut into `segments` (a power of two) runs of run_length columns, the last of what is left.
     A run is one fp32 accumulation in ascending order; runs are added pairwise, as a binary tree;
-    the total is rounded once. On a CPU a run is taken by tiles of rows
-    (lockstep.kernels.row_tiles), so that a row's bits do not depend on T.
-
-    A prepacked weight, which a CPU's layers have, is one run whose accumulation is the library's
-    (lockstep.kernels.linear.prepacked).
+    the total is rounded once. On a CPU the accumulation of a run is that of the library that
+    prepacks the weight (lockstep.kernels.linear.prepacked), which layers do once, when they are
+    loaded; a row's bits do not depend on T.
 
     A packed weight is what it unpacks to: linear(x, packed) == linear(x, packed.unpack(x.dtype)).
 
@@ -118,11 +116,16 @@ def linear(
         return placed(weight.tiles_of_base(x.float()).to(weight.dtype), out)
     weight = unpacked(weight, x.dtype)
     run = run_length(x.shape[1], segments)
-    parts = [
-        tile_mm(x[:, begin : begin + run].float(), weight[:, begin : begin + run].float().t())
-        for begin in range(0, x.shape[1], run)
-    ]
-    return placed(tree_sum(parts).to(weight.dtype), out)
+    pairs = zip(x.float().split(run, dim=1), weight.split(run, dim=1), strict=True)
+    total = tree_sum([_product(part, columns) for part, columns in pairs])
+    return placed(total.to(weight.dtype), out)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [T, K] fp32 with weight [N, K] in one run. Returns [T, N] fp32."""
+    if weight.device.type == "cpu":
+        return PrepackedWeight(weight).tiles_of_base(x)
+    return tile_mm(x, weight.float().t())
 
 
 def draft_linear(

@@ -1,7 +1,6 @@
-"""linear on a CPU: in row tiles of the sizes that give the reference's bits here, on all threads.
+"""linear on a CPU: a prepacked weight, in tiles of rows that give the reference's bits here.
 
-Layers prepack their weights. A plain weight is fast where it is a transposed view of [K, N]
-storage, as Build.matrix lays it out.
+Layers prepack their weights when they are loaded; a plain weight is prepacked at every call.
 """
 
 from torch import Tensor
@@ -10,7 +9,6 @@ from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.linear import linear, placed, run_length, tree_sum, unpacked
 from lockstep.kernels.linear.prepacked import PrepackedWeight
-from lockstep.kernels.row_tiles import tiled_mm
 
 
 @linear.backend("cpu", supports=cpu_trait)
@@ -25,13 +23,7 @@ def linear_cpu(
     if isinstance(weight, PrepackedWeight):
         return placed(weight.mm(x.float()).to(weight.dtype), out)
     weight = unpacked(weight, x.dtype)
-    if not weight.t().is_contiguous():
-        weight = weight.t().contiguous().t()
-    rows = x.float()
-    columns = weight.float().t()
-    if segments == 1:
-        return placed(tiled_mm(rows, columns).to(weight.dtype), out)
     run = run_length(x.shape[1], segments)
-    pairs = zip(rows.split(run, dim=1), columns.split(run), strict=True)
-    total = tree_sum([tiled_mm(a, b) for a, b in pairs])
+    pairs = zip(x.float().split(run, dim=1), weight.split(run, dim=1), strict=True)
+    total = tree_sum([PrepackedWeight(columns).mm(part) for part, columns in pairs])
     return placed(total.to(weight.dtype), out)

@@ -113,7 +113,7 @@ class PrepackedWeight:
             return torch.cat([self.mm(part) for part in x.split(sizes[-1])])
         size = next(size for size in sizes if size >= rows)
         tile = F.pad(x, (0, 0, 0, size - rows)) if rows < size else x.contiguous()
-        return self.product(tile)[:rows, : self.shape[0]]
+        return self.product(tile)[:rows, : self.shape[0]].contiguous()
 
 
 @cache
