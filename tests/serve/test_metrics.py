@@ -11,11 +11,11 @@ import torch
 from lockstep.cache.specs import Law, Part, Spec
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.outputs import RequestMetrics
-from lockstep.runner.floor import PassCosts, StepCosts, StepFloors, WeightCost
-from lockstep.runner.rates import Rates
 from lockstep.serve.app import create_app
 from lockstep.serve.metrics import Metrics, Prefix
 from lockstep.serve.service import Service
+from lockstep.worker.device_rates import Rates
+from lockstep.worker.roofline import PassCosts, StepCosts, StepFloors, WeightCost
 from tests.serve.asking import fetch
 from tests.serve.records import ended
 
