@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError, brief, choice_error
-from lockstep.quant.ignored_settings import is_switched_off
+from lockstep.quantization.ignored_settings import is_switched_off
 from lockstep.settings import why_unread
 
 

@@ -17,11 +17,11 @@ from lockstep.cache.specs import is_cached
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.kernels.architecture import Architecture
 from lockstep.kernels.kv.formats import load_device_functions
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
-from lockstep.quant import Packing
+from lockstep.quantization import Packing
 from lockstep.step import StepShape
 from lockstep.worker import memory
 from lockstep.worker.build import (

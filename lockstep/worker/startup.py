@@ -10,11 +10,11 @@ import torch
 from lockstep.cache.specs import Cached
 from lockstep.config import EngineConfig, Plan, StepLimits
 from lockstep.kernels.architecture import card_of
-from lockstep.layers.build import Build, Choice
-from lockstep.layers.room import Room
+from lockstep.layers.build_context import Build, Choice
+from lockstep.layers.memory_budget import Room
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import Loaded
-from lockstep.quant import Packing, packing_of
+from lockstep.quantization import Packing, packing_of
 from lockstep.scheduling.draft_length import (
     DraftLengthPolicy,
     FixedDraftLength,

@@ -23,9 +23,9 @@ from lockstep.__main__ import main
 from lockstep.cli import app
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.quant import packing_of
+from lockstep.quantization import packing_of
 from lockstep.worker.build import pick_device, step_limits
-from tests.quant.disk import Codes, draw, gptq, set_config, write
+from tests.quantization.disk import Codes, draw, gptq, set_config, write
 from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parent.parent.parent

@@ -17,8 +17,8 @@ from lockstep import LLM, SamplingParams
 from lockstep.errors import ConfigError
 from lockstep.models.gguf.folder import translated
 from lockstep.models.gguf.tensors import gguf_shards
-from lockstep.quant.gguf import LAYOUTS, dequantize
-from lockstep.quant.slot import PLAIN
+from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
+from lockstep.quantization.weight_sink import PLAIN
 from lockstep.text.tokenizer import Tokenizer
 from tests.models.dense import ask, bits, make_llm, prompts, random_oracle
 from tests.models.gguf_files import write_gguf

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.config import Plan
 from lockstep.kernels.recurrent.rings import state_grid
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.step import Step, StepShape
