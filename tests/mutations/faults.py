@@ -21,7 +21,7 @@ NORM = "kernels.norm"
 ROTARY = "kernels.rotary"
 ROWS = "worker.rows"
 GRAMMAR_MASKS = "worker.grammar_masks"
-GRAMMAR = "text.grammar"
+GRAMMAR = "text.grammars.compiler"
 RUNNER = "worker.worker"
 RECURRENT_CPU = "kernels.recurrent._cpu"
 PROMPT_ROWS = "kernels.recurrent.prompt"
@@ -387,10 +387,11 @@ FAULTS = (
         "tests/engine/test_compile_limiter.py::test_the_next_waits_for_room",
     ),
     Fault(
-        "tools that are shown may all be called", "text", "text.tool_grammar", "ToolChoice.lets",
+        "tools that are shown may all be called", "text", "text.grammars.tool_calls",
+        "ToolChoice.lets",
         "return self.names is None or $name in self.names",
         "return True",
-        "tests/text/test_tool_grammar.py::test_every_call_of_a_writer_fits",
+        "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
     ),
     Fault(
         "a large body is parsed at once", "request", "serve.bodies", "BodyReader.read",
