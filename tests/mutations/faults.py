@@ -393,12 +393,12 @@ FAULTS = (
         "tests/text/test_tool_grammar.py::test_every_call_of_a_writer_fits",
     ),
     Fault(
-        "a large body is parsed at once", "request", "serve.bodies", "BodyReader.read",
+        "a large body is parsed at once", "request", "serve.http.json_body", "BodyReader.read",
         "if len($body) < LARGE:\n"
         "    ...",
         "if $body:\n"
         "    ...",
-        "tests/serve/test_bodies.py::test_others_go_on_while_a_large_body_is_parsed",
+        "tests/serve/http/test_json_body.py::test_others_go_on_while_a_large_body_is_parsed",
     ),
     Fault(
         "bad_words match at the prompt's beginning", "sampler", SAMPLING, "_ban_words",
