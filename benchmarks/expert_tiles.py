@@ -20,8 +20,8 @@ from lockstep.bench.dimensions import MODELS
 from lockstep.kernels.backends import load
 from lockstep.kernels.bench_types import Model
 from lockstep.kernels.experts.tiles import Tile, Tiles, are_few, tiles_of
-from lockstep.kernels.packed import PackedWeight
-from lockstep.kernels.packed.bench import LAYOUTS
+from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights.bench import LAYOUTS
 from lockstep.kernels.timing import seconds_per_call
 
 CALLS = 8

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.bench.dimensions import MODELS, bench_env
 from lockstep.errors import ConfigError, choice_error
-from lockstep.kernels.backends import benches, every_op
+from lockstep.kernels.backends import benches, every_op, folder_of
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.bench_types import MOST_CALLS, BenchEnv, Made, Model, OpBenchmark
 from lockstep.kernels.kv import KVFormat
@@ -55,7 +55,7 @@ def pick_models(names: Sequence[str], device: str) -> list[Model]:
 def measured_ops() -> list[str]:
     """The ops that are measured: those of the folders that have a bench.py."""
     folders = {bench.__name__.rpartition(".")[0] for bench in benches()}
-    return [name for name, op in every_op().items() if op.reference.__module__ in folders]
+    return [name for name, op in every_op().items() if folder_of(op) in folders]
 
 
 def check_ops(names: Sequence[str]) -> Sequence[str]:

@@ -18,9 +18,9 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.kernels.architecture import number_of
 from lockstep.kernels.bench_types import Model
-from lockstep.kernels.linear import packed_tuning, segments, tuning
-from lockstep.kernels.linear.packed_tuning import PackedTile, bucket
-from lockstep.kernels.packed.bench import LAYOUTS
+from lockstep.kernels.formats.weights.bench import LAYOUTS
+from lockstep.kernels.linear import quantized_tuning, segments, tuning
+from lockstep.kernels.linear.quantized_tuning import PackedTile, bucket
 
 TUNED = ("int4", "fp8 by blocks", "nvfp4", "int4 asymmetric, fp16 scales")
 """Layouts that are tuned; others follow the rule."""
@@ -68,7 +68,7 @@ def jobs(
         for layout, (n, k) in product(layouts, shapes):
             weight = LAYOUTS[layout](n, k, "meta")
             parts = segments(n, k, "cuda", packed=True)
-            tiles = packed_tuning.worth_timing(count, weight, parts, arch, processors)
+            tiles = quantized_tuning.worth_timing(count, weight, parts, arch, processors)
             found.append(Job(layout, n, k, count, tuple(tiles)))
         yield found
 
@@ -76,7 +76,7 @@ def jobs(
 def compile_tile(todo: Sequence[Job], tile: PackedTile, dtype: torch.dtype) -> None:
     """Launches a tile once for each of these, so that its kernels are in Triton's cache; refusals
     are named later."""
-    from lockstep.kernels.linear.packed import refusal
+    from lockstep.kernels.linear.quantized import refusal
 
     for job in todo:
         x = torch.zeros(job.tokens, job.k, dtype=dtype, device="cuda")
@@ -104,7 +104,7 @@ def tune_packed(
     models: Sequence[Model],
     dtype: torch.dtype,
     path: Path,
-    tokens: Sequence[int] = packed_tuning.TIMED,
+    tokens: Sequence[int] = quantized_tuning.TIMED,
     layouts: Sequence[str] = TUNED,
 ) -> Iterator[Tuned]:
     """Times tiles at every weight but the heads, and writes the best to `path`, over what stands
@@ -115,7 +115,7 @@ def tune_packed(
     """
     if not torch.cuda.is_available():
         raise ConfigError("tune needs a CUDA device, and none is visible to torch; leave it out.")
-    table = {**packed_tuning.load(), **packed_tuning.load(path)}
+    table = {**quantized_tuning.load(), **quantized_tuning.load(path)}
     workers = min(COMPILERS, os.cpu_count() or 1)
     residual = {(n, k) for model in models for _, n, k in model.weights if n == model.hidden}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -132,13 +132,13 @@ def tune_packed(
 
 def _tune(job: Job, dtype: torch.dtype, residual: bool) -> Tuned:
     """residual: the reader adds the parts of K."""
-    from lockstep.kernels.linear.packed import refusal, right_bits, run_tile
+    from lockstep.kernels.linear.quantized import refusal, right_bits, run_tile
 
-    weights = packed_tuning.some_weights(partial(LAYOUTS[job.layout], job.n, job.k, "cuda"))
+    weights = quantized_tuning.some_weights(partial(LAYOUTS[job.layout], job.n, job.k, "cuda"))
     parts = segments(job.n, job.k, "cuda", packed=True)
     x = torch.randn(job.tokens, job.k, dtype=dtype, device="cuda")
     wrong = partial(refusal, parts, x, weights[0], right_bits(parts, x, weights[0]))
     run = partial(run_tile, parts, residual)
-    found, refused = packed_tuning.tune(run, wrong, x, weights, job.tiles)
+    found, refused = quantized_tuning.tune(run, wrong, x, weights, job.tiles)
     times = [(1e6 * seconds, tile) for seconds, tile in found]
-    return Tuned(job, packed_tuning.key(weights[0], dtype, number_of("cuda")), times, refused)
+    return Tuned(job, quantized_tuning.key(weights[0], dtype, number_of("cuda")), times, refused)

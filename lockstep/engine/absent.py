@@ -22,14 +22,14 @@ from lockstep.engine.estimate import DryEngine, planner_of
 from lockstep.errors import ConfigError
 from lockstep.kernels.architecture import Architecture, named
 from lockstep.kernels.backends import load as load_backends
-from lockstep.kernels.packed import PackedWeight
+from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.layers.attention import Attention
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Product
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.shards import has_weights
-from lockstep.quant import packing_of
+from lockstep.models.weight_files import has_weights
+from lockstep.quantization import packing_of
 from lockstep.runner import memory
 from lockstep.runner.planner import why_not
 from lockstep.step import PAGE_SIZE
@@ -143,8 +143,8 @@ def _tiled(
     """(op, size, tokens -> tile) of what a module launches."""
     from lockstep.kernels.attention import SEGMENT
     from lockstep.kernels.attention.paged import partition
-    from lockstep.kernels.linear.packed import tile_of as packed_tile
-    from lockstep.kernels.linear.packed_tuning import UNPACK
+    from lockstep.kernels.linear.quantized import tile_of as packed_tile
+    from lockstep.kernels.linear.quantized_tuning import UNPACK
     from lockstep.kernels.linear.tuning import lookup
 
     number = card.number
@@ -182,16 +182,16 @@ def _tiled(
 
 def _expert_tiles(layer: MoE, number: int, dtype: torch.dtype) -> Iterator[tuple[str, str, Any]]:
     """_tiled of a mixture's experts."""
-    from lockstep.kernels.experts import ring
+    from lockstep.kernels.experts import pipeline
     from lockstep.kernels.experts.tiles import are_few, fitting, packed_fitting, tiles_of
-    from lockstep.kernels.packed._form import Target
+    from lockstep.kernels.formats.weights.operand import Target
 
     count = layer.experts
     top_k = layer.top_k
     target = Target(number, assembly=True)
     rings = {
-        "up": lambda weight, tokens: ring.up_tile(weight, tokens, target),
-        "down": lambda weight, _: ring.down_tile(weight, top_k, target),
+        "up": lambda weight, tokens: pipeline.up_tile(weight, tokens, target),
+        "down": lambda weight, _: pipeline.down_tile(weight, top_k, target),
     }
 
     def tile(name: str, weight: Tensor | PackedWeight, tokens: int) -> Any:

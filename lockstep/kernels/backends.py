@@ -1,14 +1,14 @@
-"""What the folders of lockstep.kernels hold, found by looking: ops, their backends, cases, benches.
+"""Discovery of ops, their backends, cases and benchmarks in the folders of lockstep.kernels.
 
-An op's folder holds the contract and the reference in `__init__.py`, the backends in modules,
-`cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
+An op's folder holds the contract and the reference in `contract.py` (or `__init__.py`), a module
+per backend, `cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
 """
 
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pkgutil import iter_modules
+from pkgutil import iter_modules, walk_packages
 from types import ModuleType
 from typing import Any
 
@@ -18,26 +18,33 @@ import lockstep.kernels
 from lockstep.kernels import architecture
 from lockstep.kernels.registry import Op
 
-NO_BACKENDS = ("cases", "bench")
-"""Modules of an op's folder that hold no backend; those whose names begin with _ hold none too."""
+CONTRACT = ".contract"
+NO_BACKENDS = ("contract", "reference", "cases", "bench")
+"""Modules of an op's folder that register no backend. Modules whose names begin with _ register
+none either."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Cases = Callable[[torch.dtype], Iterator[tuple[str, dict[str, Any]]]]
 """A dtype -> (name, arguments on the CPU) of each of an op's cases."""
 
 
 def folders() -> list[ModuleType]:
-    """The packages of ops, by name."""
+    """Return every package below lockstep.kernels, in order of name."""
     return [
-        import_module(f"lockstep.kernels.{module.name}")
-        for module in iter_modules(lockstep.kernels.__path__)
+        import_module(module.name)
+        for module in walk_packages(lockstep.kernels.__path__, f"{lockstep.kernels.__name__}.")
         if module.ispkg
     ]
 
 
+def folder_of(op: Op) -> str:
+    """Return the name of the package that defines an op."""
+    return op.reference.__module__.removesuffix(CONTRACT)
+
+
 def ops_of(folder: ModuleType) -> list[Op]:
-    """The ops that a folder defines, in the order of their definition."""
-    own = (value for value in vars(folder).values() if isinstance(value, Op))
-    return [op for op in own if op.reference.__module__ == folder.__name__]
+    """Return the ops that a folder defines, in the order in which it names them."""
+    exported = (value for value in vars(folder).values() if isinstance(value, Op))
+    return [op for op in exported if folder_of(op) == folder.__name__]
 
 
 def every_op() -> dict[str, Op]:
@@ -47,7 +54,7 @@ def every_op() -> dict[str, Op]:
 
 def cases_of(op: Op) -> Cases:
     """`<op>_cases` of the op's cases.py."""
-    module = import_module(f"{op.reference.__module__}.cases")
+    module = import_module(f"{folder_of(op)}.cases")
     found: Cases = getattr(module, f"{op.name}_cases")
     return found
 
@@ -55,7 +62,7 @@ def cases_of(op: Op) -> Cases:
 def traits_of(op: Op, arguments: dict[str, Any]) -> dict[str, Any]:
     """What a layer says when it asks for the op, besides device and dtype, as these arguments have
     it: `<op>_traits` of the op's cases.py; none where there is no such function."""
-    module = import_module(f"{op.reference.__module__}.cases")
+    module = import_module(f"{folder_of(op)}.cases")
     found: dict[str, Any] = getattr(module, f"{op.name}_traits", lambda **_: {})(**arguments)
     return found
 

@@ -13,9 +13,9 @@ from lockstep.bench.dimensions import MODELS
 from lockstep.bench.tune_packed import Job, Tuned
 from lockstep.bench.tune_packed import _compile as compile_all
 from lockstep.errors import ConfigError
-from lockstep.kernels.linear import packed_tuning, tuning
-from lockstep.kernels.linear.packed_tuning import PackedTile
-from lockstep.kernels.packed.bench import LAYOUTS
+from lockstep.kernels.formats.weights.bench import LAYOUTS
+from lockstep.kernels.linear import quantized_tuning, tuning
+from lockstep.kernels.linear.quantized_tuning import PackedTile
 
 BEST = PackedTile(16, 64, 128, registers=96)
 OTHER = PackedTile(64, 64, 128)
@@ -27,7 +27,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measured(job: Job, dtype: torch.dtype, residual: bool) -> Tuned:
         weight = LAYOUTS[job.layout](job.n, job.k, "meta")
-        key = packed_tuning.key(weight, dtype, 90)
+        key = quantized_tuning.key(weight, dtype, 90)
         return Tuned(job, key, [(float(job.tokens), BEST), (1e6, OTHER)], {})
 
     card = SimpleNamespace(multi_processor_count=132)
@@ -40,7 +40,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_best_tile_of_every_shape_is_written_at_once(tmp_path: Path, pretended: None) -> None:
     path = tmp_path / "tuning.json"
-    known = packed_tuning.load()
+    known = quantized_tuning.load()
     kept = {"sm90/bfloat16/nvfp4/7x7": {1: OTHER}}
     tuning.save(kept, path)
     model = MODELS["small"]
@@ -50,10 +50,10 @@ def test_the_best_tile_of_every_shape_is_written_at_once(tmp_path: Path, pretend
     for done, tuned in enumerate(tuner.tune_packed([model], torch.bfloat16, path, (1, 64)), 1):
         tokens.append(tuned.job.tokens)
         written = json.loads(path.read_text())
-        assert written[tuned.key][str(packed_tuning.bucket(tuned.job.tokens))]
+        assert written[tuned.key][str(quantized_tuning.bucket(tuned.job.tokens))]
         assert len(written.keys() - known.keys()) == 1 + min(done, each)
     assert tokens == [1] * each + [64] * each
-    found = packed_tuning.load.__wrapped__(path)
+    found = quantized_tuning.load.__wrapped__(path)
     assert found.pop("sm90/bfloat16/nvfp4/7x7") == {1: OTHER}
     new = [row for key, row in found.items() if key not in known]
     assert len(new) == each and all(row == {1: BEST, 33: BEST} for row in new)

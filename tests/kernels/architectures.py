@@ -32,6 +32,8 @@ from lockstep.kernels import architecture
 from lockstep.kernels.attention.paged import paged_attention_triton
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
 from lockstep.kernels.experts.triton import experts_triton
+from lockstep.kernels.formats.weights.bench import LAYOUTS
+from lockstep.kernels.formats.weights.cases import layouts
 from lockstep.kernels.gated_delta_rule.cases import (
     gated_delta_chunk_cases,
     gated_delta_step_cases,
@@ -42,14 +44,12 @@ from lockstep.kernels.kv.cases import LATENTS
 from lockstep.kernels.kv.formats import FORMATS
 from lockstep.kernels.latent_attention._unpack import unpacked_groups
 from lockstep.kernels.latent_attention.triton import latent_attention_triton
-from lockstep.kernels.linear.packed import linear_packed
+from lockstep.kernels.linear.quantized import linear_packed
 from lockstep.kernels.linear.triton import linear_triton
 from lockstep.kernels.mamba2.cases import mamba2_chunk_cases, mamba2_step_cases
-from lockstep.kernels.packed.bench import LAYOUTS
-from lockstep.kernels.packed.cases import layouts
 from lockstep.kernels.recurrent.cases import Dims
 from tests.kernels.compile_launches import COMPILED, absent_of, empty
-from tests.kernels.compile_packed import source_of
+from tests.kernels.compile_quantized import source_of
 from tests.kernels.layouts import compile_held
 
 QUICK = (86, 120)

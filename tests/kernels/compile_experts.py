@@ -20,8 +20,8 @@ from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.architecture import shared_of
 from lockstep.kernels.experts.triton import experts_triton
-from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
-from tests.kernels.compile_packed import LEFT, Compiled, spills_of
+from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
+from tests.kernels.compile_quantized import LEFT, Compiled, spills_of
 
 ARCH = 90
 TOKENS = (1, 1024)

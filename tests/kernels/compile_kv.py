@@ -26,10 +26,10 @@ from lockstep.kernels.attention import hopper_packed
 from lockstep.kernels.attention import paged as attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import load
+from lockstep.kernels.formats.weights.operand import Target
 from lockstep.kernels.kv.cases import LATENTS, NAMED
 from lockstep.kernels.latent_attention import triton as latent_attention
 from lockstep.kernels.latent_attention.cases import paged_latents
-from lockstep.kernels.packed._form import Target
 from tests.kernels import compile_launches
 
 ROWS = (16, 64)

@@ -21,7 +21,7 @@ from lockstep.kernels.latent_attention.hopper import latent_attention_hopper
 from lockstep.kernels.latent_attention.triton import Partition, tile_of
 from tests.kernels.compile_launches import HOPPER as TARGET
 from tests.kernels.compile_launches import OPTIONS, type_of
-from tests.kernels.compile_packed import spills_of
+from tests.kernels.compile_quantized import spills_of
 from tests.kernels.layouts import compile_held
 
 SPILLED = {"segments": 64, "spans": 512, "whole": 1024}

@@ -1,7 +1,7 @@
 """Runs inline assembly of kernels on the CPU: the few PTX instructions that they hold.
 
 Stands for tl.inline_asm_elementwise under Triton's interpreter, which runs none. Every operand is
-an array with one element per thread, as in kernels of one element per thread (_packed_lanes.py);
+an array with one element per thread, as in kernels of one element per thread (quantized_gemv.py);
 mma.sync.m16n8k16 follows the fragments of the PTX ISA.
 """
 

@@ -135,9 +135,9 @@ def run_shared_tiles() -> None:
     """Launch the kernel whose CTAs share tiles, which takes more outputs than the cases have."""
     import torch
 
-    from lockstep.kernels.linear.packed import launch, target_of
-    from lockstep.kernels.linear.packed_tuning import candidates, cut
-    from lockstep.kernels.packed.cases import random_weights
+    from lockstep.kernels.formats.weights.cases import random_weights
+    from lockstep.kernels.linear.quantized import launch, target_of
+    from lockstep.kernels.linear.quantized_tuning import candidates, cut
     from tests.kernels.backends import Backend
 
     backend = Backend("packed", "cuda", torch.bfloat16)

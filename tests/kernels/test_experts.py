@@ -23,10 +23,15 @@ from lockstep.kernels.experts.tiles import (
     packed_fitting,
     tiles_of,
 )
+from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight
+from lockstep.kernels.formats.weights.cases import layouts, random_weights
+from lockstep.kernels.formats.weights.operand import (
+    Target,
+    multiplies_by_mma_sync,
+    shared_by,
+    target_of,
+)
 from lockstep.kernels.linear import linear, tree_sum
-from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight
-from lockstep.kernels.packed._form import Target, multiplies_by_mma_sync, shared_by, target_of
-from lockstep.kernels.packed.cases import layouts, random_weights
 from lockstep.kernels.route import route
 from tests.kernels.backends import Backend, backends, same_bits
 
@@ -184,7 +189,7 @@ than are added up at once."""
 @pytest.mark.parametrize("count, sizes", SORTS)
 def test_the_sort_is_stable_and_its_tiles_hold_every_pair_once(backend, count, sizes):
     """Also ids out of range. Tiles that hold none come last."""
-    from lockstep.kernels.experts._sort import sort_pairs
+    from lockstep.kernels.experts.dispatch import sort_pairs
 
     generator = torch.Generator().manual_seed(1)
     for pairs, tokens in product(sizes, (16, 128)):
@@ -199,7 +204,7 @@ def test_the_sort_is_stable_and_its_tiles_hold_every_pair_once(backend, count, s
 @pytest.mark.parametrize("backend", TRITON)
 def test_the_sort_serves_any_spread(backend):
     """All pairs at one expert, or as many tiles as there can be."""
-    from lockstep.kernels.experts._sort import sort_pairs
+    from lockstep.kernels.experts.dispatch import sort_pairs
 
     count = 9
     tokens = 16
@@ -351,7 +356,7 @@ def test_packed_experts_in_both_forms(backend, name):
 )
 def test_a_ring_has_the_bits_of_unpacked_weights(tokens, slots, act):
     """Columns that fill no block, partials of the shared expert, ids of null rows."""
-    from lockstep.kernels.experts import ring
+    from lockstep.kernels.experts import pipeline
     from lockstep.kernels.experts.triton import launch_few
 
     device = torch.device("cuda")
@@ -374,29 +379,30 @@ def test_a_ring_has_the_bits_of_unpacked_weights(tokens, slots, act):
         up.unpack(x.dtype).view(count, rows, hidden),
         down.unpack(x.dtype).view(count, hidden, inner),
     )
-    assert ring.up_tile(up, tokens, target_of(device)) is not None
-    assert (ring.down_tile(down, slots, target_of(device)) is None) == (slots < ring.FEWEST)
+    assert pipeline.up_tile(up, tokens, target_of(device)) is not None
+    assert (pipeline.down_tile(down, slots, target_of(device)) is None) == (slots < pipeline.FEWEST)
     want = launch_few(x, *plain, *given)
     for _ in range(5):
         assert same_bits(launch_few(x, up, down, *given), want)
 
 
 def test_where_experts_pass_through_a_ring():
-    from lockstep.kernels.experts import ring
+    from lockstep.kernels.experts import pipeline
 
     weight = Fp8Weight.empty(128, 1856, 1, 1856, device="meta")
     hopper = Target(HOPPER, assembly=True)
-    assert ring.up_tile(weight, 8, hopper) == Tile(64, 8, 128, 4, 4)
-    assert ring.up_tile(weight, 9, hopper) == Tile(64, 16, 128, 4, 3)
-    assert ring.down_tile(weight, 10, hopper) == Tile(128, 16, 128, 4, 2)
+    assert pipeline.up_tile(weight, 8, hopper) == Tile(64, 8, 128, 4, 4)
+    assert pipeline.up_tile(weight, 9, hopper) == Tile(64, 16, 128, 4, 3)
+    assert pipeline.down_tile(weight, 10, hopper) == Tile(128, 16, 128, 4, 2)
     others = [replace(hopper, arch=arch) for arch in ARCHITECTURES if arch != HOPPER]
     interpreter = replace(hopper, assembly=False)
-    assert not any(ring.up_tile(weight, 1, target) for target in (*others, interpreter))
+    assert not any(pipeline.up_tile(weight, 1, target) for target in (*others, interpreter))
     small = IntWeight.empty(128, 1856, group=32, device="meta")
     plain = torch.empty(128, 1856, device="meta")
-    assert not any(ring.up_tile(other, 1, hopper) for other in (small, plain))
-    assert ring.up_tile(weight, 17, hopper) is None
-    assert ring.down_tile(weight, 4, hopper) is None and ring.down_tile(weight, 17, hopper) is None
+    assert not any(pipeline.up_tile(other, 1, hopper) for other in (small, plain))
+    assert pipeline.up_tile(weight, 17, hopper) is None
+    assert pipeline.down_tile(weight, 4, hopper) is None
+    assert pipeline.down_tile(weight, 17, hopper) is None
 
 
 def test_bulk_copies_are_for_hopper_alone():

@@ -44,8 +44,8 @@ def race(kernel: str, read: str, write: str) -> str:
 def test_a_report_has_both_accesses_and_no_host_frames() -> None:
     output = race("ring_kernel", "slot = 0", "phase = 0")
     (report,) = problems(output)
-    assert re.search(r"Read access at ring_kernel\+0x130 in _packed_ring.py:\d+", report)
-    assert re.search(r"and Write access at ring_kernel\+0xca0 in _packed_ring.py:\d+", report)
+    assert re.search(r"Read access at ring_kernel\+0x130 in quantized_pipeline.py:\d+", report)
+    assert re.search(r"and Write access at ring_kernel\+0xca0 in quantized_pipeline.py:\d+", report)
     assert "Host Frame" not in report
 
 
@@ -77,7 +77,7 @@ def test_a_hazard_of_two_writes_fails() -> None:
 
 def test_an_access_without_a_line_fails() -> None:
     output = race("ring_kernel", "def ring_kernel(", "gl.warp_specialize(")
-    assert len(problems(re.sub(r" in _packed_ring.py:\d+ \[", " [", output))) == 1
+    assert len(problems(re.sub(r" in quantized_pipeline.py:\d+ \[", " [", output))) == 1
 
 
 def test_what_memcheck_and_the_tool_say_fails() -> None:

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.kernels.backends import load
+from lockstep.kernels.formats.weights import Fp4Weight, quantise_int
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.probe import Probed
-from lockstep.kernels.packed import Fp4Weight, quantise_int
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Head, Linear, Product, ResidualLinear, probe
-from lockstep.quant import Slot, fp8
+from lockstep.quantization import Slot, fp8
 from tests.layers.rounding import Rounding
 
 

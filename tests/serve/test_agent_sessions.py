@@ -18,11 +18,11 @@ from lockstep.serve.http.errors import TYPE_REMEDIES
 from lockstep.serve.openai.responses.protocol import DROPPED, AnyItem
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.text.processor import Processor
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.serve.api_calls import fetch, post
 from tests.serve.openai.responses.test_endpoint import create, last_prompt
 from tests.serve.openai.test_official_fields import hints, plain
-from tests.text.tiny import make_folder
+from tests.text.tiny_tokenizer import make_folder
 
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"

@@ -10,7 +10,7 @@ from lockstep.serve.app import create_app
 from lockstep.serve.http.access import Rules
 from lockstep.serve.requests.body_models import MAX_FIELDS
 from lockstep.serve.requests.service import Limits, Service
-from lockstep.text.structured import compile_wanted
+from lockstep.text.grammars.structured_output import compile_wanted
 from tests.serve.api_calls import fetch
 from tests.serve.fake_client import ask_and_leave
 

@@ -113,5 +113,5 @@ def _tune_packed(
         times.setdefault(tuned.key, {})[tuned.job.tokens] = [
             (short(us), str(tile)) for us, tile in tuned.times
         ]
-    note(f"{path}: the table; lockstep/kernels/linear/packed_tuning.json is the committed one")
+    note(f"{path}: the table; lockstep/kernels/linear/quantized_tuning.json is the committed one")
     print_json({"bench": "kernels", "tuned": str(path), "us": times})

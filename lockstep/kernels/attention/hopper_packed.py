@@ -44,9 +44,9 @@ from lockstep.kernels.attention.paged import (
     supports,
 )
 from lockstep.kernels.backends import arch_of
+from lockstep.kernels.formats.weights.operand import target_of
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened
-from lockstep.kernels.packed._form import target_of
 
 MOST_ROWS = {128: 64, 256: 32}
 """(token, head of a group) rows by head dim: as many as the registers of one warpgroup hold."""

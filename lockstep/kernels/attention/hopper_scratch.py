@@ -14,10 +14,10 @@ from lockstep.kernels._rows import row_of
 from lockstep.kernels.attention._output import finished
 from lockstep.kernels.attention._warpgroup import TILE
 from lockstep.kernels.attention.hopper import LONG, attend_prompts
+from lockstep.kernels.formats.weights.operand import target_of
 from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.kv._launch import Opened, opened
 from lockstep.kernels.kv._tile_device import cache_tile
-from lockstep.kernels.packed._form import target_of
 
 SCRATCH_BYTES = 160 << 20
 """Of keys and values unpacked at once, or of one row and KV head where that is more; rows, then KV

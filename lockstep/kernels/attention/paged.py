@@ -24,10 +24,10 @@ from lockstep.kernels.architecture import shared_of, stages_within
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.attention._output import finished, store_output
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.formats.weights.operand import target_of
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import Opened, opened, token_bytes, unserved
 from lockstep.kernels.kv._tile_device import cache_tile, pages_of
-from lockstep.kernels.packed._form import target_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, Moe, OpBenchmark
 from lockstep.kernels.experts import experts
-from lockstep.kernels.packed import PackedWeight
-from lockstep.kernels.packed.bench import LAYOUTS
+from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights.bench import LAYOUTS
 
 ID_BYTES = 4
 PACKED = ("int4", "fp8 by blocks")

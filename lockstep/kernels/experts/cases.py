@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lockstep.kernels.experts import experts_in
-from lockstep.kernels.packed import PackedWeight
-from lockstep.kernels.packed.cases import random_weights
+from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights.cases import random_weights
 from lockstep.kernels.route import route
 
 SHAPES = (

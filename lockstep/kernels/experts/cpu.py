@@ -9,8 +9,8 @@ from torch import Tensor
 from lockstep.kernels.activations import ACTS, Act
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.experts import experts, experts_in, of_expert, with_shared
+from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.linear.cpu import linear_cpu
-from lockstep.kernels.packed import PackedWeight
 
 
 @experts.backend("cpu", supports=cpu_trait)

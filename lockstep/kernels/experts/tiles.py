@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 
 from lockstep.kernels.architecture import HOPPER, stages_within
-from lockstep.kernels.packed import Fp4Weight, GgufWeight, PackedWeight
-from lockstep.kernels.packed._form import columns_of, multiplies_by_mma_sync, stages_of
+from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, PackedWeight
+from lockstep.kernels.formats.weights.operand import columns_of, multiplies_by_mma_sync, stages_of
 
 FEW_PAIRS = 128
 """The most pairs of a token and a slot without a sort: each program finds the pairs of its expert

@@ -8,9 +8,9 @@ sum over slots are a launch each.
 
 Weights are the left operand everywhere, so that wgmma serves any number of tokens and packed
 weights keep one K order (docs/kernels/experts.md). A kernel sees a weight as rows, row n of expert
-e at e * N + n, and reads it by lockstep.kernels.packed._device, packed or not. Packed weights are
+e at e * N + n, and reads it by lockstep.kernels.formats.weights.dequantize_tile. Packed weights are
 unpacked into memory first from UNPACK_FROM on, in fp32, and where their scales lie irregularly. On
-Hopper a few tokens meet packed weights in kernels of their own (ring.py).
+Hopper a few tokens meet packed weights in kernels of their own (pipeline.py).
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lockstep.kernels.activations import Act
 from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.experts import experts, experts_in, ring
-from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
+from lockstep.kernels.experts import experts, experts_in, pipeline
+from lockstep.kernels.experts.dispatch import FIELDS, clamped, sort_pairs
 from lockstep.kernels.experts.tiles import (
     UNPACK_FROM,
     Tile,
@@ -37,16 +37,16 @@ from lockstep.kernels.experts.tiles import (
     tiles_of,
     without_tma,
 )
-from lockstep.kernels.linear.triton import aligned, segment_product, tree_load
-from lockstep.kernels.packed import PackedWeight
-from lockstep.kernels.packed._device import Form, Operand, chain
-from lockstep.kernels.packed._form import (
+from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights.dequantize_tile import Form, Operand, chain
+from lockstep.kernels.formats.weights.operand import (
     irregular,
     operand_of,
     plain_operand,
     target_of,
 )
-from lockstep.kernels.packed.triton import in_memory
+from lockstep.kernels.formats.weights.triton import in_memory
+from lockstep.kernels.linear.triton import aligned, segment_product, tree_load
 
 MOST_EXPERTS = 512
 """Experts that the sort's programs hold at once."""
@@ -338,16 +338,16 @@ def launch_few(
     inner = down.shape[-1]
     count = experts_in(up, down)
     target = target_of(x.device)
-    tile = ring.up_tile(up, tokens, target) if ring.aligned(x) else None
+    tile = pipeline.up_tile(up, tokens, target) if pipeline.aligned(x) else None
     if tile is not None:
-        act = ring.up(x, up, inner, count, ids, tile, target, gated)
+        act = pipeline.up(x, up, inner, count, ids, tile, target, gated)
     else:
         read = _reading(up, tiles.up, tiles.packed_up, x)
         act = _act(x, read, inner, count, ids, None, None, gated)
     of_shared = (shared, gate, _strides(shared, gate), _parts(shared))
-    tile = ring.down_tile(down, slots, target) if ring.aligned(act) else None
+    tile = pipeline.down_tile(down, slots, target) if pipeline.aligned(act) else None
     if tile is not None:
-        return ring.down(act, down, hidden, count, ids, weights, *of_shared, tile, target)
+        return pipeline.down(act, down, hidden, count, ids, weights, *of_shared, tile, target)
     places = triton.next_power_of_2(slots)
     read = _reading(down, tiles.down, tiles.packed_down, x)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)

@@ -7,12 +7,12 @@ Where there is no scale, or a power of two, codes are unpacked to bf16 by assemb
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dequantize import decode_e4m3, halves
 from lockstep.kernels.kv import KVDevice
 from lockstep.kernels.kv._bytes_device import fetch_scaled, fetch_words, in_order
 from lockstep.kernels.kv.fp8 import LARGE as LARGE_SIZE
 from lockstep.kernels.kv.fp8 import LEAST as LEAST_EXPONENT
 from lockstep.kernels.kv.fp8 import WHOLE as TO_WHOLE
-from lockstep.kernels.packed._codes import decode_e4m3, halves
 
 INFINITE = tl.constexpr(0x7F800000)
 """The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""

@@ -9,7 +9,7 @@ group holds column 4 (s % 8 // 2) + 2 (s // 8) + s % 2.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lockstep.kernels.packed._codes import halves
+from lockstep.kernels.device.dequantize import halves
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))

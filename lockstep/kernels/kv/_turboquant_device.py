@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dequantize import halves
 from lockstep.kernels.kv import KVDevice
 from lockstep.kernels.kv._turn import OF_VALUES as IN_VALUES
 from lockstep.kernels.kv._turn import WHOLE_HEAD as LARGEST
@@ -21,7 +22,6 @@ from lockstep.kernels.kv._turn_device import flipped, flips, mixed
 from lockstep.kernels.kv.turboquant import LEAST as LEAST_EXPONENT
 from lockstep.kernels.kv.turboquant import MOST as MOST_EXPONENT
 from lockstep.kernels.kv.turboquant import POINTS
-from lockstep.kernels.packed._codes import halves
 
 LEAST = tl.constexpr(LEAST_EXPONENT)
 MOST = tl.constexpr(MOST_EXPONENT)

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels._rows import row_of
+from lockstep.kernels.formats.weights.operand import target_of
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened
 from lockstep.kernels.kv._tile_device import cache_tile
-from lockstep.kernels.packed._form import target_of
 
 TOGETHER = 16
 """Tokens that a program unpacks at once."""

@@ -22,6 +22,7 @@ from lockstep.kernels import architecture
 from lockstep.kernels._rows import row_of
 from lockstep.kernels.architecture import HOPPER, stages_within
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.formats.weights.operand import target_of
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened, token_bytes, unserved
 from lockstep.kernels.kv._tile_device import cache_tile, pages_of
@@ -33,7 +34,6 @@ from lockstep.kernels.latent_attention._device import (
     fold,
     weigh,
 )
-from lockstep.kernels.packed._form import target_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""

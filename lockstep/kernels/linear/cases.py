@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.packed import PackedWeight
-from lockstep.kernels.packed.cases import random_weights
+from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights.cases import random_weights
 
 SIZES = ((0, 16, 16), (1, 33, 40), (3, 64, 128), (17, 96, 200), (70, 130, 72))
 CUT = ((2, 40, 1024, 2), (20, 48, 1024, 4), (5, 24, 1152, 2))

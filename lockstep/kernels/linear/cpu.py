@@ -6,8 +6,8 @@ It is fast where the weight is a transposed view of [K, N] storage, as Build.mat
 from torch import Tensor
 
 from lockstep.kernels.backends import cpu_trait
+from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.linear import linear, placed, run_length, tree_sum, unpacked
-from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.row_tiles import tiled_mm
 
 

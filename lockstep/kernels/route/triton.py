@@ -19,7 +19,15 @@ from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear.triton import tree_load
 from lockstep.kernels.norm.rms import row_sum
-from lockstep.kernels.route import BARRED_KEY, NAN_KEY, SIGN_OFF, TINY, Routed, Scoring, route
+from lockstep.kernels.route.contract import (
+    BARRED_KEY,
+    NAN_KEY,
+    SIGN_OFF,
+    TINY,
+    Routed,
+    Scoring,
+    route,
+)
 
 MOST_EXPERTS = 512
 """16 logits in each of a warp's lanes; DeepSeek-V3 has 256, Qwen3-Next 512."""

@@ -25,8 +25,8 @@ from lockstep.serve.openai.responses.builtin_tools import (
     WebSearchTool,
 )
 from lockstep.serve.requests.body_models import Nested
+from lockstep.text.grammars.lark import LARK
 from lockstep.text.parsers.events import CallArguments, CallStart, Told
-from lockstep.text.parsers.writing import LARK
 
 JOINT = "__"
 """Separator of a namespace and a name in a function's name, as clients of MCP servers join them."""

@@ -11,11 +11,11 @@ from lockstep.serve.openai.responses.client_tools import InputText
 from lockstep.serve.requests.service import Service
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.serve.api_calls import SCHEMA, fetch, post
 from tests.serve.openai.responses.test_endpoint import create, last_prompt
-from tests.text.test_structured import matches
-from tests.text.tiny import make_folder
+from tests.text.grammars.test_structured_output import matches
+from tests.text.tiny_tokenizer import make_folder
 
 PATH = "/v1/responses"
 NOTES: dict[str, Any] = {

@@ -1,0 +1,1 @@
+"""Storage formats that kernels read: quantized weights and quantized KV caches."""

@@ -1,0 +1,39 @@
+"""Packed weights: weights of 4 or 8 bits as they lie on the device, and their unpacking.
+
+    op(packed) == op(unpack(packed)), bit for bit
+
+Unpacking is elementwise, to the model's dtype; activations are never rounded. So a format adds no
+numerics beyond its values.
+"""
+
+from lockstep.kernels.formats.weights.contract import unpack_weight
+from lockstep.kernels.formats.weights.gguf import GGUF_TYPES, GgufType, GgufWeight
+from lockstep.kernels.formats.weights.quantize import quantise_fp8, quantise_int
+from lockstep.kernels.formats.weights.weights import (
+    FP4_FACTORS,
+    Fp4Weight,
+    Fp8Weight,
+    IntWeight,
+    PackedWeight,
+    pieces,
+)
+from lockstep.kernels.formats.weights.word_order import BLOCK, codes_of, pack, words_per_row
+
+__all__ = [
+    "BLOCK",
+    "FP4_FACTORS",
+    "Fp4Weight",
+    "Fp8Weight",
+    "GGUF_TYPES",
+    "GgufType",
+    "GgufWeight",
+    "IntWeight",
+    "PackedWeight",
+    "codes_of",
+    "pack",
+    "pieces",
+    "quantise_fp8",
+    "quantise_int",
+    "unpack_weight",
+    "words_per_row",
+]

@@ -1,0 +1,110 @@
+"""Packed weights: linear on a GPU with each matrix of a layer in each layout, and unpacking one.
+
+lockstep bench kernels --model Qwen3.6-27B --op linear
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.formats.weights import (
+    Fp4Weight,
+    Fp8Weight,
+    GgufWeight,
+    IntWeight,
+    PackedWeight,
+    unpack_weight,
+)
+from lockstep.kernels.linear import linear, segments
+
+MOST_WEIGHTS = 64
+Empty = Callable[[int, int, str], PackedWeight]
+LAYOUTS: dict[str, Empty] = {
+    "int4": lambda n, k, device: IntWeight.empty(n, k, device=device),
+    "int4 asymmetric, fp16 scales": lambda n, k, device: IntWeight.empty(
+        n, k, scale_dtype=torch.float16, zeros=True, device=device
+    ),
+    "int8": lambda n, k, device: IntWeight.empty(n, k, bits=8, group=-1, device=device),
+    "fp8 by blocks": lambda n, k, device: Fp8Weight.empty(n, k, 128, 128, device=device),
+    "nvfp4": lambda n, k, device: Fp4Weight.empty(n, k, device=device),
+    "Q8_0": lambda n, k, device: IntWeight.empty(
+        n, k, bits=8, group=32, scale_dtype=torch.float16, device=device
+    ),
+    "Q4_K": lambda n, k, device: GgufWeight.empty(n, k, "Q4_K", device=device),
+    "Q6_K": lambda n, k, device: GgufWeight.empty(n, k, "Q6_K", device=device),
+}
+
+
+def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+    """unpack_weight of the largest matrix; on a GPU linear at each matrix but the head."""
+    (_, n, k) = max(model.weights[:-1], key=lambda weight: weight[1] * weight[2])
+    if query_len == 1:
+        yield unpack_weight, partial(_unpack, n, k, env)
+    if env.device != "cuda":
+        return
+    for layout in LAYOUTS:
+        for name, n, k in model.weights[:-1]:
+            yield linear, partial(_linear, layout, name, n, k, env, query_len)
+
+
+def _weights(layout: str, n: int, k: int, env: BenchEnv) -> list[PackedWeight]:
+    """As many that calls walk through memory."""
+    generator = torch.Generator(env.device).manual_seed(0)
+    first = LAYOUTS[layout](n, k, env.device)
+    count = min(-(-env.walk_bytes // first.nbytes) + 1, MOST_WEIGHTS)
+    found = [first, *(LAYOUTS[layout](n, k, env.device) for _ in range(count - 1))]
+    for weight in found:
+        weight.dummy(generator)
+    return found
+
+
+def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: int) -> OpBenchmark:
+    weights = _weights(layout, n, k, env)
+    x = env.random(env.most * query_len, k)
+    backend, run = env.choose(linear, n=n, k=k, packed=type(weights[0]).__name__)
+    parts = segments(n, k, env.device, packed=True)
+
+    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+        weight = weights[turn % len(weights)]
+        rows = x[begin * query_len : end * query_len]
+        return lambda: run(rows, weight, parts)
+
+    def cost(rows: int) -> Cost:
+        tokens = rows * query_len
+        size = x.element_size()
+        return Cost(weights[0].nbytes + size * tokens * (n + k), 2 * n * k * tokens)
+
+    return OpBenchmark(
+        op=linear.name,
+        size=f"{layout} {name} {n}x{k}",
+        query_len=query_len,
+        backend=backend,
+        rows=env.most,
+        call=call,
+        cost=cost,
+        variants=len(weights),
+    )
+
+
+def _unpack(n: int, k: int, env: BenchEnv) -> OpBenchmark:
+    weights = _weights("int4", n, k, env)
+    out = torch.empty(n, k, dtype=env.dtype, device=env.device)
+    backend, run = env.choose(unpack_weight)
+
+    def call(begin: int, end: int, turn: int) -> Callable[[], None]:
+        return lambda: run(weights[turn % len(weights)], out)
+
+    return OpBenchmark(
+        op=unpack_weight.name,
+        size=f"int4 {n}x{k}",
+        query_len=1,
+        backend=backend,
+        rows=env.most,
+        call=call,
+        cost=lambda rows: Cost(weights[0].nbytes + out.nbytes),
+        variants=len(weights),
+        seen=lambda begin, end, left: [],
+    )

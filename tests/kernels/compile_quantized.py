@@ -1,0 +1,218 @@
+"""Compiles linear with packed weights for Hopper and for Ampere, which needs no GPU, and looks at
+what the compiler made: the order of columns in the matrix units, and how a tile reaches them.
+
+Other kWidths than 2 share other columns among the groups of 16 of a product: another tree.
+
+    python -m tests.kernels.compile_quantized [--lanes | --ring [--quick]]
+
+--lanes: the kernel whose warps work alone, --ring: the one whose blocks pass through a ring,
+instead of the one that the compiler lays out. --quick: the ring of each number of tokens once.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from lockstep.kernels.architecture import HOPPER, shared_of
+from lockstep.kernels.formats.weights.cases import layouts, random_weights
+from lockstep.kernels.formats.weights.operand import Target, multiplies_by_mma_sync, shared_by
+from lockstep.kernels.linear.quantized import launch
+from lockstep.kernels.linear.quantized_tuning import block_tile, candidates, cut, lookup
+from tests.kernels.compile_launches import OPTIONS, source_kind, type_of
+from tests.kernels.layouts import compile_held
+
+N = 256
+K = 1024
+LEFT = re.compile(r"opIdx = 0, parent = [^>]*?kWidth = (\d+)")
+"""The layout of a product's left operand in registers."""
+COMPILED = {
+    90: ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "nvfp4", "Q3_K", "Q4_K", "Q6_K"),
+    86: ("int4", "fp8 by blocks", "Q4_K"),
+}
+"""Architecture -> layouts; each is compiled in bf16 for 16 tokens."""
+ALONE = {
+    90: (
+        "int4", "int4 asymmetric", "int4 by 32", "int8 by 16", "fp8 by blocks", "fp8", "nvfp4",
+        "Q4_K", "Q6_K", "IQ4_XS",
+    ),
+    86: ("int4", "int4 asymmetric", "int4 wide", "fp8 by outputs", "nvfp4"),
+    120: ("int4", "fp8 by blocks", "nvfp4"),
+}  # fmt: skip
+"""The same for the kernel whose warps work alone."""
+RINGS = (8, 64, 128, 256)
+"""Tokens that the ring is compiled for."""
+QUICK_RINGS = {"int4 asymmetric": (8, 256), "fp8 by blocks": (64, 128)}
+"""Layout -> tokens where time is short: of 4 bits and of 8."""
+SPILLED = 64
+"""Bytes of a thread's stack that warps which work alone may take: a few addresses."""
+WAITS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+"""What waits until no product of a warpgroup runs."""
+MARGIN = 4096
+"""Bytes of shared memory that a kernel may take beside its tiles."""
+
+
+class Compiled:
+    """Stands for JITFunction.run: compiles a launch and keeps it."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+        self.made: list[Any] = []
+
+    def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        """A launch of the kernel with these arguments."""
+        source, options = source_of(kernel, args, given)
+        target = GPUTarget("cuda", self.arch, 32)
+        self.made.append(compile_held(source, target=target, options=options))
+
+
+def source_of(
+    kernel: Any, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[ASTSource, dict[str, Any]]:
+    """(what is compiled of a launch with these arguments, the compiler's options); numbers that 16
+    divides are said to be so, as a launch would."""
+    options = {name: given[name] for name in OPTIONS if name in given}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | given
+    fixed: dict[tuple[int, ...], Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
+    types = {}
+    for i, p in enumerate(kernel.params):
+        if p.is_constexpr:
+            types[p.name] = "constexpr"
+            fixed[(i,)] = values[p.name]
+            continue
+        types[p.name] = type_of(values[p.name], (i,), fixed, aligned)
+        if not p.do_not_specialize:
+            _align(values[p.name], (i,), aligned)
+    kind = source_kind(kernel)
+    return kind(fn=kernel, signature=types, constexprs=fixed, attrs=aligned), options
+
+
+def _align(value: Any, place: tuple[int, ...], aligned: dict[Any, Any]) -> None:
+    """Notes the whole numbers that 16 divides, in tuples too."""
+    if isinstance(value, tuple):
+        for i, part in enumerate(value):
+            _align(part, (*place, i), aligned)
+    elif isinstance(value, int) and value and value % 16 == 0:
+        aligned[place] = [["tt.divisibility", 16]]
+
+
+def main() -> None:
+    """Compiles them all; prints architecture, layout and bytes of shared memory: taken, counted."""
+    x = torch.empty(16, K, dtype=torch.bfloat16)
+    for arch, names in COMPILED.items():
+        compiled = Compiled(arch)
+        JITFunction.run = lambda kernel, *a, c=compiled, **given: c.compile(kernel, *a, **given)
+        for name, weight in layouts(N, K):
+            if name in names:
+                tile = lookup(16, weight, 1, x.dtype, arch)
+                if not tile.laid_out:
+                    tile = block_tile(tile, weight, 1, arch)
+                launch(x, weight, 1, tile, Target(arch, assembly=True))
+                made = compiled.made[-1]
+                code = made.asm["ttgir"]
+                found = LEFT.findall(code)
+                assert found and set(found) == {"2"}, (arch, name, set(found))
+                if arch == 90 and tile.warpgroup:
+                    assert "warp_group_dot" in code, name
+                    assert "ttg.local_store" not in code, f"{name} goes through shared memory"
+                sync = multiplies_by_mma_sync(arch)
+                stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, sync)
+                counted = (tile.stages - 1) * stage + fixed
+                shared = made.metadata.shared
+                assert shared <= min(shared_of(arch), counted + MARGIN), (arch, name, counted)
+                print(arch, name, shared, counted, flush=True)
+
+
+def compile_alone(arch: int, names: tuple[str, ...]) -> None:
+    """The kernel whose warps work alone, on Hopper every candidate for 1, 16 and 32 tokens of the
+    first layout, and one of each other: one element per thread, words 16 bytes at a time, no shared
+    memory, and no register of the loop in memory. Prints registers and bytes of the stack."""
+    compiled = Compiled(arch)
+    JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
+    for name, weight in layouts(N, K):
+        if name not in names:
+            continue
+        every = arch == 90 and name == names[0]
+        for tokens in (1, 16, 32) if every else (1,):
+            x = torch.empty(tokens, K, dtype=torch.bfloat16)
+            found = [tile for tile in candidates(tokens, 1, weight.bits) if tile.lanes]
+            for tile in found if every else found[:1]:
+                launch(x, weight, 1, cut(tile, weight, 1, arch), Target(arch, assembly=True))
+                made = compiled.made[-1]
+                code = made.asm["ptx"]
+                assert made.metadata.shared == 0, (arch, name, tile)
+                assert "sizePerThread = [1]" in made.asm["ttgir"], (arch, name, tile)
+                assert "v4.b32" in code and "mma.sync.aligned.m16n8k16" in code, (arch, name, tile)
+                print(arch, name, tile, *spills_of(made.asm["cubin"]), flush=True)
+
+
+def compile_ring(found: Mapping[str, tuple[int, ...]]) -> None:
+    """The kernels whose blocks pass through a ring, their largest candidate for each layout and
+    number of tokens: words 16 bytes at a time, no register of the loop in memory, and of wgmma only
+    the last product waited for at once: ptxas has all wait where registers are short. Where tiles
+    are shared, their sums pass through memory two at a time."""
+    compiled = Compiled(HOPPER)
+    JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
+    few = Target(HOPPER, assembly=True, processors=2)
+    for name, weight in random_weights(4 * N, K):
+        for tokens in found.get(name, ()):
+            x = torch.empty(tokens, K, dtype=torch.bfloat16)
+            rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.ring]
+            largest = max(rings, key=lambda tile: (tile.m * tile.n, tile.m))
+            for share in (0, 1):
+                tile = replace(cut(largest, weight, 1, HOPPER), share=share)
+                assert tile.ring, (name, tile)
+                launch(x, weight, 1, tile, few)
+                made = compiled.made[-1]
+                code = made.asm["ptx"]
+                product = "mma.sync" if tile.sync else "wgmma.mma_async"
+                assert product in code and "ld.shared.v4" in code, (name, tile)
+                assert ("atom.global.acquire" in code) == bool(share), (name, tile)
+                assert not share or "st.global.v2.b32" in code, (name, tile)
+                machine = said_of(made.asm["cubin"], knobs.nvidia.nvdisasm.path)
+                assert tile.sync or machine.count(WAITS) == 1, (name, tile)
+                print(HOPPER, name, tile, *spills_of(made.asm["cubin"]), flush=True)
+
+
+def said_of(cubin: bytes, *command: str) -> str:
+    """What a program of CUDA's says of compiled code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        given = [*command, file.name]
+        return subprocess.run(given, capture_output=True, text=True, check=True).stdout
+
+
+def spills_of(cubin: bytes, most: int = SPILLED) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, which are no more than `most`."""
+    said = said_of(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    (registers, stack) = map(int, found.groups())
+    assert stack <= most, said
+    return registers, stack
+
+
+def compile_lanes() -> None:
+    """Compiles the kernel whose warps work alone for all of ALONE."""
+    for arch, names in ALONE.items():
+        compile_alone(arch, names)
+
+
+if __name__ == "__main__":
+    if "--lanes" in sys.argv:
+        compile_lanes()
+    elif "--ring" in sys.argv:
+        compile_ring(QUICK_RINGS if "--quick" in sys.argv else dict.fromkeys(COMPILED[90], RINGS))
+    else:
+        main()

@@ -1,0 +1,402 @@
+"""Unpacking in the ring's assembly: every code, with every kind of scale, by the CPU."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.kernels.architecture import HOPPER
+from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, IntWeight
+from lockstep.kernels.formats.weights.cases import random_weights
+from lockstep.kernels.linear import quantized_ptx as texts
+from lockstep.kernels.linear.quantized_tuning import (
+    PackedTile,
+    block_tile,
+    candidates,
+    cut,
+    ring_serves,
+)
+from tests.kernels import ptx
+from tests.kernels.backends import Backend, same_bits
+
+KINDS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+
+
+def text(name: str, dtype: torch.dtype) -> str:
+    """The assembly of a layout for weights of this dtype."""
+    return str(getattr(texts, f"{name}_{KINDS[dtype]}").value)
+
+
+def run(assembly: str, results: int, given: list[Any]) -> list[Tensor]:
+    """What assembly leaves in its first operands: words."""
+    thread = ptx.Thread([np.ascontiguousarray(part) for part in given], results)
+    for line in assembly.strip().strip("{}").split(";"):
+        if line.strip():
+            thread.run(" ".join(line.split()))
+    found = [thread.registers[f"${i}"].view(np.int32) for i in range(results)]
+    return [torch.from_numpy(words.copy()) for words in found]
+
+
+def pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Words -> the two numbers of each, last."""
+    return words[:, None].contiguous().view(dtype)
+
+
+def doubled(numbers: Tensor) -> Any:
+    """Numbers of 16 bits -> words that hold them twice."""
+    words = numbers[:, None].repeat(1, 2).contiguous().view(torch.int32)
+    return words[:, 0].numpy().view(np.uint32)
+
+
+def scales(dtype: torch.dtype, count: int) -> Tensor:
+    """Of 16 bits: random ones of either sign, subnormal ones, the ends, none, infinite, NaN."""
+    bits = torch.randint(-(2**15), 2**15, (count,), generator=torch.Generator().manual_seed(0))
+    found = bits.to(torch.int16).view(dtype)
+    ends = torch.finfo(dtype)
+    fixed = [0.0, -0.0, 1.0, ends.max, ends.min, ends.tiny, ends.smallest_normal / 2]
+    fixed += [float("inf"), float("-inf"), float("nan")]
+    return torch.cat([found, torch.tensor(fixed, dtype=dtype)])
+
+
+def same(found: Tensor, want: Tensor) -> bool:
+    """Equal numbers, NaN where there is one. A sum that begins at 0 does not see a zero's sign."""
+    return bool(((found == want) | (found.isnan() & want.isnan())).all())
+
+
+def all_codes(bits: int, zeros: int, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, zeros, scales) of all combinations, flat."""
+    grid = torch.meshgrid(
+        torch.arange(1 << bits), torch.arange(zeros), torch.arange(len(scale)), indexing="ij"
+    )
+    code, zero, place = (part.flatten() for part in grid)
+    return code, zero, scale[place]
+
+
+def placed(code: Tensor, bit: int, other: int) -> Any:
+    """Words with a code at a bit, and `other` in all others' bits."""
+    mask = 15 << bit
+    return ((other & ~mask & 0xFFFFFFFF) | (code << bit)).numpy().astype(np.uint32)
+
+
+INT4 = [
+    ("INT4", torch.bfloat16, torch.bfloat16),
+    ("INT4", torch.float16, torch.float16),
+    ("SPLIT", torch.float16, torch.bfloat16),
+    ("WIDE", torch.float32, torch.bfloat16),
+    ("WIDE", torch.bfloat16, torch.float16),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("name", "scale_dtype", "dtype"), INT4)
+def test_every_code_zero_and_scale_of_int4(
+    name: str, scale_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """16 codes x 17 zeros x scales, at each of the eight places of both words."""
+    some = scales(torch.bfloat16 if scale_dtype == torch.float32 else scale_dtype, 300)
+    if scale_dtype == torch.float32:
+        some = some.float() * torch.linspace(1, 1.5, len(some))
+    code, zero, scale = all_codes(4, 17, some)
+    want = ((code - zero).float() * scale.float()).to(dtype)
+    assembly = text(name, dtype)
+    wide = name == "WIDE"
+    first = scale.float().numpy() if wide else doubled(scale.to(dtype))
+    least = 8388608.0 if wide else 128.0 if dtype == torch.bfloat16 else 1024.0
+    second = (least + zero).float().numpy() if wide else doubled((-least - zero).to(dtype))
+    given = [first, first, second, second]
+    if name == "SPLIT":
+        found = run(str(texts.PARTS.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)])
+        offset = doubled((zero / -64).to(dtype))
+        given = [part for part in (found[0].numpy().view(np.uint32), offset) for _ in range(2)]
+        given += [found[1].numpy().view(np.uint32)] * 2
+    for word, pair, half in product(range(2), range(4), range(2)):
+        words = [np.full(len(code), 0x5A3C9600, np.uint32)] * 2
+        words[word] = placed(code, 4 * pair + 16 * half, 0x5A3C9600)
+        got = run(assembly, 8, [*words, *given])[4 * word + pair]
+        assert same(pairs(got, dtype)[:, half], want), (word, pair, half)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("name", ["FP8", "INT8"])
+def test_every_code_and_scale_of_8_bits(name: str, dtype: torch.dtype) -> None:
+    """256 codes x scales, at each of the four places of both words."""
+    some = scales(torch.bfloat16, 200).float() * torch.linspace(1, 1.5, 210)
+    code, zero, scale = all_codes(8, 1 if name == "FP8" else 3, some)
+    zero = zero * 100
+    if name == "FP8":
+        values = code.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    else:
+        values = (code - zero).float()
+    want = (values * scale).to(dtype)
+    given = [scale.numpy(), scale.numpy()]
+    if name == "INT8":
+        given += [(8388608.0 + zero).float().numpy()] * 2
+    for word, byte in product(range(2), range(4)):
+        words = [np.zeros(len(code), np.uint32)] * 2
+        words[word] = (code << (8 * byte)).numpy().astype(np.uint32)
+        got = run(text(name, dtype), 4, [*words, *given])[2 * word + byte % 2]
+        assert same(pairs(got, dtype)[:, byte // 2], want), (word, byte)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", list(KINDS))
+def test_every_code_and_scale_of_nvfp4(dtype: torch.dtype) -> None:
+    """16 codes x 256 scales x factors, at each of the eight places of both words."""
+    from lockstep.kernels.formats.weights.weights import FP4_VALUES
+
+    factors = torch.tensor([1.0, 0.0123, -3.7e-5, 5.1e4, 1e-30])
+    code, scale, factor = all_codes(4, 256, factors)
+    wide = scale.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    values = torch.cat([torch.tensor(FP4_VALUES), -torch.tensor(FP4_VALUES)])
+    want = ((values[code] * wide) * factor).to(dtype)
+    others = run(str(texts.PAIRS_OF_FP8.value), 2, [(scale * 0x01010101).numpy().astype(np.uint32)])
+    prepared = [part.numpy().view(np.uint32) for part in others for _ in range(2)]
+    given = [*prepared, (factor * 64).numpy(), (factor * 64).numpy()]
+    for word, pair, half in product(range(2), range(4), range(2)):
+        words = [np.zeros(len(code), np.uint32)] * 2
+        words[word] = placed(code, 4 * pair + 16 * half, 0)
+        got = run(text("FP4", dtype), 8, [*words, *given])[4 * word + pair]
+        assert same(pairs(got, dtype)[:, half], want), (word, pair, half)
+
+
+def parts_of(factors: Tensor) -> tuple[Any, Any]:
+    """2^119 times factors of fp32 in two parts, as the ring's kernel finds them."""
+    wide = factors * 2.0**119
+    hi = wide.bfloat16()
+    lo = (wide - hi.float()).bfloat16()
+    found = doubled(lo)
+    served = np.zeros(len(factors), bool)
+    for steps in (0, 1, -1, 2, -2):
+        tried = doubled((lo.view(torch.int16) + steps).view(torch.bfloat16))
+        wrong = run(str(texts.WRONG.value), 1, [wide.numpy(), doubled(hi), tried])[0].numpy() != 0
+        found = np.where(served | wrong, found, tried)
+        served |= ~wrong
+    assert served.all()
+    return doubled(hi), found
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_every_code_and_scale_of_nvfp4_in_parts() -> None:
+    """16 codes x 127 scales x factors, at each of the eight places: what the product in fp32 rounds
+    to, rounded to bf16. Some factors need other parts than the nearest."""
+    from lockstep.kernels.formats.weights.weights import FP4_VALUES
+
+    some = torch.rand(100, generator=torch.Generator().manual_seed(1)) + 1e-3
+    nudged = torch.tensor([0x3F80A000, 0x3F81AA55]).int().view(torch.float32)
+    factors = torch.cat([torch.tensor([0.0, 1.0, -3.7e-5, 63.9, 2.0**-80]), nudged, some])
+    code, scale, place = all_codes(4, 127, torch.arange(len(factors)))
+    values = torch.cat([torch.tensor(FP4_VALUES), -torch.tensor(FP4_VALUES)])
+    wide = scale.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    want = ((values[code] * wide) * factors[place]).bfloat16()
+    (hi, lo) = parts_of(factors)
+    for word, pair in product(range(2), range(4)):
+        both = (scale << 8 * (2 * word + pair // 2)).numpy().astype(np.uint32)
+        ready = [
+            part.numpy().view(np.uint32)
+            for part in run(str(texts.EVEN_AND_ODD_FP8.value), 2, [both])
+        ]
+        given = [part for part in (*ready, hi[place], lo[place]) for _ in range(2)]
+        for half in range(2):
+            words = [np.zeros(len(code), np.uint32)] * 2
+            words[word] = placed(code, 4 * pair + 16 * half, 0x5A3C9600)
+            got = run(str(texts.FP4_IN_PARTS.value), 8, [*words, *given])[4 * word + pair]
+            assert same(pairs(got, torch.bfloat16)[:, half], want), (word, pair, half)
+
+
+@pytest.mark.parametrize(
+    ("factor", "scale", "served"),
+    [
+        (1e-4, 0x38, True),
+        (0.0, 0x38, True),
+        (1e-30, 0x38, False),
+        (100.0, 0x38, False),
+        (1.7083332538604736, 0x38, False),
+        (1e-4, 0x7F, False),
+        (1e-4, 0xB8, False),
+    ],
+)
+def test_which_factors_and_scales_are_in_parts(factor: float, scale: int, served: bool) -> None:
+    weight = Fp4Weight.empty(4, 128)
+    weight.factors.fill_(1e-3)
+    weight.scales.fill_(0x30)
+    weight.factors[2] = factor
+    weight.scales[3, 5] = scale
+    assert weight.in_parts == served
+    assert weight.rows(0, 2).in_parts == served, "rows are read as the whole weight is"
+
+
+TILE = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True)
+
+
+def test_other_tiles_stand_in() -> None:
+    """On other GPUs, where K is not of whole blocks in every segment, and where a block has more
+    scales than one."""
+    whole = IntWeight.empty(64, 1024, device="meta")
+    assert ring_serves(whole, 2, HOPPER)
+    assert cut(TILE, whole, 2, HOPPER).split == 2
+    assert ring_serves(IntWeight.empty(64, 1152, device="meta"), 2, HOPPER)
+    for weight, segments, arch in (
+        (whole, 1, 80),
+        (whole, 1, 100),
+        (IntWeight.empty(64, 1000, device="meta"), 1, HOPPER),
+        (IntWeight.empty(64, 1152, device="meta"), 4, HOPPER),
+        (Fp4Weight.empty(64, 1000, device="meta"), 1, HOPPER),
+    ):
+        assert not ring_serves(weight, segments, arch)
+        other = cut(TILE, weight, segments, arch)
+        assert other == block_tile(TILE, weight, segments, arch)
+        assert other.laid_out
+
+
+def test_warps_that_work_alone_stand_in_for_a_few_tokens() -> None:
+    """Where a block has more scales than one, and up to eight tokens."""
+    wide = replace(TILE, m=16)
+    for weight in (
+        IntWeight.empty(64, 1024, group=32, device="meta"),
+        GgufWeight.empty(64, 1024, "Q4_K", device="meta"),
+        GgufWeight.empty(64, 1024, "Q6_K", device="meta"),
+        GgufWeight.empty(64, 1024, "Q2_K", device="meta"),
+    ):
+        assert not ring_serves(weight, 2, HOPPER)
+        few = cut(TILE, weight, 2, HOPPER)
+        assert few.lanes and (few.m, few.split) == (8, 2)
+        assert cut(wide, weight, 2, HOPPER) == block_tile(wide, weight, 2, HOPPER)
+
+
+def test_slots_are_cut_to_the_segments() -> None:
+    """Two blocks of a slot where they divide a segment, else twice as many slots of one."""
+    wide = PackedTile(8, 64, 256, 4, 3, 2, 48, ring=True, sync=True)
+    assert cut(wide, IntWeight.empty(64, 1024, device="meta"), 2, HOPPER) == wide
+    for k in (768, 1152, 1280):
+        narrow = cut(wide, IntWeight.empty(64, k, device="meta"), 2, HOPPER)
+        assert (narrow.k, narrow.stages) == (128, 6)
+
+
+def test_shares_are_cut_to_the_tiles() -> None:
+    """As many programs for each multiprocessor as there are tiles for, at most; one is too few."""
+    shared = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True, share=5)
+    for n, segments, share in ((34816, 1, 4), (5120, 4, 2), (12800, 1, 0), (1000000, 1, 5)):
+        weight = IntWeight.empty(n, 1024, device="meta")
+        assert cut(shared, weight, segments, HOPPER).share == share
+
+
+SERVED = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "fp8 by outputs", "fp8", "nvfp4")
+SIZES = ((5120, 6144, 4), (1000, 2048, 1), (33, 128, 1), (40, 1280, 2), (3712, 2688, 4))
+"""Outputs, inputs, segments: real ones; ends within a tile; one block; five; 6, 6, 6 and 3."""
+TOKENS = (1, 7, 8, 16, 31, 64, 65, 128, 200, 300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("name", SERVED)
+def test_bits_of_every_tile(name: str, dtype: torch.dtype) -> None:
+    """Random numbers, every candidate, against the weight unpacked ahead."""
+    from lockstep.kernels.linear.quantized import right_bits, run_tile
+
+    backend: Any = Backend("packed", "cuda", dtype)
+    for n, k, segments in SIZES:
+        weight = backend.place(dict(random_weights(n, k))[name])
+        for tokens in TOKENS:
+            x = torch.randn(tokens, k, dtype=dtype, device="cuda")
+            want = right_bits(segments, x, weight)
+            tiles = {
+                cut(tile, weight, segments, HOPPER)
+                for tile in candidates(tokens, segments, weight.bits)
+                if tile.ring
+            }
+            for tile in tiles:
+                assert tile.ring
+                got = run_tile(segments, False, x, weight, tile)
+                assert same_bits(got, want), (n, k, tokens, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("name", SERVED)
+def test_parts_of_weights_and_of_rows(name: str, sync: bool) -> None:
+    """Rows of a weight cut within a block of scales; x and out are columns of wider tensors; a row
+    of x with NaN leaves the others alone."""
+    from lockstep.kernels.linear.quantized import launch, right_bits, target_of
+
+    backend: Any = Backend("packed", "cuda", torch.bfloat16)
+    part = backend.place(dict(random_weights(300, 512))[name]).rows(101, 264)
+    tile = PackedTile(8, 64, 128, 4, 3, 2, 64, ring=True, sync=sync)
+    wide = torch.randn(8, 520, dtype=torch.bfloat16, device="cuda")
+    for first in (0, 1, 8):
+        x = wide[:, first : first + 512]
+        want = right_bits(2, x.contiguous(), part)
+        out = torch.zeros(8, 200, dtype=x.dtype, device="cuda")
+        launch(x, part, 2, tile, target_of(x.device), out=out[:, 8:171])
+        assert same_bits(out[:, 8:171].contiguous(), want)
+        assert not out[:, :8].any() and not out[:, 171:].any()
+    spoilt = wide[:, :512].clone()
+    spoilt[3] = float("nan")
+    want = right_bits(1, wide[:, :512].contiguous(), part)
+    got = launch(spoilt, part, 1, tile, target_of(wide.device))
+    kept = [0, 1, 2, 4, 5, 6, 7]
+    assert same_bits(got[kept], want[kept])
+    assert got[3].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nvfp4", "int4 asymmetric, fp16 scales"])
+@pytest.mark.parametrize("tokens", [16, 32])
+def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
+    """Where unpacking takes longer than copies, the ring is always full, and a slot is filled as
+    soon as it is free: without a fence, some 1 in 1,000 results of mma.sync were of other blocks.
+    """
+    from lockstep.kernels.formats.weights.bench import LAYOUTS
+    from lockstep.kernels.linear.quantized import right_bits, run_tile
+
+    weight = LAYOUTS[name](34816, 5120, "cuda")
+    weight.dummy(torch.Generator("cuda").manual_seed(0))
+    x = torch.randn(tokens, 5120, dtype=torch.bfloat16, device="cuda")
+    want = right_bits(1, x, weight)
+    for tile in candidates(tokens, 1, weight.bits):
+        if tile.ring:
+            for _ in range(20):
+                got = run_tile(1, False, x, weight, cut(tile, weight, 1, HOPPER))
+                assert same_bits(got, want), tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 64, 100, 200, 600])
+@pytest.mark.parametrize("name", ["nvfp4", "int4 asymmetric, fp16 scales", "fp8 by blocks"])
+def test_programs_that_share_tiles(name: str, tokens: int) -> None:
+    """Shares that end in the middle of tiles, with whole tiles between, in two segments and in one,
+    launch after launch: the bits of the weight unpacked ahead."""
+    from lockstep.kernels.formats.weights.bench import LAYOUTS
+    from lockstep.kernels.linear.quantized import launch, right_bits, target_of
+
+    for n, segments in ((20000, 1), (9000, 2)):
+        weight = LAYOUTS[name](n, 2560, "cuda")
+        weight.dummy(torch.Generator("cuda").manual_seed(0))
+        x = torch.randn(tokens, 2560, dtype=torch.bfloat16, device="cuda")
+        want = right_bits(segments, x, weight)
+        target = target_of(x.device)
+        for tile in candidates(tokens, segments, weight.bits):
+            if tile.share:
+                few = replace(target, processors=40)
+                for _ in range(5):
+                    assert same_bits(launch(x, weight, segments, tile, few), want), tile
+
+
+@pytest.mark.gpu
+def test_factors_that_are_not_in_parts() -> None:
+    from lockstep.kernels.formats.weights.bench import LAYOUTS
+    from lockstep.kernels.linear.quantized import right_bits, run_tile
+
+    weight = LAYOUTS["nvfp4"](1000, 1024, "cuda")
+    weight.dummy(torch.Generator("cuda").manual_seed(0))
+    weight.factors[7] = 1.7083332538604736
+    assert not weight.in_parts
+    x = torch.randn(8, 1024, dtype=torch.bfloat16, device="cuda")
+    for tile in candidates(8, 2, weight.bits):
+        if tile.ring:
+            got = run_tile(2, False, x, weight, cut(tile, weight, 2, HOPPER))
+            assert same_bits(got, right_bits(2, x, weight)), tile
