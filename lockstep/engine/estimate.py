@@ -25,7 +25,7 @@ from lockstep.engine.build import (
 )
 from lockstep.engine.hooks import NO_HOOKS
 from lockstep.kernels.architecture import Architecture
-from lockstep.kernels.kv.formats import load_device_functions
+from lockstep.kernels.formats.kv.table import load_device_functions
 from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint

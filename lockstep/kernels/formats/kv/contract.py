@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv._turn import Turn
+from lockstep.kernels.formats.kv.hadamard import Turn
 
 
 class KVDevice(NamedTuple):

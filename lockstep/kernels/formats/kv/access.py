@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv._packed import Codec, KVCache, PackedKV
-from lockstep.kernels.kv._turn import Turn
+from lockstep.kernels.formats.kv.contract import Codec, KVCache, PackedKV
+from lockstep.kernels.formats.kv.hadamard import Turn
 
 
 def codecs_of(*caches: KVCache) -> tuple[Codec, ...] | None:

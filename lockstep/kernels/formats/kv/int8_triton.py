@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-from lockstep.kernels.kv import KVDevice
-from lockstep.kernels.kv._bytes_device import fetch_scaled, in_order
+from lockstep.kernels.formats.kv import KVDevice
+from lockstep.kernels.formats.kv.bytes_triton import fetch_scaled, in_order
 
 INFINITE = tl.constexpr(0x7F800000)
 """The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""

@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-from lockstep.kernels.kv import KVDevice
-from lockstep.kernels.kv._plain_device import fetch, unpack
+from lockstep.kernels.formats.kv import KVDevice
+from lockstep.kernels.formats.kv.unquantized_triton import fetch, unpack
 
 INFINITE = tl.constexpr(0x7F800000)
 """The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""

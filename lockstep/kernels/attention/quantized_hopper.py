@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""paged_attention over packed caches on Hopper, in Gluon: the fold of paged.py, bit for bit. Few
-rows go through hopper_few.py.
+"""paged_attention over packed caches on Hopper, in Gluon: the fold of triton.py, bit for bit. Few
+rows go through quantized_decode_hopper.py.
 
 A program owns the (token, head of a group) rows of one KV head and a run of segments. One group of
 warps unpacks keys and one unpacks values, tile by tile, into shared memory, while there is room.
 One warpgroup weighs the keys, one adds the values. So unpacking, weighing and adding run beside
-each other. Every segment is left as an entry for the second kernel of paged.py. See
+each other. Every segment is left as an entry for the second kernel of triton.py. See
 docs/kernels/attention.md.
 """
 
@@ -24,29 +24,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lockstep.kernels import architecture
-from lockstep.kernels._gluon import barrier
 from lockstep.kernels.attention import paged_attention
-from lockstep.kernels.attention._entries import (
+from lockstep.kernels.attention.quantized_decode_hopper import paged_attention_few, serves
+from lockstep.kernels.attention.quantized_prefill_hopper import (
+    paged_attention_scratch,
+    scratch_fits,
+)
+from lockstep.kernels.attention.split_kv import (
     MULTIPROCESSORS,
     Sizes,
     leave,
     part_of,
     place_as_is,
 )
-from lockstep.kernels.attention._warpgroup import NO_SCORE, TILE, TILES
-from lockstep.kernels.attention.hopper_few import paged_attention_few, serves
-from lockstep.kernels.attention.hopper_scratch import paged_attention_scratch, scratch_fits
-from lockstep.kernels.attention.paged import (
+from lockstep.kernels.attention.triton import (
     ENTRY_BYTES,
     LOG2E,
     fold_entries,
     paged_attention_triton,
     supports,
 )
+from lockstep.kernels.attention.warpgroup import NO_SCORE, TILE, TILES
 from lockstep.kernels.backends import arch_of
+from lockstep.kernels.device.gluon_compat import barrier
+from lockstep.kernels.formats.kv import KVCache
+from lockstep.kernels.formats.kv.launch import opened
 from lockstep.kernels.formats.weights.operand import target_of
-from lockstep.kernels.kv import KVCache
-from lockstep.kernels.kv._launch import opened
 
 MOST_ROWS = {128: 64, 256: 32}
 """(token, head of a group) rows by head dim: as many as the registers of one warpgroup hold."""
@@ -368,7 +371,7 @@ def shape_of(rows: int, count: int, kv_heads: int, dim: int, segments: int) -> S
     return Shape(block, parts, 512 // dim, 4, 112 if wide else 128, 128 if wide else 96, 128)
 
 
-@paged_attention.backend("hopper_packed", supports=_supports)
+@paged_attention.backend("quantized_hopper", supports=_supports)
 def paged_attention_hopper_packed(
     q: Tensor,
     k_cache: KVCache,
@@ -381,8 +384,10 @@ def paged_attention_hopper_packed(
     gates: Tensor | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.attention.paged_attention. Few rows go through hopper_few.py,
-    prompts through hopper_scratch.py, what does not fit through paged.py.
+    """Run paged_attention over quantized caches.
+
+    Few rows go through quantized_decode_hopper.py, prompts through quantized_prefill_hopper.py,
+    what does not fit through triton.py.
 
     shape: how this kernel serves it; as shape_of() says where it is left out.
     """

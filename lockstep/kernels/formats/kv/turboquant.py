@@ -16,10 +16,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Codec, KVFormat, Turn
-from lockstep.kernels.kv._turn import OF_VALUES, WHOLE_HEAD
-from lockstep.kernels.kv.bits import pack_bits, packed_words, unpack_bits
-from lockstep.kernels.kv.fp8 import Fp8
+from lockstep.kernels.formats.kv import Codec, KVFormat, Turn
+from lockstep.kernels.formats.kv.bit_packing import pack_bits, packed_words, unpack_bits
+from lockstep.kernels.formats.kv.fp8 import Fp8
+from lockstep.kernels.formats.kv.hadamard import OF_VALUES, WHOLE_HEAD
 
 POINTS = {
     3: (0.2451171875, 0.7578125, 1.34375, 2.15625),
@@ -113,11 +113,11 @@ class Rotated(Codec):
     @property
     def device_at(self) -> str | None:
         side = "KEYS" if self.block == WHOLE_HEAD else "VALUES"
-        return f"lockstep.kernels.kv._turboquant_device:{side}_{self.bits}"
+        return f"lockstep.kernels.formats.kv.turboquant_triton:{side}_{self.bits}"
 
     @property
     def fragments_at(self) -> str | None:
-        return f"lockstep.kernels.kv._turboquant_fragments:BITS_{self.bits}"
+        return f"lockstep.kernels.formats.kv.turboquant_mma:BITS_{self.bits}"
 
 
 def _power(exponents: Tensor) -> Tensor:

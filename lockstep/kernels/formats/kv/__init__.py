@@ -12,8 +12,7 @@ A codec may leave numbers in a rotation (Codec.turn). Then rope_and_cache gives 
 the layer's keys are, and paged_attention rotates its sums back as the layer's values were.
 """
 
-from lockstep.kernels.kv._packed import Codec, KVCache, KVDevice, KVFormat, KVFragments, PackedKV
-from lockstep.kernels.kv._reading import (
+from lockstep.kernels.formats.kv.access import (
     codecs_of,
     read_pages,
     turn_of,
@@ -22,7 +21,15 @@ from lockstep.kernels.kv._reading import (
     unpacked,
     write_slots,
 )
-from lockstep.kernels.kv._turn import Turn
+from lockstep.kernels.formats.kv.contract import (
+    Codec,
+    KVCache,
+    KVDevice,
+    KVFormat,
+    KVFragments,
+    PackedKV,
+)
+from lockstep.kernels.formats.kv.hadamard import Turn
 
 __all__ = [
     "Codec",

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """Packed latents, unpacked ahead for a kernel that reads tiles of the model's dtype.
 
-attention/hopper_scratch.py does so with keys and values, by pages of one KV head each, a program a
-page. Here a captured step's page table may be far longer than its rows, and latents and rotary keys
-go side by side: programs stride over a row instead. What both read a tile with is shared.
+attention/quantized_prefill_hopper.py does so with keys and values, by pages of one KV head each, a
+program a page. Here a captured step's page table may be far longer than its rows, and latents and
+rotary keys go side by side: programs stride over a row instead. What both read a tile with is
+shared.
 """
 
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels._rows import row_of
+from lockstep.kernels.device.kv_tile import cache_tile
+from lockstep.kernels.device.ragged_rows import row_of
+from lockstep.kernels.formats.kv import KVCache
+from lockstep.kernels.formats.kv.launch import opened
 from lockstep.kernels.formats.weights.operand import target_of
-from lockstep.kernels.kv import KVCache
-from lockstep.kernels.kv._launch import opened
-from lockstep.kernels.kv._tile_device import cache_tile
 
 TOGETHER = 16
 """Tokens that a program unpacks at once."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Codec, Turn
-from lockstep.kernels.kv._turn import OF_VALUES
+from lockstep.kernels.formats.kv import Codec, Turn
+from lockstep.kernels.formats.kv.hadamard import OF_VALUES
 
 
 @dataclass(frozen=True)
@@ -37,4 +37,4 @@ class Plain(Codec):
     @property
     def device_at(self) -> str | None:
         side = "VALUES" if self.rotation.block == OF_VALUES else "KEYS"
-        return f"lockstep.kernels.kv._plain_device:{side}"
+        return f"lockstep.kernels.formats.kv.unquantized_triton:{side}"

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Programs that share a row's segments, and leave each as an entry for paged.py's second kernel.
+"""Programs that share a row's segments, and leave each as an entry for triton.py's second kernel.
 
-In Gluon, for hopper_few.py and hopper_packed.py: a program takes the (token, head of a group) rows
-of one KV head, ROWS of them in registers.
+In Gluon, for quantized_decode_hopper.py and quantized_hopper.py: a program takes the
+(token, head of a group) rows of one KV head, ROWS of them in registers.
 """
 
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lockstep.kernels._rows import row_of
 from lockstep.kernels.attention import SEGMENT
-from lockstep.kernels.attention._warpgroup import TILES
-from lockstep.kernels.attention.paged import empty_entries
-from lockstep.kernels.kv import PackedKV
+from lockstep.kernels.attention.triton import empty_entries
+from lockstep.kernels.attention.warpgroup import TILES
+from lockstep.kernels.device.ragged_rows import row_of
+from lockstep.kernels.formats.kv import PackedKV
 
 MULTIPROCESSORS = 132
 """Of an H200."""

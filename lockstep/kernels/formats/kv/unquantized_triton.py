@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-from lockstep.kernels.kv import KVDevice
-from lockstep.kernels.kv._turn_device import turned
+from lockstep.kernels.device.hadamard import turned
+from lockstep.kernels.formats.kv import KVDevice
 
 
 @triton.jit

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV, turn_of, unpacked
-from lockstep.kernels.kv.formats import FORMATS
-from lockstep.kernels.kv.fp8 import Fp8
-from lockstep.kernels.kv.plain import Plain
+from lockstep.kernels.formats.kv import Codec, KVCache, KVFormat, PackedKV, turn_of, unpacked
+from lockstep.kernels.formats.kv.fp8 import Fp8
+from lockstep.kernels.formats.kv.table import KV_FORMATS
+from lockstep.kernels.formats.kv.unquantized import Plain
 
 SCALED = KVFormat("fp8_e4m3 scaled", Fp8("e4m3", 0.03), Fp8("e4m3", 0.7))
 """With static scales, as a checkpoint may have them."""
-NAMED = {f.name: f.of_layer("layers.3") for f in FORMATS.values() if f.k.device_at}
+NAMED = {f.name: f.of_layer("layers.3") for f in KV_FORMATS.values() if f.k.device_at}
 NAMED |= {SCALED.name: SCALED}
 """The formats that kernels read, each once, as a layer has them."""
 LATENTS = {name: f.latent for name, f in NAMED.items() if f.latent and f.latent.device_at}

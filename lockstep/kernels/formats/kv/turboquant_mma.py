@@ -9,10 +9,10 @@ stand where the product wants them. Of values a thread takes the words of two to
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lockstep.kernels.kv import KVFragments
-from lockstep.kernels.kv._mma_layouts import LEFT, bases, four_of, log2
-from lockstep.kernels.kv._turboquant_device import SIGNED, _bytes_of
-from lockstep.kernels.kv.turboquant import POINTS
+from lockstep.kernels.device.mma_layouts import LEFT, bases, four_of, log2
+from lockstep.kernels.formats.kv import KVFragments
+from lockstep.kernels.formats.kv.turboquant import POINTS
+from lockstep.kernels.formats.kv.turboquant_triton import SIGNED, _bytes_of
 
 
 def _text(points, declared, lines):
@@ -304,4 +304,4 @@ def keys_3(codes, numbers, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.constex
 BITS_4 = KVFragments(1, 8, keys_4, values_4, place_4, rows=8)
 BITS_3 = KVFragments(3, 32, keys_3, values_3, place_3, rows=16)
 """rows, us of attention with its second kernel, 8B, 8 x 4 (16 rows), 16,384, against
-hopper_packed.py (H200): 4bit 165 and 145, k8v4 158 and 137, 3bit 124 and 169."""
+quantized_hopper.py (H200): 4bit 165 and 145, k8v4 158 and 137, 3bit 124 and 169."""

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.kernels.formats.kv import Codec, KVCache, KVDevice
 from lockstep.kernels.formats.weights.operand import NATIVE_FP8, Target
-from lockstep.kernels.kv import Codec, KVCache, KVDevice
 
 
 class Opened(NamedTuple):

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.dequantize import decode_e4m3, halves
-from lockstep.kernels.kv import KVDevice
-from lockstep.kernels.kv._bytes_device import fetch_scaled, fetch_words, in_order
-from lockstep.kernels.kv.fp8 import LARGE as LARGE_SIZE
-from lockstep.kernels.kv.fp8 import LEAST as LEAST_EXPONENT
-from lockstep.kernels.kv.fp8 import WHOLE as TO_WHOLE
+from lockstep.kernels.formats.kv import KVDevice
+from lockstep.kernels.formats.kv.bytes_triton import fetch_scaled, fetch_words, in_order
+from lockstep.kernels.formats.kv.fp8 import LARGE as LARGE_SIZE
+from lockstep.kernels.formats.kv.fp8 import LEAST as LEAST_EXPONENT
+from lockstep.kernels.formats.kv.fp8 import WHOLE as TO_WHOLE
 
 INFINITE = tl.constexpr(0x7F800000)
 """The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.dequantize import halves
-from lockstep.kernels.kv import KVDevice
-from lockstep.kernels.kv._turn import OF_VALUES as IN_VALUES
-from lockstep.kernels.kv._turn import WHOLE_HEAD as LARGEST
-from lockstep.kernels.kv._turn_device import flipped, flips, mixed
-from lockstep.kernels.kv.turboquant import LEAST as LEAST_EXPONENT
-from lockstep.kernels.kv.turboquant import MOST as MOST_EXPONENT
-from lockstep.kernels.kv.turboquant import POINTS
+from lockstep.kernels.device.hadamard import flipped, flips, mixed
+from lockstep.kernels.formats.kv import KVDevice
+from lockstep.kernels.formats.kv.hadamard import OF_VALUES as IN_VALUES
+from lockstep.kernels.formats.kv.hadamard import WHOLE_HEAD as LARGEST
+from lockstep.kernels.formats.kv.turboquant import LEAST as LEAST_EXPONENT
+from lockstep.kernels.formats.kv.turboquant import MOST as MOST_EXPONENT
+from lockstep.kernels.formats.kv.turboquant import POINTS
 
 LEAST = tl.constexpr(LEAST_EXPONENT)
 MOST = tl.constexpr(MOST_EXPONENT)

@@ -19,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
-from lockstep.kernels._rows import row_of
 from lockstep.kernels.architecture import shared_of, stages_within
 from lockstep.kernels.attention import SEGMENT, paged_attention
-from lockstep.kernels.attention._output import finished, store_output
+from lockstep.kernels.attention.epilogue import finished, store_output
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.device.kv_tile import cache_tile, pages_of
+from lockstep.kernels.device.ragged_rows import row_of
+from lockstep.kernels.formats.kv import KVCache
+from lockstep.kernels.formats.kv.launch import Opened, opened, token_bytes, unserved
 from lockstep.kernels.formats.weights.operand import target_of
-from lockstep.kernels.kv import KVCache
-from lockstep.kernels.kv._launch import Opened, opened, token_bytes, unserved
-from lockstep.kernels.kv._tile_device import cache_tile, pages_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
@@ -153,8 +153,8 @@ def _attend_kernel(
 ):  # fmt: skip
     """A block of one row's (token, head of a group): every so many spans of SPAN segments.
 
-    K_FETCH, K_UNPACK, V_..: how packed keys and values are read (lockstep.kernels.kv); None: they
-    are not packed.
+    K_FETCH, K_UNPACK, V_..: how packed keys and values are read (kernels.formats.kv); None:
+    they are not packed.
 
     FOLDS: the first span is folded, and written where a token needs no other; else it is one entry
     for its FIRST segments. Any other segment is an entry: tops, norms [S Q, entries, H] and
@@ -410,7 +410,7 @@ def paged_attention_triton(
     k = opened(k_cache, q.dtype, target)
     v = opened(v_cache, q.dtype, target)
     opaque = packed > 0 and not exact and target.assembly
-    apart = p.folds and v.block > 0  # what multiplies does not rotate back: _output.py says why
+    apart = p.folds and v.block > 0  # what multiplies does not rotate back: epilogue.py says why
     found = torch.empty_like(q, dtype=torch.float32) if apart else out
     own_gates = None if apart else gates
     _attend_kernel[(rows * kv_heads, blocks, p.parallel_spans)](

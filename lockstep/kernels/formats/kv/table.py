@@ -3,13 +3,13 @@
 import torch
 
 from lockstep.errors import ConfigError, choice_error
-from lockstep.kernels.kv import Codec, KVFormat
-from lockstep.kernels.kv.bf16 import FORMAT as BFLOAT16
-from lockstep.kernels.kv.fp8 import E4M3, E5M2
-from lockstep.kernels.kv.int8 import FORMAT as INT8
-from lockstep.kernels.kv.turboquant import PRESETS
+from lockstep.kernels.formats.kv import Codec, KVFormat
+from lockstep.kernels.formats.kv.bf16 import FORMAT as BFLOAT16
+from lockstep.kernels.formats.kv.fp8 import E4M3, E5M2
+from lockstep.kernels.formats.kv.int8 import FORMAT as INT8
+from lockstep.kernels.formats.kv.turboquant import PRESETS
 
-FORMATS: dict[str, KVFormat] = {
+KV_FORMATS: dict[str, KVFormat] = {
     "bfloat16": BFLOAT16,
     "fp8": E4M3,
     "fp8_e4m3": E4M3,
@@ -19,28 +19,28 @@ FORMATS: dict[str, KVFormat] = {
 }
 
 
-def known(name: str) -> str:
+def check_kv_cache_dtype(name: str) -> str:
     """A kv_cache_dtype. Raises ValueError where there is none of this name."""
-    if name not in names():
+    if name not in kv_cache_dtypes():
         raise ValueError(name)
     return name
 
 
-def names() -> tuple[str, ...]:
+def kv_cache_dtypes() -> tuple[str, ...]:
     """What kv_cache_dtype may say."""
-    return ("auto", *FORMATS)
+    return ("auto", *KV_FORMATS)
 
 
-def format_of(name: str, dtype: torch.dtype) -> KVFormat | None:
+def kv_format(name: str, dtype: torch.dtype) -> KVFormat | None:
     """The format of a kv_cache_dtype; None: the cache is of the model's dtype."""
     if name == "auto" or name == str(dtype).removeprefix("torch."):
         return None
-    return FORMATS[name]
+    return KV_FORMATS[name]
 
 
 def load_device_functions() -> None:
     """Import the kernels' side of every format. Needs Triton."""
-    for format in FORMATS.values():
+    for format in KV_FORMATS.values():
         for codec in (format.k, format.v, format.latent):
             if codec is not None and codec.device_at is not None:
                 codec.device()
@@ -58,7 +58,7 @@ def head_codecs(
     why_not = format.refusal(dim)
     if why_not is None:
         return format.k, format.v
-    usable = [name for name, one in FORMATS.items() if one.refusal(dim) is None]
+    usable = [name for name, one in KV_FORMATS.items() if one.refusal(dim) is None]
     allowed = f"{', '.join(('auto', *usable))}, since {why_not}"
     remedy = "Choose one of them for this model."
     raise choice_error(ConfigError, setting, format.name, allowed, remedy)
@@ -77,7 +77,9 @@ def latent_codec(
         if refusal is None:
             return format.latent
         why_not = refusal
-    usable = [name for name, one in FORMATS.items() if one.latent and not one.latent.refusal(dim)]
+    usable = [
+        name for name, one in KV_FORMATS.items() if one.latent and not one.latent.refusal(dim)
+    ]
     allowed = f"{', '.join(('auto', *usable))}, since {why_not}"
     remedy = "Choose one of them for multi-head latent attention."
     raise choice_error(ConfigError, setting, format.name, allowed, remedy)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Codec, KVFormat
+from lockstep.kernels.formats.kv import Codec, KVFormat
 
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 NAN = 0x7F
@@ -60,12 +60,12 @@ class Fp8(Codec):
 
     @property
     def device_at(self) -> str | None:
-        return f"lockstep.kernels.kv._fp8_device:{self.kind.upper()}"
+        return f"lockstep.kernels.formats.kv.fp8_triton:{self.kind.upper()}"
 
     @property
     def fragments_at(self) -> str | None:
         plain = self.kind == "e4m3" and self.constant is None
-        return "lockstep.kernels.kv._fp8_fragments:E4M3" if plain else None
+        return "lockstep.kernels.formats.kv.fp8_mma:E4M3" if plain else None
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class TokenFp8(Codec):
 
     @property
     def device_at(self) -> str | None:
-        return "lockstep.kernels.kv._fp8_device:TOKEN_E4M3"
+        return "lockstep.kernels.formats.kv.fp8_triton:TOKEN_E4M3"
 
 
 E4M3 = KVFormat("fp8_e4m3", Fp8("e4m3"), Fp8("e4m3"), scaled=True, latent=TokenFp8())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Codec, KVFormat
+from lockstep.kernels.formats.kv import Codec, KVFormat
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Bf16(Codec):
 
     @property
     def device_at(self) -> str | None:
-        return "lockstep.kernels.kv._bf16_device:DEVICE"
+        return "lockstep.kernels.formats.kv.bf16_triton:DEVICE"
 
 
 FORMAT = KVFormat("bfloat16", Bf16(), Bf16(), latent=Bf16())

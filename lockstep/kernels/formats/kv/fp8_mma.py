@@ -4,9 +4,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lockstep.kernels.kv import KVFragments
-from lockstep.kernels.kv._fp8_device import NATIVE_E4M3
-from lockstep.kernels.kv._mma_layouts import LEFT, bases, four_of, log2
+from lockstep.kernels.device.mma_layouts import LEFT, bases, four_of, log2
+from lockstep.kernels.formats.kv import KVFragments
+from lockstep.kernels.formats.kv.fp8_triton import NATIVE_E4M3
 
 PAIRS = gl.constexpr("""
 {

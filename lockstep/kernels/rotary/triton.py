@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.kv import KVCache
-from lockstep.kernels.kv._launch import opened, unserved
-from lockstep.kernels.kv._tile_device import store_packed
-from lockstep.kernels.kv._turn_device import turned
+from lockstep.kernels.device.hadamard import turned
+from lockstep.kernels.device.kv_tile import store_packed
+from lockstep.kernels.formats.kv import KVCache
+from lockstep.kernels.formats.kv.launch import opened, unserved
 from lockstep.kernels.norm.rms import inverse_rms, row_layout, row_sums, spread
 from lockstep.kernels.rotary import rope_and_cache
 
@@ -126,7 +126,7 @@ def _rope_and_cache_kernel(
 ):  # fmt: skip
     """HEADS heads of one token: of q in its first programs, of k and v in the rest.
 
-    K_STORE, V_STORE: how keys and values are packed (lockstep.kernels.kv); None: they are not.
+    K_STORE, V_STORE: how keys and values are packed (kernels.formats.kv); None: they are not.
     TURNED: numbers of a head that the packing of keys rotates together, and so q's too; 0: none.
     """
     Q: tl.constexpr = (H + HEADS - 1) // HEADS

@@ -2,7 +2,7 @@
 """paged_attention for long queries over packed caches on Hopper: pages are unpacked into a scratch,
 which hopper.py reads. By the law of packed caches no bit changes.
 
-Where the format leaves values rotated, hopper.py leaves its output in fp32 (_output.py).
+Where the format leaves values rotated, hopper.py leaves its output in fp32 (epilogue.py).
 """
 
 import torch
@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels._rows import row_of
-from lockstep.kernels.attention._output import finished
-from lockstep.kernels.attention._warpgroup import TILE
+from lockstep.kernels.attention.epilogue import finished
 from lockstep.kernels.attention.hopper import LONG, attend_prompts
+from lockstep.kernels.attention.warpgroup import TILE
+from lockstep.kernels.device.kv_tile import cache_tile
+from lockstep.kernels.device.ragged_rows import row_of
+from lockstep.kernels.formats.kv import PackedKV
+from lockstep.kernels.formats.kv.launch import Opened, opened
 from lockstep.kernels.formats.weights.operand import target_of
-from lockstep.kernels.kv import PackedKV
-from lockstep.kernels.kv._launch import Opened, opened
-from lockstep.kernels.kv._tile_device import cache_tile
 
 SCRATCH_BYTES = 160 << 20
 """Of keys and values unpacked at once, or of one row and KV head where that is more; rows, then KV

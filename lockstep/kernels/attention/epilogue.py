@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.activations._device import sigmoid
-from lockstep.kernels.kv._launch import Opened
-from lockstep.kernels.kv._turn_device import turned_back
+from lockstep.kernels.device.hadamard import turned_back
+from lockstep.kernels.formats.kv.launch import Opened
 
 TOKENS = 16
 """Of a program that rotates back."""

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""paged_attention of few query rows over packed caches on Hopper, in Gluon: paged.py's fold.
+"""paged_attention of few query rows over packed caches on Hopper, in Gluon: triton.py's fold.
 
 A program is one warp. It copies tiles of codes to shared memory, takes them from there into the
 registers of mma.sync's operands, and unpacks them there: no number of the model's dtype goes
 through shared memory, and no warp waits for another. Every segment is left as an entry for the
-second kernel of paged.py. See docs/kernels/attention.md.
+second kernel of triton.py. See docs/kernels/attention.md.
 """
 
 from typing import NamedTuple
@@ -16,12 +16,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from lockstep.kernels.attention._entries import MULTIPROCESSORS, Sizes, leave, part_of
-from lockstep.kernels.attention._warpgroup import NO_SCORE, TILES
-from lockstep.kernels.attention.paged import LOG2E, fold_entries
-from lockstep.kernels.kv import PackedKV
-from lockstep.kernels.kv._launch import opened
-from lockstep.kernels.kv._mma_layouts import LEFT, MMA, RIGHT, column_of
+from lockstep.kernels.attention.split_kv import MULTIPROCESSORS, Sizes, leave, part_of
+from lockstep.kernels.attention.triton import LOG2E, fold_entries
+from lockstep.kernels.attention.warpgroup import NO_SCORE, TILES
+from lockstep.kernels.device.mma_layouts import LEFT, MMA, RIGHT, column_of
+from lockstep.kernels.formats.kv import PackedKV
+from lockstep.kernels.formats.kv.launch import opened
 
 WARPS = 8
 """Of a multiprocessor: as many as its registers hold at 255 a thread. 8B, 8 x 1, 16,384, fp8: 87.3
@@ -30,7 +30,7 @@ WORD = 4
 """Bytes."""
 DIM = 128
 """Of heads. At 256 the output of 8 rows takes as many registers as that of 16 here, and a tile
-twice the shared memory: 249 us against 213 of hopper_packed.py (27B, 8 x 1, 32,768, fp8)."""
+twice the shared memory: 249 us against 213 of quantized_hopper.py (27B, 8 x 1, 32,768, fp8)."""
 COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))
 """Of one number for each row of queries."""
 

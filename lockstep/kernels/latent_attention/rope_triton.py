@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.kv import KVCache
-from lockstep.kernels.kv._launch import opened, unserved
-from lockstep.kernels.kv._tile_device import store_packed
+from lockstep.kernels.device.kv_tile import store_packed
+from lockstep.kernels.formats.kv import KVCache
+from lockstep.kernels.formats.kv.launch import opened, unserved
 from lockstep.kernels.latent_attention import latent_rope_and_cache
 from lockstep.kernels.norm.rms import inverse_rms, row_sum, spread
 
@@ -52,8 +52,8 @@ def _latent_rope_kernel(
 ):  # fmt: skip
     """HEADS heads of one token's q; in its last program, the latent and the shared key.
 
-    numbers, constant, COUNT, STORE: how latents are packed (lockstep.kernels.kv); STORE None: they
-    are not.
+    numbers, constant, COUNT, STORE: how latents are packed (kernels.formats.kv); STORE None:
+    they are not.
     """
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)

@@ -21,13 +21,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lockstep.kernels.attention import SEGMENT
 
 TILE = 64
-"""Keys of a tile: as many as in paged.py, since they are part of the definition."""
+"""Keys of a tile: as many as in triton.py, since they are part of the definition."""
 TILES = gl.constexpr(SEGMENT // TILE)
 """Tiles of a segment."""
 WIDTH = gl.constexpr(128)
 """Columns of a tile: the widest accumulator that leaves a thread enough registers."""
 NO_SCORE = gl.constexpr(-1e30)
-"""The maximum over no scores, as in paged.py."""
+"""The maximum over no scores, as in triton.py."""
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 N_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Codec, KVFormat
+from lockstep.kernels.formats.kv import Codec, KVFormat
 
 MOST = 127
 """The largest code: -128 is not used, so that x and -x have codes of one size."""
@@ -45,7 +45,7 @@ class Int8(Codec):
 
     @property
     def device_at(self) -> str | None:
-        return "lockstep.kernels.kv._int8_device:DEVICE"
+        return "lockstep.kernels.formats.kv.int8_triton:DEVICE"
 
 
 FORMAT = KVFormat("int8_per_token_head", Int8(), Int8(), latent=Int8())
