@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.config import DTYPES, EngineConfig, StepLimits
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
-from lockstep.kernels.kv import formats
+from lockstep.kernels.formats.kv.table import kv_format
 from lockstep.layers.build_context import Build
 from lockstep.layers.kv_format import KVLayers
 from lockstep.layers.linear import probe
@@ -175,7 +175,7 @@ def numerics(
 
 def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
     """What numerics call the KV format, with the layers that it leaves out; None: the dtype."""
-    format = formats.format_of(config.kv_cache_dtype, dtype)
+    format = kv_format(config.kv_cache_dtype, dtype)
     if format is None:
         return None
     skipped = ".".join(sorted(set(config.kv_cache_dtype_skip_layers)))
@@ -184,7 +184,7 @@ def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
 
 def kv_layers(config: EngineConfig, dtype: torch.dtype) -> KVLayers:
     """How the model's layers keep keys and values."""
-    format = formats.format_of(config.kv_cache_dtype, dtype)
+    format = kv_format(config.kv_cache_dtype, dtype)
     return KVLayers(format, config.kv_cache_dtype_skip_layers)
 
 
@@ -254,7 +254,7 @@ def build_draft(
     inexact = build.at("draft")
     inexact.exact = False
     asked = getattr(options, "kv_cache_dtype", None)
-    format = formats.format_of(asked or config.kv_cache_dtype, build.dtype)
+    format = kv_format(asked or config.kv_cache_dtype, build.dtype)
     inexact.kv = KVLayers(format, setting="speculative_config kv_cache_dtype")
     draft = drafting.build(options, checkpoint, model, inexact)
     model.taps = draft.taps

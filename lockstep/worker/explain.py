@@ -142,7 +142,7 @@ def _tiled(
 ) -> Iterator[tuple[str, str, Any]]:
     """(op, size, tokens -> tile) of what a module launches."""
     from lockstep.kernels.attention import SEGMENT
-    from lockstep.kernels.attention.paged import partition
+    from lockstep.kernels.attention.triton import partition
     from lockstep.kernels.linear.quantized import tile_of as packed_tile
     from lockstep.kernels.linear.quantized_tuning import UNPACK
     from lockstep.kernels.linear.tuning import lookup

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep.cache.specs import is_cached
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.kernels.architecture import Architecture
-from lockstep.kernels.kv.formats import load_device_functions
+from lockstep.kernels.formats.kv.table import load_device_functions
 from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint

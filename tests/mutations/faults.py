@@ -14,11 +14,11 @@ SAMPLING = "kernels.sampling"
 DELTA = "kernels.gated_delta_rule.cpu"
 ATTENTION = "kernels.attention.cpu"
 LATENTS = "kernels.latent_attention.cpu"
-LATENT_ROPE = "kernels.latent_attention"
+LATENT_ROPE = "kernels.latent_attention.contract"
 LATENT_LAYER = "layers.latent_attention"
 RINGS = "kernels.recurrent._cpu"
 NORM = "kernels.norm"
-ROTARY = "kernels.rotary"
+ROTARY = "kernels.rotary.contract"
 ROWS = "worker.rows"
 GRAMMAR_MASKS = "worker.grammar_masks"
 GRAMMAR = "text.grammars.compiler"
@@ -394,12 +394,12 @@ FAULTS = (
         "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
     ),
     Fault(
-        "a large body is parsed at once", "request", "serve.bodies", "BodyReader.read",
+        "a large body is parsed at once", "request", "serve.http.json_body", "BodyReader.read",
         "if len($body) < LARGE:\n"
         "    ...",
         "if $body:\n"
         "    ...",
-        "tests/serve/test_bodies.py::test_others_go_on_while_a_large_body_is_parsed",
+        "tests/serve/http/test_json_body.py::test_others_go_on_while_a_large_body_is_parsed",
     ),
     Fault(
         "bad_words match at the prompt's beginning", "sampler", SAMPLING, "_ban_words",
@@ -1130,7 +1130,7 @@ FAULTS = (
         "$mixed = self.attend($q, self.k_cache, self.v_cache, $step.page_table, "
         "$step.cu_seqlens, $step.starts, $step.shape.query_len, self.scale, $qkv if self.gated "
         "else None)",
-        "from lockstep.kernels.kv import unpacked\n"
+        "from lockstep.kernels.formats.kv import unpacked\n"
         "kept = (self.k_cache, self.v_cache)\n"
         "raw = [unpacked(side, $q.dtype).clone() for side in kept]\n"
         "if $step.shape.prompt:\n"
@@ -1142,14 +1142,14 @@ FAULTS = (
         f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "scales stay behind when a row moves to the host", "cache", "kernels.kv._packed",
+        "scales stay behind when a row moves to the host", "cache", "kernels.formats.kv.contract",
         "PackedKV.tensors",
         "return [self.codes] if self.numbers is None else [self.codes, self.numbers]",
         "return [self.codes]",
         f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "one scale for all heads of a token", "format", "kernels.kv.int8", "Int8.encode",
+        "one scale for all heads of a token", "format", "kernels.formats.kv.int8", "Int8.encode",
         "$wide = $x.float()\n"
         "...\n"
         "$scale = $wide.abs().amax(-1, keepdim=True) / MOST",
@@ -1159,14 +1159,14 @@ FAULTS = (
         f"{OF_KV}::test_int8_is_off_by_half_a_step",
     ),
     Fault(
-        "a kernel reads the scale of the first head", "packed", "kernels.kv._tile_device",
+        "a kernel reads the scale of the first head", "packed", "kernels.device.kv_tile",
         "_load_packed",
         "$numbers += ($token * ($HKV * $COUNT) + $kv * $COUNT)[:, None]",
         "$numbers += ($token * ($HKV * $COUNT))[:, None]",
         f"{OF_KV}::test_attention_over_packed_is_attention_over_unpacked",
     ),
     Fault(
-        "a kernel cuts fp8 off instead of rounding it", "packed", "kernels.kv._fp8_device",
+        "a kernel cuts fp8 off instead of rounding it", "packed", "kernels.formats.kv.fp8_triton",
         "_encode",
         "$large = $size - $REBIAS + $HALF + ($size >> $SHIFT & 1) >> $SHIFT",
         "$large = $size - $REBIAS >> $SHIFT",
@@ -1206,7 +1206,7 @@ FAULTS = (
         f"{OF_DEEPSEEK}::test_latents_in_every_format_against_transformers",
     ),
     Fault(
-        "one scale for all latents that a step writes", "format", "kernels.kv.fp8",
+        "one scale for all latents that a step writes", "format", "kernels.formats.kv.fp8",
         "TokenFp8.encode",
         "$wide = $x.float()\n"
         "$most = ($wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)",
@@ -1215,7 +1215,7 @@ FAULTS = (
         f"{OF_KV_LATENTS}::test_a_token_of_fp8_has_the_least_power_of_two",
     ),
     Fault(
-        "queries are not rotated as keys are", "format", "kernels.kv._reading", "turned",
+        "queries are not rotated as keys are", "format", "kernels.formats.kv.access", "turned",
         "return $x if $turn is None else $turn.forward($x).to($x.dtype)",
         "return $x",
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
@@ -1228,7 +1228,8 @@ FAULTS = (
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
     ),
     Fault(
-        "the points' own length is left out", "format", "kernels.kv.turboquant", "Rotated.encode",
+        "the points' own length is left out", "format", "kernels.formats.kv.turboquant",
+        "Rotated.encode",
         "$scaled = torch.where($usable, $blocks, 0.0) * _power(2 * ONE + 1 - $exponents)\n"
         "...\n"
         "$numbers = $norm / _squares($points).sqrt() * _power($exponents - 1)",
@@ -1239,7 +1240,7 @@ FAULTS = (
     ),
     Fault(
         "a kernel takes the first number for all blocks of values", "packed",
-        "kernels.kv._turboquant_device", "_number",
+        "kernels.formats.kv.turboquant_triton", "_number",
         "$block = $octet // (4 * $BLOCK // $D)",
         "$block = $octet * 0",
         f"{OF_KV}::test_values_of_two_blocks_are_read",

@@ -11,7 +11,7 @@ import pytest
 from lockstep import LLM
 from lockstep.outputs import CompletionOutput
 from lockstep.worker.build import find_model
-from tests.serve.live import CALL, CODE, TOOLS, serving
+from tests.serve.live_server import CALL, CODE, TOOLS, serving
 
 SETTINGS: dict[str, Any] = {
     "max_model_len": 512,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine.engine import Engine
-from lockstep.kernels.kv.formats import FORMATS
+from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.step import PAGE_SIZE
 from lockstep.worker import rows
 from lockstep.worker.hooks import CheckHooks
@@ -93,7 +93,7 @@ def answers(llm: LLM, *prompts: list[int]) -> list[list[int]]:
 
 
 def test_every_format_is_moved_here() -> None:
-    assert {format.name for format in FORMATS.values()} <= set(TOKEN_BYTES)
+    assert {format.name for format in KV_FORMATS.values()} <= set(TOKEN_BYTES)
 
 
 @pytest.mark.parametrize("kind", TOKEN_BYTES)
