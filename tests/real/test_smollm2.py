@@ -18,7 +18,7 @@ from lockstep.kernels.formats.kv.table import kv_cache_dtypes
 from lockstep.models.gguf.tensors import gguf_shards
 from lockstep.quantization.weight_sink import PLAIN
 from tests.real import smollm2
-from tests.serve.process import served
+from tests.serve.server_process import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 QUESTIONS = (
