@@ -19,7 +19,7 @@ from lockstep.engine.build import Progress
 from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import EngineDeadError, RequestError
-from lockstep.models.loader import Loaded
+from lockstep.models.loader import LoadResult
 from lockstep.runner.floor import StepCosts
 from lockstep.runner.rows import check_ids
 from lockstep.runner.runner import InFlightStep
@@ -42,7 +42,7 @@ class Facts:
 
     config: EngineConfig
     plan: Plan
-    loaded: Loaded | None
+    loaded: LoadResult | None
     vocab_size: int
     fingerprint: str
     costs: StepCosts

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.linear import linear, segments
-from lockstep.layers.build_context import Build
-from lockstep.quantization import Layout, Module, Packing, Slot
+from lockstep.layers.build_context import BuildContext
+from lockstep.quantization import CheckpointLinear, Layout, WeightFormat, WeightSink
 
 WALKED = 4
 """Layers of one shape whose weights a probe walks through: more than a GPU's cache holds."""
@@ -20,7 +20,7 @@ JOINED = 1 << 22
 """Numbers that are unpacked when they are loaded, at most, so that what is packed is one product
 with the plain weights beside it: as many take 1.0 (8 bits) to 1.5 us (4 bits) longer to read from
 an H200's memory, and a launch of its own takes 2.8."""
-Target = Tensor | Slot
+Target = Tensor | WeightSink
 """What a tensor of the checkpoint fills: a tensor as it is, or whatever takes it over."""
 
 
@@ -39,7 +39,7 @@ class Weight(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         k: int,
         runs: Sequence[Run],
         stands: nn.Parameter | PackedWeight | None = None,
@@ -62,7 +62,7 @@ class Weight(nn.Module):
         if self.packed is None:
             self.weight = self._matrix(build)
 
-    def _matrix(self, build: Build) -> nn.Parameter:
+    def _matrix(self, build: BuildContext) -> nn.Parameter:
         """Room for the weight, plain."""
         return build.matrix(*self.shape)
 
@@ -129,7 +129,7 @@ class Product(Weight):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         k: int,
         runs: Sequence[Run],
         *,
@@ -162,7 +162,7 @@ def _named(runs: Sequence[Run], unpacked: bool) -> str:
     return "; ".join(found) + ", unpacked when loaded" * (unpacked and bool(found))
 
 
-def runs_of(build: Build, modules: Sequence[Module]) -> list[Run]:
+def runs_of(build: BuildContext, modules: Sequence[CheckpointLinear]) -> list[Run]:
     """How linear maps lie in the checkpoint, neighbours together that lie alike, or do so once each
     of their outputs has scales of its own."""
     parts = [(build.layout(module), module.outputs) for module in modules]
@@ -186,7 +186,7 @@ def products_of(runs: Sequence[Run], k: int) -> list[list[Run]]:
 
 
 def filled(
-    name: str, weight: Tensor | PackedWeight, packing: Packing | None, read: Module
+    name: str, weight: Tensor | PackedWeight, packing: WeightFormat | None, read: CheckpointLinear
 ) -> dict[str, Target]:
     """Names of a linear map's tensors in the checkpoint, called `name` there, -> what they fill:
     one weight where it is not packed, else what its format has."""
@@ -212,7 +212,7 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         inputs: int,
         outputs: Mapping[str, int],
         *,
@@ -301,7 +301,7 @@ class Linear(nn.Module):
 
     def _ordered(self, name: str, target: Tensor) -> Target:
         order = self.orders.get(name)
-        return target if order is None else Slot.plain(target, lambda tensor: tensor[order])
+        return target if order is None else WeightSink.plain(target, lambda tensor: tensor[order])
 
     def _rows(self, index: int) -> slice:
         begin = sum(self.outputs[:index])
@@ -324,7 +324,7 @@ class ResidualLinear(PartialLinear):
 class Embedding(nn.Module):
     """ids [T] -> [T, H]. Out-of-range ids cannot occur: drafts of -1 are clamped by the table."""
 
-    def __init__(self, build: Build, vocab: int, hidden: int) -> None:
+    def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = build.matrix(vocab, hidden)
 
@@ -338,7 +338,7 @@ class Head(Product):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         vocab: int,
         hidden: int,
         stands: nn.Parameter | PackedWeight | None = None,
@@ -353,7 +353,7 @@ class Head(Product):
         return filled("lm_head", self.stored_rows(0, self.shape[0]), self.packing, self.read)
 
 
-def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:
+def probe(build: BuildContext, model: nn.Module, rows: Sequence[int]) -> None:
     """Lets cuBLAS serve linears at these numbers of rows where it is exact and faster.
 
     The weights are loaded and nothing is captured yet. The build's choices say what was found.

@@ -773,7 +773,7 @@ FAULTS = (
     ),
     Fault(
         "a rule of dynamic does not leave a module out", "format", GPTQ, "GPTQ.asked",
-        "return Asked($scheme, False, f'{WITHIN}dynamic[{$rule.text[:100]!r}]')",
+        "return ModuleScheme($scheme, False, f'{SETTINGS_PREFIX}dynamic[{$rule.text[:100]!r}]')",
         "continue",
         f"{REFUSED}::test_settings_decide_alone_where_there_are_no_files",
     ),
@@ -883,7 +883,7 @@ FAULTS = (
     Fault(
         "small projections and draft modules rounded to nearest", "format",
         "quantization.round_to_nearest", "RoundToNearest.layout",
-        "if usually_plain($module):\n"
+        "if is_usually_unquantized($module):\n"
         "    ...",
         "if $module.path == 'lm_head':\n"
         "    ...",
