@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from lockstep.kernels.architecture import HOPPER, stages_within
-from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, PackedWeight
+from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, QuantizedWeight
 from lockstep.kernels.formats.weights.operand import columns_of, multiplies_by_mma_sync, stages_of
 
 FEW_PAIRS = 128
@@ -134,7 +134,7 @@ def fitting(tile: Tile, dtype: torch.dtype, arch: int) -> Tile:
     return replace(tile, stages=stages_within(tile.stages, loaded, 0, arch))
 
 
-def packed_fitting(tile: Tile, weight: PackedWeight, arch: int) -> Tile:
+def packed_fitting(tile: Tile, weight: QuantizedWeight, arch: int) -> Tile:
     """The tile on an architecture, for a packed weight: columns that hold its groups whole or in
     part, as many stages as fit."""
     in_registers = arch == HOPPER or multiplies_by_mma_sync(arch)
