@@ -29,8 +29,8 @@ from lockstep.engine.process import ProcessTransport
 from lockstep.llm import processor_of
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
-from lockstep.serve.hosted import served_engine
-from lockstep.serve.run import Address, Options, serve
+from lockstep.serve.engine_factory import served_engine
+from lockstep.serve.server import Address, Options, serve
 from lockstep.text.settings import TextSettings
 
 STEP_SECONDS = 120.0

@@ -14,7 +14,7 @@ from lockstep.engine.host import PULSE_SECONDS
 from lockstep.engine.stats import Stats
 from lockstep.errors import ConfigError, EngineDeadError
 from lockstep.kernels.compiler_signals import run_empty_pass
-from lockstep.serve.hosted import served_engine
+from lockstep.serve.engine_factory import served_engine
 from lockstep.text.settings import TextSettings
 
 PATIENCE = 90.0

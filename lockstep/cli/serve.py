@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
     from lockstep.engine.engine import Facts
     from lockstep.runner.rates import Rates
-    from lockstep.serve.run import Address, Options
-    from lockstep.serve.traces import Traces
+    from lockstep.serve.server import Address, Options
+    from lockstep.serve.telemetry.traces import Traces
     from lockstep.text.processor import Processor
 
     Served = tuple[Transport, Processor, Facts, Rates | None]
@@ -40,9 +40,9 @@ def serve(
     settings: dict[str, Any],
 ) -> None:
     """Serve the APIs of OpenAI and Anthropic until interrupted."""
-    from lockstep.serve.guard import default_hosts
-    from lockstep.serve.run import Address, Options
-    from lockstep.serve.service import Limits
+    from lockstep.serve.http.access import default_hosts
+    from lockstep.serve.requests.service import Limits
+    from lockstep.serve.server import Address, Options
 
     named = server.allowed_hosts
     hosts = tuple(name.strip() for name in named.split(",")) if named else None
@@ -88,7 +88,7 @@ def _traces(endpoint: str | None) -> "Iterator[Traces | None]":
     if endpoint is None:
         yield None
         return
-    from lockstep.serve.traces import Traces, otlp_exporter
+    from lockstep.serve.telemetry.traces import Traces, otlp_exporter
 
     with contextlib.closing(Traces(otlp_exporter(endpoint))) as traces:
         yield traces
@@ -105,9 +105,9 @@ def _run(
     """Binds first, so that nobody loads a model in vain."""
     from lockstep.engine.async_engine import AsyncEngine
     from lockstep.runner.floor import StepFloors
-    from lockstep.serve.guard import is_loopback
-    from lockstep.serve.metrics import cache_config
-    from lockstep.serve.run import serve as run
+    from lockstep.serve.http.access import is_loopback
+    from lockstep.serve.server import serve as run
+    from lockstep.serve.telemetry.metrics import cache_config
 
     listener = address.bind()
     for name in address.unused():
@@ -160,7 +160,7 @@ def _in_process(settings: dict[str, Any], options: "Options") -> "Served":
     from lockstep.engine.process import ProcessTransport
     from lockstep.engine_args import EngineArgs
     from lockstep.llm import processor_of
-    from lockstep.serve.hosted import served_engine
+    from lockstep.serve.engine_factory import served_engine
 
     config, text = EngineArgs(**settings).read()
     make = partial(served_engine, config, text, options.logs)
@@ -182,7 +182,7 @@ def _rules(
     mebibytes: float,
     root: str = "",
 ) -> Any:
-    from lockstep.serve.guard import MEBIBYTE, Rules
+    from lockstep.serve.http.access import MEBIBYTE, Rules
 
     found = [*(keys or ()), *(read_keys(key_file) if key_file is not None else ())]
     if any(not key.strip() or not key.isprintable() for key in found) or len(found) > MOST_KEYS:
@@ -232,7 +232,7 @@ def _pages(server: ServerSettings) -> Any:
 
 def _tls(server: ServerSettings) -> dict[str, Any]:
     """uvicorn's settings; {} without TLS. Raises ConfigError, before a model is loaded."""
-    from lockstep.serve.run import check_tls
+    from lockstep.serve.server import check_tls
 
     if server.ssl_certfile is None:
         if server.ssl_keyfile or server.ssl_ca_certs or server.ssl_cert_reqs:

@@ -28,8 +28,8 @@ from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Product
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.shards import has_weights
-from lockstep.quant import packing_of
+from lockstep.models.weight_files import has_weights
+from lockstep.quantization import packing_of
 from lockstep.runner import memory
 from lockstep.runner.planner import why_not
 from lockstep.step import PAGE_SIZE
@@ -142,7 +142,7 @@ def _tiled(
 ) -> Iterator[tuple[str, str, Any]]:
     """(op, size, tokens -> tile) of what a module launches."""
     from lockstep.kernels.attention import SEGMENT
-    from lockstep.kernels.attention.paged import partition
+    from lockstep.kernels.attention.triton import partition
     from lockstep.kernels.linear.quantized import tile_of as packed_tile
     from lockstep.kernels.linear.quantized_tuning import UNPACK
     from lockstep.kernels.linear.tuning import lookup

@@ -17,16 +17,16 @@ from lockstep.config import DTYPES, EngineConfig, StepLimits
 from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
-from lockstep.kernels.kv import formats
-from lockstep.layers.build import Build
-from lockstep.layers.kv import KVLayers
+from lockstep.kernels.formats.kv.table import kv_format
+from lockstep.layers.build_context import Build
+from lockstep.layers.kv_format import KVLayers
 from lockstep.layers.linear import probe
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.config_reader import ConfigReader
 from lockstep.models.hub import folder_of
 from lockstep.models.loader import Loaded, build_model, fill_dummy, load_weights
-from lockstep.models.reading import ConfigReader
 from lockstep.models.rope import longest_sequence
-from lockstep.quant import Packing
+from lockstep.quantization import Packing
 from lockstep.runner import memory
 from lockstep.runner.program import Drafter, Program
 from lockstep.runner.sampler import Sampler
@@ -175,7 +175,7 @@ def numerics(
 
 def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
     """What numerics call the KV format, with the layers that it leaves out; None: the dtype."""
-    format = formats.format_of(config.kv_cache_dtype, dtype)
+    format = kv_format(config.kv_cache_dtype, dtype)
     if format is None:
         return None
     skipped = ".".join(sorted(set(config.kv_cache_dtype_skip_layers)))
@@ -184,7 +184,7 @@ def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
 
 def kv_layers(config: EngineConfig, dtype: torch.dtype) -> KVLayers:
     """How the model's layers keep keys and values."""
-    format = formats.format_of(config.kv_cache_dtype, dtype)
+    format = kv_format(config.kv_cache_dtype, dtype)
     return KVLayers(format, config.kv_cache_dtype_skip_layers)
 
 
@@ -254,7 +254,7 @@ def build_draft(
     inexact = build.at("draft")
     inexact.exact = False
     asked = getattr(options, "kv_cache_dtype", None)
-    format = formats.format_of(asked or config.kv_cache_dtype, build.dtype)
+    format = kv_format(asked or config.kv_cache_dtype, build.dtype)
     inexact.kv = KVLayers(format, setting="speculative_config kv_cache_dtype")
     draft = drafting.build(options, checkpoint, model, inexact)
     model.taps = draft.taps

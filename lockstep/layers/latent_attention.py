@@ -5,15 +5,15 @@ from torch import Tensor, nn
 
 from lockstep.cache.kv import kv_tensors, latent_caches, latent_spec
 from lockstep.cache.specs import Spec
+from lockstep.kernels.formats.kv import KVCache, Turn
+from lockstep.kernels.formats.kv.table import latent_codec
 from lockstep.kernels.head_linear import head_linear
-from lockstep.kernels.kv import KVCache, Turn
-from lockstep.kernels.kv.formats import latent_codec
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Linear, ResidualLinear, Target, filled
 from lockstep.layers.norm import Norm, RMSNorm
 from lockstep.layers.rotary import Rotary
-from lockstep.quant import Slot
+from lockstep.quantization import Slot
 from lockstep.step import Step
 
 NORM_EPS = 1e-6

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import choose_split_k, linear
-from lockstep.layers.build import Build
-from lockstep.quant import Layout, Module, Packing, Slot
+from lockstep.layers.build_context import Build
+from lockstep.quantization import Layout, Module, Packing, Slot
 
 WALKED = 4
 """Layers of one shape whose weights a probe walks through: more than a GPU's cache holds."""

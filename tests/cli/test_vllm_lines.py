@@ -24,8 +24,8 @@ from lockstep.cli import app
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.engine.build import pick_device, step_limits
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.quant import packing_of
-from tests.quant.disk import Codes, draw, gptq, set_config, write
+from lockstep.quantization import packing_of
+from tests.quantization.disk import Codes, draw, gptq, set_config, write
 from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -100,7 +100,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr("lockstep.llm.Engine", stop)
     monkeypatch.setattr("lockstep.engine.process.ProcessTransport", stop_process)
-    monkeypatch.setattr("lockstep.serve.run.Address.bind", lambda address: socket.socket())
+    monkeypatch.setattr("lockstep.serve.server.Address.bind", lambda address: socket.socket())
 
     def run(line: str, model: str) -> tuple[EngineConfig, StepLimits, str]:
         shown = invoke(words(line, model))
@@ -248,7 +248,7 @@ def test_errors_are_one_line_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("sys.argv", ["lockstep", "serve", folder, *shlex.split(arguments)])
-    monkeypatch.setattr("lockstep.serve.run.Address.bind", lambda address: socket.socket())
+    monkeypatch.setattr("lockstep.serve.server.Address.bind", lambda address: socket.socket())
     with pytest.raises(SystemExit) as ended:
         main()
     shown = capsys.readouterr().err

@@ -14,14 +14,14 @@ SAMPLING = "kernels.sampling"
 DELTA = "kernels.gated_delta_rule.cpu"
 ATTENTION = "kernels.attention.cpu"
 LATENTS = "kernels.latent_attention.cpu"
-LATENT_ROPE = "kernels.latent_attention"
+LATENT_ROPE = "kernels.latent_attention.contract"
 LATENT_LAYER = "layers.latent_attention"
 RINGS = "kernels.recurrent._cpu"
 NORM = "kernels.norm"
-ROTARY = "kernels.rotary"
+ROTARY = "kernels.rotary.contract"
 ROWS = "runner.rows"
 GRAMMAR_MASKS = "runner.grammar_masks"
-GRAMMAR = "text.grammar"
+GRAMMAR = "text.grammars.compiler"
 RUNNER = "runner.runner"
 RECURRENT_CPU = "kernels.recurrent._cpu"
 PROMPT_ROWS = "kernels.recurrent.prompt"
@@ -29,18 +29,18 @@ SCHEDULER = "scheduling.scheduler"
 GROUPS = "cache.groups"
 HOST = "cache.host"
 TRANSFERS = "runner.transfers"
-GPTQ = "quant.gptq"
-STORAGE = "quant.storage"
+GPTQ = "quantization.gptq"
+STORAGE = "quantization.storage"
 PACKED = "kernels.formats.weights.weights"
 EXPERTS = "kernels.experts.cpu"
 ROUTE = "kernels.route.contract"
 LINEAR = "layers.linear"
 MOE = "layers.moe"
-VECTORS = "tests/quant/test_vectors.py"
-STORED = "tests/quant/test_stored.py"
+VECTORS = "tests/quantization/test_vectors.py"
+STORED = "tests/quantization/test_stored.py"
 STORED_MAPS = f"{STORED}::test_a_map_is_what_its_tensors_stand_for"
-REFUSED = "tests/quant/test_refused.py"
-OF_CHECKPOINTS = "tests/quant/test_expert_checkpoints.py"
+REFUSED = "tests/quantization/test_refused.py"
+OF_CHECKPOINTS = "tests/quantization/test_expert_checkpoints.py"
 OF_EXPERTS = "tests/kernels/test_experts.py"
 OF_ROUTE = "tests/kernels/test_route.py"
 OF_PACKED = "tests/kernels/test_quantized_weights.py"
@@ -387,18 +387,19 @@ FAULTS = (
         "tests/engine/test_ahead.py::test_the_next_waits_for_room",
     ),
     Fault(
-        "tools that are shown may all be called", "text", "text.tool_grammar", "ToolChoice.lets",
+        "tools that are shown may all be called", "text", "text.grammars.tool_calls",
+        "ToolChoice.lets",
         "return self.names is None or $name in self.names",
         "return True",
-        "tests/text/test_tool_grammar.py::test_every_call_of_a_writer_fits",
+        "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
     ),
     Fault(
-        "a large body is parsed at once", "request", "serve.bodies", "BodyReader.read",
+        "a large body is parsed at once", "request", "serve.http.json_body", "BodyReader.read",
         "if len($body) < LARGE:\n"
         "    ...",
         "if $body:\n"
         "    ...",
-        "tests/serve/test_bodies.py::test_others_go_on_while_a_large_body_is_parsed",
+        "tests/serve/http/test_json_body.py::test_others_go_on_while_a_large_body_is_parsed",
     ),
     Fault(
         "bad_words match at the prompt's beginning", "sampler", SAMPLING, "_ban_words",
@@ -755,7 +756,7 @@ FAULTS = (
         f"{VECTORS}::test_zero_points_of_zero_borrow",
     ),
     Fault(
-        "AutoRound's older name of its tensors not read", "format", "quant.auto_round",
+        "AutoRound's older name of its tensors not read", "format", "quantization.auto_round",
         "_packing_format",
         "$name = $c.called('packing_format', 'backend')",
         "$name = 'packing_format'",
@@ -788,12 +789,13 @@ FAULTS = (
         f"{REFUSED}::test_the_first_rule_that_matches_wins",
     ),
     Fault(
-        "steps of GGUF scales one too large", "format", "quant.gguf_packing", "_store_by_group",
+        "steps of GGUF scales one too large", "format", "quantization.gguf_format",
+        "_store_by_group",
         "$bases.copy_($base.view($bases.shape))\n"
         "$numbers.copy_($steps.view($numbers.shape))",
         "$bases.copy_($base.view($bases.shape))\n"
         "$numbers.copy_($steps.view($numbers.shape) + 1)",
-        "tests/quant/test_gguf_packing.py::test_values_are_those_of_the_file",
+        "tests/quantization/test_gguf_format.py::test_values_are_those_of_the_file",
     ),
     Fault(
         "high bits of GGUF codes in reverse order", "packed",
@@ -803,19 +805,19 @@ FAULTS = (
         "tests/kernels/test_gguf_ptx.py::test_words_are_dequantized_as_the_type_says",
     ),
     Fault(
-        "AWQ's order of nibbles the wrong way round", "format", "quant.awq", "",
+        "AWQ's order of nibbles the wrong way round", "format", "quantization.awq", "",
         "AWQ_BITS * ORDER.index(output)",
         "AWQ_BITS * ORDER[output]",
         f"{VECTORS}::test_awq",
     ),
     Fault(
-        "AWQ's zero points in plain order", "format", "quant.awq", "_fill_zeros",
+        "AWQ's zero points in plain order", "format", "quantization.awq", "_fill_zeros",
         "$zeros = unpacked_words($words, SHIFTS, AWQ_BITS, dim=1)",
         "$zeros = unpacked_words($words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)",
         f"{VECTORS}::test_awq",
     ),
     Fault(
-        "AutoRound's packings all read as version 1", "format", "quant.auto_round", "",
+        "AutoRound's packings all read as version 1", "format", "quantization.auto_round", "",
         "{'auto_round:auto_gptq': 1, 'auto_round:gptq': 1, 'auto_gptq': 1, 'gptq': 1, 'auto': "
         "1, 'auto_round:gptqmodel': 0, 'auto_round': 0}",
         "{'auto_round:auto_gptq': 1, 'auto_round:gptq': 1, 'auto_gptq': 1, 'gptq': 1, 'auto': "
@@ -823,10 +825,10 @@ FAULTS = (
         f"{VECTORS}::test_auto_round",
     ),
     Fault(
-        "bits of extra_config ignored", "format", "quant.auto_round", "AutoRound._scheme",
+        "bits of extra_config ignored", "format", "quantization.auto_round", "AutoRound._scheme",
         "$found = replace(self.scheme.overridden($c), act_order=False)",
         "$found = self.scheme",
-        "tests/quant/test_checkpoints.py::test_auto_round_on_a_hybrid",
+        "tests/quantization/test_checkpoints.py::test_auto_round_on_a_hybrid",
     ),
     Fault(
         "the scale of the block below at a block's edge", "format", STORAGE, "by_row",
@@ -873,26 +875,27 @@ FAULTS = (
         STORED_MAPS,
     ),
     Fault(
-        "modules that ModelOpt excludes are packed", "format", "quant.modelopt", "ModelOpt.storage",
+        "modules that ModelOpt excludes are packed", "format", "quantization.modelopt",
+        "ModelOpt.storage",
         "$entry = self.excluded.find($module)",
         "$entry = None",
         f"{STORED}::test_settings_that_contradict_the_tensors_are_refused",
     ),
     Fault(
         "small projections and draft modules rounded to nearest", "format",
-        "quant.round_to_nearest", "RoundToNearest.layout",
+        "quantization.round_to_nearest", "RoundToNearest.layout",
         "if usually_plain($module):\n"
         "    ...",
         "if $module.path == 'lm_head':\n"
         "    ...",
-        "tests/quant/test_round_to_nearest.py::test_answers_are_those_of_the_rounded_weights",
+        "tests/quantization/test_round_to_nearest.py::test_answers_are_those_of_the_rounded_weights",
     ),
     # Where weights go.
     Fault(
         "parts of a fused product filled in the wrong order", "slots", LINEAR, "Linear.weights",
         "$part = self.part($index)",
         "$part = self.part(-1 - $index if len(set(self.outputs)) == 1 else $index)",
-        "tests/quant/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
+        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
     ),
     Fault(
         "a product behind another packed part begins at its first row", "slots", LINEAR,
@@ -900,7 +903,7 @@ FAULTS = (
         "return $product.stored_rows($rows.start - $first, $rows.stop - $first)",
         "size = $rows.stop - $rows.start\n"
         "return $product.stored_rows(0, size)",
-        "tests/quant/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
+        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
     ),
     Fault(
         "packed rows stay in the checkpoint's order", "slots", LINEAR, "Linear.finish",
@@ -1128,7 +1131,7 @@ FAULTS = (
         "$mixed = self.attend($q, self.k_cache, self.v_cache, $step.page_table, "
         "$step.cu_seqlens, $step.starts, $step.shape.query_len, self.scale, $qkv if self.gated "
         "else None)",
-        "from lockstep.kernels.kv import unpacked\n"
+        "from lockstep.kernels.formats.kv import unpacked\n"
         "kept = (self.k_cache, self.v_cache)\n"
         "raw = [unpacked(side, $q.dtype).clone() for side in kept]\n"
         "if $step.shape.prompt:\n"
@@ -1140,14 +1143,14 @@ FAULTS = (
         f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "scales stay behind when a row moves to the host", "cache", "kernels.kv._packed",
+        "scales stay behind when a row moves to the host", "cache", "kernels.formats.kv.contract",
         "PackedKV.tensors",
         "return [self.codes] if self.numbers is None else [self.codes, self.numbers]",
         "return [self.codes]",
         f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "one scale for all heads of a token", "format", "kernels.kv.int8", "Int8.encode",
+        "one scale for all heads of a token", "format", "kernels.formats.kv.int8", "Int8.encode",
         "$wide = $x.float()\n"
         "...\n"
         "$scale = $wide.abs().amax(-1, keepdim=True) / MOST",
@@ -1157,14 +1160,14 @@ FAULTS = (
         f"{OF_KV}::test_int8_is_off_by_half_a_step",
     ),
     Fault(
-        "a kernel reads the scale of the first head", "packed", "kernels.kv._tile_device",
+        "a kernel reads the scale of the first head", "packed", "kernels.device.kv_tile",
         "_load_packed",
         "$numbers += ($token * ($HKV * $COUNT) + $kv * $COUNT)[:, None]",
         "$numbers += ($token * ($HKV * $COUNT))[:, None]",
         f"{OF_KV}::test_attention_over_packed_is_attention_over_unpacked",
     ),
     Fault(
-        "a kernel cuts fp8 off instead of rounding it", "packed", "kernels.kv._fp8_device",
+        "a kernel cuts fp8 off instead of rounding it", "packed", "kernels.formats.kv.fp8_triton",
         "_encode",
         "$large = $size - $REBIAS + $HALF + ($size >> $SHIFT & 1) >> $SHIFT",
         "$large = $size - $REBIAS >> $SHIFT",
@@ -1204,7 +1207,7 @@ FAULTS = (
         f"{OF_DEEPSEEK}::test_latents_in_every_format_against_transformers",
     ),
     Fault(
-        "one scale for all latents that a step writes", "format", "kernels.kv.fp8",
+        "one scale for all latents that a step writes", "format", "kernels.formats.kv.fp8",
         "TokenFp8.encode",
         "$wide = $x.float()\n"
         "$most = ($wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)",
@@ -1213,7 +1216,7 @@ FAULTS = (
         f"{OF_KV_LATENTS}::test_a_token_of_fp8_has_the_least_power_of_two",
     ),
     Fault(
-        "queries are not rotated as keys are", "format", "kernels.kv._reading", "turned",
+        "queries are not rotated as keys are", "format", "kernels.formats.kv.access", "turned",
         "return $x if $turn is None else $turn.forward($x).to($x.dtype)",
         "return $x",
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
@@ -1226,7 +1229,8 @@ FAULTS = (
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
     ),
     Fault(
-        "the points' own length is left out", "format", "kernels.kv.turboquant", "Rotated.encode",
+        "the points' own length is left out", "format", "kernels.formats.kv.turboquant",
+        "Rotated.encode",
         "$scaled = torch.where($usable, $blocks, 0.0) * _power(2 * ONE + 1 - $exponents)\n"
         "...\n"
         "$numbers = $norm / _squares($points).sqrt() * _power($exponents - 1)",
@@ -1237,7 +1241,7 @@ FAULTS = (
     ),
     Fault(
         "a kernel takes the first number for all blocks of values", "packed",
-        "kernels.kv._turboquant_device", "_number",
+        "kernels.formats.kv.turboquant_triton", "_number",
         "$block = $octet // (4 * $BLOCK // $D)",
         "$block = $octet * 0",
         f"{OF_KV}::test_values_of_two_blocks_are_read",

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine.engine import Engine
 from lockstep.engine.hooks import CheckHooks
-from lockstep.kernels.kv.formats import FORMATS
+from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.runner import rows
 from lockstep.step import PAGE_SIZE
 from tests.tiny_model import THREE_LAYERS, make_model
@@ -93,7 +93,7 @@ def answers(llm: LLM, *prompts: list[int]) -> list[list[int]]:
 
 
 def test_every_format_is_moved_here() -> None:
-    assert {format.name for format in FORMATS.values()} <= set(TOKEN_BYTES)
+    assert {format.name for format in KV_FORMATS.values()} <= set(TOKEN_BYTES)
 
 
 @pytest.mark.parametrize("kind", TOKEN_BYTES)

@@ -11,7 +11,7 @@ import pytest
 from lockstep import LLM
 from lockstep.engine.build import find_model
 from lockstep.outputs import CompletionOutput
-from tests.serve.live import CALL, CODE, TOOLS, serving
+from tests.serve.live_server import CALL, CODE, TOOLS, serving
 
 SETTINGS: dict[str, Any] = {
     "max_model_len": 512,

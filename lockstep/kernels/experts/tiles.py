@@ -100,11 +100,11 @@ long as the products of about 400 pairs (4.3 TB/s, 790 TFLOP/s). So it pays from
 prompts of 8,192 tokens at 8 of 256, 256 pairs an expert, keep well below. An estimate."""
 
 
-def are_few(tokens: int, slots: int, experts: int, packed: bool = False) -> bool:
+def are_few(tokens: int, slots: int, experts: int, quantized: bool = False) -> bool:
     """Whether the form for few tokens serves: by T, since the others are a model's. packed: as down
     is."""
     places = tokens * (1 << (slots - 1).bit_length())
-    if packed and places > experts // FEW_OF_PACKED:
+    if quantized and places > experts // FEW_OF_PACKED:
         return tokens == 1
     return tokens == 1 or tokens * slots <= min(FEW_PAIRS, experts // FEW_OF_EXPERTS)
 
