@@ -17,7 +17,7 @@ from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.bench_types import MOST_CALLS, BenchEnv, Made, Model, OpBenchmark
 from lockstep.kernels.formats.kv import KVFormat
 from lockstep.kernels.timing import REPEATS, seconds_per_call
-from lockstep.runner.floor import Part
+from lockstep.worker.roofline import Part
 
 FEWEST_CALLS = {"cuda": 20, "cpu": 2}
 OTHER_ROWS = (1, 2, 3, 7, 8, 33)

@@ -19,10 +19,10 @@ from lockstep.settings import read_named, why_unread
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
     from lockstep.engine.engine import Facts
-    from lockstep.runner.rates import Rates
     from lockstep.serve.server import Address, Options
     from lockstep.serve.telemetry.traces import Traces
     from lockstep.text.processor import Processor
+    from lockstep.worker.device_rates import Rates
 
     Served = tuple[Transport, Processor, Facts, Rates | None]
 
@@ -104,10 +104,10 @@ def _run(
 ) -> None:
     """Binds first, so that nobody loads a model in vain."""
     from lockstep.engine.async_engine import AsyncEngine
-    from lockstep.runner.floor import StepFloors
     from lockstep.serve.http.access import is_loopback
     from lockstep.serve.server import serve as run
     from lockstep.serve.telemetry.metrics import cache_config
+    from lockstep.worker.roofline import StepFloors
 
     listener = address.bind()
     for name in address.unused():
@@ -147,8 +147,8 @@ def _run(
 
 def _in_thread(settings: dict[str, Any]) -> "Served":
     """An engine in a thread of this process."""
-    from lockstep.engine.in_thread import ThreadTransport
-    from lockstep.runner.rates import rates_of
+    from lockstep.engine.thread_transport import ThreadTransport
+    from lockstep.worker.device_rates import rates_of
 
     llm = load(settings)
     rates = rates_of(llm.engine.plan.device)
@@ -157,7 +157,7 @@ def _in_thread(settings: dict[str, Any]) -> "Served":
 
 def _in_process(settings: dict[str, Any], options: "Options") -> "Served":
     """An engine in a process of its own; here is only its text side."""
-    from lockstep.engine.process import ProcessTransport
+    from lockstep.engine.process_transport import ProcessTransport
     from lockstep.engine_args import EngineArgs
     from lockstep.llm import processor_of
     from lockstep.serve.engine_factory import served_engine

@@ -19,9 +19,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from lockstep.engine.loop import keep_from_collection
+from lockstep.engine.engine_loop import keep_from_collection
 from lockstep.errors import ConfigError, EngineDeadError
-from lockstep.runner.floor import StepFloors
 from lockstep.serve.app import Pages, create_app
 from lockstep.serve.http.access import Rules
 from lockstep.serve.http.connections import MAX_DROPPED_BYTES, BoundedProtocol
@@ -32,6 +31,7 @@ from lockstep.serve.telemetry.throughput import Throughput
 from lockstep.serve.telemetry.traces import Traces
 from lockstep.settings import why_unread
 from lockstep.text.processor import Processor
+from lockstep.worker.roofline import StepFloors
 
 log = logging.getLogger("lockstep.serve")
 

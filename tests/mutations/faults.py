@@ -19,16 +19,16 @@ LATENT_LAYER = "layers.latent_attention"
 RINGS = "kernels.recurrent._cpu"
 NORM = "kernels.norm"
 ROTARY = "kernels.rotary.contract"
-ROWS = "runner.rows"
-GRAMMAR_MASKS = "runner.grammar_masks"
+ROWS = "worker.rows"
+GRAMMAR_MASKS = "worker.grammar_masks"
 GRAMMAR = "text.grammars.compiler"
-RUNNER = "runner.runner"
+RUNNER = "worker.worker"
 RECURRENT_CPU = "kernels.recurrent._cpu"
 PROMPT_ROWS = "kernels.recurrent.prompt"
 SCHEDULER = "scheduling.scheduler"
 GROUPS = "cache.groups"
-HOST = "cache.host"
-TRANSFERS = "runner.transfers"
+HOST = "cache.host_tier"
+TRANSFERS = "worker.transfers"
 GPTQ = "quantization.gptq"
 STORAGE = "quantization.storage"
 PACKED = "kernels.formats.weights.weights"
@@ -63,8 +63,8 @@ OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_are_those_of_the_paper"
 OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_are_the_models_own_answer"
 OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_no_token_depends_on_it"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
-OF_HOST = "tests/cache/test_host.py"
-OF_TRANSFERS = "tests/runner/test_transfers.py::test_nothing_is_read_that_is_on_its_way"
+OF_HOST = "tests/cache/test_host_tier.py"
+OF_TRANSFERS = "tests/worker/test_transfers.py::test_nothing_is_read_that_is_on_its_way"
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
 
@@ -269,7 +269,7 @@ FAULTS = (
         "$bias[int($token)] = min(max($value, -MOST_BIAS), MOST_BIAS)",
     ),
     Fault(
-        "folded left behind at preemption", "runner", "runner.table", "RowTable.row_tensors",
+        "folded left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
         "$own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
         "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
@@ -280,7 +280,7 @@ FAULTS = (
         OF_NO_DRAFTS,
     ),
     Fault(
-        "counts left behind at preemption", "runner", "runner.table", "RowTable.row_tensors",
+        "counts left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
         "return $own + [self.draft_limit] + self.sampling.tensors()",
         "return $own + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
         "self.sampling.counts]",
@@ -297,7 +297,7 @@ FAULTS = (
         "$row.logits[-len($real):]",
     ),
     Fault(
-        "a rank counts itself", "runner", "runner.sampler", "logprobs",
+        "a rank counts itself", "runner", "worker.sampler", "logprobs",
         "$rank = int(($scores > $scores[$token]).sum()) + 1",
         "$rank = int(($scores >= $scores[$token]).sum()) + 1",
     ),
@@ -381,10 +381,10 @@ FAULTS = (
         "tests/kernels/test_sampling.py::test_the_first_of_the_largest_is_found_among_many",
     ),
     Fault(
-        "a grammar is compiled whoever waits", "engine", "engine.ahead", "Ahead.enter",
+        "a grammar is compiled whoever waits", "engine", "engine.compile_limiter", "Ahead.enter",
         "self._changed.wait_for(lambda: len(self._ids) < self._most)",
         "self._changed.wait_for(lambda: True)",
-        "tests/engine/test_ahead.py::test_the_next_waits_for_room",
+        "tests/engine/test_compile_limiter.py::test_the_next_waits_for_room",
     ),
     Fault(
         "tools that are shown may all be called", "text", "text.grammars.tool_calls",

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from lockstep.engine.async_engine import ENGINE_RESTARTED, Listener, Update
 from lockstep.engine.engine import STEP_FAILED
-from lockstep.engine.loop import TokenUpdate
+from lockstep.engine.engine_loop import TokenUpdate
 from lockstep.engine.stats import Stats
 from lockstep.errors import ComputeError, EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics, TokenSource
