@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Inbox, Update
-from lockstep.engine.build import pick_device
 from lockstep.engine.engine import Engine, Facts
-from lockstep.engine.host import MakeGrammar, give_way
-from lockstep.engine.in_thread import ThreadTransport
+from lockstep.engine.engine_process import MakeGrammar, give_way
+from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.engine_args import EngineArgs
 from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, CHAT, METHODS, check_keywords
@@ -23,12 +22,13 @@ from lockstep.outputs import RequestOutput
 from lockstep.progress import Progress, progress_bar
 from lockstep.request_group import ReplyReader, RequestGroup
 from lockstep.sampling_params import SamplingParams
+from lockstep.text.grammars.tool_calls import ToolChoice
 from lockstep.text.model_tokenizer import ModelTokenizer
 from lockstep.text.processor import Processor, Prompt
 from lockstep.text.settings import TextSettings
-from lockstep.text.template import check_kwargs
-from lockstep.text.tokenizer import Tokenizer
-from lockstep.text.tool_grammar import ToolChoice
+from lockstep.text.templates.chat_template import check_kwargs
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+from lockstep.worker.build import pick_device
 
 GENERATE = ("prompts", "sampling_params", "priority", "on_progress", "use_tqdm")
 CHATS = (

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from lockstep.cache.kv import kv_tensors, latent_caches, latent_spec
 from lockstep.cache.specs import Spec
+from lockstep.kernels.formats.kv import KVCache, Turn
+from lockstep.kernels.formats.kv.table import latent_codec
 from lockstep.kernels.head_linear import head_linear
-from lockstep.kernels.kv import KVCache, Turn
-from lockstep.kernels.kv.formats import latent_codec
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target, filled
@@ -85,7 +85,7 @@ class AbsorbedHeads(nn.Module):
     def finish(self) -> None:
         """To be called once, when the weights are filled."""
         for packed in self.packed_parts:
-            self._take(packed.unpack(self.dtype))
+            self._take(packed.dequantize(self.dtype))
         self.packed_parts = []
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import IntWeight, PackedWeight, pack, pieces
+from lockstep.kernels.formats.weights import IntWeight, QuantizedWeight, pack_codes, row_chunks
 from lockstep.quantization.settings_reader import SettingsReader
 from lockstep.quantization.weight_format import (
     CheckpointLinear,
@@ -127,7 +127,7 @@ class IntWeightFormat(WeightFormat):
         )
         return replace(found, apart=module.path) if ordered else found
 
-    def slots(self, module: CheckpointLinear, weight: PackedWeight) -> dict[str, WeightSink]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         scheme = self.scheme_of(module)
         assert isinstance(weight, IntWeight) and scheme is not None, "the layout said so"
         found = self.filled(module, weight, scheme)
@@ -169,8 +169,8 @@ def ascending(bits: int) -> tuple[int, ...]:
 def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]) -> None:
     """Fills the codes. codes(begin, end): those of these rows, [end - begin, K] uint8."""
     (n, k) = weight.shape
-    for begin, end in pieces(n, k, unit):
-        weight.words[begin:end].copy_(pack(codes(begin, end).contiguous(), weight.bits))
+    for begin, end in row_chunks(n, k, unit):
+        weight.words[begin:end].copy_(pack_codes(codes(begin, end).contiguous(), weight.bits))
 
 
 def fill_scales(module: CheckpointLinear, weight: IntWeight, scales: Tensor) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import IntWeight, PackedWeight, quantise_int
+from lockstep.kernels.formats.weights import IntWeight, QuantizedWeight, quantize_int
 from lockstep.quantization import CheckpointLinear, Layout, WeightFormat, WeightSink
 from lockstep.quantization.weight_sink import FLOAT_DTYPES
 
@@ -25,9 +25,9 @@ class Rounding(WeightFormat):
         self.asked.append(module)
         return Layout.of(IntWeight, bits=4, group=4, scale_dtype=torch.float32)
 
-    def slots(self, module: CheckpointLinear, weight: PackedWeight) -> dict[str, WeightSink]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         def fill(tensor: Tensor) -> None:
-            weight.copy_(quantise_int(tensor, 4, 4))
+            weight.copy_(quantize_int(tensor, 4, 4))
 
         return {
             "weight": WeightSink((module.outputs, module.inputs), FLOAT_DTYPES, weight.device, fill)

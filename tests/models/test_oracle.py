@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep import LLM
-from lockstep.engine.build import find_model
+from lockstep.worker.build import find_model
 from tests.models.oracle import RELATIVE, compare_greedy, logits_error
 
 BUNDLED = find_model(None)
@@ -38,7 +38,7 @@ def prompts(count: int, longest: int) -> list[list[int]]:
 
 def bundled_ids(text: str) -> list[int]:
     """Token ids of a text in the bundled tokenizer."""
-    from lockstep.text.tokenizer import Tokenizer
+    from lockstep.text.tokenizers.tokenizer import Tokenizer
 
     return Tokenizer(BUNDLED).encode(text)
 
