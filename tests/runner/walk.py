@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import Plan
-from lockstep.kernels.recurrent.rings import state_grid
+from lockstep.kernels.recurrent.history import state_grid
 from lockstep.layers.build import Build
 from lockstep.runner import rows
 from lockstep.runner.table import RowTable

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.activations._device import sigmoid
+from lockstep.kernels.device.activations import sigmoid
 from lockstep.kernels.kv._launch import Opened
 from lockstep.kernels.kv._turn_device import turned_back
 

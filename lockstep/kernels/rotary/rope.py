@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.device.reductions import inverse_rms, row_sums, spread
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened, unserved
 from lockstep.kernels.kv._tile_device import store_packed
 from lockstep.kernels.kv._turn_device import turned
-from lockstep.kernels.norm.rms import inverse_rms, row_layout, row_sums, spread
+from lockstep.kernels.norm.triton import row_layout
 from lockstep.kernels.rotary import rope_and_cache
 
 WIDEST = 1024
