@@ -37,9 +37,9 @@ from lockstep.scheduling.request import Request
 from lockstep.spec import mtp
 from lockstep.spec.drafter import DraftContext
 from lockstep.step import PAGE_SIZE, Step, Verdict
-from lockstep.text.grammar import Compiler
+from lockstep.text.grammars.compiler import Compiler
 from lockstep.text.processor import Processor
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 
 PROMPT = "def read(path):"
 LENGTH = 1024

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lockstep.bench.floor import sketch
 from lockstep.kernels.backends import load
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model, load_weights
-from lockstep.quant import Slot, packing_of
+from lockstep.quantization import Slot, packing_of
 
 SHARD = 4 << 30
 """Bytes of a file of the checkpoint, as hubs have them."""

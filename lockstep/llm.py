@@ -23,12 +23,12 @@ from lockstep.outputs import RequestOutput
 from lockstep.progress import Progress, progress_bar
 from lockstep.request_group import ReplyReader, RequestGroup
 from lockstep.sampling_params import SamplingParams
+from lockstep.text.grammars.tool_calls import ToolChoice
 from lockstep.text.model_tokenizer import ModelTokenizer
 from lockstep.text.processor import Processor, Prompt
 from lockstep.text.settings import TextSettings
-from lockstep.text.template import check_kwargs
-from lockstep.text.tokenizer import Tokenizer
-from lockstep.text.tool_grammar import ToolChoice
+from lockstep.text.templates.chat_template import check_kwargs
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 
 GENERATE = ("prompts", "sampling_params", "priority", "on_progress", "use_tqdm")
 CHATS = (

@@ -5,7 +5,7 @@ from itertools import takewhile
 from typing import Any
 
 from lockstep.scheduling.grammar import Wanted
-from lockstep.text.grammar import Compiler
+from lockstep.text.grammars.compiler import Compiler
 
 
 def every_token(compiler: Compiler) -> bytes:

@@ -18,9 +18,9 @@ from lockstep.cli import app
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.kv import PackedKV, formats
 from lockstep.kernels.kv.fp8 import E4M3, Fp8
-from lockstep.layers.kv import StaticScales
-from lockstep.quant import TensorInfo
-from tests.models.filled import MTP, build, weights_of
+from lockstep.layers.kv_format import StaticScales
+from lockstep.quantization import TensorInfo
+from tests.models.random_checkpoint import MTP, build, weights_of
 from tests.tiny_model import QWEN3, make_model
 
 PROMPT = {"prompt_token_ids": list(range(5, 90))}

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.text.tiny import make_folder
+from tests.text.tiny_tokenizer import make_folder
 
 CONFIG = {
     "model_type": "qwen3_5_text",

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.layers.build import Build
-from lockstep.layers.kv import KVLayers
+from lockstep.layers.build_context import Build
+from lockstep.layers.kv_format import KVLayers
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
-from lockstep.models.shards import has_weights
-from lockstep.quant import packing_of
+from lockstep.models.weight_files import has_weights
+from lockstep.quantization import packing_of
 from lockstep.runner.floor import Floor, StepCosts, StepFloor
 from lockstep.spec import Passes, drafter_module, passes_of
 from lockstep.spec.config import SpeculativeConfig

@@ -33,7 +33,7 @@ def pull(
 
     Prints its folder, or the path of its GGUF file. Files that are here are not downloaded again.
     """
-    from lockstep.models.cached import read_support
+    from lockstep.models.cached_checkpoints import read_support
     from lockstep.models.pull import Request
     from lockstep.models.pull import pull as download
 
@@ -51,7 +51,7 @@ def list_models(
     json: Annotated[bool, typer.Option("--json", help="print a list of JSON objects")] = False,
 ) -> None:
     """List the models of the hub's cache, and which of them can be served."""
-    from lockstep.models.cached import cached_checkpoints
+    from lockstep.models.cached_checkpoints import cached_checkpoints
 
     checkpoints = cached_checkpoints()
     if json:

@@ -28,8 +28,8 @@ from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Product
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.shards import has_weights
-from lockstep.quant import packing_of
+from lockstep.models.weight_files import has_weights
+from lockstep.quantization import packing_of
 from lockstep.runner import memory
 from lockstep.runner.planner import why_not
 from lockstep.step import PAGE_SIZE

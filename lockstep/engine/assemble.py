@@ -27,11 +27,11 @@ from lockstep.engine.build import (
 from lockstep.engine.estimate import DryEngine, graph_bytes, planner_of, weight_bytes
 from lockstep.engine.hooks import CheckHooks
 from lockstep.kernels.architecture import card_of
-from lockstep.layers.build import Build, Choice
-from lockstep.layers.room import Room
+from lockstep.layers.build_context import Build, Choice
+from lockstep.layers.memory_budget import Room
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import Loaded
-from lockstep.quant import Packing, packing_of
+from lockstep.quantization import Packing, packing_of
 from lockstep.runner import memory
 from lockstep.runner.floor import StepCosts
 from lockstep.runner.planner import MemoryPlan, Planner, shortage

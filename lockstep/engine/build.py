@@ -18,15 +18,15 @@ from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.kv import formats
-from lockstep.layers.build import Build
-from lockstep.layers.kv import KVLayers
+from lockstep.layers.build_context import Build
+from lockstep.layers.kv_format import KVLayers
 from lockstep.layers.linear import probe
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.config_reader import ConfigReader
 from lockstep.models.hub import folder_of
 from lockstep.models.loader import Loaded, build_model, fill_dummy, load_weights
-from lockstep.models.reading import ConfigReader
 from lockstep.models.rope import longest_sequence
-from lockstep.quant import Packing
+from lockstep.quantization import Packing
 from lockstep.runner import memory
 from lockstep.runner.program import Drafter, Program
 from lockstep.runner.sampler import Sampler

@@ -26,11 +26,11 @@ from lockstep.engine.build import (
 from lockstep.engine.hooks import NO_HOOKS
 from lockstep.kernels.architecture import Architecture
 from lockstep.kernels.kv.formats import load_device_functions
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
-from lockstep.quant import Packing
+from lockstep.quantization import Packing
 from lockstep.runner import memory
 from lockstep.runner.dry_run import allocated, dry, step_bytes
 from lockstep.runner.planner import Planner, Typed

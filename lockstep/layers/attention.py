@@ -8,8 +8,8 @@ from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv.formats import head_codecs
 from lockstep.kernels.rotary import rope_and_cache
-from lockstep.layers.build import Build
-from lockstep.layers.kv import StaticScales
+from lockstep.layers.build_context import Build
+from lockstep.layers.kv_format import StaticScales
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary

@@ -13,7 +13,7 @@ from lockstep.kernels.gated_delta_rule import (
     gated_delta_step,
 )
 from lockstep.kernels.recurrent.state import RecurrentState
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedRMSNorm
 from lockstep.step import Step, flush_after

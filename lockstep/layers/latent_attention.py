@@ -9,11 +9,11 @@ from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.kv import KVCache, Turn
 from lockstep.kernels.kv.formats import latent_codec
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Linear, ResidualLinear, Target, filled
 from lockstep.layers.norm import Norm, RMSNorm
 from lockstep.layers.rotary import Rotary
-from lockstep.quant import Slot
+from lockstep.quantization import Slot
 from lockstep.step import Step
 
 NORM_EPS = 1e-6

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.linear import linear, segments
-from lockstep.layers.build import Build
-from lockstep.quant import Layout, Module, Packing, Slot
+from lockstep.layers.build_context import Build
+from lockstep.quantization import Layout, Module, Packing, Slot
 
 WALKED = 4
 """Layers of one shape whose weights a probe walks through: more than a GPU's cache holds."""

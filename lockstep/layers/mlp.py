@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from lockstep.kernels.activations import relu2, silu_mul
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 
 

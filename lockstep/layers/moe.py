@@ -14,7 +14,7 @@ from lockstep.kernels.experts import experts as experts_op
 from lockstep.kernels.formats.weights import PackedWeight
 from lockstep.kernels.route import Scoring
 from lockstep.kernels.route import route as route_op
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import (
     Linear,
     PartialLinear,
@@ -24,8 +24,8 @@ from lockstep.layers.linear import (
     products_of,
     runs_of,
 )
-from lockstep.quant import Layout, Module, Slot, TensorInfo
-from lockstep.quant.slot import PLAIN, Stack
+from lockstep.quantization import Layout, Module, Slot, TensorInfo
+from lockstep.quantization.weight_sink import PLAIN, Stack
 
 BLOCK = 128
 """Outputs that a format keeps together at most: FP8's blocks."""

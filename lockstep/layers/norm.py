@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 
 
 class Norm(nn.Module):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 
 
 class Rotary(nn.Module):

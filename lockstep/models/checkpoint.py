@@ -9,11 +9,11 @@ from typing import Any
 
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models import architecture
+from lockstep.models.config_overrides import overridden
 from lockstep.models.gguf.tensors import GGUFShard
 from lockstep.models.json_files import read_config, read_object
-from lockstep.models.overrides import overridden
-from lockstep.models.shards import Shard, shards
-from lockstep.quant import TensorInfo, one_format
+from lockstep.models.weight_files import Shard, shards
+from lockstep.quantization import TensorInfo, one_format
 
 SETTINGS = ("quantization_config", "compression_config")
 """What config.json calls the settings of its weight format; compressed-tensors had the second."""

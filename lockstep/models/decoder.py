@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lockstep.cache.specs import is_cached
 from lockstep.layers.attention import Attention
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Embedding, Head, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.models.config_reader import MOST_LAYERS, ConfigReader
 from lockstep.models.rope import Rope, read_rope
 from lockstep.step import Step
 

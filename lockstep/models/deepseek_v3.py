@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Target
 from lockstep.layers.moe import Routing
 from lockstep.layers.rotary import Rotary
+from lockstep.models.config_reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
 from lockstep.models.decoder import Decoder, DecoderConfig, Half, mlp_half
-from lockstep.models.latents import Latents, read_latent_common
-from lockstep.models.mixture import Mixture
-from lockstep.models.next_token import NextTokenModule
-from lockstep.models.reading import MOST_EXPERTS, MOST_LAYERS, ConfigReader
-from lockstep.quant import Slot
-from lockstep.quant.slot import PLAIN
+from lockstep.models.latent_config import Latents, read_latent_common
+from lockstep.models.moe_config import Mixture
+from lockstep.models.mtp_module import NextTokenModule
+from lockstep.quantization import Slot
+from lockstep.quantization.weight_sink import PLAIN
 
 PREFIXES = ("language_model.model.", "language_model.", "model.")
 IGNORED = ("vision_tower.", "mm_projector.")

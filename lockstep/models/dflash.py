@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.layers.attention import Attention
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Head, Linear, Target
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.config_reader import MOST_LAYERS, OF_DRAFTER, ConfigReader
 from lockstep.models.decoder import (
     Block,
     Decoder,
@@ -30,8 +31,7 @@ from lockstep.models.decoder import (
 )
 from lockstep.models.json_files import read_config
 from lockstep.models.loader import Source
-from lockstep.models.reading import MOST_LAYERS, OF_DRAFTER, ConfigReader
-from lockstep.quant import Slot
+from lockstep.quantization import Slot
 from lockstep.step import Step
 
 ARCHITECTURE = "DFlashDraftModel"

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
 from lockstep.layers.attention import Attention
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Embedding, Head, Linear, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.config_reader import MOST_LAYERS, OF_DRAFTER, ConfigReader
 from lockstep.models.decoder import (
     Block,
     Decoder,
@@ -35,10 +36,9 @@ from lockstep.models.decoder import (
     read_common,
 )
 from lockstep.models.json_files import read_config
-from lockstep.models.latents import Latents, read_latent_common
+from lockstep.models.latent_config import Latents, read_latent_common
 from lockstep.models.loader import Source
-from lockstep.models.reading import MOST_LAYERS, OF_DRAFTER, ConfigReader
-from lockstep.quant import Slot
+from lockstep.quantization import Slot
 from lockstep.step import Step
 
 LAYER = "layers.0"

@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.gguf.folder import PART, SUFFIX, gguf_files, holds_gguf, translated
 from lockstep.models.json_files import some
-from lockstep.models.shards import EXTRA_FILE, read_index
+from lockstep.models.weight_files import EXTRA_FILE, read_index
 from lockstep.settings import why_unread
 
 PATIENCE = 3.0

@@ -6,7 +6,7 @@ A family adds its own in its file. Every other setting that no code has read is 
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.quant.ignored_settings import is_switched_off
+from lockstep.quantization.ignored_settings import is_switched_off
 
 _WRITER = "notes of the library that wrote the file"
 _TRAINING = "training alone: dropout, losses, initial values"

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
+from lockstep.models.config_reader import MOST_LAYERS, ConfigReader
 from lockstep.models.decoder import (
     Decoder,
     DecoderConfig,
@@ -17,7 +18,6 @@ from lockstep.models.decoder import (
     mlp_half,
     read_common,
 )
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
 
 PREFIXES = ("model.",)
 IGNORED = ()

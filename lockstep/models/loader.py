@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.to_device import to_device
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.norm import GatedGroupNorm, GatedRMSNorm, Norm
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.config_reader import ConfigReader
 from lockstep.models.json_files import some
-from lockstep.models.reading import ConfigReader
-from lockstep.models.shards import files_left_out
-from lockstep.quant import Packing, Slot
-from lockstep.quant.slot import PLAIN
+from lockstep.models.weight_files import files_left_out
+from lockstep.quantization import Packing, Slot
+from lockstep.quantization.weight_sink import PLAIN
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
+from lockstep.models.config_reader import MOST_LAYERS, ConfigReader
 from lockstep.models.decoder import Decoder, DecoderConfig, Half, attending_layers, read_common
-from lockstep.models.mixture import Mixture, read_routing
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.models.moe_config import Mixture, read_routing
 
 PREFIXES = ("model.",)
 IGNORED = ()

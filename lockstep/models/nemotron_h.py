@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lockstep.layers.attention import Attention
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Target
 from lockstep.layers.mamba2 import Mamba2
 from lockstep.layers.mlp import ReluMLP
 from lockstep.layers.moe import RELU_MLP, MoE, Routing
+from lockstep.models.config_reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
 from lockstep.models.decoder import Decoder, Half, StackConfig
-from lockstep.models.next_token import NextTokenModule
-from lockstep.models.reading import MOST_EXPERTS, MOST_LAYERS, ConfigReader
+from lockstep.models.mtp_module import NextTokenModule
 
 PREFIXES = ("backbone.", "model.")
 IGNORED = ()

@@ -24,7 +24,7 @@ from lockstep.models.hub import (
     weight_patterns,
 )
 from lockstep.models.json_files import some
-from lockstep.models.shards import shards
+from lockstep.models.weight_files import shards
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, the bytes that have come, and those that are to come."""

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
+from lockstep.models.config_reader import ConfigReader
 from lockstep.models.decoder import (
     Decoder,
     DecoderConfig,
@@ -18,7 +19,6 @@ from lockstep.models.decoder import (
     read_attending_layers,
     read_common,
 )
-from lockstep.models.reading import ConfigReader
 
 PREFIXES = ("model.",)
 IGNORED = ()

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lockstep.layers.attention import Attention
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.gated_delta_net import GatedDeltaNet
 from lockstep.layers.linear import Target
 from lockstep.layers.rotary import Rotary
+from lockstep.models.config_reader import MOST_LAYERS, ConfigReader
 from lockstep.models.decoder import (
     Decoder,
     DecoderConfig,
@@ -18,8 +19,7 @@ from lockstep.models.decoder import (
     mlp_half,
     read_common,
 )
-from lockstep.models.next_token import NextTokenModule
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.models.mtp_module import NextTokenModule
 
 PREFIXES = ("model.language_model.", "model.")
 IGNORED = ("model.visual.",)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models import qwen3_5
+from lockstep.models.config_reader import ConfigReader
 from lockstep.models.decoder import Half, mlp_half
-from lockstep.models.mixture import Mixture, read_routing
+from lockstep.models.moe_config import Mixture, read_routing
 from lockstep.models.qwen3_5 import DRAFT_PREFIX, IGNORED, PREFIXES, Draft, read_hybrid
-from lockstep.models.reading import ConfigReader
 
 __all__ = ["DRAFT_PREFIX", "IGNORED", "PREFIXES", "Config", "Draft", "Model"]
 

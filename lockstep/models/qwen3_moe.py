@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
+from lockstep.models.config_reader import ConfigReader
 from lockstep.models.decoder import (
     Decoder,
     DecoderConfig,
@@ -17,8 +18,7 @@ from lockstep.models.decoder import (
     read_attending_layers,
     read_common,
 )
-from lockstep.models.mixture import Mixture, read_dense_layers, read_routing
-from lockstep.models.reading import ConfigReader
+from lockstep.models.moe_config import Mixture, read_dense_layers, read_routing
 
 PREFIXES = ("model.",)
 IGNORED = ()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lockstep.models import qwen3_5_moe
-from lockstep.models.mixture import Mixture, read_dense_layers, read_routing
+from lockstep.models.config_reader import MOST_LAYERS, ConfigReader
+from lockstep.models.moe_config import Mixture, read_dense_layers, read_routing
 from lockstep.models.qwen3_5 import DRAFT_PREFIX, WITHOUT_EFFECT, Draft, read_hybrid
 from lockstep.models.qwen3_5_moe import Model
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
 
 __all__ = ["DRAFT_PREFIX", "IGNORED", "PREFIXES", "Config", "Draft", "Model"]
 

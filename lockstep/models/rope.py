@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.rotary import Rotary
-from lockstep.models.overrides import FULL_ATTENTION, ROPE_OUTSIDE
-from lockstep.models.reading import MOST_SIZE, ConfigReader
+from lockstep.models.config_overrides import FULL_ATTENTION, ROPE_OUTSIDE
+from lockstep.models.config_reader import MOST_SIZE, ConfigReader
 
 
 @dataclass(frozen=True)

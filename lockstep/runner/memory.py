@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.cache.specs import Cached, Law, is_cached, unit_bytes
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import CapacityError
-from lockstep.layers.room import Room
+from lockstep.layers.memory_budget import Room
 from lockstep.runner.transfers import BUFFERS, STAGING_BYTES
 from lockstep.step import PAGE_SIZE
 

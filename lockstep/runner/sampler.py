@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.sampling import sample
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.outputs import Logprob
 from lockstep.runner.table import RowTable
 from lockstep.step import Step

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.sampling import uniform
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.table import RowTable
 from lockstep.step import Step

@@ -13,7 +13,7 @@ from lockstep.kernels.copy_to_device import copy_to_device
 from lockstep.kernels.recurrent.history import state_grid
 from lockstep.kernels.sampling import SamplingState
 from lockstep.kernels.step_metadata import RowTensors, advance_rows, prepare_step
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 from lockstep.step import Step, StepShape, Verdict, flush_after
 

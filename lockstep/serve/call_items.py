@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from lockstep.serve.client_tools import Tool, callees, function_name
 from lockstep.serve.objects import NOTES, Nested
 from lockstep.serve.protocol import MAX_NAME, MAX_PARTS, MAX_TOOLS, Content
-from lockstep.text.json_schema import MOST_DEPTH, is_deep
+from lockstep.text.grammars.json_schema import MOST_DEPTH, is_deep
 
 MAX_ID = 128
 """Characters of a response's or a call's id."""

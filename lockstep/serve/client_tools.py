@@ -25,8 +25,8 @@ from lockstep.serve.item_tools import (
 )
 from lockstep.serve.objects import Nested
 from lockstep.serve.protocol import MAX_NAME, MAX_TOOLS, TOOL_DEFAULTS, TOOL_NOTES
+from lockstep.text.grammars.lark import LARK
 from lockstep.text.parsers.events import CallArguments, CallStart, Told
-from lockstep.text.parsers.writing import LARK
 
 JOINT = "__"
 """Separator of a namespace and a name in a function's name, as clients of MCP servers join them."""

@@ -5,8 +5,8 @@ from math import isnan
 from typing import Any
 
 from lockstep.outputs import Logprob
-from lockstep.text.detokenizer import Detokenizer
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tokenizers.detokenizer import Detokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 
 FLOOR = -9999.0  # JSON knows no infinity
 

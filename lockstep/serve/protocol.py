@@ -47,9 +47,9 @@ from lockstep.serve.refused import (
     without_effect,
 )
 from lockstep.serve.structured import FORM_FIELDS, wanted
+from lockstep.text.grammars.tool_calls import ANY_CALL
 from lockstep.text.processor import Processor
-from lockstep.text.template import TemplateRefusalError
-from lockstep.text.tool_grammar import ANY_CALL
+from lockstep.text.templates.chat_template import TemplateRefusalError
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.kernels.drafting import block_step
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.dflash import BlockCheckpoint, BlockDraftModel, Config
-from lockstep.quant import packing_of
+from lockstep.quantization import packing_of
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions
 from lockstep.step import NEVER, Step, StepShape, Verdict

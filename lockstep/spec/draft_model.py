@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.config_reader import ConfigReader
 from lockstep.models.json_files import read_config
 from lockstep.models.loader import Source, build_model, target_source
-from lockstep.models.reading import ConfigReader
-from lockstep.quant import Packing, packing_of
+from lockstep.quantization import Packing, packing_of
 from lockstep.spec.chain import ChainDrafter
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions

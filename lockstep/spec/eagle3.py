@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.eagle3 import Config, Eagle3Head, HeadCheckpoint
-from lockstep.quant import packing_of
+from lockstep.quantization import packing_of
 from lockstep.settings import setting
 from lockstep.spec.chain import ChainDrafter, passes
 from lockstep.spec.drafter import DraftContext, DraftModule

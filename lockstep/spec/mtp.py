@@ -7,10 +7,10 @@ import torch
 from pydantic import Field
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.shards import has_weights
+from lockstep.models.weight_files import has_weights
 from lockstep.settings import setting
 from lockstep.spec.chain import ChainDrafter, passes
 from lockstep.spec.drafter import DraftContext, DraftModule

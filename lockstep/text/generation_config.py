@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.text.json_files import refuse_unread
+from lockstep.text.model_files import refuse_unread
 
 _WRITER = "notes of the library that wrote the file"
 _OUTPUT = "what transformers returns beside the tokens"

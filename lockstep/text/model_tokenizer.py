@@ -5,8 +5,8 @@ from typing import Any
 
 from lockstep.keywords import TEMPLATE, check_keywords
 from lockstep.text.processor import Processor
-from lockstep.text.template import Message
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.templates.chat_template import Message
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 
 APPLY = ("conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message")
 

@@ -15,20 +15,16 @@ from lockstep.outputs import CompletionOutput, Logprob
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams, is_ids, is_list
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
-from lockstep.text.control import ControlTokens
-from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.generation_config import check_generation_config
-from lockstep.text.grammar import AfterReasoning, Compiled, Compiler, GrammarRecipe, Matcher
-from lockstep.text.json_files import damaged, read_json
-from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
-from lockstep.text.parsers.calls import CallsOrForm
-from lockstep.text.parsers.events import NATURAL_END, TextEnd
-from lockstep.text.parsers.schema import parameters_by_name
-from lockstep.text.settings import READ_SETTINGS, TextSettings, sampling_defaults
-from lockstep.text.structured import compile_wanted, json_form
-from lockstep.text.template import ChatTemplates, Message
-from lockstep.text.template_files import DEFAULT
-from lockstep.text.thinking import (
+from lockstep.text.grammars.compiler import (
+    AfterReasoning,
+    Compiled,
+    Compiler,
+    GrammarRecipe,
+    Matcher,
+)
+from lockstep.text.grammars.structured_output import compile_wanted, json_form
+from lockstep.text.grammars.thinking_budget import (
     BUDGET,
     PROMPT_END,
     BudgetRecipe,
@@ -36,8 +32,18 @@ from lockstep.text.thinking import (
     ThinkingBudget,
     Thought,
 )
-from lockstep.text.tokenizer import Tokenizer, eos_ids
-from lockstep.text.tool_grammar import CallParams, ToolChoice, ToolSyntax
+from lockstep.text.grammars.tool_calls import CallParams, ToolChoice, ToolSyntax
+from lockstep.text.model_files import damaged, read_json
+from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
+from lockstep.text.parsers.call_parser import CallsOrForm
+from lockstep.text.parsers.events import NATURAL_END, TextEnd
+from lockstep.text.parsers.schema import parameters_by_name
+from lockstep.text.settings import READ_SETTINGS, TextSettings, sampling_defaults
+from lockstep.text.templates.chat_template import ChatTemplates, Message
+from lockstep.text.templates.files import DEFAULT
+from lockstep.text.tokenizers.control_tokens import ControlTokens
+from lockstep.text.tokenizers.detokenizer import Detokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer, eos_ids
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +226,7 @@ class Processor:
         vocab: int | None = None,
     ) -> None:
         """vocab: number of tokens of the model; the tokenizer's by default. chat_template: one, or
-        several by name, as lockstep.text.template_files reads them."""
+        several by name, as lockstep.text.templates.files reads them."""
         self.tokenizer = tokenizer
         self.grammars = None
         if tokenizer is not None and eos_ids:

@@ -125,7 +125,9 @@ class TextSettings(Settings):
 
 def _variables(chosen: dict[str, Any]) -> None:
     """Raises RequestError where a template's variable has a name that is taken."""
-    from lockstep.text.template import check_kwargs  # jinja2 takes time, and help needs none
+    from lockstep.text.templates.chat_template import (
+        check_kwargs,  # jinja2 takes time, and help needs none
+    )
 
     check_kwargs(chosen)
 

@@ -24,8 +24,8 @@ from lockstep.cli import app
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.engine.build import pick_device, step_limits
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.quant import packing_of
-from tests.quant.disk import Codes, draw, gptq, set_config, write
+from lockstep.quantization import packing_of
+from tests.quantization.disk import Codes, draw, gptq, set_config, write
 from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parent.parent.parent

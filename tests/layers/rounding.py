@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.formats.weights import IntWeight, PackedWeight, quantise_int
-from lockstep.quant import Layout, Module, Packing, Slot
-from lockstep.quant.slot import PLAIN
+from lockstep.quantization import Layout, Module, Packing, Slot
+from lockstep.quantization.weight_sink import PLAIN
 
 
 @dataclass

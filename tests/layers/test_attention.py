@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.layers.attention import Attention
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.step import Step, StepShape
 
 TOKENS = 9

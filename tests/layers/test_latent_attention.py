@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lockstep.kernels.kv import Turn
 from lockstep.kernels.kv._turn import WHOLE_HEAD
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.latent_attention import AbsorbedHeads
 
 HEADS = 4

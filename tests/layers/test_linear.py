@@ -11,9 +11,9 @@ from lockstep.kernels.backends import load
 from lockstep.kernels.formats.weights import Fp4Weight, quantise_int
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.probe import Probed
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Head, Linear, Product, ResidualLinear, probe
-from lockstep.quant import Slot, fp8
+from lockstep.quantization import Slot, fp8
 from tests.layers.rounding import Rounding
 
 

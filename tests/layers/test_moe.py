@@ -15,10 +15,10 @@ from lockstep.kernels.experts import experts as experts_op
 from lockstep.kernels.formats.weights import PackedWeight, quantise_int
 from lockstep.kernels.linear import linear
 from lockstep.kernels.route import route
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.moe import MoE, Routing
 from lockstep.models.loader import finish
-from lockstep.quant import Packing, Slot, TensorInfo
+from lockstep.quantization import Packing, Slot, TensorInfo
 from tests.layers.rounding import Rounding
 
 HIDDEN = 24

@@ -18,9 +18,9 @@ from typing import Any
 
 from lockstep.models import dflash, eagle3
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.reading import ConfigReader
+from lockstep.models.config_reader import ConfigReader
 from lockstep.models.rope import longest_sequence
-from lockstep.quant import Packing, packing_of
+from lockstep.quantization import Packing, packing_of
 
 FOLDER = Path(__file__).parent / "published"
 LOADS = "loads"

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.models import KIMI_K2
 from lockstep.cache.specs import Law, unit_bytes
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models import architecture
 from lockstep.runner.memory import mixers
 from tests.bench.test_floor import LARGE, MIXTURE

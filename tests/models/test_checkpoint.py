@@ -13,11 +13,11 @@ from torch import Tensor
 from lockstep import EngineConfig
 from lockstep.engine.build import pick_dtype
 from lockstep.errors import CheckpointError
-from lockstep.models import ARCHITECTURES, shards
+from lockstep.models import ARCHITECTURES, weight_files
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.dflash import BlockCheckpoint
 from lockstep.models.eagle3 import HeadCheckpoint
-from tests.models.filled import MTP, answer, build, weights_of
+from tests.models.random_checkpoint import MTP, answer, build, weights_of
 from tests.tiny_model import CONFIG, make_model
 
 MLP = "model.layers.1.mlp.down_proj.weight"
@@ -297,14 +297,14 @@ def test_a_file_larger_than_memory_still_tells_its_names(
 ) -> None:
     """torch maps a file as a writable copy, which a system without overcommit may refuse."""
     folder = store(known[0])
-    whole = shards.safe_open
+    whole = weight_files.safe_open
 
     def without_overcommit(path: Path, framework: str) -> Any:
         if framework == "pt":
             raise RuntimeError("unable to mmap 82054030496 bytes: Cannot allocate memory (12)")
         return whole(path, framework=framework)
 
-    monkeypatch.setattr(shards, "safe_open", without_overcommit)
+    monkeypatch.setattr(weight_files, "safe_open", without_overcommit)
     assert set(Checkpoint.read(folder).names()) == set(known[0])
     message = refused(folder)
     assert "model.safetensors cannot be mapped into memory" in message

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from lockstep import EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.errors import CapacityError, CheckpointError, ConfigError
-from tests.models.filled import MTP, build, weights_of
+from tests.models.random_checkpoint import MTP, build, weights_of
 from tests.tiny_model import CONFIG, make_model
 
 Damage = tuple[str, Callable[[Path], Any]]

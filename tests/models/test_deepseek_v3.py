@@ -18,7 +18,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.kv import KVFormat, Turn, formats
 from lockstep.kernels.kv._turn import WHOLE_HEAD
 from lockstep.kernels.kv.plain import Plain
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.deepseek_v3 import Config, Draft, Model
 from lockstep.spec import own_drafter
@@ -34,7 +34,7 @@ from tests.models.dense import (
     random_oracle,
 )
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error, logits_errors
-from tests.quant.stored import fp8_weight
+from tests.quantization.stored import fp8_weight
 from tests.tiny_model import DEEPSEEK, KIMI
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}

@@ -17,14 +17,14 @@ from lockstep import LLM, SamplingParams
 from lockstep.errors import ConfigError
 from lockstep.models.gguf.folder import translated
 from lockstep.models.gguf.tensors import gguf_shards
-from lockstep.quant.gguf import LAYOUTS, dequantize
-from lockstep.quant.slot import PLAIN
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
+from lockstep.quantization.weight_sink import PLAIN
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.models.dense import ask, bits, make_llm, prompts, random_oracle
 from tests.models.gguf_files import write_gguf
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
 from tests.models.test_mixtures import add_draft_module, of_transformers
-from tests.text.tiny import make_folder
+from tests.text.tiny_tokenizer import make_folder
 from tests.tiny_model import CONFIG, HYBRID_MOE, LLAMA, MIXTRAL, NEXT, QWEN2, QWEN3, QWEN3_MOE
 
 Base = dict[str, Any]

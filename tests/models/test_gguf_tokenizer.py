@@ -11,9 +11,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lockstep.errors import CheckpointError
 from lockstep.models.gguf.file import GGUFModel
-from lockstep.models.gguf.splitting import SPLITTINGS
+from lockstep.models.gguf.split_files import SPLITTINGS
 from lockstep.models.gguf.tokenizer import text_files
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.models.gguf_files import finish, write_value
 
 TEXTS = (

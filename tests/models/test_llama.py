@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models.llama import Config
 from lockstep.models.loader import build_model
 from tests.models.dense import prompts, random_pair

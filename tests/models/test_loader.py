@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model, fill_dummy, load_weights

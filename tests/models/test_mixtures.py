@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep import LLM
 from lockstep.errors import CapacityError, CheckpointError
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model

@@ -12,7 +12,7 @@ from lockstep import LLM
 from lockstep.bench.floor import sketch
 from lockstep.cache.specs import Law, unit_bytes
 from lockstep.errors import CheckpointError
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.layers.mamba2 import Mamba2
 from lockstep.models import architecture
 from lockstep.models.loader import build_model

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lockstep import LLM, SamplingParams
 from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.nemotron_h import Config, Draft, Model

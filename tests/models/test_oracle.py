@@ -38,7 +38,7 @@ def prompts(count: int, longest: int) -> list[list[int]]:
 
 def bundled_ids(text: str) -> list[int]:
     """Token ids of a text in the bundled tokenizer."""
-    from lockstep.text.tokenizer import Tokenizer
+    from lockstep.text.tokenizers.tokenizer import Tokenizer
 
     return Tokenizer(BUNDLED).encode(text)
 

@@ -14,11 +14,11 @@ from lockstep.engine.absent import explain_absent
 from lockstep.engine.build import build_draft
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.backends import load as load_backends
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models import ARCHITECTURES
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import TIED_HEAD, Source, build_model, target_source
-from lockstep.quant import TensorInfo, packing_of
+from lockstep.quantization import TensorInfo, packing_of
 from lockstep.spec import own_drafter
 from tests.models.published_checkpoints import (
     CHECKPOINTS,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from lockstep.cli import app
 from lockstep.errors import ConfigError
 from lockstep.models import pull
-from lockstep.models.cached import cached_checkpoints
+from lockstep.models.cached_checkpoints import cached_checkpoints
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import fetch_gguf, folder_of
 from lockstep.models.pull import Request

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.models.qwen3_5 import Config, Draft, Model
 from lockstep.step import Step, StepShape
 from tests.tiny_model import CONFIG

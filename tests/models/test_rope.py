@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build import Build
-from lockstep.models.reading import ConfigReader
+from lockstep.layers.build_context import Build
+from lockstep.models.config_reader import ConfigReader
 from lockstep.models.rope import KINDS, Rope, read_rope
 
 HEAD_DIM = 64

@@ -21,7 +21,7 @@ NORM = "kernels.norm.contract"
 ROTARY = "kernels.rotary"
 ROWS = "runner.rows"
 GRAMMAR_MASKS = "runner.grammar_masks"
-GRAMMAR = "text.grammar"
+GRAMMAR = "text.grammars.compiler"
 RUNNER = "runner.runner"
 RECURRENT_CPU = "kernels.recurrent.cpu"
 PROMPT_ROWS = "kernels.recurrent.prompt_rows"
@@ -29,18 +29,18 @@ SCHEDULER = "scheduling.scheduler"
 GROUPS = "cache.groups"
 HOST = "cache.host"
 TRANSFERS = "runner.transfers"
-GPTQ = "quant.gptq"
-STORAGE = "quant.storage"
+GPTQ = "quantization.gptq"
+STORAGE = "quantization.storage"
 PACKED = "kernels.formats.weights.weights"
 EXPERTS = "kernels.experts.cpu"
 ROUTE = "kernels.route.contract"
 LINEAR = "layers.linear"
 MOE = "layers.moe"
-VECTORS = "tests/quant/test_vectors.py"
-STORED = "tests/quant/test_stored.py"
+VECTORS = "tests/quantization/test_vectors.py"
+STORED = "tests/quantization/test_stored.py"
 STORED_MAPS = f"{STORED}::test_a_map_is_what_its_tensors_stand_for"
-REFUSED = "tests/quant/test_refused.py"
-OF_CHECKPOINTS = "tests/quant/test_expert_checkpoints.py"
+REFUSED = "tests/quantization/test_refused.py"
+OF_CHECKPOINTS = "tests/quantization/test_expert_checkpoints.py"
 OF_EXPERTS = "tests/kernels/test_experts.py"
 OF_ROUTE = "tests/kernels/test_route.py"
 OF_PACKED = "tests/kernels/test_quantized_weights.py"
@@ -388,10 +388,11 @@ FAULTS = (
         "tests/engine/test_ahead.py::test_the_next_waits_for_room",
     ),
     Fault(
-        "tools that are shown may all be called", "text", "text.tool_grammar", "ToolChoice.lets",
+        "tools that are shown may all be called", "text", "text.grammars.tool_calls",
+        "ToolChoice.lets",
         "return self.names is None or $name in self.names",
         "return True",
-        "tests/text/test_tool_grammar.py::test_every_call_of_a_writer_fits",
+        "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
     ),
     Fault(
         "a large body is parsed at once", "request", "serve.bodies", "BodyReader.read",
@@ -756,7 +757,7 @@ FAULTS = (
         f"{VECTORS}::test_zero_points_of_zero_borrow",
     ),
     Fault(
-        "AutoRound's older name of its tensors not read", "format", "quant.auto_round",
+        "AutoRound's older name of its tensors not read", "format", "quantization.auto_round",
         "_packing_format",
         "$name = $c.called('packing_format', 'backend')",
         "$name = 'packing_format'",
@@ -789,12 +790,13 @@ FAULTS = (
         f"{REFUSED}::test_the_first_rule_that_matches_wins",
     ),
     Fault(
-        "steps of GGUF scales one too large", "format", "quant.gguf_packing", "_store_by_group",
+        "steps of GGUF scales one too large", "format", "quantization.gguf_format",
+        "_store_by_group",
         "$bases.copy_($base.view($bases.shape))\n"
         "$numbers.copy_($steps.view($numbers.shape))",
         "$bases.copy_($base.view($bases.shape))\n"
         "$numbers.copy_($steps.view($numbers.shape) + 1)",
-        "tests/quant/test_gguf_packing.py::test_values_are_those_of_the_file",
+        "tests/quantization/test_gguf_format.py::test_values_are_those_of_the_file",
     ),
     Fault(
         "high bits of GGUF codes in reverse order", "packed",
@@ -804,19 +806,19 @@ FAULTS = (
         "tests/kernels/test_gguf_ptx.py::test_words_are_dequantized_as_the_type_says",
     ),
     Fault(
-        "AWQ's order of nibbles the wrong way round", "format", "quant.awq", "",
+        "AWQ's order of nibbles the wrong way round", "format", "quantization.awq", "",
         "AWQ_BITS * ORDER.index(output)",
         "AWQ_BITS * ORDER[output]",
         f"{VECTORS}::test_awq",
     ),
     Fault(
-        "AWQ's zero points in plain order", "format", "quant.awq", "_fill_zeros",
+        "AWQ's zero points in plain order", "format", "quantization.awq", "_fill_zeros",
         "$zeros = unpacked_words($words, SHIFTS, AWQ_BITS, dim=1)",
         "$zeros = unpacked_words($words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)",
         f"{VECTORS}::test_awq",
     ),
     Fault(
-        "AutoRound's packings all read as version 1", "format", "quant.auto_round", "",
+        "AutoRound's packings all read as version 1", "format", "quantization.auto_round", "",
         "{'auto_round:auto_gptq': 1, 'auto_round:gptq': 1, 'auto_gptq': 1, 'gptq': 1, 'auto': "
         "1, 'auto_round:gptqmodel': 0, 'auto_round': 0}",
         "{'auto_round:auto_gptq': 1, 'auto_round:gptq': 1, 'auto_gptq': 1, 'gptq': 1, 'auto': "
@@ -824,10 +826,10 @@ FAULTS = (
         f"{VECTORS}::test_auto_round",
     ),
     Fault(
-        "bits of extra_config ignored", "format", "quant.auto_round", "AutoRound._scheme",
+        "bits of extra_config ignored", "format", "quantization.auto_round", "AutoRound._scheme",
         "$found = replace(self.scheme.overridden($c), act_order=False)",
         "$found = self.scheme",
-        "tests/quant/test_checkpoints.py::test_auto_round_on_a_hybrid",
+        "tests/quantization/test_checkpoints.py::test_auto_round_on_a_hybrid",
     ),
     Fault(
         "the scale of the block below at a block's edge", "format", STORAGE, "by_row",
@@ -874,26 +876,27 @@ FAULTS = (
         STORED_MAPS,
     ),
     Fault(
-        "modules that ModelOpt excludes are packed", "format", "quant.modelopt", "ModelOpt.storage",
+        "modules that ModelOpt excludes are packed", "format", "quantization.modelopt",
+        "ModelOpt.storage",
         "$entry = self.excluded.find($module)",
         "$entry = None",
         f"{STORED}::test_settings_that_contradict_the_tensors_are_refused",
     ),
     Fault(
         "small projections and draft modules rounded to nearest", "format",
-        "quant.round_to_nearest", "RoundToNearest.layout",
+        "quantization.round_to_nearest", "RoundToNearest.layout",
         "if usually_plain($module):\n"
         "    ...",
         "if $module.path == 'lm_head':\n"
         "    ...",
-        "tests/quant/test_round_to_nearest.py::test_answers_are_those_of_the_rounded_weights",
+        "tests/quantization/test_round_to_nearest.py::test_answers_are_those_of_the_rounded_weights",
     ),
     # Where weights go.
     Fault(
         "parts of a fused product filled in the wrong order", "slots", LINEAR, "Linear.weights",
         "$part = self.part($index)",
         "$part = self.part(-1 - $index if len(set(self.outputs)) == 1 else $index)",
-        "tests/quant/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
+        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
     ),
     Fault(
         "a product behind another packed part begins at its first row", "slots", LINEAR,
@@ -901,7 +904,7 @@ FAULTS = (
         "return $product.stored_rows($rows.start - $first, $rows.stop - $first)",
         "size = $rows.stop - $rows.start\n"
         "return $product.stored_rows(0, size)",
-        "tests/quant/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
+        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
     ),
     Fault(
         "packed rows stay in the checkpoint's order", "slots", LINEAR, "Linear.finish",

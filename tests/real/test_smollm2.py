@@ -16,7 +16,7 @@ from jsonschema import validate
 from lockstep import LLM, SamplingParams
 from lockstep.kernels.kv import formats
 from lockstep.models.gguf.tensors import gguf_shards
-from lockstep.quant.slot import PLAIN
+from lockstep.quantization.weight_sink import PLAIN
 from tests.real import smollm2
 from tests.serve.process import served
 

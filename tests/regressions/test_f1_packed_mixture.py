@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 
 from lockstep import LLM, SamplingParams
-from tests.models.filled import build, weights_of
-from tests.quant.disk import ROUTED_ALONE, Codes, draw, gptq, names_in, write
+from tests.models.random_checkpoint import build, weights_of
+from tests.quantization.disk import ROUTED_ALONE, Codes, draw, gptq, names_in, write
 from tests.regressions.conftest import PROMPTS, answers
 from tests.serve.process import served
 from tests.tiny_model import HYBRID_MOE, THREE_LAYERS, make_model

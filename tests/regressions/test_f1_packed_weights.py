@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.filled import MTP, build, weights_of
-from tests.quant.disk import Codes, draw, gptq, names_in, write
+from tests.models.random_checkpoint import MTP, build, weights_of
+from tests.quantization.disk import Codes, draw, gptq, names_in, write
 from tests.regressions.conftest import answers
 
 SETTINGS = {

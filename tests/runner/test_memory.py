@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import CapacityError
-from lockstep.layers.room import Room
+from lockstep.layers.memory_budget import Room
 from lockstep.runner import memory
 from lockstep.runner.memory import GIB, CacheBytes, host_memory, host_pages
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.config import Plan
 from lockstep.kernels.recurrent.history import state_grid
-from lockstep.layers.build import Build
+from lockstep.layers.build_context import Build
 from lockstep.runner import rows
 from lockstep.runner.table import RowTable
 from lockstep.runner.transfers import CopyStream, Transfers

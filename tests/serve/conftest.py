@@ -10,9 +10,9 @@ import pytest
 from lockstep.serve.app import create_app
 from lockstep.serve.service import Service
 from lockstep.text.processor import Processor
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.serve.fake import FakeClient
-from tests.text.tiny import make_folder
+from tests.text.tiny_tokenizer import make_folder
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,11 @@ from lockstep.serve.client_tools import InputText
 from lockstep.serve.service import Service
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.serve.asking import SCHEMA, fetch, post
 from tests.serve.test_responses import create, last_prompt
-from tests.text.test_structured import matches
-from tests.text.tiny import make_folder
+from tests.text.grammars.test_structured_output import matches
+from tests.text.tiny_tokenizer import make_folder
 
 PATH = "/v1/responses"
 NOTES: dict[str, Any] = {

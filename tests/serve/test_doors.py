@@ -10,7 +10,7 @@ from lockstep.serve.app import create_app
 from lockstep.serve.guard import Rules
 from lockstep.serve.objects import MAX_FIELDS
 from lockstep.serve.service import Limits, Service
-from lockstep.text.structured import compile_wanted
+from lockstep.text.grammars.structured_output import compile_wanted
 from tests.serve.asking import fetch
 from tests.serve.fake import ask_and_leave
 

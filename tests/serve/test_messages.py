@@ -12,9 +12,9 @@ from lockstep.serve.app import create_app
 from lockstep.serve.service import Service
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.serve.asking import CALL, SCHEMA, anthropic, post
-from tests.text.tiny import make_folder
+from tests.text.tiny_tokenizer import make_folder
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"

@@ -10,8 +10,8 @@ from lockstep.serve.guard import Rules
 from lockstep.serve.service import Limits, Service
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
-from lockstep.text.tokenizer import Tokenizer
-from tests.text.tiny import make_folder
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+from tests.text.tiny_tokenizer import make_folder
 
 
 @pytest.fixture

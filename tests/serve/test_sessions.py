@@ -18,11 +18,11 @@ from lockstep.serve.problems import TYPE_REMEDIES
 from lockstep.serve.responses_protocol import DROPPED, AnyItem
 from lockstep.serve.service import Limits, Service
 from lockstep.text.processor import Processor
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.serve.asking import fetch, post
 from tests.serve.test_official_fields import hints, plain
 from tests.serve.test_responses import create, last_prompt
-from tests.text.tiny import make_folder
+from tests.text.tiny_tokenizer import make_folder
 
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"

@@ -17,7 +17,7 @@ from tests.models.dense import VOCAB, make_llm, random_oracle
 from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head
 from tests.spec.watching import Seen
-from tests.text.tiny import make_folder
+from tests.text.tiny_tokenizer import make_folder
 from tests.tiny_model import DEEPSEEK, LLAMA, QWEN3
 
 K = 4

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import settings
 
 from lockstep.text.processor import Processor
-from lockstep.text.tokenizer import Tokenizer
-from tests.text.tiny import make_folder
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+from tests.text.tiny_tokenizer import make_folder
 
 # An example's time says how busy the machine is, not whether the answer is right.
 settings.register_profile("no_clock", deadline=None)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from lockstep.errors import CheckpointError, RequestError, brief
 from lockstep.outputs import Logprob
 from lockstep.sampling_params import SamplingParams
-from lockstep.text.grammar import Compiler
+from lockstep.text.grammars.compiler import Compiler
 from lockstep.text.processor import Processor, TextUpdate
-from lockstep.text.template import MAX_TEMPLATE, ChatTemplate, check_kwargs
+from lockstep.text.templates.chat_template import MAX_TEMPLATE, ChatTemplate, check_kwargs
 from tests.masks import masks_of
 
 

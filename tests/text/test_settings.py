@@ -12,7 +12,7 @@ from lockstep.settings import MOST_CHARACTERS
 from lockstep.text.generation_config import NEUTRAL, WITHOUT_EFFECT
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.tiny_model import make_model
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ tone }}"

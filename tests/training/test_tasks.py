@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import training
-from lockstep.text.template import ChatTemplate
+from lockstep.text.templates.chat_template import ChatTemplate
 from training import tasks, text
 from training.words import held_out
 

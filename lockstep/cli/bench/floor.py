@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def has_weights(settings: dict[str, Any]) -> bool:
     """Whether there is anything to run: weights in the folder, or random ones asked for."""
     from lockstep.engine.build import find_model
-    from lockstep.models import shards
+    from lockstep.models import weight_files
 
     if settings["load_format"] == "dummy":
         return True
-    return shards.has_weights(find_model(settings["model"]))
+    return weight_files.has_weights(find_model(settings["model"]))
 
 
 def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import CheckpointError, choice_error
+from lockstep.models.config_reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
 from lockstep.models.gguf.file import GGUFModel
 from lockstep.models.ignored_settings import is_off
-from lockstep.models.reading import MOST_EXPERTS, MOST_LAYERS, ConfigReader
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "vocab_size": "the embedding's rows say it",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, brief, choice_error
-from lockstep.quant.gguf import LAYOUTS, PLAIN, bytes_per_row
+from lockstep.quantization.gguf_blocks import LAYOUTS, PLAIN, bytes_per_row
 from lockstep.settings import why_unread
 
 MAGIC = b"GGUF"

@@ -20,7 +20,7 @@ from lockstep.models.gguf.config import settings_of
 from lockstep.models.gguf.file import GGUFModel
 from lockstep.models.gguf.tokenizer import text_files
 from lockstep.models.json_files import some
-from lockstep.quant.gguf import LAYOUTS
+from lockstep.quantization.gguf_blocks import LAYOUTS
 from lockstep.settings import why_unread
 
 SUFFIX = ".gguf"

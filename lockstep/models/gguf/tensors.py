@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
+from lockstep.models.config_reader import MOST_EXPERTS
 from lockstep.models.gguf.config import (
     Hybrid,
     HybridMoE,
@@ -31,9 +32,8 @@ from lockstep.models.gguf.config import (
     settings_of,
 )
 from lockstep.models.gguf.file import GGUFFile, GGUFModel, TensorEntry
-from lockstep.models.reading import MOST_EXPERTS
-from lockstep.quant import TensorInfo
-from lockstep.quant.gguf import PLAIN, dequantize
+from lockstep.quantization import TensorInfo
+from lockstep.quantization.gguf_blocks import PLAIN, dequantize
 
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 # Each table maps a module's name in the file to its name in safetensors, without the layer.

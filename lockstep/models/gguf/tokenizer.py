@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.errors import LockstepError
+from lockstep.models.config_reader import ConfigReader
 from lockstep.models.gguf.file import GGUFModel
-from lockstep.models.gguf.splitting import SPLITTINGS
+from lockstep.models.gguf.split_files import SPLITTINGS
 from lockstep.models.ignored_settings import is_off
-from lockstep.models.reading import ConfigReader
 
 PREFIX = "tokenizer."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.errors import ConfigError, choice_error
-from lockstep.text.parsers.calls import CallParser
+from lockstep.text.parsers.call_parser import CallParser
 from lockstep.text.parsers.deepseek_v3 import DeepSeekV3Parser
 from lockstep.text.parsers.deepseek_v31 import DeepSeekV31Parser
 from lockstep.text.parsers.events import (

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
+from lockstep.text.grammars.lark import Rules, Tool, sequence
 from lockstep.text.parsers.named_calls import NamedCalls
-from lockstep.text.parsers.writing import Rules, Tool, sequence
 
 _CALLS = "<|tool_calls_section_begin|>"
 _CALLS_END = "<|tool_calls_section_end|>"

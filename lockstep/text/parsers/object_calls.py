@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
-from lockstep.text.parsers.calls import CallParser
+from lockstep.text.grammars.lark import Rules, Tool, sequence
+from lockstep.text.parsers.call_parser import CallParser
 from lockstep.text.parsers.json_reader import END, FAULT, JsonCall
 from lockstep.text.parsers.schema import to_json
-from lockstep.text.parsers.writing import Rules, Tool, sequence
 from lockstep.text.scan import Markers
 
 _OBJECT = "{"

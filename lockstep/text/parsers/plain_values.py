@@ -11,8 +11,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from lockstep.text.parsers.schema import coerce, target, types_of
-from lockstep.text.parsers.writing import (
+from lockstep.text.grammars.lark import (
     BLANK,
     LARK,
     WHOLE,
@@ -23,6 +22,7 @@ from lockstep.text.parsers.writing import (
     either,
     literal,
 )
+from lockstep.text.parsers.schema import coerce, target, types_of
 
 BOUNDS = ("minLength", "maxLength", "pattern", "format")
 """Keywords for texts that the grammar does not obey."""

@@ -3,11 +3,11 @@
 import re
 from typing import Any
 
-from lockstep.text.parsers.calls import CallParser
+from lockstep.text.grammars.lark import Rules, Tool, either, literal, sequence
+from lockstep.text.parsers.call_parser import CallParser
 from lockstep.text.parsers.json_reader import END, FAULT, MAX_DEPTH
 from lockstep.text.parsers.literals import literal_value
 from lockstep.text.parsers.schema import to_json
-from lockstep.text.parsers.writing import Rules, Tool, either, literal, sequence
 from lockstep.text.scan import Markers, Taken
 
 _OPENERS = {"tag": "<|python_start|>"}

@@ -8,12 +8,12 @@ where none should stand is content. In a string of JSON tags are text.
 import re
 from typing import Any
 
-from lockstep.text.parsers.calls import ENDED, CallParser
+from lockstep.text.grammars.lark import Rules, Tool, literal, sequence
+from lockstep.text.parsers.call_parser import ENDED, CallParser
 from lockstep.text.parsers.events import CallError
 from lockstep.text.parsers.json_reader import Quotes
 from lockstep.text.parsers.plain_values import PlainValues
 from lockstep.text.parsers.schema import coerce, parameters_by_name, property_types, to_json
-from lockstep.text.parsers.writing import Rules, Tool, literal, sequence
 from lockstep.text.scan import Markers
 
 _CALL = "<tool_call>"

@@ -1,0 +1,183 @@
+"""Build: what layers are built with. It chooses each op's backend once and remembers why."""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from lockstep.kernels import Op
+from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.linear import draft_linear
+from lockstep.kernels.linear.probe import Probed
+from lockstep.layers.kv_format import KVLayers
+from lockstep.layers.memory_budget import Room
+from lockstep.quantization import Layout, Module, Packing, TensorInfo
+
+
+@dataclass
+class Choice:
+    """One op of one layer: the backend that serves it, and why the others do not.
+
+    size: of a linear's weight, "34816x5120"; else empty. packing: how that weight lies in the
+    checkpoint's format, empty where it is not packed.
+    """
+
+    layer: str
+    op: str
+    backend: str
+    refused: dict[str, str]
+    size: str = ""
+    packing: str = ""
+
+
+@dataclass
+class Build:
+    """Device and dtype of a model under construction. `exact=False` is for drafters only.
+
+    window: most tokens of a generated step (K + 1), the size of a recurrent mixer's window.
+    max_positions: those that a row may reach, with what the steps in flight run over.
+    max_model_len: the longest sequence that is served; 0: max_positions.
+    layer: what is being built, for people; named: what stands in front of such names; path: its
+    module's name in the checkpoint, less the architecture's prefix. tensors: the checkpoint's, by
+    such a module and by what stands behind it in their names, None for dummy weights;
+    prefixes: that a name may have in front of the path; packing: the weight format, None where no
+    weight is packed. arch: of a GPU that is not there, e.g. 86; None: the device's own. kv: how
+    layers keep keys and values; state_dtype: of the state that recurrent layers keep between steps.
+    """
+
+    device: str
+    dtype: torch.dtype
+    window: int
+    max_positions: int
+    exact: bool = True
+    layer: str = ""
+    named: str = ""
+    path: str = ""
+    max_model_len: int = 0
+    tensors: Mapping[str, Mapping[str, TensorInfo]] | None = None
+    prefixes: tuple[str, ...] = ()
+    packing: Packing | None = None
+    arch: int | None = None
+    kv: KVLayers = KVLayers()
+    state_dtype: torch.dtype = torch.float32
+    choices: list[Choice] = field(default_factory=list)
+    probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
+    room: Room = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.room = Room(self.device)
+        self.max_model_len = self.max_model_len or self.max_positions
+
+    def at(self, layer: str, path: str | None = None) -> "Build":
+        """The same build, speaking for the named layer, whose module is `path` (None: the same)."""
+        found = copy(self)
+        found.layer = layer if layer == self.layer else self.named + layer
+        found.path = layer if path is None else path
+        return found
+
+    def within(self, name: str) -> "Build":
+        """The same build, speaking for the named module of this one."""
+        return self.at(self.layer, f"{self.path}.{name}")
+
+    def reading(
+        self,
+        tensors: Mapping[str, Mapping[str, TensorInfo]] | None,
+        prefixes: tuple[str, ...],
+        packing: Packing | None,
+    ) -> "Build":
+        """The same build, of a module that another checkpoint has."""
+        found = copy(self)
+        found.tensors = tensors
+        found.prefixes = prefixes
+        found.packing = packing
+        return found
+
+    def module(self, name: str, outputs: int, inputs: int) -> Module:
+        """A linear map of the module that is being built, as the checkpoint has it."""
+        path = f"{self.path}.{name}" if self.path else name
+        names = (*(prefix + path for prefix in self.prefixes), path)
+        tensors = None if self.tensors is None else self.tensors.get(path, {})
+        return Module(path, names, outputs, inputs, tensors)
+
+    def found(self, name: str) -> Mapping[str, TensorInfo]:
+        """The checkpoint's tensors of the named module of this one, by suffix; none for dummies."""
+        return {} if self.tensors is None else self.tensors.get(f"{self.path}.{name}", {})
+
+    def beside(self, *names: str) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """The checkpoint's tensors of the module that is being built (""), and of these of its own,
+        by suffix."""
+        if self.tensors is None:
+            return {}
+        own = {"": self.tensors.get(self.path, {})}
+        return own | {name: self.found(name) for name in names}
+
+    def layout(self, module: Module) -> Layout | None:
+        """Return how the weight of a linear map is packed; None: it is not."""
+        packing = self.packing
+        if packing is None or (packing.plain_on_cpu and self.device == "cpu"):
+            return None
+        return packing.layout(module)
+
+    def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
+        """The function that serves this op here."""
+        traits = {"device": self.device, "dtype": self.dtype, **traits}
+        if self.arch is not None:
+            traits["arch"] = self.arch
+        name = op.choose(**traits)
+        refused = {n: why for n, why in op.explain(**traits).items() if why is not None}
+        self.choices.append(Choice(self.layer, op.name, name, refused))
+        return op.backends[name].run
+
+    def linear_op(self, op: Op, n: int, k: int, packed: str = "") -> Callable[..., Any]:
+        """The function of a weight [n, k]: canonical, or the fastest where no bits depend on it.
+
+        On a GPU cuBLAS may serve where lockstep.layers.linear.probe finds the canonical bits.
+        packed: the kind of a packed weight, "" for one that is not.
+        """
+        if not self.exact and not packed:
+            self.choices.append(Choice(self.layer, op.name, "draft", {}, f"{n}x{k}"))
+            return draft_linear
+        exact = self.op(op, n=n, k=k, packed=packed)
+        self.choices[-1].size = f"{n}x{k}"
+        if self.choices[-1].backend != "triton":
+            return exact
+        fast = op.backends["cublas"].run
+        return self.probed.setdefault((n, k, self.dtype), Probed(exact, fast))
+
+    def matrix(self, n: int, k: int) -> torch.nn.Parameter:
+        """A weight [n, k] to be filled, stored as its op likes it: [k, n] on a CPU."""
+        if self.device == "cpu":
+            self._count((n, k), self.dtype)
+            stored = torch.empty(k, n, dtype=self.dtype).t()
+            return torch.nn.Parameter(stored, requires_grad=False)
+        return self.empty(n, k)
+
+    def matrices(self, count: int, n: int, k: int) -> torch.nn.Parameter:
+        """Weights [count, n, k] to be filled, each stored as matrix() stores one."""
+        if self.device != "cpu":
+            return self.empty(count, n, k)
+        stored = self.empty(count, k, n).data.transpose(1, 2)
+        return torch.nn.Parameter(stored, requires_grad=False)
+
+    def packed(self, n: int, k: int, layout: Layout) -> PackedWeight:
+        """A packed weight [n, k] to be filled."""
+        size = layout.empty(n, k, "meta").nbytes
+        self._take(size, (n, k))
+        return layout.empty(n, k, self.device)
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """A parameter to be filled by the loader."""
+        self._count(shape, dtype or self.dtype)
+        tensor = torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
+        return torch.nn.Parameter(tensor, requires_grad=False)
+
+    def _count(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._take(prod(shape) * dtype.itemsize, shape)
+
+    def _take(self, size: int, shape: tuple[int, ...]) -> None:
+        remedy = "Mend the sizes in config.json, or choose a smaller model or dtype."
+        name = f"a weight {list(shape)} of {self.layer or 'the model'}"
+        self.room.take(size, name, remedy)

@@ -1,0 +1,126 @@
+"""Strict reading of a checkpoint's config.json: what matters must be there and be known."""
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any, TypeVar
+
+from lockstep.errors import CheckpointError, LockstepError, choice_error
+from lockstep.models.ignored_settings import is_off, reason_of
+from lockstep.quantization.settings_reader import RecordedSettings
+
+T = TypeVar("T")
+_MISSING = object()
+MOST_SIZE = 1 << 24
+MOST_LAYERS = 1024
+MOST_EXPERTS = 4096
+MOST_NUMBER = 10**30
+"""Bounds that no real model comes near; whether what is asked fits into memory is seen later."""
+
+OF_DRAFTER = (
+    "If it changes no draft, set it to null in the drafter's config.json; else name another "
+    "drafter."
+)
+BUILT_FOR = "This architecture is built for these only."
+
+
+class ConfigReader:
+    """Reads settings by name from config.json's dict (text_config unwrapped over the top level).
+
+    `within` names the part of the file that this dict is, and `file` the file, for messages.
+    """
+
+    def __init__(self, raw: dict[str, Any], within: str = "", file: str = "config.json") -> None:
+        self.within = within
+        self.file = file
+        self.raw = RecordedSettings(raw)
+        self.raw = RecordedSettings({**raw, **self.get("text_config", dict, {})})
+
+    def part(self, name: str) -> "ConfigReader":
+        """The dict of a setting; empty where there is none."""
+        return ConfigReader(self.get(name, dict, {}), f"{name}.", self.file)
+
+    def get(self, name: str, kind: type[T], default: Any = _MISSING) -> T:
+        """The setting as `kind`; null counts as absent where there is a default.
+
+        Raises CheckpointError if absent without default, or mistyped.
+        """
+        value = self.raw.get(name, default)
+        if value is None and default is not _MISSING:
+            value = default
+        if value is _MISSING:
+            raise CheckpointError(
+                f"{self.file} has no {self.within}{name}; expected: {kind.__name__}. "
+                f"Add it to {self.file}."
+            )
+        if kind is float and type(value) is int:
+            self.need(abs(value) <= MOST_NUMBER, name, f"numbers up to {MOST_NUMBER:.0e}")
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.error(name, value, kind.__name__)
+        return value
+
+    def size(self, name: str, default: Any = _MISSING, most: int = MOST_SIZE) -> int:
+        """The setting as a count of at least 1."""
+        value = self.get(name, int, default)
+        self.need(1 <= value <= most, name, f"1 or more, up to {most}")
+        return value
+
+    def positive(self, name: str, default: Any = _MISSING) -> float:
+        """The setting as a finite number above 0."""
+        value = self.get(name, float, default)
+        self.need(isfinite(value) and value > 0, name, "finite numbers above 0")
+        return value
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """The setting as a list of `count` finite numbers above 0."""
+        values = self.get(name, list)
+        kinds = (int, float)
+        good = all(type(v) in kinds and 0 < v <= MOST_NUMBER for v in values)
+        self.need(good and len(values) == count, name, f"{count} finite numbers above 0")
+        return tuple(float(v) for v in values)
+
+    def only(self, name: str, *allowed: Any, default: Any = _MISSING) -> Any:
+        """The setting, which must be one of `allowed` (absent counts as `default`)."""
+        value = self.raw.get(name, default)
+        if not any(type(value) is type(a) and value == a for a in allowed):
+            found = None if value is _MISSING else value
+            raise self.error(name, found, ", ".join(map(repr, allowed)), BUILT_FOR)
+        return value
+
+    def need(self, holds: bool, name: str, allowed: str) -> None:
+        """Raises CheckpointError about a setting unless `holds`."""
+        if not holds:
+            raise self.error(name, self.raw.get(name), allowed)
+
+    def refuse_unread(self, without_effect: Mapping[str, str], remedy: str = "") -> None:
+        """Raise CheckpointError for a setting that no code has read and that may matter.
+
+        It may not matter where it is off, or where the shared list or the family's
+        (without_effect: name -> reason) says why it changes no answer. remedy: what to do, where
+        hf_overrides does not reach the file.
+        """
+        for name, value in self.raw.items():
+            known = name in self.raw.asked or reason_of(name, without_effect) is not None
+            if not known and not is_off(name, value):
+                raise self.error(
+                    name[:100],
+                    value,
+                    "settings that this architecture is built for, or null",
+                    remedy
+                    or "If it changes no answer of this model, set it to null (hf_overrides: "
+                    f"'{{\"{name[:100]}\": null}}'); else serve another checkpoint.",
+                )
+
+    def layer_types(self, layers: int, known: set[str], default: list[str]) -> tuple[str, ...]:
+        """The kind of each layer, all of them known."""
+        kinds = self.get("layer_types", list, default)
+        for kind in kinds:
+            if not isinstance(kind, str) or kind not in known:
+                raise self.error("layer_types", kind, ", ".join(sorted(known)), BUILT_FOR)
+        self.need(len(kinds) == layers, "layer_types", f"one for each of {layers} layers")
+        return tuple(kinds)
+
+    def error(self, name: str, value: object, allowed: str, remedy: str = "") -> LockstepError:
+        """The CheckpointError that says what a setting is and what it may be."""
+        field = f"{self.file} {self.within}{name}"
+        return choice_error(CheckpointError, field, value, allowed, remedy or f"Mend {self.file}.")

@@ -1,0 +1,85 @@
+"""The settings of latent attention, as DeepSeek-V3's files have them, and those of draft heads."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.layers.build_context import Build
+from lockstep.layers.latent_attention import LatentAttention
+from lockstep.layers.rotary import Rotary
+from lockstep.models.config_reader import ConfigReader
+from lockstep.models.rope import Rope, YarnRope, read_rope
+
+
+@dataclass(frozen=True)
+class Latents:
+    """See lockstep.layers.latent_attention.
+
+    q_rank: of the queries' latent, None where one projection makes them. latent: dims of the cached
+    latent; plain, turned: of a head's query, without and with a position; value: of its output;
+    scale: of the scores. rope: of the dims that turn.
+    """
+
+    heads: int
+    q_rank: int | None
+    latent: int
+    plain: int
+    turned: int
+    value: int
+    scale: float
+    rope: Rope
+
+    @classmethod
+    def read(cls, c: ConfigReader) -> "Latents":
+        """From config.json. Raises CheckpointError on what is missing or not built."""
+        c.only("attention_bias", False, default=False)
+        c.only("rope_interleave", True, None, default=True)
+        plain = c.size("qk_nope_head_dim")
+        turned = c.size("qk_rope_head_dim")
+        rope = read_rope(c, turned, 1.0)
+        factor = rope.score_factor if isinstance(rope, YarnRope) else 1.0
+        if type(rope) not in (Rope, YarnRope):
+            for part in ("rope_scaling", "rope_parameters"):
+                c.part(part).only("mscale_all_dim", 0, 0.0, None, default=None)
+        return cls(
+            heads=c.size("num_attention_heads"),
+            q_rank=None if c.raw.get("q_lora_rank") is None else c.size("q_lora_rank"),
+            latent=c.size("kv_lora_rank"),
+            plain=plain,
+            turned=turned,
+            value=c.size("v_head_dim"),
+            scale=(plain + turned) ** -0.5 * factor,
+            rope=rope,
+        )
+
+    def mixer(self, build: Build, hidden: int | tuple[int, int], rotary: Rotary) -> LatentAttention:
+        """The mixer with these settings. hidden: its width, or those of what it reads and gives."""
+        return LatentAttention(
+            build,
+            hidden,
+            self.heads,
+            q_rank=self.q_rank,
+            latent=self.latent,
+            plain=self.plain,
+            turned=self.turned,
+            value=self.value,
+            rotary=rotary,
+            scale=self.scale,
+        )
+
+
+def read_latent_common(c: ConfigReader) -> dict[str, Any]:
+    """The fields of DecoderConfig from config.json, and `latents`."""
+    c.only("hidden_act", "silu", default="silu")
+    latents = Latents.read(c)
+    return dict(
+        vocab_size=c.size("vocab_size"),
+        hidden_size=c.size("hidden_size"),
+        intermediate_size=c.size("intermediate_size"),
+        heads=latents.heads,
+        kv_heads=latents.heads,
+        head_dim=latents.plain + latents.turned,
+        eps=c.positive("rms_norm_eps"),
+        rope=latents.rope,
+        tied=c.get("tie_word_embeddings", bool, False),
+        latents=latents,
+    )

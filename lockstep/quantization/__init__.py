@@ -1,0 +1,100 @@
+"""Weight formats, one file each: how a checkpoint packs its weights, and where they go.
+
+A format says of a linear map how its weight lies on the device (a Layout of
+lockstep.kernels.formats.weights), and what fills it: the map's tensors in the checkpoint, each
+through a Slot. FORMATS maps what config.json calls a format to its file;
+docs/quantization.md adds one.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from lockstep.errors import CheckpointError, ConfigError, choice_error
+from lockstep.quantization.round_to_nearest import METHODS, RoundToNearest
+from lockstep.quantization.weight_format import Layout, Module, Packing, TensorInfo
+from lockstep.quantization.weight_sink import Slot
+
+__all__ = [
+    "FORMATS",
+    "Layout",
+    "Module",
+    "Packing",
+    "Slot",
+    "TensorInfo",
+    "one_format",
+    "packing_of",
+]
+
+GGUF = "lockstep.quantization.gguf_format"
+FORMATS: dict[str, str] = {
+    "gptq": "lockstep.quantization.gptq",
+    "awq": "lockstep.quantization.awq",
+    "auto-round": "lockstep.quantization.auto_round",
+    "auto_round": "lockstep.quantization.auto_round",
+    "intel/auto-round": "lockstep.quantization.auto_round",
+    "fp8": "lockstep.quantization.fp8",
+    "compressed-tensors": "lockstep.quantization.compressed_tensors",
+    "modelopt": "lockstep.quantization.modelopt",
+    "modelopt_fp4": "lockstep.quantization.modelopt",
+    "modelopt_mixed": "lockstep.quantization.modelopt",
+    "gguf": GGUF,
+}
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "gptq_marlin": ("gptq",),
+    "gptq_bitblas": ("gptq",),
+    "awq_marlin": ("awq",),
+    "moe_wna16": ("gptq", "awq"),
+    "inc": ("auto-round",),
+}
+"""vLLM's names of kernels for a format -> what config.json calls the formats."""
+
+
+def one_format(method: object, other: object) -> bool:
+    """Whether two quant_methods name one format."""
+    known = [FORMATS.get(name) if isinstance(name, str) else None for name in (method, other)]
+    return known[0] is not None and known[0] == known[1]
+
+
+def same_format(chosen: str, method: str) -> bool:
+    """Whether a name that the user chose is one of the format that a checkpoint names."""
+    names = OTHER_NAMES.get(chosen, (chosen,))
+    return any(one_format(name, method) for name in names)
+
+
+def packing_of(settings: Mapping[str, Any] | None, chosen: str | None = None) -> Packing | None:
+    """The weight format that a checkpoint's quantization_config names, or that the user chose for a
+    checkpoint which is not packed; None without either.
+
+    chosen: EngineConfig.quantization. A packed checkpoint's own format may be named too. Raises
+    CheckpointError where a format is not built, or asks for what is not; ConfigError where the
+    choice does not suit the checkpoint.
+    """
+    if settings is None:
+        return _rounding(chosen)
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in FORMATS:
+        raise choice_error(
+            CheckpointError,
+            "config.json quantization_config.quant_method",
+            method,
+            ", ".join(FORMATS),
+            "Serve a checkpoint in one of these formats, or one that is not packed.",
+        )
+    if chosen in METHODS and FORMATS[method] == GGUF:
+        return _rounding(chosen)  # a file's blocks are dequantized, and rounded anew
+    if chosen is not None and not same_format(chosen, method):
+        remedy = f"The checkpoint is packed already, as {method}; leave the setting out."
+        raise choice_error(ConfigError, "quantization", chosen, f"{method!r} or None", remedy)
+    return import_module(FORMATS[method]).read(settings)
+
+
+def _rounding(chosen: str | None) -> Packing | None:
+    """What packs a checkpoint that is not packed."""
+    if chosen is None:
+        return None
+    if chosen not in METHODS:
+        remedy = "The checkpoint is not packed; choose one of these, or leave the setting out."
+        allowed = ", ".join(map(repr, METHODS)) + " or None"
+        raise choice_error(ConfigError, "quantization", chosen, allowed, remedy)
+    return RoundToNearest(chosen)

@@ -1,0 +1,152 @@
+"""AutoRound (Cheng et al., 2023): integers of 4 or 8 bits in another format's tensors.
+
+    packing_format            tensors
+    auto_round:auto_gptq      GPTQ version 1 (zero - 1), mostly without g_idx
+    auto_round:gptqmodel      GPTQ version 2 (the zero itself)
+    auto_round                GPTQ's shapes, the zero itself
+    auto_round:auto_awq       AWQ
+
+Versions before 0.5 call the setting `backend`, and name a kernel behind the packing:
+auto_round:gptq:exllamav2. The same weight lies in the same tensors whatever the kernel.
+
+What extra_config says of a module by name, or by a pattern of its name, goes before the rest; 16
+bits or more: it is not packed. Tensors that the exporter could not attach to its model stand in a
+file of their own, model_extra_tensors.safetensors, which is read like any other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lockstep.kernels.formats.weights import IntWeight
+from lockstep.quantization.awq import AWQ_BITS, awq_slots
+from lockstep.quantization.gptq import gptq_slots
+from lockstep.quantization.integers import BITS, GROUPS, Asked, IntPacking, Scheme
+from lockstep.quantization.settings_reader import (
+    BUILT,
+    WITHIN,
+    NamePattern,
+    SettingsReader,
+    read_strictly,
+)
+from lockstep.quantization.weight_format import Module, Packing, usually_plain
+from lockstep.quantization.weight_sink import Slot
+
+PLAIN_BITS = 16
+"""From so many on a module is not packed."""
+STORED_LESS = {
+    "auto_round:auto_gptq": 1,
+    "auto_round:gptq": 1,
+    "auto_gptq": 1,
+    "gptq": 1,
+    "auto": 1,
+    "auto_round:gptqmodel": 0,
+    "auto_round": 0,
+}
+"""packing_format with GPTQ's tensors -> what is taken off a zero point before it is stored."""
+AS_AWQ = ("auto_round:auto_awq", "auto_round:awq", "auto_awq", "awq")
+"""packing_formats with AWQ's tensors."""
+KERNELS = frozenset({"exllamav2", "triton", "tritonv2"})
+"""What may stand behind a packing_format."""
+ROTATIONS = ("rotation_config", "rotation_configs")
+"""Settings of maps in front of a weight, of which nothing is built."""
+SPECIAL = frozenset("*+?^$()[]{}|\\")
+"""A name of extra_config that holds one of these is a pattern."""
+
+
+class AutoRound(IntPacking):
+    """See the module. extra: by a module's name; patterns: by a pattern of it, None: not packed;
+    blocks: what names of packed modules begin with, empty for all."""
+
+    def __init__(self, c: SettingsReader) -> None:
+        scheme = Scheme(
+            bits=c.only("bits", *BITS),
+            group=c.only("group_size", *GROUPS, default=128),
+            symmetric=c.get("sym", bool, True),
+        )
+        super().__init__("auto-round", scheme)
+        c.only("data_type", "int", default="int")
+        _check_plain(c)
+        self.packing = _packing_format(c)
+        self._check_bits(c, scheme)
+        act_bits = c.get("act_bits", int, PLAIN_BITS)
+        if act_bits < PLAIN_BITS:
+            told = f"{WITHIN}act_bits={act_bits} is not followed: activations are not rounded"
+            self.notes = (told,)
+        self.blocks = c.names("block_name_to_quantize") or c.names("to_quant_block_names")
+        self.extra: dict[str, Scheme | None] = {}
+        self.patterns: list[tuple[str, NamePattern, Scheme | None]] = []
+        for name, options in c.parts("extra_config").items():
+            found = self._scheme(options)
+            if SPECIAL.isdisjoint(name):
+                self.extra[name] = found
+            else:
+                self.patterns.append((name, c.pattern("extra_config", name), found))
+
+    def _scheme(self, c: SettingsReader) -> Scheme | None:
+        """What an entry of extra_config says: as a whole, but for what it leaves out."""
+        _check_plain(c)
+        bits = c.get("bits", int, self.scheme.bits)
+        if bits >= PLAIN_BITS:
+            c.ignore("data_type", "group_size", "sym", "packing_format")
+            return None
+        if c.only("data_type", "int", "fp", "float", default="int") != "int":
+            c.ignore("group_size", "sym", "packing_format")
+            return None
+        found = replace(self.scheme.overridden(c), act_order=False)
+        self._check_bits(c, found)
+        return found
+
+    def _check_bits(self, c: SettingsReader, scheme: Scheme) -> None:
+        if self.packing in AS_AWQ and scheme.bits != AWQ_BITS:
+            raise c.error("bits", scheme.bits, f"{AWQ_BITS} with {self.packing}", BUILT)
+
+    def asked(self, module: Module) -> Asked:
+        for name in module.names:
+            if name in self.extra:
+                return self._said(name, self.extra[name], exact=True)
+        inside = not usually_plain(module)
+        setting = ""
+        if self.blocks:
+            inside = any(name.startswith(self.blocks) for name in module.names)
+            setting = "" if inside else f"{WITHIN}block_name_to_quantize"
+        for text, pattern, scheme in self.patterns:
+            if pattern.stands_in(module):
+                return self._said(text, scheme, exact=False)
+        return Asked(self.scheme, inside, setting)
+
+    def _said(self, name: str, scheme: Scheme | None, *, exact: bool) -> Asked:
+        """What an entry of extra_config says. A pattern that changes how modules are packed may
+        match some that are not."""
+        setting = f"{WITHIN}extra_config[{name[:100]!r}]"
+        if scheme is None:
+            return Asked(self.scheme, False, setting)
+        return Asked(scheme, True, setting if exact else "")
+
+    def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
+        if self.packing in AS_AWQ:
+            return awq_slots(module, weight)
+        return gptq_slots(module, weight, scheme, STORED_LESS[self.packing])
+
+
+def read(settings: Mapping[str, Any]) -> Packing:
+    """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
+    return read_strictly(settings, "auto-round", AutoRound)
+
+
+def _check_plain(c: SettingsReader) -> None:
+    """Raises CheckpointError where more than integers, scales and zeros makes a weight."""
+    c.only("super_bits", None)
+    for name in ROTATIONS:
+        c.only(name, None, [], {})
+
+
+def _packing_format(c: SettingsReader) -> str:
+    """The packing_format, less a kernel behind it."""
+    name = c.called("packing_format", "backend")
+    written = c.get(name, str, "auto_round:auto_gptq")
+    found = ":".join(part for part in written.split(":") if part not in KERNELS)
+    known = (*STORED_LESS, *AS_AWQ)
+    if found not in known:
+        raise c.error(name, written, ", ".join(map(repr, known)), BUILT)
+    return found

@@ -1,0 +1,106 @@
+"""AWQ (Lin et al., 2023), as AutoAWQ writes it for its "gemm" kernel: 4 bits.
+
+    qweight [K, N / 8] int32    8 codes of neighbouring outputs; which is where, says ORDER
+    qzeros  [G, N / 8] int32    8 zero points of neighbouring outputs, in the same order
+    scales  [G, N]              fp16, bf16 or fp32
+    W[n, k] = (code - zero) * scale
+
+The scaling of activations that AWQ searches is part of the weights before it already.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.formats.weights import IntWeight
+from lockstep.quantization.integers import (
+    GROUPS,
+    WORD,
+    Asked,
+    IntPacking,
+    Scheme,
+    fill_scales,
+    fill_words,
+    fill_zeros,
+    unpacked_words,
+)
+from lockstep.quantization.settings_reader import WITHIN, SettingsReader, read_strictly
+from lockstep.quantization.weight_format import Module, Packing, usually_plain
+from lockstep.quantization.weight_sink import Slot
+
+AWQ_BITS = 4
+CODES = WORD // AWQ_BITS
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of a word's outputs stands in each of its nibbles, the lowest first."""
+SHIFTS = tuple(AWQ_BITS * ORDER.index(output) for output in range(CODES))
+"""The first bit of each of a word's outputs."""
+
+
+class AWQ(IntPacking):
+    """See the module. left: finds parts of the names of modules that are not packed."""
+
+    def __init__(self, c: SettingsReader) -> None:
+        scheme = Scheme(
+            bits=c.only(c.called("bits", "w_bit"), AWQ_BITS),
+            group=c.only(c.called("group_size", "q_group_size"), *GROUPS, default=128),
+            symmetric=not c.get("zero_point", bool, True),
+        )
+        super().__init__("awq", scheme)
+        version = c.called("version", "checkpoint_format", "format")
+        c.only(version, "gemm", "GEMM", default="gemm")
+        c.only("pack_dtype", "int32", default="int32")
+        left = c.names("modules_to_not_convert")
+        self.left = re.compile("|".join(map(re.escape, left))) if left else None
+        self.head = c.get("lm_head", bool, False)
+
+    def asked(self, module: Module) -> Asked:
+        parts = (self.left.search(name) for name in module.names if self.left is not None)
+        part = next((part[0] for part in parts if part is not None), None)
+        if part is not None:
+            setting = f"{WITHIN}modules_to_not_convert[{part[:100]!r}]"
+            return Asked(self.scheme, False, setting)
+        head = module.path == "lm_head"
+        return Asked(self.scheme, self.head if head else not usually_plain(module))
+
+    def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
+        return awq_slots(module, weight)
+
+
+def read(settings: Mapping[str, Any]) -> Packing:
+    """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
+    return read_strictly(settings, "awq", AWQ)
+
+
+def awq_slots(module: Module, weight: IntWeight) -> dict[str, Slot]:
+    """The slots of a module's tensors."""
+    n = module.outputs
+    groups = weight.scales.shape[1]
+    words = -(-n // CODES)
+    int32 = (torch.int32,)
+    where = weight.device
+    scales = partial(fill_scales, module, weight)
+    return {
+        "qweight": Slot((module.inputs, words), int32, where, partial(_fill_codes, weight)),
+        "qzeros": Slot((groups, words), int32, where, partial(_fill_zeros, module, weight)),
+        "scales": Slot((groups, n), (weight.scales.dtype,), where, scales),
+    }
+
+
+def _fill_codes(weight: IntWeight, words: Tensor) -> None:
+    """words [K, N / 8]."""
+
+    def codes(begin: int, end: int) -> Tensor:
+        part = words[:, begin // CODES : -(-end // CODES)]
+        return unpacked_words(part, SHIFTS, AWQ_BITS, dim=1)[:, : end - begin].t()
+
+    fill_words(weight, CODES, codes)
+
+
+def _fill_zeros(module: Module, weight: IntWeight, words: Tensor) -> None:
+    """words [G, N / 8]."""
+    zeros = unpacked_words(words, SHIFTS, AWQ_BITS, dim=1)
+    fill_zeros(module, weight, zeros[:, : module.outputs])

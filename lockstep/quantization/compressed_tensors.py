@@ -1,0 +1,253 @@
+"""compressed-tensors (llm-compressor): integers, e4m3fn or NVFP4, by groups of modules.
+
+    pack-quantized          weight_packed: 4 or 8 bits in words; W = (q - zero point) * scale
+    int-quantized           weight: int8
+    float-quantized         weight: e4m3fn; W = fp32(code) * scale
+    naive-quantized         either of these two
+    nvfp4-pack-quantized    W = (e2m1(code) * fp32(weight_scale)) * (1 / weight_global_scale)
+    dense                   no weights: scales of keys and values alone
+
+Only weights are taken as packed: activations are never rounded, so `input_activations` and the
+scales that belong to them are not used. The KV cache has the format that the user chose, whatever
+`kv_cache_scheme` says; fp8 takes `k_scale` and `v_scale` (lockstep.layers.kv_format).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.quantization.settings_reader import (
+    BUILT,
+    MEND,
+    WITHIN,
+    NamePattern,
+    SettingsReader,
+    read_strictly,
+)
+from lockstep.quantization.storage import (
+    FP4_GROUP,
+    FP8_BLOCK,
+    KV_SCHEME,
+    SCALES_OF_KV,
+    Fp4Storage,
+    Fp8Storage,
+    IntStorage,
+    Storage,
+    StoredPacking,
+    other_kv_scales,
+    settle,
+)
+from lockstep.quantization.weight_format import Module
+
+CLASS = "Linear"
+"""The class of every linear map, as targets name it."""
+OF_ALL = 2
+"""How precise a class is: of what find() says, the least."""
+PATTERN = "re:"
+"""In front of a target that is a regular expression; it is matched from the name's start."""
+MIXED = "mixed-precision"
+DENSE = "dense"
+MOST_GROUP = 1 << 20
+"""Columns that may share a scale."""
+
+
+def read(settings: Mapping[str, Any]) -> "CompressedTensors":
+    """The format of these settings. Raises CheckpointError where they ask for what is not built."""
+    return read_strictly(settings, "compressed-tensors", CompressedTensors)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a list names: modules, regular expressions of modules (by their text), all of a class.
+
+    Of those that name a module the most precise decides, and of regular expressions the first by
+    the alphabet, as the library has it.
+    """
+
+    names: frozenset[str]
+    patterns: tuple[tuple[str, NamePattern], ...]
+    all: bool
+
+    @classmethod
+    def read(cls, settings: SettingsReader, name: str) -> "Targets":
+        """The setting of this name. Raises CheckpointError where it is no list of them."""
+        texts: list[str] = settings.get(name, list, [])
+        if not all(isinstance(text, str) for text in texts):
+            raise settings.error(name, texts, "a list of names", MEND)
+        spelled = sorted({text for text in texts if text.startswith(PATTERN)})
+        patterns = ((x, settings.pattern(name, x.removeprefix(PATTERN))) for x in spelled)
+        names = frozenset(texts) - {CLASS, *spelled}
+        return cls(names, tuple(patterns), CLASS in texts)
+
+    def find(self, module: Module) -> tuple[int, str] | None:
+        """What decides of a module, by one of the names that this may have: how precise it is, the
+        most precise first, and its text; None where nothing does."""
+        named = [name for name in module.names if name in self.names]
+        if named:
+            return 0, min(named)
+        for text, pattern in self.patterns:
+            if pattern.begins(module):
+                return 1, text
+        return (OF_ALL, CLASS) if self.all else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A part of config_groups: what it packs, and how."""
+
+    name: str
+    targets: Targets
+    storage: Storage
+
+
+class CompressedTensors(StoredPacking):
+    """See the file's head. name: "compressed-tensors-pack-quantized" and so on, by format."""
+
+    unused = frozenset(
+        {
+            "input_scale",
+            "input_zero_point",
+            "input_global_scale",
+            "output_scale",
+            "output_zero_point",
+            "k_scale",
+            "v_scale",
+            "q_scale",
+            "k_zero_point",
+            "v_zero_point",
+            "q_zero_point",
+            "k_global_scale",
+            "v_global_scale",
+            "q_global_scale",
+        }
+    )
+
+    def __init__(self, settings: SettingsReader) -> None:
+        self.format = settings.only("format", *FORMATS, MIXED, DENSE)
+        self.name = f"compressed-tensors-{self.format}"
+        transforms = settings.get("transform_config", dict, {})
+        if transforms:
+            raise settings.error("transform_config", transforms, "none", BUILT)
+        settings.part("sparsity_config").only("format", "dense", default="dense")
+        self.left_out = Targets.read(settings, "ignore")
+        parts = settings.parts("config_groups")
+        if not parts and not settings.has(KV_SCHEME):
+            told = "an object of groups of modules"
+            raise settings.error("config_groups", settings.raw.get("config_groups"), told, MEND)
+        found = [group(name, part, self.format) for name, part in parts.items()]
+        self.groups = [one for one in found if one is not None]
+        self.notes = tuple(notes(settings, parts))
+        self.other_kv = other_kv_scales(settings)
+
+    def storage(self, module: Module) -> Storage | None:
+        entry = self.left_out.find(module)
+        if entry is not None:
+            return settle(module, None, f"{WITHIN}ignore ({entry[1]!r})")
+        found = [(one.targets.find(module), -index) for index, one in enumerate(self.groups)]
+        ranked = [(target, index) for target, index in found if target is not None]
+        groups = f"{WITHIN}config_groups"
+        if not ranked:
+            return settle(module, None, f"{groups}, of which no target names it,")
+        ((rank, _), index) = min(ranked)
+        chosen = self.groups[-index]
+        setting = f"{groups}[{chosen.name!r}]"
+        return settle(module, chosen.storage, setting, of_all=rank == OF_ALL)
+
+
+def group(name: str, settings: SettingsReader, default: str) -> Group | None:
+    """A group by its settings; None where it packs no weights."""
+    named = Targets.read(settings, "targets")
+    weights = settings.part("weights")
+    if not settings.has("weights"):
+        return None
+    kind = settings.only("format", *FORMATS, MIXED, default=default)
+    if kind == MIXED:
+        kind = inferred(weights)
+    weights.only("dynamic", False, default=False)
+    return Group(name, named, FORMATS[kind](weights))
+
+
+def inferred(weights: SettingsReader) -> str:
+    """The format of a group that does not say, in a file of several."""
+    kind = weights.only("type", "int", "float", default="int")
+    if kind == "int":
+        return "pack-quantized"
+    return "float-quantized" if weights.only("num_bits", 4, 8) == 8 else "nvfp4-pack-quantized"
+
+
+def strategy(weights: SettingsReader, *allowed: str) -> str:
+    """What shares a scale; where it is not said, group_size does: as the library has it."""
+    if not weights.has("strategy"):
+        size = weights.raw.get("group_size")
+        found = "tensor" if size is None else "channel" if size == -1 else "group"
+        if found not in allowed:
+            raise weights.error("strategy", found, ", ".join(map(repr, allowed)), BUILT)
+        return found
+    return weights.only("strategy", *allowed)
+
+
+def integers(weights: SettingsReader, in_words: bool) -> Storage:
+    """Codes in words, or int8."""
+    weights.only("type", "int", default="int")
+    bits = weights.only("num_bits", *((4, 8) if in_words else (8,)), default=8)
+    known = ("channel", "group") if in_words else ("tensor", "channel", "group")
+    grain = strategy(weights, *known)
+    size = {"tensor": 0, "channel": -1}.get(grain)
+    if size is None:
+        size = weights.get("group_size", int, 0)
+        if not 1 <= size <= MOST_GROUP:
+            raise weights.error("group_size", size, f"1 to {MOST_GROUP}", MEND)
+    symmetric = weights.only("symmetric", True, False, default=True)
+    allowed = (None, True, False, "group", "weight", "static", "dynamic")
+    ordered = weights.only("actorder", *allowed) in (True, "group", "dynamic")
+    return IntStorage(bits, size, in_words, symmetric, ordered and grain == "group")
+
+
+def floats(weights: SettingsReader) -> Storage:
+    """Codes of e4m3fn."""
+    weights.only("type", "float")
+    weights.only("num_bits", 8, default=8)
+    weights.only("symmetric", True, default=True)
+    grain = strategy(weights, "tensor", "channel", "block")
+    if grain == "block":
+        weights.only("block_structure", [FP8_BLOCK, FP8_BLOCK])
+    return Fp8Storage("weight_scale", (grain,))
+
+
+def naive(weights: SettingsReader) -> Storage:
+    """Integers or floats of 8 bits, as they are."""
+    kind = weights.only("type", "int", "float", default="int")
+    return floats(weights) if kind == "float" else integers(weights, in_words=False)
+
+
+def nvfp4(weights: SettingsReader) -> Storage:
+    """Codes of e2m1."""
+    weights.only("type", "float")
+    weights.only("num_bits", 4)
+    weights.only("symmetric", True, default=True)
+    weights.only("group_size", FP4_GROUP)
+    strategy(weights, "tensor_group", "group")
+    return Fp4Storage("weight_packed", "weight_global_scale", divides=True)
+
+
+FORMATS: Mapping[str, Callable[[SettingsReader], Storage]] = {
+    "pack-quantized": lambda weights: integers(weights, in_words=True),
+    "int-quantized": lambda weights: integers(weights, in_words=False),
+    "naive-quantized": naive,
+    "float-quantized": floats,
+    "nvfp4-pack-quantized": nvfp4,
+}
+"""format -> the storage of a group's weights. mxfp4 and mxfp8 are not among them."""
+
+
+def notes(settings: SettingsReader, groups: dict[str, SettingsReader]) -> list[str]:
+    """What the settings ask for and is not done."""
+    found = [
+        f"{part.within}{name} is not used: activations are not rounded"
+        for part in groups.values()
+        for name in ("input_activations", "output_activations")
+        if part.has(name)
+    ]
+    if settings.has(KV_SCHEME):
+        found.append(f"{WITHIN}{KV_SCHEME} is not followed: {SCALES_OF_KV}")
+    return found

@@ -1,0 +1,95 @@
+"""fp8: e4m3fn weights with a scale per block of 128 x 128, per output, or for all.
+
+What DeepSeek-V3 and Qwen's FP8 checkpoints have. W = fp32(code) * scale; in blocks the scale is
+called `weight_scale_inv`, and multiplies all the same. Only weights are taken as packed:
+activations are never rounded, so `activation_scheme` and `input_scale` are not used.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lockstep.quantization.settings_reader import WITHIN, SettingsReader, read_strictly
+from lockstep.quantization.storage import (
+    FP8_BLOCK,
+    Fp8Storage,
+    Storage,
+    StoredPacking,
+    around,
+    settle,
+)
+from lockstep.quantization.weight_format import Module
+
+LISTS = ("modules_to_not_convert", "ignored_layers")
+"""Settings with modules that are not packed: themselves, one around them, how names end, or a
+regular expression, as transformers reads them, of what names begin with up to a dot."""
+SPECIAL = frozenset("*+?^$()[]{}|\\")
+"""An entry that holds one of these is a regular expression."""
+UP_TO_A_DOT = r"(?:(?<=\.)|(?=\.|$))"
+
+
+def read(settings: Mapping[str, Any]) -> "Fp8":
+    """The format of these settings. Raises CheckpointError where they ask for what is not built."""
+    return read_strictly(settings, "fp8", Fp8)
+
+
+class Fp8(StoredPacking):
+    """See the file's head. name: "fp8-128x128" for blocks, else "fp8"."""
+
+    unused = frozenset(
+        {"input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale",
+         "kv_scale"}
+    )  # fmt: skip
+
+    def __init__(self, settings: SettingsReader) -> None:
+        settings.only("fmt", "e4m3", default="e4m3")
+        settings.only("scale_fmt", None, "float", "ue8m0")
+        scheme = settings.only("activation_scheme", "dynamic", "static", default="dynamic")
+        block = settings.only("weight_block_size", None, [FP8_BLOCK, FP8_BLOCK])
+        self.settings = settings
+        listed = {entry: name for name in LISTS for entry in settings.names(name)}
+        self.left_out = {x: name for x, name in listed.items() if SPECIAL.isdisjoint(x)}
+        self.patterns = [
+            (x, name, settings.pattern(name, f"(?:{x.removeprefix('re:')}){UP_TO_A_DOT}"))
+            for x, name in listed.items()
+            if x not in self.left_out
+        ]
+        self.name = "fp8" if block is None else "fp8-128x128"
+        self.storage_of_all = (
+            Fp8Storage("weight_scale", ("tensor", "channel"))
+            if block is None
+            else Fp8Storage("weight_scale_inv", ("block",))
+        )
+        self.notes = (
+            f"{WITHIN}activation_scheme={scheme!r} is not followed: activations are not rounded",
+        )
+
+    def storage(self, module: Module) -> Storage | None:
+        setting = self._left_out_by(module)
+        if setting is not None:
+            return settle(module, None, setting)
+        if module.tensors is None and module.path == "lm_head":
+            return None
+        return settle(module, self.storage_of_all, self._reason(), of_all=True)
+
+    def _left_out_by(self, module: Module) -> str | None:
+        """The setting and its entry by which a module is not packed, if there is one."""
+        for name in module.names:
+            for part in (*around(name), *ends(name)):
+                if part in self.left_out:
+                    return f"{WITHIN}{self.left_out[part]} ({part!r})"
+        for entry, setting, pattern in self.patterns:
+            if pattern.begins(module):
+                return f"{WITHIN}{setting} ({entry[:100]!r})"
+        return None
+
+    def _reason(self) -> str:
+        """The setting that packs what no list leaves out."""
+        block = self.settings.raw.get("weight_block_size")
+        return f"{WITHIN}weight_block_size={block}, with no list to except it,"
+
+
+def ends(name: str) -> Iterator[str]:
+    """What stands behind each dot of a name."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name

@@ -1,0 +1,178 @@
+"""GPTQ (Frantar et al., 2022), as AutoGPTQ and GPTQModel write it: 4 and 8 bits.
+
+    qweight [K / c, N] int32    c = 32 / bits codes of one output along K, the lowest bits first
+    qzeros  [G, N / c] int32    c zero points of neighbouring outputs
+    scales  [G, N]              fp16, bf16 or fp32
+    g_idx   [K] int32           the group of each column; absent or zeros: k // group
+    W[n, k] = (code - zero) * scale
+
+Version 2 keeps the zero points. Version 1 takes 1 off each of a word's, as one number modulo 2^32:
+0x11111111 off words of 4 bits. So a zero point of 0 borrows from the next.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.formats.weights import IntWeight
+from lockstep.quantization.integers import (
+    BITS,
+    GROUPS,
+    WORD,
+    Asked,
+    IntPacking,
+    Scheme,
+    ascending,
+    fill_scales,
+    fill_words,
+    fill_zeros,
+    unpacked_words,
+)
+from lockstep.quantization.settings_reader import WITHIN, NamePattern, SettingsReader, read_strictly
+from lockstep.quantization.weight_format import Module, Packing, damaged, usually_plain
+from lockstep.quantization.weight_sink import Slot
+
+STORED_LESS = {"gptq": 1, "gptq_v2": 0}
+"""checkpoint_format -> what is taken off a zero point before it is stored."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An entry of `dynamic`. pattern: matched from the start of a module's full name; scheme: how
+    the modules are packed, None: they are not."""
+
+    text: str
+    pattern: NamePattern
+    scheme: Scheme | None
+
+
+class GPTQ(IntPacking):
+    """See the module. inside: the modules of a layer that are packed, empty for all."""
+
+    def __init__(self, c: SettingsReader) -> None:
+        scheme = Scheme(
+            bits=c.only("bits", *BITS),
+            group=c.only("group_size", *GROUPS, default=-1),
+            symmetric=c.get("sym", bool, False),
+            act_order=c.get("desc_act", bool, False),
+            static=_static(c),
+        )
+        super().__init__("gptq", scheme)
+        written = c.called("checkpoint_format", "format")
+        self.stored_less = STORED_LESS[c.only(written, *STORED_LESS, default="gptq")]
+        c.only("pack_dtype", "int32", default="int32")
+        c.only("is_marlin_format", False, default=False)
+        c.only("rotation", None)
+        c.only("adapter", None)
+        self.head = c.get("lm_head", bool, False)
+        self.head_setting = f"{WITHIN}lm_head={self.head}" if c.has("lm_head") else ""
+        self.inside = c.names("modules_in_block_to_quantize")
+        self.rules = [_rule(c, scheme, *entry) for entry in c.parts("dynamic").items()]
+
+    def asked(self, module: Module) -> Asked:
+        scheme = self.scheme
+        for rule in self.rules:
+            if not rule.pattern.begins(module):
+                continue
+            if rule.scheme is None:
+                return Asked(scheme, False, f"{WITHIN}dynamic[{rule.text[:100]!r}]")
+            scheme = rule.scheme
+            break
+        if module.path == "lm_head":
+            return Asked(scheme, self.head, self.head_setting)
+        if self.inside and not any(f".{module.path}".endswith(f".{one}") for one in self.inside):
+            return Asked(scheme, False, f"{WITHIN}modules_in_block_to_quantize")
+        return Asked(scheme, not usually_plain(module))
+
+    def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
+        return gptq_slots(module, weight, scheme, self.stored_less)
+
+
+def read(settings: Mapping[str, Any]) -> Packing:
+    """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
+    return read_strictly(settings, "gptq", GPTQ)
+
+
+def _static(c: SettingsReader) -> bool:
+    """static_groups, which GPTQModel writes into `meta`."""
+    meta = c.raw.get("meta")
+    own = SettingsReader(meta, f"{WITHIN}meta.") if isinstance(meta, dict) else c
+    return own.get("static_groups", bool, c.get("static_groups", bool, False))
+
+
+def _rule(c: SettingsReader, scheme: Scheme, text: str, options: SettingsReader) -> Rule:
+    """An entry of `dynamic`: -:pattern leaves modules as they are, +:pattern or pattern alone
+    changes how they are packed."""
+    pattern = c.pattern("dynamic", text.removeprefix("-:").removeprefix("+:"))
+    return Rule(text, pattern, None if text.startswith("-:") else scheme.overridden(options))
+
+
+def gptq_slots(
+    module: Module, weight: IntWeight, scheme: Scheme, stored_less: int
+) -> dict[str, Slot]:
+    """The slots of a module's tensors. stored_less: what was taken off its zero points."""
+    n = module.outputs
+    k = module.inputs
+    groups = weight.scales.shape[1]
+    codes = WORD // scheme.bits
+    int32 = (torch.int32,)
+    where = weight.device
+    found = {
+        "qweight": Slot((-(-k // codes), n), int32, where, partial(_fill_codes, weight)),
+        "qzeros": Slot(
+            (groups, -(-n // codes)),
+            int32,
+            where,
+            partial(_fill_zeros, module, weight, stored_less),
+        ),
+        "scales": Slot(
+            (groups, n), (weight.scales.dtype,), where, partial(fill_scales, module, weight)
+        ),
+    }
+    if weight.g_idx is not None or "g_idx" in (module.tensors or ()):
+        order = partial(_fill_order, module, weight)
+        kept_at = torch.device("cpu") if weight.g_idx is None else where
+        found["g_idx"] = Slot((k,), (torch.int32, torch.int64), kept_at, order)
+    return found
+
+
+def _fill_codes(weight: IntWeight, words: Tensor) -> None:
+    """words [K / c, N]."""
+    k = weight.k
+    shifts = ascending(weight.bits)
+
+    def codes(begin: int, end: int) -> Tensor:
+        return unpacked_words(words[:, begin:end], shifts, weight.bits, dim=0)[:k].t()
+
+    fill_words(weight, 1, codes)
+
+
+def _fill_zeros(module: Module, weight: IntWeight, stored_less: int, words: Tensor) -> None:
+    """words [G, N / c]."""
+    shifts = ascending(weight.bits)
+    each = sum(1 << shift for shift in shifts)
+    zeros = unpacked_words(words + stored_less * each, shifts, weight.bits, dim=1)
+    fill_zeros(module, weight, zeros[:, : module.outputs])
+
+
+@lru_cache(maxsize=16)
+def _in_order(k: int, group: int, device: torch.device) -> Tensor:
+    """The group of each of k columns in order. Experts ask for one again and again."""
+    return torch.arange(k, device=device) // group
+
+
+def _fill_order(module: Module, weight: IntWeight, order: Tensor) -> None:
+    """order [K]: the group of each column. Each group has its columns, in whatever places."""
+    plain = _in_order(weight.k, weight.group, order.device)
+    if weight.g_idx is None:
+        if not bool((order == plain).all()) and bool(order.any()):
+            said = "moves columns between groups, but config.json has no desc_act, or static_groups"
+            raise damaged(module, "g_idx", said)
+        return
+    if not torch.equal(order.long().sort().values, plain):
+        raise damaged(module, "g_idx", f"does not give each group its {weight.group} columns")
+    weight.g_idx.copy_(order)

@@ -1,0 +1,194 @@
+"""What the formats of 4 and 8 bit integers have in common: who is packed, and how it is read.
+
+A module is packed if its tensors in the checkpoint say so. The settings' lists of modules are held
+against that, and decide alone where there are no tensors (dummy weights).
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.formats.weights import IntWeight, PackedWeight, pack, pieces
+from lockstep.quantization.settings_reader import SettingsReader
+from lockstep.quantization.weight_format import Layout, Module, Packing, contradiction, damaged
+from lockstep.quantization.weight_sink import Slot
+
+BITS = (4, 8)
+GROUPS = (-1, 32, 64, 128)
+"""Columns that share a scale; -1: all."""
+SIDECARS = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+"""The tensors of a packed module."""
+SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+"""What scales may be, by their names in a file's header."""
+WORD = 32
+"""Bits of a word."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a weight is packed. group: columns that share a scale, -1 for all; symmetric: zeros are
+    all 2^(bits - 1); act_order: columns were packed in the order of their activations; static: in
+    groups that were chosen before, so that each is of the group of its place."""
+
+    bits: int
+    group: int
+    symmetric: bool
+    act_order: bool = False
+    static: bool = False
+
+    @property
+    def in_order(self) -> bool:
+        """Whether column k is of group k // group; else a tensor says of which each is."""
+        return self.static or not self.act_order
+
+    @property
+    def name(self) -> str:
+        """What numerics call it: int4-g128, int8-channel."""
+        return f"int{self.bits}-" + ("channel" if self.group == -1 else f"g{self.group}")
+
+    def overridden(self, c: SettingsReader, group_name: str = "group_size") -> "Scheme":
+        """This scheme, less what the settings of some modules say otherwise."""
+        return replace(
+            self,
+            bits=c.only("bits", *BITS, default=self.bits),
+            group=c.only(group_name, *GROUPS, default=self.group),
+            symmetric=c.get("sym", bool, self.symmetric),
+            act_order=c.get("desc_act", bool, self.act_order),
+            static=c.get("static_groups", bool, self.static),
+        )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What settings say of a module: whether it is packed, and how if it is.
+
+    setting: the one that names it, which its tensors must not contradict; empty where none does.
+    """
+
+    scheme: Scheme
+    packed: bool
+    setting: str = ""
+
+
+class IntPacking(Packing):
+    """A format of integers: what IntWeight holds, in the checkpoint's own order.
+
+    _asked: what the settings say of modules, by their names; each is asked for twice or more.
+    """
+
+    def __init__(self, name: str, scheme: Scheme) -> None:
+        self.name = f"{name}-{scheme.name}"
+        self.scheme = scheme
+        self._asked: dict[tuple[str, ...], Asked] = {}
+
+    @abstractmethod
+    def asked(self, module: Module) -> Asked:
+        """What the settings say of the module."""
+
+    def scheme_of(self, module: Module) -> Scheme | None:
+        """How the module is packed; None: it is not.
+
+        Raises CheckpointError where tensors and settings contradict each other.
+        """
+        asked = self._asked.get(module.names)
+        if asked is None:
+            asked = self._asked[module.names] = self.asked(module)
+        if module.tensors is None:
+            return asked.scheme if asked.packed else None
+        packed = SIDECARS & module.tensors.keys()
+        if packed and "weight" in module.tensors:
+            raise contradiction(module, "a module has one or the other")
+        if asked.setting and (packed or module.tensors) and asked.packed != bool(packed):
+            word = "packed" if asked.packed else "not packed"
+            raise contradiction(module, f"config.json {asked.setting} says that it is {word}")
+        return asked.scheme if packed else None
+
+    def layout(self, module: Module) -> Layout | None:
+        scheme = self.scheme_of(module)
+        if scheme is None:
+            return None
+        ordered = not scheme.in_order and 0 < scheme.group < module.inputs
+        found = Layout.of(
+            IntWeight,
+            bits=scheme.bits,
+            group=scheme.group,
+            scale_dtype=_scale_dtype(module),
+            zeros=not scheme.symmetric,
+            g_idx=ordered,
+        )
+        return replace(found, apart=module.path) if ordered else found
+
+    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+        scheme = self.scheme_of(module)
+        assert isinstance(weight, IntWeight) and scheme is not None, "the layout said so"
+        found = self.filled(module, weight, scheme)
+        if "bias" in (module.tensors or ()):
+            found["bias"] = _no_bias(module, weight)
+        return found
+
+    @abstractmethod
+    def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
+        """What `slots` gives, less the bias that some files have where the model has none."""
+
+
+def _scale_dtype(module: Module) -> torch.dtype:
+    """Of the module's scales, as its file says; float16, as most are, where there is none."""
+    info = (module.tensors or {}).get("scales")
+    if info is None:
+        return torch.float16
+    if info.dtype not in SCALES:
+        allowed = ", ".join(SCALES)
+        raise damaged(module, "scales", f"is {info.dtype}, allowed: {allowed}")
+    return SCALES[info.dtype]
+
+
+def unpacked_words(words: Tensor, shifts: tuple[int, ...], bits: int, dim: int) -> Tensor:
+    """words [R, C] int32 -> the codes within them, in the order of `shifts`, side by side along dim
+    (0: [R * codes, C], 1: [R, C * codes]), uint8."""
+    places = torch.tensor(shifts, dtype=torch.int32, device=words.device)
+    lines = places[:, None] if dim == 0 else places
+    return ((words.unsqueeze(dim + 1) >> lines) & (2**bits - 1)).byte().flatten(dim, dim + 1)
+
+
+def ascending(bits: int) -> tuple[int, ...]:
+    """The first bit of each code of a word, the lowest first."""
+    return tuple(range(0, WORD, bits))
+
+
+def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]) -> None:
+    """Fills the codes. codes(begin, end): those of these rows, [end - begin, K] uint8."""
+    (n, k) = weight.shape
+    for begin, end in pieces(n, k, unit):
+        weight.words[begin:end].copy_(pack(codes(begin, end).contiguous(), weight.bits))
+
+
+def fill_scales(module: Module, weight: IntWeight, scales: Tensor) -> None:
+    """scales [G, N]: all finite."""
+    if not bool(torch.isfinite(scales).all()):
+        raise damaged(module, "scales", "holds infinities or NaN")
+    weight.scales.copy_(scales.t())
+
+
+def fill_zeros(module: Module, weight: IntWeight, zeros: Tensor) -> None:
+    """zeros [G, N] uint8. A symmetric weight keeps none: all are in the middle."""
+    if weight.zeros is not None:
+        weight.zeros.copy_(zeros.t())
+        return
+    middle = 2 ** (weight.bits - 1)
+    if not bool((zeros == middle).all()):
+        said = f"holds zero points other than {middle}, but config.json says that it is symmetric"
+        raise damaged(module, "qzeros", said)
+
+
+def _no_bias(module: Module, weight: IntWeight) -> Slot:
+    """Files of older tools have biases of zeros where the model has none. A layer that has a bias
+    names its own."""
+
+    def check(bias: Tensor) -> None:
+        if bool(bias.any()):
+            raise damaged(module, "bias", "is not zero, but the model has no bias here")
+
+    return Slot((module.outputs,), tuple(SCALES.values()), weight.device, check)

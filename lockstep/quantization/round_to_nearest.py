@@ -1,0 +1,66 @@
+"""Round to nearest: a checkpoint that is not packed is packed while it is loaded.
+
+    fp8     e4m3, a scale per output
+    int8    symmetric, a scale per output
+    int4    symmetric, a scale per 128 columns
+
+Rounding uses no calibration. Linear layers that checkpoints usually keep unquantized stay plain
+(lockstep.quantization.weight_format.usually_plain), and so do embeddings.
+"""
+
+from torch import Tensor
+
+from lockstep.kernels.formats.weights import (
+    Fp8Weight,
+    IntWeight,
+    PackedWeight,
+    pieces,
+    quantise_fp8,
+    quantise_int,
+)
+from lockstep.quantization.integers import SCALES, Scheme
+from lockstep.quantization.weight_format import Layout, Module, Packing, damaged, usually_plain
+from lockstep.quantization.weight_sink import PLAIN, Slot
+
+FP8 = "fp8"
+SCHEMES = {
+    "int8": Scheme(bits=8, group=-1, symmetric=True),
+    "int4": Scheme(bits=4, group=128, symmetric=True),
+}
+METHODS = (FP8, *SCHEMES)
+"""What may be asked for."""
+
+
+class RoundToNearest(Packing):
+    """See the module. method: one of METHODS."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.name = "fp8-channel" if method == FP8 else SCHEMES[method].name
+
+    def layout(self, module: Module) -> Layout | None:
+        if usually_plain(module):
+            return None
+        if self.method == FP8:
+            return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)
+        info = (module.tensors or {}).get("weight")
+        stored = SCALES.get(info.dtype if info else "BF16", SCALES["BF16"])
+        scheme = SCHEMES[self.method]
+        return Layout.of(IntWeight, bits=scheme.bits, group=scheme.group, scale_dtype=stored)
+
+    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+        def fill(tensor: Tensor) -> None:
+            for begin, end in pieces(*weight.shape):
+                part = tensor[begin:end]
+                if not bool(part.isfinite().all()):
+                    raise damaged(module, "weight", "holds infinities or NaN")
+                weight.rows(begin, end).copy_(self._rounded(part))
+
+        return {"weight": Slot((module.outputs, module.inputs), PLAIN, weight.device, fill)}
+
+    def _rounded(self, tensor: Tensor) -> PackedWeight:
+        """tensor [N, K] of a float dtype -> what it is packed to."""
+        if self.method == FP8:
+            return quantise_fp8(tensor)
+        scheme = SCHEMES[self.method]
+        return quantise_int(tensor, scheme.bits, scheme.group)

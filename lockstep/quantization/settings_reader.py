@@ -1,0 +1,184 @@
+"""Strict reading of a checkpoint's quantization_config: what matters must be known."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from lockstep.errors import CheckpointError, LockstepError, choice_error
+from lockstep.quantization.ignored_settings import BY_FORMAT, is_switched_off
+from lockstep.quantization.weight_format import Module
+
+T = TypeVar("T")
+WITHIN = "quantization_config."
+MEND = "Mend config.json, or serve a checkpoint that was packed otherwise."
+BUILT = "Weight formats are built for these only; serve a checkpoint that was packed otherwise."
+
+
+ANYWHERE = re.compile(r"\.\*((?:\\\W|[\w-])+)(?:\.\*)?")
+"""A regular expression that asks for a text, which stands in it escaped, anywhere in a name."""
+
+
+class NamePattern:
+    """A regular expression of modules' names. Tools write one for each of hundreds of layers, and
+    there are 30,000 experts: one that asks for a text anywhere is looked for as a text.
+
+    Raises what re.compile does.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.compiled = re.compile(text)
+        found = ANYWHERE.fullmatch(text)
+        self.inside = None if found is None else re.sub(r"\\(\W)", r"\1", found[1])
+
+    def begins(self, module: Module) -> bool:
+        """Whether it matches one of the module's names from its start."""
+        if self.inside is not None:
+            return self.inside in module.lines
+        return any(self.compiled.match(name) for name in module.names)
+
+    def stands_in(self, module: Module) -> bool:
+        """Whether it matches a part of one of the module's names."""
+        if self.inside is not None:
+            return self.inside in module.lines
+        return any(self.compiled.search(name) for name in module.names)
+
+
+class RecordedSettings(dict[str, Any]):
+    """Settings that remember which of them were asked for."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
+
+
+class SettingsReader:
+    """Reads settings by name. within: the part of config.json that they are, for messages.
+
+    null counts as absent. refuse_unread() refuses settings that no code has asked for.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], within: str = WITHIN) -> None:
+        self.raw = RecordedSettings({n: value for n, value in raw.items() if value is not None})
+        self.within = within
+        self._inner: list[SettingsReader] = []
+
+    def has(self, name: str) -> bool:
+        """Whether the setting is there."""
+        return name in self.raw
+
+    def called(self, *names: str) -> str:
+        """Which of the names that one setting goes by is used; the first where none is."""
+        return next((name for name in names if name in self.raw), names[0])
+
+    def get(self, name: str, kind: type[T], default: T) -> T:
+        """The setting as `kind`. Raises CheckpointError where it is mistyped."""
+        value = self.raw.get(name, default)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.error(name, value, f"a value of type {kind.__name__}", MEND)
+        return value
+
+    def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
+        """The setting, which must be one of `allowed`; absent counts as `default`."""
+        value = self.raw.get(name, default)
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            raise self.error(name, value, ", ".join(map(repr, allowed)), BUILT)
+        return value
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The setting as a list of names, which may be grouped in lists, or one text of names with
+        commas between."""
+        value = self.raw.get(name, [])
+        found = value.split(",") if isinstance(value, str) else value
+        if not isinstance(found, list):
+            raise self.error(name, value, "a list of names", MEND)
+        flat = [one for part in found for one in (part if isinstance(part, list) else [part])]
+        if not all(isinstance(one, str) for one in flat):
+            raise self.error(name, value, "a list of names", MEND)
+        return tuple(one.strip() for one in flat if one.strip())
+
+    def parts(self, name: str) -> dict[str, "SettingsReader"]:
+        """The setting as an object of objects (null: an empty one), each with its own reader."""
+        value: dict[Any, Any] = self.get(name, dict, {})
+        for key, part in value.items():
+            if not isinstance(part, dict | None):
+                raise self.error(f"{name}[{key[:100]!r}]", part, "an object", MEND)
+        readers = {
+            key: SettingsReader(part or {}, f"{self.within}{name}[{key[:100]!r}].")
+            for key, part in value.items()
+        }
+        self._inner += readers.values()
+        return readers
+
+    def part(self, name: str) -> "SettingsReader":
+        """Return the reader of an object within the settings; it is empty where that is absent."""
+        raw: dict[str, Any] = self.get(name, dict, {})
+        reader = SettingsReader(raw, f"{self.within}{name}.")
+        self._inner.append(reader)
+        return reader
+
+    def replaced(self, name: str, value: Any) -> "SettingsReader":
+        """Return a reader of the same settings, but for one value."""
+        reader = SettingsReader({**self.raw, name: value}, self.within)
+        reader.raw.asked = self.raw.asked
+        return reader
+
+    def ignore(self, *names: str) -> None:
+        """Mark settings as read that other settings of the same object leave without effect."""
+        self.raw.asked.update(names)
+
+    def refuse_unread(self, without_effect: Mapping[str, str]) -> None:
+        """Raise CheckpointError for a setting that no code has asked for and that may matter.
+
+        Settings within the objects that part() and parts() returned are checked too.
+        without_effect: names of settings that may be ignored, each with the reason.
+        """
+        for name, value in self.raw.items():
+            harmless = name in self.raw.asked or name in without_effect or name.startswith("_")
+            if harmless or is_switched_off(value):
+                continue
+            raise self.error(
+                name[:100],
+                value,
+                "settings that this weight format is built for, or null",
+                "If it changes no weight of this checkpoint, set it to null in config.json; else "
+                "serve a checkpoint that was packed otherwise.",
+            )
+        for reader in self._inner:
+            reader.refuse_unread(without_effect)
+
+    def pattern(self, name: str, text: str) -> NamePattern:
+        """A regular expression that stands in the setting."""
+        try:
+            return NamePattern(text)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise self.error(name, text, f"regular expressions ({error})", MEND) from None
+
+    def error(self, name: str, value: object, allowed: str, remedy: str) -> LockstepError:
+        """The CheckpointError that says what a setting is and what it may be."""
+        field = f"config.json {self.within}{name}"
+        return choice_error(CheckpointError, field, value, allowed, remedy)
+
+
+def read_strictly(
+    settings: Mapping[str, Any], kind: str, build: Callable[[SettingsReader], T]
+) -> T:
+    """Return what `build` makes of the settings of a format (kind: its name in BY_FORMAT).
+
+    Raises CheckpointError for a setting that may matter and that `build` has not asked for.
+    """
+    reader = SettingsReader(settings)
+    packing = build(reader)
+    reader.refuse_unread(BY_FORMAT[kind])
+    return packing

@@ -1,0 +1,432 @@
+"""How a checkpoint stores a packed weight: its tensors, and what each of them fills.
+
+A format (fp8.py, compressed_tensors.py, modelopt.py) says which storage a linear map has. Scales
+per tensor become scales per output, so that maps with a scale each can be fused.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import brief
+from lockstep.kernels.formats.weights import (
+    FP4_FACTORS,
+    Fp4Weight,
+    Fp8Weight,
+    IntWeight,
+    PackedWeight,
+    pack,
+    pieces,
+)
+from lockstep.quantization.settings_reader import SettingsReader
+from lockstep.quantization.weight_format import (
+    IN_A_MIXTURE,
+    NO_LINEAR,
+    Layout,
+    Module,
+    Packing,
+    TensorInfo,
+    contradiction,
+    damaged,
+    usually_plain,
+)
+from lockstep.quantization.weight_sink import PLAIN, Slot
+
+FP8_BLOCK = 128
+"""Rows and columns that share a scale: DeepSeek-V3, arXiv 2412.19437, section 3.3.2."""
+FP4_GROUP = 16
+"""Columns that share a scale in NVFP4."""
+PLAIN_NAMES = ("F32", "BF16", "F16")
+"""Dtypes of weights that are not packed, as safetensors spells them."""
+SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SCALES_OF_KV = "--kv-cache-dtype chooses how keys and values lie, and fp8 takes the scales"
+"""What notes say of settings for the KV cache."""
+KV_ALGORITHM = "kv_cache_quant_algo"
+"""ModelOpt's setting of what the KV cache's static scales are for."""
+KV_SCHEME = "kv_cache_scheme"
+"""That of compressed-tensors, and of later ModelOpt: an object."""
+SIDECARS = (
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_shape",
+)
+"""Tensors that a packed linear map has and no other."""
+
+
+class Storage(ABC):
+    """How the tensors of a linear map hold its weight."""
+
+    @abstractmethod
+    def needs(self, module: Module) -> tuple[str, ...]:
+        """Suffixes of the tensors that there must be."""
+
+    @abstractmethod
+    def layout(self, module: Module) -> Layout:
+        """How it lies on the device."""
+
+    @abstractmethod
+    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+        """Suffix -> the slot that fills these rows with it."""
+
+
+class StoredPacking(Packing):
+    """A format whose maps have a Storage, or none where they are not packed."""
+
+    @abstractmethod
+    def storage(self, module: Module) -> Storage | None:
+        """Raises CheckpointError where settings and tensors contradict each other."""
+
+    def layout(self, module: Module) -> Layout | None:
+        storage = self.storage(module)
+        return None if storage is None else storage.layout(module)
+
+    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+        storage = self.storage(module)
+        assert storage is not None, "a format packed it"
+        return storage.slots(module, weight)
+
+
+def settle(
+    module: Module, said: Storage | None, setting: str, *, of_all: bool = False
+) -> Storage | None:
+    """How the module is stored: what its settings say, where its tensors agree.
+
+    setting: the one that says so, for messages; of_all: it is of all linear layers, and names none.
+    Some maps may be plain without being listed: see usually_plain, and IN_A_MIXTURE where the
+    setting is of all. Where there are no files NO_LINEAR are. Raises CheckpointError where tensors
+    say otherwise.
+    """
+    if module.tensors is None:
+        return None if module.path.rpartition(".")[2] in NO_LINEAR else said
+    weight = module.tensors.get("weight")
+    strange = weight is not None and weight.dtype not in PLAIN_NAMES
+    packed = strange or any(suffix in module.tensors for suffix in SIDECARS)
+    if said is None:
+        if packed:
+            raise contradiction(module, f"{setting} asks for a weight that is not packed")
+        return None
+    needed = ", ".join(said.needs(module))
+    if not packed:
+        if weight is None or usually_plain(module) or (of_all and IN_A_MIXTURE in module.path):
+            return None
+        raise contradiction(module, f"{setting} asks for {needed}")
+    if not all(suffix in module.tensors for suffix in said.needs(module)):
+        raise contradiction(module, f"{setting} asks for {needed}")
+    return said
+
+
+def other_kv_scales(settings: SettingsReader) -> str | None:
+    """The setting by which static scales of the KV cache are of another format than fp8; None: they
+    are not, as far as it says."""
+    algorithm = settings.raw.get(KV_ALGORITHM, "FP8")
+    if not str(algorithm).upper().startswith("FP8"):
+        return f"{settings.within}{KV_ALGORITHM}={brief(algorithm)}"
+    scheme = settings.raw.get(KV_SCHEME, {})
+    if isinstance(scheme, dict):
+        fp8 = (scheme.get("num_bits", 8), scheme.get("type", "float")) == (8, "float")
+    else:
+        fp8 = str(scheme).lower() == "fp8"
+    return None if fp8 else f"{settings.within}{KV_SCHEME}={brief(scheme)}"
+
+
+def around(name: str) -> Iterator[str]:
+    """A module's name, and those of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Fp8Storage(Storage):
+    """`weight` e4m3fn [N, K] and scales that multiply it.
+
+    scale: the scales' suffix; also: another that they may have. grains: what may share a scale:
+    "tensor", "channel" or "block", of FP8_BLOCK rows and columns. A block's scales are [R, C], or
+    [R, 1, C, 1].
+    """
+
+    scale: str
+    grains: tuple[str, ...]
+    also: str = ""
+
+    def needs(self, module: Module) -> tuple[str, ...]:
+        return ("weight", self._suffix(module))
+
+    def layout(self, module: Module) -> Layout:
+        """A scale for every output where blocks end within a map, so that it can be fused."""
+        whole = module.outputs % FP8_BLOCK == 0
+        if "block" not in self.grains:
+            return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)
+        return Layout.of(Fp8Weight, block_n=FP8_BLOCK if whole else 1, block_k=FP8_BLOCK)
+
+    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+        assert isinstance(weight, Fp8Weight)
+        (n, k) = weight.shape
+        shapes = {"tensor": [(), (1,), (1, 1)], "channel": [(n, 1), (n,)], "block": blocks(n, k)}
+        known = [shape for grain in self.grains for shape in shapes[grain]]
+        scale = self._suffix(module)
+        return {
+            "weight": Slot((n, k), (torch.float8_e4m3fn,), weight.device, eight_bits(weight)),
+            scale: slot(
+                module, scale, known, PLAIN, weight.device, lambda x: self._scale(weight, x)
+            ),
+        }
+
+    def _suffix(self, module: Module) -> str:
+        """That of the module's scales."""
+        found = module.tensors or {}
+        return self.also if self.also in found and self.scale not in found else self.scale
+
+    def _scale(self, weight: Fp8Weight, found: Tensor) -> None:
+        (n, _) = weight.shape
+        if "block" in self.grains:
+            lines = found.float().view(-(-n // FP8_BLOCK), -1)
+            whole = weight.block_n == 1
+            weight.scales.copy_(by_row(lines, n, FP8_BLOCK) if whole else lines)
+        else:
+            weight.scales.copy_(found.float().view(-1, 1))
+
+
+def blocks(n: int, k: int) -> list[tuple[int, ...]]:
+    """Shapes of the scales of a weight [n, k] in blocks."""
+    rows = -(-n // FP8_BLOCK)
+    columns = -(-k // FP8_BLOCK)
+    return [(rows, columns), (rows, 1, columns, 1)]
+
+
+@dataclass(frozen=True)
+class Fp4Storage(Storage):
+    """NVFP4: e2m1 codes in uint8 [N, K / 2], the lower four bits first; `weight_scale` e4m3
+    [N, K / 16]; and a number for the whole weight, a multiplier or a divisor.
+
+    weight, factor: their suffixes. A divisor's reciprocal is taken once, in fp32.
+    """
+
+    weight: str
+    factor: str
+    divides: bool
+
+    def needs(self, module: Module) -> tuple[str, ...]:
+        return (self.weight, "weight_scale", self.factor)
+
+    def layout(self, module: Module) -> Layout:
+        return Layout.of(Fp4Weight)
+
+    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+        assert isinstance(weight, Fp4Weight)
+        (n, k) = weight.shape
+        device = weight.device
+        scales: list[tuple[int, ...]] = [(n, -(-k // FP4_GROUP))]
+        fp8 = (torch.float8_e4m3fn,)
+        return {
+            self.weight: Slot((n, -(-k // 2)), (torch.uint8,), device, nibbled(weight)),
+            "weight_scale": slot(
+                module, "weight_scale", scales, fp8, device,
+                lambda x: weight.scales.copy_(x.view(torch.uint8)),
+            ),
+            self.factor: slot(
+                module, self.factor, [(), (1,), (1, 1)], (torch.float32,), device,
+                lambda x: self._factor(module, weight, x.view(())),
+            ),
+        }  # fmt: skip
+
+    def _factor(self, module: Module, weight: Fp4Weight, found: Tensor) -> None:
+        if self.divides and not bool(found > 0):
+            raise damaged(module, self.factor, f"is {float(found)}, expected more than 0")
+        factor = found.reciprocal() if self.divides else found
+        if not bool(factor.abs() < FP4_FACTORS):
+            said = f"is {float(found)}, which multiplies by {float(factor)}, expected below 2^119"
+            raise damaged(module, self.factor, said)
+        weight.factors.copy_(factor)
+
+
+@dataclass(frozen=True)
+class IntStorage(Storage):
+    """Integers of 4 or 8 bits with scales: words of codes along K, or int8.
+
+    in_words: `weight_packed` int32 [N, ceil(K bits / 32)] of codes q + 2^(bits - 1), lowest bits
+    first, and `weight_shape`; else `weight` int8 [N, K]. group: columns that share a scale, -1 for
+    all, 0 where one serves the whole weight. `weight_zero_point`, where there is one, is what q is
+    counted from: int8 of the scales' shape, or packed like the weight, but along N. ordered: there
+    is a `weight_g_idx`, the group of each column.
+    """
+
+    bits: int
+    group: int
+    in_words: bool
+    symmetric: bool
+    ordered: bool
+
+    def needs(self, module: Module) -> tuple[str, ...]:
+        codes = ("weight_packed", "weight_shape") if self.in_words else ("weight",)
+        zeros = () if self.symmetric else ("weight_zero_point",)
+        order = ("weight_g_idx",) if self.ordered else ()
+        return (*codes, "weight_scale", *zeros, *order)
+
+    def layout(self, module: Module) -> Layout:
+        found = module.tensors or {}
+        options = dict(
+            bits=self.bits,
+            group=self.group if self.group > 0 else module.inputs,
+            scale_dtype=scale_dtype(found.get("weight_scale")),
+            zeros=self._has(module, "weight_zero_point"),
+            g_idx=self._has(module, "weight_g_idx"),
+        )
+        layout = Layout.of(IntWeight, **options)
+        return replace(layout, apart=module.path) if options["g_idx"] else layout
+
+    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+        assert isinstance(weight, IntWeight)
+        (n, k) = weight.shape
+        device = weight.device
+        scales = [tuple(weight.scales.shape)] if self.group else [(1,), (), (1, 1)]
+        found = {
+            "weight_scale": slot(
+                module, "weight_scale", scales, PLAIN, device,
+                lambda x: weight.scales.copy_(x.view(-1, x.shape[-1] if x.dim() else 1)),
+            )
+        }  # fmt: skip
+        if self.in_words:
+            shape = (n, -(-k * self.bits // 32))
+            fill = nibbled(weight) if self.bits == 4 else eight_bits(weight)
+            found["weight_packed"] = Slot(shape, (torch.int32,), device, fill)
+            found["weight_shape"] = Slot(
+                (2,), (torch.int64, torch.int32), torch.device("cpu"), lambda x: shaped(module, x)
+            )
+        else:
+            found["weight"] = Slot((n, k), (torch.int8,), device, eight_bits(weight, 128))
+        if weight.zeros is not None:
+            found["weight_zero_point"] = self._zeros(module, weight, scales)
+        if weight.g_idx is not None:
+            found["weight_g_idx"] = Slot(
+                (k,), (torch.int32, torch.int64), device, lambda x: order(module, weight, x)
+            )
+        return found
+
+    def _has(self, module: Module, suffix: str) -> bool:
+        return suffix in (self.needs(module) if module.tensors is None else module.tensors)
+
+    def _zeros(self, module: Module, weight: IntWeight, scales: list[tuple[int, ...]]) -> Slot:
+        """Old files have the zero points of words as int8."""
+        assert weight.zeros is not None
+        zeros = weight.zeros
+        (n, groups) = zeros.shape
+        packed = self.in_words and stored_as(module, "weight_zero_point", "I32")
+        shapes: list[tuple[int, ...]] = [(-(-n * self.bits // 32), groups)] if packed else scales
+        middle = 2 ** (self.bits - 1)
+
+        def fill(found: Tensor) -> None:
+            if packed:
+                zeros.copy_(along_n(found, self.bits, n))
+                return
+            codes = found.short() + middle
+            if not bool(((codes >= 0) & (codes < 2**self.bits)).all()):
+                said = f"has zero points other than {-middle} to {middle - 1}"
+                raise damaged(module, "weight_zero_point", said)
+            zeros.copy_(codes.view(-1, found.shape[-1] if found.dim() else 1))
+
+        dtype = torch.int32 if packed else torch.int8
+        return slot(module, "weight_zero_point", shapes, (dtype,), weight.device, fill)
+
+
+def slot(
+    module: Module,
+    suffix: str,
+    shapes: list[tuple[int, ...]],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    fill: Callable[[Tensor], object],
+) -> Slot:
+    """The slot of a tensor that may have any of these shapes, and whose numbers are all finite."""
+    info = None if module.tensors is None else module.tensors.get(suffix)
+    shape = info.shape if info is not None and info.shape in shapes else shapes[0]
+
+    def check(found: Tensor) -> None:
+        if not bool(found.float().isfinite().all()):
+            raise damaged(module, suffix, "has entries that are no finite numbers")
+        fill(found)
+
+    return Slot(shape, dtypes, device, check)
+
+
+def stored_as(module: Module, suffix: str, dtype: str) -> bool:
+    """Whether a tensor of the module is of this dtype, as safetensors spells it."""
+    info = None if module.tensors is None else module.tensors.get(suffix)
+    return info is None or info.dtype == dtype
+
+
+def scale_dtype(info: TensorInfo | None) -> torch.dtype:
+    """That in which scales are kept: the checkpoint's; bf16 where it has none."""
+    return torch.bfloat16 if info is None else SCALE_DTYPES.get(info.dtype, torch.float32)
+
+
+def by_row(scales: Tensor, n: int, block: int) -> Tensor:
+    """Scales [R, C] of blocks of rows -> [n, C]."""
+    return scales.repeat_interleave(block, 0)[:n]
+
+
+def nibbles(data: Tensor) -> Tensor:
+    """uint8 [N, B] -> codes of four bits [N, 2 B], the lower of a byte first."""
+    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
+
+
+def nibbled(weight: PackedWeight) -> Callable[[Tensor], None]:
+    """What fills the words of a weight from codes of 4 bits, lowest first, in bytes or words."""
+
+    def fill(found: Tensor) -> None:
+        (n, k) = weight.shape
+        for begin, end in pieces(n, k):
+            codes = nibbles(found[begin:end].view(torch.uint8))[:, :k]
+            weight.words[begin:end] = pack(codes, 4)
+
+    return fill
+
+
+def eight_bits(weight: PackedWeight, offset: int = 0) -> Callable[[Tensor], None]:
+    """What fills the words of a weight from codes of 8 bits, in bytes or words.
+
+    offset: what is added to them, modulo 256: 128 makes codes of signed integers.
+    """
+
+    def fill(found: Tensor) -> None:
+        (n, k) = weight.shape
+        for begin, end in pieces(n, k):
+            codes = found[begin:end].view(torch.uint8)[:, :k]
+            weight.words[begin:end] = pack(codes + offset if offset else codes, 8)
+
+    return fill
+
+
+def along_n(words: Tensor, bits: int, n: int) -> Tensor:
+    """int32 [W, G], packed along N, the lowest bits first -> codes [n, G] uint8."""
+    data = words.t().contiguous().view(torch.uint8)
+    codes = nibbles(data) if bits == 4 else data
+    return codes[:, :n].t()
+
+
+def shaped(module: Module, found: Tensor) -> None:
+    """Holds a `weight_shape` against the module's."""
+    if found.tolist() != [module.outputs, module.inputs]:
+        asked = [module.outputs, module.inputs]
+        fault = f"is {brief(found.tolist())}, config.json asks for {asked}"
+        raise damaged(module, "weight_shape", fault)
+
+
+def order(module: Module, weight: IntWeight, found: Tensor) -> None:
+    """Takes over the group of each column; all -1: they are in order."""
+    assert weight.g_idx is not None
+    groups = weight.scales.shape[1]
+    if bool((found == -1).all()):
+        found = torch.arange(weight.k, device=weight.device) // weight.group
+    if not bool(((found >= 0) & (found < groups)).all()):
+        fault = f"has entries that are no groups, of which there are {groups}"
+        raise damaged(module, "weight_g_idx", fault)
+    weight.g_idx.copy_(found)

@@ -1,0 +1,1 @@
+"""Grammars of answers: structured output, tool calls, thinking budgets (by llguidance)."""

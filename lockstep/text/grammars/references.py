@@ -1,0 +1,179 @@
+"""JSON schemas as the grammar compiler reads them: one form of references, types and unions.
+
+Schemas are read by the resolver of the parsers (parsers.schema), so that a grammar lets come what
+the parser reads as the same type. llguidance knows fewer forms, so they are rewritten for it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.text.grammars.rewriting import NOTES, rewritten
+from lockstep.text.parsers.schema import json_type, target
+
+Json = dict[str, Any]
+PLAIN = re.compile(r"#/(\$defs|definitions)/[A-Za-z_][A-Za-z0-9_.-]*")
+"""References that llguidance resolves from any part of a schema that bears the definitions."""
+HOISTED = "$defs"
+COMPANIONS = (*NOTES, HOISTED, "definitions", "$schema", "$id", "$anchor")
+"""Keywords that a root may have in addition to a reference."""
+UNIONS = ("oneOf", "anyOf")
+MAX_CHAIN = 64
+"""References that are followed from one to the next."""
+
+
+def canonical(schema: Any) -> Any:
+    """Return a schema of the same values in the forms that llguidance reads.
+
+    References lead to definitions by plain names, types bear JSON Schema's names, open objects say
+    so with true, and unions whose cases bear a tag require that tag.
+    """
+    return _Canonical(schema).schema() if isinstance(schema, dict) else schema
+
+
+class _Canonical:
+    """Rewrites one schema. New definitions are collected, each once."""
+
+    def __init__(self, root: Json) -> None:
+        self._root = root
+        self._names: dict[tuple[int, str], str] = {}
+        self._definitions: Json = {}
+        self._waiting: list[tuple[str, Callable[[], Any]]] = []
+        self._sources: Json = {}  # a new definition's reference -> the part that it is made of
+
+    def schema(self) -> Json:
+        """Return the whole schema."""
+        schema: Json = self._rewritten(self._root)
+        visited = 0
+        while visited < len(self._waiting):
+            name, make = self._waiting[visited]
+            self._definitions[name] = make()
+            visited += 1
+        if self._definitions:
+            schema = {**schema, HOISTED: {**(schema.get(HOISTED) or {}), **self._definitions}}
+        return self._without_reference_at_root(schema)
+
+    def _rewritten(self, part: Any) -> Any:
+        return rewritten(part, self._change)
+
+    def _change(self, one: Json) -> Json:
+        """Rewrite one object, whose parts are rewritten."""
+        changed = dict(one)
+        if "$ref" in changed:
+            changed["$ref"] = self._reference(changed["$ref"])
+        if "type" in changed:
+            changed = _with_types(changed)
+        more = changed.get("additionalProperties")
+        if isinstance(more, dict) and not set(more) - set(NOTES):
+            changed["additionalProperties"] = True
+        for keyword in UNIONS:
+            changed = self._tagged(changed, keyword)
+        return changed
+
+    def _reference(self, reference: Any) -> Any:
+        """Return a reference of plain form; one that leads nowhere stays as it is."""
+        part = target(reference, self._root)
+        plain = isinstance(reference, str) and PLAIN.fullmatch(reference)
+        if plain or not isinstance(part, (dict, bool)):
+            return reference
+        return self._hoisted(part, "", lambda: self._rewritten(_without_definitions(part)))
+
+    def _hoisted(self, part: Any, kind: str, make: Callable[[], Any]) -> str:
+        """Return the reference of a definition that is made of this part, once."""
+        key = (id(part), kind)
+        if key not in self._names:
+            known = self._root.get(HOISTED)
+            taken = {*(known if isinstance(known, dict) else ()), *self._names.values()}
+            number = len(self._names)
+            while f"ref{number}" in taken:
+                number += 1
+            self._names[key] = f"ref{number}"
+            self._waiting.append((f"ref{number}", make))
+            self._sources[f"#/{HOISTED}/ref{number}"] = part
+        return f"#/{HOISTED}/{self._names[key]}"
+
+    def _tagged(self, one: Json, keyword: str) -> Json:
+        """Return a union whose cases require the tag that distinguishes them, if they have one.
+
+        llguidance refuses oneOf whose cases may overlap, and with a tag that has a default, and is
+        not required, they do. With the tag required each value matches one case alone.
+        """
+        cases = one.get(keyword)
+        bases = [self._resolved(case) for case in cases] if isinstance(cases, list) else []
+        if len(bases) < 2 or not all(isinstance(base, dict) for base in bases):
+            return one
+        for tag in self._tags(one, keyword, bases):
+            values = [self._values(base, tag) for base in bases]
+            flat = [value for some in values for value in some]
+            rest = {k: v for k, v in one.items() if k not in (keyword, "discriminator")}
+            if all(values) and len(flat) == len(set(flat)) and "anyOf" not in rest:
+                return {**rest, "anyOf": [self._with_tag(base, tag) for base in bases]}
+        return one
+
+    def _tags(self, one: Json, keyword: str, bases: Sequence[Json]) -> list[str]:
+        """Return names of properties that may distinguish the cases."""
+        discriminator = one.get("discriminator")
+        named = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+        if isinstance(named, str):
+            return [named]
+        if keyword == "anyOf":  # its cases may overlap
+            return []
+        first = bases[0].get("properties")
+        return [name for name in first if isinstance(name, str)] if isinstance(first, dict) else []
+
+    def _resolved(self, case: Any) -> Any:
+        """Return the schema of a case, through references."""
+        for _ in range(MAX_CHAIN):
+            if not isinstance(case, dict) or "$ref" not in case:
+                return case
+            reference = case["$ref"]
+            case = self._sources.get(reference) or target(reference, self._root)
+        return None
+
+    def _values(self, base: Json, tag: str) -> tuple[str, ...]:
+        """Return the values that the tag may have in a case; none where that is not said."""
+        properties = base.get("properties")
+        schema = self._resolved(properties.get(tag)) if isinstance(properties, dict) else None
+        if isinstance(schema, dict):
+            named = [schema["const"]] if "const" in schema else schema.get("enum")
+            if isinstance(named, list) and named and all(isinstance(v, str) for v in named):
+                return tuple(named)
+        return ()
+
+    def _with_tag(self, base: Json, tag: str) -> Json:
+        """Return a reference to a case that requires its tag."""
+        required = base.get("required")
+        names = required if isinstance(required, list) else []
+
+        def make() -> Any:
+            return {**self._rewritten(base), "required": list(dict.fromkeys([*names, tag]))}
+
+        return {"$ref": self._hoisted(base, f"tag {tag}", make)}
+
+    def _without_reference_at_root(self, root: Json) -> Json:
+        """Write out a root that is a reference and nothing else, as pydantic's are."""
+        for _ in range(MAX_CHAIN):
+            if "$ref" not in root or set(root) - {"$ref", *COMPANIONS}:
+                break
+            part = target(root["$ref"], root)
+            if not isinstance(part, dict):
+                break
+            root = {**{k: v for k, v in root.items() if k != "$ref"}, **part}
+        return root
+
+
+def _with_types(one: Json) -> Json:
+    """Return a schema whose types bear JSON Schema's names."""
+    named = one["type"]
+    if isinstance(named, str):
+        named = json_type(named)
+    elif isinstance(named, list) and all(isinstance(name, str) for name in named):
+        named = list(dict.fromkeys(map(json_type, named)))
+        named = "" if "" in named else named
+    return {**{k: v for k, v in one.items() if k != "type"}, **({"type": named} if named else {})}
+
+
+def _without_definitions(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    return {k: v for k, v in part.items() if k not in (HOISTED, "definitions")}

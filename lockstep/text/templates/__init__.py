@@ -1,0 +1,1 @@
+"""Chat templates: a checkpoint's Jinja template, its files and its environment."""

@@ -1,0 +1,522 @@
+"""Chat templates: a checkpoint's own Jinja template, rendered as `transformers` renders it."""
+
+import json
+import math
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import jinja2.nodes
+
+from lockstep.errors import CheckpointError, RequestError, brief, context_length_error
+from lockstep.text.templates import probe
+from lockstep.text.templates.environment import template_environment
+from lockstep.text.templates.files import DEFAULT, TOOL_USE
+from lockstep.text.tokenizers.control_tokens import ControlTokens
+
+Message = dict[str, Any]
+
+MAX_DEPTH = 64  # of what stands in a message, a tool or a template's variable
+MAX_TEMPLATE = 1 << 17  # characters, which take up to 2 s to compile
+MARKED = 4  # times the characters of a text are at most those that a template writes, with marks
+_ROLE = re.compile(r"[\w. -]{1,64}")
+_TRUSTED = ("system", "assistant")  # may write added tokens that are not special
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of text parts, and where each has its text."""
+_RESERVED = ("self", "messages", "tools", "continue_final_message")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, as transformers ranks them."""
+_REMEDY = "Change messages, tools or chat_template_kwargs."
+
+
+def check_kwargs(kwargs: Any) -> dict[str, Any]:
+    """A client's chat_template_kwargs. Raises RequestError for names that are not the client's."""
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise RequestError(
+            f"chat_template_kwargs={brief(kwargs)} is not allowed; allowed: an object. Send the "
+            "template's variables by name.",
+            "chat_template_kwargs",
+        )
+    for name in _RESERVED:
+        if name in kwargs:
+            raise RequestError(
+                f"chat_template_kwargs names {name}, which is not a variable of the template's "
+                "own. Leave it out.",
+                "chat_template_kwargs",
+            )
+    if not isinstance(kwargs.get("add_generation_prompt", True), bool):
+        raise RequestError(
+            f"add_generation_prompt={brief(kwargs['add_generation_prompt'])} is not allowed; "
+            "allowed: True or False. Send one of them.",
+            "chat_template_kwargs",
+        )
+    return kwargs
+
+
+class TemplateRefusalError(RequestError):
+    """The chat template raised an error about the messages."""
+
+
+class ChatTemplate:
+    """A compiled template; `special_tokens` (bos_token, eos_token, ...) are its variables.
+
+    `control`: the control tokens that strings must not spell. `limit`: most characters of messages,
+    tools and variables together; no more fit into `max_model_len` tokens. `origin` names the file
+    in errors. Raises CheckpointError.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str] | None = None,
+        control: ControlTokens | None = None,
+        limit: float = math.inf,
+        origin: object = "chat_template",
+        max_model_len: int = 0,
+    ) -> None:
+        if len(source) > MAX_TEMPLATE:
+            raise CheckpointError(
+                f"{origin}: the chat template has {len(source)} characters; allowed: at most "
+                f"{MAX_TEMPLATE}. Name another with chat_template."
+            )
+        self.source = source
+        self._special_tokens = special_tokens or {}
+        self._control = control
+        self._limit = limit
+        self._max_model_len = max_model_len
+        environment = template_environment(control)
+        try:
+            parsed = environment.parse(source)
+            read = jinja2.meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(parsed)
+        except Exception as error:  # whatever Jinja or Python's compiler make of it
+            raise CheckpointError(
+                f"{origin}: the chat template does not compile: {_message_of(error)}. Mend it, or "
+                "download the file again."
+            ) from None
+        self.variables = frozenset(read)
+        self.names = _names_in(parsed)
+        """Names of fields that the template may read: attributes, and constant keys."""
+        self.prints_objects = any(
+            node.name == "tojson" for node in parsed.find_all(jinja2.nodes.Filter)
+        )
+        self.reading = probe.probe(self._plain)
+
+    def render(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> str:
+        """The prompt's text. Raises RequestError where the template refuses the messages."""
+        return self._unmark(self.render_marked(messages, tools, **kwargs))
+
+    def render_marked(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """Render as `render` does, with marks wherever a string spells control tokens.
+
+        continue_final_message: the text ends where the last message's content does.
+        """
+        copy = _Copy(self._control, self._limit, self._max_model_len)
+        shown = copy.messages(messages)
+        end = _mark_end(shown) if continue_final_message else ""
+        variables = {
+            **self._special_tokens,
+            "add_generation_prompt": True,
+            "documents": None,
+            **copy.of(check_kwargs(kwargs), "chat_template_kwargs"),
+            "tools": copy.tools(tools),
+        }
+        try:
+            text = self._with_arguments(messages, self.reading.contents(shown), variables)
+        except Exception as error:  # a template may do anything to what it is given
+            why = self._unmark(_message_of(error)).rstrip(".")
+            raise TemplateRefusalError(
+                f"the chat template refuses these messages: {why}. {_REMEDY}",
+                "messages",
+            ) from error
+        return _before(text, end) if end else text
+
+    def _with_arguments(
+        self, sent: list[Message], shown: list[Message], variables: dict[str, Any]
+    ) -> str:
+        """Return the text with the arguments of tool calls in the form that the template reads.
+
+        Arguments are objects first, as most templates read them. Text comes second: where the
+        template refuses objects, for example because it joins them to text, or where it writes an
+        object as Python does, which is no JSON.
+        """
+        objects = [call for message in shown for call in message.get("tool_calls", ())]
+        if not objects:
+            return self._write(messages=shown, **variables)
+        texts = self._argument_texts(sent, shown)
+        try:
+            text = self._write(messages=shown, **variables)
+        except Exception:
+            try:
+                return self._write(messages=texts, **variables)
+            except Exception:  # so the form of arguments is not what the template refuses
+                return self._write(messages=shown, **variables)
+        spelled = {repr(call["function"]["arguments"]) for call in objects} - {"{}"}
+        if not any(one in text for one in spelled):
+            return text
+        try:
+            other = self._write(messages=texts, **variables)
+        except Exception:
+            return text
+        quoted = {repr(call["function"]["arguments"]) for m in texts for call in _calls_of(m)}
+        # A template that prints the whole call as Python does would quote the text.
+        return text if any(one in other for one in spelled | quoted) else other
+
+    def _argument_texts(self, sent: list[Message], shown: list[Message]) -> list[Message]:
+        """Return the messages with the arguments of their calls as the client's text, marked."""
+        copies = []
+        for before, message in zip(sent, shown, strict=True):
+            calls = _calls_of(message)
+            texts = [text for text in map(_argument_text, _calls_of(before)) if text is not None]
+            if len(texts) != len(calls):
+                texts = [_json(call["function"]["arguments"]) for call in calls]
+            elif self._control:
+                texts = [self._control.mark(text, special_only=True) for text in texts]
+            renewed = [
+                {**call, "function": {**call["function"], "arguments": text}}
+                for call, text in zip(calls, texts, strict=True)
+            ]
+            copies.append({**message, "tool_calls": renewed} if renewed else message)
+        return copies
+
+    def _plain(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        """Render messages as they are, for probes. Raises whatever the template raises."""
+        given = {**self._special_tokens, "add_generation_prompt": True, "documents": None}
+        return self._with_arguments(messages, messages, {**given, "tools": tools})
+
+    def _write(self, **variables: Any) -> str:
+        return self._written(self._template.generate(**variables))
+
+    def _written(self, parts: Iterable[str]) -> str:
+        """Return all that a template writes. Raise TemplateError where that is too much."""
+        written: list[str] = []
+        left = MARKED * self._limit
+        for part in parts:
+            written.append(part)
+            left -= len(part)
+            if left < 0:
+                raise jinja2.TemplateError(f"it writes more than {MARKED * self._limit} characters")
+        return "".join(written)
+
+    def _unmark(self, text: str) -> str:
+        return self._control.unmark(text) if self._control else text
+
+
+def _names_in(parsed: jinja2.nodes.Template) -> frozenset[str]:
+    """Return the attributes that a template reads, and its string constants."""
+    attributes = {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)}
+    constants = [node.value for node in parsed.find_all(jinja2.nodes.Const)]
+    return frozenset(attributes | {value for value in constants if isinstance(value, str)})
+
+
+class ChatTemplates:
+    """The templates of a model: one for all requests, or another one for requests with tools.
+
+    sources: by name, as lockstep.text.templates.files reads them. options: as of ChatTemplate.
+    """
+
+    def __init__(self, sources: Mapping[str, str], *options: Any) -> None:
+        used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
+        self._by_name = {name: ChatTemplate(text, *options) for name, text in used.items()}
+        self.source = "\n".join(used.values())
+        """Text of all templates, by which parsers are chosen."""
+        self.variables = frozenset().union(*(t.variables for t in self._by_name.values()))
+        self.names = frozenset().union(*(t.names for t in self._by_name.values()))
+        self.prints_objects = any(t.prints_objects for t in self._by_name.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._by_name)
+
+    def choose(self, tools: Any) -> ChatTemplate:
+        """Return the template of a request. Raises RequestError where there is none for it."""
+        named = self._by_name.get(TOOL_USE) if tools else None
+        chosen = named or self._by_name.get(DEFAULT)
+        if chosen is None:
+            raise RequestError(
+                f"the model has a chat template for requests with tools ({TOOL_USE}) and none for "
+                "others. Send tools, or set chat_template (--chat-template).",
+                "messages",
+            )
+        return chosen
+
+    def warnings(self) -> list[str]:
+        """Return a line for each part of a conversation that a template leaves out."""
+        return [
+            f"the chat template {name!r} leaves out {part}: the model does not see them"
+            for name, template in self._by_name.items()
+            for part in template.reading.lost
+            # With a template for tools of its own, the default one is not asked about tools.
+            if name == TOOL_USE or TOOL_USE not in self._by_name or part != probe.TOOLS
+        ]
+
+
+class _Copy:
+    """Copies what a client sent, with control tokens broken; refuses what is no plain JSON."""
+
+    def __init__(self, control: ControlTokens | None, limit: float, max_model_len: int) -> None:
+        self._control = control
+        self._limit = limit
+        self._max_model_len = max_model_len
+        self._left = limit
+
+    def messages(self, messages: Any) -> list[Message]:
+        """The messages as templates expect them."""
+        if not isinstance(messages, list | tuple):
+            raise _refusal("messages", messages, "a list of messages")
+        copies = []
+        for i, message in enumerate(messages):
+            normal = _normal(message, f"messages[{i}]")
+            role = normal["role"]
+            copy = self.of(normal, f"messages[{i}]", role in _TRUSTED)
+            copies.append({**copy, "role": role})
+        return copies
+
+    def tools(self, tools: Any) -> list[dict[str, Any]] | None:
+        """The tools; None where there are none."""
+        if tools is None:
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise _refusal("tools", tools, "a list of objects")
+        return self.of(tools, "tools") or None
+
+    def of(self, value: Any, place: str, special_only: bool = True) -> Any:
+        """A copy of plain JSON. Raises RequestError naming the place in it that is at fault."""
+        return self._copy(value, (place,), special_only)
+
+    def _copy(self, value: Any, path: tuple[Any, ...], special_only: bool) -> Any:
+        self._spend(1, path)
+        if isinstance(value, str):
+            return self._text(value, path, special_only)
+        if isinstance(value, (dict, list, tuple)) and len(path) > MAX_DEPTH:
+            raise _refusal(path[0], None, f"at most {MAX_DEPTH} levels of nesting")
+        if isinstance(value, dict):
+            pairs = [(key, item, (*path, key)) for key, item in value.items()]
+            return {
+                self._key(key, at, special_only): self._copy(item, at, special_only)
+                for key, item, at in pairs
+            }
+        if isinstance(value, (list, tuple)):
+            return [self._copy(v, (*path, i), special_only) for i, v in enumerate(value)]
+        if isinstance(value, int) and value.bit_length() > 1024:
+            raise _refusal(_spell(path), value, "whole numbers of at most 1024 bits")
+        if not (value is None or isinstance(value, int)):
+            if not isinstance(value, float) or not math.isfinite(value):
+                raise _refusal(_spell(path), value, "what JSON can say")
+        return value
+
+    def _key(self, key: Any, path: tuple[Any, ...], special_only: bool) -> str:
+        if not isinstance(key, str):
+            raise _refusal(_spell(path[:-1]), None, "strings as the keys of objects")
+        return self._text(key, path, special_only)
+
+    def _text(self, text: str, path: tuple[Any, ...], special_only: bool) -> str:
+        self._spend(len(text), path)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{_spell(path)} is no Unicode text at character {error.start}, which is half a "
+                "surrogate pair. Send the whole character or leave it out.",
+                str(path[0]).partition("[")[0],
+            ) from None
+        return self._control.mark(text, special_only) if self._control else text
+
+    def _spend(self, characters: int, path: tuple[Any, ...]) -> None:
+        self._left -= characters
+        if self._left < 0:
+            raise context_length_error(
+                self._max_model_len + 1,
+                self._max_model_len,
+                str(path[0]).partition("[")[0],
+                f"messages, tools and chat_template_kwargs hold more than {self._limit} characters",
+            )
+
+
+def _mark_end(messages: list[Message]) -> str:
+    """Append a random word to the last message's content; return it."""
+    if not messages or messages[-1]["role"] != "assistant":
+        raise RequestError(
+            "continue_final_message=true needs a last message of the assistant. Add one, or leave "
+            "it out.",
+            "continue_final_message",
+        )
+    if messages[-1].get("tool_calls"):
+        raise RequestError(
+            "the last message has tool calls, behind which no text goes on. Send their results, or "
+            "leave them out.",
+            "continue_final_message",
+        )
+    word = secrets.token_hex(16)
+    # The blank behind the word shows whether the template trims the end of the content.
+    end = word + " "
+    content = messages[-1]["content"]
+    if isinstance(content, str):
+        messages[-1]["content"] = content + end
+    elif content:
+        content[-1]["text"] += end
+    else:
+        messages[-1]["content"] = end
+    return word
+
+
+def _before(text: str, word: str) -> str:
+    """Return the text up to the last place of the word; trimmed where the template trims."""
+    head, found, rest = text.rpartition(word)
+    if found and not rest.startswith(" "):
+        return head.rstrip()
+    if not found:
+        raise RequestError(
+            "continue_final_message=true is not possible: the chat template leaves the last "
+            "message out. Leave it out.",
+            "continue_final_message",
+        )
+    return head
+
+
+def _message_of(error: Exception) -> str:
+    """Return the text of an exception, shortened, or its type's name."""
+    spoken = isinstance(error, (jinja2.TemplateError, TypeError, ValueError))
+    text = str(error)[:300] if spoken else ""
+    return text or type(error).__name__
+
+
+def _spell(path: tuple[Any, ...]) -> str:
+    """Return a path as text, such as messages[0].content."""
+    steps = [f"[{step}]" if isinstance(step, int) else f".{brief(step)[1:-1]}" for step in path[1:]]
+    return str(path[0]) + "".join(steps)
+
+
+def _refusal(place: str, value: Any, allowed: str) -> RequestError:
+    fault = f"{place} is not allowed" if value is None else f"{place}={brief(value)} is not allowed"
+    return RequestError(
+        f"{fault}; allowed: {allowed}. {_REMEDY}", re.split(r"[.\[]", place, maxsplit=1)[0]
+    )
+
+
+def _normal(message: Any, place: str) -> Message:
+    """Return a message as templates expect it: text, arguments as objects, one reasoning field."""
+    if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
+        raise _refusal(place, message, "an object with a role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise _refusal(
+            f"{place}.role", role, "a short name: system, developer, user, assistant or tool"
+        )
+    normal = {key: value for key, value in message.items() if value is not None}
+    normal["role"] = "system" if role == "developer" else role
+    said = message.get("content")
+    content = _texts(message.get("refusal") if said is None else said, f"{place}.content")
+    normal["content"] = content
+    for name in _REASONING:
+        if not isinstance(normal.get(name, ""), str):
+            raise _refusal(f"{place}.{name}", message[name], "a text")
+    thoughts = [normal[name] for name in _REASONING if name in normal]
+    if thoughts:
+        reasoning = next(filter(None, thoughts), "")
+        normal = {"thinking": reasoning, **normal, "reasoning_content": reasoning}
+    calls = normal.pop("tool_calls", None)
+    if not isinstance(calls, list | None):
+        raise _refusal(f"{place}.tool_calls", calls, "a list of calls")
+    for i, call in enumerate(calls or ()):
+        whole = _call(call, f"{place}.tool_calls[{i}]")
+        if isinstance(whole["function"]["arguments"], str):
+            # A template could not write this call, and a conversation that holds it must go on.
+            normal["content"] = _with_call_text(normal["content"], whole["function"])
+        else:
+            normal.setdefault("tool_calls", []).append(whole)
+    return normal
+
+
+def _with_call_text(
+    content: str | list[dict[str, str]], function: Message
+) -> str | list[dict[str, str]]:
+    """Return the content followed by the text of a call whose arguments are no JSON object.
+
+    Answers repeat the text of such a call in their content, where it is not added again.
+    """
+    said = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if function["arguments"] in said:
+        return content
+    call = f"{function['name']} {function['arguments']}"
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": call}]
+    return f"{content}\n{call}" if content else call
+
+
+def _texts(content: Any, place: str) -> str | list[dict[str, str]]:
+    """Return the content as text, or as text parts where it is a list."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | dict):
+        raise _refusal(place, content, "a text, or a list of text parts")
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        known = isinstance(kind, str) and kind in _TEXTS
+        text = part.get(_TEXTS[kind]) if known and isinstance(part, dict) else part
+        if not known or not isinstance(text, str):
+            raise RequestError(
+                f"{place} has a part of type {brief(kind)}: {brief(part)}; allowed: text. "
+                "Send text parts only.",
+                "messages",
+            )
+        texts.append({"type": "text", "text": text})
+    return texts
+
+
+def _calls_of(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def _argument_text(call: Any) -> str | None:
+    """Return the arguments of a client's call as text; None where they are no object."""
+    arguments = call.get("function", call).get("arguments")
+    if not isinstance(arguments, str):
+        return _json(arguments or {})
+    return (arguments or "{}") if isinstance(_object(arguments), dict) else None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _call(call: Any, place: str) -> Message:
+    """Return a call with its arguments as an object, or as text where they are no JSON object.
+
+    Raises RequestError.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _refusal(place, call, "an object with a function that has a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        read = _object(arguments)
+        arguments = read if isinstance(read, dict) else arguments
+    if not isinstance(arguments, dict | str | None):
+        raise RequestError(
+            f"{place} has arguments that are neither text nor an object: {brief(arguments)}. "
+            "Send back the arguments as they were received.",
+            "messages",
+        )
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+def _object(text: str) -> Any:
+    """The value of JSON text; {} for "", the text itself if it is no JSON."""
+    try:
+        return json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return text

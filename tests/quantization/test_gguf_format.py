@@ -1,0 +1,158 @@
+"""GGUF tensors as weights on the device: no value changes, and none takes many more bytes."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lockstep.errors import CheckpointError
+from lockstep.kernels.backends import load
+from lockstep.kernels.formats.weights import GgufWeight, IntWeight, PackedWeight
+from lockstep.layers.build_context import Build
+from lockstep.layers.linear import Linear
+from lockstep.quantization import Module, Packing, TensorInfo, packing_of
+from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
+from lockstep.quantization.weight_sink import PLAIN, Slot, Stack
+from tests.quantization.test_gguf_blocks import SCALES, sound_blocks
+
+BYTES = {
+    "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 0.6875, "Q5_1": 0.75, "Q8_0": 1.0625,
+    "Q2_K": 0.390625, "Q3_K": 0.4453125, "Q4_K": 0.578125, "Q5_K": 0.703125, "Q6_K": 0.8203125,
+    "IQ4_NL": 0.5625, "IQ4_XS": 0.5390625, "MXFP4": 0.5625,
+}  # fmt: skip
+"""Bytes per weight on the device, of columns that are a multiple of 256."""
+
+
+def gguf(**settings: object) -> Packing:
+    """Return the packing of a GGUF file."""
+    found = packing_of({"quant_method": "gguf", **settings})
+    assert found is not None
+    return found
+
+
+def module(kind: str, n: int, k: int) -> Module:
+    """Return a linear map whose weight has this type."""
+    info = TensorInfo("blk.0.ffn_up.weight", (n, k), kind)
+    return Module("layers.0.mlp.up_proj", ("model.layers.0.mlp.up_proj",), n, k, {"weight": info})
+
+
+def loaded(kind: str, blocks: Tensor, k: int) -> PackedWeight:
+    """Return the weight that the blocks fill."""
+    packing = gguf()
+    own = module(kind, len(blocks), k)
+    layout = packing.layout(own)
+    assert layout is not None
+    weight = layout.empty(len(blocks), k, "cpu")
+    slot = packing.slots(own, weight)["weight"]
+    assert slot.fault(blocks) is None
+    slot.fill(blocks)
+    return weight
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_values_are_those_of_the_file(kind: str) -> None:
+    blocks = sound_blocks(kind, rows=19, columns=768)
+    weight = loaded(kind, blocks, 768)
+    values = dequantize(kind, blocks)
+    assert values.isfinite().all() and values.std() > 0
+    assert torch.equal(weight.unpack(torch.float32).view(torch.int32), values.view(torch.int32))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(weight.unpack(dtype), values.to(dtype))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_bytes_on_the_device(kind: str) -> None:
+    own = module(kind, 64, 1024)
+    layout = gguf().layout(own)
+    assert layout is not None
+    size = layout.empty(64, 1024, "meta").nbytes / (64 * 1024)
+    assert size == BYTES[kind]
+    stored = LAYOUTS[kind].nbytes / LAYOUTS[kind].columns
+    assert stored <= size <= 1.2 * stored
+    expected = IntWeight if kind in ("Q4_0", "Q8_0") else GgufWeight
+    assert layout.kind is expected and kind in str(layout) + "Q4_0Q8_0"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "Q4_K"])
+def test_experts_are_filled_together(kind: str) -> None:
+    """Three experts of 128 rows fill one weight, as a mixture's layer stacks them."""
+    (n, k) = (3 * 128, 256)
+    blocks = sound_blocks(kind, n, k)
+    packing = gguf()
+    parts = [module(kind, 128, k) for _ in range(3)]
+    layout = packing.layout(parts[0])
+    assert layout is not None
+    weight = layout.empty(n, k, "cpu")
+    whole = packing.slots(module(kind, n, k), weight)["weight"]
+    slots = [
+        packing.slots(part, weight.rows(128 * i, 128 * i + 128))["weight"]
+        for i, part in enumerate(parts)
+    ]
+    stacked = Stack.slots(whole, slots)
+    assert stacked[0] is not slots[0]
+    for slot, own in zip(stacked, blocks.split(128), strict=True):
+        slot.fill(own)
+    assert torch.equal(weight.unpack(torch.float32), dequantize(kind, blocks))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_layers_are_plain_on_a_cpu_alone(device: str) -> None:
+    """A fused layer of two types: on a GPU a weight of each, on a CPU one that takes values."""
+    tensors = {
+        f"attn.{name}_proj": {"weight": TensorInfo(name, (32, 256), kind)}
+        for name, kind in (("q", "Q4_K"), ("k", "Q4_K"), ("v", "Q6_K"))
+    }
+    build = Build(device, torch.bfloat16, 1, 1, arch=90, packing=gguf(), tensors=tensors)
+    load()
+    with FakeTensorMode():
+        layer = Linear(build.at("attn"), 256, {f"{name}_proj": 32 for name in "qkv"})
+    packed = [product.packed for product in layer.products]
+    if device == "cpu":
+        assert packed == [None]
+        assert {Slot.of(target).dtypes for target in layer.weights().values()} == {PLAIN}
+    else:
+        assert [type(weight) for weight in packed] == [GgufWeight] * 2
+        assert [product.shape for product in layer.products] == [(64, 256), (32, 256)]
+
+
+def test_the_smallest_and_the_largest_exponents_of_mxfp4() -> None:
+    blocks = sound_blocks("MXFP4", rows=8, columns=32)
+    blocks[:, 0] = torch.tensor([0, 1, 2, 3, 250, 251, 252, 255])
+    values = dequantize("MXFP4", blocks)
+    assert torch.equal(loaded("MXFP4", blocks, 32).unpack(torch.float32), values)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_plain_tensors_stay_plain(kind: str) -> None:
+    assert gguf().layout(module(kind, 8, 256)) is None
+    assert gguf().layout(Module("layers.0.x", ("x",), 8, 256, None)) is None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != "MXFP4"])
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_scales_that_are_no_numbers_are_refused(kind: str, number: float) -> None:
+    blocks = sound_blocks(kind, rows=4, columns=256)
+    size = LAYOUTS[kind].nbytes
+    at = SCALES.get(kind, (0,))[-1]
+    blocks.view(-1, size)[2, at : at + 2] = torch.tensor([number]).half().view(torch.uint8)
+    with pytest.raises(CheckpointError, match=r"layers.0.mlp.up_proj.weight has scales.*NaN"):
+        loaded(kind, blocks, 256)
+
+
+def test_types_that_are_not_built_are_named() -> None:
+    with pytest.raises(CheckpointError, match="IQ3_S.*allowed.*Q4_K"):
+        gguf().layout(module("IQ3_S", 8, 256))
+    with pytest.raises(CheckpointError, match="quantization_config.types='IQ3_S'"):
+        gguf(types=["Q4_K", "IQ3_S"])
+    assert gguf(types=["Q6_K", "Q4_K", "Q6_K"]).name == "gguf-Q4_K-Q6_K"
+    assert gguf().name == "gguf"
+
+
+def test_rows_of_another_length_are_unfit() -> None:
+    packing = gguf()
+    own = module("Q4_K", 4, 512)
+    layout = packing.layout(own)
+    assert layout is not None
+    slot = packing.slots(own, layout.empty(4, 512, "cpu"))["weight"]
+    assert "shape (4, 144)" in str(slot.fault(torch.zeros(4, 144, dtype=torch.uint8)))
+    assert "expected uint8" in str(slot.fault(torch.zeros(4, 288)))

@@ -1,0 +1,107 @@
+"""Loading takes no more of a GPU's memory than the model has, and one file of weights."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep.engine.build import prepare_device
+from lockstep.layers.build_context import Build
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.loader import build_model, fill_dummy, load_weights
+from lockstep.quantization import packing_of
+from tests.quantization.disk import Codes, awq, draw, gptq, write
+from tests.tiny_model import QWEN3
+
+pytestmark = pytest.mark.gpu
+
+RAW = {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4,
+       "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
+       "vocab_size": 2048}  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+FILE = 48 << 20
+"""Bytes of a file of weights, at most."""
+PIECE = 1 << 19
+"""Numbers that are repacked at once, of 12 million that the largest weight has. Each takes some 20
+bytes; of the usual 16 million at once that is 340 MB, less than a file of published weights."""
+
+
+def plain_weights() -> dict[str, Tensor]:
+    """Random weights under their names in a checkpoint."""
+    model: Any = build_model(RAW, Build("cpu", torch.bfloat16, 1, 64))
+    fill_dummy(model, None, seed=0)
+    names = {n if n == "lm_head.weight" else f"model.{n}": t for n, t in model.weights().items()}
+    return {name: tensor.detach().contiguous().clone() for name, tensor in names.items()}
+
+
+def save(folder: Path, tensors: dict[str, Tensor]) -> int:
+    """Saves them in files of FILE bytes and fewer; bytes of the largest."""
+    files: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if sum(t.nbytes for t in files[-1].values()) + tensor.nbytes > FILE:
+            files.append({})
+        files[-1][name] = tensor
+    for index, some in enumerate(files):
+        save_file(some, folder / f"model-{index}.safetensors")
+    return max(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def pick(name: str, n: int, k: int) -> Codes | None:
+    """Codes of all but embedding and head."""
+    if "embed" in name or "head" in name:
+        return None
+    return draw(n, k, 4, 128, sym=False, seed=len(name))
+
+
+@pytest.mark.parametrize(
+    ("settings", "lay", "online"),
+    [
+        (GPTQ, partial(gptq, g_idx=False), None),
+        (AWQ, awq, None),
+        (None, None, None),
+        (None, None, "int4"),
+        (None, None, "fp8"),
+    ],
+    ids=["gptq", "awq", "plain", "quantised to int4", "quantised to fp8"],
+)
+def test_the_peak_is_the_model_and_a_file(
+    tmp_path: Path,
+    settings: dict[str, Any] | None,
+    lay: Callable[[Codes], dict[str, Tensor]] | None,
+    online: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lockstep.kernels.formats.weights.weights.CHUNK", PIECE)
+    tensors = plain_weights()
+    if settings is not None and lay is not None:
+        (tmp_path / "config").mkdir()
+        (tmp_path / "config" / "config.json").write_text("{}")
+        tensors = write(tmp_path, tensors, tmp_path / "config", settings, pick, lay).tensors
+    folder = tmp_path / "model"
+    folder.mkdir()
+    largest = save(folder, tensors)
+    raw = RAW if settings is None else {**RAW, "quantization_config": settings}
+    checkpoint = Checkpoint(folder, raw)
+    packing = packing_of(checkpoint.quantization(), online)
+    prepare_device("cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    build = Build(
+        "cuda", torch.bfloat16, 1, 64,
+        tensors=checkpoint.tensors(), prefixes=checkpoint.prefixes, packing=packing,
+    )  # fmt: skip
+    model = build_model(raw, build)
+    load_weights(checkpoint, model, None, lambda done, of: None, packing)
+    size = torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    assert size <= stored * 1.05 + (1 << 20), "what is packed stays packed"
+    assert peak <= size + largest, (peak, size, largest)

@@ -1,0 +1,120 @@
+"""Plain checkpoints that are packed while they are loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep import LLM
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.quantization import packing_of
+from tests.models.random_checkpoint import MTP, answer, build, weights_of
+from tests.quantization.disk import copy_files, set_config
+from tests.tiny_model import CONFIG, make_model
+
+LEFT = ("norm", "embed", "lm_head", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "mtp.")
+
+
+def rounded(weight: Tensor, method: str) -> Tensor:
+    """weight [N, K] as packing leaves it, row by row, in fp32."""
+    n, k = weight.shape
+    wide = weight.float().numpy()
+    out = np.zeros((n, k), dtype=np.float32)
+    if method == "fp8":
+        for row in range(n):
+            scale = np.float32(np.abs(wide[row]).max()) / np.float32(448)
+            codes = torch.from_numpy(wide[row] / scale).to(torch.float8_e4m3fn).float().numpy()
+            out[row] = codes * scale
+        return torch.from_numpy(out)
+    most, group = (127, k) if method == "int8" else (7, 128)
+    for row in range(n):
+        for begin in range(0, k, group):
+            part = wide[row, begin : begin + group]
+            exact = torch.tensor(np.abs(part).max() / np.float32(most))
+            scale = np.float32(exact.to(weight.dtype).float())
+            steps = np.clip(np.rint(part / scale), -most - 1, most)
+            out[row, begin : begin + group] = steps * scale
+    return torch.from_numpy(out)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid's folder in bfloat16, with its draft module."""
+    sizes = {"hidden_size": 144, "intermediate_size": 40, "num_attention_heads": 2}
+    folder = make_model(tmp_path_factory.mktemp("plain"), CONFIG, **sizes)
+    llm = build(folder, load_format="dummy", speculative_config=MTP, dtype="bfloat16")
+    save_file(weights_of(llm), folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_answers_are_those_of_the_rounded_weights(plain: Path, tmp_path: Path, method: str) -> None:
+    llm = LLM(
+        str(plain),
+        quantization=method,
+        max_model_len=128,
+        max_num_seqs=1,
+        skip_tokenizer_init=True,
+        speculative_config=MTP,
+    )
+    tensors = weights_of(build(plain, speculative_config=MTP))
+    wanted = {
+        name: x
+        if x.dim() != 2 or any(part in name for part in LEFT)
+        else rounded(x.bfloat16(), method)
+        for name, x in tensors.items()
+    }
+    copy_files(plain, tmp_path)
+    save_file(wanted, tmp_path / "model.safetensors")
+    assert answer(llm) == answer(build(tmp_path)) != answer(build(plain))
+    name = {"fp8": "fp8-channel", "int8": "int8-channel", "int4": "int4-g128"}[method]
+    assert llm.engine.plan.quantization == name
+    assert f"/weights-float32+{name}/" in llm.engine.numerics
+    packed = {one["layer"] for one in llm.engine.explain()["layers"] if one["packing"]}
+    assert packed == {f"layers.{i}" for i in range(4)}
+
+
+def test_a_plain_checkpoint_says_nothing_of_packing(plain: Path) -> None:
+    llm = build(plain)
+    assert "/weights-float32/" in llm.engine.numerics and llm.engine.plan.quantization is None
+    assert not any(one["packing"] for one in llm.engine.explain()["layers"])
+
+
+@pytest.mark.parametrize("method", ["fp8", "int4"])
+def test_dummy_weights_may_be_packed(plain: Path, method: str) -> None:
+    settings: dict[str, Any] = {"load_format": "dummy", "quantization": method}
+    assert answer(build(plain, **settings)) == answer(
+        build(plain, **settings, speculative_config=MTP)
+    )
+
+
+@pytest.mark.parametrize("method", ["int3", "gptq", "", "FP8"])
+def test_what_a_plain_checkpoint_cannot_be_packed_to(plain: Path, method: str) -> None:
+    with pytest.raises(ConfigError, match="quantization=.*allowed: 'fp8', 'int8', 'int4' or None"):
+        build(plain, quantization=method)
+
+
+def test_a_packed_checkpoint_is_packed_already() -> None:
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 128}
+    for own in ("auto-round", "auto_round", "intel/auto-round", None):
+        assert packing_of(settings, own) is not None
+    for other in ("int4", "fp8", "gptq", "int3"):
+        with pytest.raises(ConfigError, match="packed already, as auto-round") as caught:
+            packing_of(settings, other)
+        assert "allowed: 'auto-round' or None" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_cannot_be_rounded_is_refused(plain: Path, tmp_path: Path, value: float) -> None:
+    tensors = weights_of(build(plain, speculative_config=MTP))
+    name = "model.layers.3.self_attn.o_proj.weight"
+    tensors[name][1, 2] = value
+    copy_files(plain, tmp_path)
+    set_config(tmp_path, mtp_num_hidden_layers=1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.3\.self_attn\.o_proj\.weight holds inf"):
+        build(tmp_path, quantization="int8")

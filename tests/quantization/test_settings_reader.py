@@ -1,0 +1,44 @@
+"""Regular expressions of modules' names match what Python's do, those that are texts too."""
+
+import re
+
+import pytest
+
+from lockstep.quantization import Module
+from lockstep.quantization.settings_reader import NamePattern
+
+MODULES = [
+    Module(path, (f"model.language_model.{path}", f"model.{path}", path), 8, 8, None)
+    for path in (
+        "layers.1.mlp.gate",
+        "layers.11.mlp.gate_proj",
+        "layers.2.self_attn.q-proj",
+        "head",
+    )
+]
+TEXTS = {
+    r".*mlp\.gate.*": r"mlp.gate",
+    r".*layers\.1\.mlp": r"layers.1.mlp",
+    r".*self_attn\.q\-proj.*": "self_attn.q-proj",
+    ".*q-proj": "q-proj",
+    ".*head": "head",
+}
+PATTERNS = [
+    *TEXTS, "head", "mlp", r".*mlp\.gate$", r".*mlp.gate.*", r"model\.layers\.1", r".*\.\d+\.mlp",
+    ".*", "", r"layers\.1\b.*", ".*(gate|up)_proj", r".*mlp\.gate.*.*", "^head", r".*\w+_proj.*",
+    r"(?!.*mlp).*", r".*mlp\.", r".*\\.*",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_names_that_a_pattern_matches(text: str) -> None:
+    pattern = NamePattern(text)
+    for module in MODULES:
+        assert pattern.begins(module) == any(re.match(text, name) for name in module.names)
+        assert pattern.stands_in(module) == any(re.search(text, name) for name in module.names)
+
+
+def test_patterns_that_are_looked_for_as_texts() -> None:
+    found = {text: NamePattern(text).inside for text in PATTERNS}
+    others = {r".*mlp\.": "mlp.", r".*\\.*": "\\"}
+    assert {text: inside for text, inside in found.items() if inside is not None} == TEXTS | others

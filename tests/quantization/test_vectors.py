@@ -1,0 +1,318 @@
+"""Test vectors of the disk layouts, and that slots bring them to the codes that they are."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError
+from lockstep.kernels.formats.weights import IntWeight
+from lockstep.quantization import Module, Packing, TensorInfo, packing_of
+from lockstep.quantization.awq import SHIFTS
+from lockstep.quantization.integers import ascending, unpacked_words
+from tests.quantization.disk import AWQ_ORDER, Codes, awq, draw, gptq, words_along
+
+NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32"}
+
+
+def word(text: str) -> Tensor:
+    """0x... as a tensor of one int32."""
+    return torch.from_numpy(np.array([[int(text, 16)]], dtype=np.uint32).view(np.int32))
+
+
+def codes_in(text: str, shifts: tuple[int, ...], bits: int = 4) -> list[int]:
+    """The codes of a word."""
+    return unpacked_words(word(text), shifts, bits, dim=1)[0].tolist()
+
+
+def test_the_words_of_gptq() -> None:
+    assert codes_in("0x76543210", ascending(4)) == list(range(8))
+    assert codes_in("0x77777777", ascending(4)) == [7] * 8
+    assert codes_in("0x88888888", ascending(4)) == [8] * 8
+    assert codes_in("0x7f7f7f7f", ascending(8), 8) == [127] * 4
+    assert words_along(np.arange(8)[None], 4, 1).equal(word("0x76543210"))
+
+
+def test_the_words_of_awq() -> None:
+    assert codes_in("0x75316420", SHIFTS) == list(range(8))
+    assert words_along(np.arange(8)[None], 4, 1, AWQ_ORDER).equal(word("0x75316420"))
+
+
+def module(n: int, k: int, tensors: dict[str, Tensor] | None, path: str = "layers.0.x") -> Module:
+    """A module with these tensors."""
+    infos = None
+    if tensors is not None:
+        infos = {
+            name: TensorInfo(f"model.{path}.{name}", tuple(t.shape), NAMES.get(t.dtype, "?"))
+            for name, t in tensors.items()
+        }
+    return Module(path, (f"model.{path}", path), n, k, infos)
+
+
+def packing(method: str, **settings: object) -> Packing:
+    """The packing of these settings."""
+    found = packing_of({"quant_method": method, **settings})
+    assert found is not None
+    return found
+
+
+def loaded(packing: Packing, n: int, k: int, tensors: dict[str, Tensor]) -> IntWeight:
+    """The weight that a module's tensors fill, within a larger one."""
+    read = module(n, k, tensors)
+    layout = packing.layout(read)
+    assert layout is not None
+    around = layout.empty(n + 11, k, "cpu")
+    for tensor in around.tensors().values():
+        tensor.zero_()
+    weight = around.rows(3, 3 + n)
+    slots = packing.slots(read, weight)
+    assert slots.keys() == tensors.keys()
+    for name, slot in slots.items():
+        assert slot.fault(tensors[name]) is None, name
+        slot.fill(tensors[name])
+    assert not around.words[:3].any() and not around.words[3 + n :].any()
+    return weight  # type: ignore[return-value]
+
+
+def same(weight: IntWeight, codes: Codes) -> None:
+    """The weight is these codes, and its values are theirs, bit for bit."""
+    assert np.array_equal(weight.codes().numpy(), codes.codes)
+    assert torch.equal(weight.unpack(torch.float32), codes.values())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("sym", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_gptq(bits: int, group: int, sym: bool, version: int) -> None:
+    n = 21
+    k = 136
+    codes = draw(n, k, bits, group, sym=sym, dtype=torch.bfloat16)
+    form = {1: "gptq", 2: "gptq_v2"}[version]
+    found = packing("gptq", bits=bits, group_size=group, sym=sym, checkpoint_format=form)
+    weight = loaded(found, n, k, gptq(codes, less=2 - version))
+    same(weight, codes)
+    assert (weight.zeros is None) == sym and weight.g_idx is None
+    assert found.name == f"gptq-int{bits}-" + ("channel" if group == -1 else f"g{group}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gptq_with_its_columns_in_any_group(dtype: torch.dtype) -> None:
+    codes = draw(24, 100, 4, 32, shuffle=True, dtype=dtype)
+    found = packing("gptq", bits=4, group_size=32, sym=True, desc_act=True)
+    weight = loaded(found, 24, 100, gptq(codes))
+    same(weight, codes)
+    assert weight.g_idx is not None and weight.scales.dtype == dtype
+
+
+@pytest.mark.parametrize("settings", [{"static_groups": True}, {"meta": {"static_groups": True}}])
+def test_groups_that_were_chosen_before_have_no_order(settings: dict[str, Any]) -> None:
+    """AutoGPTQ says so beside desc_act, GPTQModel in `meta`: a column's group is that of its place,
+    whatever came first."""
+    codes = draw(24, 100, 4, 32)
+    base = dict(bits=4, group_size=32, sym=True, desc_act=True)
+    weight = loaded(packing("gptq", **base, **settings), 24, 100, gptq(codes))
+    assert isinstance(weight, IntWeight) and weight.g_idx is None
+    same(weight, codes)
+    told = {"meta": {"static_groups": False}, "dynamic": {".*": {"static_groups": True}}}
+    for more, ordered in (({"meta": {"static_groups": False}}, True), (told, False)):
+        layout = packing("gptq", **base, **more).layout(module(24, 100, gptq(codes)))
+        assert layout is not None and dict(layout.options)["g_idx"] is ordered
+
+
+def test_all_columns_in_one_group_have_no_order() -> None:
+    codes = draw(24, 40, 4, -1)
+    found = packing("gptq", bits=4, group_size=-1, sym=True, desc_act=True)
+    weight = loaded(found, 24, 40, gptq(codes))
+    same(weight, codes)
+    assert weight.g_idx is None
+
+
+@pytest.mark.parametrize("order", ["absent", "zeros", "plain"])
+def test_an_order_that_is_none(order: str) -> None:
+    codes = draw(8, 72, 4, 32)
+    tensors = gptq(codes, g_idx=order != "absent")
+    if order == "zeros":
+        tensors["g_idx"].zero_()
+    same(loaded(packing("gptq", bits=4, group_size=32, sym=True), 8, 72, tensors), codes)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("zero_point", [True, False])
+def test_awq(group: int, zero_point: bool) -> None:
+    n = 21
+    k = 136
+    codes = draw(n, k, 4, group, sym=not zero_point)
+    found = packing("awq", w_bit=4, q_group_size=group, zero_point=zero_point, version="GEMM")
+    same(loaded(found, n, k, awq(codes)), codes)
+
+
+@pytest.mark.parametrize("method", ["auto-round", "intel/auto-round"])
+@pytest.mark.parametrize("sym", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize(
+    ("form", "less"),
+    [
+        ("auto_round:auto_gptq", 1),
+        ("auto_round:gptqmodel", 0),
+        ("auto_round", 0),
+        ("auto_round:auto_awq", None),
+    ],
+)
+def test_auto_round(method: str, sym: bool, form: str, less: int | None) -> None:
+    codes = draw(40, 72, 4, 32, sym=sym)
+    tensors = awq(codes) if less is None else gptq(codes, less, g_idx=form.endswith("model"))
+    found = packing(method, bits=4, group_size=32, sym=sym, packing_format=form, iters=200)
+    same(loaded(found, 40, 72, tensors), codes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "form", "less"),
+    [
+        ("backend", "auto_round:gptq:exllamav2", 1),
+        ("backend", "auto_gptq:exllamav2", 1),
+        ("backend", "auto_round:exllamav2", 0),
+        ("backend", "auto_round:triton", 0),
+        ("backend", "auto_round:awq", None),
+        ("packing_format", "auto_round:auto_gptq:exllamav2", 1),
+        ("packing_format", "auto_round:exllamav2", 0),
+    ],
+)
+@pytest.mark.parametrize("sym", [True, False], ids=["sym", "asym"])
+def test_how_older_versions_of_auto_round_name_their_tensors(
+    sym: bool, setting: str, form: str, less: int | None
+) -> None:
+    """auto-round 0.3 to 0.5. A wrong guess would move every weight by a step."""
+    codes = draw(40, 72, 4, 32, sym=sym)
+    tensors = awq(codes) if less is None else gptq(codes, less, g_idx=False)
+    settings = {"bits": 4, "group_size": 32, "sym": sym, setting: form}
+    found = packing("intel/auto-round", **settings, autoround_version="0.4.3")
+    same(loaded(found, 40, 72, tensors), codes)
+
+
+def test_rounded_activations_of_auto_round_are_a_note() -> None:
+    found = packing("auto-round", bits=4, group_size=32, sym=True, act_bits=8)
+    assert found.notes == (
+        "quantization_config.act_bits=8 is not followed: activations are not rounded",
+    )
+    assert packing("auto-round", bits=4, sym=True, act_bits=16).notes == ()
+
+
+def test_large_weights_are_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.kernels.formats.weights.weights.CHUNK", 1000)
+    codes = draw(53, 72, 4, 32, sym=False)
+    same(loaded(packing("gptq", bits=4, group_size=32), 53, 72, gptq(codes)), codes)
+    same(loaded(packing("awq", bits=4, group_size=32), 53, 72, awq(codes)), codes)
+
+
+def test_zero_points_of_zero_borrow() -> None:
+    """Version 1 takes 1 off all zero points of a word at once."""
+    codes = draw(8, 32, 4, 32, sym=False)
+    codes.zeros[:] = 0
+    tensors = gptq(codes)
+    assert tensors["qzeros"].equal(word("0xeeeeeeef"))
+    same(loaded(packing("gptq", bits=4, group_size=32), 8, 32, tensors), codes)
+
+
+def test_sizes_of_a_real_checkpoint() -> None:
+    """Qwen3.5-27B in 4 bits, groups of 128: [17408, 5120] and [5120, 17408]."""
+    cases = {
+        "gptq": [((640, 17408), (40, 2176), (40, 17408)), ((2176, 5120), (136, 640), (136, 5120))],
+        "awq": [((5120, 2176), (40, 2176), (40, 17408)), ((17408, 640), (136, 640), (136, 5120))],
+    }
+    for method, sizes in cases.items():
+        found = packing(method, bits=4, group_size=128)
+        for (n, k), expected in zip(((17408, 5120), (5120, 17408)), sizes, strict=True):
+            read = module(n, k, None)
+            layout = found.layout(read)
+            assert layout is not None
+            slots = found.slots(read, layout.empty(n, k, "meta"))
+            names = ("qweight", "qzeros", "scales")
+            assert tuple(slots[name].shape for name in names) == expected
+
+
+@pytest.mark.parametrize("kind", ["int", "fp8", "fp4"])
+def test_rows_are_gathered_and_reordered(kind: str) -> None:
+    from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight
+
+    make = {
+        "int": lambda: IntWeight.empty(12, 72, group=32, zeros=True),
+        "fp8": lambda: Fp8Weight.empty(12, 72, 1, 72),
+        "fp4": lambda: Fp4Weight.empty(12, 72),
+    }
+    weight = make[kind]()
+    weight.dummy(torch.Generator().manual_seed(0))
+    values = weight.unpack(torch.float32)
+    ids = torch.tensor([5, 0, 11, 5])
+    assert torch.equal(weight.gather(ids).unpack(torch.float32), values[ids])
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
+    weight.rows(2, 10).reorder(order)
+    values[2:10] = values[2:10][order]
+    assert torch.equal(weight.unpack(torch.float32), values)
+
+
+def test_blocks_of_rows_move_whole_or_not_at_all() -> None:
+    from lockstep.kernels.formats.weights import Fp8Weight
+
+    weight = Fp8Weight.empty(14, 16, 4, 8)
+    weight.dummy(torch.Generator().manual_seed(0))
+    values = weight.unpack(torch.float32)
+    ids = torch.tensor([13, 2, 7])
+    part = weight.rows(1, 14)
+    assert torch.equal(part.gather(ids - 1).unpack(torch.float32), values[ids])
+    blocks = [8, 9, 10, 11, 7, 6, 5, 4, 0, 1, 2, 3, 12, 13]
+    weight.reorder(torch.tensor(blocks))
+    values = values[blocks]
+    assert torch.equal(weight.unpack(torch.float32), values)
+    for rows, order in (
+        ((0, 14), [4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10, 11, 12, 13]),
+        ((2, 8), [2, 3, 4, 5, 0, 1]),
+        ((0, 6), [4, 5, 0, 1, 2, 3]),
+    ):
+        with pytest.raises(ValueError, match="cuts blocks of 4 rows"):
+            weight.rows(*rows).reorder(torch.tensor(order))
+    assert torch.equal(weight.unpack(torch.float32), values)
+    weight.rows(2, 4).reorder(torch.tensor([1, 0]))
+    values[2:4] = values[2:4].flip(0)
+    assert torch.equal(weight.unpack(torch.float32), values)
+
+
+STATIC = {"desc_act": True, "static_groups": True}
+DAMAGES = {
+    "zeros": ("qzeros", lambda t: t.fill_(0x33333333), "symmetric", {}),
+    "one zero": ("qzeros", lambda t: t[0].fill_(0), "holds zero points other than 8", {}),
+    "infinite": ("scales", lambda t: t.fill_(torch.inf), "infinities or NaN", {}),
+    "nan": ("scales", lambda t: t[1, 2].fill_(torch.nan), "infinities or NaN", {}),
+    "order": ("g_idx", lambda t: t[0].fill_(1), "has no desc_act, or static_groups", {}),
+    "static": ("g_idx", lambda t: t[0].fill_(1), "or static_groups", STATIC),
+    "unfair order": ("g_idx", lambda t: t[0].fill_(1), "32 columns", {"desc_act": True}),
+    "wild order": ("g_idx", lambda t: t[0].fill_(1 << 30), "32 columns", {"desc_act": True}),
+    "negative": ("g_idx", lambda t: t[0].fill_(-1), "32 columns", {"desc_act": True}),
+    "bias": ("bias", lambda t: t.fill_(1.0), "no bias here", {}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_tensors_cannot_hold_is_refused(damage: str) -> None:
+    name, spoil, told, settings = DAMAGES[damage]
+    codes = draw(8, 72, 4, 32)
+    tensors = {**gptq(codes), "bias": torch.zeros(8)}
+    found = packing("gptq", bits=4, group_size=32, sym=True, **settings)
+    same(loaded(found, 8, 72, tensors), codes)
+    spoil(tensors[name])
+    with pytest.raises(CheckpointError, match=told) as caught:
+        loaded(found, 8, 72, tensors)
+    assert str(caught.value).startswith(f"layers.0.x.{name} ")
+
+
+def test_a_slot_says_what_shape_it_wants() -> None:
+    codes = draw(8, 72, 4, 32)
+    tensors = gptq(codes)
+    found = packing("gptq", bits=4, group_size=64, sym=True)
+    read = module(8, 72, tensors)
+    layout = found.layout(read)
+    assert layout is not None
+    slots = found.slots(read, layout.empty(8, 72, "cpu"))
+    assert slots["scales"].fault(tensors["scales"]) == ("shape (3, 8), config.json asks for (2, 8)")
+    assert slots["qweight"].fault(tensors["qweight"]) is None

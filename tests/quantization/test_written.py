@@ -1,0 +1,35 @@
+"""What auto-round, AutoAWQ and GPTQModel packed themselves, see write_integers.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.quantization.test_vectors import loaded, packing
+
+WRITTEN = Path(__file__).parent / "data" / "integers.safetensors"
+
+
+def names() -> list[str]:
+    """The cases in the file."""
+    with safe_open(WRITTEN, framework="pt") as file:
+        return sorted(file.metadata())
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_the_tools_packed_themselves(name: str) -> None:
+    """Bit for bit, in fp16; zero points of 0 too, which GPTQModel lets borrow from their neighbours
+    in version 1 of GPTQ's layout."""
+    with safe_open(WRITTEN, framework="pt") as file:
+        settings = json.loads(file.metadata()[name])
+        tensors = {
+            key.removeprefix(f"{name}."): file.get_tensor(key)
+            for key in file.keys()
+            if key.startswith(f"{name}.")
+        }
+    value = tensors.pop("value")
+    method = settings.pop("quant_method")
+    weight = loaded(packing(method, **settings), *value.shape, tensors)
+    assert torch.equal(weight.unpack(torch.float16), value)

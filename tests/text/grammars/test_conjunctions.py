@@ -1,0 +1,128 @@
+"""Regexes that must match together: few are compiled, many are refused before any work."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import RequestError
+from lockstep.sampling_params import StructuredOutputsParams
+from lockstep.text.grammars.compiler import WRITTEN_ROW_ITEMS, Compiler
+from lockstep.text.grammars.conjunctions import MOST_NAMES, MOST_TOGETHER
+from lockstep.text.grammars.structured_output import compile_wanted
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+from tests.masks import masks_of
+
+MODEL = Path(__file__).parents[3] / "lockstep" / "assets" / "model"
+SECONDS = 1.0
+"""Of the processor: what is refused, and what is let through, is far below."""
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    tokenizer = Tokenizer(MODEL)
+    return Compiler(tokenizer, len(tokenizer), tokenizer.eos_ids)
+
+
+def patterns(count: int) -> list[dict[str, Any]]:
+    return [{"type": "string", "pattern": f"a{number}.*b"} for number in range(count)]
+
+
+def nested(count: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for number in range(count):
+        schema = {"pattern": f"a{number}.*b", "anyOf": [schema, {"const": f"x{number}"}]}
+    return schema
+
+
+def chained(count: int) -> dict[str, Any]:
+    links: dict[str, Any] = {
+        f"d{number}": {"$ref": f"#/$defs/d{number + 1}", "pattern": f"a{number}.*b"}
+        for number in range(count)
+    }
+    links[f"d{count}"] = {"type": "string"}
+    return {"$ref": "#/$defs/d0", "$defs": links}
+
+
+def names(count: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "patternProperties": {f"^a{number}.*b{number}$": {} for number in range(count)},
+    }
+
+
+def terminal(count: int, between: str = " ") -> str:
+    return "start: A\nA: " + f"{between}& ".join(f"/.*a{number}.*b/" for number in range(count))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": {"allOf": patterns(32)}},
+        {"json": nested(28)},
+        {"json": chained(64)},
+        {"json": names(300)},
+        {"grammar": terminal(32)},
+        {"grammar": terminal(32, "\n")},
+        {"grammar": terminal(32) + " # /"},
+        {"grammar": 'start: /a\n/ | A # "/\n' + terminal(32).partition("\n")[2]},
+        {"grammar": "start: A\nA: " + "~" * 40 + "/a/"},
+        {"grammar": f"start: %json {json.dumps({'allOf': patterns(32)})}"},
+        {
+            "structural_tag": {
+                "structures": [{"begin": "<a", "schema": {"allOf": patterns(32)}, "end": ""}],
+                "triggers": ["<"],
+            }
+        },
+    ],
+    ids=range(11),
+)
+def test_many_that_must_match_together_are_refused(
+    compiler: Compiler, fields: dict[str, Any]
+) -> None:
+    """Unbounded, each of them takes minutes of a processor, and some never end."""
+    began = time.process_time()
+    with pytest.raises(RequestError, match="allowed: at most") as caught:
+        compile_wanted(StructuredOutputsParams(**fields), compiler)
+    assert caught.value.field == f"structured_outputs.{next(iter(fields))}"
+    assert time.process_time() - began < SECONDS
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": {"type": "array", "prefixItems": patterns(200)}},
+        {"json": names(MOST_NAMES)},
+        {"json": {"type": "object", "properties": {str(i): names(9) for i in range(20)}}},
+        {"grammar": "start: A\nA: " + " & ".join(f"~/x{i}/" for i in range(MOST_TOGETHER // 2))},
+        {"grammar": 'start: /a&b&c&d&e&f&g&h/ "' + "~" * 99 + '"'},
+    ],
+    ids=range(5),
+)
+def test_usual_ones_are_obeyed(compiler: Compiler, fields: dict[str, Any]) -> None:
+    began = time.process_time()
+    compile_wanted(StructuredOutputsParams(**fields), compiler)
+    assert time.process_time() - began < SECONDS
+
+
+AMBIGUOUS = [
+    'start: e\ne: e "+" e | e e | "1" | ""',
+    'start: a\na: a a | a a a | "1" | "11" | ""',
+]
+
+
+@pytest.mark.parametrize("source", AMBIGUOUS)
+def test_an_ambiguous_grammar_ends_its_answer_early(compiler: Compiler, source: str) -> None:
+    """The work for a token grows with the square of the text: a step would wait ever longer."""
+    matcher = compile_wanted(StructuredOutputsParams(grammar=source), compiler)
+    (one,) = compiler.tokenizer.encode("1", add_special_tokens=False)
+    began = time.process_time()
+    for _ in range(2 * WRITTEN_ROW_ITEMS):
+        matcher.accept([one])
+        if matcher.fault is not None:
+            break
+    assert matcher.fault is not None and "too complex" in matcher.fault
+    assert not any(masks_of(matcher)[0])
+    assert time.process_time() - began < 3 * SECONDS

@@ -1,0 +1,191 @@
+"""References, types and unions of schemas: grammars and parsers read them alike."""
+
+import json
+from typing import Any
+
+import pytest
+
+from lockstep.errors import RequestError
+from lockstep.sampling_params import StructuredOutputsParams
+from lockstep.text.grammars.compiler import Compiler
+from lockstep.text.grammars.references import canonical
+from lockstep.text.grammars.structured_output import compile_wanted, json_form, schema_of
+from lockstep.text.grammars.tool_calls import ToolSyntax
+from lockstep.text.parsers import TOOL_PARSERS, ReplyParser
+from lockstep.text.parsers.schema import property_types
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+from tests.text.grammars.test_structured_output import MODEL, matches
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    tokenizer = Tokenizer(MODEL)
+    return Compiler(tokenizer, len(tokenizer), tokenizer.eos_ids)
+
+
+def accepts(compiler: Compiler, schema: Any, text: str) -> bool:
+    """Whether a text is an answer that is held to a schema."""
+    form = json_form(StructuredOutputsParams(json=schema))
+    return matches(compiler, f"start: {form}", text)
+
+
+def call_of(schema: Any, text: str, parser: str = "qwen3_coder") -> Any:
+    """Return the arguments that the parser reads."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    reply = ReplyParser(None, TOOL_PARSERS[parser](tools)).parse(text)
+    assert reply.errors == []
+    (call,) = reply.tool_calls
+    return json.loads(call.arguments)
+
+
+def parameter(value: str) -> str:
+    body = f"<parameter=n>\n{value}\n</parameter>\n"
+    return f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
+
+
+INTEGER = {"type": "integer"}
+REFERENCES: list[tuple[str, dict[str, Any]]] = [
+    ("#/$defs/Count", {"$defs": {"Count": INTEGER}}),
+    ("#/$defs/My%20Count", {"$defs": {"My Count": INTEGER}}),
+    ("#/$defs/app~1Count", {"$defs": {"app/Count": INTEGER}}),
+    ("#/$defs/a~0b", {"$defs": {"a~b": INTEGER}}),
+    ("#/$defs/a~01", {"$defs": {"a~1": INTEGER}}),
+    ("#/%24defs/Count", {"$defs": {"Count": INTEGER}}),
+    ("#/$defs/Record%3Cnumber%3E", {"$defs": {"Record<number>": INTEGER}}),
+    ("#/definitions/a.b/anyOf/0", {"definitions": {"a.b": {"anyOf": [INTEGER]}}}),
+    ("#/components/schemas/Count", {"components": {"schemas": {"Count": INTEGER}}}),
+    ("#/$defs/outer/$defs/inner", {"$defs": {"outer": {"$defs": {"inner": INTEGER}}}}),
+    ("#count", {"$defs": {"x": {"$anchor": "count", **INTEGER}}}),
+    (
+        "https://a.example/s#/$defs/Count",
+        {"$id": "https://a.example/s", "$defs": {"Count": INTEGER}},
+    ),
+    ("#/$defs/ref0", {"$defs": {"ref0": {"$ref": "#/properties/m"}}}),
+]
+
+
+@pytest.mark.parametrize(("reference", "more"), REFERENCES, ids=[one for one, _ in REFERENCES])
+def test_references_are_read_alike(
+    compiler: Compiler, reference: str, more: dict[str, Any]
+) -> None:
+    properties = {"n": {"$ref": reference}, "m": INTEGER}
+    schema = {"type": "object", "properties": properties, "required": ["n"], **more}
+    assert property_types(schema, "n") == {"integer"}
+    assert call_of(schema, parameter("5")) == {"n": 5}
+    assert accepts(compiler, schema, '{"n": 5}') and not accepts(compiler, schema, '{"n": "5"}')
+    syntax = ToolSyntax(TOOL_PARSERS["qwen3_coder"], {})
+    tools = syntax.tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    source = syntax.calls_only(tools, False)
+    assert matches(compiler, source, parameter("5"))
+    assert not matches(compiler, source, parameter("five"))
+
+
+def test_a_schema_that_refers_to_itself(compiler: Compiler) -> None:
+    tree = {"type": "object", "properties": {"sub": {"$ref": "#"}}, "additionalProperties": False}
+    assert accepts(compiler, tree, '{"sub": {"sub": {}}}')
+    syntax = ToolSyntax(TOOL_PARSERS["qwen3_coder"], {})
+    tools = syntax.tools([{"type": "function", "function": {"name": "f", "parameters": tree}}])
+    text = parameter('{"sub": {}}').replace("=n>", "=sub>")
+    assert matches(compiler, syntax.calls_only(tools, False), text)
+    with pytest.raises(RequestError, match="itself"):
+        schema_of({"$ref": "#"}, "f")
+
+
+def test_a_root_that_is_a_reference(compiler: Compiler) -> None:
+    inner = {"type": "object", "properties": {"n": INTEGER}, "required": ["n"]}
+    schema = {"$ref": "#/$defs/P", "$defs": {"P": inner}}
+    assert call_of(schema, parameter("5")) == {"n": 5}
+    syntax = ToolSyntax(TOOL_PARSERS["qwen3_coder"], {})
+    tools = syntax.tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    assert matches(compiler, syntax.calls_only(tools, False), parameter("5"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        *(("int", "5", 5), ("Integer", "5.0", 5), ("int64", "1e3", 1000), ("float", "2.5", 2.5)),
+        *(("double", "1", 1), ("bool", "True", True), ("dict", '{"a": 1}', {"a": 1})),
+        *(("dict[str, int]", "{'a': True}", {"a": True}), ("list[int]", "[1]", [1])),
+        *(("tuple", "[1, None]", [1, None]), ("str", "5", "5"), ("NoneType", "None", None)),
+        *(("OBJECT", "{}", {}), ("any", "5", "5")),
+    ],
+)
+def test_types_by_the_names_of_programs(
+    compiler: Compiler, name: str, text: str, value: Any
+) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": name}}, "required": ["n"]}
+    assert call_of(schema, parameter(text)) == {"n": value}
+    assert accepts(compiler, schema, json.dumps({"n": value}))
+
+
+def case(tag: str, key: str) -> dict[str, Any]:
+    properties = {"kind": {"const": tag, "default": tag, "type": "string"}, key: INTEGER}
+    return {"type": "object", "properties": properties, "required": [key]}
+
+
+DEFINITIONS = {"A": case("a", "x"), "B": case("b", "y")}
+CASES = [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]
+
+
+@pytest.mark.parametrize(
+    "union",
+    [
+        {"oneOf": CASES, "discriminator": {"propertyName": "kind"}},
+        {"oneOf": CASES},
+        {"anyOf": CASES, "discriminator": {"propertyName": "kind"}},
+        {"oneOf": list(DEFINITIONS.values()), "discriminator": {"propertyName": "kind"}},
+    ],
+)
+def test_unions_by_a_tag_require_the_tag(compiler: Compiler, union: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"item": union}, "required": ["item"]}
+    schema["$defs"] = DEFINITIONS
+    assert accepts(compiler, schema, '{"item": {"kind": "a", "x": 1}}')
+    assert accepts(compiler, schema, '{"item": {"kind": "b", "y": 1}}')
+    assert not accepts(compiler, schema, '{"item": {"x": 1}}')
+    assert not accepts(compiler, schema, '{"item": {"kind": "b", "x": 1}}')
+
+
+def test_a_union_that_refers_to_itself(compiler: Compiler) -> None:
+    leaf = case("a", "x")
+    properties = {"kind": {"const": "b"}, "sub": {"$ref": "#/$defs/U"}}
+    branch = {"type": "object", "properties": properties, "required": ["sub"]}
+    union = {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}
+    schema = {"$ref": "#/$defs/U", "$defs": {"U": union, "A": leaf, "B": branch}}
+    assert accepts(compiler, schema, '{"kind": "b", "sub": {"kind": "a", "x": 1}}')
+
+
+def test_a_union_whose_cases_overlap_is_named_with_a_remedy(compiler: Compiler) -> None:
+    cases = [{"type": "object", "required": ["a"]}, {"type": "object", "required": ["b"]}]
+    schema = {"type": "object", "properties": {"item": {"oneOf": cases}}, "required": ["item"]}
+    with pytest.raises(RequestError, match=r"'oneOf' at properties\.item.*anyOf") as caught:
+        compile_wanted(StructuredOutputsParams(json=schema), compiler)
+    assert "coerce" not in str(caught.value)
+
+
+@pytest.mark.parametrize("more", [True, {}, {"description": "anything"}])
+def test_additional_properties_that_say_nothing(compiler: Compiler, more: Any) -> None:
+    assert canonical({"additionalProperties": more}) == {"additionalProperties": True}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+def test_parameters_of_any_name_have_the_type_that_is_asked_for(
+    compiler: Compiler, name: str
+) -> None:
+    schema = {"type": "object", "additionalProperties": INTEGER}
+    syntax = ToolSyntax(TOOL_PARSERS[name], {})
+    tools = syntax.tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    good, bad = (parameter("5"), parameter("x"))
+    if name == "pythonic":
+        good, bad = "[f(n=5)]", '[f(n="x")]'
+    source = syntax.calls_only(tools, False)
+    assert matches(compiler, source, good) and not matches(compiler, source, bad)
+    assert call_of(schema, good, name) == {"n": 5}
+
+
+def test_no_escape_spells_a_key_that_the_schema_names(compiler: Compiler) -> None:
+    """JSON readers would read the named key, which the grammar has not looked at."""
+    schema = {"type": "object", "properties": {"a": INTEGER}}
+    assert accepts(compiler, schema, '{"a": 1, "b": "\\n"}')
+    for text in ('{"\\u0061": "x"}', '{"b": "\\ud800"}', '{"b": "\\x"}', '{"b": "\x01"}'):
+        assert not accepts(compiler, schema, text)
+    assert accepts(compiler, {"const": "\x01"}, '"\\u0001"'), "no other spelling is JSON"

@@ -1,0 +1,384 @@
+"""Schemas and tags: what is refused, where it says so, and what comes of the rest."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from lockstep.errors import RequestError
+from lockstep.sampling_params import StructuredOutputsParams
+from lockstep.text.grammars.compiler import Compiler, GrammarFault, Matcher
+from lockstep.text.grammars.json_schema import (
+    MOST_DEPTH,
+    MOST_REFERENCES,
+    MOST_SEARCHED,
+    REFUSED,
+    closed,
+    locate,
+)
+from lockstep.text.grammars.structured_output import MOST_RULES, compile_wanted
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+from tests.masks import masks_of
+
+MODEL = Path(__file__).parents[3] / "lockstep" / "assets" / "model"
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    tokenizer = Tokenizer(MODEL)
+    return Compiler(tokenizer, len(tokenizer), tokenizer.eos_ids)
+
+
+def matches(compiler: Compiler, source: str, text: str) -> bool:
+    """Whether a text is a whole answer under a grammar."""
+    matcher = compiler.matcher(source)
+    for token in compiler.tokenizer.encode(text, add_special_tokens=False):
+        mask = masks_of(matcher)[0]
+        if not mask[token // 8] >> token % 8 & 1:
+            return False
+        matcher.accept([token])
+    end = min(compiler.ends)
+    return bool(masks_of(matcher)[0][end // 8] >> end % 8 & 1)
+
+
+def wanted(compiler: Compiler, **fields: Any) -> Matcher:
+    return compile_wanted(StructuredOutputsParams(**fields), compiler)
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+def test_keywords_that_would_not_be_obeyed_are_named(compiler: Compiler, keyword: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"items": [{}, {keyword: {"maxLength": 1}}]}}}
+    with pytest.raises(RequestError, match="properties.a.items.1.") as caught:
+        wanted(compiler, json=schema)
+    assert repr(keyword) in str(caught.value)
+    assert caught.value.field == "structured_outputs.json"
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+def test_a_property_of_such_a_name_is_no_keyword(compiler: Compiler, keyword: str) -> None:
+    named = {"type": "object", "properties": {keyword: {"const": {keyword: 1}}}}
+    wanted(compiler, json=named)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (
+            {"type": "object", "properties": {"a": {"type": "text"}}},
+            r"'type' at properties\.a .*text",
+        ),
+        (
+            {"anyOf": [{"type": "string"}, {"title": "b", "pattern": "(?=a)", "maxLength": 3}]},
+            r"'pattern' at anyOf\[1\] .*look-around",
+        ),
+        (
+            {"$defs": {"x": {"format": "iri", "type": "string"}}, "$ref": "#/$defs/x"},
+            r"'format' at \$defs\.x .*iri",
+        ),
+        ({"properties": 3}, "'properties' at the root"),
+        ({"required": "a"}, "'required' at the root"),
+        ({"items": 3}, "items is 3"),
+        ({"items": {"$ref": "#/$defs/none"}}, r"'\$ref' at items .*none"),
+        ({"$ref": "http://example.com/schema"}, r"'\$ref' at the root .*example\.com"),
+        ('{"type": ', "is no JSON"),
+        ("[" * 5000, "JSON|levels"),
+        ({"const": "x" * 70_000}, "more than 65536 characters"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "'minimum' at the root"),
+    ],
+)
+def test_faults_of_a_schema_say_where(compiler: Compiler, schema: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        wanted(compiler, json=schema)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        found = {"type": "array", "items": found}
+    return found
+
+
+def test_depth_is_bounded(compiler: Compiler) -> None:
+    wanted(compiler, json=nested(MOST_DEPTH - 1))
+    with pytest.raises(RequestError, match=f"more than {MOST_DEPTH} levels"):
+        wanted(compiler, json=nested(MOST_DEPTH))
+    with pytest.raises(RequestError, match="levels"):
+        wanted(compiler, json=nested(5000))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "structured_outputs"),
+        ({"json": {}, "regex": "a"}, "structured_outputs"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": "yes"}, "structured_outputs.choice"),
+        ({"choice": ["a"] * 2000}, "structured_outputs.choice"),
+        ({"choice": ["x" * 40_000] * 2}, "structured_outputs.choice"),
+        ({"choice": ["\ud800"]}, "structured_outputs.choice"),
+        ({"regex": 3}, "structured_outputs.regex"),
+        ({"regex": "a" * 4097}, "structured_outputs.regex"),
+        ({"grammar": "x" * 70_000}, "structured_outputs.grammar"),
+        ({"json": 3.5}, "structured_outputs.json"),
+        ({"json": {}, "disable_any_whitespace": 1}, "structured_outputs.disable_any_whitespace"),
+        ({"regex": "a", "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern"),
+        (
+            {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "},
+            "structured_outputs.whitespace_pattern",
+        ),
+        (
+            {"structural_tag": {}, "disable_any_whitespace": True},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        (
+            {"json_object": True, "disable_additional_properties": True},
+            "structured_outputs.disable_additional_properties",
+        ),
+    ],
+)
+def test_bounds_and_kinds(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        StructuredOutputsParams(**fields)
+    assert caught.value.field == field
+
+
+def test_a_pydantic_model_is_a_schema() -> None:
+    class Pair(BaseModel):
+        x: int
+
+    assert StructuredOutputsParams(json=Pair).json == Pair.model_json_schema()
+
+
+def test_objects_may_be_closed(compiler: Compiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text = '{"b":1}'
+    for closes in (False, True):
+        fields: dict[str, Any] = {"json": schema, "disable_additional_properties": closes}
+        matcher = compile_wanted(StructuredOutputsParams(**fields), compiler)
+        matcher.accept(compiler.tokenizer.encode(text, add_special_tokens=False))
+        assert (matcher.fault is None) == (not closes)
+
+
+def test_only_schemas_are_closed() -> None:
+    named = {"properties": {"properties": {"const": {"properties": {}}}}}
+    inner = {"properties": {"a": {}}, "additionalProperties": False}
+    assert closed(named) == {**named, "additionalProperties": False}
+    assert closed({"anyOf": [{"properties": {"a": {}}}, True]}) == {"anyOf": [inner, True]}
+
+
+def chain(rules: int) -> str:
+    links = "".join(f"a{i}: a{i + 1}\n" for i in range(rules - 2))
+    return f'start: a0\n{links}a{rules - 2}: "x"'
+
+
+def test_chains_are_bounded(compiler: Compiler) -> None:
+    """What follows them does so on the stack: too long a chain would end the process."""
+    wanted(compiler, grammar=chain(MOST_RULES))
+    with pytest.raises(RequestError, match=f"{MOST_RULES + 1} rules"):
+        wanted(compiler, grammar=chain(MOST_RULES + 1))
+    for count in (MOST_REFERENCES, MOST_REFERENCES + 1):
+        links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(count - 1)}
+        links[f"a{count - 1}"] = {"type": "integer"}
+        schema = {"$ref": "#/$defs/a0", "$defs": links}
+        if count == MOST_REFERENCES:
+            wanted(compiler, json=schema)
+        else:
+            with pytest.raises(RequestError, match=f"{count} references"):
+                wanted(compiler, json=schema)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "start: " + "(" * 9000 + '"a"' + ")" * 9000,
+        "start: " + "[" * 9000,
+        "start: %json " + '{"items":' * 999,
+        "start: A\nA: B",
+        "root ::= ((",
+        "root ::= " + "(" * 9000,
+        "x",
+    ],
+    ids=range(7),
+)
+def test_grammars_that_cannot_be_read(compiler: Compiler, source: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        wanted(compiler, grammar=source)
+    assert caught.value.field == "structured_outputs.grammar"
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("attribute", ["max_tokens=3", 'stop="x"', "temperature=0.5"])
+def test_attributes_that_drafts_would_change_are_refused(
+    compiler: Compiler, attribute: str
+) -> None:
+    with pytest.raises(RequestError, match=attribute.partition("=")[0]):
+        wanted(compiler, grammar=f"start: a\na[lazy, {attribute}]: /[a-z]+/")
+    wanted(compiler, grammar=f"start: {json.dumps(attribute)} a\na[lazy]: /stop=[a-z]+/")
+
+
+TAG = {
+    "type": "structural_tag",
+    "structures": [
+        {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+def triggered(**more: Any) -> dict[str, Any]:
+    """TAG, as xgrammar writes it now."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": one["begin"],
+            "content": {"type": "json_schema", "json_schema": one["schema"]},
+            "end": one["end"],
+        }
+        for one in TAG["structures"]
+    ]
+    form = {"type": "triggered_tags", "triggers": TAG["triggers"], "tags": tags, **more}
+    return {"type": "structural_tag", "format": form}
+
+
+LARGE = {"type": "integer", "multipleOf": 2**31}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": LARGE},
+        {"grammar": f"start: %json {json.dumps(LARGE)}"},
+        {
+            "structural_tag": {
+                "structures": [{"begin": "<a", "schema": LARGE, "end": ""}],
+                "triggers": ["<"],
+            }
+        },
+    ],
+    ids=["json", "grammar", "structural_tag"],
+)
+def test_large_multiples_are_refused(compiler: Compiler, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="multipleOf") as caught:
+        wanted(compiler, **fields)
+    assert caught.value.field == f"structured_outputs.{next(iter(fields))}"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "binary"},
+        {"type": ["integer", "null"], "format": "int64"},
+        {"properties": {"format": {"format": "path", "type": "string", "maxLength": 3}}},
+        {"$defs": {"x": {"format": "password"}}, "items": {"$ref": "#/$defs/x"}},
+        {"type": "object", "propertyNames": {"type": "string"}},
+    ],
+)
+def test_what_binds_nothing_changes_nothing(compiler: Compiler, schema: dict[str, Any]) -> None:
+    plain = json.loads(json.dumps(schema), object_pairs_hook=without_void)
+    assert wanted(compiler, json=schema).recipe == wanted(compiler, json=plain).recipe
+
+
+def without_void(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A schema's object without its format and what it says of names; a property format stays."""
+    kept = {key: value for key, value in pairs if key != "propertyNames"}
+    return {key: value for key, value in kept.items() if key != "format" or isinstance(value, dict)}
+
+
+def test_usual_multiples_are_obeyed(compiler: Compiler) -> None:
+    wanted(compiler, json={"type": "number", "multipleOf": 0.01})
+    wanted(compiler, json={"type": "integer", "multipleOf": 3600})
+
+
+@pytest.mark.parametrize(
+    "spelled", [TAG, json.dumps(TAG), triggered(), triggered(at_least_one=False)]
+)
+def test_tags_bind_behind_their_triggers(compiler: Compiler, spelled: Any) -> None:
+    for text, fits in (
+        ("free <text", True),
+        ("so <f=a>12</f> and <f=b>true</f>.", True),
+        ("so <f=a>true</f>", False),
+        ("so <f=c>", False),
+    ):
+        matcher = compile_wanted(StructuredOutputsParams(structural_tag=spelled), compiler)
+        matcher.accept(compiler.tokenizer.encode(text, add_special_tokens=False))
+        assert (matcher.fault is None) == fits, text
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        {"type": "structural_tag", "format": {"type": "json_schema"}},
+        triggered(at_least_one=True),
+        triggered(tags=[]),
+        triggered(tags=[{"begin": "<f=a>", "content": {"type": "any_text"}, "end": ""}]),
+        triggered(tags=5),
+        triggered(triggers="<f="),
+        triggered(other=5),
+        {
+            "type": "structural_tag",
+            "format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"},
+        },
+        {
+            "type": "structural_tag",
+            "format": {"type": "regex", "pattern": "a+", "excludes": ["aa"]},
+        },
+        {
+            "type": "structural_tag",
+            "format": {"type": "sequence", "elements": [], "at_least_one": True},
+        },
+        {"type": "structural_tag", "format": []},
+        {"structures": [], "triggers": ["<"]},
+        {"structures": [{"begin": "<a", "end": 3}], "triggers": ["<"]},
+        {"structures": [{"begin": "<a", "end": ""}], "triggers": ["["]},
+        {"structures": [{"begin": "<a", "end": "", "schema": {"not": {}}}], "triggers": ["<"]},
+        {"structures": [{"begin": "<a" + "x" * 70_000, "end": ""}], "triggers": ["<"]},
+        {"structures": [{"begin": "<a", "end": ""}], "triggers": ["<"], "more": nested(5000)},
+        "no json",
+    ],
+)
+def test_tags_that_are_refused(compiler: Compiler, tag: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        wanted(compiler, structural_tag=tag)
+    assert caught.value.field == "structured_outputs.structural_tag"
+
+
+def test_formats_of_fixed_parts_are_the_whole_answer(compiler: Compiler) -> None:
+    content = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tag = {"type": "tag", "begin": "<n>", "content": content, "end": "</n>"}
+    word = {"type": "or", "elements": [{"type": "const_string", "value": "a"}, content]}
+    parts = [tag, word, {"type": "regex", "pattern": "[x-z]+"}]
+    form = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
+    for text, fits in (
+        ("<n>5</n>azz", True),
+        ("<n>5</n>7x", True),
+        ("<n>x</n>", False),
+        ("a", False),
+    ):
+        matcher = wanted(compiler, structural_tag=form)
+        matcher.accept(compiler.tokenizer.encode(text, add_special_tokens=False))
+        assert (matcher.fault is None) == fits, text
+
+
+@pytest.mark.parametrize("kind", ["any_text", "grammar", "tags_with_separator", "triggered_tags"])
+def test_formats_that_are_not_supported_are_named(compiler: Compiler, kind: str) -> None:
+    for form in ({"type": kind}, {"type": "sequence", "elements": [{"type": kind}]}):
+        with pytest.raises(RequestError, match=kind):
+            wanted(compiler, structural_tag={"type": "structural_tag", "format": form})
+
+
+def test_few_places_are_searched_for_a_fault() -> None:
+    tried = []
+    schema = {"properties": {f"p{number}": {} for number in range(5000)}}
+    assert locate([schema], "a fault", tried.append) is None
+    assert len(tried) == MOST_SEARCHED
+
+
+def test_errors_of_llguidance_are_one_line(compiler: Compiler) -> None:
+    with pytest.raises(GrammarFault) as caught:
+        compiler.matcher("start: /(a/")
+    assert "\n" not in str(caught.value)
+    assert re.search("unclosed group", str(caught.value))

@@ -1,0 +1,211 @@
+"""The budget of an answer's thought: which tokens are counted, and what must come after them."""
+
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import RequestError
+from lockstep.sampling_params import SamplingParams
+from lockstep.text.processor import Processor
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+from tests.masks import allows, masks_of
+from tests.text.tiny_tokenizer import make_folder
+
+USER = [{"role": "user", "content": "the fox"}]
+TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module", params=["one token", "several tokens"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Processor:
+    """A model whose tags are tokens of their own, and one that spells them."""
+    folder: Path = make_folder(tmp_path_factory.mktemp("tags"))
+    if request.param == "several tokens":
+        path = folder / "tokenizer.json"
+        raw = json.loads(path.read_text())
+        raw["added_tokens"] = [one for one in raw["added_tokens"] if one["special"]]
+        path.write_text(json.dumps(raw))
+    return Processor.for_model(Tokenizer(folder), folder, 512)
+
+
+def held(model: Processor, budget: int, tools: Any = None, thinks: bool = True, **fields: Any):
+    """The grammar of an answer to a chat."""
+    prompt = model.conversation(USER, tools, enable_thinking=thinks)
+    params = SamplingParams(thinking_token_budget=budget, max_tokens=100, **fields)
+    return model.requests("r", prompt, params)[0].grammar
+
+
+def ids(model: Processor, text: str) -> list[int]:
+    return model.encode(text, add_special_tokens=False)
+
+
+def only(masks: Sequence[bytes]) -> list[int | None]:
+    """The one token that each mask allows; None where it allows all."""
+    found: list[int | None] = []
+    for mask in masks:
+        tokens = [token for token in range(len(mask) * 8) if allows(mask, token)]
+        found.append(tokens[0] if len(tokens) == 1 else None)
+        assert len(tokens) in (1, len(mask) * 8)
+    return found
+
+
+def forced(model: Processor, grammar: Any, thought: Sequence[int]) -> list[int]:
+    """The tokens that must come after a thought, up to the first that is free."""
+    grammar.accept(list(thought))
+    found: list[int] = []
+    while (token := only(masks_of(grammar))[0]) is not None:
+        found.append(token)
+        grammar.accept([token])
+        assert len(found) < 20
+    return found
+
+
+def test_the_closing_tag_must_come_once_the_budget_is_used_up(model: Processor) -> None:
+    thought = ids(model, "abcdefgh")
+    for budget in (0, 1, 3):
+        grammar = held(model, budget)
+        for count in range(budget):
+            assert only(masks_of(grammar)) == [None]
+            grammar.accept([thought[count]])
+        tag = forced(model, grammar, [])
+        assert model.tokenizer.decode(tag, skip_special_tokens=False) == "</think>"
+        assert only(masks_of(grammar, thought)) == [None] * (len(thought) + 1)
+        assert grammar.accepted == budget + len(tag) and grammar.fault is None
+
+
+def test_masks_after_drafts_are_those_of_the_same_tokens_accepted(model: Processor) -> None:
+    texts = ["abcdefghij", "ab</think>cdefgh", "a</think>\n\nthe <think>abcd", "ab</thi"]
+    for text in texts:
+        tokens = ids(model, text)
+        for budget in range(6):
+            for size in (1, 2, 4, 7):
+                plain = held(model, budget)
+                drafting = held(model, budget)
+                for start in range(len(tokens)):
+                    found = masks_of(drafting, tokens[start : start + size])
+                    for offset, mask in enumerate(found):
+                        ahead = held(model, budget)
+                        ahead.accept(tokens[: start + offset])
+                        assert mask == masks_of(ahead)[0]
+                    assert found[0] == masks_of(plain)[0]
+                    for grammar in (plain, drafting):
+                        grammar.accept([tokens[start]])
+
+
+def test_a_tag_that_the_model_has_begun_is_completed(model: Processor) -> None:
+    thought = [*ids(model, "a"), *ids(model, "<"), *ids(model, "/")]
+    tag = forced(model, held(model, 3), thought)
+    text = model.tokenizer.decode([*thought, *tag], skip_special_tokens=False)
+    whole = model.tokenizer.fast.token_to_id("</think>")
+    assert text == ("a</think>" if whole is None else "a</</think>")
+    parser = model.reply_parser("<think>", None)
+    assert [event.text for event in parser.feed(f"{text}yes")][-1] == "yes"
+
+
+def test_a_thought_that_ends_by_itself_leaves_the_answer_free(model: Processor) -> None:
+    grammar = held(model, 4)
+    assert not grammar.is_free
+    grammar.accept(ids(model, "a</think>"))
+    assert grammar.is_free
+    rest = ids(model, "bcdefgh")
+    assert only(masks_of(grammar, rest)) == [None] * (len(rest) + 1)
+    grammar.accept(rest)
+    assert only(masks_of(grammar)) == [None]
+
+
+@pytest.mark.parametrize("lead", ["", "\n\n"])
+def test_a_thought_that_the_answer_begins_is_bounded(model: Processor, lead: str) -> None:
+    """A raw prompt opens no thought; the answer's own opening tag is not counted."""
+    params = SamplingParams(thinking_token_budget=2, max_tokens=100)
+    grammar = model.requests("r", "the fox", params)[0].grammar
+    assert grammar is not None
+    opening = ids(model, f"{lead}<think>")
+    assert only(masks_of(grammar, opening)) == [None] * (len(opening) + 1)
+    tag = forced(model, grammar, [*opening, *ids(model, "ab")])
+    assert model.tokenizer.decode(tag, skip_special_tokens=False) == "</think>"
+    free = model.requests("r", "the fox", params)[0].grammar
+    assert only(masks_of(free, ids(model, "the <think>ab"))) == [None] * (
+        len(ids(model, "the <think>ab")) + 1
+    )
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_prompt_says_where_the_answer_begins(model: Processor, raw: bool) -> None:
+    params = SamplingParams(thinking_token_budget=0, max_tokens=100)
+    prompts = [model.conversation(USER, enable_thinking=thinks) for thinks in (True, False)]
+    for prompt, thinks in zip(prompts, (True, False), strict=True):
+        sent = prompt.ids if raw else prompt
+        grammar = model.requests("r", sent, params)[0].grammar
+        assert (grammar is not None) == thinks
+        assert not thinks or only(masks_of(grammar)) != [None]
+
+
+def test_what_could_not_bind_costs_no_masks(model: Processor) -> None:
+    assert held(model, -1) is None
+    assert held(model, 100) is None
+    assert held(model, 99) is not None
+    assert held(model, 5, thinks=False) is None
+
+
+def test_a_call_ends_the_thought_and_its_tag_alone_does_not(model: Processor) -> None:
+    call = ids(model, "a<tool_call>\n<function=get>\n")
+    grammar = held(model, len(call), TOOLS)
+    grammar.accept(call)
+    more = ids(model, "</function>\n</tool_call>")
+    assert only(masks_of(grammar, more)) == [None] * (len(more) + 1)
+    named = ids(model, "a<tool_call>\nis a tag")
+    assert forced(model, held(model, len(named), TOOLS), named)
+    assert forced(model, held(model, len(call)), call), "there are no tools to call"
+
+
+def test_each_completion_counts_by_itself(model: Processor) -> None:
+    prompt = model.conversation(USER, enable_thinking=True)
+    params = SamplingParams(thinking_token_budget=2, max_tokens=100, n=3)
+    first, second, third = (one.grammar for one in model.requests("r", prompt, params))
+    first.accept(ids(model, "ab"))
+    assert only(masks_of(first)) != [None]
+    assert only(masks_of(second)) == only(masks_of(third)) == [None]
+    again = model.grammar_of(pickle.loads(pickle.dumps(first.recipe)))
+    assert again.accepted == 0 and again.recipe == first.recipe
+    assert masks_of(again, ids(model, "abc")) == masks_of(second, ids(model, "abc"))
+
+
+def test_it_composes_with_a_form_of_the_content(processor: Processor) -> None:
+    """Tags of one token; the content is bound wherever the thought ended."""
+    form = {"choice": ["yes", "no"]}
+    end = processor.tokenizer.fast.token_to_id("</think>")
+    content = ids(processor, "yes")
+    plain = processor.requests("r", "fox", SamplingParams(structured_outputs=form))[0].grammar
+    for thought in ("", "a", "ab"):
+        grammar = held(processor, 2, structured_outputs=form)
+        tokens = ids(processor, thought)
+        free = [None] * len(tokens) + [end if len(tokens) == 2 else None]
+        assert only(masks_of(grammar, tokens)) == free
+        along = masks_of(grammar, [*tokens, end, *content])
+        assert along[len(tokens) + 1 :] == masks_of(plain, content)
+        grammar.accept([*tokens, end])
+        assert not grammar.is_free
+        assert masks_of(grammar, content) == masks_of(plain, content)
+    again = processor.grammar_of(pickle.loads(pickle.dumps(grammar.recipe)))
+    assert masks_of(again, [end, *content]) == masks_of(
+        held(processor, 2, structured_outputs=form), [end, *content]
+    )
+    raw = SamplingParams(structured_outputs=form, thinking_token_budget=0)
+    bound = processor.requests("r", "fox", raw)[0].grammar
+    assert masks_of(bound, content) == masks_of(plain, content), "there is no thought"
+
+
+def test_what_cannot_be_kept_is_refused(model: Processor, folder: Path) -> None:
+    asked = SamplingParams(thinking_token_budget=5)
+    plain = Processor(model.tokenizer, None, 512, model.eos_ids)
+    with pytest.raises(RequestError, match="thinking_token_budget=5 needs a reasoning parser"):
+        plain.requests("r", "fox", asked)
+    with pytest.raises(RequestError, match="which allowed_token_ids has not") as error:
+        held(model, 5, allowed_token_ids=[1, 2, 3])
+    assert error.value.field == "thinking_token_budget"
+    for wrong in (-2, 1.5, True, "9", 2**31):
+        with pytest.raises(RequestError, match="thinking_token_budget="):
+            SamplingParams(thinking_token_budget=wrong)

@@ -1,0 +1,353 @@
+"""Chat templates render as in transformers, in every style that checkpoints use and ship."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import CheckpointError, RequestError
+from lockstep.text.processor import Processor
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+
+Message = dict[str, Any]
+BUNDLED = Path(str(files("lockstep") / "assets" / "model"))
+ARGUMENTS = {"city": "Rome é", "days": [1, 2.5, None], "deep": {"ok": True}}
+TEXT = '{"city":  "Rome é", "days": [1, 2.5, null], "deep": {"ok": true}}'
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather & more <now>",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def conversation(arguments: Any = ARGUMENTS, **answer: Any) -> list[Message]:
+    """A conversation with a system message, a tool call, its result, and a question."""
+    function = {"name": "get_weather", "arguments": arguments}
+    call = {"id": "call00001", "type": "function", "function": function}
+    return [
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": "The weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call], **answer},
+        {"role": "tool", "name": "get_weather", "tool_call_id": "call00001", "content": "rain"},
+        {"role": "user", "content": "And then?"},
+    ]
+
+
+WITH_OBJECTS = """{%- macro head(role) %}<|{{ role }}|>{% endmacro -%}
+{%- set ns = namespace(turns=0, last=-1) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}
+{%- endif %}{% endfor %}
+{%- if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- for message in messages -%}
+  {%- if message['role'] == 'system' %}{{ head('sys') + message.content | trim }}{% continue %}
+  {%- endif %}
+  {%- set ns.turns = ns.turns + 1 %}
+  {{- head(message.role.upper()) }}{{ ns.turns }}{{ '!' if loop.index0 == ns.last else '' }}
+  {%- if message.tool_calls is defined %}
+    {%- for call in message.tool_calls %}
+      {%- set call = call.function if call.function else call %}
+      {%- for key, value in call.arguments.items() %}
+<{{ key }}>{{ value | tojson if value is mapping or value is iterable and value is not string
+   else value }}</{{ key }}>
+      {%- endfor %}
+      {{- call.name + call.arguments | tojson(ensure_ascii=True, separators=(',', ':')) }}
+    {%- endfor %}
+  {%- endif %}
+  {{- message.content.split('\\n')[-1][:40].strip() }}
+  {%- if ns.turns > 90 %}{% break %}{% endif %}
+{%- endfor %}
+{%- if messages[::-1][0].role == 'assistant' and false %}{{ raise_exception('no') }}{% endif %}
+{%- if add_generation_prompt %}{{ head('ASSISTANT') }}{% endif %}"""
+JOINED = """{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' and
+m['tool_calls'] is defined and m['tool_calls'] is not none %}{% for call in m['tool_calls'] %}
+{{ '<A>' + call['type'] + '|' + call['function']['name'] + '\\n```json\\n'
++ call['function']['arguments'] + '\\n```' }}{% endfor %}{% else %}
+{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}"""
+PRINTED = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in
+m.tool_calls or [] %}{"name": "{{ call.function.name }}", "arguments": {{
+call.function.arguments }}}{% endfor %}{% endfor %}"""
+EITHER = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or []
+%}{% if call.function.arguments is string %}{{ call.function.arguments }}{% else
+%}{{ call.function.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}"""
+WHOLE = "{% for m in messages %}{{ m.role }}{{ m.tool_calls | default([]) }}{% endfor %}"
+TRAINING = """{% for m in messages %}{% if m.role == 'assistant' %}{% set x = 1 %}
+{%- generation %}{% set x = 2 %}{{ m.content }}{{ eos_token }}{% endgeneration %}{{ x }}
+{%- else %}[{{ m.role }}] {{ m.content }}
+{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"""
+THINKING = """{% for m in messages %}<{{ m.role }}>
+{%- if m.reasoning_content is defined and m.reasoning_content %}<think>{{ m.reasoning_content
+}}</think>{% endif %}{% if m.thinking %}({{ m.thinking }}){% endif %}{% if m.tool_plan
+%}<plan>{{ m.tool_plan }}</plan>{% endif %}{{ m.content }}{% endfor %}"""
+PARTS = """{%- macro show(content) %}{% if content is string %}{{ content }}{% else %}
+{%- for part in content %}{% if part.type == 'text' or 'text' in part %}{{ part.text }}
+{%- else %}{{ raise_exception('no images') }}{% endif %}{% endfor %}{% endif %}{% endmacro -%}
+{% for m in messages %}<{{ m.role }}>{{ show(m.content) | trim }}{% endfor %}"""
+GLOBALS = """{% set d = dict(a=1, b='x') %}{% set ns = namespace(**d) %}{{ ns.a }}{{ d | items |
+list }}{{ strftime_now('%Y')[:2] }}{% if documents is defined and not documents %}-{% endif %}
+{% for document in documents or [] %}{{ loop.index }}: {{ document.title }} {{ document['text'] }}
+{% endfor %}{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') |
+join(', ') }}{{ pad_token }}{{ sep_token | default('none') }}"""
+LIST_ONLY = """{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}
+{%- endfor %}{% endfor %}"""
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(BUNDLED)
+
+
+@cache
+def oracle() -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(BUNDLED)
+
+
+def rendered(template: str, messages: list[Message], **options: Any) -> str:
+    return Processor(tokenizer(), template, 4096).render_text(messages, **options)
+
+
+def expected(template: str, messages: list[Message], tools: Any = None, **options: Any) -> str:
+    """The text that transformers renders."""
+    options = {"add_generation_prompt": True, **options}
+    if options.get("continue_final_message"):
+        options["add_generation_prompt"] = False
+    text: str = oracle().apply_chat_template(
+        messages, tools=tools, chat_template=template, tokenize=False, **options
+    )
+    return text
+
+
+@pytest.mark.parametrize("sent", [ARGUMENTS, TEXT, json.dumps(ARGUMENTS)], ids=["object", "a", "b"])
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [(WITH_OBJECTS, dict), (JOINED, str), (PRINTED, str), (EITHER, dict), (WHOLE, dict)],
+    ids=["objects", "joined", "printed", "either", "whole"],
+)
+def test_arguments_come_in_the_form_that_the_template_reads(
+    template: str, wanted: type, sent: Any
+) -> None:
+    form = sent
+    if wanted is dict:
+        form = ARGUMENTS
+    elif isinstance(sent, dict):
+        form = json.dumps(sent, ensure_ascii=False)
+    tools = [TOOL]
+    found = rendered(template, conversation(sent), tools=tools)
+    assert found == expected(template, conversation(form), tools)
+
+
+@pytest.mark.parametrize("empty", ["", "{}", {}, None])
+def test_a_call_without_arguments_renders_in_every_form(empty: Any) -> None:
+    for template in (WITH_OBJECTS, JOINED, PRINTED, EITHER):
+        assert rendered(template, conversation(empty)) == rendered(template, conversation({}))
+    assert "```json\n{}\n```" in rendered(JOINED, conversation(empty))
+
+
+def test_text_of_arguments_makes_no_control_tokens() -> None:
+    processor = Processor(tokenizer(), JOINED, 4096)
+    forged = processor.conversation(conversation('{"city": "<|im_end|>"}'))
+    honest = processor.conversation(conversation('{"city": "<|im|>"}'))
+    special = tokenizer().special_ids
+    assert '{"city": "<|im_end|>"}' in forged.text
+    assert sum(i in special for i in forged.ids) == sum(i in special for i in honest.ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        (TRAINING, {}),
+        (THINKING, {"reasoning_content": "why"}),
+        (THINKING, {"reasoning": "why"}),
+        (THINKING, {"thinking": "why"}),
+        (THINKING, {"tool_plan": "first this"}),
+    ],
+)
+def test_messages_keep_what_the_template_reads(template: str, answer: Message) -> None:
+    messages = conversation(**answer)
+    assert rendered(template, messages) == expected(template, messages)
+    plain = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", **answer}]
+    assert rendered(template, plain) == expected(template, plain)
+
+
+@pytest.mark.parametrize("template", [PARTS, LIST_ONLY])
+def test_a_list_of_parts_is_handed_to_a_template_that_reads_it(template: str) -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    messages = [{"role": role, "content": parts} for role in ("system", "user", "assistant")]
+    assert rendered(template, messages) == expected(template, messages)
+    last = [*messages[:2], {"role": "assistant", "content": parts}]
+    options = {"continue_final_message": True}
+    assert rendered(template, last, **options) == expected(template, last, **options)
+
+
+def test_a_list_of_parts_is_joined_for_a_template_that_reads_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert rendered(EITHER, [{"role": "user", "content": parts}]) == "<user>one\ntwo"
+
+
+def test_text_becomes_a_part_for_a_template_that_reads_parts_alone() -> None:
+    part = [{"type": "text", "text": "Hi"}]
+    found = rendered(LIST_ONLY, [{"role": "user", "content": "Hi"}])
+    assert found == expected(LIST_ONLY, [{"role": "user", "content": part}]) == "<user>Hi"
+
+
+@pytest.mark.parametrize("documents", [None, [{"title": "A", "text": "B é"}]])
+def test_functions_and_variables_of_transformers_are_there(documents: Any) -> None:
+    messages = conversation()
+    options = {} if documents is None else {"documents": documents}
+    assert rendered(GLOBALS, messages, **options) == expected(GLOBALS, messages, **options)
+
+
+@pytest.mark.parametrize("content", ["Once upon ", "Once  \n", "upon"])
+@pytest.mark.parametrize("template", [EITHER, PARTS])
+def test_a_message_that_goes_on_ends_as_in_transformers(template: str, content: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    options = {"continue_final_message": True}
+    assert rendered(template, messages, **options) == expected(template, messages, **options)
+
+
+@pytest.mark.parametrize("template", ["{% set n = namespace(_x=1) %}", "{{ dict.__class__ }}"])
+def test_what_the_sandbox_forbids_stays_forbidden(template: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    try:
+        wanted = expected(template, messages)
+    except Exception:
+        with pytest.raises(RequestError, match="refuses"):
+            rendered(template, messages)
+    else:
+        assert rendered(template, messages) == wanted == ""
+
+
+# How checkpoints ship templates.
+
+NAMED = [
+    {"name": "default", "template": "default {{ messages[0].content }}"},
+    {"name": "tool_use", "template": "tools {{ messages[0].content }}{{ tools | length }}"},
+    {"name": "rag", "template": "rag"},
+]
+Ship = Callable[[Path], None]
+
+
+def in_json(name: str, template: Any) -> Ship:
+    def ship(folder: Path) -> None:
+        path = folder / name
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**settings, "chat_template": template}))
+
+    return ship
+
+
+def in_files(**templates: str) -> Ship:
+    def ship(folder: Path) -> None:
+        (folder / "additional_chat_templates").mkdir(exist_ok=True)
+        for name, template in templates.items():
+            extra = folder / "additional_chat_templates" / f"{name}.jinja"
+            path = folder / "chat_template.jinja" if name == "default" else extra
+            path.write_text(template)
+
+    return ship
+
+
+def shipped(folder: Path, *ships: Ship) -> Path:
+    """The text files of the bundled model with other templates."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(BUNDLED / name, folder / name)
+    for ship in ships:
+        ship(folder)
+    return folder
+
+
+TEXTS = {entry["name"]: entry["template"] for entry in NAMED}
+
+
+@pytest.mark.parametrize(
+    "ships",
+    [
+        [in_json("tokenizer_config.json", NAMED)],
+        [in_files(**TEXTS)],
+        [in_json("tokenizer_config.json", "old"), in_files(**TEXTS)],
+        [in_json("tokenizer_config.json", "one {{ messages[0].content }}")],
+        [in_json("tokenizer_config.json", NAMED), in_files(default="file")],
+        [in_files(default="{{ messages[0].content }}\n")],
+    ],
+)
+def test_the_template_is_that_of_transformers(tmp_path: Path, ships: list[Ship]) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = shipped(tmp_path, *ships)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    processor = Processor.for_model(Tokenizer(folder), folder, 4096)
+    for tools in (None, [TOOL]):
+        messages = [{"role": "user", "content": "Hi"}]
+        wanted = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert processor.render_text(messages, tools) == wanted
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_the_template_of_a_processor_serves_where_the_tokenizer_has_none(
+    tmp_path: Path, name: str
+) -> None:
+    folder = shipped(tmp_path, in_json(name, "of the processor"))
+    processor = Processor.for_model(Tokenizer(folder), folder, 4096)
+    assert processor.render_text([{"role": "user", "content": "Hi"}]) == "of the processor"
+    in_json("tokenizer_config.json", "of the tokenizer")(folder)
+    processor = Processor.for_model(Tokenizer(folder), folder, 4096)
+    assert processor.render_text([{"role": "user", "content": "Hi"}]) == "of the tokenizer"
+
+
+def test_a_model_with_a_template_for_tools_alone_says_so(tmp_path: Path) -> None:
+    folder = shipped(tmp_path, in_files(tool_use="t"))
+    processor = Processor.for_model(Tokenizer(folder), folder, 4096)
+    assert processor.render_text([{"role": "user", "content": "Hi"}], [TOOL]) == "t"
+    with pytest.raises(RequestError, match="for requests with tools .tool_use. and none"):
+        processor.render_text([{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize("value", [5, [5], [{"name": "default"}], {"default": 5}, [{}] * 40])
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path, value: Any) -> None:
+    folder = shipped(tmp_path, in_json("tokenizer_config.json", value))
+    with pytest.raises(CheckpointError, match="chat_template="):
+        Tokenizer(folder)
+
+
+# What a template leaves out.
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"),
+    [
+        (WITH_OBJECTS, []),
+        (
+            "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}"
+            "{% endif %}{% endfor %}",
+            ["system messages", "tool results", "tool calls of earlier turns", "tools"],
+        ),
+        (
+            "{{ tools }}{% for m in messages %}{% if m.role == 'system' %}"
+            "{{ raise_exception('no system') }}{% endif %}{{ m.content }}{% endfor %}",
+            ["tool calls of earlier turns"],
+        ),
+        ("{{ messages }}{{ tools }}", []),
+    ],
+)
+def test_a_start_warns_of_parts_that_the_template_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, lost: list[str]
+) -> None:
+    folder = shipped(tmp_path, in_files(default=template))
+    Processor.for_model(Tokenizer(folder), folder, 4096)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        f"the chat template 'default' leaves out {part}: the model does not see them"
+        for part in lost
+    ]
+
+
+def test_the_bundled_template_leaves_out_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    Processor.for_model(tokenizer(), BUNDLED, 4096)
+    assert not caplog.records

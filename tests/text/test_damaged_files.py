@@ -1,0 +1,166 @@
+"""Damaged model folders: whatever a file holds, it loads or CheckpointError names the file."""
+
+import json
+import random
+import shutil
+
+import pytest
+
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.text.processor import Processor
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"),
+    *("generation_config.json", "chat_template.jinja"),
+)
+RAW = {
+    "empty": b"",
+    "cut": b'{"a": [1, 2',
+    "no UTF-8": b"\xff\xfe{}",
+    "zeros": b"\0" * 100,
+    "a list": b"[]",
+    "a number": b"5",
+    "null": b"null",
+    "deep": b"[" * 100_000,
+    "long number": b'{"eos_token_id": ' + b"9" * 5000 + b"}",
+    "template": b"{% for x in %}",
+}
+WRONG = [None, 5, -1, 10**18, 2.5, True, "x", "", "\ud800", [], [5], ["x"], [[]], {}, {"a": 5}]
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A folder that may be damaged."""
+    shutil.copytree(folder, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def load(folder):
+    """Loads a folder and asks it something; only the project's own errors may come."""
+    try:
+        tokenizer = Tokenizer(folder)
+        processor = Processor.for_model(tokenizer, folder, 512)
+        Processor.for_model(None, folder, 512)
+    except CheckpointError as error:
+        message = str(error)
+        assert any(name in message for name in FILES), message
+        assert message.endswith(".") and len(message) < 900
+        return message
+    try:
+        processor.default_params()
+        processor.decode(processor.encode("the fox"))
+        processor.conversation([{"role": "user", "content": "a <|im_end|>"}])
+    except LockstepError:
+        pass
+    return None
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", RAW)
+def test_a_file_that_is_something_else_is_named(copy, name, kind):
+    (copy / name).write_bytes(RAW[kind])
+    told = load(copy)
+    if name == "chat_template.jinja" and kind not in ("no UTF-8", "template"):
+        assert told is None, "it is a template, if an odd one"
+    else:
+        assert name in str(told)
+
+
+# What makes each file an error, by the path of what is exchanged in it.
+EXCHANGED = [
+    ("tokenizer_config.json", ("added_tokens_decoder",), [5]),
+    ("tokenizer_config.json", ("added_tokens_decoder", "x"), {"content": "a"}),
+    ("tokenizer_config.json", ("added_tokens_decoder", "-1"), {"content": "a"}),
+    ("tokenizer_config.json", ("added_tokens_decoder", "9" * 50), {"content": "a"}),
+    ("tokenizer_config.json", ("added_tokens_decoder", "330"), {"content": 5}),
+    ("tokenizer_config.json", ("added_tokens_decoder", "330"), {"content": ""}),
+    ("tokenizer_config.json", ("added_tokens_decoder", "330"), {"content": "\ud800"}),
+    ("tokenizer_config.json", ("added_tokens_decoder", "330"), None),
+    ("tokenizer_config.json", ("chat_template",), 5),
+    ("tokenizer_config.json", ("chat_template",), "\ud800"),
+    ("tokenizer_config.json", ("chat_template",), "{{ a"),
+    ("tokenizer_config.json", ("chat_template",), "{% nonsense %}"),
+    ("tokenizer_config.json", ("chat_template",), "{{ " + "(" * 5000 + "}}"),
+    ("tokenizer_config.json", ("chat_template",), [{"name": "default", "template": 5}]),
+    ("tokenizer_config.json", ("eos_token",), 5),
+    ("tokenizer_config.json", ("eos_token",), {"content": [5]}),
+    ("tokenizer_config.json", ("bos_token",), ["a"]),
+    ("special_tokens_map.json", ("pad_token",), 5),
+    ("config.json", ("eos_token_id",), "x"),
+    ("config.json", ("eos_token_id",), 10**18),
+    ("config.json", ("text_config", "eos_token_id"), [1, "x"]),
+    ("config.json", ("text_config", "eos_token_id"), True),
+    ("generation_config.json", ("eos_token_id",), "151645"),
+    ("generation_config.json", ("eos_token_id",), -1),
+    ("generation_config.json", ("eos_token_id",), {"a": 1}),
+    ("generation_config.json", ("eos_token_id",), list(range(5))),
+    ("generation_config.json", ("eos_token_id",), [1, 2, 3]),
+    ("generation_config.json", ("eos_token_id",), 1.0),
+    ("generation_config.json", ("temperature",), "hot"),
+    ("generation_config.json", ("top_p",), 7),
+    ("generation_config.json", ("top_k",), [1]),
+    ("tokenizer.json", ("model",), {}),
+    ("tokenizer.json", ("model", "vocab"), {"a": 10**18}),
+    ("tokenizer.json", ("model", "merges"), [["a", "zzz"]]),
+    ("tokenizer.json", ("added_tokens",), 5),
+    ("tokenizer.json", ("pre_tokenizer",), {"type": "Nonsense"}),
+    ("tokenizer.json", ("decoder",), 5),
+]
+
+
+def exchange(path, place, value):
+    """Writes the file with one of its values exchanged."""
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    inner = content
+    for step in place[:-1]:
+        inner = inner.setdefault(step, {}) if isinstance(inner, dict) else inner[step]
+    inner[place[-1]] = value
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(("name", "place", "value"), EXCHANGED, ids=lambda v: str(v)[:30])
+def test_a_wrong_value_is_named(copy, name, place, value):
+    exchange(copy / name, place, value)
+    told = load(copy)
+    assert told is not None and name in told
+    if name != "tokenizer.json":
+        assert place[0] in told or place[-1] in told or "chat template" in told
+
+
+def places(value, path=()):
+    """The paths of all values, of long lists and objects only the first and the last."""
+    if path:
+        yield path
+    pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+    for key, item in pairs[:4] + pairs[-2:] if len(pairs) > 12 else pairs:
+        yield from places(item, (*path, key)) if isinstance(item, dict | list) else [(*path, key)]
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".json")])
+def test_no_exchange_of_values_gives_a_traceback(copy, name):
+    """Every value of the file gives way to wrong ones, as many as time allows."""
+    entry = {"content": "<|new|>", "special": True, "normalized": True}
+    exchange(copy / "tokenizer_config.json", ("added_tokens_decoder", "999"), entry)
+    exchange(copy / "special_tokens_map.json", ("bos_token",), {"content": "<|im_start|>"})
+    whole = (copy / name).read_text()
+    rng = random.Random(name)
+    tries = [(place, value) for place in places(json.loads(whole)) for value in WRONG]
+    for place, value in rng.sample(tries, min(len(tries), 100)):
+        (copy / name).write_text(whole)
+        exchange(copy / name, place, value)
+        load(copy)
+
+
+def test_prompts_are_not_cut_or_filled_up(copy):
+    cut = {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    exchange(copy / "tokenizer.json", ("truncation",), cut)
+    assert len(Tokenizer(copy).encode("a " * 50)) > 50
+
+
+def test_a_text_that_the_vocabulary_lacks_is_the_requests_fault(copy):
+    exchange(copy / "tokenizer.json", ("model",), {"type": "WordLevel", "vocab": {"a": 0}})
+    exchange(copy / "tokenizer.json", ("model", "unk_token"), "<unk>")
+    processor = Processor.for_model(Tokenizer(copy), copy, 512)
+    with pytest.raises(LockstepError, match="cannot encode this text"):
+        processor.encode("b")
