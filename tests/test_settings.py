@@ -13,7 +13,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import folder_of
 from lockstep.models.weight_files import Shard, shards
-from lockstep.serve.run import check_tls
+from lockstep.serve.server import check_tls
 from lockstep.serve.settings import ServerSettings
 from lockstep.settings import check_writable, read_bytes, read_named, why_unread
 

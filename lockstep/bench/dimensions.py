@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.bench_types import BenchEnv, Latent, Model, Moe
-from lockstep.kernels.kv import KVFormat
+from lockstep.kernels.formats.kv import KVFormat
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Linear, probe

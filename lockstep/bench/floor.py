@@ -18,9 +18,9 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.models.weight_files import has_weights
 from lockstep.quantization import packing_of
-from lockstep.runner.floor import Floor, StepCosts, StepFloor
 from lockstep.spec import Passes, drafter_module, passes_of
 from lockstep.spec.config import SpeculativeConfig
+from lockstep.worker.roofline import Floor, StepCosts, StepFloor
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, ConfigError, choice_error
-from lockstep.kernels.kv import KVFormat
+from lockstep.kernels.formats.kv import KVFormat
 from lockstep.quantization import TensorInfo
 from lockstep.quantization.weight_sink import PLAIN, Slot
 

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from lockstep.cache.kv import kv_tensors, latent_caches, latent_spec
 from lockstep.cache.specs import Spec
+from lockstep.kernels.formats.kv import KVCache, Turn
+from lockstep.kernels.formats.kv.table import latent_codec
 from lockstep.kernels.head_linear import head_linear
-from lockstep.kernels.kv import KVCache, Turn
-from lockstep.kernels.kv.formats import latent_codec
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Linear, ResidualLinear, Target, filled

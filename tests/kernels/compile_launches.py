@@ -23,8 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
+from lockstep.kernels.formats.kv import PackedKV
 from lockstep.kernels.formats.weights import PackedWeight
-from lockstep.kernels.kv import PackedKV
 from tests.kernels.layouts import compile_held
 
 HOPPER = GPUTarget("cuda", 90, 32)

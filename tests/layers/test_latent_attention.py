@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Turn
-from lockstep.kernels.kv._turn import WHOLE_HEAD
+from lockstep.kernels.formats.kv import Turn
+from lockstep.kernels.formats.kv.hadamard import WHOLE_HEAD
 from lockstep.layers.build_context import Build
 from lockstep.layers.latent_attention import AbsorbedHeads
 

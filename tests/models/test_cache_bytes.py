@@ -12,7 +12,7 @@ from benchmarks.models import KIMI_K2
 from lockstep.cache.specs import Law, unit_bytes
 from lockstep.layers.build_context import Build
 from lockstep.models import architecture
-from lockstep.runner.memory import mixers
+from lockstep.worker.memory import mixers
 from tests.bench.test_floor import LARGE, MIXTURE
 from tests.models.test_deepseek_v3 import REAL
 from tests.models.test_llama import LLAMA_8B

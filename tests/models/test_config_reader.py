@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from lockstep import EngineConfig
-from lockstep.engine.build import pick_dtype, pick_length
 from lockstep.errors import CheckpointError
 from lockstep.layers.build_context import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.loader import build_model
 from lockstep.models.qwen3_5 import Config
+from lockstep.worker.build import pick_dtype, pick_length
 from tests.tiny_model import CONFIG
 
 HYBRID = {**CONFIG, "vocab_size": 300}

@@ -13,12 +13,12 @@ from huggingface_hub import constants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine.build import find_model
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.gguf.file import GGUFFile, GGUFModel, shortest
 from lockstep.models.gguf.folder import checkpoint_files
 from lockstep.models.gguf.tensors import gguf_shards
+from lockstep.worker.build import find_model
 from tests.models.dense import random_oracle
 from tests.models.gguf_files import finish, write_gguf, write_value
 from tests.tiny_model import LLAMA

@@ -16,7 +16,7 @@ from lockstep.layers.build_context import Build
 from lockstep.layers.mamba2 import Mamba2
 from lockstep.models import architecture
 from lockstep.models.loader import build_model
-from lockstep.runner.memory import mixers
+from lockstep.worker.memory import mixers
 from tests.models.dense import NGRAM, VOCAB, ask, bits, make_llm, prompts, random_oracle
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
 from tests.tiny_model import NEMOTRON_H

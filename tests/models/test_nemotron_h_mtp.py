@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lockstep import LLM, SamplingParams
-from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError
 from lockstep.layers.build_context import Build
 from lockstep.models import architecture
@@ -21,6 +20,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.nemotron_h import Config, Draft, Model
 from lockstep.spec import own_drafter
 from lockstep.spec.mtp import create
+from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from tests.models.dense import VOCAB, make_llm
 from tests.models.test_nemotron_h import BIASES, MTP_OF_SUPER, SUPER, oracle_of
 from tests.spec.watching import Seen

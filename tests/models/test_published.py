@@ -10,8 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep import LLM, SamplingParams
 from lockstep.config import EngineConfig
-from lockstep.engine.absent import explain_absent
-from lockstep.engine.build import build_draft
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.layers.build_context import Build
@@ -20,6 +18,8 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import TIED_HEAD, Source, build_model, target_source
 from lockstep.quantization import TensorInfo, packing_of
 from lockstep.spec import own_drafter
+from lockstep.worker.build import build_draft
+from lockstep.worker.explain import explain_absent
 from tests.models.published_checkpoints import (
     CHECKPOINTS,
     LOADS,

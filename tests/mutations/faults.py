@@ -14,21 +14,21 @@ SAMPLING = "kernels.sampling.reference"
 DELTA = "kernels.gated_delta_rule.cpu"
 ATTENTION = "kernels.attention.cpu"
 LATENTS = "kernels.latent_attention.cpu"
-LATENT_ROPE = "kernels.latent_attention"
+LATENT_ROPE = "kernels.latent_attention.contract"
 LATENT_LAYER = "layers.latent_attention"
 RINGS = "kernels.recurrent.cpu"
 NORM = "kernels.norm.contract"
-ROTARY = "kernels.rotary"
-ROWS = "runner.rows"
-GRAMMAR_MASKS = "runner.grammar_masks"
+ROTARY = "kernels.rotary.contract"
+ROWS = "worker.rows"
+GRAMMAR_MASKS = "worker.grammar_masks"
 GRAMMAR = "text.grammars.compiler"
-RUNNER = "runner.runner"
+RUNNER = "worker.worker"
 RECURRENT_CPU = "kernels.recurrent.cpu"
 PROMPT_ROWS = "kernels.recurrent.prompt_rows"
 SCHEDULER = "scheduling.scheduler"
 GROUPS = "cache.groups"
-HOST = "cache.host"
-TRANSFERS = "runner.transfers"
+HOST = "cache.host_tier"
+TRANSFERS = "worker.transfers"
 GPTQ = "quantization.gptq"
 STORAGE = "quantization.storage"
 PACKED = "kernels.formats.weights.weights"
@@ -63,8 +63,8 @@ OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_are_those_of_the_paper"
 OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_are_the_models_own_answer"
 OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_no_token_depends_on_it"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
-OF_HOST = "tests/cache/test_host.py"
-OF_TRANSFERS = "tests/runner/test_transfers.py::test_nothing_is_read_that_is_on_its_way"
+OF_HOST = "tests/cache/test_host_tier.py"
+OF_TRANSFERS = "tests/worker/test_transfers.py::test_nothing_is_read_that_is_on_its_way"
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
 
@@ -269,7 +269,7 @@ FAULTS = (
         "$bias[int($token)] = min(max($value, -MOST_BIAS), MOST_BIAS)",
     ),
     Fault(
-        "folded left behind at preemption", "runner", "runner.table", "RowTable.row_tensors",
+        "folded left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
         "$own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
         "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
@@ -280,7 +280,7 @@ FAULTS = (
         OF_NO_DRAFTS,
     ),
     Fault(
-        "counts left behind at preemption", "runner", "runner.table", "RowTable.row_tensors",
+        "counts left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
         "return $own + [self.draft_limit] + self.sampling.tensors()",
         "return $own + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
         "self.sampling.counts]",
@@ -297,7 +297,7 @@ FAULTS = (
         "$row.logits[-len($real):]",
     ),
     Fault(
-        "a rank counts itself", "runner", "runner.sampler", "logprobs",
+        "a rank counts itself", "runner", "worker.sampler", "logprobs",
         "$rank = int(($scores > $scores[$token]).sum()) + 1",
         "$rank = int(($scores >= $scores[$token]).sum()) + 1",
     ),
@@ -382,10 +382,10 @@ FAULTS = (
         "tests/kernels/test_sampling.py::test_the_first_of_the_largest_is_found_among_many",
     ),
     Fault(
-        "a grammar is compiled whoever waits", "engine", "engine.ahead", "Ahead.enter",
+        "a grammar is compiled whoever waits", "engine", "engine.compile_limiter", "Ahead.enter",
         "self._changed.wait_for(lambda: len(self._ids) < self._most)",
         "self._changed.wait_for(lambda: True)",
-        "tests/engine/test_ahead.py::test_the_next_waits_for_room",
+        "tests/engine/test_compile_limiter.py::test_the_next_waits_for_room",
     ),
     Fault(
         "tools that are shown may all be called", "text", "text.grammars.tool_calls",
@@ -395,12 +395,12 @@ FAULTS = (
         "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
     ),
     Fault(
-        "a large body is parsed at once", "request", "serve.bodies", "BodyReader.read",
+        "a large body is parsed at once", "request", "serve.http.json_body", "BodyReader.read",
         "if len($body) < LARGE:\n"
         "    ...",
         "if $body:\n"
         "    ...",
-        "tests/serve/test_bodies.py::test_others_go_on_while_a_large_body_is_parsed",
+        "tests/serve/http/test_json_body.py::test_others_go_on_while_a_large_body_is_parsed",
     ),
     Fault(
         "bad_words match at the prompt's beginning", "sampler", SAMPLING, "_ban_words",
@@ -1132,7 +1132,7 @@ FAULTS = (
         "$mixed = self.attend($q, self.k_cache, self.v_cache, $step.page_table, "
         "$step.cu_seqlens, $step.starts, $step.shape.query_len, self.scale, $qkv if self.gated "
         "else None)",
-        "from lockstep.kernels.kv import unpacked\n"
+        "from lockstep.kernels.formats.kv import unpacked\n"
         "kept = (self.k_cache, self.v_cache)\n"
         "raw = [unpacked(side, $q.dtype).clone() for side in kept]\n"
         "if $step.shape.prompt:\n"
@@ -1144,14 +1144,14 @@ FAULTS = (
         f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "scales stay behind when a row moves to the host", "cache", "kernels.kv._packed",
+        "scales stay behind when a row moves to the host", "cache", "kernels.formats.kv.contract",
         "PackedKV.tensors",
         "return [self.codes] if self.numbers is None else [self.codes, self.numbers]",
         "return [self.codes]",
         f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "one scale for all heads of a token", "format", "kernels.kv.int8", "Int8.encode",
+        "one scale for all heads of a token", "format", "kernels.formats.kv.int8", "Int8.encode",
         "$wide = $x.float()\n"
         "...\n"
         "$scale = $wide.abs().amax(-1, keepdim=True) / MOST",
@@ -1161,14 +1161,14 @@ FAULTS = (
         f"{OF_KV}::test_int8_is_off_by_half_a_step",
     ),
     Fault(
-        "a kernel reads the scale of the first head", "packed", "kernels.kv._tile_device",
+        "a kernel reads the scale of the first head", "packed", "kernels.device.kv_tile",
         "_load_packed",
         "$numbers += ($token * ($HKV * $COUNT) + $kv * $COUNT)[:, None]",
         "$numbers += ($token * ($HKV * $COUNT))[:, None]",
         f"{OF_KV}::test_attention_over_packed_is_attention_over_unpacked",
     ),
     Fault(
-        "a kernel cuts fp8 off instead of rounding it", "packed", "kernels.kv._fp8_device",
+        "a kernel cuts fp8 off instead of rounding it", "packed", "kernels.formats.kv.fp8_triton",
         "_encode",
         "$large = $size - $REBIAS + $HALF + ($size >> $SHIFT & 1) >> $SHIFT",
         "$large = $size - $REBIAS >> $SHIFT",
@@ -1208,7 +1208,7 @@ FAULTS = (
         f"{OF_DEEPSEEK}::test_latents_in_every_format_against_transformers",
     ),
     Fault(
-        "one scale for all latents that a step writes", "format", "kernels.kv.fp8",
+        "one scale for all latents that a step writes", "format", "kernels.formats.kv.fp8",
         "TokenFp8.encode",
         "$wide = $x.float()\n"
         "$most = ($wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)",
@@ -1217,7 +1217,7 @@ FAULTS = (
         f"{OF_KV_LATENTS}::test_a_token_of_fp8_has_the_least_power_of_two",
     ),
     Fault(
-        "queries are not rotated as keys are", "format", "kernels.kv._reading", "turned",
+        "queries are not rotated as keys are", "format", "kernels.formats.kv.access", "turned",
         "return $x if $turn is None else $turn.forward($x).to($x.dtype)",
         "return $x",
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
@@ -1230,7 +1230,8 @@ FAULTS = (
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
     ),
     Fault(
-        "the points' own length is left out", "format", "kernels.kv.turboquant", "Rotated.encode",
+        "the points' own length is left out", "format", "kernels.formats.kv.turboquant",
+        "Rotated.encode",
         "$scaled = torch.where($usable, $blocks, 0.0) * _power(2 * ONE + 1 - $exponents)\n"
         "...\n"
         "$numbers = $norm / _squares($points).sqrt() * _power($exponents - 1)",
@@ -1241,7 +1242,7 @@ FAULTS = (
     ),
     Fault(
         "a kernel takes the first number for all blocks of values", "packed",
-        "kernels.kv._turboquant_device", "_number",
+        "kernels.formats.kv.turboquant_triton", "_number",
         "$block = $octet // (4 * $BLOCK // $D)",
         "$block = $octet * 0",
         f"{OF_KV}::test_values_of_two_blocks_are_read",

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep.engine.build import prepare_device
 from lockstep.layers.build_context import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model, fill_dummy, load_weights
 from lockstep.quantization import packing_of
+from lockstep.worker.build import prepare_device
 from tests.quantization.disk import Codes, awq, draw, gptq, write
 from tests.tiny_model import QWEN3
 

@@ -14,11 +14,11 @@ import torch
 from jsonschema import validate
 
 from lockstep import LLM, SamplingParams
-from lockstep.kernels.kv import formats
+from lockstep.kernels.formats.kv.table import kv_cache_dtypes
 from lockstep.models.gguf.tensors import gguf_shards
 from lockstep.quantization.weight_sink import PLAIN
 from tests.real import smollm2
-from tests.serve.process import served
+from tests.serve.server_process import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 QUESTIONS = (
@@ -176,7 +176,7 @@ def test_drafts_change_no_bit(load: Callable[..., LLM], expected: list[Any], met
         assert bits(answers(llm)) == bits(expected)
 
 
-@pytest.mark.parametrize("name", [name for name in formats.names() if name != "auto"])
+@pytest.mark.parametrize("name", [name for name in kv_cache_dtypes() if name != "auto"])
 def test_every_format_of_the_cache_answers(load: Callable[..., LLM], name: str) -> None:
     drafting = {"method": "ngram", "num_speculative_tokens": 3}
     with load(kv_cache_dtype=name, speculative_config=drafting) as llm:

@@ -17,7 +17,7 @@ from lockstep.kernels.recurrent import cpu as recurrent_cpu
 from lockstep.kernels.recurrent import history
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
-from lockstep.runner import table
+from lockstep.worker import row_table
 from tests.regressions.conftest import PARAMS, PROMPTS, answers
 
 HALF = "bfloat16"
@@ -52,7 +52,7 @@ def test_chunks_drafts_and_preemption_leave_the_answer_alone(
 ) -> None:
     """Also where the state may lack tokens for longer than to the next point of its grid."""
     assert wanted != plain, "rounding changes no bit"
-    for user in (gated_delta_net, table):
+    for user in (gated_delta_net, row_table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     for settings in (
         dict(max_num_batched_tokens=64),

@@ -13,8 +13,8 @@ import torch
 
 from lockstep import LLM, EngineConfig
 from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import CheckHooks
 from lockstep.kernels.experts import cpu as experts_cpu
+from lockstep.worker.hooks import CheckHooks
 from tests.models.dense import make_llm
 from tests.regressions.conftest import PROMPTS, Scripted, answers
 from tests.tiny_model import HYBRID_MOE, NEXT, THREE_LAYERS, make_model
