@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.kernels import Op
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.kv_format import KVLayers
@@ -140,7 +140,7 @@ class Build:
         if not self.exact and not packed:
             self.choices.append(Choice(self.layer, op.name, "draft", {}, f"{n}x{k}"))
             return draft_linear
-        exact = self.op(op, n=n, k=k, packed=packed)
+        exact = self.op(op, n=n, k=k, quantized=packed)
         self.choices[-1].size = f"{n}x{k}"
         if self.choices[-1].backend != "triton":
             return exact
@@ -162,7 +162,7 @@ class Build:
         stored = self.empty(count, k, n).data.transpose(1, 2)
         return torch.nn.Parameter(stored, requires_grad=False)
 
-    def packed(self, n: int, k: int, layout: Layout) -> PackedWeight:
+    def packed(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
         """A packed weight [n, k] to be filled."""
         size = layout.empty(n, k, "meta").nbytes
         self._take(size, (n, k))

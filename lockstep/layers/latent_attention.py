@@ -77,7 +77,7 @@ class AbsorbedHeads(nn.Module):
     def finish(self) -> None:
         """To be called once, when the weights are filled."""
         for packed in self.packed_parts:
-            self._take(packed.unpack(self.dtype))
+            self._take(packed.dequantize(self.dtype))
         self.packed_parts = []
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.formats.weights import PackedWeight
-from lockstep.kernels.linear import linear, segments
+from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.linear import choose_split_k, linear
 from lockstep.layers.build_context import Build
 from lockstep.quantization import Layout, Module, Packing, Slot
 
@@ -42,15 +42,15 @@ class Weight(nn.Module):
         build: Build,
         k: int,
         runs: Sequence[Run],
-        stands: nn.Parameter | PackedWeight | None = None,
+        stands: nn.Parameter | QuantizedWeight | None = None,
     ) -> None:
         super().__init__()
         n = sum(rows for _, rows in runs)
         self.shape = (n, k)
         self.dtype = build.dtype
         self.weight = stands if isinstance(stands, nn.Parameter) else None
-        self.packed = stands if isinstance(stands, PackedWeight) else None
-        self.unpacked: dict[int, PackedWeight] = {}
+        self.packed = stands if isinstance(stands, QuantizedWeight) else None
+        self.unpacked: dict[int, QuantizedWeight] = {}
         if stands is not None:
             return
         begins = accumulate((rows for _, rows in runs), initial=0)
@@ -67,14 +67,14 @@ class Weight(nn.Module):
         return build.matrix(*self.shape)
 
     @property
-    def loaded(self) -> nn.Parameter | PackedWeight:
+    def loaded(self) -> nn.Parameter | QuantizedWeight:
         """The weight [N, K] as it lies once it is loaded."""
         found = self.weight if self.packed is None else self.packed
         assert found is not None, "a product has a weight, packed or not"
         return found
 
     @property
-    def stored(self) -> Tensor | PackedWeight:
+    def stored(self) -> Tensor | QuantizedWeight:
         """The weight [N, K] as it lies; one packed run, until it is unpacked, as it is packed."""
         part = self.unpacked.get(0)
         if part is not None and part.shape[0] == self.shape[0]:
@@ -82,18 +82,18 @@ class Weight(nn.Module):
         return self.loaded
 
     @property
-    def packed_parts(self) -> list[PackedWeight]:
+    def packed_parts(self) -> list[QuantizedWeight]:
         """All that is packed, also what is unpacked when it is loaded."""
         return [*self.unpacked.values(), *([] if self.packed is None else [self.packed])]
 
-    def stored_rows(self, begin: int, end: int) -> Tensor | PackedWeight:
+    def stored_rows(self, begin: int, end: int) -> Tensor | QuantizedWeight:
         """Rows of the weight as the checkpoint fills them, and once it has, as they lie."""
         for first, part in self.unpacked.items():
             if first <= begin and end <= first + part.shape[0]:
                 return part.rows(begin - first, end - first)
         return self._lying(begin, end)
 
-    def _lying(self, begin: int, end: int) -> Tensor | PackedWeight:
+    def _lying(self, begin: int, end: int) -> Tensor | QuantizedWeight:
         """Rows of the weight as they lie once it is loaded."""
         found = self.loaded
         return found[begin:end] if isinstance(found, Tensor) else found.rows(begin, end)
@@ -104,7 +104,7 @@ class Weight(nn.Module):
         if isinstance(found, Tensor):
             torch.index_select(found, 0, ids.to(found.device), out=out)
         else:
-            out.copy_(found.gather(ids).unpack(self.dtype))
+            out.copy_(found.gather(ids).dequantize(self.dtype))
 
     def finish(self) -> None:
         """To be called once, when the weight is filled."""
@@ -113,17 +113,18 @@ class Weight(nn.Module):
             each = self.shape[0] // len(self.weight)
             end = begin + part.shape[0]
             place = self.weight.data[begin // each : end // each]
-            place.copy_(part.unpack(self.dtype).view(place.shape))
+            place.copy_(part.dequantize(self.dtype).view(place.shape))
         self.unpacked = {}
         if self.packed is not None:
-            self.packed.settle()
+            self.packed.finalize()
 
 
 class Product(Weight):
     """x [T, K] -> x W^T [T, N] over a weight of one storage.
 
-    total: the outputs of its layer, this product's among them, by which K is cut into segments
-    (lockstep.kernels.linear.segments); None: its own. partial: see lockstep.kernels.linear.linear.
+    total: the outputs of its layer, this product's among them, which decide the number of split-K
+    partitions (lockstep.kernels.linear.choose_split_k); None: its own. allow_partials: see
+    lockstep.kernels.linear.linear.
     The others: see Weight.
     """
 
@@ -133,15 +134,15 @@ class Product(Weight):
         k: int,
         runs: Sequence[Run],
         *,
-        stands: nn.Parameter | PackedWeight | None = None,
+        stands: nn.Parameter | QuantizedWeight | None = None,
         total: int | None = None,
-        partial: bool = False,
+        allow_partials: bool = False,
     ) -> None:
         super().__init__(build, k, runs, stands)
         n = self.shape[0]
         packed = self.packed is not None
-        self.segments = segments(total or n, k, build.device, packed, build.dtype)
-        self.partial = partial
+        self.split_k = choose_split_k(total or n, k, build.device, packed, build.dtype)
+        self.allow_partials = allow_partials
         kind = type(self.packed).__name__ if packed else ""
         self.linear = build.linear_op(linear, n=n, k=k, packed=kind)
         build.choices[-1].packing = _named(runs, unpacked=not packed)
@@ -150,8 +151,8 @@ class Product(Weight):
         """The outputs from `begin` on, which alone are read; into `out` where that is given."""
         weight = self.stored if not begin else self.stored_rows(begin, self.shape[0])
         if out is None:
-            return self.linear(x, weight, self.segments, self.partial)
-        return self.linear(x, weight, self.segments, out=out)
+            return self.linear(x, weight, self.split_k, self.allow_partials)
+        return self.linear(x, weight, self.split_k, out=out)
 
 
 def _named(runs: Sequence[Run], unpacked: bool) -> str:
@@ -186,7 +187,7 @@ def products_of(runs: Sequence[Run], k: int) -> list[list[Run]]:
 
 
 def filled(
-    name: str, weight: Tensor | PackedWeight, packing: Packing | None, read: Module
+    name: str, weight: Tensor | QuantizedWeight, packing: Packing | None, read: Module
 ) -> dict[str, Target]:
     """Names of a linear map's tensors in the checkpoint, called `name` there, -> what they fill:
     one weight where it is not packed, else what its format has."""
@@ -208,7 +209,7 @@ class Linear(nn.Module):
     product and every T. In fp32 the inner rounding is none.
     """
 
-    partial = False
+    allow_partials = False
 
     def __init__(
         self,
@@ -227,8 +228,11 @@ class Linear(nn.Module):
         self.reads = [build.module(name, n, inputs) for name, n in outputs.items()]
         found = products_of(runs_of(build, self.reads), inputs)
         total = sum(self.outputs)
-        partial = self.partial and not bias and len(found) == 1
-        products = [Product(build, inputs, runs, total=total, partial=partial) for runs in found]
+        allow_partials = self.allow_partials and not bias and len(found) == 1
+        products = [
+            Product(build, inputs, runs, total=total, allow_partials=allow_partials)
+            for runs in found
+        ]
         self.products = nn.ModuleList(products)
         self.orders = {name: order() for name, order in (orders or {}).items()}
         self.firsts = tuple(accumulate((product.shape[0] for product in products), initial=0))
@@ -261,7 +265,7 @@ class Linear(nn.Module):
                     product(x, start - first, out=y[:, start - begin : last - begin])
         return y if self.bias is None else y + self.bias[begin:]
 
-    def part(self, index: int) -> Tensor | PackedWeight:
+    def part(self, index: int) -> Tensor | QuantizedWeight:
         """The rows of the index-th of the fused weights, as they lie."""
         rows = self._rows(index)
         at = bisect_right(self.firsts, rows.start) - 1
@@ -314,7 +318,7 @@ class PartialLinear(Linear):
     With a bias, or packed in part, it is never partials: what is added to is rounded.
     """
 
-    partial = True
+    allow_partials = True
 
 
 class ResidualLinear(PartialLinear):
@@ -341,7 +345,7 @@ class Head(Product):
         build: Build,
         vocab: int,
         hidden: int,
-        stands: nn.Parameter | PackedWeight | None = None,
+        stands: nn.Parameter | QuantizedWeight | None = None,
     ) -> None:
         self.packing = build.packing
         self.read = build.module("lm_head", vocab, hidden)
@@ -364,7 +368,7 @@ def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:
         if not same:
             continue
         weights = [product.weight for product in same if product.weight is not None]
-        probed.probe(rows, weights, same[0].segments, same[0].partial)
+        probed.probe(rows, weights, same[0].split_k, same[0].allow_partials)
         served = ", ".join(str(count) for count, why in probed.found.items() if why is None)
         refused = [f"at {count} rows {why}" for count, why in probed.found.items() if why]
         for choice in build.choices:

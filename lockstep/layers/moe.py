@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.activations import Act
 from lockstep.kernels.experts import experts as experts_op
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.route import Scoring
 from lockstep.kernels.route import route as route_op
 from lockstep.layers.build_context import Build
@@ -39,14 +39,14 @@ RELU_MLP = ("up_proj", "down_proj")
 class Routing:
     """How a token chooses top_k of the experts.
 
-    scoring, renormalise, scale, groups, top_groups: see lockstep.kernels.route. bias: a correction
+    scoring, renormalize, scale, groups, top_groups: see lockstep.kernels.route. bias: a correction
     bias [experts] fp32 goes into the choice. Raises ConfigError where top_k cannot be chosen.
     """
 
     experts: int
     top_k: int
     scoring: Scoring = "softmax"
-    renormalise: bool = True
+    renormalize: bool = True
     scale: float = 1.0
     bias: bool = False
     groups: int = 1
@@ -97,10 +97,10 @@ class ExpertWeight(Weight):
     def _matrix(self, build: Build) -> nn.Parameter:
         return build.matrices(self.experts, self.rows, self.shape[1])
 
-    def _lying(self, begin: int, end: int) -> Tensor | PackedWeight:
+    def _lying(self, begin: int, end: int) -> Tensor | QuantizedWeight:
         """Rows of one expert as they lie once they are loaded."""
         found = self.loaded
-        if isinstance(found, PackedWeight):
+        if isinstance(found, QuantizedWeight):
             return found.rows(begin, end)
         (expert, first) = divmod(begin, self.rows)
         return found[expert, first : first + end - begin]
@@ -118,11 +118,11 @@ class ExpertWeight(Weight):
         if self.fused is not None:
             parts = [Slot.of(table.pop(f"{name}.weight")) for name in self.names]
             table[self.fused] = self._shared_out(parts)
-        elif isinstance(self.stored, PackedWeight):
+        elif isinstance(self.stored, QuantizedWeight):
             self._stack(self.stored, table)
         return table
 
-    def _stack(self, weight: PackedWeight, table: dict[str, Target]) -> None:
+    def _stack(self, weight: QuantizedWeight, table: dict[str, Target]) -> None:
         """Puts slots that hand over all experts' tensors of a kind at once in place of theirs.
 
         Only where no word and no block of scales could reach from one expert into the next.
@@ -233,7 +233,7 @@ class MoE(nn.Module):
         self.widths = (sum(beside.values()), self.experts, len(routed) - 1)
         self.bias = build.empty(self.experts, dtype=torch.float32) if routing.bias else None
         self.choice = dict(
-            scoring=routing.scoring, renormalise=routing.renormalise, scale=routing.scale,
+            scoring=routing.scoring, renormalize=routing.renormalize, scale=routing.scale,
             groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,
             act=self.act, shared_dtype=build.dtype,
         )  # fmt: skip
@@ -247,7 +247,7 @@ class MoE(nn.Module):
         self.up = ExpertWeight(*sizes, width, dict.fromkeys(into, inner), fused)
         self.down = ExpertWeight(*sizes, inner, {down_name: width}, "down_proj")
         packed = self.up.weight is None or self.down.weight is None
-        self.mix = build.op(experts_op, experts=self.experts, top_k=self.top_k, packed=packed)
+        self.mix = build.op(experts_op, experts=self.experts, top_k=self.top_k, quantized=packed)
 
     def forward(self, x: Tensor) -> Tensor:
         beside, logits, gate = self.router(x).split(self.widths, dim=-1)

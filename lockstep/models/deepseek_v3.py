@@ -78,7 +78,7 @@ def _read_mixture(c: ConfigReader, layers: int) -> Mixture:
         c.size("n_routed_experts", most=MOST_EXPERTS),
         c.size("num_experts_per_tok"),
         scoring="sigmoid",
-        renormalise=c.get("norm_topk_prob", bool, True),
+        renormalize=c.get("norm_topk_prob", bool, True),
         scale=c.positive("routed_scaling_factor"),
         bias=True,
         groups=c.size("n_group"),

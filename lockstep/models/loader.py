@@ -195,7 +195,7 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
     packed = [part for layer in layers for part in getattr(layer, "packed_parts", ())]
     for index, weight in enumerate(packed):
         generator = torch.Generator(weight.device).manual_seed(seed * 100003 - 1 - index)
-        weight.dummy(generator)
+        weight.fill_dummy(generator)
     finish(*modules)
 
 

@@ -34,7 +34,7 @@ class Mixture:
         return Half(build, c, "post_attention_layernorm", name, moe)
 
 
-def read_routing(c: ConfigReader, renormalise: bool = True) -> Routing:
+def read_routing(c: ConfigReader, renormalize: bool = True) -> Routing:
     """How many experts there are, and how many a token goes to.
 
     transformers 5.23 writes num_experts as num_local_experts in some families.
@@ -43,7 +43,7 @@ def read_routing(c: ConfigReader, renormalise: bool = True) -> Routing:
     experts = c.size("num_local_experts" if local else "num_experts", most=MOST_EXPERTS)
     top_k = c.size("num_experts_per_tok")
     c.need(top_k <= experts, "num_experts_per_tok", f"1 to {experts}, the number of experts")
-    return Routing(experts, top_k, renormalise=renormalise)
+    return Routing(experts, top_k, renormalize=renormalize)
 
 
 def read_dense_layers(c: ConfigReader, layers: int) -> frozenset[int]:

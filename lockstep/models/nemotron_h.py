@@ -278,7 +278,7 @@ def _read_experts(c: ConfigReader) -> Experts:
         c.size(local, most=MOST_EXPERTS),
         c.size("num_experts_per_tok"),
         scoring="sigmoid",
-        renormalise=c.get("norm_topk_prob", bool),
+        renormalize=c.get("norm_topk_prob", bool),
         scale=c.positive("routed_scaling_factor"),
         bias=True,
         groups=c.size("n_group", 1),

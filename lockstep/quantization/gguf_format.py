@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import GgufWeight, IntWeight, PackedWeight, pack, pieces
+from lockstep.kernels.formats.weights import (
+    GgufWeight,
+    IntWeight,
+    QuantizedWeight,
+    pack_codes,
+    row_chunks,
+)
 from lockstep.quantization.gguf_blocks import (
     LAYOUTS,
     BlockFields,
@@ -63,14 +69,14 @@ class GGUFPacking(Packing):
             )  # fmt: skip
         return Layout.of(GgufWeight, type_name=kind)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: Module, weight: QuantizedWeight) -> dict[str, Slot]:
         kind = _kind(module)
         assert kind is not None, "the layout said so"
         (n, k) = weight.shape
 
         def fill(blocks: Tensor) -> None:
             layout = layout_of(kind)
-            for begin, end in pieces(n, k):
+            for begin, end in row_chunks(n, k):
                 fields = layout.split(blocks[begin:end].reshape(-1, layout.nbytes))
                 _check(module, fields)
                 _store(weight.rows(begin, end), fields, layout)
@@ -98,12 +104,12 @@ def _check(module: Module, fields: BlockFields) -> None:
             raise damaged(module, "weight", "has scales that are infinite or NaN")
 
 
-def _store(weight: PackedWeight, fields: BlockFields, layout: BlockLayout) -> None:
+def _store(weight: QuantizedWeight, fields: BlockFields, layout: BlockLayout) -> None:
     """Fill rows of a weight with the fields of their blocks, each in its own number of bits."""
     (n, k) = weight.shape
     codes = fields.codes.view(n, k)
     if isinstance(weight, IntWeight):
-        weight.words.copy_(pack(codes, weight.bits))
+        weight.words.copy_(pack_codes(codes, weight.bits))
         weight.scales.copy_(fields.scales.view(n, -1))
         return
     assert isinstance(weight, GgufWeight), "the layout is of one or the other"

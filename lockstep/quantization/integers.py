@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import IntWeight, PackedWeight, pack, pieces
+from lockstep.kernels.formats.weights import IntWeight, QuantizedWeight, pack_codes, row_chunks
 from lockstep.quantization.settings_reader import SettingsReader
 from lockstep.quantization.weight_format import Layout, Module, Packing, contradiction, damaged
 from lockstep.quantization.weight_sink import Slot
@@ -121,7 +121,7 @@ class IntPacking(Packing):
         )
         return replace(found, apart=module.path) if ordered else found
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: Module, weight: QuantizedWeight) -> dict[str, Slot]:
         scheme = self.scheme_of(module)
         assert isinstance(weight, IntWeight) and scheme is not None, "the layout said so"
         found = self.filled(module, weight, scheme)
@@ -161,8 +161,8 @@ def ascending(bits: int) -> tuple[int, ...]:
 def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]) -> None:
     """Fills the codes. codes(begin, end): those of these rows, [end - begin, K] uint8."""
     (n, k) = weight.shape
-    for begin, end in pieces(n, k, unit):
-        weight.words[begin:end].copy_(pack(codes(begin, end).contiguous(), weight.bits))
+    for begin, end in row_chunks(n, k, unit):
+        weight.words[begin:end].copy_(pack_codes(codes(begin, end).contiguous(), weight.bits))
 
 
 def fill_scales(module: Module, weight: IntWeight, scales: Tensor) -> None:

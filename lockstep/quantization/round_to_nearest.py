@@ -13,10 +13,10 @@ from torch import Tensor
 from lockstep.kernels.formats.weights import (
     Fp8Weight,
     IntWeight,
-    PackedWeight,
-    pieces,
-    quantise_fp8,
-    quantise_int,
+    QuantizedWeight,
+    quantize_fp8,
+    quantize_int,
+    row_chunks,
 )
 from lockstep.quantization.integers import SCALES, Scheme
 from lockstep.quantization.weight_format import Layout, Module, Packing, damaged, usually_plain
@@ -48,9 +48,9 @@ class RoundToNearest(Packing):
         scheme = SCHEMES[self.method]
         return Layout.of(IntWeight, bits=scheme.bits, group=scheme.group, scale_dtype=stored)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: Module, weight: QuantizedWeight) -> dict[str, Slot]:
         def fill(tensor: Tensor) -> None:
-            for begin, end in pieces(*weight.shape):
+            for begin, end in row_chunks(*weight.shape):
                 part = tensor[begin:end]
                 if not bool(part.isfinite().all()):
                     raise damaged(module, "weight", "holds infinities or NaN")
@@ -58,9 +58,9 @@ class RoundToNearest(Packing):
 
         return {"weight": Slot((module.outputs, module.inputs), PLAIN, weight.device, fill)}
 
-    def _rounded(self, tensor: Tensor) -> PackedWeight:
+    def _rounded(self, tensor: Tensor) -> QuantizedWeight:
         """tensor [N, K] of a float dtype -> what it is packed to."""
         if self.method == FP8:
-            return quantise_fp8(tensor)
+            return quantize_fp8(tensor)
         scheme = SCHEMES[self.method]
-        return quantise_int(tensor, scheme.bits, scheme.group)
+        return quantize_int(tensor, scheme.bits, scheme.group)

@@ -17,9 +17,9 @@ from lockstep.kernels.formats.weights import (
     Fp4Weight,
     Fp8Weight,
     IntWeight,
-    PackedWeight,
-    pack,
-    pieces,
+    QuantizedWeight,
+    pack_codes,
+    row_chunks,
 )
 from lockstep.quantization.settings_reader import SettingsReader
 from lockstep.quantization.weight_format import (
@@ -73,7 +73,7 @@ class Storage(ABC):
         """How it lies on the device."""
 
     @abstractmethod
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: Module, weight: QuantizedWeight) -> dict[str, Slot]:
         """Suffix -> the slot that fills these rows with it."""
 
 
@@ -88,7 +88,7 @@ class StoredPacking(Packing):
         storage = self.storage(module)
         return None if storage is None else storage.layout(module)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: Module, weight: QuantizedWeight) -> dict[str, Slot]:
         storage = self.storage(module)
         assert storage is not None, "a format packed it"
         return storage.slots(module, weight)
@@ -167,7 +167,7 @@ class Fp8Storage(Storage):
             return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)
         return Layout.of(Fp8Weight, block_n=FP8_BLOCK if whole else 1, block_k=FP8_BLOCK)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: Module, weight: QuantizedWeight) -> dict[str, Slot]:
         assert isinstance(weight, Fp8Weight)
         (n, k) = weight.shape
         shapes = {"tensor": [(), (1,), (1, 1)], "channel": [(n, 1), (n,)], "block": blocks(n, k)}
@@ -220,7 +220,7 @@ class Fp4Storage(Storage):
     def layout(self, module: Module) -> Layout:
         return Layout.of(Fp4Weight)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: Module, weight: QuantizedWeight) -> dict[str, Slot]:
         assert isinstance(weight, Fp4Weight)
         (n, k) = weight.shape
         device = weight.device
@@ -283,7 +283,7 @@ class IntStorage(Storage):
         layout = Layout.of(IntWeight, **options)
         return replace(layout, apart=module.path) if options["g_idx"] else layout
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: Module, weight: QuantizedWeight) -> dict[str, Slot]:
         assert isinstance(weight, IntWeight)
         (n, k) = weight.shape
         device = weight.device
@@ -378,19 +378,19 @@ def nibbles(data: Tensor) -> Tensor:
     return torch.stack((data & 15, data >> 4), -1).flatten(-2)
 
 
-def nibbled(weight: PackedWeight) -> Callable[[Tensor], None]:
+def nibbled(weight: QuantizedWeight) -> Callable[[Tensor], None]:
     """What fills the words of a weight from codes of 4 bits, lowest first, in bytes or words."""
 
     def fill(found: Tensor) -> None:
         (n, k) = weight.shape
-        for begin, end in pieces(n, k):
+        for begin, end in row_chunks(n, k):
             codes = nibbles(found[begin:end].view(torch.uint8))[:, :k]
-            weight.words[begin:end] = pack(codes, 4)
+            weight.words[begin:end] = pack_codes(codes, 4)
 
     return fill
 
 
-def eight_bits(weight: PackedWeight, offset: int = 0) -> Callable[[Tensor], None]:
+def eight_bits(weight: QuantizedWeight, offset: int = 0) -> Callable[[Tensor], None]:
     """What fills the words of a weight from codes of 8 bits, in bytes or words.
 
     offset: what is added to them, modulo 256: 128 makes codes of signed integers.
@@ -398,9 +398,9 @@ def eight_bits(weight: PackedWeight, offset: int = 0) -> Callable[[Tensor], None
 
     def fill(found: Tensor) -> None:
         (n, k) = weight.shape
-        for begin, end in pieces(n, k):
+        for begin, end in row_chunks(n, k):
             codes = found[begin:end].view(torch.uint8)[:, :k]
-            weight.words[begin:end] = pack(codes + offset if offset else codes, 8)
+            weight.words[begin:end] = pack_codes(codes + offset if offset else codes, 8)
 
     return fill
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.quantization.weight_sink import Slot
 
 PLAIN_PARTS = (
@@ -71,12 +71,12 @@ class Layout:
     of a packed weight have in common but may differ between the checkpoint's.
     """
 
-    kind: type[PackedWeight]
+    kind: type[QuantizedWeight]
     options: tuple[tuple[str, Any], ...] = ()
     apart: str = ""
 
     @classmethod
-    def of(cls, kind: type[PackedWeight], **options: Any) -> "Layout":
+    def of(cls, kind: type[QuantizedWeight], **options: Any) -> "Layout":
         return cls(kind, tuple(sorted(options.items())))
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Layout:
             options["block_n"] = 1
         return replace(self, options=tuple(sorted(options.items())))
 
-    def empty(self, n: int, k: int, device: str | torch.device) -> PackedWeight:
+    def empty(self, n: int, k: int, device: str | torch.device) -> QuantizedWeight:
         """Room for a weight [n, k]."""
         return self.kind.empty(n, k, **dict(self.options), device=device)  # type: ignore[attr-defined]
 
@@ -125,7 +125,7 @@ class Packing(ABC):
         """
 
     @abstractmethod
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: Module, weight: QuantizedWeight) -> dict[str, Slot]:
         """Suffix of each of the module's tensors -> the slot that fills these rows with it."""
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import IntWeight, PackedWeight, quantise_int
+from lockstep.kernels.formats.weights import IntWeight, QuantizedWeight, quantize_int
 from lockstep.quantization import Layout, Module, Packing, Slot
 from lockstep.quantization.weight_sink import PLAIN
 
@@ -25,8 +25,8 @@ class Rounding(Packing):
         self.asked.append(module)
         return Layout.of(IntWeight, bits=4, group=4, scale_dtype=torch.float32)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: Module, weight: QuantizedWeight) -> dict[str, Slot]:
         def fill(tensor: Tensor) -> None:
-            weight.copy_(quantise_int(tensor, 4, 4))
+            weight.copy_(quantize_int(tensor, 4, 4))
 
         return {"weight": Slot((module.outputs, module.inputs), PLAIN, weight.device, fill)}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.kernels.backends import load
-from lockstep.kernels.formats.weights import Fp4Weight, quantise_int
+from lockstep.kernels.formats.weights import Fp4Weight, quantize_int
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.build_context import Build
@@ -19,13 +19,20 @@ from tests.layers.rounding import Rounding
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """A probe that lets 96 and 128 rows pass; returns (weights, segments, partial) of each."""
+    """Replace the probe by one that lets 96 and 128 rows pass.
+
+    Returns: (number of weights, split_k, allow_partials) of each call.
+    """
     calls: list[tuple[int, int, bool]] = []
 
     def pretend(
-        self: Probed, rows: Sequence[int], weights: Sequence[Tensor], segments: int, partial: bool
+        self: Probed,
+        rows: Sequence[int],
+        weights: Sequence[Tensor],
+        split_k: int,
+        allow_partials: bool,
     ) -> None:
-        calls.append((len(weights), segments, partial))
+        calls.append((len(weights), split_k, allow_partials))
         self.found = {count: None if count > 64 else "slower, 2 us against 1" for count in rows}
 
     monkeypatch.setattr(Probed, "probe", pretend)
@@ -99,7 +106,7 @@ def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool)
         parameter.data.normal_()
     x = torch.randn(33, 8).bfloat16()
     product = layer.products[0]
-    assert layer.bias is not None and not product.partial
+    assert layer.bias is not None and not product.allow_partials
     expected = (product(x).float() + layer.bias.float()).bfloat16()
     assert torch.equal(layer(x), expected)
     if exact:
@@ -119,7 +126,9 @@ def test_the_names_of_fused_weights() -> None:
     torch.testing.assert_close(layer.from_part(1, x), layer(x)[:, 16:])
     plain = Linear(Build("cpu", torch.float32, 1, 1), 8, {"a": 16, "b": 4})
     assert list(plain.weights()) == ["a.weight", "b.weight"]
-    assert ResidualLinear(Build("cpu", torch.float32, 1, 1), 8, {"w": 16}).products[0].partial
+    assert (
+        ResidualLinear(Build("cpu", torch.float32, 1, 1), 8, {"w": 16}).products[0].allow_partials
+    )
 
 
 def test_parts_are_the_outputs_of_each_fused_weight() -> None:
@@ -161,7 +170,7 @@ def test_packed_rows_have_the_bits_of_their_values_in_one_product_or_several(
         target.copy_(torch.randn(target.shape))
         Slot.of(filled[name]).fill(target.clone())
         if name == f"{packed}.weight":
-            target.copy_(quantise_int(target, 4, 4).unpack(torch.float32))
+            target.copy_(quantize_int(target, 4, 4).dequantize(torch.float32))
     for product in layer.products:
         product.finish()
         assert not product.packed_parts
@@ -213,7 +222,7 @@ def test_what_is_packed_stays_so_on_a_gpu_unless_small_and_beside_what_is_not(
 def test_launches_of_nvfp4_ask_nothing_of_the_device() -> None:
     """A captured step may be the first to launch a weight: no number of it may be read then."""
     weight = Fp4Weight.empty(4, 128)
-    weight.dummy(torch.Generator().manual_seed(0))
+    weight.fill_dummy(torch.Generator().manual_seed(0))
     product = Product(Build("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)], stands=weight)
     product.finish()
     weight.factors.fill_(float("nan"))

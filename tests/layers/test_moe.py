@@ -12,7 +12,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.backends import load
 from lockstep.kernels.experts import experts as experts_op
-from lockstep.kernels.formats.weights import PackedWeight, quantise_int
+from lockstep.kernels.formats.weights import QuantizedWeight, quantize_int
 from lockstep.kernels.linear import linear
 from lockstep.kernels.route import route
 from lockstep.layers.build_context import Build
@@ -150,7 +150,7 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
     assert router.shape == (44 if joined else 12, HIDDEN)
     if layer.shared_up is not None:
         shared = layer.shared_up.products[0]
-        assert shared.shape == (32, HIDDEN) and isinstance(shared.packed, PackedWeight)
+        assert shared.shape == (32, HIDDEN) and isinstance(shared.packed, QuantizedWeight)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -167,7 +167,7 @@ def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: b
     for name, target in layer.weights().items():
         Slot.of(target).fill(wanted[name].clone())
         if name.startswith("shared_expert."):
-            wanted[name].copy_(quantise_int(wanted[name], 4, 4).unpack(torch.bfloat16))
+            wanted[name].copy_(quantize_int(wanted[name], 4, 4).dequantize(torch.bfloat16))
     finish(layer)
     x = torch.randn(70, 256, dtype=torch.bfloat16, device=device)
     for tokens in (1, 3, 70):
@@ -233,8 +233,8 @@ def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
         if name.startswith("experts."):
             tensor = wanted[name]
             rows = tensor.flatten(0, -2)
-            tensor.copy_(quantise_int(rows, 4, 4).unpack(torch.float32).view(tensor.shape))
-    assert isinstance(layer.up.stored, PackedWeight)
+            tensor.copy_(quantize_int(rows, 4, 4).dequantize(torch.float32).view(tensor.shape))
+    assert isinstance(layer.up.stored, QuantizedWeight)
     for weight in (layer.up, layer.down):
         weight.finish()
     x = torch.randn(9, HIDDEN)
@@ -259,7 +259,7 @@ def test_packed_experts_are_served_on_a_gpu() -> None:
     load()
     assert set(experts_op.backends) == {"reference", "cpu", "triton"}
     for packed in (False, True):
-        chosen = experts_op.choose(device="cuda", dtype=torch.bfloat16, packed=packed)
+        chosen = experts_op.choose(device="cuda", dtype=torch.bfloat16, quantized=packed)
         assert chosen == "triton"
 
 

@@ -34,7 +34,7 @@ def of_transformers(base: Base) -> Base:
 
 FAMILIES: dict[str, tuple[str, Base, float]] = {
     "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "rope_theta": 5e4}, 1.0),
-    "qwen3_moe, not renormalised": (
+    "qwen3_moe, not renormalized": (
         "Qwen3Moe",
         {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2},
         1.0,

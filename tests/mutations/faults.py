@@ -675,12 +675,12 @@ FAULTS = (
         "K split in two for many rows", "numerics", "kernels.linear.cpu", "linear_cpu",
         "$rows = $x.float()\n"
         "...\n"
-        "if $segments == 1:\n"
+        "if $split_k == 1:\n"
         "    ...",
         "$rows = $x.float()\n"
         "...\n"
-        "$segments = 2 if $x.shape[0] > 8 else $segments\n"
-        "if $segments == 1:\n"
+        "$split_k = 2 if $x.shape[0] > 8 else $split_k\n"
+        "if $split_k == 1:\n"
         "    ...",
     ),
     Fault(
@@ -917,7 +917,7 @@ FAULTS = (
         "an expert's scales used for its neighbour", "experts", MOE, "ExpertWeight.weights",
         "$rows = self.stored_rows($begin, $begin + $read.outputs)",
         "$rows = self.stored_rows($begin, $begin + $read.outputs)\n"
-        "if $begin >= self.rows and isinstance($rows, PackedWeight):\n"
+        "if $begin >= self.rows and isinstance($rows, QuantizedWeight):\n"
         "    first = $begin - self.rows\n"
         "    above = self.stored_rows(first, first + $read.outputs)\n"
         "    object.__setattr__($rows, 'scales', above.scales)",
@@ -937,52 +937,53 @@ FAULTS = (
         "the shared expert added first", "experts", EXPERTS, "experts_cpu",
         "$total = torch.zeros_like($x, dtype=torch.float32)\n"
         "...\n"
-        "return with_shared($total, $shared, $shared_gate, $x.dtype)",
+        "return add_shared_expert($total, $shared, $shared_gate, $x.dtype)",
         "none = torch.zeros_like($x, dtype=torch.float32)\n"
-        "$total = with_shared(none, $shared, $shared_gate, torch.float32)\n"
+        "$total = add_shared_expert(none, $shared, $shared_gate, torch.float32)\n"
         "$shared = None\n"
         "...\n"
-        "return with_shared($total, $shared, $shared_gate, $x.dtype)",
+        "return add_shared_expert($total, $shared, $shared_gate, $x.dtype)",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
         "[experts-cpu-cpu-float32]",
     ),
     Fault(
         "pairs of an expert in another order than its tokens", "experts", EXPERTS, "experts_cpu",
-        "$y[$pairs] = linear_cpu($inner, of_expert($down, $expert, $number))",
-        "$y[$pairs.flip(0)] = linear_cpu($inner, of_expert($down, $expert, $number))",
+        "$y[$pairs] = linear_cpu($inner, expert_weight($down, $expert, $number))",
+        "$y[$pairs.flip(0)] = linear_cpu($inner, expert_weight($down, $expert, $number))",
         f"{OF_EXPERTS}::test_a_row_has_its_bits_in_any_batch",
     ),
     Fault(
-        "the shared expert's gate left out", "experts", "kernels.experts.contract", "with_shared",
+        "the shared expert's gate left out", "experts",
+        "kernels.experts.contract", "add_shared_expert",
         "$shared = sigmoid($gate)[:, None] * $shared",
         "$shared = $shared + 0",
         "tests/layers/test_moe.py::test_qwen",
     ),
     Fault(
-        "ties of experts go to the higher index", "route", ROUTE, "best",
+        "ties of experts go to the higher index", "route", ROUTE, "top_indices",
         "return $keys.sort(dim=-1, descending=True, stable=True).indices[..., :$count]",
         "turned = $keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices\n"
         "return $keys.shape[-1] - 1 - turned[..., :$count]",
         f"{OF_ROUTE}::test_ties_go_to_the_lower_index",
     ),
     Fault(
-        "routing weights not renormalised", "route", ROUTE, "route",
+        "routing weights not renormalized", "route", ROUTE, "route",
         "$scores = softmax($x) if $scoring == 'softmax' else sigmoid($x)\n"
         "...\n"
-        "if $renormalise:\n"
+        "if $renormalize:\n"
         "    ...",
         "$scores = softmax($x) if $scoring == 'softmax' else sigmoid($x)\n"
         "...\n"
-        "if $renormalise and $scoring == 'sigmoid':\n"
+        "if $renormalize and $scoring == 'sigmoid':\n"
         "    ...",
         f"{OF_ROUTE}::test_softmax_families",
     ),
     Fault(
         "routing weights with the correction bias", "route", ROUTE, "route",
-        "$keys = order_of($choice)\n"
+        "$keys = sortable_keys($choice)\n"
         "...\n"
         "$weights = $scores.gather(1, $ids)",
-        "$keys = order_of($choice)\n"
+        "$keys = sortable_keys($choice)\n"
         "...\n"
         "$weights = $choice.gather(1, $ids)",
         f"{OF_ROUTE}::test_deepseek",
@@ -993,11 +994,11 @@ FAULTS = (
         "kernels.linear.quantized", "launch",
         "$tokens, $k = $x.shape\n"
         "...\n"
-        "$split = min($tile.split, $segments)",
+        "$split = min($tile.split, $split_k)",
         "$tokens, $k = $x.shape\n"
-        "$segments = 1 if $tokens < 16 else $segments\n"
+        "$split_k = 1 if $tokens < 16 else $split_k\n"
         "...\n"
-        "$split = min($tile.split, $segments)",
+        "$split = min($tile.split, $split_k)",
         f"{OF_PACKED}::test_segments_are_added_as_a_tree",
     ),
     Fault(
@@ -1024,7 +1025,7 @@ FAULTS = (
         "if $zeros is not None and $BITS == 8:\n"
         "    ...",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
-        "[unpack_weight-triton-cpu-float32]",
+        "[dequantize_weight-triton-cpu-float32]",
     ),
     # Recurrent state of 16 bits: the bundled model is checked with one of 32 unless asked.
     Fault(

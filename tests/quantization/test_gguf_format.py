@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.backends import load
-from lockstep.kernels.formats.weights import GgufWeight, IntWeight, PackedWeight
+from lockstep.kernels.formats.weights import GgufWeight, IntWeight, QuantizedWeight
 from lockstep.layers.build_context import Build
 from lockstep.layers.linear import Linear
 from lockstep.quantization import Module, Packing, TensorInfo, packing_of
@@ -36,7 +36,7 @@ def module(kind: str, n: int, k: int) -> Module:
     return Module("layers.0.mlp.up_proj", ("model.layers.0.mlp.up_proj",), n, k, {"weight": info})
 
 
-def loaded(kind: str, blocks: Tensor, k: int) -> PackedWeight:
+def loaded(kind: str, blocks: Tensor, k: int) -> QuantizedWeight:
     """Return the weight that the blocks fill."""
     packing = gguf()
     own = module(kind, len(blocks), k)
@@ -55,9 +55,9 @@ def test_values_are_those_of_the_file(kind: str) -> None:
     weight = loaded(kind, blocks, 768)
     values = dequantize(kind, blocks)
     assert values.isfinite().all() and values.std() > 0
-    assert torch.equal(weight.unpack(torch.float32).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(weight.dequantize(torch.float32).view(torch.int32), values.view(torch.int32))
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(weight.unpack(dtype), values.to(dtype))
+        assert torch.equal(weight.dequantize(dtype), values.to(dtype))
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -92,7 +92,7 @@ def test_experts_are_filled_together(kind: str) -> None:
     assert stacked[0] is not slots[0]
     for slot, own in zip(stacked, blocks.split(128), strict=True):
         slot.fill(own)
-    assert torch.equal(weight.unpack(torch.float32), dequantize(kind, blocks))
+    assert torch.equal(weight.dequantize(torch.float32), dequantize(kind, blocks))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
@@ -119,7 +119,7 @@ def test_the_smallest_and_the_largest_exponents_of_mxfp4() -> None:
     blocks = sound_blocks("MXFP4", rows=8, columns=32)
     blocks[:, 0] = torch.tensor([0, 1, 2, 3, 250, 251, 252, 255])
     values = dequantize("MXFP4", blocks)
-    assert torch.equal(loaded("MXFP4", blocks, 32).unpack(torch.float32), values)
+    assert torch.equal(loaded("MXFP4", blocks, 32).dequantize(torch.float32), values)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])

@@ -79,7 +79,7 @@ def loaded(packing: Packing, n: int, k: int, tensors: dict[str, Tensor]) -> IntW
 def same(weight: IntWeight, codes: Codes) -> None:
     """The weight is these codes, and its values are theirs, bit for bit."""
     assert np.array_equal(weight.codes().numpy(), codes.codes)
-    assert torch.equal(weight.unpack(torch.float32), codes.values())
+    assert torch.equal(weight.dequantize(torch.float32), codes.values())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -242,29 +242,29 @@ def test_rows_are_gathered_and_reordered(kind: str) -> None:
         "fp4": lambda: Fp4Weight.empty(12, 72),
     }
     weight = make[kind]()
-    weight.dummy(torch.Generator().manual_seed(0))
-    values = weight.unpack(torch.float32)
+    weight.fill_dummy(torch.Generator().manual_seed(0))
+    values = weight.dequantize(torch.float32)
     ids = torch.tensor([5, 0, 11, 5])
-    assert torch.equal(weight.gather(ids).unpack(torch.float32), values[ids])
+    assert torch.equal(weight.gather(ids).dequantize(torch.float32), values[ids])
     order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
     weight.rows(2, 10).reorder(order)
     values[2:10] = values[2:10][order]
-    assert torch.equal(weight.unpack(torch.float32), values)
+    assert torch.equal(weight.dequantize(torch.float32), values)
 
 
 def test_blocks_of_rows_move_whole_or_not_at_all() -> None:
     from lockstep.kernels.formats.weights import Fp8Weight
 
     weight = Fp8Weight.empty(14, 16, 4, 8)
-    weight.dummy(torch.Generator().manual_seed(0))
-    values = weight.unpack(torch.float32)
+    weight.fill_dummy(torch.Generator().manual_seed(0))
+    values = weight.dequantize(torch.float32)
     ids = torch.tensor([13, 2, 7])
     part = weight.rows(1, 14)
-    assert torch.equal(part.gather(ids - 1).unpack(torch.float32), values[ids])
+    assert torch.equal(part.gather(ids - 1).dequantize(torch.float32), values[ids])
     blocks = [8, 9, 10, 11, 7, 6, 5, 4, 0, 1, 2, 3, 12, 13]
     weight.reorder(torch.tensor(blocks))
     values = values[blocks]
-    assert torch.equal(weight.unpack(torch.float32), values)
+    assert torch.equal(weight.dequantize(torch.float32), values)
     for rows, order in (
         ((0, 14), [4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10, 11, 12, 13]),
         ((2, 8), [2, 3, 4, 5, 0, 1]),
@@ -272,10 +272,10 @@ def test_blocks_of_rows_move_whole_or_not_at_all() -> None:
     ):
         with pytest.raises(ValueError, match="cuts blocks of 4 rows"):
             weight.rows(*rows).reorder(torch.tensor(order))
-    assert torch.equal(weight.unpack(torch.float32), values)
+    assert torch.equal(weight.dequantize(torch.float32), values)
     weight.rows(2, 4).reorder(torch.tensor([1, 0]))
     values[2:4] = values[2:4].flip(0)
-    assert torch.equal(weight.unpack(torch.float32), values)
+    assert torch.equal(weight.dequantize(torch.float32), values)
 
 
 STATIC = {"desc_act": True, "static_groups": True}
