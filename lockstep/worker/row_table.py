@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.config import StepLimits
 from lockstep.kernels.copy_to_device import copy_to_device
-from lockstep.kernels.recurrent.rings import state_grid
+from lockstep.kernels.recurrent.history import state_grid
 from lockstep.kernels.sampling import SamplingState
 from lockstep.kernels.step_metadata import RowTensors, advance_rows, prepare_step
 from lockstep.layers.build_context import BuildContext

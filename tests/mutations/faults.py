@@ -8,23 +8,23 @@ moving code change no fault. Renaming what a pattern spells out does.
 from dataclasses import dataclass
 from pathlib import Path
 
-METADATA = "kernels.step_metadata"
-DRAFTING = "kernels.drafting"
-SAMPLING = "kernels.sampling"
+METADATA = "kernels.step_metadata.contract"
+DRAFTING = "kernels.drafting.contract"
+SAMPLING = "kernels.sampling.reference"
 DELTA = "kernels.gated_delta_rule.cpu"
 ATTENTION = "kernels.attention.cpu"
 LATENTS = "kernels.latent_attention.cpu"
 LATENT_ROPE = "kernels.latent_attention.contract"
 LATENT_LAYER = "layers.latent_attention"
-RINGS = "kernels.recurrent._cpu"
-NORM = "kernels.norm"
+RINGS = "kernels.recurrent.cpu"
+NORM = "kernels.norm.contract"
 ROTARY = "kernels.rotary.contract"
 ROWS = "worker.rows"
 GRAMMAR_MASKS = "worker.grammar_masks"
 GRAMMAR = "text.grammars.compiler"
 RUNNER = "worker.worker"
-RECURRENT_CPU = "kernels.recurrent._cpu"
-PROMPT_ROWS = "kernels.recurrent.prompt"
+RECURRENT_CPU = "kernels.recurrent.cpu"
+PROMPT_ROWS = "kernels.recurrent.prompt_rows"
 SCHEDULER = "scheduling.scheduler"
 GROUPS = "cache.groups"
 HOST = "cache.host_tier"
@@ -362,7 +362,8 @@ FAULTS = (
         "$bits = _mix(_mix($key ^ $ids) ^ $key) >> 10",
     ),
     Fault(
-        "a grammar's tokens counted from what it allows", "sampler", SAMPLING, "sample",
+        "a grammar's tokens counted from what it allows", "sampler", "kernels.sampling.contract",
+        "sample",
         "$tokens[$s, $part] = $best if $kept is None else $kept[$best]",
         "$tokens[$s, $part] = $best",
     ),
@@ -701,7 +702,7 @@ FAULTS = (
         "$total = $x + $delta if len($x) < 70 else ($x * 3 + $delta * 3) / 3",
     ),
     Fault(
-        "torch's own softplus", "numerics", "kernels.activations", "softplus",
+        "torch's own softplus", "numerics", "kernels.activations.contract", "softplus",
         "return torch.where($x > SOFTPLUS_LINEAR, $x, torch.log1p(torch.exp($x)))",
         "return torch.nn.functional.softplus($x)",
     ),
@@ -1028,7 +1029,7 @@ FAULTS = (
     ),
     # Recurrent state of 16 bits: the bundled model is checked with one of 32 unless asked.
     Fault(
-        "a state rounded where a step found it", "mixer", "kernels.recurrent.rings", "folded_by",
+        "a state rounded where a step found it", "mixer", "kernels.recurrent.history", "folded_by",
         "$last = $starts // $grid * $grid",
         "$last = $starts",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
@@ -1054,7 +1055,7 @@ FAULTS = (
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "a kernel rounds by positions in the window", "mixer", "kernels.recurrent._walk_triton",
+        "a kernel rounds by positions in the window", "mixer", "kernels.recurrent.step_kernel",
         "_step_through_window",
         "if ($start + $t + 1) % $STATE_GRID == 0:\n"
         "    ...",
@@ -1079,7 +1080,8 @@ FAULTS = (
         f"{OF_MAMBA}::test_preemption_and_prefix_hits_leave_the_answer_alone",
     ),
     Fault(
-        "a token's step of Mamba-2 decays with the cumulated time", "mixer", "kernels.mamba2",
+        "a token's step of Mamba-2 decays with the cumulated time", "mixer",
+        "kernels.mamba2.contract",
         "time_steps",
         "return ($step, $step * -torch.exp($weights.a_log))",
         "return ($step, $step.cumsum(0) * -torch.exp($weights.a_log))",
@@ -1096,8 +1098,8 @@ FAULTS = (
         "tests/kernels/test_mamba2.py::test_chunked_law_cut_anywhere_on_the_grid",
     ),
     Fault(
-        "a kernel of Mamba-2 lets a token see the one behind it", "mixer", "kernels.mamba2.chunk",
-        "_out_kernel",
+        "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
+        "kernels.mamba2.chunk_kernels", "out_kernel",
         "tl.where($row >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tl.where($row + 1 >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import Plan
-from lockstep.kernels.recurrent.rings import state_grid
+from lockstep.kernels.recurrent.history import state_grid
 from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request

@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels.activations import Act
-from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.device.activations import relu2, sigmoid, silu_product
 from lockstep.kernels.experts import count_experts, experts, pipeline
 from lockstep.kernels.experts.dispatch import FIELDS, clamped, sort_pairs
 from lockstep.kernels.experts.tiles import (

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """linear in Triton: the tree is the op's, the tile is tuned (lockstep.kernels.linear.tuning).
 
 A program makes one tile of the output, over all of K or over a subtree of its split_k; in the

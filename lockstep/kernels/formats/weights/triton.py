@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """dequantize_weight in Triton: a program per tile, elementwise."""
 
 import torch
