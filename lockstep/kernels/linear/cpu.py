@@ -1,29 +1,29 @@
-"""linear on a CPU: a prepacked weight, in tiles of rows that give the reference's bits here.
+"""linear on a CPU: in row tiles of the sizes that give the reference's bits here, on all threads.
 
-Layers prepack their weights when they are loaded; a plain weight is prepacked at every call.
+It is fast where the weight is a transposed view of [K, N] storage, as Build.matrix lays it out.
 """
 
 from torch import Tensor
 
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.formats.weights import PackedWeight
-from lockstep.kernels.linear import linear, placed, run_length, tree_sum, unpacked
+from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.linear import dequantized, linear, partition_length, tree_sum, write_out
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 
 
 @linear.backend("cpu", supports=cpu_trait)
 def linear_cpu(
     x: Tensor,
-    weight: Tensor | PackedWeight | PrepackedWeight,
-    segments: int = 1,
-    partial: bool = False,
+    weight: Tensor | QuantizedWeight | PrepackedWeight,
+    split_k: int = 1,
+    allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.linear.linear."""
     if isinstance(weight, PrepackedWeight):
-        return placed(weight.mm(x.float()).to(weight.dtype), out)
-    weight = unpacked(weight, x.dtype)
-    run = run_length(x.shape[1], segments)
-    pairs = zip(x.float().split(run, dim=1), weight.split(run, dim=1), strict=True)
-    total = tree_sum([PrepackedWeight(columns).mm(part) for part, columns in pairs])
-    return placed(total.to(weight.dtype), out)
+        return write_out(weight.mm(x.float()).to(weight.dtype), out)
+    weight = dequantized(weight, x.dtype)
+    length = partition_length(x.shape[1], split_k)
+    pairs = zip(x.float().split(length, dim=1), weight.split(length, dim=1), strict=True)
+    total = tree_sum([PrepackedWeight(part).mm(columns) for columns, part in pairs])
+    return write_out(total.to(weight.dtype), out)
