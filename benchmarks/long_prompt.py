@@ -17,9 +17,9 @@ import torch
 
 from lockstep import LLM, SamplingParams
 from lockstep.config import EngineConfig
-from lockstep.engine.absent import explain_absent
 from lockstep.kernels.architecture import number_of
 from lockstep.outputs import RequestOutput
+from lockstep.worker.explain import explain_absent
 
 GIB = 1 << 30
 

@@ -34,15 +34,15 @@ _ONE = "Choose one of them."
 
 def _known_format(name: str) -> str:
     """A kv_cache_dtype; the formats need torch, which the command line's help does without."""
-    from lockstep.kernels.kv import formats
+    from lockstep.kernels.formats.kv.table import check_kv_cache_dtype
 
-    return name if name == "auto" else formats.known(name)
+    return name if name == "auto" else check_kv_cache_dtype(name)
 
 
 def _format_names() -> str:
-    from lockstep.kernels.kv import formats
+    from lockstep.kernels.formats.kv.table import kv_cache_dtypes
 
-    return ", ".join(formats.names())
+    return ", ".join(kv_cache_dtypes())
 
 
 def _text_of_number(value: Any) -> Any:

@@ -16,8 +16,9 @@ from lockstep import LLM, SamplingParams
 from lockstep.check.report import Report
 from lockstep.cli import app
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.kernels.kv import PackedKV, formats
-from lockstep.kernels.kv.fp8 import E4M3, Fp8
+from lockstep.kernels.formats.kv import PackedKV
+from lockstep.kernels.formats.kv.fp8 import E4M3, Fp8
+from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.layers.kv_format import StaticScales
 from lockstep.quantization import TensorInfo
 from tests.models.random_checkpoint import MTP, build, weights_of
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.kernels.kv import Codec, KVFormat
+from lockstep.kernels.formats.kv import Codec, KVFormat
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def test_a_format_from_a_temporary_folder(
     monkeypatch.syspath_prepend(tmp_path)
     import signs_format  # type: ignore[import-not-found]
 
-    monkeypatch.setitem(formats.FORMATS, "signs", signs_format.FORMAT)
+    monkeypatch.setitem(KV_FORMATS, "signs", signs_format.FORMAT)
     llm = engine(folder, kv_cache_dtype="signs")
     assert "/kv-signs/" in llm.engine.numerics
     assert answer(llm) != answer(engine(folder))

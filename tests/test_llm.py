@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from lockstep import LLM, TextPrompt, TokensPrompt, progress
-from lockstep.engine.build import find_model
 from lockstep.errors import RequestError
 from lockstep.outputs import CompletionOutput, RequestOutput
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
+from lockstep.worker.build import find_model
 from tests.asking import (
     GREEDY,
     PROMPTS,

@@ -15,9 +15,9 @@ from lockstep.errors import ConfigError, choice_error
 from lockstep.kernels.backends import benches, every_op, folder_of
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.bench_types import MOST_CALLS, BenchEnv, Made, Model, OpBenchmark
-from lockstep.kernels.kv import KVFormat
+from lockstep.kernels.formats.kv import KVFormat
 from lockstep.kernels.timing import REPEATS, seconds_per_call
-from lockstep.runner.floor import Part
+from lockstep.worker.roofline import Part
 
 FEWEST_CALLS = {"cuda": 20, "cpu": 2}
 OTHER_ROWS = (1, 2, 3, 7, 8, 33)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.cache.specs import Law, Part, Spec
-from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV
+from lockstep.kernels.formats.kv import Codec, KVCache, KVFormat, PackedKV
 
 SIDES = ("k", "v")
 LATENT = "latent"

@@ -146,11 +146,11 @@ def _reports(
 
 def _kv_formats(asked: str) -> tuple[str, ...]:
     """The formats to check: the one that is asked for, or each once, the model's dtype first."""
-    from lockstep.kernels.kv.formats import FORMATS
+    from lockstep.kernels.formats.kv.table import KV_FORMATS
 
     if asked != ALL:
         return (asked,)
-    return tuple(dict.fromkeys((OWN, *(format.name for format in FORMATS.values()))))
+    return tuple(dict.fromkeys((OWN, *(format.name for format in KV_FORMATS.values()))))
 
 
 def _write(path: Path, report: "Report") -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV
+from lockstep.kernels.formats.kv import Codec, KVCache, KVFormat, PackedKV
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.registry import Op
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from lockstep.kernels.kv import formats
+from lockstep.kernels.formats.kv.table import check_kv_cache_dtype, kv_cache_dtypes
 from lockstep.models.hub import folder_of
 from lockstep.settings import TEXT_OF_PATH, setting
 from lockstep.spec.config import SpeculativeConfig
@@ -16,10 +16,10 @@ from lockstep.spec.config import SpeculativeConfig
 class ModuleOptions(SpeculativeConfig):
     """The keys of a drafter with a module."""
 
-    kv_cache_dtype: Annotated[str, AfterValidator(formats.known)] | None = setting(
+    kv_cache_dtype: Annotated[str, AfterValidator(check_kv_cache_dtype)] | None = setting(
         None,
         "format of the module's own KV cache; the model's if left out",
-        allowed=", ".join(formats.names()),
+        allowed=", ".join(kv_cache_dtypes()),
         remedy="Choose one of them, or leave it out.",
     )
 

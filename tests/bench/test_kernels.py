@@ -19,7 +19,7 @@ from lockstep.bench.kernels import (
 )
 from lockstep.errors import ConfigError
 from lockstep.kernels.bench_types import Cost, OpBenchmark
-from lockstep.kernels.kv.formats import FORMATS
+from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.layers.linear import Product
 from tests.bench.test_floor import LARGE
 from tests.tiny_model import make_model
@@ -98,7 +98,7 @@ def test_bytes_by_hand() -> None:
 def test_packed_caches_are_measured(name: str, key: int, latent: int) -> None:
     """By the bytes of a packed token: a key and a value of 64 numbers each, a latent of 64 and a
     turned key of 16, which stays as it is."""
-    here = bench_env("cpu", torch.float32, 8, FORMATS[name])
+    here = bench_env("cpu", torch.float32, 8, KV_FORMATS[name])
     ops = ("paged_attention", "latent_attention", "latent_rope_and_cache")
     by_op = {s.op: s for s in benchmarks(SMALL, here, 2, ops)}
     kv = 300 * 2 * 2 * key
@@ -172,7 +172,7 @@ def test_real_dimensions_on_a_gpu() -> None:
     lines = list(
         measure_kernels(models, "cuda", torch.bfloat16, (1, 8), (4,), ("linear", "rms_norm"))
     )
-    assert sum(line.backend != "packed" for line in lines) == 16
-    assert any(line.backend == "packed" for line in lines)
+    assert sum(line.backend != "quantized" for line in lines) == 16
+    assert any(line.backend == "quantized" for line in lines)
     assert not any(line.differing for line in lines)
     assert max(line.of_floor for line in lines) < 1.1

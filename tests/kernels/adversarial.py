@@ -14,9 +14,9 @@ from lockstep.kernels import Op
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
+from lockstep.kernels.formats.kv.cases import NAN_CODE
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.head_linear import head_linear
-from lockstep.kernels.kv.cases import NAN_CODE
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.kernels.linear import linear
 from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step

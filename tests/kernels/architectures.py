@@ -29,9 +29,12 @@ from triton.runtime.jit import JITFunction
 
 from lockstep.cache.kv import kv_caches, kv_spec, latent_caches, latent_spec
 from lockstep.kernels import architecture
-from lockstep.kernels.attention.paged import paged_attention_triton
+from lockstep.kernels.attention.triton import paged_attention_triton
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
 from lockstep.kernels.experts.triton import experts_triton
+from lockstep.kernels.formats.kv import Codec, KVFormat
+from lockstep.kernels.formats.kv.cases import LATENTS
+from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.kernels.formats.weights.bench import LAYOUTS
 from lockstep.kernels.formats.weights.cases import layouts
 from lockstep.kernels.gated_delta_rule.cases import (
@@ -39,12 +42,9 @@ from lockstep.kernels.gated_delta_rule.cases import (
     gated_delta_step_cases,
 )
 from lockstep.kernels.head_linear.triton import head_linear_triton
-from lockstep.kernels.kv import Codec, KVFormat
-from lockstep.kernels.kv.cases import LATENTS
-from lockstep.kernels.kv.formats import FORMATS
-from lockstep.kernels.latent_attention._unpack import unpacked_groups
+from lockstep.kernels.latent_attention.dequantize import unpacked_groups
 from lockstep.kernels.latent_attention.triton import latent_attention_triton
-from lockstep.kernels.linear.quantized import linear_packed
+from lockstep.kernels.linear.quantized import linear_quantized
 from lockstep.kernels.linear.triton import linear_triton
 from lockstep.kernels.mamba2.cases import mamba2_chunk_cases, mamba2_step_cases
 from lockstep.kernels.recurrent.cases import Dims
@@ -161,11 +161,11 @@ def mixture(tokens: int, dtype: torch.dtype, up: Any, down: Any) -> Call:
     return lambda: experts_triton(x, up, down, ids, meta(tokens, 8), x)
 
 
-def packed(tokens: int, dtype: torch.dtype, segments: int) -> Iterator[Call]:
+def packed(tokens: int, dtype: torch.dtype, split_k: int) -> Iterator[Call]:
     """Calls of linear with each layout of a packed weight."""
     for _, weight in layouts(512, 2048):
         x = meta(tokens, 2048, dtype=dtype)
-        yield lambda weight=weight, x=x: linear_packed(x, weight, segments)
+        yield lambda weight=weight, x=x: linear_quantized(x, weight, split_k)
 
 
 def caches(dtype: torch.dtype) -> Iterator[Call]:
@@ -174,11 +174,11 @@ def caches(dtype: torch.dtype) -> Iterator[Call]:
     for heads, kv_heads, dim in ((32, 8, 128), (24, 4, 256), (16, 2, 256)):
         for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048), (4, 512)):
             yield attention(heads, kv_heads, dim, rows, query_len, dtype)
-    for format in {one.name: one for one in FORMATS.values()}.values():
+    for format in {one.name: one for one in KV_FORMATS.values()}.values():
         yield attention(24, 4, 256, 64, 4, dtype, format)
     for name, dim in product(("turboquant_k8v4", "turboquant_3bit_nc"), (64, 128, 256)):
         for rows, query_len in ((1, 1), (64, 4), (1, 2048)):
-            yield attention(24, 4, dim, rows, query_len, dtype, FORMATS[name])
+            yield attention(24, 4, dim, rows, query_len, dtype, KV_FORMATS[name])
 
 
 def real_calls() -> Iterator[tuple[str, Call]]:

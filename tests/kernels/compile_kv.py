@@ -22,12 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels import architecture
-from lockstep.kernels.attention import hopper_packed
 from lockstep.kernels.attention import paged as attention
+from lockstep.kernels.attention import quantized_hopper
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import load
+from lockstep.kernels.formats.kv.cases import LATENTS, NAMED
 from lockstep.kernels.formats.weights.operand import Target
-from lockstep.kernels.kv.cases import LATENTS, NAMED
 from lockstep.kernels.latent_attention import triton as latent_attention
 from lockstep.kernels.latent_attention.cases import paged_latents
 from tests.kernels import compile_launches
@@ -126,9 +126,9 @@ def compile_unpacking_warps() -> None:
     JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
     knobs.runtime.add_stages_inspection_hook = None
     given = paged(((300, 4),), 24, 4, 256, 64, torch.bfloat16, format=NAMED["fp8_e4m3"])
-    how = hopper_packed.shape_of(1, 24, 4, 256, 2)
-    with mock.patch.object(hopper_packed, "target_of", lambda device: target):
-        hopper_packed.paged_attention_hopper_packed(**given, shape=how)
+    how = quantized_hopper.shape_of(1, 24, 4, 256, 2)
+    with mock.patch.object(quantized_hopper, "target_of", lambda device: target):
+        quantized_hopper.paged_attention_hopper_packed(**given, shape=how)
     code = dict(launches.code)
     assert "wgmma.mma_async" in code["_segments_kernel"]
 

@@ -14,7 +14,7 @@ def _prepare() -> None:
     torch.set_num_threads(1)
     if find_spec("triton") and not torch.cuda.is_available():
         import_module("tests.kernels.interpreter").speed_up()
-        import_module("lockstep.kernels.attention.paged").TOGETHER = TOGETHER
+        import_module("lockstep.kernels.attention.triton").TOGETHER = TOGETHER
     import_module("lockstep.kernels.backends").load()
 
 

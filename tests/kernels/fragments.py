@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.kernels import ptx
 
-MODULES = ("_mma_layouts", "_fp8_fragments", "_turboquant_fragments")
+MODULES = ("device.mma_layouts", "formats.kv.fp8_mma", "formats.kv.turboquant_mma")
 
 
 class Tile(Tensor):
@@ -127,10 +127,10 @@ LANGUAGE = types.SimpleNamespace(
 @contextmanager
 def on_torch() -> Iterator[None]:
     """Codecs' fragments call this language while it lasts."""
-    with mock.patch.multiple("lockstep.kernels.kv._mma_layouts", halves=halves):
+    with mock.patch.multiple("lockstep.kernels.device.mma_layouts", halves=halves):
         patches = []
         for name in MODULES:
-            module = import_module(f"lockstep.kernels.kv.{name}")
+            module = import_module(f"lockstep.kernels.{name}")
             patches.append(mock.patch.object(module, "gl", LANGUAGE))
             for given, value in list(vars(module).items()):
                 if isinstance(value, JITFunction):

@@ -7,8 +7,8 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.kv import KVFormat
-from lockstep.kernels.kv.cases import NAMED
+from lockstep.kernels.formats.kv import KVFormat
+from lockstep.kernels.formats.kv.cases import NAMED
 from tests.kernels.backends import Backend, backends, same_bits
 
 TRITON = backends()[1:]
@@ -42,7 +42,7 @@ REAL = (24, 4, 256, 64)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("backend", TRITON)
 def test_partitions_agree(backend: Backend, gated: bool) -> None:
-    kernel = importlib.import_module("lockstep.kernels.attention.paged")
+    kernel = importlib.import_module("lockstep.kernels.attention.triton")
     layer = SMALL if backend.interpreted else REAL
     batch = paged(ROWS, *layer, backend.dtype, widest=1280 // layer[-1])
     arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
@@ -64,7 +64,7 @@ FORMATS = pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
 @pytest.mark.parametrize("backend", TRITON)
 def test_partitions_of_packed_caches_agree(backend: Backend, format: KVFormat) -> None:
     """Where values are rotated, programs that fold leave that to another kernel."""
-    kernel = importlib.import_module("lockstep.kernels.attention.paged")
+    kernel = importlib.import_module("lockstep.kernels.attention.triton")
     run = kernel.paged_attention_triton
     rows = ((250, 9), (0, 0), (5, 3)) if backend.interpreted else PROMPTS
     first, *others = [SMALL] if backend.interpreted else HEADS
@@ -85,7 +85,7 @@ def test_partitions_of_packed_caches_agree(backend: Backend, format: KVFormat) -
 @FORMATS
 def test_a_long_prompt_is_the_same_each_time(format: KVFormat) -> None:
     """As a step divides 1,100 tokens by itself."""
-    kernel = importlib.import_module("lockstep.kernels.attention.paged")
+    kernel = importlib.import_module("lockstep.kernels.attention.triton")
     backend = Backend("triton", "cuda", torch.bfloat16)
     for layer in HEADS:
         batch = paged(((0, 1_100),), *layer, torch.bfloat16, format=format)
@@ -137,10 +137,10 @@ def test_unpacking_warps_and_triton_agree(
     traits = dict(device="cuda", dtype=torch.bfloat16, heads=layer[0], kv_heads=layer[1])
     traits |= dict(head_dim=layer[2], codecs=codecs)
     if torch.cuda.get_device_capability()[0] != 9:  # wgmma is Hopper's
-        assert paged_attention.explain(**traits)["hopper_packed"]
+        assert paged_attention.explain(**traits)["quantized_hopper"]
         return
-    assert paged_attention.choose(**traits) == "hopper_packed"
-    kernel = importlib.import_module("lockstep.kernels.attention.hopper_packed")
+    assert paged_attention.choose(**traits) == "quantized_hopper"
+    kernel = importlib.import_module("lockstep.kernels.attention.quantized_hopper")
     batch = paged(DECODING, *layer, torch.bfloat16, format=format)
     backend = Backend("triton", "cuda", torch.bfloat16)
     arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
@@ -164,7 +164,7 @@ def test_one_warp_and_triton_agree(
     """Few rows over packed caches, unpacked in registers: whole rows and parts of them."""
     if torch.cuda.get_device_capability()[0] != 9:  # the order within a group is free on Hopper
         return
-    kernel = importlib.import_module("lockstep.kernels.attention.hopper_few")
+    kernel = importlib.import_module("lockstep.kernels.attention.quantized_decode_hopper")
     rows = tuple((start, min(count, tokens)) for start, count in DECODING)
     batch = paged(rows, *layer, torch.bfloat16, format=format)
     backend = Backend("triton", "cuda", torch.bfloat16)

@@ -7,9 +7,9 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.kv import KVFormat, turned_back, unpacked
-from lockstep.kernels.kv._launch import opened
-from lockstep.kernels.kv.cases import NAMED
+from lockstep.kernels.formats.kv import KVFormat, turned_back, unpacked
+from lockstep.kernels.formats.kv.cases import NAMED
+from lockstep.kernels.formats.kv.launch import opened
 from tests.kernels.backends import Backend, same_bits
 from tests.kernels.test_attention_partitions import gates_like
 
@@ -22,7 +22,7 @@ FORMAT = pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_scratch_holds_what_pages_unpack_to(format: KVFormat) -> None:
     """Of one KV head of two, every page that a row's keys reach."""
-    kernel = importlib.import_module("lockstep.kernels.attention.hopper_scratch")
+    kernel = importlib.import_module("lockstep.kernels.attention.quantized_prefill_hopper")
     batch = paged(((0, 70), (0, 0), (60, 9)), 4, 2, 32, 64, torch.float16, format=format)
     places = (batch["page_table"], batch["cu_seqlens"], batch["starts"])
     for side in (batch["k_cache"], batch["v_cache"]):
@@ -38,7 +38,7 @@ def test_a_scratch_holds_what_pages_unpack_to(format: KVFormat) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("gated", [False, True])
 def test_sums_are_rotated_back_before_they_are_rounded(gated: bool) -> None:
-    kernel = importlib.import_module("lockstep.kernels.attention.hopper_scratch")
+    kernel = importlib.import_module("lockstep.kernels.attention.quantized_prefill_hopper")
     format = NAMED["turboquant_4bit_nc"]
     found = torch.randn(21, 2, 128, generator=torch.Generator().manual_seed(0))
     cache = paged(((0, 1),), 2, 2, 128, 64, torch.float16, format=format)["v_cache"]
@@ -61,7 +61,7 @@ def test_a_scratch_and_triton_agree(
     """All at once, one row after another, some KV heads after others, one after another."""
     if torch.cuda.get_device_capability()[0] != 9:  # hopper.py's
         return
-    kernel = importlib.import_module("lockstep.kernels.attention.hopper_scratch")
+    kernel = importlib.import_module("lockstep.kernels.attention.quantized_prefill_hopper")
     batch = paged(LONG, *layer, torch.bfloat16, format=format)
     backend = Backend("triton", "cuda", torch.bfloat16)
     arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})

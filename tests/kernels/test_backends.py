@@ -5,8 +5,8 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
+from lockstep.kernels.formats.kv import PackedKV
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
-from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.rotary import rope_and_cache

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from lockstep.kernels.kv import Codec
-from lockstep.kernels.kv.fp8 import Fp8
-from lockstep.kernels.kv.turboquant import KEYS_3, KEYS_4, VALUES_3, VALUES_4
+from lockstep.kernels.formats.kv import Codec
+from lockstep.kernels.formats.kv.fp8 import Fp8
+from lockstep.kernels.formats.kv.turboquant import KEYS_3, KEYS_4, VALUES_3, VALUES_4
 
 pytest.importorskip("triton")
 
-from lockstep.kernels.kv._mma_layouts import column_of
+from lockstep.kernels.device.mma_layouts import column_of
 from tests.kernels import fragments
 from tests.kernels.backends import same_bits
 from tests.kernels.fragments import Shared

@@ -13,11 +13,11 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.kv import KVFormat, PackedKV, Turn, read_pages, turned, unpacked
-from lockstep.kernels.kv.cases import NAMED, fits, plain
-from lockstep.kernels.kv.fp8 import TYPES, Fp8
-from lockstep.kernels.kv.int8 import Int8
-from lockstep.kernels.kv.plain import Plain
+from lockstep.kernels.formats.kv import KVFormat, PackedKV, Turn, read_pages, turned, unpacked
+from lockstep.kernels.formats.kv.cases import NAMED, fits, plain
+from lockstep.kernels.formats.kv.fp8 import TYPES, Fp8
+from lockstep.kernels.formats.kv.int8 import Int8
+from lockstep.kernels.formats.kv.unquantized import Plain
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.rotary.cases import LAYERS, WITHOUT, rope
 from tests.kernels.backends import backends, same_bits
@@ -230,9 +230,9 @@ def test_kernels_refuse_a_codec_without_device_functions() -> None:
         assert reasons["triton"] == "Other has no device functions"
     served = paged_attention.explain(**traits, codecs=(Int8(), Int8()))
     assert served["triton"] is None and "packed" in (served["hopper"] or "")
-    assert served["hopper_packed"] is None
+    assert served["quantized_hopper"] is None
     served = paged_attention.explain(**traits, codecs=None)
-    assert served["hopper"] is None and "not packed" in (served["hopper_packed"] or "")
+    assert served["hopper"] is None and "not packed" in (served["quantized_hopper"] or "")
 
 
 def test_a_packed_cache_is_described_by_its_tensors() -> None:

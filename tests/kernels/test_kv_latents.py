@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lockstep.cache.kv import latent_caches, latent_spec
 from lockstep.errors import ConfigError
-from lockstep.kernels.kv import Codec, read_pages, unpacked
-from lockstep.kernels.kv.cases import LATENTS, plain
-from lockstep.kernels.kv.formats import FORMATS, latent_codec
-from lockstep.kernels.kv.fp8 import TokenFp8
+from lockstep.kernels.formats.kv import Codec, read_pages, unpacked
+from lockstep.kernels.formats.kv.cases import LATENTS, plain
+from lockstep.kernels.formats.kv.fp8 import TokenFp8
+from lockstep.kernels.formats.kv.table import KV_FORMATS, latent_codec
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.kernels.latent_attention.cases import latent_rope, paged_latents
 from tests.kernels.backends import Backend, backends, same_bits
@@ -65,7 +65,7 @@ def latents(dim: int = 512, count: int = 256) -> Tensor:
 
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_of_a_token(name: str) -> None:
-    codec = latent_codec(FORMATS.get(name), 512)
+    codec = latent_codec(KV_FORMATS.get(name), 512)
     spec = latent_spec(512, 64, torch.bfloat16, codec)
     assert sum(part.nbytes for part in spec.parts) == BYTES[name]
     cache, ropes = latent_caches(spec.allocate(3, 64, "cpu"), 512, codec)
@@ -76,13 +76,13 @@ def test_bytes_of_a_token(name: str) -> None:
 def test_formats_that_keep_keys_otherwise_than_values_are_refused() -> None:
     for name in ("turboquant_k8v4", "turboquant_k3v4_nc", "fp8_e5m2"):
         with pytest.raises(ConfigError) as error:
-            latent_codec(FORMATS[name], 512)
+            latent_codec(KV_FORMATS[name], 512)
         allowed = ", ".join(BYTES)
         assert f"kv_cache_dtype='{name}' is not allowed; allowed: {allowed}, since" in str(
             error.value
         )
     with pytest.raises(ConfigError, match="int8_per_token_head, since TurboQuant .* has 40"):
-        latent_codec(FORMATS["turboquant_4bit_nc"], 40)
+        latent_codec(KV_FORMATS["turboquant_4bit_nc"], 40)
     assert latent_codec(None, 40) is None
 
 
@@ -174,7 +174,7 @@ def test_packed_is_unpacked_in_every_partition(name: str, rows: Any) -> None:
 @pytest.mark.parametrize("codec", [None, *LATENTS.values()], ids=["auto", *LATENTS])
 def test_rows_are_unpacked_ahead(backend: Backend, codec: Codec | None) -> None:
     """Two at once, then the third: attention over each group gives what it gives over all."""
-    unpack = import_module("lockstep.kernels.latent_attention._unpack")
+    unpack = import_module("lockstep.kernels.latent_attention.dequantize")
     size = sizes_on(backend)[-1]
     packed = backend.place(paged_latents(ROWS, *size, backend.dtype, codec=codec, widest=40))
     given = {name: packed[name] for name in GROUPED}

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from lockstep.cache.kv import kv_spec
-from lockstep.kernels.kv import PackedKV, Turn
-from lockstep.kernels.kv._turn import OF_VALUES, WHOLE_HEAD
-from lockstep.kernels.kv.bits import codes_in, pack_bits, packed_words, unpack_bits
-from lockstep.kernels.kv.fp8 import Fp8, TokenFp8
-from lockstep.kernels.kv.turboquant import POINTS, PRESETS, Rotated, thresholds
+from lockstep.kernels.formats.kv import PackedKV, Turn
+from lockstep.kernels.formats.kv.bit_packing import codes_in, pack_bits, packed_words, unpack_bits
+from lockstep.kernels.formats.kv.fp8 import Fp8, TokenFp8
+from lockstep.kernels.formats.kv.hadamard import OF_VALUES, WHOLE_HEAD
+from lockstep.kernels.formats.kv.turboquant import POINTS, PRESETS, Rotated, thresholds
 from tests.kernels.backends import backends, same_bits
 
 PAPER = {3: 0.03, 4: 0.009}
@@ -243,7 +243,7 @@ def test_assembly_unpacks_to_the_references_bits(codec, dim, unpack, backend, mo
 def test_assembly_unpacks_e4m3():
     """Every code, four at a time."""
     pytest.importorskip("triton")
-    from lockstep.kernels.kv._fp8_device import FOUR_E4M3
+    from lockstep.kernels.formats.kv.fp8_triton import FOUR_E4M3
     from tests.kernels import ptx
 
     codes = torch.arange(256, dtype=torch.uint8)

@@ -10,12 +10,12 @@ import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import CheckHooks
 from lockstep.kernels.architecture import is_planned
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.drafter import DraftContext
 from lockstep.step import StepShape
+from lockstep.worker.hooks import CheckHooks
 from tests.tiny_model import THREE_LAYERS, make_model
 
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (310, 5, 65, 130)]

@@ -16,15 +16,15 @@ import torch
 from lockstep import LLM
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.kv import cases
-from lockstep.kernels.kv.cases import NAMED
-from lockstep.kernels.kv.formats import FORMATS
+from lockstep.kernels.formats.kv import cases
+from lockstep.kernels.formats.kv.cases import NAMED
+from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.layers.attention import Attention
 from lockstep.step import Step
 from tests.kernels.backends import same_bits
 from tests.regressions.conftest import PROMPTS, answers
 
-KINDS = sorted({format.name for format in FORMATS.values()})
+KINDS = sorted({format.name for format in KV_FORMATS.values()})
 FORMAT = pytest.mark.parametrize("kind", KINDS)
 GROUPS = (1, 2, 4, 5, 6, 7, 8, 16)
 """Query heads of a KV head."""

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.kernels.kv import PackedKV, cases
-from lockstep.kernels.kv.cases import LATENTS, NAN_CODE
+from lockstep.kernels.formats.kv import PackedKV, cases
+from lockstep.kernels.formats.kv.cases import LATENTS, NAN_CODE
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.step import PAGE_SIZE, Step
 from tests.regressions.conftest import PROMPTS, answers, engine_over

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from lockstep import LLM, SamplingParams
-from tests.serve.asking import anthropic
-from tests.serve.live import (
+from tests.serve.api_calls import anthropic
+from tests.serve.live_server import (
     CALL,
     CODE,
     GREEDY,

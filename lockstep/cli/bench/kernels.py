@@ -53,8 +53,8 @@ def kernels(
     """
     from lockstep.bench.kernels import measure_kernels, pick_models
     from lockstep.config import EngineConfig
-    from lockstep.engine.build import pick_device, pick_dtype
-    from lockstep.kernels.kv.formats import format_of
+    from lockstep.kernels.formats.kv.table import kv_format
+    from lockstep.worker.build import pick_device, pick_dtype
 
     config = EngineConfig.read(device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     place = pick_device(config)
@@ -75,7 +75,7 @@ def kernels(
             )
         models = [replace(one, context=context) for one in models]
     asked = (models, place, kind, *sizes, op or ())
-    format = format_of(kv_cache_dtype, kind)
+    format = kv_format(kv_cache_dtype, kind)
     if json:
         lines = list(measure_kernels(*asked, format=format))
     else:

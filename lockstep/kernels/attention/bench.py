@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark, kept_bytes
-from lockstep.kernels.kv import codecs_of
-from lockstep.kernels.kv.formats import head_codecs
+from lockstep.kernels.formats.kv import codecs_of
+from lockstep.kernels.formats.kv.table import head_codecs
 from lockstep.step import PAGE_SIZE
 
 

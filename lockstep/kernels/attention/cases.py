@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import KVCache, KVFormat, codecs_of, write_slots
-from lockstep.kernels.kv.cases import NAMED, empty_cache, fits
+from lockstep.kernels.formats.kv import KVCache, KVFormat, codecs_of, write_slots
+from lockstep.kernels.formats.kv.cases import NAMED, empty_cache, fits
 
 Row = tuple[int, int]
 """(tokens before this step, tokens of this step)."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.kernels.attention import SEGMENT, gated, paged_attention
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.kv import KVCache, read_pages, turned_back
+from lockstep.kernels.formats.kv import KVCache, read_pages, turned_back
 from lockstep.kernels.row_tiles import exact_sizes, padded_rows, tiled_bmm
 from lockstep.kernels.threads import one_thread
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""paged_attention for long queries on Hopper, in Gluon: the fold of paged.py, bit for bit.
+"""paged_attention for long queries on Hopper, in Gluon: the fold of triton.py, bit for bit.
 
 A program owns 128 (token, head of a group) rows of one KV head. One warp copies tiles of keys and
 values through a ring in shared memory; two warpgroups of 64 rows each use them, and start the next
@@ -23,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lockstep.kernels._rows import row_of
 from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.attention import paged_attention
-from lockstep.kernels.attention._warpgroup import (
+from lockstep.kernels.attention.triton import LOG2E, paged_attention_triton, supports
+from lockstep.kernels.attention.warpgroup import (
     N_LAYOUT,
     NO_SCORE,
     O_LAYOUT,
@@ -48,8 +48,8 @@ from lockstep.kernels.attention._warpgroup import (
     weigh,
     zero_behind,
 )
-from lockstep.kernels.attention.paged import LOG2E, paged_attention_triton, supports
 from lockstep.kernels.backends import arch_of
+from lockstep.kernels.device.ragged_rows import row_of
 
 ROWS = 128
 """Rows of a program: two warpgroups of 64, the height of a wgmma."""
@@ -334,7 +334,7 @@ def paged_attention_hopper(
     scale: float,
     gates: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.attention.paged_attention. What does not fit goes through paged.py."""
+    """See lockstep.kernels.attention.paged_attention. What does not fit goes through triton.py."""
     if not fits(q, k_cache, v_cache, query_len):
         return paged_attention_triton(
             q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates

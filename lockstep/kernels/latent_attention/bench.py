@@ -18,8 +18,8 @@ from lockstep.kernels.bench_types import (
     cut_by_tokens,
     kept_bytes,
 )
-from lockstep.kernels.kv import codecs_of
-from lockstep.kernels.kv.formats import latent_codec
+from lockstep.kernels.formats.kv import codecs_of
+from lockstep.kernels.formats.kv.table import latent_codec
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.step import PAGE_SIZE
 

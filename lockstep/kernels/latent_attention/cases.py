@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.attention.cases import DECODE, ODD, RAGGED, VERIFY, WIDE, Row
-from lockstep.kernels.kv import Codec, KVCache, codecs_of, write_slots
-from lockstep.kernels.kv.cases import LATENTS, empty_side
+from lockstep.kernels.formats.kv import Codec, KVCache, codecs_of, write_slots
+from lockstep.kernels.formats.kv.cases import LATENTS, empty_side
 from lockstep.kernels.rotary.cases import PAGE_SIZE, PAGES, POSITIONS, beside_nan
 
 BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (

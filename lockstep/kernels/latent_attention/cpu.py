@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.kernels.attention import SEGMENT
 from lockstep.kernels.attention.cpu import fold_segments
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.kv import KVCache, read_pages
+from lockstep.kernels.formats.kv import KVCache, read_pages
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.row_tiles import exact_sizes, padded_rows
 from lockstep.kernels.threads import one_thread

@@ -26,9 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.backends import arch_of
-from lockstep.kernels.kv import KVCache, PackedKV
+from lockstep.kernels.formats.kv import KVCache, PackedKV
 from lockstep.kernels.latent_attention import latent_attention
-from lockstep.kernels.latent_attention._unpack import unpacked_groups
+from lockstep.kernels.latent_attention.dequantize import unpacked_groups
 from lockstep.kernels.latent_attention.triton import (
     LOG2E,
     Partition,
@@ -70,7 +70,7 @@ def _item(
     FOLDS: gl.constexpr,
 ):  # fmt: skip
     """Of an item: its row of the batch, the first of its (token, head) rows and the end of those of
-    their kind (block_of in _device.py), its lane, its piece of the columns; the row's first token,
+    their kind (block_of in device.py), its lane, its piece of the columns; the row's first token,
     tokens and start; the end of the keys that the block sees, 0 where it has no tokens; the keys of
     a segment and of a unit. Blocks that see most keys come first, and those of the same keys side
     by side."""

@@ -19,15 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
-from lockstep.kernels._rows import row_of
 from lockstep.kernels.architecture import HOPPER, stages_within
+from lockstep.kernels.attention import SEGMENT
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.device.kv_tile import cache_tile, pages_of
+from lockstep.kernels.device.ragged_rows import row_of
+from lockstep.kernels.formats.kv import KVCache
+from lockstep.kernels.formats.kv.launch import opened, token_bytes, unserved
 from lockstep.kernels.formats.weights.operand import target_of
-from lockstep.kernels.kv import KVCache
-from lockstep.kernels.kv._launch import opened, token_bytes, unserved
-from lockstep.kernels.kv._tile_device import cache_tile, pages_of
-from lockstep.kernels.latent_attention import SEGMENT, latent_attention
-from lockstep.kernels.latent_attention._device import (
+from lockstep.kernels.latent_attention import latent_attention
+from lockstep.kernels.latent_attention.device import (
     NO_SCORE,
     block_of,
     empty_fold,
@@ -174,7 +175,7 @@ def _attend_kernel(
 ):  # fmt: skip
     """A block of one row's (token, head): every so many units.
 
-    numbers, constant, COUNT, FETCH, ..: how packed latents are read (lockstep.kernels.kv); FETCH
+    numbers, constant, COUNT, FETCH, ..: how packed latents are read (kernels.formats.kv); FETCH
     None: they are not packed.
     UNIT 0: all keys, and out is written. Else a span, or, where it is NEAR, a segment of the block,
     each an entry: tops, norms [S Q, entries, H] and parts [S Q, entries, H, C].

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lockstep.kernels._gluon import barrier
 from lockstep.kernels.device.dequantize import (
     FP4,
     FP8,
@@ -31,6 +30,7 @@ from lockstep.kernels.device.dequantize import (
     SPLIT,
     twice,
 )
+from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.linear.quantized_ptx import (
     EVEN_AND_ODD_FP8,
     FP4_BF16,

@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from lockstep.kernels._gluon import barrier
 from lockstep.kernels.device.dequantize import FP4
+from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.linear.quantized_pipeline import (
     BLOCK,
     HALF,

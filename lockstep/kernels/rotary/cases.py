@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import KVCache, KVFormat, codecs_of
-from lockstep.kernels.kv.cases import NAMED, empty_cache, fits
+from lockstep.kernels.formats.kv import KVCache, KVFormat, codecs_of
+from lockstep.kernels.formats.kv.cases import NAMED, empty_cache, fits
 
 LAYERS = (
     (5, 4, 2, 32, 8, True, 1.0),

@@ -37,7 +37,7 @@ class CallParams(StructuredOutputsParams):
     """Parameters of an answer whose calls match tools. Faults of the grammar are faults of the
     tools.
 
-    beside_form: the answer is either calls or JSON of a form; its first character decides.
+    or_form: the answer is either calls or JSON of a form; its first character decides.
     json_after: see GrammarRecipe.
     """
 

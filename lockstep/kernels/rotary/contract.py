@@ -1,0 +1,80 @@
+"""rope_and_cache: from an attention layer's fused projection to its queries and its cache.
+
+A projection's row holds, head by head, D of q (then D of that head's output gate, where `gated`),
+then all k, then all v. H heads, 0 where keys and values alone are wanted; HKV key and value heads.
+"""
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.formats.kv import KVCache, turned, write_slots
+from lockstep.kernels.norm import rms_norm
+from lockstep.kernels.registry import op
+
+
+@op(writes=("k_cache", "v_cache"))
+def rope_and_cache(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
+    eps: float,
+    offset: float,
+    gated: bool,
+) -> Tensor:
+    """qkv [T, (H (1 + gated) + 2 HKV) D]; q_weight, k_weight [D]; cos, sin [positions, width / 2]
+    fp32, contiguous; positions, slot_mapping [T] int64; k_cache, v_cache [pages, page_size, HKV, D]
+    -> q [T, H, D] of qkv's dtype, contiguous; k and v are written to the caches at slot_mapping,
+    in the caches' format where they are packed. Where that rotates keys, q is rotated alike
+    (lockstep.kernels.formats.kv.turned), rounded once more.
+
+    q and k: rms_norm over D (offset + weight), rounded; then the first `width` dims are rotated in
+    fp32 in NeoX pairs (j, j + width / 2) and rounded, the rest passes (Su et al., RoFormer, 2021).
+    Without q_weight and k_weight (both None) nothing is normed, without cos and sin nothing is
+    rotated. Slots may repeat only if null.
+    """
+    kv_heads, dim = k_cache.shape[2:]
+    q, k, v = _parts(qkv, kv_heads, dim, gated)
+    if q_weight is not None and k_weight is not None:
+        q = rms_norm(q, q_weight, eps, offset)
+        k = rms_norm(k, k_weight, eps, offset)
+    placed = _placed(torch.cat([q, k], dim=1), cos, sin, positions)
+    q, k = placed.split([q.shape[1], kv_heads], dim=1)
+    write_slots(k_cache, slot_mapping, k)
+    write_slots(v_cache, slot_mapping, v)
+    q = turned(q, k_cache)
+    return q.contiguous()
+
+
+def _parts(qkv: Tensor, kv_heads: int, dim: int, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a projection: q [T, H, D], k and v [T, HKV, D]."""
+    width = kv_heads * dim
+    rest = qkv.shape[1] - 2 * width
+    q, k, v = qkv.split([rest, width, width], dim=-1)
+    q = q.unflatten(-1, (rest // ((1 + gated) * dim), (1 + gated) * dim))[..., :dim]
+    return q, k.unflatten(-1, (kv_heads, dim)), v.unflatten(-1, (kv_heads, dim))
+
+
+def _placed(x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor) -> Tensor:
+    """x [T, H, D] rotated by the angles of its positions, or x where there are none."""
+    if cos is None or sin is None:
+        return x
+    angles = (t.index_select(0, positions) for t in (cos, sin))
+    return _rotate(x, *angles)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D]; cos, sin [T, width / 2] of its positions -> rotated in fp32, of x's dtype."""
+    half = cos.shape[1]
+    cos = cos[:, None]
+    sin = sin[:, None]
+    a = x[..., :half].float()
+    b = x[..., half : 2 * half].float()
+    turned_a = (a * cos - b * sin).to(x.dtype)
+    turned_b = (b * cos + a * sin).to(x.dtype)
+    return torch.cat([turned_a, turned_b, x[..., 2 * half :]], dim=-1)
