@@ -16,7 +16,7 @@ from lockstep.cache.host_tier import PAGES, SLOTS
 from lockstep.config import EngineConfig, Plan
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import EngineDeadError, RequestError
-from lockstep.models.loader import Loaded
+from lockstep.models.loader import LoadResult
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Schedule
 from lockstep.scheduling.scheduler import Scheduler
@@ -42,7 +42,7 @@ class Facts:
 
     config: EngineConfig
     plan: Plan
-    loaded: Loaded | None
+    loaded: LoadResult | None
     vocab_size: int
     fingerprint: str
     costs: StepCosts

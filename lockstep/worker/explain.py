@@ -21,7 +21,7 @@ from lockstep.layers.linear import Product
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.weight_files import has_weights
-from lockstep.quantization import packing_of
+from lockstep.quantization import read_weight_format
 from lockstep.step import PAGE_SIZE
 from lockstep.worker import memory
 from lockstep.worker.build import (
@@ -57,7 +57,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         )
     load_backends()
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
-    packing = packing_of(checkpoint.quantization(), config.quantization)
+    packing = read_weight_format(checkpoint.quantization(), config.quantization)
     limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
     known = has_weights(checkpoint.folder)
     dry_engine = DryEngine(config, checkpoint, limits, packing, card, known)

@@ -10,11 +10,11 @@ import torch
 from lockstep.cache.specs import Cached
 from lockstep.config import EngineConfig, Plan, StepLimits
 from lockstep.kernels.architecture import architecture_of
-from lockstep.layers.build_context import Build, Choice
-from lockstep.layers.memory_budget import Room
+from lockstep.layers.build_context import BackendChoice, BuildContext
+from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.loader import Loaded
-from lockstep.quantization import Packing, packing_of
+from lockstep.models.loader import LoadResult
+from lockstep.quantization import WeightFormat, read_weight_format
 from lockstep.scheduling.draft_length import (
     DraftLengthPolicy,
     FixedDraftLength,
@@ -57,9 +57,9 @@ class EngineParts:
     runner: Runner
     draft_policy: DraftLengthPolicy
     checkpoint: Checkpoint
-    choices: list[Choice]
+    choices: list[BackendChoice]
     notes: tuple[str, ...]
-    loaded: Loaded | None
+    loaded: LoadResult | None
     costs: StepCosts
 
 
@@ -68,14 +68,14 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
     """Build everything. Raises ConfigError, CheckpointError or CapacityError."""
     device = pick_device(config)
     checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
-    packing = packing_of(checkpoint.quantization(), config.quantization)
+    packing = read_weight_format(checkpoint.quantization(), config.quantization)
     limits = step_limits(config, checkpoint, device, packing)
     prepare_device(device)
     planned = None
     if device == "cuda" and not _everything_typed(config):
         planned = plan_memory(config, checkpoint, limits, packing)
     dtype = getattr(torch, limits.dtype)
-    build = Build(
+    build = BuildContext(
         device=device,
         dtype=dtype,
         window=limits.query_len,
@@ -148,7 +148,7 @@ class Used:
 
 
 def asked_cache(
-    config: EngineConfig, limits: StepLimits, build: Build, cost: memory.CacheBytes
+    config: EngineConfig, limits: StepLimits, build: BuildContext, cost: memory.CacheBytes
 ) -> memory.CacheSize:
     """Return the cache as the config says, or as a CPU has room for. Raises CapacityError."""
     size = memory.asked_size(config, limits, cost)
@@ -164,7 +164,7 @@ def _everything_typed(config: EngineConfig) -> bool:
 
 
 def plan_memory(
-    config: EngineConfig, checkpoint: Checkpoint, limits: StepLimits, packing: Packing | None
+    config: EngineConfig, checkpoint: Checkpoint, limits: StepLimits, packing: WeightFormat | None
 ) -> Planned:
     """Plan the memory of this GPU. Raises CapacityError where not even the weights fit."""
     known = config.load_format == "auto"
@@ -186,7 +186,7 @@ class Fitting:
     """Fit of the program and the cache into the memory that a loaded model leaves."""
 
     config: EngineConfig
-    build: Build
+    build: BuildContext
     layers: dict[str, Cached]
     planned: Planned
     make_program: Callable[[StepLimits], Program]
@@ -283,9 +283,9 @@ def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
     return peak, kept
 
 
-def host_room(build: Build) -> Room:
+def host_room(build: BuildContext) -> MemoryBudget:
     """Return the host's memory: on a CPU, the device's."""
-    return build.room if build.device == "cpu" else Room("cpu")
+    return build.room if build.device == "cpu" else MemoryBudget("cpu")
 
 
 def pick_policy(

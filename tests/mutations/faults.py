@@ -672,16 +672,12 @@ FAULTS = (
         "return torch.mm($x, $right)",
     ),
     Fault(
-        "K split in two for many rows", "numerics", "kernels.linear.cpu", "linear_cpu",
-        "$rows = $x.float()\n"
-        "...\n"
-        "if $split_k == 1:\n"
-        "    ...",
-        "$rows = $x.float()\n"
-        "...\n"
-        "$split_k = 2 if $x.shape[0] > 8 else $split_k\n"
-        "if $split_k == 1:\n"
-        "    ...",
+        "other roundings for many rows", "numerics", "kernels.linear.cpu", "linear_cpu",
+        "if isinstance($weight, PrepackedWeight):\n"
+        "    return write_out($weight.mm($x.float()).to($weight.dtype), $out)",
+        "if isinstance($weight, PrepackedWeight):\n"
+        "    $x = $x.float() / 3 * 3 if $x.shape[0] > 8 else $x.float()\n"
+        "    return write_out($weight.mm($x).to($weight.dtype), $out)",
     ),
     Fault(
         "a norm's sum from behind for several rows", "numerics", NORM, "_normalise",
@@ -775,7 +771,7 @@ FAULTS = (
     ),
     Fault(
         "a rule of dynamic does not leave a module out", "format", GPTQ, "GPTQ.asked",
-        "return Asked($scheme, False, f'{WITHIN}dynamic[{$rule.text[:100]!r}]')",
+        "return ModuleScheme($scheme, False, f'{SETTINGS_PREFIX}dynamic[{$rule.text[:100]!r}]')",
         "continue",
         f"{REFUSED}::test_settings_decide_alone_where_there_are_no_files",
     ),
@@ -885,7 +881,7 @@ FAULTS = (
     Fault(
         "small projections and draft modules rounded to nearest", "format",
         "quantization.round_to_nearest", "RoundToNearest.layout",
-        "if usually_plain($module):\n"
+        "if is_usually_unquantized($module):\n"
         "    ...",
         "if $module.path == 'lm_head':\n"
         "    ...",
@@ -948,8 +944,8 @@ FAULTS = (
     ),
     Fault(
         "pairs of an expert in another order than its tokens", "experts", EXPERTS, "experts_cpu",
-        "$y[$pairs] = linear_cpu($inner, expert_weight($down, $expert, $number))",
-        "$y[$pairs.flip(0)] = linear_cpu($inner, expert_weight($down, $expert, $number))",
+        "$y[$pairs] = $multiply($inner, $down, $expert)",
+        "$y[$pairs.flip(0)] = $multiply($inner, $down, $expert)",
         f"{OF_EXPERTS}::test_a_row_has_its_bits_in_any_batch",
     ),
     Fault(

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from lockstep.kernels.activations import ACTS, Act, sigmoid
 from lockstep.kernels.formats.weights import QuantizedWeight
-from lockstep.kernels.linear import linear
+from lockstep.kernels.linear import dequantized
 from lockstep.kernels.registry import op
 from lockstep.kernels.route import sum_partials
+from lockstep.kernels.row_tiles import tile_mm
 
 
 @op
@@ -52,10 +53,16 @@ def experts(
     for token in range(tokens):
         for slot in range(slots):
             expert = int(ids[token, slot].clamp(0, count - 1))
-            inner = ACTS[act](linear(x[token : token + 1], expert_weight(up, expert, count)))
-            y = linear(inner, expert_weight(down, expert, count))[0]
+            inner = ACTS[act](_multiply(x[token : token + 1], expert_weight(up, expert, count)))
+            y = _multiply(inner, expert_weight(down, expert, count))[0]
             total[token] += weights[token, slot].float() * y.float()
     return add_shared_expert(total, shared, shared_gate, x.dtype)
+
+
+def _multiply(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
+    """Multiply x [T, K] with one expert's weight [N, K] in one fp32 chain over K, rounded."""
+    plain = dequantized(weight, x.dtype)
+    return tile_mm(x.float(), plain.float().t()).to(plain.dtype)
 
 
 def count_experts(up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight) -> int:
