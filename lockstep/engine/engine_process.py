@@ -31,7 +31,7 @@ from lockstep.engine.messages import (
 )
 from lockstep.engine.stats import Stats
 from lockstep.errors import LockstepError
-from lockstep.kernels.compiler_signals import settle_signals
+from lockstep.kernels.compiler_signals import reclaim_signal_handlers
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
 from lockstep.worker.device_rates import rates_of
@@ -194,7 +194,7 @@ def give_way(device: str) -> None:
 
 def run_engine(connection: Connection, make: MakeEngine) -> None:
     """All that an engine's process does. Its server's end of the pipe being closed ends it."""
-    settle_signals()
+    reclaim_signal_handlers()
     for one in IGNORED_SIGNALS:
         signal.signal(one, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
