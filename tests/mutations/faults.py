@@ -389,7 +389,7 @@ FAULTS = (
     ),
     Fault(
         "tools that are shown may all be called", "text", "text.grammars.tool_calls",
-        "ToolChoice.lets",
+        "ToolChoice.allows",
         "return self.names is None or $name in self.names",
         "return True",
         "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
