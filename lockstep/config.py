@@ -112,7 +112,7 @@ class EngineConfig(Settings):
         (),
         "layers whose cache keeps the model's dtype, e.g. first,last,7",
         allowed="a list of first, last and numbers of layers that attend",
-        remedy="Mend the list, or leave it out.",
+        remedy="Correct the list, or leave it out.",
     )
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
@@ -165,7 +165,7 @@ class EngineConfig(Settings):
         None,
         "row counts that steps are padded to; chosen for the device if left out",
         allowed=f"a list of at most {MAX_ROWS} whole numbers from 1 to {MAX_ROWS}",
-        remedy="Mend the list, or leave it out.",
+        remedy="Correct the list, or leave it out.",
     )
     steps_in_flight: Annotated[int, Field(ge=1, le=2)] | None = setting(
         None, "steps launched before the first is read: 2 on a GPU, 1 on a CPU"

@@ -62,8 +62,8 @@ def random_asks(
     """`count` completions of random token ids below `vocab`, no two alike."""
     if vocab <= FIRST_ID or input_len < 1:
         raise ConfigError(
-            f"input_len={input_len} and vocab_size={vocab} are not allowed; allowed: 1 and "
-            f"{FIRST_ID + 1} or more. Change them."
+            f"input_len={input_len}, vocab_size={vocab} are not allowed; allowed: input_len from "
+            f"1, vocab_size from {FIRST_ID + 1}. Raise the one that is too small."
         )
     draw = random.Random(seed)
     prompts = [draw.choices(range(FIRST_ID, vocab), k=input_len) for _ in range(count)]

@@ -160,8 +160,8 @@ def _refusal(names: list[str], words: list[str], why: str) -> ConfigError:
     shown = [text for name in names for text in _written(name, words)]
     what = shown[-1] if shown else "/".join(names)
     return ConfigError(
-        f"{what} is not allowed: {why[0].lower()}{why[1:].rstrip('.')}. Change it or leave it out; "
-        "--help says what is allowed."
+        f"{what} is not allowed: {why[0].lower()}{why[1:].rstrip('.')}. Pass an allowed value, or "
+        "leave it out; --help says what is allowed."
     )
 
 

@@ -70,7 +70,9 @@ def _total(arch: str | None, given: str | None) -> int | None:
             raise ValueError
     except ValueError:
         allowed = f"1 to {MOST_BYTES:g} bytes, such as {SIZES}"
-        wrong = choice_error(ConfigError, "gpu_memory_bytes", given, allowed, "Change it.")
+        wrong = choice_error(
+            ConfigError, "gpu_memory_bytes", given, allowed, "Pass a size in that range."
+        )
         raise wrong from None
     return int(total)
 

@@ -230,7 +230,9 @@ def read_row_buckets(value: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in value.split(","))
     except ValueError:
         allowed = "whole numbers with commas between, e.g. 1,2,4,8"
-        raise choice_error(ConfigError, "row_buckets", value, allowed, "Change it.") from None
+        raise choice_error(
+            ConfigError, "row_buckets", value, allowed, "Separate numbers by commas."
+        ) from None
 
 
 def read_speculative_config(value: str) -> dict[str, Any] | str | None:
@@ -240,7 +242,7 @@ def read_speculative_config(value: str) -> dict[str, Any] | str | None:
     found = _object(value)
     if found is None:
         allowed = f"auto, none, or a JSON object, e.g. '{EXAMPLE}'"
-        raise choice_error(ConfigError, "speculative_config", value, allowed, "Change it.")
+        raise choice_error(ConfigError, "speculative_config", value, allowed, "Use one of them.")
     return found
 
 

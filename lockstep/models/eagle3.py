@@ -330,7 +330,7 @@ class Eagle3Head(nn.Module):
             raise CheckpointError(
                 f"{checkpoint.folder} has no lm_head.weight, and its config.json has "
                 "tie_word_embeddings=True; allowed: False there, for the target's head. "
-                "Mend config.json, or fetch a whole head."
+                "Correct config.json, or fetch a whole head."
             )
         stands = None if self.own_head else target.head.loaded
         self.head = Head(top, c.draft_vocab_size, c.hidden_size, stands)

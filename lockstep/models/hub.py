@@ -136,7 +136,8 @@ def fetch_gguf(model: str, name: str, field: str = "model") -> Path:
         listed = some(chosen) if chosen else "none"
         raise ConfigError(
             f"{fetched} means {len(models)} models ({listed}); allowed: the name of one GGUF file "
-            f"of {model}, or the type at its end, such as Q4_K_M. Change it."
+            f"of {model}, or the type at its end, such as Q4_K_M. Name one "
+            f"of the files, such as {model}:{chosen[0] if chosen else 'FILE.gguf'}."
         )
     return models.pop()[0]
 

@@ -10,7 +10,7 @@ from lockstep.quant.packing import Module
 
 T = TypeVar("T")
 WITHIN = "quantization_config."
-MEND = "Mend config.json, or serve a checkpoint that was packed otherwise."
+MEND = "Correct config.json, or serve a checkpoint that was packed otherwise."
 BUILT = "Weight formats are built for these only; serve a checkpoint that was packed otherwise."
 
 

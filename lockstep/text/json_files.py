@@ -13,7 +13,7 @@ from lockstep.settings import why_unread
 def damaged(path: Path, reason: object) -> CheckpointError:
     """Return the error of a file that cannot be read as what it should be."""
     return CheckpointError(
-        f"{path} is damaged: {str(reason)[:300]}. Mend it, or download the file again."
+        f"{path} is damaged: {str(reason)[:300]}. Correct it, or download the file again."
     )
 
 

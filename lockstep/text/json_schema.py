@@ -120,7 +120,7 @@ def check_keywords(schema: Any, field: str) -> None:
         if not isinstance(one, (dict, bool)):
             raise RequestError(
                 f"{field}: the schema at {place or 'its root'} is {brief(one)}; allowed: an object "
-                "or a boolean. Change it.",
+                "or a boolean. Write one of them there.",
                 field,
             )
         if isinstance(one, dict):
@@ -157,7 +157,7 @@ def _check_shapes(schema: Json, place: str, field: str) -> None:
             due = "an object" if keyword in MAPS else "a list"
             raise RequestError(
                 f"{field}: the keyword {keyword!r} at {place} of the schema is {brief(value)}; "
-                f"allowed: {due}. Change it.",
+                f"allowed: {due}. Send {due} there.",
                 field,
             )
 

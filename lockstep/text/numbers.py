@@ -33,9 +33,9 @@ def check_numbers(objects: Iterable[Json], field: str) -> None:
                 continue
             raise RequestError(
                 f"{field}: the keyword {keyword!r} has the number {str(value)[:40]}, which no "
-                f"grammar holds an answer to; allowed: at most {MOST_DIGITS} digits, or whole "
+                f"grammar enforces; allowed: at most {MOST_DIGITS} digits, or whole "
                 f"numbers up to 2^53, between -{LARGEST:g} and {LARGEST:g}; upper bounds may be "
-                "larger. Change it, or make it a text.",
+                "larger. Use a number in that range, or a text.",
                 field,
             )
 

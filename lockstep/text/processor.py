@@ -332,7 +332,7 @@ class Processor:
         if not sized or not is_ids(token_ids) or not all(0 <= i < 2**31 for i in token_ids):
             raise RequestError(
                 f"{field}={brief(token_ids)} is not allowed; allowed: a list of token ids, from 0 "
-                f"to {2**31 - 1}. Change it.",
+                f"to {2**31 - 1}. Send token ids in that range.",
                 field,
             )
         return tokenizer.decode(token_ids, skip_special_tokens)
@@ -803,7 +803,7 @@ def _salt_of(prompt: Prompt) -> str:
     if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT:
         raise RequestError(
             f"cache_salt={brief(salt)} is not allowed; allowed: a text of 1 to {MAX_SALT} "
-            "characters. Change it or leave it out.",
+            "characters. Shorten it, or leave it out.",
             "cache_salt",
         )
     return salt

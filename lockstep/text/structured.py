@@ -79,7 +79,10 @@ def compile_wanted(wanted: StructuredOutputsParams, compiler: Compiler) -> Match
         return compiler.matcher(source, items, _json_after(wanted))
     except GrammarFault as fault:
         where, why = _place_of(wanted, source, compiler, str(fault)) or ("", str(fault))
-        raise RequestError(f"{field}{where} cannot be obeyed: {why}. Change it.", field) from None
+        raise RequestError(
+            f"{field}{where} cannot be enforced: {why}. Correct this part, or leave it out.",
+            field,
+        ) from None
 
 
 def _json_after(wanted: StructuredOutputsParams) -> tuple[str, ...] | None:
@@ -143,8 +146,8 @@ def _from_json(text: str, field: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(
-            f"{field} is no JSON ({brief(str(error))}); allowed: an object, or JSON text of one. "
-            "Change it.",
+            f"{field} is not valid JSON ({brief(str(error))}); allowed: an object, or JSON text of "
+            "one. Correct the JSON at that position.",
             field,
         ) from None
 
@@ -155,7 +158,11 @@ def _to_json(value: Any, field: str) -> str:
         text.encode()
         return text
     except (ValueError, TypeError) as error:
-        raise RequestError(f"{field} is no JSON: {brief(str(error))}. Change it.", field) from None
+        raise RequestError(
+            f"{field} cannot be written as JSON: {brief(str(error))}. Use only objects, lists, "
+            "texts, finite numbers, booleans and null.",
+            field,
+        ) from None
 
 
 def json_form(wanted: StructuredOutputsParams) -> str | None:
@@ -196,7 +203,8 @@ def _grammar(wanted: StructuredOutputsParams, field: str) -> str:
         source = any_to_lark(str(wanted.grammar))
     except Exception as error:  # what the converter of GBNF raises is Exception itself
         raise RequestError(
-            f"{field} cannot be read: {first_line(str(error))}; allowed: Lark or GBNF. Change it.",
+            f"{field} cannot be parsed: {first_line(str(error))}; allowed: Lark or GBNF. Correct "
+            "the grammar at that position.",
             field,
         ) from None
     check_lark(source, field)
@@ -244,7 +252,7 @@ def _structural_tag(wanted: StructuredOutputsParams, field: str) -> str:
     if not _are_structures(structures) or not _are_texts(triggers):
         raise RequestError(
             f"{field}={brief(sent)} is not supported; allowed: an object of structures (begin, "
-            "schema and end of each) and triggers (texts). Change it.",
+            "schema and end of each) and triggers (texts), or of format. Send one of them.",
             field,
         )
     assert structures is not None and triggers is not None
@@ -265,8 +273,8 @@ def _form(form: Any, rules: Rules, field: str) -> str:
     found = make(form, rules, field)
     if found is None or len(rules) > MOST_RULES - 1:
         raise RequestError(
-            f"{field}: the format {brief(form)} is not complete, or the tag has more than "
-            f"{MOST_RULES} parts. Change it.",
+            f"{field}: the format {brief(form)} lacks fields, or the tag has more than "
+            f"{MOST_RULES} parts. Add the fields, or send fewer parts.",
             field,
         )
     return rules.rule(found)

@@ -94,8 +94,8 @@ class ChatTemplate:
             self._template = environment.from_string(parsed)
         except Exception as error:  # whatever Jinja or Python's compiler make of it
             raise CheckpointError(
-                f"{origin}: the chat template does not compile: {_message_of(error)}. Mend it, or "
-                "download the file again."
+                f"{origin}: the chat template does not compile: {_message_of(error)}. Correct it "
+                "or download the file again."
             ) from None
         self.variables = frozenset(read)
         self.names = _names_in(parsed)

@@ -214,7 +214,7 @@ class ToolSyntax:
         if not self.parser.reads(name):
             raise RequestError(
                 f"{field}.name={brief(name)} cannot be written in this model's tool calls; "
-                "allowed: names of letters, digits and underscores. Change it.",
+                "allowed: letters, digits and underscores. Rename the tool.",
                 f"{field}.name",
             )
         given = function.get("parameters") if held else None
@@ -239,7 +239,7 @@ class ToolSyntax:
                 continue
             if not self.parser.PLAIN_VALUES:
                 raise RequestError(
-                    f"tools: the Lark grammar of {brief(name)} cannot be obeyed, since this model "
+                    f"tools: the Lark grammar of {brief(name)} cannot be enforced: this model "
                     "writes calls as JSON, where texts have escapes. Leave the tool's format out, "
                     "or send a regex.",
                     "tools",
@@ -259,7 +259,7 @@ def _function(tool: Any, field: str) -> Json:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(
             f"{field}={brief(tool)} is not allowed; allowed: an object "
-            '{"type": "function", "function": {"name": ..., "parameters": ...}}. Mend it.',
+            '{"type": "function", "function": {"name": ..., "parameters": ...}}. Send one.',
             "tools",
         )
     return function

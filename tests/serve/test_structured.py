@@ -189,8 +189,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {**FORMAT, "json_schema": {"schema": {"items": {"type": "text"}}}}},
         "response_format",
-        "response_format: the keyword 'type' at items of the schema cannot be obeyed: Invalid "
-        "type: text. Change it.",
+        "response_format: the keyword 'type' at items of the schema cannot be enforced: Invalid "
+        "type: text. Correct this part, or leave it out.",
     ),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "x"),
@@ -201,7 +201,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "structured_outputs"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "structured_outputs"),
     ({"guided_regex": "[a&&b]"}, "guided_regex", "no text matches"),
-    ({"guided_regex": ".*" * 2000 + "x"}, "guided_regex", "cannot be obeyed"),
+    ({"guided_regex": ".*" * 2000 + "x"}, "guided_regex", "cannot be enforced"),
     ({"guided_regex": "a" * 5000}, "guided_regex", "at most 4096"),
     ({"response_format": {"type": "structural_tag", "format": {}}},
      "response_format", "is not supported"),

@@ -83,7 +83,7 @@ def test_a_property_of_such_a_name_is_no_keyword(compiler: Compiler, keyword: st
         ({"items": 3}, "items is 3"),
         ({"items": {"$ref": "#/$defs/none"}}, r"'\$ref' at items .*none"),
         ({"$ref": "http://example.com/schema"}, r"'\$ref' at the root .*example\.com"),
-        ('{"type": ', "is no JSON"),
+        ('{"type": ', "is not valid JSON"),
         ("[" * 5000, "JSON|levels"),
         ({"const": "x" * 70_000}, "more than 65536 characters"),
         ({"type": "integer", "minimum": 5, "maximum": 4}, "'minimum' at the root"),

@@ -112,5 +112,5 @@ def _rates(value: str) -> list[float]:
         found = [0.0]
     if any(not 0 < part < 1e6 for part in found):
         allowed = "requests/s above 0 with commas between, e.g. 0.5,2,8"
-        raise choice_error(ConfigError, "rate", value, allowed, "Change it.")
+        raise choice_error(ConfigError, "rate", value, allowed, "Pass such rates.")
     return found

@@ -46,5 +46,5 @@ def numbers(name: str, value: str, most: int) -> tuple[int, ...]:
         found = ()
     if not found or min(found) < 1 or max(found) > most:
         allowed = f"whole numbers from 1 to {most} with commas between, e.g. 1,8,64"
-        raise choice_error(ConfigError, name, value, allowed, "Change it.")
+        raise choice_error(ConfigError, name, value, allowed, "Pass such numbers.")
     return found

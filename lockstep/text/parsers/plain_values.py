@@ -81,7 +81,9 @@ class PlainValues:
             self._bound(key, leaf, BOUNDS, "texts stand in this model's tool calls as they are")
         found += [self._other(key, leaves, kind) for kind in others if _plain(leaves, kind)]
         if not found:
-            self.tool.refuse("$ref", f"properties.{key}", "it leads to no schema", "Mend it.")
+            self.tool.refuse(
+                "$ref", f"properties.{key}", "it leads to no schema", "Point it to a schema."
+            )
         return either(found)
 
     def text(self, without: Sequence[str] = ()) -> str:
