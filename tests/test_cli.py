@@ -114,7 +114,7 @@ def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
 
 def test_no_bar_where_stderr_is_no_terminal(model: str) -> None:
     shown = run("generate", "-p", "hello", "--max-tokens", "2", *dummy(model))
-    assert shown.stderr.startswith(f"{model} on cpu, mtp K=3, max_num_seqs 4, cache of ")
+    assert shown.stderr.startswith(f"{model} on cpu, mtp K=3, max_num_seqs 4, KV cache of ")
 
 
 def test_the_page_of_settings_is_what_they_declare() -> None:
@@ -204,10 +204,10 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     same = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "24GB").stdout)
     assert same["plan"] == plan
     roomy = run(*asked, "--gpu-memory-bytes", "24e9").stdout.splitlines()[-1]
-    assert roomy == f"It fits: a cache of {plan['cache_tokens']:,} tokens."
+    assert roomy == f"The model fits, with a KV cache of {plan['cache_tokens']:,} tokens."
     tight = run(*asked, "--gpu-memory-bytes", "1e9").stdout.splitlines()[-1]
     assert "other programs" not in tight  # on a card that is not there are none
-    assert tight.startswith("It does not fit: ") and small["why"] in tight
+    assert tight.startswith("The model does not fit: ") and small["why"] in tight
     shown = run(*asked)
     assert shown.exit_code == 0 and "needed_bytes" in shown.stdout
     assert shown.stdout.splitlines()[-1].startswith("--gpu-memory-bytes")

@@ -221,7 +221,7 @@ def plot(runs: Sequence[ServingFigures], path: Path, title: str) -> None:
     latencies = (
         ("time to first token, ms", [r.ttft_ms for r in runs]),
         ("time per token after the first, ms", [r.tpot_ms for r in runs]),
-        ("time between pieces, ms", [r.itl_ms for r in runs]),
+        ("inter-token latency, ms", [r.itl_ms for r in runs]),
     )
     for panel, (name, values) in zip(panels, latencies, strict=False):
         for index, percent in enumerate(PERCENTILES):
@@ -233,7 +233,7 @@ def plot(runs: Sequence[ServingFigures], path: Path, title: str) -> None:
     last.set_title("generated tokens/s")
     for panel in figure.axes:
         panel.set_xticks(places, labels)
-        panel.set_xlabel("requests/s, or requests at once")
+        panel.set_xlabel("requests/s, or concurrent requests")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

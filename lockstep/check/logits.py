@@ -86,7 +86,7 @@ def _run_shard(
     texts = [[*case.prompt, *expected[case.name].tokens] for case in cases]
     del plain
     for done, (setup, runs) in enumerate(every):
-        progress(f"{setup.drafting}, graph {setup.graph}", done, len(every))
+        progress(f"logits: {setup.drafting}, graph {setup.graph}", done, len(every))
         _run_engine(partial(build_setup, setup), setup, runs, comparison, texts)
     progress("done", len(every), len(every))
 

@@ -110,12 +110,12 @@ def _failures(report: Report) -> str:
     lines = []
     for failure in report.failures[:MOST_FAILURES]:
         at = "" if failure.position is None else f", output position {failure.position}"
-        said = f"drafter {failure.setup.drafting}, {failure.setup.phase}, {failure.batch}: "
-        said += f"{failure.request}{at} ({failure.sampling}): {failure.what}"
+        text = f"drafter {failure.setup.drafting}, {failure.setup.phase}, {failure.batch}: "
+        text += f"{failure.request}{at} ({failure.sampling}): {failure.what}"
         where = f"; {failure.where}" if failure.where else ""
         file = escape(failure.file or "")
         alone = f"<br><code>lockstep check --replay {file}</code>" if file else ""
-        lines.append(f"<li>{escape(said + where)}{alone}</li>")
+        lines.append(f"<li>{escape(text + where)}{alone}</li>")
     left = len(report.failures) - MOST_FAILURES
     more = f'<p class="soft">and {left} more</p>' if left > 0 else ""
     return _section("Differences", f"<ul>{''.join(lines)}</ul>{more}" if lines else "")
@@ -185,10 +185,10 @@ def _worlds(report: Report) -> str:
         for index, tally in enumerate(own):
             x = LABEL + index % PER_LINE * DOT
             line = y + index // PER_LINE * DOT
-            said = f"{tally.batch}, {tally.setup.drafting}: {tally.cases} outputs"
+            text = f"{tally.batch}, {tally.setup.drafting}: {tally.cases} outputs"
             body.append(
                 f'<rect x="{x}" y="{line + 2}" width="{DOT - 3}" height="{DOT - 3}" '
-                f'class="{_kind([tally])}"><title>{escape(said)}</title></rect>'
+                f'class="{_kind([tally])}"><title>{escape(text)}</title></rect>'
             )
         y += -(-len(own) // PER_LINE) * DOT + 6
     answers = sum(t.cases for t in tallies)

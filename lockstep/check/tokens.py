@@ -47,7 +47,7 @@ def run_matrix(
     comparison = Comparison(expected, report, Answer.first_difference)
     before = len(report.failures)
     for done, (turn, setup) in enumerate(engines):
-        progress(f"{setup.drafting}, {setup.phase}", done, len(engines))
+        progress(f"matrix: {setup.drafting}, {setup.phase}", done, len(engines))
         _run_engine(setup, batches(cases, size, turn), comparison, model, settings)
         gc.collect()
         if effort.fail_fast and len(report.failures) > before:

@@ -35,7 +35,7 @@ SHARED = (
     "skip_tokenizer_init",
     "speculative_config",
 )
-"""Settings that a check takes from the user; it varies the others itself. The drafter of a
+"""Settings that the user may choose; a check varies the others. The drafter of a
 speculative_config is checked in addition to those that the checkpoint allows by itself."""
 LEGEND = (
     "Cells: outputs equal to the plain run / outputs compared. Columns: prompt cache state; "

@@ -229,7 +229,7 @@ def read_row_buckets(value: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in value.split(","))
     except ValueError:
-        allowed = "whole numbers with commas between, e.g. 1,2,4,8"
+        allowed = "whole numbers separated by commas, e.g. 1,2,4,8"
         raise choice_error(
             ConfigError, "row_buckets", value, allowed, "Separate numbers by commas."
         ) from None

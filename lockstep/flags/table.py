@@ -161,7 +161,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts(
             "max-model-len",
-            "the most tokens of prompt and answer together",
+            "the maximum tokens of prompt and output together",
             SIZE,
             means={"auto": None, "-1": None},
         ),
@@ -186,7 +186,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts("seed", "of random weights; a request's own seed chooses its answer", NUMBER),
         acts("hf-overrides", "settings that replace those of config.json", JSON),
-        acts("skip-tokenizer-init", "token ids in, token ids out", SWITCH),
+        acts("skip-tokenizer-init", "load no tokenizer: prompts and outputs are token ids", SWITCH),
         acts(
             "generation-config",
             "whose defaults of sampling: auto (the checkpoint's), vllm (none), or a folder's",
