@@ -71,8 +71,8 @@ def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
         (("serv",), "Did you mean serve"),
         (("top", "a", "b"), r"extra argument.*\(b\).*lockstep top --help"),
         (("check", "a", "b"), r"extra argument.*\(b\).*lockstep check all --help"),
-        (("bench", "kernels", "--modl", "x"), "--modl is no option .*Did you mean --model"),
-        (("--nope",), "--nope is no option"),
+        (("bench", "kernels", "--modl", "x"), "--modl is not an option .*Did you mean --model"),
+        (("--nope",), "--nope is not an option"),
         (("bench", "serve", "--rates", "x"), "Did you mean --rate"),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for path in (str(tmp_path / "none"), str(file), "./none", "~/none"):
-        with pytest.raises(ConfigError, match="is no folder that is there, and no hub id"):
+        with pytest.raises(ConfigError, match="is neither an existing folder nor a hub id"):
             run("explain", path)
 
 
@@ -290,7 +290,9 @@ def test_bytes_that_are_no_text_end_in_one_line(
     with pytest.raises(SystemExit) as ended:
         main()
     last = capsys.readouterr().err.splitlines()[-1]
-    assert ended.value.code == 2 and last.startswith("RequestError: prompt: the text is no Unicode")
+    assert ended.value.code == 2 and last.startswith(
+        "RequestError: prompt: the text is not valid Unicode"
+    )
 
 
 def test_a_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

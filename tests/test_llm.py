@@ -273,7 +273,7 @@ def test_without_a_tokenizer_ids_go_in_and_out(plain: LLM) -> None:
         ([["a"]], "a text, or a list of token ids"),
         ([None], "a text, or a list of token ids"),
         ({"prompt_token_ids": 5}, "a text, or a list of token ids"),
-        (["x\ud800y"], "the text is no Unicode text at character 1"),
+        (["x\ud800y"], "the text is not valid Unicode at character 1"),
         (None, "a text, or a list of token ids"),
         (5, "a text, or a list of token ids"),
         ({"prompt_token_ids": {1, 2}}, "a text, or a list of token ids"),

@@ -83,9 +83,11 @@ def hooks_of(drafter: str, changing: bool, preempt_every: int = 0) -> CheckHooks
 def speculative_config(
     drafter: str, count: int, changing: bool = False, lookup: int = 1
 ) -> dict[str, Any] | None:
-    """The setting of this name, None without drafts. count: the most drafts of a step; changing:
-    whether steps may bring fewer; lookup: the shortest text that a drafter looks up,
-    1 for more drafts and more wrong ones than the product has."""
+    """Return the speculative_config of a drafter, None without drafts.
+
+    count: maximum drafts per step; changing: whether steps may have fewer; lookup: length of the
+    shortest text that a drafter looks up, 1 for more drafts and more wrong ones than by default.
+    """
     if not count:
         return None
     method = STAND_IN if drafter == NAME else drafter

@@ -102,7 +102,7 @@ def converse(side: Conversation, system: str | None) -> None:
         elif line.strip() == "/help":
             note(HELP)
         elif line.strip().startswith("/") and " " not in line.strip():
-            note(f"{brief(line.strip())} is no command. /help lists them.", "red")
+            note(f"{brief(line.strip())} is not a command. /help lists them.", "red")
         elif line.strip():
             before = len(messages)
             messages.append({"role": "user", "content": line})

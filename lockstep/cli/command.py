@@ -151,7 +151,7 @@ def unknown_option(name: str, known: Iterable[str], more: str = "") -> ConfigErr
     near = get_close_matches(name, known, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
     return ConfigError(
-        f"{brief(name)[1:-1]} is no option of this command.{meant} --help names all{more}."
+        f"{brief(name)[1:-1]} is not an option of this command.{meant} --help names all{more}."
     )
 
 

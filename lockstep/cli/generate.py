@@ -111,8 +111,7 @@ def _piped() -> str | None:
     found = sys.stdin.read(MOST_PIPED + 1)
     if len(found) > MOST_PIPED:
         raise ConfigError(
-            f"the prompt on stdin has more than {MOST_PIPED} characters; allowed: at most so many. "
-            "Shorten it."
+            f"the prompt on stdin has more than {MOST_PIPED} characters, the maximum. Shorten it."
         )
     return found or None
 

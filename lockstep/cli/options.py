@@ -27,7 +27,7 @@ SAMPLING_HELP = {
     "repetition_penalty": "above 1 makes tokens seen before less likely",
     "presence_penalty": "taken off the logits of tokens already in the answer",
     "frequency_penalty": "the same, per time that they are in it",
-    "max_tokens": "most tokens to generate",
+    "max_tokens": "maximum tokens to generate",
     "seed": "the same seed gives the same answer; drawn if left out",
 }
 SPEC_HELP = (

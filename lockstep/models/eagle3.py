@@ -427,7 +427,7 @@ class Eagle3Head(nn.Module):
         if not isinstance(target, Tensor):
             raise CheckpointError(
                 f"{self.checkpoint.folder}: lm_head is packed, and {OFFSETS} does not ascend; "
-                "allowed: one of the two. Take a head whose lm_head is not packed."
+                "allowed: one of the two. Use a head whose lm_head is not quantized."
             )
         return Slot.plain(target, partial(_rows, order=order))
 

@@ -63,7 +63,7 @@ def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
         return translated(gguf_files(fetch_gguf(file["model"], file["file"], field)))
     if not HUB_ID.fullmatch(model):
         raise ConfigError(
-            f"{field}={model[:200]!r} is no folder that is there, and no hub id, such as "
+            f"{field}={model[:200]!r} is neither an existing folder nor a hub id, such as "
             f"Qwen/Qwen3-8B ({reason}). {REMEDY}"
         )
     return fetch(model, weights, field)

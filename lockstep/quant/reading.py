@@ -10,8 +10,10 @@ from lockstep.quant.packing import Module
 
 T = TypeVar("T")
 WITHIN = "quantization_config."
-MEND = "Correct config.json, or serve a checkpoint that was packed otherwise."
-BUILT = "Weight formats are built for these only; serve a checkpoint that was packed otherwise."
+MEND = "Correct config.json, or serve a checkpoint that was quantized differently."
+BUILT = (
+    "Weight formats are built for these only; serve a checkpoint that was quantized differently."
+)
 
 
 ANYWHERE = re.compile(r"\.\*((?:\\\W|[\w-])+)(?:\.\*)?")
@@ -153,7 +155,7 @@ class SettingsReader:
                 value,
                 "settings that this weight format is built for, or null",
                 "If it changes no weight of this checkpoint, set it to null in config.json; else "
-                "serve a checkpoint that was packed otherwise.",
+                "serve a checkpoint that was quantized differently.",
             )
         for reader in self._inner:
             reader.refuse_unread(without_effect)

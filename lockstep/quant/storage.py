@@ -111,7 +111,7 @@ def settle(
     packed = strange or any(suffix in module.tensors for suffix in SIDECARS)
     if said is None:
         if packed:
-            raise contradiction(module, f"{setting} asks for a weight that is not packed")
+            raise contradiction(module, f"{setting} asks for a weight that is not quantized")
         return None
     needed = ", ".join(said.needs(module))
     if not packed:
@@ -351,7 +351,7 @@ def slot(
 
     def check(found: Tensor) -> None:
         if not bool(found.float().isfinite().all()):
-            raise damaged(module, suffix, "has entries that are no finite numbers")
+            raise damaged(module, suffix, "has entries that are not finite numbers")
         fill(found)
 
     return Slot(shape, dtypes, device, check)

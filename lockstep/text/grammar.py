@@ -49,7 +49,8 @@ EXCERPT = re.compile(r"\s*(\d+ \||\^)")
 OF_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 """Where a schema stands in a grammar, which its sender has not written."""
 TOO_COMPLEX = (
-    "the grammar is too complex to go on with: {reason}. What came before stands. Simplify it."
+    "the grammar is too complex to go on with: {reason}. Earlier tokens are kept. Simplify the "
+    "grammar."
 )
 
 

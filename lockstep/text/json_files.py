@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise damaged(path, error) from None
     if not isinstance(value, dict):
-        raise damaged(path, f"{brief(value)} stands where an object should")
+        raise damaged(path, f"{brief(value)} is not an object")
     return value
 
 

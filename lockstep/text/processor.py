@@ -595,7 +595,7 @@ class Processor:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"{field}: the text is no Unicode text at character {error.start}, which is half "
+                f"{field}: the text is not valid Unicode at character {error.start}, which is half "
                 "a surrogate pair. Send the whole character or leave it out.",
                 field,
             ) from None
@@ -712,7 +712,7 @@ class Processor:
         if begin is not None and end is not None:
             return AfterReasoning(matcher, end, None if begun else begin)
         raise RequestError(
-            "structured_outputs are not supported behind this model's reasoning, whose tags are no "
+            "structured_outputs are not supported after this model's reasoning, whose tags are not "
             "single tokens. Turn reasoning off, or set reasoning_parser to none.",
             "structured_outputs",
         )

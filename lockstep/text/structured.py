@@ -135,8 +135,7 @@ def _check_size(value: Any, field: str) -> None:
     check_depth(value, field)
     if len(_to_json(value, field)) > MAX_GRAMMAR_CHARACTERS:
         raise RequestError(
-            f"{field} has more than {MAX_GRAMMAR_CHARACTERS} characters; allowed: at most so many. "
-            "Shorten it.",
+            f"{field} has more than {MAX_GRAMMAR_CHARACTERS} characters, the maximum. Shorten it.",
             field,
         )
 

@@ -326,7 +326,7 @@ class _Copy:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"{_spell(path)} is no Unicode text at character {error.start}, which is half a "
+                f"{_spell(path)} is not valid Unicode at character {error.start}, which is half a "
                 "surrogate pair. Send the whole character or leave it out.",
                 str(path[0]).partition("[")[0],
             ) from None

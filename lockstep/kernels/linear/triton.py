@@ -238,7 +238,7 @@ def _arch(device: torch.device) -> str:
 
 
 def _supports(**traits: Any) -> str | None:
-    return "the weight is packed" if traits.get("packed") else gpu_trait(**traits)
+    return "the weight is quantized" if traits.get("packed") else gpu_trait(**traits)
 
 
 @linear.backend("triton", supports=_supports)
