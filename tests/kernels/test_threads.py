@@ -73,11 +73,16 @@ def test_a_product_has_the_bits_of_one_thread(least: int, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("three", "forgotten")
 def test_so_has_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no size serves on several threads, a row is done on one."""
-    q = torch.randn(3, 4, 16)
-    k = torch.randn(2, 256, 2, 16)
-    v = torch.randn(2, 256, 2, 16)
+    q = torch.randn(2, 3, 4, 16)
+    k = torch.randn(4, 2, 256, 16)
+    v = torch.randn(4, 2, 256, 16)
+    starts = torch.tensor([400, 300])
     with one_thread():
-        alone = attention._attend(q, k, v, 400)
+        alone = attention._attend(q, k, v, starts)
     other_order(monkeypatch, 2)
     assert row_tiles.exact_sizes(16, SEGMENT) == ()
-    assert torch.equal(attention._attend(q, k, v, 400), alone)
+    assert torch.equal(attention._attend(q, k, v, starts), alone)
+    for row in range(2):
+        heads = slice(2 * row, 2 * row + 2)
+        (one,) = attention._attend(q[row : row + 1], k[heads], v[heads], starts[row : row + 1])
+        assert torch.equal(one, alone[row]), "alone and in a batch"
