@@ -210,7 +210,7 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     assert tight.startswith("The model does not fit: ") and small["why"] in tight
     shown = run(*asked)
     assert shown.exit_code == 0 and "needed_bytes" in shown.stdout
-    assert shown.stdout.splitlines()[-1].startswith("--gpu-memory-bytes")
+    assert shown.stdout.splitlines()[-1].startswith("Add --gpu-memory-bytes")
 
 
 def test_explain_counts_a_draft_head_of_some_tokens(model: str) -> None:

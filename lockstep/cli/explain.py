@@ -115,7 +115,7 @@ def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: b
         console.print(message, style="red", soft_wrap=True)
     else:
         console.print(
-            "Add --gpu-memory-bytes, e.g. 24G, to see whether the model fits, and its KV cache."
+            "Add --gpu-memory-bytes, e.g. 24G, to see whether the model fits."
         )
 
 

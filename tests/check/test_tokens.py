@@ -118,7 +118,7 @@ def test_an_interruption_keeps_the_batches_that_were_done(
         check(Setup("none", 0, "cold", "none"), Setup("none", 0, "preempted", "none"))
     report = ended.value.report
     assert (report.interrupted, report.failed, report.cases) == (True, 0, 8 + 7)
-    assert "and 15 of 40 cases of the matrix were done. 15 cases, all equal" in report.verdict
+    assert "and 15 of 40 matrix cases were run. 15 cases, all equal" in report.verdict
 
 
 def test_an_interruption_before_anything_was_compared(

@@ -92,7 +92,7 @@ def test_a_world_is_plain_data(tmp_path: Path, drawer: Drawer) -> None:
     ("change", "said"),
     [
         ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 1"),
-        ({"kind": 5}, "cannot be read"),
+        ({"kind": 5}, "the scenario is malformed"),
         ({"requests": [{"prompt": [1], "params": {"heat": 1}}]}, "params has .'heat'."),
         ({"requests": []}, "requests=0 is not allowed; allowed: whole numbers from 1 to 64"),
         ({"limits": {"pages": 65}}, "pages=65 is not allowed; allowed: whole numbers from 1 to 64"),
