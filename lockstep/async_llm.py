@@ -182,7 +182,7 @@ class AsyncLLM:
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_ID:
             raise RequestError(
                 f"request_id={brief(request_id)} is not allowed; allowed: a text of 1 to {MAX_ID} "
-                "characters. Change it.",
+                "characters. Pass a text of that length.",
                 "request_id",
             )
         if params is not None and not isinstance(params, SamplingParams):

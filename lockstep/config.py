@@ -65,7 +65,7 @@ class EngineConfig(Settings):
 
     model: ModelName | None = setting(
         None,
-        "model folder, GGUF file or hub id; the bundled model if left out",
+        "model folder, GGUF file or hub id; default: the bundled model",
         allowed="a folder, a GGUF file, a hub id, or None for the bundled model",
         remedy="Name one of them.",
     )
@@ -74,8 +74,8 @@ class EngineConfig(Settings):
     )
     quantization: str | None = setting(
         None,
-        "weights are packed while they are loaded: fp8, int8 or int4",
-        allowed="fp8, int8, int4, the format of a packed checkpoint, or None",
+        "quantize weights while they are loaded: fp8, int8 or int4",
+        allowed="fp8, int8, int4, the format of a quantized checkpoint, or None",
         remedy=_ONE,
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto, cpu or cuda", remedy=_ONE)
@@ -84,20 +84,20 @@ class EngineConfig(Settings):
     )
     hf_overrides: dict[str, Any] | None = setting(
         None,
-        "settings that replace those of config.json",
+        "settings that override those of config.json",
         allowed="a dict of config.json's settings",
         remedy="Write it as a dict, or leave it out.",
     )
     max_model_len: Annotated[int, Field(ge=2, le=1 << 24)] | None = setting(
-        None, "most tokens of prompt and answer together"
+        None, "maximum tokens of prompt and output together"
     )
     max_num_seqs: Rows | None = setting(
         None,
-        "most requests that run at once; left out: 16 on a CPU, on a GPU the most, up to 256, that "
-        "memory has room for",
+        "maximum requests that run at once; default: 16 on a CPU, and on a GPU as many, up to 256, "
+        "as memory allows",
     )
     max_num_batched_tokens: Annotated[int, Field(ge=64, le=1 << 20)] | None = setting(
-        None, "most prompt tokens in one step; left out: 2048, or fewer where a GPU lacks memory"
+        None, "maximum prompt tokens per step; default: 2048, or fewer where GPU memory is short"
     )
     speculative_config: SpeculativeConfig | None = setting(
         None, f"drafting, e.g. {EXAMPLE}", allowed="None or a dict"
@@ -112,7 +112,7 @@ class EngineConfig(Settings):
         (),
         "layers whose cache keeps the model's dtype, e.g. first,last,7",
         allowed="a list of first, last and numbers of layers that attend",
-        remedy="Mend the list, or leave it out.",
+        remedy="Correct the list, or leave it out.",
     )
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
@@ -127,7 +127,7 @@ class EngineConfig(Settings):
     )
     kv_cache_memory_bytes: Annotated[int, Field(ge=1, le=1 << 50), size_in(1)] | None = setting(
         None,
-        "bytes of the cache, e.g. 24G or 25.3e9, instead of measuring memory",
+        "bytes of the KV cache, e.g. 24G or 25.3e9, instead of measuring memory",
         allowed=f"bytes from 1 to {1 << 50}, such as {SIZES}",
         is_size=True,
     )
@@ -138,22 +138,24 @@ class EngineConfig(Settings):
         None, "snapshots of recurrent state kept for prefix hits"
     )
     snapshot_every: Annotated[int, Field(ge=1, le=1 << 20)] | None = setting(
-        None, "pages of a prompt between two snapshots; the architecture's own if left out"
+        None, "pages of a prompt between two snapshots; default: set by the architecture"
     )
     enable_prefix_caching: bool = setting(
-        True, "reuse the cache of common prompt prefixes", remedy=_ONE
+        True, "reuse the KV cache of common prompt prefixes", remedy=_ONE
     )
     kv_offloading_size: Annotated[float, Field(ge=0, le=1 << 20), size_in(1 << 30)] = setting(
         0.0,
-        "GiB of host memory, or a size such as 64GB, for prefixes that the cache has no room for; "
-        "0: they are dropped",
+        "GiB of host memory, or a size such as 64GB, for prefixes evicted from the KV cache; 0: "
+        "they are dropped",
         allowed=f"numbers from 0 to {1 << 20}, in GiB, or sizes such as 24G or 24GB",
         is_size=True,
     )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "fcfs, or priority (lower runs sooner)", remedy=_ONE
     )
-    skip_tokenizer_init: bool = setting(False, "token ids in, token ids out", remedy=_ONE)
+    skip_tokenizer_init: bool = setting(
+        False, "load no tokenizer: prompts and outputs are token ids", remedy=_ONE
+    )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = setting(0, "seed of dummy weights")
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1)] = setting(
         1,
@@ -163,12 +165,12 @@ class EngineConfig(Settings):
     )
     row_buckets: RowBuckets | None = setting(
         None,
-        "row counts that steps are padded to; chosen for the device if left out",
+        "batch sizes that steps are padded to; default: chosen for the device",
         allowed=f"a list of at most {MAX_ROWS} whole numbers from 1 to {MAX_ROWS}",
-        remedy="Mend the list, or leave it out.",
+        remedy="Correct the list, or leave it out.",
     )
     steps_in_flight: Annotated[int, Field(ge=1, le=2)] | None = setting(
-        None, "steps launched before the first is read: 2 on a GPU, 1 on a CPU"
+        None, "steps launched before the first is read; default: 2 on a GPU, 1 on a CPU"
     )
 
     def __post_init__(self) -> None:

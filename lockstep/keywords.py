@@ -33,7 +33,7 @@ def check_keywords(
             raise _named(
                 error,
                 field or name,
-                f"{brief(name)[1:-1]} is no parameter; allowed: {', '.join(known)}. "
+                f"{brief(name)[1:-1]} is not a parameter; allowed: {', '.join(known)}. "
                 f"{meant}Remove or rename it.",
             )
         harmless, remedy = foreign[name]

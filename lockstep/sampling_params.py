@@ -113,7 +113,8 @@ class StructuredOutputsParams:
     def _refusal(self, name: str, allowed: str) -> RequestError:
         field = self.field_of(name)
         return RequestError(
-            f"{field}={brief(getattr(self, name))} is not allowed; allowed: {allowed}. Change it.",
+            f"{field}={brief(getattr(self, name))} is not allowed; allowed: {allowed}. Set it "
+            "to an allowed value, or leave it out.",
             field,
         )
 
@@ -300,7 +301,7 @@ class SamplingParams:
     def _refusal(self, name: str, allowed: str) -> RequestError:
         return RequestError(
             f"{name}={brief(getattr(self, name))} is not allowed; allowed: {allowed}. "
-            "Change it or leave it out.",
+            "Set it to an allowed value, or leave it out.",
             name,
         )
 

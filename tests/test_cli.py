@@ -71,8 +71,8 @@ def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
         (("serv",), "Did you mean serve"),
         (("top", "a", "b"), r"extra argument.*\(b\).*lockstep top --help"),
         (("check", "a", "b"), r"extra argument.*\(b\).*lockstep check all --help"),
-        (("bench", "kernels", "--modl", "x"), "--modl is no option .*Did you mean --model"),
-        (("--nope",), "--nope is no option"),
+        (("bench", "kernels", "--modl", "x"), "--modl is not an option .*Did you mean --model"),
+        (("--nope",), "--nope is not an option"),
         (("bench", "serve", "--rates", "x"), "Did you mean --rate"),
     ],
 )
@@ -108,13 +108,13 @@ def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for path in (str(tmp_path / "none"), str(file), "./none", "~/none"):
-        with pytest.raises(ConfigError, match="is no folder that is there, and no hub id"):
+        with pytest.raises(ConfigError, match="is neither an existing folder nor a hub id"):
             run("explain", path)
 
 
 def test_no_bar_where_stderr_is_no_terminal(model: str) -> None:
     shown = run("generate", "-p", "hello", "--max-tokens", "2", *dummy(model))
-    assert shown.stderr.startswith(f"{model} on cpu, mtp K=3, max_num_seqs 4, cache of ")
+    assert shown.stderr.startswith(f"{model} on cpu, mtp K=3, max_num_seqs 4, KV cache of ")
 
 
 def test_the_page_of_settings_is_what_they_declare() -> None:
@@ -204,13 +204,13 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     same = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "24GB").stdout)
     assert same["plan"] == plan
     roomy = run(*asked, "--gpu-memory-bytes", "24e9").stdout.splitlines()[-1]
-    assert roomy == f"It fits: a cache of {plan['cache_tokens']:,} tokens."
+    assert roomy == f"The model fits, with a KV cache of {plan['cache_tokens']:,} tokens."
     tight = run(*asked, "--gpu-memory-bytes", "1e9").stdout.splitlines()[-1]
     assert "other programs" not in tight  # on a card that is not there are none
-    assert tight.startswith("It does not fit: ") and small["why"] in tight
+    assert tight.startswith("The model does not fit: ") and small["why"] in tight
     shown = run(*asked)
     assert shown.exit_code == 0 and "needed_bytes" in shown.stdout
-    assert shown.stdout.splitlines()[-1].startswith("--gpu-memory-bytes")
+    assert shown.stdout.splitlines()[-1].startswith("Add --gpu-memory-bytes")
 
 
 def test_explain_counts_a_draft_head_of_some_tokens(model: str) -> None:
@@ -290,7 +290,9 @@ def test_bytes_that_are_no_text_end_in_one_line(
     with pytest.raises(SystemExit) as ended:
         main()
     last = capsys.readouterr().err.splitlines()[-1]
-    assert ended.value.code == 2 and last.startswith("RequestError: prompt: the text is no Unicode")
+    assert ended.value.code == 2 and last.startswith(
+        "RequestError: prompt: the text is not valid Unicode"
+    )
 
 
 def test_a_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

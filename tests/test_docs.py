@@ -170,7 +170,7 @@ def test_commands_are_understood(page: str, words: list[str]) -> None:
 
 
 def test_an_option_that_is_none_is_seen() -> None:
-    with pytest.raises(ConfigError, match="--prot is no option"):
+    with pytest.raises(ConfigError, match="--prot is not an option"):
         idle(get_command(app)).main(args=["serve", "--prot", "1"], standalone_mode=False)
 
 

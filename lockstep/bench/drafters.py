@@ -161,8 +161,8 @@ def draw(lines: Sequence[DrafterLine], title: str) -> Any:
         if line.accepted_at:
             places = range(1, len(line.accepted_at) + 1)
             by_place.plot(places, line.accepted_at, marker="o", label=line.name, clip_on=False)
-    by_place.set_title("share of steps whose draft is accepted")
-    by_place.set_xlabel("place of the draft")
+    by_place.set_title("acceptance by position")
+    by_place.set_xlabel("position of the draft")
     by_place.set_xticks(range(1, max(len(line.accepted_at) for line in lines) + 1))
     by_place.set_ylim(0, 1)
     by_place.grid(alpha=0.3)
@@ -170,7 +170,7 @@ def draw(lines: Sequence[DrafterLine], title: str) -> Any:
         by_place.legend()
     names = [line.name for line in lines]
     costs.bar(names, [line.extra_ms for line in lines])
-    costs.set_title("ms of a step beyond one without drafts")
+    costs.set_title("step time minus that without drafts, ms")
     speeds.bar(names, [line.decode_tokens_per_s for line in lines])
     speeds.set_title("decode tokens/s")
     for bars in (costs, speeds):

@@ -49,14 +49,15 @@ class Server:
 
         parts = urlsplit(url)
         allowed = "http://host:port or https://host, with /v1 or without"
-        wrong = choice_error(ConfigError, "url", url, allowed, "Change it.")
+        wrong = choice_error(ConfigError, "url", url, allowed, "Pass the server's address.")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise wrong
         path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         base = f"{parts.scheme}://{parts.netloc}{path}"
         if key and not (key.isascii() and key.isprintable()):
             raise ConfigError(
-                "api_key holds characters that no header can; allowed: printable ASCII. Mend it."
+                "api_key holds characters that no header can; allowed: printable ASCII. Pass the "
+                "server's key."
             )
         headers = {"Accept-Encoding": "identity"}  # a compressed stream arrives in other pieces
         if key:

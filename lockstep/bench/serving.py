@@ -62,8 +62,8 @@ def random_asks(
     """`count` completions of random token ids below `vocab`, no two alike."""
     if vocab <= FIRST_ID or input_len < 1:
         raise ConfigError(
-            f"input_len={input_len} and vocab_size={vocab} are not allowed; allowed: 1 and "
-            f"{FIRST_ID + 1} or more. Change them."
+            f"input_len={input_len}, vocab_size={vocab} are not allowed; allowed: input_len from "
+            f"1, vocab_size from {FIRST_ID + 1}. Raise the one that is too small."
         )
     draw = random.Random(seed)
     prompts = [draw.choices(range(FIRST_ID, vocab), k=input_len) for _ in range(count)]
@@ -221,7 +221,7 @@ def plot(runs: Sequence[ServingFigures], path: Path, title: str) -> None:
     latencies = (
         ("time to first token, ms", [r.ttft_ms for r in runs]),
         ("time per token after the first, ms", [r.tpot_ms for r in runs]),
-        ("time between pieces, ms", [r.itl_ms for r in runs]),
+        ("inter-token latency, ms", [r.itl_ms for r in runs]),
     )
     for panel, (name, values) in zip(panels, latencies, strict=False):
         for index, percent in enumerate(PERCENTILES):
@@ -233,7 +233,7 @@ def plot(runs: Sequence[ServingFigures], path: Path, title: str) -> None:
     last.set_title("generated tokens/s")
     for panel in figure.axes:
         panel.set_xticks(places, labels)
-        panel.set_xlabel("requests/s, or requests at once")
+        panel.set_xlabel("requests/s, or concurrent requests")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""A drafter that knows the answers, wrong at every fifth place and silent at some.
+"""Oracle drafter: propose the known answer, wrong at every fifth position and silent at some.
 
 Whatever the weights, every number of drafts is accepted at some step. CheckHooks.drafter puts it in
 the place of the drafter that speculative_config names, which says K.
@@ -10,8 +10,8 @@ from torch import Tensor
 from lockstep.spec.drafter import DraftContext
 from lockstep.step import Step, Verdict
 
-NAME = "told"
-"""What setups, worlds and reports call this drafter."""
+NAME = "oracle"
+"""Name of this drafter in setups, scenarios and reports."""
 STAND_IN = "ngram"
 """The method that speculative_config names where this drafter takes its place."""
 MOST_TEXTS = 32

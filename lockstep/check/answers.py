@@ -1,4 +1,4 @@
-"""Answers as what can be compared bit for bit, and what took place while they were made."""
+"""Answers in a form that is compared bit for bit, and counters of what their runs exercised."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,11 @@ Mismatch = tuple[int, str]
 """Index of an output position, and what differs there."""
 NO_ENDING = (None, None)
 """The ending of an answer that was ended from outside."""
+CACHED = "cached tokens"
+PREEMPTIONS = "preemptions"
+DRAFTED = "draft tokens"
+ACCEPTED = "accepted draft tokens"
+"""Counters of a report, as users read them."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Answer:
             if self.digests[index : index + 1] != (digest,):
                 return index, "the bits of the logits differ"
             if self.tokens[index : index + 1] != (token,):
-                return index, "the logits are equal and the token is another"
+                return index, "the logits are equal, the token differs"
         return None
 
     def _differs_in_the_end(self, other: "Answer", begun: bool) -> Mismatch | None:
@@ -91,11 +96,11 @@ def as_bits(logprobs: Sequence[dict[int, Logprob] | None] | None) -> Bits:
 
 
 def took_place(answers: Iterable[Answer]) -> Counter[str]:
-    """How often what a check varies really took place, by the requests' own figures."""
+    """Sum the metrics of requests: counters of what the check exercised."""
     seen: Counter[str] = Counter()
     for metrics in (answer.metrics for answer in answers):
-        seen["cached tokens"] += metrics.num_cached_tokens
-        seen["preemptions"] += metrics.num_preemptions
-        seen["drafted"] += metrics.num_draft_tokens
-        seen["accepted"] += metrics.num_accepted_tokens
+        seen[CACHED] += metrics.num_cached_tokens
+        seen[PREEMPTIONS] += metrics.num_preemptions
+        seen[DRAFTED] += metrics.num_draft_tokens
+        seen[ACCEPTED] += metrics.num_accepted_tokens
     return seen

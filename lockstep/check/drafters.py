@@ -18,14 +18,19 @@ from lockstep.worker.program import Drafter
 SHORTEST = {"ngram": "prompt_lookup_min", "suffix": "suffix_lookup_min"}
 """Method -> its key of the shortest text that is looked up."""
 NONE = "none"
-"""What setups, worlds and reports call an engine without drafts."""
+"""Name of an engine without drafts in setups, scenarios and reports."""
+
+
+def unequal_draft_counts(drafter: str) -> str:
+    """Return the counter of steps whose rows got different numbers of drafts."""
+    return f"steps with unequal draft counts ({drafter})"
 
 
 class WatchedDrafter:
-    """A drafter and its contract: it finds no drafts of the rows that it drafts for.
+    """Drafter whose contract is checked: its rows have no drafts when it is called.
 
-    Watching waits for the device, so it is only for eager engines, and off unless a Counter stands
-    in `seen`. It counts uneven steps there, whose rows get different numbers of drafts.
+    The check waits for the device, so it is only for eager engines, and off unless `seen` is a
+    Counter. Steps whose rows get different numbers of drafts are counted there.
     """
 
     def __init__(self, context: DraftContext, inner: Drafter) -> None:
@@ -35,7 +40,7 @@ class WatchedDrafter:
 
     @property
     def name(self) -> str:
-        """What setups, worlds and reports call the drafter."""
+        """Return the name of the drafter in setups, scenarios and reports."""
         return NAME if isinstance(self.inner, AnswerOracle) else self.context.config.method
 
     def propose(
@@ -51,7 +56,7 @@ class WatchedDrafter:
             raise WorldError("a step has left drafts in its rows")
         self.inner.propose(step, hidden, aux_hidden_states, verdict)
         made = (drafts[rows] >= 0).sum(1)
-        self.seen[f"uneven steps of {self.name}"] += int((made != made[:1]).any())
+        self.seen[unequal_draft_counts(self.name)] += int((made != made[:1]).any())
 
 
 def watched(context: DraftContext) -> WatchedDrafter:
@@ -78,9 +83,11 @@ def hooks_of(drafter: str, changing: bool, preempt_every: int = 0) -> CheckHooks
 def speculative_config(
     drafter: str, count: int, changing: bool = False, lookup: int = 1
 ) -> dict[str, Any] | None:
-    """The setting of this name, None without drafts. count: the most drafts of a step; changing:
-    whether steps may bring fewer; lookup: the shortest text that a drafter looks up,
-    1 for more drafts and more wrong ones than the product has."""
+    """Return the speculative_config of a drafter, None without drafts.
+
+    count: maximum drafts per step; changing: whether steps may have fewer; lookup: length of the
+    shortest text that a drafter looks up, 1 for more drafts and more wrong ones than by default.
+    """
     if not count:
         return None
     method = STAND_IN if drafter == NAME else drafter

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.check import answer_oracle
-from lockstep.check.answers import Answer, took_place
+from lockstep.check.answers import ACCEPTED, CACHED, DRAFTED, Answer, took_place
 from lockstep.check.cases import Batch, Case, beginnings
 from lockstep.check.digests import LogitDigests
 from lockstep.check.drafters import asked_drafter, settings_with
@@ -86,7 +86,7 @@ def _run_shard(
     texts = [[*case.prompt, *expected[case.name].tokens] for case in cases]
     del plain
     for done, (setup, runs) in enumerate(every):
-        progress(f"{setup.drafting}, graph {setup.graph}", done, len(every))
+        progress(f"logits: {setup.drafting}, graph {setup.graph}", done, len(every))
         _run_engine(partial(build_setup, setup), setup, runs, comparison, texts)
     progress("done", len(every), len(every))
 
@@ -141,12 +141,12 @@ def _prime(engine: CheckEngine, cases: tuple[Case, ...]) -> None:
 def _not_exercised(setup: Setup, batch: Batch, seen: Counter[str], rows: int) -> list[str]:
     """What was to take place and did not: a run without it proves nothing. rows: the most that a
     step decoded."""
-    wanted = ["cached tokens"] if batch.primed else []
-    wanted += ["drafted"] if setup.k else []
-    wanted += ["accepted"] if setup.drafter == answer_oracle.NAME else []
-    lacks = [f"no {name} at all" for name in wanted if not seen[name]]
-    if not batch.primed and seen["cached tokens"]:
-        lacks.append("cached tokens in a cold run")
+    wanted = [CACHED] if batch.primed else []
+    wanted += [DRAFTED] if setup.k else []
+    wanted += [ACCEPTED] if setup.drafter == answer_oracle.NAME else []
+    lacks = [f"the run had no {name}" for name in wanted if not seen[name]]
+    if not batch.primed and seen[CACHED]:
+        lacks.append("a cold run had cached tokens")
     if batch.name.endswith("rows") and rows != len(batch.cases):
         lacks.append(f"no step decoded more than {rows} rows")
     return lacks

@@ -18,11 +18,11 @@ PREFIX_HIT = "prefix hit"
 PREEMPTED = "preempted"
 PHASES = (COLD, PREFIX_HIT, PREEMPTED)
 SAMPLING = "sampling"
-ORACLE = "oracle"
-WORLD = "world"
-"""The phase of a world's setup: cold, hit and preempted as it comes."""
-TESTS = (SAMPLING, ORACLE)
-"""Sections whose cases are tests, not answers: they stand where a setup has its phase."""
+TRANSFORMERS = "transformers"
+WORLD = "scenario"
+"""Phase of a random scenario, whose rows are cold, prefix hits or preempted as scheduled."""
+TESTS = (SAMPLING, TRANSFORMERS)
+"""Phases whose cases are tests of logits and distributions, not answers."""
 BATCHES = ("alone", "batch of 7", "long prompt")
 
 

@@ -13,7 +13,7 @@ from lockstep.check.cases import Case
 from lockstep.check.digests import RawLogits
 from lockstep.check.drafters import NONE
 from lockstep.check.harness import CheckEngine
-from lockstep.check.matrix import LONG_PROMPT, ORACLE, Setup
+from lockstep.check.matrix import LONG_PROMPT, TRANSFORMERS, Setup
 from lockstep.check.report import Report, Tally
 from lockstep.errors import ConfigError
 from lockstep.example_prompts import long_prompt, short_prompts
@@ -44,7 +44,7 @@ def load_oracle(llm: LLM) -> Any:
     packed = llm.engine.checkpoint.quantization() is not None
     if packed or llm.engine.config.quantization:
         raise ConfigError(
-            "--oracle is not allowed with packed weights: transformers would read other values. "
+            "--oracle is not allowed with quantized weights: transformers would read other values. "
             "Leave it out."
         )
     try:
@@ -72,7 +72,7 @@ def run_oracle(plain: CheckEngine, report: Report) -> float:
     """Runs the section and adds to the report; returns the largest difference."""
     oracle = load_oracle(plain.llm)
     tolerance = TOLERANCES[plain.engine.plan.dtype]
-    setup = Setup(NONE, 0, ORACLE, "none")
+    setup = Setup(NONE, 0, TRANSFORMERS, "none")
     params = SamplingParams(
         temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0
     )
@@ -91,9 +91,10 @@ def run_oracle(plain: CheckEngine, report: Report) -> float:
         if failed:
             at = int((~(differ <= tolerance)).nonzero()[0])
             what = (
-                f"the logits are {float(differ[at]):.2g} off transformers', {tolerance:g} allowed"
+                f"the logits differ from transformers' by {float(differ[at]):.2g} of their norm; "
+                f"allowed: {tolerance:g}"
             )
-            report.fail(setup, ORACLE, what, name, "greedy", at)
+            report.fail(setup, TRANSFORMERS, what, name, "greedy", at)
         worst = max(worst, float(differ.max()))
         report.add(Tally(setup, 1, int(failed), round(time.monotonic() - started, 2), name))
     return worst

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: on a phone, on paper, light and dark."""
+"""HTML report of a check: one self-contained page for screens, phones and paper."""
 
 import platform
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import lockstep
-from lockstep.check.matrix import PHASES, TESTS
+from lockstep.check.matrix import PHASES, TESTS, WORLD
 from lockstep.check.report import Report, Tally
 
 STYLE = """
@@ -68,9 +68,9 @@ def page(report: Report, command: Sequence[str]) -> str:
         f"{escape(report.verdict)}</p>",
         _figures(report),
         _failures(report),
-        _section("Worlds", _worlds(report)),
-        _section("The matrix", _matrix(report)),
-        _section("Distributions and oracle", _tests(report)),
+        _section("Random scenarios", _worlds(report)),
+        _section("Matrix of engine settings", _matrix(report)),
+        _section("Tests of sampling distributions and logits", _tests(report)),
         _section("Not exercised", _lacks(report)),
         _section("About this run", _about(report, command)),
     ]
@@ -91,7 +91,7 @@ def _title(report: Report) -> tuple[str, str]:
     """The page's title, and the verdict's class in its style."""
     if report.failed:
         return "Differences found", " bad"
-    return ("Ended early", " early") if report.interrupted else ("All answers equal", "")
+    return ("Stopped early", " early") if report.interrupted else ("All outputs equal", "")
 
 
 def _section(name: str, body: str) -> str:
@@ -100,7 +100,7 @@ def _section(name: str, body: str) -> str:
 
 def _figures(report: Report) -> str:
     """What took place, as numbers."""
-    shown = {"answers compared": report.cases, "differences": report.failed, **report.exercised}
+    shown = {"outputs and tests": report.cases, "differences": report.failed, **report.exercised}
     boxes = (f"<div><b>{n:,}</b><span>{escape(name)}</span></div>" for name, n in shown.items())
     return _section("Exercised", f'<div class="figures">{"".join(boxes)}</div>')
 
@@ -109,13 +109,13 @@ def _failures(report: Report) -> str:
     """Every difference, the first ones at least."""
     lines = []
     for failure in report.failures[:MOST_FAILURES]:
-        at = "" if failure.position is None else f", answer position {failure.position}"
-        said = f"{failure.setup.drafting}, {failure.setup.phase}, {failure.batch}: "
-        said += f"{failure.request}{at} ({failure.sampling}): {failure.what}"
+        at = "" if failure.position is None else f", output position {failure.position}"
+        text = f"drafter {failure.setup.drafting}, {failure.setup.phase}, {failure.batch}: "
+        text += f"{failure.request}{at} ({failure.sampling}): {failure.what}"
         where = f"; {failure.where}" if failure.where else ""
         file = escape(failure.file or "")
         alone = f"<br><code>lockstep check --replay {file}</code>" if file else ""
-        lines.append(f"<li>{escape(said + where)}{alone}</li>")
+        lines.append(f"<li>{escape(text + where)}{alone}</li>")
     left = len(report.failures) - MOST_FAILURES
     more = f'<p class="soft">and {left} more</p>' if left > 0 else ""
     return _section("Differences", f"<ul>{''.join(lines)}</ul>{more}" if lines else "")
@@ -158,8 +158,8 @@ def _grid(tallies: Sequence[Tally], graph: str) -> str:
             here = [t for t in tallies if (t.setup.drafting, t.setup.phase) == (drafting, phase)]
             body.append(_cell(here, LABEL + x * CELL, top))
     size = LABEL + len(PHASES) * CELL, HEAD + len(rows) * ROW
-    caption = f"Answers equal to the plain run, of all, by drafts and cache state; graphs: {graph}"
-    return _svg(*size, f"the matrix, graphs {graph}", "".join(body), caption)
+    caption = f"Graph mode {graph}: outputs equal to the plain run / outputs compared"
+    return _svg(*size, f"matrix, graph mode {graph}", "".join(body), caption)
 
 
 def _cell(tallies: Sequence[Tally], x: int, y: int) -> str:
@@ -174,7 +174,7 @@ def _cell(tallies: Sequence[Tally], x: int, y: int) -> str:
 
 def _worlds(report: Report) -> str:
     """A square a world, drafter by drafter; its title says which."""
-    tallies = _of(report, "world")
+    tallies = _of(report, WORLD)
     if not tallies:
         return ""
     body = []
@@ -185,15 +185,15 @@ def _worlds(report: Report) -> str:
         for index, tally in enumerate(own):
             x = LABEL + index % PER_LINE * DOT
             line = y + index // PER_LINE * DOT
-            said = f"{tally.batch}, {tally.setup.drafting}: {tally.cases} answers"
+            text = f"{tally.batch}, {tally.setup.drafting}: {tally.cases} outputs"
             body.append(
                 f'<rect x="{x}" y="{line + 2}" width="{DOT - 3}" height="{DOT - 3}" '
-                f'class="{_kind([tally])}"><title>{escape(said)}</title></rect>'
+                f'class="{_kind([tally])}"><title>{escape(text)}</title></rect>'
             )
         y += -(-len(own) // PER_LINE) * DOT + 6
     answers = sum(t.cases for t in tallies)
-    caption = f"{len(tallies)} worlds of seed {report.seed}, {answers:,} answers, by drafter"
-    return _svg(LABEL + PER_LINE * DOT, y, "the worlds", "".join(body), caption)
+    caption = f"{len(tallies)} scenarios of seed {report.seed}, {answers:,} outputs, by drafter"
+    return _svg(LABEL + PER_LINE * DOT, y, "random scenarios", "".join(body), caption)
 
 
 def _tests(report: Report) -> str:
@@ -223,7 +223,7 @@ def _about(report: Report, command: Sequence[str]) -> str:
         "lockstep": lockstep.__version__,
         "torch": torch.__version__,
         "Python": f"{platform.python_version()} on {platform.platform()}",
-        "took": f"{report.seconds:.0f} s",
+        "duration": f"{report.seconds:.0f} s",
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
     lines = (f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in about.items())

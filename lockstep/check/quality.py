@@ -103,7 +103,7 @@ def read_text(path: Path, tokens: int) -> str:
         if len(data) - error.start < 4 and len(data) == tokens * BYTES_PER_TOKEN:
             return data[: error.start].decode("utf-8")  # a character that was cut in two
         raise ConfigError(
-            f"--text {path} is no UTF-8 at byte {error.start}; allowed: UTF-8. Convert it."
+            f"--text {path} is not UTF-8 at byte {error.start}; allowed: UTF-8. Convert it."
         ) from None
 
 
@@ -114,8 +114,8 @@ def windows_of(llm: LLM, text: str, tokens: int, window: int) -> list[list[int]]
     most = llm.engine.plan.max_model_len - 1
     if window > most:
         raise ConfigError(
-            f"--window {window} is not allowed; allowed: {LEAST} to {most} (max_model_len less the "
-            "token behind it). Lower it."
+            f"--window {window} is not allowed; allowed: {LEAST} to {most} (max_model_len less one "
+            "output token). Lower it."
         )
     ids = llm.tokenizer.encode(text, add_special_tokens=False)[:tokens]
     cut = [ids[begin : begin + window] for begin in range(0, len(ids), window)]

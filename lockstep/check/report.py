@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Report of a check: its cases, its failures and what it exercised."""
 
 import time
 from collections import Counter
@@ -106,9 +106,9 @@ class Report:
         """How much was done of a check that was interrupted."""
         worlds = sum(t.setup.phase == WORLD for t in self.tallies)
         cases = sum(t.cases for t in self.tallies if t.setup.phase in PHASES)
-        due = {"worlds": (worlds, self.worlds_due), "cases of the matrix": (cases, self.cases_due)}
+        due = {"scenarios": (worlds, self.worlds_due), "matrix cases": (cases, self.cases_due)}
         parts = [f"{done:,} of {of:,} {name}" for name, (done, of) in due.items() if of is not None]
-        return f"Ended early: {' and '.join(parts)} were done." if parts else "Ended early."
+        return f"Stopped early: {' and '.join(parts)} were run." if parts else "Stopped early."
 
     @property
     def _found(self) -> str:
@@ -121,11 +121,11 @@ class Report:
             more = f" {tests} tests of distributions and logits passed." if tests else ""
             return f"{answers}, {self.compared} bit for bit.{more}"
         first = self.failures[0]
-        at = "" if first.position is None else f", answer position {first.position}"
+        at = "" if first.position is None else f", output position {first.position}"
         where = f"; {first.where}" if first.where else ""
-        file = f" Alone: lockstep check --replay {first.file}" if first.file else ""
+        file = f" Reproduce: lockstep check --replay {first.file}" if first.file else ""
         return (
-            f"{self.failed} of {self.cases} cases differ. First: {first.setup.drafting}, "
+            f"{self.failed} of {self.cases} cases differ. First: drafter {first.setup.drafting}, "
             f"{first.setup.phase}, graph {first.setup.graph}, {first.batch}: {first.request}{at}: "
             f"{first.what}{where}.{file}"
         )

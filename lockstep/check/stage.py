@@ -61,10 +61,10 @@ class Stage:
             if not given.speculate and any(answer.metrics.num_draft_tokens for answer in own):
                 raise WorldError("drafts were verified of a request that wants none")
         seen.update(took_place(answer for own in answers for answer in own))
-        seen["aborted"] += sum(completion.aborted for own in completions for completion in own)
+        seen["aborted completions"] += sum(c.aborted for own in completions for c in own)
         for group in self.engine.engine.scheduler.cache.groups:
             shelf = group.pool.host
-            seen[f"{shelf.name} from host memory"] = shelf.num_back
+            seen[f"{shelf.name} loaded from host memory"] = shelf.num_back
         leaves_nothing(self.engine.engine)
         return Played(answers, seen)
 
@@ -162,7 +162,7 @@ def _happens(
         moved = request_id in engine.runner.saved
         if turn == given.abort and engine.abort(request_id) is not None:
             completion.aborted = True
-            seen["aborted in host memory"] += moved
+            seen["completions aborted in host memory"] += moved
 
 
 @torch.inference_mode()

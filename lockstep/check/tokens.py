@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.check.answers import Answer, took_place
+from lockstep.check.answers import CACHED, DRAFTED, PREEMPTIONS, Answer, took_place
 from lockstep.check.cases import Batch, Case, beginnings, in_turn, make_cases
 from lockstep.check.drafters import settings_with
 from lockstep.check.harness import CheckEngine, Comparison, build
@@ -19,8 +19,8 @@ from lockstep.check.worlds import Effort
 from lockstep.scheduling.request import Request
 
 Progress = Callable[[str, int, int], None]
-PHASE_AXES = {PREFIX_HIT: "cached tokens", PREEMPTED: "preemptions"}
-"""What has to take place in a phase."""
+PHASE_AXES = {PREFIX_HIT: CACHED, PREEMPTED: PREEMPTIONS}
+"""Counter that must not be zero in a phase."""
 
 
 def turns(
@@ -47,7 +47,7 @@ def run_matrix(
     comparison = Comparison(expected, report, Answer.first_difference)
     before = len(report.failures)
     for done, (turn, setup) in enumerate(engines):
-        progress(f"{setup.drafting}, {setup.phase}", done, len(engines))
+        progress(f"matrix: {setup.drafting}, {setup.phase}", done, len(engines))
         _run_engine(setup, batches(cases, size, turn), comparison, model, settings)
         gc.collect()
         if effort.fail_fast and len(report.failures) > before:
@@ -115,14 +115,14 @@ def _run_batches(
         engine.cache(beginnings(tuple(case for batch in runs for case in batch.cases)))
     answers = [answer for batch in runs for answer in comparison.run(engine, setup, batch)]
     for name in _missing(setup, took_place(answers)):
-        comparison.report.fail(setup, "all", f"no {name} at all")
+        comparison.report.fail(setup, "all", f"the run had no {name}")
 
 
 def _missing(setup: Setup, seen: Counter[str]) -> list[str]:
     """The axes that were to take place and never did: a run without them proves nothing."""
     wanted = [PHASE_AXES[setup.phase]] if setup.phase in PHASE_AXES else []
     if setup.k:
-        wanted.append("drafted")
+        wanted.append(DRAFTED)
     return [name for name in wanted if not seen[name]]
 
 
@@ -158,7 +158,7 @@ class _Search:
         where = compare(due, found, len(case.prompt) + failure.position)
         if where is None:
             where = (
-                "no module of the model differs when run eagerly: look at the sampler or the graph"
+                "no module of the model differs in an eager run: look at the sampler or the graph"
             )
         return replace(failure, where=where)
 

@@ -136,8 +136,8 @@ class World:
         if not isinstance(data, dict) or data.get("version") != VERSION:
             found = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise ConfigError(
-                f"version={found!r} of a world is not allowed; allowed: {VERSION}. Write the file "
-                "with this release of lockstep check."
+                f"version={found!r} of a scenario is not allowed; allowed: {VERSION}. Write the "
+                "file with this release of lockstep check."
             )
         try:
             world = cls(
@@ -149,7 +149,9 @@ class World:
                 draws=int(data["draws"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"the world cannot be read: {error!r}. Write it anew.") from None
+            raise ConfigError(
+                f"the scenario is malformed: {error!r}. Name a file that lockstep check wrote."
+            ) from None
         world.check()
         return world
 
@@ -172,7 +174,7 @@ class World:
         ):
             if not (isinstance(value, int) and low <= value <= high):
                 allowed = f"whole numbers from {low} to {high}"
-                raise choice_error(ConfigError, name, value, allowed, "Mend the world.")
+                raise choice_error(ConfigError, name, value, allowed, "Correct the scenario.")
 
 
 def _as_tuples(data: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +201,7 @@ def read_world(path: Path) -> World:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {why_unread(error)}. Name a file of a world."
+            f"{path} cannot be read: {why_unread(error)}. Name a file that lockstep check wrote."
         ) from None
     return World.from_json(data.get("world") if isinstance(data, dict) else data)
 

@@ -1,4 +1,4 @@
-"""The worlds section: random worlds are drawn and played, and what differs is made small."""
+"""Random scenarios: draw them, run them, and minimize the first that differs."""
 
 import gc
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from lockstep.check.answers import NO_ENDING
+from lockstep.check.answers import ACCEPTED, CACHED, DRAFTED, NO_ENDING, PREEMPTIONS
 from lockstep.check.drafters import NONE
 from lockstep.check.draw import EARLY, WORLDS_OF_A_KIND, Drawer
 from lockstep.check.harness import CheckEngine
@@ -24,9 +24,9 @@ from lockstep.errors import LockstepError
 
 Progress = Callable[[str, int, int], None]
 Build = Callable[[Kind], CheckEngine]
-AXES = ("cached tokens", "preemptions", "drafted", "accepted")
-FROM_HOST = "pages from host memory"
-"""What has to take place in worlds; the last, where some are made for it."""
+AXES = (CACHED, PREEMPTIONS, DRAFTED, ACCEPTED)
+FROM_HOST = "pages loaded from host memory"
+"""Counters that must not be zero over all scenarios; the last one where the drawer aims at it."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,14 @@ def run_worlds(
             break
         if not effort.shard.has(index // WORLDS_OF_A_KIND):
             continue
-        progress(f"world {index}", index, 0 if effort.seconds is not None else effort.worlds)
+        progress(f"scenario {index}", index, 0 if effort.seconds is not None else effort.worlds)
         began = time.monotonic()
         try:
             world = drawer.world(index)
         except Exception as error:  # worlds aim by plain runs: the plain engine itself breaks
             what = f"the plain run raised {type(error).__name__}: {error}"
             setup = Setup(NONE, 0, WORLD, "none")
-            report.fail(setup, f"world {index} of seed {drawer.seed}", what, "a plain run")
+            report.fail(setup, f"scenario {index} of seed {drawer.seed}", what, "a plain run")
             return
         found = examiner.examine(world)
         axes = (*AXES, FROM_HOST) if drawer.wants_host(index) else axes
@@ -160,10 +160,10 @@ def run_worlds(
                 report.used.params(given.sampling())
         seconds = round(time.monotonic() - began, 2)
         failed = int(found.difference is not None)
-        report.add(Tally(setup_of(world), found.answers, failed, seconds, f"world {index}"))
+        report.add(Tally(setup_of(world), found.answers, failed, seconds, f"scenario {index}"))
         report.count(found.seen)
         if found.difference is not None:
-            name = f"world {index} of seed {drawer.seed}"
+            name = f"scenario {index} of seed {drawer.seed}"
             first = not any(f.setup.phase == WORLD for f in report.failures)
             file = f"lockstep-check-{drawer.seed}-{index}.json" if first else None
             _add_difference(report, world, found.difference, examiner, effort, name, file)
@@ -193,7 +193,7 @@ def _check_exercised(report: Report, axes: tuple[str, ...]) -> None:
     """An axis that never took place proves nothing: that is a failure too."""
     for name in axes:
         if not report.exercised.get(name):
-            report.fail(Setup(NONE, 0, WORLD, "none"), "all", f"no {name} at all")
+            report.fail(Setup(NONE, 0, WORLD, "none"), "all", f"no scenario had {name}")
 
 
 def setup_of(world: World) -> Setup:
@@ -252,20 +252,20 @@ def locate(world: World, difference: Difference, examiner: Examiner) -> str | No
         with traced(stage.engine, lambda request: request.id == own_id) as trace:
             stage.play(eager, examiner.plain)
     except Exception as error:
-        return f"run again, watched, it raised {type(error).__name__}: {error}"
+        return f"the traced run raised {type(error).__name__}: {error}"
     found = compare(due, trace, end)
-    return found or "no module of the model differs when run eagerly: look at the sampler"
+    return found or "no module of the model differs in an eager run: look at the sampler"
 
 
 def replay(world: World, examiner: Examiner, report: Report) -> None:
     """Plays one world of a file, and adds to the report."""
     found = examiner.examine(world)
     failed = int(found.difference is not None)
-    report.add(Tally(setup_of(world), found.answers, failed, 0.0, "replayed world"))
+    report.add(Tally(setup_of(world), found.answers, failed, 0.0, "replayed scenario"))
     report.exercised = dict(found.seen)
     if found.difference is not None:
         keep = Effort(worlds=1, minimise=0.0)
-        failure = explain(world, found.difference, examiner, keep, "replayed world", None)
+        failure = explain(world, found.difference, examiner, keep, "replayed scenario", None)
         report.failures.append(failure)
         where = locate(world, found.difference, examiner)
         report.failures[-1] = replace(failure, where=where)

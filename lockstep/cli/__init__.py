@@ -50,7 +50,7 @@ def lockstep(
 check = typer.Typer(
     cls=group_with_default("all"),
     rich_markup_mode=None,
-    help="Prove on this machine that no answer changes.",
+    help="Prove on this machine that optimizations never change the output.",
 )
 check.command("all", cls=FlagCommand, epilog=epilog())(run_check)
 check.command(cls=FlagCommand, epilog=epilog())(quality)

@@ -37,9 +37,9 @@ def chat(
         str | None,
         typer.Option(help="chat with this running server; MODEL is a name that it serves"),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="the server's key, with --url")] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key of the server, with --url")] = None,
     api_key_file: Annotated[
-        str | None, typer.Option(help="file whose first line is that key")
+        str | None, typer.Option(help="file whose first line is the API key")
     ] = None,
     *,
     settings: dict[str, Any],
@@ -102,7 +102,7 @@ def converse(side: Conversation, system: str | None) -> None:
         elif line.strip() == "/help":
             note(HELP)
         elif line.strip().startswith("/") and " " not in line.strip():
-            note(f"{brief(line.strip())} is no command. /help lists them.", "red")
+            note(f"{brief(line.strip())} is not a command. /help lists them.", "red")
         elif line.strip():
             before = len(messages)
             messages.append({"role": "user", "content": line})

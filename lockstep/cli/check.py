@@ -1,4 +1,4 @@
-"""lockstep check: that the answer never changes, on this machine."""
+"""lockstep check: prove on this machine that optimizations never change the output."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,61 +35,66 @@ SHARED = (
     "skip_tokenizer_init",
     "speculative_config",
 )
-"""The settings that a check takes from the user; it varies the others itself. The drafter of a
-speculative_config is checked beside those that the checkpoint allows by itself."""
+"""Settings that the user may choose; a check varies the others. The drafter of a
+speculative_config is checked in addition to those that the checkpoint allows by itself."""
 LEGEND = (
-    "Cases that are equal to the plain run, of all cases. sampling: tests of distributions; world: "
-    "random requests that come and go; the others are fixed cases. told: drafts that are the "
-    "answer, with errors at some positions."
+    "Cells: outputs equal to the plain run / outputs compared. Columns: prompt cache state; "
+    "sampling: statistical tests of the sampler; scenario: random request schedules. oracle: "
+    "drafter that proposes the plain run's tokens, some of them wrong."
 )
 ALL = "all"
-"""Of kv_cache_dtype: every format in turn."""
+"""Value of kv_cache_dtype that checks every format of the KV cache."""
 OWN = "auto"
-"""The first of them, which every model takes."""
+"""Format that is checked first; every model supports it."""
 
 
 @engine_options
 def check(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a sample of the matrix")] = False,
-    full: Annotated[bool, typer.Option("--full", help="every combination")] = False,
-    logits: Annotated[
-        bool, typer.Option("--logits", help="compare raw logits; needs no trained weights")
+    quick: Annotated[bool, typer.Option("--quick", help="check a sample of the matrix")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="check every combination of the matrix")
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="what the worlds are drawn from")] = 0,
+    logits: Annotated[
+        bool, typer.Option("--logits", help="compare raw logits; works with random weights")
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="seed of the random scenarios")] = 0,
     seconds: Annotated[
         float | None,
-        typer.Option("--seconds", min=0, help="draw worlds for so long, not a fixed number"),
+        typer.Option("--seconds", min=0, help="run scenarios for this many seconds"),
     ] = None,
     shard: Annotated[
-        str | None, typer.Option("--shard", help="only part I of N equal ones, such as 2/4")
+        str | None, typer.Option("--shard", help="run only part I of N equal parts, such as 2/4")
     ] = None,
     fail_fast: Annotated[
-        bool, typer.Option("--fail-fast", help="end with the first difference")
+        bool, typer.Option("--fail-fast", help="stop at the first difference")
     ] = False,
     oracle: Annotated[
-        bool, typer.Option("--oracle", help="compare the plain logits with transformers'")
+        bool, typer.Option("--oracle", help="also compare logits with Hugging Face transformers")
     ] = False,
     replay: Annotated[
-        Path | None, typer.Option("--replay", help="run only the world of this file")
+        Path | None, typer.Option("--replay", help="run only the scenario of this file")
     ] = None,
     page: Annotated[
-        Path | None, typer.Option("--report", help="write a page of HTML to this file")
+        Path | None, typer.Option("--report", help="write an HTML report to this file")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Prove that drafts, batching, chunks, caches, preemption and graphs change no bit.
+    """Prove that speculation, batching, caching, preemption and CUDA graphs change no bit.
 
-    Random worlds of requests, drawn from --seed, and a fixed matrix are run; every answer is
-    compared with the plain run's: tokens and logprobs, or with --logits every bit of the logits,
-    for 20 prompts at every number of rows, K, chunk size and graph mode. A world that differs is
-    made small and written to a file for --replay. Status 1 if any differs. --kv-cache-dtype all
-    checks every format of the KV cache in turn, and names those that the model does not take.
-    Ctrl-C and SIGTERM end it early: what was compared is reported, with status 130 if all is equal.
+    The plain run serves each prompt alone: no drafts, no prefix cache, no chunked prefill, no CUDA
+    graphs. Random scenarios of requests and a fixed matrix of engine settings must give its output:
+    the same tokens and logprobs. With --logits, every bit of the logits of 20 prompts is compared
+    at each batch size, number of drafts, chunk size and graph mode.
 
-    Also: lockstep check quality, what a format of the cache costs in answers; it has its --help.
+    The first scenario that differs is minimized and written to a file for --replay. The exit
+    status is 1 if any output differs. Ctrl-C and SIGTERM stop the check early: it reports what it
+    compared, with exit status 130 if all of that is equal. --kv-cache-dtype all checks every format
+    of the KV cache and lists those that the model does not support.
+
+    See also lockstep check quality --help: how much a KV cache format changes the output.
     """
     size = _size(quick, full, logits, replay, shard)
     _refuse_varied(settings)
@@ -116,7 +121,7 @@ def check(
                 if interrupted or (failed and fail_fast):
                     break
     except KeyboardInterrupt:
-        note("Ended early: no further report is made.")
+        note("Stopped early, before a report could be made.")
         interrupted = True
     raise typer.Exit(1 if failed else INTERRUPTED if interrupted else 0)
 
@@ -129,8 +134,10 @@ def _reports(
     replay: Path | None,
     quiet: bool,
 ) -> "Iterator[tuple[str, Report]]":
-    """Each format of the cache that is asked for, and the report of its check. Raises ConfigError
-    where the model does not take the only one, or its own dtype."""
+    """Yield each requested KV cache format with the report of its check.
+
+    Raises ConfigError where the model does not support the only requested format, or "auto".
+    """
     asked = settings["kv_cache_dtype"]
     for kind in _kv_formats(asked):
         chosen = settings | {"kv_cache_dtype": kind}
@@ -139,13 +146,13 @@ def _reports(
         except ConfigError as refused:
             if asked != ALL or kind == OWN:
                 raise
-            note(f"left out: {refused}")
+            note(f"skipped: {refused}")
             continue
         yield kind, report
 
 
 def _kv_formats(asked: str) -> tuple[str, ...]:
-    """The formats to check: the one that is asked for, or each once, the model's dtype first."""
+    """Return the formats to check: the requested one, or all, the model's dtype first."""
     from lockstep.kernels.formats.kv.table import KV_FORMATS
 
     if asked != ALL:
@@ -154,24 +161,24 @@ def _kv_formats(asked: str) -> tuple[str, ...]:
 
 
 def _write(path: Path, report: "Report") -> None:
-    """The page, in a folder that is there. Raises ConfigError where it cannot be written."""
+    """Write the HTML report. Raises ConfigError where the file cannot be written."""
     from lockstep.check.page import write_page
 
     try:
         write_page(path, report, ["lockstep", *sys.argv[1:]])
     except OSError as error:
         raise ConfigError(
-            f"--report {path} cannot be written: {why_unread(error)}. Name a file."
+            f"--report {path} cannot be written: {why_unread(error)}. Name another file."
         ) from None
 
 
 def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str | None) -> str:
-    """The size's name. Raises ConfigError where options exclude each other."""
+    """Return the name of the size. Raises ConfigError where options exclude each other."""
     if quick and full:
         raise ConfigError("--quick and --full exclude each other; choose one of them.")
     if replay and (quick or full or logits or shard is not None):
         raise ConfigError(
-            "--replay runs one world; leave --quick, --full, --logits and --shard out."
+            "--replay runs one scenario; leave --quick, --full, --logits and --shard out."
         )
     if quick:
         return "quick"
@@ -186,7 +193,7 @@ def _reported(
     replay: Path | None,
     quiet: bool,
 ) -> "Report":
-    """The report of one check, also where it was interrupted."""
+    """Run one check and return its report, also where it was interrupted."""
     from lockstep.check import Interrupted
 
     try:
@@ -199,7 +206,7 @@ def _reported(
 
 
 def _show(report: "Report", logits: bool, json: bool) -> None:
-    """The report on stdout."""
+    """Print the report to stdout."""
     if json:
         print_json(report.to_json())
     else:
@@ -258,7 +265,7 @@ def _table(report: "Report", logits: bool) -> Table:
         return "chunks" if tally.batch.startswith("chunks") else tally.batch
 
     kinds = list(dict.fromkeys(map(kind, report.tallies)))
-    table = Table("drafts", "graph", box=SIMPLE_HEAD, padding=0)  # 80 columns hold all kinds
+    table = Table("drafter", "graph", box=SIMPLE_HEAD, padding=0)  # 80 columns hold all kinds
     table.caption = None if logits else LEGEND
     for name in kinds:
         table.add_column(name, justify="right")
@@ -276,7 +283,7 @@ def _rows(tallies: "Sequence[Tally]") -> list[tuple[str, str]]:
 
 
 def _cell(tallies: "list[Tally]") -> str:
-    """Equal cases of all cases; red where some differ, empty where there are none."""
+    """Return "equal/compared", red where some differ, or an empty text where nothing was run."""
     cases, failed = (sum(getattr(t, name) for t in tallies) for name in ("cases", "failed"))
     shown = f"{cases - failed}/{cases}" if cases else ""
     return f"[red]{shown}[/red]" if failed else shown
@@ -286,11 +293,13 @@ def _print(report: "Report", table: Table) -> None:
     console = Console(highlight=False)
     if report.tallies:
         console.print(table)
-    took = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
+    if report.exercised:
+        counters = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
+        console.print(f"exercised: {counters}", soft_wrap=True)
     part = f"shard {report.shard}; " if report.shard.count > 1 else ""
     about = f"{part}seed {report.seed}; {report.seconds:.0f} s"
-    console.print("; ".join(x for x in (took, about, report.numerics) if x), soft_wrap=True)
+    console.print("; ".join(x for x in (about, report.numerics) if x), soft_wrap=True)
     for reason in report.skipped:
-        console.print(f"left out: {reason}")
+        console.print(f"skipped drafter {reason}", soft_wrap=True)
     colour = "red" if report.failed else "yellow" if report.interrupted else "green"
     console.print(report.verdict, style=colour, markup=False, soft_wrap=True)

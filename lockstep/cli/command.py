@@ -151,7 +151,7 @@ def unknown_option(name: str, known: Iterable[str], more: str = "") -> ConfigErr
     near = get_close_matches(name, known, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
     return ConfigError(
-        f"{brief(name)[1:-1]} is no option of this command.{meant} --help names all{more}."
+        f"{brief(name)[1:-1]} is not an option of this command.{meant} --help names all{more}."
     )
 
 
@@ -160,8 +160,8 @@ def _refusal(names: list[str], words: list[str], why: str) -> ConfigError:
     shown = [text for name in names for text in _written(name, words)]
     what = shown[-1] if shown else "/".join(names)
     return ConfigError(
-        f"{what} is not allowed: {why[0].lower()}{why[1:].rstrip('.')}. Change it or leave it out; "
-        "--help says what is allowed."
+        f"{what} is not allowed: {why[0].lower()}{why[1:].rstrip('.')}. Pass an allowed value, or "
+        "leave it out; --help says what is allowed."
     )
 
 

@@ -1,4 +1,4 @@
-"""lockstep explain: which backend serves which op, and what the plan is."""
+"""lockstep explain: show which backend runs each op, and the memory plan."""
 
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, brief, choice_error
 from lockstep.settings import SIZES, read_bytes
 
 MOST_BYTES = 1e15
-"""Of a GPU's memory: far above any."""
+"""Maximum bytes of GPU memory, far above any real GPU."""
 
 
 @engine_options
@@ -22,17 +22,18 @@ def explain(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     arch: Annotated[
-        str | None, typer.Option("--arch", help="a GPU that is not there, e.g. sm_86")
+        str | None, typer.Option("--arch", help="plan for another GPU architecture, e.g. sm_86")
     ] = None,
     gpu_memory_bytes: Annotated[
-        str | None, typer.Option("--gpu-memory-bytes", help="its memory, e.g. 24G or 25.3e9")
+        str | None,
+        typer.Option("--gpu-memory-bytes", help="memory of that GPU, e.g. 24G or 25.3e9"),
     ] = None,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Show the plan, and the backend of every op and layer.
+    """Show the memory plan, and the backend of every op and layer.
 
-    With --arch, of a GPU that is not there: from config.json alone, no weights are read.
+    With --arch, plan for a GPU that this machine does not have, from config.json alone.
     """
     total = _total(arch, gpu_memory_bytes)
     if arch is not None:
@@ -56,13 +57,13 @@ def explain(
 
 
 def _total(arch: str | None, given: str | None) -> int | None:
-    """Return the bytes of a GPU that is not there. Raises ConfigError."""
+    """Return the memory of the planned GPU in bytes. Raises ConfigError."""
     if given is None:
         return None
     if arch is None:
         raise ConfigError(
             f"gpu_memory_bytes={brief(given)} is not allowed without arch; allowed: with --arch, "
-            "for a GPU that is not there. Name its architecture, or leave it out."
+            "for a GPU that this machine does not have. Name its architecture, or leave it out."
         )
     try:
         total = read_bytes(given)
@@ -70,13 +71,15 @@ def _total(arch: str | None, given: str | None) -> int | None:
             raise ValueError
     except ValueError:
         allowed = f"1 to {MOST_BYTES:g} bytes, such as {SIZES}"
-        wrong = choice_error(ConfigError, "gpu_memory_bytes", given, allowed, "Change it.")
+        wrong = choice_error(
+            ConfigError, "gpu_memory_bytes", given, allowed, "Pass a size in that range."
+        )
         raise wrong from None
     return int(total)
 
 
 def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: bool) -> None:
-    """Prints what an engine would be on a GPU that is not there."""
+    """Print the plan of an engine on a GPU that this machine does not have."""
     from lockstep.config import EngineConfig
     from lockstep.engine_args import settle_drafts
     from lockstep.kernels.architecture import architecture_by_name
@@ -100,19 +103,22 @@ def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: b
         for line in verdict["notes"]:
             console.print(line, markup=False, soft_wrap=True)
         console.print(
-            f"It fits: a cache of {found['plan']['cache_tokens']:,} tokens.", style="green"
+            f"The model fits, with a KV cache of {found['plan']['cache_tokens']:,} tokens.",
+            style="green",
         )
     elif total is not None:
         needed = decimal(found["plan"]["needed_bytes"])
-        message = f"It does not fit: a GPU of {needed} is needed, this has {decimal(total)}; "
+        message = (
+            f"The model does not fit: it needs a GPU of {needed}, this one has {decimal(total)}; "
+        )
         message += verdict["why"]
         console.print(message, style="red", soft_wrap=True)
     else:
-        console.print("--gpu-memory-bytes, e.g. 24e9, tells whether it fits, and how many tokens.")
+        console.print("Add --gpu-memory-bytes, e.g. 24G, to see whether the model fits.")
 
 
 def _tiles(tiles: list[dict[str, Any]]) -> Table:
-    """A line per op, size and number of tokens. What a tile does without is left out."""
+    """Return a table of tiles: one row per op, size and number of tokens, without unused fields."""
     table = Table("op", "size", "tokens", "tile", title="Tiles", title_justify="left")
     for one in tiles:
         tile = ", ".join(f"{name} {value}" for name, value in one["tile"].items() if value)
@@ -121,7 +127,7 @@ def _tiles(tiles: list[dict[str, Any]]) -> Table:
 
 
 def _layers(layers: list[dict[str, Any]]) -> Group:
-    """Layers whose choices are the same stand in one line; why others were refused, below."""
+    """Return a table of ops that groups layers with equal choices, and the refusals below it."""
     table = Table("op", "backend", "layers", "refused", title="Ops", title_justify="left")
     reasons: dict[str, int] = {}
     groups: dict[tuple[str, str, str], list[str]] = {}
@@ -157,7 +163,7 @@ def spans(places: list[str]) -> str:
 
 
 def _plan(plan: dict[str, Any]) -> Table:
-    """A line per setting of a plan; bytes in the unit that suits them."""
+    """Return a table of the plan: one row per setting, bytes in readable units."""
     table = Table("setting", Column("value", overflow="fold"), title="Plan", title_justify="left")
     for name, value in plan.items():
         if name.endswith("_bytes"):

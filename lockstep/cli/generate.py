@@ -31,9 +31,12 @@ def generate(
         str | None,
         typer.Option("--prompt", "-p", help="the prompt; stdin if piped, or a sample question"),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="ask it as a chat message")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="apply the chat template to the prompt")
+    ] = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="without and with drafts: speed, and that both agree")
+        bool,
+        typer.Option("--compare", help="run without and with drafts; compare speed and tokens"),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     *,
@@ -108,8 +111,7 @@ def _piped() -> str | None:
     found = sys.stdin.read(MOST_PIPED + 1)
     if len(found) > MOST_PIPED:
         raise ConfigError(
-            f"the prompt on stdin has more than {MOST_PIPED} characters; allowed: at most so many. "
-            "Shorten it."
+            f"the prompt on stdin has more than {MOST_PIPED} characters, the maximum. Shorten it."
         )
     return found or None
 

@@ -27,7 +27,7 @@ SAMPLING_HELP = {
     "repetition_penalty": "above 1 makes tokens seen before less likely",
     "presence_penalty": "taken off the logits of tokens already in the answer",
     "frequency_penalty": "the same, per time that they are in it",
-    "max_tokens": "most tokens to generate",
+    "max_tokens": "maximum tokens to generate",
     "seed": "the same seed gives the same answer; drawn if left out",
 }
 SPEC_HELP = (
@@ -229,8 +229,10 @@ def read_row_buckets(value: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in value.split(","))
     except ValueError:
-        allowed = "whole numbers with commas between, e.g. 1,2,4,8"
-        raise choice_error(ConfigError, "row_buckets", value, allowed, "Change it.") from None
+        allowed = "whole numbers separated by commas, e.g. 1,2,4,8"
+        raise choice_error(
+            ConfigError, "row_buckets", value, allowed, "Separate numbers by commas."
+        ) from None
 
 
 def read_speculative_config(value: str) -> dict[str, Any] | str | None:
@@ -240,7 +242,7 @@ def read_speculative_config(value: str) -> dict[str, Any] | str | None:
     found = _object(value)
     if found is None:
         allowed = f"auto, none, or a JSON object, e.g. '{EXAMPLE}'"
-        raise choice_error(ConfigError, "speculative_config", value, allowed, "Change it.")
+        raise choice_error(ConfigError, "speculative_config", value, allowed, "Use one of them.")
     return found
 
 

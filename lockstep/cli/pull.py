@@ -20,9 +20,11 @@ def pull(
         str,
         typer.Argument(metavar="NAME", help="hub id, OWNER/NAME:FILE.gguf or OWNER/NAME:Q4_K_M"),
     ],
-    revision: Annotated[str | None, typer.Option(help="branch, tag or commit; main")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="branch, tag or commit; default: main")
+    ] = None,
     local_dir: Annotated[
-        str | None, typer.Option(help="folder for the files; the hub's cache if left out")
+        str | None, typer.Option(help="folder for the files; default: the hub's cache")
     ] = None,
     include: Annotated[
         list[str] | None,

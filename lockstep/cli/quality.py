@@ -1,4 +1,4 @@
-"""lockstep check quality: what compressed caches cost in answers, on a text of the user's."""
+"""lockstep check quality: accuracy of quantized KV caches on a text."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,24 +30,23 @@ WIDTH = 120
 @engine_options
 def quality(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
-    text: Annotated[Path | None, typer.Option(help="a text in UTF-8, of what you ask for")] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text that resembles your use")] = None,
     tokens: Annotated[
-        int, typer.Option(min=2, max=MOST_TOKENS, help="most tokens of it that count")
+        int, typer.Option(min=2, max=MOST_TOKENS, help="maximum tokens of the text to score")
     ] = TOKENS,
-    window: Annotated[
-        int, typer.Option(min=2, max=MOST_TOKENS, help="tokens that are one prompt")
-    ] = WINDOW,
+    window: Annotated[int, typer.Option(min=2, max=MOST_TOKENS, help="tokens per prompt")] = WINDOW,
     plot: Annotated[
-        Path | None, typer.Option(help="write the difference by position here, .svg")
+        Path | None, typer.Option(help="write a plot of the difference by position, .svg")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Perplexity and best tokens of a text with caches of other dtypes, against the model's own.
+    """Measure how much cache formats change perplexity and top-1 tokens of a text.
 
-    --kv-cache-dtype and --mamba-ssm-cache-dtype take several names, with commas between; every pair
-    of them is measured. Drafts, batches and chunks change no bit, so none is varied.
+    --kv-cache-dtype and --mamba-ssm-cache-dtype take several names, separated by commas; each pair
+    of them is compared with the model's own dtype. Drafts, batching and chunked prefill change no
+    bit, so they are not varied.
     """
     if text is None:
         raise ConfigError("check quality needs a text. Name it: --text FILE.")

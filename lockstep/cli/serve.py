@@ -188,7 +188,7 @@ def _rules(
     if any(not key.strip() or not key.isprintable() for key in found) or len(found) > MOST_KEYS:
         raise ConfigError(
             f"api_key is not allowed to be empty or to hold control characters; allowed: up to "
-            f"{MOST_KEYS} keys of printable characters. Mend it or leave it out."
+            f"{MOST_KEYS} keys of printable characters. Remove other characters, or leave it out."
         )
     return Rules(
         hosts=hosts,

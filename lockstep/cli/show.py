@@ -64,7 +64,7 @@ def summary(facts: "Facts") -> str:
         read = f"{loaded.bytes / 1e9:.2f} GB of weights at {loaded.speed / 1e9:.1f} GB/s"
     return (
         f"{model_name(facts.config)} on {plan.device}, {drafting}, max_num_seqs "
-        f"{plan.max_num_seqs}, cache of {room:,} tokens "
+        f"{plan.max_num_seqs}, KV cache of {room:,} tokens "
         f"({memory / 2**20:,.0f} MiB), {read}, graph {plan.graph_mode}, "
         f"numerics {plan.numerics}"
     )

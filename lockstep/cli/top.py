@@ -1,4 +1,4 @@
-"""lockstep top: a running server's figures, live."""
+"""lockstep top: live metrics of a running server."""
 
 import os
 import select
@@ -27,37 +27,38 @@ if TYPE_CHECKING:
 Wait = Callable[[float], bool]
 USUAL_URL = "http://127.0.0.1:8000"
 NONE = "–"
-"""Shown where nothing happened that a figure could be made of."""
+"""Shown for a metric without samples."""
 
 
 def top(
     address: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help=f"the server's address; {USUAL_URL}")
+        str | None,
+        typer.Argument(metavar="[URL]", help=f"address of the server; default: {USUAL_URL}"),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="the same, as an option")] = None,
+    url: Annotated[str | None, typer.Option(help="address of the server, as an option")] = None,
     interval: Annotated[
         float, typer.Option(min=0.1, max=3600.0, help="seconds between two readings of /metrics")
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="one frame, of one interval, and the end")
+        bool, typer.Option("--once", help="print one frame, of one interval, and exit")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="a line of JSON per frame")] = False,
-    api_key: Annotated[str | None, typer.Option(help="the server's key")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one line of JSON per frame")] = False,
+    api_key: Annotated[str | None, typer.Option(help="API key of the server")] = None,
     api_key_file: Annotated[
-        str | None, typer.Option(help="file whose first line is the key; a process list shows none")
+        str | None, typer.Option(help="file whose first line is the API key; hides it from ps")
     ] = None,
 ) -> None:
-    """Watch a running server's figures.
+    """Show live metrics of a running server.
 
-    Reads its /metrics. q or Ctrl-C ends it.
+    Reads its /metrics. Press q or Ctrl-C to quit.
     """
     from lockstep.cli.serve import read_keys
     from lockstep.serve.telemetry.metrics_reader import Source
 
     if not (once or json or sys.stdout.isatty()):
         raise ConfigError(
-            "stdout is no terminal, and a live view needs one; allowed there: --once or --json. "
-            "Add one of them."
+            "stdout is not a terminal, and the live view needs one; allowed: --once or --json. Add "
+            "one of them."
         )
     key = read_keys(api_key_file)[0] if api_key_file is not None else api_key
     if address is not None and url is not None and address != url:
@@ -76,7 +77,7 @@ def top(
 
 
 def _print(source: "Source", interval: float, once: bool, json: bool) -> None:
-    """Frames one below the other."""
+    """Print frames one below the other."""
 
     def show(frame: "Frame") -> bool:
         if json:
@@ -158,7 +159,7 @@ def _follow(
 
 
 def view(frame: "Frame", url: str) -> Group:
-    """A frame as tables."""
+    """Return a frame as tables."""
     head = Text.assemble((frame.model, "bold"), f"  {url}")
     requests = Table.grid(padding=(0, 2))
     requests.add_row(
@@ -169,20 +170,20 @@ def view(frame: "Frame", url: str) -> Group:
     )
     cache = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=1.0, completed=frame.cache_usage, width=30)
-    cache.add_row("cache", bar, f"{frame.cache_usage:.1%}")
+    cache.add_row("KV cache", bar, f"{frame.cache_usage:.1%}")
     ended = ", ".join(f"{count} {reason}" for reason, count in frame.ended.items()) or "none"
-    return Group(head, requests, cache, _table(frame), Text(f"ended: {ended}"))
+    return Group(head, requests, cache, _table(frame), Text(f"finished: {ended}"))
 
 
 def _table(frame: "Frame") -> Table:
-    """The figures of now beside those since the server's start."""
+    """Return a table of metrics: of the last interval, and since the server started."""
     now = frame.now
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     table.add_column(f"last {now.seconds:.1f} s", justify="right")
     table.add_column("since start", justify="right")
-    for name, told in ROWS:
-        table.add_row(name, told(now), told(frame.since_start))
+    for name, text in ROWS:
+        table.add_row(name, text(now), text(frame.since_start))
     return table
 
 
@@ -202,13 +203,13 @@ ROWS: tuple[tuple[str, Callable[["Period"], str]], ...] = (
     ("tokens/s", lambda p: _number(1, p.generation_speed)),
     ("prompt tokens/s", lambda p: _number(1, p.prompt_speed)),
     ("acceptance length", lambda p: _number(2, p.acceptance_length)),
-    ("drafts accepted", lambda p: _percent(p.acceptance_rate)),
-    ("accepted by place", lambda p: _places(p.accepted_at)),
+    ("acceptance rate", lambda p: _percent(p.acceptance_rate)),
+    ("acceptance by position", lambda p: _places(p.accepted_at)),
     ("decode step, ms", lambda p: _number(2, p.step_ms)),
-    ("its floor, ms", lambda p: _number(2, p.floor_ms)),
+    ("step floor, ms", lambda p: _number(2, p.floor_ms)),
     ("step / floor", lambda p: _number(2, p.over_floor)),
-    ("first token, ms", lambda p: _number(1, p.first_token_ms)),
-    ("between updates, ms", lambda p: _number(2, p.next_token_ms)),
-    ("prefix hits", lambda p: _percent(p.prefix_hits)),
+    ("TTFT, ms", lambda p: _number(1, p.first_token_ms)),
+    ("ITL, ms", lambda p: _number(2, p.next_token_ms)),
+    ("prefix cache hits", lambda p: _percent(p.prefix_hits)),
     ("preemptions", lambda p: str(p.preemptions)),
 )

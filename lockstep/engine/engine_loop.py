@@ -164,9 +164,12 @@ class EngineLoop:
         try:
             return self.engine.step()
         except Exception:
-            log.exception("a step failed; the requests that it worked on end with an error")
+            log.exception("a step failed; its requests end with an error")
             ended = self.engine.recover()
-            log.error("ended by it: %s", ", ".join(request.id for request in ended) or "none")
+            log.error(
+                "requests of the failed step: %s",
+                ", ".join(request.id for request in ended) or "none",
+            )
             return ended
         finally:
             self._began = None

@@ -282,7 +282,7 @@ class ProcessTransport:
         """Whether the bound leaves room for another start; counts it."""
         now = time.monotonic()
         if len(self._starts) == MOST_RESTARTS and now - self._starts[0] < RESTART_WINDOW:
-            log.error("%d restarts in %g s: no more", MOST_RESTARTS, RESTART_WINDOW)
+            log.error("%d engine restarts in %g s: giving up", MOST_RESTARTS, RESTART_WINDOW)
             return False
         self._starts.append(now)
         return True
@@ -290,7 +290,7 @@ class ProcessTransport:
     def _restart(self, fault: str) -> str:
         """Starts an engine in the place of one that is lost, and serves; how that one ended."""
         assert self._receiver is not None
-        log.error("the engine is lost (%s) and started again", fault)
+        log.error("the engine process ended (%s); restarting it", fault)
         self.restarting = True
         ended = self._receiver.lost(self._forget)
         with self._counting:

@@ -26,7 +26,7 @@ class Form(Enum):
 
     SWITCH = "none; --no-... turns it off"
     TEXT = "text"
-    SIZE = "a whole number, or one with k, K, m, M, g or G behind it"
+    SIZE = "a whole number, or one followed by k, K, m, M, g or G"
     NUMBER = "a number"
     JSON = "a JSON object"
     MANY = "one or several"

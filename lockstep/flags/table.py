@@ -13,11 +13,11 @@ JSON = Form.JSON
 MANY = Form.MANY
 
 ONE_NODE = "Lockstep runs on one node, for now; leave it out."
-ONE_REPLICA = "start one server per GPU behind a load balancer, and leave it out."
+ONE_REPLICA = "start one server per GPU and balance the load; leave it out."
 NO_MEDIA = "text alone is read and written, so nothing comes of it"
 NO_ADAPTERS = "merge the adapter into the weights and serve those; leave it out."
 NO_ADAPTERS_NOTE = "no adapters are served, so nothing comes of it"
-NO_OFFLOAD = "weights lie on the GPU whole; choose packed ones (--quantization), or leave it out."
+NO_OFFLOAD = "the whole model is on the GPU; quantize it (--quantization), or leave it out."
 NO_POOLING = "models generate text here; leave it out."
 NO_PLUGINS = "code is not loaded by name; leave it out."
 OWN_BACKEND = (
@@ -26,7 +26,7 @@ OWN_BACKEND = (
 NO_LOG = "texts of requests and answers are never written to the log; /metrics counts them"
 OWN_LOADER = "safetensors are read straight into their places"
 ALL_PROMPTS = "prompts that wait share a step equally, in whole pages"
-NO_CONTEXT_PARALLEL = "a request's cache lies on each GPU as its heads do; leave it out."
+NO_CONTEXT_PARALLEL = "the KV cache is split by heads; leave it out."
 NO_INDUCTOR = "no step is compiled by Inductor: its heuristics would change bits"
 EAGER = "none"
 GRAPHS = {
@@ -122,13 +122,13 @@ DRAFTING = (
     noted("disable_by_batch_size", "adaptive chooses the number of drafts in every step"),
     refused(
         "draft_tensor_parallel_size",
-        "the draft module lies as the model does; leave it out.",
+        "the draft module is placed as the model is; leave it out.",
         same=(1,),
     ),
     noted("suffix_decoding_max_cached_requests", "suffix_cache_tokens bounds what is kept"),
     noted("suffix_decoding_max_spec_factor", "adaptive chooses the number of drafts in every step"),
     noted("suffix_decoding_min_token_prob", "the latest of the longest matches is drafted"),
-    noted("quantization", "the draft module is packed as the checkpoint says"),
+    noted("quantization", "the draft module is quantized as the checkpoint says"),
     refused("revision", "fetch it, and name the folder.", same=("main",)),
     refused("parallel_drafting", "drafts come one after the other; leave it out.", same=(False,)),
 )
@@ -148,7 +148,7 @@ STRUCTURED = (
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Model": (
         acts("config", "a YAML file of flags, by their names; the command line has the last word"),
-        acts("model", "folder or hub id; may stand without the flag"),
+        acts("model", "folder or hub id; may be given without the flag"),
         acts(
             "served-model-name",
             "the names that clients may use; answers bear the first",
@@ -161,13 +161,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts(
             "max-model-len",
-            "the most tokens of prompt and answer together",
+            "the maximum tokens of prompt and output together",
             SIZE,
             means={"auto": None, "-1": None},
         ),
         acts(
             "quantization",
-            "packs a plain checkpoint while it loads; of a packed one, any name of its family",
+            "quantizes a plain checkpoint at load; for a quantized one, any name of its family",
             short=("-q",),
             means={"None": None, "none": None},
         ),
@@ -186,7 +186,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts("seed", "of random weights; a request's own seed chooses its answer", NUMBER),
         acts("hf-overrides", "settings that replace those of config.json", JSON),
-        acts("skip-tokenizer-init", "token ids in, token ids out", SWITCH),
+        acts("skip-tokenizer-init", "load no tokenizer: prompts and outputs are token ids", SWITCH),
         acts(
             "generation-config",
             "whose defaults of sampling: auto (the checkpoint's), vllm (none), or a folder's",
@@ -194,7 +194,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         acts("override-generation-config", "defaults of sampling over those", JSON),
         acts(
             "max-logprobs",
-            "the most log-probabilities that a request may ask for, at most 20",
+            "the maximum number of log-probabilities that a request may ask for, up to 20",
             NUMBER,
         ),
         acts(
@@ -241,7 +241,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "every architecture is built in; leave it out.",
             same=("auto", "vllm"),
         ),
-        refused("quantization-config", "choose how weights are packed by --quantization."),
+        refused("quantization-config", "choose how weights are quantized by --quantization."),
         noted("allow-deprecated-quantization", "no format is deprecated", SWITCH),
         refused("override-attention-dtype", "attention is of the model's dtype; choose --dtype."),
         refused(
@@ -386,7 +386,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         acts("spec-model", "a model that drafts", setting="speculative_config.model"),
         acts(
             "spec-tokens",
-            "the most drafts of a step",
+            "the maximum number of drafts per step",
             NUMBER,
             setting="speculative_config.num_speculative_tokens",
         ),
@@ -621,10 +621,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             SWITCH,
             same=(False,),
         ),
-        noted("fingerprint-mode", "system_fingerprint stands for all that bits depend on"),
+        noted(
+            "fingerprint-mode",
+            "system_fingerprint identifies everything that output bits depend on",
+        ),
         refused(
             "fingerprint-value",
-            "system_fingerprint stands for all that bits depend on; leave it out.",
+            "system_fingerprint identifies everything that output bits depend on; leave it out.",
         ),
         noted("enable-flash-late-interaction", "models generate text here", SWITCH),
         noted("api-server-count", "one process answers", NUMBER, short=("-asc",), same=(1,)),
@@ -742,7 +745,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("use-v2-block-manager", "there is one", SWITCH),
         noted("preemption-mode", "a preempted row moves to host memory; nothing is computed again"),
         noted("guided-decoding-backend", ONE_BACKEND),
-        noted("disable-async-output-proc", "text is made beside the steps", SWITCH),
+        noted("disable-async-output-proc", "text is detokenized while steps run", SWITCH),
         noted("disable-mm-preprocessor-cache", NO_MEDIA, SWITCH),
     ),
     "Connections to other engines": (

@@ -60,7 +60,7 @@ class Routing:
                 f"top_k={self.top_k} out of top_groups={self.top_groups} of groups={self.groups} "
                 f"of experts={self.experts} is not allowed; allowed: equal groups, of 2 experts at "
                 "least if there are several, whose chosen ones hold top_k experts. "
-                "Mend config.json."
+                "Correct config.json."
             )
 
 
@@ -189,7 +189,7 @@ class MoE(nn.Module):
         if shared_gate and (routing.scoring != "softmax" or not shared_inner):
             raise ConfigError(
                 f"shared_gate=True is not allowed; allowed: False with scoring={routing.scoring!r} "
-                f"and shared_inner={shared_inner}. Mend config.json."
+                f"and shared_inner={shared_inner}. Correct config.json."
             )
         self.experts = routing.experts
         self.top_k = routing.top_k

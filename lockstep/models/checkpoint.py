@@ -107,7 +107,9 @@ class Checkpoint:
                     continue
                 if not isinstance(found, dict):
                     field = f"config.json {name}"
-                    raise choice_error(CheckpointError, field, found, OBJECT, "Mend config.json.")
+                    raise choice_error(
+                        CheckpointError, field, found, OBJECT, "Correct config.json."
+                    )
                 told = _with_method(found)
                 if own is None or not is_same_format(own["quant_method"], told.get("quant_method")):
                     return told
@@ -122,7 +124,7 @@ class Checkpoint:
                 inner = raw.get("quantization", {})
                 if not isinstance(inner, dict):
                     field = f"{name} quantization"
-                    raise choice_error(CheckpointError, field, inner, OBJECT, "Mend the file.")
+                    raise choice_error(CheckpointError, field, inner, OBJECT, "Correct the file.")
                 return {"quant_method": method, **raw, **inner}
         return None
 

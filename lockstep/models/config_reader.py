@@ -123,4 +123,6 @@ class ConfigReader:
     def error(self, name: str, value: object, allowed: str, remedy: str = "") -> LockstepError:
         """The CheckpointError that says what a setting is and what it may be."""
         field = f"{self.file} {self.within}{name}"
-        return choice_error(CheckpointError, field, value, allowed, remedy or f"Mend {self.file}.")
+        return choice_error(
+            CheckpointError, field, value, allowed, remedy or f"Correct {self.file}."
+        )

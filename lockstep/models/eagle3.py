@@ -334,7 +334,7 @@ class Eagle3Head(nn.Module):
             raise CheckpointError(
                 f"{checkpoint.folder} has no lm_head.weight, and its config.json has "
                 "tie_word_embeddings=True; allowed: False there, for the target's head. "
-                "Mend config.json, or fetch a whole head."
+                "Correct config.json, or fetch a whole head."
             )
         stands = None if self.own_head else target.head.loaded
         self.head = Head(top, c.draft_vocab_size, c.hidden_size, stands)
@@ -431,7 +431,7 @@ class Eagle3Head(nn.Module):
         if not isinstance(target, Tensor):
             raise CheckpointError(
                 f"{self.checkpoint.folder}: lm_head is packed, and {OFFSETS} does not ascend; "
-                "allowed: one of the two. Take a head whose lm_head is not packed."
+                "allowed: one of the two. Use a head whose lm_head is not quantized."
             )
         return WeightSink.plain(target, partial(_rows, order=order))
 

@@ -63,7 +63,7 @@ def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
         return translated(gguf_files(fetch_gguf(file["model"], file["file"], field)))
     if not HUB_ID.fullmatch(model):
         raise ConfigError(
-            f"{field}={model[:200]!r} is no folder that is there, and no hub id, such as "
+            f"{field}={model[:200]!r} is neither an existing folder nor a hub id, such as "
             f"Qwen/Qwen3-8B ({reason}). {REMEDY}"
         )
     return fetch(model, weights, field)
@@ -136,7 +136,8 @@ def fetch_gguf(model: str, name: str, field: str = "model") -> Path:
         listed = some(chosen) if chosen else "none"
         raise ConfigError(
             f"{fetched} means {len(models)} models ({listed}); allowed: the name of one GGUF file "
-            f"of {model}, or the type at its end, such as Q4_K_M. Change it."
+            f"of {model}, or the type at its end, such as Q4_K_M. Name one "
+            f"of the files, such as {model}:{chosen[0] if chosen else 'FILE.gguf'}."
         )
     return models.pop()[0]
 

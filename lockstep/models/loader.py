@@ -50,7 +50,7 @@ def build_model(raw: dict[str, Any], build: BuildContext) -> nn.Module:
     if architecture(inner) is not module:
         raise CheckpointError(
             f"config.json text_config.model_type={inner!r} is not allowed; allowed: that of the "
-            f"architecture {raw.get('model_type')!r} around it. Mend config.json."
+            f"architecture {raw.get('model_type')!r} around it. Correct config.json."
         )
     return module.Model(module.Config.read(raw), build)
 
@@ -165,7 +165,7 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
         found = "; ".join(f"{kind} tensors ({len(names)}): {some(names)}" for kind, names in kinds)
         raise CheckpointError(
             f"{checkpoint.folder}: the checkpoint does not fit its config.json: {found}. "
-            "Mend config.json or the checkpoint."
+            "Correct config.json or the checkpoint."
         )
 
 

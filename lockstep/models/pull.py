@@ -69,7 +69,7 @@ class PullRequest:
             raise ConfigError(
                 f"model={brief(name)} is not allowed; allowed: a hub id, such as Qwen/Qwen3-8B, or "
                 f"one with a file or a type of GGUF, OWNER/NAME:FILE{SUFFIX} or OWNER/NAME:Q4_K_M. "
-                + ("It is a path that is here already: serve it." if exists else "Change it.")
+                + ("It is a local path: serve it as it is." if exists else "Name one of them.")
             )
         folder = None if local_dir is None else Path(local_dir)
         model, file = (name, None) if found is None else (found["model"], found["file"])

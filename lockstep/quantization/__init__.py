@@ -81,12 +81,12 @@ def read_weight_format(
             "config.json quantization_config.quant_method",
             method,
             ", ".join(FORMATS),
-            "Serve a checkpoint in one of these formats, or one that is not packed.",
+            "Serve a checkpoint in one of these formats, or one that is not quantized.",
         )
     if chosen in METHODS and FORMATS[method] == GGUF:
         return _rounding(chosen)  # a file's blocks are dequantized, and rounded anew
     if chosen is not None and not allows_format(chosen, method):
-        remedy = f"The checkpoint is packed already, as {method}; leave the setting out."
+        remedy = f"The checkpoint is quantized already, as {method}; leave the setting out."
         raise choice_error(ConfigError, "quantization", chosen, f"{method!r} or None", remedy)
     return import_module(FORMATS[method]).read(settings)
 
@@ -96,7 +96,7 @@ def _rounding(chosen: str | None) -> WeightFormat | None:
     if chosen is None:
         return None
     if chosen not in METHODS:
-        remedy = "The checkpoint is not packed; choose one of these, or leave the setting out."
+        remedy = "The checkpoint is not quantized; choose one of these, or leave the setting out."
         allowed = ", ".join(map(repr, METHODS)) + " or None"
         raise choice_error(ConfigError, "quantization", chosen, allowed, remedy)
     return RoundToNearest(chosen)

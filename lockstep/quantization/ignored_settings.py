@@ -10,7 +10,7 @@ _SEARCH = "how the tool searched for the codes; the stored codes are its result"
 _LOADER = "how other libraries load or compute the same weights"
 _ACTIVATIONS = "activations, which are never rounded"
 _STORED = "the dtype of stored scales and zero points, which their tensors tell"
-_BLOCKS = "where the tool looked for layers; the stored tensors tell which modules are packed"
+_BLOCKS = "where the tool looked for layers; the stored tensors show which modules are quantized"
 
 COMMON: Mapping[str, str] = {
     **dict.fromkeys(

@@ -10,9 +10,9 @@ from lockstep.quantization.weight_format import CheckpointLinear
 
 T = TypeVar("T")
 SETTINGS_PREFIX = "quantization_config."
-EDIT_REMEDY = "Mend config.json, or serve a checkpoint that was packed otherwise."
+EDIT_REMEDY = "Correct config.json, or serve a checkpoint that was quantized differently."
 SUPPORTED_REMEDY = (
-    "Weight formats are built for these only; serve a checkpoint that was packed otherwise."
+    "Weight formats are built for these only; serve a checkpoint that was quantized differently."
 )
 
 
@@ -155,7 +155,7 @@ class SettingsReader:
                 value,
                 "settings that this weight format is built for, or null",
                 "If it changes no weight of this checkpoint, set it to null in config.json; else "
-                "serve a checkpoint that was packed otherwise.",
+                "serve a checkpoint that was quantized differently.",
             )
         for reader in self._inner:
             reader.refuse_unread(without_effect)

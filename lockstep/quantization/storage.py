@@ -111,7 +111,7 @@ def resolve_storage(
     packed = strange or any(suffix in module.tensors for suffix in SIDECARS)
     if said is None:
         if packed:
-            raise contradiction_error(module, f"{setting} asks for a weight that is not packed")
+            raise contradiction_error(module, f"{setting} asks for a weight that is not quantized")
         return None
     needed = ", ".join(said.needs(module))
     if not packed:
@@ -357,7 +357,7 @@ def slot(
 
     def check(found: Tensor) -> None:
         if not bool(found.float().isfinite().all()):
-            raise damaged_error(module, suffix, "has entries that are no finite numbers")
+            raise damaged_error(module, suffix, "has entries that are not finite numbers")
         fill(found)
 
     return WeightSink(shape, dtypes, device, check)

@@ -311,7 +311,7 @@ def serve(
         chats = processor.template is not None
         show(how_to_ask(url, model_name, chats, address.uds, bool(options.rules.keys)))
         if options.playground and address.uds is None:
-            show(f"  {url}/ is a playground, for a browser")
+            show(f"  Playground for a browser: {url}/")
 
     keep_from_collection()
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
@@ -400,7 +400,9 @@ class _Overflows:
             loop.default_exception_handler(context)
         elif loop.time() >= self._next:
             self._next = loop.time() + 60
-            log.warning("no descriptors are left for new connections; they wait")
+            log.warning(
+                "out of file descriptors: new connections wait until others close; raise ulimit -n"
+            )
 
 
 def how_to_ask(

@@ -116,7 +116,7 @@ class ServerSettings(Settings):
         4096, "most connections at once", remedy="Change --limit-concurrency."
     )
     metrics_names: Literal["lockstep", "vllm"] = setting(
-        "lockstep", "what stands in front of the names of /metrics: lockstep or vllm"
+        "lockstep", "prefix of the metric names in /metrics: lockstep or vllm"
     )
     log_format: LogFormat = setting(
         "text", "form of the log's lines on stderr: text or json", remedy="Choose one of them."

@@ -42,8 +42,8 @@ class SpeculativeConfig(Settings):
     )
     synthetic_acceptance: Annotated[float, Field(ge=0.0, le=1.0)] | None = setting(
         None,
-        "with random weights only: the probability with which a draft behind accepted ones is "
-        "accepted, instead of comparing it with the target's token",
+        "with random weights only: accept each next draft with this probability, instead of "
+        "comparing it with the target's token",
         remedy="Choose a probability, or leave it out to verify drafts.",
     )
 

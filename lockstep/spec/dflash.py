@@ -25,7 +25,7 @@ Options = FolderOptions
 
 def refusal(checkpoint: Checkpoint) -> str | None:
     """Why this checkpoint alone cannot be drafted for."""
-    return "it needs a draft model for blocks, which speculative_config names as its model"
+    return 'it needs a DFlash draft model: set "model" in --speculative-config to its folder'
 
 
 def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext) -> DraftModule:

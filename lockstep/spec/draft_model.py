@@ -44,7 +44,7 @@ HEAD_SETTING = "draft_vocab_size"
 
 def refusal(checkpoint: Checkpoint) -> str | None:
     """Why this checkpoint alone cannot be drafted for."""
-    return "it needs a smaller model, which speculative_config names as its model"
+    return 'it needs a smaller model: set "model" in --speculative-config to its folder'
 
 
 class DraftModel(nn.Module):

@@ -31,7 +31,7 @@ class Options(FolderOptions):
 
 def refusal(checkpoint: Checkpoint) -> str | None:
     """Why this checkpoint alone cannot be drafted for."""
-    return "it needs a head, which speculative_config names as its model"
+    return 'it needs an EAGLE-3 head: set "model" in --speculative-config to its folder'
 
 
 def build(

@@ -32,7 +32,7 @@ class Options(ModuleOptions):
 
     draft_vocab_size: Literal["auto", "full"] | HeadSize = setting(
         "auto",
-        "tokens that the module may propose, the most frequent ones; auto: 32,768 where the model "
+        "tokens that the module may propose, by frequency; auto: 32,768 where the model "
         "knows more than 65,536, else all",
         allowed=f"auto, full, or multiples of {HEAD_GRAIN} from {HEAD_GRAIN}",
         remedy="Choose one of them, or leave it out.",

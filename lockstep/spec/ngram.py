@@ -25,7 +25,7 @@ class Options(SpeculativeConfig):
     prompt_lookup_max: Annotated[int, Field(ge=1, le=MOST_LOOKUP)] = setting(
         4,
         "tokens of the longest n-gram that is looked up",
-        remedy="Choose the longest n-gram anew.",
+        remedy="Change prompt_lookup_max or prompt_lookup_min.",
     )
     prompt_lookup_min: Annotated[int, Field(ge=1, le=MOST_LOOKUP)] = setting(
         2,

@@ -73,7 +73,7 @@ def test_worlds_have_the_plain_answers(
         kind = replace(world.kind, drafter=method, drafts=drafts, changing=drafts > 3)
         found = examiner.examine(replace(world, kind=kind))
         assert found.difference is None
-        drafted += found.seen["drafted"]
+        drafted += found.seen["draft tokens"]
     assert drafted
 
 
@@ -91,7 +91,7 @@ def test_a_drafter_that_is_named_is_checked(plain: PlainRuns) -> None:
     checkpoint = plain.llm.engine.checkpoint
     allowed, left_out = drafters_of(checkpoint, None)
     assert "eagle3" not in allowed
-    assert any(why.startswith("eagle3: it needs a head") for why in left_out)
+    assert any(why.startswith("eagle3: it needs an EAGLE-3 head") for why in left_out)
     allowed, left_out = drafters_of(checkpoint, {"method": "eagle3", "model": "here"})
     assert "eagle3" in allowed
     assert not any(why.startswith("eagle3") for why in left_out)

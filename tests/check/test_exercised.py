@@ -66,8 +66,8 @@ def test_a_sound_engine_passes(report: Report) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("cached tokens", "drafted", "accepted", "preemptions"),
-        *("uneven steps of told", "uneven steps of ngram"),
+        *("cached tokens", "draft tokens", "accepted draft tokens", "preemptions"),
+        *(f"steps with unequal draft counts ({name})" for name in ("oracle", "ngram")),
     ],
 )
 def test_what_is_varied_takes_place(report: Report, name: str) -> None:

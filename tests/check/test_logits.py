@@ -51,7 +51,10 @@ def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> Non
     assert report.cases == report.cases_due and not report.interrupted
     hits = report.cases - 4 * (1 + 2 + 7) - sum(t.cases for t in report.tallies if "ch" in t.batch)
     assert hits == 4 * 7, "each of four engines, the MTP one included, ran seven prefix hits"
-    assert all(report.exercised[name] > 0 for name in ("cached tokens", "drafted", "accepted"))
+    assert all(
+        report.exercised[name] > 0
+        for name in ("cached tokens", "draft tokens", "accepted draft tokens")
+    )
 
 
 @pytest.mark.gpu
@@ -76,7 +79,7 @@ def test_an_interruption_keeps_the_engines_that_were_done(
     report = ended.value.report
     assert report.interrupted and report.to_json()["interrupted"] is True
     assert (report.failed, report.cases, report.cases_due) == (0, 1 + 2 + 7, 2 * (1 + 2 + 7))
-    assert report.verdict.startswith("Ended early: 10 of 20 cases of the matrix were done. 10 case")
+    assert report.verdict.startswith("Stopped early: 10 of 20 matrix cases were run. 10 case")
     assert report.seconds > 0 and {t.setup.drafting for t in report.tallies} == {"none"}
 
 
@@ -118,10 +121,10 @@ def test_an_axis_that_never_takes_place_is_a_failure(
     monkeypatch.setattr(AnswerOracle, "tell", lambda self, texts: None)
     monkeypatch.setattr("lockstep.check.logits._prime", lambda engine, cases: None)
     report = check(Size((1,), (2,), (), 0, 1, 300, 6))
-    told = {(f.batch, f.what) for f in report.failures if f.setup.drafter == "told"}
-    nothing = {"no drafted at all", "no accepted at all"}
-    assert told >= {("1 row", what) for what in nothing}
-    assert ("prefix hit", "no cached tokens at all") in told
+    failures = {(f.batch, f.what) for f in report.failures if f.setup.drafter == "oracle"}
+    nothing = {"the run had no draft tokens", "the run had no accepted draft tokens"}
+    assert failures >= {("1 row", what) for what in nothing}
+    assert ("prefix hit", "the run had no cached tokens") in failures
 
 
 def test_the_full_matrix_holds_what_it_promises() -> None:
@@ -147,7 +150,7 @@ def test_the_asks_are_the_same_at_every_call() -> None:
 
 def test_settings_hold_all_rows() -> None:
     for size in SIZES.values():
-        own: dict[str, Any] = logits_matrix.settings(Setup("told", 7, "cold", "full"), size, 500)
+        own: dict[str, Any] = logits_matrix.settings(Setup("oracle", 7, "cold", "full"), size, 500)
         assert own["max_num_seqs"] == max(size.rows)
 
 

@@ -54,7 +54,7 @@ def test_a_fault_of_the_model_is_seen(plain: CheckEngine, other: None) -> None:
     finally:
         rotary.sin = angles
     assert report.failed == report.cases == 4
-    assert "off transformers', 0.0001 allowed" in report.failures[0].what
+    assert "of their norm; allowed: 0.0001" in report.failures[0].what
 
 
 def test_a_constant_does_not_count_and_a_nan_does() -> None:
@@ -71,5 +71,5 @@ def test_random_weights_have_no_oracle(model: str) -> None:
 
 def test_packed_weights_have_no_oracle() -> None:
     llm = LLM(quantization="int4", max_model_len=256)
-    with pytest.raises(ConfigError, match="not allowed with packed weights"):
+    with pytest.raises(ConfigError, match="not allowed with quantized weights"):
         load_oracle(llm)

@@ -47,9 +47,9 @@ def report(failures: int = 0) -> Report:
         for graph in ("full", "none")
     ]
     tallies += [
-        Tally(Setup("told", 7, "world", "none"), 5, 0, 1.0, f"world {i}") for i in range(40)
+        Tally(Setup("oracle", 7, "scenario", "none"), 5, 0, 1.0, f"scenario {i}") for i in range(40)
     ]
-    tallies.append(Tally(Setup("told", 7, "sampling", "none"), 1, 0, 1.0, "top_k, alone"))
+    tallies.append(Tally(Setup("oracle", 7, "sampling", "none"), 1, 0, 1.0, "top_k, alone"))
     setup = Setup("mtp", 3, "cold", "none")
     failed = [
         Failure(
@@ -58,18 +58,18 @@ def report(failures: int = 0) -> Report:
         for i in range(failures)
     ]
     return Report(
-        "quick", "cpu/fp32", tallies, failed, {"drafted": 12345}, used=Exercised(), seed=6
+        "quick", "cpu/fp32", tallies, failed, {"draft tokens": 12345}, used=Exercised(), seed=6
     )
 
 
 def test_a_sound_report() -> None:
     text = page(report(), ["lockstep", "check", "--seed", "6"])
     said = read(text)
-    for part in ("All answers equal", "12,345", "20/20", "mtp K=3", "top_k"):
+    for part in ("All outputs equal", "12,345", "20/20", "mtp K=3", "top_k"):
         assert part in said, part
-    assert "40 worlds of seed 6, 200 answers" in said and "lockstep check --seed 6" in said
+    assert "40 scenarios of seed 6, 200 outputs" in said and "lockstep check --seed 6" in said
     assert "op sample" in said, "what was not exercised is named"
-    assert text.count("<svg") == 3, "a picture a graph mode, and the worlds"
+    assert text.count("<svg") == 3, "one picture per graph mode, and one of the scenarios"
 
 
 def test_differences_are_listed_and_bounded() -> None:
@@ -81,15 +81,15 @@ def test_differences_are_listed_and_bounded() -> None:
     assert f"request {MOST_FAILURES + 1}," not in said
 
 
-@pytest.mark.parametrize(("failures", "title"), [(0, "Ended early"), (3, "Differences found")])
+@pytest.mark.parametrize(("failures", "title"), [(0, "Stopped early"), (3, "Differences found")])
 def test_an_interruption_is_said(failures: int, title: str) -> None:
     ended = report(failures)
     ended.interrupted = True
     ended.worlds_due = 60
     ended.cases_due = 429
     said = read(page(ended, ["lockstep"]))
-    assert title in said and "All answers equal" not in said
-    assert "Ended early: 40 of 60 worlds and 120 of 429 cases of the matrix were done." in said
+    assert title in said and "All outputs equal" not in said
+    assert "Stopped early: 40 of 60 scenarios and 120 of 429 matrix cases were run." in said
 
 
 @pytest.mark.parametrize("failures", [0, 3])

@@ -82,7 +82,7 @@ def test_the_file_is_read_as_far_as_it_is_wanted(tmp_path: Path) -> None:
     path.write_text("x" + "é" * 1000, encoding="utf-8")
     assert read_text(path, 2) == "x" + "é" * 15
     path.write_bytes(b"abc\xff" + b"a" * 100)
-    with pytest.raises(ConfigError, match="no UTF-8 at byte 3"):
+    with pytest.raises(ConfigError, match="not UTF-8 at byte 3"):
         read_text(path, 2)
 
 

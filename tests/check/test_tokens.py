@@ -38,7 +38,7 @@ def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
     assert report.failed == 0, report.verdict
     assert report.cases == report.cases_due == 2 * (8 + 7 + 5)
     assert not report.interrupted
-    assert all(report.exercised[n] > 0 for n in ("drafted", "cached tokens", "preemptions"))
+    assert all(report.exercised[n] > 0 for n in ("draft tokens", "cached tokens", "preemptions"))
 
 
 def test_what_the_matrix_ran_is_not_missed(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_an_axis_that_never_takes_place_is_a_failure(
     monkeypatch.setitem(matrix.SIZES, "quick", FEW)
     monkeypatch.setattr(Scheduler, "__init__", idle)
     report = check(Setup("none", 0, "preempted", "none"))
-    assert [f.what for f in report.failures] == ["no preemptions at all"]
+    assert [f.what for f in report.failures] == ["the run had no preemptions"]
 
 
 def test_an_interruption_keeps_the_batches_that_were_done(
@@ -118,7 +118,7 @@ def test_an_interruption_keeps_the_batches_that_were_done(
         check(Setup("none", 0, "cold", "none"), Setup("none", 0, "preempted", "none"))
     report = ended.value.report
     assert (report.interrupted, report.failed, report.cases) == (True, 0, 8 + 7)
-    assert "and 15 of 40 cases of the matrix were done. 15 cases, all equal" in report.verdict
+    assert "and 15 of 40 matrix cases were run. 15 cases, all equal" in report.verdict
 
 
 def test_an_interruption_before_anything_was_compared(
@@ -130,7 +130,7 @@ def test_an_interruption_before_anything_was_compared(
     monkeypatch.setattr("lockstep.check.run.build_plain", interrupted)
     with pytest.raises(Interrupted) as ended:
         check(Setup("none", 0, "cold", "none"))
-    assert ended.value.report.verdict == "Ended early. Nothing was compared."
+    assert ended.value.report.verdict == "Stopped early. Nothing was compared."
 
 
 def test_unknown_size_is_refused(model: str) -> None:

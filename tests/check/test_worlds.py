@@ -52,7 +52,7 @@ from tests.check.faulty import off_by_a_bit
 
 DRAFTERS = tuple(spec.DRAFTERS)
 WORLD = World(
-    Kind("told", 3),
+    Kind("oracle", 3),
     Limits(pages=4, caching=True),
     (
         WorldRequest(tuple(range(5, 70)), {"max_tokens": 7, "temperature": 0.0, "logprobs": 1}),
@@ -91,8 +91,8 @@ def test_a_world_is_plain_data(tmp_path: Path, drawer: Drawer) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 99}, "version=99 of a world is not allowed; allowed: 1"),
-        ({"kind": 5}, "cannot be read"),
+        ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 1"),
+        ({"kind": 5}, "the scenario is malformed"),
         ({"requests": [{"prompt": [1], "params": {"heat": 1}}]}, "params has .'heat'."),
         ({"requests": []}, "requests=0 is not allowed; allowed: whole numbers from 1 to 64"),
         ({"limits": {"pages": 65}}, "pages=65 is not allowed; allowed: whole numbers from 1 to 64"),
@@ -145,7 +145,7 @@ def test_some_answers_last_and_some_end_at_the_engines_length(
     assert edge.alone(last).max_tokens == ROOM - len(last.prompt)
     answer = plain.answers(last.prompt, edge.alone(last))[0]
     assert answer.ending == ("length", None)
-    kind = replace(edge.kind, drafter="told", drafts=15)
+    kind = replace(edge.kind, drafter="oracle", drafts=15)
     assert Examiner(plain, build_kind).examine(replace(edge, kind=kind)).difference is None
 
 
@@ -166,17 +166,17 @@ def test_some_worlds_have_prompts_that_come_back_from_host_memory(
         assert drawer.wants_host(index) and world.limits.host
         assert {a.salt for a in world.requests} == {"", "of another"}
         played = Stage(build_kind(world.kind), world.kind).play(world, plain)
-        assert played.seen["pages from host memory"] > 0
+        assert played.seen["pages loaded from host memory"] > 0
 
 
 def test_kinds_hold_every_drafter_and_a_checkpoint_without_mtp_has_others() -> None:
     turns = range(2 * len(kinds_of(DRAFTERS)))
     every = [kind_of(0, group, DRAFTERS, ("full", "none")) for group in turns]
-    assert {k.drafter for k in every} == {"none", "told", *DRAFTERS}
-    assert {k.drafter for k in every if k.changing} == {"told", *DRAFTERS}
+    assert {k.drafter for k in every} == {"none", "oracle", *DRAFTERS}
+    assert {k.drafter for k in every if k.changing} == {"oracle", *DRAFTERS}
     assert {k.graph for k in every} == {"full", "none"}
     without = [kind_of(0, group, ("ngram",), ("none",)) for group in turns]
-    assert {k.drafter for k in without} == {"none", "told", "ngram"}
+    assert {k.drafter for k in without} == {"none", "oracle", "ngram"}
 
 
 def test_a_fault_is_found_made_small_written_and_replayed(
@@ -187,7 +187,7 @@ def test_a_fault_is_found_made_small_written_and_replayed(
     effort = Effort(worlds=3, minimise=600.0, folder=tmp_path, fail_fast=True)
     report = run_check("quick", model, seed=3, effort=effort, load_format="dummy")
     (failure,) = report.failures
-    assert failure.setup.phase == "world" and failure.what == "the bits of the logits differ"
+    assert failure.setup.phase == "scenario" and failure.what == "the bits of the logits differ"
     assert failure.file is not None and f"--replay {failure.file}" in report.verdict
     world = read_world(Path(failure.file))
     assert len(world.requests) <= 2 and not world.primed and world.limits.preempt_every == 0
@@ -217,7 +217,7 @@ def test_a_difference_is_kept_where_making_it_small_is_interrupted(
     assert failure.what == "the bits of the logits differ" and failure.where is None
     assert failure.file is not None and read_world(Path(failure.file)).requests
     assert sum(tally.failed for tally in report.tallies) == 1
-    assert re.match(r"Ended early: \d of 3 worlds .* 1 of \d+ cases differ", report.verdict)
+    assert re.match(r"Stopped early: \d of 3 scenarios .* 1 of \d+ cases differ", report.verdict)
 
 
 def test_an_engine_that_breaks_is_a_difference(
@@ -271,7 +271,7 @@ def test_the_smallest_world_that_differs() -> None:
     )
     world = replace(WORLD, requests=(*others[:2], penalised, *others[2:]))
     small = minimise(world, differs, seconds=60.0)
-    assert small.kind == Kind("told", 1) and small.limits == Limits() and not small.primed
+    assert small.kind == Kind("oracle", 1) and small.limits == Limits() and not small.primed
     (request,) = small.requests
     assert len(request.prompt) == 3 and request.arrival == 0 and request.abort is None
     assert request.params == {"max_tokens": 1, "frequency_penalty": 2.0}
@@ -293,7 +293,7 @@ def test_the_command_draws_worlds_for_so_long_and_replays_one(model: str, tmp_pa
     found = CliRunner().invoke(app, [*asked, "--replay", str(path), "--json"])
     assert json.loads(found.stdout)["cases"] == 2
     for other in (["--quick"], ["--shard", "1/2"]):
-        with pytest.raises(ConfigError, match="--replay runs one world; leave --quick"):
+        with pytest.raises(ConfigError, match="--replay runs one scenario; leave --quick"):
             CliRunner().invoke(app, [*asked, *other, "--replay", "x"], catch_exceptions=False)
 
 
@@ -305,7 +305,7 @@ def test_seconds_take_the_place_of_a_number_of_worlds(
     effort = Effort(worlds=0, seconds=0.5)
     report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
     assert report.failed == 0 and report.tallies and report.seed == 7
-    assert {t.setup.phase for t in report.tallies} == {"world", "sampling"}
+    assert {t.setup.phase for t in report.tallies} == {"scenario", "sampling"}
 
 
 def test_shards_are_the_whole_and_no_part_is_done_twice(
@@ -321,7 +321,7 @@ def test_shards_are_the_whole_and_no_part_is_done_twice(
         batches += [tally.batch for tally in report.tallies]
         assert report.worlds_due == len(report.tallies) == 2
         assert report.to_json()["shard"] == f"{index}/3"
-    assert sorted(batches) == sorted(f"world {index}" for index in range(6))
+    assert sorted(batches) == sorted(f"scenario {index}" for index in range(6))
     engines = [call.args[0] for call in ran.call_args_list]
     assert len(engines) == len(set(engines)) > 3
 
@@ -345,7 +345,7 @@ def test_an_axis_that_never_takes_place_is_a_failure(
     monkeypatch.setattr(Cache, "_hit", lambda self, seq: 0)
     monkeypatch.setattr("lockstep.check.worlds.EARLY", 4)
     report = run_check("quick", model, effort=Effort(4), load_format="dummy")
-    missed = ["no cached tokens at all", "no pages from host memory at all"]
+    missed = ["no scenario had cached tokens", "no scenario had pages loaded from host memory"]
     assert [f.what for f in report.failures] == missed
 
 

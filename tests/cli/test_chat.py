@@ -88,7 +88,7 @@ def test_commands_of_the_chat(typed: Any, capsys: Any) -> None:
     CHAT.converse(side, None)
     assert [len(sent) for sent in side.sent] == [1, 1]
     said = capsys.readouterr().err
-    assert "/new    start over" in said and "'/nwe' is no command" in said and CUT in said
+    assert "/new    start over" in said and "'/nwe' is not a command" in said and CUT in said
 
 
 def test_a_refused_message_is_taken_back(typed: Any, capsys: Any) -> None:

@@ -34,15 +34,15 @@ class TerminalReader(threading.Thread):
         super().__init__(daemon=True)
         self._terminal = terminal
         self.text = ""
-        self.second_world = threading.Event()
+        self.second_scenario = threading.Event()
         self.start()
 
     def run(self) -> None:
-        """Collect the text; one world is compared once the bar shows a second one."""
+        """Collect the text; one scenario is compared once the bar shows a second one."""
         while new := self._read():
             self.text += new.decode(errors="replace")
-            if len(set(re.findall(r"world \d+", self.text))) == 2:
-                self.second_world.set()
+            if len(set(re.findall(r"scenario \d+", self.text))) == 2:
+                self.second_scenario.set()
 
     def _read(self) -> bytes:
         try:
@@ -53,7 +53,7 @@ class TerminalReader(threading.Thread):
 
 @pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
 def test_a_signal_ends_a_check_with_its_report(sent: tuple[int, ...], tmp_path: Path) -> None:
-    """timeout sends SIGTERM twice. The second shard has worlds from its beginning."""
+    """timeout sends SIGTERM twice. The second shard begins with scenarios."""
     page = tmp_path / "page.html"
     terminal, side = pty.openpty()
     command = [sys.executable, "-m", "lockstep", "check", "--quick", "--shard", "2/2"]
@@ -66,19 +66,17 @@ def test_a_signal_ends_a_check_with_its_report(sent: tuple[int, ...], tmp_path: 
     ) as running:
         os.close(side)
         reader = TerminalReader(terminal)
-        assert reader.second_world.wait(PATIENCE), reader.text
+        assert reader.second_scenario.wait(PATIENCE), reader.text
         for number in sent:
             running.send_signal(number)
         out, _ = running.communicate(timeout=PATIENCE)
     reader.join(PATIENCE)
     os.close(terminal)
     assert running.returncode == 130 and "Traceback" not in reader.text + out
-    said = re.search(
-        r"Ended early: (\d+) of 4 worlds and 0 of 22 cases of the matrix were done", out
-    )
+    said = re.search(r"Stopped early: (\d+) of 4 scenarios and 0 of 22 matrix cases were run", out)
     assert said is not None, out
     assert 1 <= int(said[1]) <= 4
-    assert said[0] in page.read_text() and "All answers equal" not in page.read_text()
+    assert said[0] in page.read_text() and "All outputs equal" not in page.read_text()
 
 
 def test_json_says_that_a_check_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +95,7 @@ def test_json_says_that_a_check_was_interrupted(monkeypatch: pytest.MonkeyPatch)
     found = json.loads(done.stdout)
     assert done.exit_code == 130 and found["interrupted"] is True
     assert (found["cases"], found["failed"], len(found["engines"])) == (11, 0, 1)
-    assert "11 of 22 cases of the matrix were done" in found["verdict"]
+    assert "11 of 22 matrix cases were run" in found["verdict"]
     assert signal.getsignal(signal.SIGTERM) == usual
 
 
@@ -140,7 +138,7 @@ def test_a_signal_before_there_is_a_report(command: str, monkeypatch: pytest.Mon
 def test_the_table_fits_a_terminal_of_80_columns() -> None:
     """Every drafter in every graph mode, with all kinds of cases."""
     report = Report("quick")
-    for drafting, graph in itertools.product(("told", "ngram"), ("none", "full")):
+    for drafting, graph in itertools.product(("oracle", "ngram"), ("none", "full")):
         for phase in (*matrix.PHASES, *matrix.TESTS, matrix.WORLD):
             report.add(Tally(Setup(drafting, 3, phase, graph), cases=120, failed=0, seconds=1.0))
     console = Console(width=80, file=io.StringIO())

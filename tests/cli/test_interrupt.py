@@ -113,7 +113,7 @@ def test_ctrl_c_while_a_model_loads(arguments: list[str], twice: bool) -> None:
     assert done.returncode in INTERRUPTED, done.stderr
     assert "Traceback" not in done.stderr
     if arguments[0] == "check":  # it reports what was compared
-        assert "Ended early" in done.stdout + done.stderr
+        assert "Stopped early" in done.stdout + done.stderr
         return
     (line,) = [one for one in done.stderr.splitlines() if one.startswith("Interrupted")]
     assert line.startswith(f"Interrupted: lockstep {arguments[0]}")

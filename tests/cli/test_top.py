@@ -159,7 +159,7 @@ def test_keys(server: SimpleNamespace, run: Any, tmp_path: Any) -> None:
 
 def test_errors_name_what_is_wrong(server: SimpleNamespace, run: Any, tmp_path: Any) -> None:
     status, _, err = run(server.url)
-    assert status == 2 and "stdout is no terminal" in err
+    assert status == 2 and "stdout is not a terminal" in err
     status, _, err = run("127.0.0.1:1", "--once")
     assert status == 2 and "http://127.0.0.1:1/metrics" in err and "Is the server running" in err
     status, _, err = run("ftp://a", "--once")

@@ -247,7 +247,7 @@ def test_other_architectures_are_refused_by_name(name: str, tmp_path: Path) -> N
 def test_a_path_or_a_folder_with_one_model_is_found(whole: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    with pytest.raises(ConfigError, match="is no folder that is there"):
+    with pytest.raises(ConfigError, match="is neither an existing folder"):
         find_model(str(home / "model.gguf"))
     (home / "model.gguf").symlink_to(whole)
     (home / "mmproj-model.gguf").write_bytes(b"")

@@ -607,7 +607,7 @@ FAULTS = (
         "$history[$row_ids[$token_rows], $where] = $after.roll(1)",
     ),
     Fault(
-        "told leaves a draft behind the window", "drafter", "check.answer_oracle",
+        "the oracle drafter leaves a draft behind the window", "drafter", "check.answer_oracle",
         "AnswerOracle.propose",
         "$real = $same.any(1, keepdim=True) & ($right >= 0) & ($known[:, None] % NONE_EVERY > 0)\n"
         "...\n"

@@ -120,7 +120,7 @@ def _spent() -> float:
 
 def _case(failure: dict) -> str:
     setup = failure["setup"]
-    if setup["phase"] == "world":
+    if setup["phase"] == "scenario":
         return failure["batch"]
     if setup["phase"] == "sampling":
         return f"distribution: {failure['batch']}"

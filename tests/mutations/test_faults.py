@@ -116,7 +116,7 @@ def test_the_check_of_a_fault_is_run_and_read(
 
     monkeypatch.setattr(suite, "_python", run)
     result = try_fault(fault, tmp_path, "quick", seed=3)
-    assert result.case.startswith("world ") and result.case.endswith(" of seed 3")
+    assert result.case.startswith("scenario ") and result.case.endswith(" of seed 3")
     assert result.what == "the bits of the logits differ"
     assert result.seconds > 0
 

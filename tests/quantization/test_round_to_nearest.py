@@ -103,7 +103,7 @@ def test_a_packed_checkpoint_is_packed_already() -> None:
     for own in ("auto-round", "auto_round", "intel/auto-round", None):
         assert read_weight_format(settings, own) is not None
     for other in ("int4", "fp8", "gptq", "int3"):
-        with pytest.raises(ConfigError, match="packed already, as auto-round") as caught:
+        with pytest.raises(ConfigError, match="quantized already, as auto-round") as caught:
             read_weight_format(settings, other)
         assert "allowed: 'auto-round' or None" in str(caught.value)
 

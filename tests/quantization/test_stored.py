@@ -545,7 +545,7 @@ def test_checkpoints_that_pack_keys_and_values_alone() -> None:
         packing = read(one)
         assert packing.layout(module_of({"weight": torch.ones(192, 144)}, 192, 144)) is None
         assert packing.notes[-1].endswith("and fp8 takes the scales")
-        with pytest.raises(CheckpointError, match="asks for a weight that is not packed"):
+        with pytest.raises(CheckpointError, match="asks for a weight that is not quantized"):
             packing.layout(module_of(CASES["fp8 tensor"].write(192, 144, 2).tensors, 192, 144))
     assert read(settings[2]).name == "modelopt"
     with pytest.raises(CheckpointError, match=r"\['group_0'\].format='dense' is not allowed"):

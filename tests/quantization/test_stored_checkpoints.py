@@ -353,7 +353,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         lambda t: t.update({f"{DOWN}.weight_scale": t[f"{DOWN}.weight_scale"][:-1].clone()}),
         "unfit tensors (1)",
     ),
-    "scale NaN": (lambda t: t[f"{DOWN}.weight_scale"].fill_(torch.nan), "no finite numbers"),
+    "scale NaN": (lambda t: t[f"{DOWN}.weight_scale"].fill_(torch.nan), "not finite numbers"),
     "spare": (lambda t: t.update({f"{DOWN}.weight_scale_inv": torch.ones(1)}), "spare tensors (1)"),
     "shape": (lambda t: t[f"{DOWN}.weight_shape"].fill_(3), "weight_shape"),
     "both": (lambda t: t.update({f"{DOWN}.weight": torch.ones(144, 200)}), "spare tensors (1)"),

@@ -15,7 +15,7 @@ VLLM_NAMES = {"latency": "offline", "throughput": "offline", "serve": "serving"}
 bench = typer.Typer(
     cls=group_with_default("offline", VLLM_NAMES),
     rich_markup_mode=None,
-    help="Measure answers, drafters, kernels or servers.",
+    help="Measure the speed of offline inference, drafters, kernels or a server.",
 )
 for command in (offline, drafters):
     bench.command(cls=FlagCommand, epilog=epilog())(command)

@@ -1,4 +1,4 @@
-"""lockstep bench drafters: what each drafter of a model gains."""
+"""lockstep bench drafters: acceptance, cost and speedup of each drafter of a model."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -28,20 +28,22 @@ def drafters(
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help="a speculative_config beside those that the checkpoint allows by itself, e.g. "
+            help="a further speculative_config, besides those that the checkpoint allows, e.g. "
             """'{"method": "eagle3", "model": FOLDER}'; may be repeated"""
         ),
     ] = None,
     num_speculative_tokens: Annotated[
-        int, typer.Option(help="K, in every step, where --drafter does not say")
+        int, typer.Option(help="drafts per step, where --drafter sets no number")
     ] = 7,
-    batch_size: Annotated[int, typer.Option(min=1, help="requests at once")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="concurrent requests")] = 1,
     output_len: Annotated[
-        int, typer.Option(min=2, max=MOST_CONTEXT, help="tokens per answer")
+        int, typer.Option(min=2, max=MOST_CONTEXT, help="output tokens per request")
     ] = 128,
     temperature: Temperature = 0.0,
-    num_iters: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="runs that count")] = 3,
-    plot: Annotated[Path | None, typer.Option(help="a PNG of acceptance and speed")] = None,
+    num_iters: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="measured runs")] = 3,
+    plot: Annotated[
+        Path | None, typer.Option(help="write a plot of acceptance and speed, .png")
+    ] = None,
     json: Json = False,
     *,
     settings: dict[str, Any],
@@ -69,7 +71,7 @@ def drafters(
         Console(highlight=False).print(drafters_table(lines))
     name = settings["model"] or BUNDLED
     if plot:
-        bench_drafters.plot(lines, plot, f"{name}, {batch_size} at once")
+        bench_drafters.plot(lines, plot, f"{name}, {batch_size} concurrent")
     about = {"bench": "drafters", "model": name, "batch_size": batch_size}
     rounded = [{k: short(v) for k, v in asdict(line).items()} for line in lines]
     print_result(about | {"lines": rounded}, json)

@@ -1,4 +1,4 @@
-"""lockstep bench kernels: what every op costs, and its tiles."""
+"""lockstep bench kernels: time every op, or tune its tiles."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,33 +23,34 @@ def kernels(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="whose dimensions: Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B, DeepSeek-V3, "
+            help="use the dimensions of: Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B, DeepSeek-V3, "
             "Nemotron-3-Nano-30B-A3B or small; may be "
             "repeated"
         ),
     ] = None,
     op: Annotated[list[str] | None, typer.Option(help="only this op; may be repeated")] = None,
-    rows: Annotated[str, typer.Option(help="rows of a call, with commas between")] = "1,8,64",
-    query_len: Annotated[str, typer.Option(help="tokens of a row, with commas between")] = "1,4",
-    dtype: Annotated[str, typer.Option(help="auto is bfloat16, float32 on a CPU")] = "auto",
+    rows: Annotated[str, typer.Option(help="rows per call, separated by commas")] = "1,8,64",
+    query_len: Annotated[str, typer.Option(help="tokens per row, separated by commas")] = "1,4",
+    dtype: Annotated[str, typer.Option(help="auto: bfloat16, or float32 on a CPU")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="format of keys and values, or of latents")
+        str, typer.Option(help="format of the KV cache, or of MLA latents")
     ] = "auto",
     context: Annotated[
-        int | None, typer.Option(min=1, max=MOST_CONTEXT, help="tokens of a row in the cache")
+        int | None, typer.Option(min=1, max=MOST_CONTEXT, help="cached tokens per row")
     ] = None,
     tune: Annotated[
-        Path | None, typer.Option(help="time linear's tiles instead, and write their table here")
+        Path | None, typer.Option(help="tune the tiles of linear instead; write the table here")
     ] = None,
     tune_packed: Annotated[
-        Path | None, typer.Option(help="the same for linear's tiles with packed weights, at --rows")
+        Path | None,
+        typer.Option(help="tune linear with quantized weights, at --rows; write the table here"),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time every op against the floor of its bytes, and compare its bits at other row counts.
+    """Time every op against its memory roofline, and compare its bits at other batch sizes.
 
-    Status 1 if the bits of a row depend on the rows beside it.
+    The exit status is 1 if the bits of a row depend on the other rows of the batch.
     """
     from lockstep.bench.kernels import measure_kernels, pick_models
     from lockstep.config import EngineConfig
@@ -71,7 +72,7 @@ def kernels(
         if context < max(sizes[1]):
             raise ConfigError(
                 f"--context {context} is less than a row's tokens of --query-len {query_len}. "
-                "Raise it."
+                "Raise --context."
             )
         models = [replace(one, context=context) for one in models]
     asked = (models, place, kind, *sizes, op or ())
@@ -109,7 +110,7 @@ def _tune_packed(
     for tuned in tune_packed(models, dtype, path, tokens):
         note(str(tuned))
         for tile, reason in tuned.refused.items():
-            note(f"not {tile}: {reason}")
+            note(f"tile {tile} was skipped: {reason}")
         times.setdefault(tuned.key, {})[tuned.job.tokens] = [
             (short(us), str(tile)) for us, tile in tuned.times
         ]

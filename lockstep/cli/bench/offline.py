@@ -1,4 +1,4 @@
-"""lockstep bench offline: what answers cost."""
+"""lockstep bench offline: speed of offline inference."""
 
 import random
 from dataclasses import asdict
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
 @engine_options
 def offline(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="requests at once")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="concurrent requests")] = 1,
     input_len: Annotated[
         int,
         typer.Option(
             min=0,
             max=MOST_CONTEXT,
-            help="random prompt tokens; 0: real prompts, so that drafts count",
+            help="random prompt tokens; 0: bundled prompts, with realistic acceptance",
         ),
     ] = 0,
     output_len: Annotated[
-        int, typer.Option(min=1, max=MOST_CONTEXT, help="tokens per answer")
+        int, typer.Option(min=1, max=MOST_CONTEXT, help="output tokens per request")
     ] = 128,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(help="K of the chosen drafter, in every step; 0: no drafts")
+        int | None, typer.Option(help="drafts per step of the chosen drafter; 0: no drafts")
     ] = None,
     synthetic_acceptance: Annotated[
         float | None,
         typer.Option(
-            help="with --load-format dummy: accept a draft behind accepted ones with this "
-            "probability; with p and K drafts the acceptance length is 1 + p + ... + p^K"
+            help="with --load-format dummy: accept each next draft with this probability p; with "
+            "K drafts the acceptance length is 1 + p + ... + p^K"
         ),
     ] = None,
     temperature: Temperature = 0.0,
-    num_iters_warmup: Annotated[
-        int, typer.Option(min=0, max=MOST_RUNS, help="runs that do not count")
-    ] = 3,
-    num_iters: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="runs that count")] = 5,
+    num_iters_warmup: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="warm-up runs")] = 3,
+    num_iters: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="measured runs")] = 5,
     floor: Annotated[
         bool,
-        typer.Option("--floor", help="the least time of a step; no weights, no run: that alone"),
+        typer.Option(
+            "--floor", help="add the roofline bound of a step; without weights, show it alone"
+        ),
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option(help="write the timeline of a few steps here, for Perfetto")
+        Path | None, typer.Option(help="write a profiler trace of a few steps here, for Perfetto")
     ] = None,
     json: Json = False,
     *,
@@ -66,9 +66,9 @@ def offline(
 ) -> None:
     """Measure tokens/s, ms per step, time to first token and acceptance length.
 
-    Prompts are computed anew in every run.
+    The prefix cache is off, so every run computes its prompts.
 
-    Other benchmarks: lockstep bench drafters, kernels or serving; each has its --help.
+    Other benchmarks: lockstep bench drafters, kernels or serving; see their --help.
     """
     from lockstep.bench import measure
 

@@ -1,4 +1,4 @@
-"""lockstep bench serving: the latencies of a running server."""
+"""lockstep bench serving: latencies of a running server under load."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -34,10 +34,12 @@ MOST_SECONDS = 86_400.0
 
 
 def serving(
-    url: Annotated[str, typer.Option(help="the server, with /v1 or without")] = (
+    url: Annotated[str, typer.Option(help="address of the server, with /v1 or without")] = (
         "http://127.0.0.1:8000"
     ),
-    model: Annotated[str | None, typer.Option(help="its model; the first that it names")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="model name; default: the first of /v1/models")
+    ] = None,
     dataset: Annotated[
         str, typer.Option(help="random (token ids), or samples (the bundled conversations)")
     ] = "random",
@@ -45,7 +47,7 @@ def serving(
         int, typer.Option(min=1, max=MOST_CONTEXT, help="tokens of a random prompt")
     ] = 1024,
     output_len: Annotated[
-        int, typer.Option(min=1, max=MOST_CONTEXT, help="most tokens of an answer")
+        int, typer.Option(min=1, max=MOST_CONTEXT, help="maximum output tokens")
     ] = 128,
     vocab_size: Annotated[
         int, typer.Option(min=1, max=MOST_VOCAB, help="random token ids are below this")
@@ -53,24 +55,26 @@ def serving(
     num_requests: Annotated[
         int, typer.Option(min=1, max=MOST_REQUESTS, help="requests per load")
     ] = 100,
-    rate: Annotated[str, typer.Option(help="requests/s (Poisson), with commas between")] = "",
-    concurrency: Annotated[str, typer.Option(help="requests at once, with commas between")] = "",
+    rate: Annotated[str, typer.Option(help="requests/s (Poisson), separated by commas")] = "",
+    concurrency: Annotated[str, typer.Option(help="concurrent requests, separated by commas")] = "",
     temperature: Temperature = 0.0,
     ignore_eos: Annotated[
-        bool, typer.Option(help="answers of output_len tokens; not all servers know it")
+        bool, typer.Option(help="generate exactly output_len tokens; not every server supports it")
     ] = False,
-    seed: Annotated[int, typer.Option(help="of prompts and arrivals")] = 0,
-    api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
+    seed: Annotated[int, typer.Option(help="seed of prompts and arrival times")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="API key, sent as a bearer token")] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.1, max=MOST_SECONDS, help="seconds without a byte")
+        float, typer.Option(min=0.1, max=MOST_SECONDS, help="seconds to wait for the next byte")
     ] = 600.0,
-    plot: Annotated[Path | None, typer.Option(help="a PNG of latencies over loads")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="write a plot of latencies by load, .png")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Load a running OpenAI-compatible server, this one or another, and measure its latencies.
+    """Send load to a running OpenAI-compatible server and measure its latencies.
 
-    Every rate is an open loop, every concurrency a closed one; 1, 8 and 64 at once if neither is
-    given.
+    Each --rate is an open loop, each --concurrency a closed loop. The default is --concurrency
+    1,8,64.
     """
     from lockstep.bench import serving as bench_serving
     from lockstep.bench.http_client import Server
@@ -111,6 +115,6 @@ def _rates(value: str) -> list[float]:
     except ValueError:
         found = [0.0]
     if any(not 0 < part < 1e6 for part in found):
-        allowed = "requests/s above 0 with commas between, e.g. 0.5,2,8"
-        raise choice_error(ConfigError, "rate", value, allowed, "Change it.")
+        allowed = "requests/s above 0, separated by commas, e.g. 0.5,2,8"
+        raise choice_error(ConfigError, "rate", value, allowed, "Pass such rates.")
     return found

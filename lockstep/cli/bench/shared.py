@@ -17,10 +17,10 @@ MOST_RUNS = 10_000
 Json = Annotated[
     bool,
     typer.Option(
-        "--json", help="print one JSON object alone; elsewhere than on a terminal it comes last"
+        "--json", help="print only one JSON object; without it, a pipe gets the object last"
     ),
 ]
-Temperature = Annotated[float, typer.Option(min=0.0, max=100.0, help="0 is greedy")]
+Temperature = Annotated[float, typer.Option(min=0.0, max=100.0, help="0: greedy")]
 
 
 def check_plot(path: Path) -> None:
@@ -45,6 +45,6 @@ def numbers(name: str, value: str, most: int) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < 1 or max(found) > most:
-        allowed = f"whole numbers from 1 to {most} with commas between, e.g. 1,8,64"
-        raise choice_error(ConfigError, name, value, allowed, "Change it.")
+        allowed = f"whole numbers from 1 to {most}, separated by commas, e.g. 1,8,64"
+        raise choice_error(ConfigError, name, value, allowed, "Pass such numbers.")
     return found

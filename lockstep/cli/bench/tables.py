@@ -54,8 +54,10 @@ def figures_table(f: "Figures", least: "StepFloor | None", prompt: "Floor | None
 def drafters_table(lines: "list[DrafterLine]") -> Table:
     """One line per drafter; acceptance by the place of the draft in its step."""
     right: dict[str, Any] = {"justify": "right"}
-    table = Table(Column("drafter", no_wrap=True), "accepted at place 1, 2, ...", title="Drafters")
-    for name in ("length", "ms/step", "extra ms", "tokens/s", "speed"):
+    table = Table(
+        Column("drafter", no_wrap=True), "accepted at position 1, 2, ...", title="Drafters"
+    )
+    for name in ("length", "ms/step", "extra ms", "tokens/s", "speedup"):
         table.add_column(name, **right)
     table.add_column("tokens")
     for line in lines:
@@ -69,7 +71,7 @@ def drafters_table(lines: "list[DrafterLine]") -> Table:
             f"{line.speedup:.2f}",
             "equal" if line.agrees else "differ",
         )
-    table.caption = "acceptance in % of steps; extra ms: a step's time beyond one without drafts"
+    table.caption = "accepted: % of steps; extra ms: step time minus that without drafts"
     return table
 
 
@@ -78,7 +80,7 @@ def floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
     from lockstep.worker.device_rates import H200
 
     right: dict[str, Any] = {"justify": "right"}
-    names = ("GB", "ms to move", "Tflop", "ms to compute")
+    names = ("GB", "memory ms", "TFLOP", "compute ms")
     table = Table("part", *(Column(name, **right) for name in names), title="Floor of a step")
     for name, floor in (("verify", least.verify), ("drafts", least.drafts), ("prompt", prompt)):
         if floor is None or not floor.total.bytes:
@@ -123,7 +125,7 @@ def kernel_table(lines: "list[KernelLine]") -> Table:
         above = named
     backends = ", ".join(sorted({line.backend for line in lines}))
     compared = ", ".join(map(str, lines[0].compared)) if lines else ""
-    table.caption = f"backend: {backends}; bits at rows {compared} against the largest batch"
+    table.caption = f"backend: {backends}; bits: {compared} rows compared with the largest batch"
     return table
 
 
@@ -142,18 +144,20 @@ def trace_table(lines: "list[Line]", on_gpu: bool) -> Table:
         gpu = (f"{line.device_us:.1f}", share, f"{line.kernels:g}", f"{line.host_us:.0f}")
         shown = gpu if on_gpu else (f"{line.host_us:.0f}", share)
         table.add_row(line.name, f"{line.calls:g}", *shown)
-    table.caption = f"{whole:.0f} us a step; host times include the profiler's own"
+    table.caption = f"{whole:.0f} us per step; host times include the profiler's overhead"
     for line in lines:
         if line.name == CAPTURED:
-            table.caption += f"; captured: {line.device_us:.0f} us in {line.kernels:g} kernels"
+            table.caption += (
+                f"; in CUDA graphs: {line.device_us:.0f} us in {line.kernels:g} kernels"
+            )
     return table
 
 
 def serving_table(runs: "list[ServingFigures]") -> Table:
     """One line per load; latencies are p50 / p90 / p99 in ms."""
     right: dict[str, Any] = {"justify": "right"}
-    table = Table("load", title="Serving, latencies p50 / p90 / p99 in ms")
-    for name in ("first token", "per token", "between pieces", "tokens/s", "failed"):
+    table = Table("load", title="Serving: latencies in ms, p50 / p90 / p99")
+    for name in ("TTFT", "TPOT", "ITL", "tokens/s", "failed"):
         table.add_column(name, **right)
     for run in runs:
         latencies = (run.ttft_ms, run.tpot_ms, run.itl_ms)

@@ -9,7 +9,7 @@ from lockstep.cli.vllm.read import Option, Reader
 from lockstep.flags.flag import Kind
 from lockstep.flags.table import GROUPS, all_flags
 
-OWN_GROUP = "Lockstep's own"
+OWN_GROUP = "Lockstep only"
 """Of options whose settings no flag of vLLM sets."""
 
 
@@ -45,16 +45,16 @@ def _panels() -> dict[str, str]:
 
 
 def panel_of(setting: str) -> str:
-    """The group of `--help` in which a setting's option stands."""
+    """Return the group of `--help` that lists a setting's option."""
     return _panels().get(setting, OWN_GROUP)
 
 
 def epilog() -> str:
-    """What `--help` says of the flags that are no options here."""
+    """Return the paragraph of `--help` on vLLM's flags."""
     counts = {kind: sum(flag.kind is kind for flag in all_flags()) for kind in Kind}
     return (
         f"The flags of vllm serve are read by their names, and from --config FILE.yaml: "
-        f"{counts[Kind.ACTS]} act, {counts[Kind.NOTED]} have no effect and are told so, "
+        f"{counts[Kind.ACTS]} act, {counts[Kind.NOTED]} are ignored with a note, "
         f"{counts[Kind.REFUSED]} are refused with a remedy. "
         "docs/vllm_flags.md, or lockstep vllm-flags, has them all."
     )

@@ -55,7 +55,7 @@ def _plain_loader() -> "type[yaml.SafeLoader]":
             """The next node. Raises ValueError for an alias."""
             if self.check_event(yaml.AliasEvent):
                 line = self.peek_event().start_mark.line + 1
-                raise ValueError(f"line {line} has an alias; write out what it stands for")
+                raise ValueError(f"line {line} has an alias; write out its value")
             return super().compose_node(parent, index)
 
     return Loader

@@ -152,7 +152,7 @@ class Reader:
         flag, negated, path = self._find(name)
         shown = "--" + ".".join([flag.name, *path])
         if not written and flag.form is not Form.SWITCH:
-            raise ConfigError(f"{name} needs a value. Write one behind it, or leave it out.")
+            raise ConfigError(f"{name} needs a value. Write one after it, or leave it out.")
         if path:
             self._take_key(flag, path, read_value(_JSON, shown, written))
             return

@@ -333,7 +333,7 @@ def _supports(**traits: Any) -> str | None:
     if traits.get("head_dim", 64) not in (128, 256):
         return "head_dim is neither 128 nor 256"
     if traits.get("codecs") is None:
-        return "it unpacks, and this cache is not packed"
+        return "it dequantizes, and this cache is not quantized"
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
         return "weights are multiplied in bf16 or fp16"
     why_not = supports(**traits)

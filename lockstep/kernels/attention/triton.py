@@ -299,7 +299,7 @@ def supports(**traits: Any) -> str | None:
     heads = traits.get("heads", 1)
     kv_heads = traits.get("kv_heads", 1)
     if heads % kv_heads:
-        return f"{heads} heads are no multiple of {kv_heads} KV heads"
+        return f"{heads} heads are not a multiple of {kv_heads} KV heads"
     return unserved(dim, **traits) or gpu_trait(**traits)
 
 

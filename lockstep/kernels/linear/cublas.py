@@ -21,7 +21,7 @@ def _supports(**traits: Any) -> str | None:
     if traits.get("dtype", torch.bfloat16) == torch.float32:
         return "it serves bf16 and fp16"
     if traits.get("quantized"):
-        return "the weight is packed"
+        return "the weight is quantized"
     return gpu_trait(**traits)
 
 

@@ -240,7 +240,7 @@ def refusal(
 
 def _supports(**traits: Any) -> str | None:
     if not traits.get("quantized"):
-        return "the weight is not packed"
+        return "the weight is not quantized"
     return gpu_trait(**traits)
 
 

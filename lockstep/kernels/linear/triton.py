@@ -239,7 +239,7 @@ def _arch(device: torch.device) -> str:
 
 
 def _supports(**traits: Any) -> str | None:
-    return "the weight is packed" if traits.get("quantized") else gpu_trait(**traits)
+    return "the weight is quantized" if traits.get("quantized") else gpu_trait(**traits)
 
 
 @linear.backend("triton", supports=_supports)

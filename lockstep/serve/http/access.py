@@ -75,7 +75,7 @@ class Guard:
                 400, "Content-Length and Transfer-Encoding exclude each other; send one of them."
             )
         if any(not length.isdigit() for length in lengths):
-            return refuse(400, "Content-Length is no number.")
+            return refuse(400, "Content-Length is not a number.")
         if any(one.strip().lower() != b"identity" for one in _values(headers, b"content-encoding")):
             return refuse(415, "Content-Encoding is not supported; send the body as it is.")
         if any(int(length[:20]) > self.rules.body_bytes for length in lengths):

@@ -91,7 +91,7 @@ function readJson(id, fits, allowed) {
       value = JSON.parse(text);
       if (!fits(value)) problem = `Allowed: ${allowed}.`;
     } catch (error) {
-      problem = `This is no JSON: ${error.message}.`;
+      problem = `Invalid JSON: ${error.message}.`;
     }
   }
   $(`${id}-problem`).textContent = problem;
@@ -146,8 +146,8 @@ function request() {
 // --- One run of a request ---------------------------------------------------------------------
 
 const SOURCES = {
-  draft: "drafted and accepted",
-  bonus: "the model’s own, behind drafts",
+  draft: "accepted draft",
+  bonus: "the target model’s token after the drafts",
   plain: "from a step without drafts",
 };
 
@@ -245,7 +245,7 @@ class Written {
   }
 }
 
-const CUT = "Cut: the answer reached its most tokens, or the model\u2019s context is full. Raise Most tokens, or ask for the rest.";
+const CUT = "Cut off: the answer reached Max tokens, or the model\u2019s context is full. Raise Max tokens, or ask for the rest.";
 
 /** A request on its way, and the element that shows its answer. other: token ids to agree with. */
 class Run {
@@ -347,7 +347,7 @@ class Run {
       text.append(this.span(this.written.text.slice(begin, token.end), token));
       begin = token.end;
     }
-    const summary = make("summary", {}, "As written, token by token");
+    const summary = make("summary", {}, "Raw output, token by token");
     return make("details", { className: "written" }, summary, text);
   }
 
@@ -628,7 +628,7 @@ function addCalls(calls, element, written = "") {
   }
   element.append(send, written);
   fields[0].focus();
-  say("The model calls tools: type their results in.");
+  say("The model called tools: enter their results.");
   scroll();
 }
 

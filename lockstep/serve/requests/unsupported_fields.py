@@ -43,7 +43,7 @@ EVERYWHERE: Table = {
     "think": ((), "send reasoning_effort."),
     "reasoning_format": (("auto", "deepseek"), "reasoning has a field of its own; leave it out."),
     "separate_reasoning": ((True,), "reasoning has a field of its own; leave it out."),
-    "stop_regex": ((), "send stop, whose texts are no patterns."),
+    "stop_regex": ((), "send stop, whose texts are not patterns."),
     "return_hidden_states": ((False,), _TOKENS),
     "return_logprob": ((False,), "send logprobs."),
     "n_probs": ((0,), "send logprobs."),

@@ -190,7 +190,7 @@ class Metrics:
         self._host_usage = self._new(
             Gauge,
             "kv_offload_cpu_cache_usage_perc",
-            "Used share of the host memory behind the cache.",
+            "Used share of the host memory that extends the KV cache.",
         )
         self._success = self._new(
             Counter, "request_success", "Requests that ended, by reason.", "finished_reason"

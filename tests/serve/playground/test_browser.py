@@ -230,16 +230,16 @@ def test_problems_lead_to_their_fields(page: Page, url: str, server: SimpleNames
     tools = page.get_by_label("Tools, a JSON list")
     tools.fill("[{")
     ask(page, "the fox")
-    expect(page.locator("#tools-problem")).to_contain_text("This is no JSON")
+    expect(page.locator("#tools-problem")).to_contain_text("Invalid JSON")
     expect(tools).to_have_attribute("aria-invalid", "true")
     expect(tools).to_be_focused()
     assert server.client.requests == []
     tools.fill("")
     page.locator("[data-field=min_p]").fill("1")
-    page.get_by_label("Most tokens").fill("100000000000")
+    page.get_by_label("Max tokens").fill("100000000000")
     page.keyboard.press("Alt+r")
     expect(page.locator("#status")).to_contain_text("max_tokens=100000000000 is not allowed")
-    expect(page.get_by_label("Most tokens")).to_be_focused()
+    expect(page.get_by_label("Max tokens")).to_be_focused()
 
 
 def test_a_key_is_asked_for(page: Page, server: SimpleNamespace, processor: Any) -> None:
@@ -323,12 +323,12 @@ def test_a_chat_outlives_a_reload(
 
 def test_a_refused_message_leaves_the_chat(page: Page, url: str, server: SimpleNamespace) -> None:
     page.goto(url)
-    page.get_by_label("Most tokens").fill("100000000000")
+    page.get_by_label("Max tokens").fill("100000000000")
     ask(page, "the fox")
     refused = page.locator(".refused .problem")
     expect(refused).to_contain_text("Not part of the chat: max_tokens=100000000000")
     expect(page.get_by_label("Message", exact=True)).to_have_value("the fox")
-    page.get_by_label("Most tokens").fill("")
+    page.get_by_label("Max tokens").fill("")
     page.get_by_label("Message", exact=True).fill("the dog")
     page.get_by_role("button", name="Send", exact=True).click()
     expect(page.locator("#status")).to_contain_text("Done: ")
@@ -338,10 +338,10 @@ def test_a_refused_message_leaves_the_chat(page: Page, url: str, server: SimpleN
 def test_an_answer_that_was_cut_says_so(page: Page, url: str, server: SimpleNamespace) -> None:
     server.text = "hello lazy fox"
     page.goto(url)
-    page.get_by_label("Most tokens").fill("2")
+    page.get_by_label("Max tokens").fill("2")
     ask(page, "the fox")
     expect(page.locator("#status")).to_contain_text("Done: ")
-    expect(page.locator(".cut")).to_contain_text("Cut: the answer reached its most tokens")
+    expect(page.locator(".cut")).to_contain_text("Cut off: the answer reached Max tokens")
 
 
 def test_a_request_is_copied_as_curl(page: Page, url: str, server: SimpleNamespace) -> None:
@@ -412,7 +412,7 @@ def test_the_bundled_model_agrees_with_itself(page: Page) -> None:
         page.goto(str(stack.http.base_url))
         page.get_by_label("Compare without speculation").check()
         page.get_by_label("Temperature").fill("0.8")
-        page.get_by_label("Most tokens").fill("60")
+        page.get_by_label("Max tokens").fill("60")
         ask(page, "List the first 12 primes.")
         verdict = page.locator(".agreement")
         expect(verdict).to_have_text(re.compile(r"All \d+ tokens agree"), timeout=60_000)
