@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import SamplingParams
-from lockstep.check.answer_oracle import AnswerOracle
+from lockstep.check.oracle_drafter import AnswerOracle
 from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.grammar import Wanted

@@ -14,8 +14,9 @@ from typer.testing import CliRunner, Result
 import lockstep
 from lockstep.__main__ import main
 from lockstep.bench import offline
-from lockstep.check import cases, matrix, tokens
-from lockstep.check.matrix import Setup
+from lockstep.check.matrix import cases, tokens
+from lockstep.check.matrix import setups as matrix
+from lockstep.check.matrix.setups import Setup
 from lockstep.cli import app
 from lockstep.cli.chat import take_turn
 from lockstep.cli.conversation import LocalModel

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lockstep import LLM, SamplingParams
-from lockstep.check.report import Report
+from lockstep.check.report.report import Report
 from lockstep.cli import app
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.formats.kv import PackedKV

@@ -1,12 +1,12 @@
 """The conformance check that ships with the product: the answer never changes, shown here."""
 
-from lockstep.check.logits import run_logits
-from lockstep.check.matrix import SIZES
-from lockstep.check.report import Interrupted, Report
+from lockstep.check.matrix.logits import run_logits
+from lockstep.check.matrix.setups import SIZES
+from lockstep.check.report.report import Interrupted, Report
 from lockstep.check.run import run_check, run_replay
 from lockstep.check.shard import Shard
-from lockstep.check.world import read_world
-from lockstep.check.worlds import Effort
+from lockstep.check.scenarios.scenario import read_world
+from lockstep.check.scenarios.examiner import Effort
 
 __all__ = [
     "SIZES",

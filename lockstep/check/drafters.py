@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.check.answer_oracle import NAME, STAND_IN, AnswerOracle
-from lockstep.check.rules import WorldError
+from lockstep.check.oracle_drafter import NAME, STAND_IN, AnswerOracle
+from lockstep.check.scenarios.invariants import WorldError
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec import drafter_module, refusals, with_method

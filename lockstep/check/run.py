@@ -4,17 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.check.drafters import asked_drafter, drafters_of, settings_with
-from lockstep.check.draw import Drawer
-from lockstep.check.exercised import Exercised
-from lockstep.check.harness import CheckEngine, build, build_plain
-from lockstep.check.matrix import SIZES
-from lockstep.check.oracle import run_oracle
-from lockstep.check.plain import PlainRuns
-from lockstep.check.report import Report, running
-from lockstep.check.sampling import run_sampling
-from lockstep.check.tokens import run_matrix, turns
-from lockstep.check.world import Kind, World
-from lockstep.check.worlds import Effort, Examiner, Progress, replay, run_worlds
+from lockstep.check.scenarios.generator import Drawer
+from lockstep.check.report.exercised import Exercised
+from lockstep.check.engines import CheckEngine, build, build_plain
+from lockstep.check.matrix.setups import SIZES
+from lockstep.check.judges.transformers_logits import run_oracle
+from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.report.report import Report, running
+from lockstep.check.judges.distributions import run_sampling
+from lockstep.check.matrix.tokens import run_matrix, turns
+from lockstep.check.scenarios.scenario import Kind, World
+from lockstep.check.scenarios.examiner import Effort, Examiner, Progress, replay, run_worlds
 from lockstep.errors import ConfigError, choice_error
 
 

@@ -19,7 +19,7 @@ from lockstep.settings import check_writable, why_unread
 from lockstep.spec.config import AUTO
 
 if TYPE_CHECKING:
-    from lockstep.check.report import Report, Tally
+    from lockstep.check.report.report import Report, Tally
 
     Progress = Callable[[str, int, int], None]
 
@@ -162,7 +162,7 @@ def _kv_formats(asked: str) -> tuple[str, ...]:
 
 def _write(path: Path, report: "Report") -> None:
     """Write the HTML report. Raises ConfigError where the file cannot be written."""
-    from lockstep.check.page import write_page
+    from lockstep.check.report.html_page import write_page
 
     try:
         write_page(path, report, ["lockstep", *sys.argv[1:]])

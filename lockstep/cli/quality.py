@@ -18,7 +18,7 @@ from lockstep.progress import progress_bar
 from lockstep.settings import check_writable, why_unread
 
 if TYPE_CHECKING:
-    from lockstep.check.quality import Kept, Quality
+    from lockstep.bench.cache_quality import Kept, Quality
 
 TOKENS = 8192
 WINDOW = 1024
@@ -75,7 +75,7 @@ def quality(
 
 def ways_of(settings: dict[str, Any]) -> "list[Kept]":
     """The pairs of both settings, which are taken out. Raises ConfigError on an unknown name."""
-    from lockstep.check.quality import Kept
+    from lockstep.bench.cache_quality import Kept
 
     lists = [
         [part.strip() for part in settings.pop(name).split(",")]
@@ -97,7 +97,7 @@ def _usual(way: "Kept") -> "Kept":
 def _run(
     ways: "list[Kept]", settings: dict[str, Any], path: Path, sizes: tuple[int, int], quiet: bool
 ) -> "list[Quality]":
-    from lockstep.check.quality import Kept, read_text, run_quality
+    from lockstep.bench.cache_quality import Kept, read_text, run_quality
 
     if not any(way != Kept() for way in ways):
         raise ConfigError(
@@ -112,7 +112,7 @@ def _run(
 
 
 def _draw(path: Path, found: "list[Quality]", window: int) -> None:
-    from lockstep.check.quality_plot import plot
+    from lockstep.bench.cache_quality_plot import plot
 
     longest = max(found[0].measured.scores.positions)
     try:

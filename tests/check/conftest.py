@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.check import cases, matrix
+from lockstep.check.matrix import cases
+from lockstep.check.matrix import setups as matrix
 from tests.tiny_model import TWO_LAYERS, make_model
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from lockstep.check.drafters import asked_drafter, drafters_of, settings_with
-from lockstep.check.draw import Drawer
-from lockstep.check.harness import CheckEngine, build, build_plain
-from lockstep.check.plain import PlainRuns
-from lockstep.check.world import Kind
-from lockstep.check.worlds import Examiner
+from lockstep.check.scenarios.generator import Drawer
+from lockstep.check.engines import CheckEngine, build, build_plain
+from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.scenarios.scenario import Kind
+from lockstep.check.scenarios.examiner import Examiner
 from lockstep.models.checkpoint import Checkpoint
 from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head

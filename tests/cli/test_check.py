@@ -17,9 +17,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lockstep.check import Interrupted, matrix, tokens
-from lockstep.check.matrix import Setup
-from lockstep.check.report import Report, Tally
+from lockstep.check import Interrupted
+from lockstep.check.matrix import setups as matrix
+from lockstep.check.matrix import tokens
+from lockstep.check.matrix.setups import Setup
+from lockstep.check.report.report import Report, Tally
 from lockstep.cli import app
 from lockstep.cli.check import _table
 

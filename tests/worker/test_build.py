@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.check.answer_oracle import AnswerOracle
+from lockstep.check.oracle_drafter import AnswerOracle
 from lockstep.engine.engine import Engine
 from lockstep.errors import ConfigError
 from lockstep.scheduling.draft_length import RandomDraftLength

@@ -1,0 +1,90 @@
+"""A plot of how far log-probabilities are off, by how many tokens stand in front of them; SVG."""
+
+from collections.abc import Sequence
+from html import escape
+from math import log10
+
+from lockstep.bench.cache_quality import Kept, Quality
+
+WIDTH = 800
+"""Pixels, as all lengths here."""
+PANEL = 340
+"""Height of the panel; below it stands a line for each way to keep caches."""
+LINE = 18
+"""Height of such a line."""
+LEFT = 80
+RIGHT = 20
+TOP = 40
+AXIS = 44
+"""Height of the axis' labels."""
+BINS = 64
+"""Places along a window: the mean of each is a point."""
+SMALLEST = 1e-9
+"""Nats: what is below stands at the bottom."""
+COLORS = ("#3b6ea5", "#b3402a", "#4b8b3b", "#8250a0", "#b8860b", "#57606a")
+STYLE = 'font-family="DejaVu Sans, Verdana, Arial, sans-serif" font-size="12" fill="#1f2328"'
+
+
+def name_of(kept: Kept) -> str:
+    """What a plot and a table call a way to keep caches."""
+    return f"kv {kept.kv_cache_dtype}, state {kept.mamba_ssm_cache_dtype}"
+
+
+def points_of(quality: Quality, window: int) -> list[tuple[float, float]]:
+    """(position, mean difference) along a window of so many tokens."""
+    sums: dict[int, list[float]] = {}
+    positions = quality.measured.scores.positions
+    for position, difference in zip(positions, quality.differences, strict=True):
+        sums.setdefault(position * BINS // (window + 1), []).append(difference)
+    width = (window + 1) / BINS
+    return [((b + 0.5) * width, sum(v) / len(v)) for b, v in sorted(sums.items())]
+
+
+def plot(found: Sequence[Quality], window: int) -> str:
+    """A line for each but the first, which all are compared with; differences on a log scale."""
+    lines = [(name_of(q.measured.kept), points_of(q, window)) for q in found[1:]]
+    seen = [max(y, SMALLEST) for _, points in lines for _, y in points]
+    high = _power(max(seen), 1)
+    low = min(_power(min(seen), 0), high - 1)
+    inner_width = WIDTH - LEFT - RIGHT
+    below = TOP + PANEL + AXIS
+    height = below + len(lines) * LINE + LINE // 2
+
+    def place(x: float, y: float) -> str:
+        up = (log10(max(y, SMALLEST)) - low) / (high - low)
+        return f"{LEFT + x / window * inner_width:.1f},{TOP + (1 - up) * PANEL:.1f}"
+
+    body = [
+        f'<rect width="{WIDTH}" height="{height}" fill="#fcfcfa"/>',
+        f'<text x="{LEFT}" y="22">mean |difference of log-probability|, nats, against kv auto, '
+        "state auto</text>",
+    ]
+    for power in range(low, high + 1):
+        y = TOP + (high - power) / (high - low) * PANEL
+        body.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+                    'stroke="#d0d7de"/>')  # fmt: skip
+        body.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
+    for part in range(5):
+        x = LEFT + part / 4 * inner_width
+        y = TOP + PANEL + 16
+        body.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{window * part // 4}</text>')
+    body.append(f'<text x="{LEFT + inner_width / 2:.1f}" y="{TOP + PANEL + 32}" '
+                'text-anchor="middle">tokens in front, in the window</text>')  # fmt: skip
+    for index, (name, points) in enumerate(lines):
+        dashes = ("none", "6 3", "2 2")[index // len(COLORS) % 3]
+        look = f'fill="none" stroke="{COLORS[index % len(COLORS)]}" stroke-dasharray="{dashes}"'
+        places = " ".join(place(*point) for point in points)
+        body.append(f'<polyline {look} points="{places}"/>')
+        y = below + index * LINE + LINE // 2
+        body.append(f'<line {look} x1="{LEFT}" x2="{LEFT + 40}" y1="{y}" y2="{y}"/>')
+        body.append(f'<text x="{LEFT + 50}" y="{y + 4}">{escape(name)}</text>')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}" {STYLE}>'
+    )
+    return "\n".join([head, *body, "</svg>\n"])
+
+
+def _power(value: float, more: int) -> int:
+    """The power of ten below a value, or so many above that."""
+    return int(log10(value) // 1) + more

@@ -1,0 +1,101 @@
+"""Traces a model run: a digest of every module's output per request and position.
+
+Two runs of one request are compared position by position, module by module, in the order of the
+computation: the first difference names the layer and op that broke the contract.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.check.engines import CheckEngine
+from lockstep.scheduling.request import Request
+from lockstep.step import Step, StepShape
+from lockstep.worker.step_observer import StepObserver
+
+Digests = dict[int, dict[str, bytes]]
+"""position -> module name -> digest of its output there, modules in the order of their calls."""
+
+
+class Trace(StepObserver):
+    """What the model computed for one request. A position run again (after a rejected draft, or
+    replayed) replaces what was seen of it before, so what stays belongs to committed tokens."""
+
+    def __init__(self, is_mine: Callable[[Request], bool]) -> None:
+        self.is_mine = is_mine
+        self.digests: Digests = {}
+        self._requests: Sequence[Request] = ()
+        self._step: Step | None = None
+        self._places: list[tuple[int, int]] = []
+
+    def before_step(self, requests: Sequence[Request], shape: StepShape) -> None:
+        """The model is called for these requests next."""
+        self._requests = requests
+
+    def begin(self, step: Step) -> None:
+        """The model is called: finds this request's tokens in the step."""
+        mine = [i for i, request in enumerate(self._requests) if self.is_mine(request)]
+        self._step = step
+        self._places = []
+        if mine:
+            first, last = step.cu_seqlens[mine[0] : mine[0] + 2].tolist()
+            positions = step.positions[first:last].tolist()
+            self._places = list(zip(range(first, last), positions, strict=True))
+            for position in positions:
+                self.digests[position] = {}
+
+    def end(self) -> None:
+        """The model has returned: calls of shared modules by a drafter are not ours."""
+        self._step = None
+
+    def see(self, name: str, output: object) -> None:
+        """A module has returned `output`: its [T, ...] tensors are seen, anything else is not."""
+        if self._step is None:
+            return
+        parts = output if isinstance(output, tuple) else (output,)
+        tokens = self._step.token_ids.shape[0]
+        seen = [p for p in parts if isinstance(p, Tensor) and p.dim() and p.shape[0] == tokens]
+        if seen:
+            for index, position in self._places:
+                self.digests[position][name] = _digest([part[index] for part in seen])
+
+
+def _digest(tensors: list[Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+        digest.update(bytes(raw.tolist()))
+    return digest.digest()
+
+
+@contextmanager
+def traced(engine: CheckEngine, is_mine: Callable[[Request], bool]) -> Iterator[Digests]:
+    """What the model computes meanwhile for the one request that is meant. Needs an engine without
+    graphs."""
+    trace = Trace(is_mine)
+    model: nn.Module = engine.engine.runner.model
+    handles = [
+        module.register_forward_hook(lambda _m, _i, output, name=name: trace.see(name, output))
+        for name, module in model.named_modules()
+        if name
+    ]
+    handles.append(model.register_forward_pre_hook(lambda _m, inputs: trace.begin(inputs[0])))
+    handles.append(model.register_forward_hook(lambda _m, _i, _o: trace.end()))
+    try:
+        with engine.observed(trace):
+            yield trace.digests
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def compare(plain: Digests, other: Digests, end: int) -> str | None:
+    """The first position below `end`, and module there, that both saw and differ in."""
+    for position in sorted(p for p in plain if p in other and p < end):
+        for name, digest in plain[position].items():
+            if other[position].get(name, digest) != digest:
+                return f"the first to differ is {name} at position {position}"
+    return None

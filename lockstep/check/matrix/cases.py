@@ -1,0 +1,91 @@
+"""The requests of a check: prompts crossed with sampling parameters, and who runs together."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from lockstep.check.matrix.setups import LONG_PROMPT
+from lockstep.example_prompts import long_prompt, short_prompts
+from lockstep.llm import LLM
+from lockstep.sampling_params import SamplingParams
+
+T = TypeVar("T")
+LONG = "long"
+"""What the sampling of the long prompt is called."""
+PREFIX_TAIL = 5
+"""Tokens at the end of a prompt that are not cached before a prefix hit."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request of the check. name: prompt and sampling; sampling: the name of its parameters.
+
+    params: no part of the hash, since sampling parameters are mutable; the name says them.
+    """
+
+    name: str
+    sampling: str
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Cases that run together. chunk: most prompt tokens of a step, None: the engine's own; primed:
+    the prompts' beginnings are cached before."""
+
+    name: str
+    cases: tuple[Case, ...]
+    chunk: int | None = None
+    primed: bool = False
+
+
+def samplings(max_tokens: int, usual: list[int]) -> dict[str, SamplingParams]:
+    """Every way to sample, by name. `usual`: tokens that the model likes, to be biased and banned.
+
+    A fixed number of tokens each, with logprobs, so that nothing hides behind an early end.
+    """
+    base = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2, detokenize=False
+    )
+    sampled = replace(base, temperature=0.9, seed=20261)
+    penalty: dict[str, Any] = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
+    return {
+        "greedy": base,
+        "sampled": sampled,
+        "penalties": replace(base, repetition_penalty=1.2, **penalty),
+        "min_p": replace(sampled, min_p=0.08, seed=-7),
+        "top_k, top_p": replace(sampled, temperature=1.3, top_k=40, top_p=0.9, seed=5),
+        "logit_bias": replace(
+            sampled, logit_bias={usual[0]: -3.0, usual[1]: 2.5, usual[-1]: -100.0}, seed=11
+        ),
+        "bad_words": replace(base, bad_words_ids=[[usual[0]], usual[1:3]], min_tokens=max_tokens),
+    }
+
+
+def make_cases(plain: LLM, max_tokens: int) -> list[Case]:
+    """Seven short prompts, each sampled its own way, and a long one."""
+    prompts = [tuple(p) for p in short_prompts(plain)]
+    probe = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    likes = plain.generate([{"prompt_token_ids": list(p)} for p in prompts], probe, use_tqdm=False)
+    counted = Counter(token for output in likes for token in output.outputs[0].token_ids)
+    usual = [token for token, _ in counted.most_common(6)] + list(prompts[0][:4])
+    ways = samplings(max_tokens, usual)
+    short = [
+        Case(f"prompt {i + 1}, {name}", name, prompt, params)
+        for i, (prompt, (name, params)) in enumerate(zip(prompts, ways.items(), strict=True))
+    ]
+    lengthy = tuple(long_prompt(plain, LONG_PROMPT))
+    return [*short, Case("long prompt, sampled", LONG, lengthy, ways["sampled"])]
+
+
+def beginnings(cases: tuple[Case, ...]) -> list[tuple[int, ...]]:
+    """What is cached of the cases' prompts before a prefix hit, each beginning once."""
+    prompts = dict.fromkeys(case.prompt for case in cases)
+    return [prompt[:-PREFIX_TAIL] for prompt in prompts]
+
+
+def in_turn(things: Sequence[T], count: int, turn: int) -> list[T]:
+    """`count` of them, other ones each turn, all of them in the end."""
+    return [things[(turn * count + i) % len(things)] for i in range(count)]

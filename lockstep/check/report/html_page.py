@@ -1,0 +1,230 @@
+"""HTML report of a check: one self-contained page for screens, phones and paper."""
+
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+
+import torch
+
+import lockstep
+from lockstep.check.matrix.setups import PHASES, TESTS, WORLD
+from lockstep.check.report.report import Report, Tally
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --page: #ffffff;
+  --line: #d1d9e0; --box: #f6f8fa; --good: #1a7f37; --bad: #c1121f; --none: #eaeef2;
+  --on: #ffffff; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9198a1; --page: #0d1117;
+  --line: #3d444d; --box: #151b23; --good: #2ea043; --bad: #f85149; --none: #21262d;
+  --on: #0d1117; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 60rem; padding: 1.25rem; background: var(--page);
+  color: var(--ink); font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; margin: 0 0 .75rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+.verdict { border-left: .4rem solid var(--good); background: var(--box); padding: .75rem 1rem;
+  font-size: 1.1rem; } .verdict.bad { border-color: var(--bad); }
+  .verdict.early { border-color: var(--soft); }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr));
+  gap: .5rem; } .figures div { background: var(--box); padding: .5rem .75rem; }
+.figures b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
+.figures span, .soft, figcaption { color: var(--soft); font-size: .9rem; }
+figure { margin: 0; overflow-x: auto; } svg { display: block; max-width: 100%; height: auto; }
+svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg .on { fill: var(--on); }
+svg .soft { fill: var(--soft); } svg .good { fill: var(--good); } svg .bad { fill: var(--bad); }
+svg .none { fill: var(--none); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1rem; margin: 0; }
+dt { color: var(--soft); } dd { margin: 0; } ul { padding-left: 1.2rem; margin: .25rem 0; }
+code { font: .9em ui-monospace, monospace; }
+@media (max-width: 34rem) { dl { grid-template-columns: 1fr; gap: 0; } dd { margin: 0 0 .5rem; } }
+@media print { :root { color-scheme: light; --ink: #000; --soft: #444; --page: #fff;
+  --line: #bbb; --box: #fff; --good: #1a7f37; --bad: #c1121f; --none: #eee; --on: #fff; }
+  body { padding: 0; font-size: 11pt; max-width: none; } .figures div { border: 1px solid #bbb; }
+  .verdict { border-top: 1px solid #bbb; border-bottom: 1px solid #bbb; }
+  h2 { break-after: avoid; } figure, li { break-inside: avoid; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
+"""
+MOST_FAILURES = 50
+LABEL = 96
+"""Width of the labels of rows, in pixels, as all sizes here."""
+CELL = 82
+"""Width of a cell of the matrix."""
+ROW = 26
+"""Height of a row of the matrix."""
+HEAD = 26
+"""Height of the labels of columns."""
+PER_LINE = 15
+"""Worlds in a line."""
+DOT = 16
+"""Width and height of a world."""
+
+
+def page(report: Report, command: Sequence[str]) -> str:
+    """The whole page."""
+    title, kind = _title(report)
+    parts = [
+        f'<h1>lockstep check: {title.lower()}</h1><p class="verdict{kind}">'
+        f"{escape(report.verdict)}</p>",
+        _figures(report),
+        _failures(report),
+        _section("Random scenarios", _worlds(report)),
+        _section("Matrix of engine settings", _matrix(report)),
+        _section("Tests of sampling distributions and logits", _tests(report)),
+        _section("Not exercised", _lacks(report)),
+        _section("About this run", _about(report, command)),
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>lockstep check: {title}</title><style>{STYLE}</style></head>"
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def write_page(path: Path, report: Report, command: Sequence[str]) -> None:
+    """The page as a file."""
+    path.write_text(page(report, command), encoding="utf-8")
+
+
+def _title(report: Report) -> tuple[str, str]:
+    """The page's title, and the verdict's class in its style."""
+    if report.failed:
+        return "Differences found", " bad"
+    return ("Stopped early", " early") if report.interrupted else ("All outputs equal", "")
+
+
+def _section(name: str, body: str) -> str:
+    return f"<section><h2>{escape(name)}</h2>{body}</section>" if body else ""
+
+
+def _figures(report: Report) -> str:
+    """What took place, as numbers."""
+    shown = {"outputs and tests": report.cases, "differences": report.failed, **report.exercised}
+    boxes = (f"<div><b>{n:,}</b><span>{escape(name)}</span></div>" for name, n in shown.items())
+    return _section("Exercised", f'<div class="figures">{"".join(boxes)}</div>')
+
+
+def _failures(report: Report) -> str:
+    """Every difference, the first ones at least."""
+    lines = []
+    for failure in report.failures[:MOST_FAILURES]:
+        at = "" if failure.position is None else f", output position {failure.position}"
+        text = f"drafter {failure.setup.drafting}, {failure.setup.phase}, {failure.batch}: "
+        text += f"{failure.request}{at} ({failure.sampling}): {failure.what}"
+        where = f"; {failure.where}" if failure.where else ""
+        file = escape(failure.file or "")
+        alone = f"<br><code>lockstep check --replay {file}</code>" if file else ""
+        lines.append(f"<li>{escape(text + where)}{alone}</li>")
+    left = len(report.failures) - MOST_FAILURES
+    more = f'<p class="soft">and {left} more</p>' if left > 0 else ""
+    return _section("Differences", f"<ul>{''.join(lines)}</ul>{more}" if lines else "")
+
+
+def _of(report: Report, *phases: str) -> list[Tally]:
+    return [t for t in report.tallies if t.setup.phase in phases]
+
+
+def _kind(tallies: Sequence[Tally]) -> str:
+    if not tallies:
+        return "none"
+    return "bad" if any(t.failed for t in tallies) else "good"
+
+
+def _svg(width: int, height: int, name: str, body: str, caption: str) -> str:
+    return (
+        f'<figure><svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{escape(name)}">{body}</svg><figcaption>{escape(caption)}</figcaption></figure>'
+    )
+
+
+def _matrix(report: Report) -> str:
+    """Drafts by phase, a picture a graph mode: how many of a cell's answers are equal."""
+    tallies = _of(report, *PHASES)
+    graphs = dict.fromkeys(t.setup.graph for t in tallies)
+    return "".join(_grid([t for t in tallies if t.setup.graph == graph], graph) for graph in graphs)
+
+
+def _grid(tallies: Sequence[Tally], graph: str) -> str:
+    rows = list(dict.fromkeys(t.setup.drafting for t in tallies))
+    body = []
+    for x, phase in enumerate(PHASES):
+        at = LABEL + x * CELL + CELL // 2
+        body.append(f'<text x="{at}" y="16" text-anchor="middle">{escape(phase)}</text>')
+    for y, drafting in enumerate(rows):
+        top = HEAD + y * ROW
+        body.append(f'<text x="0" y="{top + 17}">{escape(drafting)}</text>')
+        for x, phase in enumerate(PHASES):
+            here = [t for t in tallies if (t.setup.drafting, t.setup.phase) == (drafting, phase)]
+            body.append(_cell(here, LABEL + x * CELL, top))
+    size = LABEL + len(PHASES) * CELL, HEAD + len(rows) * ROW
+    caption = f"Graph mode {graph}: outputs equal to the plain run / outputs compared"
+    return _svg(*size, f"matrix, graph mode {graph}", "".join(body), caption)
+
+
+def _cell(tallies: Sequence[Tally], x: int, y: int) -> str:
+    kind = _kind(tallies)
+    box = f'<rect x="{x + 1}" y="{y + 1}" width="{CELL - 2}" height="{ROW - 2}" class="{kind}"/>'
+    if not tallies:
+        return box
+    cases, failed = (sum(getattr(t, name) for t in tallies) for name in ("cases", "failed"))
+    text = f'<text x="{x + CELL // 2}" y="{y + 17}" text-anchor="middle" class="on">'
+    return f"{box}{text}{cases - failed}/{cases}</text>"
+
+
+def _worlds(report: Report) -> str:
+    """A square a world, drafter by drafter; its title says which."""
+    tallies = _of(report, WORLD)
+    if not tallies:
+        return ""
+    body = []
+    y = 0
+    for drafter in dict.fromkeys(t.setup.drafter for t in tallies):
+        own = [t for t in tallies if t.setup.drafter == drafter]
+        body.append(f'<text x="0" y="{y + 13}">{escape(drafter)}</text>')
+        for index, tally in enumerate(own):
+            x = LABEL + index % PER_LINE * DOT
+            line = y + index // PER_LINE * DOT
+            text = f"{tally.batch}, {tally.setup.drafting}: {tally.cases} outputs"
+            body.append(
+                f'<rect x="{x}" y="{line + 2}" width="{DOT - 3}" height="{DOT - 3}" '
+                f'class="{_kind([tally])}"><title>{escape(text)}</title></rect>'
+            )
+        y += -(-len(own) // PER_LINE) * DOT + 6
+    answers = sum(t.cases for t in tallies)
+    caption = f"{len(tallies)} scenarios of seed {report.seed}, {answers:,} outputs, by drafter"
+    return _svg(LABEL + PER_LINE * DOT, y, "random scenarios", "".join(body), caption)
+
+
+def _tests(report: Report) -> str:
+    """The tests of distributions, and prompts that transformers answered too."""
+    tallies = _of(report, *TESTS)
+    if not tallies:
+        return ""
+    wrong = [t.batch for t in tallies if t.failed]
+    count = f"{len(tallies) - len(wrong)} of {len(tallies)} passed"
+    named = ", ".join(dict.fromkeys(t.batch.partition(",")[0] for t in tallies))
+    bad = f"<p>failed: {escape(', '.join(wrong))}</p>" if wrong else ""
+    return f'<p>{count}.</p>{bad}<p class="soft">{escape(named)}</p>'
+
+
+def _lacks(report: Report) -> str:
+    lacks = [*report.skipped, *(report.used.lacks() if report.used else ())]
+    items = "".join(f"<li>{escape(lack)}</li>" for lack in lacks)
+    return f'<ul class="soft">{items}</ul>' if items else ""
+
+
+def _about(report: Report, command: Sequence[str]) -> str:
+    about = {
+        "command": " ".join(command),
+        "size, shard, seed": f"{report.size}, {report.shard}, {report.seed}",
+        "compared": f"{report.compared}, bit for bit",
+        "numerics": report.numerics,
+        "lockstep": lockstep.__version__,
+        "torch": torch.__version__,
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        "duration": f"{report.seconds:.0f} s",
+        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    lines = (f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in about.items())
+    return f"<dl>{''.join(lines)}</dl>"

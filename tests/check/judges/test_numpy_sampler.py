@@ -1,0 +1,114 @@
+"""The sampler said again agrees with the engine's, and sees a wrong token, end and figure."""
+
+import math
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.check.judges import numpy_sampler
+from lockstep.kernels.sampling import SamplingState, sample
+from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
+from lockstep.worker.rows import write_sampling
+
+V = 50
+PROMPT = [3, 4, 5, 4]
+ANSWER = [7, 8, 7]
+ENDS = frozenset({2})
+RAW = np.random.default_rng(0).normal(size=V).astype(np.float32).astype(np.float64) * 2
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"seed": 2**40 + 5},
+    {"seed": -1, "temperature": 0.6},
+    {"temperature": 0.0, "repetition_penalty": 3.0},
+    {"frequency_penalty": 2.0, "presence_penalty": -1.0},
+    {"temperature": 0.0, "logit_bias": {1: 9.0, 2: -100.0}},
+    {"allowed_token_ids": [1, 2, 9], "logit_bias": {5: 3.0}},
+    {"bad_words_ids": [[8, 7, 11], [30], [5, 4, 7, 8, 7, 13]], "temperature": 0.0},
+    {"min_tokens": 4, "stop_token_ids": [9, 10]},
+    {"min_tokens": 3, "stop_token_ids": [9, 10]},
+    {"top_k": 3},
+    {"top_p": 0.5},
+    {"min_p": 0.2},
+    {"top_k": 7, "top_p": 0.8, "min_p": 0.05, "temperature": 2.0},
+)
+
+
+def engines_token(raw: np.ndarray, params: SamplingParams, seed: int) -> int:
+    state = SamplingState.empty(2, V, 20, (32, 8), "cpu")
+    request = Request("r", PROMPT, params, eos_token_ids=ENDS, seed=seed)
+    write_sampling(state, 1, request, torch.tensor(PROMPT))
+    for token in ANSWER:
+        state.counts[1, token] += 1
+    history = torch.zeros(2, 20, dtype=torch.int64)
+    history[1, : len(PROMPT + ANSWER)] = torch.tensor(PROMPT + ANSWER)
+    at = torch.tensor([[len(PROMPT + ANSWER)]])
+    logits = torch.tensor(raw, dtype=torch.float32)[None, None]
+    none = torch.empty(1, 0, dtype=torch.int64)
+    return int(sample(logits, at, none, torch.tensor([1]), history, state))
+
+
+@pytest.mark.parametrize("given", PARAMS, ids=str)
+def test_it_agrees_with_the_engine_and_with_nothing_else(given: dict[str, Any]) -> None:
+    rng = random.Random(str(given))
+    place = numpy_sampler.Place(PROMPT, ANSWER, ENDS)
+    params = SamplingParams(**{"seed": 3, **given})
+    for _ in range(20):
+        raw = RAW[rng.sample(range(V), V)]
+        seed = (params.seed or 0) ^ rng.randrange(2**60)
+        token = engines_token(raw, params, seed)
+        assert numpy_sampler.wrong_token(raw, token, place, params, seed) is None
+        others = [t for t in range(V) if t != token]
+        wrong = [t for t in others if numpy_sampler.wrong_token(raw, t, place, params, seed) is None]
+        assert len(wrong) <= 1, "at most one other token is as good, by rounding"
+
+
+def test_every_bit_of_a_seed_counts() -> None:
+    base = numpy_sampler.noise(12345, 7, V)
+    for bit in range(64):
+        assert not np.allclose(numpy_sampler.noise(12345 ^ (1 << bit), 7, V), base)
+    assert np.array_equal(numpy_sampler.noise(-1, 7, V), numpy_sampler.noise(2**64 - 1, 7, V))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ending", "given", "said"),
+    [
+        ([5, 6, 2], ("stop", None), {}, None),
+        ([5, 6, 2], ("length", None), {"ignore_eos": True, "max_tokens": 3}, None),
+        ([5, 2, 6], ("length", None), {"max_tokens": 3}, "token 2 came after the end"),
+        ([5, 6], ("length", None), {"max_tokens": 3}, r"instead of \(None, None\)"),
+        ([5, 9], ("stop", 9), {"stop_token_ids": [9], "min_tokens": 1}, None),
+        ([5, 9], ("stop", 9), {"stop_token_ids": [9], "min_tokens": 2}, "instead of"),
+        ([5, 9], ("stop", None), {"stop_token_ids": [9]}, r"instead of \('stop', 9\)"),
+        ([5, 9], ("stop", "text"), {"max_tokens": 3}, None),
+    ],
+)
+def test_ends(tokens: list[int], ending: Any, given: dict[str, Any], said: str | None) -> None:
+    params = SamplingParams(**given)
+    wrong = numpy_sampler.wrong_end(tokens, ending, ENDS, params, params.max_tokens or 0)
+    if said is None:
+        assert wrong is None
+    else:
+        assert wrong is not None
+        assert re.search(said, wrong)
+
+
+def test_logprobs() -> None:
+    scores = RAW - RAW.max() - math.log(float(np.exp(RAW - RAW.max()).sum()))
+    order = [int(i) for i in np.argsort(-scores)]
+    entry = {t: (float(scores[t]), rank + 1) for rank, t in enumerate(order[:3])}
+    assert numpy_sampler.wrong_logprobs(RAW, order[0], entry, 3) is None
+    last = order[-1]
+    with_last = {**entry, last: (float(scores[last]), V)}
+    assert numpy_sampler.wrong_logprobs(RAW, last, with_last, 3) is None
+    for wrong in (
+        {**entry, order[0]: (float(scores[order[0]]) + 0.01, 1)},
+        {**entry, order[0]: (float(scores[order[0]]), 2)},
+        {t: entry[t] for t in order[1:3]},
+        {**{t: entry[t] for t in order[:2]}, last: (float(scores[last]), V)},
+    ):
+        assert numpy_sampler.wrong_logprobs(RAW, order[0], wrong, 3) is not None

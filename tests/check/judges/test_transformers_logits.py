@@ -1,0 +1,75 @@
+"""The plain logits equal those of transformers, and a fault of the model itself is seen."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lockstep.check.judges import transformers_logits
+from lockstep.check.engines import CheckEngine, build_plain
+from lockstep.check.judges.transformers_logits import load_oracle, off_by, run_oracle
+from lockstep.check.report.report import Report
+from lockstep.errors import ConfigError
+from lockstep.layers.rotary import Rotary
+from lockstep.llm import LLM
+
+
+@pytest.fixture(scope="module")
+def plain() -> CheckEngine:
+    """The bundled model, as the check runs it plainly."""
+    return build_plain(None, {})
+
+
+@pytest.fixture
+def other(plain: CheckEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle is loaded once, and asked about three prompts."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(oracle, "load_oracle", LOADED.setdefault("it", cached(plain)))
+    short = oracle.short_prompts
+    monkeypatch.setattr(oracle, "short_prompts", lambda llm: short(llm)[:3])
+    monkeypatch.setattr(oracle, "LONG_PROMPT", 90)
+
+
+LOADED: dict[str, Callable[[LLM], torch.nn.Module]] = {}
+
+
+def cached(plain: CheckEngine) -> Callable[[LLM], torch.nn.Module]:
+    model = load_oracle(plain.llm)
+    return lambda llm: model
+
+
+def test_the_plain_run_agrees(plain: CheckEngine, other: None) -> None:
+    report = Report("quick", "")
+    assert run_oracle(plain, report) < 2e-5
+    assert report.failed == 0 and report.cases == 4
+
+
+def test_a_fault_of_the_model_is_seen(plain: CheckEngine, other: None) -> None:
+    report = Report("quick", "")
+    rotary = next(m for m in plain.engine.runner.model.modules() if isinstance(m, Rotary))
+    angles = rotary.sin
+    rotary.sin = angles * 0.99
+    try:
+        run_oracle(plain, report)
+    finally:
+        rotary.sin = angles
+    assert report.failed == report.cases == 4
+    assert "of their norm; allowed: 0.0001" in report.failures[0].what
+
+
+def test_a_constant_does_not_count_and_a_nan_does() -> None:
+    rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    assert float(off_by(rows + 4, rows).max()) < 1e-6
+    assert float(off_by(rows * 1.01, rows).max()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_random_weights_have_no_oracle(model: str) -> None:
+    llm = LLM(model, load_format="dummy", max_model_len=128, max_num_seqs=1)
+    with pytest.raises(ConfigError, match="--oracle is not allowed with load_format='dummy'"):
+        load_oracle(llm)
+
+
+def test_packed_weights_have_no_oracle() -> None:
+    llm = LLM(quantization="int4", max_model_len=256)
+    with pytest.raises(ConfigError, match="not allowed with quantized weights"):
+        load_oracle(llm)

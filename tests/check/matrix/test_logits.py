@@ -1,0 +1,159 @@
+"""The logits check passes on an engine that keeps the contract, and sees one bit on another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.check import Interrupted, logits, logits_matrix, run_logits
+from lockstep.check.oracle_drafter import AnswerOracle
+from lockstep.check.matrix.cases import Batch
+from lockstep.check.judges.digests import digest
+from lockstep.check.engines import CheckEngine
+from lockstep.check.matrix.logits_setups import CHUNKS, SIZES, Size, batches, engines, make_cases
+from lockstep.check.matrix.setups import Setup
+from lockstep.check.report.report import Report
+from lockstep.errors import ConfigError
+from tests.check.faulty import off_by_a_bit
+
+GRAPHS = ("full", "piecewise", "none")
+SMALL = Size((1, 2, 7), (0, 3, 7), (), 1, 1, 300, 10)
+Check = Callable[..., Report]
+
+
+@pytest.fixture
+def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """run_logits at a small size over the tiny model."""
+
+    def run(size: Size = SMALL) -> Report:
+        monkeypatch.setitem(SIZES, "quick", size)
+        return run_logits("quick", model, load_format="dummy")
+
+    return run
+
+
+def test_a_digest_holds_every_bit_of_a_row_and_nothing_else() -> None:
+    logits = torch.randn(70, 300, generator=torch.Generator().manual_seed(0))
+    found = digest(logits)
+    assert len(set(found.tolist())) == 70
+    assert torch.equal(digest(logits[5:6]), found[5:6])
+    for row, column, bit in ((0, 0, 0), (3, 299, 31), (69, 150, 23)):
+        other = logits.clone()
+        other.view(torch.int32)[row, column] ^= torch.tensor(1 << bit).int()
+        assert (digest(other) != found).nonzero().flatten().tolist() == [row]
+
+
+def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
+    report = check()
+    assert report.failed == 0, report.verdict
+    assert "logits bit for bit" in report.verdict
+    assert report.cases == report.cases_due and not report.interrupted
+    hits = report.cases - 4 * (1 + 2 + 7) - sum(t.cases for t in report.tallies if "ch" in t.batch)
+    assert hits == 4 * 7, "each of four engines, the MTP one included, ran seven prefix hits"
+    assert all(
+        report.exercised[name] > 0
+        for name in ("cached tokens", "draft tokens", "accepted draft tokens")
+    )
+
+
+@pytest.mark.gpu
+def test_the_bundled_model_in_every_graph_mode_on_a_gpu() -> None:
+    report = run_logits("quick", device="cuda")
+    assert report.failed == 0, report.verdict
+    assert {t.setup.graph for t in report.tallies} == set(GRAPHS)
+
+
+def test_an_interruption_keeps_the_engines_that_were_done(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes as the second of two engines begins."""
+
+    def progress(what: str, done: int, of: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(SIZES, "quick", Size((1, 2), (0,), (), 0, 1, 300, 6))
+    with pytest.raises(Interrupted) as ended:
+        run_logits("quick", model, progress, load_format="dummy")
+    report = ended.value.report
+    assert report.interrupted and report.to_json()["interrupted"] is True
+    assert (report.failed, report.cases, report.cases_due) == (0, 1 + 2 + 7, 2 * (1 + 2 + 7))
+    assert report.verdict.startswith("Stopped early: 10 of 20 matrix cases were run. 10 case")
+    assert report.seconds > 0 and {t.setup.drafting for t in report.tallies} == {"none"}
+
+
+def test_one_bit_that_depends_on_the_rows_is_seen(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off_by_a_bit(monkeypatch)
+    report = check(Size((1, 2), (0,), (), 0, 1, 300, 6))
+    found = [f for f in report.failures if f.setup.drafter == "none"]
+    assert {f.batch for f in found} == {"2 rows", "prefix hit"}
+    assert {f.what for f in found} == {"the bits of the logits differ"}
+    assert report.to_json()["failed"] == len(report.failures)
+
+
+def test_an_engine_that_breaks_is_a_failure_and_the_others_follow(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two engines that draft has no memory for its second batch."""
+    run = logits._run_batch
+    runs: list[str] = []
+
+    def broken(engine: CheckEngine, setup: Setup, batch: Batch, *rest: Any) -> None:
+        runs.append(setup.drafter)
+        if runs == [setup.drafter] * 2:
+            raise torch.OutOfMemoryError("no memory")
+        run(engine, setup, batch, *rest)
+
+    monkeypatch.setattr(logits, "_run_batch", broken)
+    report = check(Size((1, 2), (0,), (), 0, 1, 300, 6))
+    (failure,) = report.failures
+    assert failure.what == "raised OutOfMemoryError: no memory"
+    assert len(set(runs)) == 2, "the other engine ran"
+    assert report.cases == 1 + 1 + (1 + 2 + 7) and report.failed == 1
+
+
+def test_an_axis_that_never_takes_place_is_a_failure(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AnswerOracle, "tell", lambda self, texts: None)
+    monkeypatch.setattr("lockstep.check.matrix.logits._prime", lambda engine, cases: None)
+    report = check(Size((1,), (2,), (), 0, 1, 300, 6))
+    failures = {(f.batch, f.what) for f in report.failures if f.setup.drafter == "oracle"}
+    nothing = {"the run had no draft tokens", "the run had no accepted draft tokens"}
+    assert failures >= {("1 row", what) for what in nothing}
+    assert ("prefix hit", "the run had no cached tokens") in failures
+
+
+def test_the_full_matrix_holds_what_it_promises() -> None:
+    size = SIZES["full"]
+    every = list(engines(size, GRAPHS, "mtp"))
+    assert len(set(every)) == len(every)
+    assert {s.k for s in every if s.graph == "full" and s.drafter != "mtp"} == {*range(8), 15}
+    assert {s.graph for s in every} == set(GRAPHS) and Setup("mtp", 3, "cold", "full") in every
+    cases = make_cases(1000, size.long, size.max_tokens)
+    assert len(cases) == 20 and len({a.prompt[:5] for a in cases}) == 20
+    runs = [b for turn in range(len(every)) for b in batches(cases, size, turn)]
+    assert {b.chunk for b in runs} == set(CHUNKS)
+    assert {len(b.cases) for b in runs if b.name.endswith(("row", "rows"))} == {1, 2, 7, 16, 64}
+    assert {a.name for b in runs if b.name == "1 row" for a in b.cases} == {
+        a.name for a in cases[:-1]
+    }
+    assert cases[-1] in {a for b in runs if b.chunk == 64 for a in b.cases}
+
+
+def test_the_asks_are_the_same_at_every_call() -> None:
+    assert make_cases(500, 200, 5) == make_cases(500, 200, 5)
+
+
+def test_settings_hold_all_rows() -> None:
+    for size in SIZES.values():
+        own: dict[str, Any] = logits_matrix.settings(Setup("oracle", 7, "cold", "full"), size, 500)
+        assert own["max_num_seqs"] == max(size.rows)
+
+
+def test_unknown_size_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="size='huge'.*quick, default, full"):
+        run_logits("huge", model)

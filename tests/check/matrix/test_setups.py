@@ -1,0 +1,131 @@
+"""The matrix holds what it promises, and comparing answers sees one bit."""
+
+from itertools import product
+
+from lockstep.check.judges.answers import Answer
+from lockstep.check.matrix.cases import Case
+from lockstep.check.matrix.setups import (
+    BATCHES,
+    DEFAULT_COUNTS,
+    DRAFT_COUNTS,
+    MOST_DRAFTS,
+    PHASES,
+    PLAIN,
+    SIZES,
+    Setup,
+    setups,
+)
+from lockstep.check.report.report import Failure, Report, Tally
+from lockstep.check.matrix.tokens import batches
+from lockstep.check.judges.trace import compare
+from lockstep.outputs import RequestMetrics
+from lockstep.sampling_params import SamplingParams
+from lockstep.spec import DRAFTERS
+
+EVERY = tuple(DRAFTERS)
+KINDS = len(DRAFT_COUNTS) + 1
+"""Ways to draft with one drafter: each K, and a changing one."""
+GPU = ("full", "piecewise", "none")
+
+
+def answer(*tokens: int, logprob: float = -0.5) -> Answer:
+    bits = tuple(((token, logprob.hex(), 1),) for token in tokens)
+    return Answer(tokens, bits, RequestMetrics())
+
+
+def case(prompt: int, sampling: str) -> Case:
+    return Case(f"{prompt} {sampling}", sampling, (prompt,), SamplingParams())
+
+
+def test_full_is_every_combination_once() -> None:
+    every = setups("full", EVERY, GPU)
+    assert len(set(every)) == len(every) == (1 + len(EVERY) * KINDS) * len(PHASES) * len(GPU)
+
+
+def test_default_holds_every_drafter_and_phase_and_every_graph_mode() -> None:
+    chosen = setups("default", EVERY, GPU)
+    drafting = {(s.drafting, s.phase) for s in chosen}
+    assert len(drafting) == (1 + len(EVERY) * (len(DEFAULT_COUNTS) + 1)) * len(PHASES)
+    assert {min(DRAFT_COUNTS), max(DRAFT_COUNTS)} <= set(DEFAULT_COUNTS) <= set(DRAFT_COUNTS)
+    for drafter, k in (("none", 0), ("ngram", 3), ("mtp", 3)):
+        assert {s.graph for s in chosen if (s.drafter, s.k) == (drafter, k)} == set(GPU)
+    changing = {(s.drafter, s.phase, s.graph) for s in chosen if s.changing}
+    assert changing == set(product(EVERY, PHASES, GPU))
+
+
+def test_quick_holds_every_drafter_phase_and_graph_mode() -> None:
+    chosen = setups("quick", EVERY, GPU)
+    assert len(set(chosen)) == len(chosen) == 1 + len(EVERY)
+    for values, held in (
+        (("none", *EVERY), {s.drafter for s in chosen}),
+        (PHASES, {s.phase for s in chosen}),
+        (GPU, {s.graph for s in chosen}),
+    ):
+        assert held == set(values)
+    assert [s.k for s in chosen if s.changing] == [MOST_DRAFTS]
+    assert len(setups("quick", ("ngram",), ("none",))) == len(PHASES)
+
+
+def test_a_checkpoint_without_mtp_is_checked_with_the_rest() -> None:
+    assert {s.drafter for s in setups("default", ("ngram",), ("none",))} == {"none", "ngram"}
+
+
+def test_full_runs_every_case_in_every_batch() -> None:
+    long = Case("long", "long", (99,), SamplingParams())
+    cases = [*(case(i, f"way {i}") for i in range(7)), long]
+    found = batches(cases, SIZES["full"], turn=2)
+    names = sorted(c.name for c in cases)
+    assert sorted(b.cases[0].name for b in found if b.name == BATCHES[0]) == names
+    assert [b.cases for b in found if b.name == BATCHES[1]] == [tuple(cases[:7])]
+    assert sorted(c.name for b in found if b.name == BATCHES[2] for c in b.cases) == names
+
+
+def test_engines_in_a_row_share_out_the_cases() -> None:
+    """Four engines, one more than phases, run each case alone and beside the long one."""
+    long = Case("long", "long", (99,), SamplingParams())
+    cases = [*(case(i, f"way {i}") for i in range(7)), long]
+    for first in (0, 4, 8):
+        runs = [r for turn in range(4) for r in batches(cases, SIZES["default"], first + turn)]
+        for name in (BATCHES[0], BATCHES[2]):
+            assert {c for b in runs if b.name == name for c in b.cases} == set(cases)
+        assert all(long in b.cases[1:-1] for b in runs if b.name == BATCHES[2])
+
+
+def test_answers_differ_by_token_bit_and_length() -> None:
+    same = answer(1, 2, 3)
+    assert same.first_difference(answer(1, 2, 3)) is None
+    token = same.first_difference(answer(1, 5, 3))
+    assert token is not None and token[0] == 1 and "token 2 instead of 5" in token[1]
+    bit = same.first_difference(answer(1, 2, 3, logprob=-0.5000000000000001))
+    assert bit is not None and bit[0] == 0 and "logprobs" in bit[1]
+    length = same.first_difference(answer(1, 2))
+    assert length is not None and length[0] == 2
+
+
+def test_report_counts_and_names_the_first_failure() -> None:
+    setup = Setup("mtp", 3, "cold", "none")
+    report = Report("quick", "cpu", [Tally(setup, 20, 1, 0.5)])
+    assert report.to_json()["cases"] == 20 and report.to_json()["failed"] == 0
+    assert "bit for bit" in report.verdict
+    report.failures.append(
+        Failure(setup, "batch of 7", "prompt 2, min_p", "min_p", 4, "token 1 instead of 2", "norm")
+    )
+    assert report.to_json()["failed"] == 1
+    for part in ("mtp K=3", "batch of 7", "prompt 2, min_p", "position 4", "norm"):
+        assert part in report.verdict
+
+
+def test_trace_compares_only_what_both_saw() -> None:
+    plain = {0: {"a": b"1", "b": b"2"}, 1: {"a": b"3", "b": b"4"}}
+    assert compare(plain, {1: {"a": b"3", "b": b"4"}}, 2) is None
+    assert compare(plain, {1: {"a": b"3", "b": b"x"}}, 1) is None
+    assert compare(plain, {0: {"a": b"1"}, 1: {"b": b"x"}}, 2) == (
+        "the first to differ is b at position 1"
+    )
+
+
+def test_plain_run_has_none_of_what_is_varied() -> None:
+    settings = PLAIN.settings(small_chunks=False)
+    assert settings["speculative_config"] is None and settings["cuda_graph_mode"] == "none"
+    assert not settings["enable_prefix_caching"] and not PLAIN.hooks().preempt_every
+    assert settings["max_num_batched_tokens"] >= settings["max_model_len"]

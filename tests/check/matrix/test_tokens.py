@@ -1,0 +1,140 @@
+"""The check passes on an engine that keeps the contract, and catches one that does not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lockstep.check import Interrupted, run_check
+from lockstep.check.matrix import setups as matrix
+from lockstep.check.matrix import tokens
+from lockstep.check.engines import Comparison
+from lockstep.check.matrix.setups import Setup
+from lockstep.check.report.report import Report
+from lockstep.errors import ConfigError
+from lockstep.layers.mlp import GatedMLP
+from lockstep.models.decoder import Block
+from lockstep.scheduling.scheduler import Scheduler
+from lockstep.step import Step
+
+pytestmark = pytest.mark.usefixtures("small")
+Check = Callable[..., Report]
+FEW = matrix.Size(max_tokens=8, alone=2, company=1)
+"""Enough for a fault that shows in any request."""
+
+
+@pytest.fixture
+def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """run_check over the given setups only."""
+
+    def run(*setups: Setup) -> Report:
+        monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: list(setups))
+        return run_check("quick", model, load_format="dummy", skip_tokenizer_init=True)
+
+    return run
+
+
+def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
+    report = check(Setup("mtp", 3, "prefix hit", "none"), Setup("ngram", 2, "preempted", "none"))
+    assert report.failed == 0, report.verdict
+    assert report.cases == report.cases_due == 2 * (8 + 7 + 5)
+    assert not report.interrupted
+    assert all(report.exercised[n] > 0 for n in ("draft tokens", "cached tokens", "preemptions"))
+
+
+def test_what_the_matrix_ran_is_not_missed(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.check.run.run_worlds", lambda *rest: None)
+    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
+    monkeypatch.setitem(matrix.SIZES, "quick", FEW)
+    report = check(Setup("ngram", 2, "cold", "none"))
+    lacks = set(report.to_json()["not_exercised"])
+    assert not {"drafter ngram", "parameter min_p", "op sample"} & lacks
+    assert "drafter mtp" in lacks
+
+
+def test_a_fault_that_depends_on_drafting_is_named(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 1's MLP is off by a hair when a generated step brings more than one token per row."""
+    forward = Block.forward
+    seen = []
+
+    def faulty_block(
+        self: Block, x: Tensor, delta: Tensor | None, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        seen[:] = [not step.shape.prompt and step.shape.query_len > 1]
+        return forward(self, x, delta, step)
+
+    def faulty_mlp(self: GatedMLP, x: Tensor) -> Tensor:
+        out = plain(self, x)
+        return out * (1 + 1e-3) if seen == [True] and getattr(self, "marked", False) else out
+
+    plain = GatedMLP.forward
+    build = GatedMLP.__init__
+
+    def marked_build(self: GatedMLP, b: Any, *rest: Any, **options: Any) -> None:
+        build(self, b, *rest, **options)
+        self.marked = b.layer == "layers.1"
+
+    monkeypatch.setitem(matrix.SIZES, "quick", FEW)
+    monkeypatch.setattr(GatedMLP, "__init__", marked_build)
+    monkeypatch.setattr(Block, "forward", faulty_block)
+    monkeypatch.setattr(GatedMLP, "forward", faulty_mlp)
+    report = check(Setup("none", 0, "cold", "none"), Setup("mtp", 2, "cold", "none"))
+    assert report.failed > 0
+    assert {f.setup.drafter for f in report.failures} == {"mtp"}
+    first = report.failures[0]
+    assert first.where is not None and "blocks.1.mlp" in first.where, report.verdict
+    assert first.where in report.verdict
+
+
+def test_an_axis_that_never_takes_place_is_a_failure(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that ignores preempt_every gives right answers and proves nothing."""
+    init = Scheduler.__init__
+
+    def idle(self: Scheduler, *args: Any, **options: Any) -> None:
+        init(self, *args, **{**options, "preempt_every": 0})
+
+    monkeypatch.setitem(matrix.SIZES, "quick", FEW)
+    monkeypatch.setattr(Scheduler, "__init__", idle)
+    report = check(Setup("none", 0, "preempted", "none"))
+    assert [f.what for f in report.failures] == ["the run had no preemptions"]
+
+
+def test_an_interruption_keeps_the_batches_that_were_done(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before the long prompt's batch of the first of two engines."""
+    run = Comparison.run
+
+    def interrupted(self: Comparison, engine: Any, setup: Setup, batch: Any) -> Any:
+        if batch.name == "long prompt":
+            raise KeyboardInterrupt
+        return run(self, engine, setup, batch)
+
+    monkeypatch.setattr(Comparison, "run", interrupted)
+    with pytest.raises(Interrupted) as ended:
+        check(Setup("none", 0, "cold", "none"), Setup("none", 0, "preempted", "none"))
+    report = ended.value.report
+    assert (report.interrupted, report.failed, report.cases) == (True, 0, 8 + 7)
+    assert "and 15 of 40 matrix cases were run. 15 cases, all equal" in report.verdict
+
+
+def test_an_interruption_before_anything_was_compared(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lockstep.check.run.build_plain", interrupted)
+    with pytest.raises(Interrupted) as ended:
+        check(Setup("none", 0, "cold", "none"))
+    assert ended.value.report.verdict == "Stopped early. Nothing was compared."
+
+
+def test_unknown_size_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="size='huge'.*quick, default, full"):
+        run_check("huge", model)
