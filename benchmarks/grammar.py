@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import SamplingParams
-from lockstep.check.oracle_drafter import AnswerOracle
+from lockstep.check.oracle_drafter import OracleDrafter
 from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.grammar import Wanted
@@ -121,7 +121,7 @@ class Told:
 
     def __init__(self, context: DraftContext) -> None:
         self.inner = mtp.create(context)
-        self.oracle = AnswerOracle(context)
+        self.oracle = OracleDrafter(context)
 
     def propose(
         self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
@@ -213,14 +213,14 @@ def known_answers(
     draft. They are those of fewer rows too, since a row's answer does not depend on the others."""
     found = {}
     for kind in kinds:
-        told(engine).tell([])
+        oracle(engine).set_texts([])
         requests = asked_for(processor, max(asked.rows), KINDS[kind])
         timed(engine, requests, engine.plan.query_len * (WARM + asked.steps))
         found[kind] = [[*one.prompt_token_ids, *one.output_token_ids] for one in requests]
     return found
 
 
-def told(engine: Engine) -> AnswerOracle:
+def oracle(engine: Engine) -> OracleDrafter:
     """What a drafter of the engine is told answers by."""
     drafter = engine.runner.program.drafter
     assert isinstance(drafter, Told)
@@ -240,7 +240,7 @@ def runs(
     for _ in range(asked.rounds):
         for kind in kinds:
             if answers:
-                told(engine).tell(answers[kind])
+                oracle(engine).set_texts(answers[kind])
             requests = asked_for(processor, rows, KINDS[kind])
             found[kind].append(timed(engine, requests, asked.steps))
     free = found[FREE]

@@ -4,9 +4,9 @@ from lockstep.check.matrix.logits import run_logits
 from lockstep.check.matrix.setups import SIZES
 from lockstep.check.report.report import Interrupted, Report
 from lockstep.check.run import run_check, run_replay
-from lockstep.check.shard import Shard
-from lockstep.check.scenarios.scenario import read_world
 from lockstep.check.scenarios.examiner import Effort
+from lockstep.check.scenarios.scenario import read_scenario
+from lockstep.check.shard import Shard
 
 __all__ = [
     "SIZES",
@@ -14,7 +14,7 @@ __all__ = [
     "Interrupted",
     "Report",
     "Shard",
-    "read_world",
+    "read_scenario",
     "run_check",
     "run_logits",
     "run_replay",

@@ -1,12 +1,12 @@
-"""The drafters of a check: which a checkpoint has, and how an engine gets one that is watched."""
+"""Drafters of a check: those that a checkpoint supports, and wrappers that check their contract."""
 
 from collections import Counter
 from typing import Any
 
 from torch import Tensor
 
-from lockstep.check.oracle_drafter import NAME, STAND_IN, AnswerOracle
-from lockstep.check.scenarios.invariants import WorldError
+from lockstep.check.oracle_drafter import NAME, PLACEHOLDER_METHOD, OracleDrafter
+from lockstep.check.scenarios.invariants import InvariantError
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec import drafter_module, refusals, with_method
@@ -15,8 +15,8 @@ from lockstep.step import Step, Verdict
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Drafter
 
-SHORTEST = {"ngram": "prompt_lookup_min", "suffix": "suffix_lookup_min"}
-"""Method -> its key of the shortest text that is looked up."""
+MIN_MATCH_KEYS = {"ngram": "prompt_lookup_min", "suffix": "suffix_lookup_min"}
+"""Method -> its configuration key for the minimum match length."""
 NONE = "none"
 """Name of an engine without drafts in setups, scenarios and reports."""
 
@@ -27,7 +27,7 @@ def unequal_draft_counts(drafter: str) -> str:
 
 
 class WatchedDrafter:
-    """Drafter whose contract is checked: its rows have no drafts when it is called.
+    """Wrapper of a drafter that checks its contract: rows have no drafts when it is called.
 
     The check waits for the device, so it is only for eager engines, and off unless `seen` is a
     Counter. Steps whose rows get different numbers of drafts are counted there.
@@ -41,38 +41,41 @@ class WatchedDrafter:
     @property
     def name(self) -> str:
         """Return the name of the drafter in setups, scenarios and reports."""
-        return NAME if isinstance(self.inner, AnswerOracle) else self.context.config.method
+        return NAME if isinstance(self.inner, OracleDrafter) else self.context.config.method
 
     def propose(
         self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
-        """Drafts as the inner one. Raises WorldError where a row of the step has drafts."""
+        """Propose as the inner drafter. Raises InvariantError if a row already has drafts."""
         if self.seen is None:
             self.inner.propose(step, hidden, aux_hidden_states, verdict)
             return
         drafts = self.context.drafts
         rows = step.row_ids[step.row_ids > 0]
         if bool((drafts[rows] >= 0).any()):
-            raise WorldError("a step has left drafts in its rows")
+            raise InvariantError("a step left drafts in its rows")
         self.inner.propose(step, hidden, aux_hidden_states, verdict)
-        made = (drafts[rows] >= 0).sum(1)
-        self.seen[unequal_draft_counts(self.name)] += int((made != made[:1]).any())
+        counts = (drafts[rows] >= 0).sum(1)
+        self.seen[unequal_draft_counts(self.name)] += int((counts != counts[:1]).any())
 
 
-def watched(context: DraftContext) -> WatchedDrafter:
-    """The drafter that speculative_config names."""
+def create_watched(context: DraftContext) -> WatchedDrafter:
+    """Create the drafter that speculative_config names, wrapped."""
     return WatchedDrafter(context, drafter_module(context.config.method).create(context))
 
 
-def watched_oracle(context: DraftContext) -> WatchedDrafter:
-    """The answer oracle, in the place of the drafter that speculative_config names."""
-    return WatchedDrafter(context, AnswerOracle(context))
+def create_oracle(context: DraftContext) -> WatchedDrafter:
+    """Create the oracle drafter, wrapped, instead of the one that speculative_config names."""
+    return WatchedDrafter(context, OracleDrafter(context))
 
 
 def hooks_of(drafter: str, changing: bool, preempt_every: int = 0) -> CheckHooks:
-    """What an engine of this drafter needs. changing: every step brings another number of drafts;
-    preempt_every: steps between forced preemptions, 0 for none."""
-    make = watched_oracle if drafter == NAME else watched
+    """Return the hooks for an engine with this drafter.
+
+    changing: the number of drafts varies per step. preempt_every: steps between forced preemptions,
+    0 for none.
+    """
+    make = create_oracle if drafter == NAME else create_watched
     return CheckHooks(
         drafter=None if drafter == NONE else make,
         draft_policy=RandomDraftLength if changing else None,
@@ -90,41 +93,45 @@ def speculative_config(
     """
     if not count:
         return None
-    method = STAND_IN if drafter == NAME else drafter
+    method = PLACEHOLDER_METHOD if drafter == NAME else drafter
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": count}
     config["adaptive"] = changing
-    if method in SHORTEST:
-        config[SHORTEST[method]] = lookup
+    if method in MIN_MATCH_KEYS:
+        config[MIN_MATCH_KEYS[method]] = lookup
     return config
 
 
-def asked_drafter(shared: dict[str, Any]) -> dict[str, Any] | None:
-    """The speculative_config among the settings that all engines of a check share, its method named
-    as it is here. Raises ConfigError."""
-    asked = shared.get("speculative_config")
-    return None if asked is None else with_method(asked)
+def requested_drafter(shared: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the user's speculative_config with its method, or None. Raises ConfigError.
 
-
-def settings_with(own: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an engine: its own, and those that all engines of a check share.
-
-    A speculative_config among those names a drafter that is checked too: its keys, such as a
-    folder, go to the engines of that method alone.
+    shared: the user's settings for all engines of the check.
     """
-    asked = asked_drafter(shared) or {}
-    drafting = own["speculative_config"]
-    if drafting and drafting["method"] == asked.get("method"):
-        drafting = {**asked, **drafting}
-    return {**own, **shared, "speculative_config": drafting}
+    requested = shared.get("speculative_config")
+    return None if requested is None else with_method(requested)
+
+
+def settings_with(engine_settings: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """Merge an engine's settings with the user's settings, which all engines of a check share.
+
+    The user's speculative_config names one more drafter to check. Its keys, such as a folder, apply
+    only to the engines of that method.
+    """
+    requested = requested_drafter(shared) or {}
+    drafting = engine_settings["speculative_config"]
+    if drafting and drafting["method"] == requested.get("method"):
+        drafting = {**requested, **drafting}
+    return {**engine_settings, **shared, "speculative_config": drafting}
 
 
 def drafters_of(
-    checkpoint: Checkpoint, asked: dict[str, Any] | None
+    checkpoint: Checkpoint, requested: dict[str, Any] | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The drafters that this checkpoint allows, and why others are left out. asked: the shared
-    speculative_config, whose method is one of them."""
-    found = refusals(checkpoint)
-    if asked is not None:
-        found[asked["method"]] = None
-    allowed = tuple(name for name, why in found.items() if why is None)
-    return allowed, [f"{name}: {why}" for name, why in found.items() if why is not None]
+    """Return the drafters that the checkpoint supports, and the reasons against the others.
+
+    requested: the user's speculative_config; its method is always among the drafters.
+    """
+    reasons = refusals(checkpoint)
+    if requested is not None:
+        reasons[requested["method"]] = None
+    allowed = tuple(name for name, why in reasons.items() if why is None)
+    return allowed, [f"{name}: {why}" for name, why in reasons.items() if why is not None]

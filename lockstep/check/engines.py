@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.cache.cache import Cache, CacheConfig
-from lockstep.check.oracle_drafter import AnswerOracle
-from lockstep.check.judges.answers import Answer, Mismatch, as_bits, took_place
-from lockstep.check.matrix.cases import Batch, Case
-from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.drafters import WatchedDrafter, settings_with
+from lockstep.check.judges.answers import Answer, Mismatch, as_bits, took_place
+from lockstep.check.judges.digests import LogitDigests
+from lockstep.check.matrix.cases import Batch, Case
 from lockstep.check.matrix.setups import PLAIN, Setup
+from lockstep.check.oracle_drafter import OracleDrafter
 from lockstep.check.report.report import Report
 from lockstep.config import GRAPH_MODES, EngineConfig
 from lockstep.engine.engine import Engine
@@ -84,11 +84,11 @@ class CheckEngine:
         """The graph modes of this device, the product's default first."""
         return GRAPH_MODES if self.engine.plan.device == "cuda" else ("none",)
 
-    def tell(self, texts: list[list[int]]) -> None:
+    def set_texts(self, texts: list[list[int]]) -> None:
         """Gives an engine's answer oracle whole rows, prompt and answer."""
         assert self.drafter is not None
-        assert isinstance(self.drafter.inner, AnswerOracle)
-        self.drafter.inner.tell(texts)
+        assert isinstance(self.drafter.inner, OracleDrafter)
+        self.drafter.inner.set_texts(texts)
 
     def completions(
         self, name: str, prompt: Sequence[int], params: SamplingParams, priority: int = 0

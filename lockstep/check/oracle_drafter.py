@@ -1,7 +1,7 @@
-"""Oracle drafter: propose the known answer, wrong at every fifth position and silent at some.
+"""Oracle drafter: propose the lengths answer, wrong at every fifth position and silent at some.
 
 Whatever the weights, every number of drafts is accepted at some step. CheckHooks.drafter puts it in
-the place of the drafter that speculative_config names, which says K.
+the positions of the drafter that speculative_config names, which says K.
 """
 
 import torch
@@ -12,30 +12,33 @@ from lockstep.step import Step, Verdict
 
 NAME = "oracle"
 """Name of this drafter in setups, scenarios and reports."""
-STAND_IN = "ngram"
-"""The method that speculative_config names where this drafter takes its place."""
-MOST_TEXTS = 32
-"""Texts that it knows at once."""
+PLACEHOLDER_METHOD = "ngram"
+"""Method that speculative_config names; this drafter replaces it."""
+MAX_TEXTS = 32
+"""Maximum texts that the drafter stores."""
 WRONG_EVERY = 5
-"""Positions whose drafts are wrong: the multiples of this."""
+"""Positions that are multiples of this get a wrong draft."""
 NONE_EVERY = 11
-"""Lengths of known text at which nothing is drafted: the multiples of this."""
+"""Row lengths that are multiples of this get no drafts."""
 
 
-class AnswerOracle:
-    """texts [MOST_TEXTS, L]: whole rows, prompt and answer, -1 behind their ends."""
+class OracleDrafter:
+    """Drafter that proposes stored texts.
+
+    texts [MAX_TEXTS, L]: token ids of prompts with their outputs, padded with -1.
+    """
 
     def __init__(self, context: DraftContext) -> None:
         self.context = context
-        shape = (MOST_TEXTS, context.tokens.shape[1])
+        shape = (MAX_TEXTS, context.tokens.shape[1])
         device = context.tokens.device
         self.texts = torch.full(shape, -1, dtype=torch.int64, device=device)
-        self.where = torch.arange(shape[1], device=device)
-        self.ahead = torch.arange(context.drafts.shape[1], device=device)
+        self.columns = torch.arange(shape[1], device=device)
+        self.offsets = torch.arange(context.drafts.shape[1], device=device)
 
     @torch.inference_mode()
-    def tell(self, texts: list[list[int]]) -> None:
-        """At most MOST_TEXTS of them. Rows that begin like one of them get drafts from now on."""
+    def set_texts(self, texts: list[list[int]]) -> None:
+        """Store at most MAX_TEXTS texts. Rows that are prefixes of one get drafts from now on."""
         self.texts.fill_(-1)
         for row, text in zip(self.texts, texts, strict=False):
             row[: len(text)] = torch.tensor(text)
@@ -43,17 +46,17 @@ class AnswerOracle:
     def propose(
         self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
-        """Writes as many drafts as the step asks for, per row that begins like a text, else -1."""
+        """Write the step's number of drafts for each row that is a prefix of a text, else -1."""
         c = self.context
         rows = step.row_ids
         count = step.shape.next_drafts
         tokens = c.tokens[rows]
-        known = c.computed[rows].long() + 1
-        behind = self.where >= known[:, None]
-        same = ((tokens[:, None] == self.texts) | behind[:, None]).all(-1)
-        place = known[:, None] + self.ahead[:count]
-        text = self.texts[same.int().argmax(1)]
-        right = text.gather(1, place.clamp_max(text.shape[1] - 1))
-        real = same.any(1, keepdim=True) & (right >= 0) & (known[:, None] % NONE_EVERY > 0)
-        drafts = torch.where(place % WRONG_EVERY == 0, (right - 1).abs(), right)
-        c.drafts[rows, :count] = torch.where(real, drafts, -1)
+        lengths = c.computed[rows].long() + 1
+        unseen = self.columns >= lengths[:, None]
+        matches = ((tokens[:, None] == self.texts) | unseen[:, None]).all(-1)
+        positions = lengths[:, None] + self.offsets[:count]
+        text = self.texts[matches.int().argmax(1)]
+        targets = text.gather(1, positions.clamp_max(text.shape[1] - 1))
+        valid = matches.any(1, keepdim=True) & (targets >= 0) & (lengths[:, None] % NONE_EVERY > 0)
+        drafts = torch.where(positions % WRONG_EVERY == 0, (targets - 1).abs(), targets)
+        c.drafts[rows, :count] = torch.where(valid, drafts, -1)

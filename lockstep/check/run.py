@@ -3,18 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.check.drafters import asked_drafter, drafters_of, settings_with
-from lockstep.check.scenarios.generator import Drawer
-from lockstep.check.report.exercised import Exercised
+from lockstep.check.drafters import drafters_of, requested_drafter, settings_with
 from lockstep.check.engines import CheckEngine, build, build_plain
-from lockstep.check.matrix.setups import SIZES
-from lockstep.check.judges.transformers_logits import run_oracle
-from lockstep.check.judges.plain_runs import PlainRuns
-from lockstep.check.report.report import Report, running
 from lockstep.check.judges.distributions import run_sampling
+from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.judges.transformers_logits import run_oracle
+from lockstep.check.matrix.setups import SIZES
 from lockstep.check.matrix.tokens import run_matrix, turns
-from lockstep.check.scenarios.scenario import Kind, World
-from lockstep.check.scenarios.examiner import Effort, Examiner, Progress, replay, run_worlds
+from lockstep.check.report.exercised import Exercised
+from lockstep.check.report.report import Report, running
+from lockstep.check.scenarios.examiner import Effort, Examiner, Progress, replay, run_scenarios
+from lockstep.check.scenarios.generator import ScenarioGenerator
+from lockstep.check.scenarios.scenario import Kind, Scenario
 from lockstep.errors import ConfigError, choice_error
 
 
@@ -31,10 +31,10 @@ def run_check(
     oracle: bool = False,
     **settings: Any,
 ) -> Report:
-    """Runs a size (quick, default, full): sampling, worlds drawn from a seed, the matrix.
+    """Runs a size (quick, default, full): sampling, scenarios drawn from a seed, the matrix.
 
     `settings` are LLM's, for all engines; a speculative_config among them names a drafter that is
-    checked beside those that the checkpoint allows by itself. effort: how many worlds, and what
+    checked beside those that the checkpoint allows by itself. effort: how many scenarios, and what
     becomes of a difference, and which shard of the check is done; the first has the tests of
     distributions and the oracle. oracle: whether the plain run's logits are compared with
     transformers'. Raises ConfigError on an unknown size, or where there is no oracle, and
@@ -42,7 +42,7 @@ def run_check(
     """
     if size not in SIZES:
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
-    effort = effort or Effort(SIZES[size].worlds)
+    effort = effort or Effort(SIZES[size].scenarios)
     report = Report(size, seed=seed, used=Exercised(), shard=effort.shard)
     with running(report):
         for section in _sections(report, model, settings, progress, effort, oracle):
@@ -64,16 +64,16 @@ def _sections(
     """What a check does, in its order, over one plain engine."""
     plain = build_plain(model, settings)
     report.numerics = plain.engine.numerics
-    drafters, report.skipped = drafters_of(plain.engine.checkpoint, asked_drafter(settings))
+    drafters, report.skipped = drafters_of(plain.engine.checkpoint, requested_drafter(settings))
     size = SIZES[report.size]
     engines = turns(report.size, drafters, plain.graphs, effort.shard)
-    report.worlds_due = effort.worlds_due
-    report.cases_due = len(engines) * size.answers
+    report.num_scenarios = effort.num_scenarios
+    report.num_matrix_cases = len(engines) * size.answers
     runs = PlainRuns(plain)
-    drawer = Drawer(runs, report.seed, drafters, plain.graphs)
+    drawer = ScenarioGenerator(runs, report.seed, drafters, plain.graphs)
     examiner = _examiner(runs, model, settings, report)
     sections: list[Callable[[], object]] = [
-        lambda: run_worlds(drawer, examiner, effort, report, progress),
+        lambda: run_scenarios(drawer, examiner, effort, report, progress),
         lambda: run_matrix(plain, engines, report, model, settings, progress, effort),
     ]
     if effort.shard.index == 1:
@@ -85,13 +85,13 @@ def _sections(
     return sections
 
 
-def run_replay(world: World, model: str | None = None, **settings: Any) -> Report:
-    """Runs one world of a file alone. Raises Interrupted."""
-    report = Report("replay", worlds_due=1)
+def run_replay(scenario: Scenario, model: str | None = None, **settings: Any) -> Report:
+    """Runs one scenario of a file alone. Raises Interrupted."""
+    report = Report("replay", num_scenarios=1)
     with running(report):
         plain = build_plain(model, settings)
         report.numerics = plain.engine.numerics
-        replay(world, _examiner(PlainRuns(plain), model, settings, report), report)
+        replay(scenario, _examiner(PlainRuns(plain), model, settings, report), report)
     return report
 
 

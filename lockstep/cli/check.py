@@ -221,7 +221,15 @@ def _run(
     replay: Path | None,
     show: "Progress | None",
 ) -> "Report":
-    from lockstep.check import SIZES, Effort, Shard, read_world, run_check, run_logits, run_replay
+    from lockstep.check import (
+        SIZES,
+        Effort,
+        Shard,
+        read_scenario,
+        run_check,
+        run_logits,
+        run_replay,
+    )
 
     model = settings["model"]
     chosen: dict[str, Any] = {name: settings[name] for name in SHARED}
@@ -230,11 +238,11 @@ def _run(
     shown: dict[str, Any] = {} if show is None else {"progress": show}
     part = Shard() if how["shard"] is None else Shard.read(how["shard"])
     if replay:
-        return run_replay(read_world(replay), model, **chosen)
+        return run_replay(read_scenario(replay), model, **chosen)
     if logits:
         return run_logits(size, model, shard=part, **shown, **chosen)
     effort = Effort(
-        SIZES[size].worlds,
+        SIZES[size].scenarios,
         seconds=how["seconds"],
         folder=Path(),
         fail_fast=how["fail_fast"],

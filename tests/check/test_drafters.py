@@ -1,4 +1,4 @@
-"""Every drafter in worlds of the check, and a drafter that speculative_config names."""
+"""Every drafter in scenarios of the check, and a drafter that speculative_config names."""
 
 import json
 from dataclasses import replace
@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from lockstep.check.drafters import asked_drafter, drafters_of, settings_with
-from lockstep.check.scenarios.generator import Drawer
+from lockstep.check.drafters import drafters_of, requested_drafter, settings_with
 from lockstep.check.engines import CheckEngine, build, build_plain
 from lockstep.check.judges.plain_runs import PlainRuns
-from lockstep.check.scenarios.scenario import Kind
 from lockstep.check.scenarios.examiner import Examiner
+from lockstep.check.scenarios.generator import ScenarioGenerator
+from lockstep.check.scenarios.scenario import Kind
 from lockstep.models.checkpoint import Checkpoint
 from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head
 from tests.tiny_model import CONFIG, LLAMA, THREE_LAYERS, make_model
 
-WORLDS = range(2)
+SCENARIOS = range(2)
 """One of few rows and pages, one that is crowded: chunks, prefix hits, preemption, aborts."""
 DUMMY = {"load_format": "dummy"}
 
@@ -66,12 +66,12 @@ def test_worlds_have_the_plain_answers(
         return build(str(target), settings_with(kind.settings(), shared), kind.hooks())
 
     examiner = Examiner(plain, build_kind)
-    drawer = Drawer(plain, drafts, (method,), ("none",))
+    drawer = ScenarioGenerator(plain, drafts, (method,), ("none",))
     drafted = 0
-    for index in WORLDS:
-        world = drawer.world(index)
-        kind = replace(world.kind, drafter=method, drafts=drafts, changing=drafts > 3)
-        found = examiner.examine(replace(world, kind=kind))
+    for index in SCENARIOS:
+        scenario = drawer.scenario(index)
+        kind = replace(scenario.kind, drafter=method, drafts=drafts, changing=drafts > 3)
+        found = examiner.examine(replace(scenario, kind=kind))
         assert found.difference is None
         drafted += found.seen["draft tokens"]
     assert drafted
@@ -103,7 +103,7 @@ def test_a_drafter_that_is_named_is_checked(plain: PlainRuns) -> None:
 )
 def test_a_drafter_has_one_name(target: Path, asked: dict[str, Any], method: str) -> None:
     shared = {"speculative_config": asked}
-    found = asked_drafter(shared)
+    found = requested_drafter(shared)
     assert found == {**asked, "method": method}
     own = {"speculative_config": {"method": method, "num_speculative_tokens": 2}}
     assert settings_with(own, shared)["speculative_config"] == {

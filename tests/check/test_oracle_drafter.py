@@ -2,7 +2,7 @@
 
 import torch
 
-from lockstep.check.oracle_drafter import NONE_EVERY, STAND_IN, WRONG_EVERY, AnswerOracle
+from lockstep.check.oracle_drafter import NONE_EVERY, PLACEHOLDER_METHOD, WRONG_EVERY, OracleDrafter
 from lockstep.spec.config import SpeculativeConfig
 from lockstep.spec.drafter import DraftContext
 from lockstep.step import StepShape
@@ -15,9 +15,9 @@ def test_drafts_what_comes_next() -> None:
     tokens[2, :30] = torch.tensor(text).flip(0)
     drafts = torch.full((3, 3), 7)
     computed = torch.zeros(3, dtype=torch.int32)
-    config = SpeculativeConfig(STAND_IN, 3)
+    config = SpeculativeConfig(PLACEHOLDER_METHOD, 3)
     table = (drafts, tokens, computed, computed, 64)
-    drafter = AnswerOracle(DraftContext(config, *table, None, torch.cat, lambda op: op))
+    drafter = OracleDrafter(DraftContext(config, *table, None, torch.cat, lambda op: op))
 
     class Step:
         row_ids = torch.tensor([1, 2, 0])
@@ -30,7 +30,7 @@ def test_drafts_what_comes_next() -> None:
         return drafts[1].tolist()
 
     assert proposed(6) == [-1, -1, -1], "nobody has told it anything"
-    drafter.tell([[5, 6], text])
+    drafter.set_texts([[5, 6], text])
     for known in range(1, 31):
         ahead = range(known, known + 3)
         expected = [text[i] - (i % WRONG_EVERY == 0) if i < 30 else -1 for i in ahead]

@@ -17,7 +17,7 @@ def test_every_part_is_in_one_shard() -> None:
 @pytest.mark.parametrize("count", [3, 9, 10, 11, 20, 30, 40])
 def test_no_shard_has_one_kind_of_cases_alone(count: int) -> None:
     """Cases come in a cycle of drafters, phases and graphs. Dealt in order, one of
-    20 shards of check --full had pairs of worlds without drafts alone, six of 120."""
+    20 shards of check --full had pairs of scenarios without drafts alone, six of 120."""
     for cycle in (2, 3, 6, 9, 10):
         for index in range(1, count + 1):
             mine = [number for number in range(12 * count) if Shard(index, count).has(number)]

@@ -141,11 +141,11 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
     """Every drafter in every graph mode, with all kinds of cases."""
     report = Report("quick")
     for drafting, graph in itertools.product(("oracle", "ngram"), ("none", "full")):
-        for phase in (*matrix.PHASES, *matrix.TESTS, matrix.WORLD):
+        for phase in (*matrix.PHASES, *matrix.TESTS, matrix.SCENARIO):
             report.add(Tally(Setup(drafting, 3, phase, graph), cases=120, failed=0, seconds=1.0))
     console = Console(width=80, file=io.StringIO())
     console.print(_table(report, logits=False))
     shown = console.file.getvalue()
     headings = shown.splitlines()[1]
-    assert all(phase in headings for phase in (*matrix.PHASES, *matrix.TESTS, matrix.WORLD))
+    assert all(phase in headings for phase in (*matrix.PHASES, *matrix.TESTS, matrix.SCENARIO))
     assert shown.count("120/120") == len(report.tallies) and "…" not in shown

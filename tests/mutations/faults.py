@@ -608,7 +608,7 @@ FAULTS = (
     ),
     Fault(
         "the oracle drafter leaves a draft behind the window", "drafter", "check.answer_oracle",
-        "AnswerOracle.propose",
+        "OracleDrafter.propose",
         "$real = $same.any(1, keepdim=True) & ($right >= 0) & ($known[:, None] % NONE_EVERY > 0)\n"
         "...\n"
         "$c.drafts[$rows, :$count] = torch.where($real, $drafts, -1)",

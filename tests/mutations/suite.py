@@ -24,7 +24,7 @@ import json, sys, time
 from lockstep.check import SIZES, Effort, run_check
 from lockstep.config import EngineConfig
 started = time.process_time()
-effort = Effort(SIZES[sys.argv[1]].worlds, minimise=0.0, fail_fast=True)
+effort = Effort(SIZES[sys.argv[1]].scenarios, minimise=0.0, fail_fast=True)
 report = run_check(sys.argv[1], seed=int(sys.argv[2]), effort=effort)
 found = report.to_json()
 found["spent"] = time.process_time() - started

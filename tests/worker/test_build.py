@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.check.oracle_drafter import AnswerOracle
+from lockstep.check.oracle_drafter import OracleDrafter
 from lockstep.engine.engine import Engine
 from lockstep.errors import ConfigError
 from lockstep.scheduling.draft_length import RandomDraftLength
@@ -74,16 +74,16 @@ def test_an_llm_over_an_engine_answers_as_one_that_builds_its_own(tiny: dict[str
 
 def test_a_hook_takes_the_place_of_the_drafter_and_of_who_chooses(tiny: dict[str, Any]) -> None:
     config = EngineConfig.read(speculative_config={"method": "mtp"}, **tiny)
-    hooks = CheckHooks(drafter=AnswerOracle, draft_policy=RandomDraftLength)
+    hooks = CheckHooks(drafter=OracleDrafter, draft_policy=RandomDraftLength)
     engine = Engine(config, hooks=hooks)
-    assert isinstance(engine.runner.program.drafter, AnswerOracle)
+    assert isinstance(engine.runner.program.drafter, OracleDrafter)
     assert isinstance(engine.scheduler.draft_policy, RandomDraftLength)
     assert engine.plan.draft_lengths == (0, 1, 3) and engine.plan.query_len == 4
 
 
 def test_a_drafter_without_a_number_of_drafts_is_refused(tiny: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="CheckHooks needs a speculative_config"):
-        Engine(EngineConfig.read(**tiny), hooks=CheckHooks(drafter=AnswerOracle))
+        Engine(EngineConfig.read(**tiny), hooks=CheckHooks(drafter=OracleDrafter))
 
 
 def test_triton_is_in_the_numerics_of_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:

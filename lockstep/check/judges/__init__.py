@@ -1,1 +1,1 @@
-"""Independent judges of outputs: plain runs, a numpy sampler, transformers' logits and distributions."""
+"""Independent judges of outputs: plain runs, a numpy sampler, transformers, distributions."""

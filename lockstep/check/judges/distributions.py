@@ -2,8 +2,8 @@
 
 Tokens are drawn by the engine's own sampler out of one row of raw logits of a plain run: seed by
 seed, at a position alone and at all positions of a window behind drafts. What they must be
-distributed like is computed in float64 (lockstep.check.judges.numpy_sampler), without noise. Seeds are fixed, so a
-run gives the same figures each time.
+distributed like is computed in float64 by numpy_sampler, without noise. Seeds are fixed, so a run
+gives the same figures each time.
 """
 
 import time
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.check import oracle_drafter
-from lockstep.check.judges import numpy_sampler
 from lockstep.check.engines import CheckEngine
-from lockstep.check.matrix.setups import SAMPLING, Setup
+from lockstep.check.judges import numpy_sampler
 from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.matrix.setups import SAMPLING, Setup
 from lockstep.check.report.report import Report, Tally
 from lockstep.check.scenarios.scenario import Kind
 from lockstep.example_prompts import short_prompts
@@ -109,7 +109,9 @@ def cases(context: Context) -> dict[str, SamplingParams]:
 def _decided(params: SamplingParams, context: Context) -> SamplingParams:
     """The parameters, moved a little until no token stands on a filter's edge by rounding."""
     for _ in range(50):
-        masked = [numpy_sampler.masked(context.raw.numpy(), context.place(q), params) for q in range(8)]
+        masked = [
+            numpy_sampler.masked(context.raw.numpy(), context.place(q), params) for q in range(8)
+        ]
         if not any(_doubtful(scores / params.temperature, params) for scores in masked):
             return params
         if params.top_p < 1:
@@ -123,7 +125,10 @@ def _decided(params: SamplingParams, context: Context) -> SamplingParams:
 
 def _doubtful(scores: Floats, params: SamplingParams) -> bool:
     """Whether a token of scores [V] stands so near a filter's edge that rounding decides."""
-    most, least = (numpy_sampler.kept(scores, params, edge) for edge in (numpy_sampler.CLOSE, -numpy_sampler.CLOSE))
+    most, least = (
+        numpy_sampler.kept(scores, params, edge)
+        for edge in (numpy_sampler.CLOSE, -numpy_sampler.CLOSE)
+    )
     return not np.array_equal(most, least)
 
 

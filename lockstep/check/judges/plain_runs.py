@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from lockstep.check.engines import ONE_TOKEN, CheckEngine, Completion
 from lockstep.check.judges import numpy_sampler
 from lockstep.check.judges.answers import Answer, Mismatch
 from lockstep.check.judges.digests import RawLogits, digest
-from lockstep.check.engines import ONE_TOKEN, CheckEngine, Completion
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 
@@ -138,7 +138,9 @@ def _first_fault(
     given = request.seed if seed is None else (seed + 2**63) % 2**64 - 2**63
     for index, token in enumerate(answer.tokens):
         before = answer.tokens[:index]
-        place = numpy_sampler.Place(request.prompt_token_ids, before, request.eos_token_ids, choices)
+        place = numpy_sampler.Place(
+            request.prompt_token_ids, before, request.eos_token_ids, choices
+        )
         wrong = numpy_sampler.wrong_token(scores[index], token, place, params, given)
         if wrong is None and params.logprobs is not None:
             found = {t: (float.fromhex(v), rank) for t, v, rank in answer.bits[index]}
@@ -146,7 +148,9 @@ def _first_fault(
         if wrong is not None:
             return index, wrong
     room = request.most_tokens - len(request.prompt_token_ids)
-    wrong = numpy_sampler.wrong_end(answer.tokens, answer.ending, request.eos_token_ids, params, room)
+    wrong = numpy_sampler.wrong_end(
+        answer.tokens, answer.ending, request.eos_token_ids, params, room
+    )
     if wrong is None and params.prompt_logprobs is not None:
         wrong = _wrong_prompt(answer, request)
     return None if wrong is None else (len(answer.tokens) - 1, wrong)

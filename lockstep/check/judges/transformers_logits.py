@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.check.matrix.cases import Case
-from lockstep.check.judges.digests import RawLogits
 from lockstep.check.drafters import NONE
 from lockstep.check.engines import CheckEngine
+from lockstep.check.judges.digests import RawLogits
+from lockstep.check.matrix.cases import Case
 from lockstep.check.matrix.setups import LONG_PROMPT, TRANSFORMERS, Setup
 from lockstep.check.report.report import Report, Tally
 from lockstep.errors import ConfigError

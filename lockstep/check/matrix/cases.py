@@ -32,13 +32,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """Cases that run together. chunk: most prompt tokens of a step, None: the engine's own; primed:
-    the prompts' beginnings are cached before."""
+    """Cases that run together.
+
+    chunk: max_num_batched_tokens, None for the engine's own. warm_prefixes: cache the prompts'
+    prefixes first.
+    """
 
     name: str
     cases: tuple[Case, ...]
     chunk: int | None = None
-    primed: bool = False
+    warm_prefixes: bool = False
 
 
 def samplings(max_tokens: int, usual: list[int]) -> dict[str, SamplingParams]:

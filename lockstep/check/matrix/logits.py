@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 from lockstep.check import oracle_drafter
-from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, Answer, took_place
-from lockstep.check.matrix.cases import Batch, Case, beginnings
-from lockstep.check.judges.digests import LogitDigests
-from lockstep.check.drafters import asked_drafter, settings_with
+from lockstep.check.drafters import requested_drafter, settings_with
 from lockstep.check.engines import CheckEngine, Comparison, build
+from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, Answer, took_place
+from lockstep.check.judges.digests import LogitDigests
+from lockstep.check.matrix.cases import Batch, Case, beginnings
 from lockstep.check.matrix.logits_setups import SIZES, batches, engines, make_cases
 from lockstep.check.matrix.logits_setups import settings as engine_settings
 from lockstep.check.matrix.setups import COLD, PLAIN, PREFIX_HIT, Setup
@@ -75,14 +75,14 @@ def _run_shard(
     expected = {case.name: plain.answers([case], LogitDigests())[0] for case in cases}
     report.numerics = plain.engine.numerics
     comparison = Comparison(expected, report, Answer.first_logits_difference)
-    asked = asked_drafter(settings)
+    asked = requested_drafter(settings)
     own = asked["method"] if asked else own_drafter(checkpoint)
     every = [
         (setup, list(batches(cases, chosen, turn)))
         for turn, setup in enumerate(engines(chosen, plain.graphs, own))
         if report.shard.has(turn)
     ]
-    report.cases_due = sum(len(batch.cases) for _, runs in every for batch in runs)
+    report.num_matrix_cases = sum(len(batch.cases) for _, runs in every for batch in runs)
     texts = [[*case.prompt, *expected[case.name].tokens] for case in cases]
     del plain
     for done, (setup, runs) in enumerate(every):
@@ -106,7 +106,7 @@ def _run_engine(
     try:
         engine = make()
         if setup.drafter == oracle_drafter.NAME:
-            engine.tell(texts)
+            engine.set_texts(texts)
         for batch in runs:
             _run_batch(engine, setup, batch, comparison)
     except Exception as error:  # an engine that breaks has not given the plain answer
@@ -120,9 +120,9 @@ def _run_batch(engine: CheckEngine, setup: Setup, batch: Batch, comparison: Comp
     started = time.monotonic()
     report = comparison.report
     before = len(report.failures)
-    setup = replace(setup, phase=PREFIX_HIT if batch.primed else COLD)
+    setup = replace(setup, phase=PREFIX_HIT if batch.warm_prefixes else COLD)
     engine.renew(max_num_batched_tokens=batch.chunk)
-    if batch.primed:
+    if batch.warm_prefixes:
         _prime(engine, batch.cases)
     digests = LogitDigests()
     answers = comparison.run(engine, setup, batch, digests)
@@ -141,11 +141,11 @@ def _prime(engine: CheckEngine, cases: tuple[Case, ...]) -> None:
 def _not_exercised(setup: Setup, batch: Batch, seen: Counter[str], rows: int) -> list[str]:
     """What was to take place and did not: a run without it proves nothing. rows: the most that a
     step decoded."""
-    wanted = [CACHED] if batch.primed else []
+    wanted = [CACHED] if batch.warm_prefixes else []
     wanted += [DRAFTED] if setup.k else []
     wanted += [ACCEPTED] if setup.drafter == oracle_drafter.NAME else []
     lacks = [f"the run had no {name}" for name in wanted if not seen[name]]
-    if not batch.primed and seen[CACHED]:
+    if not batch.warm_prefixes and seen[CACHED]:
         lacks.append("a cold run had cached tokens")
     if batch.name.endswith("rows") and rows != len(batch.cases):
         lacks.append(f"no step decoded more than {rows} rows")

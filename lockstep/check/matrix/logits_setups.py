@@ -7,8 +7,8 @@ from itertools import cycle, islice
 from typing import Any
 
 from lockstep.check import oracle_drafter
-from lockstep.check.matrix.cases import PREFIX_TAIL, Batch, Case, in_turn
 from lockstep.check.drafters import NONE, speculative_config
+from lockstep.check.matrix.cases import PREFIX_TAIL, Batch, Case, in_turn
 from lockstep.check.matrix.setups import COLD, PREFIX_HIT, Setup
 from lockstep.sampling_params import SamplingParams
 from lockstep.step import PAGE_SIZE
@@ -105,4 +105,4 @@ def batches(cases: list[Case], size: Size, turn: int) -> Iterator[Batch]:
         if chunk <= max(CHUNKS[0], len(long.prompt)):
             yield Batch(f"chunks of {chunk}", (long, *in_turn(short, 3, turn)), chunk)
     hits = [case for case in short if len(case.prompt) > PAGE_SIZE + PREFIX_TAIL]
-    yield Batch(PREFIX_HIT, tuple(in_turn(hits, HITS, turn)), most, primed=True)
+    yield Batch(PREFIX_HIT, tuple(in_turn(hits, HITS, turn)), most, warm_prefixes=True)

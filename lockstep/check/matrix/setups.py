@@ -11,7 +11,7 @@ DRAFT_COUNTS = (1, 2, 3, 5, 7, 15)
 """K, of the full matrix."""
 DEFAULT_COUNTS = (1, 3, 15)
 """K, of the default matrix."""
-MOST_DRAFTS = 15
+MAX_DRAFTS = 15
 """The most drafts of a step whose number changes."""
 COLD = "cold"
 PREFIX_HIT = "prefix hit"
@@ -19,7 +19,7 @@ PREEMPTED = "preempted"
 PHASES = (COLD, PREFIX_HIT, PREEMPTED)
 SAMPLING = "sampling"
 TRANSFORMERS = "transformers"
-WORLD = "scenario"
+SCENARIO = "scenario"
 """Phase of a random scenario, whose rows are cold, prefix hits or preempted as scheduled."""
 TESTS = (SAMPLING, TRANSFORMERS)
 """Phases whose cases are tests of logits and distributions, not answers."""
@@ -28,14 +28,17 @@ BATCHES = ("alone", "batch of 7", "long prompt")
 
 @dataclass(frozen=True)
 class Size:
-    """How much of the matrix. alone: cases that each engine runs alone, in turn over the engines
-    (8 are all). company: short cases that run beside the long one (7 are all). worlds: how many are
-    drawn beside it; draws: seeds of each test of a distribution."""
+    """Size of a check.
+
+    alone: cases that each engine runs alone, of 8; engines take different ones. company: short
+    cases in the batch of the long one, of 7. scenarios: number of random scenarios. draws: seeds of
+    each test of a distribution.
+    """
 
     max_tokens: int
     alone: int
     company: int
-    worlds: int = 0
+    scenarios: int = 0
     draws: int = 0
 
     @property
@@ -46,9 +49,9 @@ class Size:
 
 
 SIZES = {
-    "quick": Size(8, 1, 2, worlds=10, draws=64),
-    "default": Size(24, 2, 2, worlds=60, draws=256),
-    "full": Size(32, 8, 7, worlds=240, draws=1024),
+    "quick": Size(8, 1, 2, scenarios=10, draws=64),
+    "default": Size(24, 2, 2, scenarios=60, draws=256),
+    "full": Size(32, 8, 7, scenarios=240, draws=1024),
 }
 
 ROWS = 8
@@ -110,17 +113,17 @@ def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> lis
 
     full: every combination. default: every drafter and phase at three K and a changing one, all
     graph modes at K 0, 3 and changing, and the first mode elsewhere. quick: every drafter, phase
-    and graph mode. What they leave out, worlds hold.
+    and graph mode. What they leave out, scenarios hold.
     """
     drafting = [(NONE, 0, False), *product(drafters, DRAFT_COUNTS, (False,))]
-    drafting += [(drafter, MOST_DRAFTS, True) for drafter in drafters]
+    drafting += [(drafter, MAX_DRAFTS, True) for drafter in drafters]
     every = [Setup(d, k, p, g, c) for (d, k, c), p, g in product(drafting, PHASES, graphs)]
     if size == "full":
         return every
     if size == "default":
         chosen = [s for s in every if s.k in (0, *DEFAULT_COUNTS)]
         return [s for s in chosen if s.graph == graphs[0] or s.k in (0, 3) or s.changing]
-    sample = [(NONE, 0, False), (drafters[0], 3, False), (drafters[-1], MOST_DRAFTS, True)]
+    sample = [(NONE, 0, False), (drafters[0], 3, False), (drafters[-1], MAX_DRAFTS, True)]
     sample += [(drafter, 3, False) for drafter in drafters[1:-1]]
     return [
         Setup(d, k, PHASES[turn % len(PHASES)], graphs[turn % len(graphs)], changing)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.check.judges.answers import CACHED, DRAFTED, PREEMPTIONS, Answer, took_place
-from lockstep.check.matrix.cases import Batch, Case, beginnings, in_turn, make_cases
 from lockstep.check.drafters import settings_with
 from lockstep.check.engines import CheckEngine, Comparison, build
+from lockstep.check.judges.answers import CACHED, DRAFTED, PREEMPTIONS, Answer, took_place
+from lockstep.check.judges.trace import compare, traced
+from lockstep.check.matrix.cases import Batch, Case, beginnings, in_turn, make_cases
 from lockstep.check.matrix.setups import BATCHES, PREEMPTED, PREFIX_HIT, SIZES, Setup, Size, setups
 from lockstep.check.report.report import Failure, Report, Tally
-from lockstep.check.shard import Shard
-from lockstep.check.judges.trace import compare, traced
 from lockstep.check.scenarios.examiner import Effort
+from lockstep.check.shard import Shard
 from lockstep.scheduling.request import Request
 
 Progress = Callable[[str, int, int], None]

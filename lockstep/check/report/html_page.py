@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import lockstep
-from lockstep.check.matrix.setups import PHASES, TESTS, WORLD
+from lockstep.check.matrix.setups import PHASES, SCENARIO, TESTS
 from lockstep.check.report.report import Report, Tally
 
 STYLE = """
@@ -45,7 +45,7 @@ code { font: .9em ui-monospace, monospace; }
   h2 { break-after: avoid; } figure, li { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
-MOST_FAILURES = 50
+MAX_FAILURES = 50
 LABEL = 96
 """Width of the labels of rows, in pixels, as all sizes here."""
 CELL = 82
@@ -57,7 +57,7 @@ HEAD = 26
 PER_LINE = 15
 """Worlds in a line."""
 DOT = 16
-"""Width and height of a world."""
+"""Width and height of a scenario."""
 
 
 def page(report: Report, command: Sequence[str]) -> str:
@@ -68,7 +68,7 @@ def page(report: Report, command: Sequence[str]) -> str:
         f"{escape(report.verdict)}</p>",
         _figures(report),
         _failures(report),
-        _section("Random scenarios", _worlds(report)),
+        _section("Random scenarios", _scenarios(report)),
         _section("Matrix of engine settings", _matrix(report)),
         _section("Tests of sampling distributions and logits", _tests(report)),
         _section("Not exercised", _lacks(report)),
@@ -108,7 +108,7 @@ def _figures(report: Report) -> str:
 def _failures(report: Report) -> str:
     """Every difference, the first ones at least."""
     lines = []
-    for failure in report.failures[:MOST_FAILURES]:
+    for failure in report.failures[:MAX_FAILURES]:
         at = "" if failure.position is None else f", output position {failure.position}"
         text = f"drafter {failure.setup.drafting}, {failure.setup.phase}, {failure.batch}: "
         text += f"{failure.request}{at} ({failure.sampling}): {failure.what}"
@@ -116,7 +116,7 @@ def _failures(report: Report) -> str:
         file = escape(failure.file or "")
         alone = f"<br><code>lockstep check --replay {file}</code>" if file else ""
         lines.append(f"<li>{escape(text + where)}{alone}</li>")
-    left = len(report.failures) - MOST_FAILURES
+    left = len(report.failures) - MAX_FAILURES
     more = f'<p class="soft">and {left} more</p>' if left > 0 else ""
     return _section("Differences", f"<ul>{''.join(lines)}</ul>{more}" if lines else "")
 
@@ -172,9 +172,9 @@ def _cell(tallies: Sequence[Tally], x: int, y: int) -> str:
     return f"{box}{text}{cases - failed}/{cases}</text>"
 
 
-def _worlds(report: Report) -> str:
-    """A square a world, drafter by drafter; its title says which."""
-    tallies = _of(report, WORLD)
+def _scenarios(report: Report) -> str:
+    """A square a scenario, drafter by drafter; its title says which."""
+    tallies = _of(report, SCENARIO)
     if not tallies:
         return ""
     body = []

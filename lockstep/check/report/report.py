@@ -1,4 +1,4 @@
-"""Report of a check: its cases, its failures and what it exercised."""
+"""Report of a check: its cases, failures and event counters."""
 
 import time
 from collections import Counter
@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep.check.matrix.setups import PHASES, SCENARIO, TESTS, Setup
 from lockstep.check.report.exercised import Exercised
-from lockstep.check.matrix.setups import PHASES, TESTS, WORLD, Setup
 from lockstep.check.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One case that differs from the plain run. position: index among the request's answer tokens.
+    """Case that differs from the plain run.
 
-    where: the first layer and op that differ, known for the first failure only; file: the world,
-    made small, for --replay.
+    position: index among the request's output tokens. where: the first layer and op that differ,
+    for the first failure only. file: the shrunk scenario for --replay.
     """
 
     setup: Setup
@@ -32,7 +32,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Tally:
-    """One engine's cases, all of them or those of one batch."""
+    """Counts of one engine's cases, of all or of one batch."""
 
     setup: Setup
     cases: int
@@ -43,12 +43,12 @@ class Tally:
 
 @dataclass
 class Report:
-    """All cases of a check. `exercised`: how often what was varied really took place; used: what
-    it was run with.
+    """Result of a check.
 
-    compared: what of an answer is; seed: of the worlds; shard: which part of the check this is;
-    numerics: empty until the plain engine stands; interrupted: ended from outside before its end.
-    worlds_due, cases_due: worlds and cases of the matrix that a whole run has, where that is known.
+    exercised: counters of the events that the check varies. used: settings with which engines were
+    built. compared: compared parts of an output, for people. seed: seed of the scenarios. shard:
+    part of the check. numerics: empty until the plain engine is built. interrupted: the check was
+    stopped early. num_scenarios, num_matrix_cases: totals of a complete run, None if unknown.
     """
 
     size: str
@@ -63,11 +63,11 @@ class Report:
     shard: Shard = WHOLE
     used: Exercised | None = None
     interrupted: bool = False
-    worlds_due: int | None = None
-    cases_due: int | None = None
+    num_scenarios: int | None = None
+    num_matrix_cases: int | None = None
 
     def add(self, tally: Tally) -> None:
-        """One engine's or one world's cases more."""
+        """Add the cases of an engine or a scenario."""
         self.tallies.append(tally)
 
     def fail(
@@ -79,40 +79,43 @@ class Report:
         sampling: str = "all",
         position: int | None = None,
     ) -> None:
-        """One failure more; what is not given is not known, or holds for all."""
+        """Add a failure. Defaults stand for unknown values, or for all requests."""
         self.failures.append(Failure(setup, batch, request, sampling, position, what))
 
     def count(self, seen: Counter[str]) -> None:
-        """What took place, added to what did before."""
+        """Add event counters."""
         self.exercised = dict(Counter(self.exercised) + seen)
 
     @property
     def cases(self) -> int:
-        """Answers compared with the plain run, and tests."""
+        """Return the number of compared outputs and of tests."""
         return sum(t.cases for t in self.tallies)
 
     @property
     def failed(self) -> int:
-        """Answers that differ, and axes that were meant to be exercised and were not."""
+        """Return the number of outputs that differ, and of required events that never occurred."""
         return len(self.failures)
 
     @property
     def verdict(self) -> str:
-        """One line; where the check was interrupted, that is said first."""
-        return f"{self._ending} {self._found}" if self.interrupted else self._found
+        """Return the result as one line, which begins with the interruption if there was one."""
+        return f"{self._progress} {self._result}" if self.interrupted else self._result
 
     @property
-    def _ending(self) -> str:
-        """How much was done of a check that was interrupted."""
-        worlds = sum(t.setup.phase == WORLD for t in self.tallies)
+    def _progress(self) -> str:
+        """Return how much of an interrupted check was run."""
+        scenarios = sum(t.setup.phase == SCENARIO for t in self.tallies)
         cases = sum(t.cases for t in self.tallies if t.setup.phase in PHASES)
-        due = {"scenarios": (worlds, self.worlds_due), "matrix cases": (cases, self.cases_due)}
+        due = {
+            "scenarios": (scenarios, self.num_scenarios),
+            "matrix cases": (cases, self.num_matrix_cases),
+        }
         parts = [f"{done:,} of {of:,} {name}" for name, (done, of) in due.items() if of is not None]
         return f"Stopped early: {' and '.join(parts)} were run." if parts else "Stopped early."
 
     @property
-    def _found(self) -> str:
-        """What was compared, and how it came out."""
+    def _result(self) -> str:
+        """Return what was compared, and with which result."""
         tests = sum(t.cases for t in self.tallies if t.setup.phase in TESTS)
         if self.interrupted and not (self.cases or self.failed):
             return "Nothing was compared."
@@ -131,7 +134,7 @@ class Report:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For machines: cases, failed, and the rest."""
+        """Return the report as plain data."""
         return {
             "cases": self.cases,
             "failed": self.failed,
@@ -151,7 +154,7 @@ class Report:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A check was ended from outside; `report` is of what was done until then."""
+    """Interruption of a check; `report` covers the cases that were run."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(report.verdict)
@@ -160,8 +163,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def running(report: Report) -> Iterator[None]:
-    """A check that adds to the report: how long it takes is noted. Raises Interrupted where a
-    KeyboardInterrupt ends it."""
+    """Measure the duration of a check. Raises Interrupted on a KeyboardInterrupt."""
     started = time.monotonic()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Random scenarios: draw them, run them, and minimize the first that differs."""
+"""Run random scenarios, compare them with plain runs, and shrink the first that differs."""
 
 import gc
 import time
@@ -8,31 +8,35 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, NO_ENDING, PREEMPTIONS
 from lockstep.check.drafters import NONE
-from lockstep.check.scenarios.generator import EARLY, WORLDS_OF_A_KIND, Drawer
 from lockstep.check.engines import CheckEngine
-from lockstep.check.matrix.setups import WORLD, Setup
+from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, NO_ENDING, PREEMPTIONS
 from lockstep.check.judges.plain_runs import PlainRuns
-from lockstep.check.report.report import Failure, Report, Tally
-from lockstep.check.shard import WHOLE, Shard
-from lockstep.check.scenarios.shrink import minimise
-from lockstep.check.scenarios.runner import Stage
 from lockstep.check.judges.trace import compare, traced
-from lockstep.check.scenarios.scenario import Kind, World, write_world
+from lockstep.check.matrix.setups import SCENARIO, Setup
+from lockstep.check.report.report import Failure, Report, Tally
+from lockstep.check.scenarios.generator import EARLY, SCENARIOS_PER_KIND, ScenarioGenerator
+from lockstep.check.scenarios.runner import ScenarioRunner
+from lockstep.check.scenarios.scenario import Kind, Scenario, write_scenario
+from lockstep.check.scenarios.shrink import minimise
+from lockstep.check.shard import WHOLE, Shard
 from lockstep.errors import LockstepError
 
 Progress = Callable[[str, int, int], None]
 Build = Callable[[Kind], CheckEngine]
 AXES = (CACHED, PREEMPTIONS, DRAFTED, ACCEPTED)
 FROM_HOST = "pages loaded from host memory"
-"""Counters that must not be zero over all scenarios; the last one where the drawer aims at it."""
+"""Counters that must not be zero over all scenarios. FROM_HOST is required if a scenario aims at
+it."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a world's answer is not the plain one. request, completion: which; None: the engine
-    itself gave up. plain: the plain run is wrong by itself; refused: by an error of Lockstep's own.
+    """Difference between a scenario and its plain runs.
+
+    request, completion: indices of the output; request is None if the engine raised. position:
+    index of the output token. plain: the plain run itself is wrong. refused: Lockstep raised one of
+    its own errors.
     """
 
     request: int | None
@@ -45,7 +49,7 @@ class Difference:
 
 @dataclass
 class Examined:
-    """What one world showed."""
+    """Result of comparing one scenario: difference, number of outputs and event counters."""
 
     difference: Difference | None
     answers: int
@@ -53,36 +57,36 @@ class Examined:
 
 
 class Examiner:
-    """Compares worlds with plain runs; keeps the engine of the last kind."""
+    """Comparison of scenarios with plain runs. It caches the engine of the last kind."""
 
     def __init__(self, plain: PlainRuns, build: Build) -> None:
         self.plain = plain
         self.build = build
-        self._stage: Stage | None = None
+        self._stage: ScenarioRunner | None = None
 
-    def stage(self, kind: Kind) -> Stage:
-        """An engine of this kind."""
+    def runner(self, kind: Kind) -> ScenarioRunner:
+        """Return a runner with an engine of this kind."""
         if self._stage is None or self._stage.kind != kind:
             self._stage = None
             gc.collect()
-            self._stage = Stage(self.build(kind), kind)
+            self._stage = ScenarioRunner(self.build(kind), kind)
         return self._stage
 
-    def examine(self, world: World) -> Examined:
-        """Plays a world. Whatever the engine raises is a difference too."""
-        found = self._wrong_plain(world)
+    def examine(self, scenario: Scenario) -> Examined:
+        """Run a scenario and compare its outputs. An exception counts as a difference."""
+        found = self._wrong_plain(scenario)
         if found is not None:
             return Examined(found, 1, Counter())
         try:
-            played = self.stage(world.kind).play(world, self.plain)
+            played = self.runner(scenario.kind).play(scenario, self.plain)
         except Exception as error:  # an engine that breaks has not given the plain answer
             self._stage = None
             what = f"raised {type(error).__name__}: {error}"
             refused = isinstance(error, LockstepError)
             return Examined(Difference(None, 0, None, what, refused=refused), 1, Counter())
         count = sum(len(own) for own in played.answers)
-        for index, (own, given) in enumerate(zip(played.answers, world.requests, strict=True)):
-            due = self.plain.answers(given.prompt, world.alone(given))
+        for index, (own, given) in enumerate(zip(played.answers, scenario.requests, strict=True)):
+            due = self.plain.answers(given.prompt, scenario.alone(given))
             for completion, answer in enumerate(own):
                 begun = answer.ending == NO_ENDING
                 found_here = answer.first_difference(due[completion], begun)
@@ -91,15 +95,15 @@ class Examiner:
                     return Examined(difference, count, played.seen)
         return Examined(None, count, played.seen)
 
-    def differs(self, world: World) -> bool:
-        """Whether this world differs. One that the engine or a parameter refuses does not."""
-        found = self.examine(world).difference
+    def differs(self, scenario: Scenario) -> bool:
+        """Return whether the scenario differs. One that Lockstep refuses does not."""
+        found = self.examine(scenario).difference
         return found is not None and not found.refused
 
-    def _wrong_plain(self, world: World) -> Difference | None:
-        for index, given in enumerate(world.requests):
+    def _wrong_plain(self, scenario: Scenario) -> Difference | None:
+        for index, given in enumerate(scenario.requests):
             try:
-                fault = self.plain.judged(given.prompt, world.alone(given))
+                fault = self.plain.judged(given.prompt, scenario.alone(given))
             except Exception as error:
                 what = f"the plain run raised {type(error).__name__}: {error}"
                 refused = isinstance(error, LockstepError)
@@ -112,12 +116,14 @@ class Examiner:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is done. worlds: how many are drawn; seconds: instead of that, for how long;
-    minimise: seconds to make the first difference small; folder: where it is written, if anywhere;
-    fail_fast: whether the check ends with its first difference; shard: which one is done here.
+    """Extent of a check.
+
+    scenarios: number to generate. seconds: time limit that replaces it. minimise: seconds for
+    shrinking the first scenario that differs. folder: directory for its file, or None. fail_fast:
+    stop at the first difference. shard: part of the check to run.
     """
 
-    worlds: int
+    scenarios: int
     seconds: float | None = None
     minimise: float = 60.0
     folder: Path | None = None
@@ -125,147 +131,154 @@ class Effort:
     shard: Shard = WHOLE
 
     @property
-    def worlds_due(self) -> int | None:
-        """Worlds of the shard; None where time decides."""
+    def num_scenarios(self) -> int | None:
+        """Return the number of scenarios of the shard; None if a time limit decides."""
         if self.seconds is not None:
             return None
-        return sum(self.shard.has(index // WORLDS_OF_A_KIND) for index in range(self.worlds))
+        return sum(self.shard.has(index // SCENARIOS_PER_KIND) for index in range(self.scenarios))
 
 
-def run_worlds(
-    drawer: Drawer, examiner: Examiner, effort: Effort, report: Report, progress: Progress
+def run_scenarios(
+    generator: ScenarioGenerator,
+    examiner: Examiner,
+    effort: Effort,
+    report: Report,
+    progress: Progress,
 ) -> None:
-    """Draws and plays worlds, and adds to the report."""
+    """Generate and run scenarios, and add the results to the report."""
     started = time.monotonic()
     axes: tuple[str, ...] = AXES
     for index in count():
         passed = time.monotonic() - started
-        if passed >= effort.seconds if effort.seconds is not None else index >= effort.worlds:
+        if passed >= effort.seconds if effort.seconds is not None else index >= effort.scenarios:
             break
-        if not effort.shard.has(index // WORLDS_OF_A_KIND):
+        if not effort.shard.has(index // SCENARIOS_PER_KIND):
             continue
-        progress(f"scenario {index}", index, 0 if effort.seconds is not None else effort.worlds)
+        progress(f"scenario {index}", index, 0 if effort.seconds is not None else effort.scenarios)
         began = time.monotonic()
         try:
-            world = drawer.world(index)
-        except Exception as error:  # worlds aim by plain runs: the plain engine itself breaks
+            scenario = generator.scenario(index)
+        except Exception as error:  # scenarios aim by plain runs: the plain engine itself breaks
             what = f"the plain run raised {type(error).__name__}: {error}"
-            setup = Setup(NONE, 0, WORLD, "none")
-            report.fail(setup, f"scenario {index} of seed {drawer.seed}", what, "a plain run")
+            setup = Setup(NONE, 0, SCENARIO, "none")
+            report.fail(setup, f"scenario {index} of seed {generator.seed}", what, "a plain run")
             return
-        found = examiner.examine(world)
-        axes = (*AXES, FROM_HOST) if drawer.wants_host(index) else axes
+        found = examiner.examine(scenario)
+        axes = (*AXES, FROM_HOST) if generator.wants_host(index) else axes
         if report.used is not None:
-            for given in world.requests:
+            for given in scenario.requests:
                 report.used.params(given.sampling())
         seconds = round(time.monotonic() - began, 2)
         failed = int(found.difference is not None)
-        report.add(Tally(setup_of(world), found.answers, failed, seconds, f"scenario {index}"))
+        report.add(Tally(setup_of(scenario), found.answers, failed, seconds, f"scenario {index}"))
         report.count(found.seen)
         if found.difference is not None:
-            name = f"scenario {index} of seed {drawer.seed}"
-            first = not any(f.setup.phase == WORLD for f in report.failures)
-            file = f"lockstep-check-{drawer.seed}-{index}.json" if first else None
-            _add_difference(report, world, found.difference, examiner, effort, name, file)
+            name = f"scenario {index} of seed {generator.seed}"
+            first = not any(f.setup.phase == SCENARIO for f in report.failures)
+            file = f"lockstep-check-{generator.seed}-{index}.json" if first else None
+            _add_difference(report, scenario, found.difference, examiner, effort, name, file)
         if failed and effort.fail_fast:
             return
-    if sum(tally.setup.phase == WORLD for tally in report.tallies) >= EARLY:
+    if sum(tally.setup.phase == SCENARIO for tally in report.tallies) >= EARLY:
         _check_exercised(report, axes)
 
 
 def _add_difference(
     report: Report,
-    world: World,
+    scenario: Scenario,
     difference: Difference,
     examiner: Examiner,
     effort: Effort,
     name: str,
     file: str | None,
 ) -> None:
-    """Adds a failure at once; where a file is named, it is explained then, which takes long."""
+    """Add a failure at once; if a file is named, replace it by the shrunk one, which takes long."""
     as_found = replace(effort, minimise=0.0)
-    report.failures.append(explain(world, difference, examiner, as_found, name, file))
+    report.failures.append(explain(scenario, difference, examiner, as_found, name, file))
     if file is not None and effort.minimise > 0:
-        report.failures[-1] = explain(world, difference, examiner, effort, name, file)
+        report.failures[-1] = explain(scenario, difference, examiner, effort, name, file)
 
 
 def _check_exercised(report: Report, axes: tuple[str, ...]) -> None:
-    """An axis that never took place proves nothing: that is a failure too."""
+    """Report a failure for each required event that never occurred."""
     for name in axes:
         if not report.exercised.get(name):
-            report.fail(Setup(NONE, 0, WORLD, "none"), "all", f"no scenario had {name}")
+            report.fail(Setup(NONE, 0, SCENARIO, "none"), "all", f"no scenario had {name}")
 
 
-def setup_of(world: World) -> Setup:
-    """The world's engine, as the report names engines."""
-    kind = world.kind
-    return Setup(kind.drafter, kind.drafts, WORLD, kind.graph, kind.changing)
+def setup_of(scenario: Scenario) -> Setup:
+    """Return the scenario's engine as the report's Setup."""
+    kind = scenario.kind
+    return Setup(kind.drafter, kind.drafts, SCENARIO, kind.graph, kind.changing)
 
 
 def explain(
-    world: World,
+    scenario: Scenario,
     difference: Difference,
     examiner: Examiner,
     effort: Effort,
     name: str,
     file: str | None,
 ) -> Failure:
-    """A failure of a world; where a file is named, of the world made small, written and traced."""
+    """Return the failure of a scenario.
+
+    file: if not None, shrink the scenario, write it to this file and trace the difference.
+    """
     where = None
     if file is not None and effort.minimise > 0:
-        world = minimise(world, lambda w: examiner.differs(w), effort.minimise)
-        difference = examiner.examine(world).difference or difference
-        where = locate(world, difference, examiner)
+        scenario = minimise(scenario, lambda w: examiner.differs(w), effort.minimise)
+        difference = examiner.examine(scenario).difference or difference
+        where = locate(scenario, difference, examiner)
     written = None
     if file is not None and effort.folder is not None:
         path = effort.folder / file
-        write_world(path, world, what=difference.what, found=name)
+        write_scenario(path, scenario, what=difference.what, found=name)
         written = str(path)
     request = "every request"
     sampling = "all"
     if difference.request is not None:
-        given = world.requests[difference.request]
-        request = f"request {difference.request + 1} of {len(world.requests)}"
+        given = scenario.requests[difference.request]
+        request = f"request {difference.request + 1} of {len(scenario.requests)}"
         request += f", a prompt of {len(given.prompt)} tokens"
         sampling = ", ".join(given.params)
     return Failure(
-        setup_of(world), name, request, sampling, difference.position, difference.what, where,
+        setup_of(scenario), name, request, sampling, difference.position, difference.what, where,
         written,
     )  # fmt: skip
 
 
-def locate(world: World, difference: Difference, examiner: Examiner) -> str | None:
-    """The first layer and op that differ, found by playing the world again, traced."""
+def locate(scenario: Scenario, difference: Difference, examiner: Examiner) -> str | None:
+    """Run the scenario again with tracing, and name the first layer and op that differ."""
     if difference.request is None or difference.position is None or difference.plain:
         return None
-    given = world.requests[difference.request]
+    given = scenario.requests[difference.request]
     which = f"-{difference.completion}" if given.params.get("n", 1) > 1 else ""
     own_id = f"r{difference.request}{which}"
     plain_id = f"plain-1{which}"
     end = len(given.prompt) + difference.position
-    eager = replace(world, kind=replace(world.kind, graph="none"))
+    eager = replace(scenario, kind=replace(scenario.kind, graph="none"))
     fresh = PlainRuns(examiner.plain.engine)
     with traced(fresh.engine, lambda request: request.id == plain_id) as due:
-        fresh.answers(given.prompt, world.alone(given))
+        fresh.answers(given.prompt, scenario.alone(given))
     try:
-        stage = examiner.stage(eager.kind)
-        with traced(stage.engine, lambda request: request.id == own_id) as trace:
-            stage.play(eager, examiner.plain)
+        runner = examiner.runner(eager.kind)
+        with traced(runner.engine, lambda request: request.id == own_id) as trace:
+            runner.play(eager, examiner.plain)
     except Exception as error:
         return f"the traced run raised {type(error).__name__}: {error}"
     found = compare(due, trace, end)
     return found or "no module of the model differs in an eager run: look at the sampler"
 
 
-def replay(world: World, examiner: Examiner, report: Report) -> None:
-    """Plays one world of a file, and adds to the report."""
-    found = examiner.examine(world)
+def replay(scenario: Scenario, examiner: Examiner, report: Report) -> None:
+    """Run one scenario of a file, and add the result to the report."""
+    found = examiner.examine(scenario)
     failed = int(found.difference is not None)
-    report.add(Tally(setup_of(world), found.answers, failed, 0.0, "replayed scenario"))
+    report.add(Tally(setup_of(scenario), found.answers, failed, 0.0, "replayed scenario"))
     report.exercised = dict(found.seen)
     if found.difference is not None:
-        keep = Effort(worlds=1, minimise=0.0)
-        failure = explain(world, found.difference, examiner, keep, "replayed scenario", None)
+        keep = Effort(scenarios=1, minimise=0.0)
+        failure = explain(scenario, found.difference, examiner, keep, "replayed scenario", None)
         report.failures.append(failure)
-        where = locate(world, found.difference, examiner)
+        where = locate(scenario, found.difference, examiner)
         report.failures[-1] = replace(failure, where=where)

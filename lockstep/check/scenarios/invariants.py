@@ -1,6 +1,6 @@
-"""Rules that every schedule of a world is held to, whether or not a broken one reaches an answer.
+"""Invariants of every schedule, checked even if a violation would not change an output.
 
-They are the host's alone: nothing here waits for the device, which may be steps behind.
+They concern the host only: nothing here synchronizes with the device, which may run steps later.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from lockstep.scheduling.schedule import Admission, PromptChunk, Schedule
 from lockstep.scheduling.scheduler import Scheduler
 
 
-class WorldError(Exception):
-    """The engine broke a rule of its own while a world was played."""
+class InvariantError(Exception):
+    """Violation of an invariant of the engine while a scenario ran."""
 
 
-class Rules:
-    """Follows the schedules of one scheduler from its first one on."""
+class ScheduleInvariants:
+    """Model of a scheduler's pages and snapshots, updated with each of its schedules."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -27,87 +27,91 @@ class Rules:
         self._host: dict[int, tuple[str, Key, int]] = {}
 
     def begin(self) -> None:
-        """The next schedule is about to be made: what is cached now may leave by it."""
+        """Record the cached pages before the next schedule, which may evict them."""
         for group in self.scheduler.cache.groups:
             self._cached[group.pool.host.name] = dict(group.pool.key_of)
 
-    def hold(self, made: Schedule) -> None:
-        """Raises WorldError where this schedule, made since begin(), breaks a rule."""
-        self._place(made)
-        for admission in made.admissions:
-            self._admission(admission)
-        self._evicted_and_fetched(made)
+    def check(self, schedule: Schedule) -> None:
+        """Raise InvariantError if this schedule, the next after begin(), violates an invariant."""
+        self._update_pages(schedule)
+        for admission in schedule.admissions:
+            self._check_admission(admission)
+        self._check_host_moves(schedule)
         for entry in self.scheduler.running:
             if self._pages.get(entry.row) != entry.seq.pages:
-                raise WorldError(
-                    f"row {entry.row} was told the pages {self._pages.get(entry.row)} and has "
-                    f"{entry.seq.pages}"
+                raise InvariantError(
+                    f"row {entry.row} has the pages {entry.seq.pages}, but the schedules gave it "
+                    f"{self._pages.get(entry.row)}"
                 )
         state = self.scheduler.cache.state
         if state is None:
             return
-        shares_no_snapshot(made, {entry.seq.slot for entry in self.scheduler.running})
+        check_snapshots(schedule, {entry.seq.slot for entry in self.scheduler.running})
         if state.pins:
-            raise WorldError("snapshots are pinned behind the end of a schedule")
-        for chunk in made.prompt:
-            self._snapshots(chunk)
+            raise InvariantError("snapshots are still pinned after the schedule")
+        for chunk in schedule.prompt:
+            self._check_chunk(chunk)
 
-    def _place(self, made: Schedule) -> None:
-        """What the runner is told of the rows' pages, in its order."""
-        for swap in made.swap_out:
+    def _update_pages(self, schedule: Schedule) -> None:
+        """Update the pages of rows in the order in which the worker applies the schedule."""
+        for swap in schedule.swap_out:
             if self._pages.pop(swap.row, [])[: len(swap.pages)] != swap.pages:
-                raise WorldError(f"row {swap.row} is saved from pages that it has not")
-        for swap in made.swap_in:
+                raise InvariantError(f"row {swap.row} is saved from pages that it does not have")
+        for swap in schedule.swap_in:
             self._pages[swap.row] = list(swap.pages)
-        for admission in made.admissions:
+        for admission in schedule.admissions:
             self._pages[admission.row] = list(admission.pages)
         rows = {entry.row for entry in self.scheduler.running}
-        for grant in made.grants:
+        for grant in schedule.grants:
             if grant.row not in rows:
-                raise WorldError(f"row {grant.row} is granted pages and does not run")
+                raise InvariantError(f"row {grant.row} gets pages but is not running")
             self._pages[grant.row][grant.column :] = grant.pages
 
-    def _admission(self, admission: Admission) -> None:
-        """The pages that a request begins with are those of its own prompt and salt."""
+    def _check_admission(self, admission: Admission) -> None:
+        """Check that the cached pages of a request have the keys of its own prompt and salt."""
         size = self.scheduler.cache.config.page_size
         known = self.scheduler.cache.paged.pool.key_of
         request = admission.request
         fresh = CacheSeq(request.prompt_token_ids, salt=salt_of(request.cache_salt))
         for index, page in enumerate(admission.pages[: admission.start // size]):
             if known.get(page) != fresh.key(index, size):
-                raise WorldError(
-                    f"page {page} is not page {index} of what row {admission.row} asks"
+                raise InvariantError(
+                    f"page {page} is not page {index} of the prompt of row {admission.row}"
                 )
 
-    def _evicted_and_fetched(self, made: Schedule) -> None:
-        """What comes back under a key is what has left under it, every part of it."""
+    def _check_host_moves(self, schedule: Schedule) -> None:
+        """Check that a page loaded from host memory is the one that was evicted with its key."""
         for group in self.scheduler.cache.groups:
             name = group.pool.host.name
             left = self._cached.get(name, {})
-            for move in made.evicted.get(name, ()):
+            for move in schedule.evicted.get(name, ()):
                 if move.unit not in left:
-                    raise WorldError(f"{name}: {move.unit} was not cached when it was evicted")
+                    raise InvariantError(f"{name}: {move.unit} was not cached when it was evicted")
                 for index, page in enumerate(move.place):
                     self._host[page] = (name, left[move.unit], index)
             known = group.pool.key_of
-            for move in made.fetched.get(name, ()):
+            for move in schedule.fetched.get(name, ()):
                 found = [self._host.get(page) for page in move.place]
                 if found != [(name, known[move.unit], index) for index in range(len(found))]:
-                    raise WorldError(f"{name}: {move.unit} is fetched from where another thing is")
+                    raise InvariantError(
+                        f"{name}: {move.unit} is loaded from host pages with other contents"
+                    )
 
-    def _snapshots(self, chunk: PromptChunk) -> None:
-        """A chunk reads the state at its start, and writes that at the last grid point within."""
+    def _check_chunk(self, chunk: PromptChunk) -> None:
+        """Check that a chunk reads the state at its start and saves it at its last grid point."""
         size = self.scheduler.cache.config.page_size
         end = chunk.start + chunk.length
         point = end // size * size
         for slot, tokens in ((chunk.state_src, chunk.start), (chunk.snapshot_slot, point)):
             if slot and not self._is_state(slot, chunk, tokens):
-                raise WorldError(f"slot {slot} is not the snapshot behind {tokens} tokens")
+                raise InvariantError(f"slot {slot} is not the snapshot after {tokens} tokens")
         if chunk.snapshot_slot and point <= chunk.start:
-            raise WorldError(f"a chunk from {chunk.start} to {end} writes a snapshot at {point}")
+            raise InvariantError(
+                f"a chunk from {chunk.start} to {end} writes a snapshot at {point}"
+            )
 
     def _is_state(self, slot: int, chunk: PromptChunk, tokens: int) -> bool:
-        """Whether a slot is known as the state behind so many of the prompt's tokens."""
+        """Return whether a slot is the snapshot after this number of prompt tokens."""
         cache = self.scheduler.cache
         request = next(e.request for e in self.scheduler.running if e.row == chunk.row)
         if cache.state is None or tokens < cache.config.page_size:
@@ -117,39 +121,42 @@ class Rules:
         return cache.state.pool.key_of.get(slot) == fresh.key(tokens // size - 1, size)
 
 
-class RuledScheduler(Scheduler):
-    """A scheduler whose every schedule is held to the rules."""
+class CheckedScheduler(Scheduler):
+    """Scheduler that checks the invariants of each of its schedules."""
 
     def __init__(self, cache: Cache, **options: Any) -> None:
         super().__init__(cache, **options)
-        self.rules = Rules(self)
+        self.invariants = ScheduleInvariants(self)
 
     def schedule(self) -> Schedule:
-        """The next schedule. Raises WorldError where it breaks a rule."""
-        self.rules.begin()
-        made = super().schedule()
-        self.rules.hold(made)
-        return made
+        """Return the next schedule. Raises InvariantError if it violates an invariant."""
+        self.invariants.begin()
+        schedule = super().schedule()
+        self.invariants.check(schedule)
+        return schedule
 
 
-def shares_no_snapshot(made: Schedule, slots: set[int]) -> None:
-    """Raises WorldError where rows of one step write one snapshot, one reads what is written, or
-    one of the running rows' own slots is a snapshot: rows run in no order."""
-    written = [chunk.snapshot_slot for chunk in made.prompt if chunk.snapshot_slot]
-    read = {chunk.state_src for chunk in made.prompt} - {0}
+def check_snapshots(schedule: Schedule, slots: set[int]) -> None:
+    """Raise InvariantError if a snapshot of a step conflicts with another row.
+
+    Rows of a step run in no order. So each snapshot has one writer and no reader in the same step,
+    and no running row uses it as its own slot.
+    """
+    written = [chunk.snapshot_slot for chunk in schedule.prompt if chunk.snapshot_slot]
+    read = {chunk.state_src for chunk in schedule.prompt} - {0}
     if len(set(written)) < len(written) or read & set(written):
-        raise WorldError("a snapshot is written twice in a step, or read where it is written")
+        raise InvariantError("a snapshot is written twice in a step, or read where it is written")
     if slots & (read | set(written)):
-        raise WorldError("a snapshot of a step is a row's own slot")
+        raise InvariantError("a snapshot of a step is a row's own slot")
 
 
-def leaves_nothing(engine: Engine) -> None:
-    """Raises WorldError where all requests are over and something of one is not."""
+def check_no_leaks(engine: Engine) -> None:
+    """Raise InvariantError if resources are still in use although all requests have finished."""
     scheduler = engine.scheduler
     table = engine.runner.table
     null = (table.computed[0], table.folded[0], table.page_table[0].sum(), table.state_slots[0])
     if any(int(value) for value in null):
-        raise WorldError("the null row was written to")
+        raise InvariantError("the null row was written to")
     cache = scheduler.cache
     state = cache.state
     for what, left in (
@@ -165,4 +172,4 @@ def leaves_nothing(engine: Engine) -> None:
         ("counts of requests", len(engine._counted)),
     ):
         if left:
-            raise WorldError(f"{left} {what} are left when all requests have ended")
+            raise InvariantError(f"{left} {what} remain after all requests have finished")

@@ -1,4 +1,4 @@
-"""Where worlds are played: an engine of one kind, set anew and made dirty for each world."""
+"""Run scenarios on an engine of one kind, with a new scheduler and poisoned memory for each."""
 
 import random
 from collections import Counter
@@ -12,66 +12,69 @@ from torch import Tensor
 
 from lockstep.cache.cache import CacheConfig
 from lockstep.check import oracle_drafter
+from lockstep.check.engines import CheckEngine, Completion
 from lockstep.check.judges.answers import Answer, took_place
 from lockstep.check.judges.digests import LogitDigests
-from lockstep.check.engines import CheckEngine, Completion
 from lockstep.check.judges.plain_runs import PlainRuns
-from lockstep.check.scenarios.invariants import RuledScheduler, WorldError, leaves_nothing
-from lockstep.check.scenarios.scenario import Kind, World, WorldRequest
+from lockstep.check.scenarios.invariants import CheckedScheduler, InvariantError, check_no_leaks
+from lockstep.check.scenarios.scenario import Kind, Scenario, ScenarioRequest
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.worker import memory
 
-MOST_STEPS = 3000
-"""A world that is not done by then does not end."""
+MAX_STEPS = 3000
+"""Maximum steps of a scenario; one that takes longer is a failure."""
 
 
 @dataclass
 class Played:
-    """What came of a world: answers by request and completion, and what took place in it."""
+    """Result of a scenario: outputs by request and completion, and counters of its events."""
 
     answers: list[list[Answer]]
     seen: Counter[str] = field(default_factory=Counter)
 
 
-class Stage:
-    """An engine of one kind."""
+class ScenarioRunner:
+    """Runner of scenarios on one engine."""
 
     def __init__(self, engine: CheckEngine, kind: Kind) -> None:
         self.engine = engine
         self.kind = kind
 
-    def play(self, world: World, plain: PlainRuns) -> Played:
-        """Runs a world. Raises what the engine raises, and WorldError; the stage is then spoilt."""
-        self._set(world)
-        if world.kind.drafter == oracle_drafter.NAME:
-            self.engine.tell(told_texts(world, plain))
-        for prompt in world.primed:
+    def play(self, scenario: Scenario, plain: PlainRuns) -> Played:
+        """Run a scenario and return its result.
+
+        Raises what the engine raises, and InvariantError. The runner may not be used after that.
+        """
+        self._set(scenario)
+        if scenario.kind.drafter == oracle_drafter.NAME:
+            self.engine.set_texts(oracle_texts(scenario, plain))
+        for prompt in scenario.warm_prefixes:
             self.engine.cache([prompt])
         seen: Counter[str] = Counter()
         digests = LogitDigests()
         with self.engine.observed(digests), self._watched_drafts(seen):
-            completions = self._drive(world, seen)
+            completions = self._drive(scenario, seen)
         found = digests.by_request()
         answers = [[c.answer(found.get(c.request.id, ())) for c in own] for own in completions]
         for answer in (answer for own in answers for answer in own):
             if answer.metrics.num_accepted_tokens > answer.metrics.num_draft_tokens:
-                raise WorldError("more drafts were accepted than there were")
-        for own, given in zip(answers, world.requests, strict=True):
+                raise InvariantError("more drafts were accepted than there were")
+        for own, given in zip(answers, scenario.requests, strict=True):
             if not given.speculate and any(answer.metrics.num_draft_tokens for answer in own):
-                raise WorldError("drafts were verified of a request that wants none")
+                raise InvariantError("drafts were verified of a request that wants none")
         seen.update(took_place(answer for own in answers for answer in own))
         seen["aborted completions"] += sum(c.aborted for own in completions for c in own)
         for group in self.engine.engine.scheduler.cache.groups:
             shelf = group.pool.host
             seen[f"{shelf.name} loaded from host memory"] = shelf.num_back
-        leaves_nothing(self.engine.engine)
+        check_no_leaks(self.engine.engine)
         return Played(answers, seen)
 
-    def _set(self, world: World) -> None:
-        """A scheduler and a cache as the world wants them, and memory full of dirt."""
+    def _set(self, scenario: Scenario) -> None:
+        """Install a scheduler and a cache with the scenario's limits, and poison the memory."""
         engine = self.engine.engine
-        limits = world.limits
+        limits = scenario.limits
         has_state = engine.plan.num_slots > 0
         options: dict[str, Any] = {
             "max_num_seqs": limits.rows,
@@ -80,8 +83,8 @@ class Stage:
             "policy": limits.policy,
             "preempt_every": limits.preempt_every,
         }
-        if world.kind.changing:
-            rng = random.Random(world.draws)
+        if scenario.kind.changing:
+            rng = random.Random(scenario.draws)
             options["draft_policy"] = RandomDraftLength(engine.plan.draft_lengths, rng)
         plan = engine.plan
         host_pages = limits.host * (1 + plan.slot_host_pages)
@@ -95,26 +98,26 @@ class Stage:
             max_num_seqs=limits.rows,
             enable_prefix_caching=limits.caching,
         )
-        self.engine.renew(cache, RuledScheduler, **options)
+        self.engine.renew(cache, CheckedScheduler, **options)
         transfers = engine.runner.transfers
         transfers.host = memory.host_memory(host_pages, plan.page_bytes, plan.device)
-        make_dirty(engine, world.dirt)
+        poison_memory(engine, scenario.poison_seed)
 
-    def _drive(self, world: World, seen: Counter[str]) -> list[list[Completion]]:
-        """Steps the engine; requests come, go and are moved to the host at their steps."""
+    def _drive(self, scenario: Scenario, seen: Counter[str]) -> list[list[Completion]]:
+        """Step the engine; add, abort and preempt requests at their steps."""
         engine = self.engine.engine
         completions = [
             self.engine.completions(f"r{index}", given.prompt, given.sampling(), given.priority)
-            for index, given in enumerate(world.requests)
+            for index, given in enumerate(scenario.requests)
         ]
-        for own, given in zip(completions, world.requests, strict=True):
+        for own, given in zip(completions, scenario.requests, strict=True):
             for completion in own:
                 completion.request.speculate = given.speculate
                 completion.request.cache_salt = given.salt
         by_id = {completion.request.id: completion for own in completions for completion in own}
-        last = max((given.arrival for given in world.requests), default=0)
-        for turn in range(MOST_STEPS):
-            for own, given in zip(completions, world.requests, strict=True):
+        last = max((given.arrival for given in scenario.requests), default=0)
+        for turn in range(MAX_STEPS):
+            for own, given in zip(completions, scenario.requests, strict=True):
                 _happens(engine, own, given, turn, seen)
             if turn > last and not engine.has_work():
                 return completions
@@ -123,11 +126,11 @@ class Stage:
             for request in touched:
                 if by_id[request.id].take():
                     engine.abort(request.id)
-        raise WorldError(f"requests still run after {MOST_STEPS} steps")
+        raise InvariantError(f"requests still run after {MAX_STEPS} steps")
 
     @contextmanager
     def _watched_drafts(self, seen: Counter[str]) -> Iterator[None]:
-        """The drafter's contract is held meanwhile, where the engine has no graphs."""
+        """Count the drafter's calls and check its contract, if the engine runs without graphs."""
         drafter = self.engine.drafter
         if drafter is None or self.engine.engine.plan.graph_mode != "none":
             yield
@@ -139,19 +142,19 @@ class Stage:
             drafter.seen = None
 
 
-def told_texts(world: World, plain: PlainRuns) -> list[list[int]]:
-    """What a drafter that knows the answers is told: whole rows."""
+def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:
+    """Return the token sequences for the oracle drafter: prompts with their outputs."""
     return [
         [*given.prompt, *answer.tokens]
-        for given in world.requests
-        for answer in plain.answers(given.prompt, world.alone(given))
+        for given in scenario.requests
+        for answer in plain.answers(given.prompt, scenario.alone(given))
     ]
 
 
 def _happens(
-    engine: Engine, own: list[Completion], given: WorldRequest, turn: int, seen: Counter[str]
+    engine: Engine, own: list[Completion], given: ScenarioRequest, turn: int, seen: Counter[str]
 ) -> None:
-    """What a request does at this step."""
+    """Add, preempt or abort a request if its schedule says so for this step."""
     if turn == given.arrival:
         for completion in own:
             engine.add(completion.request)
@@ -166,9 +169,11 @@ def _happens(
 
 
 @torch.inference_mode()
-def make_dirty(engine: Engine, seed: int) -> None:
-    """Fills all memory of rows, pages and state with numbers that mean nothing, but for the null
-    row: what nobody has written must not be read."""
+def poison_memory(engine: Engine, seed: int) -> None:
+    """Fill the memory of rows, pages and states with random values, except for the null row.
+
+    Memory that was never written must not influence an output.
+    """
     generator = torch.Generator().manual_seed(seed)
     runner = engine.runner
     table = runner.table

@@ -1,7 +1,7 @@
-"""A world: an engine, what is cached before, and requests that come and go, as plain data.
+"""Scenario: an engine kind, cached prefixes and a schedule of requests, as plain data.
 
-A world says everything that its run depends on besides the model, so that a file of it is enough to
-run it again. Every answer in it must be the one that its request gets alone.
+A scenario contains everything that its run depends on besides the model, so its file suffices to
+run it again. Every request must get the output that it gets when it runs alone.
 """
 
 import json
@@ -15,23 +15,24 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.settings import why_unread
 from lockstep.worker.hooks import CheckHooks
 
-VERSION = 1
-ROOM = 640
-"""Tokens of prompt and answer that an engine of worlds has room for."""
-MOST_PAGES = 64
-MOST_SNAPSHOTS = 16
-MOST_HOST = 16
-MOST_REQUESTS = 64
-MOST_BYTES = 1 << 24
-"""Of a file of a world."""
+VERSION = 2
+MAX_MODEL_LEN = 640
+"""max_model_len of the engines that run scenarios."""
+MAX_PAGES = 64
+MAX_SNAPSHOTS = 16
+MAX_HOST_PAGES = 16
+MAX_REQUESTS = 64
+MAX_BYTES = 1 << 24
+"""Maximum size of a scenario file."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an engine is built for; engines of one kind may be shared.
+    """Settings for which an engine is built; scenarios of one kind share an engine.
 
-    drafter: none, a name in lockstep.spec.DRAFTERS, or that of AnswerOracle; changing: every step
-    brings another number of drafts, up to `drafts`; lookup: the shortest n-gram that is looked up.
+    drafter: "none", a name in lockstep.spec.DRAFTERS, or oracle_drafter.NAME. drafts: drafts per
+    step. changing: the number of drafts varies per step, from 0 to `drafts`. lookup: minimum n-gram
+    length. in_flight: steps launched ahead. graph: graph mode.
     """
 
     drafter: str = NONE
@@ -43,46 +44,52 @@ class Kind:
     graph: str = "none"
 
     def settings(self) -> dict[str, Any]:
-        """The LLM arguments of an engine with room for every world of this kind."""
+        """Return the LLM arguments of an engine that fits every scenario of this kind."""
         spec = speculative_config(self.drafter, self.drafts, self.changing, self.lookup)
         return {
             "speculative_config": spec,
-            "max_model_len": ROOM,
+            "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": self.buckets[-1],
             "row_buckets": self.buckets,
             "steps_in_flight": self.in_flight,
             "cuda_graph_mode": self.graph,
-            "num_gpu_blocks": MOST_PAGES + 1,
-            "num_snapshots": MOST_SNAPSHOTS,
+            "num_gpu_blocks": MAX_PAGES + 1,
+            "num_snapshots": MAX_SNAPSHOTS,
         }
 
     def hooks(self) -> CheckHooks:
-        """What only a check puts into this engine."""
+        """Return the hooks that a check adds to this engine."""
         return hooks_of(self.drafter, self.changing)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is scheduled and cached. rows: requests that run at once; chunk: prompt tokens of a
-    step; pages, snapshots: how many there are; host: pages, and snapshots as well, that host memory
-    has room for; preempt_every: as in CheckHooks; length: most tokens of prompt and answer."""
+    """Limits of scheduling and caching.
+
+    rows: max_num_seqs. chunk: max_num_batched_tokens. pages, snapshots: sizes of the cache. host:
+    pages, and also snapshots, of the host tier. preempt_every: see CheckHooks. length:
+    max_model_len.
+    """
 
     rows: int = 6
     chunk: int = 2048
-    pages: int = MOST_PAGES
-    snapshots: int = MOST_SNAPSHOTS
+    pages: int = MAX_PAGES
+    snapshots: int = MAX_SNAPSHOTS
     host: int = 0
     caching: bool = False
     preempt_every: int = 0
     policy: str = "fcfs"
-    length: int = ROOM
+    length: int = MAX_MODEL_LEN
 
 
 @dataclass(frozen=True)
-class WorldRequest:
-    """One request. params: fields of SamplingParams that are not the default; arrival, abort,
-    preempt: the steps at which it comes, is ended from outside, and is moved to the host;
-    speculate: whether it wants drafts; salt: its cache_salt."""
+class ScenarioRequest:
+    """Request of a scenario.
+
+    params: fields of SamplingParams that differ from the defaults. arrival, abort, preempt: steps
+    at which it is added, aborted and preempted. speculate: whether it may use drafts. salt: its
+    cache_salt.
+    """
 
     prompt: tuple[int, ...]
     params: dict[str, Any] = field(default_factory=dict)
@@ -94,25 +101,31 @@ class WorldRequest:
     salt: str = ""
 
     def sampling(self) -> SamplingParams:
-        """Its parameters as an object."""
+        """Return the sampling parameters."""
         return SamplingParams(**self.params)
 
 
 @dataclass(frozen=True)
-class World:
-    """primed: prompts that run before, one by one, so that they are cached; dirt: what all
-    memory is filled with before, as a seed; draws: the seed of the numbers of drafts."""
+class Scenario:
+    """Run of requests on one engine.
+
+    warm_prefixes: prompts that are cached first, one by one. poison_seed: seed of the values that
+    fill all memory first. draws: seed of the numbers of drafts per step.
+    """
 
     kind: Kind
     limits: Limits
-    requests: tuple[WorldRequest, ...]
-    primed: tuple[tuple[int, ...], ...] = ()
-    dirt: int = 0
+    requests: tuple[ScenarioRequest, ...]
+    warm_prefixes: tuple[tuple[int, ...], ...] = ()
+    poison_seed: int = 0
     draws: int = 0
 
-    def alone(self, given: WorldRequest) -> SamplingParams:
-        """A request's parameters in its plain run, whose engine has room for longer rows: what the
-        length of this one ends, max_tokens ends there."""
+    def alone(self, given: ScenarioRequest) -> SamplingParams:
+        """Return a request's parameters for its plain run.
+
+        The plain engine has a larger max_model_len, so max_tokens ends the output where this
+        scenario's length does.
+        """
         params = given.sampling()
         room = self.limits.length - len(given.prompt)
         if params.max_tokens is None or params.max_tokens <= room:
@@ -121,18 +134,18 @@ class World:
 
     @property
     def drafting(self) -> str:
-        """none, drafter K=n, or K=0..n where it changes."""
+        """Return "none", "drafter K=n", or "drafter K=0..n" where the number changes."""
         kind = self.kind
         count = f"0..{kind.drafts}" if kind.changing else kind.drafts
         return f"{kind.drafter} K={count}" if kind.drafts else NONE
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the scenario as plain data."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
-    def from_json(cls, data: Any) -> "World":
-        """What to_json gave. Raises ConfigError where it is something else."""
+    def from_json(cls, data: Any) -> "Scenario":
+        """Return the scenario of to_json's data. Raises ConfigError if it is malformed."""
         if not isinstance(data, dict) or data.get("version") != VERSION:
             found = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise ConfigError(
@@ -140,37 +153,37 @@ class World:
                 "file with this release of lockstep check."
             )
         try:
-            world = cls(
+            scenario = cls(
                 kind=Kind(**_as_tuples(data["kind"])),
                 limits=Limits(**data["limits"]),
                 requests=tuple(_request(r) for r in data["requests"]),
-                primed=tuple(tuple(p) for p in data["primed"]),
-                dirt=int(data["dirt"]),
+                warm_prefixes=tuple(tuple(p) for p in data["warm_prefixes"]),
+                poison_seed=int(data["poison_seed"]),
                 draws=int(data["draws"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"the scenario is malformed: {error!r}. Name a file that lockstep check wrote."
             ) from None
-        world.check()
-        return world
+        scenario.check()
+        return scenario
 
     def check(self) -> None:
-        """Raises ConfigError where an engine of its kind has no room for it."""
+        """Raise ConfigError if an engine of its kind cannot run the scenario."""
         limits = self.limits
-        tokens = (*self.primed, *(request.prompt for request in self.requests))
+        tokens = (*self.warm_prefixes, *(request.prompt for request in self.requests))
         for name, value, low, high in (
-            ("requests", len(self.requests), 1, MOST_REQUESTS),
-            ("primed", len(self.primed), 0, MOST_REQUESTS),
-            ("prompt", max((len(t) for t in tokens), default=1), 1, ROOM - 1),
-            ("buckets", self.kind.buckets[-1], 1, MOST_REQUESTS),
+            ("requests", len(self.requests), 1, MAX_REQUESTS),
+            ("warm_prefixes", len(self.warm_prefixes), 0, MAX_REQUESTS),
+            ("prompt", max((len(t) for t in tokens), default=1), 1, MAX_MODEL_LEN - 1),
+            ("buckets", self.kind.buckets[-1], 1, MAX_REQUESTS),
             ("rows", limits.rows, 1, self.kind.buckets[-1]),
             ("chunk", limits.chunk, 64, 1 << 20),
-            ("pages", limits.pages, 1, MOST_PAGES),
-            ("snapshots", limits.snapshots, 0, MOST_SNAPSHOTS),
-            ("host", limits.host, 0, MOST_HOST),
+            ("pages", limits.pages, 1, MAX_PAGES),
+            ("snapshots", limits.snapshots, 0, MAX_SNAPSHOTS),
+            ("host", limits.host, 0, MAX_HOST_PAGES),
             ("preempt_every", limits.preempt_every, 0, 1 << 30),
-            ("length", limits.length, 2, ROOM),
+            ("length", limits.length, 2, MAX_MODEL_LEN),
         ):
             if not (isinstance(value, int) and low <= value <= high):
                 allowed = f"whole numbers from {low} to {high}"
@@ -181,7 +194,7 @@ def _as_tuples(data: dict[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
 
 
-def _request(data: dict[str, Any]) -> WorldRequest:
+def _request(data: dict[str, Any]) -> ScenarioRequest:
     known = {f.name for f in fields(SamplingParams)}
     params = dict(data["params"])
     unknown = set(params) - known
@@ -189,24 +202,24 @@ def _request(data: dict[str, Any]) -> WorldRequest:
         raise ConfigError(f"params has {sorted(unknown)}; allowed: {', '.join(sorted(known))}.")
     if params.get("logit_bias"):
         params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
-    return WorldRequest(**{**_as_tuples(data), "params": params})
+    return ScenarioRequest(**{**_as_tuples(data), "params": params})
 
 
-def read_world(path: Path) -> World:
-    """The world of a file. Raises ConfigError where there is none."""
+def read_scenario(path: Path) -> Scenario:
+    """Return the scenario of a file. Raises ConfigError if it cannot be read."""
     try:
         size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise ValueError(f"it has {size} bytes, at most {MOST_BYTES} are allowed")
+        if size > MAX_BYTES:
+            raise ValueError(f"it has {size} bytes, at most {MAX_BYTES} are allowed")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read: {why_unread(error)}. Name a file that lockstep check wrote."
         ) from None
-    return World.from_json(data.get("world") if isinstance(data, dict) else data)
+    return Scenario.from_json(data.get("scenario") if isinstance(data, dict) else data)
 
 
-def write_world(path: Path, world: World, **about: Any) -> None:
-    """A file of the world, and what is known about it, for people."""
-    text = json.dumps({**about, "world": world.to_json()}, indent=1)
+def write_scenario(path: Path, scenario: Scenario, **about: Any) -> None:
+    """Write a scenario to a file. about: facts for readers, such as what differed."""
+    text = json.dumps({**about, "scenario": scenario.to_json()}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")

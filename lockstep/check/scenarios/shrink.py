@@ -1,4 +1,4 @@
-"""Makes a world that differs small: fewest requests, tokens and parameters, simplest engine."""
+"""Shrink a scenario that differs: fewer requests, tokens and parameters, simpler engine."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,38 +6,41 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.check.drafters import NONE
-from lockstep.check.scenarios.scenario import Kind, Limits, World, WorldRequest
+from lockstep.check.scenarios.scenario import Kind, Limits, Scenario, ScenarioRequest
 
 
-def smaller(world: World) -> Iterator[World]:
-    """Worlds that are a little simpler, the boldest changes first."""
-    yield from _fewer(world)
-    yield from _simpler_engine(world)
-    for index, given in enumerate(world.requests):
+def smaller(scenario: Scenario) -> Iterator[Scenario]:
+    """Yield slightly simpler scenarios, the largest reductions first."""
+    yield from _fewer(scenario)
+    yield from _simpler_engine(scenario)
+    for index, given in enumerate(scenario.requests):
         for less in _simpler_request(given):
-            requests = list(world.requests)
+            requests = list(scenario.requests)
             requests[index] = less
-            yield replace(world, requests=tuple(requests))
+            yield replace(scenario, requests=tuple(requests))
 
 
-def _fewer(world: World) -> Iterator[World]:
-    """Without some requests, or some of what is cached before."""
-    for index in range(len(world.requests)):
-        if len(world.requests) > 2:
-            yield replace(world, requests=(world.requests[index],))
-    for index in range(len(world.requests)):
-        if len(world.requests) > 1:
-            kept = world.requests[:index] + world.requests[index + 1 :]
-            yield replace(world, requests=kept)
-    if len(world.primed) > 1:
-        yield replace(world, primed=())
-    for index in range(len(world.primed)):
-        yield replace(world, primed=world.primed[:index] + world.primed[index + 1 :])
+def _fewer(scenario: Scenario) -> Iterator[Scenario]:
+    """Yield the scenario without some of its requests or cached prefixes."""
+    for index in range(len(scenario.requests)):
+        if len(scenario.requests) > 2:
+            yield replace(scenario, requests=(scenario.requests[index],))
+    for index in range(len(scenario.requests)):
+        if len(scenario.requests) > 1:
+            kept = scenario.requests[:index] + scenario.requests[index + 1 :]
+            yield replace(scenario, requests=kept)
+    if len(scenario.warm_prefixes) > 1:
+        yield replace(scenario, warm_prefixes=())
+    for index in range(len(scenario.warm_prefixes)):
+        yield replace(
+            scenario,
+            warm_prefixes=scenario.warm_prefixes[:index] + scenario.warm_prefixes[index + 1 :],
+        )
 
 
-def _simpler_engine(world: World) -> Iterator[World]:
-    kind = world.kind
-    limits = world.limits
+def _simpler_engine(scenario: Scenario) -> Iterator[Scenario]:
+    kind = scenario.kind
+    limits = scenario.limits
     plain_kind = Kind()
     plain_limits = Limits()
     for name in (
@@ -52,24 +55,24 @@ def _simpler_engine(world: World) -> Iterator[World]:
     ):
         usual = getattr(plain_limits, name)
         if getattr(limits, name) != usual and not (name == "rows" and kind.buckets[-1] < usual):
-            yield replace(world, limits=replace(limits, **{name: usual}))
+            yield replace(scenario, limits=replace(limits, **{name: usual}))
     if kind.drafts:
-        yield replace(world, kind=replace(kind, drafter=NONE, drafts=0, changing=False))
+        yield replace(scenario, kind=replace(kind, drafter=NONE, drafts=0, changing=False))
     if kind.changing:
-        yield replace(world, kind=replace(kind, changing=False))
+        yield replace(scenario, kind=replace(kind, changing=False))
     for drafts in (d for d in (1, 2, 3) if d < kind.drafts):
-        yield replace(world, kind=replace(kind, drafts=drafts))
+        yield replace(scenario, kind=replace(kind, drafts=drafts))
     for name in ("in_flight", "graph", "lookup"):
         if getattr(kind, name) != getattr(plain_kind, name):
-            yield replace(world, kind=replace(kind, **{name: getattr(plain_kind, name)}))
+            yield replace(scenario, kind=replace(kind, **{name: getattr(plain_kind, name)}))
     if kind.buckets != plain_kind.buckets and limits.rows <= plain_kind.buckets[-1]:
-        yield replace(world, kind=replace(kind, buckets=plain_kind.buckets))
-    if world.dirt:
-        yield replace(world, dirt=0)
+        yield replace(scenario, kind=replace(kind, buckets=plain_kind.buckets))
+    if scenario.poison_seed:
+        yield replace(scenario, poison_seed=0)
 
 
-def _simpler_request(given: WorldRequest) -> Iterator[WorldRequest]:
-    plain = WorldRequest(())
+def _simpler_request(given: ScenarioRequest) -> Iterator[ScenarioRequest]:
+    plain = ScenarioRequest(())
     for name in ("abort", "preempt", "arrival", "priority", "speculate", "salt"):
         usual: Any = getattr(plain, name)
         if getattr(given, name) != usual:
@@ -93,8 +96,8 @@ def _simpler_request(given: WorldRequest) -> Iterator[WorldRequest]:
             yield replace(given, prompt=given.prompt[length - shorter :])
 
 
-def _shorter_lists(given: WorldRequest) -> Iterator[WorldRequest]:
-    """Parameters with one entry less."""
+def _shorter_lists(given: ScenarioRequest) -> Iterator[ScenarioRequest]:
+    """Yield requests whose list parameters have one entry less."""
     for name, value in given.params.items():
         if isinstance(value, dict) and len(value) > 1:
             for key in value:
@@ -108,18 +111,20 @@ def _shorter_lists(given: WorldRequest) -> Iterator[WorldRequest]:
             yield replace(given, params={**given.params, "n": 2})
 
 
-def minimise(world: World, differs: Callable[[World], bool], seconds: float) -> World:
-    """The smallest world that still differs, as far as time allows: no single change of `smaller`
-    can be made to it."""
+def minimise(scenario: Scenario, differs: Callable[[Scenario], bool], seconds: float) -> Scenario:
+    """Return a smallest scenario that still differs: no step of `smaller` shrinks it further.
+
+    seconds: time limit; the best scenario so far is returned after it.
+    """
     until = time.monotonic() + seconds
     again = True
     while again:
         again = False
-        for candidate in smaller(world):
+        for candidate in smaller(scenario):
             if time.monotonic() > until:
-                return world
+                return scenario
             if differs(candidate):
-                world = candidate
+                scenario = candidate
                 again = True
                 break
-    return world
+    return scenario

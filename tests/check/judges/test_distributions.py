@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 import lockstep.kernels.sampling.reference as engines
-from lockstep.check.judges import distributions
-from lockstep.check.report.exercised import OUTSIDE_THE_ENGINE
 from lockstep.check.engines import CheckEngine, build, build_plain
-from lockstep.check.judges.plain_runs import PlainRuns
-from lockstep.check.report.report import Report
+from lockstep.check.judges import distributions
 from lockstep.check.judges.distributions import (
     Context,
     cases,
@@ -26,6 +23,9 @@ from lockstep.check.judges.distributions import (
     wrong_distribution,
     wrong_pairs,
 )
+from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.report.exercised import OUTSIDE_THE_ENGINE
+from lockstep.check.report.report import Report
 from lockstep.check.scenarios.scenario import Kind
 from lockstep.text.processor import Processor
 
@@ -49,7 +49,7 @@ def found(plain: PlainRuns, model: str, monkeypatch: pytest.MonkeyPatch) -> Call
         def chosen(given: Context) -> dict[str, Any]:
             return {n: params for n, params in every(given).items() if only is None or n in only}
 
-        monkeypatch.setattr(sampling, "cases", chosen)
+        monkeypatch.setattr(distributions, "cases", chosen)
 
         def build_kind(kind: Kind) -> CheckEngine:
             return build(model, {"load_format": "dummy", **kind.settings()}, kind.hooks())
@@ -176,7 +176,7 @@ def test_a_token_that_may_not_be_drawn_is_named() -> None:
 def test_pairs() -> None:
     share = np.full(32, 1 / 32)
     kinds = classes(share)
-    assert np.bincount(kinds).tolist() == [8] * sampling.CLASSES
+    assert np.bincount(kinds).tolist() == [8] * distributions.CLASSES
     left, right = (RNG.integers(0, 32, (500, 4)) for _ in range(2))
     assert wrong_pairs(left, right, share, "pairs") is None
     assert wrong_pairs(left, left, share, "pairs") is not None

@@ -63,7 +63,9 @@ def test_it_agrees_with_the_engine_and_with_nothing_else(given: dict[str, Any]) 
         token = engines_token(raw, params, seed)
         assert numpy_sampler.wrong_token(raw, token, place, params, seed) is None
         others = [t for t in range(V) if t != token]
-        wrong = [t for t in others if numpy_sampler.wrong_token(raw, t, place, params, seed) is None]
+        wrong = [
+            t for t in others if numpy_sampler.wrong_token(raw, t, place, params, seed) is None
+        ]
         assert len(wrong) <= 1, "at most one other token is as good, by rounding"
 
 

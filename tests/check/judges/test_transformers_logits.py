@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lockstep.check.judges import transformers_logits
 from lockstep.check.engines import CheckEngine, build_plain
+from lockstep.check.judges import transformers_logits
 from lockstep.check.judges.transformers_logits import load_oracle, off_by, run_oracle
 from lockstep.check.report.report import Report
 from lockstep.errors import ConfigError
@@ -24,10 +24,10 @@ def plain() -> CheckEngine:
 def other(plain: CheckEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle is loaded once, and asked about three prompts."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(oracle, "load_oracle", LOADED.setdefault("it", cached(plain)))
-    short = oracle.short_prompts
-    monkeypatch.setattr(oracle, "short_prompts", lambda llm: short(llm)[:3])
-    monkeypatch.setattr(oracle, "LONG_PROMPT", 90)
+    monkeypatch.setattr(transformers_logits, "load_oracle", LOADED.setdefault("it", cached(plain)))
+    short = transformers_logits.short_prompts
+    monkeypatch.setattr(transformers_logits, "short_prompts", lambda llm: short(llm)[:3])
+    monkeypatch.setattr(transformers_logits, "LONG_PROMPT", 90)
 
 
 LOADED: dict[str, Callable[[LLM], torch.nn.Module]] = {}

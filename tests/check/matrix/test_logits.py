@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lockstep.check import Interrupted, logits, logits_matrix, run_logits
-from lockstep.check.oracle_drafter import AnswerOracle
-from lockstep.check.matrix.cases import Batch
-from lockstep.check.judges.digests import digest
 from lockstep.check.engines import CheckEngine
+from lockstep.check.judges.digests import digest
+from lockstep.check.matrix.cases import Batch
 from lockstep.check.matrix.logits_setups import CHUNKS, SIZES, Size, batches, engines, make_cases
 from lockstep.check.matrix.setups import Setup
+from lockstep.check.oracle_drafter import OracleDrafter
 from lockstep.check.report.report import Report
 from lockstep.errors import ConfigError
 from tests.check.faulty import off_by_a_bit
@@ -48,7 +48,7 @@ def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> Non
     report = check()
     assert report.failed == 0, report.verdict
     assert "logits bit for bit" in report.verdict
-    assert report.cases == report.cases_due and not report.interrupted
+    assert report.cases == report.num_matrix_cases and not report.interrupted
     hits = report.cases - 4 * (1 + 2 + 7) - sum(t.cases for t in report.tallies if "ch" in t.batch)
     assert hits == 4 * 7, "each of four engines, the MTP one included, ran seven prefix hits"
     assert all(
@@ -78,7 +78,7 @@ def test_an_interruption_keeps_the_engines_that_were_done(
         run_logits("quick", model, progress, load_format="dummy")
     report = ended.value.report
     assert report.interrupted and report.to_json()["interrupted"] is True
-    assert (report.failed, report.cases, report.cases_due) == (0, 1 + 2 + 7, 2 * (1 + 2 + 7))
+    assert (report.failed, report.cases, report.num_matrix_cases) == (0, 1 + 2 + 7, 2 * (1 + 2 + 7))
     assert report.verdict.startswith("Stopped early: 10 of 20 matrix cases were run. 10 case")
     assert report.seconds > 0 and {t.setup.drafting for t in report.tallies} == {"none"}
 
@@ -118,7 +118,7 @@ def test_an_engine_that_breaks_is_a_failure_and_the_others_follow(
 def test_an_axis_that_never_takes_place_is_a_failure(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AnswerOracle, "tell", lambda self, texts: None)
+    monkeypatch.setattr(OracleDrafter, "tell", lambda self, texts: None)
     monkeypatch.setattr("lockstep.check.matrix.logits._prime", lambda engine, cases: None)
     report = check(Size((1,), (2,), (), 0, 1, 300, 6))
     failures = {(f.batch, f.what) for f in report.failures if f.setup.drafter == "oracle"}

@@ -3,21 +3,21 @@
 from itertools import product
 
 from lockstep.check.judges.answers import Answer
+from lockstep.check.judges.trace import compare
 from lockstep.check.matrix.cases import Case
 from lockstep.check.matrix.setups import (
     BATCHES,
     DEFAULT_COUNTS,
     DRAFT_COUNTS,
-    MOST_DRAFTS,
+    MAX_DRAFTS,
     PHASES,
     PLAIN,
     SIZES,
     Setup,
     setups,
 )
-from lockstep.check.report.report import Failure, Report, Tally
 from lockstep.check.matrix.tokens import batches
-from lockstep.check.judges.trace import compare
+from lockstep.check.report.report import Failure, Report, Tally
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
@@ -62,7 +62,7 @@ def test_quick_holds_every_drafter_phase_and_graph_mode() -> None:
         (GPU, {s.graph for s in chosen}),
     ):
         assert held == set(values)
-    assert [s.k for s in chosen if s.changing] == [MOST_DRAFTS]
+    assert [s.k for s in chosen if s.changing] == [MAX_DRAFTS]
     assert len(setups("quick", ("ngram",), ("none",))) == len(PHASES)
 
 

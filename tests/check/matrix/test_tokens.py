@@ -7,9 +7,9 @@ import pytest
 from torch import Tensor
 
 from lockstep.check import Interrupted, run_check
+from lockstep.check.engines import Comparison
 from lockstep.check.matrix import setups as matrix
 from lockstep.check.matrix import tokens
-from lockstep.check.engines import Comparison
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report
 from lockstep.errors import ConfigError
@@ -38,13 +38,13 @@ def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
 def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
     report = check(Setup("mtp", 3, "prefix hit", "none"), Setup("ngram", 2, "preempted", "none"))
     assert report.failed == 0, report.verdict
-    assert report.cases == report.cases_due == 2 * (8 + 7 + 5)
+    assert report.cases == report.num_matrix_cases == 2 * (8 + 7 + 5)
     assert not report.interrupted
     assert all(report.exercised[n] > 0 for n in ("draft tokens", "cached tokens", "preemptions"))
 
 
 def test_what_the_matrix_ran_is_not_missed(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.check.run.run_worlds", lambda *rest: None)
+    monkeypatch.setattr("lockstep.check.run.run_scenarios", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     monkeypatch.setitem(matrix.SIZES, "quick", FEW)
     report = check(Setup("ngram", 2, "cold", "none"))

@@ -1,4 +1,4 @@
-"""A sound engine passes the quick check's worlds, and they leave nothing of the house out."""
+"""A sound engine passes the quick check's scenarios, and they leave nothing of the house out."""
 
 import random
 from collections import Counter
@@ -51,11 +51,11 @@ def calls() -> Iterator[Counter[tuple[str, str]]]:
 
 @pytest.fixture(scope="module")
 def report(model: str, calls: Counter[tuple[str, str]]) -> Report:
-    """The quick check of a tiny model: its worlds alone. test_sampling.py runs the sampling."""
+    """The quick check of a tiny model: its scenarios alone. test_sampling.py runs the sampling."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
         patch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
-        effort = Effort(SIZES["quick"].worlds)
+        effort = Effort(SIZES["quick"].scenarios)
         return run_check("quick", model, seed=3, effort=effort, load_format="dummy")
 
 

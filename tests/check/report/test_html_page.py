@@ -5,9 +5,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lockstep.check.report.exercised import Exercised
 from lockstep.check.matrix.setups import PHASES, Setup
-from lockstep.check.report.html_page import MOST_FAILURES, page, write_page
+from lockstep.check.report.exercised import Exercised
+from lockstep.check.report.html_page import MAX_FAILURES, page, write_page
 from lockstep.check.report.report import Failure, Report, Tally
 
 VOID = {"meta", "br"}
@@ -73,20 +73,20 @@ def test_a_sound_report() -> None:
 
 
 def test_differences_are_listed_and_bounded() -> None:
-    said = read(page(report(MOST_FAILURES + 7), ["lockstep"]))
+    said = read(page(report(MAX_FAILURES + 7), ["lockstep"]))
     assert "Differences found" in said and "19/20" in said
     assert "token <b> instead of 2; norm" in said, "escaped, so it reads as it is"
     assert "lockstep check --replay f.json" in said and "and 7 more" in said
-    assert f"request {MOST_FAILURES - 1} " in said.replace(",", " ")
-    assert f"request {MOST_FAILURES + 1}," not in said
+    assert f"request {MAX_FAILURES - 1} " in said.replace(",", " ")
+    assert f"request {MAX_FAILURES + 1}," not in said
 
 
 @pytest.mark.parametrize(("failures", "title"), [(0, "Stopped early"), (3, "Differences found")])
 def test_an_interruption_is_said(failures: int, title: str) -> None:
     ended = report(failures)
     ended.interrupted = True
-    ended.worlds_due = 60
-    ended.cases_due = 429
+    ended.num_scenarios = 60
+    ended.num_matrix_cases = 429
     said = read(page(ended, ["lockstep"]))
     assert title in said and "All outputs equal" not in said
     assert "Stopped early: 40 of 60 scenarios and 120 of 429 matrix cases were run." in said

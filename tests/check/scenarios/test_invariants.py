@@ -10,9 +10,14 @@ from lockstep.cache.groups import CacheSeq, StateGroup
 from lockstep.cache.host_tier import PAGES, Move
 from lockstep.check.engines import build, build_plain
 from lockstep.check.judges.plain_runs import PlainRuns
-from lockstep.check.scenarios.invariants import RuledScheduler, Rules, WorldError, shares_no_snapshot
-from lockstep.check.scenarios.runner import Stage
-from lockstep.check.scenarios.scenario import Kind, Limits, World, WorldRequest
+from lockstep.check.scenarios.invariants import (
+    CheckedScheduler,
+    InvariantError,
+    ScheduleInvariants,
+    check_snapshots,
+)
+from lockstep.check.scenarios.runner import ScenarioRunner
+from lockstep.check.scenarios.scenario import Kind, Limits, Scenario, ScenarioRequest
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PageGrant, PromptChunk, Results, RowResult, Schedule
@@ -20,9 +25,9 @@ from lockstep.scheduling.scheduler import Entry, Scheduler
 from lockstep.worker.worker import Runner
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-LATE = WorldRequest(tuple(range(60)), {**GREEDY, "max_tokens": 9}, priority=1)
+LATE = ScenarioRequest(tuple(range(60)), {**GREEDY, "max_tokens": 9}, priority=1)
 """Its answer begins a page with the token of step 5."""
-URGENT = WorldRequest((7, 8), {**GREEDY, "max_tokens": 2})
+URGENT = ScenarioRequest((7, 8), {**GREEDY, "max_tokens": 2})
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +36,20 @@ def plain(model: str) -> PlainRuns:
 
 
 @pytest.fixture(scope="module")
-def play(model: str, plain: PlainRuns) -> Callable[[World], None]:
-    stage = Stage(build(model, {"load_format": "dummy", **Kind().settings()}), Kind())
-    return lambda world: stage.play(world, plain) and None
+def play(model: str, plain: PlainRuns) -> Callable[[Scenario], None]:
+    runner = ScenarioRunner(build(model, {"load_format": "dummy", **Kind().settings()}), Kind())
+    return lambda scenario: runner.play(scenario, plain) and None
 
 
-def pushed(arrival: int, abort: int | None = None) -> World:
+def pushed(arrival: int, abort: int | None = None) -> Scenario:
     """The late request has the only row until the urgent one comes."""
     limits = Limits(rows=1, policy="priority")
     requests = (replace(LATE, abort=abort), replace(URGENT, arrival=arrival))
-    return World(Kind(), limits, requests)
+    return Scenario(Kind(), limits, requests)
 
 
 def test_a_grant_of_a_row_that_is_pushed_out_is_no_other_rows(
-    play: Callable[[World], None], monkeypatch: pytest.MonkeyPatch
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(pushed(5))
     preempt = Scheduler._preempt
@@ -55,29 +60,31 @@ def test_a_grant_of_a_row_that_is_pushed_out_is_no_other_rows(
         plan.grants = grants
 
     monkeypatch.setattr(Scheduler, "_preempt", keeping)
-    with pytest.raises(WorldError, match="row 1 was told the pages .* and has"):
+    with pytest.raises(InvariantError, match="row 1 was told the pages .* and has"):
         play(pushed(5))
 
 
 def test_nothing_is_left_in_host_memory_of_a_request_that_ends_there(
-    play: Callable[[World], None], monkeypatch: pytest.MonkeyPatch
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(pushed(3, abort=4))
     monkeypatch.setattr(Runner, "forget", lambda self, request_id: None)
-    with pytest.raises(WorldError, match="1 rows in host memory are left"):
+    with pytest.raises(InvariantError, match="1 rows in host memory are left"):
         play(pushed(3, abort=4))
 
 
 def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
-    play: Callable[[World], None], monkeypatch: pytest.MonkeyPatch
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two slots: the other request takes the one with the snapshot, if nobody holds it."""
     known = tuple(range(129))
     other = tuple(range(9))
-    requests = tuple(WorldRequest(prompt, {**GREEDY, "max_tokens": 2}) for prompt in (known, other))
+    requests = tuple(
+        ScenarioRequest(prompt, {**GREEDY, "max_tokens": 2}) for prompt in (known, other)
+    )
     limits = Limits(rows=2, chunk=192, snapshots=0, caching=True)
-    world = World(Kind(), limits, requests, primed=(known,))
-    play(world)
+    scenario = Scenario(Kind(), limits, requests, warm_prefixes=(known,))
+    play(scenario)
 
     resume = StateGroup.resume
 
@@ -86,96 +93,96 @@ def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
         self.settle()
 
     monkeypatch.setattr(StateGroup, "resume", let_go)
-    with pytest.raises(WorldError, match="a snapshot of a step is a row's own slot"):
-        play(world)
+    with pytest.raises(InvariantError, match="a snapshot of a step is a row's own slot"):
+        play(scenario)
 
 
-def scheduled(prompt: list[int]) -> tuple[Rules, Schedule]:
+def scheduled(prompt: list[int]) -> tuple[ScheduleInvariants, Schedule]:
     """The first schedule of a request, and who is to follow it."""
     cache = Cache(CacheConfig(num_pages=9, num_state_slots=4, max_num_seqs=2))
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 400}
     scheduler = Scheduler(cache, query_len=1, **sizes)
     scheduler.add(Request("r", prompt))
-    return Rules(scheduler), scheduler.schedule()
+    return ScheduleInvariants(scheduler), scheduler.schedule()
 
 
 def test_a_snapshot_is_what_its_key_says() -> None:
-    rules, made = scheduled(list(range(100)))
-    rules.hold(made)
-    (chunk,) = made.prompt
+    rules, schedule = scheduled(list(range(100)))
+    rules.check(schedule)
+    (chunk,) = schedule.prompt
     assert chunk.snapshot_slot and chunk.length == 64
     for wrong in (
         replace(chunk, length=40),
         replace(chunk, length=128),
         replace(chunk, snapshot_slot=0, state_src=chunk.snapshot_slot),
     ):
-        with pytest.raises(WorldError, match="is not the snapshot behind"):
-            rules.hold(replace(made, prompt=[wrong]))
+        with pytest.raises(InvariantError, match="is not the snapshot behind"):
+            rules.check(replace(schedule, prompt=[wrong]))
     rules.scheduler.running[0].request = Request("r", list(range(1, 100)))
-    with pytest.raises(WorldError, match="is not the snapshot behind"):
-        rules.hold(made)
+    with pytest.raises(InvariantError, match="is not the snapshot behind"):
+        rules.check(schedule)
 
 
 def test_what_comes_back_is_what_has_left() -> None:
-    rules, made = scheduled(list(range(100)))
+    rules, schedule = scheduled(list(range(100)))
     cache = rules.scheduler.cache
-    rules.hold(made)
+    rules.check(schedule)
     page = cache.seqs.copy().pop().pages[0]
     rules.begin()
-    out = replace(made, evicted={PAGES: [Move(page, (3,))]})
-    rules.hold(out)
-    rules.hold(replace(made, fetched={PAGES: [Move(page, (3,))]}))
-    with pytest.raises(WorldError, match="fetched from where another thing is"):
-        rules.hold(replace(made, fetched={PAGES: [Move(page, (2,))]}))
-    with pytest.raises(WorldError, match="9 was not cached when it was evicted"):
-        rules.hold(replace(made, evicted={PAGES: [Move(9, (2,))]}))
+    out = replace(schedule, evicted={PAGES: [Move(page, (3,))]})
+    rules.check(out)
+    rules.check(replace(schedule, fetched={PAGES: [Move(page, (3,))]}))
+    with pytest.raises(InvariantError, match="fetched from where another thing is"):
+        rules.check(replace(schedule, fetched={PAGES: [Move(page, (2,))]}))
+    with pytest.raises(InvariantError, match="9 was not cached when it was evicted"):
+        rules.check(replace(schedule, evicted={PAGES: [Move(9, (2,))]}))
 
 
 def test_a_page_may_leave_by_the_schedule_behind_the_token_that_fills_it() -> None:
     """The first answer ends where its page is full; the next prompt needs all pages at once."""
     cache = Cache(CacheConfig(num_pages=4, num_state_slots=0, max_num_seqs=1, host_pages=4))
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 192, "max_model_len": 180}
-    scheduler = RuledScheduler(cache, query_len=1, **sizes)
+    scheduler = CheckedScheduler(cache, query_len=1, **sizes)
     answered = Request("first", list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True))
     scheduler.add(answered)
     scheduler.add(Request("second", list(range(170))))
     evicted: list[Move] = []
     while not evicted:
-        made = scheduler.schedule()
-        evicted = made.evicted.get(PAGES, [])
-        rows = {chunk.row for chunk in made.prompt} | set(made.decode)
-        scheduler.update(made, Results({row: RowResult([5]) for row in rows}))
+        schedule = scheduler.schedule()
+        evicted = schedule.evicted.get(PAGES, [])
+        rows = {chunk.row for chunk in schedule.prompt} | set(schedule.decode)
+        scheduler.update(schedule, Results({row: RowResult([5]) for row in rows}))
     assert answered.finish_reason == "length"
     assert len(evicted) == 1
 
 
 def test_a_request_begins_with_pages_of_its_own_prompt_and_salt() -> None:
-    rules, made = scheduled(list(range(100)))
-    rules.hold(made)
-    (admission,) = made.admissions
-    rules.hold(replace(made, admissions=[replace(admission, start=64)]))
+    rules, schedule = scheduled(list(range(100)))
+    rules.check(schedule)
+    (admission,) = schedule.admissions
+    rules.check(replace(schedule, admissions=[replace(admission, start=64)]))
     for other in (
         Request("r", list(range(1, 101))),
         Request("r", list(range(100)), cache_salt="another"),
     ):
         wrong = replace(admission, start=64, request=other)
-        with pytest.raises(WorldError, match="is not page 0 of what row 1 asks"):
-            rules.hold(replace(made, admissions=[wrong]))
+        with pytest.raises(InvariantError, match="is not page 0 of what row 1 asks"):
+            rules.check(replace(schedule, admissions=[wrong]))
 
 
 def test_a_snapshot_lies_within_its_chunk() -> None:
-    rules, made = scheduled(list(range(100)))
-    (chunk,) = made.prompt
-    with pytest.raises(WorldError, match="a chunk from 64 to 104 writes a snapshot at 64"):
-        rules.hold(replace(made, prompt=[replace(chunk, start=64, length=40)]))
+    rules, schedule = scheduled(list(range(100)))
+    (chunk,) = schedule.prompt
+    with pytest.raises(InvariantError, match="a chunk from 64 to 104 writes a snapshot at 64"):
+        rules.check(replace(schedule, prompt=[replace(chunk, start=64, length=40)]))
 
 
 def test_pages_are_granted_to_rows_that_run() -> None:
-    rules, made = scheduled(list(range(50)))
-    with pytest.raises(WorldError, match="row 2 is granted pages and does not run"):
-        rules.hold(replace(made, grants=[PageGrant(2, 0, [3])]))
-    with pytest.raises(WorldError, match=r"row 1 was told the pages \[3\] and has \[1\]"):
-        rules.hold(replace(made, grants=[PageGrant(1, 0, [3])]))
+    rules, schedule = scheduled(list(range(50)))
+    with pytest.raises(InvariantError, match="row 2 is granted pages and does not run"):
+        rules.check(replace(schedule, grants=[PageGrant(2, 0, [3])]))
+    with pytest.raises(InvariantError, match=r"row 1 was told the pages \[3\] and has \[1\]"):
+        rules.check(replace(schedule, grants=[PageGrant(1, 0, [3])]))
 
 
 def test_rows_of_a_step_share_no_snapshot() -> None:
@@ -183,10 +190,10 @@ def test_rows_of_a_step_share_no_snapshot() -> None:
         return PromptChunk(1, 0, 64, False, source, snapshot)
 
     sound = Schedule(tick=0, prompt=[chunk(3, 4), chunk(3, 5), chunk(0, 0), chunk(0, 0)])
-    shares_no_snapshot(sound, {1, 2})
+    check_snapshots(sound, {1, 2})
     for wrong in ([chunk(0, 4), chunk(0, 4)], [chunk(4, 5), chunk(0, 4)]):
-        with pytest.raises(WorldError, match="a snapshot is written twice"):
-            shares_no_snapshot(Schedule(tick=0, prompt=wrong), {1, 2})
+        with pytest.raises(InvariantError, match="a snapshot is written twice"):
+            check_snapshots(Schedule(tick=0, prompt=wrong), {1, 2})
     for slot in (3, 4):
-        with pytest.raises(WorldError, match="a row's own slot"):
-            shares_no_snapshot(sound, {1, slot})
+        with pytest.raises(InvariantError, match="a row's own slot"):
+            check_snapshots(sound, {1, slot})

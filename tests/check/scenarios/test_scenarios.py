@@ -20,28 +20,35 @@ from lockstep.check import (
     Effort,
     Interrupted,
     Shard,
-    read_world,
+    read_scenario,
     run_check,
     run_replay,
 )
+from lockstep.check.engines import CheckEngine, build, build_plain
+from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.scenarios.examiner import Examiner
 from lockstep.check.scenarios.generator import (
-    EDGE,
-    HOSTED,
-    LASTING,
-    LONGER,
-    PUSHED,
-    SELDOM,
-    Drawer,
+    AIM_PERIOD,
+    HOST_TIER_INDICES,
+    LENGTH_LIMIT_INDEX,
+    LONG_ANSWER_INDEX,
+    LONG_PROMPT_INDEX,
+    PREEMPTION_INDEX,
+    ScenarioGenerator,
     kind_of,
     kinds_of,
 )
-from lockstep.check.engines import CheckEngine, build, build_plain
-from lockstep.check.judges.plain_runs import PlainRuns
-from lockstep.check.scenarios.invariants import WorldError
+from lockstep.check.scenarios.invariants import InvariantError
+from lockstep.check.scenarios.runner import ScenarioRunner
+from lockstep.check.scenarios.scenario import (
+    MAX_MODEL_LEN,
+    Kind,
+    Limits,
+    Scenario,
+    ScenarioRequest,
+    write_scenario,
+)
 from lockstep.check.scenarios.shrink import minimise, smaller
-from lockstep.check.scenarios.runner import Stage
-from lockstep.check.scenarios.scenario import ROOM, Kind, Limits, World, WorldRequest, write_world
-from lockstep.check.scenarios.examiner import Examiner
 from lockstep.cli import app
 from lockstep.errors import ConfigError
 from lockstep.kernels.attention import SEGMENT
@@ -51,17 +58,17 @@ from lockstep.step import PAGE_SIZE
 from tests.check.faulty import off_by_a_bit
 
 DRAFTERS = tuple(spec.DRAFTERS)
-WORLD = World(
+SCENARIO = Scenario(
     Kind("oracle", 3),
     Limits(pages=4, caching=True),
     (
-        WorldRequest(tuple(range(5, 70)), {"max_tokens": 7, "temperature": 0.0, "logprobs": 1}),
-        WorldRequest(
+        ScenarioRequest(tuple(range(5, 70)), {"max_tokens": 7, "temperature": 0.0, "logprobs": 1}),
+        ScenarioRequest(
             tuple(range(9)), {"max_tokens": 5, "seed": 2**40, "logit_bias": {3: 1.5}}, arrival=2
         ),
     ),
-    primed=(tuple(range(5, 71)),),
-    dirt=3,
+    warm_prefixes=(tuple(range(5, 71)),),
+    poison_seed=3,
 )
 
 
@@ -76,15 +83,15 @@ def plain(model: str) -> PlainRuns:
 
 
 @pytest.fixture
-def drawer(plain: PlainRuns) -> Drawer:
-    return Drawer(plain, 1, DRAFTERS, ("none",))
+def generator(plain: PlainRuns) -> ScenarioGenerator:
+    return ScenarioGenerator(plain, 1, DRAFTERS, ("none",))
 
 
-def test_a_world_is_plain_data(tmp_path: Path, drawer: Drawer) -> None:
-    for world in (WORLD, *(drawer.world(index) for index in range(6))):
-        path = tmp_path / "world.json"
-        write_world(path, world, what="why")
-        assert read_world(path) == world
+def test_a_world_is_plain_data(tmp_path: Path, generator: ScenarioGenerator) -> None:
+    for scenario in (SCENARIO, *(generator.scenario(index) for index in range(6))):
+        path = tmp_path / "scenario.json"
+        write_scenario(path, scenario, what="why")
+        assert read_scenario(path) == scenario
         assert json.loads(path.read_text())["what"] == "why"
 
 
@@ -102,26 +109,26 @@ def test_a_world_is_plain_data(tmp_path: Path, drawer: Drawer) -> None:
 def test_a_file_that_is_no_world_is_refused(
     tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
-    path = tmp_path / "world.json"
-    path.write_text(json.dumps({"world": {**WORLD.to_json(), **change}}))
+    path = tmp_path / "scenario.json"
+    path.write_text(json.dumps({"scenario": {**SCENARIO.to_json(), **change}}))
     with pytest.raises(ConfigError, match=said):
-        read_world(path)
+        read_scenario(path)
 
 
-def test_a_seed_draws_the_same_worlds(plain: PlainRuns, drawer: Drawer) -> None:
-    again = Drawer(plain, 1, DRAFTERS, ("none",))
-    other = Drawer(plain, 2, DRAFTERS, ("none",))
-    first = [drawer.world(index) for index in range(3)]
-    assert [again.world(index) for index in range(3)] == first
-    assert other.world(0) != first[0]
+def test_a_seed_draws_the_same_worlds(plain: PlainRuns, generator: ScenarioGenerator) -> None:
+    again = ScenarioGenerator(plain, 1, DRAFTERS, ("none",))
+    other = ScenarioGenerator(plain, 2, DRAFTERS, ("none",))
+    first = [generator.scenario(index) for index in range(3)]
+    assert [again.scenario(index) for index in range(3)] == first
+    assert other.scenario(0) != first[0]
 
 
 def test_some_worlds_have_a_long_prompt_and_some_have_rows_that_are_pushed_out(
-    drawer: Drawer,
+    generator: ScenarioGenerator,
 ) -> None:
-    for first in (0, SELDOM):
-        long = drawer.world(first + LONGER)
-        pushed = drawer.world(first + PUSHED)
+    for first in (0, AIM_PERIOD):
+        long = generator.scenario(first + LONG_PROMPT_INDEX)
+        pushed = generator.scenario(first + PREEMPTION_INDEX)
         assert max(len(a.prompt) for a in long.requests) > 2 * SEGMENT
         assert pushed.limits.rows == 2 and pushed.limits.policy == "priority"
         urgent = min(a.priority for a in pushed.requests)
@@ -137,12 +144,12 @@ def test_some_answers_last_and_some_end_at_the_engines_length(
 ) -> None:
     """Longer than a page and than rings of recent tokens are at any K; and where a row's line of
     the table ends, while windows reach past it."""
-    drawer = Drawer(plain, 1, ("ngram", "mtp"), ("none",))
-    lasting = drawer.world(LASTING)
+    generator = ScenarioGenerator(plain, 1, ("ngram", "mtp"), ("none",))
+    lasting = generator.scenario(LONG_ANSWER_INDEX)
     assert max(a.params["max_tokens"] for a in lasting.requests) > PAGE_SIZE
-    edge = drawer.world(EDGE)
-    (last,) = (a for a in edge.requests if len(a.prompt) + a.params["max_tokens"] > ROOM)
-    assert edge.alone(last).max_tokens == ROOM - len(last.prompt)
+    edge = generator.scenario(LENGTH_LIMIT_INDEX)
+    (last,) = (a for a in edge.requests if len(a.prompt) + a.params["max_tokens"] > MAX_MODEL_LEN)
+    assert edge.alone(last).max_tokens == MAX_MODEL_LEN - len(last.prompt)
     answer = plain.answers(last.prompt, edge.alone(last))[0]
     assert answer.ending == ("length", None)
     kind = replace(edge.kind, drafter="oracle", drafts=15)
@@ -150,22 +157,22 @@ def test_some_answers_last_and_some_end_at_the_engines_length(
 
 
 def test_room_in_a_plain_run_is_that_of_the_world() -> None:
-    given = WorldRequest(tuple(range(30)), {"max_tokens": 20, "min_tokens": 12})
-    world = replace(WORLD, requests=(given,), limits=Limits(length=38))
-    alone = world.alone(given)
+    given = ScenarioRequest(tuple(range(30)), {"max_tokens": 20, "min_tokens": 12})
+    scenario = replace(SCENARIO, requests=(given,), limits=Limits(length=38))
+    alone = scenario.alone(given)
     assert (alone.max_tokens, alone.min_tokens) == (8, 8)
-    assert replace(world, limits=Limits()).alone(given) == given.sampling()
+    assert replace(scenario, limits=Limits()).alone(given) == given.sampling()
 
 
 def test_some_worlds_have_prompts_that_come_back_from_host_memory(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
 ) -> None:
-    drawer = Drawer(plain, 1, ("ngram", "mtp"), ("none",))
-    for index in HOSTED:
-        world = drawer.world(index)
-        assert drawer.wants_host(index) and world.limits.host
-        assert {a.salt for a in world.requests} == {"", "of another"}
-        played = Stage(build_kind(world.kind), world.kind).play(world, plain)
+    generator = ScenarioGenerator(plain, 1, ("ngram", "mtp"), ("none",))
+    for index in HOST_TIER_INDICES:
+        scenario = generator.scenario(index)
+        assert generator.wants_host(index) and scenario.limits.host
+        assert {a.salt for a in scenario.requests} == {"", "of another"}
+        played = ScenarioRunner(build_kind(scenario.kind), scenario.kind).play(scenario, plain)
         assert played.seen["pages loaded from host memory"] > 0
 
 
@@ -184,25 +191,29 @@ def test_a_fault_is_found_made_small_written_and_replayed(
 ) -> None:
     off_by_a_bit(monkeypatch)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
-    effort = Effort(worlds=3, minimise=600.0, folder=tmp_path, fail_fast=True)
+    effort = Effort(scenarios=3, minimise=600.0, folder=tmp_path, fail_fast=True)
     report = run_check("quick", model, seed=3, effort=effort, load_format="dummy")
     (failure,) = report.failures
     assert failure.setup.phase == "scenario" and failure.what == "the bits of the logits differ"
     assert failure.file is not None and f"--replay {failure.file}" in report.verdict
-    world = read_world(Path(failure.file))
-    assert len(world.requests) <= 2 and not world.primed and world.limits.preempt_every == 0
-    assert sum(a.params["max_tokens"] for a in world.requests) <= 4
-    assert sum(len(a.prompt) for a in world.requests) <= 8
-    replayed = run_replay(world, model, load_format="dummy")
+    scenario = read_scenario(Path(failure.file))
+    assert (
+        len(scenario.requests) <= 2
+        and not scenario.warm_prefixes
+        and scenario.limits.preempt_every == 0
+    )
+    assert sum(a.params["max_tokens"] for a in scenario.requests) <= 4
+    assert sum(len(a.prompt) for a in scenario.requests) <= 8
+    replayed = run_replay(scenario, model, load_format="dummy")
     assert replayed.failed == 1 and "look at the sampler" in replayed.verdict
     monkeypatch.undo()
-    assert run_replay(world, model, load_format="dummy").failed == 0
+    assert run_replay(scenario, model, load_format="dummy").failed == 0
 
 
 def test_a_difference_is_kept_where_making_it_small_is_interrupted(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And its world, as it was found."""
+    """And its scenario, as it was found."""
 
     def interrupted(*rest: Any) -> None:
         raise KeyboardInterrupt
@@ -215,7 +226,7 @@ def test_a_difference_is_kept_where_making_it_small_is_interrupted(
     report = ended.value.report
     (failure,) = report.failures
     assert failure.what == "the bits of the logits differ" and failure.where is None
-    assert failure.file is not None and read_world(Path(failure.file)).requests
+    assert failure.file is not None and read_scenario(Path(failure.file)).requests
     assert sum(tally.failed for tally in report.tallies) == 1
     assert re.match(r"Stopped early: \d of 3 scenarios .* 1 of \d+ cases differ", report.verdict)
 
@@ -227,10 +238,10 @@ def test_an_engine_that_breaks_is_a_difference(
         raise IndexError("no such row")
 
     examiner = Examiner(plain, build_kind)
-    for request in WORLD.requests:
+    for request in SCENARIO.requests:
         plain.answers(request.prompt, request.sampling())
     monkeypatch.setattr(Scheduler, "schedule", broken)
-    found = examiner.examine(WORLD).difference
+    found = examiner.examine(SCENARIO).difference
     assert found is not None and found.what == "raised IndexError: no such row"
     assert not found.refused
 
@@ -239,55 +250,55 @@ def test_what_is_refused_is_no_smaller_world(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
 ) -> None:
     examiner = Examiner(plain, build_kind)
-    wrong = replace(WORLD.requests[0], params={"min_tokens": 9, "max_tokens": 3})
-    found = examiner.examine(replace(WORLD, requests=(wrong,))).difference
+    wrong = replace(SCENARIO.requests[0], params={"min_tokens": 9, "max_tokens": 3})
+    found = examiner.examine(replace(SCENARIO, requests=(wrong,))).difference
     assert found is not None and found.refused
-    assert not examiner.differs(replace(WORLD, requests=(wrong,)))
+    assert not examiner.differs(replace(SCENARIO, requests=(wrong,)))
 
 
 def test_a_stage_sees_what_is_left_behind(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played = Stage(build_kind(WORLD.kind), WORLD.kind)
-    assert len(played.play(WORLD, plain).answers) == 2
+    played = ScenarioRunner(build_kind(SCENARIO.kind), SCENARIO.kind)
+    assert len(played.play(SCENARIO, plain).answers) == 2
     monkeypatch.setattr(Scheduler, "_leave_row", lambda self, entry: self.running.remove(entry))
-    with pytest.raises((WorldError, AssertionError)):
-        played.play(WORLD, plain)
+    with pytest.raises((InvariantError, AssertionError)):
+        played.play(SCENARIO, plain)
 
 
 def test_the_smallest_world_that_differs() -> None:
     """What is at fault: a drafting engine and a penalised request with 3 tokens of prompt."""
 
-    def differs(world: World) -> bool:
-        penalised = [a for a in world.requests if "frequency_penalty" in a.params]
-        return world.kind.drafts > 0 and any(len(a.prompt) > 2 for a in penalised)
+    def differs(scenario: Scenario) -> bool:
+        penalised = [a for a in scenario.requests if "frequency_penalty" in a.params]
+        return scenario.kind.drafts > 0 and any(len(a.prompt) > 2 for a in penalised)
 
     rng = random.Random(0)
-    penalised = WorldRequest(
+    penalised = ScenarioRequest(
         tuple(range(100)), {"max_tokens": 9, "frequency_penalty": 2.0, "n": 3}, 4, 9
     )
     others = tuple(
-        WorldRequest(tuple(rng.choices(range(50), k=70)), {"max_tokens": 5}) for _ in range(3)
+        ScenarioRequest(tuple(rng.choices(range(50), k=70)), {"max_tokens": 5}) for _ in range(3)
     )
-    world = replace(WORLD, requests=(*others[:2], penalised, *others[2:]))
-    small = minimise(world, differs, seconds=60.0)
-    assert small.kind == Kind("oracle", 1) and small.limits == Limits() and not small.primed
+    scenario = replace(SCENARIO, requests=(*others[:2], penalised, *others[2:]))
+    small = minimise(scenario, differs, seconds=60.0)
+    assert small.kind == Kind("oracle", 1) and small.limits == Limits() and not small.warm_prefixes
     (request,) = small.requests
     assert len(request.prompt) == 3 and request.arrival == 0 and request.abort is None
     assert request.params == {"max_tokens": 1, "frequency_penalty": 2.0}
-    assert minimise(world, differs, seconds=0.0) == world
+    assert minimise(scenario, differs, seconds=0.0) == scenario
 
 
-def test_smaller_worlds_are_other_worlds(drawer: Drawer) -> None:
+def test_smaller_worlds_are_other_worlds(generator: ScenarioGenerator) -> None:
     for index in range(4):
-        world = drawer.world(index)
-        assert all(less != world for less in smaller(world))
+        scenario = generator.scenario(index)
+        assert all(less != scenario for less in smaller(scenario))
 
 
 def test_the_command_draws_worlds_for_so_long_and_replays_one(model: str, tmp_path: Path) -> None:
     asked = ("check", "--load-format", "dummy", model)
-    path = tmp_path / "world.json"
-    write_world(path, WORLD)
+    path = tmp_path / "scenario.json"
+    write_scenario(path, SCENARIO)
     shown = CliRunner().invoke(app, [*asked, "--replay", str(path)], catch_exceptions=False)
     assert shown.exit_code == 0 and "2 cases, all equal" in shown.stdout
     found = CliRunner().invoke(app, [*asked, "--replay", str(path), "--json"])
@@ -302,7 +313,7 @@ def test_seconds_take_the_place_of_a_number_of_worlds(
 ) -> None:
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
     monkeypatch.setitem(SIZES, "quick", replace(SIZES["quick"], draws=16))
-    effort = Effort(worlds=0, seconds=0.5)
+    effort = Effort(scenarios=0, seconds=0.5)
     report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
     assert report.failed == 0 and report.tallies and report.seed == 7
     assert {t.setup.phase for t in report.tallies} == {"scenario", "sampling"}
@@ -311,15 +322,17 @@ def test_seconds_take_the_place_of_a_number_of_worlds(
 def test_shards_are_the_whole_and_no_part_is_done_twice(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.check.run.Drawer.world", lambda self, index: WORLD)
+    monkeypatch.setattr(
+        "lockstep.check.run.ScenarioGenerator.scenario", lambda self, index: SCENARIO
+    )
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.matrix.tokens._run_engine", ran := Mock())
     batches = []
     for index in (1, 2, 3):
-        effort = Effort(worlds=6, shard=Shard(index, 3))
+        effort = Effort(scenarios=6, shard=Shard(index, 3))
         report = run_check("quick", model, effort=effort, load_format="dummy")
         batches += [tally.batch for tally in report.tallies]
-        assert report.worlds_due == len(report.tallies) == 2
+        assert report.num_scenarios == len(report.tallies) == 2
         assert report.to_json()["shard"] == f"{index}/3"
     assert sorted(batches) == sorted(f"scenario {index}" for index in range(6))
     engines = [call.args[0] for call in ran.call_args_list]
@@ -329,11 +342,11 @@ def test_shards_are_the_whole_and_no_part_is_done_twice(
 def test_a_file_too_large_for_a_world_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "world.json"
-    write_world(path, WORLD)
-    monkeypatch.setattr("lockstep.check.scenarios.scenario.MOST_BYTES", 99)
+    path = tmp_path / "scenario.json"
+    write_scenario(path, SCENARIO)
+    monkeypatch.setattr("lockstep.check.scenarios.scenario.MAX_BYTES", 99)
     with pytest.raises(ConfigError, match="bytes, at most 99 are allowed"):
-        read_world(path)
+        read_scenario(path)
 
 
 def test_an_axis_that_never_takes_place_is_a_failure(
