@@ -14,8 +14,7 @@ from typer.testing import CliRunner, Result
 import lockstep
 from lockstep.__main__ import main
 from lockstep.bench import offline
-from lockstep.check.matrix import cases, tokens
-from lockstep.check.matrix import setups as matrix
+from lockstep.check.matrix import cases, setups, tokens
 from lockstep.check.matrix.setups import Setup
 from lockstep.cli import app
 from lockstep.cli.chat import take_turn
@@ -266,7 +265,7 @@ def test_bench_ends_with_one_line_of_json(model: str) -> None:
 
 
 def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(matrix.SIZES, "quick", matrix.Size(max_tokens=4, alone=2, company=1))
+    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, company=1))
     monkeypatch.setattr(cases, "LONG_PROMPT", 300)
     engines = [Setup("ngram", 2, "cold", "none")]
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: engines)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.check.matrix import cases
-from lockstep.check.matrix import setups as matrix
+from lockstep.check.matrix import cases, setups
 from tests.tiny_model import TWO_LAYERS, make_model
 
 
@@ -17,5 +16,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(matrix.SIZES, "quick", matrix.Size(max_tokens=8, alone=8, company=4))
+    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=8, alone=8, company=4))
     monkeypatch.setattr(cases, "LONG_PROMPT", 300)

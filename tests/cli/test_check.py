@@ -18,8 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lockstep.check import Interrupted
-from lockstep.check.matrix import setups as matrix
-from lockstep.check.matrix import tokens
+from lockstep.check.matrix import setups, tokens
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report, Tally
 from lockstep.cli import app
@@ -90,7 +89,7 @@ def test_json_says_that_a_check_was_interrupted(monkeypatch: pytest.MonkeyPatch)
         run_engine(*rest)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setitem(matrix.SIZES, "quick", matrix.Size(max_tokens=4, alone=2, company=1))
+    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, company=1))
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: [SETUP, SETUP])
     monkeypatch.setattr(tokens, "_run_engine", signalled)
     done = CliRunner().invoke(app, ["check", "--quick", "--kv-cache-dtype", "all", "--json"])
@@ -141,11 +140,11 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
     """Every drafter in every graph mode, with all kinds of cases."""
     report = Report("quick")
     for drafting, graph in itertools.product(("oracle", "ngram"), ("none", "full")):
-        for phase in (*matrix.PHASES, *matrix.TESTS, matrix.SCENARIO):
+        for phase in (*setups.PHASES, *setups.TESTS, setups.SCENARIO):
             report.add(Tally(Setup(drafting, 3, phase, graph), cases=120, failed=0, seconds=1.0))
     console = Console(width=80, file=io.StringIO())
     console.print(_table(report, logits=False))
     shown = console.file.getvalue()
     headings = shown.splitlines()[1]
-    assert all(phase in headings for phase in (*matrix.PHASES, *matrix.TESTS, matrix.SCENARIO))
+    assert all(phase in headings for phase in (*setups.PHASES, *setups.TESTS, setups.SCENARIO))
     assert shown.count("120/120") == len(report.tallies) and "…" not in shown

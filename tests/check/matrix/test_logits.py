@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.check import Interrupted, logits, logits_matrix, run_logits
+from lockstep.check import Interrupted, run_logits
 from lockstep.check.engines import CheckEngine
 from lockstep.check.judges.digests import digest
+from lockstep.check.matrix import logits, logits_setups
 from lockstep.check.matrix.cases import Batch
 from lockstep.check.matrix.logits_setups import CHUNKS, SIZES, Size, batches, engines, make_cases
 from lockstep.check.matrix.setups import Setup
@@ -150,7 +151,7 @@ def test_the_asks_are_the_same_at_every_call() -> None:
 
 def test_settings_hold_all_rows() -> None:
     for size in SIZES.values():
-        own: dict[str, Any] = logits_matrix.settings(Setup("oracle", 7, "cold", "full"), size, 500)
+        own: dict[str, Any] = logits_setups.settings(Setup("oracle", 7, "cold", "full"), size, 500)
         assert own["max_num_seqs"] == max(size.rows)
 
 

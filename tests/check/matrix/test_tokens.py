@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lockstep.check import Interrupted, run_check
 from lockstep.check.engines import Comparison
-from lockstep.check.matrix import setups as matrix
-from lockstep.check.matrix import tokens
+from lockstep.check.matrix import setups, tokens
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report
 from lockstep.errors import ConfigError
@@ -20,7 +19,7 @@ from lockstep.step import Step
 
 pytestmark = pytest.mark.usefixtures("small")
 Check = Callable[..., Report]
-FEW = matrix.Size(max_tokens=8, alone=2, company=1)
+FEW = setups.Size(max_tokens=8, alone=2, company=1)
 """Enough for a fault that shows in any request."""
 
 
@@ -46,7 +45,7 @@ def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
 def test_what_the_matrix_ran_is_not_missed(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.check.run.run_scenarios", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
-    monkeypatch.setitem(matrix.SIZES, "quick", FEW)
+    monkeypatch.setitem(setups.SIZES, "quick", FEW)
     report = check(Setup("ngram", 2, "cold", "none"))
     lacks = set(report.to_json()["not_exercised"])
     assert not {"drafter ngram", "parameter min_p", "op sample"} & lacks
@@ -77,7 +76,7 @@ def test_a_fault_that_depends_on_drafting_is_named(
         build(self, b, *rest, **options)
         self.marked = b.layer == "layers.1"
 
-    monkeypatch.setitem(matrix.SIZES, "quick", FEW)
+    monkeypatch.setitem(setups.SIZES, "quick", FEW)
     monkeypatch.setattr(GatedMLP, "__init__", marked_build)
     monkeypatch.setattr(Block, "forward", faulty_block)
     monkeypatch.setattr(GatedMLP, "forward", faulty_mlp)
@@ -98,7 +97,7 @@ def test_an_axis_that_never_takes_place_is_a_failure(
     def idle(self: Scheduler, *args: Any, **options: Any) -> None:
         init(self, *args, **{**options, "preempt_every": 0})
 
-    monkeypatch.setitem(matrix.SIZES, "quick", FEW)
+    monkeypatch.setitem(setups.SIZES, "quick", FEW)
     monkeypatch.setattr(Scheduler, "__init__", idle)
     report = check(Setup("none", 0, "preempted", "none"))
     assert [f.what for f in report.failures] == ["the run had no preemptions"]
