@@ -291,7 +291,7 @@ def test_bytes_that_are_no_text_end_in_one_line(
         main()
     last = capsys.readouterr().err.splitlines()[-1]
     assert ended.value.code == 2 and last.startswith(
-        "RequestError: prompt: the text is not valid Unicode"
+        "RequestError: prompt: character 1 of the text is half of a surrogate pair"
     )
 
 

@@ -123,7 +123,7 @@ def _run_batch(engine: CheckEngine, setup: Setup, batch: Batch, comparison: Comp
     setup = replace(setup, phase=PREFIX_HIT if batch.warm_prefixes else COLD)
     engine.renew(max_num_batched_tokens=batch.chunk)
     if batch.warm_prefixes:
-        _prime(engine, batch.cases)
+        _cache_prefixes(engine, batch.cases)
     digests = LogitDigests()
     answers = comparison.run(engine, setup, batch, digests)
     for what in _not_exercised(setup, batch, took_place(answers), digests.rows):
@@ -133,7 +133,7 @@ def _run_batch(engine: CheckEngine, setup: Setup, batch: Batch, comparison: Comp
     report.add(Tally(setup, len(answers), failed, seconds, batch.name))
 
 
-def _prime(engine: CheckEngine, cases: tuple[Case, ...]) -> None:
+def _cache_prefixes(engine: CheckEngine, cases: tuple[Case, ...]) -> None:
     """Puts the prompts' beginnings into the prefix cache."""
     engine.cache(beginnings(cases))
 

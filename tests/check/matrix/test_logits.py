@@ -119,8 +119,8 @@ def test_an_engine_that_breaks_is_a_failure_and_the_others_follow(
 def test_an_axis_that_never_takes_place_is_a_failure(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OracleDrafter, "tell", lambda self, texts: None)
-    monkeypatch.setattr("lockstep.check.matrix.logits._prime", lambda engine, cases: None)
+    monkeypatch.setattr(OracleDrafter, "set_texts", lambda self, texts: None)
+    monkeypatch.setattr("lockstep.check.matrix.logits._cache_prefixes", lambda engine, cases: None)
     report = check(Size((1,), (2,), (), 0, 1, 300, 6))
     failures = {(f.batch, f.what) for f in report.failures if f.setup.drafter == "oracle"}
     nothing = {"the run had no draft tokens", "the run had no accepted draft tokens"}

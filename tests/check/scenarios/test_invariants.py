@@ -48,7 +48,7 @@ def pushed(arrival: int, abort: int | None = None) -> Scenario:
     return Scenario(Kind(), limits, requests)
 
 
-def test_a_grant_of_a_row_that_is_pushed_out_is_no_other_rows(
+def test_pages_of_a_preempted_row_do_not_go_to_another(
     play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(pushed(5))
@@ -60,16 +60,16 @@ def test_a_grant_of_a_row_that_is_pushed_out_is_no_other_rows(
         plan.grants = grants
 
     monkeypatch.setattr(Scheduler, "_preempt", keeping)
-    with pytest.raises(InvariantError, match="row 1 was told the pages .* and has"):
+    with pytest.raises(InvariantError, match="row 1 has the pages .* but the schedules gave it"):
         play(pushed(5))
 
 
-def test_nothing_is_left_in_host_memory_of_a_request_that_ends_there(
+def test_a_request_aborted_in_host_memory_frees_it(
     play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(pushed(3, abort=4))
     monkeypatch.setattr(Runner, "forget", lambda self, request_id: None)
-    with pytest.raises(InvariantError, match="1 rows in host memory are left"):
+    with pytest.raises(InvariantError, match="1 rows in host memory remain"):
         play(pushed(3, abort=4))
 
 
@@ -97,8 +97,8 @@ def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
         play(scenario)
 
 
-def scheduled(prompt: list[int]) -> tuple[ScheduleInvariants, Schedule]:
-    """The first schedule of a request, and who is to follow it."""
+def first_schedule(prompt: list[int]) -> tuple[ScheduleInvariants, Schedule]:
+    """Return the first schedule of a request, and the invariants of its scheduler."""
     cache = Cache(CacheConfig(num_pages=9, num_state_slots=4, max_num_seqs=2))
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 400}
     scheduler = Scheduler(cache, query_len=1, **sizes)
@@ -106,9 +106,9 @@ def scheduled(prompt: list[int]) -> tuple[ScheduleInvariants, Schedule]:
     return ScheduleInvariants(scheduler), scheduler.schedule()
 
 
-def test_a_snapshot_is_what_its_key_says() -> None:
-    rules, schedule = scheduled(list(range(100)))
-    rules.check(schedule)
+def test_a_snapshot_must_have_the_key_of_its_prompt() -> None:
+    invariants, schedule = first_schedule(list(range(100)))
+    invariants.check(schedule)
     (chunk,) = schedule.prompt
     assert chunk.snapshot_slot and chunk.length == 64
     for wrong in (
@@ -116,29 +116,29 @@ def test_a_snapshot_is_what_its_key_says() -> None:
         replace(chunk, length=128),
         replace(chunk, snapshot_slot=0, state_src=chunk.snapshot_slot),
     ):
-        with pytest.raises(InvariantError, match="is not the snapshot behind"):
-            rules.check(replace(schedule, prompt=[wrong]))
-    rules.scheduler.running[0].request = Request("r", list(range(1, 100)))
-    with pytest.raises(InvariantError, match="is not the snapshot behind"):
-        rules.check(schedule)
+        with pytest.raises(InvariantError, match="is not the snapshot after"):
+            invariants.check(replace(schedule, prompt=[wrong]))
+    invariants.scheduler.running[0].request = Request("r", list(range(1, 100)))
+    with pytest.raises(InvariantError, match="is not the snapshot after"):
+        invariants.check(schedule)
 
 
-def test_what_comes_back_is_what_has_left() -> None:
-    rules, schedule = scheduled(list(range(100)))
-    cache = rules.scheduler.cache
-    rules.check(schedule)
+def test_host_memory_returns_the_evicted_page() -> None:
+    invariants, schedule = first_schedule(list(range(100)))
+    cache = invariants.scheduler.cache
+    invariants.check(schedule)
     page = cache.seqs.copy().pop().pages[0]
-    rules.begin()
+    invariants.begin()
     out = replace(schedule, evicted={PAGES: [Move(page, (3,))]})
-    rules.check(out)
-    rules.check(replace(schedule, fetched={PAGES: [Move(page, (3,))]}))
-    with pytest.raises(InvariantError, match="fetched from where another thing is"):
-        rules.check(replace(schedule, fetched={PAGES: [Move(page, (2,))]}))
+    invariants.check(out)
+    invariants.check(replace(schedule, fetched={PAGES: [Move(page, (3,))]}))
+    with pytest.raises(InvariantError, match="is loaded from host pages with other contents"):
+        invariants.check(replace(schedule, fetched={PAGES: [Move(page, (2,))]}))
     with pytest.raises(InvariantError, match="9 was not cached when it was evicted"):
-        rules.check(replace(schedule, evicted={PAGES: [Move(9, (2,))]}))
+        invariants.check(replace(schedule, evicted={PAGES: [Move(9, (2,))]}))
 
 
-def test_a_page_may_leave_by_the_schedule_behind_the_token_that_fills_it() -> None:
+def test_a_page_may_be_evicted_right_after_the_token_that_fills_it() -> None:
     """The first answer ends where its page is full; the next prompt needs all pages at once."""
     cache = Cache(CacheConfig(num_pages=4, num_state_slots=0, max_num_seqs=1, host_pages=4))
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 192, "max_model_len": 180}
@@ -156,33 +156,35 @@ def test_a_page_may_leave_by_the_schedule_behind_the_token_that_fills_it() -> No
     assert len(evicted) == 1
 
 
-def test_a_request_begins_with_pages_of_its_own_prompt_and_salt() -> None:
-    rules, schedule = scheduled(list(range(100)))
-    rules.check(schedule)
+def test_cached_pages_must_match_prompt_and_salt() -> None:
+    invariants, schedule = first_schedule(list(range(100)))
+    invariants.check(schedule)
     (admission,) = schedule.admissions
-    rules.check(replace(schedule, admissions=[replace(admission, start=64)]))
+    invariants.check(replace(schedule, admissions=[replace(admission, start=64)]))
     for other in (
         Request("r", list(range(1, 101))),
         Request("r", list(range(100)), cache_salt="another"),
     ):
         wrong = replace(admission, start=64, request=other)
-        with pytest.raises(InvariantError, match="is not page 0 of what row 1 asks"):
-            rules.check(replace(schedule, admissions=[wrong]))
+        with pytest.raises(InvariantError, match="is not page 0 of the prompt of row 1"):
+            invariants.check(replace(schedule, admissions=[wrong]))
 
 
 def test_a_snapshot_lies_within_its_chunk() -> None:
-    rules, schedule = scheduled(list(range(100)))
+    invariants, schedule = first_schedule(list(range(100)))
     (chunk,) = schedule.prompt
     with pytest.raises(InvariantError, match="a chunk from 64 to 104 writes a snapshot at 64"):
-        rules.check(replace(schedule, prompt=[replace(chunk, start=64, length=40)]))
+        invariants.check(replace(schedule, prompt=[replace(chunk, start=64, length=40)]))
 
 
-def test_pages_are_granted_to_rows_that_run() -> None:
-    rules, schedule = scheduled(list(range(50)))
-    with pytest.raises(InvariantError, match="row 2 is granted pages and does not run"):
-        rules.check(replace(schedule, grants=[PageGrant(2, 0, [3])]))
-    with pytest.raises(InvariantError, match=r"row 1 was told the pages \[3\] and has \[1\]"):
-        rules.check(replace(schedule, grants=[PageGrant(1, 0, [3])]))
+def test_only_running_rows_get_pages() -> None:
+    invariants, schedule = first_schedule(list(range(50)))
+    with pytest.raises(InvariantError, match="row 2 gets pages but is not running"):
+        invariants.check(replace(schedule, grants=[PageGrant(2, 0, [3])]))
+    with pytest.raises(
+        InvariantError, match=r"has the pages \[1\], but the schedules gave it \[3\]"
+    ):
+        invariants.check(replace(schedule, grants=[PageGrant(1, 0, [3])]))
 
 
 def test_rows_of_a_step_share_no_snapshot() -> None:

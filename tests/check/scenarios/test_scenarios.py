@@ -101,7 +101,7 @@ def test_a_world_is_plain_data(tmp_path: Path, generator: ScenarioGenerator) -> 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 1"),
+        ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 2"),
         ({"kind": 5}, "the scenario is malformed"),
         ({"requests": [{"prompt": [1], "params": {"heat": 1}}]}, "params has .'heat'."),
         ({"requests": []}, "requests=0 is not allowed; allowed: whole numbers from 1 to 64"),
@@ -109,7 +109,7 @@ def test_a_world_is_plain_data(tmp_path: Path, generator: ScenarioGenerator) -> 
         ({"limits": {"rows": 7}}, "rows=7 is not allowed; allowed: whole numbers from 1 to 6"),
     ],
 )
-def test_a_file_that_is_no_world_is_refused(
+def test_a_malformed_scenario_file_is_refused(
     tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
     path = tmp_path / "scenario.json"
