@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv import Codec, KVCache, KVFormat, PackedKV
+from lockstep.kernels.formats.kv import KVCache, KVFormat, KVQuantizer, QuantizedKV
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.registry import Op
 
@@ -166,14 +166,14 @@ class BenchEnv:
         chosen = dtype or self.dtype
         return torch.randn(shape, dtype=chosen, device=self.device, generator=generator)
 
-    def cache(self, codec: Codec | None, *shape: int) -> KVCache:
+    def cache(self, quantizer: KVQuantizer | None, *shape: int) -> KVCache:
         """One side of a cache [pages, page_size, .., D] of random numbers. Where it is packed,
         REPEATED pages over and over: encoding takes long, and reading does not see it."""
-        if codec is None:
+        if quantizer is None:
             return self.random(*shape)
-        made = codec.encode(self.random(min(REPEATED, shape[0]), *shape[1:]))
+        made = quantizer.quantize(self.random(min(REPEATED, shape[0]), *shape[1:]))
         pages = self.ints(torch.arange(shape[0]) % len(made[0]), torch.int64)
-        return PackedKV(codec, shape[-1], *(part[pages] for part in made))
+        return QuantizedKV(quantizer, shape[-1], *(part[pages] for part in made))
 
     def ones(self, *shape: int) -> Tensor:
         """Ones in the dtype of the model."""
@@ -207,7 +207,7 @@ def cut_by_tokens(
     backend: str,
     run: Callable[..., Any],
     given: Sequence[Tensor],
-    token_bytes: int,
+    quantized_token_bytes: int,
     seen: Callable[[int, int, Any], list[Tensor]] = all_results,
 ) -> OpBenchmark:
     """The benchmark of an op whose arguments `given` have a row per token."""
@@ -223,6 +223,6 @@ def cut_by_tokens(
         backend=backend,
         rows=given[0].shape[0] // query_len,
         call=call,
-        cost=lambda rows: Cost(rows * query_len * token_bytes),
+        cost=lambda rows: Cost(rows * query_len * quantized_token_bytes),
         seen=seen,
     )

@@ -58,7 +58,7 @@ class KVLayers:
         """The format of the layer of this name, "layers.3"; of a draft module's, any other."""
         if self.format is None or layer.rpartition(".")[2] in self.skip:
             return None
-        return self.format.of_layer(layer)
+        return self.format.for_layer(layer)
 
 
 class StaticScales:
@@ -79,7 +79,7 @@ class StaticScales:
         self.name = name
         self.scales: dict[str, float] = {}
         self.slots: dict[str, Slot] = {}
-        if format is None or not format.scaled:
+        if format is None or not format.has_static_scales:
             return
         told: set[str] = set()
         for module, name, sides in PLACES:
