@@ -25,12 +25,12 @@ from lockstep.bench.http_client import Server
 from lockstep.bench.serving import FIRST_ID, Load, random_asks, run_load
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine
-from lockstep.engine.process import ProcessTransport
+from lockstep.engine.process_transport import ProcessTransport
 from lockstep.llm import processor_of
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
-from lockstep.serve.hosted import served_engine
-from lockstep.serve.run import Address, Options, serve
+from lockstep.serve.engine_factory import served_engine
+from lockstep.serve.server import Address, Options, serve
 from lockstep.text.settings import TextSettings
 
 STEP_SECONDS = 120.0

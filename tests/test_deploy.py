@@ -19,9 +19,9 @@ from typer.main import get_command
 
 from lockstep.cli import app
 from lockstep.engine.stats import Stats
-from lockstep.serve.guard import OPEN_PATHS
-from lockstep.serve.metrics import Metrics
+from lockstep.serve.http.access import OPEN_PATHS
 from lockstep.serve.settings import ServerSettings
+from lockstep.serve.telemetry.metrics import Metrics
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 ROOT = DEPLOY.parent

@@ -111,7 +111,7 @@ class Server:
         sampling: dict[str, Any],
         tools: list[Message] | None,
     ) -> None:
-        from lockstep.serve.watch import server_address
+        from lockstep.serve.telemetry.metrics_reader import server_address
 
         self.url = f"{server_address(url)}/v1"
         self._headers = {"Content-Type": "application/json"}

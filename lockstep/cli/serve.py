@@ -19,10 +19,10 @@ from lockstep.settings import read_named, why_unread
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
     from lockstep.engine.engine import Facts
-    from lockstep.runner.rates import Rates
-    from lockstep.serve.run import Address, Options
-    from lockstep.serve.traces import Traces
+    from lockstep.serve.server import Address, Options
+    from lockstep.serve.telemetry.traces import Traces
     from lockstep.text.processor import Processor
+    from lockstep.worker.device_rates import Rates
 
     Served = tuple[Transport, Processor, Facts, Rates | None]
 
@@ -40,9 +40,9 @@ def serve(
     settings: dict[str, Any],
 ) -> None:
     """Serve the APIs of OpenAI and Anthropic until interrupted."""
-    from lockstep.serve.guard import default_hosts
-    from lockstep.serve.run import Address, Options
-    from lockstep.serve.service import Limits
+    from lockstep.serve.http.access import default_hosts
+    from lockstep.serve.requests.service import Limits
+    from lockstep.serve.server import Address, Options
 
     named = server.allowed_hosts
     hosts = tuple(name.strip() for name in named.split(",")) if named else None
@@ -88,7 +88,7 @@ def _traces(endpoint: str | None) -> "Iterator[Traces | None]":
     if endpoint is None:
         yield None
         return
-    from lockstep.serve.traces import Traces, otlp_exporter
+    from lockstep.serve.telemetry.traces import Traces, otlp_exporter
 
     with contextlib.closing(Traces(otlp_exporter(endpoint))) as traces:
         yield traces
@@ -104,10 +104,10 @@ def _run(
 ) -> None:
     """Binds first, so that nobody loads a model in vain."""
     from lockstep.engine.async_engine import AsyncEngine
-    from lockstep.runner.floor import StepFloors
-    from lockstep.serve.guard import is_loopback
-    from lockstep.serve.metrics import cache_config
-    from lockstep.serve.run import serve as run
+    from lockstep.serve.http.access import is_loopback
+    from lockstep.serve.server import serve as run
+    from lockstep.serve.telemetry.metrics import cache_config
+    from lockstep.worker.roofline import StepFloors
 
     listener = address.bind()
     for name in address.unused():
@@ -147,8 +147,8 @@ def _run(
 
 def _in_thread(settings: dict[str, Any]) -> "Served":
     """An engine in a thread of this process."""
-    from lockstep.engine.in_thread import ThreadTransport
-    from lockstep.runner.rates import rates_of
+    from lockstep.engine.thread_transport import ThreadTransport
+    from lockstep.worker.device_rates import rates_of
 
     llm = load(settings)
     rates = rates_of(llm.engine.plan.device)
@@ -157,10 +157,10 @@ def _in_thread(settings: dict[str, Any]) -> "Served":
 
 def _in_process(settings: dict[str, Any], options: "Options") -> "Served":
     """An engine in a process of its own; here is only its text side."""
-    from lockstep.engine.process import ProcessTransport
+    from lockstep.engine.process_transport import ProcessTransport
     from lockstep.engine_args import EngineArgs
     from lockstep.llm import processor_of
-    from lockstep.serve.hosted import served_engine
+    from lockstep.serve.engine_factory import served_engine
 
     config, text = EngineArgs(**settings).read()
     make = partial(served_engine, config, text, options.logs)
@@ -182,7 +182,7 @@ def _rules(
     mebibytes: float,
     root: str = "",
 ) -> Any:
-    from lockstep.serve.guard import MEBIBYTE, Rules
+    from lockstep.serve.http.access import MEBIBYTE, Rules
 
     found = [*(keys or ()), *(read_keys(key_file) if key_file is not None else ())]
     if any(not key.strip() or not key.isprintable() for key in found) or len(found) > MOST_KEYS:
@@ -232,7 +232,7 @@ def _pages(server: ServerSettings) -> Any:
 
 def _tls(server: ServerSettings) -> dict[str, Any]:
     """uvicorn's settings; {} without TLS. Raises ConfigError, before a model is loaded."""
-    from lockstep.serve.run import check_tls
+    from lockstep.serve.server import check_tls
 
     if server.ssl_certfile is None:
         if server.ssl_keyfile or server.ssl_ca_certs or server.ssl_cert_reqs:

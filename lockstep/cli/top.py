@@ -22,7 +22,7 @@ from lockstep.cli.show import print_json
 from lockstep.errors import ConfigError, brief
 
 if TYPE_CHECKING:
-    from lockstep.serve.watch import Frame, Period, Source
+    from lockstep.serve.telemetry.metrics_reader import Frame, Period, Source
 
 Wait = Callable[[float], bool]
 USUAL_URL = "http://127.0.0.1:8000"
@@ -52,7 +52,7 @@ def top(
     Reads its /metrics. q or Ctrl-C ends it.
     """
     from lockstep.cli.serve import read_keys
-    from lockstep.serve.watch import Source
+    from lockstep.serve.telemetry.metrics_reader import Source
 
     if not (once or json or sys.stdout.isatty()):
         raise ConfigError(
@@ -147,7 +147,7 @@ def _follow(
     wait: Wait = _pause,
 ) -> None:
     """Show a frame per interval, until `show` wants no more or `wait` ends. Raises ConfigError."""
-    from lockstep.serve.watch import frame
+    from lockstep.serve.telemetry.metrics_reader import frame
 
     before = source.read()
     while not wait(interval):

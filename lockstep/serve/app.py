@@ -18,35 +18,38 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep import __version__
 from lockstep.errors import RequestError
-from lockstep.serve import answers, answers_messages, answers_responses, problems
-from lockstep.serve.answer import Answer
-from lockstep.serve.bodies import BodyReader, BodyRoute
-from lockstep.serve.chat import ChatAnswer
-from lockstep.serve.completions import CompletionAnswer
-from lockstep.serve.guard import Guard, Rules
-from lockstep.serve.input_items import MOST_ITEMS, USUAL_ITEMS, Order, page_of
-from lockstep.serve.messages import MessagesAnswer, count_tokens
-from lockstep.serve.messages_protocol import CountRequest, MessagesRequest
-from lockstep.serve.metrics import Metrics
-from lockstep.serve.named import BODY, Named
-from lockstep.serve.playground import add_playground
-from lockstep.serve.protocol import (
+from lockstep.serve.anthropic import schema as messages_schema
+from lockstep.serve.anthropic.messages import MessagesAnswer, count_tokens
+from lockstep.serve.anthropic.protocol import CountRequest, MessagesRequest
+from lockstep.serve.http import errors
+from lockstep.serve.http.access import Guard, Rules
+from lockstep.serve.http.json_body import BodyReader, BodyRoute
+from lockstep.serve.http.request_id import BODY, Named
+from lockstep.serve.openai import schema
+from lockstep.serve.openai.chat import ChatAnswer
+from lockstep.serve.openai.completions import CompletionAnswer
+from lockstep.serve.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from lockstep.serve.responses import Responses, ResponsesAnswer
-from lockstep.serve.responses_protocol import ResponsesRequest
-from lockstep.serve.service import Service
+from lockstep.serve.openai.responses import schema as responses_schema
+from lockstep.serve.openai.responses.endpoint import Responses, ResponsesAnswer
+from lockstep.serve.openai.responses.item_list import MOST_ITEMS, USUAL_ITEMS, Order, page_of
+from lockstep.serve.openai.responses.protocol import ResponsesRequest
+from lockstep.serve.playground import add_playground
+from lockstep.serve.requests.response_writer import Answer
+from lockstep.serve.requests.service import Service
+from lockstep.serve.telemetry.metrics import Metrics
 
-NAMED: tuple[type[answers.Said], ...] = (
-    answers.Error,
-    answers_messages.MessagesError,
-    answers.ChatChunk,
-    answers.CompletionChunk,
-    *answers_responses.EVENTS,
-    *answers_messages.EVENTS,
+NAMED: tuple[type[schema.Said], ...] = (
+    schema.Error,
+    messages_schema.MessagesError,
+    schema.ChatChunk,
+    schema.CompletionChunk,
+    *responses_schema.EVENTS,
+    *messages_schema.EVENTS,
 )
 """Errors and events: routes refer to their schemas, and FastAPI looks at answers only."""
 IGNORED = "X-Lockstep-Ignored-Fields"
@@ -90,7 +93,7 @@ def create_app(
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     app.state.body_reader = BodyReader()
     app.router.route_class = BodyRoute
-    problems.add_handlers(app)
+    errors.add_handlers(app)
     _add_answers(app, service)  # first: routes are tried in their order
     _add_state(app, service, metrics or Metrics(service.model_name))
     _add_tokens(app, service)
@@ -117,18 +120,14 @@ def create_app(
 def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/chat/completions",
-        responses=answers.openapi_responses(
-            answers.ChatCompletion, answers.ChatChunk, answers.Error
-        ),
+        responses=schema.openapi_responses(schema.ChatCompletion, schema.ChatChunk, schema.Error),
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _answer(ChatAnswer(service, body), body.stream, request)
 
     @app.post(
         "/v1/completions",
-        responses=answers.openapi_responses(
-            answers.Completion, answers.CompletionChunk, answers.Error
-        ),
+        responses=schema.openapi_responses(schema.Completion, schema.CompletionChunk, schema.Error),
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _answer(CompletionAnswer(service, body), body.stream, request)
@@ -136,15 +135,13 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 def _add_rendered(app: FastAPI, service: Service) -> None:
     @app.post(
-        "/v1/chat/completions/render", responses=answers.openapi_responses(answers.RenderedPrompt)
+        "/v1/chat/completions/render", responses=schema.openapi_responses(schema.RenderedPrompt)
     )
     async def render_chat(body: ChatRequest) -> JSONResponse:
         answer = ChatAnswer(service, body)
         return JSONResponse(await answer.turn.rendered(), headers=_ignored(body))
 
-    @app.post(
-        "/v1/completions/render", responses=answers.openapi_responses(answers.RenderedPrompts)
-    )
+    @app.post("/v1/completions/render", responses=schema.openapi_responses(schema.RenderedPrompts))
     async def render_completions(body: CompletionRequest) -> JSONResponse:
         answer = CompletionAnswer(service, body)
         return JSONResponse(await answer.rendered(), headers=_ignored(body))
@@ -152,15 +149,15 @@ def _add_rendered(app: FastAPI, service: Service) -> None:
 
 def _add_invocations(app: FastAPI, service: Service) -> None:
     """Add the path to which SageMaker posts every request."""
-    bodies = [answers.schema_path(kind) for kind in (ChatRequest, CompletionRequest)]
-    schema = {"content": {"application/json": {"schema": {"anyOf": bodies}}}}
+    bodies = [schema.schema_path(kind) for kind in (ChatRequest, CompletionRequest)]
+    body_schema = {"content": {"application/json": {"schema": {"anyOf": bodies}}}}
 
     @app.post(
         "/invocations",
-        responses=answers.openapi_responses(
-            answers.Invocation, answers.ChatChunk, answers.CompletionChunk, answers.Error
+        responses=schema.openapi_responses(
+            schema.Invocation, schema.ChatChunk, schema.CompletionChunk, schema.Error
         ),
-        openapi_extra={"requestBody": schema},
+        openapi_extra={"requestBody": body_schema},
     )
     async def invoke(body: dict[str, Any], request: Request) -> Response:
         answer = _invoked(service, body)
@@ -192,12 +189,12 @@ def _invoked(service: Service, body: Mapping[str, Any]) -> ChatAnswer | Completi
 
 def _add_responses(app: FastAPI, service: Service) -> None:
     responses = Responses(service)
-    one = answers.openapi_responses(answers_responses.ResponseObject)
+    one = schema.openapi_responses(responses_schema.ResponseObject)
 
     @app.post(
         "/v1/responses",
-        responses=answers.openapi_responses(
-            answers_responses.ResponseObject, *answers_responses.EVENTS, named=True
+        responses=schema.openapi_responses(
+            responses_schema.ResponseObject, *responses_schema.EVENTS, named=True
         ),
     )
     async def create(body: ResponsesRequest, request: Request) -> Response:
@@ -222,7 +219,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
 
     @app.get(
         "/v1/responses/{response_id}/input_items",
-        responses=answers.openapi_responses(answers_responses.ItemList),
+        responses=schema.openapi_responses(responses_schema.ItemList),
     )
     async def input_items(
         response_id: str,
@@ -239,7 +236,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
 
     @app.delete(
         "/v1/responses/{response_id}",
-        responses=answers.openapi_responses(answers_responses.DeletedResponse),
+        responses=schema.openapi_responses(responses_schema.DeletedResponse),
     )
     async def delete(response_id: str) -> JSONResponse:
         return JSONResponse(responses.delete(response_id))
@@ -248,11 +245,11 @@ def _add_responses(app: FastAPI, service: Service) -> None:
 def _add_messages(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/messages",
-        responses=answers.openapi_responses(
-            answers_messages.MessageObject,
-            *answers_messages.EVENTS,
+        responses=schema.openapi_responses(
+            messages_schema.MessageObject,
+            *messages_schema.EVENTS,
             named=True,
-            error=answers_messages.MessagesError,
+            error=messages_schema.MessagesError,
         ),
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
@@ -260,8 +257,8 @@ def _add_messages(app: FastAPI, service: Service) -> None:
 
     @app.post(
         "/v1/messages/count_tokens",
-        responses=answers.openapi_responses(
-            answers_messages.TokenCount, error=answers_messages.MessagesError
+        responses=schema.openapi_responses(
+            messages_schema.TokenCount, error=messages_schema.MessagesError
         ),
     )
     async def count(body: CountRequest) -> JSONResponse:
@@ -269,32 +266,32 @@ def _add_messages(app: FastAPI, service: Service) -> None:
 
 
 def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    @app.get("/v1/models", responses=answers.openapi_responses(answers.ModelList))
+    @app.get("/v1/models", responses=schema.openapi_responses(schema.ModelList))
     async def models() -> JSONResponse:
         data = [_model(service, name) for name in service.model_names]
         return JSONResponse({"object": "list", "data": data})
 
-    @app.get("/v1/models/{name:path}", responses=answers.openapi_responses(answers.Model))
+    @app.get("/v1/models/{name:path}", responses=schema.openapi_responses(schema.Model))
     async def model(name: str) -> JSONResponse:
         service.check_name(name)
         return JSONResponse(_model(service, name))
 
-    @app.get("/version", responses=answers.openapi_responses(answers.Version))
+    @app.get("/version", responses=schema.openapi_responses(schema.Version))
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})
 
-    @app.get("/load", responses=answers.openapi_responses(answers.Load))
+    @app.get("/load", responses=schema.openapi_responses(schema.Load))
     async def load() -> JSONResponse:
         return JSONResponse({"server_load": service.num_running})
 
-    @app.get("/ping", responses=answers.plain("ok", 503))
-    @app.post("/ping", responses=answers.plain("ok", 503))
-    @app.get("/health", responses=answers.plain("ok", 503))
+    @app.get("/ping", responses=schema.plain("ok", 503))
+    @app.post("/ping", responses=schema.plain("ok", 503))
+    @app.get("/health", responses=schema.plain("ok", 503))
     async def health() -> Response:
         fault = service.fault
         return PlainTextResponse(fault or "ok", 503 if fault else 200)
 
-    @app.get("/metrics", responses=answers.plain("Prometheus' text form"))
+    @app.get("/metrics", responses=schema.plain("Prometheus' text form"))
     async def show_metrics() -> Response:
         return Response(metrics.render(service.client.stats()), media_type=CONTENT_TYPE_LATEST)
 
@@ -302,7 +299,7 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
 def _add_tokens(app: FastAPI, service: Service) -> None:
     processor = service.processor
 
-    @app.post("/tokenize", responses=answers.openapi_responses(answers.Tokenized))
+    @app.post("/tokenize", responses=schema.openapi_responses(schema.Tokenized))
     async def tokenize(body: TokenizeRequest) -> JSONResponse:
         service.check_name(body.model)
         if body.prompt is not None and body.messages is not None:
@@ -323,7 +320,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             found["token_strs"] = await asyncio.to_thread(processor.spell, ids)
         return JSONResponse(found)
 
-    @app.post("/detokenize", responses=answers.openapi_responses(answers.Detokenized))
+    @app.post("/detokenize", responses=schema.openapi_responses(schema.Detokenized))
     async def detokenize(body: DetokenizeRequest) -> JSONResponse:
         service.check_name(body.model)
         text = await asyncio.to_thread(processor.detokenize, body.tokens)
@@ -331,7 +328,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokenizer_info(app: FastAPI, service: Service) -> None:
-    @app.get("/tokenizer_info", responses=answers.openapi_responses(answers.TokenizerInfo))
+    @app.get("/tokenizer_info", responses=schema.openapi_responses(schema.TokenizerInfo))
     async def tokenizer_info() -> JSONResponse:
         return JSONResponse(service.processor.tokenizer_info())
 
@@ -383,7 +380,7 @@ async def _background(responses: Responses, body: ResponsesRequest) -> Response:
 def _ignored(body: Any) -> dict[str, str]:
     """The header that names fields without effect; names that a header cannot hold are left out."""
     named = ", ".join(name for name in body.ignored_fields() if _NAME.fullmatch(name))
-    return {IGNORED: named[: problems.SHOWN]} if named else {}
+    return {IGNORED: named[: errors.SHOWN]} if named else {}
 
 
 class EventStream(StreamingResponse):
@@ -456,14 +453,14 @@ async def _disconnect(receive: Receive) -> None:
 def _schema(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI schema: bad bodies get 400 with an error object here, never FastAPI's 422."""
     if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        for path in schema["paths"].values():
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for path in document["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
-        kept = schema["components"]["schemas"]
+        kept = document["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             kept.pop(name, None)
-        for name, part in answers.schemas(NAMED).items():
+        for name, part in schema.schemas(NAMED).items():
             kept.setdefault(name, part)
-        app.openapi_schema = schema
+        app.openapi_schema = document
     return app.openapi_schema

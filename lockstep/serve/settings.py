@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from lockstep.sampling_params import MAX_LOGPROBS
-from lockstep.serve.logs import LogFormat
+from lockstep.serve.telemetry.logs import LogFormat
 from lockstep.settings import TUPLE_OF_LIST, Settings, setting, size_in
 
 MOST_SECONDS = 86_400.0

@@ -22,7 +22,7 @@ from lockstep.bench.serving import (
 from lockstep.cli import app
 from lockstep.errors import ConfigError
 from tests.bench.server import serving
-from tests.serve.fake import FakeClient
+from tests.serve.fake_client import FakeClient
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.process import COMMAND, PATIENCE, engine_of, is_gone
+from tests.serve.server_process import COMMAND, PATIENCE, engine_of, is_gone
 
 PROGRAM = """
 import ctypes, os, signal

@@ -13,8 +13,8 @@ import pytest
 
 from lockstep import __main__ as command
 from lockstep.engine.stats import Stats
-from lockstep.serve.metrics import Metrics
-from lockstep.serve.watch import MOST_BYTES, Source
+from lockstep.serve.telemetry.metrics import Metrics
+from lockstep.serve.telemetry.metrics_reader import MOST_BYTES, Source
 from tests.http_server import QuietHandler, http_server
 
 TOP = import_module("lockstep.cli.top")

@@ -245,10 +245,10 @@ def test_kernels_refuse_a_codec_without_device_functions() -> None:
         reasons = op.explain(**traits, quantizers=(quantizer, quantizer))
         assert reasons["triton"] == "Other has no device functions"
     served = paged_attention.explain(**traits, quantizers=(Int8(), Int8()))
-    assert served["triton"] is None and "packed" in (served["hopper"] or "")
+    assert served["triton"] is None and "quantized" in (served["hopper"] or "")
     assert served["quantized_hopper"] is None
     served = paged_attention.explain(**traits, quantizers=None)
-    assert served["hopper"] is None and "not packed" in (served["quantized_hopper"] or "")
+    assert served["hopper"] is None and "not quantized" in (served["quantized_hopper"] or "")
 
 
 def test_a_packed_cache_is_described_by_its_tensors() -> None:

@@ -170,7 +170,7 @@ def test_partitions_agree(backend: Backend) -> None:
     expected = triton.latent_attention_triton(**arguments, partition=triton.Partition(0, 1))
     assert not expected.isnan().any()
     assert same_bits(backend.run(latent_attention, arguments), expected)
-    arch = architecture.number_of(backend.device)
+    arch = architecture.sm_number(backend.device)
     tile = triton.choose_tile(backend.dtype, arch)
     run = latent_attention.backends[backend.name].run
     for sizes in ((0, 1), (tile.near_split, 3), (tile.span, 1), (tile.span, 3)):
@@ -184,7 +184,7 @@ def test_a_token_folds_by_its_own_position(
     """Windows with tokens on both sides of the position from which segments are longer: each has
     the bits that it has where all tokens fold as it does, in every division."""
     kernels = [import_module(f"lockstep.kernels.latent_attention.{name}") for name in MODULES]
-    tile = kernels[0].choose_tile(backend.dtype, architecture.number_of(backend.device))
+    tile = kernels[0].choose_tile(backend.dtype, architecture.sm_number(backend.device))
     far = 3 * tile.num_keys + tile.num_keys // 2
     far_split = 2 * tile.num_keys
     near_only = replace(tile, kv_split=tile.num_keys, near_split=tile.num_keys, far=0)

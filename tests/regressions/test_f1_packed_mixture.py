@@ -18,7 +18,7 @@ from lockstep import LLM, SamplingParams
 from tests.models.random_checkpoint import build, weights_of
 from tests.quantization.disk import ROUTED_ALONE, Codes, draw, gptq, names_in, write
 from tests.regressions.conftest import PROMPTS, answers
-from tests.serve.process import served
+from tests.serve.server_process import served
 from tests.tiny_model import HYBRID_MOE, THREE_LAYERS, make_model
 
 MTP = {"method": "qwen3_next_mtp", "num_speculative_tokens": 2, "adaptive": False}

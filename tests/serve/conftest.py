@@ -8,10 +8,10 @@ import openai
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.service import Service
+from lockstep.serve.requests.service import Service
 from lockstep.text.processor import Processor
 from lockstep.text.tokenizers.tokenizer import Tokenizer
-from tests.serve.fake import FakeClient
+from tests.serve.fake_client import FakeClient
 from tests.text.tiny_tokenizer import make_folder
 
 

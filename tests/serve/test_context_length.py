@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.asking import CHAT_PATH, TEXT_PATH, post
-from tests.serve.test_responses import create
+from tests.serve.api_calls import CHAT_PATH, TEXT_PATH, post
+from tests.serve.openai.responses.test_endpoint import create
 
 LONG = "the fox " * 600
 """More tokens than the context has, and fewer characters than are counted before tokens are."""

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.process import PATIENCE, engine_of, is_gone, served
+from tests.serve.server_process import PATIENCE, engine_of, is_gone, served
 
 LONG = {"prompt": "1, 2,", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "def read(path):", "max_tokens": 30, "seed": 5, "temperature": 1.0}

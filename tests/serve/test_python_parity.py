@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lockstep import LLM
-from lockstep.engine.build import find_model
 from lockstep.outputs import CompletionOutput
-from tests.serve.live import CALL, CODE, TOOLS, serving
+from lockstep.worker.build import find_model
+from tests.serve.live_server import CALL, CODE, TOOLS, serving
 
 SETTINGS: dict[str, Any] = {
     "max_model_len": 512,

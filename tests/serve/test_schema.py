@@ -12,9 +12,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from lockstep.serve.app import create_app
-from lockstep.serve.service import Service
+from lockstep.serve.requests.service import Service
 from lockstep.text.processor import Processor
-from tests.serve.fake import FakeClient
+from tests.serve.fake_client import FakeClient
 
 
 def not_failed(ctx: Any, response: Any, case: schemathesis.Case) -> None:

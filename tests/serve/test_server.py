@@ -1,216 +1,245 @@
-"""Completions, errors, disconnects, metrics and the rest of the server."""
+"""Sockets, TLS, signals: the server as a process, and what it is told at its start."""
 
-import asyncio
+import contextlib
 import json
-import shlex
+import os
+import resource
+import signal
+import socket
+import ssl
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
-import openai
+import httpx
 import pytest
-from tokenizers.processors import TemplateProcessing
+import uvicorn
+from typer.testing import CliRunner
 
-from lockstep.engine.stats import Stats
-from lockstep.errors import RequestError
-from lockstep.serve.metrics import Metrics
-from lockstep.serve.run import how_to_ask
-from tests.serve.asking import complete
-from tests.serve.fake import ask_and_leave
+from lockstep.__main__ import main
+from lockstep.cli import app
+from lockstep.errors import ConfigError
+from lockstep.serve.app import create_app
+from lockstep.serve.requests.service import Service
+from lockstep.serve.server import Address, raise_descriptors
+from tests.serve.server_process import PATIENCE, served
+from tests.serve.span_collector import PARENT, TRACE, TRACED, collecting, values
 
-
-def fetch(server, method, path, **options):
-    async def run():
-        async with server.http() as client:
-            return await client.request(method, path, **options)
-
-    return asyncio.run(run())
-
-
-def test_completion_and_stream(server):
-    whole = complete(server, prompt="the", n=2, max_tokens=50)
-    assert [c.text for c in whole.choices] == ["hello fox"] * 2
-    chunks = complete(server, prompt=["the", "a"], stream=True, max_tokens=50)
-    for index in (0, 1):
-        own = [c.choices[0] for c in chunks if c.choices[0].index == index]
-        assert "".join(c.text for c in own) == "hello fox" and own[-1].finish_reason == "stop"
-    assert complete(server, prompt=[1, 2, 3]).usage.prompt_tokens == 3
+TLS = Path(__file__).parent / "tls"
+CERT = str(TLS / "cert.pem")
+KEY = str(TLS / "key.pem")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_echo_with_logprobs(server, processor, stream):
-    server.text = "hello lazy fox"
-    found = complete(server, prompt="the dog", echo=True, logprobs=1, max_tokens=50, stream=stream)
-    choices = [c.choices[0] for c in found] if stream else found.choices
-    assert "".join(c.text for c in choices) == "the doghello lazy fox"
-    tokens = [t for c in choices for t in c.logprobs.tokens]
-    assert "".join(tokens) == "the doghello lazy fox<|im_end|>"
-    assert choices[0].logprobs.token_logprobs[0] is None
-    offsets = [o for c in choices for o in c.logprobs.text_offset]
-    for offset, token in zip(offsets, tokens, strict=True):
-        assert "".join(tokens)[offset:].startswith(token)
+def test_ports():
+    for port in (99999, -1, 10**18):
+        with pytest.raises(ConfigError, match=f"port={port} is not allowed.*0 to 65535"):
+            Address("127.0.0.1", port).bind()
+    with Address("127.0.0.1", 0).bind() as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port={port} cannot be opened.*in use"):
+            Address("127.0.0.1", port).bind()
+    for host in ("no such host.invalid", "\udcff"):
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            Address(host, 0).bind()
+    assert Address("::1", 0).url(taken_v6 := Address("::1", 0).bind(), False).startswith("http://[")
+    taken_v6.close()
 
 
-def test_a_prompt_without_the_tokens_that_the_tokenizer_adds(server, processor):
-    """As those send it who have rendered a chat template themselves."""
-    begin = processor.tokenizer.fast.token_to_id("<|im_start|>")
-    added = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", begin)])
-    processor.tokenizer.fast.post_processor = added
+def test_unix_sockets(tmp_path: Path):
+    path = str(tmp_path / "lockstep.sock")
+    address = Address(uds=path)
+    address.bind().close()
+    assert os.path.exists(path), "a dead socket lies there"
+    with address.bind(), pytest.raises(ConfigError, match="cannot be opened"):
+        address.bind()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Address(uds=str(tmp_path / "file")).bind()
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Address(uds=str(tmp_path / ("x" * 300))).bind()
+
+
+def test_descriptors_are_raised():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        for options in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
-            found = complete(server, prompt=["the", "a"], echo=True, extra_body=options)
-            assert [choice.text for choice in found.choices] == ["thehello fox", "ahello fox"]
-        first = [request.prompt_token_ids[0] == begin for request in server.client.requests]
-        assert first == [True, True, True, True, False, False]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(128, before[0]), before[1]))
+        most = raise_descriptors()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most == min(before[1], 1 << 16)
     finally:
-        processor.tokenizer.fast.post_processor = None
-
-
-@pytest.mark.parametrize("step", [1, 3, 80])
-def test_offsets_are_places_in_the_text(server, step):
-    """Of characters that are several tokens, of tokens that are held back, whole or streamed."""
-    server.client.step = step
-    server.text = "a 🦊 is é, stopp the fox"
-    asked = {
-        "prompt": "naïve 🦊 dog",
-        "echo": True,
-        "logprobs": 0,
-        "max_tokens": 90,
-        "stop": "op q",
-    }
-    (whole,) = complete(server, **asked).choices
-    text, told = whole.text, whole.logprobs
-    assert text == "naïve 🦊 doga 🦊 is é, stopp the fox"
-    for place, token in zip(told.text_offset, told.tokens, strict=True):
-        if "\ufffd" not in token and token != "<|im_end|>":
-            assert text[place:].startswith(token), (place, token)
-    assert told.text_offset == sorted(told.text_offset)
-    assert told.text_offset[-1] == len(text), "of the token that ends it"
-    streamed = [chunk.choices[0] for chunk in complete(server, stream=True, **asked)]
-    assert "".join(choice.text for choice in streamed) == text
-    offsets = [place for choice in streamed for place in choice.logprobs.text_offset]
-    assert offsets == told.text_offset
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_ids_that_cannot_be_echoed_begin_nothing(server, stream):
-    body = {"prompt": [[1, 2], [-1]], "echo": True, "stream": stream, "logprobs": 1}
-    found = fetch(server, "POST", "/v1/completions", json=body)
-    assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt")
-    assert server.client.requests == []
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "status"),
+    ("options", "told"),
     [
-        ({"prompt": []}, "prompt", 400),
-        ({"prompt": [1] * 600}, "prompt", 400),
-        ({}, "prompt", 400),
-        ({"prompt": "x", "max_tokens": "many"}, "max_tokens", 400),
-        ({"prompt": "x", "model": "other"}, "model", 404),
+        (["--port", "99999"], "port=99999"),
+        (["--max-queued-requests", "-1"], "max_queued_requests"),
+        (["--request-timeout", "0"], "request_timeout"),
+        (["--step-timeout", "nan"], "step_timeout"),
+        (["--max-body-size", "0"], "max_body_size"),
+        (["--limit-concurrency", "0"], "limit_concurrency"),
+        (["--uvicorn-log-level", "loud"], "uvicorn_log_level"),
+        (["--api-key", ""], "api_key"),
+        (["--api-key-file", "/no/such/file"], "api_key_file"),
+        (["--ssl-keyfile", "x"], "ssl_certfile"),
+        (["--ssl-certfile", "/none"], "ssl_certfile='/none' cannot be used"),
+        (["--ssl-certfile", CERT], f"ssl_certfile={CERT!r} cannot be used"),  # without its key
+        (["--ssl-certfile", CERT, "--ssl-keyfile", KEY, "--ssl-ca-certs", KEY], "ssl_ca_certs="),
+        (["--ssl-certfile", CERT, "--ssl-keyfile", KEY, "--ssl-ciphers", "x"], "ssl_certfile="),
     ],
 )
-def test_errors_are_objects(server, body, param, status):
-    answer = fetch(server, "POST", "/v1/completions", json=body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (status, param)
-    assert error["type"] == "invalid_request_error" and error["message"]
-    assert fetch(server, "GET", "/health").status_code == 200
+def test_options_are_checked_before_a_model_is_loaded(options, told):
+    found = CliRunner().invoke(app, ["serve", "--model", "/no/such/model", *options])
+    assert isinstance(found.exception, ConfigError) and told in str(found.exception)
 
 
-def test_too_long_names_the_limit(server):
-    answer = fetch(server, "POST", "/v1/completions", json={"prompt": [1] * 600})
-    assert "600 tokens" in answer.text and "context length is 512" in answer.text
+def test_keys_from_a_file(tmp_path: Path):
+    from lockstep.cli.serve import _rules
+
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n")
+    assert _rules(("*",), ["zero"], str(file), 8.0).keys == ("zero", "one", "two")
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        _rules(("*",), None, str(file), 8.0)
 
 
-def test_no_json_and_no_route(server):
-    assert fetch(server, "POST", "/v1/completions", content=b"{").status_code == 400
-    missing = fetch(server, "GET", "/v2")
-    assert missing.status_code == 404 and missing.json()["error"]["message"]
-    wrong = fetch(server, "GET", "/v1/completions")
-    assert wrong.status_code == 405 and wrong.json()["error"]["message"]
-    assert wrong.headers["allow"] == "POST"
+def test_tls(server: Any, processor: Any):
+    """uvicorn's options make HTTPS of it."""
+    asgi = create_app(Service(server.client, processor, "tiny", "ls-test"))
+    files = {"ssl_certfile": str(TLS / "cert.pem"), "ssl_keyfile": str(TLS / "key.pem")}
+    running = uvicorn.Server(uvicorn.Config(asgi, log_level="critical", lifespan="off", **files))
+    with Address("127.0.0.1", 0).bind() as listener:
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+        thread.start()
+        url = Address("127.0.0.1").url(listener, True)
+        context = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
+        with httpx.Client(verify=context, trust_env=False, timeout=PATIENCE) as client:
+            assert client.get(f"{url}/health").text == "ok"
+        running.should_exit = True
+        thread.join(PATIENCE)
 
 
-@pytest.mark.parametrize(
-    ("path", "methods"), [("/ping", "GET, POST"), ("/v1/responses/x", "DELETE, GET")]
-)
-def test_all_methods_of_a_path_are_allowed(server, path, methods):
-    wrong = fetch(server, "PUT", path)
-    assert wrong.status_code == 405 and wrong.headers["allow"] == methods
-    assert (
-        wrong.json()["error"]["message"] == f"PUT {path}: Method Not Allowed; allowed: {methods}."
-    )
+@pytest.fixture
+def process(tmp_path: Path):
+    """`start(*options)` runs the server on a Unix socket; it is gone afterwards."""
+    with contextlib.ExitStack() as started:
+
+        def start(*options: str, code: str | None = None) -> Any:
+            options = ("--max-model-len", "2048", *options)
+            return started.enter_context(served(tmp_path / "s", *options, code=code))
+
+        yield start
 
 
-@pytest.mark.parametrize(("error", "status"), [(RequestError("no", "x"), 400), (KeyError(1), 500)])
-def test_engine_errors(server, error, status):
-    server.client.error = error
-    answer = fetch(server, "POST", "/v1/completions", json={"prompt": "x"})
-    assert answer.status_code == status
-    with pytest.raises(openai.APIError):
-        complete(server, prompt="x", stream=True)
-    server.client.error = None
-    assert complete(server, prompt="x", max_tokens=40).choices[0].text == "hello fox"
+def test_a_server_sends_spans_writes_json_and_ends_at_sigterm(process: Any):
+    """One start for all of it, its engine in a process."""
+    options = ["--shutdown-timeout", "3", "--api-key", "secret", "--no-playground"]
+    options += ["--enable-log-requests", "--log-format", "json"]
+    body = {"prompt": "def read(path):", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+    with collecting() as collector:
+        running, client = process(*options, "--otlp-traces-endpoint", collector.url)
+        client.headers["Authorization"] = "Bearer secret"
+        assert client.get("/").status_code == 404
+        answer = client.post("/v1/completions", json=body, headers=TRACED)
+        refused = client.post("/v1/completions", json={**body, "best_of": 3}, headers=TRACED)
+        assert (answer.status_code, refused.status_code) == (200, 400)
+        assert_sigterm_lets_a_short_answer_end(running, client)
+        lines = running.stderr.read().splitlines()
+    assert set(collector.paths) == {"/v1/traces"}
+    assert len(collector.spans) == 3, "what is refused has none"
+    (mine,) = [pair for pair in collector.spans if int.from_bytes(pair[1].trace_id) == TRACE]
+    assert_latencies(*mine, answer.json()["id"])
+    told = [json.loads(line) for line in lines if line.startswith('{"time"')]
+    ended = [line for line in told if line["logger"] == "lockstep.requests"]
+    assert [line["message"].partition(":")[0] for line in ended] == ["ended"] * 2 + ["ended early"]
+    (line,) = [line for line in ended if line.get("request_id") == "mine"]
+    assert line["id"] == answer.json()["id"]
 
 
-def test_dead_engine(server):
-    server.client.alive = False
-    assert fetch(server, "POST", "/v1/completions", json={"prompt": "x"}).status_code == 503
-    assert fetch(server, "GET", "/health").status_code == 503
+def assert_latencies(resource: Any, span: Any, request_id: str) -> None:
+    """Those of the engine, and the ids of both sides."""
+    assert values(resource.attributes)["service.name"] == "lockstep"
+    assert int.from_bytes(span.parent_span_id) == PARENT
+    told = values(span.attributes)
+    assert told["gen_ai.request.id"] == request_id
+    assert told["gen_ai.usage.completion_tokens"] == 12
+    assert told["lockstep.usage.draft_tokens"] > 0
+    parts = [f"gen_ai.latency.time_in_{name}" for name in ("queue", "model_prefill")]
+    first = told["gen_ai.latency.time_to_first_token"]
+    assert sum(told[name] for name in parts) == pytest.approx(first)
+    assert 0 < first < first + told["gen_ai.latency.time_in_model_decode"]
+    assert first + told["gen_ai.latency.time_in_model_decode"] <= told["gen_ai.latency.e2e"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_disconnect_aborts(server, stream):
-    server.client.hang = True
-    server.eos = None
-    server.client.answer = lambda request: request.prompt_token_ids[:1]
-
-    body = {"prompt": "x", "max_tokens": 50, "stream": stream, "n": 2}
-    asyncio.run(ask_and_leave(server, "/v1/completions", body, requests=2))
-    assert sorted(server.client.aborted) == sorted(r.id for r in server.client.requests)
-
-
-def test_models_tokens_docs(server):
-    models = fetch(server, "GET", "/v1/models").json()["data"]
-    assert [(m["id"], m["max_model_len"]) for m in models] == [("tiny", 512)]
-    assert fetch(server, "GET", "/v1/models/tiny").status_code == 200
-    assert fetch(server, "GET", "/v1/models/none").json()["error"]["code"] == "model_not_found"
-    found = fetch(server, "POST", "/tokenize", json={"prompt": "the fox"}).json()
-    back = fetch(server, "POST", "/detokenize", json={"tokens": found["tokens"]}).json()
-    assert back == {"prompt": "the fox"} and found["count"] == len(found["tokens"])
-    messages = [{"role": "user", "content": "x"}]
-    assert fetch(server, "POST", "/tokenize", json={"messages": messages}).json()["count"] > 3
-    assert fetch(server, "POST", "/tokenize", json={}).status_code == 400
-    assert fetch(server, "GET", "/docs").status_code == 200
-    assert "/v1/chat/completions" in fetch(server, "GET", "/openapi.json").json()["paths"]
+def assert_sigterm_lets_a_short_answer_end(running: Any, client: httpx.Client) -> None:
+    """And then ends streams with an error."""
+    long = {"prompt": "1, 2,", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    short = {**long, "max_tokens": 8}
+    with client.stream("POST", "/v1/completions", json=long) as endless:
+        next(lines := endless.iter_lines())
+        with client.stream("POST", "/v1/completions", json=short) as answer:
+            next(rest := answer.iter_lines())
+            running.send_signal(signal.SIGTERM)
+            assert_new_connections_are_answered(running, client)
+            ended = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
+        found = [line for line in lines if line]
+    assert ended[-1]["choices"][0]["finish_reason"] == "length"
+    assert found[-1] == "data: [DONE]"
+    error = json.loads(found[-2].removeprefix("data: "))["error"]
+    assert "shutting down" in error["message"] and error["code"] == "engine_unavailable"
+    assert running.wait(PATIENCE) == 0, "a server that was asked to end has not failed"
 
 
-def test_metrics(server):
-    stats = Stats(num_running=2, pages_used=5, pages=10)
-    server.client.counts = stats
-    stats.generation_tokens_total = 7
-    stats.ttft_seconds = [0.2]
-    stats.requests_success_total["stop"] = 3
-    text = fetch(server, "GET", "/metrics").text
-    assert 'lockstep:num_requests_running{model_name="tiny"} 2.0' in text
-    assert 'lockstep:kv_cache_usage_perc{model_name="tiny"} 0.5' in text
-    assert 'lockstep:generation_tokens_total{model_name="tiny"} 7.0' in text
-    assert 'lockstep:request_success_total{finished_reason="stop",model_name="tiny"} 3.0' in text
-    assert 'lockstep:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
+def assert_new_connections_are_answered(running: Any, client: httpx.Client) -> None:
+    """While requests run after SIGTERM, none is refused a connection: it is told to come again."""
+    deadline = time.monotonic() + PATIENCE
+    while client.get("/health").status_code == 200 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = client.post("/v1/completions", json={"prompt": "x"})
+    assert (found.status_code, found.headers["retry-after"]) == (503, "5")
+    assert "close" in found.headers["connection"]
+    assert running.poll() is None
 
 
-def test_counters_only_grow():
-    metrics = Metrics("m")
-    for total in (3, 5):
-        text = metrics.render(Stats(steps_total=total)).decode()
-    assert 'lockstep:decode_steps_total{model_name="m"} 5.0' in text
+DYING = """
+import sys
+from lockstep.engine.engine import Engine
+from lockstep.errors import EngineDeadError
+from lockstep.__main__ import main
+
+def step(engine):
+    raise EngineDeadError("the device is gone") if engine.scheduler.entries else RuntimeError
+
+def recover(engine):
+    raise EngineDeadError("the device is gone")
+
+Engine.step, Engine.recover = step, recover
+sys.argv = ["lockstep", *sys.argv[1:]]
+main()
+"""
 
 
-def test_shown_lines_work(processor):
-    url = "http://127.0.0.1:1"
-    ready, curl = how_to_ask(url, "tiny").splitlines()
-    assert ready == f"Ready: the model 'tiny' at {url}/v1 (base_url of OpenAI clients)"
-    words = shlex.split(curl)
-    assert words[2] == f"{url}/v1/chat/completions" and json.loads(words[-1])["model"] == "tiny"
-    assert json.loads(words[-1])["messages"][0]["content"] == "List the first 12 primes."
-    assert f"{url}/v1/completions" in how_to_ask(url, "tiny", chats=False)
-    _, curl = how_to_ask(url, "tiny", keys=True).splitlines()
-    assert "Authorization: Bearer KEY" in shlex.split(curl)
+def test_an_engine_that_cannot_go_on_ends_the_process(process: Any):
+    running, client = process("--disable-frontend-multiprocessing", code=DYING)
+    found = client.post("/v1/completions", json={"prompt": "x"})
+    assert found.status_code == 503 and found.json()["error"]["code"] == "engine_unavailable"
+    _, told = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 2, told
+    assert "EngineDeadError" in told and "the device is gone" in told.splitlines()[-1]
+
+
+def test_a_port_in_use_is_told_before_loading(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = ["lockstep", "serve", "--model", "/no/such/model", "--port", port]
+        monkeypatch.setattr("sys.argv", command)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and f"port={port}" in told
+    assert "Traceback" not in told

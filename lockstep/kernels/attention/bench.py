@@ -7,19 +7,26 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.attention import paged_attention
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark, kept_bytes
+from lockstep.kernels.bench_types import (
+    BenchEnv,
+    Cost,
+    LazyBenchmark,
+    ModelShape,
+    OpBenchmark,
+    cache_bytes_per_token,
+)
 from lockstep.kernels.formats.kv import quantizers_of
 from lockstep.kernels.formats.kv.table import head_quantizers
 from lockstep.step import PAGE_SIZE
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """Yield paged_attention with the model's heads."""
     if model.kv_heads:
         yield paged_attention, partial(_paged_attention, model, env, query_len)
 
 
-def _paged_attention(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark:
+def _paged_attention(model: ModelShape, env: BenchEnv, query_len: int) -> OpBenchmark:
     """Build the benchmark: as many rows as exceed the L2, with pages in random order."""
     heads = model.heads
     kv_heads = model.kv_heads
@@ -29,8 +36,10 @@ def _paged_attention(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark
     size = env.dtype.itemsize
     quantizers = head_quantizers(env.format, dim) or (None, None)
     shape = (PAGE_SIZE, kv_heads, dim)
-    token_bytes = kept_bytes(*(env.cache(quantizer, 1, *shape) for quantizer in quantizers))
-    rows = env.enough(context * token_bytes)
+    token_bytes = cache_bytes_per_token(
+        *(env.cache(quantizer, 1, *shape) for quantizer in quantizers)
+    )
+    rows = env.rows_per_chain(context * token_bytes)
     pages = rows * pages_per_row + 1
     k, v = (env.cache(quantizer, pages + i, *shape) for i, quantizer in enumerate(quantizers))
     traits = dict(heads=heads, kv_heads=kv_heads, head_dim=dim, quantizers=quantizers_of(k, v))
@@ -41,7 +50,7 @@ def _paged_attention(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark
     starts = env.ints(torch.full((rows,), context - query_len))
     bounds = env.ints(torch.arange(rows + 1) * query_len)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         tokens = q[begin * query_len : end * query_len]
         row_arguments = (table[begin:end], bounds[: end - begin + 1], starts[begin:end])
         return lambda: attend(tokens, k, v, *row_arguments, query_len, dim**-0.5)

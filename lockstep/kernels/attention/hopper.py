@@ -49,7 +49,7 @@ from lockstep.kernels.attention.warpgroup import (
     wait_tile,
     zero_tail,
 )
-from lockstep.kernels.backends import arch_of
+from lockstep.kernels.backends import resolve_architecture
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, combine_sums
 
@@ -350,7 +350,7 @@ def _supports(**traits: Any) -> str | None:
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
         return "p is multiplied in bf16 or fp16"
     reason = supports(**traits)
-    if reason is None and arch_of(**traits) != HOPPER:
+    if reason is None and resolve_architecture(**traits) != HOPPER:
         return "wgmma exists on Hopper only"
     return reason
 

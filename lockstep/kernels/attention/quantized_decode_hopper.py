@@ -312,7 +312,7 @@ def paged_attention_quantized_decode(
     division: None for that of choose_division.
     """
     sizes = SplitKVSizes.from_arguments(q, k_cache, page_table, starts, query_len)
-    processors = architecture.processors_of(q.device)
+    processors = architecture.multiprocessor_count(q.device)
     division = division or choose_division(
         sizes.rows, sizes.count, sizes.kv_heads, sizes.num_splits, processors
     )

@@ -45,7 +45,7 @@ from lockstep.kernels.attention.triton import (
     supports,
 )
 from lockstep.kernels.attention.warpgroup import TILE, TILES_PER_SPLIT
-from lockstep.kernels.backends import arch_of
+from lockstep.kernels.backends import resolve_architecture
 from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, exponentiate
 from lockstep.kernels.device.tiles import zero_tail_rows
@@ -382,7 +382,7 @@ def _supports(**traits: Any) -> str | None:
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
         return "p is multiplied in bf16 or fp16"
     reason = supports(**traits)
-    if reason is None and arch_of(**traits) != architecture.HOPPER:
+    if reason is None and resolve_architecture(**traits) != architecture.HOPPER:
         return "wgmma exists on Hopper only"
     return reason
 

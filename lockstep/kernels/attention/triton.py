@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
-from lockstep.kernels.architecture import shared_of, stages_within
+from lockstep.kernels.architecture import fit_stages, shared_memory_limit
 from lockstep.kernels.attention import KV_SPLIT, paged_attention
 from lockstep.kernels.attention.epilogue import finish_rotated, store_output
 from lockstep.kernels.backends import gpu_trait
@@ -415,9 +415,9 @@ def choose_partition(
         fixed_bytes += stage_bytes // 2  # one dequantized tile, keys or values
         fixed_bytes += keys_per_tile(dtype) * block_rows * dtype.itemsize  # p
         stage_bytes = keys_per_tile(dtype) * quantized_bytes
-        stages_that_fit = 1 + (shared_of(arch) // 2 - fixed_bytes) // stage_bytes
+        stages_that_fit = 1 + (shared_memory_limit(arch) // 2 - fixed_bytes) // stage_bytes
         max_stages = max(2, min(max_stages, stages_that_fit))  # two CTAs per multiprocessor
-    num_stages = stages_within(max_stages, stage_bytes, fixed_bytes, arch)
+    num_stages = fit_stages(max_stages, stage_bytes, fixed_bytes, arch)
     return Partition(block_rows, span_splits, parallel_spans, combines, num_warps, num_stages)
 
 
@@ -447,7 +447,7 @@ def paged_attention_triton(
     if not len(q):
         return out
     num_splits = triton.cdiv(page_table.shape[1] * page, KV_SPLIT)
-    arch = architecture.number_of(q.device)
+    arch = architecture.sm_number(q.device)
     quantized_bytes = quantized_token_bytes(k_cache, v_cache)
     sizes = (rows, query_len, heads, kv_heads, dim, num_splits)
     p = partition or choose_partition(*sizes, q.dtype, arch, quantized_bytes)

@@ -11,12 +11,12 @@ from lockstep.kernels.bench_types import (
     EPS,
     BenchEnv,
     Cost,
-    Latent,
-    Made,
-    Model,
+    LatentShape,
+    LazyBenchmark,
+    ModelShape,
     OpBenchmark,
-    cut_by_tokens,
-    kept_bytes,
+    benchmark_per_token,
+    cache_bytes_per_token,
 )
 from lockstep.kernels.formats.kv import quantizers_of
 from lockstep.kernels.formats.kv.table import latent_quantizer
@@ -24,20 +24,22 @@ from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_
 from lockstep.step import PAGE_SIZE
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """Yield both ops of a model with latent attention."""
     if model.latent:
         yield latent_rope_and_cache, partial(_rope, model, model.latent, env, query_len)
         yield latent_attention, partial(_attention, model, model.latent, env, query_len)
 
 
-def _rope(model: Model, dims: Latent, env: BenchEnv, query_len: int) -> OpBenchmark:
+def _rope(model: ModelShape, dims: LatentShape, env: BenchEnv, query_len: int) -> OpBenchmark:
     """Build the benchmark of latent_rope_and_cache."""
     quantizer = latent_quantizer(env.format, dims.latent)
     token_width = dims.latent + dims.rope
-    token_bytes = kept_bytes(env.cache(quantizer, 1, 1, dims.latent), env.random(1, 1, dims.rope))
+    token_bytes = cache_bytes_per_token(
+        env.cache(quantizer, 1, 1, dims.latent), env.random(1, 1, dims.rope)
+    )
     token = (token_width + 2 * model.heads * dims.rope) * env.dtype.itemsize + token_bytes
-    tokens = env.enough(token * query_len) * query_len
+    tokens = env.rows_per_chain(token * query_len) * query_len
     q = env.random(tokens, model.heads, dims.plain + dims.rope)
     kv = env.random(tokens, token_width)
     slots = env.ints(torch.randperm(tokens) + PAGE_SIZE, torch.int64)
@@ -60,10 +62,12 @@ def _rope(model: Model, dims: Latent, env: BenchEnv, query_len: int) -> OpBenchm
 
     size = f"{model.heads} heads, {dims.latent} + {dims.rope}"
     given = [q, kv, positions, slots]
-    return cut_by_tokens(latent_rope_and_cache, size, query_len, backend, run, given, token, seen)
+    return benchmark_per_token(
+        latent_rope_and_cache, size, query_len, backend, run, given, token, seen
+    )
 
 
-def _attention(model: Model, dims: Latent, env: BenchEnv, query_len: int) -> OpBenchmark:
+def _attention(model: ModelShape, dims: LatentShape, env: BenchEnv, query_len: int) -> OpBenchmark:
     """Build the benchmark of latent_attention: as many rows as exceed the L2, pages in random
     order."""
     heads = model.heads
@@ -72,8 +76,10 @@ def _attention(model: Model, dims: Latent, env: BenchEnv, query_len: int) -> OpB
     token_width = dims.latent + dims.rope
     size = env.dtype.itemsize
     pages_per_row = -(-context // PAGE_SIZE)
-    token_bytes = kept_bytes(env.cache(quantizer, 1, 1, dims.latent), env.random(1, 1, dims.rope))
-    rows = env.enough(context * token_bytes)
+    token_bytes = cache_bytes_per_token(
+        env.cache(quantizer, 1, 1, dims.latent), env.random(1, 1, dims.rope)
+    )
+    rows = env.rows_per_chain(context * token_bytes)
     latents = env.cache(quantizer, rows * pages_per_row + 1, PAGE_SIZE, dims.latent)
     ropes = env.random(rows * pages_per_row + 1, PAGE_SIZE, dims.rope)
     traits = dict(
@@ -88,7 +94,7 @@ def _attention(model: Model, dims: Latent, env: BenchEnv, query_len: int) -> OpB
     starts = env.ints(torch.full((rows,), context - query_len))
     bounds = env.ints(torch.arange(rows + 1) * query_len)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         queries = [part[begin * query_len : end * query_len] for part in q]
         row_arguments = (table[begin:end], bounds[: end - begin + 1], starts[begin:end])
         return lambda: attend(

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lockstep.kernels.architecture import HOPPER, processors_of
-from lockstep.kernels.backends import arch_of
+from lockstep.kernels.architecture import HOPPER, multiprocessor_count
+from lockstep.kernels.backends import resolve_architecture
 from lockstep.kernels.device.softmax import (
     LOG2E,
     NO_SCORE,
@@ -578,7 +578,7 @@ def _supports(**traits: Any) -> str | None:
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
         return "p is multiplied in bf16 or fp16"
     reason = supports(**traits)
-    if reason is None and arch_of(**traits) != HOPPER:
+    if reason is None and resolve_architecture(**traits) != HOPPER:
         return "wgmma exists on Hopper only"
     return reason
 
@@ -643,7 +643,7 @@ def _launch(
     count = rows * query_len * heads * num_partials
     blocks = tile.blocks(query_len, heads)
     items = rows * blocks * chosen.parallel
-    processors = processors_of(q_latent.device)
+    processors = multiprocessor_count(q_latent.device)
     column_parts = column_parts_of(items, processors)
     items *= column_parts
     # Persistent: one CTA per multiprocessor; shared memory has no room for two.

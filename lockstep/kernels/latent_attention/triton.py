@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
-from lockstep.kernels.architecture import HOPPER, stages_within
+from lockstep.kernels.architecture import HOPPER, fit_stages
 from lockstep.kernels.attention import KV_SPLIT
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.kv_tile import load_kv_tile, pages_of_tile
@@ -413,7 +413,7 @@ def latent_attention_triton(
     out = torch.empty_like(q_latent)
     if not len(out):
         return out
-    arch = architecture.number_of(q_latent.device)
+    arch = architecture.sm_number(q_latent.device)
     tile = choose_tile(q_latent.dtype, arch)
     num_keys = page_table.shape[1] * page
     chosen = partition or choose_partition(rows, query_len, heads, latent, num_keys, tile)
@@ -441,7 +441,7 @@ def latent_attention_triton(
         latent_operand.scales, latent_operand.layer_constant, latent_operand.num_scales,
         latent_operand.values_per_load, latent_operand.load, latent_operand.dequantize,
         quantized_bytes > 0 and q_latent.dtype != torch.float32 and target.opaque,
-        num_warps=tile.num_warps, num_stages=stages_within(2, stage_bytes, fixed_bytes, arch),
+        num_warps=tile.num_warps, num_stages=fit_stages(2, stage_bytes, fixed_bytes, arch),
         enable_fp_fusion=False,
     )  # fmt: skip
     if num_partials:

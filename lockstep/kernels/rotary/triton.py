@@ -16,9 +16,10 @@ from torch import Tensor
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.hadamard import rotate
 from lockstep.kernels.device.kv_tile import store_quantized
+from lockstep.kernels.device.reductions import inverse_rms, row_sums, spread
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import kv_operand, unsupported_cache
-from lockstep.kernels.norm.rms import inverse_rms, row_layout, row_sums, spread
+from lockstep.kernels.norm.triton import row_layout
 from lockstep.kernels.rotary import rope_and_cache
 
 MAX_HEAD_DIM = 1024

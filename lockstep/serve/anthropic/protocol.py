@@ -1,0 +1,458 @@
+"""What clients may send to /v1/messages, Anthropic's API, and how it becomes a ChatRequest."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from lockstep.serve.openai.protocol import (
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_PARTS,
+    MAX_TOOLS,
+    TOOL_DEFAULTS,
+    TOOL_NOTES,
+    ChatRequest,
+    Effort,
+    TurnFields,
+    chat_request,
+    one_system,
+    own_kind,
+)
+from lockstep.serve.openai.responses.call_items import shallow
+from lockstep.serve.openai.responses.client_tools import function_name
+from lockstep.serve.requests.body_models import NOTES, Body, Nested
+from lockstep.serve.requests.unsupported_fields import MESSAGES, refuse, without_effect
+
+MAX_ID = 256
+"""Characters of a call's id."""
+SAME = (*TurnFields.model_fields, "chat_template_kwargs")
+"""Fields that are called so in a ChatRequest too."""
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "reasoning_effort": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "response_format": "output_config.format",
+    "continue_final_message": "messages",
+}
+"""A ChatRequest's field -> the one that it was made of."""
+BILLING_MARK = "x-anthropic-billing-header:"
+"""Beginning of a first line of the system that is metadata for Anthropic's billing."""
+
+
+class TextBlock(Nested):
+    """Text."""
+
+    WITHOUT_EFFECT = NOTES
+
+    type: Literal["text"]
+    text: str
+
+
+def _only_text(kind: Any) -> Any:
+    if kind != "text":
+        raise ValueError("this server reads text only; allowed: text. Send text in its place")
+    return kind
+
+
+class PlainText(TextBlock):
+    """Text, where no other block may come: in the system, and in a tool's result."""
+
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
+
+
+def _blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+TextList = Annotated[list[PlainText], Field(fail_fast=True, max_length=MAX_PARTS)]
+Texts = Annotated[TextList, BeforeValidator(_blocks, json_schema_input_type=str | TextList)]
+
+
+class ToolUseBlock(Nested):
+    """A call that the model made."""
+
+    WITHOUT_EFFECT = (NOTES - {"id"}) | {"caller", "partial_json"}
+
+    type: Literal["tool_use"]
+    id: str = Field(max_length=MAX_ID)
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Nested):
+    """What a call gave. Chat templates have no word for is_error."""
+
+    WITHOUT_EFFECT = NOTES | {"caller"}
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(max_length=MAX_ID)
+    content: Texts = Field(default_factory=list)
+    is_error: bool = False
+
+
+class ServerCallBlock(Nested):
+    """Call of a tool that another server ran."""
+
+    WITHOUT_EFFECT = (NOTES - {"id"}) | {"caller"}
+
+    type: Literal["server_tool_use", "mcp_tool_use"]
+    id: str = Field(max_length=MAX_ID)
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    server_name: str | None = Field(None, max_length=MAX_NAME)
+    input: dict[str, Any]
+
+
+def _readable(value: Any) -> Any:
+    """Return a result without what its server encrypted. Raise ValueError for what is no text."""
+    return _without_encrypted(shallow(value))
+
+
+def _without_encrypted(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_encrypted(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") in ("base64", "image"):
+        raise ValueError("this server reads text only; allowed: text. Send text in its place")
+    # Clients move their cache marks with every turn, which would cost the prefix hit.
+    return {
+        key: _without_encrypted(one)
+        for key, one in value.items()
+        if one is not None and key != "cache_control" and not key.startswith("encrypted_")
+    }
+
+
+_LISTS = ("content", "tool_references", "lines")
+_VALUES = (
+    *("type", "url", "title", "text", "page_age", "retrieved_at", "error_code", "error_message"),
+    *("stdout", "stderr", "return_code", "file_type", "is_file_update", "num_lines", "start_line"),
+    *("total_lines", "new_lines", "new_start", "old_lines", "old_start"),
+)
+_FIELDS: dict[str, Any] = {**dict.fromkeys(_VALUES, {}), **dict.fromkeys(_LISTS, {"items": {}})}
+RESULT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": _FIELDS},
+        {"type": "array", "items": {"type": "object", "properties": _FIELDS}},
+    ]
+}
+"""Results of tools of other servers, with the fields that Anthropic's API publishes."""
+
+
+class ServerResultBlock(Nested):
+    """Result of a call that another server ran. The model reads it as JSON."""
+
+    WITHOUT_EFFECT = NOTES | {"caller"}
+
+    type: Literal[
+        "bash_code_execution_tool_result",
+        "code_execution_tool_result",
+        "mcp_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    ]
+    tool_use_id: str = Field(max_length=MAX_ID)
+    content: Annotated[Any, BeforeValidator(_readable), WithJsonSchema(RESULT_SCHEMA)]
+    is_error: bool = False
+
+
+class RedactedThinkingBlock(Nested):
+    """Reasoning that another server encrypted: nobody else can read it, so no prompt shows it."""
+
+    WITHOUT_EFFECT = NOTES | {"data"}
+
+    type: Literal["redacted_thinking"]
+
+
+class ThinkingBlock(Nested):
+    """Reasoning of an earlier answer."""
+
+    WITHOUT_EFFECT = NOTES
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+Block = Annotated[
+    TextBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ServerCallBlock
+    | ServerResultBlock,
+    Field(discriminator="type"),
+]
+BlockList = Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+class SentMessage(Nested):
+    """A message of the user, of the assistant, or of the system in between."""
+
+    WITHOUT_EFFECT = NOTES | {
+        "container",
+        "context_management",
+        "diagnostics",
+        "model",
+        "parsed_output",
+        "stop_details",
+        "stop_reason",
+        "stop_sequence",
+        "system_fingerprint",
+        "tool_call_parse_error",
+        "type",
+        "usage",
+    }
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[BlockList, BeforeValidator(_blocks, json_schema_input_type=str | BlockList)]
+
+
+class SentTool(Nested):
+    """A tool of the client; `input_schema` is a JSON schema."""
+
+    WITHOUT_EFFECT = TOOL_NOTES
+    ONLY_DEFAULTS = TOOL_DEFAULTS
+
+    type: Annotated[Literal["custom"], own_kind("custom")] = "custom"
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoice(Nested):
+    """Which tools the model may call, or must."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = Field(None, max_length=MAX_NAME)
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> "ToolChoice":
+        if self.type == "tool" and not self.name:
+            raise ValueError("type tool needs a name; send that of one of the tools")
+        return self
+
+
+class Thinking(Nested):
+    """Switch of reasoning and its maximum number of tokens; adaptive: the template decides."""
+
+    WITHOUT_EFFECT = frozenset({"display"})
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0, lt=2**31)
+
+
+class OutputFormat(Nested):
+    """The answer's form: JSON of a schema."""
+
+    type: str
+    schema_: Any = Field(None, alias="schema")
+
+
+class OutputConfig(Nested):
+    """How much to reason, and the answer's form."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(Body):
+    """The body of /v1/messages/count_tokens."""
+
+    OWN_NAMES = {}
+    messages: list[SentMessage] = Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+    model: str | None = None
+    system: Texts | None = None
+    tools: list[SentTool] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def roles(self) -> list[str]:
+        """The role of each message."""
+        return [message.role for message in self.messages]
+
+    def ignored_fields(self) -> list[str]:
+        """The names, in order, of sent fields that have no effect."""
+        found = [*without_effect(self.model_extra or (), MESSAGES), *self._beside_prompt()]
+        blocks = [block for message in self.messages for block in message.content]
+        if any(isinstance(block, ToolResultBlock) and block.is_error for block in blocks):
+            found.append("tool_result.is_error")
+        if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
+            found.append("redacted_thinking")
+        if self.system and self.system[0].text.startswith(BILLING_MARK):
+            found.append("system.x-anthropic-billing-header")
+        return sorted(found)
+
+    def chat(self) -> ChatRequest:
+        """The turn that is asked for. Raises RequestError."""
+        beside = self._beside_prompt()
+        extra = self.model_extra or {}
+        refuse({name: extra[name] for name in extra if name not in beside}, MESSAGES)
+        messages = one_system(list(self._messages()))
+        # A result of another server's tool may end what the assistant said.
+        last = messages[-1]["role"] if messages else None
+        goes_on = self.messages[-1].role == last == "assistant"
+        choice = self.tool_choice
+        config = self.output_config
+        form = config.format if config else None
+        fields = {
+            "messages": messages,
+            "tools": [_chat_tool(tool) for tool in self.tools or ()],
+            "tool_choice": _chat_choice(choice) if choice else "auto",
+            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+            "continue_final_message": goes_on,
+            "add_generation_prompt": not goes_on,
+            "reasoning_effort": self._effort(),
+            "thinking_token_budget": self.thinking.budget_tokens if self.thinking else None,
+            "response_format": _chat_format(form) if form else None,
+            **self._more(),
+        }
+        return chat_request(fields, NAMES)
+
+    def _beside_prompt(self) -> list[str]:
+        """Fields of a message that were sent to count its prompt, which they do not change."""
+        return [name for name in self.model_extra or () if name in MessagesRequest.model_fields]
+
+    def _more(self) -> dict[str, Any]:
+        """Fields of the turn that do not change the prompt."""
+        return {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
+
+    def _effort(self) -> str | None:
+        """How much to reason; None, as where thinking is adaptive, leaves it to the model."""
+        kind = self.thinking.type if self.thinking else "adaptive"
+        if kind == "disabled":
+            return "none"
+        asked = self.output_config.effort if self.output_config else None
+        return asked or ("high" if kind == "enabled" else None)
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        system = _without_billing(self.system or [])
+        if system:
+            yield {"role": "system", "content": _parts(system)}
+        for message in self.messages:
+            if message.role == "assistant":
+                yield from _assistants(message.content)
+            else:
+                yield from _others(message.role, message.content)
+
+
+class MessagesRequest(TurnFields, CountRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = Field(None, fail_fast=True, max_length=MAX_PARTS)
+    metadata: dict[str, Any] | None = None
+
+    def _more(self) -> dict[str, Any]:
+        same = {name: getattr(self, name) for name in SAME}
+        return {**same, "max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}
+
+
+def _without_billing(system: Sequence[TextBlock]) -> Sequence[TextBlock]:
+    """Return the system's blocks without a first line for Anthropic's billing.
+
+    Claude Code changes that line with every request, so no later token could be a prefix hit.
+    """
+    if not system or not system[0].text.startswith(BILLING_MARK):
+        return system
+    rest = system[0].text.partition("\n")[2]
+    first = [TextBlock(type="text", text=rest)] if rest.strip() else []
+    return [*first, *system[1:]]
+
+
+def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": block.text} for block in blocks]
+
+
+def _assistants(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield an assistant's blocks as messages: one, or several around results of other servers."""
+    begin = 0
+    for i, block in enumerate(blocks):
+        # Templates have results in messages of the role tool, after the message with the call.
+        if isinstance(block, ServerResultBlock):
+            if blocks[begin:i]:
+                yield _assistant(blocks[begin:i])
+            begin = i + 1
+            content = block.content
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    if blocks[begin:] or not blocks:
+        yield _assistant(blocks[begin:])
+
+
+def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
+    """Return an assistant's blocks as one message."""
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": _called_name(block), "arguments": block.input},
+        }
+        for block in blocks
+        if isinstance(block, (ToolUseBlock, ServerCallBlock))
+    ]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    return {
+        "role": "assistant",
+        "content": _parts([block for block in blocks if isinstance(block, TextBlock)]),
+        "tool_calls": calls or None,
+        "reasoning_content": "".join(thoughts) or None,
+    }
+
+
+def _called_name(block: ToolUseBlock | ServerCallBlock) -> str:
+    """Return the name of the function that a block calls."""
+    server = block.server_name if isinstance(block, ServerCallBlock) else None
+    return function_name(block.name, server)
+
+
+def _others(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Blocks of a user or the system as messages: results of tools are messages of their own."""
+    texts: list[TextBlock] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        elif isinstance(block, ToolResultBlock):
+            if texts:
+                yield {"role": role, "content": _parts(texts)}
+                texts = []
+            content = _parts(block.content)
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    if texts:
+        yield {"role": role, "content": _parts(texts)}
+
+
+def _chat_tool(tool: SentTool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    known = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": known}
+
+
+def _chat_format(form: OutputFormat) -> dict[str, Any]:
+    """Return `output_config.format` as `response_format`, which wants a name."""
+    if form.type != "json_schema":
+        return {"type": form.type}
+    schema = {"name": "output", "schema": form.schema_}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _chat_choice(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"any": "required"}.get(choice.type, choice.type)

@@ -1,0 +1,1 @@
+"""HTTP layers: connections, bodies, access rules, request ids, errors."""

@@ -1,0 +1,199 @@
+"""The door: hosts, keys, bodies."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from lockstep.serve.app import create_app
+from lockstep.serve.http.access import Rules, default_hosts
+from lockstep.serve.requests.service import Service
+from tests.serve.api_calls import TEXT_PATH
+
+
+def ask(server, processor, rules, method="GET", path="/health", docs=True, more=None, **options):
+    service = Service(server.client, processor, "tiny", "ls-test")
+    app = create_app(service, rules, docs, **(more or {}))
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+
+    async def run():
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (None, 401),
+        ("Bearer", 401),
+        ("Bearer ", 401),
+        ("Bearer wrong", 401),
+        ("Basic one", 401),
+        ("one", 401),
+        ("Bearer one", 200),
+        ("bearer two", 200),
+    ],
+)
+def test_keys(server, processor, sent, status):
+    rules = Rules(keys=("one", "two"))
+    headers = {"Authorization": sent} if sent else {}
+    found = ask(server, processor, rules, path="/v1/models", headers=headers)
+    assert found.status_code == status
+    if status == 401:
+        assert found.json()["error"]["code"] == "invalid_api_key"
+        assert found.headers["www-authenticate"] == "Bearer"
+    for path in ("/metrics", "/openapi.json", "/docs", "/nowhere"):
+        assert ask(server, processor, rules, path=path).status_code == 401
+    assert ask(server, processor, rules).status_code == 200, "probes have no key"
+
+
+def test_no_docs(server, processor):
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        assert ask(server, processor, Rules(), path=path, docs=False).status_code == 404
+
+
+def test_the_tokenizers_settings_are_told_where_the_operator_allows_it(server, processor):
+    path = "/tokenizer_info"
+    assert ask(server, processor, Rules(), path=path).status_code == 404
+    info = ask(server, processor, Rules(), path=path, more={"tokenizer_info": True}).json()
+    tokenizer = processor.tokenizer
+    assert info["chat_template"] == tokenizer.chat_template
+    assert info["eos_token"] == tokenizer.special_tokens["eos_token"]
+    assert len(tokenizer.encode(info["eos_token"], False)) == 1
+    assert info.keys() >= tokenizer.config.keys()
+
+
+def test_the_prefix_cache_is_reset_where_the_operator_allows_it(server, processor):
+    path = "/reset_prefix_cache"
+    assert ask(server, processor, Rules(), "POST", path).status_code == 404
+    found = ask(server, processor, Rules(), "POST", path, more={"cache_reset": True})
+    assert (found.status_code, server.client.resets) == (200, 1)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LocalHost:8000", 200),
+        ("127.0.0.1:80", 200),
+        ("[::1]:80", 200),
+        ("[::1]", 200),
+        ("evil.example", 400),
+        ("localhost.evil.example", 400),
+        ("evil.example:localhost", 400),
+        ("", 400),
+    ],
+)
+def test_hosts(server, processor, host, status):
+    rules = Rules(hosts=default_hosts("127.0.0.1"))
+    found = ask(server, processor, rules, headers={"Host": host})
+    assert found.status_code == status
+    if status == 400:
+        assert "--allowed-hosts" in found.json()["error"]["message"]
+
+
+def test_hosts_of_addresses():
+    assert default_hosts("0.0.0.0") == default_hosts("::") == default_hosts("10.1.2.3") == ("*",)
+    assert "127.0.0.5" in default_hosts("127.0.0.5")
+
+
+def test_a_body_too_large_by_its_header_and_by_its_length(server, processor):
+    rules = Rules(body_bytes=1000)
+    body = json.dumps({"prompt": "x" * 2000}).encode()
+    headers = {"Content-Type": "application/json"}
+    found = ask(server, processor, rules, "POST", TEXT_PATH, content=body, headers=headers)
+    assert found.status_code == 413 and "--max-body-size" in found.json()["error"]["message"]
+
+    async def parts():
+        for at in range(0, len(body), 100):
+            yield body[at : at + 100]
+
+    found = ask(server, processor, rules, "POST", TEXT_PATH, content=parts(), headers=headers)
+    assert found.status_code == 413 and found.json()["error"]["type"] == "invalid_request_error"
+    small = ask(server, processor, rules, "POST", TEXT_PATH, json={"prompt": "x"})
+    assert small.status_code == 200
+
+
+def test_two_lengths(server, processor):
+    headers = {"Content-Length": "3", "Transfer-Encoding": "chunked"}
+    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=b"{}x", headers=headers)
+    assert found.status_code == 400 and "exclude each other" in found.json()["error"]["message"]
+    assert found.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "9" * 5000])
+def test_lengths_that_are_none(server, processor, length):
+    headers = {"Content-Length": length}
+    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=b"", headers=headers)
+    assert found.status_code in (400, 413) and found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "status"), [("gzip", 415), ("identity", 200), ("br, gzip", 415)]
+)
+def test_compressed_bodies(server, processor, encoding, status):
+    """What unpacks to a thousand times its size is not unpacked."""
+    headers = {"Content-Encoding": encoding}
+    found = ask(
+        server, processor, Rules(), "POST", TEXT_PATH, json={"prompt": "x"}, headers=headers
+    )
+    assert found.status_code == status
+    assert status == 200 or "as it is" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"prompt": "\xff"}', "codec can't decode"),
+        (b'{"prompt": ' + b"[" * 10_000, "recursion depth"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "limit (4300 digits)"),
+    ],
+)
+def test_bodies_that_json_has_no_place_for(server, processor, body, said):
+    headers = {"Content-Type": "application/json"}
+    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=body, headers=headers)
+    assert found.status_code == 400
+    message = found.json()["error"]["message"]
+    assert message.startswith("the body is not JSON: ")
+    assert said in message
+
+
+def scope_of(path=TEXT_PATH):
+    headers = [(b"host", b"test"), (b"content-type", b"application/json")]
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": headers,
+        "http_version": "1.1",
+        "scheme": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "root_path": "",
+        "server": ("test", 80),
+        "client": ("test", 1),
+    }
+
+
+def test_a_body_that_does_not_come(server, processor):
+    service = Service(server.client, processor, "tiny", "ls-test")
+    app = create_app(service, Rules(body_seconds=0.05))
+    sent = []
+
+    async def receive():
+        if not sent:
+            sent.append(None)
+            return {"type": "http.request", "body": b"{", "more_body": True}
+        await asyncio.sleep(3600)
+
+    found = []
+
+    async def send(message):
+        found.append(message)
+
+    asyncio.run(asyncio.wait_for(app(scope_of(), receive, send), 5))
+    assert found[0]["status"] == 408 and b"did not come" in found[1]["body"]

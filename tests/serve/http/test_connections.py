@@ -1,0 +1,458 @@
+"""Connections over real sockets: slow heads, too many of them, two lengths, a slow body."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import h11
+import pytest
+import uvicorn
+
+from lockstep.serve.app import create_app
+from lockstep.serve.http import connections
+from lockstep.serve.http.access import Rules
+from lockstep.serve.http.connections import MAX_CHUNKS, BoundedProtocol, _BoundedConnection
+from lockstep.serve.requests.service import Limits, Service
+from lockstep.serve.server import Options, _config
+
+PATIENCE = 20.0
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@contextlib.contextmanager
+def serving(
+    server,
+    processor,
+    *,
+    most=100,
+    head=0.4,
+    keep_alive=1,
+    write=PATIENCE,
+    drop=PATIENCE,
+    dropped=connections.MAX_DROPPED_BYTES,
+    gone=None,
+    rules=None,
+    limits=None,
+) -> Iterator[tuple[str, int]]:
+    """gone: an event that tells that a connection has ended. drop: seconds of silence after which
+    a body's rest is not waited for; dropped: bytes of it that are read."""
+
+    class Protocol(BoundedProtocol):
+        head_seconds = head
+        write_seconds = write
+        drop_idle_seconds = drop
+        max_dropped_bytes = dropped
+
+        def connection_lost(self, exc):
+            super().connection_lost(exc)
+            if gone is not None:
+                gone.set()
+
+    Protocol.most = most
+    service = Service(server.client, processor, "tiny", "ls-test", limits)
+    app = create_app(service, rules or Rules(body_seconds=0.3))
+    config = uvicorn.Config(
+        app, http=Protocol, log_level="critical", lifespan="off", timeout_keep_alive=keep_alive
+    )
+    running = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # Accepted sockets inherit it: what a client does not read soon waits in the server.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while not running.started and time.monotonic() < deadline:
+                time.sleep(0.01)
+            yield listener.getsockname()[:2]
+        finally:
+            running.should_exit = True
+            thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def connect(address: tuple[str, int]) -> socket.socket:
+    return socket.create_connection(address, timeout=PATIENCE)
+
+
+def healthy(client: socket.socket) -> bool:
+    """Asks for /health and reads the answer, head and body."""
+    client.sendall(HEALTH)
+    found = b""
+    while not found.endswith(b"ok"):
+        part = client.recv(65536)
+        if not part:
+            return False
+        found += part
+    return b"200 OK" in found
+
+
+def closed_with(client: socket.socket) -> bytes:
+    """All that the server says until it closes."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            found += part
+    return found
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
+def test_a_head_that_does_not_come(server, processor, said):
+    with serving(server, processor) as address, connect(address) as client:
+        client.sendall(said)
+        begun = time.monotonic()
+        assert closed_with(client).startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - begun < PATIENCE / 2
+
+
+def test_a_head_byte_by_byte(server, processor):
+    """Every byte in time is not the head in time."""
+    with serving(server, processor) as address, connect(address) as client:
+        with contextlib.suppress(OSError):
+            for byte in HEALTH * 3:
+                client.sendall(bytes([byte]))
+                time.sleep(0.02)
+        assert closed_with(client).startswith(b"HTTP/1.1 408") or not closed_with(client)
+
+
+def test_a_connection_may_be_used_again(server, processor):
+    with serving(server, processor, head=0.3, keep_alive=2) as address, connect(address) as client:
+        for _ in range(3):
+            assert healthy(client)
+            time.sleep(0.2)
+
+
+def test_an_answer_is_not_cut_by_the_head_s_time(server, processor):
+    """A request in progress is not idle, however long it takes."""
+    server.client.hang = True
+    server.client.answer = lambda request: [5]
+    with serving(server, processor, head=0.2) as address, connect(address) as client:
+        body = b'{"prompt": "x", "max_tokens": 9, "timeout": 0.5}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        assert b"504" in client.recv(65536)
+
+
+def test_a_slow_body(server, processor):
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+        client.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+        assert b" 408 " in closed_with(client)
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"13")]])
+def test_an_answer_is_written_as_h11_writes_it(method, version, headers):
+    """Chunks take a shorter way; what goes out is the same."""
+    found = []
+    for connection in (h11.Connection(h11.SERVER), _BoundedConnection()):
+        connection.receive_data(b"%b / HTTP/%b\r\nHost: x\r\n\r\n" % (method, version))
+        connection.next_event()
+        connection.next_event()
+        datas = [] if method == b"HEAD" else [b"one", b"", b"two\r\nthree"]
+        events = [h11.Response(status_code=200, headers=headers)]
+        events += [h11.Data(data=data) for data in datas]
+        events += [h11.EndOfMessage()]
+        found.append([connection.send(event) for event in events])
+        with pytest.raises(h11.LocalProtocolError):
+            connection.send(h11.Data(data=b"behind the end"))
+    own, other = found
+    assert own == other
+
+
+def test_nothing_is_written_into_a_broken_connection():
+    connection = _BoundedConnection()
+    connection.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.next_event()
+    connection.send(h11.Response(status_code=200, headers=[]))
+    assert connection.send(h11.Data(data=b"one")) == b"3\r\none\r\n"
+    connection.send_failed()
+    with pytest.raises(h11.LocalProtocolError):
+        connection.send(h11.Data(data=b"two"))
+
+
+@pytest.mark.parametrize("version", [b"9.9", b"0.9", b"2.0"])
+def test_another_version_of_http_is_a_505(server, processor, version):
+    with serving(server, processor) as address, connect(address) as client:
+        client.sendall(b"GET /health HTTP/%b\r\nHost: localhost\r\n\r\n" % version)
+        found = closed_with(client)
+        assert found.startswith(b"HTTP/1.1 505 ") and b"allowed: 1.0 and 1.1" in found
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 100_000,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-Many: x\r\n" * 10_000 + b"X: x",
+        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost",
+    ],
+    ids=["one header", "many headers", "target"],
+)
+def test_a_head_that_is_too_large_is_a_431(server, processor, head):
+    """Also where all of it comes in one read."""
+    with serving(server, processor) as address, connect(address) as client:
+        with contextlib.suppress(OSError):
+            client.sendall(head + b"\r\n\r\n")
+        found = closed_with(client)
+        assert found.startswith(b"HTTP/1.1 431 ") and b"connection: close" in found
+
+
+def test_a_large_head_within_the_bound_is_read(server, processor):
+    with serving(server, processor) as address, connect(address) as client:
+        client.sendall(HEALTH[:-2] + b"X-Long: " + b"x" * 15_000 + b"\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+LARGE = 10 << 20
+
+
+def send_large(
+    client: socket.socket,
+    *headers: bytes,
+    path: bytes = b"/v1/completions",
+    body: bytes = b" " * LARGE,
+) -> bytes:
+    """Send a body of 10 MiB whole, then read the answer."""
+    lines = [b"POST " + path + b" HTTP/1.1", b"Host: x", b"Content-Type: application/json"]
+    head = b"\r\n".join([*lines, b"Content-Length: %d" % LARGE, *headers])
+    client.sendall(head + b"\r\n\r\n")
+    client.sendall(body)
+    return closed_with(client)
+
+
+@pytest.mark.parametrize(
+    ("rules", "status"),
+    [
+        (Rules(), b"413"),
+        (Rules(hosts=("localhost",)), b"413"),
+        (Rules(body_bytes=2 * LARGE, keys=("key",)), b"401"),
+        (Rules(body_bytes=2 * LARGE, hosts=("localhost",)), b"400"),
+    ],
+)
+def test_a_large_body_that_is_refused_gets_its_answer(server, processor, rules, status):
+    """The client sends all of it before it reads: a reset would cost it the answer."""
+    with serving(server, processor, rules=rules) as address, connect(address) as client:
+        found = send_large(client)
+        assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}")
+
+
+ROOMY = Rules(body_bytes=2 * LARGE, body_seconds=PATIENCE)
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages", b"/invocations"])
+@pytest.mark.parametrize(("status", "kind"), [(b"429", "full"), (b"503", "dead"), (b"400", "")])
+def test_a_large_body_that_was_allowed_gets_its_refusal(server, processor, path, status, kind):
+    """A queue without room and a dead engine are found once the body was read."""
+    start = b'{"max_tokens": 3, "messages": [{"role": "user", "content": "a"}]'
+    if path.endswith(b"completions"):
+        start = b'{"prompt": "a"'
+    body = start + b" " * (LARGE - len(start) - 1) + (b"}" if kind else b"]")
+    server.client.alive = kind != "dead"
+    limits = Limits(running=0, queued=0) if kind == "full" else None
+    with serving(server, processor, rules=ROOMY, limits=limits) as address:
+        with connect(address) as client:
+            found = send_large(client, b"Connection: close", path=path, body=body)
+            assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}")
+            assert (b"retry-after: " in found.lower()) == bool(kind)
+
+
+def test_more_is_dropped_where_larger_bodies_are_allowed(server, processor):
+    """The bound of what is dropped follows that of bodies."""
+    rules = Rules(body_bytes=2 * LARGE, keys=("key",))
+    with serving(server, processor, rules=rules, dropped=LARGE) as address:
+        with connect(address) as client:
+            assert send_large(client).startswith(b"HTTP/1.1 401")
+    options = Options(rules=Rules(body_bytes=1 << 30))
+    assert _config(server.app, options).http_protocol_class.max_dropped_bytes == 1 << 30
+    small = Options(rules=Rules(body_bytes=1 << 20))
+    kept = _config(server.app, small).http_protocol_class.max_dropped_bytes
+    assert kept == connections.MAX_DROPPED_BYTES
+
+
+def test_a_large_body_in_chunks_is_a_413(server, processor):
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(10):
+            client.sendall(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+        client.sendall(b"0\r\n\r\n")
+        assert b" 413 " in closed_with(client)
+
+
+def test_a_body_for_no_route_is_dropped_and_the_connection_goes_on(server, processor):
+    rules = Rules(body_bytes=2 * LARGE)
+    with serving(server, processor, rules=rules) as address, connect(address) as client:
+        head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE
+        client.sendall(head + b" " * LARGE)
+        assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
+        assert healthy(client)
+
+
+def test_a_rest_without_end_is_not_read_for_ever(server, processor):
+    gone = threading.Event()
+    with (
+        serving(server, processor, gone=gone, dropped=1 << 20) as address,
+        connect(address) as client,
+    ):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n"
+        client.sendall(head)
+        with pytest.raises(OSError):
+            for _ in range(2000):
+                client.sendall(b" " * (1 << 20))
+        assert gone.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("path", [b"/nothing", b"/v1/completions"])
+def test_a_rest_that_does_not_come_is_not_waited_for(server, processor, path):
+    gone = threading.Event()
+    bounds = {"drop": 0.2, "head": 0.2, "keep_alive": 0.1, "gone": gone}
+    with serving(server, processor, **bounds) as address, connect(address) as client:
+        lines = b"Host: x\r\nExpect: 100-continue\r\nContent-Length: 999999999\r\n\r\n"
+        client.sendall(b"POST " + path + b" HTTP/1.1\r\n" + lines)
+        assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+        assert gone.wait(PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [b"zz\r\nabc\r\n", b"-1\r\n", b"ffffffffffffffffffffffff\r\n", b"3\r\nabcdef\r\n0\r\n\r\n"],
+)
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nothing"])
+def test_chunks_of_bad_sizes(server, processor, rest, path, caplog):
+    """Before the answer they are a 400; after it they end the connection."""
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + rest)
+        client.shutdown(socket.SHUT_WR)
+        found = closed_with(client)
+        assert found.count(b"HTTP/1.1 ") == 1 and (b" 400 " in found or b" 404 " in found)
+        with connect(address) as other:
+            assert healthy(other)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("lengths", [b"4, 5", b"4\r\nContent-Length: 5", b"-4", b"4x", b"+4"])
+def test_lengths_that_are_none(server, processor, lengths):
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
+        client.sendall(head + lengths + b"\r\n\r\n{}   ")
+        assert closed_with(client).startswith(b"HTTP/1.1 400 ")
+
+
+def test_pipelined_requests_are_answered_in_their_order(server, processor):
+    with serving(server, processor) as address, connect(address) as client:
+        last = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        client.sendall(HEALTH * 50 + last + HEALTH * 500)
+        found = closed_with(client)
+        assert found.count(b"HTTP/1.1 200") == 51 and found.endswith(b"}")
+
+
+def test_a_kept_connection_does_not_get_longer_for_a_head(server, processor):
+    """The keep-alive time is for silence: from its first byte a head has its own time."""
+    with serving(server, processor, head=0.2, keep_alive=60) as address, connect(address) as client:
+        assert healthy(client)
+        client.sendall(b"GET /health HT")
+        begun = time.monotonic()
+        assert closed_with(client).startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - begun < PATIENCE / 2
+
+
+def test_two_lengths(server, processor):
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
+        client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+        assert b" 400 " in closed_with(client)
+
+
+@pytest.mark.parametrize(("chunks", "status"), [(1000, b" 200 "), (MAX_CHUNKS + 10, b" 400 ")])
+def test_a_body_in_many_chunks(server, processor, chunks, status):
+    """Each costs time, however short it is."""
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+        body = b'{"prompt": "x"' + b" " * (chunks - 15) + b"}"
+        with contextlib.suppress(OSError):
+            client.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        assert status in closed_with(client)
+
+
+def test_idle_connections_make_room(server, processor):
+    """Many that say nothing do not keep one out that does."""
+    with serving(server, processor, most=8, head=PATIENCE) as address:
+        idle = [connect(address) for _ in range(20)]
+        for _ in range(5):
+            with connect(address) as client:
+                assert healthy(client)
+        for client in idle:
+            client.close()
+
+
+def test_an_idle_connection_that_makes_room_is_told(server, processor):
+    """One that has asked nothing yet gets a 503; one that waits between requests is closed; what
+    either is sending meanwhile resets nothing."""
+    with serving(server, processor, most=1, head=PATIENCE, keep_alive=PATIENCE) as address:
+        with connect(address) as silent, connect(address) as resting:
+            assert healthy(resting)
+            silent.sendall(HEALTH)
+            assert silent.recv(65536).startswith(b"HTTP/1.1 503 ")
+            with connect(address) as last:
+                assert healthy(last)
+                assert resting.recv(65536) == b""
+
+
+def test_few_refused_connections_stay_open(server, processor):
+    """Of clients that do not close, all but a quarter of what may be open are reset."""
+    with contextlib.ExitStack() as stack, serving(server, processor, most=8, head=30) as address:
+        clients = [stack.enter_context(connect(address)) for _ in range(40)]
+        with connect(address) as last:
+            assert healthy(last)
+        open_ones = 0
+        for client in clients:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                client.sendall(b"x")  # the answer to it tells whether the server has closed
+                client.sendall(b"x")
+                open_ones += 1
+        assert open_ones <= 8 + 3
+
+
+def test_no_room_among_busy_ones(server, processor):
+    """A connection more than there is room for is turned away; those that work go on."""
+    server.client.hang = True
+    server.client.answer = lambda request: [5]
+    with serving(server, processor, most=3) as address:
+        body = b'{"prompt": "x", "max_tokens": 9, "timeout": 0.8}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        busy = [connect(address) for _ in range(3)]
+        for client in busy:
+            client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        deadline = time.monotonic() + PATIENCE
+        while len(server.client.requests) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with connect(address) as late:
+            late.sendall(HEALTH)
+            answer = closed_with(late)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 5\r\n" in answer
+        assert b"more than 3 connections are open (--limit-concurrency)" in answer
+        for client in busy:
+            assert b"504" in client.recv(65536)
+            client.close()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["last answer sent", "answers to come"])
+def test_a_client_that_reads_nothing(server, processor, ends):
+    """What is written for it is bounded in size and in time, also once nothing more is to come."""
+    ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n"
+    gone = threading.Event()
+    with serving(server, processor, write=0.3, gone=gone) as address, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address)
+        if ends:
+            client.sendall(ask + b"Connection: close\r\n\r\n")
+        else:
+            client.sendall((ask + b"\r\n") * 200)
+        assert gone.wait(PATIENCE)
+        with connect(address) as other:
+            assert healthy(other)

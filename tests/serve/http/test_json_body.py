@@ -1,0 +1,75 @@
+"""Large bodies: what they say, what is refused of them, and who does not wait for them."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from lockstep.serve.http.json_body import LARGE, MOST_PARTS, BodyReader
+from tests.serve.openai.test_protocol import fetch
+
+PATH = "/v1/chat/completions"
+USER = {"role": "user", "content": "the fox"}
+WIDE = 'é"\\\n\U0001f98a' * (LARGE // 8)
+
+
+def send(server: Any, body: bytes) -> Any:
+    headers = {"Content-Type": "application/json"}
+    return fetch(server, "POST", PATH, content=body, headers=headers)
+
+
+def large(**fields: Any) -> bytes:
+    """A body that is parsed in a thread."""
+    body = json.dumps({"messages": [USER], **fields}).encode()
+    return body + b" " * max(LARGE - len(body), 0)
+
+
+def test_a_large_body_says_what_a_small_one_does(server: Any) -> None:
+    small = send(server, json.dumps({"messages": [USER], "seed": 5}).encode())
+    prompt = server.client.requests[-1].prompt_token_ids
+    found = send(server, large(seed=5))
+    assert found.json()["choices"] == small.json()["choices"]
+    assert server.client.requests[-1].prompt_token_ids == prompt
+    assert server.client.requests[-1].seed == 5
+
+
+def test_the_slow_parser_reads_what_the_fast_one_does() -> None:
+    value = {"text": WIDE, "many": [1, -2.5e300, None, True, {"a": [[]]}], "": {}}
+    body = json.dumps(value).encode()
+    assert len(body) > LARGE
+    assert asyncio.run(BodyReader().read(body)) == value == json.loads(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"messages": [}' + b" " * LARGE, "not JSON"),
+        (b"[" * LARGE, "not JSON"),
+        (b'{"messages": "\xff' + b" " * LARGE + b'"}', "not JSON"),
+        (b'{"zz": [' + b"[]," * 2 * MOST_PARTS + b"[]]}", "more than 131072 objects, lists"),
+    ],
+)
+def test_what_is_wrong_with_a_large_body(server: Any, body: bytes, said: str) -> None:
+    found = send(server, body)
+    assert found.status_code == 400 and said in found.json()["error"]["message"], found.text
+
+
+def test_others_go_on_while_a_large_body_is_parsed() -> None:
+    """The fast parser would let the loop go on twice."""
+    numbers = b"[" + b"1," * 300_000 + b"1]"
+    fields = b"{" + b",".join(b'"%06d":1' % number for number in range(100_000)) + b"}"
+    for body in (numbers, fields):
+        assert len(body) > LARGE
+        assert asyncio.run(turns_beside(body)) > 5
+
+
+async def turns_beside(body: bytes) -> int:
+    """How often the loop went on while the body was parsed."""
+    reading = asyncio.create_task(BodyReader().read(body))
+    turns = 0
+    while not reading.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    await reading
+    return turns

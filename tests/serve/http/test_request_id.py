@@ -1,0 +1,131 @@
+"""The id of a request: as it was sent, or one of ours, in every answer and in the log."""
+
+import asyncio
+import logging
+import re
+from typing import Any
+
+import openai
+import pytest
+
+from lockstep.serve.app import create_app
+from lockstep.serve.http.access import Rules
+from lockstep.serve.http.request_context import CALLER, Caller
+from lockstep.serve.requests.service import Service
+
+OWN = re.compile(r"[0-9a-f]{32}")
+ASKED = {"model": "tiny", "prompt": "hello"}
+
+
+def ask(
+    server: Any, method: str, path: str, headers: Any = (), body: dict[str, Any] | None = None
+) -> Any:
+    """The answer to one request."""
+
+    async def work() -> Any:
+        async with server.http() as http:
+            return await http.request(method, path, headers=list(headers), json=body)
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("given", ["a", "0f:9_x.y/z+=@-", "x" * 128])
+def test_an_id_comes_back(server: Any, given: str) -> None:
+    answer = ask(server, "POST", "/v1/completions", [("X-Request-Id", given)], ASKED)
+    assert answer.status_code == 200 and answer.headers.get_list("x-request-id") == [given]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[], [""], ["x" * 129], ["a b"], ["a\tb"], ["a;b"], ["é"], ["<a>"], ["one", "two"]],
+)
+def test_what_is_no_id_is_replaced(server: Any, given: list[str]) -> None:
+    headers = [(b"X-Request-Id", value.encode("latin-1")) for value in given]
+    (found,) = ask(server, "GET", "/health", headers).headers.get_list("x-request-id")
+    assert OWN.fullmatch(found)
+
+
+def test_refusals_and_faults_bear_it_too(server: Any, processor: Any) -> None:
+    headers = [("X-Request-Id", "mine")]
+    cases = [
+        ("POST", "/v1/completions", 400, {**ASKED, "temperature": -1}),
+        ("POST", "/v1/completions", 400, None),
+        ("GET", "/nowhere", 404, None),
+        ("POST", "/v1/completions", 500, ASKED),
+    ]
+    server.client.error = ZeroDivisionError("not foreseen")
+    for method, path, status, body in cases:
+        answer = ask(server, method, path, headers, body)
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine")
+    service = Service(server.client, processor, "tiny", "ls-test")
+    server.app = create_app(service, Rules(keys=("secret",)))
+    answer = ask(server, "POST", "/v1/completions", headers, ASKED)
+    assert (answer.status_code, answer.headers["x-request-id"]) == (401, "mine")
+
+
+def test_messages_name_it_as_anthropic_does(server: Any) -> None:
+    body = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    headers = [("X-Request-Id", "mine")]
+    answer = ask(server, "POST", "/v1/messages", headers, body)
+    assert (answer.headers["request-id"], answer.headers["x-request-id"]) == ("mine", "mine")
+    assert "request-id" not in ask(server, "GET", "/health", headers).headers
+
+
+@pytest.mark.parametrize(
+    ("path", "is_theirs"),
+    [
+        ("/v1/messages", True),
+        ("/v1/messages/nothing", True),
+        ("/llm/v1/messages", True),
+        ("/v1/messagesx", False),
+        ("/other/v1/messages", False),
+        ("/v1/models/v1/messages", False),
+    ],
+)
+def test_a_route_decides_whose_errors_are_told(
+    server: Any, processor: Any, path: str, is_theirs: bool
+) -> None:
+    """Not any path that holds the route's name somewhere."""
+    service = Service(server.client, processor, "tiny", "ls-test")
+    server.app = create_app(service, Rules(root_path="/llm"))
+    for headers in ([("Host", "test")], [("Host", "test"), ("Content-Encoding", "gzip")]):
+        answer = ask(server, "POST", path, headers, {})
+        assert answer.status_code in (400, 404, 405, 415)
+        assert ("request-id" in answer.headers) == is_theirs
+        assert (answer.json().get("type") == "error") == is_theirs
+
+
+def test_the_official_client_finds_it(server: Any) -> None:
+    async def work() -> Any:
+        async with server.openai() as client:
+            return await client.completions.create(**ASKED, extra_headers={"X-Request-Id": "mine"})
+
+    found = asyncio.run(work())
+    assert isinstance(found, openai.types.Completion) and found._request_id == "mine"
+
+
+def test_what_works_for_a_request_knows_whose_it_is(
+    server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = []
+
+    class Watch(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            seen.append((record.getMessage(), CALLER.get()))
+            return True
+
+    server.client.error = ZeroDivisionError("not foreseen")
+    caplog.handler.addFilter(Watch())
+    ask(server, "POST", "/v1/completions", [("X-Request-Id", "mine")], ASKED)
+    ask(server, "POST", "/v1/completions", [], {**ASKED, "stream": True})
+    (first, caller), (_, other) = seen
+    assert "a request failed" in first and caller == Caller("mine", {})
+    assert other is not None and OWN.fullmatch(other.request_id)
+
+
+def test_the_headers_of_a_trace() -> None:
+    parent = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    headers = [(b"traceparent", parent), (b"TraceState", b"a=1"), (b"other", b"x")]
+    assert Caller.of(headers).trace == {"traceparent": parent.decode(), "tracestate": "a=1"}
+    assert Caller.of([(b"tracestate", b"x" * 513), (b"traceparent", b"")]).trace == {}
+    assert Caller.of([(b"traceparent", parent), (b"traceparent", parent)]).trace == {}

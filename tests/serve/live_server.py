@@ -1,0 +1,111 @@
+"""The bundled model behind the server on a socket of its own, and clients of it."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from lockstep import LLM, SamplingParams
+from lockstep.engine.async_engine import AsyncEngine, Transport
+from lockstep.engine.thread_transport import ThreadTransport
+from lockstep.serve.app import create_app
+from lockstep.serve.requests.service import Limits, Service
+from lockstep.text.processor import Processor
+
+PATIENCE = 60
+SETTINGS: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 4}
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+GREEDY = SamplingParams(temperature=0, max_tokens=80)
+CODE = "def read(path):"
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find_record",
+            "description": "Find the record",
+            "parameters": {
+                "type": "object",
+                "properties": {"owner": {"type": "string"}, "limit": {"type": "integer"}},
+                "required": ["owner", "limit"],
+            },
+        },
+    }
+]
+CALL: list[Any] = [
+    {"role": "user", "content": "Find the record where owner is Zorin and limit is 12."}
+]
+
+
+@contextlib.contextmanager
+def serving(llm: LLM) -> Iterator[SimpleNamespace]:
+    """The engine in its thread, the application in another, and clients of both kinds."""
+    transport = ThreadTransport(llm.engine)
+    with listening(transport, llm.processor, llm.engine.fingerprint) as found:
+        found.llm = llm
+        yield found
+
+
+@contextlib.contextmanager
+def listening(
+    transport: Transport, processor: Processor, fingerprint: str, limits: Limits | None = None
+) -> Iterator[SimpleNamespace]:
+    """The application over an engine, in a thread, and clients of both kinds."""
+    engine = AsyncEngine(transport)
+    engine.start()
+    service = Service(engine, processor, "lockstep", fingerprint, limits)
+    app = create_app(service)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", lifespan="off"))
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve(listener: socket.socket) -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve([listener])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: asyncio.run(serve(listener)))
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http:
+                ask = openai.OpenAI(
+                    base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0
+                )
+                yield SimpleNamespace(
+                    http=http, ask=ask, engine=engine, service=service, url=url, loop=loops[0]
+                )
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+            engine.shutdown()
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Any) -> None:
+    """Returns once it holds; fails after PATIENCE seconds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def chat(server: SimpleNamespace, messages: list[Any], **options: Any) -> Any:
+    """An answer, or the list of its chunks."""
+    options = {"temperature": 0, "max_tokens": 80, **options}
+    found = server.ask.chat.completions.create(model="lockstep", messages=messages, **options)
+    return list(found) if options.get("stream") else found
+
+
+def complete(server: SimpleNamespace, prompt: Any = CODE, **options: Any) -> Any:
+    """The same of /v1/completions."""
+    options = {"temperature": 0, "max_tokens": 16, **options}
+    found = server.ask.completions.create(model="lockstep", prompt=prompt, **options)
+    return list(found) if options.get("stream") else found

@@ -1,0 +1,376 @@
+"""What clients may send: nulls, bounds, types, and fields that do not work yet."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from lockstep.serve.app import BRIEF_BYTES
+from lockstep.serve.openai import schema
+from lockstep.serve.requests.service import Service
+from lockstep.serve.requests.unsupported_fields import CHAT, COMPLETIONS, EVERYWHERE
+from tests.serve.api_calls import BODIES, CHAT_PATH, TEXT_PATH, fetch, post
+
+USER = [{"role": "user", "content": "the fox"}]
+
+
+def refused_by(path: str) -> dict[str, Any]:
+    return {**EVERYWHERE, **(CHAT if path == CHAT_PATH else COMPLETIONS)}
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+def test_what_does_not_work_yet_is_refused(server, path):
+    for name, (harmless, _) in refused_by(path).items():
+        found = post(server, path, **{name: {"type": "nonsense"}})
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (400, name), found.text
+        assert "not supported" in error["message"]
+        for value in (*harmless, None):
+            assert post(server, path, **{name: value}).status_code == 200, (name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_format", {"type": "grammar"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+        ("use_beam_search", True),
+        ("best_of", 2),
+        ("suffix", "end"),
+        ("truncation_side", "right"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_forms_that_clients_send(server, name, value, stream):
+    for path in BODIES:
+        found = post(server, path, stream=stream, **{name: value})
+        assert found.status_code == 400 and found.json()["error"]["param"] == name
+
+
+def test_true_is_not_one(server):
+    """best_of=1 changes nothing; true is no number."""
+    assert post(server, TEXT_PATH, best_of=1).status_code == 200
+    assert post(server, TEXT_PATH, best_of=True).status_code == 400
+
+
+def test_fields_without_effect_are_let_through(server):
+    extra = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "x": 1}
+    assert post(server, CHAT_PATH, **extra).status_code == 200
+    found = post(server, CHAT_PATH, guided_decoding_backend="xgrammar", guided_choice=["a"])
+    assert found.headers["x-lockstep-ignored-fields"] == "guided_decoding_backend"
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+def test_fields_are_told_to_be_ignored_where_the_request_is_served(server, path, caplog):
+    for refused in ({"model": "other"}, {"n": 0}, {"use_beam_search": True}, {"n": 5000}):
+        assert post(server, path, store=False, **refused).status_code in (400, 404)
+    assert "ignored" not in caplog.text
+    assert post(server, path, store=False, metadata={}).status_code == 200
+    assert [r.getMessage() for r in caplog.records if r.name == "lockstep.serve"] == [
+        "fields were ignored: metadata, store"
+    ]
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+def test_nulls_count_as_absent(server, path):
+    names = "stream stream_options temperature n stop seed logit_bias max_tokens logprobs user"
+    names += " top_p priority timeout cache_salt tools tool_choice parallel_tool_calls top_logprobs"
+    names += " max_completion_tokens chat_template_kwargs add_generation_prompt echo model"
+    found = post(server, path, **dict.fromkeys(names.split()))
+    assert found.status_code == 200, found.text
+    nested = {"stream": True, "stream_options": {"include_usage": None}}
+    assert post(server, path, **nested).status_code == 200
+
+
+def test_prompt_logprobs_with_stream(server):
+    found = post(server, TEXT_PATH, stream=True, prompt_logprobs=1)
+    assert found.status_code == 400 and found.json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_cache_salt(server):
+    for wrong in ("", 5, "x" * 300):
+        found = post(server, TEXT_PATH, cache_salt=wrong)
+        assert found.status_code == 400 and found.json()["error"]["param"] == "cache_salt"
+    assert post(server, TEXT_PATH, cache_salt="mine").status_code == 200
+    assert server.client.requests[-1].cache_salt == "mine"
+    post(server, TEXT_PATH)
+    assert server.client.requests[-1].cache_salt == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_echo_of_the_prompt_alone(server, stream, logprobs):
+    body = {"prompt": "the dog", "echo": True, "max_tokens": 0, "logprobs": logprobs}
+    found = post(server, TEXT_PATH, stream=stream, stream_options=None, **body)
+    assert found.status_code == 200
+    if stream:
+        lines = [x[6:] for x in found.text.split("\n\n") if x.startswith("data: {")]
+        chunks = [json.loads(x) for x in lines]
+        (choice,) = [c for chunk in chunks for c in chunk["choices"]]
+    else:
+        (choice,) = found.json()["choices"]
+        assert found.json()["usage"]["completion_tokens"] == 0
+    assert (choice["text"], choice["finish_reason"]) == ("the dog", "length")
+    if logprobs:
+        assert "".join(choice["logprobs"]["tokens"]) == "the dog"
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert choice["logprobs"]["token_logprobs"][1] is not None
+    refused = post(server, TEXT_PATH, max_tokens=0)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
+
+
+def test_developer_is_system(server):
+    """Both roles give the same prompt."""
+    prompts = []
+    for role in ("system", "developer"):
+        post(server, CHAT_PATH, messages=[{"role": role, "content": "be brief"}, *USER])
+        prompts.append(server.client.requests[-1].prompt_token_ids)
+    assert prompts[0] == prompts[1]
+
+
+WRONG_MESSAGES = [
+    ([5], "messages[0]"),
+    ([{"content": "x"}], "messages[0].role"),
+    ([{"role": 5, "content": "x"}], "messages[0].role"),
+    ([{"role": "user", "content": 5}], "messages[0].content"),
+    ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
+    ([{"role": "user", "content": [7]}], "messages[0].content"),
+    ([{"role": "user", "content": {"text": "x"}}], "messages[0].content"),
+    ([{"role": "assistant", "tool_calls": 5}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "tool_calls": [5]}], "messages[0].tool_calls[0]"),
+    ([{"role": "assistant", "tool_calls": [{"function": 5}]}], "tool_calls[0].function"),
+    ([{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}], "function.name"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
+        "arguments",
+    ),
+    ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "reasoning_content"),
+    ([*USER, {"role": "tool", "content": None, "tool_call_id": 5}], "tool_call_id"),
+    ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], "function_call"),
+    ([{"role": "assistant", "audio": {"id": "x"}}], "messages[0].audio is not supported"),
+]
+
+
+@pytest.mark.parametrize(("messages", "told"), WRONG_MESSAGES, ids=lambda v: str(v)[:40])
+def test_wrong_types_in_messages(server, messages, told):
+    found = post(server, CHAT_PATH, messages=[*messages])
+    assert found.status_code == 400, found.text
+    assert told in found.json()["error"]["message"]
+    assert found.json()["error"]["param"] == "messages"
+
+
+def test_an_answer_of_the_client_may_be_sent_back_as_it_is(server):
+    """With all of its fields that are null."""
+    said = {"role": "assistant", "content": "fox", "function_call": None, "audio": None}
+    assert post(server, CHAT_PATH, messages=[*USER, said, *USER]).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "self"])
+@pytest.mark.parametrize("path", [CHAT_PATH, "/tokenize"])
+def test_template_kwargs_do_not_hide_the_messages(server, path, name):
+    found = post(server, path, messages=USER, chat_template_kwargs={name: []})
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        5,
+        [5],
+        [{}],
+        [{"type": "function"}],
+        [{"type": "web_search"}],
+        [{"type": "function", "function": {}}],
+        [{"type": "function", "function": {"name": ""}}],
+        [{"type": "function", "function": {"name": 5}}],
+        [{"type": "function", "function": {"name": "f", "parameters": 5}}],
+        [{"type": "function", "function": {"name": "f", "description": 5}}],
+    ],
+    ids=str,
+)
+def test_wrong_types_in_tools(server, tools):
+    found = post(server, CHAT_PATH, tools=tools)
+    assert found.status_code == 400 and found.json()["error"]["param"] == "tools"
+
+
+def test_tools_reach_the_template_as_they_were_sent(server, processor):
+    """Not reordered, nothing dropped: the prompt is the client's."""
+    tool = {"function": {"x": 1, "parameters": {"b": 1, "a": 2}, "name": "f"}, "type": "function"}
+    post(server, CHAT_PATH, tools=[tool])
+    asked = processor.render(USER, [tool])
+    assert server.client.requests[-1].prompt_token_ids == asked
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"{", "not JSON"),
+        (b"", "JSON object"),
+        (b"[]", "JSON object"),
+        (b"5", "JSON object"),
+        (b"null", "JSON object"),
+        (b'"text"', "JSON object"),
+        (b"\xff\xfe", "body"),
+        (b"[" * 100_000, "body"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "body"),
+        (b"prompt=the", "not JSON"),
+    ],
+    ids=lambda v: str(v)[:20],
+)
+def test_what_is_no_body(server, content, told):
+    headers = {"Content-Type": "application/json"}
+    found = fetch(server, "POST", TEXT_PATH, content=content, headers=headers)
+    assert found.status_code == 400, found.text
+    error = found.json()["error"]
+    assert told in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_a_body_of_another_type(server):
+    found = fetch(server, "POST", TEXT_PATH, content=b"prompt=the")
+    assert found.status_code == 400 and "Content-Type" in found.json()["error"]["message"]
+
+
+def test_big_bodies_are_refused_in_no_time(server):
+    """Bounds are looked at before the entries are."""
+    started = time.process_time()
+    for path, body in [
+        (TEXT_PATH, {"prompt": [0.5] * 200_000}),
+        (TEXT_PATH, {"prompt": [[1]] * 100_000}),
+        (TEXT_PATH, {"prompt": "x" * 5_000_000}),
+        (TEXT_PATH, {"logit_bias": {f"x{i}": "bad" for i in range(100_000)}}),
+        (TEXT_PATH, {"stop": ["x"] * 200_000}),
+        (TEXT_PATH, {"stop": ["x" * 1_000_000]}),
+        (TEXT_PATH, {"stop_token_ids": ["x"] * 200_000}),
+        (TEXT_PATH, {"allowed_token_ids": ["x"] * 200_000}),
+        (CHAT_PATH, {"messages": [5] * 200_000}),
+        (CHAT_PATH, {"messages": USER * 100_000}),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": ["x"] * 200_000}]}),
+        (CHAT_PATH, {"tools": [5] * 200_000}),
+        ("/detokenize", {"tokens": ["x"] * 200_000}),
+        ("/tokenize", {"prompt": "x" * 5_000_000}),
+    ]:
+        begun = time.process_time()
+        assert post(server, path, **body).status_code == 400, (path, list(body))
+        assert time.process_time() - begun < 5, (path, list(body))
+    assert time.process_time() - started < 20
+
+
+def test_many_completions(server):
+    found = post(server, TEXT_PATH, prompt=["x"] * 500, n=128)
+    assert found.status_code == 400 and "64000 completions" in found.json()["error"]["message"]
+    assert not server.client.requests
+    mixed = post(server, TEXT_PATH, prompt=["x", [1]])
+    assert mixed.status_code == 400 and "prompt[1]" in mixed.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("tokens", [[-1], [2**80], [1.5], "x", [None], 5, [1, 2**20]])
+def test_detokenize_refuses(server, tokens):
+    found = post(server, "/detokenize", tokens=tokens)
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == "tokens"
+
+
+def test_tokenize_takes_a_prompt_or_messages(server):
+    messages = [{"role": "user", "content": "a"}]
+    for body in ({}, {"prompt": "a", "messages": messages}):
+        found = post(server, "/tokenize", **body)
+        assert found.status_code == 400
+        assert "send one of them" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/responses", {"input": [{"type": "image"}]}, "input[0]"),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0]",
+        ),
+    ],
+)
+def test_an_unknown_type_is_told_in_words(server, path, body, place):
+    found = fetch(server, "POST", path, json=body)
+    assert found.status_code == 400
+    message = found.json()["error"]["message"]
+    assert message.startswith(
+        f"{place}: type='image' is not supported: this server reads text only"
+    )
+    assert "_" not in message.partition("allowed: ")[0]
+
+
+def test_remedies_name_the_field_that_was_sent(server):
+    found = fetch(server, "POST", "/v1/responses", json={"input": "a", "max_output_tokens": 0})
+    message = found.json()["error"]["message"]
+    assert message.startswith("max_output_tokens=0 is not allowed")
+    assert "max_tokens" not in message
+
+
+def test_answers_are_as_the_schema_says(server):
+    """Whole and streamed, with everything switched on."""
+    from tests.serve.api_calls import CALL, TOOLS
+
+    server.text = "Look:\n\n" + CALL
+    options = {"n": 2, "prompt_logprobs": 1}
+    chat = {"tools": TOOLS, "logprobs": True, "top_logprobs": 2}
+    text = {"logprobs": 2, "echo": True}
+    told = {"stream": True, "stream_options": {"include_usage": True}}
+    for path, extra, whole, chunk in (
+        (CHAT_PATH, chat, schema.ChatCompletion, schema.ChatChunk),
+        (TEXT_PATH, text, schema.Completion, schema.CompletionChunk),
+    ):
+        whole.model_validate(post(server, path, **options, **extra).json(), strict=True)
+        found = post(server, path, n=2, **told, **extra).text
+        lines = [line[6:] for line in found.split("\n\n") if line.startswith("data: {")]
+        assert len(lines) > 4
+        for line in lines:
+            chunk.model_validate(json.loads(line), strict=True)
+    schema.Error.model_validate(post(server, TEXT_PATH, n=0).json(), strict=True)
+    schema.ModelList.model_validate(fetch(server, "GET", "/v1/models").json(), strict=True)
+    schema.Tokenized.model_validate(post(server, "/tokenize", prompt="a").json(), strict=True)
+    schema.Detokenized.model_validate(post(server, "/detokenize", tokens=[1]).json(), strict=True)
+
+
+def test_the_schema_promises_no_422(server):
+    schema = fetch(server, "GET", "/openapi.json").json()
+    text = json.dumps(schema)
+    assert "HTTPValidationError" not in text and '"422"' not in text
+    for path in (CHAT_PATH, TEXT_PATH, "/tokenize", "/detokenize"):
+        told = schema["paths"][path]["post"]["responses"]
+        assert {"200", "400", "401", "413", "429", "503"} <= set(told)
+        form = told["400"]["content"]["application/json"]["schema"]
+        assert form == {"$ref": "#/components/schemas/Error"}
+    stream = schema["paths"][CHAT_PATH]["post"]["responses"]["200"]["content"]
+    assert set(stream) == {"application/json", "text/event-stream"}
+    names = set(schema["components"]["schemas"])
+    assert {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]} <= names
+
+
+@pytest.mark.parametrize(
+    ("fields", "at_once"),
+    [
+        ({}, True),
+        ({"n": 2}, False),
+        ({"prompt": ["the fox", "a dog"]}, False),
+        ({"prompt": "the fox " * (BRIEF_BYTES // 8)}, False),
+        ({"guided_regex": "[a-z]+"}, False),
+    ],
+)
+def test_what_takes_long_to_read_is_read_beside_the_event_loop(
+    server, monkeypatch, fields, at_once
+):
+    threads = []
+    read = Service._requests
+
+    def noted(*args):
+        threads.append(threading.current_thread())
+        return read(*args)
+
+    monkeypatch.setattr(Service, "_requests", noted)
+    assert post(server, TEXT_PATH, **fields).status_code == 200
+    (thread,) = threads
+    assert (thread is threading.main_thread()) == at_once

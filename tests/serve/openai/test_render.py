@@ -1,0 +1,131 @@
+"""Prompts as they would be generated from, and the one path that SageMaker posts to."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.sampling_params import SamplingParams
+from tests.serve.api_calls import CHAT_PATH, SCHEMA, TEXT_PATH, TOOLS, USER, fetch, post
+
+FORM = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
+
+
+def rendered(server: SimpleNamespace, path: str, **body: Any) -> Any:
+    """The rendered prompts of a body, and what the same body hands the engine."""
+    found = fetch(server, "POST", f"{path}/render", json=body)
+    assert found.status_code == 200, found.text
+    assert server.client.requests == [], "nothing is generated"
+    assert post(server, path, **body).status_code == 200
+    return found.json()
+
+
+def test_a_rendered_chat_is_what_the_engine_would_get(server: SimpleNamespace) -> None:
+    found = rendered(
+        server, CHAT_PATH, messages=USER, tools=TOOLS, seed=7, n=2, priority=3, cache_salt="mine"
+    )
+    requests = server.client.requests
+    assert [found["token_ids"]] * 2 == [request.prompt_token_ids for request in requests]
+    assert found["request_id"].startswith("chatcmpl-")
+    assert (found["model"], found["priority"], found["cache_salt"]) == ("tiny", 3, "mine")
+    assert (found["stream"], found["stream_options"], found["features"]) == (False, None, None)
+    params = found["sampling_params"]
+    assert (params["n"], params["seed"], params["temperature"]) == (2, 7, 0.5)
+    assert params["max_tokens"] == requests[0].params.max_tokens
+    assert SamplingParams(**{**params, "n": 1}) == requests[0].params
+
+
+def test_each_prompt_is_rendered_by_itself(server: SimpleNamespace) -> None:
+    prompts = ["the fox", "the quick brown fox"]
+    found = rendered(server, TEXT_PATH, prompt=prompts, request_id="mine", bad_words=["dog"])
+    requests = server.client.requests
+    assert [one["token_ids"] for one in found] == [r.prompt_token_ids for r in requests]
+    assert len({one["request_id"] for one in found}) == 2
+    assert {one["sampling_params"]["max_tokens"] for one in found} == {16}
+    assert found[0]["sampling_params"]["bad_words_ids"] == requests[0].params.bad_words_ids
+    alone = fetch(
+        server, "POST", f"{TEXT_PATH}/render", json={"prompt": "the fox", "request_id": "mine"}
+    )
+    assert [one["request_id"] for one in alone.json()] == ["cmpl-mine"]
+
+
+def test_the_form_of_an_answer_is_rendered(server: SimpleNamespace) -> None:
+    body = {"messages": USER, "response_format": FORM, "stream": True}
+    options = {"stream_options": {"include_usage": True}}
+    found = fetch(server, "POST", f"{CHAT_PATH}/render", json=body | options).json()
+    assert found["sampling_params"]["structured_outputs"] == {"json": SCHEMA}
+    assert found["stream"] is True and found["stream_options"]["include_usage"] is True
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT_PATH, {"messages": USER, "temperature": -1}, "temperature"),
+        (CHAT_PATH, {"messages": USER, "model": "other"}, "model"),
+        (CHAT_PATH, {"messages": USER, "n": 2000}, "n"),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "fox " * 600}]}, "messages"),
+        (CHAT_PATH, {"messages": USER, "guided_regex": "("}, "guided_regex"),
+        (CHAT_PATH, {}, "messages"),
+        (TEXT_PATH, {"prompt": []}, "prompt"),
+        (TEXT_PATH, {"prompt": ["fox"] * 1025}, "prompt"),
+        (TEXT_PATH, {"prompt": "fox", "best_of": 3}, "best_of"),
+    ],
+)
+def test_a_body_is_refused_as_where_it_is_generated_from(
+    server: SimpleNamespace, path: str, body: dict[str, Any], field: str
+) -> None:
+    refused = fetch(server, "POST", f"{path}/render", json=body)
+    assert refused.json()["error"]["param"] == field
+    again = fetch(server, "POST", path, json=body)
+    assert (refused.status_code, refused.json()) == (again.status_code, again.json())
+
+
+def test_fields_without_effect_are_named(server: SimpleNamespace) -> None:
+    found = fetch(server, "POST", f"{CHAT_PATH}/render", json={"messages": USER, "store": True})
+    assert found.headers["x-lockstep-ignored-fields"] == "store"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT_PATH, {"messages": USER}), (TEXT_PATH, {"prompt": "the fox"})]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_invocation_is_routed_by_its_fields(
+    server: SimpleNamespace, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    body = {**body, "seed": 1, "request_id": "mine", "stream": stream}
+    answers = [fetch(server, "POST", one, json=body) for one in ("/invocations", path)]
+    kinds = {answer.headers["content-type"] for answer in answers}
+    assert [answer.status_code for answer in answers] == [200, 200] and len(kinds) == 1
+    if not stream:
+        first, second = ({**answer.json(), "created": 0} for answer in answers)
+        assert first == second
+    first, second = server.client.requests
+    assert first.prompt_token_ids == second.prompt_token_ids and first.params == second.params
+
+
+@pytest.mark.parametrize(
+    "body", [{"messages": USER, "temperature": "hot"}, {"prompt": "a", "n": ""}]
+)
+def test_a_wrong_field_of_an_invocation_is_named(
+    server: SimpleNamespace, body: dict[str, Any]
+) -> None:
+    path = CHAT_PATH if "messages" in body else TEXT_PATH
+    answers = [fetch(server, "POST", one, json=body) for one in ("/invocations", path)]
+    assert answers[0].status_code == 400
+    assert answers[0].json() == answers[1].json()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"inputs": "the fox"}, "neither"),
+        ({"messages": None}, "neither"),
+        ({"messages": USER, "prompt": "the fox"}, "both"),
+        ([USER], "not"),
+    ],
+)
+def test_an_invocation_of_neither_kind_is_refused(
+    server: SimpleNamespace, body: Any, said: str
+) -> None:
+    refused = fetch(server, "POST", "/invocations", json=body)
+    assert refused.status_code == 400 and said in refused.json()["error"]["message"]

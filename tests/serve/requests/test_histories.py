@@ -1,0 +1,165 @@
+"""Answers go back as history just as they came, in all three APIs."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.serve.api_calls import CALL, CHAT_PATH, SCHEMA, TOOLS, USER, anthropic, ask, post
+from tests.serve.openai.responses.test_endpoint import THINK, THOUGHT, create
+
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+FUNCTION: dict[str, Any] = {"type": "function", "name": "get", "parameters": SCHEMA}
+CUSTOM: dict[str, Any] = {"type": "custom", "name": "patch"}
+PATCH = (
+    "<tool_call>\n<function=patch>\n<parameter=input>\nx\n</parameter>\n</function>\n</tool_call>"
+)
+ALL = THOUGHT + "hello fox\n\n" + CALL
+
+
+@pytest.mark.parametrize("exclude_none", [False, True])
+def test_a_chat_message_goes_back(server: Any, exclude_none: bool) -> None:
+    server.text = ALL
+    answer = ask(server, tools=TOOLS, logprobs=True, extra_body=THINK)
+    message = answer.choices[0].message
+    said = message.model_dump(exclude_none=exclude_none)
+    assert message.tool_calls and message.reasoning_content
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+    found = post(server, CHAT_PATH, messages=[*USER, said, result], tools=TOOLS)
+    assert found.status_code == 200, found.text
+
+
+def test_notes_that_clients_add_to_a_chat(server: Any) -> None:
+    call = {
+        "id": "a",
+        "index": 0,
+        "type": "function",
+        "function": {"name": "get", "arguments": "{}", "parsed_arguments": {}},
+        "provider_specific_fields": {"a": 1},
+        "extra_content": {"google": {}},
+    }
+    said = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "parsed": None,
+        "name": "helper",
+        "reasoning_content": "y",
+        "thinking_blocks": [],
+        "tool_calls": [call],
+        "id": "msg",
+        "status": "completed",
+    }
+    result = {"role": "tool", "tool_call_id": "a", "name": "get", "content": "3"}
+    found = post(server, CHAT_PATH, messages=[*USER, said, result], tools=TOOLS)
+    assert found.status_code == 200, found.text
+
+
+@pytest.mark.parametrize("exclude_none", [False, True])
+def test_items_of_a_response_go_back(server: Any, exclude_none: bool) -> None:
+    server.text = f"{ALL}\n{PATCH}"
+    tools = [FUNCTION, CUSTOM]
+    first = create(server, tools=tools, include=["message.output_text.logprobs"], extra_body=THINK)
+    assert len(first.output) == 4
+    items = [item.model_dump(exclude_none=exclude_none) for item in first.output]
+    for item in first.output[2:]:
+        kind = "custom_tool_call" if item.type == "custom_tool_call" else "function_call"
+        items.append({"type": f"{kind}_output", "call_id": item.call_id, "output": "3"})
+    found = post(server, RESPONSES, input=[*USER, *items], tools=tools)
+    assert found.status_code == 200, found.text
+
+
+def test_what_the_clients_parse_helpers_add(server: Any) -> None:
+    """They add fields of their own to what came."""
+    server.text = ALL
+
+    async def run() -> tuple[Any, Any]:
+        async with server.openai() as client:
+            strict = {**SCHEMA, "required": ["city", "n"], "additionalProperties": False}
+            chat_tools = [
+                {
+                    "type": "function",
+                    "function": {"name": "get", "parameters": strict, "strict": True},
+                }
+            ]
+            chat = await client.chat.completions.parse(
+                model="tiny", messages=USER, tools=chat_tools, extra_body=THINK
+            )
+            tools = [{**FUNCTION, "parameters": strict, "strict": True}]
+            whole = await client.responses.parse(
+                model="tiny", input="the", tools=tools, extra_body=THINK
+            )
+            return chat.choices[0].message.model_dump(), [o.model_dump() for o in whole.output]
+
+    message, items = asyncio.run(run())
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
+    found = post(server, CHAT_PATH, messages=[*USER, message, result], tools=TOOLS)
+    assert found.status_code == 200, found.text
+    given = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "3"}
+    found = post(server, RESPONSES, input=[*USER, *items, given], tools=[FUNCTION])
+    assert found.status_code == 200, found.text
+
+
+@pytest.mark.parametrize("exclude_none", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_message_goes_back(server: Any, exclude_none: bool, whole: bool) -> None:
+    """Its content, as Anthropic's examples do, or all of it."""
+    server.text = ALL
+    tools = [{"name": "get", "input_schema": SCHEMA}]
+
+    sent = {"max_tokens": 300, "messages": USER, "tools": tools, **THINK}
+    answer = anthropic().types.Message.model_validate(post(server, MESSAGES, **sent).json())
+    dumped = answer.model_dump(exclude_none=exclude_none)
+    assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
+    said = dumped if whole else {"role": "assistant", "content": dumped["content"]}
+    given = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "3"}
+    turns = [*USER, said, {"role": "user", "content": [given]}]
+    for path, more in ((MESSAGES, {"max_tokens": 9}), (f"{MESSAGES}/count_tokens", {})):
+        found = post(server, path, messages=turns, tools=tools, **more)
+        assert found.status_code == 200, found.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        (CHAT_PATH, {"messages": [{**USER[0], "contnet": "x"}]}, "messages[0].contnet"),
+        (
+            CHAT_PATH,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "txt": 1}]}]},
+            "messages[0].content[0].txt",
+        ),
+        (
+            CHAT_PATH,
+            {"response_format": {"type": "json_object", "schemaa": {}}},
+            "response_format.schemaa",
+        ),
+        (CHAT_PATH, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        (RESPONSES, {"input": [{**USER[0], "x": 1}]}, "input[0].x"),
+        (RESPONSES, {"input": "x", "reasoning": {"efort": "low"}}, "reasoning.efort"),
+        (RESPONSES, {"input": "x", "tools": [{**FUNCTION, "strct": True}]}, "tools[0].strct"),
+        (RESPONSES, {"input": "x", "text": {"format": {"type": "text", "x": 1}}}, "text.format.x"),
+        (
+            MESSAGES,
+            {"max_tokens": 9, "messages": [{"role": "user", "content": "x", "y": 1}]},
+            "messages[0].y",
+        ),
+    ],
+)
+def test_a_misspelt_field_is_named_by_its_path(
+    server: Any, path: str, body: dict[str, Any], place: str
+) -> None:
+    found = post(server, path, **body)
+    assert found.status_code == 400, found.text
+    assert found.json()["error"]["message"].startswith(f"{place} is not known here"), found.text
+    assert not server.client.requests
+
+
+def test_a_long_name_is_cut(server: Any) -> None:
+    """Of a field that a template might read, too."""
+    for message in ({**USER[0], "x" * 3000: 1}, {"role": "user", "content": [{"y" * 3000: 1}]}):
+        found = post(server, CHAT_PATH, messages=[message])
+        assert found.status_code == 400 and len(found.json()["error"]["message"]) < 400

@@ -1,0 +1,32 @@
+"""Records of requests that have ended."""
+
+from typing import Any
+
+from lockstep.outputs import RequestMetrics
+from lockstep.sampling_params import SamplingParams
+from lockstep.serve.telemetry.request_record import Record
+
+
+def ended(**changes: Any) -> Record:
+    """A request of two completions, the second of which gave no token."""
+    metrics = (
+        RequestMetrics(arrival_time=10.0, scheduled_time=10.5, first_token_time=11.0),
+        RequestMetrics(arrival_time=10.0),
+    )
+    told: dict[str, Any] = dict(
+        id="cmpl-1",
+        caller=None,
+        model="m",
+        params=SamplingParams(n=2, max_tokens=9),
+        prompt_tokens=7,
+        completion_tokens=4,
+        cached_tokens=2,
+        draft_tokens=6,
+        accepted_tokens=3,
+        longest=4,
+        metrics=metrics,
+        finish_reasons=("length", "abort"),
+        error=None,
+        ended=12.25,
+    )
+    return Record(**told | changes)

@@ -1,0 +1,171 @@
+"""Log lines of what clients send, and of whose requests they tell."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lockstep.outputs import RequestMetrics
+from lockstep.serve.http.request_context import CALLER, Caller
+from lockstep.serve.telemetry.logs import (
+    LOGGERS,
+    LONGEST,
+    MOST_LINES,
+    REQUESTS,
+    SAME_SECONDS,
+    OneLine,
+    escaped,
+    log_request,
+    write_logs,
+)
+from tests.serve.telemetry.records import ended
+
+FORGED = "a\nERROR forged\r\x1b[31m\u2028end é"
+ESCAPED = "a\\nERROR forged\\r\\x1b[31m\\u2028end é"
+Lines = Callable[[], list[str]]
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
+    """What was written since it was asked last. Loggers are afterwards as they were."""
+    before = {name: logging.getLogger(name).handlers for name in LOGGERS}
+    uvicorn = logging.getLogger("uvicorn.error")
+    level = uvicorn.level
+    uvicorn.setLevel(logging.NOTSET)  # a server that another test ran in this process set its own
+    yield lambda: capsys.readouterr().err.splitlines()
+    uvicorn.setLevel(level)
+    for name, handlers in before.items():
+        logging.getLogger(name).handlers = handlers
+    logging.getLogger(REQUESTS).setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    """The caller of all that is logged."""
+    found = Caller("my-id", {})
+    token = CALLER.set(found)
+    yield found
+    CALLER.reset(token)
+
+
+def record(message: str, *args: object, name: str = "lockstep.serve") -> logging.LogRecord:
+    return logging.LogRecord(name, logging.WARNING, "file", 1, message, args, None)
+
+
+def test_one_line_whatever_is_in_it() -> None:
+    line = record("fields were ignored: %s", FORGED)
+    assert OneLine().filter(line)
+    assert line.getMessage() == f"fields were ignored: {ESCAPED}"
+    assert len(escaped("x" * 10**6)) < LONGEST + 10
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_line_stays_one_whoever_writes_it(lines: Lines, form: Any) -> None:
+    """Loggers below those of the server, too."""
+    write_logs(form)
+    for name in ("lockstep.serve", "lockstep.engine", "uvicorn.error", "opentelemetry.sdk"):
+        logging.getLogger(name).warning("%s wrote %s", name, FORGED)
+        (line,) = lines()
+        told = json.loads(line)["message"] if form == "json" else line
+        assert told.endswith(f"{name} wrote {ESCAPED}")
+
+
+def test_the_same_line_once(lines: Lines) -> None:
+    write_logs()
+    for _ in range(5):
+        logging.getLogger("lockstep.serve").warning("invalid")
+    logging.getLogger("lockstep.serve").warning("something else")
+    assert [line.split(": ")[1] for line in lines()] == ["invalid", "something else"]
+
+
+def test_many_different_lines_are_not_all_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that names new things in every request fills no disk, and hides no error."""
+    now = 1000.0
+    monkeypatch.setattr("lockstep.serve.telemetry.logs.time.monotonic", lambda: now)
+    one = OneLine()
+
+    def lines(level: int) -> list[logging.LogRecord]:
+        made = [
+            logging.LogRecord("lockstep.serve", level, "", 0, f"line {n}", (), None)
+            for n in range(3 * MOST_LINES)
+        ]
+        return [line for line in made if one.filter(line)]
+
+    written = lines(logging.WARNING)
+    assert len(written) == MOST_LINES
+    assert "no more lines" in written[-1].msg
+    assert "no more lines" not in written[-2].msg
+    assert len(lines(logging.ERROR)) == MOST_LINES
+    assert lines(logging.WARNING) == []
+    now += SAME_SECONDS
+    assert len(lines(logging.WARNING)) == MOST_LINES
+
+
+def test_access_lines_are_all_written() -> None:
+    one = OneLine()
+    for _ in range(3):
+        line = record('%s - "%s %s"', "client", "GET", "/x\ny", name="uvicorn.access")
+        assert one.filter(line) and "\n" not in line.getMessage()
+
+
+def test_a_line_names_the_request(lines: Lines, caller: Caller) -> None:
+    write_logs("json")
+    try:
+        raise ValueError("no\nsuch")
+    except ValueError:
+        logging.getLogger("lockstep.serve").exception("it failed")
+    (line,) = lines()
+    said = json.loads(line)
+    assert said.pop("exception").endswith("ValueError: no\nsuch")
+    assert said.pop("time").endswith("Z")
+    assert said == {
+        "level": "error",
+        "logger": "lockstep.serve",
+        "message": "it failed",
+        "request_id": "my-id",
+    }
+
+
+def test_nothing_behind_a_traceback_looks_like_a_line(lines: Lines, caller: Caller) -> None:
+    write_logs()
+    try:
+        raise ValueError("no\n2026-01-01T00:00:00.000Z ERROR lockstep: forged")
+    except ValueError:
+        logging.getLogger("lockstep.serve").exception("it failed")
+    first, *others = lines()
+    assert first.endswith(" ERROR lockstep.serve: it failed request_id=my-id")
+    assert others and all(line.startswith("    ") for line in others)
+
+
+def test_latencies_of_what_is_known() -> None:
+    assert ended().latencies == {
+        "e2e": 2.25,
+        "queue": 0.5,
+        "first_token": 1.0,
+        "prefill": 0.5,
+        "decode": 1.25,
+        "inference": 1.75,
+    }
+    waited = ended(metrics=(RequestMetrics(arrival_time=10.0),))
+    assert waited.latencies == {"e2e": 2.25}
+
+
+def test_a_line_for_every_request_that_ended(lines: Lines, caller: Caller) -> None:
+    write_logs("json", requests=True)
+    log_request(ended())
+    log_request(ended())
+    log_request(ended(error="its time was up"))
+    first, second, third = (json.loads(line) for line in lines())
+    assert first["message"] == second["message"] == "ended"
+    assert third["message"] == "ended early: its time was up"
+    assert first["request_id"] == "my-id" and first["id"] == "cmpl-1"
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (7, 4)
+    assert first["finish_reasons"] == "length,abort" and first["queue_seconds"] == 0.5
+
+
+def test_no_such_line_unasked(lines: Lines) -> None:
+    write_logs("text")
+    log_request(ended())
+    assert lines() == []

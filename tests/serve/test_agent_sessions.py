@@ -1,0 +1,382 @@
+"""Sessions of coding agents and SDKs, turn after turn, with the bodies that these clients send.
+
+A file of `sessions/` has a client's constant fields and its turns. `add`: entries that the client
+adds to the conversation. `results`: what the tools gave that the model has called in the turn
+before. `model`: the text that the model writes. `shown`, `hidden`: texts that the prompt has, or
+has not. `ignored`: fields that the answer's header names. `calls`: tools that the answer calls.
+`returns`: how the client sends an answer back.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from lockstep.serve.app import create_app
+from lockstep.serve.http.errors import TYPE_REMEDIES
+from lockstep.serve.openai.responses.protocol import DROPPED, AnyItem
+from lockstep.serve.requests.service import Limits, Service
+from lockstep.text.processor import Processor
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+from tests.serve.api_calls import fetch, post
+from tests.serve.openai.responses.test_endpoint import create, last_prompt
+from tests.serve.openai.test_official_fields import hints, plain
+from tests.text.tiny_tokenizer import make_folder
+
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+SESSIONS = sorted((Path(__file__).parent / "sessions").glob("*.json"))
+PAGE = Path(__file__).parents[2] / "docs" / "request_fields.md"
+TEMPLATE = """{{ tools | default([], true) | tojson }}<tool_call>
+<function=name>
+</tool_call>
+{% for message in messages -%}
+{% if message.role == 'system' and not loop.first %}{{ raise_exception('Too late') }}{% endif -%}
+<|im_start|>{{ message.role }}
+{{ message.reasoning_content }}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+{{ call.function.name }}{{ call.function.arguments | tojson }}
+{%- endfor %}<|im_end|>
+{% endfor -%}
+<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}"""
+"""Shows all of a conversation."""
+OUTPUTS = {
+    "function_call": "function_call_output",
+    "custom_tool_call": "custom_tool_call_output",
+    "local_shell_call": "local_shell_call_output",
+    "shell_call": "shell_call_output",
+    "apply_patch_call": "apply_patch_call_output",
+}
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
+    """The tiny model's text side, with room for sessions and a template that shows them whole."""
+    folder = make_folder(tmp_path_factory.mktemp("tiny"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Processor.for_model(Tokenizer(folder), folder, 16384)
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def items_of(answer: Any) -> list[dict[str, Any]]:
+    """Return the output of a response, as its stream's items or as a whole."""
+    if answer.headers["content-type"].startswith("application/json"):
+        output: list[dict[str, Any]] = answer.json()["output"]
+        return output
+    events = events_of(answer.text)
+    assert events[-1]["type"] == "response.completed", events[-1]
+    done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    return done
+
+
+def returned(item: dict[str, Any], how: str) -> dict[str, Any]:
+    """Return an item as the client sends it in the next turn."""
+    if how == "whole":
+        return item
+    if how == "without_ids":
+        return {key: value for key, value in item.items() if key != "id"}
+    if item["type"] == "function_call":
+        return {key: item[key] for key in ("type", "call_id", "name", "arguments")}
+    return {"type": "item_reference", "id": item["id"]}
+
+
+def result_of(item: dict[str, Any], result: Any) -> dict[str, Any]:
+    """Return the result of a call as an item."""
+    fields = result if isinstance(result, dict) else {"output": result}
+    return {"type": OUTPUTS[item["type"]], "call_id": item["call_id"], **fields}
+
+
+def blocks_of(answer: Any) -> list[dict[str, Any]]:
+    """Return the content of a message from its stream."""
+    blocks: list[dict[str, Any]] = []
+    for event in events_of(answer.text):
+        if event["type"] == "content_block_start":
+            blocks.append({**event["content_block"], "json": ""})
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            field = {"text_delta": "text", "thinking_delta": "thinking"}.get(delta["type"], "json")
+            blocks[-1][field] += delta.get("partial_json", delta.get(field))
+    for block in blocks:
+        text = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(text)
+    return blocks
+
+
+def next_entries(path: str, said: list[dict[str, Any]], turn: Any, how: str) -> list[Any]:
+    """Return what the client adds to the conversation: the answer, results, and the turn's own."""
+    results = turn.get("results", [])
+    if path == RESPONSES:
+        calls = [item for item in said if item["type"] in OUTPUTS]
+        found = [returned(item, how) for item in said]
+        found += map(result_of, calls, results)
+        return [*found, *turn.get("add", [])]
+    found = [{"role": "assistant", "content": said}] if said else []
+    uses = [block["id"] for block in said if block["type"] == "tool_use"]
+    given = [
+        {"type": "tool_result", "tool_use_id": use, "content": result}
+        for use, result in zip(uses, results, strict=True)
+    ]
+    return [*found, *([{"role": "user", "content": given}] if given else []), *turn.get("add", [])]
+
+
+@pytest.mark.parametrize("path", SESSIONS, ids=lambda path: path.stem)
+def test_a_session_goes_on_turn_after_turn(server: Any, processor: Any, path: Path) -> None:
+    session = json.loads(path.read_text())
+    conversation: list[Any] = []
+    said: list[dict[str, Any]] = []
+    for turn in session["turns"]:
+        conversation += next_entries(session["path"], said, turn, session["returns"])
+        server.text = turn["model"]
+        body = {**session["body"], session["list"]: conversation}
+        answer = post(server, session["path"], **body)
+        assert answer.status_code == 200, answer.text
+        prompt = last_prompt(server, processor)
+        last = prompt.rindex("<|im_start|>user") if "add" in turn else 0
+        for text in turn["shown"]:
+            assert json.dumps(text, ensure_ascii=False)[1:-1] in prompt or text in prompt, text
+        assert last < prompt.index(turn["shown"][-1], last)
+        for text in turn.get("hidden", []):
+            assert text not in prompt
+        ignored = answer.headers.get("x-lockstep-ignored-fields")
+        assert ignored == turn.get("ignored", ignored)
+        said = items_of(answer) if session["path"] == RESPONSES else blocks_of(answer)
+        for name, item in zip(turn.get("calls", []), said, strict=False):
+            assert name == f"{item['namespace']} {item['name']}"
+
+
+def listed(server: Any, response_id: str) -> list[dict[str, Any]]:
+    """Return the items that a response was made from."""
+    answer = fetch(server, "GET", f"{RESPONSES}/{response_id}/input_items?order=asc")
+    data: list[dict[str, Any]] = answer.json()["data"]
+    return data
+
+
+SHELL = (
+    '<tool_call>\n<function=local_shell>\n<parameter=command>\n["ls"]\n</parameter>\n</function>\n'
+    "</tool_call>"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_a_tool_that_the_api_defines_is_an_item(server: Any, stream: bool) -> None:
+    server.text = SHELL
+    answer = create(server, tools=[{"type": "local_shell"}], stream=stream)
+    if stream:
+        kinds = [event.type for event in answer]
+        assert kinds[2:4] == ["response.output_item.added", "response.output_item.done"]
+        assert answer[2].item.action.command == []
+        answer = answer[-1].response
+    (item,) = answer.output
+    assert (item.type, item.status, item.action.command) == (
+        "local_shell_call",
+        "completed",
+        ["ls"],
+    )
+    assert item.id.startswith("lsh_") and item.call_id.startswith("call_")
+    assert server.client.requests[-1].grammar is not None
+    following = create(server, previous_response_id=answer.id, input="and?")
+    (_, call, _) = listed(server, following.id)
+    assert call["type"] == "local_shell_call" and call["action"]["command"] == ["ls"]
+
+
+def test_a_call_that_was_cut_runs_no_command(server: Any, processor: Any) -> None:
+    server.text = SHELL
+    most = len(processor.tokenizer.encode(SHELL)) - 5
+    answer = create(server, tools=[{"type": "local_shell"}], max_output_tokens=most)
+    (item,) = answer.output
+    assert (item.type, item.status) == ("local_shell_call", "incomplete")
+    assert item.action.command == []
+    following = create(server, previous_response_id=answer.id, input="and?")
+    assert [item.get("content") for item in listed(server, following.id)] == [
+        [{"type": "input_text", "text": "the fox"}],
+        [{"type": "input_text", "text": "and?"}],
+    ]
+
+
+def test_a_search_for_tools_is_the_clients(server: Any, processor: Any) -> None:
+    search = {
+        "type": "tool_search",
+        "execution": "client",
+        "description": "Searches tools",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    }
+    server.text = (
+        "<tool_call>\n<function=tool_search>\n<parameter=query>\nmail\n</parameter>\n</function>\n"
+        "</tool_call>"
+    )
+    (item,) = create(server, tools=[search]).output
+    assert (item.type, item.execution, item.arguments) == (
+        "tool_search_call",
+        "client",
+        {"query": "mail"},
+    )
+    assert "Searches tools" in last_prompt(server, processor)
+
+
+@pytest.mark.parametrize("name", ["local_shell", "shell", "apply_patch"])
+def test_a_choice_names_a_tool_that_the_api_defines(server: Any, name: str) -> None:
+    tools = [{"type": "local_shell"}, {"type": "shell"}, {"type": "apply_patch"}]
+    found = post(server, RESPONSES, input="x", tools=tools, tool_choice={"type": name})
+    assert found.status_code == 200, found.text
+    assert f"<function={name}>" in server.client.requests[-1].params.structured_outputs.grammar
+
+
+def test_a_reference_is_the_item_that_it_names(server: Any, processor: Any) -> None:
+    first = create(server)
+    (item,) = first.output
+    reference = {"type": "item_reference", "id": item.id}
+    body = [{"role": "user", "content": "a"}, {"id": item.id}, {"role": "user", "content": "b"}]
+    second = create(server, input=body)
+    assert "hello fox" in last_prompt(server, processor)
+    assert listed(server, second.id)[1]["content"][0]["text"] == "hello fox"
+    for items, status, told in [
+        ([reference, reference], 400, f"input[0].id='{item.id}' is there twice"),
+        ([{**reference, "id": "msg_1_0"}], 404, "input[0].id='msg_1_0' is not known"),
+        ([{**reference, "id": "x"}], 404, "store: false"),
+        ([{**reference, "id": item.id[:-1] + "7"}], 404, "is not known"),
+    ]:
+        found = post(server, RESPONSES, input=items)
+        assert found.status_code == status, found.text
+        assert told in found.json()["error"]["message"]
+
+
+def test_references_outlive_the_responses_of_earlier_turns(server: Any, processor: Any) -> None:
+    """Of a conversation only the latest response is asked for."""
+    service = Service(server.client, processor, "tiny", "ls-test", Limits(stored_responses=1))
+    server.app = create_app(service)
+    conversation: list[Any] = []
+    for text in ("hello fox", "lazy dog", "quick brown"):
+        conversation.append({"role": "user", "content": "a"})
+        server.text = text
+        answer = create(server, input=conversation)
+        conversation.append({"type": "item_reference", "id": answer.output[0].id})
+    prompt = last_prompt(server, processor)
+    assert "hello fox" in prompt and "lazy dog" in prompt
+
+
+def test_a_summary_is_read_where_reasoning_has_no_content(server: Any, processor: Any) -> None:
+    summary = [{"type": "summary_text", "text": "shorter"}]
+    content = [{"type": "reasoning_text", "text": "whole"}]
+    for item, told in (
+        ({"summary": summary}, "shorter"),
+        ({"summary": summary, "content": content}, "whole"),
+    ):
+        items = [{"role": "user", "content": "a"}, {"type": "reasoning", **item}]
+        create(server, input=items)
+        prompt = last_prompt(server, processor)
+        assert [text in prompt for text in ("shorter", "whole")] == [
+            told == "shorter",
+            told == "whole",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (
+            {"input": [{"role": "user", "content": "a"}, {"type": "compaction"}]},
+            "input[1]: type='compaction' is not supported: only the server that wrote this",
+        ),
+        ({"input": [{"type": "computer_call"}]}, "this server reads text only"),
+        ({"input": [{"type": "nonsense"}]}, "Leave it out."),
+        ({"tools": [{"type": "web_search"}]}, 'web_search = "disabled"'),
+        (
+            {"tools": [{"type": "web_search", "external_web_access": True}]},
+            "tools[0].external_web_access=True: this server does not search the web",
+        ),
+        ({"tools": [{"type": "image_generation"}]}, "features.image_generation = false"),
+        ({"tools": [{"type": "tool_search"}]}, "tools[0].execution='server': this server searches"),
+        (
+            {"tools": [{"type": "shell", "environment": {"type": "container_auto"}}]},
+            "tools[0].environment.type='container_auto': this server runs no containers",
+        ),
+        (
+            {"text": {"verbosity": "low"}},
+            "text.verbosity='low' is not supported: ask",
+        ),
+        (
+            {
+                "input": [
+                    {
+                        "type": "function_call_output",
+                        "call_id": "a",
+                        "output": [{"type": "input_image", "image_url": "data:"}],
+                    }
+                ]
+            },
+            "tools.view_image = false",
+        ),
+        (
+            {"input": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
+            "input[1].role='system': the chat template refuses these messages: Too late",
+        ),
+    ],
+)
+def test_a_refusal_names_the_place_and_a_remedy(server: Any, body: Any, told: str) -> None:
+    found = post(server, RESPONSES, **{"input": "x", **body})
+    assert found.status_code == 400, found.text
+    assert told in found.json()["error"]["message"], found.text
+
+
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        (
+            {"role": "system", "content": "b"},
+            "messages[1].role='system': the chat template",
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": [
+                    {
+                        "type": "web_fetch_tool_result",
+                        "tool_use_id": "a",
+                        "content": {"type": "x", "source": {"type": "base64", "data": "AA"}},
+                    }
+                ],
+            },
+            "messages[1].content[0].content: this server reads text only",
+        ),
+        ({"role": "user", "content": [{"type": "document"}]}, "messages[1].content[0]: type='doc"),
+    ],
+)
+def test_a_refusal_of_messages_names_the_place(
+    server: Any, path: str, entry: Any, told: str
+) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}, entry]}
+    body |= {"max_tokens": 9} if path == MESSAGES else {}
+    found = post(server, path, **body)
+    assert found.status_code == 400, found.text
+    assert found.json()["error"]["message"].startswith(told), found.text
+
+
+def test_the_page_says_what_becomes_of_every_item() -> None:
+    """Of those that OpenAI's library knows, and those that are known here."""
+    from openai.types.responses.response_input_item_param import ResponseInputItemParam
+
+    official = {
+        tag
+        for kind in get_args(ResponseInputItemParam)
+        for tag in get_args(plain(hints(kind).get("type"))) or ("message",)
+        if isinstance(tag, str)
+    }
+    here = {tag for k in get_args(AnyItem) for tag in get_args(k.model_fields["type"].annotation)}
+    section = PAGE.read_text().partition("## Items of `/v1/responses`\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    shown = {kind.strip(" `"): why for kinds, why in rows for kind in kinds.split(",")}
+    assert official - shown.keys() - {"message"} == set()
+    assert {kind for kind, why in shown.items() if "400" not in why} == here
+    assert {kind for kind, why in shown.items() if "dropped" in why} == set(DROPPED)
+    assert {kind for kind, why in shown.items() if "400" in why} <= TYPE_REMEDIES.keys()

@@ -1,0 +1,216 @@
+"""Completions, errors, disconnects, metrics and the rest of the server."""
+
+import asyncio
+import json
+import shlex
+
+import openai
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from lockstep.engine.stats import Stats
+from lockstep.errors import RequestError
+from lockstep.serve.server import how_to_ask
+from lockstep.serve.telemetry.metrics import Metrics
+from tests.serve.api_calls import complete
+from tests.serve.fake_client import ask_and_leave
+
+
+def fetch(server, method, path, **options):
+    async def run():
+        async with server.http() as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(run())
+
+
+def test_completion_and_stream(server):
+    whole = complete(server, prompt="the", n=2, max_tokens=50)
+    assert [c.text for c in whole.choices] == ["hello fox"] * 2
+    chunks = complete(server, prompt=["the", "a"], stream=True, max_tokens=50)
+    for index in (0, 1):
+        own = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert "".join(c.text for c in own) == "hello fox" and own[-1].finish_reason == "stop"
+    assert complete(server, prompt=[1, 2, 3]).usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs(server, processor, stream):
+    server.text = "hello lazy fox"
+    found = complete(server, prompt="the dog", echo=True, logprobs=1, max_tokens=50, stream=stream)
+    choices = [c.choices[0] for c in found] if stream else found.choices
+    assert "".join(c.text for c in choices) == "the doghello lazy fox"
+    tokens = [t for c in choices for t in c.logprobs.tokens]
+    assert "".join(tokens) == "the doghello lazy fox<|im_end|>"
+    assert choices[0].logprobs.token_logprobs[0] is None
+    offsets = [o for c in choices for o in c.logprobs.text_offset]
+    for offset, token in zip(offsets, tokens, strict=True):
+        assert "".join(tokens)[offset:].startswith(token)
+
+
+def test_a_prompt_without_the_tokens_that_the_tokenizer_adds(server, processor):
+    """As those send it who have rendered a chat template themselves."""
+    begin = processor.tokenizer.fast.token_to_id("<|im_start|>")
+    added = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", begin)])
+    processor.tokenizer.fast.post_processor = added
+    try:
+        for options in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            found = complete(server, prompt=["the", "a"], echo=True, extra_body=options)
+            assert [choice.text for choice in found.choices] == ["thehello fox", "ahello fox"]
+        first = [request.prompt_token_ids[0] == begin for request in server.client.requests]
+        assert first == [True, True, True, True, False, False]
+    finally:
+        processor.tokenizer.fast.post_processor = None
+
+
+@pytest.mark.parametrize("step", [1, 3, 80])
+def test_offsets_are_places_in_the_text(server, step):
+    """Of characters that are several tokens, of tokens that are held back, whole or streamed."""
+    server.client.step = step
+    server.text = "a 🦊 is é, stopp the fox"
+    asked = {
+        "prompt": "naïve 🦊 dog",
+        "echo": True,
+        "logprobs": 0,
+        "max_tokens": 90,
+        "stop": "op q",
+    }
+    (whole,) = complete(server, **asked).choices
+    text, told = whole.text, whole.logprobs
+    assert text == "naïve 🦊 doga 🦊 is é, stopp the fox"
+    for place, token in zip(told.text_offset, told.tokens, strict=True):
+        if "\ufffd" not in token and token != "<|im_end|>":
+            assert text[place:].startswith(token), (place, token)
+    assert told.text_offset == sorted(told.text_offset)
+    assert told.text_offset[-1] == len(text), "of the token that ends it"
+    streamed = [chunk.choices[0] for chunk in complete(server, stream=True, **asked)]
+    assert "".join(choice.text for choice in streamed) == text
+    offsets = [place for choice in streamed for place in choice.logprobs.text_offset]
+    assert offsets == told.text_offset
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_that_cannot_be_echoed_begin_nothing(server, stream):
+    body = {"prompt": [[1, 2], [-1]], "echo": True, "stream": stream, "logprobs": 1}
+    found = fetch(server, "POST", "/v1/completions", json=body)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt")
+    assert server.client.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "status"),
+    [
+        ({"prompt": []}, "prompt", 400),
+        ({"prompt": [1] * 600}, "prompt", 400),
+        ({}, "prompt", 400),
+        ({"prompt": "x", "max_tokens": "many"}, "max_tokens", 400),
+        ({"prompt": "x", "model": "other"}, "model", 404),
+    ],
+)
+def test_errors_are_objects(server, body, param, status):
+    answer = fetch(server, "POST", "/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param)
+    assert error["type"] == "invalid_request_error" and error["message"]
+    assert fetch(server, "GET", "/health").status_code == 200
+
+
+def test_too_long_names_the_limit(server):
+    answer = fetch(server, "POST", "/v1/completions", json={"prompt": [1] * 600})
+    assert "600 tokens" in answer.text and "context length is 512" in answer.text
+
+
+def test_no_json_and_no_route(server):
+    assert fetch(server, "POST", "/v1/completions", content=b"{").status_code == 400
+    missing = fetch(server, "GET", "/v2")
+    assert missing.status_code == 404 and missing.json()["error"]["message"]
+    wrong = fetch(server, "GET", "/v1/completions")
+    assert wrong.status_code == 405 and wrong.json()["error"]["message"]
+    assert wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"), [("/ping", "GET, POST"), ("/v1/responses/x", "DELETE, GET")]
+)
+def test_all_methods_of_a_path_are_allowed(server, path, methods):
+    wrong = fetch(server, "PUT", path)
+    assert wrong.status_code == 405 and wrong.headers["allow"] == methods
+    assert (
+        wrong.json()["error"]["message"] == f"PUT {path}: Method Not Allowed; allowed: {methods}."
+    )
+
+
+@pytest.mark.parametrize(("error", "status"), [(RequestError("no", "x"), 400), (KeyError(1), 500)])
+def test_engine_errors(server, error, status):
+    server.client.error = error
+    answer = fetch(server, "POST", "/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == status
+    with pytest.raises(openai.APIError):
+        complete(server, prompt="x", stream=True)
+    server.client.error = None
+    assert complete(server, prompt="x", max_tokens=40).choices[0].text == "hello fox"
+
+
+def test_dead_engine(server):
+    server.client.alive = False
+    assert fetch(server, "POST", "/v1/completions", json={"prompt": "x"}).status_code == 503
+    assert fetch(server, "GET", "/health").status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_aborts(server, stream):
+    server.client.hang = True
+    server.eos = None
+    server.client.answer = lambda request: request.prompt_token_ids[:1]
+
+    body = {"prompt": "x", "max_tokens": 50, "stream": stream, "n": 2}
+    asyncio.run(ask_and_leave(server, "/v1/completions", body, requests=2))
+    assert sorted(server.client.aborted) == sorted(r.id for r in server.client.requests)
+
+
+def test_models_tokens_docs(server):
+    models = fetch(server, "GET", "/v1/models").json()["data"]
+    assert [(m["id"], m["max_model_len"]) for m in models] == [("tiny", 512)]
+    assert fetch(server, "GET", "/v1/models/tiny").status_code == 200
+    assert fetch(server, "GET", "/v1/models/none").json()["error"]["code"] == "model_not_found"
+    found = fetch(server, "POST", "/tokenize", json={"prompt": "the fox"}).json()
+    back = fetch(server, "POST", "/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"prompt": "the fox"} and found["count"] == len(found["tokens"])
+    messages = [{"role": "user", "content": "x"}]
+    assert fetch(server, "POST", "/tokenize", json={"messages": messages}).json()["count"] > 3
+    assert fetch(server, "POST", "/tokenize", json={}).status_code == 400
+    assert fetch(server, "GET", "/docs").status_code == 200
+    assert "/v1/chat/completions" in fetch(server, "GET", "/openapi.json").json()["paths"]
+
+
+def test_metrics(server):
+    stats = Stats(num_running=2, pages_used=5, pages=10)
+    server.client.counts = stats
+    stats.generation_tokens_total = 7
+    stats.ttft_seconds = [0.2]
+    stats.requests_success_total["stop"] = 3
+    text = fetch(server, "GET", "/metrics").text
+    assert 'lockstep:num_requests_running{model_name="tiny"} 2.0' in text
+    assert 'lockstep:kv_cache_usage_perc{model_name="tiny"} 0.5' in text
+    assert 'lockstep:generation_tokens_total{model_name="tiny"} 7.0' in text
+    assert 'lockstep:request_success_total{finished_reason="stop",model_name="tiny"} 3.0' in text
+    assert 'lockstep:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
+
+
+def test_counters_only_grow():
+    metrics = Metrics("m")
+    for total in (3, 5):
+        text = metrics.render(Stats(steps_total=total)).decode()
+    assert 'lockstep:decode_steps_total{model_name="m"} 5.0' in text
+
+
+def test_shown_lines_work(processor):
+    url = "http://127.0.0.1:1"
+    ready, curl = how_to_ask(url, "tiny").splitlines()
+    assert ready == f"Ready: the model 'tiny' at {url}/v1 (base_url of OpenAI clients)"
+    words = shlex.split(curl)
+    assert words[2] == f"{url}/v1/chat/completions" and json.loads(words[-1])["model"] == "tiny"
+    assert json.loads(words[-1])["messages"][0]["content"] == "List the first 12 primes."
+    assert f"{url}/v1/completions" in how_to_ask(url, "tiny", chats=False)
+    _, curl = how_to_ask(url, "tiny", keys=True).splitlines()
+    assert "Authorization: Bearer KEY" in shlex.split(curl)

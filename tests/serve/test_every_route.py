@@ -1,0 +1,187 @@
+"""What holds on every route that generates: keys, sizes, room, time, and clients that go away."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from lockstep.serve.app import create_app
+from lockstep.serve.http.access import Rules
+from lockstep.serve.requests.body_models import MAX_FIELDS
+from lockstep.serve.requests.service import Limits, Service
+from lockstep.text.grammars.structured_output import compile_structured_output
+from tests.serve.api_calls import fetch
+from tests.serve.fake_client import ask_and_leave
+
+USER = [{"role": "user", "content": "the fox"}]
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/completions": {"prompt": "the fox"},
+    "/v1/responses": {"input": "the fox"},
+    "/v1/messages": {"messages": USER, "max_tokens": 50},
+}
+COUNTED: dict[str, dict[str, Any]] = {
+    **ROUTES,
+    "/v1/messages/count_tokens": {"messages": USER},
+    "/v1/responses/resp_1/cancel": {},
+}
+
+
+def send(server: Any, path: str, headers: dict[str, str] | None = None, **more: Any) -> Any:
+    return fetch(server, "POST", path, json={**COUNTED[path], **more}, headers=headers)
+
+
+def message_of(answer: Any) -> str:
+    found: str = answer.json()["error"]["message"]
+    return found
+
+
+@pytest.mark.parametrize("path", COUNTED)
+@pytest.mark.parametrize(
+    ("headers", "known"),
+    [
+        ({}, False),
+        ({"Authorization": "Bearer wrong"}, False),
+        ({"x-api-key": "wrong"}, False),
+        ({"x-api-key": ""}, False),
+        ({"Authorization": "Basic right"}, False),
+        ({"Authorization": "Bearer right"}, True),
+        ({"x-api-key": "right"}, True),
+    ],
+)
+def test_keys(server: Any, processor: Any, path: str, headers: Any, known: bool) -> None:
+    service = Service(server.client, processor, "tiny", "ls-test")
+    server.app = create_app(service, Rules(keys=("other", "right")))
+    found = send(server, path, headers)
+    assert (found.status_code != 401) == known
+    if not known:
+        assert "x-api-key" in message_of(found) and not server.client.requests
+        assert (found.json().get("type") == "error") == ("/v1/messages" in path)
+
+
+@pytest.mark.parametrize("path", COUNTED)
+def test_bodies_too_large(server: Any, processor: Any, path: str) -> None:
+    service = Service(server.client, processor, "tiny", "ls-test")
+    server.app = create_app(service, Rules(body_bytes=200))
+    found = send(server, path, metadata={"x": "y" * 500})
+    assert found.status_code == 413 and "larger" in message_of(found)
+
+    async def pieces() -> Any:
+        for _ in range(10):
+            yield b" " * 50
+
+    unannounced = fetch(server, "POST", path, content=pieces())
+    assert unannounced.status_code == (413 if COUNTED[path] else 404)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_fields_are_counted(server: Any, path: str) -> None:
+    """Each costs time, known or not."""
+    many = {f"field_{number}": number for number in range(MAX_FIELDS)}
+    found = send(server, path, **many)
+    assert found.status_code == 400
+    assert f"fields; allowed: at most {MAX_FIELDS}" in message_of(found)
+
+
+OTHERS: dict[str, tuple[str, ...]] = {
+    "/v1/chat/completions": (),
+    "/v1/completions": ("max_completion_tokens", "reasoning_effort", "chat_template_kwargs"),
+    "/v1/responses": ("max_tokens", "max_completion_tokens", "reasoning_effort", "stop"),
+    "/v1/messages": ("max_completion_tokens", "reasoning_effort", "stop", "n"),
+}
+"""Fields of other routes that each has not."""
+SAMPLED = ("min_p", "logit_bias", "frequency_penalty", "bad_words", "guided_regex", "ignore_eos")
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_what_decides_answers_elsewhere_is_refused(server: Any, path: str) -> None:
+    sampled = SAMPLED if path in ("/v1/responses", "/v1/messages") else ()
+    for name in (*OTHERS[path], *sampled):
+        found = send(server, path, **{name: 5})
+        assert found.status_code == 400 and message_of(found).startswith(f"{name}=5"), name
+    harmless = {"frequency_penalty": 0, "n": 1, "logit_bias": {}, "presence_penalty": 0.0}
+    found = send(server, path, **harmless)
+    assert found.status_code == 200, found.text
+    assert "x-lockstep-ignored-fields" not in found.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        ("/v1/responses", "max_output_tokens", 0),
+        ("/v1/messages", "stop_sequences", ["x"] * 17),
+        ("/v1/messages", "stop_sequences", ["x" * 300]),
+    ],
+)
+def test_errors_name_what_was_sent(server: Any, path: str, name: str, value: Any) -> None:
+    found = send(server, path, **{name: value})
+    assert found.status_code == 400 and message_of(found).startswith(name), found.text
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_full_queue(server: Any, processor: Any, path: str) -> None:
+    limits = Limits(running=0, queued=0)
+    server.app = create_app(Service(server.client, processor, "tiny", "ls-test", limits))
+    found = send(server, path)
+    assert found.status_code == 429 and found.headers["retry-after"]
+    assert not server.client.requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_request_out_of_time(server: Any, path: str, stream: bool) -> None:
+    server.client.hang = True
+    server.client.answer = lambda request: request.prompt_token_ids[:1]
+    found = send(server, path, timeout=0.05, stream=stream)
+    assert found.status_code == (200 if stream else 504)
+    assert "time was up after 1 tokens" in found.text
+    assert server.client.aborted == [r.id for r in server.client.requests]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_dead_engine(server: Any, path: str) -> None:
+    server.client.alive = False
+    assert send(server, path).status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_client_that_goes_away(server: Any, path: str, stream: bool) -> None:
+    """Its request is aborted, so that its pages are free; nothing of it is kept."""
+    server.client.hang = True
+    server.client.answer = lambda request: request.prompt_token_ids[:1]
+
+    body = {**ROUTES[path], "stream": stream}
+    asyncio.run(ask_and_leave(server, path, body, requests=1))
+    (request,) = server.client.requests
+    assert server.client.aborted == [request.id]
+    assert fetch(server, "GET", f"/v1/responses/{request.id}").status_code == 404
+
+
+def test_requests_without_a_grammar_wait_for_none(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many grammars are being compiled, and however long that takes."""
+    free = threading.Event()
+
+    def slow(wanted: Any, compiler: Any) -> Any:
+        assert free.wait(30)
+        return compile_structured_output(wanted, compiler)
+
+    monkeypatch.setattr("lockstep.text.processor.compile_structured_output", slow)
+
+    async def run() -> None:
+        async with server.http() as client:
+            body = {"prompt": "x", "guided_choice": ["hello fox"]}
+            held = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(50)
+            ]
+            for path in ("/v1/completions", "/tokenize"):
+                found = await asyncio.wait_for(client.post(path, json={"prompt": "x"}), 20)
+                assert found.status_code == 200
+            assert not any(task.done() for task in held)
+            free.set()
+            assert {(await task).status_code for task in held} == {200}
+
+    asyncio.run(run())

@@ -1,0 +1,118 @@
+"""Several names, defaults of sampling, a path before all paths, web pages, a bound on logprobs."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from lockstep.serve.app import Pages, create_app
+from lockstep.serve.http.access import Rules
+from lockstep.serve.requests.service import Limits, Service
+from lockstep.text.processor import Processor
+from lockstep.text.settings import TextSettings
+from lockstep.text.tokenizers.tokenizer import Tokenizer
+from tests.text.tiny_tokenizer import make_folder
+
+
+@pytest.fixture
+def bounded(tmp_path):
+    """A processor whose defaults are the user's, with at most 2 new tokens."""
+    folder = make_folder(tmp_path)
+    chosen = {"temperature": 0.25, "max_new_tokens": 2}
+    settings = TextSettings(generation_config="vllm", override_generation_config=chosen)
+    return Processor.for_model(Tokenizer(folder), folder, 512, settings)
+
+
+def ask(server, processor, method, path, *, limits=None, aliases=(), app=None, **options):
+    service = Service(server.client, processor, "first", "ls-test", limits, aliases)
+    application = create_app(service, **(app or {}))
+    transport = httpx.ASGITransport(app=application, raise_app_exceptions=False)
+
+    async def run():
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("name", "status"), [("first", 200), ("second", 200), ("third", 404)])
+def test_every_name_answers_as_the_first(server, processor, name, status):
+    asked = {"model": name, "prompt": "the", "max_tokens": 5}
+    found = ask(server, processor, "POST", "/v1/completions", aliases=["second"], json=asked)
+    assert found.status_code == status
+    if status == 200:
+        assert found.json()["model"] == "first"
+    else:
+        assert "'first', 'second'" in found.json()["error"]["message"]
+    one = ask(server, processor, "GET", f"/v1/models/{name}", aliases=["second"])
+    assert one.status_code == status
+
+
+def test_models_tell_names_and_defaults(server, bounded):
+    data = ask(server, bounded, "GET", "/v1/models", aliases=["second", "first"]).json()["data"]
+    assert [(one["id"], one["root"]) for one in data] == [("first", "first"), ("second", "first")]
+    assert data[0]["default_sampling_params"] == {"temperature": 0.25, "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("sent", "most"), [({}, 2), ({"max_tokens": 9}, 2), ({"max_tokens": 1}, 1)]
+)
+def test_defaults_reach_requests_and_bound_them(server, bounded, sent, most):
+    for path, body in (
+        ("/v1/completions", {"prompt": "the"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the"}]}),
+    ):
+        server.client.requests.clear()
+        assert ask(server, bounded, "POST", path, json={**body, **sent}).status_code == 200
+        (request,) = server.client.requests
+        assert (request.params.temperature, request.params.max_tokens) == (0.25, most)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "the", "logprobs": 3}),
+        ("/v1/completions", {"prompt": "the", "prompt_logprobs": 3}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 3},
+        ),
+    ],
+)
+def test_a_bound_on_logprobs(server, processor, path, body):
+    found = ask(server, processor, "POST", path, limits=Limits(logprobs=2), json=body)
+    assert found.status_code == 400 and "0 to 2 (--max-logprobs)" in found.text
+    assert ask(server, processor, "POST", path, limits=Limits(logprobs=3), json=body).is_success
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_under_a_proxy(server, processor, prefix):
+    """A proxy may take its path off, or leave it on; the page of the API names it."""
+    app = {"rules": Rules(keys=("k",), root_path="/llm")}
+    assert ask(server, processor, "GET", f"{prefix}/health", app=app).status_code == 200
+    assert ask(server, processor, "GET", f"{prefix}/v1/models", app=app).status_code == 401
+    key = {"Authorization": "Bearer k"}
+    found = ask(server, processor, "GET", f"{prefix}/v1/models", app=app, headers=key)
+    assert found.status_code == 200
+    docs = ask(server, processor, "GET", f"{prefix}/docs", app=app, headers=key)
+    assert "/llm/openapi.json" in docs.text
+
+
+ORIGIN = {"Origin": "https://page.example"}
+BEFORE = {**ORIGIN, "Access-Control-Request-Method": "POST"}
+
+
+def test_web_pages_of_other_origins(server, processor):
+    """They may ask where they are named: a browser asks first, and sends no key then."""
+    app = {"rules": Rules(keys=("k",)), "pages": Pages(("https://page.example",))}
+    path = "/v1/completions"
+    first = ask(server, processor, "OPTIONS", path, app=app, headers=BEFORE)
+    assert first.status_code == 200
+    assert first.headers["access-control-allow-origin"] == "https://page.example"
+    other = {**BEFORE, "Origin": "https://other.example"}
+    refused = ask(server, processor, "OPTIONS", path, app=app, headers=other)
+    assert refused.status_code == 400
+    without_key = ask(server, processor, "GET", "/v1/models", app=app, headers=ORIGIN)
+    assert without_key.status_code == 401, "an origin is no key"
+    shut = ask(server, processor, "GET", "/health", headers=ORIGIN)
+    assert "access-control-allow-origin" not in shut.headers
