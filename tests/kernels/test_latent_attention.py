@@ -26,7 +26,7 @@ REAL = (128, 512, 64, 64)
 
 def seen(batch: dict[str, Any], s: int, tokens: int) -> Tensor:
     """What row s holds in latents and ropes, its first tokens: [tokens, C + R]."""
-    pages = batch["page_table"][s].far_split()
+    pages = batch["page_table"][s].long()
     return torch.cat(
         [batch[name][pages].flatten(0, 1)[:tokens] for name in ("latents", "ropes")], -1
     )
@@ -45,7 +45,7 @@ def test_absorbed_attention_is_attention_over_expanded_keys_and_values() -> None
     values_of = torch.randn(heads, 10, latent, generator=draw).double()
     q = torch.randn(10, heads, plain, generator=draw).double()
     batch["q_latent"] = torch.einsum("thn,hnc->thc", q, keys_of).float()
-    actual = torch.einsum("thc,hvc->thv", latent_attention(**batch).double(), values_of)
+    found = torch.einsum("thc,hvc->thv", latent_attention(**batch).double(), values_of)
     turned = batch["q_rope"].double()
     at = 0
     for s, (start, count) in enumerate(rows):
@@ -59,7 +59,7 @@ def test_absorbed_attention_is_attention_over_expanded_keys_and_values() -> None
             queries, torch.cat([keys, shared], -1), values, mask, scale=batch["scale"]
         )
         close = dict(rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(actual[at : at + count], expected.transpose(0, 1), **close)
+        torch.testing.assert_close(found[at : at + count], expected.transpose(0, 1), **close)
         at += count
 
 
@@ -102,10 +102,10 @@ def test_prompts_verification_and_decoding_agree(backend: Backend) -> None:
     """100 tokens in one chunk, and in windows of every length across a segment's end."""
     begin = 1010 if backend.on_gpu else 500
     end = begin + 100
-    expected = pieces(backend, [begin, end])
+    whole = pieces(backend, [begin, end])
     for width in (1, 4) if backend.interpreted else (1, 2, 3, 4, 5, 6, 7, 8, 64):
         cuts = range(begin + 9, min(begin + 9 + 4 * width, end), width)
-        assert same_bits(pieces(backend, [begin, *cuts, end]), expected), width
+        assert same_bits(pieces(backend, [begin, *cuts, end]), whole), width
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -126,7 +126,7 @@ def test_a_row_alone_elsewhere_and_beside_others(backend: Backend) -> None:
         alone["cu_seqlens"] = torch.tensor([0, count], dtype=torch.int32)
         alone["query_len"] = max(count, 1) + 2
         moved = alone | {name: batch[name][order] for name in ("latents", "ropes")}
-        moved["page_table"] = place[alone["page_table"].far_split()].int()
+        moved["page_table"] = place[alone["page_table"].long()].int()
         for arguments in (alone, moved):
             assert same_bits(backend.run(latent_attention, arguments), out[mine]), (s, count)
 
@@ -138,8 +138,8 @@ def test_no_token_sees_a_key_behind_its_own(backend: Backend) -> None:
     start = 253
     window = 5
     batch = paged_latents(((start, window),), *layer_of(backend), backend.dtype, seed=5)
-    expected = backend.run(latent_attention, batch)
-    pages = batch["page_table"][0].far_split()
+    whole = backend.run(latent_attention, batch)
+    pages = batch["page_table"][0].long()
     size = batch["latents"].shape[1]
     for t in reversed(range(window)):
         for width, poison in ((window, 1000.0), (t + 1, torch.nan)):
@@ -149,8 +149,8 @@ def test_no_token_sees_a_key_behind_its_own(backend: Backend) -> None:
             for slot in range(start + t + 1, len(pages) * size):
                 for name in ("latents", "ropes"):
                     part[name][pages[slot // size], slot % size] = poison
-            actual = backend.run(latent_attention, part)
-            assert same_bits(actual[: t + 1], expected[: t + 1]), (t, width)
+            found = backend.run(latent_attention, part)
+            assert same_bits(found[: t + 1], whole[: t + 1]), (t, width)
 
 
 MODULES = ("triton", "hopper")
@@ -167,14 +167,14 @@ def test_partitions_agree(backend: Backend) -> None:
     rows = ROWS if backend.interpreted else (*ROWS, *LONG)
     batch = paged_latents(rows, *layer, backend.dtype, min_columns=9216 // layer[-1])
     arguments = backend.place(batch)
-    expected = triton.latent_attention_triton(**arguments, partition=triton.Partition(0, 1))
-    assert not expected.isnan().any()
-    assert same_bits(backend.run(latent_attention, arguments), expected)
+    whole = triton.latent_attention_triton(**arguments, partition=triton.Partition(0, 1))
+    assert not whole.isnan().any()
+    assert same_bits(backend.run(latent_attention, arguments), whole)
     arch = architecture.sm_number(backend.device)
     tile = triton.choose_tile(backend.dtype, arch)
     run = latent_attention.backends[backend.name].run
     for sizes in ((0, 1), (tile.near_split, 3), (tile.span, 1), (tile.span, 3)):
-        assert same_bits(run(**arguments, partition=triton.Partition(*sizes)), expected), sizes
+        assert same_bits(run(**arguments, partition=triton.Partition(*sizes)), whole), sizes
 
 
 @pytest.mark.parametrize("backend", TRITON)
@@ -195,19 +195,19 @@ def test_a_token_folds_by_its_own_position(
     run = latent_attention.backends[backend.name].run
     partition = kernels[0].Partition
 
-    def attend_with(tile: Any, unit: int) -> Tensor:
+    def found(tile: Any, unit: int) -> Tensor:
         for kernel in kernels:
             monkeypatch.setattr(kernel, "choose_tile", lambda *_: tile)
         return run(**backend.place(batch), partition=partition(unit, 2 if unit else 1)).cpu()
 
     positions = torch.cat([torch.arange(start, start + count) for start, count in rows])
-    near_bits = attend_with(near_only, 0)
-    far_bits = attend_with(far_only, 0)
+    near_bits = found(near_only, 0)
+    far_bits = found(far_only, 0)
     assert not same_bits(near_bits, far_bits)
     expected = torch.where((positions < far)[:, None, None], near_bits, far_bits)
     both = replace(far_only, far=far)
     for unit in (0, both.near_split, both.span):
-        assert same_bits(attend_with(both, unit), expected), unit
+        assert same_bits(found(both, unit), expected), unit
 
 
 def test_how_the_work_is_divided() -> None:
@@ -230,10 +230,10 @@ def test_head_linear_row_alone(backend: Backend) -> None:
     draw = torch.Generator().manual_seed(2)
     x = torch.randn(200, 3, 96, generator=draw).to(backend.dtype)
     weight = torch.randn(3, 80, 96, generator=draw).to(backend.dtype)
-    expected = backend.run(head_linear, dict(x=x, weight=weight))
+    whole = backend.run(head_linear, dict(x=x, weight=weight))
     expected = torch.einsum("thk,hnk->thn", x.double(), weight.double()).to(backend.dtype)
     close = dict(rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(expected.cpu(), expected, **close)
+    torch.testing.assert_close(whole.cpu(), expected, **close)
     for rows in (1, 2, 5, 16, 17, 40, 130):
-        actual = backend.run(head_linear, dict(x=x[37 : 37 + rows], weight=weight))
-        assert same_bits(actual, expected[37 : 37 + rows]), rows
+        found = backend.run(head_linear, dict(x=x[37 : 37 + rows], weight=weight))
+        assert same_bits(found, whole[37 : 37 + rows]), rows
