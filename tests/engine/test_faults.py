@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.engine.async_engine import AsyncEngine
-from lockstep.engine.engine import MOST_FAILURES, Engine
+from lockstep.engine.engine import MAX_FAILURES, Engine
 from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import EngineDeadError
@@ -187,7 +187,7 @@ def test_steps_that_fail_again_and_again_end_the_engine(
     told: list[str] = []
     client.on_end = told.append
     monkeypatch.setattr(worker_of(client.transport.engine), "launch", always_fails)
-    assert dead(client, told) == f"{MOST_FAILURES} steps in a row failed"
+    assert dead(client, told) == f"{MAX_FAILURES} steps in a row failed"
 
 
 def test_an_engine_that_runs_not_even_an_empty_step_ends(
