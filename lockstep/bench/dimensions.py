@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lockstep.kernels.bench_types import BenchEnv, Latent, Model, Moe
 from lockstep.kernels.formats.kv import KVFormat
 from lockstep.kernels.recurrent.cases import Dims
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, probe
 
 MODELS = {
@@ -59,7 +59,7 @@ def bench_env(
     def linears(
         n: int, k: int, count: int, tokens: int
     ) -> tuple[str, list[Callable[[Tensor], Tensor]]]:
-        build = Build(device, dtype, window=1, max_positions=1)
+        build = BuildContext(device, dtype, window=1, max_positions=1)
         layers = [Linear(build, k, {"weight": n}) for _ in range(count)]
         for layer in layers:
             weight = layer.part(0)

@@ -3,7 +3,7 @@
 import torch
 
 from lockstep.cache.specs import Law, Part, Spec
-from lockstep.kernels.recurrent.rings import most_replayed, ring_slots, state_grid
+from lockstep.kernels.recurrent.history import most_replayed, ring_slots, state_grid
 
 
 def state_spec(

@@ -97,6 +97,16 @@ def tiled_mm(x: Tensor, right: Tensor) -> Tensor:
     return torch.cat([tiled_mm(part, right) for part in x.split(size)])
 
 
+def tiled_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [T, K] with weight [N, K] in tiled_mm's bits, rounded to the weight's dtype.
+
+    It is fast where weight is a transposed view of [K, N] storage.
+    """
+    if not weight.t().is_contiguous():
+        weight = weight.t().contiguous().t()
+    return tiled_mm(x.float(), weight.float().t()).to(weight.dtype)
+
+
 def tiled_bmm(x: Tensor, right: Tensor) -> Tensor:
     """x [R, K], or [B, R, K], @ right [B, K, N] -> [B, R, N]. R is a size of exact_sizes(K, N)."""
     rows = x.expand(right.shape[0], *x.shape[-2:])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.config import EngineConfig, Plan
-from lockstep.models.loader import Loaded
+from lockstep.models.loader import LoadResult
 from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.schedule import Results, Schedule
 from lockstep.spec import passes_of
@@ -26,7 +26,7 @@ class Facts:
 
     config: EngineConfig
     plan: Plan
-    loaded: Loaded | None
+    loaded: LoadResult | None
     vocab_size: int
     fingerprint: str
     costs: StepCosts

@@ -14,14 +14,14 @@ from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import ConfigError
 from lockstep.kernels.architecture import Architecture, named
 from lockstep.kernels.backends import load as load_backends
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.layers.attention import Attention
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Product
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.weight_files import has_weights
-from lockstep.quantization import packing_of
+from lockstep.quantization import read_weight_format
 from lockstep.step import PAGE_SIZE
 from lockstep.worker import memory
 from lockstep.worker.build import (
@@ -57,7 +57,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         )
     load_backends()
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
-    packing = packing_of(checkpoint.quantization(), config.quantization)
+    packing = read_weight_format(checkpoint.quantization(), config.quantization)
     limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
     known = has_weights(checkpoint.folder)
     dry_engine = DryEngine(config, checkpoint, limits, packing, card, known)
@@ -151,12 +151,12 @@ def _tiled(
     if isinstance(module, Product):
         (n, k) = module.shape
         weight = module.stored
-        packed = isinstance(weight, PackedWeight)
+        packed = isinstance(weight, QuantizedWeight)
 
         def linear_tile(tokens: int) -> Any:
             tile = UNPACK
-            if isinstance(weight, PackedWeight):
-                tile = packed_tile(tokens, weight, module.segments, dtype, number)
+            if isinstance(weight, QuantizedWeight):
+                tile = packed_tile(tokens, weight, module.split_k, dtype, number)
             return lookup(tokens, n, k, dtype, f"sm{number}") if tile == UNPACK else tile
 
         yield "linear", f"{n}x{k}" + " packed" * packed, linear_tile
@@ -194,16 +194,16 @@ def _expert_tiles(layer: MoE, number: int, dtype: torch.dtype) -> Iterator[tuple
         "down": lambda weight, _: pipeline.down_tile(weight, top_k, target),
     }
 
-    def tile(name: str, weight: Tensor | PackedWeight, tokens: int) -> Any:
-        few = are_few(tokens, top_k, count, isinstance(layer.down.stored, PackedWeight))
+    def tile(name: str, weight: Tensor | QuantizedWeight, tokens: int) -> Any:
+        few = are_few(tokens, top_k, count, isinstance(layer.down.stored, QuantizedWeight))
         found = tiles_of(tokens * top_k, count, dtype, few)
-        if not isinstance(weight, PackedWeight) or dtype == torch.float32:
+        if not isinstance(weight, QuantizedWeight) or dtype == torch.float32:
             return fitting(getattr(found, name), dtype, number)
         through = rings[name](weight, tokens) if few else None
         return through or packed_fitting(getattr(found, f"packed_{name}"), weight, number)
 
     for name, own in (("up", layer.up), ("down", layer.down)):
-        packed = " packed" * isinstance(own.stored, PackedWeight)
+        packed = " packed" * isinstance(own.stored, QuantizedWeight)
         yield "experts", f"{name} of {top_k} of {count}{packed}", partial(tile, name, own.stored)
 
 

@@ -10,10 +10,10 @@ import torch
 from lockstep.cache.specs import Cached
 from lockstep.config import EngineConfig, Plan, StepLimits
 from lockstep.kernels.architecture import card_of
-from lockstep.layers.build_context import Build
-from lockstep.layers.memory_budget import Room
+from lockstep.layers.build_context import BuildContext
+from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.quantization import Packing, packing_of
+from lockstep.quantization import WeightFormat, read_weight_format
 from lockstep.step import StepShape
 from lockstep.worker import memory
 from lockstep.worker.build import (
@@ -81,14 +81,14 @@ class WorkerStartup:
         self.hooks = hooks
         self.device = pick_device(config)
         self.checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
-        packing = packing_of(self.checkpoint.quantization(), config.quantization)
+        packing = read_weight_format(self.checkpoint.quantization(), config.quantization)
         self.limits = step_limits(config, self.checkpoint, self.device, packing)
         prepare_device(self.device)
         self.planned: Planned | None = None
         if self.device == "cuda" and not _sizes_are_set(config):
             self.planned = plan_memory(config, self.checkpoint, self.limits, packing)
         dtype = getattr(torch, self.limits.dtype)
-        self.build = Build(
+        self.build = BuildContext(
             device=self.device,
             dtype=dtype,
             window=self.limits.query_len,
@@ -191,7 +191,7 @@ class Used:
 
 
 def configured_cache(
-    config: EngineConfig, limits: StepLimits, build: Build, cost: memory.CacheBytes
+    config: EngineConfig, limits: StepLimits, build: BuildContext, cost: memory.CacheBytes
 ) -> memory.CacheSize:
     """Return the cache as the config says, or as a CPU has room for. Raises CapacityError."""
     size = memory.asked_size(config, limits, cost)
@@ -207,7 +207,7 @@ def _sizes_are_set(config: EngineConfig) -> bool:
 
 
 def plan_memory(
-    config: EngineConfig, checkpoint: Checkpoint, limits: StepLimits, packing: Packing | None
+    config: EngineConfig, checkpoint: Checkpoint, limits: StepLimits, packing: WeightFormat | None
 ) -> Planned:
     """Plan the memory of this GPU. Raises CapacityError where not even the weights fit."""
     known = config.load_format == "auto"
@@ -229,7 +229,7 @@ class Fitting:
     """Fit of the program and the cache into the memory that a loaded model leaves."""
 
     config: EngineConfig
-    build: Build
+    build: BuildContext
     layers: dict[str, Cached]
     planned: Planned
     make_program: Callable[[StepLimits], Program]
@@ -326,6 +326,6 @@ def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
     return peak, kept
 
 
-def host_room(build: Build) -> Room:
+def host_room(build: BuildContext) -> MemoryBudget:
     """Return the host's memory: on a CPU, the device's."""
-    return build.room if build.device == "cpu" else Room("cpu")
+    return build.room if build.device == "cpu" else MemoryBudget("cpu")

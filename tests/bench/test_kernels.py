@@ -172,7 +172,7 @@ def test_real_dimensions_on_a_gpu() -> None:
     lines = list(
         measure_kernels(models, "cuda", torch.bfloat16, (1, 8), (4,), ("linear", "rms_norm"))
     )
-    assert sum(line.backend != "packed" for line in lines) == 16
-    assert any(line.backend == "packed" for line in lines)
+    assert sum(line.backend != "quantized" for line in lines) == 16
+    assert any(line.backend == "quantized" for line in lines)
     assert not any(line.differing for line in lines)
     assert max(line.of_floor for line in lines) < 1.1

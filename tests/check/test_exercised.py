@@ -17,7 +17,7 @@ WITH_FOLDER = {"eagle3", "draft_model", "dflash"}
 """Drafters that only run where a folder is named."""
 
 WITHOUT_A_MODEL = {
-    *("route", "experts", "unpack_weight"),
+    *("route", "experts", "dequantize_weight"),
     *("mamba2_step", "mamba2_chunk", "gated_group_norm", "relu2"),
     *("latent_attention", "latent_rope_and_cache", "head_linear"),
     "block_step",

@@ -44,7 +44,7 @@ from lockstep.kernels.gated_delta_rule.cases import (
 from lockstep.kernels.head_linear.triton import head_linear_triton
 from lockstep.kernels.latent_attention.dequantize import unpacked_groups
 from lockstep.kernels.latent_attention.triton import latent_attention_triton
-from lockstep.kernels.linear.quantized import linear_packed
+from lockstep.kernels.linear.quantized import linear_quantized
 from lockstep.kernels.linear.triton import linear_triton
 from lockstep.kernels.mamba2.cases import mamba2_chunk_cases, mamba2_step_cases
 from lockstep.kernels.recurrent.cases import Dims
@@ -161,11 +161,11 @@ def mixture(tokens: int, dtype: torch.dtype, up: Any, down: Any) -> Call:
     return lambda: experts_triton(x, up, down, ids, meta(tokens, 8), x)
 
 
-def packed(tokens: int, dtype: torch.dtype, segments: int) -> Iterator[Call]:
+def packed(tokens: int, dtype: torch.dtype, split_k: int) -> Iterator[Call]:
     """Calls of linear with each layout of a packed weight."""
     for _, weight in layouts(512, 2048):
         x = meta(tokens, 2048, dtype=dtype)
-        yield lambda weight=weight, x=x: linear_packed(x, weight, segments)
+        yield lambda weight=weight, x=x: linear_quantized(x, weight, split_k)
 
 
 def caches(dtype: torch.dtype) -> Iterator[Call]:

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.architecture import shared_of
 from lockstep.kernels.experts.triton import experts_triton
-from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
+from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight, QuantizedWeight
 from tests.kernels.compile_quantized import LEFT, Compiled, spills_of
 
 ARCH = 90
@@ -33,7 +33,7 @@ HIDDEN = 2048
 INNER = 512
 
 
-def layouts() -> Iterator[tuple[str, Tensor | PackedWeight, Tensor | PackedWeight]]:
+def layouts() -> Iterator[tuple[str, Tensor | QuantizedWeight, Tensor | QuantizedWeight]]:
     """(name, up, down), without memory."""
     up = (EXPERTS * 2 * INNER, HIDDEN)
     down = (EXPERTS * HIDDEN, INNER)

@@ -24,11 +24,11 @@ from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
 from lockstep.kernels.formats.kv import PackedKV
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from tests.kernels.layouts import compile_held
 
 HOPPER = GPUTarget("cuda", 90, 32)
-COMPILED = ("triton", "packed")
+COMPILED = ("triton", "quantized")
 """Backends whose launches are compiled here."""
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 """Keywords of a launch that are the compiler's."""
@@ -127,7 +127,7 @@ def absent_of(arguments: dict[str, Any]) -> Iterator[str]:
     for name, value in arguments.items():
         if value is None:
             yield name
-        elif isinstance(value, PackedWeight):
+        elif isinstance(value, QuantizedWeight):
             lacks = [part for part, tensor in vars(value).items() if tensor is None]
             yield f"{name} of {type(value).__name__} without {lacks}"
         elif isinstance(value, PackedKV):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.recurrent.cases import Dims, Raw, empty_state
-from lockstep.kernels.recurrent.rings import slots_before
+from lockstep.kernels.recurrent.history import slots_before
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.kernels.registry import Op
 from tests.kernels.backends import Backend, same_bits

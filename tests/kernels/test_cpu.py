@@ -12,10 +12,10 @@ from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import cases_of
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.gated_delta_rule.cases import inputs, weights
-from lockstep.kernels.recurrent import _cpu
+from lockstep.kernels.recurrent import cpu
 from lockstep.kernels.recurrent.cases import Dims, random_state
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.rings import (
+from lockstep.kernels.recurrent.history import (
     folded_by,
     most_replayed,
     ring_slots,
@@ -122,14 +122,14 @@ def test_convolution(taps: int) -> None:
     generator = torch.Generator().manual_seed(taps)
     x = torch.randn(taps + 8, 3, 10, generator=generator)
     weight = torch.randn(10, taps, generator=generator)
-    assert same_bits(_cpu.causal_convolution(x, weight), causal_convolution(x, weight))
-    alone = _cpu.causal_convolution(x[:, 1], weight)
+    assert same_bits(cpu.causal_convolution(x, weight), causal_convolution(x, weight))
+    alone = cpu.causal_convolution(x[:, 1], weight)
     assert same_bits(alone, causal_convolution(x, weight)[:, 1])
 
 
 def test_ring_places_are_positions_modulo_the_ring() -> None:
     length = ring_slots(4, 3)
-    places = _cpu.ring_places(length, (2, 5), (9, 3), range(-3, 2)).view(5, 2)
+    places = cpu.ring_places(length, (2, 5), (9, 3), range(-3, 2)).view(5, 2)
     for row, (slot, start) in enumerate(((2, 9), (5, 3))):
         expected = slots_before(start + 2, 5, length) + slot * length
         assert torch.equal(places[:, row], expected)

@@ -13,7 +13,7 @@ import torch
 from lockstep import LLM
 from lockstep.kernels import gated_delta_rule as rule
 from lockstep.kernels.gated_delta_rule import cpu
-from lockstep.kernels.recurrent.rings import most_replayed, ring_slots
+from lockstep.kernels.recurrent.history import most_replayed, ring_slots
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
 from lockstep.worker import row_table

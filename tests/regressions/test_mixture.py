@@ -73,7 +73,7 @@ def test_accepted_drafts_leave_the_answer_alone(alone) -> None:
 def test_an_expert_that_sees_how_many_tokens_it_has_is_caught(
     alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault: an expert with several tokens multiplies in halves of K."""
+    """The fault: an expert with several tokens multiplies in sublayers of K."""
     (folder, wanted) = alone
     right = experts_cpu.linear_cpu
 

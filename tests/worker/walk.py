@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config import Plan
-from lockstep.kernels.recurrent.rings import state_grid
-from lockstep.layers.build_context import Build
+from lockstep.kernels.recurrent.history import state_grid
+from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import RowSpec
@@ -50,7 +50,7 @@ def make_plan(query_len: int) -> Plan:
 
 def make_table(query_len: int, kept: torch.dtype = torch.float32) -> RowTable:
     """A table of that plan. kept: the dtype of recurrent state."""
-    build = Build("cpu", torch.float32, query_len, 2 * LENGTH, state_dtype=kept)
+    build = BuildContext("cpu", torch.float32, query_len, 2 * LENGTH, state_dtype=kept)
     return RowTable(make_plan(query_len), build, VOCAB)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, Moe, OpBenchmark
 from lockstep.kernels.experts import experts
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.formats.weights.bench import LAYOUTS
 
 ID_BYTES = 4
@@ -26,12 +26,12 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
         yield experts, partial(_experts, *sizes, env, query_len, layout)
 
 
-def _weight(moe: Moe, n: int, k: int, env: BenchEnv, layout: str) -> Tensor | PackedWeight:
+def _weight(moe: Moe, n: int, k: int, env: BenchEnv, layout: str) -> Tensor | QuantizedWeight:
     """[experts, n, k], or as many rows packed."""
     if not layout:
         return env.random(moe.experts, n, k).mul_(k**-0.5)
     found = LAYOUTS[layout](moe.experts * n, k, env.device)
-    found.dummy(torch.Generator(env.device).manual_seed(0))
+    found.fill_dummy(torch.Generator(env.device).manual_seed(0))
     return found
 
 
@@ -40,7 +40,7 @@ def _experts(
 ) -> OpBenchmark:
     """layout: of packed weights, "" where they are not."""
     act = "silu_mul" if gated else "relu2"
-    backend, run = env.choose(experts, experts=moe.experts, top_k=moe.top_k, packed=bool(layout))
+    backend, run = env.choose(experts, experts=moe.experts, top_k=moe.top_k, quantized=bool(layout))
     size = env.dtype.itemsize
     up = _weight(moe, moe.inner * (1 + gated), hidden, env, layout)
     down = _weight(moe, hidden, moe.inner, env, layout)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from lockstep.kernels.bench_types import BenchEnv, Made, Model
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.gated_delta_rule.cases import chunk_inputs, inputs, weights
-from lockstep.kernels.recurrent._bench import Laws
 from lockstep.kernels.recurrent.cases import Dims
+from lockstep.kernels.recurrent.op_benchmarks import Laws
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from lockstep.kernels.bench_types import BenchEnv, Made, Model
 from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.mamba2.cases import inputs, weights
-from lockstep.kernels.recurrent._bench import Laws
 from lockstep.kernels.recurrent.cases import Dims
+from lockstep.kernels.recurrent.op_benchmarks import Laws
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.recurrent.rings import most_replayed, ring_slots, state_grid
+from lockstep.kernels.recurrent.history import most_replayed, ring_slots, state_grid
 from lockstep.kernels.recurrent.state import RecurrentState
 
 

@@ -15,13 +15,13 @@ from lockstep.kernels.formats.weights import (
     Fp8Weight,
     GgufWeight,
     IntWeight,
-    PackedWeight,
-    unpack_weight,
+    QuantizedWeight,
+    dequantize_weight,
 )
-from lockstep.kernels.linear import linear, segments
+from lockstep.kernels.linear import choose_split_k, linear
 
 MOST_WEIGHTS = 64
-Empty = Callable[[int, int, str], PackedWeight]
+Empty = Callable[[int, int, str], QuantizedWeight]
 LAYOUTS: dict[str, Empty] = {
     "int4": lambda n, k, device: IntWeight.empty(n, k, device=device),
     "int4 asymmetric, fp16 scales": lambda n, k, device: IntWeight.empty(
@@ -39,10 +39,10 @@ LAYOUTS: dict[str, Empty] = {
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
-    """unpack_weight of the largest matrix; on a GPU linear at each matrix but the head."""
+    """dequantize_weight of the largest matrix; on a GPU linear at each matrix but the head."""
     (_, n, k) = max(model.weights[:-1], key=lambda weight: weight[1] * weight[2])
     if query_len == 1:
-        yield unpack_weight, partial(_unpack, n, k, env)
+        yield dequantize_weight, partial(_unpack, n, k, env)
     if env.device != "cuda":
         return
     for layout in LAYOUTS:
@@ -50,22 +50,22 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
             yield linear, partial(_linear, layout, name, n, k, env, query_len)
 
 
-def _weights(layout: str, n: int, k: int, env: BenchEnv) -> list[PackedWeight]:
+def _weights(layout: str, n: int, k: int, env: BenchEnv) -> list[QuantizedWeight]:
     """As many that calls walk through memory."""
     generator = torch.Generator(env.device).manual_seed(0)
     first = LAYOUTS[layout](n, k, env.device)
     count = min(-(-env.walk_bytes // first.nbytes) + 1, MOST_WEIGHTS)
     found = [first, *(LAYOUTS[layout](n, k, env.device) for _ in range(count - 1))]
     for weight in found:
-        weight.dummy(generator)
+        weight.fill_dummy(generator)
     return found
 
 
 def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     weights = _weights(layout, n, k, env)
     x = env.random(env.most * query_len, k)
-    backend, run = env.choose(linear, n=n, k=k, packed=type(weights[0]).__name__)
-    parts = segments(n, k, env.device, packed=True)
+    backend, run = env.choose(linear, n=n, k=k, quantized=type(weights[0]).__name__)
+    parts = choose_split_k(n, k, env.device, quantized=True)
 
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
         weight = weights[turn % len(weights)]
@@ -92,13 +92,13 @@ def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: in
 def _unpack(n: int, k: int, env: BenchEnv) -> OpBenchmark:
     weights = _weights("int4", n, k, env)
     out = torch.empty(n, k, dtype=env.dtype, device=env.device)
-    backend, run = env.choose(unpack_weight)
+    backend, run = env.choose(dequantize_weight)
 
     def call(begin: int, end: int, turn: int) -> Callable[[], None]:
         return lambda: run(weights[turn % len(weights)], out)
 
     return OpBenchmark(
-        op=unpack_weight.name,
+        op=dequantize_weight.name,
         size=f"int4 {n}x{k}",
         query_len=1,
         backend=backend,

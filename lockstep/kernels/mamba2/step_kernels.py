@@ -1,24 +1,16 @@
 # mypy: ignore-errors
 """mamba2_step in Triton: the state is read once and written at most once.
 
-Two kernels a call. _inputs_kernel makes what the window's tokens bring and fills the rings of raw
-inputs, B and decays; recurrent/_walk_triton.py replays, writes and steps.
+Two kernels a call. step_inputs_kernel makes what the window's tokens bring and fills the rings of
+raw inputs, B and decays; recurrent/step_kernel.py replays, writes and steps.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from lockstep.kernels.mamba2 import Mamba2Weights, mamba2_step
-from lockstep.kernels.mamba2._shared import supports, time_steps
-from lockstep.kernels.recurrent._convolution_triton import convolve_window
-from lockstep.kernels.recurrent._rings_triton import wrapped
-from lockstep.kernels.recurrent._walk_triton import WIDEST, blocks_of, flat, launch_walk, sizes_of
-from lockstep.kernels.recurrent.state import RecurrentState
-
-MOST_TOKENS = 4
-"""Window tokens whose inputs are made at once; in windows of fewer, as many as there are."""
+from lockstep.kernels.device.convolution import convolve_window
+from lockstep.kernels.device.history import wrapped
+from lockstep.kernels.mamba2.discretization import time_steps
 
 
 @triton.jit
@@ -50,7 +42,7 @@ def _unit_inputs(
     do_not_specialize=["length", "conv_slots", "ring_slots", "dt_stride", "shortest", "longest"],
     do_not_specialize_on_alignment=["dt", "slots", "starts"],
 )
-def _inputs_kernel(
+def step_inputs_kernel(
     mixed, dt, taps, bias, a_log, dt_bias, conv, ring_k, ring_decay, slots, starts, heads,
     length, conv_slots, ring_slots, stride, dt_stride, shortest, longest,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
@@ -107,37 +99,3 @@ def _inputs_kernel(
             tl.store(of_gates, decay, mask=live)
             tl.store(of_gates + 1, step, mask=live)
             tl.store(ring_decay + slot * ring_slots * HV + h + to * HV, decay, mask=live)
-
-
-@mamba2_step.backend("triton", supports=supports)
-def mamba2_step_triton(
-    mixed: Tensor,
-    dt: Tensor,
-    weights: Mamba2Weights,
-    state: RecurrentState,
-    slots: Tensor,
-    starts: Tensor,
-    folded: Tensor,
-    flush: int = 1,
-) -> Tensor:
-    """See lockstep.kernels.mamba2.mamba2_step."""
-    rows, length, channels = mixed.shape
-    sizes = sizes_of(state)
-    groups, count, _, p = state.sizes()
-    out = torch.empty(rows, length, count, p, dtype=torch.float32, device=mixed.device)
-    if not out.numel():
-        return out
-    mixed = flat(mixed)
-    dt = dt.flatten(0, 1)
-    taps = weights.conv.t().contiguous()
-    heads = out.new_empty(rows, length, channels + 2 * count)
-    _inputs_kernel[(rows, 2 * groups + count)](
-        mixed, dt, taps, weights.conv_bias, weights.a_log, weights.dt_bias, state.conv, state.k,
-        state.decay, slots, starts, heads, length, state.conv.shape[1], state.k.shape[1],
-        mixed.stride(0), dt.stride(0), weights.shortest, weights.longest, **sizes,
-        **blocks_of(sizes, WIDEST),
-        R=len(taps) - 1, TOKENS=min(MOST_TOKENS, triton.next_power_of_2(length)),
-        num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
-    launch_walk(state, heads, out, slots, starts, folded, flush, weights.d, corrects=False)
-    return out

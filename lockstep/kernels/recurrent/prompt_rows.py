@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.kernels.recurrent.rings import slots_before
+from lockstep.kernels.recurrent.history import slots_before
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 

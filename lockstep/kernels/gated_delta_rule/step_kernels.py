@@ -8,10 +8,11 @@ and beta of every value head.
 import triton
 import triton.language as tl
 
-from lockstep.kernels.gated_delta_rule._shared import gates
-from lockstep.kernels.recurrent._convolution_triton import convolve_window
-from lockstep.kernels.recurrent._rings_triton import wrapped
-from lockstep.kernels.recurrent._sums_triton import pairwise_sum
+from lockstep.kernels.device.activations import silu_approx
+from lockstep.kernels.device.convolution import convolve_window
+from lockstep.kernels.device.history import wrapped
+from lockstep.kernels.device.reductions import pairwise_sum
+from lockstep.kernels.gated_delta_rule.gating import gates
 
 
 @triton.jit
@@ -117,3 +118,20 @@ def inputs_kernel(
             tl.store(of_gates, decay, mask=live)
             tl.store(of_gates + 1, beta, mask=live)
             tl.store(ring_decay + slot * ring_slots * HV + h + to * HV, decay, mask=live)
+
+
+@triton.jit(do_not_specialize=["heads", "eps"])
+def norm_kernel(
+    o, z, norm, out, heads, z_stride, eps,
+    HV: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """HEADS of all `heads` outputs: o / rms(o) * norm * silu(z). See gated_rms_norm."""
+    n = (tl.program_id(0) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None, None]
+    j = tl.arange(0, BLOCK_V)[None, None, :]
+    mask = (n < heads) & (j < V)
+    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
+    gate = tl.load(z + n // HV * z_stride + n % HV * V + j, mask=mask, other=0.0)
+    x = tl.load(o + n * V + j, mask=mask, other=0.0)
+    squares = pairwise_sum(tl.reshape(x * x, (HEADS, BLOCK_V)))[:, None, None]
+    x = x * tl.rsqrt(squares / V + eps) * weight * silu_approx(gate.to(tl.float32))
+    tl.store(out + n * V + j, x.to(out.dtype.element_ty), mask=mask)

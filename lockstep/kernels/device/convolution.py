@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-from lockstep.kernels.activations._device import silu_approx
-from lockstep.kernels.recurrent._rings_triton import wrapped
+from lockstep.kernels.device.activations import silu_approx
+from lockstep.kernels.device.history import wrapped
 
 
 @triton.jit

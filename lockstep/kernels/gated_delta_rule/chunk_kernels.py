@@ -1,61 +1,33 @@
 # mypy: ignore-errors
 """gated_delta_chunk in Triton, on the absolute grid.
 
-_chunk_inputs_kernel and _chunk_inner_kernel make, for each chunk and head, what does not need the
-state before it. _chunk_state_kernel carries the state from chunk to chunk, in fp32 with numbers of
+chunk_inputs_kernel and chunk_inner_kernel make, for each chunk and head, what does not need the
+state before it. chunk_state_kernel carries the state from chunk to chunk, in fp32 with numbers of
 its dtype in memory, two products a chunk, with a program per (row, head, value block).
-_chunk_out_kernel makes the outputs, a program per chunk again. What lists the chunks and keeps raw
-inputs stands in recurrent/_chunks_triton.py. No length is a compile-time constant.
+chunk_out_kernel makes the outputs, a program per chunk again. What lists the chunks and keeps raw
+inputs stands in recurrent/chunk_kernels.py. No length is a compile-time constant.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from lockstep.kernels import architecture
-from lockstep.kernels.gated_delta_rule import (
-    L2_EPS,
-    GatedDeltaWeights,
-    gated_delta_chunk,
-)
-from lockstep.kernels.gated_delta_rule._shared import gates, head_channels, supports
-from lockstep.kernels.recurrent._chunks_triton import (
-    keep_raw_inputs,
-    list_chunks,
+from lockstep.kernels.device.convolution import convolve_chunk
+from lockstep.kernels.gated_delta_rule.gating import gates
+from lockstep.kernels.recurrent.chunk_kernels import (
     load_across,
-    precision_of,
 )
-from lockstep.kernels.recurrent._convolution_triton import convolve_chunk
-from lockstep.kernels.recurrent._walk_triton import SECTOR, WIDEST, blocks_of, sizes_of
-from lockstep.kernels.recurrent.state import RecurrentState
-from lockstep.step import GRID
-
-# Times below: H200, 8,192 tokens of 32 heads of 128 x 128.
-STATE_VALUES = 32
-"""Values of V of a program of the state's walk: 367 us; with two stages 443, 650 with 16."""
-OUT_VALUES = 64
-"""Values of V of a program of the outputs: 226 us, 290 with 32, 274 with 128."""
-INPUT_WARPS = 8
-"""Warps of a program: 178 us, 230 with 4."""
-INNER_WARPS = 4
-"""442 us, 908 with 8, which gives other bits: sums of the substitution follow its layout."""
-STATE_WARPS = 4
-"""367 us, 387 with 8."""
-STATE_STAGES = 3
-"""Chunks of w, k and u in shared memory, of which two are under way while one is multiplied, where
-so many fit: 367 us, 443 with 2, 611 with 1."""
-OUT_WARPS = 4
-"""226 us; 391 with 8 and 128 values."""
-SIDE = 16
-"""Side of the diagonal blocks of a chunk's triangle that are inverted by substitution: the whole
-triangle of 64 took 1.1 ms instead of 0.2."""
 
 
 @triton.jit
-def _chunk_inputs_kernel(
+def head_channels(unit, lanes, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Channels of head `unit` of [all q | all k | all v] at lanes, and which lanes it has."""
+    is_value = unit >= 2 * HK
+    first = tl.where(is_value, 2 * HK * K + (unit - 2 * HK) * V, unit * K)
+    return first + lanes, lanes < tl.where(is_value, V, K)
+
+
+@triton.jit
+def chunk_inputs_kernel(
     mixed, taps, conv, cu_seqlens, starts, state_src, chunks, heads, token_stride, ring_slots,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, EPS: tl.constexpr, GRID: tl.constexpr,
@@ -118,7 +90,7 @@ def _unit_inverse(inner, SIDE: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.c
 
 
 @triton.jit
-def _chunk_inner_kernel(
+def chunk_inner_kernel(
     heads, b, a, a_log, dt_bias, cu_seqlens, chunks, u, w, scores, growth, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
@@ -168,7 +140,7 @@ def _chunk_inner_kernel(
 
 
 @triton.jit
-def _chunk_state_kernel(
+def chunk_state_kernel(
     heads, u, w, growth, recurrent, states, cu_seqlens, starts, state_src, state_slots,
     snapshot_slots, firsts, slot_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -225,7 +197,7 @@ def _chunk_state_kernel(
 
 
 @triton.jit
-def _chunk_out_kernel(
+def chunk_out_kernel(
     heads, u, scores, growth, states, cu_seqlens, chunks, out,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
@@ -262,65 +234,3 @@ def _chunk_out_kernel(
     o += tl.dot(seen, new, input_precision=PRECISION)
     place = (token * HV + h) * V + j[None, :]
     tl.store(out + place, o, mask=mask_v)
-
-
-@gated_delta_chunk.backend("triton", supports=supports)
-def gated_delta_chunk_triton(
-    mixed: Tensor,
-    b: Tensor,
-    a: Tensor,
-    weights: GatedDeltaWeights,
-    state: RecurrentState,
-    cu_seqlens: Tensor,
-    starts: Tensor,
-    state_src: Tensor,
-    state_slots: Tensor,
-    snapshot_slots: Tensor,
-) -> Tensor:
-    """See lockstep.kernels.gated_delta_rule.gated_delta_chunk. No length is read on the host."""
-    tokens, channels = mixed.shape
-    rows = starts.shape[0]
-    sizes = sizes_of(state)
-    hk, hv, k, v = state.sizes()
-    taps = weights.conv.t().contiguous()
-    ring_slots = state.conv.shape[1]
-    history = taps.shape[0] - 1
-    f32 = torch.float32
-    out = torch.empty(tokens, hv, v, dtype=f32, device=mixed.device)
-    if not out.numel() or not rows:
-        return out
-    chunks, firsts = list_chunks(out, cu_seqlens, state_slots)
-    most = len(chunks)
-    shapes = ((tokens, channels), (tokens, hv, v), (tokens, hv, k), (most, hv, GRID, GRID))
-    heads, u, w, scores = (torch.empty(n, dtype=f32, device=mixed.device) for n in shapes)
-    growth = torch.empty(most, hv, GRID, dtype=f32, device=mixed.device)
-    states = torch.empty(most, hv, k, v, dtype=state.recurrent.dtype, device=mixed.device)
-    exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
-    precision = precision_of(mixed.dtype)
-    _chunk_inputs_kernel[(most, 2 * hk + hv)](
-        mixed, taps, state.conv, cu_seqlens, starts, state_src, chunks, heads,
-        mixed.stride(0), ring_slots, **sizes, R=history,
-        BLOCK=triton.next_power_of_2(max(k, v)), EPS=L2_EPS, num_warps=INPUT_WARPS, **exact,
-    )  # fmt: skip
-    _chunk_inner_kernel[(most, hv)](
-        heads, b, a, weights.a_log, weights.dt_bias, cu_seqlens, chunks, u, w, scores, growth,
-        b.stride(0), a.stride(0), **sizes, **blocks_of(sizes, WIDEST), PRECISION=precision,
-        SIDE=SIDE, SECTOR=SECTOR, num_warps=INNER_WARPS, **exact,
-    )  # fmt: skip
-    blocks = blocks_of(sizes, STATE_VALUES)
-    chunk = GRID * (2 * blocks["BLOCK_K"] + blocks["BLOCK_V"] + 1) * f32.itemsize
-    arch = architecture.number_of(mixed.device)
-    stages = architecture.stages_within(STATE_STAGES, chunk, chunk, arch)
-    _chunk_state_kernel[(rows * hv, triton.cdiv(v, blocks["BLOCK_V"]))](
-        heads, u, w, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,
-        snapshot_slots, firsts, state.recurrent.stride(0),
-        **sizes, **blocks, PRECISION=precision, num_warps=STATE_WARPS, num_stages=stages, **exact,
-    )  # fmt: skip
-    blocks = blocks_of(sizes, OUT_VALUES)
-    _chunk_out_kernel[(most, hv, triton.cdiv(v, blocks["BLOCK_V"]))](
-        heads, u, scores, growth, states, cu_seqlens, chunks, out,
-        **sizes, **blocks, PRECISION=precision, SECTOR=SECTOR, num_warps=OUT_WARPS, **exact,
-    )  # fmt: skip
-    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
-    keep_raw_inputs(mixed, state, history, *places)
-    return out

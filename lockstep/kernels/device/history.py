@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Ring slots in Triton: see lockstep.kernels.recurrent.rings."""
+"""Ring slots in Triton: see lockstep.kernels.recurrent.history."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def wrapped(slot, ring_slots):
 
 @triton.jit
 def folded_by(start, folded, flush, state_grid):
-    """The `folded` that a generated step leaves behind: see lockstep.kernels.recurrent.rings."""
+    """The `folded` that a generated step leaves behind: see lockstep.kernels.recurrent.history."""
     last = start // state_grid * state_grid
     return tl.where((start - folded >= flush) & (last > folded), last, folded)
 

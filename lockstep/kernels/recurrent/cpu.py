@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.activations import silu
-from lockstep.kernels.recurrent.rings import folded_by
+from lockstep.kernels.recurrent.history import folded_by
 from lockstep.kernels.recurrent.state import RecurrentState, expand
 
 Tokens = tuple[Tensor, ...]

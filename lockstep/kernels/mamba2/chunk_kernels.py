@@ -1,52 +1,25 @@
 # mypy: ignore-errors
 """mamba2_chunk in Triton, on the absolute grid (the SSD form of Dao and Gu, 2024).
 
-_inputs_kernel is the convolution. _scores_kernel makes, for each chunk and group, C B^T, and the
-time steps and cumulated log decays of its heads. _state_kernel carries the state from chunk to
-chunk, in fp32 with numbers of its dtype in memory, one product a chunk, with a program per (row,
-head, block of P). _out_kernel makes the outputs, a program per chunk again. No length is a
+chunk_inputs_kernel is the convolution. scores_kernel makes, for each chunk and group, C B^T,
+and the time steps and cumulated log decays of its heads. state_kernel carries the state from chunk
+to chunk, in fp32 with numbers of its dtype in memory, one product a chunk, a program per (row,
+head, block of P). out_kernel makes the outputs, a program per chunk again. No length is a
 compile-time constant.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from lockstep.kernels import architecture
-from lockstep.kernels.mamba2 import Mamba2Weights, mamba2_chunk
-from lockstep.kernels.mamba2._shared import supports, time_steps
-from lockstep.kernels.recurrent._chunks_triton import (
-    keep_raw_inputs,
-    list_chunks,
+from lockstep.kernels.device.convolution import convolve_chunk
+from lockstep.kernels.mamba2.discretization import time_steps
+from lockstep.kernels.recurrent.chunk_kernels import (
     load_across,
-    precision_of,
 )
-from lockstep.kernels.recurrent._convolution_triton import convolve_chunk
-from lockstep.kernels.recurrent._walk_triton import SECTOR, WIDEST, blocks_of, sizes_of
-from lockstep.kernels.recurrent.state import RecurrentState
-from lockstep.step import GRID
-
-# Not measured: as in the delta rule's kernels, whose shapes these are.
-CHANNELS = 128
-"""Channels of a program of the convolution."""
-STATE_VALUES = 32
-"""Channels of P of a program of the state's walk."""
-OUT_VALUES = 64
-"""Channels of P of a program of the outputs."""
-INPUT_WARPS = 8
-"""Warps of a program of the convolution."""
-WARPS = 4
-"""Of every other program."""
-STATE_STAGES = 3
-"""Chunks of B and x in shared memory, of which two are under way while one is multiplied, where so
-many fit."""
 
 
 @triton.jit(do_not_specialize=["token_stride", "ring_slots"])
-def _inputs_kernel(
+def chunk_inputs_kernel(
     mixed, taps, bias, conv, cu_seqlens, starts, state_src, chunks, heads, token_stride, ring_slots,
     C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +44,7 @@ def _inputs_kernel(
 
 
 @triton.jit(do_not_specialize=["dt_stride", "shortest", "longest"])
-def _scores_kernel(
+def scores_kernel(
     heads, dt, a_log, dt_bias, cu_seqlens, chunks, scores, steps, growth, dt_stride, shortest,
     longest,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -108,7 +81,7 @@ def _scores_kernel(
 
 
 @triton.jit
-def _state_kernel(
+def state_kernel(
     heads, steps, growth, recurrent, states, cu_seqlens, starts, state_src, state_slots,
     snapshot_slots, firsts, slot_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -157,7 +130,7 @@ def _state_kernel(
 
 
 @triton.jit
-def _out_kernel(
+def out_kernel(
     heads, steps, growth, scores, states, d, cu_seqlens, chunks, out,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
@@ -198,72 +171,3 @@ def _out_kernel(
     mask = live[:, None] & (j < V)[None, :]
     y += tl.load(d + h) * tl.load(of_token + h * V + j[None, :], mask=mask, other=0.0)
     tl.store(out + (token * HV + h) * V + j[None, :], y, mask=mask)
-
-
-def _state_stages(blocks: dict[str, int], precision: str, itemsize: int, arch: int) -> int:
-    """Stages of _state_kernel: beside its chunks, the factors of its product are in shared memory.
-
-    What Triton 3.6 asks for: B, once for one tf32 product; twice, and dt x once, for three.
-    """
-    b, x = GRID * blocks["BLOCK_K"] * itemsize, GRID * blocks["BLOCK_V"] * itemsize
-    factors = 2 * b + x if precision == "tf32x3" else b
-    return architecture.stages_within(STATE_STAGES, b + x + 2 * GRID * itemsize, factors, arch)
-
-
-@mamba2_chunk.backend("triton", supports=supports)
-def mamba2_chunk_triton(
-    mixed: Tensor,
-    dt: Tensor,
-    weights: Mamba2Weights,
-    state: RecurrentState,
-    cu_seqlens: Tensor,
-    starts: Tensor,
-    state_src: Tensor,
-    state_slots: Tensor,
-    snapshot_slots: Tensor,
-) -> Tensor:
-    """See lockstep.kernels.mamba2.mamba2_chunk. No length is read on the host."""
-    tokens, channels = mixed.shape
-    rows = starts.shape[0]
-    sizes = sizes_of(state)
-    groups, count, n, p = state.sizes()
-    taps = weights.conv.t().contiguous()
-    history = len(taps) - 1
-    f32: dict[str, Any] = dict(dtype=torch.float32, device=mixed.device)
-    out = torch.empty(tokens, count, p, **f32)
-    if not out.numel() or not rows:
-        return out
-    chunks, firsts = list_chunks(out, cu_seqlens, state_slots)
-    most = len(chunks)
-    heads = torch.empty(tokens, channels, **f32)
-    scores = torch.empty(most, groups, GRID, GRID, **f32)
-    steps, growth = (torch.empty(most, count, GRID, **f32) for _ in range(2))
-    states = torch.empty(most, count, n, p, dtype=state.recurrent.dtype, device=mixed.device)
-    exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
-    products: dict[str, Any] = dict(PRECISION=precision_of(mixed.dtype), num_warps=WARPS, **exact)
-    _inputs_kernel[(most, triton.cdiv(channels, CHANNELS))](
-        mixed, taps, weights.conv_bias, state.conv, cu_seqlens, starts, state_src, chunks, heads,
-        mixed.stride(0), state.conv.shape[1], C=channels, R=history, BLOCK=CHANNELS,
-        num_warps=INPUT_WARPS, **exact,
-    )  # fmt: skip
-    _scores_kernel[(most, groups)](
-        heads, dt, weights.a_log, weights.dt_bias, cu_seqlens, chunks, scores, steps, growth,
-        dt.stride(0), weights.shortest, weights.longest, **sizes, **blocks_of(sizes, WIDEST),
-        **products,
-    )  # fmt: skip
-    blocks = blocks_of(sizes, STATE_VALUES)
-    arch = architecture.number_of(mixed.device)
-    stages = _state_stages(blocks, products["PRECISION"], heads.itemsize, arch)
-    _state_kernel[(rows * count, triton.cdiv(p, blocks["BLOCK_V"]))](
-        heads, steps, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,
-        snapshot_slots, firsts, state.recurrent.stride(0), **sizes, **blocks, num_stages=stages,
-        **products,
-    )  # fmt: skip
-    blocks = blocks_of(sizes, OUT_VALUES)
-    _out_kernel[(most, count, triton.cdiv(p, blocks["BLOCK_V"]))](
-        heads, steps, growth, scores, states, weights.d, cu_seqlens, chunks, out,
-        **sizes, **blocks, SECTOR=SECTOR, **products,
-    )  # fmt: skip
-    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
-    keep_raw_inputs(mixed, state, history, *places)
-    return out

@@ -13,7 +13,7 @@ blocks of the logit row, and which of them is a function of it.
 import triton
 import triton.language as tl
 
-from lockstep.kernels.sampling.triton_score import (
+from lockstep.kernels.sampling.device_score import (
     MIN_P,
     TOP_K,
     TOP_P,
