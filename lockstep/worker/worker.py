@@ -12,7 +12,14 @@ from lockstep.config import Plan, StepLimits
 from lockstep.kernels.copy_to_device import copy_to_host
 from lockstep.outputs import Logprob
 from lockstep.scheduling.grammar import FillMasks
-from lockstep.scheduling.schedule import PromptChunk, Results, RowResult, RowSpec, Schedule
+from lockstep.scheduling.schedule import (
+    MaskedRow,
+    PromptChunk,
+    Results,
+    RowResult,
+    RowSpec,
+    Schedule,
+)
 from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker import memory, rows
 from lockstep.worker.capture import capture_halves, capture_pieces
@@ -161,16 +168,11 @@ class Worker:
         masked = {one.row: one for one in schedule.masked}
         launched = []
         if schedule.decode:
-            begin = self.grammar_masks.begin
-            query_len = schedule.num_drafts + 1
-            between = begin(schedule.decode, masked, query_len, fill_masks)
-            launched.append(self._launch_decode(schedule, between))
+            launched.append(self._launch_decode(schedule, masked, fill_masks))
         # Fetched pages belong to the prompt step alone: the decode step need not wait for them.
         self.transfers.fetch(schedule.fetched)
         if schedule.prompt:
-            prompt_rows = [chunk.row for chunk in schedule.prompt]
-            between = self.grammar_masks.begin(prompt_rows, masked, 1, fill_masks)
-            launched.append(self._launch_prompt(schedule.prompt, between))
+            launched.append(self._launch_prompt(schedule.prompt, masked, fill_masks))
         return launched
 
     def _update_rows(self, schedule: Schedule) -> None:
@@ -192,14 +194,17 @@ class Worker:
         for grant in schedule.grants:
             rows.write_pages(table, grant.row, grant.column, grant.pages)
 
-    def _launch_decode(self, schedule: Schedule, between: Callable[[], None]) -> LaunchedStep:
+    def _launch_decode(
+        self, schedule: Schedule, masked: dict[int, MaskedRow], fill_masks: FillMasks
+    ) -> LaunchedStep:
         """Launch the uniform step: every row brings its last token and `num_drafts` drafts."""
         self.table.inputs.fill(row_ids=schedule.decode)
         shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
         specs = [self.specs[row] for row in schedule.decode]
         timer = StepTimer(self.plan.device)
-        _, _, logits, verdict = self._run(specs, shape, between)
         query_len = shape.query_len
+        between = self.grammar_masks.begin(schedule.decode, masked, query_len, fill_masks)
+        _, _, logits, verdict = self._run(specs, shape, between)
         launched = [
             LaunchedRow(row, spec, True, _copy_logits(spec, logits, i, query_len), None, ())
             for i, (row, spec) in enumerate(zip(schedule.decode, specs, strict=True))
@@ -209,12 +214,13 @@ class Worker:
         return LaunchedStep(launched, shape, results, timer)
 
     def _launch_prompt(
-        self, chunks: list[PromptChunk], between: Callable[[], None]
+        self, chunks: list[PromptChunk], masked: dict[int, MaskedRow], fill_masks: FillMasks
     ) -> LaunchedStep:
         """Launch the ragged step: every row brings a chunk of its prompt."""
         lengths = [chunk.length for chunk in chunks]
+        row_ids = [chunk.row for chunk in chunks]
         self.table.inputs.fill(
-            row_ids=[chunk.row for chunk in chunks],
+            row_ids=row_ids,
             query_lens=lengths,
             state_src=[chunk.state_src for chunk in chunks],
             snapshot_slots=[chunk.snapshot_slot for chunk in chunks],
@@ -226,8 +232,9 @@ class Worker:
             prompt=True,
             next_drafts=self.plan.query_len - 1,
         )
-        specs = [self.specs[chunk.row] for chunk in chunks]
+        specs = [self.specs[row] for row in row_ids]
         timer = StepTimer(self.plan.device)
+        between = self.grammar_masks.begin(row_ids, masked, 1, fill_masks)
         _, hidden, logits, verdict = self._run(specs, shape, between)
         launched = []
         begin = 0

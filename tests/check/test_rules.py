@@ -66,14 +66,17 @@ def test_nothing_is_left_in_host_memory_of_a_request_that_ends_there(
 ) -> None:
     play(pushed(3, abort=4))
     launch = Worker.launch
+    kept: list[dict[str, Any]] = []
 
     def launch_without_drops(worker: Worker, schedule: Schedule, fill_masks: FillMasks) -> Any:
         schedule.dropped.clear()
+        kept.append(worker.saved)
         return launch(worker, schedule, fill_masks)
 
     monkeypatch.setattr(Worker, "launch", launch_without_drops)
     with pytest.raises(WorldError, match="1 rows in host memory are left"):
         play(pushed(3, abort=4))
+    kept[-1].clear()
 
 
 def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
@@ -166,7 +169,8 @@ def test_a_request_begins_with_pages_of_its_own_prompt_and_salt() -> None:
         Request("r", list(range(1, 101))),
         Request("r", list(range(100)), cache_salt="another"),
     ):
-        wrong = replace(admission, start=64, request=other)
+        wrong = replace(admission, start=64)
+        rules.scheduler.entries["r"].request = other
         with pytest.raises(WorldError, match="is not page 0 of what row 1 asks"):
             rules.hold(replace(made, admissions=[wrong]))
 

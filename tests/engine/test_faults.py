@@ -154,6 +154,7 @@ def test_a_preempted_request_ends_too(folder: str, monkeypatch: pytest.MonkeyPat
             engine.step()
     assert {r.id for r in engine.recover()} == {"a", "b"}
     assert all(r.finish_reason == "error" for r in requests)
+    engine.step()  # tells the worker to drop the saved rows
     assert not engine.has_work() and not worker_of(engine).saved
     engine.scheduler.cache.check()
 
@@ -229,10 +230,10 @@ def test_a_step_that_hangs_is_seen_without_waiting_for_it(
     entered = threading.Event()
     go = threading.Event()
 
-    def hang(schedule: Any) -> Any:
+    def hang(*arguments: Any) -> Any:
         entered.set()
         assert go.wait(PATIENCE)
-        return launch(schedule)
+        return launch(*arguments)
 
     assert client.stalled_for == 0
     monkeypatch.setattr(worker_of(client.transport.engine), "launch", hang)

@@ -472,11 +472,9 @@ FAULTS = (
         "a page comes back too late", "worker", WORKER, "Worker.launch",
         "self.transfers.fetch($schedule.fetched)\n"
         "if $schedule.prompt:\n"
-        "    ...\n"
-        "    $launched.append(self._launch_prompt($schedule.prompt, $between))",
+        "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))",
         "if $schedule.prompt:\n"
-        "    ...\n"
-        "    $launched.append(self._launch_prompt($schedule.prompt, $between))\n"
+        "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))\n"
         "self.transfers.fetch($schedule.fetched)",
     ),
     Fault(
