@@ -193,9 +193,9 @@ def give_way(device: str) -> None:
 def run_engine(connection: Connection, make: MakeEngine) -> None:
     """All that an engine's process does. Its server's end of the pipe being closed ends it."""
     # Imported here: the engine's own modules do without the kernels' packages.
-    from lockstep.kernels.compiler_signals import settle_signals
+    from lockstep.kernels.compiler_signals import reclaim_signal_handlers
 
-    settle_signals()
+    reclaim_signal_handlers()
     for one in IGNORED_SIGNALS:
         signal.signal(one, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)

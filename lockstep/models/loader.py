@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.to_device import to_device
+from lockstep.kernels.upload import upload
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.norm import GatedGroupNorm, GatedRMSNorm, Norm
 from lockstep.models import architecture, draft_prefix
@@ -218,7 +218,7 @@ def _fill(name: str, slot: WeightSink, tensor: Tensor) -> list[str]:
     fault = slot.fault(tensor)
     if fault is not None:
         return [f"{name} ({fault})"]
-    slot.fill(to_device(tensor, slot.device))
+    slot.fill(upload(tensor, slot.device))
     return []
 
 

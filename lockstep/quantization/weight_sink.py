@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.to_device import joined_to_device, to_device
+from lockstep.kernels.upload import upload, upload_concatenated
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights that are not packed."""
@@ -98,7 +98,7 @@ class FusedExpertSink:
         if any(tensor.dtype != dtype for tensor in found):
             return None
         assert self.whole.shape is not None, "else there is no stack"
-        flat = joined_to_device(found, self.whole.device)
+        flat = upload_concatenated(found, self.whole.device)
         if self.dim == 0:
             return flat.view(self.whole.shape)
         sizes = [tensor.numel() for tensor in found]
@@ -107,7 +107,7 @@ class FusedExpertSink:
 
     def _apart(self, found: Sequence[Tensor]) -> None:
         for part, tensor in zip(self.parts, found, strict=True):
-            part.fill(to_device(tensor, part.device))
+            part.fill(upload(tensor, part.device))
 
 
 def _joined_along(whole: WeightSink, parts: Sequence[WeightSink]) -> int | None:

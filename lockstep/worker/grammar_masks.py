@@ -13,7 +13,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from lockstep.kernels.copy_to_device import copy_to_device, copy_to_host
+from lockstep.kernels.stream_copies import copy_to_device, copy_to_host
 from lockstep.scheduling.grammar import FillMasks, MaskQuery
 from lockstep.scheduling.schedule import MaskedRow
 from lockstep.worker.program import nothing

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lockstep.config import StepLimits
-from lockstep.kernels.copy_to_device import copy_to_device
 from lockstep.kernels.recurrent.history import state_grid
 from lockstep.kernels.sampling import SamplingState
 from lockstep.kernels.step_metadata import RowTensors, advance_rows, prepare_step
+from lockstep.kernels.stream_copies import copy_to_device
 from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 from lockstep.step import Step, StepShape, Verdict, flush_after

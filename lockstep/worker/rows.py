@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels import sampling as s
-from lockstep.kernels.copy_to_device import copy_to_device, copy_to_host
+from lockstep.kernels.stream_copies import copy_to_device, copy_to_host
 from lockstep.scheduling.schedule import RowSpec
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.transfers import Transfers

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.cache.specs import Cached
 from lockstep.config import EngineConfig, Plan, StepLimits
-from lockstep.kernels.architecture import card_of
+from lockstep.kernels.architecture import architecture_of
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.models.checkpoint import Checkpoint
@@ -211,7 +211,7 @@ def plan_memory(
 ) -> Planned:
     """Plan the memory of this GPU. Raises CapacityError where not even the weights fit."""
     known = config.load_format == "auto"
-    dry_engine = DryEngine(config, checkpoint, limits, packing, card_of("cuda"), known)
+    dry_engine = DryEngine(config, checkpoint, limits, packing, architecture_of("cuda"), known)
     planner = planner_of(config, limits, dry_engine)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

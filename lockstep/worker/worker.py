@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.cache.specs import Law
 from lockstep.config import Plan, StepLimits
-from lockstep.kernels.copy_to_device import copy_to_host
+from lockstep.kernels.stream_copies import copy_to_host
 from lockstep.outputs import Logprob
 from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.schedule import (

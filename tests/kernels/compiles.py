@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from lockstep.kernels.gated_delta_rule import triton as delta
 from lockstep.kernels.gated_delta_rule.step_kernels import inputs_kernel, norm_kernel
 from lockstep.kernels.recurrent import step
-from lockstep.kernels.recurrent.history import ROUNDED_EVERY
+from lockstep.kernels.recurrent.history import ROUNDING_INTERVAL
 from lockstep.kernels.recurrent.step_kernel import walk_kernel
 from tests.kernels.layouts import compile_held
 
@@ -80,7 +80,7 @@ def walks(sizes: dict[str, int], rule: dict[str, Any]) -> Iterator[tuple[Any, in
     warps = layout["WARPS"] // step.PARTS or 1
     same = {**sizes, **layout, **rule, "WARPS": warps, "SECTOR": step.SECTOR}
     columns = warps * layout["COLUMNS"]
-    for (grid, size), near in product(((1, 4), (ROUNDED_EVERY, 2)), (step.NEAR, 2 * step.NEAR)):
+    for (grid, size), near in product(((1, 4), (ROUNDING_INTERVAL, 2)), (step.NEAR, 2 * step.NEAR)):
         beside = step.beside_of(sizes["V"], columns, size)
         yield walk_kernel, warps, same | {"NEAR": near, "STATE_GRID": grid, "BESIDE": beside}
 

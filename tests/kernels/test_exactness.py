@@ -16,7 +16,7 @@ from lockstep.kernels.gated_delta_rule.cases import chunk_inputs, inputs, weight
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
 from lockstep.kernels.recurrent.cases import Dims, empty_state, random_state
-from lockstep.kernels.recurrent.history import folded_by
+from lockstep.kernels.recurrent.history import next_folded
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import among, batch
 from tests.kernels.backends import backends, same_bits
@@ -154,7 +154,7 @@ def stepped(backend, dims, data, plan):
         )
         outs[-1] = outs[-1][:, :accepted]
         at += accepted
-        folded = folded_by(starts, folded, dims.flush, dims.grid)
+        folded = next_folded(starts, folded, dims.flush, dims.grid)
         if at == tokens:
             return torch.cat(outs, 1), state, int(folded)
     raise AssertionError("the plan is too short")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.kernels.activations import silu_mul
-from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_of
+from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_memory_limit
 from lockstep.kernels.experts import experts
 from lockstep.kernels.experts.tiles import (
     FEW,
@@ -439,10 +439,10 @@ def test_tiles_fit_every_architecture():
         for tile in tiles[:2]:
             found = fitting(tile, torch.bfloat16, arch)
             loaded = 2 * (found.rows + found.tokens) * found.k
-            assert (found.stages - 1) * loaded <= shared_of(arch)
+            assert (found.stages - 1) * loaded <= shared_memory_limit(arch)
         for tile in tiles[2:]:
             found = packed_fitting(tile, weight, arch)
             sync = multiplies_by_mma_sync(arch)
             stage, fixed = shared_by(found.rows, found.tokens, found.k, weight, sync)
-            assert (found.stages - 1) * stage + fixed <= shared_of(arch)
+            assert (found.stages - 1) * stage + fixed <= shared_memory_limit(arch)
     assert packed_fitting(MANY.packed_up, weight, 86).stages < MANY.packed_up.stages

@@ -7,7 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, PROCESSORS, shared_of
+from lockstep.kernels.architecture import (
+    ARCHITECTURES,
+    H100_MULTIPROCESSORS,
+    HOPPER,
+    shared_memory_limit,
+)
 from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight
 from lockstep.kernels.formats.weights.operand import multiplies_by_mma_sync, shared_by
 from lockstep.kernels.linear import choose_split_k, linear, quantized_tuning, tuning
@@ -108,7 +113,7 @@ def test_a_ring_fits_the_architecture() -> None:
             assert rings
             for tile in rings:
                 blocks = tile.stages * tile.k // 128
-                assert blocks * (16 * bits * tile.n + 256 * tile.m) < shared_of(HOPPER)
+                assert blocks * (16 * bits * tile.n + 256 * tile.m) < shared_memory_limit(HOPPER)
                 assert tile.sync or tile.stages >= 3
     assert max(tile.m for tile in candidates(256, 1, 4) if tile.ring) == 256
     assert max(tile.m for tile in candidates(256, 1, 8) if tile.ring) == 128
@@ -135,7 +140,7 @@ def test_committed_shares_are_fewer_than_tiles() -> None:
         sharing = {first: tile for first, tile in row.items() if tile.share}
         for first, tile in sharing.items():
             high = -(-TIMED[BUCKETS.index(first)] // tile.m)
-            programs = tile.share * PROCESSORS // (high * parts)
+            programs = tile.share * H100_MULTIPROCESSORS // (high * parts)
             assert 0 < programs < -(-n // tile.n), (name, first)
             shared += 1
     assert shared > 50
@@ -221,7 +226,7 @@ def test_tiles_are_cut_to_the_weight_and_the_architecture() -> None:
             if not tile.laid_out:
                 continue
             stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, multiplies_by_mma_sync(arch))
-            assert (tile.stages - 1) * stage + fixed <= shared_of(arch)
+            assert (tile.stages - 1) * stage + fixed <= shared_memory_limit(arch)
 
 
 def test_few_candidates_are_timed() -> None:

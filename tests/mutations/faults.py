@@ -110,8 +110,8 @@ FAULTS = (
     ),
     Fault(
         "folded one too far when all were accepted", "table", METADATA, "advance_rows",
-        "folded_by($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid)",
-        "folded_by($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid) + "
+        "next_folded($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid)",
+        "next_folded($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid) + "
         "((accepted == $width - 1) & ($width > 1)).int()",
     ),
     Fault(
@@ -389,7 +389,7 @@ FAULTS = (
     ),
     Fault(
         "tools that are shown may all be called", "text", "text.grammars.tool_calls",
-        "ToolChoice.lets",
+        "ToolChoice.allows",
         "return self.names is None or $name in self.names",
         "return True",
         "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
@@ -627,8 +627,8 @@ FAULTS = (
     ),
     Fault(
         "a resumed chunk convolves with the row's old inputs", "mixer", PROMPT_ROWS, "prompt_rows",
-        "$past = $state.conv[$src, slots_before($start, $history, $state.conv.shape[1])]",
-        "$past = $state.conv[slot, slots_before($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[$src, past_slots($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[slot, past_slots($start, $history, $state.conv.shape[1])]",
     ),
     Fault(
         "a first chunk begins from the slot's old state", "mixer", PROMPT_ROWS, "prompt_rows",
@@ -1025,15 +1025,16 @@ FAULTS = (
     ),
     # Recurrent state of 16 bits: the bundled model is checked with one of 32 unless asked.
     Fault(
-        "a state rounded where a step found it", "mixer", "kernels.recurrent.history", "folded_by",
+        "a state rounded where a step found it", "mixer", "kernels.recurrent.history",
+        "next_folded",
         "$last = $starts // $grid * $grid",
         "$last = $starts",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
         "rings too short for what a state of 16 bits lacks", "mixer", "cache.state", "state_spec",
-        "$slots = ring_slots($window, most_replayed($window, $flush, state_grid($state_dtype)))",
-        "$slots = most_replayed($window, $flush, state_grid($state_dtype)) - 2",
+        "$slots = ring_slots($window, max_replayed($window, $flush, state_grid($state_dtype)))",
+        "$slots = max_replayed($window, $flush, state_grid($state_dtype)) - 2",
         f"{OF_HALF_STATE}::test_answers_longer_than_the_rings_are_left_alone",
     ),
     Fault(

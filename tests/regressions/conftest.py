@@ -10,7 +10,7 @@ import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine_builder import build_engine
-from lockstep.kernels.architecture import is_planned
+from lockstep.kernels.architecture import is_architecture_assumed
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.drafter import DraftContext
@@ -97,7 +97,7 @@ def poison_latents_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     poisoned: list[int] = []
 
     def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
-        if is_planned():
+        if is_architecture_assumed():
             return place(self, q, kv, step)  # a dry run has no values to poison
         size = self.ropes.shape[1]
         for start, pages in zip(step.starts.tolist(), step.page_table.tolist(), strict=False):

@@ -94,12 +94,12 @@ def test_numerics_slots_and_snapshots_say_so(make: Callable[..., LLM]) -> None:
     for wide, narrow in layers:
         assert 2 * narrow.recurrent.nbytes == wide.recurrent.nbytes
         assert narrow.conv.shape == wide.conv.shape
-        assert narrow.k.shape[1] == history.ROUNDED_EVERY + 1
+        assert narrow.k.shape[1] == history.ROUNDING_INTERVAL + 1
         assert wide.k.shape[1] == 2
     states = 4 * sum(s.recurrent[0].numel() for s, _ in layers)
     lines = sum(ring[0, 0].nbytes for state, _ in layers for ring in state.tensors()[2:])
     saved = whole.engine.plan.slot_bytes - half.engine.plan.slot_bytes
-    assert saved == states // 2 - (history.ROUNDED_EVERY - 1) * lines
+    assert saved == states // 2 - (history.ROUNDING_INTERVAL - 1) * lines
 
 
 def _mixers(llm: LLM) -> list[Any]:
@@ -114,7 +114,7 @@ def as_each_step_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.where(starts - folded >= flush, starts, folded)
 
     for user in (recurrent_cpu, step_metadata.contract):
-        monkeypatch.setattr(user, "folded_by", by_step)
+        monkeypatch.setattr(user, "next_folded", by_step)
 
 
 def as_the_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from lockstep.engine_builder import build_engine
 from lockstep.errors import CaptureError
 from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.kernels.activations import silu_mul
-from lockstep.kernels.architecture import is_planned
+from lockstep.kernels.architecture import is_architecture_assumed
 from lockstep.kernels.backends import load
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.step import StepShape
@@ -204,7 +204,7 @@ def served_by(monkeypatch: pytest.MonkeyPatch, also: Callable[[Tensor], None]) -
     plain = silu_mul.backends["triton"]
 
     def faulty(gate_up: Tensor) -> Tensor:
-        if not is_planned():  # a dry run refuses some of these before any capture
+        if not is_architecture_assumed():  # a dry run refuses some of these before any capture
             also(gate_up)
         return plain.run(gate_up)
 
@@ -274,7 +274,7 @@ def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch)
 
     def peek(self: RowTable, step: Any, tokens: Any) -> Any:
         verdict = commit(self, step, tokens)
-        if not step.shape.prompt and not is_planned():
+        if not step.shape.prompt and not is_architecture_assumed():
             self.computed.sum().item()
         return verdict
 

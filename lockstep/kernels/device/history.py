@@ -13,7 +13,7 @@ def wrapped(slot, ring_slots):
 
 
 @triton.jit
-def folded_by(start, folded, flush, state_grid):
+def next_folded(start, folded, flush, state_grid):
     """The `folded` that a generated step leaves behind: see lockstep.kernels.recurrent.history."""
     last = start // state_grid * state_grid
     return tl.where((start - folded >= flush) & (last > folded), last, folded)

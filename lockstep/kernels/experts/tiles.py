@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.kernels.architecture import HOPPER, stages_within
+from lockstep.kernels.architecture import HOPPER, fit_stages
 from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, QuantizedWeight
 from lockstep.kernels.formats.weights.operand import columns_of, multiplies_by_mma_sync, stages_of
 
@@ -131,7 +131,7 @@ def fitting(tile: Tile, dtype: torch.dtype, arch: int) -> Tile:
     if tile.tma and arch != HOPPER:
         tile = without_tma(tile)
     loaded = (tile.rows + tile.tokens) * tile.k * dtype.itemsize
-    return replace(tile, stages=stages_within(tile.stages, loaded, 0, arch))
+    return replace(tile, stages=fit_stages(tile.stages, loaded, 0, arch))
 
 
 def packed_fitting(tile: Tile, weight: QuantizedWeight, arch: int) -> Tile:

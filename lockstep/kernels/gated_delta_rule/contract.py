@@ -20,7 +20,7 @@ from lockstep.kernels.gated_delta_rule.reference import (
 )
 from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.history import folded_by, slots_before
+from lockstep.kernels.recurrent.history import next_folded, past_slots
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
 from lockstep.kernels.recurrent.state import RecurrentState, on_grid, replay
 from lockstep.kernels.registry import op
@@ -65,20 +65,20 @@ def gated_delta_step(
 
     A state behind a multiple of its grid of tokens is rounded to its dtype, in replay and window
     alike; outputs are of the state before that. The state is read once, and written once where
-    folded_by(starts, folded, flush, grid) is more than folded: as it is behind so many tokens. No
+    next_folded(starts, folded, flush, grid) is more than folded: as it is behind so many tokens. No
     bit depends on flush. Q <= W. Slots may repeat only if null; a null row's results are undefined.
     """
     out = torch.empty_like(z)
     ring_length = state.conv.shape[1]
     history = weights.conv.shape[1] - 1
-    written = folded_by(starts, folded, flush, state.grid)
+    written = next_folded(starts, folded, flush, state.grid)
     rows = zip(slots.tolist(), starts.tolist(), folded.tolist(), written.tolist(), strict=True)
     for row, (slot, start, held, due) in enumerate(rows):
         s = replay(state, slot, state.recurrent[slot].float(), held, due)
         if due > held:
             state.recurrent[slot] = s
         s = replay(state, slot, s, due, start)
-        past = state.conv[slot, slots_before(start, history, ring_length)]
+        past = state.conv[slot, past_slots(start, history, ring_length)]
         q, k, v = heads_of(causal_convolution(torch.cat([past, mixed[row]]), weights.conv), state)
         g, beta = gates(b[row], a[row], weights)
         for t in range(mixed.shape[1]):

@@ -161,8 +161,8 @@ def gated_delta_chunk_triton(
     )  # fmt: skip
     blocks = blocks_of(sizes, STATE_VALUES)
     chunk = GRID * (2 * blocks["BLOCK_K"] + blocks["BLOCK_V"] + 1) * f32.itemsize
-    arch = architecture.number_of(mixed.device)
-    stages = architecture.stages_within(STATE_STAGES, chunk, chunk, arch)
+    arch = architecture.sm_number(mixed.device)
+    stages = architecture.fit_stages(STATE_STAGES, chunk, chunk, arch)
     chunk_state_kernel[(rows * hv, triton.cdiv(v, blocks["BLOCK_V"]))](
         heads, u, w, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,
         snapshot_slots, firsts, state.recurrent.stride(0),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.linear.tuning import seconds
-from lockstep.kernels.timing import recorded
+from lockstep.kernels.timing import record_graph
 
 Run = Callable[..., Tensor]
 FASTER = 0.98
@@ -146,6 +146,6 @@ def _differing(a: Tensor, b: Tensor) -> int:
 
 def _replayed(run: Run, *arguments: object) -> Tensor:
     """What a backend leaves when captured: a capture has its own stream and workspace."""
-    graph, out = recorded(lambda: run(*arguments))
+    graph, out = record_graph(lambda: run(*arguments))
     graph.replay()
     return out

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.kernels.architecture import HOPPER, PROCESSORS, shared_of
+from lockstep.kernels.architecture import H100_MULTIPROCESSORS, HOPPER, shared_memory_limit
 from lockstep.kernels.formats.weights import (
     Fp4Weight,
     Fp8Weight,
@@ -200,7 +200,9 @@ def _ring(tokens: int, split_k: int, bits: int) -> list[PackedTile]:
     for m, n, k, warps, slots, registers, sync in RING_CUTS[most]:
         share = -(-slots * _slot_bytes(m, n, 4) // _slot_bytes(m, n, bits))
         slots = max(2 if sync else 3, share)
-        if slots * k // int(BLOCK) * _slot_bytes(m, n, bits) + BARRIERS > shared_of(HOPPER):
+        if slots * k // int(BLOCK) * _slot_bytes(m, n, bits) + BARRIERS > shared_memory_limit(
+            HOPPER
+        ):
             continue
         tile = PackedTile(m, n, k, warps, slots, split_k, registers, ring=True, sync=sync)
         shared = replace(tile, share=_ring_held(tile, bits))
@@ -212,7 +214,9 @@ def _ring_held(tile: PackedTile, bits: int) -> int:
     """How many programs through a ring a multiprocessor of Hopper holds."""
     slots = tile.stages * tile.k // int(BLOCK) * _slot_bytes(tile.m, tile.n, bits)
     threads = 32 * (tile.warps + RING_WARPS)
-    return min(shared_of(HOPPER) // (slots + BARRIERS), REGISTERS // (threads * tile.registers))
+    return min(
+        shared_memory_limit(HOPPER) // (slots + BARRIERS), REGISTERS // (threads * tile.registers)
+    )
 
 
 def _few(tokens: int, split_k: int, bits: int) -> list[PackedTile]:
@@ -369,7 +373,7 @@ def _shared(tile: PackedTile, weight: QuantizedWeight, split_k: int) -> int:
     if weight.k % (split_k * int(BLOCK)):
         return 0
     tiles = -(-weight.shape[0] // tile.n) * split_k
-    share = min(tile.share, tiles // PROCESSORS)
+    share = min(tile.share, tiles // H100_MULTIPROCESSORS)
     return share if share * tile.warps >= SHARING_WARPS else 0
 
 
@@ -505,7 +509,7 @@ def estimate(
     shared = (tile.stages - 1) * stage + fixed
     threads = 32 * tile.warps
     registers = tile.registers or OWN_REGISTERS + tile.m * tile.n // threads
-    held = max(1, min(shared_of(arch) // shared, REGISTERS // (registers * threads)))
+    held = max(1, min(shared_memory_limit(arch) // shared, REGISTERS // (registers * threads)))
     waves = max(1.0, programs / (held * processors))
     return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * STEP)
 

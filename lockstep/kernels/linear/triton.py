@@ -235,7 +235,7 @@ def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _arch(device: torch.device) -> str:
     """E.g. "sm90"; "cpu" under the interpreter."""
-    return f"sm{architecture.number_of(device)}" if device.type == "cuda" else device.type
+    return f"sm{architecture.sm_number(device)}" if device.type == "cuda" else device.type
 
 
 def _supports(**traits: Any) -> str | None:

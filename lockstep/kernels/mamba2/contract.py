@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.kernels.activations import softplus
 from lockstep.kernels.mamba2.reference import _chunk, _ssm, heads_of
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.history import folded_by, slots_before
+from lockstep.kernels.recurrent.history import next_folded, past_slots
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
 from lockstep.kernels.recurrent.state import RecurrentState, on_grid, replay
 from lockstep.kernels.registry import op
@@ -68,21 +68,21 @@ def mamba2_step(
 
     A state behind a multiple of its grid of tokens is rounded to its dtype, in replay and window
     alike; outputs are of the state before that. The state is read once, and written once where
-    folded_by(starts, folded, flush, grid) is more than folded: as it is behind so many tokens. No
+    next_folded(starts, folded, flush, grid) is more than folded: as it is behind so many tokens. No
     bit depends on flush. Q <= W. Slots may repeat only if null; a null row's results are undefined.
     """
     rows, length = dt.shape[:2]
     out = torch.empty(rows, length, *state.u.shape[2:])
     ring_length = state.conv.shape[1]
     history = weights.conv.shape[1] - 1
-    written = folded_by(starts, folded, flush, state.grid)
+    written = next_folded(starts, folded, flush, state.grid)
     places = zip(slots.tolist(), starts.tolist(), folded.tolist(), written.tolist(), strict=True)
     for row, (slot, start, held, due) in enumerate(places):
         s = replay(state, slot, state.recurrent[slot].float(), held, due)
         if due > held:
             state.recurrent[slot] = s
         s = replay(state, slot, s, due, start)
-        past = state.conv[slot, slots_before(start, history, ring_length)]
+        past = state.conv[slot, past_slots(start, history, ring_length)]
         raw = torch.cat([past, mixed[row]])
         x, b, c = heads_of(causal_convolution(raw, weights.conv, weights.conv_bias), state)
         step, g = time_steps(dt[row], weights)

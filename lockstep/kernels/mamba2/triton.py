@@ -95,7 +95,7 @@ def _state_stages(blocks: dict[str, int], precision: str, itemsize: int, arch: i
     """
     b, x = GRID * blocks["BLOCK_K"] * itemsize, GRID * blocks["BLOCK_V"] * itemsize
     factors = 2 * b + x if precision == "tf32x3" else b
-    return architecture.stages_within(STATE_STAGES, b + x + 2 * GRID * itemsize, factors, arch)
+    return architecture.fit_stages(STATE_STAGES, b + x + 2 * GRID * itemsize, factors, arch)
 
 
 @mamba2_chunk.backend("triton", supports=supports)
@@ -140,7 +140,7 @@ def mamba2_chunk_triton(
         **products,
     )  # fmt: skip
     blocks = blocks_of(sizes, STATE_VALUES)
-    arch = architecture.number_of(mixed.device)
+    arch = architecture.sm_number(mixed.device)
     stages = _state_stages(blocks, products["PRECISION"], heads.itemsize, arch)
     state_kernel[(rows * count, triton.cdiv(p, blocks["BLOCK_V"]))](
         heads, steps, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.activations import silu
-from lockstep.kernels.recurrent.history import folded_by
+from lockstep.kernels.recurrent.history import next_folded
 from lockstep.kernels.recurrent.state import RecurrentState, expand
 
 Tokens = tuple[Tensor, ...]
@@ -110,12 +110,12 @@ def replay(
     """The state with the tokens folded .. starts - 1, at these ring places, folded in:
     [S, HV, K, V] fp32, a copy.
 
-    It is written as `folded_by` says. Where a row lacks fewer tokens than its batch mates, the
+    It is written as `next_folded` says. Where a row lacks fewer tokens than its batch mates, the
     first are decay 1, k 0 and u 0: an exact no-op, and so is rounding a state that memory has.
     """
     rows = len(slots)
     heads = state.recurrent.shape[1]
-    written = folded_by(starts, folded, flush, state.grid)
+    written = next_folded(starts, folded, flush, state.grid)
     due = written > folded
     alone = rows == 1 and state.grid == 1 and bool(due)
     here = state.recurrent

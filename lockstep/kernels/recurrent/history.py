@@ -12,14 +12,14 @@ multiples of its grid, and at the ends of prompt chunks. So no bit depends on wh
 import torch
 from torch import Tensor
 
-ROUNDED_EVERY = 16
+ROUNDING_INTERVAL = 16
 """Tokens from one rounding of a 16-bit state to the next. More tokens would need longer rings and
 longer replays; fewer would round more often."""
 
 
 def state_grid(dtype: torch.dtype) -> int:
     """A state of this dtype is written at multiples of so many tokens. fp32: anywhere."""
-    return 1 if dtype == torch.float32 else ROUNDED_EVERY
+    return 1 if dtype == torch.float32 else ROUNDING_INTERVAL
 
 
 def ring_slots(window: int, before: int) -> int:
@@ -31,8 +31,8 @@ def ring_slots(window: int, before: int) -> int:
     return window + before
 
 
-def most_replayed(window: int, flush: int = 1, grid: int = 1) -> int:
-    """The most tokens that a state may lack. flush, grid: as in folded_by.
+def max_replayed(window: int, flush: int = 1, grid: int = 1) -> int:
+    """The most tokens that a state may lack. flush, grid: as in next_folded.
 
     Where it lacks as many as the larger of both, one of them ends on the grid, and it is written;
     so a step leaves at most one less of them, and its window.
@@ -40,7 +40,7 @@ def most_replayed(window: int, flush: int = 1, grid: int = 1) -> int:
     return max(flush, grid) - 1 + window
 
 
-def folded_by(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
+def next_folded(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
     """The `folded` that a generated step leaves behind: integers of any shape.
 
     Where the state lacks at least `flush` of the tokens before starts, the step writes it as it is
@@ -50,6 +50,6 @@ def folded_by(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
     return torch.where((starts - folded >= flush) & (last > folded), last, folded)
 
 
-def slots_before(position: int, count: int, length: int) -> Tensor:
+def past_slots(position: int, count: int, length: int) -> Tensor:
     """The ring slots of the `count` tokens before `position`, in a ring of `length`: int64."""
     return torch.arange(position - count, position) % length

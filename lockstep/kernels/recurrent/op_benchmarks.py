@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, OpBenchmark
+from lockstep.kernels.bench_types import BenchEnv, Cost, LazyBenchmark, OpBenchmark
 from lockstep.kernels.recurrent.cases import Dims, Raw, Weights, empty_state
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.kernels.registry import Op
@@ -28,7 +28,9 @@ class Laws:
     traits: Callable[[Dims], dict[str, int]]
     rounded: bool
 
-    def benchmarks(self, dims: Dims, env: BenchEnv, query_len: int, prompt: int) -> Iterator[Made]:
+    def benchmarks(
+        self, dims: Dims, env: BenchEnv, query_len: int, prompt: int
+    ) -> Iterator[LazyBenchmark]:
         """Windows of `query_len` tokens, on states of 32 and 16 bits; and, once, prompt chunks of
         `prompt` tokens."""
         dims = replace(dims, w=query_len)
@@ -42,7 +44,7 @@ class Laws:
 def _step_benchmark(laws: Laws, dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     """Windows of `query_len` tokens, rows with every number of tokens to replay among them."""
     backend, step = env.choose(laws.step, **laws.traits(dims))
-    rows = env.enough(dims.state.itemsize * dims.hv * dims.k * dims.v)
+    rows = env.rows_per_chain(dims.state.itemsize * dims.hv * dims.k * dims.v)
     state, kept = bench_state(dims, rows, env)
     given = _drawn(laws.inputs, dims, rows, query_len, env)
     layer = _on_device(laws.weights, dims, env)
@@ -51,7 +53,7 @@ def _step_benchmark(laws: Laws, dims: Dims, env: BenchEnv, query_len: int) -> Op
     folded = env.ints(torch.arange(rows) + GRID - torch.arange(rows) % (dims.most + 1))
     width = env.dtype.itemsize if laws.rounded else torch.float32.itemsize
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         raw = [x[begin:end] for x in given]
         places = (slots[begin:end], starts[begin:end], folded[begin:end])
         return lambda: step(*raw, layer, state, *places)
@@ -68,7 +70,7 @@ def _step_benchmark(laws: Laws, dims: Dims, env: BenchEnv, query_len: int) -> Op
         rows=rows,
         call=call,
         cost=cost,
-        seen=lambda begin, end, out: [out, *(x[slots[begin:end]] for x in state.tensors())],
+        outputs=lambda begin, end, out: [out, *(x[slots[begin:end]] for x in state.tensors())],
         reset=lambda: restore(state, kept),
     )
 
@@ -76,7 +78,7 @@ def _step_benchmark(laws: Laws, dims: Dims, env: BenchEnv, query_len: int) -> Op
 def _chunk_benchmark(laws: Laws, dims: Dims, env: BenchEnv, length: int) -> OpBenchmark:
     """Prompt chunks of `length` tokens behind a first one; all its flops are left out."""
     backend, chunk = env.choose(laws.chunk, **laws.traits(dims))
-    rows = env.most
+    rows = env.max_rows
     state, kept = bench_state(dims, rows, env)
     given = _drawn(laws.chunk_inputs, dims, rows, length, env)
     layer = _on_device(laws.weights, dims, env)
@@ -85,7 +87,7 @@ def _chunk_benchmark(laws: Laws, dims: Dims, env: BenchEnv, length: int) -> OpBe
     starts = torch.full_like(slots, GRID)
     none = torch.zeros_like(slots)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         raw = [x[begin:end].flatten(0, 1) for x in given]
         own = slots[begin:end]
         places = (bounds[: end - begin + 1], starts[begin:end], own, own, none[begin:end])
@@ -104,7 +106,7 @@ def _chunk_benchmark(laws: Laws, dims: Dims, env: BenchEnv, length: int) -> OpBe
         rows=rows,
         call=call,
         cost=cost,
-        seen=lambda begin, end, out: [out, state.recurrent[slots[begin:end].long()]],
+        outputs=lambda begin, end, out: [out, state.recurrent[slots[begin:end].long()]],
         reset=lambda: restore(state, kept),
     )
 

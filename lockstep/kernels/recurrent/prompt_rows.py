@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.kernels.recurrent.history import slots_before
+from lockstep.kernels.recurrent.history import past_slots
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 
@@ -38,7 +38,7 @@ class PromptRow:
     def _write(self, slot: int, s: Tensor, behind: int) -> None:
         """The state behind so many of the row's tokens, and the raw inputs before it."""
         history = len(self.raw) - (self.tokens.stop - self.tokens.start)
-        place = slots_before(self.start + behind, history, self.state.conv.shape[1])
+        place = past_slots(self.start + behind, history, self.state.conv.shape[1])
         self.state.recurrent[slot] = s
         self.state.conv[slot, place] = self.raw[behind : behind + history]
 
@@ -63,7 +63,7 @@ def prompt_rows(
         past = mixed.new_zeros(history, mixed.shape[1])
         before = torch.zeros(state.recurrent.shape[1:])
         if start:
-            past = state.conv[src, slots_before(start, history, state.conv.shape[1])]
+            past = state.conv[src, past_slots(start, history, state.conv.shape[1])]
             before = state.recurrent[src].to(torch.float32, copy=True)
         raw = torch.cat([past, mixed[tokens]])
         yield PromptRow(state, start, slot, snapshot, tokens, raw, before)

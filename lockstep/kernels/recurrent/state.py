@@ -21,7 +21,7 @@ class RecurrentState:
     recurrent [slots, HV, K, V]: the state behind the row's first `folded` tokens. The rest are
     rings, a token's ring slot being its position modulo the ring's length (ring_slots of
     lockstep.kernels.recurrent.history): conv [slots, W + R, C] raw inputs, and of L = W +
-    most_replayed ring slots what replays tokens into the state: u [slots, L, HV, V],
+    max_replayed ring slots what replays tokens into the state: u [slots, L, HV, V],
     k [slots, L, HK, K], decay [slots, L, HV].
     """
 

@@ -14,7 +14,7 @@ the times are: those of the delta rule.
 import triton
 import triton.language as tl
 
-from lockstep.kernels.device.history import folded_by, next_slot, wrapped
+from lockstep.kernels.device.history import next_folded, next_slot, wrapped
 
 
 @triton.jit
@@ -171,9 +171,9 @@ def _replay_and_write(
     STATE_GRID: tl.constexpr,
 ):  # fmt: skip
     """The state behind `start` tokens, those from `folded` on out of the rings; written as
-    folded_by says. A state with a grid is replayed from one of its points to the next, and rounded
-    there."""
-    written = folded_by(start, folded, flush, STATE_GRID)
+    next_folded says. A state with a grid is replayed from one of its points to the next, and
+    rounded there."""
+    written = next_folded(start, folded, flush, STATE_GRID)
     if STATE_GRID == 1:
         count = start - folded
         ring_slot = wrapped(ring_slot - count, ring_slots)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.recurrent.history import folded_by
+from lockstep.kernels.recurrent.history import next_folded
 from lockstep.kernels.registry import op
 
 
@@ -141,9 +141,9 @@ def advance_rows(
     host: the tokens, accepted, drafted.
 
     A prompt chunk commits all its tokens, and its state holds them; it emits only where it ends the
-    prompt. A generated step wrote the state as folded_by says. Of the W tokens, written behind what
-    was committed, the first 1 + accepted count as generated. Rows that emit nothing, and the null
-    row, keep their tokens.
+    prompt. A generated step wrote the state as next_folded says. Of the W tokens, written behind
+    what was committed, the first 1 + accepted count as generated. Rows that emit nothing, and the
+    null row, keep their tokens.
     A token of -1 equals no draft, stands in the row as 0, and is not counted; the results keep it.
     No row of the step keeps a draft: what its drafter does not write from here on is none.
     """
@@ -154,7 +154,7 @@ def advance_rows(
     known = seq_lens - (width - 1) + accepted
     folded = known
     if not prompt:
-        folded = folded_by(seq_lens - width, table.folded[row_ids], flush, state_grid)
+        folded = next_folded(seq_lens - width, table.folded[row_ids], flush, state_grid)
     table.computed[row_ids] = torch.where(real, known, 0)
     table.folded[row_ids] = torch.where(real, folded, 0)
     table.drafts[row_ids] = -1

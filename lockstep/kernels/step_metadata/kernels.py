@@ -8,7 +8,7 @@ Nothing is added atomically and no argument but a window's width is specialised.
 import triton
 import triton.language as tl
 
-from lockstep.kernels.device.history import folded_by
+from lockstep.kernels.device.history import next_folded
 from lockstep.kernels.device.paging import slot_at
 
 
@@ -98,7 +98,7 @@ def advance_kernel(
     real = row > 0
     held = known + agreed
     if not PROMPT:
-        held = folded_by(known - 1, tl.load(folded + row), flush, state_grid)
+        held = next_folded(known - 1, tl.load(folded + row), flush, state_grid)
     tl.store(computed + row, tl.where(real, known + agreed, 0))
     tl.store(folded + row, tl.where(real, held, 0))
     for begin in range(0, most_drafts, LANES):

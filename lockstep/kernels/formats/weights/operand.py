@@ -56,7 +56,7 @@ class Target:
 
     arch: int
     assembly: bool
-    processors: int = architecture.PROCESSORS
+    processors: int = architecture.H100_MULTIPROCESSORS
 
     @property
     def opaque(self) -> bool:
@@ -67,8 +67,10 @@ class Target:
 def target_of(device: torch.device) -> Target:
     """Return what kernels are compiled for; under the interpreter nothing is,
     but what is planned for a GPU."""
-    compiled = isinstance(load_tile, JITFunction) or architecture.is_planned()
-    return Target(architecture.number_of(device), compiled, architecture.processors_of(device))
+    compiled = isinstance(load_tile, JITFunction) or architecture.is_architecture_assumed()
+    return Target(
+        architecture.sm_number(device), compiled, architecture.multiprocessor_count(device)
+    )
 
 
 def group_of(weight: QuantizedWeight) -> int:
@@ -137,7 +139,7 @@ def stages_of(
     """Stages of such a tile on an architecture: `stages`, or as many as fit. See shared_by; sync:
     mma.sync multiplies, as it does anyway on some."""
     sync = sync or multiplies_by_mma_sync(arch)
-    return architecture.stages_within(stages, *shared_by(rows, tokens, columns, weight, sync), arch)
+    return architecture.fit_stages(stages, *shared_by(rows, tokens, columns, weight, sync), arch)
 
 
 def plain_operand(weight: Tensor) -> tuple[Operand, Form]:
