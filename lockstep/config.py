@@ -2,6 +2,7 @@
 frozen."""
 
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -268,6 +269,11 @@ class Plan(StepLimits):
     draft_head_bytes: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     memory_notes: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of the numerics: the `system_fingerprint` of answers."""
+        return f"ls-{sha256(self.numerics.encode()).hexdigest()[:12]}"
 
     @property
     def slot_host_pages(self) -> int:
