@@ -52,6 +52,7 @@ from lockstep.kernels.attention.warpgroup import (
 from lockstep.kernels.backends import resolve_architecture
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, combine_sums
+from lockstep.kernels.device.tiles import FLAT, SWIZZLED
 
 CTA_ROWS = 128
 """Rows of a CTA: two warpgroups of 64, the M of a wgmma."""
@@ -285,26 +286,23 @@ def _prefill_kernel(
     first, count, start = row_of(cu_seqlens, starts, s)
     if first_row < count * GROUP:
         tiles = (start + gl.minimum(count, (first_row + 127) // GROUP + 1) + 63) // 64
-        swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        q_tiles = gl.allocate_shared_memory(dtype, [PARTS, 64, TILE_COLUMNS], swizzled)
-        q_tiles2 = gl.allocate_shared_memory(dtype, [PARTS, 64, TILE_COLUMNS], swizzled)
-        stages = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, TILE_COLUMNS], swizzled)
-        ones = gl.allocate_shared_memory(dtype, [8, 64], swizzled)
+        q_tiles = gl.allocate_shared_memory(dtype, [PARTS, 64, TILE_COLUMNS], SWIZZLED)
+        q_tiles2 = gl.allocate_shared_memory(dtype, [PARTS, 64, TILE_COLUMNS], SWIZZLED)
+        stages = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, TILE_COLUMNS], SWIZZLED)
+        ones = gl.allocate_shared_memory(dtype, [8, 64], SWIZZLED)
         p_tiles = q_tiles
         p_tiles2 = q_tiles2
         rescales = q_tiles
         rescales2 = q_tiles2
         if PARTS > 1:
-            flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-            p_tiles = gl.allocate_shared_memory(dtype, [TILES_PER_SPLIT, 64, 64], swizzled)
-            p_tiles2 = gl.allocate_shared_memory(dtype, [TILES_PER_SPLIT, 64, 64], swizzled)
-            rescales = gl.allocate_shared_memory(gl.float32, [3, 64], flat)
-            rescales2 = gl.allocate_shared_memory(gl.float32, [3, 64], flat)
+            p_tiles = gl.allocate_shared_memory(dtype, [TILES_PER_SPLIT, 64, 64], SWIZZLED)
+            p_tiles2 = gl.allocate_shared_memory(dtype, [TILES_PER_SPLIT, 64, 64], SWIZZLED)
+            rescales = gl.allocate_shared_memory(gl.float32, [3, 64], FLAT)
+            rescales2 = gl.allocate_shared_memory(gl.float32, [3, 64], FLAT)
         full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
         zeroed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        # Both warpgroups arrive when their half of a tile is zeroed.
-        mbarrier.init(zeroed, count=2)
+        mbarrier.init(zeroed, count=2)  # both warpgroups, each for its half of a tile
         for i in gl.static_range(NUM_STAGES):
             # One arrival, the producer's; TMA adds the bytes.
             mbarrier.init(full.index(i), count=1)

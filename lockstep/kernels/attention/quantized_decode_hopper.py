@@ -178,8 +178,8 @@ def _allocate_side(
 def _decode_kernel(
     q, k_qdata, v_qdata, k_scales, v_scales, page_table, cu_seqlens, starts, partial_max,
     partial_sum, partial_acc, scale, num_partials, table_stride, QUERY_LEN,
-    K_PAGE_STRIDE: gl.constexpr, K_TOKEN_STRIDE: gl.constexpr, K_HEAD_STRIDE: gl.constexpr,
-    V_PAGE_STRIDE: gl.constexpr, V_TOKEN_STRIDE: gl.constexpr, V_HEAD_STRIDE: gl.constexpr,
+    K_PAGE: gl.constexpr, K_TOKEN: gl.constexpr, K_HEAD: gl.constexpr,
+    V_PAGE: gl.constexpr, V_TOKEN: gl.constexpr, V_HEAD: gl.constexpr,
     H: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, K_NUM_SCALES: gl.constexpr,
     V_NUM_SCALES: gl.constexpr, K_NUM_PLANES: gl.constexpr, V_NUM_PLANES: gl.constexpr,
     K_PER_LOAD: gl.constexpr, V_PER_LOAD: gl.constexpr, LOAD_K: gl.constexpr, LOAD_V: gl.constexpr,
@@ -187,7 +187,7 @@ def _decode_kernel(
 ):  # fmt: skip
     """Attend with a KV head of a batch row, over one of num_programs(1) equal parts of its context.
 
-    Strides of pages, tokens and heads are in words of four bytes.
+    K_PAGE, K_TOKEN, K_HEAD, V_..: strides of pages, tokens and heads, in words of four bytes.
     """
     GROUP: gl.constexpr = H // HKV
     s, kv, first_token, count, start, first_tile, tiles_per_cta, tiles = cta_work(
@@ -197,22 +197,23 @@ def _decode_kernel(
     if (count > 0) & (first_tile < tiles):
         tiles = gl.minimum(tiles - first_tile, tiles_per_cta)
         k = _allocate_side(
-            k_qdata, k_scales, kv, K_HEAD_STRIDE, K_NUM_SCALES, K_NUM_PLANES, D // K_PER_LOAD, 4
+            k_qdata, k_scales, kv, K_HEAD, K_NUM_SCALES, K_NUM_PLANES, D // K_PER_LOAD, 4
         )
         v = _allocate_side(
-            v_qdata, v_scales, kv, V_HEAD_STRIDE, V_NUM_SCALES, V_NUM_PLANES, D // V_PER_LOAD, 8
+            v_qdata, v_scales, kv, V_HEAD, V_NUM_SCALES, V_NUM_PLANES, D // V_PER_LOAD, 8
         )
         row_offset = s * QUERY_LEN * num_partials * H
+        partials = (
+            partial_max + row_offset,
+            partial_sum + row_offset,
+            partial_acc + row_offset * D,
+        )
         pages = page_table + s * table_stride + first_tile
         first_key = first_tile * 64
         page = gl.load(pages)
         # Prologue: one tile of K and one of V in flight.
-        _issue_copy(
-            k, page, first_key, num_keys, kv, K_PAGE_STRIDE, K_TOKEN_STRIDE, HKV, K_NUM_SCALES
-        )
-        _issue_copy(
-            v, page, first_key, num_keys, kv, V_PAGE_STRIDE, V_TOKEN_STRIDE, HKV, V_NUM_SCALES
-        )
+        _issue_copy(k, page, first_key, num_keys, kv, K_PAGE, K_TOKEN, HKV, K_NUM_SCALES)
+        _issue_copy(v, page, first_key, num_keys, kv, V_PAGE, V_TOKEN, HKV, V_NUM_SCALES)
         page = gl.load(pages + 1, mask=first_key + 64 < num_keys, other=0)
         q_tile = _load_q_operand(q + first_token * (H * D), count, kv, ROWS, H, GROUP, D)
         row_max = gl.full((ROWS,), NO_SCORE, gl.float32, ROW_LAYOUT)
@@ -224,12 +225,8 @@ def _decode_kernel(
             new_max, scores = _qk_tile(
                 k, q_tile, row_max, scale, start, first_key, kv, GROUP, HKV, LOAD_K
             )
-            # The single K buffer was just consumed into registers: refill it behind softmax and P
-            # V.
-            _issue_copy(
-                k, page, first_key + 64, num_keys, kv, K_PAGE_STRIDE, K_TOKEN_STRIDE, HKV,
-                K_NUM_SCALES,
-            )  # fmt: skip
+            # The single K buffer is consumed: refill it behind softmax and P V.
+            _issue_copy(k, page, first_key + 64, num_keys, kv, K_PAGE, K_TOKEN, HKV, K_NUM_SCALES)
             rescale = gl.exp2(row_max - new_max)[None, :]
             row_max = new_max
             async_copy.wait_group(1)
@@ -237,18 +234,14 @@ def _decode_kernel(
                 v, scores, row_max, row_sum * rescale, acc * rescale, kv, q.dtype.element_ty, HKV,
                 LOAD_V,
             )  # fmt: skip
-            _issue_copy(
-                v, page, first_key + 64, num_keys, kv, V_PAGE_STRIDE, V_TOKEN_STRIDE, HKV,
-                V_NUM_SCALES,
-            )  # fmt: skip
+            _issue_copy(v, page, first_key + 64, num_keys, kv, V_PAGE, V_TOKEN, HKV, V_NUM_SCALES)
             # The page after next, so that the copies never wait for the table.
             page = gl.load(pages + t + 2, mask=first_key + 128 < num_keys, other=0)
             # End of a KV split, an absolute position.
             if ((first_tile + t + 1) % TILES_PER_SPLIT == 0) | (t + 1 == tiles):
                 store_partial(
-                    row_max, row_sum, acc, partial_max + row_offset, partial_sum + row_offset,
-                    partial_acc + row_offset * D, first_key, count, start, kv, num_partials, 0, H,
-                    GROUP, V_COLUMN, MMA_LAYOUT,
+                    row_max, row_sum, acc, partials, first_key, count, start, kv, num_partials, 0,
+                    H, GROUP, V_COLUMN, MMA_LAYOUT,
                 )  # fmt: skip
                 row_max = gl.full((ROWS,), NO_SCORE, gl.float32, ROW_LAYOUT)
                 row_sum = gl.zeros((16, ROWS), gl.float32, MMA_LAYOUT)

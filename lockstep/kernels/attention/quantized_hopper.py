@@ -48,7 +48,7 @@ from lockstep.kernels.attention.warpgroup import TILE, TILES_PER_SPLIT
 from lockstep.kernels.backends import resolve_architecture
 from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, exponentiate
-from lockstep.kernels.device.tiles import zero_tail_rows
+from lockstep.kernels.device.tiles import FLAT, SWIZZLED, zero_tail_rows
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import kv_operand
 from lockstep.kernels.formats.weights.operand import target_of
@@ -267,7 +267,7 @@ def _pv_warpgroup(
         if ((t + 1) % TILES_PER_SPLIT == 0) | (t + 1 == tiles):
             first_key = (first_tile + t) * 64
             store_partial(
-                row_max, row_sum, acc, partial_max, partial_sum, partial_acc, first_key, count,
+                row_max, row_sum, acc, (partial_max, partial_sum, partial_acc), first_key, count,
                 start, kv, num_partials, first_key >> 30, H, GROUP, identity_column, layout,
             )  # fmt: skip
             row_sum = gl.zeros((64, ROWS), gl.float32, layout)
@@ -316,30 +316,27 @@ def _split_kv_kernel(
     num_keys = start + count
     if (count > 0) & (first_tile < tiles):
         tiles = gl.minimum(tiles - first_tile, tiles_per_cta)
-        swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        q_tile = gl.allocate_shared_memory(dtype, [1, 64, D], swizzled)
-        ones = gl.allocate_shared_memory(dtype, [1, 64, 64], swizzled)
-        p_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 64], swizzled)
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        rescales = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 64], flat)
-        row_maxes = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 64], flat)
-        k_stages = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, D], swizzled)
-        v_stages = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, D], swizzled)
+        q_tile = gl.allocate_shared_memory(dtype, [1, 64, D], SWIZZLED)
+        ones = gl.allocate_shared_memory(dtype, [1, 64, 64], SWIZZLED)
+        p_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 64], SWIZZLED)
+        rescales = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 64], FLAT)
+        row_maxes = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 64], FLAT)
+        k_stages = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, D], SWIZZLED)
+        v_stages = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, D], SWIZZLED)
         barriers: gl.constexpr = mbarrier.MBarrierLayout()
         k_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barriers)
         k_empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barriers)
         p_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barriers)
         v_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barriers)
         v_empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barriers)
-        # Each barrier has one arrival: a group of warps arrives as one.
-        for i in gl.static_range(NUM_STAGES):
+        for i in gl.static_range(NUM_STAGES):  # one arrival each: a group of warps arrives as one
             mbarrier.init(k_full.index(i), count=1)
             mbarrier.init(k_empty.index(i), count=1)
             mbarrier.init(p_full.index(i), count=1)
             mbarrier.init(v_full.index(i), count=1)
             mbarrier.init(v_empty.index(i), count=1)
-        one: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        ones.index(0).store(gl.full((64, 64), 1.0, dtype, one))
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        ones.index(0).store(gl.full((64, 64), 1.0, dtype, layout))
         _load_q_tile(q + first_token * (H * D), q_tile.index(0), count, kv, H, GROUP, D)
         fence_async_shared()
         row_offset = s * QUERY_LEN * num_partials * H

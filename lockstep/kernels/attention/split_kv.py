@@ -47,13 +47,14 @@ def identity_column(i, D: gl.constexpr):
 
 @gluon.jit
 def store_partial(
-    row_max, row_sum, acc, partial_max, partial_sum, partial_acc, first_key, count, start, kv,
+    row_max, row_sum, acc, partials, first_key, count, start, kv,
     num_partials, runtime_zero, H: gl.constexpr, GROUP: gl.constexpr, COLUMN: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
     """Store the partial of the KV split that ends with the tile at first_key.
 
-    row_max: [ROWS]. row_sum: [.., ROWS], equal rows. acc: [D, ROWS], whose row i is column
+    partials: pointers to the row's partial maxima, sums and accumulators. row_max: [ROWS]. row_sum:
+    [.., ROWS], equal rows. acc: [D, ROWS], whose row i is column
     COLUMN(i). runtime_zero: 0, not known to the compiler, so that it does not hoist addresses that
     do not depend on the tile into registers across the loop.
     """
@@ -67,11 +68,11 @@ def store_partial(
     partial = partial.to(gl.int64)
     column = COLUMN(gl.arange(0, D, gl.SliceLayout(1, layout)), D).to(gl.int64)
     sum_row = runtime_zero + gl.arange(0, row_sum.shape[0], gl.SliceLayout(1, layout))
-    gl.store(partial_max + partial, row_max, mask=stores)
+    gl.store(partials[0] + partial, row_max, mask=stores)
     # One of the equal rows is stored.
     sum_mask = (sum_row == 0)[:, None] & stores[None, :]
-    gl.store(partial_sum + partial[None, :] + sum_row.to(gl.int64)[:, None], row_sum, mask=sum_mask)
-    gl.store(partial_acc + (partial * D)[None, :] + column[:, None], acc, mask=stores[None, :])
+    gl.store(partials[1] + partial[None, :] + sum_row.to(gl.int64)[:, None], row_sum, mask=sum_mask)
+    gl.store(partials[2] + (partial * D)[None, :] + column[:, None], acc, mask=stores[None, :])
 
 
 class SplitKVSizes(NamedTuple):

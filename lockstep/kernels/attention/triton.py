@@ -69,14 +69,14 @@ def _softmax_step(scores, v, first_key, last_key, scale, row_max, row_sum, acc):
 
 
 @triton.jit
-def _store_partial(
-    partial_max, partial_sum, partial_acc, partial, column, row_max, row_sum, acc, mask,
-    D: tl.constexpr,
-):  # fmt: skip
-    """Store a partial for the combine kernel: a split, or the combination of the first span."""
-    tl.store(partial_max + partial, row_max, mask=mask)
-    tl.store(partial_sum + partial, tl.max(row_sum, 0), mask=mask)  # all ONES rows are equal
-    acc_ptrs = partial_acc + (partial[None, :] * D + column[:, None])
+def _store_partial(partials, partial, column, row_max, row_sum, acc, mask, D: tl.constexpr):
+    """Store a partial for the combine kernel: a split, or the combination of the first span.
+
+    partials: pointers to the row's partial maxima, sums and accumulators.
+    """
+    tl.store(partials[0] + partial, row_max, mask=mask)
+    tl.store(partials[1] + partial, tl.max(row_sum, 0), mask=mask)  # all ONES rows are equal
+    acc_ptrs = partials[2] + (partial[None, :] * D + column[:, None])
     tl.store(acc_ptrs, acc, mask=mask[None, :] & (column < D)[:, None])
 
 
@@ -104,6 +104,23 @@ def _store_normalized(
     inverse = tl.div_rn(tl.full((all_sum.shape[1],), 1.0, tl.float32), tl.max(all_sum, 0))
     result = all_acc * inverse[None, :]
     store_output(out, gates, offsets, gate_offsets, column, result, row_mask, None, D, GATED, 0)
+
+
+@triton.jit
+def _store_first_span(
+    out, gates, gates_offset, partials, offsets, partial, gate_offsets, column, all_max, all_sum,
+    all_acc, row_mask, last_key, span_keys, D: tl.constexpr, GATED: tl.constexpr,
+    STORES_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """Store the output of tokens that see no key past the first span, a partial of the others."""
+    if STORES_PARTIALS:
+        stores = row_mask & (last_key >= span_keys)
+        _store_partial(partials, partial, column, all_max, all_sum, all_acc, stores, D)
+        row_mask = row_mask & (last_key < span_keys)
+    _store_normalized(
+        out, gates, gates_offset, offsets, gate_offsets, column, all_sum, all_acc, row_mask, D,
+        GATED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -172,27 +189,22 @@ def _attention_kernel(
     span_keys = SPAN_SPLITS * KV_SPLIT
     first_own_key = tl.program_id(2) * span_keys
     key_stride = tl.num_programs(2) * span_keys
-    # Loaded before the row's bounds: both loads are in flight at once.
-    page = pages_of_tile(page_table_row, first_own_key, first_own_key + 1, PAGE, TILE)
+    page = pages_of_tile(page_table_row, first_own_key, first_own_key + 1, PAGE, TILE)  # prefetch
     first, count, start = row_of(cu_seqlens, starts, s)
     end = start + tl.minimum(count, (first_row + ROWS - 1) // GROUP + 1)
     num_keys = start + count
-    # CTAs past the row's tokens or keys: the grid has static sizes.
-    if (first_row >= count * GROUP) | (first_own_key >= end):
+    if (first_row >= count * GROUP) | (first_own_key >= end):  # the grid has static sizes
         return
     column = tl.arange(0, BLOCK_D)
     row_mask, token, head, last_key, offsets = _query_rows(
         first_row, count, start, kv, H, GROUP, D, ROWS
     )
     partial = token * num_partials * H + head
-    # Split i is partial i - FIRST_SPLITS + 1: the first partial holds FIRST_SPLITS splits.
-    partial_max, partial_sum, partial_acc = _partials_of_row(
-        partial_max, partial_sum, partial_acc,
-        (s * QUERY_LEN * num_partials - FIRST_SPLITS + 1) * H, D,
-    )  # fmt: skip
+    offset = (s * QUERY_LEN * num_partials - FIRST_SPLITS + 1) * H  # of split 0
+    partials = _partials_of_row(partial_max, partial_sum, partial_acc, offset, D)
     query = _load_queries(q, first, offsets, column, row_mask, H, D)
-    all_max, all_sum, all_acc = _empty_state(ONES, ROWS, BLOCK_D)
-    row_max, row_sum, acc = _empty_state(ONES, ROWS, BLOCK_D)
+    all_state = _empty_state(ONES, ROWS, BLOCK_D)
+    state = _empty_state(ONES, ROWS, BLOCK_D)
     for span_begin in range(first_own_key, end, key_stride):
         span_end = tl.minimum(end, span_begin + span_keys)
         for first_key in range(span_begin, span_end, TILE):
@@ -209,42 +221,25 @@ def _attention_kernel(
                 num_keys, column, V_PAGE_STRIDE, V_TOKEN_STRIDE, V_NUM_SCALES, HKV, D, PAGE, TILE,
                 V_PER_LOAD, V_LOAD, V_DEQUANTIZE, q.dtype.element_ty, OPAQUE,
             )  # fmt: skip
-            # Prefetches the next tile's page behind this tile's products.
-            if PAGE % TILE == 0:
+            if PAGE % TILE == 0:  # prefetches the next tile's page behind this tile's products
                 page = pages_of_tile(page_table_row, first_key + TILE, span_end, PAGE, TILE)
-            row_max, row_sum, acc = _softmax_step(
-                scores, v, first_key, last_key, scale, row_max, row_sum, acc
-            )
+            state = _softmax_step(scores, v, first_key, last_key, scale, *state)
             # End of a KV split, an absolute position.
             if ((first_key + TILE) % KV_SPLIT == 0) | (first_key + TILE >= span_end):
                 if ((span_begin == 0) & COMBINES) | (not STORES_PARTIALS):
-                    all_max, all_sum, all_acc = combine(
-                        all_max, all_sum, all_acc, row_max, row_sum, acc, 0
-                    )
+                    all_state = combine(*all_state, *state, 0)
                 else:
                     # Rows that see no key of this split have no such partial.
                     stores = row_mask & (first_key // KV_SPLIT * KV_SPLIT <= last_key)
                     split_partial = partial + first_key // KV_SPLIT * H
-                    _store_partial(
-                        partial_max, partial_sum, partial_acc, split_partial, column, row_max,
-                        row_sum, acc, stores, D,
-                    )  # fmt: skip
-                row_max, row_sum, acc = _empty_state(ONES, ROWS, BLOCK_D)
+                    _store_partial(partials, split_partial, column, *state, stores, D)
+                state = _empty_state(ONES, ROWS, BLOCK_D)
         page = pages_of_tile(page_table_row, span_begin + key_stride, end, PAGE, TILE)
     if (first_own_key == 0) & COMBINES:
-        # Tokens inside the first span are complete; others go on in the combine kernel.
-        if STORES_PARTIALS:
-            stores = row_mask & (last_key >= span_keys)
-            row_mask = row_mask & (last_key < span_keys)
-            split_partial = partial + (FIRST_SPLITS - 1) * H
-            _store_partial(
-                partial_max, partial_sum, partial_acc, split_partial, column, all_max, all_sum,
-                all_acc, stores, D,
-            )  # fmt: skip
-        gate_offsets = token * gate_stride + (head * 2 + 1) * D
-        _store_normalized(
-            out + first * (H * D), gates, first * gate_stride, offsets, gate_offsets, column,
-            all_sum, all_acc, row_mask, D, GATED,
+        _store_first_span(
+            out + first * (H * D), gates, first * gate_stride, partials, offsets,
+            partial + (FIRST_SPLITS - 1) * H, token * gate_stride + (head * 2 + 1) * D, column,
+            *all_state, row_mask, last_key, span_keys, D, GATED, STORES_PARTIALS,
         )  # fmt: skip
 
 

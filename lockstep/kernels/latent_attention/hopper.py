@@ -35,6 +35,8 @@ from lockstep.kernels.device.softmax import (
     mask_scores,
 )
 from lockstep.kernels.device.tiles import (
+    FLAT,
+    SWIZZLED,
     tile_descriptor,
     tma_load_tile,
     zero_tail_rows,
@@ -275,11 +277,9 @@ def _softmax_warpgroup(
                         factors.index(1).store(new_scale)
                         if FINISHES:
                             if first_key + split >= stop:
-                                new_all_max, new_all_sum, old_scale, new_scale = combine_sums(
+                                all_max, all_sum, old_scale, new_scale = combine_sums(
                                     all_max, all_sum, unit_max, unit_sum
                                 )
-                                all_max = new_all_max
-                                all_sum = new_all_sum
                                 one = gl.full((64,), 1.0, gl.float32, QK_ROWS)
                                 factors.index(2).store(old_scale)
                                 factors.index(3).store(new_scale)
@@ -293,11 +293,8 @@ def _softmax_warpgroup(
                 if not FINISHES:
                     # Of CTAs that share the columns one stores the row statistics.
                     stores = (m < row_end) & (unit <= last_key) & (column_part == 0)
-                    partial = (
-                        (s.to(gl.int64) * QUERY_LEN + m // H) * num_partials * H
-                        + unit // unit_size * H
-                        + m % H
-                    )
+                    query = s.to(gl.int64) * QUERY_LEN + m // H
+                    partial = query * num_partials * H + unit // unit_size * H + m % H
                     gl.store(partial_max + partial, unit_max, mask=stores)
                     gl.store(partial_sum + partial, unit_sum, mask=stores)
             mbarrier.arrive(q_empty)
@@ -515,16 +512,14 @@ def _latent_kernel(
     stored as a partial or, where it FINISHES, combined into the output.
     """
     dtype: gl.constexpr = out.dtype.element_ty
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(dtype, [2, 64, HALF], swizzled)
-    q_rope = gl.allocate_shared_memory(dtype, [1, 64, ROPE], swizzled)
-    latent_stages = gl.allocate_shared_memory(dtype, [NUM_STAGES * 2, 64, HALF], swizzled)
-    rope_stages = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, ROPE], swizzled)
-    ones = gl.allocate_shared_memory(dtype, [8, 64], swizzled)
-    rescales = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 64], flat)
-    factors = gl.allocate_shared_memory(gl.float32, [5, 64], flat)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 64, HALF], SWIZZLED)
+    q_rope = gl.allocate_shared_memory(dtype, [1, 64, ROPE], SWIZZLED)
+    latent_stages = gl.allocate_shared_memory(dtype, [NUM_STAGES * 2, 64, HALF], SWIZZLED)
+    rope_stages = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, ROPE], SWIZZLED)
+    ones = gl.allocate_shared_memory(dtype, [8, 64], SWIZZLED)
+    rescales = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 64], FLAT)
+    factors = gl.allocate_shared_memory(gl.float32, [5, 64], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES * 3, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES * 3, 1], barriers)
     p_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barriers)

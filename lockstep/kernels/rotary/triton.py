@@ -148,8 +148,7 @@ def _rope_and_cache_kernel(
         sin += angles
     head = tl.arange(0, HEADS)[:, None]
     qkv += token * qkv_stride
-    # CTA-uniform branch: a CTA holds heads of q or of k and v, never both.
-    if group < Q_CTAS:
+    if group < Q_CTAS:  # CTA-uniform: a CTA holds heads of q, or of k and v
         head += group * HEADS
         x = qkv + head * ((1 + GATED) * D)
         out = q + (token * H + head) * D
@@ -170,8 +169,7 @@ def _rope_and_cache_kernel(
         keys = qkv + (H * (1 + GATED) + head) * D
         v = tl.load(keys + HKV * D + column, mask=live & (column < D), other=0.0)
         slot = tl.load(slot_mapping + token).to(tl.int32)  # a 64-bit division is a function call
-        # 64-bit page offsets: a cache may exceed 2^31 elements.
-        page = (slot // page_size).to(tl.int64)
+        page = (slot // page_size).to(tl.int64)  # a cache may exceed 2^31 elements
         token_in_page = slot % page_size
         k_ptrs = (
             k_cache + (page * k_page_stride + token_in_page * k_token_stride) + head * k_head_stride
