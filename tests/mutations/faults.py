@@ -22,7 +22,7 @@ ROTARY = "kernels.rotary.contract"
 ROWS = "worker.rows"
 GRAMMAR_MASKS = "worker.grammar_masks"
 GRAMMAR = "text.grammars.compiler"
-RUNNER = "worker.worker"
+WORKER = "worker.worker"
 RECURRENT_CPU = "kernels.recurrent.cpu"
 PROMPT_ROWS = "kernels.recurrent.prompt_rows"
 SCHEDULER = "scheduling.scheduler"
@@ -115,7 +115,7 @@ FAULTS = (
         "((accepted == $width - 1) & ($width > 1)).int()",
     ),
     Fault(
-        "pages rotated after preemption", "runner", ROWS, "restore_row",
+        "pages rotated after preemption", "worker", ROWS, "restore_row",
         "write_place($table, $row, $pages, $slot)",
         "write_place($table, $row, [*$pages[1:], $pages[0]], $slot)",
     ),
@@ -200,7 +200,7 @@ FAULTS = (
         "$pages = $entry.seq.pages[:max($used - 1, 1)]",
     ),
     Fault(
-        "prompt log-probabilities missing at chunk ends", "runner", RUNNER, "Runner._launch_prompt",
+        "prompt log-probabilities missing at chunk ends", "worker", WORKER, "Worker._launch_prompt",
         "$request.prompt_token_ids[$first:$first + $chunk.length]",
         "$request.prompt_token_ids[$first:$first + $chunk.length - 1]",
     ),
@@ -244,32 +244,32 @@ FAULTS = (
         "$positions % $page_size)",
     ),
     Fault(
-        "counts of the last request kept", "runner", ROWS, "write_sampling",
+        "counts of the last request kept", "worker", ROWS, "write_sampling",
         "copy_to_device(0, $state.counts[$row])",
         "",
     ),
     Fault(
-        "a seed's low half written alone", "runner", ROWS, "write_sampling",
+        "a seed's low half written alone", "worker", ROWS, "write_sampling",
         "s.RowParameters(..., seed=$request.seed)",
         "s.RowParameters(..., seed=$request.seed & 0xFFFFFFFF)",
     ),
     Fault(
-        "min_tokens keeps off the model's ends alone", "runner", ROWS, "write_sampling",
+        "min_tokens keeps off the model's ends alone", "worker", ROWS, "write_sampling",
         "$stops = sorted($request.eos_token_ids | set($p.stop_token_ids or ()))",
         "$stops = sorted($request.eos_token_ids)",
     ),
     Fault(
-        "min_tokens one short", "runner", ROWS, "write_sampling",
+        "min_tokens one short", "worker", ROWS, "write_sampling",
         "min(len($prompt) + $p.min_tokens, FURTHEST)",
         "min(len($prompt) + $p.min_tokens - 1, FURTHEST)",
     ),
     Fault(
-        "a bias allows a token that is not", "runner", ROWS, "_bias",
+        "a bias allows a token that is not", "worker", ROWS, "_bias",
         "$bias[int($token)] += min(max(float($value), -MOST_BIAS), MOST_BIAS)",
         "$bias[int($token)] = min(max($value, -MOST_BIAS), MOST_BIAS)",
     ),
     Fault(
-        "folded left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
+        "folded left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
         "$own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
         "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
@@ -280,29 +280,29 @@ FAULTS = (
         OF_NO_DRAFTS,
     ),
     Fault(
-        "counts left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
+        "counts left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
         "return $own + [self.draft_limit] + self.sampling.tensors()",
         "return $own + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
         "self.sampling.counts]",
     ),
     Fault(
-        "conv inputs left behind at preemption", "runner", TRANSFERS, "Transfers.back",
+        "conv inputs left behind at preemption", "worker", TRANSFERS, "Transfers.back",
         "$part.index_copy_(0, $index, $column)",
         "if $part is not units.spans[0].parts[1]:\n"
         "    $part.index_copy_(0, $index, $column)",
     ),
     Fault(
-        "log-probabilities of the window's end", "runner", RUNNER, "_result",
-        "$row.logits[:len($real)]",
-        "$row.logits[-len($real):]",
+        "log-probabilities of the window's end", "worker", WORKER, "_read_row",
+        "$row.logits[:len($valid)]",
+        "$row.logits[-len($valid):]",
     ),
     Fault(
-        "a rank counts itself", "runner", "worker.sampler", "logprobs",
+        "a rank counts itself", "worker", "worker.sampler", "logprobs",
         "$rank = int(($scores > $scores[$token]).sum()) + 1",
         "$rank = int(($scores >= $scores[$token]).sum()) + 1",
     ),
     Fault(
-        "prompt log-probabilities of the next token", "runner", RUNNER, "Runner._prompt_logprobs",
+        "prompt log-probabilities of the next token", "worker", WORKER, "Worker._prompt_logprobs",
         "self.program.model.head($row.hidden[$begin:$begin + len($tokens)])",
         "self.program.model.head($row.hidden[$begin:$begin + len($tokens)].roll(1, 0))",
     ),
@@ -464,28 +464,28 @@ FAULTS = (
     ),
     # Host memory.
     Fault(
-        "a page comes back to the wrong place", "runner", TRANSFERS, "Transfers.back",
+        "a page comes back to the wrong place", "worker", TRANSFERS, "Transfers.back",
         "$part.index_copy_(0, $index, $column)",
         "$part.index_copy_(0, $index.roll(1), $column)",
     ),
     Fault(
-        "a page comes back too late", "runner", RUNNER, "Runner.launch",
+        "a page comes back too late", "worker", WORKER, "Worker.launch",
         "self.transfers.fetch($schedule.fetched)\n"
         "if $schedule.prompt:\n"
-        "    $launched.append(self._launch_prompt($schedule.prompt))",
+        "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))",
         "if $schedule.prompt:\n"
-        "    $launched.append(self._launch_prompt($schedule.prompt))\n"
+        "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))\n"
         "self.transfers.fetch($schedule.fetched)",
     ),
     Fault(
-        "what is evicted is read behind rows that move in", "runner", RUNNER, "Runner.launch",
+        "what is evicted is read behind rows that move in", "worker", WORKER, "Worker.launch",
         "self.transfers.evict($schedule.evicted)\n"
-        "self._place($schedule)",
-        "self._place($schedule)\n"
+        "self._update_rows($schedule)",
+        "self._update_rows($schedule)\n"
         "self.transfers.evict($schedule.evicted)",
     ),
     Fault(
-        "a snapshot's host pages begin one too late", "runner", TRANSFERS, "_pairs",
+        "a snapshot's host pages begin one too late", "worker", TRANSFERS, "_pairs",
         "$at = 0\n"
         "for $host in $place:\n"
         "    ...",
@@ -535,13 +535,13 @@ FAULTS = (
         f"{OF_HOST}::test_no_salt_finds_what_another_left_in_host_memory",
     ),
     Fault(
-        "the steps read what is on its way to the device", "runner", TRANSFERS, "Transfers.back",
+        "the steps read what is on its way to the device", "worker", TRANSFERS, "Transfers.back",
         "self.stream.wait(self.stream.copy($copies, $staging.idle))",
         "self.stream.copy($copies, $staging.idle)",
         OF_TRANSFERS,
     ),
     Fault(
-        "a staging buffer is filled again before it is copied", "runner", TRANSFERS,
+        "a staging buffer is filled again before it is copied", "worker", TRANSFERS,
         "Transfers.out",
         "self.stream.wait($staging.idle)",
         "",
@@ -579,9 +579,9 @@ FAULTS = (
         "",
     ),
     Fault(
-        "an aborted request stays in host memory", "engine", "engine.engine", "Engine._end",
-        "self.runner.forget($request_id)",
-        "",
+        "an aborted request stays in host memory", "scheduler", SCHEDULER, "Scheduler._finish",
+        "self.dropped.append($entry.request.id)",
+        "pass",
     ),
     # Drafters, which may be wrong about drafts and nothing else.
     Fault(
@@ -641,7 +641,7 @@ FAULTS = (
         "$offsets = torch.arange($at, $at + $count) // $group + (1 < queries < 9)",
     ),
     Fault(
-        "keys of a page left out at its end", "mixer", ATTENTION, "_segments",
+        "keys of a page left out at its end", "mixer", ATTENTION, "_load_splits",
         "$size = $cache.shape[1]\n"
         "$longest = max($ends)",
         "$size = $cache.shape[1]\n"
@@ -703,7 +703,8 @@ FAULTS = (
         "return torch.nn.functional.softplus($x)",
     ),
     Fault(
-        "parts of attention added in fp32 for several rows", "numerics", ATTENTION, "fold_segments",
+        "parts of attention added in fp32 for several rows", "numerics", ATTENTION,
+        "combine_splits",
         "return ($part * $scale).cumsum(1)[:, -1] / ($norm * $scale).cumsum(1)[:, -1]",
         "if $part.shape[2] > 16:\n"
         "    return ($part * $scale).sum(1) / ($norm * $scale).sum(1)\n"
@@ -1130,9 +1131,9 @@ FAULTS = (
         "$mixed = self.attend($q, self.k_cache, self.v_cache, $step.page_table, "
         "$step.cu_seqlens, $step.starts, $step.shape.query_len, self.scale, $qkv if self.gated "
         "else None)",
-        "from lockstep.kernels.formats.kv import unpacked\n"
+        "from lockstep.kernels.formats.kv import dequantize\n"
         "kept = (self.k_cache, self.v_cache)\n"
-        "raw = [unpacked(side, $q.dtype).clone() for side in kept]\n"
+        "raw = [dequantize(side, $q.dtype).clone() for side in kept]\n"
         "if $step.shape.prompt:\n"
         "    self.k_cache, self.v_cache = raw\n"
         "    self._place($qkv, $step)\n"
@@ -1143,31 +1144,31 @@ FAULTS = (
     ),
     Fault(
         "scales stay behind when a row moves to the host", "cache", "kernels.formats.kv.contract",
-        "PackedKV.tensors",
-        "return [self.codes] if self.numbers is None else [self.codes, self.numbers]",
-        "return [self.codes]",
+        "QuantizedKV.tensors",
+        "return [self.qdata] if self.scales is None else [self.qdata, self.scales]",
+        "return [self.qdata]",
         f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "one scale for all heads of a token", "format", "kernels.formats.kv.int8", "Int8.encode",
+        "one scale for all heads of a token", "format", "kernels.formats.kv.int8", "Int8.quantize",
         "$wide = $x.float()\n"
         "...\n"
-        "$scale = $wide.abs().amax(-1, keepdim=True) / MOST",
+        "$scale = $wide.abs().amax(-1, keepdim=True) / MAX_VALUE",
         "$wide = $x.float()\n"
         "...\n"
-        "$scale = $wide.abs().amax((-2, -1), keepdim=True).expand(*$x.shape[:-1], 1) / MOST",
+        "$scale = $wide.abs().amax((-2, -1), keepdim=True).expand(*$x.shape[:-1], 1) / MAX_VALUE",
         f"{OF_KV}::test_int8_is_off_by_half_a_step",
     ),
     Fault(
         "a kernel reads the scale of the first head", "packed", "kernels.device.kv_tile",
-        "_load_packed",
+        "_load_quantized_tile",
         "$numbers += ($token * ($HKV * $COUNT) + $kv * $COUNT)[:, None]",
         "$numbers += ($token * ($HKV * $COUNT))[:, None]",
         f"{OF_KV}::test_attention_over_packed_is_attention_over_unpacked",
     ),
     Fault(
         "a kernel cuts fp8 off instead of rounding it", "packed", "kernels.formats.kv.fp8_triton",
-        "_encode",
+        "_round_to_fp8",
         "$large = $size - $REBIAS + $HALF + ($size >> $SHIFT & 1) >> $SHIFT",
         "$large = $size - $REBIAS >> $SHIFT",
         f"{OF_KV}::test_hard_numbers_are_written_as_the_reference_does",
@@ -1180,7 +1181,7 @@ FAULTS = (
         f"{OF_LATENTS}::test_no_token_sees_a_key_behind_its_own",
     ),
     Fault(
-        "a latent left out at its page's end", "mixer", LATENTS, "_segments",
+        "a latent left out at its page's end", "mixer", LATENTS, "_load_splits",
         "$used = -(-$tokens // $cache.shape[1])",
         "$used = -(-$tokens // $cache.shape[1])\n"
         "$tokens -= $tokens % $cache.shape[1] == 1 and $tokens > $cache.shape[1]",
@@ -1201,13 +1202,13 @@ FAULTS = (
     ),
     Fault(
         "heads' maps are not rotated as latents are", "format", LATENT_LAYER, "AbsorbedHeads._take",
-        "$weight = self.turn.forward($weight)",
+        "$weight = self.rotation.rotate($weight)",
         "$weight = $weight + 0",
         f"{OF_DEEPSEEK}::test_latents_in_every_format_against_transformers",
     ),
     Fault(
         "one scale for all latents that a step writes", "format", "kernels.formats.kv.fp8",
-        "TokenFp8.encode",
+        "TokenFp8.quantize",
         "$wide = $x.float()\n"
         "$most = ($wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)",
         "$wide = $x.float()\n"
@@ -1215,32 +1216,35 @@ FAULTS = (
         f"{OF_KV_LATENTS}::test_a_token_of_fp8_has_the_least_power_of_two",
     ),
     Fault(
-        "queries are not rotated as keys are", "format", "kernels.formats.kv.access", "turned",
-        "return $x if $turn is None else $turn.forward($x).to($x.dtype)",
+        "queries are not rotated as keys are", "format", "kernels.formats.kv.access",
+        "rotate_queries",
+        "return $x if $turn is None else $turn.rotate($x).to($x.dtype)",
         "return $x",
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
     ),
     Fault(
         "what was found is not rotated back", "format", "kernels.attention.cpu",
         "paged_attention_cpu",
-        "turned_back($mixed, $v_cache).to($q.dtype)",
+        "rotate_back($mixed, $v_cache).to($q.dtype)",
         "$mixed.to($q.dtype)",
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
     ),
     Fault(
         "the points' own length is left out", "format", "kernels.formats.kv.turboquant",
-        "Rotated.encode",
-        "$scaled = torch.where($usable, $blocks, 0.0) * _power(2 * ONE + 1 - $exponents)\n"
+        "TurboQuantizer.quantize",
+        "$scaled = torch.where($usable, $blocks, 0.0) "
+        "* _power_of_two(2 * FP32_BIAS + 1 - $exponents)\n"
         "...\n"
-        "$numbers = $norm / _squares($points).sqrt() * _power($exponents - 1)",
-        "$scaled = torch.where($usable, $blocks, 0.0) * _power(2 * ONE + 1 - $exponents)\n"
+        "$numbers = $norm / _sum_of_squares($points).sqrt() * _power_of_two($exponents - 1)",
+        "$scaled = torch.where($usable, $blocks, 0.0) "
+        "* _power_of_two(2 * FP32_BIAS + 1 - $exponents)\n"
         "...\n"
-        "$numbers = $norm / $blocks.shape[-1] ** 0.5 * _power($exponents - 1)",
+        "$numbers = $norm / $blocks.shape[-1] ** 0.5 * _power_of_two($exponents - 1)",
         f"{OF_TURBOQUANT}::test_distortion_is_the_papers",
     ),
     Fault(
         "a kernel takes the first number for all blocks of values", "packed",
-        "kernels.formats.kv.turboquant_triton", "_number",
+        "kernels.formats.kv.turboquant_triton", "_octet_scale",
         "$block = $octet // (4 * $BLOCK // $D)",
         "$block = $octet * 0",
         f"{OF_KV}::test_values_of_two_blocks_are_read",
@@ -1331,17 +1335,18 @@ FAULTS = (
         OF_DRAFT_MODEL,
     ),
     Fault(
-        "a grammar's masks lie at the first row", "runner", GRAMMAR_MASKS, "GrammarMasks._send",
-        "$first = $one.place * $width",
-        "$first = held[0].place * $width",
+        "a grammar's masks lie at the first row", "worker", GRAMMAR_MASKS, "GrammarMasks._upload",
+        "$first = $one.index * $query_len",
+        "$first = chosen[0].index * $query_len",
     ),
     Fault(
-        "a grammar's masks do not follow the drafts", "runner", GRAMMAR_MASKS, "GrammarMasks._send",
-        "$drafts = $tokens[self.window:][:$width - 1]",
-        "$drafts = $tokens[self.window:][:0]",
+        "a grammar's masks do not follow the drafts", "worker", GRAMMAR_MASKS,
+        "GrammarMasks._upload",
+        "$drafts = $tokens[self.max_query_len:][:$query_len - 1]",
+        "$drafts = $tokens[self.max_query_len:][:0]",
     ),
     Fault(
-        "a grammar keeps the drafts that it was led along", "runner", GRAMMAR, "Matcher.begin",
+        "a grammar keeps the drafts that it was led along", "worker", GRAMMAR, "Matcher.begin",
         "if $known > len($real):\n"
         "    ...\n"
         "$ahead = self.prepare().deep_copy()",

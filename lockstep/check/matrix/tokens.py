@@ -16,7 +16,7 @@ from lockstep.check.matrix.setups import BATCHES, PREEMPTED, PREFIX_HIT, SIZES, 
 from lockstep.check.report.report import Failure, Report, Tally
 from lockstep.check.scenarios.examiner import Effort
 from lockstep.check.shard import Shard
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import RowSpec
 
 Progress = Callable[[str, int, int], None]
 PHASE_AXES = {PREFIX_HIT: CACHED, PREEMPTED: PREEMPTIONS}
@@ -143,8 +143,8 @@ class _Search:
             return failure
         case = next(c for c in self.cases if c.name == failure.request)
 
-        def is_mine(request: Request) -> bool:
-            return tuple(request.prompt_token_ids) == case.prompt
+        def is_mine(row: RowSpec) -> bool:
+            return tuple(row.prompt_token_ids) == case.prompt
 
         suspect = replace(failure.setup, graph="none")
         with traced(self.plain, is_mine) as due:

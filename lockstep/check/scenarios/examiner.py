@@ -258,11 +258,11 @@ def locate(scenario: Scenario, difference: Difference, examiner: Examiner) -> st
     end = len(given.prompt) + difference.position
     eager = replace(scenario, kind=replace(scenario.kind, graph="none"))
     fresh = PlainRuns(examiner.plain.engine)
-    with traced(fresh.engine, lambda request: request.id == plain_id) as due:
+    with traced(fresh.engine, lambda row: row.id == plain_id) as due:
         fresh.answers(given.prompt, scenario.alone(given))
     try:
         runner = examiner.runner(eager.kind)
-        with traced(runner.engine, lambda request: request.id == own_id) as trace:
+        with traced(runner.engine, lambda row: row.id == own_id) as trace:
             runner.play(eager, examiner.plain)
     except Exception as error:
         return f"the traced run raised {type(error).__name__}: {error}"

@@ -28,8 +28,8 @@ from lockstep.check.scenarios.scenario import (
 from lockstep.errors import RequestError
 from lockstep.example_prompts import short_prompts
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import check_ids
 from lockstep.step import PAGE_SIZE
-from lockstep.worker.rows import check_ids
 
 EARLY = 8
 """Number of first scenarios with two new requests each, so that all aims occur early."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,11 @@ from lockstep.check.scenarios.invariants import (
 from lockstep.check.scenarios.runner import ScenarioRunner
 from lockstep.check.scenarios.scenario import Kind, Limits, Scenario, ScenarioRequest
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PageGrant, PromptChunk, Results, RowResult, Schedule
 from lockstep.scheduling.scheduler import Entry, Scheduler
-from lockstep.worker.worker import Runner
+from lockstep.worker.worker import Worker
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LATE = ScenarioRequest(tuple(range(60)), {**GREEDY, "max_tokens": 9}, priority=1)
@@ -68,9 +70,18 @@ def test_a_request_aborted_in_host_memory_frees_it(
     play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(pushed(3, abort=4))
-    monkeypatch.setattr(Runner, "forget", lambda self, request_id: None)
+    launch = Worker.launch
+    kept: list[dict[str, Any]] = []
+
+    def launch_without_drops(worker: Worker, schedule: Schedule, fill_masks: FillMasks) -> Any:
+        schedule.dropped.clear()
+        kept.append(worker.saved)
+        return launch(worker, schedule, fill_masks)
+
+    monkeypatch.setattr(Worker, "launch", launch_without_drops)
     with pytest.raises(InvariantError, match="1 rows in host memory remain"):
         play(pushed(3, abort=4))
+    kept[-1].clear()
 
 
 def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
@@ -165,7 +176,8 @@ def test_cached_pages_must_match_prompt_and_salt() -> None:
         Request("r", list(range(1, 101))),
         Request("r", list(range(100)), cache_salt="another"),
     ):
-        wrong = replace(admission, start=64, request=other)
+        wrong = replace(admission, start=64)
+        invariants.scheduler.entries["r"].request = other
         with pytest.raises(InvariantError, match="is not page 0 of the prompt of row 1"):
             invariants.check(replace(schedule, admissions=[wrong]))
 

@@ -53,7 +53,7 @@ from lockstep.check.scenarios.scenario import (
 from lockstep.check.scenarios.shrink import minimise, smaller
 from lockstep.cli import app
 from lockstep.errors import ConfigError
-from lockstep.kernels.attention import SEGMENT
+from lockstep.kernels.attention import KV_SPLIT
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.scheduler import Scheduler
@@ -132,7 +132,7 @@ def test_some_worlds_have_a_long_prompt_and_some_have_rows_that_are_pushed_out(
     for first in (0, AIM_PERIOD):
         long = generator.scenario(first + LONG_PROMPT_INDEX)
         pushed = generator.scenario(first + PREEMPTION_INDEX)
-        assert max(len(a.prompt) for a in long.requests) > 2 * SEGMENT
+        assert max(len(a.prompt) for a in long.requests) > 2 * KV_SPLIT
         assert pushed.limits.rows == 2 and pushed.limits.policy == "priority"
         urgent = min(a.priority for a in pushed.requests)
         assert sum(a.priority == urgent for a in pushed.requests) > 5
