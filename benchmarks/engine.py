@@ -1,4 +1,4 @@
-"""ms of an engine's step, host and all: what benchmarks/RESULTS.md quotes beside step.py.
+"""ms of an engine's step, host and all: quoted in benchmarks/RESULTS.md beside step.py.
 
     python benchmarks/engine.py FOLDER --rows 1,8,64 --k 3 --acceptance 0.7 --context 4096
 

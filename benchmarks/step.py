@@ -1,4 +1,4 @@
-"""ms of one captured step, by rows: what benchmarks/RESULTS.md quotes.
+"""ms of one captured step, by rows: quoted in benchmarks/RESULTS.md.
 
     python benchmarks/step.py FOLDER --rows 1,8,64 --k 3 --context 4096 [--prompt 8192] [--kernels]
     python benchmarks/step.py FOLDER --k 3 --drafter eagle3 --draft-model HEAD --halves

@@ -1,4 +1,4 @@
-"""Counts that the pages give: written from benchmarks/RESULTS.md and from the code, never typed.
+"""Counts on the pages, generated from benchmarks/log/2026-11.md and from the code.
 
 python docs/counts.py         # writes them into the pages; tests/test_docs.py finds stale ones
 """
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+RESULTS = ROOT / "benchmarks" / "log" / "2026-11.md"
 
 
 def answers(cell: str, machine: str) -> Callable[[], str]:
-    """Return a function that reads how many answers RESULTS.md has of a check's latest run.
+    """Return a function that reads how many answers the log has of a check's latest run.
 
     cell: the first cell of its row, in the table that has the latest run first; machine: the
     beginning of a later one.
@@ -24,7 +24,7 @@ def answers(cell: str, machine: str) -> Callable[[], str]:
         pattern = rf"^\| {re.escape(cell)} \| \**([\d,]+) of \1\b.*\| {machine}"
         row = re.search(pattern, RESULTS.read_text(), re.MULTILINE)
         if row is None:
-            raise LookupError(f"benchmarks/RESULTS.md has no run of {cell} on {machine}")
+            raise LookupError(f"benchmarks/log/2026-11.md has no run of {cell} on {machine}")
         return row[1]
 
     return read

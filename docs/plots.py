@@ -1,9 +1,9 @@
-"""The plots of the documentation, from the tables of benchmarks/RESULTS.md alone.
+"""The plots of the documentation, from the tables of benchmarks/log/2026-11.md alone.
 
     python docs/plots.py          # writes docs/images/vllm.svg; needs matplotlib (extra `bench`)
 
 tokens/s: without drafts a row gets one token a step, so rows / time of a step; with drafts, the
-figures that RESULTS.md gives.
+figures that the log gives.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+RESULTS = ROOT / "benchmarks" / "log" / "2026-11.md"
 PLOT = ROOT / "docs" / "images" / "vllm.svg"
 SECTION = "steps, alone and with their host, H200"
 ENGINE_COLUMN = 8
@@ -21,7 +21,7 @@ COLORS = {"Lockstep": "#3b6ea5", "vLLM 0.20.2": "#b9bec5"}
 
 @dataclass(frozen=True)
 class Speed:
-    """tokens/s of one way to run; `low` and `high` differ where RESULTS.md gives a range."""
+    """tokens/s of one way to run; `low` and `high` differ where the log gives a range."""
 
     low: float
     high: float
@@ -46,7 +46,7 @@ class Pair:
 
 
 def section(text: str) -> str:
-    """The part of RESULTS.md under the heading that holds SECTION."""
+    """The part of the log under the heading that holds SECTION."""
     parts = [part for part in text.split("\n## ") if SECTION in part.splitlines()[0]]
     return parts[0]
 
@@ -60,7 +60,7 @@ def speed(rows: int, ms: str) -> Speed:
 def drafted(text: str) -> dict[int, tuple[Speed, Speed]]:
     """Rows -> (Lockstep, vLLM) of Qwen3.6-27B with 3 drafts, from the line that gives tokens/s."""
     line = re.search(r"Tokens/s of the engine.*?, ([\d/ ]+) rows: (.*?); vLLM ([\d,/ ]+\d)", text)
-    assert line is not None, "RESULTS.md has no line of tokens/s"
+    assert line is not None, "the log has no line of tokens/s"
     rows, ours, theirs = (
         [float(number.replace(",", "")) for number in part.split(" / ")] for part in line.groups()
     )
@@ -68,7 +68,7 @@ def drafted(text: str) -> dict[int, tuple[Speed, Speed]]:
 
 
 def pairs(results: str) -> list[Pair]:
-    """Every pair for which RESULTS.md has both engines, in the order of its table."""
+    """Every pair for which the log has both engines, in the order of its table."""
     text = section(results)
     known = drafted(text)
     found = []

@@ -32,6 +32,7 @@ PAGES = sorted(
         *DOCS.rglob("*.md"),
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
         ROOT / "benchmarks" / "RESULTS.md",
+        ROOT / "benchmarks" / "log" / "2026-11.md",
     ]
 )
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -303,7 +304,7 @@ def test_the_table_of_published_checkpoints_is_what_their_settings_come_to() -> 
 
 
 def test_the_plot_shows_the_results(plots: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every figure of RESULTS.md is a label of the committed plot, and no other is."""
+    """Every figure of the log is a label of the committed plot, and no other is."""
     pairs = plots.pairs(plots.RESULTS.read_text())
     assert len(pairs) == 9
     wanted = sorted(speed.label for pair in pairs for speed in (pair.ours, pair.theirs))
@@ -320,7 +321,7 @@ def figures(text: str) -> set[str]:
 def test_figures_of_the_readme_are_results(head: str) -> None:
     """Every figure of these sections that is no number of rows, drafts or cores."""
     section = (ROOT / "README.md").read_text().partition(head)[2].partition("\n## ")[0]
-    known = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    known = (ROOT / "benchmarks" / "log" / "2026-11.md").read_text()
     told = figures(FENCE.sub("", section)) - {"1", "2", "3", "8", "64"}
     assert len(told) > 5
     assert not told - figures(known)

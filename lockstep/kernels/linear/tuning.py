@@ -170,7 +170,7 @@ NARROW = 2048
 """Outputs of a weight, at most, whose tiles are too few to keep a GPU busy."""
 NARROWER = 512
 """The same, at most, for small tiles by rule: 96 x 5120 and 64 x 2048 are within 7 % of their best
-by it at 32 to 2,048 tokens, where wide tiles take twice as long (benchmarks/RESULTS.md)."""
+by it at 32 to 2,048 tokens, where wide tiles take twice as long (benchmarks/log/2026-11.md)."""
 
 
 def _narrow(tokens: int) -> list[Tile]:
