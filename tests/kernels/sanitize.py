@@ -60,13 +60,13 @@ class Allowed:
 
 
 NAMED_BARRIER = (
-    "all warps of a warpgroup meet at a named barrier (bar.sync of 128 threads) before one thread "
+    "all warps of a warpgroup meet at a named barrier (bar.mma_sync of 128 threads) before one thread "
     "arrives at the mbarrier that the other warpgroup waits for, after the store and after the "
     "load; racecheck orders the accesses of the arriving thread alone"
 )
 ALLOWED = (
     Allowed(
-        ("ring_kernel", "shared_ring_kernel", "_latent_kernel", "_prompt_kernel")
+        ("pipeline_kernel", "stream_k_kernel", "_latent_kernel", "_prompt_kernel")
         + ("_segments_kernel",),
         "def {}(",
         (
@@ -76,7 +76,7 @@ ALLOWED = (
             "if (count > 0) & (first < tiles):",
         ),
         "warp_specialize hands partition numbers and arguments to its warps through shared memory, "
-        "and bar.sync 1 of the whole CTA orders the write before the read; racecheck does not pair "
+        "and bar.mma_sync 1 of the whole CTA orders the write before the read; racecheck does not pair "
         "that barrier, which the two sides reach at different instructions",
     ),
     Allowed(
@@ -136,17 +136,17 @@ def run_shared_tiles() -> None:
     import torch
 
     from lockstep.kernels.formats.weights.cases import random_weights
-    from lockstep.kernels.linear.quantized import launch, target_of
-    from lockstep.kernels.linear.quantized_tuning import candidates, cut
+    from lockstep.kernels.linear.quantized import compile_target, launch
+    from lockstep.kernels.linear.quantized_tuning import candidates, fit_tile
     from tests.kernels.backends import Backend
 
     backend = Backend("quantized", "cuda", torch.bfloat16)
     weight = backend.place(dict(random_weights(1024, 1024))["int4 asymmetric"])
     for tokens in (8, 64):
         x = torch.randn(tokens, 1024, dtype=torch.bfloat16, device="cuda")
-        ring = next(tile for tile in candidates(tokens, 1, weight.bits) if tile.ring)
-        tile = replace(cut(ring, weight, 1, HOPPER), share=1)
-        launch(x, weight, 1, tile, replace(target_of(x.device), processors=3))
+        ring = next(tile for tile in candidates(tokens, 1, weight.bits) if tile.pipeline)
+        tile = replace(fit_tile(ring, weight, 1, HOPPER), stream_k=1)
+        launch(x, weight, 1, tile, replace(compile_target(x.device), num_sms=3))
     torch.cuda.synchronize()
 
 

@@ -27,7 +27,7 @@ def test_a_scratch_holds_what_pages_unpack_to(format: KVFormat) -> None:
     places = (batch["page_table"], batch["cu_seqlens"], batch["starts"])
     for side in (batch["k_cache"], batch["v_cache"]):
         wanted = unpacked(side, torch.float16)
-        given = opened(side, torch.float16, kernel.target_of(torch.device("cpu")))
+        given = opened(side, torch.float16, kernel.compile_target(torch.device("cpu")))
         found = kernel._unpacked(given, batch["q"], *places, 1, 1, False)
         found = found.unflatten(0, batch["page_table"].shape)
         for s, keys in enumerate((70, 0, 69)):
@@ -42,7 +42,7 @@ def test_sums_are_rotated_back_before_they_are_rounded(gated: bool) -> None:
     format = NAMED["turboquant_4bit_nc"]
     found = torch.randn(21, 2, 128, generator=torch.Generator().manual_seed(0))
     cache = paged(((0, 1),), 2, 2, 128, 64, torch.float16, format=format)["v_cache"]
-    side = opened(cache, torch.float16, kernel.target_of(torch.device("cpu")))
+    side = opened(cache, torch.float16, kernel.compile_target(torch.device("cpu")))
     gates = gates_like(found.half()) if gated else None
     out = kernel.finished(found, gates, side, torch.empty(21, 2, 128, dtype=torch.float16))
     wanted = turned_back(found, cache).half()

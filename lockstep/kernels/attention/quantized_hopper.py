@@ -46,10 +46,10 @@ from lockstep.kernels.attention.triton import (
 )
 from lockstep.kernels.attention.warpgroup import NO_SCORE, TILE, TILES
 from lockstep.kernels.backends import arch_of
+from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import opened
-from lockstep.kernels.formats.weights.operand import target_of
 
 MOST_ROWS = {128: 64, 256: 32}
 """(token, head of a group) rows by head dim: as many as the registers of one warpgroup hold."""
@@ -406,7 +406,7 @@ def paged_attention_hopper_packed(
             q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
         )
     how = shape or shape_of(step.rows, step.count, step.kv_heads, step.dim, step.segments)
-    target = target_of(q.device)
+    target = compile_target(q.device)
     k = opened(k_cache, q.dtype, target)
     v = opened(v_cache, q.dtype, target)
     kept = step.empty_entries(q.device)

@@ -13,11 +13,11 @@ from torch import Tensor
 from lockstep.kernels.attention.epilogue import finished
 from lockstep.kernels.attention.hopper import LONG, attend_prompts
 from lockstep.kernels.attention.warpgroup import TILE
+from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.kv_tile import cache_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import PackedKV
 from lockstep.kernels.formats.kv.launch import Opened, opened
-from lockstep.kernels.formats.weights.operand import target_of
 
 SCRATCH_BYTES = 160 << 20
 """Of keys and values unpacked at once, or of one row and KV head where that is more; rows, then KV
@@ -78,7 +78,7 @@ def paged_attention_scratch(
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     (some_rows, some_heads) = _turns(q, page_table, kv_heads)
-    target = target_of(q.device)
+    target = compile_target(q.device)
     k = opened(k_cache, q.dtype, target)
     v = opened(v_cache, q.dtype, target)
     out = torch.empty_like(q)
@@ -88,7 +88,7 @@ def paged_attention_scratch(
         own = (page_table[rows], cu_seqlens[row : row + some_rows + 1], starts[rows])
         for first in range(0, kv_heads, some_heads):
             count = min(some_heads, kv_heads - first)
-            sides = [_unpacked(side, q, *own, first, count, target.assembly) for side in (k, v)]
+            sides = [_unpacked(side, q, *own, first, count, target.inline_ptx) for side in (k, v)]
             pages = torch.arange(sides[0].shape[0], dtype=torch.int32, device=q.device)
             table = pages.view(own[0].shape)
             attend_prompts(

@@ -23,11 +23,11 @@ from lockstep.kernels.architecture import shared_of, stages_within
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.attention.epilogue import finished, store_output
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.kv_tile import cache_tile, pages_of
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import Opened, opened, token_bytes, unserved
-from lockstep.kernels.formats.weights.operand import target_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
@@ -406,10 +406,10 @@ def paged_attention_triton(
     kept = empty_entries(rows * query_len * heads * entries, dim, q.device)
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
-    target = target_of(q.device)
+    target = compile_target(q.device)
     k = opened(k_cache, q.dtype, target)
     v = opened(v_cache, q.dtype, target)
-    opaque = packed > 0 and not exact and target.assembly
+    opaque = packed > 0 and not exact and target.inline_ptx
     apart = p.folds and v.block > 0  # what multiplies does not rotate back: epilogue.py says why
     found = torch.empty_like(q, dtype=torch.float32) if apart else out
     own_gates = None if apart else gates

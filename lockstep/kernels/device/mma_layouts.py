@@ -9,7 +9,7 @@ group holds column 4 (s % 8 // 2) + 2 (s // 8) + s % 2.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lockstep.kernels.device.dequantize import halves
+from lockstep.kernels.device.dequantize import split_16bit
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
@@ -37,6 +37,6 @@ def column_of(place):
 @gluon.jit
 def four_of(p0, p1):
     """Two pairs of bf16 [...] -> [..., 2, 2], the pair last."""
-    l0, h0 = halves(p0, gl.bfloat16)
-    l1, h1 = halves(p1, gl.bfloat16)
+    l0, h0 = split_16bit(p0, gl.bfloat16)
+    l1, h1 = split_16bit(p1, gl.bfloat16)
     return gl.join(gl.join(l0, h0), gl.join(l1, h1))

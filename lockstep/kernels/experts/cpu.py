@@ -1,4 +1,4 @@
-"""experts on a CPU: by expert, its tokens together in row tiles that give the reference's bits.
+"""experts on a CPU: tokens grouped by expert, in row tiles that give the reference's bits here.
 
 It is fast where up and down are transposed views of [E, K, N] storage.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.kernels.activations import ACTS, Act
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.experts import add_shared_expert, count_experts, expert_weight, experts
+from lockstep.kernels.experts import combine, count_experts, expert_weight, experts
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear.cpu import linear_cpu
 
@@ -24,7 +24,7 @@ def experts_cpu(
     shared_gate: Tensor | None = None,
     act: Act = "silu_mul",
 ) -> Tensor:
-    """See lockstep.kernels.experts.experts."""
+    """See lockstep.kernels.experts.contract.experts."""
     tokens, slots = ids.shape
     number = count_experts(up, down)
     flat = ids.flatten().long().clamp(0, number - 1)
@@ -38,7 +38,8 @@ def experts_cpu(
         if count:
             inner = ACTS[act](linear_cpu(x[pairs // slots], expert_weight(up, expert, number)))
             y[pairs] = linear_cpu(inner, expert_weight(down, expert, number))
+    # Slot by slot: the order of the sum is part of the op.
     total = torch.zeros_like(x, dtype=torch.float32)
-    for slot, own in enumerate(y.view(tokens, slots, x.shape[1]).unbind(1)):
-        total += weights[:, slot, None].float() * own.float()
-    return add_shared_expert(total, shared, shared_gate, x.dtype)
+    for slot, slot_y in enumerate(y.view(tokens, slots, x.shape[1]).unbind(1)):
+        total += weights[:, slot, None].float() * slot_y.float()
+    return combine(total, shared, shared_gate, x.dtype)

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.kv_tile import cache_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import opened
-from lockstep.kernels.formats.weights.operand import target_of
 
 TOGETHER = 16
 """Tokens that a program unpacks at once."""
@@ -89,7 +89,7 @@ def unpacked_groups(
     found = empty(together * columns, page, dim)
     keys = empty(together * columns, page, rope)
     table = empty(together, columns, dtype=torch.int32)
-    held = opened(latents, ropes.dtype, target_of(ropes.device))
+    held = opened(latents, ropes.dtype, compile_target(ropes.device))
     for begin in range(0, len(starts), together):
         own = starts[begin : begin + together]
         bounds = cu_seqlens[begin : begin + len(own) + 1]

@@ -22,11 +22,11 @@ from lockstep.kernels import architecture
 from lockstep.kernels.architecture import HOPPER, stages_within
 from lockstep.kernels.attention import SEGMENT
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.kv_tile import cache_tile, pages_of
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import opened, token_bytes, unserved
-from lockstep.kernels.formats.weights.operand import target_of
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.latent_attention.device import (
     NO_SCORE,
@@ -390,7 +390,7 @@ def latent_attention_triton(
     kept = [torch.empty(count * size, **f32) for size in (1, 1, latent)]
     block_c = triton.next_power_of_2(max(latent, 16))
     block_r = triton.next_power_of_2(max(rope, 16))
-    target = target_of(q_latent.device)
+    target = compile_target(q_latent.device)
     held = opened(latents, q_latent.dtype, target)
     packed = token_bytes(latents)
     size = q_latent.element_size()

@@ -1,6 +1,6 @@
-"""linear on a CPU: in row tiles of the sizes that give the reference's bits here, on all threads.
+"""linear on a CPU: row tiles whose sizes give the reference's bits here, on all threads.
 
-It is fast where the weight is a transposed view of [K, N] storage, as Build.matrix lays it out.
+It is fast where the weight is a transposed view of [K, N] storage, as Build.matrix allocates it.
 """
 
 from torch import Tensor
@@ -19,7 +19,7 @@ def linear_cpu(
     allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.linear.linear."""
+    """See lockstep.kernels.linear.contract.linear."""
     weight = dequantized(weight, x.dtype)
     if not weight.t().is_contiguous():
         weight = weight.t().contiguous().t()

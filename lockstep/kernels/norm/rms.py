@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.kernels.activations._device import silu_approx
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear.triton import tree_load
+from lockstep.kernels.device.tree_reduction import load_tree_sum
 from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
 
 WIDEST = 16384
@@ -105,7 +105,7 @@ def _add_rms_norm_kernel(
     x += row // inner * x_outer + row % inner * x_inner
     parts += row // inner * part_outer + row % inner * part_inner
     added = tl.load(x + lanes, mask=lanes < D, other=0.0).to(tl.float32)
-    delta = tree_load(parts, lanes, part, lanes < D, PARTS).to(total.dtype.element_ty)
+    delta = load_tree_sum(parts, lanes, part, lanes < D, PARTS).to(total.dtype.element_ty)
     added = (added + delta.to(tl.float32)).to(total.dtype.element_ty)
     tl.store(total + row * D + lanes, added, mask=lanes < D)
     values = _normalised(added, eps, D) * scale

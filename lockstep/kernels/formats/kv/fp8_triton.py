@@ -7,7 +7,7 @@ Where there is no scale, or a power of two, codes are unpacked to bf16 by assemb
 import triton
 import triton.language as tl
 
-from lockstep.kernels.device.dequantize import decode_e4m3, halves
+from lockstep.kernels.device.dequantize import e4m3_to_fp32, split_16bit
 from lockstep.kernels.formats.kv import KVDevice
 from lockstep.kernels.formats.kv.bytes_triton import fetch_scaled, fetch_words, in_order
 from lockstep.kernels.formats.kv.fp8 import LARGE as LARGE_SIZE
@@ -172,8 +172,8 @@ def _unpack(word, constant, DECODE: tl.constexpr):
 @triton.jit
 def _pairs(p0, p1):
     """Both pairs of each word -> [T, 4 W] in bf16."""
-    l0, h0 = halves(p0, tl.bfloat16)
-    l1, h1 = halves(p1, tl.bfloat16)
+    l0, h0 = split_16bit(p0, tl.bfloat16)
+    l1, h1 = split_16bit(p1, tl.bfloat16)
     return in_order(l0, h0, l1, h1)
 
 
@@ -189,7 +189,7 @@ def _unpack_pairs(word, TEXT: tl.constexpr):
 @triton.jit
 def unpack_e4m3(found, columns, constant, D: tl.constexpr):
     """See KVDevice."""
-    return _unpack(found[0], constant, decode_e4m3)
+    return _unpack(found[0], constant, e4m3_to_fp32)
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def unpack_e4m3_native(found, columns, constant, D: tl.constexpr):
 @triton.jit
 def unpack_token(found, columns, constant, D: tl.constexpr):
     """See KVDevice."""
-    return _four(found[0], decode_e4m3) * found[1]
+    return _four(found[0], e4m3_to_fp32) * found[1]
 
 
 @triton.jit

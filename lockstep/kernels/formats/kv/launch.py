@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.kernels.compile_target import NATIVE_FP8, CompileTarget
 from lockstep.kernels.formats.kv import Codec, KVCache, KVDevice
-from lockstep.kernels.formats.weights.operand import NATIVE_FP8, Target
 
 
 class Opened(NamedTuple):
@@ -25,7 +25,7 @@ class Opened(NamedTuple):
     unpack: Any = None
 
 
-def opened(cache: KVCache, dtype: torch.dtype, target: Target | None = None) -> Opened:
+def opened(cache: KVCache, dtype: torch.dtype, target: CompileTarget | None = None) -> Opened:
     """What a launch passes on. dtype: the model's; target: None for a kernel that only stores."""
     if isinstance(cache, Tensor):
         return Opened(cache)
@@ -44,9 +44,9 @@ def opened(cache: KVCache, dtype: torch.dtype, target: Target | None = None) -> 
     )
 
 
-def _unpacker(device: KVDevice, dtype: torch.dtype, target: Target | None) -> Any:
+def _unpacker(device: KVDevice, dtype: torch.dtype, target: CompileTarget | None) -> Any:
     """The fastest way of unpacking that a target has."""
-    if target is None or not target.assembly or dtype != torch.bfloat16:
+    if target is None or not target.inline_ptx or dtype != torch.bfloat16:
         return device.unpack
     native = device.unpack_native if target.arch >= NATIVE_FP8 else None
     return native or device.unpack_bf16 or device.unpack
