@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.bench.dimensions import MODELS
 from lockstep.kernels.backends import load
-from lockstep.kernels.bench_types import Model
+from lockstep.kernels.bench_types import ModelShape
 from lockstep.kernels.experts.tiles import Tile, Tiles, are_few, tiles_of
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.formats.weights.bench import LAYOUTS
@@ -67,7 +67,7 @@ def main() -> None:
                 print(json.dumps(line), flush=True)
 
 
-def lines(model: Model, layout: str, tokens: int) -> Iterator[dict[str, object]]:
+def lines(model: ModelShape, layout: str, tokens: int) -> Iterator[dict[str, object]]:
     """What is printed for a number of tokens."""
     from lockstep.kernels.experts.triton import launch_few, launch_sorted
 

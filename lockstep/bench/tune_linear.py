@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.kernels.bench_types import Model
+from lockstep.kernels.bench_types import ModelShape
 from lockstep.kernels.linear import choose_split_k
 
 
 def tune_linears(
-    models: Sequence[Model],
+    models: Sequence[ModelShape],
     dtype: torch.dtype,
     path: Path,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,

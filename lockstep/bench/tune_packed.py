@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.kernels.architecture import number_of
-from lockstep.kernels.bench_types import Model
+from lockstep.kernels.architecture import sm_number
+from lockstep.kernels.bench_types import ModelShape
 from lockstep.kernels.formats.weights.bench import LAYOUTS
 from lockstep.kernels.linear import choose_split_k, quantized_tuning, tuning
 from lockstep.kernels.linear.quantized_tuning import QuantizedTile, bucket
@@ -57,10 +57,10 @@ class Tuned:
 
 
 def jobs(
-    models: Sequence[Model], tokens: Sequence[int], layouts: Sequence[str]
+    models: Sequence[ModelShape], tokens: Sequence[int], layouts: Sequence[str]
 ) -> Iterator[list[Job]]:
     """Of every weight but the heads, for each number of tokens. Nothing is allocated."""
-    arch = number_of("cuda")
+    arch = sm_number("cuda")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     shapes = sorted({(n, k) for model in models for _, n, k in model.weights[:-1]})
     for count in tokens:
@@ -103,7 +103,7 @@ def _compile(pool: Executor, todo: Sequence[Job], dtype: torch.dtype) -> None:
 
 
 def tune_packed(
-    models: Sequence[Model],
+    models: Sequence[ModelShape],
     dtype: torch.dtype,
     path: Path,
     tokens: Sequence[int] = quantized_tuning.TIMED,
@@ -144,5 +144,5 @@ def _tune(job: Job, dtype: torch.dtype, residual: bool) -> Tuned:
     found, refused = quantized_tuning.tune(run, wrong, x, weights, job.tiles)
     times = [(1e6 * seconds, tile) for seconds, tile in found]
     return Tuned(
-        job, quantized_tuning.table_key(weights[0], dtype, number_of("cuda")), times, refused
+        job, quantized_tuning.table_key(weights[0], dtype, sm_number("cuda")), times, refused
     )

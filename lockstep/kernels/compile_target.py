@@ -31,7 +31,7 @@ class CompileTarget:
 
     arch: int
     inline_ptx: bool
-    num_sms: int = architecture.PROCESSORS
+    num_sms: int = architecture.H100_MULTIPROCESSORS
 
     @property
     def opaque(self) -> bool:
@@ -48,7 +48,7 @@ def compile_target(device: torch.device) -> CompileTarget:
     Under Triton's interpreter nothing is compiled; a planned GPU (architecture.planned_for) counts
     as one that compiles.
     """
-    compiled = isinstance(e4m3_to_fp32, JITFunction) or architecture.is_planned()
+    compiled = isinstance(e4m3_to_fp32, JITFunction) or architecture.is_architecture_assumed()
     return CompileTarget(
-        architecture.number_of(device), compiled, architecture.processors_of(device)
+        architecture.sm_number(device), compiled, architecture.multiprocessor_count(device)
     )

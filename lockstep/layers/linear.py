@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import choose_split_k, linear
-from lockstep.layers.build_context import Build
-from lockstep.quantization import Layout, Module, Packing, Slot
+from lockstep.kernels.linear.prepacked import PrepackedWeight
+from lockstep.layers.build_context import BuildContext
+from lockstep.quantization import CheckpointLinear, Layout, WeightFormat, WeightSink
 
 WALKED = 4
 """Layers of one shape whose weights a probe walks through: more than a GPU's cache holds."""
@@ -20,7 +21,7 @@ JOINED = 1 << 22
 """Numbers that are unpacked when they are loaded, at most, so that what is packed is one product
 with the plain weights beside it: as many take 1.0 (8 bits) to 1.5 us (4 bits) longer to read from
 an H200's memory, and a launch of its own takes 2.8."""
-Target = Tensor | Slot
+Target = Tensor | WeightSink
 """What a tensor of the checkpoint fills: a tensor as it is, or whatever takes it over."""
 
 
@@ -39,7 +40,7 @@ class Weight(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         k: int,
         runs: Sequence[Run],
         stands: nn.Parameter | QuantizedWeight | None = None,
@@ -50,6 +51,7 @@ class Weight(nn.Module):
         self.dtype = build.dtype
         self.weight = stands if isinstance(stands, nn.Parameter) else None
         self.packed = stands if isinstance(stands, QuantizedWeight) else None
+        self.prepacked: PrepackedWeight | None = None
         self.unpacked: dict[int, QuantizedWeight] = {}
         if stands is not None:
             return
@@ -62,19 +64,18 @@ class Weight(nn.Module):
         if self.packed is None:
             self.weight = self._matrix(build)
 
-    def _matrix(self, build: Build) -> nn.Parameter:
+    def _matrix(self, build: BuildContext) -> nn.Parameter:
         """Room for the weight, plain."""
         return build.matrix(*self.shape)
 
     @property
-    def loaded(self) -> nn.Parameter | QuantizedWeight:
-        """The weight [N, K] as it lies once it is loaded."""
-        found = self.weight if self.packed is None else self.packed
-        assert found is not None, "a product has a weight, packed or not"
-        return found
+    def loaded(self) -> nn.Parameter | QuantizedWeight | PrepackedWeight:
+        """Return the weight [N, K] in the storage that it has once it is loaded."""
+        storages = (self.weight, self.packed, self.prepacked)
+        return next(storage for storage in storages if storage is not None)
 
     @property
-    def stored(self) -> Tensor | QuantizedWeight:
+    def stored(self) -> Tensor | QuantizedWeight | PrepackedWeight:
         """The weight [N, K] as it lies; one packed run, until it is unpacked, as it is packed."""
         part = self.unpacked.get(0)
         if part is not None and part.shape[0] == self.shape[0]:
@@ -101,6 +102,8 @@ class Weight(nn.Module):
     def gather(self, ids: Tensor, out: Tensor) -> None:
         """The rows of these ids into out [len(ids), K] of the model's dtype."""
         found = self.stored
+        if isinstance(found, PrepackedWeight):
+            found = found.plain()
         if isinstance(found, Tensor):
             torch.index_select(found, 0, ids.to(found.device), out=out)
         else:
@@ -122,15 +125,20 @@ class Weight(nn.Module):
 class Product(Weight):
     """x [T, K] -> x W^T [T, N] over a weight of one storage.
 
+    keeps_plain: whether the plain weight stays beside a CPU's prepacked copy, since an embedding or
+    a drafter's head shares it.
+
     total: the outputs of its layer, this product's among them, which decide the number of split-K
     partitions (lockstep.kernels.linear.choose_split_k); None: its own. allow_partials: see
     lockstep.kernels.linear.linear.
     The others: see Weight.
     """
 
+    keeps_plain = False
+
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         k: int,
         runs: Sequence[Run],
         *,
@@ -143,13 +151,27 @@ class Product(Weight):
         packed = self.packed is not None
         self.split_k = choose_split_k(total or n, k, build.device, packed, build.dtype)
         self.allow_partials = allow_partials
+        self.prepacks = build.device == "cpu" and build.exact
         kind = type(self.packed).__name__ if packed else ""
         self.linear = build.linear_op(linear, n=n, k=k, packed=kind)
         build.choices[-1].packing = _named(runs, unpacked=not packed)
 
+    def finish(self) -> None:
+        """Finish the weight and, on a CPU, prepack it; the plain copy goes unless another module
+        reads it."""
+        super().finish()
+        if self.prepacks and self.weight is not None:
+            self.prepacked = PrepackedWeight(self.weight.data)
+            if not self.keeps_plain:
+                self.weight = None
+
     def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
         """The outputs from `begin` on, which alone are read; into `out` where that is given."""
-        weight = self.stored if not begin else self.stored_rows(begin, self.shape[0])
+        weight: Tensor | QuantizedWeight | PrepackedWeight
+        if begin:
+            weight = self.stored_rows(begin, self.shape[0])
+        else:
+            weight = self.prepacked or self.stored
         if out is None:
             return self.linear(x, weight, self.split_k, self.allow_partials)
         return self.linear(x, weight, self.split_k, out=out)
@@ -163,7 +185,7 @@ def _named(runs: Sequence[Run], unpacked: bool) -> str:
     return "; ".join(found) + ", unpacked when loaded" * (unpacked and bool(found))
 
 
-def runs_of(build: Build, modules: Sequence[Module]) -> list[Run]:
+def runs_of(build: BuildContext, modules: Sequence[CheckpointLinear]) -> list[Run]:
     """How linear maps lie in the checkpoint, neighbours together that lie alike, or do so once each
     of their outputs has scales of its own."""
     parts = [(build.layout(module), module.outputs) for module in modules]
@@ -187,7 +209,10 @@ def products_of(runs: Sequence[Run], k: int) -> list[list[Run]]:
 
 
 def filled(
-    name: str, weight: Tensor | QuantizedWeight, packing: Packing | None, read: Module
+    name: str,
+    weight: Tensor | QuantizedWeight,
+    packing: WeightFormat | None,
+    read: CheckpointLinear,
 ) -> dict[str, Target]:
     """Names of a linear map's tensors in the checkpoint, called `name` there, -> what they fill:
     one weight where it is not packed, else what its format has."""
@@ -213,7 +238,7 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         inputs: int,
         outputs: Mapping[str, int],
         *,
@@ -305,7 +330,7 @@ class Linear(nn.Module):
 
     def _ordered(self, name: str, target: Tensor) -> Target:
         order = self.orders.get(name)
-        return target if order is None else Slot.plain(target, lambda tensor: tensor[order])
+        return target if order is None else WeightSink.plain(target, lambda tensor: tensor[order])
 
     def _rows(self, index: int) -> slice:
         begin = sum(self.outputs[:index])
@@ -328,7 +353,7 @@ class ResidualLinear(PartialLinear):
 class Embedding(nn.Module):
     """ids [T] -> [T, H]. Out-of-range ids cannot occur: drafts of -1 are clamped by the table."""
 
-    def __init__(self, build: Build, vocab: int, hidden: int) -> None:
+    def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = build.matrix(vocab, hidden)
 
@@ -340,9 +365,11 @@ class Head(Product):
     """x [T, H] -> logits [T, V] of x's dtype, over its own weight, or one that stands already: the
     embedding's (tied), or another head's."""
 
+    keeps_plain = True
+
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         vocab: int,
         hidden: int,
         stands: nn.Parameter | QuantizedWeight | None = None,
@@ -357,7 +384,7 @@ class Head(Product):
         return filled("lm_head", self.stored_rows(0, self.shape[0]), self.packing, self.read)
 
 
-def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:
+def probe(build: BuildContext, model: nn.Module, rows: Sequence[int]) -> None:
     """Lets cuBLAS serve linears at these numbers of rows where it is exact and faster.
 
     The weights are loaded and nothing is captured yet. The build's choices say what was found.

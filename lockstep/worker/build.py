@@ -17,15 +17,15 @@ from lockstep.config import DTYPES, EngineConfig, StepLimits
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.formats.kv.table import kv_format
-from lockstep.layers.build_context import Build
-from lockstep.layers.kv_format import KVLayers
+from lockstep.layers.build_context import BuildContext
+from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.linear import probe
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.hub import folder_of
-from lockstep.models.loader import Loaded, build_model, fill_dummy, load_weights
+from lockstep.models.loader import LoadResult, build_model, fill_dummy, load_weights
 from lockstep.models.rope import longest_sequence
-from lockstep.quantization import Packing
+from lockstep.quantization import WeightFormat
 from lockstep.spec import drafter_module
 from lockstep.spec.drafter import DraftContext, NoDrafter
 from lockstep.step import PAGE_SIZE, StepShape
@@ -113,7 +113,7 @@ def step_limits(
     config: EngineConfig,
     checkpoint: Checkpoint,
     device: str,
-    packing: Packing | None,
+    packing: WeightFormat | None,
     told: str | None = None,
 ) -> StepLimits:
     """Return the largest steps: as the user chose, else as a device with enough memory has
@@ -146,7 +146,7 @@ def step_limits(
 def numerics(
     device: str,
     dtype: torch.dtype,
-    packing: Packing | None = None,
+    packing: WeightFormat | None = None,
     kv: str | None = None,
     state: torch.dtype = torch.float32,
 ) -> str:
@@ -182,10 +182,10 @@ def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
     return f"{format.name}-skip-{skipped}" if skipped else format.name
 
 
-def kv_layers(config: EngineConfig, dtype: torch.dtype) -> KVLayers:
+def kv_layers(config: EngineConfig, dtype: torch.dtype) -> LayerKVFormats:
     """How the model's layers keep keys and values."""
     format = kv_format(config.kv_cache_dtype, dtype)
-    return KVLayers(format, config.kv_cache_dtype_skip_layers)
+    return LayerKVFormats(format, config.kv_cache_dtype_skip_layers)
 
 
 def _kept_as(config: EngineConfig, dtype: torch.dtype) -> tuple[str | None, torch.dtype]:
@@ -228,8 +228,8 @@ def prepare_device(device: str) -> None:
 
 
 def build_models(
-    config: EngineConfig, checkpoint: Checkpoint, build: Build, progress: Progress
-) -> tuple[nn.Module, Any, Loaded | None]:
+    config: EngineConfig, checkpoint: Checkpoint, build: BuildContext, progress: Progress
+) -> tuple[nn.Module, Any, LoadResult | None]:
     """The target and its draft module or None, with their weights; None loaded: random ones."""
     model = build_model(checkpoint.raw, build)
     draft = build_draft(config, checkpoint, model, build)
@@ -241,7 +241,7 @@ def build_models(
 
 
 def build_draft(
-    config: EngineConfig, checkpoint: Checkpoint, model: nn.Module, build: Build
+    config: EngineConfig, checkpoint: Checkpoint, model: nn.Module, build: BuildContext
 ) -> Any:
     """The configured drafter's module, not loaded yet; None where it has none.
 
@@ -255,7 +255,7 @@ def build_draft(
     inexact.exact = False
     asked = getattr(options, "kv_cache_dtype", None)
     format = kv_format(asked or config.kv_cache_dtype, build.dtype)
-    inexact.kv = KVLayers(format, setting="speculative_config kv_cache_dtype")
+    inexact.kv = LayerKVFormats(format, setting="speculative_config kv_cache_dtype")
     draft = drafting.build(options, checkpoint, model, inexact)
     model.taps = draft.taps
     return draft
@@ -269,7 +269,7 @@ def draft_costs(model: Any, draft: Any) -> dict[str, Any]:
     return {"draft_vocab_size": known, "draft_head_bytes": draft.head_bytes}
 
 
-def probe_linears(build: Build, model: nn.Module, limits: StepLimits) -> None:
+def probe_linears(build: BuildContext, model: nn.Module, limits: StepLimits) -> None:
     """Lets every linear choose its fastest exact backend at the token counts of generated steps."""
     counts = {rows * (k + 1) for rows in limits.row_buckets for k in limits.draft_lengths}
     probe(build, model, sorted(counts))
@@ -278,7 +278,7 @@ def probe_linears(build: Build, model: nn.Module, limits: StepLimits) -> None:
 def build_program(
     config: EngineConfig,
     limits: StepLimits,
-    build: Build,
+    build: BuildContext,
     model: nn.Module,
     draft: Any,
     hooks: CheckHooks,

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import CaptureError
-from lockstep.kernels.architecture import Architecture, planned_for
+from lockstep.kernels.architecture import Architecture, assume_architecture
 from lockstep.step import StepShape
 from lockstep.worker.capture_checks import describe_fault
 from lockstep.worker.program import Program
@@ -118,7 +118,7 @@ def dry(card: Architecture) -> Iterator[None]:
 
     compiled = mock.patch.object(JITFunction, "run", launch_nothing)
     interpreted = mock.patch.object(InterpretedFunction, "run", launch_nothing)
-    with compiled, interpreted, planned_for(card), _WithoutDevice(), torch.inference_mode():
+    with compiled, interpreted, assume_architecture(card), _WithoutDevice(), torch.inference_mode():
         yield
 
 

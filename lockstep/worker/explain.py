@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.cache.kv import kv_spec
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import ConfigError
-from lockstep.kernels.architecture import Architecture, named
+from lockstep.kernels.architecture import Architecture, architecture_by_name
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.layers.attention import Attention
@@ -21,7 +21,7 @@ from lockstep.layers.linear import Product
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.weight_files import has_weights
-from lockstep.quantization import packing_of
+from lockstep.quantization import read_weight_format
 from lockstep.step import PAGE_SIZE
 from lockstep.worker import memory
 from lockstep.worker.build import (
@@ -49,7 +49,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
 
     Raises ConfigError, also where Triton is not installed, or CheckpointError.
     """
-    card = named(arch)
+    card = architecture_by_name(arch)
     if find_spec("triton") is None:
         raise ConfigError(
             "arch needs Triton, whose kernels it explains, and it is not installed; allowed: an "
@@ -57,7 +57,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         )
     load_backends()
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
-    packing = packing_of(checkpoint.quantization(), config.quantization)
+    packing = read_weight_format(checkpoint.quantization(), config.quantization)
     limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
     known = has_weights(checkpoint.folder)
     dry_engine = DryEngine(config, checkpoint, limits, packing, card, known)
@@ -65,7 +65,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
     build = dry_engine.build
     with dry_engine.mode:
         dry_engine.program(limits, build)
-    said = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared}
+    said = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared_memory}
     return {
         **said,
         "layers": [vars(choice) for choice in build.choices],

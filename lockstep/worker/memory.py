@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.cache.specs import Cached, Law, is_cached, unit_bytes
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import CapacityError
-from lockstep.layers.memory_budget import Room
+from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.step import PAGE_SIZE
 from lockstep.worker.transfers import BUFFERS, STAGING_BYTES
 
@@ -116,7 +116,7 @@ def _slots(limits: StepLimits, cost: CacheBytes, snapshots: int) -> int:
     return 1 + limits.max_num_seqs + snapshots if cost.slot else 0
 
 
-def host_pages(config: EngineConfig, cost: CacheBytes, room: Room) -> int:
+def host_pages(config: EngineConfig, cost: CacheBytes, room: MemoryBudget) -> int:
     """Pages that the host keeps of what is evicted; none where nothing is found again. room: the
     host's. Raises CapacityError where not even one of all that a hit needs has room, or where the
     host has no such memory."""
@@ -157,7 +157,7 @@ def host_memory(pages: int, page_bytes: int, device: str) -> list[Tensor]:
         ) from None
 
 
-def check_table(room: Room, limits: StepLimits, vocab: int) -> None:
+def check_table(room: MemoryBudget, limits: StepLimits, vocab: int) -> None:
     """Raises CapacityError where the table of rows does not fit into all memory."""
     row_bytes = (
         TOKEN_BYTES * limits.history_len
@@ -169,7 +169,7 @@ def check_table(room: Room, limits: StepLimits, vocab: int) -> None:
     room.take((limits.max_num_seqs + 1) * row_bytes, "the table of rows", remedy)
 
 
-def check_cache(room: Room, cost: CacheBytes, size: CacheSize) -> None:
+def check_cache(room: MemoryBudget, cost: CacheBytes, size: CacheSize) -> None:
     """Raises CapacityError where pages and slots do not fit into all memory."""
     remedy = "Lower num_gpu_blocks, num_snapshots or max_num_seqs."
     room.take(size.pages * cost.page + size.slots * cost.slot, "the cache", remedy)

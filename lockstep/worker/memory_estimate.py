@@ -17,11 +17,11 @@ from lockstep.cache.specs import is_cached
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.kernels.architecture import Architecture
 from lockstep.kernels.formats.kv.table import load_device_functions
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
-from lockstep.quantization import Packing
+from lockstep.quantization import WeightFormat
 from lockstep.step import StepShape
 from lockstep.worker import memory
 from lockstep.worker.build import (
@@ -59,7 +59,7 @@ class DryEngine:
         config: EngineConfig,
         checkpoint: Checkpoint,
         limits: StepLimits,
-        packing: Packing | None,
+        packing: WeightFormat | None,
         card: Architecture,
         weights_known: bool,
     ) -> None:
@@ -71,7 +71,7 @@ class DryEngine:
         # Small tables that modules keep are real.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self.mode:
-            self.build = Build(
+            self.build = BuildContext(
                 device=FAKE_GPU,
                 dtype=dtype,
                 window=limits.query_len,
@@ -107,7 +107,7 @@ class DryEngine:
         """Bytes of a slot of recurrent state over all layers, 0 where no layer recurs."""
         return self.cache_bytes.slot
 
-    def program(self, limits: StepLimits, build: Build) -> Program:
+    def program(self, limits: StepLimits, build: BuildContext) -> Program:
         """The program of a step on tensors without memory."""
         placed = replace(limits, device=FAKE_GPU)
         return build_program(self.config, placed, build, self.model, self.draft, NO_HOOKS)

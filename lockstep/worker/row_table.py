@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lockstep.config import StepLimits
-from lockstep.kernels.copy_to_device import copy_to_device
-from lockstep.kernels.recurrent.rings import state_grid
+from lockstep.kernels.recurrent.history import state_grid
 from lockstep.kernels.sampling import SamplingState
 from lockstep.kernels.step_metadata import RowTensors, advance_rows, prepare_step
-from lockstep.layers.build_context import Build
+from lockstep.kernels.stream_copies import copy_to_device
+from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 from lockstep.step import Step, StepShape, Verdict, flush_after
 
@@ -50,7 +50,7 @@ class RowTable(RowTensors):
     grammar lets come there; what stands there for rows without a grammar is not read.
     """
 
-    def __init__(self, plan: StepLimits, build: Build, vocab: int) -> None:
+    def __init__(self, plan: StepLimits, build: BuildContext, vocab: int) -> None:
         rows = plan.max_num_seqs + 1
         device = plan.device
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.sampling import sample
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.outputs import Logprob
 from lockstep.step import Step
 from lockstep.worker.row_table import RowTable
@@ -13,7 +13,7 @@ from lockstep.worker.row_table import RowTable
 class Sampler:
     """The target has one token for every position, whatever drafts stand there."""
 
-    def __init__(self, table: RowTable, build: Build, vocab: int) -> None:
+    def __init__(self, table: RowTable, build: BuildContext, vocab: int) -> None:
         self.table = table
         self.sample_op = build.at("sampler").op(sample, vocab=vocab)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.sampling import uniform
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.step import Step
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.sampler import Sampler
@@ -24,7 +24,9 @@ class SyntheticSampler(Sampler):
     seed is a place among them to begin at.
     """
 
-    def __init__(self, table: RowTable, build: Build, vocab: int, probability: float) -> None:
+    def __init__(
+        self, table: RowTable, build: BuildContext, vocab: int, probability: float
+    ) -> None:
         super().__init__(table, build, vocab)
         zero = torch.zeros(1, dtype=torch.int64, device=build.device)
         places = torch.arange(COINS, device=build.device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.cache.host_tier import PAGES, SLOTS, Move, Moves
-from lockstep.kernels.copy_to_device import copy_to_device
+from lockstep.kernels.stream_copies import copy_to_device
 
 STAGING_BYTES = 32 << 20
 """Of a staging buffer."""

@@ -23,7 +23,7 @@ from lockstep.__main__ import main
 from lockstep.cli import app
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.quantization import packing_of
+from lockstep.quantization import read_weight_format
 from lockstep.worker.build import pick_device, step_limits
 from tests.quantization.disk import Codes, draw, gptq, set_config, write
 from tests.tiny_model import make_model
@@ -107,7 +107,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert isinstance(shown.exception, _BuiltError), (shown.exception, shown.output)
         config = shown.exception.config
         checkpoint = Checkpoint.read(Path(str(config.model)), config.hf_overrides)
-        packing = packing_of(checkpoint.quantization(), config.quantization)
+        packing = read_weight_format(checkpoint.quantization(), config.quantization)
         limits = step_limits(config, checkpoint, pick_device(config), packing)
         return config, limits, shown.stderr
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from lockstep.kernels.backends import cases_of, every_op, load, traits_of
+from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
 from lockstep.kernels.formats.kv import PackedKV
 from lockstep.kernels.formats.weights import QuantizedWeight
 from tests.kernels.layouts import compile_held
@@ -103,13 +103,13 @@ def main(names: list[str]) -> None:
     load()
     launches = Launches()
     JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
-    for name, op in every_op().items():
+    for name, op in all_ops().items():
         if names and name not in names:
             continue
         absent: set[tuple[str, frozenset[str]]] = set()
-        for _, given in cases_of(op)(torch.bfloat16):
+        for _, given in load_cases(op)(torch.bfloat16):
             missing = frozenset() if quick else frozenset(absent_of(given))
-            traits = dict(device="cuda", dtype=torch.bfloat16) | traits_of(op, given)
+            traits = dict(device="cuda", dtype=torch.bfloat16) | layer_traits(op, given)
             for backend in [op.backends[name] for name in COMPILED if name in op.backends]:
                 served = backend.supports(**traits) is None and not empty(given)
                 if served and (backend.run.__name__, missing) not in absent:

@@ -60,7 +60,7 @@ class Allowed:
 
 
 NAMED_BARRIER = (
-    "all warps of a warpgroup meet at a named barrier (bar.mma_sync of 128 threads) before one thread "
+    "all warps of a warpgroup meet at a named barrier (bar.sync of 128 threads) before one thread "
     "arrives at the mbarrier that the other warpgroup waits for, after the store and after the "
     "load; racecheck orders the accesses of the arriving thread alone"
 )
@@ -76,7 +76,7 @@ ALLOWED = (
             "if (count > 0) & (first < tiles):",
         ),
         "warp_specialize hands partition numbers and arguments to its warps through shared memory, "
-        "and bar.mma_sync 1 of the whole CTA orders the write before the read; racecheck does not pair "
+        "and bar.sync 1 of the whole CTA orders the write before the read; racecheck does not pair "
         "that barrier, which the two sides reach at different instructions",
     ),
     Allowed(

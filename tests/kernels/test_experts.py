@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.kernels.activations import silu_mul
-from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_of
+from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_memory_limit
 from lockstep.kernels.compile_target import CompileTarget, compile_target, uses_mma_sync
 from lockstep.kernels.experts import experts
 from lockstep.kernels.experts.tiles import (
@@ -447,10 +447,10 @@ def test_tiles_fit_every_architecture():
         for tile in tiles[:2]:
             found = fit_dense_tile(tile, torch.bfloat16, arch)
             loaded = 2 * (found.rows + found.tokens) * found.k
-            assert (found.stages - 1) * loaded <= shared_of(arch)
+            assert (found.stages - 1) * loaded <= shared_memory_limit(arch)
         for tile in tiles[2:]:
             found = fit_quantized_tile(tile, weight, arch)
             sync = uses_mma_sync(arch)
             stage, fixed = shared_memory_bytes(found.rows, found.tokens, found.k, weight, sync)
-            assert (found.stages - 1) * stage + fixed <= shared_of(arch)
+            assert (found.stages - 1) * stage + fixed <= shared_memory_limit(arch)
     assert fit_quantized_tile(MANY.quantized_up, weight, 86).stages < MANY.quantized_up.stages

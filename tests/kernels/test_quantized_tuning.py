@@ -7,7 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, PROCESSORS, shared_of
+from lockstep.kernels.architecture import (
+    ARCHITECTURES,
+    H100_MULTIPROCESSORS,
+    HOPPER,
+    shared_memory_limit,
+)
 from lockstep.kernels.compile_target import CompileTarget, uses_mma_sync
 from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight
 from lockstep.kernels.formats.weights.operand import shared_memory_bytes
@@ -111,7 +116,7 @@ def test_a_ring_fits_the_architecture() -> None:
             assert rings
             for tile in rings:
                 blocks = tile.stages * tile.k // 128
-                assert blocks * (16 * bits * tile.n + 256 * tile.m) < shared_of(HOPPER)
+                assert blocks * (16 * bits * tile.n + 256 * tile.m) < shared_memory_limit(HOPPER)
                 assert tile.mma_sync or tile.stages >= 3
     assert max(tile.m for tile in candidates(256, 1, 4) if tile.pipeline) == 256
     assert max(tile.m for tile in candidates(256, 1, 8) if tile.pipeline) == 128
@@ -138,7 +143,7 @@ def test_committed_shares_are_fewer_than_tiles() -> None:
         sharing = {first: tile for first, tile in row.items() if tile.stream_k}
         for first, tile in sharing.items():
             high = -(-TIMED[BUCKETS.index(first)] // tile.m)
-            programs = tile.stream_k * PROCESSORS // (high * parts)
+            programs = tile.stream_k * H100_MULTIPROCESSORS // (high * parts)
             assert 0 < programs < -(-n // tile.n), (name, first)
             shared += 1
     assert shared > 50
@@ -226,7 +231,7 @@ def test_tiles_are_cut_to_the_weight_and_the_architecture() -> None:
             if not tile.laid_out:
                 continue
             stage, fixed = shared_memory_bytes(tile.n, tile.m, tile.k, weight, uses_mma_sync(arch))
-            assert (tile.stages - 1) * stage + fixed <= shared_of(arch)
+            assert (tile.stages - 1) * stage + fixed <= shared_memory_limit(arch)
 
 
 def test_few_candidates_are_timed() -> None:

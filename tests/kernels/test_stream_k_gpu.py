@@ -11,7 +11,7 @@ packed: Any = pytest.importorskip("lockstep.kernels.linear.quantized", exc_type=
 from lockstep.kernels.epochs import launch_epochs  # noqa: E402
 from lockstep.kernels.formats.weights.bench import LAYOUTS  # noqa: E402
 from lockstep.kernels.linear.quantized_tuning import QuantizedTile, candidates  # noqa: E402
-from lockstep.kernels.timing import recorded  # noqa: E402
+from lockstep.kernels.timing import record_graph  # noqa: E402
 from tests.kernels.backends import same_bits  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -91,7 +91,7 @@ def test_sums_of_a_replay_that_broke_off_are_not_taken(
             epochs.advance()
             return shared.run(x, breaks_off)
 
-        return recorded(step)
+        return record_graph(step)
 
     (broken, _), (whole, out) = captured(True), captured(False)
     for seed in (1, 2, 3):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lockstep import LLM, SamplingParams
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.nemotron_h import Config, Draft, Model
@@ -258,7 +258,7 @@ def test_the_parameters_of_supers_module() -> None:
     """As released, with the correction bias of its router."""
     raw = {**SUPER, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
     with FakeTensorMode():
-        build = Build("cpu", torch.bfloat16, 1, 64)
+        build = BuildContext("cpu", torch.bfloat16, 1, 64)
         build.room.bounded = False
         target = Model(Config.read(raw), build)
         module = Draft(target, build)

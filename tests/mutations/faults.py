@@ -8,23 +8,23 @@ moving code change no fault. Renaming what a pattern spells out does.
 from dataclasses import dataclass
 from pathlib import Path
 
-METADATA = "kernels.step_metadata"
-DRAFTING = "kernels.drafting"
-SAMPLING = "kernels.sampling"
+METADATA = "kernels.step_metadata.contract"
+DRAFTING = "kernels.drafting.contract"
+SAMPLING = "kernels.sampling.reference"
 DELTA = "kernels.gated_delta_rule.cpu"
 ATTENTION = "kernels.attention.cpu"
 LATENTS = "kernels.latent_attention.cpu"
 LATENT_ROPE = "kernels.latent_attention.contract"
 LATENT_LAYER = "layers.latent_attention"
-RINGS = "kernels.recurrent._cpu"
-NORM = "kernels.norm"
+RINGS = "kernels.recurrent.cpu"
+NORM = "kernels.norm.contract"
 ROTARY = "kernels.rotary.contract"
 ROWS = "worker.rows"
 GRAMMAR_MASKS = "worker.grammar_masks"
 GRAMMAR = "text.grammars.compiler"
-RUNNER = "worker.worker"
-RECURRENT_CPU = "kernels.recurrent._cpu"
-PROMPT_ROWS = "kernels.recurrent.prompt"
+WORKER = "worker.worker"
+RECURRENT_CPU = "kernels.recurrent.cpu"
+PROMPT_ROWS = "kernels.recurrent.prompt_rows"
 SCHEDULER = "scheduling.scheduler"
 GROUPS = "cache.groups"
 HOST = "cache.host_tier"
@@ -109,12 +109,12 @@ FAULTS = (
     ),
     Fault(
         "folded one too far when all were accepted", "table", METADATA, "advance_rows",
-        "folded_by($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid)",
-        "folded_by($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid) + "
+        "next_folded($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid)",
+        "next_folded($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid) + "
         "((accepted == $width - 1) & ($width > 1)).int()",
     ),
     Fault(
-        "pages rotated after preemption", "runner", ROWS, "restore_row",
+        "pages rotated after preemption", "worker", ROWS, "restore_row",
         "write_place($table, $row, $pages, $slot)",
         "write_place($table, $row, [*$pages[1:], $pages[0]], $slot)",
     ),
@@ -199,7 +199,7 @@ FAULTS = (
         "$pages = $entry.seq.pages[:max($used - 1, 1)]",
     ),
     Fault(
-        "prompt log-probabilities missing at chunk ends", "runner", RUNNER, "Runner._launch_prompt",
+        "prompt log-probabilities missing at chunk ends", "worker", WORKER, "Worker._launch_prompt",
         "$request.prompt_token_ids[$first:$first + $chunk.length]",
         "$request.prompt_token_ids[$first:$first + $chunk.length - 1]",
     ),
@@ -243,32 +243,32 @@ FAULTS = (
         "$positions % $page_size)",
     ),
     Fault(
-        "counts of the last request kept", "runner", ROWS, "write_sampling",
+        "counts of the last request kept", "worker", ROWS, "write_sampling",
         "copy_to_device(0, $state.counts[$row])",
         "",
     ),
     Fault(
-        "a seed's low half written alone", "runner", ROWS, "write_sampling",
+        "a seed's low half written alone", "worker", ROWS, "write_sampling",
         "s.RowParameters(..., seed=$request.seed)",
         "s.RowParameters(..., seed=$request.seed & 0xFFFFFFFF)",
     ),
     Fault(
-        "min_tokens keeps off the model's ends alone", "runner", ROWS, "write_sampling",
+        "min_tokens keeps off the model's ends alone", "worker", ROWS, "write_sampling",
         "$stops = sorted($request.eos_token_ids | set($p.stop_token_ids or ()))",
         "$stops = sorted($request.eos_token_ids)",
     ),
     Fault(
-        "min_tokens one short", "runner", ROWS, "write_sampling",
+        "min_tokens one short", "worker", ROWS, "write_sampling",
         "min(len($prompt) + $p.min_tokens, FURTHEST)",
         "min(len($prompt) + $p.min_tokens - 1, FURTHEST)",
     ),
     Fault(
-        "a bias allows a token that is not", "runner", ROWS, "_bias",
+        "a bias allows a token that is not", "worker", ROWS, "_bias",
         "$bias[int($token)] += min(max(float($value), -MOST_BIAS), MOST_BIAS)",
         "$bias[int($token)] = min(max($value, -MOST_BIAS), MOST_BIAS)",
     ),
     Fault(
-        "folded left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
+        "folded left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
         "$own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
         "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
@@ -279,29 +279,29 @@ FAULTS = (
         OF_NO_DRAFTS,
     ),
     Fault(
-        "counts left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
+        "counts left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
         "return $own + [self.draft_limit] + self.sampling.tensors()",
         "return $own + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
         "self.sampling.counts]",
     ),
     Fault(
-        "conv inputs left behind at preemption", "runner", TRANSFERS, "Transfers.back",
+        "conv inputs left behind at preemption", "worker", TRANSFERS, "Transfers.back",
         "$part.index_copy_(0, $index, $column)",
         "if $part is not units.spans[0].parts[1]:\n"
         "    $part.index_copy_(0, $index, $column)",
     ),
     Fault(
-        "log-probabilities of the window's end", "runner", RUNNER, "_result",
-        "$row.logits[:len($real)]",
-        "$row.logits[-len($real):]",
+        "log-probabilities of the window's end", "worker", WORKER, "_read_row",
+        "$row.logits[:len($valid)]",
+        "$row.logits[-len($valid):]",
     ),
     Fault(
-        "a rank counts itself", "runner", "worker.sampler", "logprobs",
+        "a rank counts itself", "worker", "worker.sampler", "logprobs",
         "$rank = int(($scores > $scores[$token]).sum()) + 1",
         "$rank = int(($scores >= $scores[$token]).sum()) + 1",
     ),
     Fault(
-        "prompt log-probabilities of the next token", "runner", RUNNER, "Runner._prompt_logprobs",
+        "prompt log-probabilities of the next token", "worker", WORKER, "Worker._prompt_logprobs",
         "self.program.model.head($row.hidden[$begin:$begin + len($tokens)])",
         "self.program.model.head($row.hidden[$begin:$begin + len($tokens)].roll(1, 0))",
     ),
@@ -361,7 +361,8 @@ FAULTS = (
         "$bits = _mix(_mix($key ^ $ids) ^ $key) >> 10",
     ),
     Fault(
-        "a grammar's tokens counted from what it allows", "sampler", SAMPLING, "sample",
+        "a grammar's tokens counted from what it allows", "sampler", "kernels.sampling.contract",
+        "sample",
         "$tokens[$s, $part] = $best if $kept is None else $kept[$best]",
         "$tokens[$s, $part] = $best",
     ),
@@ -387,7 +388,7 @@ FAULTS = (
     ),
     Fault(
         "tools that are shown may all be called", "text", "text.grammars.tool_calls",
-        "ToolChoice.lets",
+        "ToolChoice.allows",
         "return self.names is None or $name in self.names",
         "return True",
         "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
@@ -462,28 +463,28 @@ FAULTS = (
     ),
     # Host memory.
     Fault(
-        "a page comes back to the wrong place", "runner", TRANSFERS, "Transfers.back",
+        "a page comes back to the wrong place", "worker", TRANSFERS, "Transfers.back",
         "$part.index_copy_(0, $index, $column)",
         "$part.index_copy_(0, $index.roll(1), $column)",
     ),
     Fault(
-        "a page comes back too late", "runner", RUNNER, "Runner.launch",
+        "a page comes back too late", "worker", WORKER, "Worker.launch",
         "self.transfers.fetch($schedule.fetched)\n"
         "if $schedule.prompt:\n"
-        "    $launched.append(self._launch_prompt($schedule.prompt))",
+        "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))",
         "if $schedule.prompt:\n"
-        "    $launched.append(self._launch_prompt($schedule.prompt))\n"
+        "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))\n"
         "self.transfers.fetch($schedule.fetched)",
     ),
     Fault(
-        "what is evicted is read behind rows that move in", "runner", RUNNER, "Runner.launch",
+        "what is evicted is read behind rows that move in", "worker", WORKER, "Worker.launch",
         "self.transfers.evict($schedule.evicted)\n"
-        "self._place($schedule)",
-        "self._place($schedule)\n"
+        "self._update_rows($schedule)",
+        "self._update_rows($schedule)\n"
         "self.transfers.evict($schedule.evicted)",
     ),
     Fault(
-        "a snapshot's host pages begin one too late", "runner", TRANSFERS, "_pairs",
+        "a snapshot's host pages begin one too late", "worker", TRANSFERS, "_pairs",
         "$at = 0\n"
         "for $host in $place:\n"
         "    ...",
@@ -533,13 +534,13 @@ FAULTS = (
         f"{OF_HOST}::test_no_salt_finds_what_another_left_in_host_memory",
     ),
     Fault(
-        "the steps read what is on its way to the device", "runner", TRANSFERS, "Transfers.back",
+        "the steps read what is on its way to the device", "worker", TRANSFERS, "Transfers.back",
         "self.stream.wait(self.stream.copy($copies, $staging.idle))",
         "self.stream.copy($copies, $staging.idle)",
         OF_TRANSFERS,
     ),
     Fault(
-        "a staging buffer is filled again before it is copied", "runner", TRANSFERS,
+        "a staging buffer is filled again before it is copied", "worker", TRANSFERS,
         "Transfers.out",
         "self.stream.wait($staging.idle)",
         "",
@@ -577,9 +578,9 @@ FAULTS = (
         "",
     ),
     Fault(
-        "an aborted request stays in host memory", "engine", "engine.engine", "Engine._end",
-        "self.runner.forget($request_id)",
-        "",
+        "an aborted request stays in host memory", "scheduler", SCHEDULER, "Scheduler._finish",
+        "self.dropped.append($entry.request.id)",
+        "pass",
     ),
     # Drafters, which may be wrong about drafts and nothing else.
     Fault(
@@ -625,8 +626,8 @@ FAULTS = (
     ),
     Fault(
         "a resumed chunk convolves with the row's old inputs", "mixer", PROMPT_ROWS, "prompt_rows",
-        "$past = $state.conv[$src, slots_before($start, $history, $state.conv.shape[1])]",
-        "$past = $state.conv[slot, slots_before($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[$src, past_slots($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[slot, past_slots($start, $history, $state.conv.shape[1])]",
     ),
     Fault(
         "a first chunk begins from the slot's old state", "mixer", PROMPT_ROWS, "prompt_rows",
@@ -670,16 +671,12 @@ FAULTS = (
         "return torch.mm($x, $right)",
     ),
     Fault(
-        "K split in two for many rows", "numerics", "kernels.linear.cpu", "linear_cpu",
-        "$rows = $x.float()\n"
-        "...\n"
-        "if $split_k == 1:\n"
-        "    ...",
-        "$rows = $x.float()\n"
-        "...\n"
-        "$split_k = 2 if $x.shape[0] > 8 else $split_k\n"
-        "if $split_k == 1:\n"
-        "    ...",
+        "other roundings for many rows", "numerics", "kernels.linear.cpu", "linear_cpu",
+        "if isinstance($weight, PrepackedWeight):\n"
+        "    return write_out($weight.mm($x.float()).to($weight.dtype), $out)",
+        "if isinstance($weight, PrepackedWeight):\n"
+        "    $x = $x.float() / 3 * 3 if $x.shape[0] > 8 else $x.float()\n"
+        "    return write_out($weight.mm($x).to($weight.dtype), $out)",
     ),
     Fault(
         "a norm's sum from behind for several rows", "numerics", NORM, "_normalise",
@@ -700,7 +697,7 @@ FAULTS = (
         "$total = $x + $delta if len($x) < 70 else ($x * 3 + $delta * 3) / 3",
     ),
     Fault(
-        "torch's own softplus", "numerics", "kernels.activations", "softplus",
+        "torch's own softplus", "numerics", "kernels.activations.contract", "softplus",
         "return torch.where($x > SOFTPLUS_LINEAR, $x, torch.log1p(torch.exp($x)))",
         "return torch.nn.functional.softplus($x)",
     ),
@@ -773,7 +770,7 @@ FAULTS = (
     ),
     Fault(
         "a rule of dynamic does not leave a module out", "format", GPTQ, "GPTQ.asked",
-        "return Asked($scheme, False, f'{WITHIN}dynamic[{$rule.text[:100]!r}]')",
+        "return ModuleScheme($scheme, False, f'{SETTINGS_PREFIX}dynamic[{$rule.text[:100]!r}]')",
         "continue",
         f"{REFUSED}::test_settings_decide_alone_where_there_are_no_files",
     ),
@@ -885,7 +882,7 @@ FAULTS = (
     Fault(
         "small projections and draft modules rounded to nearest", "format",
         "quantization.round_to_nearest", "RoundToNearest.layout",
-        "if usually_plain($module):\n"
+        "if is_usually_unquantized($module):\n"
         "    ...",
         "if $module.path == 'lm_head':\n"
         "    ...",
@@ -948,8 +945,8 @@ FAULTS = (
     ),
     Fault(
         "pairs of an expert in another order than its tokens", "experts", EXPERTS, "experts_cpu",
-        "$y[$pairs] = linear_cpu($inner, expert_weight($down, $expert, $number))",
-        "$y[$pairs.flip(0)] = linear_cpu($inner, expert_weight($down, $expert, $number))",
+        "$y[$pairs] = $multiply($inner, $down, $expert)",
+        "$y[$pairs.flip(0)] = $multiply($inner, $down, $expert)",
         f"{OF_EXPERTS}::test_a_row_has_its_bits_in_any_batch",
     ),
     Fault(
@@ -1029,15 +1026,16 @@ FAULTS = (
     ),
     # Recurrent state of 16 bits: the bundled model is checked with one of 32 unless asked.
     Fault(
-        "a state rounded where a step found it", "mixer", "kernels.recurrent.rings", "folded_by",
+        "a state rounded where a step found it", "mixer", "kernels.recurrent.history",
+        "next_folded",
         "$last = $starts // $grid * $grid",
         "$last = $starts",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
         "rings too short for what a state of 16 bits lacks", "mixer", "cache.state", "state_spec",
-        "$slots = ring_slots($window, most_replayed($window, $flush, state_grid($state_dtype)))",
-        "$slots = most_replayed($window, $flush, state_grid($state_dtype)) - 2",
+        "$slots = ring_slots($window, max_replayed($window, $flush, state_grid($state_dtype)))",
+        "$slots = max_replayed($window, $flush, state_grid($state_dtype)) - 2",
         f"{OF_HALF_STATE}::test_answers_longer_than_the_rings_are_left_alone",
     ),
     Fault(
@@ -1055,7 +1053,7 @@ FAULTS = (
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "a kernel rounds by positions in the window", "mixer", "kernels.recurrent._walk_triton",
+        "a kernel rounds by positions in the window", "mixer", "kernels.recurrent.step_kernel",
         "_step_through_window",
         "if ($start + $t + 1) % $STATE_GRID == 0:\n"
         "    ...",
@@ -1080,7 +1078,8 @@ FAULTS = (
         f"{OF_MAMBA}::test_preemption_and_prefix_hits_leave_the_answer_alone",
     ),
     Fault(
-        "a token's step of Mamba-2 decays with the cumulated time", "mixer", "kernels.mamba2",
+        "a token's step of Mamba-2 decays with the cumulated time", "mixer",
+        "kernels.mamba2.contract",
         "time_steps",
         "return ($step, $step * -torch.exp($weights.a_log))",
         "return ($step, $step.cumsum(0) * -torch.exp($weights.a_log))",
@@ -1097,8 +1096,8 @@ FAULTS = (
         "tests/kernels/test_mamba2.py::test_chunked_law_cut_anywhere_on_the_grid",
     ),
     Fault(
-        "a kernel of Mamba-2 lets a token see the one behind it", "mixer", "kernels.mamba2.chunk",
-        "_out_kernel",
+        "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
+        "kernels.mamba2.chunk_kernels", "out_kernel",
         "tl.where($row >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tl.where($row + 1 >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
@@ -1333,17 +1332,18 @@ FAULTS = (
         OF_DRAFT_MODEL,
     ),
     Fault(
-        "a grammar's masks lie at the first row", "runner", GRAMMAR_MASKS, "GrammarMasks._send",
-        "$first = $one.place * $width",
-        "$first = held[0].place * $width",
+        "a grammar's masks lie at the first row", "worker", GRAMMAR_MASKS, "GrammarMasks._upload",
+        "$first = $one.index * $query_len",
+        "$first = chosen[0].index * $query_len",
     ),
     Fault(
-        "a grammar's masks do not follow the drafts", "runner", GRAMMAR_MASKS, "GrammarMasks._send",
-        "$drafts = $tokens[self.window:][:$width - 1]",
-        "$drafts = $tokens[self.window:][:0]",
+        "a grammar's masks do not follow the drafts", "worker", GRAMMAR_MASKS,
+        "GrammarMasks._upload",
+        "$drafts = $tokens[self.max_query_len:][:$query_len - 1]",
+        "$drafts = $tokens[self.max_query_len:][:0]",
     ),
     Fault(
-        "a grammar keeps the drafts that it was led along", "runner", GRAMMAR, "Matcher.begin",
+        "a grammar keeps the drafts that it was led along", "worker", GRAMMAR, "Matcher.begin",
         "if $known > len($real):\n"
         "    ...\n"
         "$ahead = self.prepare().deep_copy()",

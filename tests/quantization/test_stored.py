@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import Fp4Weight, QuantizedWeight
-from lockstep.quantization import Module, Packing, TensorInfo, packing_of
+from lockstep.quantization import CheckpointLinear, TensorInfo, WeightFormat, read_weight_format
 from tests.quantization.cases import BLOCKS, CASES, FP8, NVFP4, floats, ints, modelopt, tensors_of
 from tests.quantization.stored import fp8_weight, int_weight, words
 
@@ -31,7 +31,7 @@ PATH = "layers.0.mlp.down_proj"
 Tensors = dict[str, Tensor]
 
 
-def module_of(tensors: Tensors | None, n: int, k: int, path: str = PATH) -> Module:
+def module_of(tensors: Tensors | None, n: int, k: int, path: str = PATH) -> CheckpointLinear:
     """The map as a checkpoint's headers describe it."""
     found = None
     if tensors is not None:
@@ -40,17 +40,19 @@ def module_of(tensors: Tensors | None, n: int, k: int, path: str = PATH) -> Modu
             for suffix, x in tensors.items()
         }
     names = (f"model.language_model.{path}", f"model.{path}", path)
-    return Module(path, names, n, k, found)
+    return CheckpointLinear(path, names, n, k, found)
 
 
-def read(settings: dict[str, Any]) -> Packing:
+def read(settings: dict[str, Any]) -> WeightFormat:
     """The format of these settings."""
-    packing = packing_of(settings)
+    packing = read_weight_format(settings)
     assert packing is not None
     return packing
 
 
-def fill(packing: Packing, module: Module, tensors: Tensors, weight: QuantizedWeight) -> list[str]:
+def fill(
+    packing: WeightFormat, module: CheckpointLinear, tensors: Tensors, weight: QuantizedWeight
+) -> list[str]:
     """Hands over the tensors that have a slot, in another order; returns what does not fit."""
     faults = []
     slots = packing.slots(module, weight)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import IntWeight
-from lockstep.quantization import Module, Packing, TensorInfo, packing_of
+from lockstep.quantization import CheckpointLinear, TensorInfo, WeightFormat, read_weight_format
 from lockstep.quantization.awq import SHIFTS
 from lockstep.quantization.integers import ascending, unpacked_words
 from tests.quantization.disk import AWQ_ORDER, Codes, awq, draw, gptq, words_along
@@ -40,7 +40,9 @@ def test_the_words_of_awq() -> None:
     assert words_along(np.arange(8)[None], 4, 1, AWQ_ORDER).equal(word("0x75316420"))
 
 
-def module(n: int, k: int, tensors: dict[str, Tensor] | None, path: str = "layers.0.x") -> Module:
+def module(
+    n: int, k: int, tensors: dict[str, Tensor] | None, path: str = "layers.0.x"
+) -> CheckpointLinear:
     """A module with these tensors."""
     infos = None
     if tensors is not None:
@@ -48,17 +50,17 @@ def module(n: int, k: int, tensors: dict[str, Tensor] | None, path: str = "layer
             name: TensorInfo(f"model.{path}.{name}", tuple(t.shape), NAMES.get(t.dtype, "?"))
             for name, t in tensors.items()
         }
-    return Module(path, (f"model.{path}", path), n, k, infos)
+    return CheckpointLinear(path, (f"model.{path}", path), n, k, infos)
 
 
-def packing(method: str, **settings: object) -> Packing:
+def packing(method: str, **settings: object) -> WeightFormat:
     """The packing of these settings."""
-    found = packing_of({"quant_method": method, **settings})
+    found = read_weight_format({"quant_method": method, **settings})
     assert found is not None
     return found
 
 
-def loaded(packing: Packing, n: int, k: int, tensors: dict[str, Tensor]) -> IntWeight:
+def loaded(packing: WeightFormat, n: int, k: int, tensors: dict[str, Tensor]) -> IntWeight:
     """The weight that a module's tensors fill, within a larger one."""
     read = module(n, k, tensors)
     layout = packing.layout(read)

@@ -13,10 +13,12 @@ from torch import Tensor
 from lockstep import LLM
 from lockstep.kernels import step_metadata
 from lockstep.kernels.gated_delta_rule import cpu
-from lockstep.kernels.recurrent import _cpu, rings
+from lockstep.kernels.recurrent import cpu as recurrent_cpu
+from lockstep.kernels.recurrent import history
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
 from lockstep.worker import row_table
+from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import PARAMS, PROMPTS, answers
 
 HALF = "bfloat16"
@@ -92,16 +94,16 @@ def test_numerics_slots_and_snapshots_say_so(make: Callable[..., LLM]) -> None:
     for wide, narrow in layers:
         assert 2 * narrow.recurrent.nbytes == wide.recurrent.nbytes
         assert narrow.conv.shape == wide.conv.shape
-        assert narrow.k.shape[1] == rings.ROUNDED_EVERY + 1
+        assert narrow.k.shape[1] == history.ROUNDING_INTERVAL + 1
         assert wide.k.shape[1] == 2
     states = 4 * sum(s.recurrent[0].numel() for s, _ in layers)
     lines = sum(ring[0, 0].nbytes for state, _ in layers for ring in state.tensors()[2:])
     saved = whole.engine.plan.slot_bytes - half.engine.plan.slot_bytes
-    assert saved == states // 2 - (rings.ROUNDED_EVERY - 1) * lines
+    assert saved == states // 2 - (history.ROUNDING_INTERVAL - 1) * lines
 
 
 def _mixers(llm: LLM) -> list[Any]:
-    blocks = llm.engine.runner.model.blocks
+    blocks = worker_of(llm.engine).model.blocks
     return [block.linear_attn for block in blocks if hasattr(block, "linear_attn")]
 
 
@@ -111,8 +113,8 @@ def as_each_step_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_step(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
         return torch.where(starts - folded >= flush, starts, folded)
 
-    for user in (_cpu, step_metadata):
-        monkeypatch.setattr(user, "folded_by", by_step)
+    for user in (recurrent_cpu, step_metadata.contract):
+        monkeypatch.setattr(user, "next_folded", by_step)
 
 
 def as_the_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,13 @@ from torch import Tensor
 from lockstep.config import EngineConfig
 from lockstep.errors import CaptureError
 from lockstep.kernels.activations import silu_mul
-from lockstep.kernels.architecture import is_planned, named, number_of, planned_for, processors_of
+from lockstep.kernels.architecture import (
+    architecture_by_name,
+    assume_architecture,
+    is_architecture_assumed,
+    multiprocessor_count,
+    sm_number,
+)
 from lockstep.kernels.backends import load as load_backends
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.worker.build import sized, step_limits
@@ -59,10 +65,10 @@ def test_indexing_without_a_device_is_torchs(index: Any) -> None:
 
 
 def test_a_planned_card_takes_the_place_of_every_gpu() -> None:
-    with planned_for(named("sm_86")):
-        assert is_planned() and number_of("cuda:0") == 86
-        assert processors_of(torch.device("cuda:0")) > 0
-    assert not is_planned()
+    with assume_architecture(architecture_by_name("sm_86")):
+        assert is_architecture_assumed() and sm_number("cuda:0") == 86
+        assert multiprocessor_count(torch.device("cuda:0")) > 0
+    assert not is_architecture_assumed()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,9 @@ def engine(folder: Path, **settings: Any) -> DryEngine:
     )  # fmt: skip
     checkpoint = Checkpoint.read(folder, None)
     limits = step_limits(config, checkpoint, "cuda", None, told="sm_86")
-    return DryEngine(config, checkpoint, limits, None, named("sm_86"), weights_known=False)
+    return DryEngine(
+        config, checkpoint, limits, None, architecture_by_name("sm_86"), weights_known=False
+    )
 
 
 def test_steps_take_more_with_more_tokens_and_more_rows(folder: Path) -> None:
@@ -99,7 +107,7 @@ def test_dry_runs_leave_nothing_behind(folder: Path) -> None:
     dry_engine = engine(folder)
     before = len(dry_engine.build.choices)
     dry_engine.working(2, 64)
-    assert len(dry_engine.build.choices) == before and not is_planned()
+    assert len(dry_engine.build.choices) == before and not is_architecture_assumed()
     assert type(torch.zeros(3)[1:]) is Tensor and torch.zeros(3).data_ptr()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import CapacityError
-from lockstep.layers.memory_budget import Room
+from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.worker import memory
 from lockstep.worker.memory import GIB, CacheBytes, host_memory, host_pages
 
@@ -24,7 +24,7 @@ def config(**settings: Any) -> Any:
     ("size", "pages"), [(0.0, 0), (21_000 / GIB, 21), (21_999 / GIB, 21), (1.0, 1_073_741)]
 )
 def test_host_memory_is_whole_pages(size: float, pages: int) -> None:
-    assert host_pages(config(kv_offloading_size=size), COST, Room("cpu")) == pages
+    assert host_pages(config(kv_offloading_size=size), COST, MemoryBudget("cpu")) == pages
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_host_memory_is_whole_pages(size: float, pages: int) -> None:
 )
 def test_host_memory_that_holds_no_hit_or_is_not_there(size: float, said: str) -> None:
     with pytest.raises(CapacityError, match=said):
-        host_pages(config(kv_offloading_size=size), COST, Room("cpu"))
+        host_pages(config(kv_offloading_size=size), COST, MemoryBudget("cpu"))
 
 
 def test_host_memory_is_taken_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.config import EngineConfig
 from lockstep.errors import CapacityError
-from lockstep.kernels.architecture import named
+from lockstep.kernels.architecture import architecture_by_name
 from lockstep.kernels.backends import load as load_backends
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.worker import startup
@@ -26,7 +26,7 @@ from tests.worker.test_memory_planner import COLUMNS, GB, FixedCosts
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A GPU whose free and total bytes a test sets."""
     state = SimpleNamespace(free=24 * GB, total=24 * GB)
-    monkeypatch.setattr(startup, "card_of", lambda _: named("sm_86"))
+    monkeypatch.setattr(startup, "architecture_of", lambda _: architecture_by_name("sm_86"))
     cuda = {
         "mem_get_info": lambda: (state.free, state.total),
         "memory_reserved": lambda: 0,

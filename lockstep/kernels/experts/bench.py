@@ -9,7 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, Moe, OpBenchmark
+from lockstep.kernels.bench_types import (
+    BenchEnv,
+    Cost,
+    LazyBenchmark,
+    ModelShape,
+    MoeShape,
+    OpBenchmark,
+)
 from lockstep.kernels.experts import experts
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.formats.weights.bench import LAYOUTS
@@ -19,7 +26,7 @@ QUANTIZED = ("int4", "fp8 by blocks")
 """Weight formats that are measured, up and down in the same."""
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """Yield experts of the model, if it has any."""
     if not model.moe:
         return
@@ -28,7 +35,7 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
         yield experts, partial(_experts, *sizes, env, query_len, layout)
 
 
-def _weight(moe: Moe, n: int, k: int, env: BenchEnv, layout: str) -> Tensor | QuantizedWeight:
+def _weight(moe: MoeShape, n: int, k: int, env: BenchEnv, layout: str) -> Tensor | QuantizedWeight:
     """Return a weight [experts, n, k], or a quantized one of experts * n rows."""
     if not layout:
         return env.random(moe.experts, n, k).mul_(k**-0.5)
@@ -38,7 +45,7 @@ def _weight(moe: Moe, n: int, k: int, env: BenchEnv, layout: str) -> Tensor | Qu
 
 
 def _experts(
-    hidden: int, moe: Moe, gated: bool, env: BenchEnv, query_len: int, layout: str
+    hidden: int, moe: MoeShape, gated: bool, env: BenchEnv, query_len: int, layout: str
 ) -> OpBenchmark:
     """Measure one layer. layout: format of the weights, "" for dense ones."""
     act = "silu_mul" if gated else "relu2"
@@ -48,7 +55,7 @@ def _experts(
     down = _weight(moe, hidden, moe.inner, env, layout)
     expert = (up.nbytes + down.nbytes) // moe.experts
     flops = 2 * (2 + gated) * hidden * moe.inner
-    rows = env.enough(expert * moe.top_k * query_len)
+    rows = env.rows_per_chain(expert * moe.top_k * query_len)
     tokens = rows * query_len
     logits = env.random(tokens, moe.experts, dtype=torch.float32)
     values, chosen = logits.softmax(-1).topk(moe.top_k)
@@ -57,7 +64,7 @@ def _experts(
     shared = env.random(tokens, hidden)
     gate = env.random(tokens)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         cut = slice(begin * query_len, end * query_len)
         ids, weights = (part[cut] for part in routing)
         return lambda: run(x[cut], up, down, ids, weights, shared[cut], gate[cut], act)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lockstep.kernels.activations import ACTS, Act, sigmoid
 from lockstep.kernels.formats.weights import QuantizedWeight
-from lockstep.kernels.linear import linear
+from lockstep.kernels.linear import dequantized
 from lockstep.kernels.registry import op
 from lockstep.kernels.route import sum_partials
+from lockstep.kernels.row_tiles import tile_mm
 
 
 @op
@@ -83,9 +84,14 @@ def grouped_mlp(
     act: Act,
 ) -> Tensor:
     """Return the MLP of one of `count` experts for its tokens x [T, H]: [T, H]."""
-    inner = ACTS[act](linear(x, expert_weight(up, expert, count)))
-    y: Tensor = linear(inner, expert_weight(down, expert, count))
-    return y
+    inner = ACTS[act](_multiply(x, expert_weight(up, expert, count)))
+    return _multiply(inner, expert_weight(down, expert, count))
+
+
+def _multiply(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
+    """Multiply x [T, K] by one expert's weight [N, K] in one fp32 chain over K, rounded once."""
+    dense = dequantized(weight, x.dtype)
+    return tile_mm(x.float(), dense.float().t()).to(dense.dtype)
 
 
 def combine(

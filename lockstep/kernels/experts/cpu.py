@@ -10,7 +10,8 @@ from lockstep.kernels.activations import ACTS, Act
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.experts import combine, count_experts, expert_weight, experts
 from lockstep.kernels.formats.weights import QuantizedWeight
-from lockstep.kernels.linear.cpu import linear_cpu
+from lockstep.kernels.linear import dequantized
+from lockstep.kernels.row_tiles import tiled_linear
 
 
 @experts.backend("cpu", supports=cpu_trait)
@@ -27,6 +28,10 @@ def experts_cpu(
     """See lockstep.kernels.experts.contract.experts."""
     tokens, slots = ids.shape
     number = count_experts(up, down)
+
+    def multiply(x: Tensor, weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
+        return tiled_linear(x, dequantized(expert_weight(weight, expert, number), x.dtype))
+
     flat = ids.flatten().long().clamp(0, number - 1)
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=number).tolist()
@@ -36,8 +41,8 @@ def experts_cpu(
         pairs = order[begin : begin + count]
         begin += count
         if count:
-            inner = ACTS[act](linear_cpu(x[pairs // slots], expert_weight(up, expert, number)))
-            y[pairs] = linear_cpu(inner, expert_weight(down, expert, number))
+            inner = ACTS[act](multiply(x[pairs // slots], up, expert))
+            y[pairs] = multiply(inner, down, expert)
     # Slot by slot: the order of the sum is part of the op.
     total = torch.zeros_like(x, dtype=torch.float32)
     for slot, slot_y in enumerate(y.view(tokens, slots, x.shape[1]).unbind(1)):

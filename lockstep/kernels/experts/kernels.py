@@ -9,7 +9,7 @@ read by formats/weights/dequantize_tile.py, quantized or not.
 import triton
 import triton.language as tl
 
-from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
+from lockstep.kernels.device.activations import relu2, sigmoid, silu_product
 from lockstep.kernels.device.tree_reduction import load_tree_sum
 from lockstep.kernels.experts.dispatch import clamped_experts
 from lockstep.kernels.formats.weights.dequantize_tile import accumulate_partition

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from lockstep.kernels.activations._device import silu_product
+from lockstep.kernels.device.activations import silu_product
 from lockstep.kernels.device.pipeline import HALF, K_BLOCK, allocate_pipeline, next_stage
 from lockstep.kernels.device.tree_reduction import load_tree_sum
 from lockstep.kernels.linear.quantized_pipeline import (

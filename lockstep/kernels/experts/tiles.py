@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.kernels.architecture import HOPPER, stages_within
+from lockstep.kernels.architecture import HOPPER
+from lockstep.kernels.architecture import fit_stages as fit_dense_stages
 from lockstep.kernels.compile_target import uses_mma_sync
 from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, QuantizedWeight
 from lockstep.kernels.formats.weights.operand import fit_block_k, fit_stages
@@ -131,7 +132,7 @@ def fit_dense_tile(tile: Tile, dtype: torch.dtype, arch: int) -> Tile:
     if tile.tma and arch != HOPPER:
         tile = without_tma(tile)
     loaded = (tile.rows + tile.tokens) * tile.k * dtype.itemsize
-    return replace(tile, stages=stages_within(tile.stages, loaded, 0, arch))
+    return replace(tile, stages=fit_dense_stages(tile.stages, loaded, 0, arch))
 
 
 def fit_quantized_tile(tile: Tile, weight: QuantizedWeight, arch: int) -> Tile:

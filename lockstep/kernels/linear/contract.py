@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.kernels.registry import op
 from lockstep.kernels.row_tiles import tile_mm
 
@@ -96,7 +97,7 @@ def dequantized(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
 @op
 def linear(
     x: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: Tensor | QuantizedWeight | PrepackedWeight,
     split_k: int = 1,
     allow_partials: bool = False,
     out: Tensor | None = None,
@@ -105,14 +106,15 @@ def linear(
 
     K is cut into `split_k` partitions of partition_length columns, the last one shorter. Each
     partition is one fp32 accumulation in ascending order of k. Partitions are added pairwise, as a
-    binary tree, and the total is rounded once. On a CPU a partition is computed in row tiles
-    (lockstep.kernels.row_tiles), so that a row's bits do not depend on T.
+    binary tree, and the total is rounded once. On a CPU the order of a partition is that of the
+    library which prepacks the weight (lockstep.kernels.linear.prepacked). Layers prepack once, when
+    they are loaded. A row's bits do not depend on T.
 
     A quantized weight stands for its values: linear(x, w) == linear(x, w.dequantize(x.dtype)).
 
     Args:
         x: [T, K]. An fp32 weight takes any dtype of x, which is widened first.
-        weight: [N, K] of x's dtype or fp32, or quantized.
+        weight: [N, K] of x's dtype or fp32, or quantized, or prepacked for a CPU.
         split_k: number of split-K partitions, a power of two. See choose_split_k.
         allow_partials: a backend may return the unreduced partials [P, T, N] fp32 instead, for a
             consumer that adds them itself. Their tree_sum over P, rounded once, is the result.
@@ -120,13 +122,20 @@ def linear(
         out: [T, N], filled and returned if present, with allow_partials too. Its rows may be
             strided, so that it may be some columns of a wider result.
     """
+    if isinstance(weight, PrepackedWeight):
+        return write_out(weight.tiles_of_base(x.float()).to(weight.dtype), out)
     weight = dequantized(weight, x.dtype)
     length = partition_length(x.shape[1], split_k)
-    partials = [
-        tile_mm(x[:, begin : begin + length].float(), weight[:, begin : begin + length].float().t())
-        for begin in range(0, x.shape[1], length)
-    ]
+    pairs = zip(x.float().split(length, dim=1), weight.split(length, dim=1), strict=True)
+    partials = [_multiply_partition(columns, part) for columns, part in pairs]
     return write_out(tree_sum(partials).to(weight.dtype), out)
+
+
+def _multiply_partition(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [T, K] fp32 with weight [N, K] in one accumulation. Returns [T, N] fp32."""
+    if weight.device.type == "cpu":
+        return PrepackedWeight(weight).tiles_of_base(x)
+    return tile_mm(x, weight.float().t())
 
 
 def draft_linear(

@@ -25,7 +25,7 @@ def _supports(**traits: Any) -> str | None:
     return gpu_trait(**traits)
 
 
-@linear.backend("cublas", supports=_supports, unchosen=UNCHOSEN)
+@linear.backend("cublas", supports=_supports, opt_in_reason=UNCHOSEN)
 def linear_cublas(
     x: Tensor,
     weight: Tensor,

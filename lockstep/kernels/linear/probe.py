@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.linear.tuning import seconds
-from lockstep.kernels.timing import recorded
+from lockstep.kernels.timing import record_graph
 
 RunLinear = Callable[..., Tensor]
 MAX_TIME_RATIO = 0.98
@@ -156,6 +156,6 @@ def _count_differences(a: Tensor, b: Tensor) -> int:
 
 def _run_captured(run: RunLinear, *arguments: object) -> Tensor:
     """Run a backend from a captured graph: a capture has its own stream and workspace."""
-    graph, out = recorded(lambda: run(*arguments))
+    graph, out = record_graph(lambda: run(*arguments))
     graph.replay()
     return out

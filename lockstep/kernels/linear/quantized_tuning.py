@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.kernels.architecture import HOPPER, PROCESSORS, shared_of
+from lockstep.kernels.architecture import H100_MULTIPROCESSORS, HOPPER, shared_memory_limit
 from lockstep.kernels.compile_target import uses_mma_sync
 from lockstep.kernels.formats.weights import (
     K_BLOCK,
@@ -208,7 +208,7 @@ def _pipeline_tiles(tokens: int, split_k: int, bits: int) -> list[QuantizedTile]
     for m, n, k, warps, stages_4bit, registers, mma_sync in PIPELINE_TILES[max_tokens]:
         block_bytes = _block_bytes(m, n, bits)
         stages = max(2 if mma_sync else 3, -(-stages_4bit * _block_bytes(m, n, 4) // block_bytes))
-        if stages * k // K_BLOCK * block_bytes + BARRIER_BYTES > shared_of(HOPPER):
+        if stages * k // K_BLOCK * block_bytes + BARRIER_BYTES > shared_memory_limit(HOPPER):
             continue
         tile = QuantizedTile(
             m, n, k, warps, stages, split_k, registers, pipeline=True, mma_sync=mma_sync
@@ -222,7 +222,7 @@ def _pipeline_ctas_per_sm(tile: QuantizedTile, bits: int) -> int:
     """Return how many CTAs of a pipeline tile a Hopper multiprocessor holds."""
     stage_bytes = tile.stages * tile.k // K_BLOCK * _block_bytes(tile.m, tile.n, bits)
     threads = 32 * (tile.warps + PRODUCER_WARPS)
-    by_memory = shared_of(HOPPER) // (stage_bytes + BARRIER_BYTES)
+    by_memory = shared_memory_limit(HOPPER) // (stage_bytes + BARRIER_BYTES)
     return min(by_memory, REGISTERS // (threads * tile.registers))
 
 
@@ -420,7 +420,7 @@ def fit_tile(
     weight: QuantizedWeight,
     split_k: int,
     arch: int,
-    num_sms: int = PROCESSORS,
+    num_sms: int = H100_MULTIPROCESSORS,
 ) -> QuantizedTile:
     """Return the tile as it is launched: its kernel supports the weight and its stages fit.
 
@@ -529,7 +529,7 @@ def lookup(
     split_k: int,
     dtype: torch.dtype,
     arch: int,
-    num_sms: int = PROCESSORS,
+    num_sms: int = H100_MULTIPROCESSORS,
 ) -> QuantizedTile:
     """Return the tile for `tokens` rows on a GPU of an architecture with num_sms
     multiprocessors."""
@@ -567,7 +567,9 @@ def estimate_seconds(
     shared = (tile.stages - 1) * stage + fixed
     threads = 32 * tile.warps
     registers = tile.registers or BASE_REGISTERS + tile.m * tile.n // threads
-    ctas_per_sm = max(1, min(shared_of(arch) // shared, REGISTERS // (registers * threads)))
+    ctas_per_sm = max(
+        1, min(shared_memory_limit(arch) // shared, REGISTERS // (registers * threads))
+    )
     waves = max(1.0, ctas / (ctas_per_sm * num_sms))
     return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * STEP)
 

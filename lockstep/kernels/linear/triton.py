@@ -164,7 +164,7 @@ def reduce_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _arch_name(device: torch.device) -> str:
     """Return e.g. "sm90", or "cpu" under Triton's interpreter."""
-    return f"sm{architecture.number_of(device)}" if device.type == "cuda" else device.type
+    return f"sm{architecture.sm_number(device)}" if device.type == "cuda" else device.type
 
 
 def _supports(**traits: Any) -> str | None:

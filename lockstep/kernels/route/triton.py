@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.activations import Act
-from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.device.activations import relu2, sigmoid, silu_product
+from lockstep.kernels.device.reductions import row_sum
 from lockstep.kernels.device.tree_reduction import load_tree_sum
-from lockstep.kernels.norm.rms import row_sum
 from lockstep.kernels.route.contract import (
     BARRED_KEY,
     NAN_KEY,

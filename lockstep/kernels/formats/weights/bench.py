@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.bench_types import BenchEnv, Cost, LazyBenchmark, ModelShape, OpBenchmark
 from lockstep.kernels.formats.weights import (
     Fp4Weight,
     Fp8Weight,
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, Empty] = {
 }
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """Yield dequantize_weight of the largest matrix and, on a GPU, linear at all but the head."""
     (_, n, k) = max(model.weights[:-1], key=lambda weight: weight[1] * weight[2])
     if query_len == 1:
@@ -56,7 +56,7 @@ def _weights(layout: str, n: int, k: int, env: BenchEnv) -> list[QuantizedWeight
     """Return enough weights that successive calls read memory and not the L2 cache."""
     generator = torch.Generator(env.device).manual_seed(0)
     first = LAYOUTS[layout](n, k, env.device)
-    count = min(-(-env.walk_bytes // first.nbytes) + 1, MAX_WEIGHTS)
+    count = min(-(-env.chain_bytes // first.nbytes) + 1, MAX_WEIGHTS)
     weights = [first, *(LAYOUTS[layout](n, k, env.device) for _ in range(count - 1))]
     for weight in weights:
         weight.fill_dummy(generator)
@@ -66,12 +66,12 @@ def _weights(layout: str, n: int, k: int, env: BenchEnv) -> list[QuantizedWeight
 def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     """Measure linear at one matrix in one format."""
     weights = _weights(layout, n, k, env)
-    x = env.random(env.most * query_len, k)
+    x = env.random(env.max_rows * query_len, k)
     backend, run = env.choose(linear, n=n, k=k, quantized=type(weights[0]).__name__)
     split_k = choose_split_k(n, k, env.device, quantized=True)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
-        weight = weights[turn % len(weights)]
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
+        weight = weights[variant % len(weights)]
         rows = x[begin * query_len : end * query_len]
         return lambda: run(rows, weight, split_k)
 
@@ -85,7 +85,7 @@ def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: in
         size=f"{layout} {name} {n}x{k}",
         query_len=query_len,
         backend=backend,
-        rows=env.most,
+        rows=env.max_rows,
         call=call,
         cost=cost,
         variants=len(weights),
@@ -98,17 +98,17 @@ def _dequantize(n: int, k: int, env: BenchEnv) -> OpBenchmark:
     out = torch.empty(n, k, dtype=env.dtype, device=env.device)
     backend, run = env.choose(dequantize_weight)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], None]:
-        return lambda: run(weights[turn % len(weights)], out)
+    def call(begin: int, end: int, variant: int) -> Callable[[], None]:
+        return lambda: run(weights[variant % len(weights)], out)
 
     return OpBenchmark(
         op=dequantize_weight.name,
         size=f"int4 {n}x{k}",
         query_len=1,
         backend=backend,
-        rows=env.most,
+        rows=env.max_rows,
         call=call,
         cost=lambda rows: Cost(weights[0].nbytes + out.nbytes),
         variants=len(weights),
-        seen=lambda begin, end, left: [],
+        outputs=lambda begin, end, left: [],
     )

@@ -109,7 +109,7 @@ def fit_stages(
     """
     mma_sync = mma_sync or uses_mma_sync(arch)
     stage, fixed = shared_memory_bytes(block_n, block_m, block_k, weight, mma_sync)
-    return architecture.stages_within(num_stages, stage, fixed, arch)
+    return architecture.fit_stages(num_stages, stage, fixed, arch)
 
 
 def dense_operand(weight: Tensor) -> tuple[WeightOperand, WeightFormat]:

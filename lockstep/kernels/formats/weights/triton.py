@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """dequantize_weight in Triton: one CTA per tile, elementwise."""
 
 import torch
