@@ -66,26 +66,28 @@ NAMED_BARRIER = (
 )
 ALLOWED = (
     Allowed(
-        ("pipeline_kernel", "stream_k_kernel", "_latent_kernel", "_prompt_kernel")
-        + ("_segments_kernel",),
+        ("pipeline_kernel", "stream_k_kernel", "_latent_kernel", "_prefill_kernel")
+        + ("_split_kv_kernel",),
         "def {}(",
         (
             "def {}(",
             "gl.warp_specialize(",
-            "if row < count * GROUP:",
-            "if (count > 0) & (first < tiles):",
+            "if first_row < count * GROUP:",
+            "if (count > 0) & (first_tile < tiles):",
         ),
         "warp_specialize hands partition numbers and arguments to its warps through shared memory, "
         "and bar.sync 1 of the whole CTA orders the write before the read; racecheck does not pair "
         "that barrier, which the two sides reach at different instructions",
     ),
     Allowed(
-        ("_latent_kernel", "_segments_kernel"),
-        "fade = fades.index(",
-        ("fades.index(",),
+        ("_latent_kernel", "_split_kv_kernel"),
+        "rescale = rescales.index(",
+        ("rescales.index(",),
         NAMED_BARRIER,
     ),
-    Allowed(("_segments_kernel",), "top = peaks.index(", ("peaks.index(",), NAMED_BARRIER),
+    Allowed(
+        ("_split_kv_kernel",), "row_max = row_maxes.index(", ("row_maxes.index(",), NAMED_BARRIER
+    ),
 )
 
 
@@ -135,8 +137,9 @@ def run_shared_tiles() -> None:
     """Launch the kernel whose CTAs share tiles, which takes more outputs than the cases have."""
     import torch
 
+    from lockstep.kernels.compile_target import compile_target
     from lockstep.kernels.formats.weights.cases import random_weights
-    from lockstep.kernels.linear.quantized import compile_target, launch
+    from lockstep.kernels.linear.quantized import launch
     from lockstep.kernels.linear.quantized_tuning import candidates, fit_tile
     from tests.kernels.backends import Backend
 
@@ -144,8 +147,8 @@ def run_shared_tiles() -> None:
     weight = backend.place(dict(random_weights(1024, 1024))["int4 asymmetric"])
     for tokens in (8, 64):
         x = torch.randn(tokens, 1024, dtype=torch.bfloat16, device="cuda")
-        ring = next(tile for tile in candidates(tokens, 1, weight.bits) if tile.pipeline)
-        tile = replace(fit_tile(ring, weight, 1, HOPPER), stream_k=1)
+        tile = next(tile for tile in candidates(tokens, 1, weight.bits) if tile.pipeline)
+        tile = replace(fit_tile(tile, weight, 1, HOPPER), stream_k=1)
         launch(x, weight, 1, tile, replace(compile_target(x.device), num_sms=3))
     torch.cuda.synchronize()
 
