@@ -1,4 +1,4 @@
-"""The conformance check that ships with the product: the answer never changes, shown here."""
+"""Conformance check: prove that optimizations never change an output."""
 
 from lockstep.check.matrix.logits import run_logits
 from lockstep.check.matrix.setups import SIZES

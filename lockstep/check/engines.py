@@ -1,7 +1,7 @@
-"""The engines of a check: built, given requests, watched, and compared with the plain answers.
+"""Engines of a check: build them, run requests, observe steps, compare with plain outputs.
 
-An engine is what users build, but for what lockstep.worker.hooks lets a check put in. Nothing of it
-is replaced while it runs.
+They are built like a user's engine, with the hooks of lockstep.worker.hooks in addition. No part is
+replaced while an engine runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,19 +31,19 @@ from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from lockstep.worker.step_observer import StepObserver
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-"""The parameters of a prompt that only has to be cached."""
+"""Sampling parameters for a prompt that is only cached."""
 
 
 @dataclass
 class Completion:
-    """One completion of a request while it runs. aborted: ended from outside."""
+    """Running completion of a request. aborted: ended by an abort."""
 
     request: Request
     text: CompletionText
     aborted: bool = False
 
     def take(self) -> bool:
-        """Takes the request's new tokens; True if it ended on a stop string."""
+        """Append the request's new tokens; return True if a stop string ended it."""
         request = self.request
         if self.text.finished:
             return False
@@ -52,7 +52,7 @@ class Completion:
         return self.text.finished and request.finish_reason is None
 
     def answer(self, digests: Sequence[int] = ()) -> Answer:
-        """What has come of it. digests: of the logits in front of each of its tokens."""
+        """Return the output. digests: digests of the logits of its tokens."""
         done = self.text.output
         request = self.request
         has_prompt_bits = request.params.prompt_logprobs is not None and bool(done.token_ids)
@@ -68,7 +68,7 @@ class Completion:
 
 
 class CheckEngine:
-    """An engine of a check, and its text side."""
+    """Engine of a check with its text processing."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -76,17 +76,17 @@ class CheckEngine:
 
     @property
     def drafter(self) -> WatchedDrafter | None:
-        """The drafter, where the engine was built with the hooks of a check and has one."""
+        """Return the wrapped drafter, or None without drafter or hooks."""
         found = worker_of(self.engine).program.drafter
         return found if isinstance(found, WatchedDrafter) else None
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """The graph modes of this device, the product's default first."""
+        """Return the graph modes of this device, the default first."""
         return GRAPH_MODES if self.engine.plan.device == "cuda" else ("none",)
 
     def set_texts(self, texts: list[list[int]]) -> None:
-        """Gives an engine's answer oracle whole rows, prompt and answer."""
+        """Store prompts with their outputs in the engine's oracle drafter."""
         assert self.drafter is not None
         assert isinstance(self.drafter.inner, OracleDrafter)
         self.drafter.inner.set_texts(texts)
@@ -94,14 +94,14 @@ class CheckEngine:
     def completions(
         self, name: str, prompt: Sequence[int], params: SamplingParams, priority: int = 0
     ) -> list[Completion]:
-        """The n completions of a request, whose ids begin with its name; none runs yet."""
+        """Create the n completions of a request without running them; `name` prefixes their ids."""
         processor = self.llm.processor
         given = {"prompt_token_ids": list(prompt)}
         requests = processor.requests(name, given, params, priority)
         return [Completion(r, processor.completion(r, i)) for i, r in enumerate(requests)]
 
     def serve(self, completions: Sequence[Completion]) -> None:
-        """Runs completions to their ends, stop strings included."""
+        """Run completions to their ends, including stop strings."""
         by_id = {completion.request.id: completion for completion in completions}
 
         def update(request: Request) -> None:
@@ -111,7 +111,7 @@ class CheckEngine:
         self.engine.run([completion.request for completion in completions], update)
 
     def answers(self, cases: Sequence[Case], digests: LogitDigests | None = None) -> list[Answer]:
-        """Runs cases all at once. digests: watches their logits, for the answers to have them."""
+        """Run cases together. digests: observer whose digests are added to the outputs."""
         completions = [
             completion
             for index, case in enumerate(cases)
@@ -126,7 +126,7 @@ class CheckEngine:
         return [each.answer(found.get(each.request.id, ())) for each in completions]
 
     def cache(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Puts prompts into the prefix cache, by generating a token behind each, all at once."""
+        """Cache prompts by generating one token after each, all together."""
         self.serve(
             [
                 completion
@@ -159,7 +159,7 @@ class CheckEngine:
 
     @contextmanager
     def observed(self, observer: StepObserver) -> Iterator[None]:
-        """The observer sees every step that is launched meanwhile."""
+        """Call the observer for every step that is launched in the context."""
         observers = worker_of(self.engine).observers
         observers.append(observer)
         try:
@@ -169,22 +169,22 @@ class CheckEngine:
 
 
 def build(model: str | None, settings: dict[str, Any], hooks: CheckHooks = NO_HOOKS) -> CheckEngine:
-    """An engine of these settings and hooks. Raises what LLM raises."""
+    """Build an engine with these settings and hooks. Raises what LLM raises."""
     config = EngineConfig.read(model=model, **settings)
     return CheckEngine(LLM.over(build_engine(config, hooks=hooks)))
 
 
 def build_plain(model: str | None, settings: dict[str, Any]) -> CheckEngine:
-    """The engine of plain runs. Raises what LLM raises."""
+    """Build the engine of plain runs. Raises what LLM raises."""
     return build(model, settings_with(PLAIN.settings(small_chunks=False), settings))
 
 
 @dataclass
 class Comparison:
-    """Runs batches of cases, and compares every answer with the plain one.
+    """Comparison of batches with plain outputs.
 
-    expected: the plain answers by the names of their cases; difference: what of two answers is
-    compared; compared: how many answers were.
+    expected: plain outputs by case name. difference: function that compares two outputs. compared:
+    number of compared outputs.
     """
 
     expected: dict[str, Answer]
@@ -195,7 +195,7 @@ class Comparison:
     def run(
         self, engine: CheckEngine, setup: Setup, batch: Batch, digests: LogitDigests | None = None
     ) -> list[Answer]:
-        """Runs a batch, and adds to the report's failures and to what took place."""
+        """Run a batch, and add failures and event counters to the report."""
         answers = engine.answers(batch.cases, digests)
         self.report.count(took_place(answers))
         for case, answer in zip(batch.cases, answers, strict=True):

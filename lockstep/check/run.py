@@ -1,4 +1,4 @@
-"""The check as a whole: the plain engine, and the sections that compare everything with it."""
+"""Entry points of the check: build the plain engine, and run all sections against it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from lockstep.worker.executor import executor_of
 
 
 def _silent(what: str, done: int, of: int) -> None:
-    """No progress shown."""
+    """Show no progress."""
 
 
 def run_check(
@@ -32,14 +32,13 @@ def run_check(
     oracle: bool = False,
     **settings: Any,
 ) -> Report:
-    """Runs a size (quick, default, full): sampling, scenarios drawn from a seed, the matrix.
+    """Run a check of a size (quick, default, full): distributions, random scenarios, the matrix.
 
-    `settings` are LLM's, for all engines; a speculative_config among them names a drafter that is
-    checked beside those that the checkpoint allows by itself. effort: how many scenarios, and what
-    becomes of a difference, and which shard of the check is done; the first has the tests of
-    distributions and the oracle. oracle: whether the plain run's logits are compared with
-    transformers'. Raises ConfigError on an unknown size, or where there is no oracle, and
-    Interrupted. Differences are in the report, not raised.
+    settings: LLM arguments for all engines. A speculative_config among them names one more drafter
+    to check. effort: number of scenarios, treatment of differences, and the shard; the first shard
+    includes the distribution tests and the oracle. oracle: compare the plain run's logits with
+    those of transformers. Raises ConfigError for an unknown size or a missing oracle, and
+    Interrupted. Differences are reported, not raised.
     """
     if size not in SIZES:
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
@@ -62,7 +61,7 @@ def _sections(
     effort: Effort,
     oracle: bool,
 ) -> list[Callable[[], object]]:
-    """What a check does, in its order, over one plain engine."""
+    """Return the sections of a check in order; all share one plain engine."""
     plain = build_plain(model, settings)
     report.numerics = plain.engine.numerics
     drafters, report.skipped = drafters_of(
@@ -89,7 +88,7 @@ def _sections(
 
 
 def run_replay(scenario: Scenario, model: str | None = None, **settings: Any) -> Report:
-    """Runs one scenario of a file alone. Raises Interrupted."""
+    """Run the scenario of a file alone. Raises Interrupted."""
     report = Report("replay", num_scenarios=1)
     with running(report):
         plain = build_plain(model, settings)

@@ -1,4 +1,4 @@
-"""One of several equal parts of a check, each run by a process of its own."""
+"""Shards: equal parts of a check that run in separate processes."""
 
 import random
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ MOST_SHARDS = 1024
 
 @dataclass(frozen=True)
 class Shard:
-    """Part number `index`, from 1, of `count`. Raises ConfigError where there is no such one."""
+    """Part number `index`, from 1, of `count`. Raises ConfigError if it does not exist."""
 
     index: int = 1
     count: int = 1
@@ -28,7 +28,7 @@ class Shard:
 
     @classmethod
     def read(cls, text: str) -> "Shard":
-        """The shard that a text such as 2/4 names. Raises ConfigError."""
+        """Return the shard that a text such as 2/4 names. Raises ConfigError."""
         (index, _, count) = text.partition("/")
         if not (index.isdecimal() and count.isdecimal() and len(text) < 16):
             raise ConfigError(
@@ -37,19 +37,22 @@ class Shard:
         return cls(int(index), int(count))
 
     def has(self, number: int) -> bool:
-        """Whether this shard does the case of that number, from 0."""
+        """Return whether this shard includes the case of this number, from 0."""
         (turn, place) = divmod(number, self.count)
         return _dealt(turn, self.count)[place] == self.index
 
 
 @lru_cache(maxsize=1024)
 def _dealt(turn: int, count: int) -> tuple[int, ...]:
-    """Which shard gets which of the turn's `count` cases. Cases come in a cycle of drafters, phases
-    and graphs: dealt in order, a shard could get one of them each time, and never drafts."""
+    """Return a shuffled assignment of `count` consecutive cases to shards.
+
+    Cases repeat a cycle of drafters, phases and graphs. Without shuffling, a shard could get the
+    same drafter each time, and never one that drafts.
+    """
     order = list(range(1, count + 1))
     random.Random(f"shards {turn} of {count}").shuffle(order)
     return tuple(order)
 
 
 WHOLE = Shard()
-"""All of the check in one process."""
+"""Shard that is the complete check."""

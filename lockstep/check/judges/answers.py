@@ -1,4 +1,4 @@
-"""Answers in a form that is compared bit for bit, and counters of what their runs exercised."""
+"""Outputs in a form that is compared bit for bit, and event counters of their runs."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,22 +7,24 @@ from dataclasses import dataclass
 from lockstep.outputs import Logprob, RequestMetrics
 
 Bits = tuple[tuple[tuple[int, str, int], ...], ...]
-"""Of every position the token ids, their log-probabilities bit for bit, and their ranks."""
+"""Per position: token ids, their log-probabilities as hexadecimal text, and their ranks."""
 Mismatch = tuple[int, str]
-"""Index of an output position, and what differs there."""
+"""Index of an output position, and a description of the difference."""
 NO_ENDING = (None, None)
-"""The ending of an answer that was ended from outside."""
+"""Ending of an aborted output."""
 CACHED = "cached tokens"
 PREEMPTIONS = "preemptions"
 DRAFTED = "draft tokens"
 ACCEPTED = "accepted draft tokens"
-"""Counters of a report, as users read them."""
+"""Names of counters in a report."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion. digests: of all bits of the logits in front of each token, where they were
-    watched; ending: finish and stop reason; prompt_bits: log-probabilities of the prompt's tokens.
+    """Output of one completion.
+
+    digests: digest of the logits of each token, if observed. ending: finish and stop reason.
+    prompt_bits: log-probabilities of the prompt tokens.
     """
 
     tokens: tuple[int, ...]
@@ -34,9 +36,9 @@ class Answer:
     prompt_bits: Bits = ()
 
     def first_difference(self, other: "Answer", begun: bool = False) -> Mismatch | None:
-        """The first output position that differs, and what differs there; None if none.
+        """Return the first output position that differs and the difference, or None.
 
-        begun: this one was ended from outside, so that it is the beginning of the other.
+        begun: this output was aborted, so it must be a prefix of the other.
         """
         for index, (token, due_token) in enumerate(zip(self.tokens, other.tokens, strict=False)):
             if token != due_token:
@@ -52,7 +54,7 @@ class Answer:
         return self._differs_in_the_end(other, begun)
 
     def first_logits_difference(self, other: "Answer") -> Mismatch | None:
-        """The first output position whose logits differ, or which itself does, and what."""
+        """Return the first position whose logits or tokens differ, and the difference, or None."""
         for index, (token, digest) in enumerate(zip(other.tokens, other.digests, strict=True)):
             if self.digests[index : index + 1] != (digest,):
                 return index, "the bits of the logits differ"
@@ -61,7 +63,7 @@ class Answer:
         return None
 
     def _differs_in_the_end(self, other: "Answer", begun: bool) -> Mismatch | None:
-        """What differs where all tokens that both have are equal."""
+        """Compare lengths, endings and texts of two outputs whose common tokens are equal."""
         count = len(self.tokens)
         due_count = len(other.tokens)
         least = min(count, due_count)
@@ -80,7 +82,7 @@ class Answer:
 
 
 def _prompt_difference(found: Bits, due: Bits) -> str:
-    """What differs in the log-probabilities of the prompt's tokens."""
+    """Describe the first difference of prompt log-probabilities."""
     if len(found) != len(due):
         return f"{len(found)} prompt logprobs instead of {len(due)}"
     index = next(i for i, pair in enumerate(zip(found, due, strict=True)) if pair[0] != pair[1])
@@ -88,7 +90,7 @@ def _prompt_difference(found: Bits, due: Bits) -> str:
 
 
 def as_bits(logprobs: Sequence[dict[int, Logprob] | None] | None) -> Bits:
-    """Log-probabilities as what can be compared; the first prompt token has none."""
+    """Convert log-probabilities to comparable values; the first prompt token has none."""
     return tuple(
         tuple((token, e.logprob.hex(), e.rank) for token, e in sorted((position or {}).items()))
         for position in logprobs or ()

@@ -13,21 +13,21 @@ from lockstep.worker.program import Outcome
 from lockstep.worker.step_observer import StepObserver
 
 TILE = 64
-"""Rows of logits that are digested at once."""
+"""Logit rows per block of a digest."""
 
 
 @cache
 def _factors(vocab: int, device: torch.device) -> Tensor:
-    """A fixed odd int64 per token id."""
+    """Return a fixed odd int64 factor per token id."""
     generator = torch.Generator().manual_seed(vocab)
     drawn = torch.randint(-(2**62), 2**62, (vocab,), generator=generator)
     return (drawn | 1).to(device)
 
 
 def digest(logits: Tensor) -> Tensor:
-    """logits [N, V] -> [N] int64: the sum of each one's bits, as fp32, times its own odd number.
+    """Return a digest [N] (int64) of logits [N, V]: the sum of fp32 bits times odd factors.
 
-    Modulo 2**64, so the order of the sum is free; one bit more or less always shows.
+    The sum is modulo 2**64, so its order is free. A change of a single bit always changes it.
     """
     factors = _factors(logits.shape[1], logits.device)
     tiles = (tile.float().view(torch.int32) for tile in logits.split(TILE))
@@ -36,9 +36,10 @@ def digest(logits: Tensor) -> Tensor:
 
 @dataclass
 class DigestedStep:
-    """One step: its requests, the place after the first of each row's new tokens, the digests.
+    """Digests of one step, on the device.
 
-    places [S], digests [S, Q], emitted [S]: how many of the Q stand, all still on the device.
+    places [S]: position after each row's first new token. digests [S, Q]. emitted [S]: number of
+    valid digests of each row.
     """
 
     requests: list[RowSpec]
@@ -48,14 +49,14 @@ class DigestedStep:
 
 
 class LogitDigests(StepObserver):
-    """Digests every row of logits that decides a token. rows: the most rows that a step decoded."""
+    """Observer that digests the logits of every token. rows: maximum rows of a decoding step."""
 
     def __init__(self) -> None:
         self.steps: list[DigestedStep] = []
         self.rows = 0
 
     def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
-        """Digests the step's logits, without waiting for the device."""
+        """Digest the step's logits without synchronizing with the device."""
         step, _, logits, verdict = outcome
         count = len(rows)
         if not shape.prompt:
@@ -67,7 +68,7 @@ class LogitDigests(StepObserver):
         self.steps.append(DigestedStep(list(rows), places[:count].clone(), digests, emitted))
 
     def by_request(self) -> dict[str, list[int]]:
-        """Request id -> the digests of its answer's tokens, in their order."""
+        """Return the digests of output tokens in order, by request id."""
         found: dict[str, dict[int, int]] = {}
         for step in self.steps:
             rows = zip(
@@ -86,15 +87,15 @@ class LogitDigests(StepObserver):
 
 
 class RawLogits(StepObserver):
-    """Keeps the first row's logits [1, V] of every step: all of them where a request runs alone."""
+    """Observer that stores the first row's logits [1, V] of every step, for a request alone."""
 
     def __init__(self) -> None:
         self.rows: list[Tensor] = []
 
     def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
-        """Copies the first row."""
+        """Copy the first row."""
         self.rows.append(outcome[2][:1].clone())
 
     def behind(self, count: int) -> Tensor:
-        """The first `count` rows [count, V] in fp32, on the CPU."""
+        """Return the first `count` rows [count, V] in fp32 on the CPU."""
         return torch.cat(self.rows)[:count].float().cpu()

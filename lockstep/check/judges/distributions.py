@@ -1,8 +1,8 @@
-"""The sampling section: drawn tokens against the distribution that the parameters ask for.
+"""Statistical tests of the sampler: sampled tokens against their exact distribution.
 
-Tokens are drawn by the engine's own sampler out of one row of raw logits of a plain run: seed by
-seed, at a position alone and at all positions of a window behind drafts. What they must be
-distributed like is computed in float64 by numpy_sampler, without noise. Seeds are fixed, so a run
+The engine's sampler draws tokens from one row of raw logits of a plain run: one seed after the
+other, at a single position and at all positions of a verification window. numpy_sampler computes
+the expected distribution in float64, without noise. Seeds are fixed, so a run
 gives the same figures each time.
 """
 
@@ -36,19 +36,19 @@ Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]
 DRAFTS = 7
 ROWS = 16
-"""Drawn at once."""
+"""Rows per call of the sampler."""
 LEAST = 1e-6
-"""A sample that is less probable than this is a failure."""
+"""p-value below which a test fails."""
 SEED = 2**40 + 12345
 EXPECTED = 5.0
-"""Least expected count of a bin of a chi-squared test."""
+"""Minimum expected count of a bin of a chi-squared test."""
 CLASSES = 4
 BITS = 64
 
 
 @dataclass(frozen=True)
 class Context:
-    """What is drawn from: raw logits [V], the prompt, the answer so far, and the drafts behind."""
+    """Sampling context: raw logits [V], the prompt, the output so far, and the drafts after it."""
 
     raw: Tensor
     prompt: tuple[int, ...]
@@ -57,13 +57,12 @@ class Context:
     ends: frozenset[int]
 
     def place(self, window_index: int) -> numpy_sampler.Place:
-        """The place of the token behind so many drafts."""
+        """Return the position of the token after this number of drafts."""
         return numpy_sampler.Place(self.prompt, self.answer + self.drafts[:window_index], self.ends)
 
 
 def usual(context: Context) -> SamplingParams:
-    """No parameter but a temperature at which neither few tokens nor very many share the chances:
-    two draws agree in one of 5 to 25 times."""
+    """Return parameters with only a temperature: two samples are equal with p 0.04 to 0.2."""
     params = SamplingParams(temperature=1.0, seed=SEED, max_tokens=64, detokenize=False)
     for _ in range(40):
         agree = float((shares(context, params, 0) ** 2).sum())
@@ -75,9 +74,9 @@ def usual(context: Context) -> SamplingParams:
 
 
 def cases(context: Context) -> dict[str, SamplingParams]:
-    """Every parameter that changes the distribution, by name, and all at once.
+    """Return test parameters by name: each that changes the distribution, and all together.
 
-    Its tokens are the likeliest, so that each parameter matters.
+    They refer to the most probable tokens, so that each parameter has an effect.
     """
     likely = [int(t) for t in torch.topk(context.raw, 8).indices]
     base = usual(context)
@@ -109,7 +108,7 @@ def cases(context: Context) -> dict[str, SamplingParams]:
 
 
 def _decided(params: SamplingParams, context: Context) -> SamplingParams:
-    """The parameters, moved a little until no token stands on a filter's edge by rounding."""
+    """Adjust the parameters until rounding decides at no bound of a filter."""
     for _ in range(50):
         masked = [
             numpy_sampler.masked(context.raw.numpy(), context.place(q), params) for q in range(8)
@@ -126,7 +125,7 @@ def _decided(params: SamplingParams, context: Context) -> SamplingParams:
 
 
 def _doubtful(scores: Floats, params: SamplingParams) -> bool:
-    """Whether a token of scores [V] stands so near a filter's edge that rounding decides."""
+    """Return whether rounding decides if a filter keeps a token of scores [V]."""
     most, least = (
         numpy_sampler.kept(scores, params, edge)
         for edge in (numpy_sampler.CLOSE, -numpy_sampler.CLOSE)
@@ -135,7 +134,7 @@ def _doubtful(scores: Floats, params: SamplingParams) -> bool:
 
 
 def shares(context: Context, params: SamplingParams, index: int) -> Floats:
-    """The probabilities [V] of the token behind `index` drafts."""
+    """Return the probabilities [V] of the token after `index` drafts."""
     x = numpy_sampler.masked(context.raw.numpy(), context.place(index), params) / params.temperature
     x = np.where(numpy_sampler.kept(x, params, 0.0), x, -np.inf)
     weights = np.exp(x - x.max())
@@ -143,14 +142,14 @@ def shares(context: Context, params: SamplingParams, index: int) -> Floats:
 
 
 class Sampling:
-    """Draws with the sampler of one engine."""
+    """Sampler of one engine, applied to a context."""
 
     def __init__(self, llm: LLM, context: Context) -> None:
         self.llm = llm
         self.context = context
 
     def requests(self, params: SamplingParams, count: int) -> list[Request]:
-        """So many completions of one request; their seeds are what the product makes of them."""
+        """Return `count` completions of one request, with the seeds that the product derives."""
         prompt = {"prompt_token_ids": list(self.context.prompt)}
         found = []
         for first in range(0, count, 128):
@@ -161,8 +160,10 @@ class Sampling:
     @one_thread()
     @torch.inference_mode()
     def draw(self, requests: Sequence[Request], window: int, ahead: int = 0) -> Tokens:
-        """[requests, window]: the token of each behind 0 .. window - 1 drafts; ahead: how much
-        further on in the text."""
+        """Return tokens [requests, window] sampled after 0 .. window - 1 drafts.
+
+        ahead: offset that is added to the positions.
+        """
         runner = worker_of(self.llm.engine)
         context = self.context
         table = runner.table
@@ -188,13 +189,13 @@ class Sampling:
 
 
 def improbable(statistic: float, freedom: int) -> float:
-    """How probable so large a chi-squared is."""
+    """Return the p-value of a chi-squared statistic."""
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1])) if freedom else 1.0
 
 
 def chi_squared(counts: Floats, expected: Floats) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; rare outcomes are counted together."""
+    """Return the statistic and its degrees of freedom; rare outcomes share a bin."""
     order = np.argsort(-expected)
     counts = counts[order]
     expected = expected[order]
@@ -208,14 +209,14 @@ def chi_squared(counts: Floats, expected: Floats) -> tuple[float, int]:
 
 
 def wrong_distribution(tokens: Tokens, due: Sequence[Floats]) -> str | None:
-    """tokens [N, W] drawn, due: W distributions [V] -> what is wrong, or None."""
+    """Compare tokens [N, W] with W expected distributions [V]; return the fault, or None."""
     total = 0.0
     freedom = 0
     for index, share in enumerate(due):
         counts = np.bincount(tokens[:, index], minlength=len(share)).astype(np.float64)
         never = np.nonzero((counts > 0) & (share == 0))[0]
         if len(never):
-            return f"token {never[0]} was drawn behind {index} drafts and may not be"
+            return f"token {never[0]} was sampled after {index} drafts but has probability 0"
         statistic, degrees = chi_squared(counts, share * len(tokens))
         total += statistic
         freedom += degrees
@@ -223,7 +224,7 @@ def wrong_distribution(tokens: Tokens, due: Sequence[Floats]) -> str | None:
 
 
 def _if_improbable(statistic: float, freedom: int, what: str) -> str | None:
-    """What is wrong with a chi-squared of so many degrees of freedom, or None."""
+    """Return a message if the statistic is too improbable, else None."""
     probable = improbable(statistic, freedom)
     if probable >= LEAST:
         return None
@@ -231,7 +232,7 @@ def _if_improbable(statistic: float, freedom: int, what: str) -> str | None:
 
 
 def classes(share: Floats) -> NDArray[np.int64]:
-    """A class [V] of each token, so that all are about equally probable."""
+    """Return the class [V] of each token, such that all classes are about equally probable."""
     mass = np.zeros(CLASSES)
     found = np.zeros(len(share), np.int64)
     for token in np.argsort(-share):
@@ -241,7 +242,7 @@ def classes(share: Floats) -> NDArray[np.int64]:
 
 
 def wrong_pairs(left: Tokens, right: Tokens, share: Floats, what: str) -> str | None:
-    """Whether tokens that have nothing to do with each other, all of one distribution, do."""
+    """Test two sequences of tokens for independence; return the fault, or None."""
     kind = classes(share)
     mass = np.bincount(kind, weights=share, minlength=CLASSES)
     pairs = kind[left.ravel()] * CLASSES + kind[right.ravel()]
@@ -251,7 +252,7 @@ def wrong_pairs(left: Tokens, right: Tokens, share: Floats, what: str) -> str | 
 
 
 def independence(sampling: Sampling, draws: int) -> Iterator[tuple[str, str | None]]:
-    """Positions, rows, the n of a request, and seeds that differ in a bit, each by name."""
+    """Yield (name, fault) of the independence tests: positions, completions, rows and seeds."""
     context = sampling.context
     params = usual(context)
     share = shares(context, params, 0)
@@ -261,13 +262,13 @@ def independence(sampling: Sampling, draws: int) -> Iterator[tuple[str, str | No
     yield "completions", wrong_pairs(tokens[:-1], tokens[1:], share, "completions of a request")
     order = list(reversed(requests))
     other = sampling.draw(order, DRAFTS + 1)[::-1]
-    same = "another row gives another token" if (other != tokens).any() else None
+    same = "the token depends on the row" if (other != tokens).any() else None
     yield "rows", same
     yield "seeds", wrong_bits(sampling, params, share)
 
 
 def wrong_bits(sampling: Sampling, params: SamplingParams, share: Floats) -> str | None:
-    """Whether seeds that differ in one of 64 bits give streams that agree too often."""
+    """Test whether seeds that differ in one of 64 bits give independent tokens."""
     seeds = [SEED, *(SEED ^ (1 << bit) for bit in range(BITS))]
     own = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]
     requests = [r for seed in own for r in sampling.requests(replace(params, seed=seed), 1)]
@@ -283,8 +284,10 @@ def wrong_bits(sampling: Sampling, params: SamplingParams, share: Floats) -> str
 
 
 def find_context(plain: PlainRuns) -> Context:
-    """The logits of the plain answers' flattest place, behind an answer and in front of drafts that
-    are made of its likeliest tokens."""
+    """Return a context with the flattest logits of the plain runs.
+
+    Its output so far and its drafts consist of the most probable tokens.
+    """
     runs = PlainRuns(plain.engine)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
     prompts = [tuple(p) for p in short_prompts(plain.llm)[:3]]
@@ -304,7 +307,7 @@ def run_sampling(
     report: Report,
     fail_fast: bool = False,
 ) -> None:
-    """Runs the section and adds to the report. draws: seeds of a test, 0: no tests."""
+    """Run the tests and add them to the report. draws: seeds per test, 0 for no tests."""
     if not draws:
         return
     setup = Setup(oracle_drafter.NAME, DRAFTS, SAMPLING, "none")
@@ -322,7 +325,7 @@ def run_sampling(
 
 
 def _tests(sampling: Sampling, draws: int) -> Iterator[tuple[str, str | None]]:
-    """Every test's name, and what is wrong."""
+    """Yield the name of each test, and its fault or None."""
     context = sampling.context
     for name, params in cases(context).items():
         for mode, count, window in (("alone", 2 * draws, 1), ("window", draws, DRAFTS + 1)):

@@ -1,8 +1,8 @@
-"""A second sampler, in numpy and float64, one position at a time.
+"""Reference sampler in numpy and float64, for one position at a time.
 
-What every way to run has in common cannot be found by comparing them. So the plain run's tokens
-are compared with this: choices, bias, bad words, min_tokens, penalties, filters and noise as they
-are documented, without any code of the engine's.
+A fault that all runs share cannot be found by comparing them. So the plain run's tokens are judged
+by this sampler. It implements choices, bias, bad words, min_tokens, penalties, filters and noise
+from their documentation, without code of the engine.
 """
 
 from collections import Counter
@@ -16,19 +16,18 @@ from lockstep.sampling_params import SamplingParams
 
 Floats = NDArray[np.float64]
 CLOSE = 1e-4
-"""By how much, relative to the scores, a token may miss the best: fp32 against float64."""
+"""Relative tolerance of a score: fp32 against float64."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The texts of which an answer must be one, in UTF-8; spelled: the bytes of each token, none
-    for tokens that stand for no text."""
+    """Allowed texts of an output in UTF-8. spelled: bytes of each token, empty for special ones."""
 
     texts: tuple[bytes, ...]
     spelled: Sequence[bytes]
 
     def next(self, answer: Sequence[int], ends: frozenset[int]) -> set[int]:
-        """The tokens that lead on to one of them, or end an answer that is one."""
+        """Return the tokens that continue a choice, and those that end a complete one."""
         said = b"".join(self.spelled[token] for token in answer)
         rests = [text[len(said) :] for text in self.texts if text.startswith(said)]
         found = set()
@@ -40,8 +39,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a token stands: the prompt and all tokens of the answer in front of it, what would end
-    the answer, and what the answer must be, if that is asked for."""
+    """Position of a token: prompt, output tokens before it, end tokens, and allowed choices."""
 
     prompt: Sequence[int]
     answer: Sequence[int]
@@ -50,7 +48,7 @@ class Place:
 
 
 def masked(raw: Floats, place: Place, params: SamplingParams) -> Floats:
-    """Raw logits [V] with choices, bias, bad words, min_tokens and penalties, in this order."""
+    """Apply choices, bias, bad words, min_tokens and penalties to raw logits [V], in this order."""
     x = raw.astype(np.float64)
     if place.choices is not None:
         chosen = np.full_like(x, -np.inf)
@@ -79,9 +77,9 @@ def masked(raw: Floats, place: Place, params: SamplingParams) -> Floats:
 
 
 def kept(x: Floats, params: SamplingParams, slack: float) -> NDArray[np.bool_]:
-    """Which tokens min_p, top_k and top_p keep of scores [V] already divided by the temperature.
+    """Return the mask [V] of min_p, top_k and top_p for scores divided by the temperature.
 
-    slack: above 0 doubtful tokens are kept as well, below 0 they are not.
+    slack: tolerance at the bounds; above 0 it keeps doubtful tokens, below 0 it drops them.
     """
     keep = x > -np.inf
     if not keep.any():
@@ -105,7 +103,7 @@ def kept(x: Floats, params: SamplingParams, slack: float) -> NDArray[np.bool_]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """fmix32 of MurmurHash3 on 32-bit numbers."""
+    """Apply fmix32 of MurmurHash3 to 32-bit numbers."""
     low = np.uint64(0xFFFFFFFF)
     x = x ^ (x >> np.uint64(16))
     x = (x * np.uint64(0x85EBCA6B)) & low
@@ -115,7 +113,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def noise(seed: int, position: int, vocab: int) -> Floats:
-    """Standard Gumbel noise [V] of a 64-bit seed at an absolute position."""
+    """Return standard Gumbel noise [V] of a 64-bit seed at an absolute position."""
     bits = seed % 2**64
     key = _mix(np.array([bits % 2**32 ^ 0x9E3779B9], np.uint64))
     key = _mix(key ^ np.uint64(bits // 2**32))
@@ -125,9 +123,9 @@ def noise(seed: int, position: int, vocab: int) -> Floats:
 
 
 def missed_by(raw: Floats, token: int, place: Place, params: SamplingParams, seed: int) -> float:
-    """By how much a token's score misses the best one, relative to it; 0 where it is the best.
+    """Return the relative difference of a token's score to the best one, 0 for the best.
 
-    Any token will do where the parameters leave none.
+    If the parameters allow no token, every token is accepted.
     """
     x = masked(raw, place, params)
     sure = x > -np.inf
@@ -147,7 +145,7 @@ def missed_by(raw: Floats, token: int, place: Place, params: SamplingParams, see
 def wrong_token(
     raw: Floats, token: int, place: Place, params: SamplingParams, seed: int
 ) -> str | None:
-    """What is wrong with a token at this place, or None."""
+    """Return what is wrong with a token at this position, or None."""
     missed = missed_by(raw, token, place, params, seed)
     if missed <= CLOSE:
         return None
@@ -161,9 +159,9 @@ def wrong_end(
     params: SamplingParams,
     room: int,
 ) -> str | None:
-    """What is wrong with where an answer ended, or None. room: the most tokens it could have.
+    """Return what is wrong with an output's ending, or None. room: maximum tokens of the output.
 
-    An end by a stop string is left to the text.
+    An ending by a stop string is not judged here.
     """
     if isinstance(ending[1], str):
         return None
@@ -184,7 +182,7 @@ def wrong_end(
 def wrong_logprobs(
     raw: Floats, token: int, entry: dict[int, tuple[float, int]], most: int
 ) -> str | None:
-    """What is wrong with the log-probabilities and ranks given at a position, or None."""
+    """Return what is wrong with the log-probabilities and ranks at a position, or None."""
     peak = raw.max()
     scores = raw - peak - np.log(np.exp(raw - peak).sum())
     if token not in entry or len(entry) not in (most, most + 1):

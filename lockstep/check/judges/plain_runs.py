@@ -1,7 +1,7 @@
 """Plain runs: every request alone, on an engine without drafts, cache, chunks or graphs.
 
-They are what all others must equal, so they are judged themselves: every token, ending and
-log-probability is compared with what lockstep.check.judges.numpy_sampler makes of the raw logits.
+All other runs must equal them, so they are judged themselves: numpy_sampler checks every token,
+ending and log-probability against the raw logits.
 """
 
 import json
@@ -19,15 +19,15 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 
 PROMPT_CLOSE = {"float32": 1e-3}
-"""By dtype: how far a prompt token's log-probability may be from the one behind a shorter prompt,
-whose last chunk is cut elsewhere. 0.1 in formats of 16 bits."""
+"""Tolerance by dtype between a prompt token's log-probability and that after a shorter prompt,
+whose last chunk has another length. 0.1 in 16-bit dtypes."""
 FLATTEST = 8
-"""How many raw logits are kept to draw from: those with the highest entropy."""
+"""Number of stored logit rows with the highest entropy, for the distribution tests."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A plain run that is wrong by itself. completion: which of the request's n."""
+    """Fault of a plain run. completion: index among the request's n."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -37,7 +37,7 @@ class Fault:
 
 
 class PlainRuns:
-    """Answers of one plain engine, kept by prompt and parameters; `faults` of them."""
+    """Outputs of one plain engine, cached by prompt and parameters, and their faults."""
 
     def __init__(self, engine: CheckEngine) -> None:
         self.engine = engine
@@ -49,7 +49,7 @@ class PlainRuns:
         self._spelled: list[bytes] = []
 
     def answers(self, prompt: Sequence[int], params: SamplingParams) -> list[Answer]:
-        """The n completions of a request, each run alone."""
+        """Return the n completions of a request, each run alone."""
         key = json.dumps([list(prompt), asdict(params)], default=str)
         if key not in self._kept:
             self._runs += 1
@@ -58,13 +58,13 @@ class PlainRuns:
         return self._kept[key]
 
     def judged(self, prompt: Sequence[int], params: SamplingParams) -> Fault | None:
-        """What is wrong with the plain run of a request by itself, or None."""
+        """Return the fault of a request's plain run, or None."""
         self.answers(prompt, params)
         same = (f for f in self.faults if f.prompt == tuple(prompt) and f.params == params)
         return next(same, None)
 
     def _run(self, completion: Completion, index: int, params: SamplingParams) -> Answer:
-        """One completion, run and judged."""
+        """Run and judge one completion."""
         logits = self._serve(completion)
         raw = logits.behind(len(completion.text.output.token_ids))
         answer = completion.answer(digest(raw).tolist())
@@ -80,7 +80,7 @@ class PlainRuns:
         return answer
 
     def _choices(self, request: Request) -> numpy_sampler.Choices | None:
-        """The texts of which the answer must be one, where it must be."""
+        """Return the choices of a structured output, or None."""
         wanted = request.params.structured_outputs
         tokenizer = self.llm.tokenizer
         if wanted is None or wanted.choice is None or tokenizer is None:
@@ -92,15 +92,14 @@ class PlainRuns:
         return numpy_sampler.Choices(tuple(text.encode() for text in wanted.choice), self._spelled)
 
     def _serve(self, completion: Completion) -> RawLogits:
-        """Runs a completion alone to its end; the logits of its tokens."""
+        """Run a completion alone to its end, and return the logits of its tokens."""
         logits = RawLogits()
         with self.engine.observed(logits):
             self.engine.serve([completion])
         return logits
 
     def _wrong_prompt_logprob(self, request: Request, answer: Answer) -> Mismatch | None:
-        """Whether a prompt token's log-probability is another than behind that much of the prompt
-        alone; two tokens are tried."""
+        """Compare the log-probabilities of two prompt tokens with runs of the shorter prompts."""
         prompt = request.prompt_token_ids
         close = PROMPT_CLOSE.get(self.engine.engine.plan.dtype, 0.1)
         for length in sorted({len(prompt) // 2, len(prompt) - 1} - {0}):
@@ -113,7 +112,7 @@ class PlainRuns:
         return None
 
     def _logits_behind(self, prompt: Sequence[int]) -> Tensor:
-        """The raw logits [V] behind a prompt."""
+        """Return the raw logits [V] after a prompt."""
         (completion,) = self.engine.completions("plain-prefix", prompt, ONE_TOKEN)
         return self._serve(completion).behind(1)[0]
 
@@ -132,7 +131,7 @@ def _first_fault(
     seed: int | None,
     choices: numpy_sampler.Choices | None,
 ) -> Mismatch | None:
-    """The first position at which an answer is not what its raw logits [N, V] give, and why."""
+    """Return the first position that contradicts the raw logits [N, V] and the reason, or None."""
     params = request.params
     scores = raw.double().numpy()
     given = request.seed if seed is None else (seed + 2**63) % 2**64 - 2**63
@@ -157,7 +156,7 @@ def _first_fault(
 
 
 def _wrong_prompt(answer: Answer, request: Request) -> str | None:
-    """What is wrong with the log-probabilities of the prompt, as far as they show it."""
+    """Return what is wrong with the number and tokens of prompt log-probabilities, or None."""
     due = request.prompt_token_ids[1:]
     most = request.params.prompt_logprobs or 0
     if len(answer.prompt_bits) != len(due):

@@ -1,4 +1,4 @@
-"""Traces a model run: a digest of every module's output per request and position.
+"""Trace a model run: digests of every module's output per request and position.
 
 Two runs of one request are compared position by position, module by module, in the order of the
 computation: the first difference names the layer and op that broke the contract.
@@ -22,8 +22,11 @@ Digests = dict[int, dict[str, bytes]]
 
 
 class Trace(StepObserver):
-    """What the model computed for one request. A position run again (after a rejected draft, or
-    replayed) replaces what was seen of it before, so what stays belongs to committed tokens."""
+    """Digests of the model's outputs for one request.
+
+    A position that runs again (after a rejected draft, or replayed) replaces its digests, so the
+    remaining ones belong to committed tokens.
+    """
 
     def __init__(self, is_mine: Callable[[RowSpec], bool]) -> None:
         self.is_mine = is_mine
@@ -33,11 +36,11 @@ class Trace(StepObserver):
         self._places: list[tuple[int, int]] = []
 
     def before_step(self, rows: Sequence[RowSpec], shape: StepShape) -> None:
-        """The model is called for these requests next."""
+        """Record the rows of the next model call."""
         self._requests = rows
 
     def begin(self, step: Step) -> None:
-        """The model is called: finds this request's tokens in the step."""
+        """Find this request's tokens at the start of a model call."""
         mine = [i for i, request in enumerate(self._requests) if self.is_mine(request)]
         self._step = step
         self._places = []
@@ -49,11 +52,11 @@ class Trace(StepObserver):
                 self.digests[position] = {}
 
     def end(self) -> None:
-        """The model has returned: calls of shared modules by a drafter are not ours."""
+        """End the model call; later calls of shared modules by a drafter are ignored."""
         self._step = None
 
     def see(self, name: str, output: object) -> None:
-        """A module has returned `output`: its [T, ...] tensors are seen, anything else is not."""
+        """Digest the [T, ...] tensors of a module's output; other outputs are ignored."""
         if self._step is None:
             return
         parts = output if isinstance(output, tuple) else (output,)
@@ -74,7 +77,7 @@ def _digest(tensors: list[Tensor]) -> bytes:
 
 @contextmanager
 def traced(engine: CheckEngine, is_mine: Callable[[RowSpec], bool]) -> Iterator[Digests]:
-    """What the model computes meanwhile for the one request that is meant. Needs an engine without
+    """Trace the model for the selected request in the context. Needs an engine without
     graphs."""
     trace = Trace(is_mine)
     model: nn.Module = worker_of(engine.engine).model
@@ -94,7 +97,7 @@ def traced(engine: CheckEngine, is_mine: Callable[[RowSpec], bool]) -> Iterator[
 
 
 def compare(plain: Digests, other: Digests, end: int) -> str | None:
-    """The first position below `end`, and module there, that both saw and differ in."""
+    """Name the first module and position below `end` whose digests differ, or return None."""
     for position in sorted(p for p in plain if p in other and p < end):
         for name, digest in plain[position].items():
             if other[position].get(name, digest) != digest:

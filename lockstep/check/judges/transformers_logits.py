@@ -1,6 +1,6 @@
-"""The oracle section: the plain run's raw logits against those of transformers.
+"""Comparison of the plain run's raw logits with those of transformers.
 
-A fault of the model itself is in every way to run alike, so that no comparison among them shows it.
+A fault of the model code is the same in all runs, so comparing them cannot show it.
 """
 
 import time
@@ -23,14 +23,14 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.worker.executor import executor_of
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
-"""By the model's dtype: how far, relative to their spread, logits may be from transformers' own in
-fp32. In fp32 the bundled model is 4e-6 off, by the order of additions."""
+"""Maximum relative difference to the logits of transformers in fp32, by the model's dtype. In fp32
+the bundled model differs by 4e-6, because of the order of additions."""
 TOKENS = 8
-"""Of each answer."""
+"""Output tokens per prompt."""
 
 
 def load_oracle(llm: LLM) -> Any:
-    """The checkpoint in transformers, on the CPU in fp32. Raises ConfigError if there is none."""
+    """Load the checkpoint in transformers, on the CPU in fp32. Raises ConfigError."""
     if llm.engine.config.load_format == "dummy":
         raise ConfigError(
             "--oracle is not allowed with load_format='dummy': no other engine has these weights. "
@@ -61,16 +61,16 @@ def load_oracle(llm: LLM) -> Any:
 
 
 def off_by(ours: Tensor, theirs: Tensor) -> Tensor:
-    """ours, theirs [N, V] -> [N]: the norm of what differs, relative to the spread of theirs.
+    """Return the relative norm [N] of the difference of two logit tensors [N, V].
 
-    A constant that is added to a row changes no probability, so it does not count.
+    Rows are centred first: a constant that is added to a row changes no probability.
     """
     ours, theirs = (x.double() - x.double().mean(-1, keepdim=True) for x in (ours, theirs))
     return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
 
 
 def run_oracle(plain: CheckEngine, report: Report) -> float:
-    """Runs the section and adds to the report; returns the largest difference."""
+    """Run the comparison, add it to the report, and return the largest difference."""
     oracle = load_oracle(plain.llm)
     tolerance = TOLERANCES[plain.engine.plan.dtype]
     setup = Setup(NONE, 0, TRANSFORMERS, "none")

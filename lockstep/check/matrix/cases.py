@@ -1,4 +1,4 @@
-"""The requests of a check: prompts crossed with sampling parameters, and who runs together."""
+"""Requests of the matrix: prompts with sampling parameters, and batches of them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from lockstep.sampling_params import SamplingParams
 
 T = TypeVar("T")
 LONG = "long"
-"""What the sampling of the long prompt is called."""
+"""Name of the long prompt's sampling parameters."""
 PREFIX_TAIL = 5
-"""Tokens at the end of a prompt that are not cached before a prefix hit."""
+"""Last tokens of a prompt that are not cached before a prefix hit."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request of the check. name: prompt and sampling; sampling: the name of its parameters.
+    """Request of the matrix. name: prompt and parameters; sampling: name of the parameters.
 
-    params: no part of the hash, since sampling parameters are mutable; the name says them.
+    params: excluded from the hash because it is mutable; the name identifies it.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Batch:
 
 
 def samplings(max_tokens: int, usual: list[int]) -> dict[str, SamplingParams]:
-    """Every way to sample, by name. `usual`: tokens that the model likes, to be biased and banned.
+    """Return sampling parameters by name. usual: probable tokens, to be biased and banned.
 
-    A fixed number of tokens each, with logprobs, so that nothing hides behind an early end.
+    Each generates a fixed number of tokens with logprobs, so that no difference is cut off.
     """
     base = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2, detokenize=False
@@ -68,7 +68,7 @@ def samplings(max_tokens: int, usual: list[int]) -> dict[str, SamplingParams]:
 
 
 def make_cases(plain: LLM, max_tokens: int) -> list[Case]:
-    """Seven short prompts, each sampled its own way, and a long one."""
+    """Return seven short prompts with different parameters, and a long one."""
     prompts = [tuple(p) for p in short_prompts(plain)]
     probe = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
     likes = plain.generate([{"prompt_token_ids": list(p)} for p in prompts], probe, use_tqdm=False)
@@ -84,11 +84,11 @@ def make_cases(plain: LLM, max_tokens: int) -> list[Case]:
 
 
 def beginnings(cases: tuple[Case, ...]) -> list[tuple[int, ...]]:
-    """What is cached of the cases' prompts before a prefix hit, each beginning once."""
+    """Return the distinct prefixes of the prompts that are cached before a prefix hit."""
     prompts = dict.fromkeys(case.prompt for case in cases)
     return [prompt[:-PREFIX_TAIL] for prompt in prompts]
 
 
 def in_turn(things: Sequence[T], count: int, turn: int) -> list[T]:
-    """`count` of them, other ones each turn, all of them in the end."""
+    """Return `count` items, starting where the previous turn ended."""
     return [things[(turn * count + i) % len(things)] for i in range(count)]

@@ -1,7 +1,7 @@
-"""The logits matrix: 20 prompts whose every row of logits must have the plain run's bits.
+"""Logits check: every logit row of 20 prompts must have the bits of the plain run.
 
-It needs no trained weights, so it shows the contract at the dimensions of any model. The plain run
-has one row, no drafts, no graphs, whole prompts at once and nothing cached.
+It needs no trained weights, so it works at the dimensions of any model. The plain run has one row,
+no drafts, no graphs, no chunked prefill and an empty cache.
 """
 
 import gc
@@ -36,10 +36,10 @@ def run_logits(
     shard: Shard = WHOLE,
     **settings: Any,
 ) -> Report:
-    """Runs a shard of the logits matrix of a size (quick, default, full).
+    """Run a shard of the logits check of a size (quick, default, full).
 
-    `settings` are LLM's, for all; the drafter of a speculative_config among them takes the place
-    of the checkpoint's own.
+    settings: LLM arguments for all engines. The drafter of a speculative_config among them replaces
+    the one in the checkpoint.
 
     Raises ConfigError on an unknown size, and Interrupted. Differences are in the report, not
     raised.
@@ -58,7 +58,7 @@ def _run_shard(
     progress: Callable[[str, int, int], None],
     settings: dict[str, Any],
 ) -> None:
-    """Runs the report's shard of the matrix of its size, and adds to it."""
+    """Run the report's shard, and add the results to the report."""
     chosen = SIZES[report.size]
     checkpoint = Checkpoint.read(find_model(model), settings.get("hf_overrides"))
     raw = checkpoint.raw
@@ -67,19 +67,19 @@ def _run_shard(
 
     def build_setup(setup: Setup) -> CheckEngine:
         gc.collect()
-        own = {**engine_settings(setup, chosen, long), "skip_tokenizer_init": True}
-        return build(model, settings_with(own, settings), setup.hooks())
+        arguments = {**engine_settings(setup, chosen, long), "skip_tokenizer_init": True}
+        return build(model, settings_with(arguments, settings), setup.hooks())
 
     plain = build_setup(PLAIN)
     cases = make_cases(plain.engine.vocab_size, long, chosen.max_tokens)
     expected = {case.name: plain.answers([case], LogitDigests())[0] for case in cases}
     report.numerics = plain.engine.numerics
     comparison = Comparison(expected, report, Answer.first_logits_difference)
-    asked = requested_drafter(settings)
-    own = asked["method"] if asked else own_drafter(checkpoint)
+    requested = requested_drafter(settings)
+    drafter = requested["method"] if requested else own_drafter(checkpoint)
     every = [
         (setup, list(batches(cases, chosen, turn)))
-        for turn, setup in enumerate(engines(chosen, plain.graphs, own))
+        for turn, setup in enumerate(engines(chosen, plain.graphs, drafter))
         if report.shard.has(turn)
     ]
     report.num_matrix_cases = sum(len(batch.cases) for _, runs in every for batch in runs)
@@ -98,9 +98,9 @@ def _run_engine(
     comparison: Comparison,
     texts: list[list[int]],
 ) -> None:
-    """Builds an engine and runs its batches. One that breaks is a failure, and the others follow.
+    """Build an engine and run its batches. An exception is a failure; other engines still run.
 
-    texts: the prompts with their plain answers, for a drafter that is told them.
+    texts: prompts with their plain outputs, for the oracle drafter.
     """
     started = time.monotonic()
     try:
@@ -116,7 +116,7 @@ def _run_engine(
 
 
 def _run_batch(engine: CheckEngine, setup: Setup, batch: Batch, comparison: Comparison) -> None:
-    """Runs a batch with nothing cached but its own prompts, compares, and adds to the report."""
+    """Run a batch on an empty cache, or with its prefixes cached, and compare the outputs."""
     started = time.monotonic()
     report = comparison.report
     before = len(report.failures)
@@ -134,13 +134,12 @@ def _run_batch(engine: CheckEngine, setup: Setup, batch: Batch, comparison: Comp
 
 
 def _cache_prefixes(engine: CheckEngine, cases: tuple[Case, ...]) -> None:
-    """Puts the prompts' beginnings into the prefix cache."""
+    """Add prefixes of the prompts to the prefix cache."""
     engine.cache(beginnings(cases))
 
 
 def _not_exercised(setup: Setup, batch: Batch, seen: Counter[str], rows: int) -> list[str]:
-    """What was to take place and did not: a run without it proves nothing. rows: the most that a
-    step decoded."""
+    """Return the required events that did not occur. rows: maximum rows of a decoding step."""
     wanted = [CACHED] if batch.warm_prefixes else []
     wanted += [DRAFTED] if setup.k else []
     wanted += [ACCEPTED] if setup.drafter == oracle_drafter.NAME else []

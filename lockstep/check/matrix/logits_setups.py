@@ -1,4 +1,4 @@
-"""What the logits check varies: drafts and graph mode make an engine; rows and chunks, its runs."""
+"""Engines and batches of the logits check: drafts, graph modes, numbers of rows, chunk sizes."""
 
 import random
 from collections.abc import Iterator
@@ -14,22 +14,25 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.step import PAGE_SIZE
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Prompt tokens of a step."""
+"""Chunk sizes: maximum prompt tokens of a step."""
 SHORT = (5, 17, 63, 64, 65, 72, 80, 90, 100, 110, 127, 128, 129, 140, 150, 160, 191, 192, 230)
-"""Tokens of the prompts but for the long one: on the grid of 64 and off it."""
+"""Lengths of the short prompts, on the grid of 64 tokens and off it."""
 LONG = 8192 + 70
-"""Tokens of the long prompt, where the model has room for them."""
+"""Length of the long prompt, if the model's context allows it."""
 HITS = 7
-"""Cases of the batch whose prompts are cached."""
+"""Number of cases in the prefix-hit batch."""
 SNAPSHOTS = 16
 OWN_DRAFTS = 3
-"""K of the drafter that comes with the checkpoint."""
+"""K of the drafter in the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run. drafts: K in full graphs; mixed: K in the other graph modes; chunks: chunk
-    sizes per engine, in turn; alone: prompts per engine that run alone; long: its tokens, at most.
+    """Size of the logits check.
+
+    rows: numbers of rows. drafts: K in the first graph mode. mixed: K in the other graph modes.
+    chunks: chunk sizes per engine. alone: prompts per engine that run alone. long: maximum length
+    of the long prompt.
     """
 
     rows: tuple[int, ...]
@@ -49,7 +52,7 @@ SIZES = {
 
 
 def make_cases(vocab: int, long: int, max_tokens: int) -> list[Case]:
-    """20 prompts of random token ids, greedy and sampled in turn; the last is the long one."""
+    """Return 20 prompts of random token ids, alternately greedy and sampled; the last is long."""
     rng = random.Random(20)
     cases = []
     for index, length in enumerate((*SHORT, long)):
@@ -64,9 +67,9 @@ def make_cases(vocab: int, long: int, max_tokens: int) -> list[Case]:
 
 
 def engines(size: Size, graphs: tuple[str, ...], own: str | None) -> Iterator[Setup]:
-    """Every K of the size in the first graph mode, some in the others.
+    """Yield every K of the size in the first graph mode, some in the others.
 
-    own: the drafter that comes with the checkpoint, if any; it drafts on one engine.
+    own: drafter in the checkpoint, or None; one engine uses it.
     """
     for graph in graphs:
         for k in size.drafts if graph == graphs[0] else size.mixed:
@@ -76,7 +79,7 @@ def engines(size: Size, graphs: tuple[str, ...], own: str | None) -> Iterator[Se
 
 
 def settings(setup: Setup, size: Size, long: int) -> dict[str, Any]:
-    """The LLM arguments of an engine: room for all rows, and for two of the long prompt."""
+    """Return the LLM arguments of an engine that fits all rows and two long prompts."""
     rows = max(size.rows)
     length = long + size.max_tokens
     short = max(SHORT) + size.max_tokens + 3 * (setup.k + 1)
@@ -93,7 +96,7 @@ def settings(setup: Setup, size: Size, long: int) -> dict[str, Any]:
 
 
 def batches(cases: list[Case], size: Size, turn: int) -> Iterator[Batch]:
-    """The runs of the `turn`th engine: who runs alone, and which chunk sizes, move on with it."""
+    """Yield the batches of engine number `turn`, which selects single prompts and chunk sizes."""
     *short, long = cases
     most = max(CHUNKS)
     for rows in size.rows:

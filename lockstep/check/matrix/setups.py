@@ -1,4 +1,4 @@
-"""What is varied: drafter, K, phase and graph mode make an engine; sampling and batch, its runs."""
+"""Matrix of engine settings: drafter, K, cache phase and graph mode."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -8,11 +8,11 @@ from lockstep.check.drafters import NONE, hooks_of, speculative_config
 from lockstep.worker.hooks import CheckHooks
 
 DRAFT_COUNTS = (1, 2, 3, 5, 7, 15)
-"""K, of the full matrix."""
+"""K of the full matrix."""
 DEFAULT_COUNTS = (1, 3, 15)
-"""K, of the default matrix."""
+"""K of the default matrix."""
 MAX_DRAFTS = 15
-"""The most drafts of a step whose number changes."""
+"""K of engines whose number of drafts varies per step."""
 COLD = "cold"
 PREFIX_HIT = "prefix hit"
 PREEMPTED = "preempted"
@@ -43,8 +43,7 @@ class Size:
 
     @property
     def answers(self) -> int:
-        """Of each engine: those of the cases alone, of the short ones at once, and of the long one
-        beside some."""
+        """Return the outputs per engine: single cases, the short batch, and the long batch."""
         return self.alone + ROWS + self.company
 
 
@@ -55,22 +54,24 @@ SIZES = {
 }
 
 ROWS = 8
-"""Rows of an engine: all short cases and the long one."""
+"""Rows of an engine: the short cases and the long one."""
 SMALL_CHUNK = 128
-"""Prompt tokens of a step, fewer than most prompts have."""
+"""max_num_batched_tokens, smaller than most prompts."""
 LONG_PROMPT = 1300
-"""Tokens of the long prompt, about. From some 1,000 on, steps of a GPU are divided otherwise."""
+"""Approximate length of the long prompt. From about 1,000 tokens, GPU work is divided otherwise."""
 MAX_MODEL_LEN = 1536
 PAGES = 256
 SNAPSHOTS = 64
 PREEMPT_EVERY = 3
-"""Steps between preemptions where they are forced."""
+"""Steps between forced preemptions."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One engine: what may not change an answer. phase: which cache state its requests meet;
-    changing: whether every step brings another number of drafts, up to k."""
+    """Settings of an engine, none of which may change an output.
+
+    phase: cache state of the prompts. changing: the number of drafts varies per step, up to k.
+    """
 
     drafter: str
     k: int
@@ -80,12 +81,12 @@ class Setup:
 
     @property
     def drafting(self) -> str:
-        """none, drafter K=n, or K=0..n where it changes."""
+        """Return "none", "drafter K=n", or "drafter K=0..n" where the number changes."""
         k = f"0..{self.k}" if self.changing else self.k
         return f"{self.drafter} K={k}" if self.k else NONE
 
     def settings(self, small_chunks: bool = True) -> dict[str, Any]:
-        """The LLM arguments of this engine."""
+        """Return the LLM arguments of this engine."""
         return {
             "speculative_config": speculative_config(self.drafter, self.k, self.changing),
             "cuda_graph_mode": self.graph,
@@ -99,21 +100,21 @@ class Setup:
         }
 
     def hooks(self) -> CheckHooks:
-        """What only a check puts into this engine."""
+        """Return the hooks that a check adds to this engine."""
         every = PREEMPT_EVERY if self.phase == PREEMPTED else 0
         return hooks_of(self.drafter, self.changing, every)
 
 
 PLAIN = Setup(NONE, 0, COLD, "none")
-"""The run that all others must equal: no drafts, alone, cold, eager, whole prompts at once."""
+"""Plain run, which all others must equal: no drafts, alone, cold, eager, no chunked prefill."""
 
 
 def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> list[Setup]:
-    """The engines of a check. `graphs`: the modes this device has, the product's default first.
+    """Return the engines of a check. graphs: graph modes of this device, the default first.
 
     full: every combination. default: every drafter and phase at three K and a changing one, all
     graph modes at K 0, 3 and changing, and the first mode elsewhere. quick: every drafter, phase
-    and graph mode. What they leave out, scenarios hold.
+    and graph mode. Scenarios cover the remaining combinations.
     """
     drafting = [(NONE, 0, False), *product(drafters, DRAFT_COUNTS, (False,))]
     drafting += [(drafter, MAX_DRAFTS, True) for drafter in drafters]

@@ -1,4 +1,4 @@
-"""The token matrix: every answer of every engine must equal the plain run's, bit for bit."""
+"""Token matrix: every output of every engine must equal the plain run's, bit for bit."""
 
 import gc
 import time
@@ -26,7 +26,7 @@ PHASE_AXES = {PREFIX_HIT: CACHED, PREEMPTED: PREEMPTIONS}
 def turns(
     size: str, drafters: tuple[str, ...], graphs: tuple[str, ...], shard: Shard
 ) -> list[tuple[int, Setup]]:
-    """The shard's engines of a size's matrix, each behind its turn among all."""
+    """Return the shard's engines of a size, each with its number among all engines."""
     every = enumerate(setups(size, drafters, graphs))
     return [(turn, setup) for turn, setup in every if shard.has(turn)]
 
@@ -40,7 +40,7 @@ def run_matrix(
     progress: Progress,
     effort: Effort,
 ) -> None:
-    """Runs engines of the matrix of the report's size, and adds to the report."""
+    """Run engines of the matrix, and add the results to the report."""
     size = SIZES[report.size]
     cases = make_cases(plain.llm, size.max_tokens)
     expected = {case.name: plain.answers([case])[0] for case in cases}
@@ -58,9 +58,9 @@ def run_matrix(
 
 
 def batches(cases: list[Case], size: Size, turn: int) -> list[Batch]:
-    """Who runs together on the `turn`th engine: some alone, the seven, and the long one amid some.
+    """Return the batches of engine number `turn`: single cases, the seven, and the long one.
 
-    The cases that run alone, and the long one's company, move on from engine to engine.
+    `turn` selects the single cases and the short cases in the batch of the long one.
     """
     *short, long = cases
     company = in_turn(short, size.company, turn)
@@ -79,7 +79,7 @@ def _run_engine(
     model: str | None,
     settings: dict[str, Any],
 ) -> None:
-    """Builds an engine, runs everything, compares, and adds to the report, interrupted or not."""
+    """Build an engine, run its batches and compare; the report is updated even if interrupted."""
     started = time.monotonic()
     report = comparison.report
     before = len(report.failures)
@@ -98,7 +98,7 @@ def _run_engine(
 
 
 def _note_used(report: Report, engine: CheckEngine, setup: Setup, runs: list[Batch]) -> None:
-    """Adds the engine and the parameters of its requests to what the report was run with."""
+    """Record the engine and the parameters of its requests as exercised."""
     if report.used is None:
         return
     report.used.engine(engine.engine, setup.drafter)
@@ -110,7 +110,7 @@ def _note_used(report: Report, engine: CheckEngine, setup: Setup, runs: list[Bat
 def _run_batches(
     engine: CheckEngine, setup: Setup, runs: list[Batch], comparison: Comparison
 ) -> None:
-    """Every batch of an engine."""
+    """Run every batch of an engine."""
     if setup.phase == PREFIX_HIT:
         engine.cache(beginnings(tuple(case for batch in runs for case in batch.cases)))
     answers = [answer for batch in runs for answer in comparison.run(engine, setup, batch)]
@@ -119,7 +119,7 @@ def _run_batches(
 
 
 def _missing(setup: Setup, seen: Counter[str]) -> list[str]:
-    """The axes that were to take place and never did: a run without them proves nothing."""
+    """Return the required events that did not occur."""
     wanted = [PHASE_AXES[setup.phase]] if setup.phase in PHASE_AXES else []
     if setup.k:
         wanted.append(DRAFTED)
@@ -128,7 +128,7 @@ def _missing(setup: Setup, seen: Counter[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Search:
-    """Looks for the layer at which a failure of the matrix begins."""
+    """Search for the first layer at which a failing case differs."""
 
     plain: CheckEngine
     cases: list[Case]
@@ -137,8 +137,7 @@ class _Search:
     settings: dict[str, Any]
 
     def located(self, failure: Failure) -> Failure:
-        """The failure with the first layer and op that differ, found by running it again, traced
-        and without graphs."""
+        """Trace the failure in an eager run, and add the first layer that differs."""
         if failure.position is None:
             return failure
         case = next(c for c in self.cases if c.name == failure.request)
@@ -163,7 +162,7 @@ class _Search:
         return replace(failure, where=where)
 
     def _company(self, failure: Failure, case: Case) -> tuple[Case, ...]:
-        """The batch of that name that holds the case: whichever engine's turn it was."""
+        """Return the cases of the failure's batch, by trying the batches of all engines."""
         for turn in range(len(self.cases)):
             for batch in batches(self.cases, self.size, turn):
                 if batch.name == failure.batch and case in batch.cases:

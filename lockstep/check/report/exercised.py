@@ -1,6 +1,6 @@
-"""What a check has exercised: ops and their backends, drafters, sampling parameters.
+"""Coverage of a check: ops and their backends, drafters and sampling parameters.
 
-What was never run proves nothing, so the report names it.
+The report lists what was not run, since the check proves nothing about it.
 """
 
 from dataclasses import dataclass, field, fields
@@ -29,8 +29,10 @@ def engine_parameters() -> set[str]:
 
 @dataclass
 class Exercised:
-    """What engines of a check were built from, and what they were given. backends: by op's name;
-    refused: why a backend of an op served none of them."""
+    """Coverage of a check.
+
+    backends: backends that ran, by op. refused: reasons why a backend was not chosen, by op.
+    """
 
     backends: dict[str, set[str]] = field(default_factory=dict)
     refused: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -38,7 +40,7 @@ class Exercised:
     parameters: set[str] = field(default_factory=set)
 
     def engine(self, engine: Engine, drafter: str) -> None:
-        """An engine that was built with this drafter, or with none."""
+        """Record an engine with this drafter, or with "none"."""
         for choice in engine.explain()["layers"]:
             served = {name.split(" ")[0] for name in choice["backend"].split(", ")}
             self.backends.setdefault(choice["op"], set()).update(served)
@@ -47,23 +49,23 @@ class Exercised:
             self.drafters.add(drafter)
 
     def params(self, params: SamplingParams) -> None:
-        """Parameters that a request had."""
+        """Record the sampling parameters of a request."""
         for known in fields(params):
             if getattr(params, known.name) != known.default:
                 self.parameters.add(known.name)
 
     def lacks(self) -> list[str]:
-        """What was not exercised, and why where that is known."""
-        found = [f"drafter {name}" for name in EVERY_DRAFTER if name not in self.drafters]
+        """Return what was not run, with the reason if it is known."""
+        lacking = [f"drafter {name}" for name in EVERY_DRAFTER if name not in self.drafters]
         absent = engine_parameters() - self.parameters
-        found += [f"parameter {name}" for name in SamplingParams.names() if name in absent]
+        lacking += [f"parameter {name}" for name in SamplingParams.names() if name in absent]
         for name, op in all_ops().items():
             served = self.backends.get(name, set())
             if not served:
-                found.append(f"op {name}")
+                lacking.append(f"op {name}")
                 continue
             for backend in op.backends:
                 if backend not in served:
                     why = self.refused[name].get(backend, "another backend is preferred")
-                    found.append(f"{name} by {backend}: {why}")
-        return found
+                    lacking.append(f"{name} by {backend}: {why}")
+        return lacking

@@ -47,13 +47,13 @@ code { font: .9em ui-monospace, monospace; }
 """
 MAX_FAILURES = 50
 LABEL = 96
-"""Width of the labels of rows, in pixels, as all sizes here."""
+"""Width of row labels in pixels."""
 CELL = 82
-"""Width of a cell of the matrix."""
+"""Width of a matrix cell in pixels."""
 ROW = 26
-"""Height of a row of the matrix."""
+"""Height of a matrix row in pixels."""
 HEAD = 26
-"""Height of the labels of columns."""
+"""Height of column labels in pixels."""
 PER_LINE = 15
 """Worlds in a line."""
 DOT = 16
@@ -61,7 +61,7 @@ DOT = 16
 
 
 def page(report: Report, command: Sequence[str]) -> str:
-    """The whole page."""
+    """Return the complete page."""
     title, kind = _title(report)
     parts = [
         f'<h1>lockstep check: {title.lower()}</h1><p class="verdict{kind}">'
@@ -83,12 +83,12 @@ def page(report: Report, command: Sequence[str]) -> str:
 
 
 def write_page(path: Path, report: Report, command: Sequence[str]) -> None:
-    """The page as a file."""
+    """Write the page to a file."""
     path.write_text(page(report, command), encoding="utf-8")
 
 
 def _title(report: Report) -> tuple[str, str]:
-    """The page's title, and the verdict's class in its style."""
+    """Return the page's title, and the CSS class of the verdict."""
     if report.failed:
         return "Differences found", " bad"
     return ("Stopped early", " early") if report.interrupted else ("All outputs equal", "")
@@ -99,14 +99,14 @@ def _section(name: str, body: str) -> str:
 
 
 def _figures(report: Report) -> str:
-    """What took place, as numbers."""
+    """Return the section of event counters."""
     shown = {"outputs and tests": report.cases, "differences": report.failed, **report.exercised}
     boxes = (f"<div><b>{n:,}</b><span>{escape(name)}</span></div>" for name, n in shown.items())
     return _section("Exercised", f'<div class="figures">{"".join(boxes)}</div>')
 
 
 def _failures(report: Report) -> str:
-    """Every difference, the first ones at least."""
+    """Return the section of differences, at most MAX_FAILURES of them."""
     lines = []
     for failure in report.failures[:MAX_FAILURES]:
         at = "" if failure.position is None else f", output position {failure.position}"
@@ -139,7 +139,7 @@ def _svg(width: int, height: int, name: str, body: str, caption: str) -> str:
 
 
 def _matrix(report: Report) -> str:
-    """Drafts by phase, a picture a graph mode: how many of a cell's answers are equal."""
+    """Return one grid per graph mode: equal outputs by drafter and phase."""
     tallies = _of(report, *PHASES)
     graphs = dict.fromkeys(t.setup.graph for t in tallies)
     return "".join(_grid([t for t in tallies if t.setup.graph == graph], graph) for graph in graphs)
@@ -173,7 +173,7 @@ def _cell(tallies: Sequence[Tally], x: int, y: int) -> str:
 
 
 def _scenarios(report: Report) -> str:
-    """A square a scenario, drafter by drafter; its title says which."""
+    """Return a picture with one square per scenario, grouped by drafter."""
     tallies = _of(report, SCENARIO)
     if not tallies:
         return ""
@@ -197,7 +197,7 @@ def _scenarios(report: Report) -> str:
 
 
 def _tests(report: Report) -> str:
-    """The tests of distributions, and prompts that transformers answered too."""
+    """Return the results of the distribution tests and of the comparison with transformers."""
     tallies = _of(report, *TESTS)
     if not tallies:
         return ""
