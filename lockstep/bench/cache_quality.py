@@ -1,8 +1,7 @@
-"""What a compressed cache costs in answers: a text's perplexity and best tokens, against those of
-the cache in the model's own dtype.
+"""Accuracy of quantized caches: perplexity and top-1 tokens of a text against the model's dtype.
 
-The text is a prompt in windows, so its tokens go through the prompt law; a recurrent state of 16
-bits is rounded at multiples of 64 tokens there, and of 16 where tokens are generated.
+The text is processed as prompts, so its tokens take the chunked form. A 16-bit recurrent state is
+rounded there at multiples of 64 tokens; for generated tokens it is rounded at multiples of 16.
 """
 
 import gc
@@ -20,19 +19,21 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.settings import why_unread
 
 BYTES_PER_TOKEN = 16
-"""Of the file, so many are read for each token that is wanted: more than any text has."""
+"""Bytes of the file that are read per requested token, more than any text needs."""
 LEAST = 2
-"""Tokens of a window, of which the first is not predicted."""
+"""Minimum tokens of a window; its first token is not predicted."""
 ONE = SamplingParams(
     temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=1
 )
-"""Of a window: the log-probabilities of its tokens and of the best ones."""
+"""Sampling parameters of a window: log-probabilities of its tokens and of the best ones."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of every predicted token of a text: its log-probability, and the best token in its place.
-    positions: how many tokens of its window stand in front of it."""
+    """Log-probability and best token of every predicted token of a text.
+
+    positions: number of tokens before it in its window.
+    """
 
     logprobs: tuple[float, ...]
     best: tuple[int, ...]
@@ -40,13 +41,13 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean of -logprob."""
+        """Return exp(mean(-logprob))."""
         return exp(-sum(self.logprobs) / len(self.logprobs))
 
 
 @dataclass(frozen=True)
 class Kept:
-    """How caches are kept: the two settings that are compared."""
+    """Cache dtypes that are compared."""
 
     kv_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
@@ -54,7 +55,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class Measured:
-    """One way to keep caches. page_bytes, slot_bytes: of 64 tokens' KV, of one recurrent state."""
+    """Scores of one pair of cache dtypes.
+
+    page_bytes: bytes of the KV of 64 tokens. slot_bytes: bytes of one recurrent state.
+    """
 
     kept: Kept
     scores: Scores
@@ -65,8 +69,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Quality:
-    """A way to keep caches against the first one. agreement: share of places with the same best
-    token; differences: |log-probability - the first one's| of each predicted token."""
+    """Comparison of one pair of cache dtypes with the first.
+
+    agreement: share of positions with the same best token. differences: absolute difference of each
+    token's log-probability.
+    """
 
     measured: Measured
     ratio: float
@@ -74,7 +81,7 @@ class Quality:
     differences: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Its figures as plain numbers."""
+        """Return the figures as plain data."""
         found = asdict(self.measured.kept)
         return found | {
             "perplexity": self.measured.scores.perplexity,
@@ -89,7 +96,7 @@ class Quality:
 
 
 def read_text(path: Path, tokens: int) -> str:
-    """As much of a file as `tokens` tokens may take. Raises ConfigError."""
+    """Read the start of a file that contains at least `tokens` tokens. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             data = file.read(tokens * BYTES_PER_TOKEN)
@@ -108,7 +115,7 @@ def read_text(path: Path, tokens: int) -> str:
 
 
 def windows_of(llm: LLM, text: str, tokens: int, window: int) -> list[list[int]]:
-    """The text's first tokens in windows, the last one shorter. Raises ConfigError."""
+    """Split the text's first tokens into windows; the last may be shorter. Raises ConfigError."""
     if llm.tokenizer is None:
         raise ConfigError("check quality needs a tokenizer; leave --skip-tokenizer-init out.")
     most = llm.engine.plan.max_model_len - 1
@@ -126,8 +133,10 @@ def windows_of(llm: LLM, text: str, tokens: int, window: int) -> list[list[int]]
 
 
 def score(llm: LLM, windows: Sequence[Sequence[int]]) -> Scores:
-    """Every token but the first of each window, predicted from those in front of it. Raises
-    ConfigError where logits are no numbers."""
+    """Predict every token of each window but its first.
+
+    Raises ConfigError if logits are not finite.
+    """
     prompts = [{"prompt_token_ids": list(part)} for part in windows]
     outs = llm.generate(prompts, ONE, use_tqdm=False)
     logprobs = []
@@ -148,7 +157,7 @@ def score(llm: LLM, windows: Sequence[Sequence[int]]) -> Scores:
 
 
 def measure(kept: Kept, settings: dict[str, Any], text: str, tokens: int, window: int) -> Measured:
-    """An engine that keeps caches so, without drafts and prefix hits, scores the text."""
+    """Score the text on an engine with these cache dtypes, without drafts and prefix caching."""
     own = {"speculative_config": None, "enable_prefix_caching": False} | asdict(kept)
     llm = LLM(**{**settings, **own})
     plan = llm.engine.plan
@@ -157,7 +166,7 @@ def measure(kept: Kept, settings: dict[str, Any], text: str, tokens: int, window
 
 
 def compare(first: Measured, other: Measured) -> Quality:
-    """One way to keep caches against the first."""
+    """Compare one pair of cache dtypes with the first."""
     pairs = list(zip(first.scores.logprobs, other.scores.logprobs, strict=True))
     same = [a == b for a, b in zip(first.scores.best, other.scores.best, strict=True)]
     return Quality(
@@ -176,7 +185,7 @@ def run_quality(
     window: int,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> list[Quality]:
-    """The cache in the model's own dtype, then each of the ways, against it."""
+    """Measure the caches in the model's dtype, then compare each other pair with them."""
     every = [Kept(), *(way for way in dict.fromkeys(ways) if way != Kept())]
     found: list[Quality] = []
     for index, kept in enumerate(every):

@@ -1,4 +1,4 @@
-"""A plot of how far log-probabilities are off, by how many tokens stand in front of them; SVG."""
+"""SVG plot of the difference of log-probabilities by position in the window."""
 
 from collections.abc import Sequence
 from html import escape
@@ -7,31 +7,31 @@ from math import log10
 from lockstep.bench.cache_quality import Kept, Quality
 
 WIDTH = 800
-"""Pixels, as all lengths here."""
+"""Width in pixels."""
 PANEL = 340
-"""Height of the panel; below it stands a line for each way to keep caches."""
+"""Height of the panel in pixels; the legend is below it."""
 LINE = 18
-"""Height of such a line."""
+"""Height of a legend line in pixels."""
 LEFT = 80
 RIGHT = 20
 TOP = 40
 AXIS = 44
-"""Height of the axis' labels."""
+"""Height of the axis labels in pixels."""
 BINS = 64
-"""Places along a window: the mean of each is a point."""
+"""Number of bins along a window; each point is the mean of one."""
 SMALLEST = 1e-9
-"""Nats: what is below stands at the bottom."""
+"""Smallest plotted difference in nats."""
 COLORS = ("#3b6ea5", "#b3402a", "#4b8b3b", "#8250a0", "#b8860b", "#57606a")
 STYLE = 'font-family="DejaVu Sans, Verdana, Arial, sans-serif" font-size="12" fill="#1f2328"'
 
 
 def name_of(kept: Kept) -> str:
-    """What a plot and a table call a way to keep caches."""
+    """Return the label of a pair of cache dtypes."""
     return f"kv {kept.kv_cache_dtype}, state {kept.mamba_ssm_cache_dtype}"
 
 
 def points_of(quality: Quality, window: int) -> list[tuple[float, float]]:
-    """(position, mean difference) along a window of so many tokens."""
+    """Return (position, mean difference) along a window of this length."""
     sums: dict[int, list[float]] = {}
     positions = quality.measured.scores.positions
     for position, difference in zip(positions, quality.differences, strict=True):
@@ -41,7 +41,7 @@ def points_of(quality: Quality, window: int) -> list[tuple[float, float]]:
 
 
 def plot(found: Sequence[Quality], window: int) -> str:
-    """A line for each but the first, which all are compared with; differences on a log scale."""
+    """Return a plot with one line per pair but the first, on a log scale."""
     lines = [(name_of(q.measured.kept), points_of(q, window)) for q in found[1:]]
     seen = [max(y, SMALLEST) for _, points in lines for _, y in points]
     high = _power(max(seen), 1)
@@ -86,5 +86,5 @@ def plot(found: Sequence[Quality], window: int) -> str:
 
 
 def _power(value: float, more: int) -> int:
-    """The power of ten below a value, or so many above that."""
+    """Return a power of ten below a value, or above it by a number of powers."""
     return int(log10(value) // 1) + more

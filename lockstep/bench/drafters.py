@@ -1,7 +1,7 @@
-"""What every drafter of a model is worth: acceptance by position, cost of a step, speed.
+"""Benchmark of a model's drafters: acceptance by position, cost of a step, speed.
 
-Every engine answers the same prompts. Drafters that learn from answers have seen those of other
-prompts, from the warm-up, and none of the measured ones.
+All engines answer the same prompts. Drafters that learn from outputs have seen those of the warm-up
+prompts, but none of the measured ones.
 """
 
 import gc
@@ -24,13 +24,16 @@ from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 
 NO_DRAFTS = "none"
-"""What the run without drafts is called."""
+"""Name of the run without drafts."""
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass
 class CountedDraftLength(FixedDraftLength):
-    """K drafts in every step. reached[i]: how often a row of a step accepted i drafts or more."""
+    """Draft length policy with K drafts per step.
+
+    reached[i]: number of rows that accepted at least i.
+    """
 
     reached: list[int] = field(default_factory=list)
 
@@ -38,27 +41,30 @@ class CountedDraftLength(FixedDraftLength):
         self.clear()
 
     def clear(self) -> None:
-        """Begins to count anew."""
+        """Reset the counters."""
         self.reached = [0] * (self.count + 1)
 
     def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
-        """Counts the rows of a step that drafts were made for."""
+        """Count the rows of a step that had drafts."""
         for taken in accepted if made else ():
             for place in range(taken + 1):
                 self.reached[place] += 1
 
     @property
     def shares(self) -> list[float]:
-        """For each of the K places, the share of steps whose draft there was accepted."""
+        """Return, for each of the K positions, the share of steps that accepted its draft."""
         whole = max(self.reached[0], 1)
         return [count / whole for count in self.reached[1:]]
 
 
 @dataclass(frozen=True)
 class DrafterLine:
-    """One drafter. accepted_at: by place of the draft, the share of steps that accepted it;
-    extra_ms: what a step takes beyond one without drafts; speedup: of decoding, over none;
-    agrees: whether its tokens are those without drafts."""
+    """Figures of one drafter.
+
+    accepted_at: share of steps that accepted the draft at each position. extra_ms: additional time
+    of a step over one without drafts. speedup: of decoding. agrees: the tokens equal those without
+    drafts.
+    """
 
     name: str
     num_speculative_tokens: int
@@ -79,9 +85,9 @@ def compare_drafters(
     runs: int,
     progress: Progress = lambda what, done, of: None,
 ) -> list[DrafterLine]:
-    """A line without drafts, and one for each speculative_config, K drafts in every step.
+    """Yield figures without drafts, then for each speculative_config with K drafts per step.
 
-    settings: LLM's, for all engines; rows: requests at once. Raises what LLM raises.
+    settings: LLM arguments for all engines. rows: concurrent requests. Raises what LLM raises.
     """
     lines: list[DrafterLine] = []
     due: list[list[int]] = []
@@ -116,7 +122,7 @@ def _measured(
     params: SamplingParams,
     runs: int,
 ) -> tuple[Figures, CountedDraftLength, list[list[int]]]:
-    """The figures of an engine, its acceptance, and its tokens."""
+    """Return the figures of an engine, its acceptance and its tokens."""
     fixed = None if drafting is None else {**drafting, "adaptive": False}
     own = {
         **settings,
@@ -144,13 +150,13 @@ def _measured(
 
 
 def plot(lines: Sequence[DrafterLine], path: Path, title: str) -> None:
-    """A PNG: acceptance by position, cost and speed of every drafter."""
+    """Write a PNG of acceptance by position, cost and speed of every drafter."""
     need_plots()
     draw(lines, title).savefig(path, dpi=120)
 
 
 def draw(lines: Sequence[DrafterLine], title: str) -> Any:
-    """The picture of it, a Figure of matplotlib."""
+    """Return the plot as a matplotlib Figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

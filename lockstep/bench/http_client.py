@@ -1,6 +1,6 @@
-"""One streamed request to an OpenAI-compatible server, with the time of every piece of its answer.
+"""Client for streamed requests to an OpenAI-compatible server, with the time of every chunk.
 
-A thread per request reads server-sent events as they arrive, all through one httpx client.
+Each request has a thread that reads server-sent events; all share one httpx client.
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def need_httpx() -> None:
-    """Raises ConfigError where httpx is not installed."""
+    """Raise ConfigError if httpx is not installed."""
     try:
         import httpx  # noqa: F401
     except ImportError:
@@ -29,10 +29,9 @@ def need_httpx() -> None:
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server answers. url: what stands in front of /completions, with /v1 at its end.
+    """Address of a server. url: everything before /completions, ending in /v1.
 
-    client may serve many threads. It keeps no connection, so every request pays for a fresh one,
-    and nothing is left to close.
+    The client may serve many threads. It keeps no connection alive, so every request opens one.
     """
 
     url: str
@@ -40,9 +39,9 @@ class Server:
 
     @classmethod
     def at(cls, url: str, key: str | None = None, timeout: float = 600.0) -> "Server":
-        """From a URL, with or without /v1 at its end. timeout: seconds without a byte.
+        """Create a server from a URL with or without /v1. timeout: seconds without a byte.
 
-        Raises ConfigError on another URL or such a key, and where httpx is not installed.
+        Raises ConfigError if the URL or key is invalid, or httpx is not installed.
         """
         need_httpx()
         import httpx
@@ -76,7 +75,10 @@ class Server:
         return cls(base, client)
 
     def first_model(self) -> str:
-        """The first model that the server names. Raises ConfigError where it does not answer."""
+        """Return the first model that the server lists.
+
+        Raises ConfigError if it does not answer.
+        """
         import httpx
 
         try:
@@ -94,7 +96,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: the end of its path, and its body, which asks for a stream."""
+    """Request: the last part of its path, and its body, which requests a stream."""
 
     path: str
     body: dict[str, Any]
@@ -102,10 +104,10 @@ class Ask:
 
 @dataclass
 class Answer:
-    """What came of a request; times in seconds of time.perf_counter.
+    """Result of a request; times in seconds of time.perf_counter.
 
-    due: when it was to be sent. pieces: when each piece with output arrived. tokens and
-    prompt_tokens: as the server counts them, or the pieces where it does not. error: why it failed.
+    due: when it was to be sent. pieces: arrival times of chunks with output. tokens, prompt_tokens:
+    counts of the server, or the number of chunks. error: reason of a failure.
     """
 
     due: float
@@ -117,22 +119,22 @@ class Answer:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first piece, from when the request was due."""
+        """Return the seconds from the due time to the first chunk."""
         return self.pieces[0] - self.due
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None for a single one."""
+        """Return the seconds per token after the first, or None for a single token."""
         return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
     @property
     def itl(self) -> list[float]:
-        """Seconds between pieces; a piece holds several tokens where drafts were accepted."""
+        """Return the seconds between chunks; a chunk has several tokens if drafts were accepted."""
         return [b - a for a, b in zip(self.pieces, self.pieces[1:], strict=False)]
 
 
 def ask(server: Server, request: Ask, due: float) -> Answer:
-    """Sends a request and reads its stream to the end; what fails stands in the answer."""
+    """Send a request and read its stream; a failure is stored in the answer."""
     import httpx
 
     answer = Answer(due)
@@ -166,7 +168,7 @@ def _read(response: "httpx.Response", answer: Answer) -> None:
 
 
 def _events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events, up to [DONE]."""
+    """Yield the JSON objects of a stream of server-sent events, up to [DONE]."""
     for line in _lines(response.iter_bytes()):
         if line.startswith(b"data:"):
             data = line[5:].strip()
@@ -176,9 +178,9 @@ def _events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """The lines of a stream as they are complete, and what stands behind the last.
+    """Yield complete lines of a stream, and the rest at its end.
 
-    httpx's own lines end at U+2028 too, which JSON may hold unescaped.
+    httpx's own line iterator also splits at U+2028, which JSON strings may contain.
     """
     begun = b""
     for chunk in chunks:
@@ -188,9 +190,9 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _has_output(choice: dict[str, Any]) -> bool:
-    """Whether a piece brings tokens: any but an opening that only names the role, and an empty end.
+    """Return whether a chunk has tokens, unlike one with only the role, or an empty last one.
 
-    The text of a token may be empty, while the bytes of a character are incomplete.
+    The text of a token may be empty while a character's bytes are incomplete.
     """
     if "delta" in choice:
         return any(value for key, value in choice["delta"].items() if key != "role")

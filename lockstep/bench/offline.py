@@ -1,4 +1,4 @@
-"""Measures an LLM on prompts that are all at hand."""
+"""Benchmark of an LLM on a fixed list of prompts."""
 
 import statistics
 import time
@@ -16,11 +16,11 @@ RUNS = 5
 
 @dataclass(frozen=True)
 class Figures:
-    """What runs over the same prompts cost. Speeds in tokens/s: means over the runs.
+    """Figures of runs over the same prompts. Speeds in tokens/s are means over the runs.
 
-    decode_tokens_per_s: tokens after each request's first, all requests together, over the time
-    from the first token to the last. wall_tokens_per_s: all tokens over the whole run.
-    ms_per_step: decode time over the steps of the request that took most.
+    decode_tokens_per_s: tokens after each request's first, over the time from the first token to
+    the last. wall_tokens_per_s: all tokens over the whole run. ms_per_step: decode time over the
+    steps of the longest request.
     """
 
     requests: int
@@ -50,7 +50,7 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Decode speed with drafts over that without."""
+        """Return the decode speed with drafts over that without."""
         return self.drafted.decode_tokens_per_s / self.plain.decode_tokens_per_s
 
 
@@ -62,9 +62,9 @@ def measure(
     runs: int = RUNS,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> tuple[Figures, list[RequestOutput]]:
-    """The figures of `runs` runs after `warm_ups`, and the outputs of the last.
+    """Return the figures of `runs` runs after `warm_ups`, and the outputs of the last.
 
-    For runs that all compute their prompts, turn prefix caching off.
+    Disable prefix caching if every run shall compute its prompts.
     """
     walls: list[float] = []
     timed: list[list[RequestOutput]] = []
@@ -86,9 +86,9 @@ def compare(
     warm_ups: int = 1,
     runs: int = 3,
 ) -> tuple[Comparison, list[RequestOutput]]:
-    """The same prompts on both; the outputs are the drafted engine's.
+    """Measure the same prompts on both engines; return the outputs with drafts.
 
-    params needs a seed where it samples, or the two answer different questions.
+    Sampled params need a seed, or the outputs are not comparable.
     """
     without, answers = measure(plain, prompts, params, warm_ups, runs)
     with_drafts, outputs = measure(drafted, prompts, params, warm_ups, runs)
@@ -138,7 +138,7 @@ def _deviation(values: list[float]) -> float:
 
 
 def _decode_seconds(outputs: list[RequestOutput]) -> float:
-    """From the first token of any request to the last of all."""
+    """Return the seconds from the first token of any request to the last of all."""
     metrics = [output.metrics for output in outputs]
     begins = [m.first_token_time for m in metrics if m.first_token_time is not None]
     ends = [m.finished_time for m in metrics if m.finished_time is not None]

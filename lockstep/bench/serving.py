@@ -1,7 +1,7 @@
-"""Load on any OpenAI-compatible server: by request rate, or by requests in flight.
+"""Load test of any OpenAI-compatible server, by request rate or by concurrency.
 
-Open loop: requests are due at the times of a seeded Poisson process whether the server keeps up or
-not, and waiting counts from then. Closed loop: so many callers, each with one request at a time.
+Open loop: requests are due at the times of a seeded Poisson process, whether or not the server
+keeps up; latency counts from the due time. Closed loop: a number of callers with one request each.
 """
 
 import random
@@ -19,12 +19,12 @@ from lockstep.example_prompts import CONVERSATIONS
 
 PERCENTILES = (50, 90, 99)
 FIRST_ID = 10
-"""Random prompts leave out the ids below: special tokens stand there in many vocabularies."""
+"""First id of random prompts; many vocabularies have special tokens below it."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """rate: requests/s of an open loop; or concurrency: callers of a closed one."""
+    """Load: rate in requests/s of an open loop, or concurrency of a closed loop."""
 
     rate: float | None = None
     concurrency: int | None = None
@@ -35,11 +35,11 @@ class Load:
 
 @dataclass(frozen=True)
 class ServingFigures:
-    """What a load came to. Latencies in ms: p50, p90, p99.
+    """Figures of a load. Latencies in ms: p50, p90, p99.
 
-    ttft: to the first token. tpot: per token after the first, by request. itl: between the pieces
-    of a stream. tokens_per_s: generated tokens over the time from the first request to the last
-    answer; answers that failed count nowhere but in `failed`.
+    ttft: time to first token. tpot: time per token after the first, by request. itl: time between
+    chunks. tokens_per_s: generated tokens over the time from the first request to the last answer.
+    Failed requests count only in `failed`.
     """
 
     rate: float | None
@@ -59,7 +59,7 @@ class ServingFigures:
 def random_asks(
     model: str, count: int, input_len: int, output_len: int, vocab: int, seed: int, **extra: Any
 ) -> list[Ask]:
-    """`count` completions of random token ids below `vocab`, no two alike."""
+    """Return `count` distinct completions of random token ids below `vocab`."""
     if vocab <= FIRST_ID or input_len < 1:
         raise ConfigError(
             f"input_len={input_len}, vocab_size={vocab} are not allowed; allowed: input_len from "
@@ -72,7 +72,7 @@ def random_asks(
 
 
 def sample_asks(model: str, count: int, output_len: int, **extra: Any) -> list[Ask]:
-    """`count` chats: the bundled conversations over and over, each time at another position."""
+    """Return `count` chats that repeat the bundled conversations, each with another number."""
     common = _common(model, output_len) | extra
     found = []
     roles = ("user", "assistant")
@@ -94,7 +94,7 @@ def make_asks(
     seed: int,
     **extra: Any,
 ) -> list[Ask]:
-    """Requests of a dataset by its name: random or samples. Raises ConfigError on another."""
+    """Return requests of a dataset: random or samples. Raises ConfigError for another name."""
     if dataset == "random":
         return random_asks(model, count, input_len, output_len, vocab, seed, **extra)
     if dataset == "samples":
@@ -114,9 +114,9 @@ def run_loads(
     seed: int,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> list[ServingFigures]:
-    """One load after the other, after one request that does not count.
+    """Run the loads one after the other, after one warm-up request.
 
-    make(seed) gives the requests of a load: each its own, or the server would know the prompts.
+    make(seed) returns new requests for each load, so that the server has not cached their prompts.
     """
     ask(server, make(seed)[0], time.perf_counter())
     return [
@@ -132,7 +132,7 @@ def run_load(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> ServingFigures:
-    """Sends all requests under a load. Raises ConfigError where none of them is answered."""
+    """Send all requests under a load. Raises ConfigError if none is answered."""
     futures: list[Future[Answer]] = []
     waits = random.Random(seed)
     with ThreadPoolExecutor(load.concurrency or len(asks)) as callers:
@@ -157,7 +157,7 @@ def _ask_now(server: Server, request: Ask) -> Answer:
 
 
 def figures_of(answers: Sequence[Answer], load: Load, started: float) -> ServingFigures:
-    """The figures of a load that began at `started`."""
+    """Return the figures of a load that began at `started`."""
     good = [answer for answer in answers if answer.error is None]
     if not good:
         raise ConfigError(
@@ -183,7 +183,7 @@ def figures_of(answers: Sequence[Answer], load: Load, started: float) -> Serving
 
 
 def _percentiles(seconds: list[float]) -> tuple[float, ...]:
-    """PERCENTILES in ms, interpolated between neighbours; 0 of nothing."""
+    """Return PERCENTILES in ms, interpolated; 0 without values."""
     ordered = sorted(seconds) or [0.0]
     found = []
     for percent in PERCENTILES:
@@ -196,7 +196,7 @@ def _percentiles(seconds: list[float]) -> tuple[float, ...]:
 
 
 def need_plots() -> None:
-    """Raises ConfigError where matplotlib is not installed."""
+    """Raise ConfigError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -207,7 +207,7 @@ def need_plots() -> None:
 
 
 def plot(runs: Sequence[ServingFigures], path: Path, title: str) -> None:
-    """A PNG: latencies and throughput over the loads, in their order."""
+    """Write a PNG of latencies and throughput over the loads."""
     need_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

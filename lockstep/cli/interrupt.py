@@ -1,4 +1,4 @@
-"""How a command is ended from outside in good order."""
+"""Interruption of a command by Ctrl-C or SIGTERM."""
 
 import signal
 import threading
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 130
-"""Status of a command that Ctrl-C ended, as shells count it."""
+"""Exit status of a command that Ctrl-C ended, as in shells."""
 
 
 @contextmanager
 def interrupted_imports() -> Iterator[None]:
     """Raise KeyboardInterrupt in place of an ImportError that Ctrl-C has caused.
 
-    Modules such as numpy's turn an interrupt of their import into an ImportError, or swallow it and
-    cannot be imported a second time.
+    Some modules, such as numpy, turn an interrupt of their import into an ImportError, or swallow
+    it and cannot be imported again.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,9 +41,9 @@ def interrupted_imports() -> Iterator[None]:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """In here the first SIGTERM raises KeyboardInterrupt, as Ctrl-C does, and others do nothing.
+    """Raise KeyboardInterrupt on the first SIGTERM in the context, and ignore later ones.
 
-    In another thread than the main one nothing is changed: signals are handled there alone.
+    Outside of the main thread nothing changes, since only the main thread handles signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -59,7 +59,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def end_at_next_interrupt() -> None:
-    """Let another Ctrl-C end the process at once, without a traceback, while it ends anyway."""
+    """Make another Ctrl-C end the process at once, without a traceback."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -70,4 +70,4 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Nothing. SIG_IGN would write a warning where a signal is under way."""
+    """Ignore a signal. SIG_IGN would print a warning if a signal is pending."""

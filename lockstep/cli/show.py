@@ -1,4 +1,4 @@
-"""What the commands share on the screen. Answers go to stdout, progress and notes to stderr."""
+"""Output of commands: results go to stdout, progress and notes to stderr."""
 
 import json
 import sys
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def notes() -> Console:
-    """Where progress and notes are written."""
+    """Return the console for progress and notes."""
     return Console(stderr=True, highlight=False)
 
 
 def note(text: str, style: str = "dim") -> None:
-    """One line on stderr, as it is."""
+    """Print one line to stderr unchanged."""
     notes().print(text, style=style, markup=False, soft_wrap=True)
 
 
 BUNDLED = "the bundled model"
-"""What a model is called where the user names none."""
+"""Name of the model if the user names none."""
 
 
 def load(settings: dict[str, Any], quiet: bool = False) -> "LLM":
-    """The LLM of a command's settings, with a progress bar and one line about what came of them."""
+    """Create the LLM of a command's settings, with a progress bar and one summary line."""
     from lockstep.llm import LLM
 
     if quiet:
@@ -47,7 +47,7 @@ def show_start(facts: "Facts") -> None:
 
 
 def summary(facts: "Facts") -> str:
-    """Model, drafting, memory and numerics of an engine, in one line."""
+    """Return one line with the engine's model, drafter, memory and numerics."""
     plan = facts.plan
     spec = facts.config.speculative_config
     drafting = f"{spec.method} K={spec.num_speculative_tokens}" if spec else "no drafts"
@@ -71,23 +71,23 @@ def summary(facts: "Facts") -> str:
 
 
 def model_name(config: "EngineConfig") -> str:
-    """What the user called the model."""
+    """Return the name of the model as the user gave it."""
     return config.model or BUNDLED
 
 
 def print_result(value: Any, asked: bool) -> None:
-    """print_json for programs: where it is asked for, and where stdout is no terminal."""
+    """Print JSON if requested or if stdout is not a terminal."""
     if asked or not sys.stdout.isatty():
         print_json(value)
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON on stdout."""
+    """Print one line of JSON to stdout."""
     sys.stdout.write(json.dumps(value, default=str) + "\n")
     sys.stdout.flush()
 
 
 def print_text(text: str) -> None:
-    """Text on stdout as it is, at once."""
+    """Print text to stdout unchanged, and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()

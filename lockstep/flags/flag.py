@@ -1,4 +1,4 @@
-"""What the table says of a flag, and how the values of flags are written."""
+"""Entries of the flag table, and how values of flags are parsed."""
 
 import json
 import re
@@ -14,7 +14,7 @@ SWITCHED: Mapping[str, bool] = {"true": True, "false": False}
 
 
 class Kind(Enum):
-    """What becomes of a flag."""
+    """Treatment of a flag."""
 
     ACTS = "acts"
     NOTED = "noted"
@@ -22,7 +22,7 @@ class Kind(Enum):
 
 
 class Form(Enum):
-    """How a flag's value is written."""
+    """Syntax of a flag's value."""
 
     SWITCH = "none; --no-... turns it off"
     TEXT = "text"
@@ -56,12 +56,12 @@ class Flag:
 
     @property
     def values(self) -> list[str]:
-        """The values that the table knows, as they are written."""
+        """Return the values that the table knows, as written."""
         known = [*self.same, *self.means, *self.allowed]
         return list(dict.fromkeys(spelled(value) for value in known))
 
     def takes(self, value: Any) -> bool:
-        """Whether a value other than those of `same` does something, or nothing that matters."""
+        """Return whether a value outside of `same` has an effect or is harmless."""
         if self.kind is Kind.REFUSED:
             return False
         if self.allowed or (self.kind is Kind.ACTS and not self.setting and not self.keys):
@@ -70,31 +70,31 @@ class Flag:
 
 
 def acts(name: str, says: str, form: Form = Form.TEXT, **more: Any) -> Flag:
-    """A flag that has a meaning here; it sets the setting of its own name unless told otherwise."""
+    """Create a flag that sets a setting, by default the one of its own name."""
     return Flag(name, Kind.ACTS, says, form, **{"setting": name.replace("-", "_"), **more})
 
 
 def noted(name: str, says: str, form: Form = Form.TEXT, **more: Any) -> Flag:
-    """A flag that tunes another engine: it is read, and a line says what is done instead."""
+    """Create a flag that tunes another engine: it is accepted with a note."""
     return Flag(name, Kind.NOTED, says, form, **more)
 
 
 def refused(name: str, says: str, form: Form = Form.TEXT, **more: Any) -> Flag:
-    """A flag that would change answers, or that promises what is not there."""
+    """Create a flag that is refused: it would change outputs, or is not supported."""
     return Flag(name, Kind.REFUSED, says, form, **more)
 
 
 def spelled(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Return a value as written on the command line."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def read_value(flag: Flag, shown: str, written: list[str]) -> Any:
-    """What is written behind a flag, by its form. shown: the flag, for errors. Raises ConfigError.
+    """Parse the values of a flag by its form. shown: the flag, for errors. Raises ConfigError.
 
-    JSON that is none stays text: the setting says what is wrong with it.
+    Invalid JSON stays text; the setting then reports the error.
     """
     if len(written) > 1 and flag.form is not Form.MANY:
         raise choice_error(ConfigError, shown, written, "one value", "Write one.")
@@ -115,7 +115,7 @@ def read_value(flag: Flag, shown: str, written: list[str]) -> Any:
 
 
 def read_size(shown: str, text: str) -> int:
-    """8192, 8k (8,000), 8K (8,192), 1.5k (1,500). Raises ConfigError."""
+    """Parse 8192, 8k (8,000), 8K (8,192) or 1.5k (1,500). Raises ConfigError."""
     found = re.fullmatch(r"(-?\d+)(\.\d+)?([kKmMgG]?)", text.strip())
     factor = FACTORS.get(found[3], 1) if found else 0
     whole = found is not None and (not found[2] or (factor > 1 and found[3].islower()))
@@ -148,6 +148,6 @@ def _json(text: str) -> Any:
 
 
 def _many(written: list[str]) -> list[Any]:
-    """Words one by one; a single word may be a JSON list."""
+    """Return words one by one; a single word may be a JSON list."""
     found = _json(written[0]) if len(written) == 1 and written[0].startswith("[") else None
     return found if isinstance(found, list) else list(written)

@@ -1,4 +1,4 @@
-"""The least time that a step can take, beside a run or alone."""
+"""Floors: minimum times of a step and a prompt, alone or next to a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def has_weights(settings: dict[str, Any]) -> bool:
-    """Whether there is anything to run: weights in the folder, or random ones asked for."""
+    """Return whether the model can run: its folder has weights, or they are random."""
     from lockstep.models import weight_files
     from lockstep.worker.build import find_model
 
@@ -38,7 +38,7 @@ def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":
 
 
 def show_floor_alone(settings: dict[str, Any], batch_size: int, input_len: int, json: bool) -> None:
-    """Prints the floors of a checkpoint that holds no weights."""
+    """Print the floors of a checkpoint without weights."""
     from lockstep.bench.floor import describe_floors, prompt_floor, step_floor
     from lockstep.config import EngineConfig
     from lockstep.models.checkpoint import Checkpoint
@@ -62,7 +62,7 @@ def show_floor_alone(settings: dict[str, Any], batch_size: int, input_len: int, 
 
 
 def floors_of_run(llm: "LLM", f: "Figures") -> "tuple[StepFloor, Floor]":
-    """The floors of the run's mean step, with half of an answer in the cache, and mean prompt."""
+    """Return the floors of the run's mean step, with half of an output cached, and mean prompt."""
     from lockstep.bench.floor import prompt_floor, step_floor
 
     engine = llm.engine

@@ -1,4 +1,4 @@
-"""What lockstep bench prints: tables of figures, floors, kernels and layers."""
+"""Tables of lockstep bench: figures, floors, kernels and layers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 def over_floor(f: "Figures", least: "StepFloor") -> float:
-    """The measured step over its floor."""
+    """Return the ratio of the measured step to its floor."""
     return round(f.ms_per_step / least.ms, 4)
 
 
 def digits(value: float) -> str:
-    """Three digits, or all those in front of the point: 1,053, 12.6, 0.0126; 0 for nothing."""
+    """Format with three significant digits: 1,053, 12.6, 0.0126; 0 for zero."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{float(f'{value:.3g}'):.10f}".rstrip("0").rstrip(".")
 
 
 def figures_table(f: "Figures", least: "StepFloor | None", prompt: "Floor | None") -> Table:
-    """The figures of offline runs, with their floors where those were asked for."""
+    """Return the table of offline runs, with their floors if requested."""
     spread = ("deviation", "CV") if f.runs > 1 else ()
     right: dict[str, Any] = {"justify": "right"}
     table = Table("", *(Column(name, **right) for name in ("mean", *spread)))
@@ -52,7 +52,7 @@ def figures_table(f: "Figures", least: "StepFloor | None", prompt: "Floor | None
 
 
 def drafters_table(lines: "list[DrafterLine]") -> Table:
-    """One line per drafter; acceptance by the place of the draft in its step."""
+    """Return a table with one row per drafter, with acceptance by draft position."""
     right: dict[str, Any] = {"justify": "right"}
     table = Table(
         Column("drafter", no_wrap=True), "accepted at position 1, 2, ...", title="Drafters"
@@ -76,7 +76,7 @@ def drafters_table(lines: "list[DrafterLine]") -> Table:
 
 
 def floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
-    """The parts of each pass, and which of both rates decides."""
+    """Return the parts of each pass, and whether bandwidth or compute limits it."""
     from lockstep.worker.device_rates import H200
 
     right: dict[str, Any] = {"justify": "right"}
@@ -103,7 +103,7 @@ def floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
 
 
 def kernel_table(lines: "list[KernelLine]") -> Table:
-    """One line per measurement; model, op and size stand in the first of a kind only."""
+    """Return a table with one row per measurement; repeated names are left blank."""
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
     table = Table(Column("op", ratio=1), title="Kernels", expand=True)
     for name in ("rows", "us", "MB", "TB/s", "floor"):
@@ -130,7 +130,7 @@ def kernel_table(lines: "list[KernelLine]") -> Table:
 
 
 def trace_table(lines: "list[Line]", on_gpu: bool) -> Table:
-    """The time by name of one step; on a GPU its kernels decide, else the host."""
+    """Return the time of one step by name, of GPU kernels or else of host functions."""
     from lockstep.bench.trace import CAPTURED
 
     right: dict[str, Any] = {"justify": "right"}
@@ -154,7 +154,7 @@ def trace_table(lines: "list[Line]", on_gpu: bool) -> Table:
 
 
 def serving_table(runs: "list[ServingFigures]") -> Table:
-    """One line per load; latencies are p50 / p90 / p99 in ms."""
+    """Return a table with one row per load; latencies are p50 / p90 / p99 in ms."""
     right: dict[str, Any] = {"justify": "right"}
     table = Table("load", title="Serving: latencies in ms, p50 / p90 / p99")
     for name in ("TTFT", "TPOT", "ITL", "tokens/s", "failed"):
