@@ -147,13 +147,13 @@ FAULTS = (
         "return StepTensors(..., sample_at=$seq_lens[:, None] + $decided + ($window > 1))",
     ),
     Fault(
-        "conv ring off at its end", "mixer", RINGS, "ring_places",
+        "conv ring off at its end", "mixer", RINGS, "flat_indices",
         "[$s * $length + ($p + $i) % $length for $i in $offsets for $s, $p in $rows]",
         "[$s * $length + min(($p + $i) % $length, $length - 2) for $i in $offsets for $s, $p "
         "in $rows]",
     ),
     Fault(
-        "snapshot slot off the grid", "mixer", PROMPT_ROWS, "PromptRow.keep",
+        "snapshot slot off the grid", "mixer", PROMPT_ROWS, "PromptRow.save",
         "self._write(self.snapshot, $at_grid, $length // GRID * GRID)",
         "self._write(self.snapshot, after, $length // GRID * GRID)",
     ),
@@ -627,8 +627,8 @@ FAULTS = (
     ),
     Fault(
         "a resumed chunk convolves with the row's old inputs", "mixer", PROMPT_ROWS, "prompt_rows",
-        "$past = $state.conv[$src, past_slots($start, $history, $state.conv.shape[1])]",
-        "$past = $state.conv[slot, past_slots($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[$src, past_indices($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[slot, past_indices($start, $history, $state.conv.shape[1])]",
     ),
     Fault(
         "a first chunk begins from the slot's old state", "mixer", PROMPT_ROWS, "prompt_rows",
@@ -723,7 +723,7 @@ FAULTS = (
         ".dtype))",
     ),
     Fault(
-        "chunks of a prompt solved together", "numerics", DELTA, "_chunks",
+        "chunks of a prompt solved together", "numerics", DELTA, "_run_chunks",
         "$short = $chunks * GRID - $length\n"
         "...\n"
         "$scores = $q @ $k.transpose(-1, -2) * $decay",
@@ -1033,18 +1033,18 @@ FAULTS = (
     ),
     Fault(
         "rings too short for what a state of 16 bits lacks", "mixer", "cache.state", "state_spec",
-        "$slots = ring_slots($window, max_replayed($window, $flush, state_grid($state_dtype)))",
+        "$slots = history_length($window, max_replayed($window, $flush, state_grid($state_dtype)))",
         "$slots = max_replayed($window, $flush, state_grid($state_dtype)) - 2",
         f"{OF_HALF_STATE}::test_answers_longer_than_the_rings_are_left_alone",
     ),
     Fault(
-        "a window rounds by its own positions", "mixer", DELTA, "_run",
+        "a window rounds by its own positions", "mixer", DELTA, "_step_tokens",
         "round_rows($state, $s, [$start + $t + 1 for $start in $starts])",
         "round_rows($state, $s, [$t + 1 for $start in $starts])",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_chunks",
+        "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_run_chunks",
         "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
         "$s = $rounded($s)",
         "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
@@ -1063,9 +1063,9 @@ FAULTS = (
     # Mamba-2 and Nemotron-H: the bundled model has neither.
     Fault(
         "a window of Mamba-2 keeps x where it should keep dt x", "mixer", MAMBA, "mamba2_step_cpu",
-        "$window.keep($u, $b, $decay)\n"
+        "$window.append($u, $b, $decay)\n"
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
-        "$window.keep($x, $b, $decay)\n"
+        "$window.append($x, $b, $decay)\n"
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
         f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
     ),
@@ -1079,24 +1079,24 @@ FAULTS = (
     Fault(
         "a token's step of Mamba-2 decays with the cumulated time", "mixer",
         "kernels.mamba2.contract",
-        "time_steps",
+        "discretize",
         "return ($step, $step * -torch.exp($weights.a_log))",
         "return ($step, $step.cumsum(0) * -torch.exp($weights.a_log))",
         f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
     ),
     Fault(
-        "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_chunks",
+        "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_run_chunks",
         "$short = $chunks * GRID - $length\n"
         "...\n"
-        "$g = chunked($g).cumsum(-1)",
+        "$g = split_chunks($g).cumsum(-1)",
         "$short = $chunks * GRID - $length\n"
         "...\n"
-        "$g = chunked($g).cumsum(-1) * (1 + 1e-6 * ($chunks > 1))",
+        "$g = split_chunks($g).cumsum(-1) * (1 + 1e-6 * ($chunks > 1))",
         "tests/kernels/test_mamba2.py::test_chunked_law_cut_anywhere_on_the_grid",
     ),
     Fault(
         "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
-        "kernels.mamba2.chunk_kernels", "out_kernel",
+        "kernels.mamba2.chunk_kernels", "chunk_output_kernel",
         "tl.where($row >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tl.where($row + 1 >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
