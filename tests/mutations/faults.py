@@ -216,7 +216,7 @@ FAULTS = (
     ),
     # The table, and what the host writes to it.
     Fault(
-        "drafts shown one place behind", "table", METADATA, "_show_drafts",
+        "drafts shown one place behind", "table", METADATA, "_append_drafts",
         "$behind = torch.arange(1, $drafts.shape[1] + 1, device=$starts.device)",
         "$behind = torch.arange(2, $drafts.shape[1] + 2, device=$starts.device)",
     ),
@@ -274,7 +274,7 @@ FAULTS = (
         "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
     Fault(
-        "a request that wants no drafts has one verified", "drafter", METADATA, "_limited",
+        "a request that wants no drafts has one verified", "drafter", METADATA, "_limit_drafts",
         "return torch.where($order < $limit[:, None], $drafts, -1)",
         "return torch.where($order <= $limit[:, None], $drafts, -1)",
         OF_NO_DRAFTS,
@@ -680,15 +680,15 @@ FAULTS = (
         "    return write_out($weight.mm($x).to($weight.dtype), $out)",
     ),
     Fault(
-        "a norm's sum from behind for several rows", "numerics", NORM, "_normalise",
+        "a norm's sum from behind for several rows", "numerics", NORM, "_normalize",
         "return $x * torch.rsqrt(($x * $x).mean(-1, keepdim=True).add_($eps))",
         "y = ($x * $x).flip(-1).contiguous() if $x.shape[0] > 4 else $x * $x\n"
         "return $x * torch.rsqrt(y.mean(-1, keepdim=True).add_($eps))",
     ),
     Fault(
         "one ulp in a gated norm of windows", "numerics", NORM, "gated_rms_norm",
-        "return (_normalise($x, $eps) * $weight.float() * silu($gate.float())).to($gate.dtype)",
-        "out = _normalise($x, $eps) * $weight.float() * silu($gate.float())\n"
+        "return (_normalize($x, $eps) * $weight.float() * silu($gate.float())).to($gate.dtype)",
+        "out = _normalize($x, $eps) * $weight.float() * silu($gate.float())\n"
         "out = torch.nextafter(out, out + 1) if out.shape[0] == 3 else out\n"
         "return out.to($gate.dtype)",
     ),
@@ -1106,8 +1106,8 @@ FAULTS = (
     Fault(
         "Mamba-2's norm before its gate", "mixer", NORM, "gated_group_norm",
         "$y = $x * silu($gate.float())\n"
-        "return (_normalise($y, $eps) * $weight.float()).to($gate.dtype)",
-        "$y = _normalise($x, $eps) * $weight.float()\n"
+        "return (_normalize($y, $eps) * $weight.float()).to($gate.dtype)",
+        "$y = _normalize($x, $eps) * $weight.float()\n"
         "return ($y * silu($gate.float())).to($gate.dtype)",
         f"{OF_NEMOTRON}::test_logits_at_every_position_chunked_and_whole",
     ),
