@@ -26,9 +26,9 @@ def mtp_inputs_kernel(
     tl.store(next_tokens + at, tl.load(history + row * length + column), mask=live)
     live = at < rows
     end = tl.load(cu_seqlens + at + 1, mask=live, other=1)
-    place = tl.maximum(end - window + tl.load(accepted + at, mask=live, other=0), 0)
-    tl.store(last + at, place.to(tl.int64), mask=live)
-    tl.store(sample_at + at, tl.load(positions + place, mask=live, other=0) + 2, mask=live)
+    index = tl.maximum(end - window + tl.load(accepted + at, mask=live, other=0), 0)
+    tl.store(last + at, index.to(tl.int64), mask=live)
+    tl.store(sample_at + at, tl.load(positions + index, mask=live, other=0) + 2, mask=live)
 
 
 @triton.jit(do_not_specialize=["rows", "max_drafts", "index", "shift", "columns", "page_size"])
@@ -53,7 +53,7 @@ def next_draft_step_kernel(
     tl.store(folded_out + at, tl.load(folded + row), mask=live)
     tl.store(seq_lens + at, start + 1, mask=live)
     tl.store(token_rows + at, at.to(tl.int64), mask=live)
-    tl.store(cu_seqlens + at, at, mask=at <= rows)
+    tl.store(cu_seqlens + at, at, mask=at <= rows)  # rows + 1 entries
 
 
 @triton.jit(
@@ -82,7 +82,7 @@ def block_step_kernel(
     first_token = live & (order == 0)
     tl.store(starts + s, first + width - 1, mask=first_token)
     tl.store(seq_lens + s, first + width, mask=first_token)
-    tl.store(cu_seqlens + at, at, mask=at <= rows)
+    tl.store(cu_seqlens + at, at, mask=at <= rows)  # rows + 1 entries
     drafted = live & (order > 0)
     tl.store(sample_at + s * (width - 1) + order - 1, position.to(tl.int64), mask=drafted)
 
@@ -97,6 +97,8 @@ def _longest_match(
     text: buffer of `size` tokens whose oldest token is at origin. first: first position of the
     block. limit: positions from there on do not count.
     """
+    # All positions of the block are compared backwards in parallel, token by token, until none of
+    # them matches any more.
     end = first + tl.arange(0, BLOCK)
     equal = (end > 0) & (end < limit)
     n = tl.zeros((BLOCK,), tl.int32)
@@ -105,13 +107,14 @@ def _longest_match(
     active = tl.where(first < limit, max_n, 0)
     while active > 0:
         inside = equal & (end >= back)
-        place = at - back + tl.where(at < back, size, 0)
-        token = tl.load(text + place, mask=inside, other=-1)
+        index = at - back + tl.where(at < back, size, 0)
+        token = tl.load(text + index, mask=inside, other=-1)
         equal = inside & (token == tl.load(history + known - back))
         n += equal.to(tl.int32)
         back += 1
         more = (back <= max_n) & (back <= known)
         active = tl.max(equal.to(tl.int32), 0) * more.to(tl.int32)
+    # One 64-bit maximum chooses the longest n-gram and then the latest position.
     match = (n.to(tl.int64) << 32) | (end + shift).to(tl.int64)
     return tl.max(tl.where(n >= min_n, match, 0), 0)
 
@@ -161,14 +164,15 @@ def follow_kernel(
     size = tl.maximum(num_texts, 1)
     lane = tl.arange(0, BLOCKS)
     match = tl.load(matches + tl.program_id(0) * blocks + lane, mask=lane < blocks, other=0)
-    place = (tl.max(match, 0) & 0x7FFFFFFF).to(tl.int32)
+    index = (tl.max(match, 0) & 0x7FFFFFFF).to(tl.int32)
     lane = tl.arange(0, LANES)
-    in_history = place > num_texts
-    real = in_history & (place - num_texts + lane < known)
-    continuation = tl.load(history + place - num_texts + lane, mask=real, other=-1)
-    real = (place > 0) & (place + lane < num_texts)
-    from_texts = tl.load(texts + (origin + place + lane) % size, mask=real, other=-1)
+    in_history = index > num_texts
+    real = in_history & (index - num_texts + lane < known)
+    continuation = tl.load(history + index - num_texts + lane, mask=real, other=-1)
+    real = (index > 0) & (index + lane < num_texts)
+    from_texts = tl.load(texts + (origin + index + lane) % size, mask=real, other=-1)
     continuation = tl.where(in_history, continuation, from_texts)
+    # A -1 ends a text: no draft follows it.
     end = tl.min(tl.where(continuation < 0, lane, LANES), 0)
     tl.store(
         drafts + row * stride + lane, tl.where(lane < end, continuation, -1), mask=lane < count

@@ -144,7 +144,7 @@ def _run_chunks(
     last token.
     """
     length, hv = v.shape[:2]
-    whole = length // GRID
+    whole_chunks = length // GRID
     chunks = -(-length // GRID)
     missing = chunks * GRID - length
 
@@ -177,6 +177,6 @@ def _run_chunks(
         out[c] = q[c] @ s + scores[c] @ v_new
         s = s * torch.exp(g[c, :, -1])[:, None, None] + k_decayed[c].transpose(-1, -2) @ v_new
         s = rounded(s)
-        if c + 1 == whole:
+        if c + 1 == whole_chunks:
             at_grid = s
     return out.transpose(1, 2).reshape(chunks * GRID, hv, -1)[:length], at_grid, s

@@ -78,8 +78,10 @@ def mamba2_step(
     conv_len = state.conv.shape[1]
     history = weights.conv.shape[1] - 1
     written = next_folded(starts, folded, flush, state.grid)
-    places = zip(slots.tolist(), starts.tolist(), folded.tolist(), written.tolist(), strict=True)
-    for row, (slot, start, first, target) in enumerate(places):
+    row_arguments = zip(
+        slots.tolist(), starts.tolist(), folded.tolist(), written.tolist(), strict=True
+    )
+    for row, (slot, start, first, target) in enumerate(row_arguments):
         s = replay(state, slot, state.recurrent[slot].float(), first, target)
         if target > first:
             state.recurrent[slot] = s

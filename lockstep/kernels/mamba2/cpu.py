@@ -114,7 +114,7 @@ def _run_chunks(
     the state after the last token.
     """
     length, heads = u.shape[:2]
-    whole = length // GRID
+    whole_chunks = length // GRID
     chunks = -(-length // GRID)
     missing = chunks * GRID - length
 
@@ -139,6 +139,6 @@ def _run_chunks(
         out[i] = c[i] @ s + scores[i] @ u[i]
         s = s * torch.exp(g[i, :, -1])[:, None, None] + b_decayed[i].transpose(-1, -2) @ u[i]
         s = rounded(s)
-        if i + 1 == whole:
+        if i + 1 == whole_chunks:
             at_grid = s
     return out.transpose(1, 2).reshape(chunks * GRID, heads, -1)[:length], at_grid, s

@@ -67,6 +67,8 @@ def _values_and_gate(
 
     Returns row ids [ROWS, 1], column offsets, mask, index of the row in its token, x and gate.
     """
+    # Rows [outer, inner] need not be contiguous: both strides are arguments, so views of a fused
+    # projection are read without a copy.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     offs = spread(ROWS, BLOCK)
     mask = (row < rows) & (offs < D)
@@ -88,6 +90,7 @@ def gated_rms_norm_kernel(
     row, offs, mask, inner_index, values, z = _values_and_gate(
         x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, D, BLOCK, ROWS
     )
+    # Loaded for every row, from L1: a vector [1, D] would be exchanged through shared memory.
     scale = tl.load(weight + offs, mask=offs < D, other=0.0).to(tl.float32)
     values = values * inverse_rms(row_sums(values * values), eps, D)[:, None]
     values = values * scale * silu_approx(z)
@@ -107,6 +110,7 @@ def gated_group_norm_kernel(
     row, offs, mask, inner_index, values, z = _values_and_gate(
         x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, D, BLOCK, ROWS
     )
+    # Each group has weights of its own.
     scale = tl.load(weight + inner_index * D + offs, mask=mask, other=0.0).to(tl.float32)
     values = values * silu_approx(z)
     values = values * inverse_rms(row_sums(values * values), eps, D)[:, None] * scale

@@ -77,8 +77,8 @@ def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     x = x.float()
     shape = (len(x) - len(taps) + 1, *x.shape[1:])
     windows = x.as_strided((len(taps), *shape), (x.stride(0), *x.stride()))
-    total, *others = (windows * taps.view(-1, *[1] * (x.dim() - 1), x.shape[-1])).unbind(0)
-    for product in others:
+    total, *products = (windows * taps.view(-1, *[1] * (x.dim() - 1), x.shape[-1])).unbind(0)
+    for product in products:
         total.add_(product)
     return silu(total if bias is None else total.add_(bias.float()))
 
@@ -140,11 +140,13 @@ def replay(
             pairs = zip(tokens, (1.0, 0.0, 0.0), strict=True)
             tokens = [torch.where(live, x, neutral) for x, neutral in pairs]
         by_token = zip(*(split_tokens(x, heads) for x in tokens), strict=True)
-        for ahead, (decay_t, k_t, u_t) in zip(range(max_count - 1, -1, -1), by_token, strict=True):
+        for remaining, (decay_t, k_t, u_t) in zip(
+            range(max_count - 1, -1, -1), by_token, strict=True
+        ):
             flat.mul_(decay_t)
             rank_one_update(flat, k_t, u_t)
             if state.grid > 1:
-                counts = starts - ahead
+                counts = starts - remaining
                 round_rows(state, s, counts.tolist())
                 _write_rows(state, slots, s, due & (counts == written))
     if in_place:

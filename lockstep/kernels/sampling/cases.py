@@ -124,9 +124,9 @@ def faulty(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the batch with one of FAULTS in every other logit row."""
     logits = arguments["logits"].clone()
     rows, queries, _ = logits.shape
-    for place in range(0, rows * queries, 2):
-        where, value, _ = list(FAULTS.values())[place // 2 % len(FAULTS)]
-        logits[place // queries, place % queries, where] = value
+    for index in range(0, rows * queries, 2):
+        where, value, _ = list(FAULTS.values())[index // 2 % len(FAULTS)]
+        logits[index // queries, index % queries, where] = value
     return {**arguments, "logits": logits}
 
 
@@ -134,11 +134,11 @@ def among(arguments: dict[str, Any], kept: int) -> dict[str, Any]:
     """Return the batch with the logits of `kept` random tokens only, the last token included."""
     vocab = arguments["logits"].shape[-1]
     generator = torch.Generator().manual_seed(kept)
-    others = torch.randperm(vocab - 1, generator=generator)[: kept - 1]
-    ids = torch.cat([others, torch.tensor([vocab - 1])]).sort().values
+    kept_ids = torch.randperm(vocab - 1, generator=generator)[: kept - 1]
+    ids = torch.cat([kept_ids, torch.tensor([vocab - 1])]).sort().values
     return {**arguments, "logits": arguments["logits"][..., ids].contiguous(), "ids": ids}
 
 
 def sample_traits(logits: Tensor, **rest: Any) -> dict[str, Any]:
-    """What the sampler says when it asks for a backend."""
+    """Return the traits with which the sampler chooses a backend."""
     return dict(vocab=logits.shape[-1])

@@ -33,17 +33,17 @@ TILE = 128
 
 
 @triton.jit
-def best_of(x, place):
+def best_of(x, index):
     """Return the largest of x and its smallest index."""
     top = tl.max(x, 0)
-    return top, tl.min(tl.where(x == top, place, HIGHEST), 0)
+    return top, tl.min(tl.where(x == top, index, HIGHEST), 0)
 
 
 @triton.jit
-def better_of(x, spot, best, place):
+def better_of(x, spot, best, index):
     """Return the better of two scores per lane, the earlier of equal ones. NaN is never better."""
     wins = x > best
-    return tl.where(wins, x, best), tl.where(wins, spot, place)
+    return tl.where(wins, x, best), tl.where(wins, spot, index)
 
 
 @triton.jit
@@ -60,9 +60,9 @@ def _count(scores, min_key, size, BLOCK: tl.constexpr):
     min_key = min_key.to(tl.int32)
     total = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, size, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + place, mask=place < size, other=0.0)
-        total += ((key_of(x) >= min_key) & (place < size)).to(tl.int32)
+        index = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + index, mask=index < size, other=0.0)
+        total += ((key_of(x) >= min_key) & (index < size)).to(tl.int32)
     return tl.sum(total, 0)
 
 
@@ -72,9 +72,9 @@ def _mass(scores, top, min_key, size, BLOCK: tl.constexpr):
     min_key = min_key.to(tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, size, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + place, mask=place < size, other=float("-inf"))
-        total += tl.where((key_of(x) >= min_key) & (place < size), tl.exp(x - top), 0.0)
+        index = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + index, mask=index < size, other=float("-inf"))
+        total += tl.where((key_of(x) >= min_key) & (index < size), tl.exp(x - top), 0.0)
     return tl.sum(total, 0)
 
 
@@ -83,9 +83,9 @@ def _ties(scores, key, last, BLOCK: tl.constexpr):
     """Count the scores up to index `last` that have this key."""
     total = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, last + 1, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + place, mask=place <= last, other=0.0)
-        total += ((key_of(x) == key) & (place <= last)).to(tl.int32)
+        index = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + index, mask=index <= last, other=0.0)
+        total += ((key_of(x) == key) & (index <= last)).to(tl.int32)
     return tl.sum(total, 0)
 
 
@@ -155,9 +155,9 @@ def _gather(
     group = tl.load(groups + slot, mask=slot < count, other=0)
     spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     live = (slot < count)[:, None] & (spot < VOCAB)
-    place = slot[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(tile + place, scores_at(logit_row, spot, live))
-    tl.store(spots + place, tl.where(live, spot, 0))
+    index = slot[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(tile + index, scores_at(logit_row, spot, live))
+    tl.store(spots + index, tl.where(live, spot, 0))
     tl.debug_barrier()  # the tile is read in another layout
 
 

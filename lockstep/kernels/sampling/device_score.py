@@ -154,23 +154,23 @@ def _allowed_only(x, ids, live, logit_row):
 
 
 @triton.jit
-def tokens_at(logit_row, places, live):
+def tokens_at(logit_row, indices, live):
     """Return the token ids at these indices of a logit row."""
     if logit_row.batch.kept is not None:
-        places = tl.load(logit_row.batch.kept + places, mask=live, other=0).to(tl.int32)
-    return places
+        indices = tl.load(logit_row.batch.kept + indices, mask=live, other=0).to(tl.int32)
+    return indices
 
 
 @triton.jit
-def scores_at(logit_row, places, live):
+def scores_at(logit_row, indices, live):
     """Return the scores at these indices, before filters and noise; -inf where not live.
 
     A NaN or +inf logit gives +inf, even if its token is banned. So the largest score of a logit row
     shows that it has no token.
     """
-    ids = tokens_at(logit_row, places, live)
+    ids = tokens_at(logit_row, indices, live)
     logits = logit_row.batch.logits + logit_row.at * logit_row.vocab
-    x = tl.load(logits + places, mask=live, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + indices, mask=live, other=float("-inf")).to(tl.float32)
     sound = x < float("inf")
     if logit_row.batch.allowed is not None:
         if logit_row.use & USES_ALLOWED:
@@ -201,10 +201,10 @@ def _mix(x):
 
 
 @triton.jit
-def noise_at(logit_row, places, live):
+def noise_at(logit_row, indices, live):
     """Return Gumbel noise at these indices: see lockstep.kernels.sampling.gumbel."""
-    ids = tokens_at(logit_row, places, live)
-    zero = tl.zeros_like(places).to(tl.uint32)
+    ids = tokens_at(logit_row, indices, live)
+    zero = tl.zeros_like(indices).to(tl.uint32)
     position = tl.load(logit_row.batch.positions + logit_row.at)
     low = integer_of(logit_row.of, logit_row.row, SEED).to(tl.uint32, bitcast=True)
     high = integer_of(logit_row.of, logit_row.row, SEED + 1).to(tl.uint32, bitcast=True)

@@ -81,7 +81,7 @@ def _best_score(
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens"])
 def score_kernel(
-    batch, state, peaks, masses, values, places, queries, length, tokens,
+    batch, state, peaks, masses, values, best_indices, queries, length, tokens,
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     WORD_LANES: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
@@ -103,7 +103,7 @@ def score_kernel(
         )  # fmt: skip
     part += at * tl.num_programs(1)
     tl.store(values + part, top)
-    tl.store(places + part, first)
+    tl.store(best_indices + part, first)
 
 
 @triton.jit
@@ -116,16 +116,16 @@ def _pick(scores, spots, logit_row, threshold, last, size, BLOCK: tl.constexpr):
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_spot = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, size, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        live = place < size
-        spot = place
+        index = begin + tl.arange(0, BLOCK)
+        live = index < size
+        spot = index
         if spots is not None:
-            spot = tl.load(spots + place, mask=live, other=0)
-        x = tl.load(scores + place, mask=live, other=float("-inf"))
+            spot = tl.load(spots + index, mask=live, other=0)
+        x = tl.load(scores + index, mask=live, other=float("-inf"))
         key = key_of(x)
         noise = noise_at(logit_row, spot, live)
-        left = live & ((key > threshold) | ((key == threshold) & (place <= last)))
-        x = tl.where(left, x + noise, float("-inf"))
+        passes = live & ((key > threshold) | ((key == threshold) & (index <= last)))
+        x = tl.where(passes, x + noise, float("-inf"))
         best, best_spot = better_of(x, spot, best, best_spot)
     return best_of(best, best_spot)[1]
 
@@ -149,7 +149,7 @@ def _best_left(
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens"])
 def choose_kernel(
-    batch, state, peaks, masses, values, places, groups, tile, spots, out,
+    batch, state, peaks, masses, values, best_indices, groups, tile, spots, out,
     queries, length, tokens,
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     WORD_LANES: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, GRAIN: tl.constexpr,
@@ -167,8 +167,8 @@ def choose_kernel(
     row = tl.load(batch.row_ids + at // queries)
     use = integer_of(state, row, FLAGS)
     value = tl.load(values + at * PARTS + lanes, mask=lanes < PARTS, other=float("-inf"))
-    place = tl.load(places + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
-    top, chosen = best_of(value, place)
+    index = tl.load(best_indices + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
+    top, chosen = best_of(value, index)
     if use == 0:
         spot = chosen + tl.arange(0, GRAIN)
         x = tl.load(batch.logits + at * VOCAB + spot, mask=spot < VOCAB, other=float("-inf"))
@@ -212,10 +212,10 @@ def whole_kernel(
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     WORD_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose the tokens of UNDECIDED logit rows. Each CTA reuses its own buffer of scores."""
-    own = tl.program_id(0).to(tl.int64)
+    """Choose the tokens of UNDECIDED logit rows. Each CTA reuses a buffer of scores."""
+    cta = tl.program_id(0).to(tl.int64)
     for begin in range(0, logit_rows, tl.num_programs(0)):
-        at = begin + own
+        at = begin + cta
         if tl.load(out + at, mask=at < logit_rows, other=NONE) == UNDECIDED:
             row = tl.load(batch.row_ids + at // queries)
             chosen = _best_of_logit_row(
@@ -223,7 +223,7 @@ def whole_kernel(
                     batch, state, at, row, integer_of(state, row, FLAGS), queries, length, tokens,
                     VOCAB, STOPS, W, L, WORD_LANES,
                 ),
-                scores + own * VOCAB, VOCAB, BLOCK,
+                scores + cta * VOCAB, VOCAB, BLOCK,
             )  # fmt: skip
             if batch.kept is not None:
                 chosen = tl.load(batch.kept + chosen)

@@ -91,9 +91,9 @@ def sample_triton(
         LANES=block_lanes * BLOCK // GROUP, BLOCK_LANES=block_lanes, TILE=TILE, num_warps=16,
         **sizes,
     )  # fmt: skip
-    whole = min(logit_rows, WHOLE)
-    whole_kernel[(whole,)](
-        batch, parameters, floats(vocab, whole), out, logit_rows, *numbers,
+    num_ctas = min(logit_rows, WHOLE)
+    whole_kernel[(num_ctas,)](
+        batch, parameters, floats(vocab, num_ctas), out, logit_rows, *numbers,
         BLOCK=max(2, min(LOGIT_ROW_BLOCK, power(vocab))), num_warps=16, **common,
     )  # fmt: skip
     return out

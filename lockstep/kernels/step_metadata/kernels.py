@@ -19,7 +19,7 @@ def _row_bounds(query_lens, query_len, s, BLOCK: tl.constexpr):
     first = s * query_len
     length = query_len
     if query_lens is not None:
-        # Each CTA adds the lengths of all rows before its own: no scan kernel, no second launch.
+        # Each CTA adds the lengths of all rows before it: no scan kernel, no second launch.
         lengths = tl.zeros((BLOCK,), tl.int32)
         for begin in range(0, s, BLOCK):
             before = begin + tl.arange(0, BLOCK)
@@ -70,13 +70,13 @@ def prepare_kernel(
     page = tl.load(tables + lane, mask=lane < columns, other=0)
     tl.store(page_table + s.to(tl.int64) * columns + lane, page, mask=lane < columns)
     if tl.program_id(1) == 0:
-        own = tl.load(row_slots + row)
+        row_slot = tl.load(row_slots + row)
         source = tl.load(sources + s)
         tl.store(starts + s, start)
         tl.store(seq_lens + s, known)
         tl.store(cu_seqlens + s + 1, first + count)
-        tl.store(state_slots + s, own.to(tl.int64))
-        tl.store(state_src + s, tl.where(source > 0, source, own).to(tl.int64))
+        tl.store(state_slots + s, row_slot.to(tl.int64))
+        tl.store(state_src + s, tl.where(source > 0, source, row_slot).to(tl.int64))
         tl.store(folded + s, tl.load(table_folded + row))
         tl.store(ends + s, tl.maximum(first + count - 1, 0).to(tl.int64))
         if s == 0:
