@@ -10,7 +10,7 @@ import triton.language as tl
 
 from lockstep.kernels.device.activations import silu_approx
 from lockstep.kernels.device.reductions import inverse_rms, row_sum, row_sums, spread
-from lockstep.kernels.linear.triton import tree_load
+from lockstep.kernels.device.tree_reduction import load_tree_sum
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def add_rms_norm_kernel(
     parts += row // inner * part_outer + row % inner * part_inner
     added = tl.load(x + offs, mask=offs < D, other=0.0).to(tl.float32)
     # Rounded to the residual's dtype before the addition, as two separate ops would.
-    delta = tree_load(parts, offs, part, offs < D, PARTS).to(total.dtype.element_ty)
+    delta = load_tree_sum(parts, offs, part, offs < D, PARTS).to(total.dtype.element_ty)
     added = (added + delta.to(tl.float32)).to(total.dtype.element_ty)
     tl.store(total + row * D + offs, added, mask=offs < D)
     # The norm reads the rounded sum: that is what the next layer's residual is.
