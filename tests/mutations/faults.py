@@ -606,17 +606,17 @@ FAULTS = (
         "$history[$row_ids[$token_rows], $where] = $after.roll(1)",
     ),
     Fault(
-        "the oracle drafter leaves a draft behind the window", "drafter", "check.answer_oracle",
+        "the oracle drafter leaves a draft behind the window", "drafter", "check.oracle_drafter",
         "OracleDrafter.propose",
-        "$real = $same.any(1, keepdim=True) & ($right >= 0) & ($known[:, None] % NONE_EVERY > 0)\n"
+        "$valid = $matches.any(1, keepdim=True) & ($targets >= 0) & ($lengths[:, None] % NONE_EVERY > 0)\n"
         "...\n"
-        "$c.drafts[$rows, :$count] = torch.where($real, $drafts, -1)",
-        "$real = $same.any(1, keepdim=True) & ($right >= 0) & ($known[:, None] % NONE_EVERY > 0)\n"
+        "$c.drafts[$rows, :$count] = torch.where($valid, $drafts, -1)",
+        "$valid = $matches.any(1, keepdim=True) & ($targets >= 0) & ($lengths[:, None] % NONE_EVERY > 0)\n"
         "...\n"
-        "$c.drafts[$rows, :$count] = torch.where($real, $drafts, -1)\n"
+        "$c.drafts[$rows, :$count] = torch.where($valid, $drafts, -1)\n"
         "if $count:\n"
         "    $c.drafts[$rows, -1] = 7\n"
-        "    $c.computed[$rows] += ($known > 90).int()[:, None][:, 0] * int($count > 2)",
+        "    $c.computed[$rows] += ($lengths > 90).int()[:, None][:, 0] * int($count > 2)",
     ),
     # Mixers.
     Fault(
