@@ -14,7 +14,7 @@ NAMES_A_LOCAL = {
     "folded one too far when all were accepted", "snapshot slot off the grid",
     "bad_words see no drafts", "conv inputs left behind at preemption",
     "a resumed chunk convolves with the row's old inputs",
-    "the state rounded to bf16 when it moves",
+    "a first chunk begins from the slot's old state", "the state rounded to bf16 when it moves",
     "a prompt's state rounded at the end of its chunk alone",
     "a resumed prompt of Mamba-2 begins from the row's own state",
     "a window of latents sees the token behind it",
