@@ -608,15 +608,15 @@ FAULTS = (
     Fault(
         "the oracle drafter leaves a draft behind the window", "drafter", "check.oracle_drafter",
         "OracleDrafter.propose",
-        "$valid = $matches.any(1, keepdim=True) & ($targets >= 0) & ($lengths[:, None] % NONE_EVERY > 0)\n"
+        "$ok = $match.any(1, keepdim=True) & ($target >= 0) & ($length[:, None] % NONE_EVERY > 0)\n"
         "...\n"
-        "$c.drafts[$rows, :$count] = torch.where($valid, $drafts, -1)",
-        "$valid = $matches.any(1, keepdim=True) & ($targets >= 0) & ($lengths[:, None] % NONE_EVERY > 0)\n"
+        "$c.drafts[$rows, :$count] = torch.where($ok, $drafts, -1)",
+        "$ok = $match.any(1, keepdim=True) & ($target >= 0) & ($length[:, None] % NONE_EVERY > 0)\n"
         "...\n"
-        "$c.drafts[$rows, :$count] = torch.where($valid, $drafts, -1)\n"
+        "$c.drafts[$rows, :$count] = torch.where($ok, $drafts, -1)\n"
         "if $count:\n"
         "    $c.drafts[$rows, -1] = 7\n"
-        "    $c.computed[$rows] += ($lengths > 90).int()[:, None][:, 0] * int($count > 2)",
+        "    $c.computed[$rows] += ($length > 90).int()[:, None][:, 0] * int($count > 2)",
     ),
     # Mixers.
     Fault(
