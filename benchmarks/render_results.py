@@ -17,7 +17,7 @@ FIELDS = ("cell", "figure", "unit", "date", "commit", "machine", "command")
 INTRODUCTION = """# Results
 
 Latest figure of every measured quantity. `python benchmarks/render_results.py` writes this page
-from [results/](results/). [log/](log/2026-11.md) has all earlier measurements with their notes and
+from `benchmarks/results/`. [log/](log/2026-11.md) has all earlier measurements with their notes and
 limits.
 
 Steps have dummy weights of the real dimensions, greedy sampling, one token and K drafts per row,

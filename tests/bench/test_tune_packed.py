@@ -33,7 +33,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(tuner, "number_of", lambda device: 90)
+    monkeypatch.setattr(tuner, "sm_number", lambda device: 90)
     monkeypatch.setattr(tuner, "_tune", measured)
     monkeypatch.setattr(tuner, "_compile", lambda pool, todo, dtype: None)
 
