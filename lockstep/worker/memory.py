@@ -8,7 +8,7 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Cached, Law, is_cached, unit_bytes
+from lockstep.cache.specs import Cached, StorageKind, is_cached, unit_bytes
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import CapacityError
 from lockstep.layers.memory_budget import MemoryBudget
@@ -82,7 +82,9 @@ def snapshot_every(*modules: nn.Module | None) -> int:
 def cache_bytes(layers: dict[str, Cached]) -> CacheBytes:
     """What one page and one slot cost."""
     specs = [layer.cache_spec() for layer in layers.values()]
-    return CacheBytes(*(unit_bytes(specs, law, PAGE_SIZE) for law in (Law.PAGED, Law.STATE)))
+    return CacheBytes(
+        *(unit_bytes(specs, law, PAGE_SIZE) for law in (StorageKind.PAGED, StorageKind.STATE))
+    )
 
 
 @dataclass(frozen=True)
@@ -177,15 +179,15 @@ def check_cache(room: MemoryBudget, cost: CacheBytes, size: CacheSize) -> None:
 
 def allocate(layers: dict[str, Cached], num_pages: int, num_slots: int, device: str) -> None:
     """Binds every layer to fresh storage of this many pages and slots."""
-    units = {Law.PAGED: num_pages, Law.STATE: num_slots}
+    units = {StorageKind.PAGED: num_pages, StorageKind.STATE: num_slots}
     for layer in layers.values():
         spec = layer.cache_spec()
-        layer.bind(spec.allocate(units[spec.law], PAGE_SIZE, device))
+        layer.bind(spec.allocate(units[spec.kind], PAGE_SIZE, device))
 
 
-def tensors(layers: dict[str, Cached], law: Law) -> list[Tensor]:
+def tensors(layers: dict[str, Cached], law: StorageKind) -> list[Tensor]:
     """The bound tensors of all layers under this law."""
-    return [t for m in layers.values() if m.cache_spec().law is law for t in m.cache_tensors()]
+    return [t for m in layers.values() if m.cache_spec().kind is law for t in m.cache_tensors()]
 
 
 def count_pages(budget: int, page_bytes: int, useful: int, least: int) -> int:

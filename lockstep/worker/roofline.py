@@ -17,7 +17,7 @@ from math import prod
 
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Law, Spec, is_cached, unit_bytes
+from lockstep.cache.specs import Spec, StorageKind, is_cached, unit_bytes
 from lockstep.layers.latent_attention import AbsorbedHeads
 from lockstep.layers.linear import Embedding, Head, Product
 from lockstep.layers.moe import ExpertWeight
@@ -157,8 +157,8 @@ class PassCosts:
         """What the mixers keep between steps: KV read and written, state read and written."""
         each = tokens // rows
         seen = context // 2 if each == context else context  # of a prompt, half on average
-        token = unit_bytes(self.specs, Law.PAGED, 1)
-        moved = sum(spec.step_bytes(each) for spec in self.specs if spec.law is Law.STATE)
+        token = unit_bytes(self.specs, StorageKind.PAGED, 1)
+        moved = sum(spec.step_bytes(each) for spec in self.specs if spec.kind is StorageKind.STATE)
         parts = (
             Part("KV read", token * context * rows, self.key_flops * tokens * seen),
             Part("KV written", token * tokens),

@@ -169,7 +169,7 @@ class Transfers:
         """The units of moves, and their places."""
         host = [tensor.view(units.word) for tensor in self.host]
         count = len(host[0]) if host else 1
-        places = [[host[p // count][p % count] for p in move.place] for move in moves]
+        places = [[host[p // count][p % count] for p in move.host_pages] for move in moves]
         return [move.unit for move in moves], places
 
     def out(self, units: Units, ids: Sequence[int], places: Sequence[Sequence[Tensor]]) -> None:

@@ -7,7 +7,7 @@ from math import isnan
 import torch
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Law
+from lockstep.cache.specs import StorageKind
 from lockstep.config import Plan, StepLimits
 from lockstep.kernels.stream_copies import copy_to_host
 from lockstep.outputs import Logprob
@@ -104,8 +104,8 @@ class Worker:
             self.uncaptured = by_work(self.uncaptured, model)
         self.run_step = self.uncaptured
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
-        self.paged = memory.tensors(self.layers, Law.PAGED)
-        self.state = memory.tensors(self.layers, Law.STATE)
+        self.paged = memory.tensors(self.layers, StorageKind.PAGED)
+        self.state = memory.tensors(self.layers, StorageKind.STATE)
         host = memory.host_memory(plan.host_pages, plan.page_bytes, plan.device)
         self.transfers = Transfers(self.paged, self.state, host, CopyStream(plan.device))
 

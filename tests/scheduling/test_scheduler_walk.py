@@ -62,7 +62,7 @@ class Device:
         for move in moves:
             kept = content(move.unit)
             assert move.unit > 0
-            for part, page in enumerate(move.place):
+            for part, page in enumerate(move.host_pages):
                 self.host[page] = (part, kept)
 
     def fetch(self, place: tuple[int, ...]) -> object:
@@ -100,9 +100,9 @@ class Device:
             self.rows[g.row].pages += g.pages
         decoded = self._decode(plan)
         for move in plan.fetched.get(PAGES, ()):
-            self.kv[move.unit] = list(self.fetch(move.place))
+            self.kv[move.unit] = list(self.fetch(move.host_pages))
         for move in plan.fetched.get(SLOTS, ()):
-            self.state[move.unit] = self.fetch(move.place)
+            self.state[move.unit] = self.fetch(move.host_pages)
         return Results({**decoded, **self._prompt(plan)})
 
     def _decode(self, plan: Schedule) -> dict[int, RowResult]:
