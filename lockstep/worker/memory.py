@@ -1,4 +1,4 @@
-"""How many pages and slots fit, and the tensors behind them."""
+"""Sizes of the cache, and allocation of its tensors."""
 
 import ctypes
 from contextlib import suppress

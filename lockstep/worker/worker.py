@@ -179,13 +179,13 @@ class Worker:
         """Swap rows out and in, admit rows and grant pages, in this order."""
         table = self.table
         for swap in schedule.swap_out:
-            place = (swap.pages, swap.state_slot)
-            host = rows.save_row(table, swap.row, *place, self.transfers)
+            cache = (swap.pages, swap.state_slot)
+            host = rows.save_row(table, swap.row, *cache, self.transfers)
             self.saved[swap.request_id] = SavedRow(self.specs[swap.row], host)
         for swap in schedule.swap_in:
             saved = self.saved.pop(swap.request_id)
-            place = (swap.pages, swap.state_slot)
-            rows.restore_row(table, swap.row, saved.host, *place, self.transfers)
+            cache = (swap.pages, swap.state_slot)
+            rows.restore_row(table, swap.row, saved.host, *cache, self.transfers)
             self.specs[swap.row] = saved.spec
         for admission in schedule.admissions:
             rows.write_row(table, admission.row, admission.spec, admission.start)

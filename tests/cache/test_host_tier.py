@@ -99,7 +99,7 @@ def test_a_snapshot_comes_back_with_its_pages() -> None:
     assert len(back[PAGES]) == 2
     (snapshot,) = back[SLOTS]
     assert snapshot.unit == seq.source != seq.slot
-    assert len(snapshot.place) == 2
+    assert len(snapshot.host_pages) == 2
     cache.check()
 
 

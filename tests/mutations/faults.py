@@ -265,8 +265,8 @@ FAULTS = (
     ),
     Fault(
         "a bias allows a token that is not", "worker", ROWS, "_bias",
-        "$bias[int($token)] += min(max(float($value), -MOST_BIAS), MOST_BIAS)",
-        "$bias[int($token)] = min(max($value, -MOST_BIAS), MOST_BIAS)",
+        "$bias[int($token)] += min(max(float($value), -MAX_BIAS), MAX_BIAS)",
+        "$bias[int($token)] = min(max($value, -MAX_BIAS), MAX_BIAS)",
     ),
     Fault(
         "folded left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
@@ -1293,7 +1293,7 @@ FAULTS = (
         "a draft model reads the token behind each place", "drafter", "spec.draft_model",
         "DraftModelDrafter.keep",
         "self.context.module.keep($step.token_ids, $state, $step)",
-        "self.context.module.keep(after, $state, $step)",
+        "self.context.module.keep(next_tokens, $state, $step)",
         OF_DRAFT_MODEL,
     ),
     Fault(

@@ -163,7 +163,7 @@ class Device:
         return len(self.state) > 1
 
     def _read(self, row: Row) -> None:
-        length = min(row.computed, row.request.most_tokens)
+        length = min(row.computed, row.request.max_total_tokens)
         found = [t for p in row.pages for t in self.kv[p]][:length]
         assert found == self.truth[row.request].tokens[:length], "a row reads another's tokens"
 
@@ -180,7 +180,7 @@ def expected(request: Request, truth: Truth) -> list[int]:
         stops = token == EOS and not request.params.ignore_eos
         if stops and len(out) > request.params.min_tokens:
             break
-        if len(request.prompt_token_ids) + len(out) >= request.most_tokens:
+        if len(request.prompt_token_ids) + len(out) >= request.max_total_tokens:
             break
     return out
 
