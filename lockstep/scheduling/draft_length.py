@@ -26,7 +26,7 @@ ACCEPTANCE_MEMORY = 48
 PRIOR_ACCEPTANCE = 0.5
 """Assumed acceptance of the first draft before any was observed."""
 PRIOR_ROWS = 2.0
-"""Rows of observation that the assumed acceptance counts as."""
+"""Rows of observation that the assumed acceptance draft_lengths as."""
 SWITCH_FACTOR = 1.02
 """Expected speed-up from which another draft length is chosen."""
 COST_SAMPLES = 3
@@ -57,9 +57,9 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def observe(
-        self, rows: int, count: int, num_drafted: int, accepted: list[int], ms: float
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
     ) -> None:
-        """Observe a step with `num_drafted` drafts per row, for which `count` were chosen.
+        """Observe a step with `num_drafted` drafts per row, for which `num_drafts` were chosen.
 
         accepted: accepted drafts per row. ms: time of the step.
         """
@@ -70,19 +70,19 @@ class DraftLengthPolicy(Protocol):
 class FixedDraftLength:
     """Policy with the same number of drafts in every step."""
 
-    count: int
+    num_drafts: int
 
     @property
     def min_drafts(self) -> int:
         """Return K."""
-        return self.count
+        return self.num_drafts
 
     def choose(self, rows: int) -> int:
         """Return K."""
-        return self.count
+        return self.num_drafts
 
     def observe(
-        self, rows: int, count: int, num_drafted: int, accepted: list[int], ms: float
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
     ) -> None:
         """Ignore the step."""
 
@@ -91,20 +91,20 @@ class FixedDraftLength:
 class RandomDraftLength:
     """Policy with a random number in every step: shows that no transition changes an answer."""
 
-    counts: tuple[int, ...]
+    draft_lengths: tuple[int, ...]
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     @property
     def min_drafts(self) -> int:
         """Return the smallest number."""
-        return min(self.counts)
+        return min(self.draft_lengths)
 
     def choose(self, rows: int) -> int:
         """Return a random number."""
-        return self.rng.choice(self.counts)
+        return self.rng.choice(self.draft_lengths)
 
     def observe(
-        self, rows: int, count: int, num_drafted: int, accepted: list[int], ms: float
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
     ) -> None:
         """Ignore the step."""
 
@@ -126,7 +126,7 @@ class Cost:
 class Streak:
     """Streak of consecutive steps with one draft length. latest: ms of the latest steps."""
 
-    count: int
+    num_drafts: int
     steps: int = 0
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=COST_SAMPLES))
 
@@ -146,8 +146,8 @@ class Costs:
     def measured(cls, nulls: dict[tuple[int, int], float]) -> "Costs":
         """Return the costs of steps of null rows: (rows, drafts) -> ms."""
         table: dict[int, dict[int, Cost]] = {}
-        for (rows, count), ms in sorted(nulls.items()):
-            table.setdefault(rows, {})[count] = Cost(ms)
+        for (rows, num_drafts), ms in sorted(nulls.items()):
+            table.setdefault(rows, {})[num_drafts] = Cost(ms)
         return cls(table)
 
     def at(self, rows: int) -> dict[int, Cost]:
@@ -165,7 +165,7 @@ class Costs:
             }
         return self.table[rows]
 
-    def observe(self, rows: int, count: int, ms: float) -> None:
+    def observe(self, rows: int, num_drafts: int, ms: float) -> None:
         """Update costs from a step.
 
         The first steps of a streak move its own draft length. Later ones move all lengths, since
@@ -174,12 +174,12 @@ class Costs:
         costs = self.at(rows)
         streak = self.streaks.get(rows)
         self.estimates.pop(rows, None)
-        if streak is None or streak.count != count:
-            streak = Streak(count)
+        if streak is None or streak.num_drafts != num_drafts:
+            streak = Streak(num_drafts)
             self.streaks[rows] = streak
         streak.latest.append(ms)
         streak.steps += 1
-        cost = costs[count]
+        cost = costs[num_drafts]
         cost.seen += 1
         known = cost.null + cost.extra
         new = min(max(median_low(streak.latest) - known, -MAX_JUMP * known), MAX_JUMP * known)
@@ -232,12 +232,12 @@ class Acceptance:
             self.taken[i] += taken - self.taken[i] / ACCEPTANCE_MEMORY
             tried = taken
 
-    def length(self, count: int) -> float:
-        """Return the tokens that a step of `count` drafts is expected to emit per row."""
+    def length(self, num_drafts: int) -> float:
+        """Return the tokens that a step of `num_drafts` drafts is expected to emit per row."""
         total = 1.0
         chance = 1.0
         rate = PRIOR_ACCEPTANCE
-        for tried, taken in zip(self.tried[:count], self.taken[:count], strict=True):
+        for tried, taken in zip(self.tried[:num_drafts], self.taken[:num_drafts], strict=True):
             rate = (taken + PRIOR_ROWS * rate) / (tried + PRIOR_ROWS)
             chance *= rate
             total += chance
@@ -251,20 +251,20 @@ class AdaptiveDraftLength:
     again; negative during a measurement.
     """
 
-    def __init__(self, counts: tuple[int, ...], costs: Costs) -> None:
-        self.counts = counts
+    def __init__(self, draft_lengths: tuple[int, ...], costs: Costs) -> None:
+        self.draft_lengths = draft_lengths
         self.costs = costs
-        self.acceptance = Acceptance(counts[-1])
+        self.acceptance = Acceptance(draft_lengths[-1])
         self.balance = 0.0
         self.mark = 0.0
-        self.count = counts[1]
+        self.num_drafts = draft_lengths[1]
         self.steps_left = TRIAL_STEPS
         self.due: dict[int, int] = {}
 
     @property
     def min_drafts(self) -> int:
         """Return 0: the policy compares with steps without drafts."""
-        return self.counts[0]
+        return self.draft_lengths[0]
 
     def choose(self, rows: int) -> int:
         """Return 0 where the balance allows no trial or the cost without drafts is due, else a
@@ -275,54 +275,54 @@ class AdaptiveDraftLength:
         ms = self.costs.ms(rows)
         best = self._best(ms)
         over = not (best or self.steps_left or self.balance > self.mark)
-        if self.count and (over or self.balance < -self._loss(ms)):
-            self.count = 0
+        if self.num_drafts and (over or self.balance < -self._loss(ms)):
+            self.num_drafts = 0
             self.balance = min(self.balance, 0.0)
-        elif self.count or self.balance >= self._price(ms):
+        elif self.num_drafts or self.balance >= self._price(ms):
             if not self.steps_left:
                 self.steps_left = TRIAL_STEPS
                 self.mark = self.balance
-            self.count = best or self.count or self._cheapest_trial(ms)
+            self.num_drafts = best or self.num_drafts or self._cheapest_trial(ms)
             self.steps_left -= 1
-        return self.count
+        return self.num_drafts
 
     def observe(
-        self, rows: int, count: int, num_drafted: int, accepted: list[int], ms: float
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
     ) -> None:
         """Update costs and acceptance, and add the step's gain or loss to the balance."""
-        self.costs.observe(rows, count, ms)
-        self._count_due(rows, count)
+        self.costs.observe(rows, num_drafts, ms)
+        self._count_due(rows, num_drafts)
         if num_drafted:
             self.acceptance.observe(num_drafted, accepted)
         cost = self.costs.ms(rows)
         without = cost[0] * (1 + sum(accepted) / max(1, len(accepted)))
-        self.balance += without - cost[count] + TRIAL_BUDGET * without
+        self.balance += without - cost[num_drafts] + TRIAL_BUDGET * without
         self.balance = min(self.balance, MAX_SAVED_LOSSES * self._loss(cost))
 
-    def _count_due(self, rows: int, count: int) -> None:
-        """Count down to the next measurement without drafts, or count its steps below 0."""
+    def _count_due(self, rows: int, num_drafts: int) -> None:
+        """Count down to the next measurement without drafts, or num_drafts its steps below 0."""
         due = self.due.get(rows, 0)
         if due > 0:
-            self.due[rows] = due - 1 if count else self._steps_until_due(rows)
-        elif count == 0:
+            self.due[rows] = due - 1 if num_drafts else self._steps_until_due(rows)
+        elif num_drafts == 0:
             self.due[rows] = due - 1 if due > 1 - COST_SAMPLES else self._steps_until_due(rows)
 
     def _steps_until_due(self, rows: int) -> int:
         """Return the steps until a measurement without drafts is due."""
         ms = self.costs.ms(rows)
-        best = max(self.acceptance.length(k) / ms[k] for k in self.counts)
+        best = max(self.acceptance.length(k) / ms[k] for k in self.draft_lengths)
         return max(
             BASELINE_INTERVAL, int((COST_SAMPLES + 1) * (1 - 1 / (ms[0] * best)) / BASELINE_SHARE)
         )
 
     def _best(self, ms: dict[int, float]) -> int:
-        rates = {k: self.acceptance.length(k) / ms[k] for k in self.counts}
+        rates = {k: self.acceptance.length(k) / ms[k] for k in self.draft_lengths}
         best = max(rates, key=lambda k: rates[k])
-        return best if rates[best] > SWITCH_FACTOR * rates[self.count] else self.count
+        return best if rates[best] > SWITCH_FACTOR * rates[self.num_drafts] else self.num_drafts
 
     def _cheapest_trial(self, ms: dict[int, float]) -> int:
         """Return the draft length of the cheapest trial."""
-        return min(self.counts[1:], key=lambda k: ms[k])
+        return min(self.draft_lengths[1:], key=lambda k: ms[k])
 
     def _price(self, ms: dict[int, float]) -> float:
         """Return the ms that a trial may lose."""
@@ -334,12 +334,12 @@ class AdaptiveDraftLength:
 
 
 def draft_length_policy(
-    adaptive: bool, counts: tuple[int, ...], step_ms: dict[tuple[int, int], float]
+    adaptive: bool, draft_lengths: tuple[int, ...], step_ms: dict[tuple[int, int], float]
 ) -> DraftLengthPolicy:
     """Return the adaptive policy, or the one that always takes the maximum.
 
     step_ms: (rows, drafts) -> ms of a step of null rows.
     """
     if not adaptive:
-        return FixedDraftLength(counts[-1])
-    return AdaptiveDraftLength(counts, Costs.measured(step_ms))
+        return FixedDraftLength(draft_lengths[-1])
+    return AdaptiveDraftLength(draft_lengths, Costs.measured(step_ms))

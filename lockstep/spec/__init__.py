@@ -8,9 +8,9 @@ A drafter's file has
                                 why it cannot draft for this checkpoint, or None
     build(options, checkpoint, target, build) -> DraftModule
                                 the module, whose weights are not loaded yet
-    passes(rows, tokens, count) -> tuple[int, ...]
+    passes(rows, tokens, num_drafts) -> tuple[int, ...]
                                 the tokens of each of its passes over the module's weights, in a
-                                step of `rows` rows and `tokens` tokens that makes `count` drafts
+                                step of `rows` rows and `tokens` tokens that makes as many drafts
 """
 
 from collections.abc import Callable, Mapping
@@ -103,7 +103,7 @@ Passes = Callable[[int, int, int], tuple[int, ...]]
 """Type of `passes` in a drafter's file."""
 
 
-def no_passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+def no_passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
     """Return the passes of a step that drafts without a module: none."""
     return ()
 

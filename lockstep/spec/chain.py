@@ -16,9 +16,9 @@ from lockstep.spec.drafter import DraftContext, no_drafts
 from lockstep.step import NEVER, Step, StepShape, Verdict
 
 
-def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+def passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
     """Return the tokens of each pass of the module, see lockstep.spec."""
-    return (tokens, *[rows] * (count - 1))
+    return (tokens, *[rows] * (num_drafts - 1))
 
 
 class ChainDrafter:
@@ -41,16 +41,16 @@ class ChainDrafter:
         """Write the drafts of the next step. Sampled rows use the noise of the position itself."""
         c = self.context
         rows = step.row_ids
-        count = step.shape.next_drafts
+        num_drafts = step.shape.next_drafts
         where = (step.token_rows, step.positions, step.cu_seqlens)
         window = verdict.tokens.shape[1]
         next_tokens, last, at = self.mtp_inputs(c.tokens, rows, *where, verdict.accepted, window)
         state = c.module.begin(hidden, aux_hidden_states)
-        if not count:
+        if not num_drafts:
             self.keep(step, next_tokens, state)
             return
         state = self.first(step, next_tokens, last, state)
-        for k in range(count):
+        for k in range(num_drafts):
             if k:
                 state = c.module(step.token_ids, state, step)
             logits = c.module.logits(state)[:, None]

@@ -48,9 +48,9 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext
     return BlockDraftModel(target, context, config, draft)
 
 
-def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+def passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
     """Return the tokens of the block pass; the step's own tokens cost little."""
-    return (rows * (count + 1),)
+    return (rows * (num_drafts + 1),)
 
 
 class BlockDrafter:
@@ -71,15 +71,15 @@ class BlockDrafter:
         c = self.context
         state = c.module.begin(hidden, aux_hidden_states)
         c.module.keep(step.token_ids, state, step)
-        count = step.shape.next_drafts
-        if not count:
+        num_drafts = step.shape.next_drafts
+        if not num_drafts:
             return
         rows = step.row_ids
-        block = self.block_of(step, count + 1)
-        states = c.module(block.token_ids, state, block).unflatten(0, (-1, count + 1))[:, 1:]
-        logits = c.module.logits(states.flatten(0, 1)).unflatten(0, (-1, count))
-        no_tokens = rows.new_full((rows.shape[0], count - 1), -1)
-        c.drafts[rows, :count] = c.sample(logits, block.sample_at, no_tokens, rows)
+        block = self.block_of(step, num_drafts + 1)
+        states = c.module(block.token_ids, state, block).unflatten(0, (-1, num_drafts + 1))[:, 1:]
+        logits = c.module.logits(states.flatten(0, 1)).unflatten(0, (-1, num_drafts))
+        no_tokens = rows.new_full((rows.shape[0], num_drafts - 1), -1)
+        c.drafts[rows, :num_drafts] = c.sample(logits, block.sample_at, no_tokens, rows)
 
     def block_of(self, step: Step, width: int) -> Step:
         """Return the step of the rows' blocks of `width` tokens."""

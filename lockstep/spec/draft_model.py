@@ -155,11 +155,11 @@ def check_tokenizers(draft: Checkpoint, target: Checkpoint) -> None:
         )
 
 
-def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+def passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
     """Return the tokens of each pass: the step's, the rows' last tokens, all drafts but the
     last.
     """
-    return (tokens, *[rows] * count)
+    return (tokens, *[rows] * num_drafts)
 
 
 class DraftModelDrafter(ChainDrafter):

@@ -134,7 +134,7 @@ def step_limits(
         max_model_len=pick_length(config, checkpoint.raw),
         max_num_seqs=rows,
         max_num_batched_tokens=config.max_num_batched_tokens or TOKENS,
-        query_len=config.num_drafts + 1,
+        query_len=config.max_drafts + 1,
         page_size=PAGE_SIZE,
         row_buckets=pick_row_buckets(config, device, rows),
         draft_lengths=drafting.draft_lengths if drafting else (0,),

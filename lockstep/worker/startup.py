@@ -194,7 +194,7 @@ def configured_cache(
     config: EngineConfig, limits: StepLimits, build: BuildContext, cost: memory.CacheBytes
 ) -> memory.CacheSize:
     """Return the configured cache size, or what fits into a CPU's memory. Raises CapacityError."""
-    size = memory.asked_size(config, limits, cost)
+    size = memory.configured_size(config, limits, cost)
     if limits.device == "cpu":
         memory.check_cache(build.room, cost, size)
     return size

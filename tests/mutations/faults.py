@@ -1285,8 +1285,8 @@ FAULTS = (
     Fault(
         "an answer's end is not kept between answers", "drafter", "spec.suffix",
         "SuffixDrafter.learn",
-        "torch.tensor([*$answer[max(len($answer) - self.room + 1, 0):], -1])",
-        "torch.tensor([*$answer[max(len($answer) - self.room + 1, 0):], $answer[-1]])",
+        "torch.tensor([*$answer[max(len($answer) - self.capacity + 1, 0):], -1])",
+        "torch.tensor([*$answer[max(len($answer) - self.capacity + 1, 0):], $answer[-1]])",
         OF_RING,
     ),
     Fault(
