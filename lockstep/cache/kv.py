@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.cache.specs import Part, Spec, StorageKind
-from lockstep.kernels.formats.kv import Codec, KVCache, KVFormat, PackedKV
+from lockstep.kernels.formats.kv import KVCache, KVFormat, KVQuantizer, QuantizedKV
 
 SIDES = ("k", "v")
 LATENT = "latent"
@@ -24,14 +24,14 @@ def kv_spec(kv_heads: int, dim: int, dtype: torch.dtype, format: KVFormat | None
     return Spec(StorageKind.PAGED, tuple(parts))
 
 
-def latent_spec(dim: int, rope: int, dtype: torch.dtype, codec: Codec | None) -> Spec:
+def latent_spec(dim: int, rope: int, dtype: torch.dtype, quantizer: KVQuantizer | None) -> Spec:
     """Return the storage of one layer's latents.
 
-    Per token: a latent of `dim` values, quantized by the codec or in `dtype` without one, and a
-    rotated key of `rope` values, always in `dtype`.
+    Per token: a latent of `dim` values, quantized or in `dtype` without a quantizer, and a rotated
+    key of `rope` values, always in `dtype`.
     """
     rotated = Part(ROPE, (rope,), dtype)
-    return Spec(StorageKind.PAGED, (*_parts(LATENT, (), dim, dtype, codec), rotated))
+    return Spec(StorageKind.PAGED, (*_parts(LATENT, (), dim, dtype, quantizer), rotated))
 
 
 def kv_caches(
@@ -43,10 +43,10 @@ def kv_caches(
 
 
 def latent_caches(
-    storage: dict[str, Tensor], dim: int, codec: Codec | None
+    storage: dict[str, Tensor], dim: int, quantizer: KVQuantizer | None
 ) -> tuple[KVCache, Tensor]:
     """Return latents and rotated keys over the tensors that latent_spec allocated."""
-    return _cache(storage, LATENT, dim, codec), storage[ROPE]
+    return _cache(storage, LATENT, dim, quantizer), storage[ROPE]
 
 
 def kv_tensors(cache: KVCache) -> list[Tensor]:
@@ -54,31 +54,35 @@ def kv_tensors(cache: KVCache) -> list[Tensor]:
     return [cache] if isinstance(cache, Tensor) else cache.tensors()
 
 
-def _codec(format: KVFormat | None, side: str) -> Codec | None:
+def _codec(format: KVFormat | None, side: str) -> KVQuantizer | None:
     return None if format is None else getattr(format, side)
 
 
 def _parts(
-    side: str, lead: tuple[int, ...], dim: int, dtype: torch.dtype, codec: Codec | None
+    side: str, lead: tuple[int, ...], dim: int, dtype: torch.dtype, quantizer: KVQuantizer | None
 ) -> list[Part]:
     """Return the parts of `dim` values for each of `lead` per token."""
-    if codec is None:
+    if quantizer is None:
         return [Part(side, (*lead, dim), dtype)]
-    parts = [Part(side, (*lead, codec.width(dim)), codec.dtype)]
-    count = codec.count(dim)
+    parts = [Part(side, (*lead, quantizer.row_width(dim)), quantizer.dtype)]
+    count = quantizer.num_scales(dim)
     if count:
-        parts.append(Part(_numbers_name(side), (*lead, count), codec.number_dtype))
+        parts.append(Part(_scales_name(side), (*lead, count), quantizer.scale_dtype))
     return parts
 
 
-def _cache(storage: dict[str, Tensor], side: str, dim: int, codec: Codec | None) -> KVCache:
+def _cache(
+    storage: dict[str, Tensor], side: str, dim: int, quantizer: KVQuantizer | None
+) -> KVCache:
     """Return keys or values over the tensors of their parts."""
     values = storage[side]
     return (
-        values if codec is None else PackedKV(codec, dim, values, storage.get(_numbers_name(side)))
+        values
+        if quantizer is None
+        else QuantizedKV(quantizer, dim, values, storage.get(_scales_name(side)))
     )
 
 
-def _numbers_name(side: str) -> str:
+def _scales_name(side: str) -> str:
     """Return the name of the part with a quantizer's scales and zero points."""
     return f"{side}_numbers"
