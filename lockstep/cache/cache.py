@@ -33,16 +33,16 @@ class CacheConfig:
     slot_host_pages: int = 1
 
     def __post_init__(self) -> None:
-        least = self.max_num_seqs + 1
+        min_slots = self.max_num_seqs + 1
         if self.num_pages < 2:
             raise ConfigError(
                 f"num_pages={self.num_pages} is not allowed; allowed: 2 or more (page 0 is the "
                 "null page). Give the cache more memory."
             )
-        if self.num_state_slots and self.num_state_slots < least:
+        if self.num_state_slots and self.num_state_slots < min_slots:
             raise ConfigError(
                 f"num_state_slots={self.num_state_slots} is not allowed; allowed: 0 (no recurrent "
-                f"state) or at least {least} (max_num_seqs and the null slot). Lower max_num_seqs."
+                f"state) or at least {min_slots} (max_num_seqs and the null slot). Lower max_num_seqs."
             )
 
 
@@ -91,10 +91,12 @@ class Cache:
         Returns None, and changes nothing, if memory does not suffice with `spare` pages left over.
         """
         hit = self._hit(seq)
+        # Idle pages of the hit count as available, but will not be once they are shared.
         missing = self.pages_for(tokens) - hit + self.paged.pool.cost(self.paged.keys(seq, hit))
         lacks_slot = self.state is not None and not self.state.pool.available
         if lacks_slot or missing + spare > self.paged.pool.available:
             return None
+        # Pin first: taking fresh pages below may evict what the hit needs.
         for group in self.groups:
             group.pool.pin(group.keys(seq, hit))
         for group in self.groups:
@@ -114,11 +116,13 @@ class Cache:
         """
         if not (self.config.enable_prefix_caching and seq.reuse):
             return 0
+        # The last prompt token is always computed: its logits give the first answer token.
         hit = self.paged.hit(seq, (len(seq.prompt) - 1) // self.config.page_size)
         if self.state is None:
             return hit
         resumed = self.state.hit(seq, hit)
         seq.branch = hit * self.config.page_size if resumed < hit else 0
+        # Sharing the snapshot must leave a slot for the row itself.
         taken = self.state.pool.cost(self.state.keys(seq, resumed))
         return resumed if taken < self.state.pool.available else 0
 

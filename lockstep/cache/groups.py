@@ -1,7 +1,7 @@
 """Groups of the cache: one per storage kind, each with its own pool.
 
-PagedGroup: a page holds the keys and values of `page_size` tokens; full pages may be shared.
-StateGroup: a slot holds all recurrent state of one row, or a snapshot of it at a page boundary.
+PagedGroup: a page has the keys and values of `page_size` tokens; full pages may be shared.
+StateGroup: a slot has all recurrent state of one row, or a snapshot of it at a page boundary.
 """
 
 from array import array
@@ -25,7 +25,7 @@ class CacheSeq:
 
     salt: pages are shared among requests of the same salt only; an adapter belongs here. digests:
     token position -> digest of the content behind the placeholder token there, such as an image.
-    pages: page j holds tokens [j * page_size, (j + 1) * page_size); the first `published` are
+    pages: page j has tokens [j * page_size, (j + 1) * page_size); the first `published` are
     cached. slot: state slot, 0 for none. source: slot of the snapshot that the sequence resumed
     from, 0 for none. branch: length of a cached prefix without a snapshot of its state, else 0;
     other prompts continue differently there.

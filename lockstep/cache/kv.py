@@ -30,6 +30,7 @@ def latent_spec(dim: int, rope: int, dtype: torch.dtype, quantizer: KVQuantizer 
     Per token: a latent of `dim` values, quantized or in `dtype` without a quantizer, and a rotated
     key of `rope` values, always in `dtype`.
     """
+    # The rotated key is short and sensitive to rounding: it is never quantized.
     rotated = Part(ROPE, (rope,), dtype)
     return Spec(StorageKind.PAGED, (*_parts(LATENT, (), dim, dtype, quantizer), rotated))
 

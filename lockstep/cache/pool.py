@@ -43,7 +43,7 @@ class Pool:
         if self.free:
             taken = self.free.popleft()
         elif self.idle:
-            taken, _ = self.idle.popitem(last=False)
+            taken, _ = self.idle.popitem(last=False)  # least recently used
             key = self.key_of.pop(taken)
             del self.by_key[key]
             self.host.keep(taken, key)
@@ -92,6 +92,7 @@ class Pool:
         Here by one more owner, in host memory until the schedule ends. The first key counts as used
         last.
         """
+        # In reverse, so that a prefix is evicted after the pages that continue it.
         for key in reversed(keys):
             if key in self.by_key:
                 self.share(self.by_key[key])

@@ -19,7 +19,7 @@ class StorageKind(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a layer.
+    """Tensor of a layer.
 
     shape: per token for PAGED, per slot for STATE. ring: a circular history buffer with one line
     per token; a step touches only the lines of its own tokens.
@@ -39,7 +39,7 @@ class Part:
         """Return the bytes of one slot that a step of `query_len` tokens reads and writes."""
         if not self.ring:
             return self.nbytes
-        lines = self.shape[0]
+        lines = self.shape[0]  # history lines, one per token
         return self.nbytes // lines * min(query_len, lines)
 
 

@@ -21,6 +21,7 @@ def state_spec(
     tokens of a step. dtype: of the model. state_dtype: of the state in memory.
     """
     key_heads, value_heads, key_dim, value_dim = sizes
+    # The convolution needs the inputs of its kernel - 1 previous tokens.
     raw = ring_slots(window, kernel - 1)
     slots = ring_slots(window, max_replayed(window, flush, state_grid(state_dtype)))
     f32 = torch.float32

@@ -133,6 +133,7 @@ class Engine:
             pending = self.executor.execute(schedule, self.scheduler.fill_masks)
             if schedule.has_steps:
                 self._in_flight.append((schedule, pending))
+        # Without new steps nothing else would read the ones in flight.
         idle = not (schedule.decode or schedule.prompt)
         if self._in_flight and (idle or len(self._in_flight) >= self.plan.steps_in_flight):
             return self._read()
@@ -141,7 +142,7 @@ class Engine:
     def _read(self) -> list[Request]:
         """Read the results of the oldest schedule and give them to the requests."""
         schedule, pending = self._in_flight.popleft()
-        results = pending.result()
+        results = pending.result()  # waits for the device; takes no lock
         self._failures = 0
         with self._counting:
             if results.decode_ms is not None:

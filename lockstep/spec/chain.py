@@ -46,12 +46,13 @@ class ChainDrafter:
         window = verdict.tokens.shape[1]
         next_tokens, last, at = self.mtp_inputs(c.tokens, rows, *where, verdict.accepted, window)
         state = c.module.begin(hidden, aux_hidden_states)
+        # The module must still write KV: later drafts attend to these positions.
         if not num_drafts:
             self.keep(step, next_tokens, state)
             return
         state = self.first(step, next_tokens, last, state)
         for k in range(num_drafts):
-            if k:
+            if k:  # the first states come from the pass over the verified step
                 state = c.module(step.token_ids, state, step)
             logits = c.module.logits(state)[:, None]
             tokens = c.sample(logits, at, no_drafts(rows), rows)[:, 0]
@@ -78,4 +79,5 @@ class ChainDrafter:
             c.computed, c.folded, c.drafts, step.row_ids, tokens, table, k, shift, c.page_size
         )
         shape = StepShape.uniform(step.shape.rows, 1)
+        # Drafts may be rejected, so their pass must not write recurrent state.
         return replace(step, shape=shape, logit_rows=slice(None), flush=NEVER, **vars(tensors))

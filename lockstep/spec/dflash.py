@@ -70,7 +70,7 @@ class BlockDrafter:
         """
         c = self.context
         state = c.module.begin(hidden, aux_hidden_states)
-        c.module.keep(step.token_ids, state, step)
+        c.module.keep(step.token_ids, state, step)  # KV of the verified tokens
         num_drafts = step.shape.next_drafts
         if not num_drafts:
             return
@@ -78,6 +78,7 @@ class BlockDrafter:
         block = self.block_of(step, num_drafts + 1)
         states = c.module(block.token_ids, state, block).unflatten(0, (-1, num_drafts + 1))[:, 1:]
         logits = c.module.logits(states.flatten(0, 1)).unflatten(0, (-1, num_drafts))
+        # All drafts of a block are sampled at once, so none can count another in penalties.
         no_tokens = rows.new_full((rows.shape[0], num_drafts - 1), -1)
         c.drafts[rows, :num_drafts] = c.sample(logits, block.sample_at, no_tokens, rows)
 

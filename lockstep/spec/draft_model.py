@@ -86,6 +86,7 @@ class DraftModel(nn.Module):
     def logits(self, state: Tensor) -> Tensor:
         """Compute logits [S, V'] over `ids` from hidden states [S, H]."""
         logits: Tensor = self.model.head(state)
+        # Padding tokens of the smaller model's head are no tokens of the target.
         return logits[:, : self.known].contiguous()
 
     def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
@@ -108,7 +109,7 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext
     folder = options.folder
     check_whole(folder)
     draft = Checkpoint.read(folder)
-    if build.tensors is not None:
+    if build.tensors is not None:  # random weights need no tokenizer
         check_tokenizers(draft, checkpoint)
     packing = read_weight_format(draft.quantization(), None)
     tensors = None if build.tensors is None else draft.tensors()
@@ -119,7 +120,7 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext
 
 
 def check_whole(folder: Path) -> None:
-    """Raise ConfigError where the folder holds a module for another method."""
+    """Raise ConfigError where the folder has a module for another method."""
     remedy = "Name the folder of a whole model: config.json and *.safetensors."
     c = ConfigReader(read_config(folder, remedy))
     named = c.get("architectures", list, [])
@@ -174,7 +175,7 @@ class DraftModelDrafter(ChainDrafter):
     def first(self, step: Step, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
         """Do what keep() does, then run the rows' last tokens.
 
-        Draft 0 holds the last token until the first draft overwrites it.
+        Draft 0 contains the last token until the first draft overwrites it.
         """
         self.keep(step, next_tokens, state)
         one = self.on(step, next_tokens[last], 0, shift=0)

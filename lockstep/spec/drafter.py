@@ -50,7 +50,7 @@ class DraftModule(Protocol):
 
     @property
     def head_bytes(self) -> int:
-        """Return the bytes of its own head; 0 where it shares the target's."""
+        """Return the bytes of its separate head; 0 where it shares the target's."""
         ...
 
 

@@ -49,6 +49,7 @@ class NgramDrafter:
         self.context = context
         self.ngram_lookup = context.op(ngram_lookup)
         device = context.tokens.device
+        # The op also serves the suffix drafter, which has texts of complete answers.
         self.no_texts = torch.zeros(0, dtype=torch.int64, device=device)
         self.oldest = torch.zeros(1, dtype=torch.int64, device=device)
         self.shortest: int = context.config.prompt_lookup_min

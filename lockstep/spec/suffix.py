@@ -68,11 +68,13 @@ class SuffixDrafter:
         if self.capacity == 0:
             return
         kept = torch.tensor([*answer[max(len(answer) - self.capacity + 1, 0) :], -1])
+        # The answer wraps around the end of the circular buffer.
         num_until_end = min(len(kept), self.capacity - self.next)
         for part, start in ((kept[:num_until_end], self.next), (kept[num_until_end:], 0)):
             if len(part):
                 copy_to_device(part, self.texts[start : start + len(part)])
         self.next = (self.next + len(kept)) % self.capacity
+        # In the steps' stream, after the tokens: a captured lookup reads both consistently.
         copy_to_device(self.next, self.oldest)
 
     def propose(

@@ -100,6 +100,7 @@ def _by_merges(model: dict[str, Any]) -> list[int]:
         return []
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
     merged = [ids["".join(pair)] for pair in pairs if "".join(pair) in ids]
+    # Merges are learned in order of frequency.
     return [*sorted(set(ids.values()) - set(merged)), *merged]
 
 

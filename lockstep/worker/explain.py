@@ -65,9 +65,9 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
     build = dry_engine.build
     with dry_engine.mode:
         dry_engine.program(limits, build)
-    said = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared_memory}
+    device = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared_memory}
     return {
-        **said,
+        **device,
         "layers": [vars(choice) for choice in build.choices],
         "tiles": list(tiles(card, limits, build.dtype, dry_engine.model)),
         "plan": planned,
@@ -197,15 +197,19 @@ def _expert_tiles(layer: MoE, number: int, dtype: torch.dtype) -> Iterator[tuple
 
     def tile(name: str, weight: Tensor | QuantizedWeight, tokens: int) -> Any:
         few = are_few(tokens, top_k, count, isinstance(layer.down.stored, QuantizedWeight))
-        found = tiles_of(tokens * top_k, count, dtype, few)
+        tile_set = tiles_of(tokens * top_k, count, dtype, few)
         if not isinstance(weight, QuantizedWeight) or dtype == torch.float32:
-            return fitting(getattr(found, name), dtype, number)
+            return fitting(getattr(tile_set, name), dtype, number)
         through = rings[name](weight, tokens) if few else None
-        return through or packed_fitting(getattr(found, f"packed_{name}"), weight, number)
+        return through or packed_fitting(getattr(tile_set, f"packed_{name}"), weight, number)
 
-    for name, own in (("up", layer.up), ("down", layer.down)):
-        packed = " packed" * isinstance(own.stored, QuantizedWeight)
-        yield "experts", f"{name} of {top_k} of {count}{packed}", partial(tile, name, own.stored)
+    for name, experts in (("up", layer.up), ("down", layer.down)):
+        packed = " packed" * isinstance(experts.stored, QuantizedWeight)
+        yield (
+            "experts",
+            f"{name} of {top_k} of {count}{packed}",
+            partial(tile, name, experts.stored),
+        )
 
 
 def _latent_tiles(
@@ -215,10 +219,12 @@ def _latent_tiles(
     from lockstep.kernels.latent_attention.triton import choose_partition, choose_tile
 
     keys = limits.row_columns * PAGE_SIZE
-    own = choose_tile(dtype, number)
+    latent_tile = choose_tile(dtype, number)
 
     def tile(tokens: int) -> Any:
-        return choose_partition(*_step_of(tokens, limits), layer.heads, layer.latent, keys, own)
+        return choose_partition(
+            *_step_of(tokens, limits), layer.heads, layer.latent, keys, latent_tile
+        )
 
     size = f"{layer.heads} heads of {layer.latent} + {layer.turned}"
     yield "latent_attention", size, tile

@@ -121,10 +121,10 @@ def _slots(limits: StepLimits, cost: CacheBytes, snapshots: int) -> int:
     return 1 + limits.max_num_seqs + snapshots if cost.slot else 0
 
 
-def host_pages(config: EngineConfig, cost: CacheBytes, room: MemoryBudget) -> int:
+def host_pages(config: EngineConfig, cost: CacheBytes, budget: MemoryBudget) -> int:
     """Return the pages of the host tier; 0 without prefix caching.
 
-    room: budget of host memory. Raises CapacityError where one unit of each kind does not fit, or
+    budget: budget of host memory. Raises CapacityError where one unit of each kind does not fit, or
     where the host has no such memory.
     """
     if not (config.kv_offloading_size and config.enable_prefix_caching):
@@ -139,7 +139,7 @@ def host_pages(config: EngineConfig, cost: CacheBytes, room: MemoryBudget) -> in
             f"({cost.slot}). Raise it."
         )
     count = size // cost.page
-    room.take(count * cost.page, f"the host's part of the cache ({setting})", "Lower it.")
+    budget.take(count * cost.page, f"the host's part of the cache ({setting})", "Lower it.")
     return count
 
 
@@ -165,7 +165,7 @@ def host_memory(pages: int, page_bytes: int, device: str) -> list[Tensor]:
         ) from None
 
 
-def check_table(room: MemoryBudget, limits: StepLimits, vocab: int) -> None:
+def check_table(budget: MemoryBudget, limits: StepLimits, vocab: int) -> None:
     """Raise CapacityError where the row table does not fit into memory."""
     row_bytes = (
         TOKEN_BYTES * limits.history_len
@@ -174,13 +174,13 @@ def check_table(room: MemoryBudget, limits: StepLimits, vocab: int) -> None:
         + COLUMN_BYTES * limits.row_columns
     )
     remedy = "Lower max_num_seqs or max_model_len."
-    room.take((limits.max_num_seqs + 1) * row_bytes, "the table of rows", remedy)
+    budget.take((limits.max_num_seqs + 1) * row_bytes, "the table of rows", remedy)
 
 
-def check_cache(room: MemoryBudget, cost: CacheBytes, size: CacheSize) -> None:
+def check_cache(budget: MemoryBudget, cost: CacheBytes, size: CacheSize) -> None:
     """Raise CapacityError where pages and slots do not fit into memory."""
     remedy = "Lower num_gpu_blocks, num_snapshots or max_num_seqs."
-    room.take(size.pages * cost.page + size.slots * cost.slot, "the cache", remedy)
+    budget.take(size.pages * cost.page + size.slots * cost.slot, "the cache", remedy)
 
 
 def allocate(layers: dict[str, Cached], num_pages: int, num_slots: int, device: str) -> None:

@@ -56,7 +56,7 @@ class Drafter(Protocol):
 
 
 class Program:
-    """One step, from the row table back to the row table, captured or not.
+    """Program of one step, from the row table back to the row table, captured or not.
 
     on_answer: callbacks of drafters, called with the tokens of complete answers.
     """

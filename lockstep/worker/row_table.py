@@ -31,6 +31,7 @@ class StepInputs:
 
     def __init__(self, rows: int, device: str) -> None:
         self.rows = rows
+        # int64 row ids take two int32 columns of the shared storage.
         self.storage = torch.zeros(5 * rows, dtype=torch.int32, device=device)
         row_ids, *columns = self.storage.split([2 * rows, rows, rows, rows])
         self.row_ids = row_ids.view(torch.int64)
@@ -72,6 +73,7 @@ class RowTable(RowTensors):
         bad_words = (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
         self.sampling = SamplingState.empty(rows, vocab, MAX_STOP_IDS + 4, bad_words, device)
         self.inputs = StepInputs(rows, device)
+        # All bits set: a row whose mask was never uploaded allows every token.
         decided = plan.max_num_seqs * plan.query_len
         words = -(-vocab // WORD_BITS)
         self.allowed = torch.full((decided, words), -1, dtype=torch.int32, device=device)

@@ -34,7 +34,7 @@ def write_row(table: RowTable, row: int, spec: RowSpec, start: int) -> None:
     copy_to_device(len(prompt), table.prompt_len[row])
     copy_to_device(start, table.computed[row])
     copy_to_device(start, table.folded[row])
-    copy_to_device(-1, table.drafts[row])
+    copy_to_device(-1, table.drafts[row])  # drafts of the row's previous request
     max_drafts = table.drafts.shape[1] if spec.speculate else 0
     copy_to_device(max_drafts, table.draft_limit[row])
     write_sampling(table.sampling, row, spec, prompt)
@@ -42,6 +42,7 @@ def write_row(table: RowTable, row: int, spec: RowSpec, start: int) -> None:
 
 def write_place(table: RowTable, row: int, pages: list[int], slot: int) -> None:
     """Write the page table and the state slot of a row."""
+    # Columns past the granted pages point to the null page.
     copy_to_device(0, table.page_table[row])
     write_pages(table, row, 0, pages)
     copy_to_device(slot, table.state_slots[row])
@@ -118,6 +119,7 @@ def _padded(values: list[int], length: int) -> Tensor:
 def _words(words: Sequence[Sequence[int]], shape: torch.Size) -> Tensor:
     out = torch.full(shape, -1, dtype=torch.int64)
     for i, word in enumerate(words):
+        # Right-aligned: the last column is the token that would complete the word.
         out[i, shape[1] - len(word) :] = torch.tensor(list(word), dtype=torch.int64)
     return out
 

@@ -50,6 +50,7 @@ def logprobs(logits: Tensor, tokens: list[int], count: int) -> list[dict[int, Lo
     values share a rank.
     """
     entries = []
+    # On the CPU: ranks and values do not depend on the GPU's reduction kernels.
     for row, token in zip(logits.float().cpu(), tokens, strict=True):
         scores = torch.log_softmax(row, -1)
         rank = int((scores > scores[token]).sum()) + 1

@@ -12,7 +12,7 @@ class StepTimer:
         self.events = None
         self.began = time.perf_counter()
         self.ended = self.began
-        if device == "cuda":
+        if device == "cuda":  # host clocks would time the launch only
             self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             self.events[0].record()
 

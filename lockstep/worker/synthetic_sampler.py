@@ -39,6 +39,7 @@ class SyntheticSampler(Sampler):
         drafts = step.drafts
         begins = self.table.sampling.seed[step.row_ids] * STRIDE
         coins = self.coins[(begins[:, None] + step.sample_at[:, :-1]) % COINS] & (drafts >= 0)
+        # A draft counts only if all drafts before it were accepted.
         chain = coins.int().cumprod(1, dtype=torch.int32)
         tokens[:, :-1] = torch.where(chain > 0, drafts, tokens[:, :-1])
         return tokens

@@ -50,7 +50,7 @@ class Span:
 
 
 class Units:
-    """All pages, or all slots: tensors that are indexed by unit first.
+    """Units of one kind, pages or slots: tensors that are indexed by unit first.
 
     words: length of a unit, in type `word`. spans: its parts, grouped into at most max_bytes each.
     """
@@ -180,6 +180,7 @@ class Transfers:
         for span, index, chosen in self._batches(units, ids, host_tensors):
             staging = self._next_staging(index.device)
             lines = staging.lines(len(chosen), span.words, units.word)
+            # The copy stream may still read the buffer from its previous use.
             self.stream.wait(staging.idle)
             for part, column in span.columns(lines):
                 torch.index_select(part, 0, index, out=column)
@@ -193,6 +194,7 @@ class Transfers:
             staging = self._next_staging(index.device)
             lines = staging.lines(len(chosen), span.words, units.word)
             copies = [(line, host) for host, line in _pairs(span, lines, chosen)]
+            # The scatter waits for this copy only, not for copies of other buffers.
             self.stream.wait(self.stream.copy(copies, staging.idle))
             for part, column in span.columns(lines):
                 part.index_copy_(0, index, column)
