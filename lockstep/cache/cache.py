@@ -42,7 +42,8 @@ class CacheConfig:
         if self.num_state_slots and self.num_state_slots < min_slots:
             raise ConfigError(
                 f"num_state_slots={self.num_state_slots} is not allowed; allowed: 0 (no recurrent "
-                f"state) or at least {min_slots} (max_num_seqs and the null slot). Lower max_num_seqs."
+                f"state) or at least {min_slots} (max_num_seqs and the null slot). Lower "
+                "max_num_seqs."
             )
 
 
