@@ -223,7 +223,7 @@ class LLM:
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, rendered with the checkpoint's chat template.
+        """Answer one conversation or conversations, rendered with the checkpoint's chat template.
 
         tools, tool_choice and parallel_tool_calls mean what they do over HTTP. Once a completion
         has ended, its `content`, `reasoning` and `tool_calls` are the parsers' results; `text` is
@@ -232,7 +232,7 @@ class LLM:
         """
         check_keywords(others, CHATS, CHAT)
         many = isinstance(messages, list) and messages and isinstance(messages[0], list)
-        several: list[Any] = list(messages) if many else [messages]
+        conversations: list[Any] = list(messages) if many else [messages]
         variables = self._variables(
             chat_template_kwargs, add_generation_prompt, continue_final_message
         )
@@ -241,9 +241,11 @@ class LLM:
         processor = self.processor
         tools = None if choice.mode == "none" else tools
         params = self._params(
-            sampling_params, len(several), lambda: processor.bounded_params({"max_tokens": None})
+            sampling_params,
+            len(conversations),
+            lambda: processor.bounded_params({"max_tokens": None}),
         )
-        rendered = [processor.conversation(m, tools=tools, **variables) for m in several]
+        rendered = [processor.conversation(m, tools=tools, **variables) for m in conversations]
         for one in params:
             one.structured_outputs = processor.form(
                 one.structured_outputs, tools, tool_choice, parallel_tool_calls
@@ -338,7 +340,7 @@ class LLM:
 
 
 class _Call:
-    """One call of generate() or chat(), in the thread of its caller.
+    """Call of generate() or chat(), in the thread of its caller.
 
     show: called with the number of answered prompts and their total.
     """

@@ -60,7 +60,7 @@ class ToolCall:
 
 @dataclass
 class CompletionOutput:
-    """One of a request's `n` completions.
+    """Completion of a request, one of `n`.
 
     finish_reason: stop, length, abort or error; error: then the message. cumulative_logprob: sum
     over the tokens so far, None without log-probabilities. content, reasoning, tool_calls: results

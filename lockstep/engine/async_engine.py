@@ -34,7 +34,7 @@ class Receiver:
     forget(), which drops the transport's queued commands, submits again the requests that can start
     over, and returns how many requests ended instead.
     ended: called once with the reason when no more updates follow; the flag is True where the
-    engine ended by itself.
+    engine ended without stop().
     """
 
     deliver: Deliver

@@ -182,6 +182,7 @@ class Costs:
         cost = costs[num_drafts]
         cost.seen += 1
         known = cost.null + cost.extra
+        # Clamped: one disturbed step must not move a cost far.
         new = min(max(median_low(streak.latest) - known, -MAX_JUMP * known), MAX_JUMP * known)
         if cost.seen <= COST_SAMPLES:
             cost.extra = min(streak.latest) - cost.null
@@ -295,6 +296,7 @@ class AdaptiveDraftLength:
         if num_drafted:
             self.acceptance.observe(num_drafted, accepted)
         cost = self.costs.ms(rows)
+        # Time that the same tokens would have taken without drafts.
         without = cost[0] * (1 + sum(accepted) / max(1, len(accepted)))
         self.balance += without - cost[num_drafts] + TRIAL_BUDGET * without
         self.balance = min(self.balance, MAX_SAVED_LOSSES * self._loss(cost))

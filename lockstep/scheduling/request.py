@@ -85,7 +85,7 @@ class Request:
         for index, token in enumerate(tokens):
             if self.finish_reason is not None:
                 return index
-            if token < 0:
+            if token < 0:  # the target had no token: NaN logits, or everything masked
                 self.finish_reason = "error"
                 self.error = self.grammar_fault or NO_TOKEN
                 return index

@@ -189,6 +189,7 @@ class Scheduler:
         request.max_len = min(self.max_model_len, self.cache.capacity)
         self.arrivals += 1
         rank = request.priority if self.policy == "priority" else 0
+        # Prompt log-probabilities need every position computed, so no prefix is reused.
         reuse = request.params.prompt_logprobs is None
         salt = salt_of(request.cache_salt)
         seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, salt, reuse)
@@ -235,6 +236,7 @@ class Scheduler:
             if not entry.in_prompt and not entry.will_finish:
                 plan.decode.append(entry.row)
                 rows[entry.row] = entry
+                # An upper bound until update() knows how many drafts were accepted.
                 entry.max_committed += self.query_len
                 entry.in_flight += 1
                 self._mask(plan, entry)
@@ -257,6 +259,7 @@ class Scheduler:
             accepted = [results.rows[row].num_accepted for row in schedule.decode]
             kind = (schedule.padded_rows, schedule.num_drafts, schedule.drafts_ready)
             self.draft_policy.observe(*kind, accepted, results.decode_ms)
+        # A request may have ended, and its row may have a new owner, since the launch.
         alive = {row: e for row, e in rows.items() if self.entries.get(e.request.id) is e}
         touched = []
         for row in schedule.decode:
@@ -337,6 +340,7 @@ class Scheduler:
         used = self.cache.pages_for(min(entry.max_committed, entry.request.max_total_tokens))
         pages = entry.seq.pages[:used]
         plan.swap_out.append(Swap(entry.row, entry.request.id, pages, entry.seq.slot))
+        # The row's pages go to others, so its grants of this schedule are void.
         plan.grants = [grant for grant in plan.grants if grant.row != entry.row]
         self._leave_row(entry)
         entry.saved = used
@@ -479,7 +483,7 @@ class Scheduler:
             slot = self.cache.snapshot(entry.seq, point) if wants_snapshot else 0
             last = end == entry.length
             plan.prompt.append(PromptChunk(entry.row, start, length, last, entry.seq.source, slot))
-            entry.seq.source = 0
+            entry.seq.source = 0  # later chunks continue from the row's own state
             entry.max_committed = end
             entry.last_chunk_tick = self.ticks
             entry.in_flight += last
