@@ -334,7 +334,7 @@ def test_a_turn_of_the_loop_tells_a_bounded_number_of_updates() -> None:
     client.shutdown()
 
 
-def test_event_loops_that_take_turns_have_one_post_each() -> None:
+def test_event_loops_that_alternate_have_one_queue_each() -> None:
     transport = FakeTransport()
     client = AsyncEngine(transport)
     client.start()
@@ -358,7 +358,7 @@ def test_event_loops_that_take_turns_have_one_post_each() -> None:
     for loop in loops:
         loop.close()
     run(submit("another loop"))
-    assert len(client._posts) == 1, "closed loops are dropped"
+    assert len(client._queues) == 1, "closed loops are dropped"
     client.shutdown()
 
 
