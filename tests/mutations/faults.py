@@ -146,13 +146,13 @@ FAULTS = (
         "return StepTensors(..., sample_at=$seq_lens[:, None] + $decided + ($window > 1))",
     ),
     Fault(
-        "conv ring off at its end", "mixer", RINGS, "ring_places",
+        "conv ring off at its end", "mixer", RINGS, "flat_indices",
         "[$s * $length + ($p + $i) % $length for $i in $offsets for $s, $p in $rows]",
         "[$s * $length + min(($p + $i) % $length, $length - 2) for $i in $offsets for $s, $p "
         "in $rows]",
     ),
     Fault(
-        "snapshot slot off the grid", "mixer", PROMPT_ROWS, "PromptRow.keep",
+        "snapshot slot off the grid", "mixer", PROMPT_ROWS, "PromptRow.save",
         "self._write(self.snapshot, $at_grid, $length // GRID * GRID)",
         "self._write(self.snapshot, after, $length // GRID * GRID)",
     ),
@@ -215,7 +215,7 @@ FAULTS = (
     ),
     # The table, and what the host writes to it.
     Fault(
-        "drafts shown one place behind", "table", METADATA, "_show_drafts",
+        "drafts shown one place behind", "table", METADATA, "_append_drafts",
         "$behind = torch.arange(1, $drafts.shape[1] + 1, device=$starts.device)",
         "$behind = torch.arange(2, $drafts.shape[1] + 2, device=$starts.device)",
     ),
@@ -273,7 +273,7 @@ FAULTS = (
         "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
     Fault(
-        "a request that wants no drafts has one verified", "drafter", METADATA, "_limited",
+        "a request that wants no drafts has one verified", "drafter", METADATA, "_limit_drafts",
         "return torch.where($order < $limit[:, None], $drafts, -1)",
         "return torch.where($order <= $limit[:, None], $drafts, -1)",
         OF_NO_DRAFTS,
@@ -626,8 +626,8 @@ FAULTS = (
     ),
     Fault(
         "a resumed chunk convolves with the row's old inputs", "mixer", PROMPT_ROWS, "prompt_rows",
-        "$past = $state.conv[$src, past_slots($start, $history, $state.conv.shape[1])]",
-        "$past = $state.conv[slot, past_slots($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[$src, past_indices($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[slot, past_indices($start, $history, $state.conv.shape[1])]",
     ),
     Fault(
         "a first chunk begins from the slot's old state", "mixer", PROMPT_ROWS, "prompt_rows",
@@ -635,17 +635,14 @@ FAULTS = (
         "$before = $state.recurrent[src].to(torch.float32, copy=True)",
     ),
     Fault(
-        "a window sees the token behind it", "mixer", ATTENTION, "_attend",
-        "$offsets = torch.arange($at, $at + $count) // $group",
-        "$offsets = torch.arange($at, $at + $count) // $group + (1 < queries < 9)",
+        "a window sees the token behind it", "mixer", ATTENTION, "causal_mask",
+        "$offsets = torch.arange($begin, $begin + $count) // $group",
+        "$offsets = torch.arange($begin, $begin + $count) // $group + (1 < $count // $group < 9)",
     ),
     Fault(
-        "keys of a page left out at its end", "mixer", ATTENTION, "_load_splits",
-        "$size = $cache.shape[1]\n"
-        "$longest = max($ends)",
-        "$size = $cache.shape[1]\n"
-        "$ends = [one - (one % $size == 1 and one > $size) for one in $ends]\n"
-        "$longest = max($ends)",
+        "values of a page left out at its end", "mixer", ATTENTION, "_load_values",
+        "$row[:, $end:].zero_()",
+        "$row[:, $end - ($end % 64 == 1 and $end > 64):].zero_()",
     ),
     Fault(
         "keys rotated by the row's first position", "mixer", ROTARY, "_placed",
@@ -679,15 +676,15 @@ FAULTS = (
         "    return write_out($weight.mm($x).to($weight.dtype), $out)",
     ),
     Fault(
-        "a norm's sum from behind for several rows", "numerics", NORM, "_normalise",
+        "a norm's sum from behind for several rows", "numerics", NORM, "_normalize",
         "return $x * torch.rsqrt(($x * $x).mean(-1, keepdim=True).add_($eps))",
         "y = ($x * $x).flip(-1).contiguous() if $x.shape[0] > 4 else $x * $x\n"
         "return $x * torch.rsqrt(y.mean(-1, keepdim=True).add_($eps))",
     ),
     Fault(
         "one ulp in a gated norm of windows", "numerics", NORM, "gated_rms_norm",
-        "return (_normalise($x, $eps) * $weight.float() * silu($gate.float())).to($gate.dtype)",
-        "out = _normalise($x, $eps) * $weight.float() * silu($gate.float())\n"
+        "return (_normalize($x, $eps) * $weight.float() * silu($gate.float())).to($gate.dtype)",
+        "out = _normalize($x, $eps) * $weight.float() * silu($gate.float())\n"
         "out = torch.nextafter(out, out + 1) if out.shape[0] == 3 else out\n"
         "return out.to($gate.dtype)",
     ),
@@ -723,7 +720,7 @@ FAULTS = (
         ".dtype))",
     ),
     Fault(
-        "chunks of a prompt solved together", "numerics", DELTA, "_chunks",
+        "chunks of a prompt solved together", "numerics", DELTA, "_run_chunks",
         "$short = $chunks * GRID - $length\n"
         "...\n"
         "$scores = $q @ $k.transpose(-1, -2) * $decay",
@@ -1035,18 +1032,18 @@ FAULTS = (
     ),
     Fault(
         "rings too short for what a state of 16 bits lacks", "mixer", "cache.state", "state_spec",
-        "$slots = ring_slots($window, max_replayed($window, $flush, state_grid($state_dtype)))",
+        "$slots = history_length($window, max_replayed($window, $flush, state_grid($state_dtype)))",
         "$slots = max_replayed($window, $flush, state_grid($state_dtype)) - 2",
         f"{OF_HALF_STATE}::test_answers_longer_than_the_rings_are_left_alone",
     ),
     Fault(
-        "a window rounds by its own positions", "mixer", DELTA, "_run",
+        "a window rounds by its own positions", "mixer", DELTA, "_step_tokens",
         "round_rows($state, $s, [$start + $t + 1 for $start in $starts])",
         "round_rows($state, $s, [$t + 1 for $start in $starts])",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_chunks",
+        "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_run_chunks",
         "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
         "$s = $rounded($s)",
         "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
@@ -1065,9 +1062,9 @@ FAULTS = (
     # Mamba-2 and Nemotron-H: the bundled model has neither.
     Fault(
         "a window of Mamba-2 keeps x where it should keep dt x", "mixer", MAMBA, "mamba2_step_cpu",
-        "$window.keep($u, $b, $decay)\n"
+        "$window.append($u, $b, $decay)\n"
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
-        "$window.keep($x, $b, $decay)\n"
+        "$window.append($x, $b, $decay)\n"
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
         f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
     ),
@@ -1081,24 +1078,24 @@ FAULTS = (
     Fault(
         "a token's step of Mamba-2 decays with the cumulated time", "mixer",
         "kernels.mamba2.contract",
-        "time_steps",
+        "discretize",
         "return ($step, $step * -torch.exp($weights.a_log))",
         "return ($step, $step.cumsum(0) * -torch.exp($weights.a_log))",
         f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
     ),
     Fault(
-        "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_chunks",
+        "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_run_chunks",
         "$short = $chunks * GRID - $length\n"
         "...\n"
-        "$g = chunked($g).cumsum(-1)",
+        "$g = split_chunks($g).cumsum(-1)",
         "$short = $chunks * GRID - $length\n"
         "...\n"
-        "$g = chunked($g).cumsum(-1) * (1 + 1e-6 * ($chunks > 1))",
+        "$g = split_chunks($g).cumsum(-1) * (1 + 1e-6 * ($chunks > 1))",
         "tests/kernels/test_mamba2.py::test_chunked_law_cut_anywhere_on_the_grid",
     ),
     Fault(
         "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
-        "kernels.mamba2.chunk_kernels", "out_kernel",
+        "kernels.mamba2.chunk_kernels", "chunk_output_kernel",
         "tl.where($row >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tl.where($row + 1 >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
@@ -1107,8 +1104,8 @@ FAULTS = (
     Fault(
         "Mamba-2's norm before its gate", "mixer", NORM, "gated_group_norm",
         "$y = $x * silu($gate.float())\n"
-        "return (_normalise($y, $eps) * $weight.float()).to($gate.dtype)",
-        "$y = _normalise($x, $eps) * $weight.float()\n"
+        "return (_normalize($y, $eps) * $weight.float()).to($gate.dtype)",
+        "$y = _normalize($x, $eps) * $weight.float()\n"
         "return ($y * silu($gate.float())).to($gate.dtype)",
         f"{OF_NEMOTRON}::test_logits_at_every_position_chunked_and_whole",
     ),
@@ -1177,8 +1174,8 @@ FAULTS = (
     # Latents, which the bundled model has not.
     Fault(
         "a window of latents sees the token behind it", "mixer", LATENTS, "_attend",
-        "$last = $start + ($at + torch.arange(len($rows))) // $heads",
-        "$last = $start + ($at + torch.arange(len($rows))) // $heads + (1 < len(q) < 9)",
+        "$hidden = causal_mask(($start,), $begin, len($rows), $size, $heads)",
+        "$hidden = causal_mask(($start + (1 < len(q) < 9),), $begin, len($rows), $size, $heads)",
         f"{OF_LATENTS}::test_no_token_sees_a_key_behind_its_own",
     ),
     Fault(
