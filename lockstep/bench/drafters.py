@@ -42,7 +42,7 @@ class CountedDraftLength(FixedDraftLength):
 
     def clear(self) -> None:
         """Reset the counters."""
-        self.reached = [0] * (self.count + 1)
+        self.reached = [0] * (self.num_drafts + 1)
 
     def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
         """Count the rows of a step that had drafts."""
@@ -102,7 +102,7 @@ def compare_drafters(
         due = due or tokens
         line = DrafterLine(
             name=name,
-            num_speculative_tokens=counted.count,
+            num_speculative_tokens=counted.num_drafts,
             accepted_at=counted.shares,
             acceptance_length=figures.acceptance_length,
             ms_per_step=figures.ms_per_step,

@@ -146,7 +146,7 @@ def _first_fault(
             wrong = numpy_sampler.wrong_logprobs(scores[index], token, found, params.logprobs)
         if wrong is not None:
             return index, wrong
-    room = request.most_tokens - len(request.prompt_token_ids)
+    room = request.max_total_tokens - len(request.prompt_token_ids)
     wrong = numpy_sampler.wrong_end(
         answer.tokens, answer.ending, request.eos_token_ids, params, room
     )
