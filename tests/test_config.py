@@ -196,9 +196,9 @@ def test_what_is_allowed_is_taken(chosen: dict[str, Any]) -> None:
     for name, value in chosen.items():
         if name == "speculative_config":
             value = read(value)
-            assert value and config.num_drafts == value.num_speculative_tokens
+            assert value and config.max_drafts == value.num_speculative_tokens
         assert getattr(config, name) == (tuple(value) if name == "row_buckets" else value)
-    assert chosen.get("speculative_config") or config.num_drafts == 0
+    assert chosen.get("speculative_config") or config.max_drafts == 0
 
 
 def test_a_model_may_be_a_path(tmp_path: Path) -> None:
