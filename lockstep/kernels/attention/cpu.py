@@ -53,7 +53,7 @@ def _batches(begins: Sequence[int], starts: Sequence[int]) -> Iterator[list[int]
     """Yield rows with equal numbers of queries and of splits, which share one batched product.
 
     A step of a small model is bound by the number of its ops: 8 rows of 3 KV heads took 24 passes a
-    layer. A batch holds at most MAX_KEYS keys, or one row.
+    layer. A batch contains at most MAX_KEYS keys, or one row.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for s, start in enumerate(starts):
@@ -86,7 +86,7 @@ def _load_splits(
     keys = read_pages(cache, pages, dtype).unflatten(0, (-1, num_pages)).flatten(1, 2)[:, :longest]
     keys = keys.float()
     for row, end in zip(keys, ends, strict=True):
-        # The rest of a page holds what an earlier request left there, maybe NaN, and 0 * NaN is
+        # The rest of a page contains what an earlier request left there, maybe NaN, and 0 * NaN is
         # NaN: a weight of zero does not hide it.
         row[end:] = 0
     keys = F.pad(keys, (0, 0, 0, 0, 0, -longest % KV_SPLIT))

@@ -27,7 +27,7 @@ from lockstep.kernels.formats.kv import QuantizedKV
 from lockstep.kernels.formats.kv.launch import kv_operand
 
 CTAS_PER_SM = 8
-"""Resident warps of a multiprocessor: as many as its registers hold at 255 a thread. 8B, 8 x 1,
+"""Resident warps of a multiprocessor: the number whose registers fit at 255 a thread. 8B, 8 x 1,
 16,384, fp8: 87.3 us, 88.1 with 10, 90.3 with 12, 125 with 16 (H200)."""
 WORD_BYTES = 4
 """Bytes of the words in which strides are counted."""
@@ -225,7 +225,7 @@ def _decode_kernel(
             new_max, scores = _qk_tile(
                 k, q_tile, row_max, scale, start, first_key, kv, GROUP, HKV, LOAD_K
             )
-            # The single K buffer is consumed: refill it behind softmax and P V.
+            # The single K buffer is consumed: refill it during softmax and P V.
             _issue_copy(k, page, first_key + 64, num_keys, kv, K_PAGE, K_TOKEN, HKV, K_NUM_SCALES)
             rescale = gl.exp2(row_max - new_max)[None, :]
             row_max = new_max

@@ -129,7 +129,7 @@ def _zero_tail(stage, live):
 
 @gluon.jit
 def _page_of_tile(page_list, t):
-    """Return the t-th page from page_list, which holds 32 pages, one per lane.
+    """Return the t-th page from page_list, which contains 32 pages, one per lane.
 
     A load here would stall the warps until it returns.
     """
@@ -192,7 +192,7 @@ def _softmax_step(
 ):  # fmt: skip
     """Run online softmax on a tile. Returns: new row_max, factor of the state so far, p.
 
-    first_key >> 30 is 0: row indices are recomputed instead of held in registers across the loop.
+    first_key >> 30 is 0: row indices are recomputed instead of kept in registers across the loop.
     """
     scores = scores * scale
     if first_key + 63 > start:

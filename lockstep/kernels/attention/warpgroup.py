@@ -23,7 +23,7 @@ from lockstep.kernels.device.softmax import NO_SCORE, exponentiate, mask_scores
 from lockstep.kernels.device.tiles import TILE_ROWS, tile_descriptor, tma_load_tile, zero_tail_rows
 
 TILE = TILE_ROWS
-"""Keys of a tile: as many as in triton.py, since they are part of the op's definition."""
+"""Keys of a tile: the number of triton.py, since they are part of the op's definition."""
 TILES_PER_SPLIT = gl.constexpr(KV_SPLIT // TILE)
 """Tiles of a KV split."""
 TILE_COLUMNS = gl.constexpr(128)

@@ -317,7 +317,7 @@ def _split_pv(
     latent_stages, p_tiles, full, empty, rescales, p_full, i, tiles, first_key, num_keys,
     column_part, WARPGROUP: gl.constexpr, COLUMN_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Return this warpgroup's columns of the split's accumulator, [64, COLUMNS] left and right.
+    """Return this warpgroup's columns of the split's accumulator, [64, COLUMNS] twice.
 
     A chain over the split's tiles. Where the CTA has half of the columns, both warpgroups read the
     same half of a tile, and both release all of it.
@@ -325,8 +325,8 @@ def _split_pv(
     COLUMNS: gl.constexpr = 128 // COLUMN_PARTS
     layout: gl.constexpr = _output_layout(COLUMN_PARTS)
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    left = gl.zeros((64, COLUMNS), gl.float32, layout)
-    right = gl.zeros((64, COLUMNS), gl.float32, layout)
+    acc_low = gl.zeros((64, COLUMNS), gl.float32, layout)
+    acc_high = gl.zeros((64, COLUMNS), gl.float32, layout)
     for t in range(tiles):
         stage = i % NUM_STAGES
         phase = i // NUM_STAGES & 1
@@ -339,23 +339,23 @@ def _split_pv(
         mbarrier.wait(full.index(half), phase)
         # Also orders the rescale factor, which was stored before p.
         mbarrier.wait(p_full.index(stage), phase)
-        # Only the row's last page holds stale tokens.
+        # Only the row's last page contains stale tokens.
         if first_key + t * 64 + 64 > num_keys:
             _zero_tail(values, num_keys - first_key - t * 64)
         rescale = rescales.index(stage).load(row_layout)[:, None]
-        left *= rescale
-        right *= rescale
+        acc_low *= rescale
+        acc_high *= rescale
         p_tile = p_tiles.index(stage)
-        left = warpgroup_mma(p_tile, values.slice(0, COLUMNS, 1), left, is_async=True)
-        right = warpgroup_mma(p_tile, values.slice(COLUMNS, COLUMNS, 1), right, is_async=True)
-        left, right = warpgroup_mma_wait(0, deps=(left, right))
+        acc_low = warpgroup_mma(p_tile, values.slice(0, COLUMNS, 1), acc_low, is_async=True)
+        acc_high = warpgroup_mma(p_tile, values.slice(COLUMNS, COLUMNS, 1), acc_high, is_async=True)
+        acc_low, acc_high = warpgroup_mma_wait(0, deps=(acc_low, acc_high))
         mbarrier.arrive(empty.index(stage * 2 + WARPGROUP))
         if COLUMN_PARTS > 1:
             mbarrier.arrive(empty.index(stage * 2 + 1 - WARPGROUP))
         # p has been read: second and third release of the rope stage.
         mbarrier.arrive(empty.index(NUM_STAGES * 2 + stage))
         i += 1
-    return left, right
+    return acc_low, acc_high
 
 
 @gluon.jit
@@ -441,7 +441,7 @@ def _pv_warpgroup(
                 stop = gl.minimum(end, unit + unit_size)
                 for first_key in range(unit, stop, split):
                     tiles = (gl.minimum(stop - first_key, split) + 63) // 64
-                    left, right = _split_pv(
+                    acc_low, acc_high = _split_pv(
                         latent_stages, p_tiles, full, empty, rescales, p_full, i, tiles, first_key,
                         start + count, column_part, WARPGROUP, COLUMN_PARTS,
                     )  # fmt: skip
@@ -462,11 +462,11 @@ def _pv_warpgroup(
                         mbarrier.wait(factors_full, split_round & 1)
                     own_accumulators = accumulators + column * 8 + (split_round >> 30)
                     _finish_split(
-                        left, own_accumulators, factors, first_key, unit, split, stop, end,
+                        acc_low, own_accumulators, factors, first_key, unit, split, stop, end,
                         out_rows, stores, SPAN, COMBINES, FINISHES,
                     )  # fmt: skip
                     _finish_split(
-                        right, own_accumulators + COLUMNS * 8, factors, first_key, unit, split,
+                        acc_high, own_accumulators + COLUMNS * 8, factors, first_key, unit, split,
                         stop, end, out_rows + COLUMNS, stores, SPAN, COMBINES, FINISHES,
                     )  # fmt: skip
                     if COMBINES:

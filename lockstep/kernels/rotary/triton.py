@@ -23,7 +23,7 @@ from lockstep.kernels.norm.triton import row_layout
 from lockstep.kernels.rotary import rope_and_cache
 
 MAX_HEAD_DIM = 1024
-"""Maximum head dim: one CTA holds a whole head."""
+"""Maximum head dim: one CTA contains a whole head."""
 NUMBERS_PER_CTA = 1024
 """Numbers of q in one CTA of 4 warps: times in docs/kernels/rotary.md."""
 
@@ -46,7 +46,7 @@ def _norm_rope_and_store(
     x, out: pointers to the heads. live: mask [HEADS, 1] of those that exist. cos, sin: pointers to
     the angles of the token's position.
 
-    Both numbers of a pair are loaded a second time, from L1, so that one thread holds them.
+    Both numbers of a pair are loaded a second time, from L1, so that one thread has them.
     """
     column = spread(HEADS, BLOCK)
     pairs = spread(HEADS, PAIRS)
@@ -148,7 +148,7 @@ def _rope_and_cache_kernel(
         sin += angles
     head = tl.arange(0, HEADS)[:, None]
     qkv += token * qkv_stride
-    if group < Q_CTAS:  # CTA-uniform: a CTA holds heads of q, or of k and v
+    if group < Q_CTAS:  # CTA-uniform: a CTA contains heads of q, or of k and v
         head += group * HEADS
         x = qkv + head * ((1 + GATED) * D)
         out = q + (token * H + head) * D
