@@ -94,8 +94,8 @@ def zero_tail(stage, live, zeroed, use, WARPGROUP: gl.constexpr):
     row that the other one still writes. zeroed: mbarrier of both; use: number of earlier uses.
     """
     for part in gl.static_range(4):
-        first = WARPGROUP * 32 + part * 8
-        zero_tail_rows(stage.slice(first, 8), first, live, COPY_LAYOUT)
+        rows = stage.slice(WARPGROUP * 32 + part * 8, 8)  # a variable would not be a constexpr
+        zero_tail_rows(rows, WARPGROUP * 32 + part * 8, live, COPY_LAYOUT)
     fence_async_shared()  # wgmma of both warpgroups reads these rows through the async proxy
     mbarrier.arrive(zeroed)
     mbarrier.wait(zeroed, use & 1)

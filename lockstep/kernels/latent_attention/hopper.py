@@ -404,7 +404,7 @@ def _finish_split(
                 gl.store(all_ptrs, acc)
             else:
                 acc = acc * factors.index(4).load(row_layout)[:, None]
-                rounded = acc.out_rows(out_rows.dtype.element_ty)
+                rounded = acc.to(out_rows.dtype.element_ty)
                 gl.store(out_rows[:, None] + c[None, :], rounded, mask=stores[:, None])
         else:
             gl.store(out_rows[:, None] + c[None, :], acc, mask=stores[:, None])
@@ -449,10 +449,10 @@ def _pv_warpgroup(
                     m = first_row + (split_round >> 30) + gl.arange(0, 64, row_layout)
                     stores = m < row_end
                     if FINISHES:
-                        out_rows = out + column + (first.out_rows(gl.int64) * H + m) * LATENT
+                        out_rows = out + column + (first.to(gl.int64) * H + m) * LATENT
                     else:
                         stores = stores & (unit <= start + m // H)
-                        partial = (s.out_rows(gl.int64) * QUERY_LEN + m // H) * num_partials * H
+                        partial = (s.to(gl.int64) * QUERY_LEN + m // H) * num_partials * H
                         out_rows = (
                             partial_acc
                             + column
@@ -588,7 +588,7 @@ def latent_attention_hopper(
     q_latent: Tensor,
     q_rope: Tensor,
     latents: KVCache,
-    rope_stages: Tensor,
+    ropes: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
@@ -602,15 +602,15 @@ def latent_attention_hopper(
     partition: None for that of choose_partition.
     """
     contiguous = (
-        isinstance(latents, QuantizedKV) or latents.is_contiguous() and rope_stages.is_contiguous()
+        isinstance(latents, QuantizedKV) or latents.is_contiguous() and ropes.is_contiguous()
     )
     if not (len(q_latent) and contiguous and latents.shape[1] == 64):
         return latent_attention_triton(
-            q_latent, q_rope, latents, rope_stages, page_table, cu_seqlens, starts, query_len,
+            q_latent, q_rope, latents, ropes, page_table, cu_seqlens, starts, query_len,
             scale, partition,
         )  # fmt: skip
     out = torch.empty_like(q_latent)
-    for group in dequantized_groups(latents, rope_stages, page_table, cu_seqlens, starts):
+    for group in dequantized_groups(latents, ropes, page_table, cu_seqlens, starts):
         _launch(out, q_latent, q_rope, *group, query_len, scale, partition)
     return out
 
@@ -620,7 +620,7 @@ def _launch(
     q_latent: Tensor,
     q_rope: Tensor,
     latents: Tensor,
-    rope_stages: Tensor,
+    ropes: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
@@ -644,13 +644,13 @@ def _launch(
     # Persistent: one CTA per multiprocessor; shared memory has no room for two.
     ctas = min(items, processors)
     f32 = dict(dtype=torch.float32, device=q_latent.device)
-    partials = [torch.empty(count * unit_size, **f32) for unit_size in (1, 1, LATENT.value)]
+    partials = [torch.empty(count * width, **f32) for width in (1, 1, LATENT.value)]
     accumulators = torch.empty(ctas * 2 * 64 * LATENT.value, **f32)
     _latent_kernel[(ctas,)](
         tile_descriptor(q_latent.view(-1, LATENT.value), HALF.value),
         tile_descriptor(q_rope.view(-1, ROPE.value), ROPE.value),
         tile_descriptor(latents.view(-1, LATENT.value), HALF.value),
-        tile_descriptor(rope_stages.view(-1, ROPE.value), ROPE.value), page_table, cu_seqlens,
+        tile_descriptor(ropes.view(-1, ROPE.value), ROPE.value), page_table, cu_seqlens,
         starts, out, *partials, accumulators, scale * LOG2E, page_table.stride(0), items, blocks,
         chosen.parallel, num_partials, query_len, heads, column_parts, *tile.split_constants,
         chosen.unit != tile.near_split, not chosen.unit, num_warps=4, enable_fp_fusion=False,
