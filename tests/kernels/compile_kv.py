@@ -128,7 +128,7 @@ def compile_unpacking_warps() -> None:
     JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
     knobs.runtime.add_stages_inspection_hook = None
     given = paged(((300, 4),), 24, 4, 256, 64, torch.bfloat16, format=KERNEL_FORMATS["fp8_e4m3"])
-    shape = quantized_hopper.choose_shape(1, 24, 4, 256, 2, target.processors)
+    shape = quantized_hopper.choose_shape(1, 24, 4, 256, 2, target.num_sms)
     with mock.patch.object(quantized_hopper, "compile_target", lambda device: target):
         quantized_hopper.paged_attention_quantized_hopper(**given, shape=shape)
     code = dict(launches.code)

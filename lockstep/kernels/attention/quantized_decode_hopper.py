@@ -263,7 +263,7 @@ class WorkDivision(NamedTuple):
 
 
 def choose_division(
-    rows: int, count: int, kv_heads: int, num_splits: int, processors: int
+    rows: int, count: int, kv_heads: int, num_splits: int, num_sms: int
 ) -> WorkDivision:
     """Return the division for static sizes, from the times in docs/kernels/attention.md.
 
@@ -271,7 +271,7 @@ def choose_division(
     are the limit.
     """
     block_rows = max(8, triton.next_power_of_2(count))
-    ctas_per_row = max(1, min(num_splits, CTAS_PER_SM * processors // (rows * kv_heads)))
+    ctas_per_row = max(1, min(num_splits, CTAS_PER_SM * num_sms // (rows * kv_heads)))
     return WorkDivision(block_rows, ctas_per_row, 255)
 
 
@@ -305,9 +305,9 @@ def paged_attention_quantized_decode(
     division: None for that of choose_division.
     """
     sizes = SplitKVSizes.from_arguments(q, k_cache, page_table, starts, query_len)
-    processors = architecture.multiprocessor_count(q.device)
+    num_sms = architecture.multiprocessor_count(q.device)
     division = division or choose_division(
-        sizes.rows, sizes.count, sizes.kv_heads, sizes.num_splits, processors
+        sizes.rows, sizes.count, sizes.kv_heads, sizes.num_splits, num_sms
     )
     k = kv_operand(k_cache, q.dtype)
     v = kv_operand(v_cache, q.dtype)

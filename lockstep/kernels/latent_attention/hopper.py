@@ -578,9 +578,9 @@ def _supports(**traits: Any) -> str | None:
     return reason
 
 
-def column_parts_of(items: int, processors: int) -> int:
+def column_parts_of(items: int, num_sms: int) -> int:
     """Return the CTAs that share an item's columns: two where half of the GPU would be idle."""
-    return 2 if items * 2 <= processors else 1
+    return 2 if items * 2 <= num_sms else 1
 
 
 @latent_attention.backend("hopper", supports=_supports)
@@ -638,11 +638,11 @@ def _launch(
     count = rows * query_len * heads * num_partials
     blocks = tile.blocks(query_len, heads)
     items = rows * blocks * chosen.parallel
-    processors = multiprocessor_count(q_latent.device)
-    column_parts = column_parts_of(items, processors)
+    num_sms = multiprocessor_count(q_latent.device)
+    column_parts = column_parts_of(items, num_sms)
     items *= column_parts
     # Persistent: one CTA per multiprocessor; shared memory has no room for two.
-    ctas = min(items, processors)
+    ctas = min(items, num_sms)
     f32 = dict(dtype=torch.float32, device=q_latent.device)
     partials = [torch.empty(count * width, **f32) for width in (1, 1, LATENT.value)]
     accumulators = torch.empty(ctas * 2 * 64 * LATENT.value, **f32)
