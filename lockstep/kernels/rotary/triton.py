@@ -118,6 +118,7 @@ def _norm_and_rope(
         rotated = tl.where(upper, rotated, -rotated)
         rotated = values * tl.load(cos + pair, mask=is_rotated, other=1.0) + rotated
         values = tl.where(is_rotated, rotated, values)
+    # Rounded to the model's dtype before it is quantized, as an unquantized cache stores it.
     return tl.where(in_head, values.to(x_head.dtype).to(tl.float32), 0.0)
 
 
@@ -230,6 +231,7 @@ def rope_and_cache_triton(
     heads = (width // dim - 2 * kv_heads) // (1 + gated)
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     pairs = 0 if cos is None else cos.shape[1]
+    # About NUMBERS_PER_CTA numbers per CTA, at least one head.
     heads_per_cta = max(1, NUMBERS_PER_CTA // triton.next_power_of_2(dim))
     groups = triton.cdiv(heads, heads_per_cta) + triton.cdiv(kv_heads, heads_per_cta)
     k = kv_operand(k_cache, qkv.dtype)
