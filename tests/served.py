@@ -14,7 +14,7 @@ from lockstep.engine.host import PULSE_SECONDS
 from lockstep.engine.stats import Stats
 from lockstep.errors import ConfigError, EngineDeadError
 from lockstep.kernels.compiler_signals import run_empty_pass
-from lockstep.serve.engine_factory import served_engine
+from lockstep.serve.engine_factory import engine_factory
 from lockstep.text.settings import TextSettings
 
 PATIENCE = 90.0
@@ -24,7 +24,7 @@ Made = tuple[Engine, Callable[[Any], Any]]
 
 def plain(settings: dict[str, Any], progress: Progress) -> Made:
     """An engine as users have it."""
-    return served_engine(EngineConfig.read(**settings), TextSettings(), "text", progress)
+    return engine_factory(EngineConfig.read(**settings), TextSettings(), "text", progress)
 
 
 def compiling(settings: dict[str, Any], progress: Progress) -> Made:

@@ -395,7 +395,7 @@ FAULTS = (
     ),
     Fault(
         "a large body is parsed at once", "request", "serve.http.json_body", "BodyReader.read",
-        "if len($body) < LARGE:\n"
+        "if len($body) < LARGE_BODY_BYTES:\n"
         "    ...",
         "if $body:\n"
         "    ...",

@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.serve.app import create_app
 from lockstep.serve.http.errors import TYPE_REMEDIES
-from lockstep.serve.openai.responses.protocol import DROPPED, AnyItem
+from lockstep.serve.openai.responses.protocol import DROPPED_TYPES, AnyItem
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.text.processor import Processor
 from lockstep.text.tokenizers.tokenizer import Tokenizer
@@ -252,7 +252,7 @@ def test_a_reference_is_the_item_that_it_names(server: Any, processor: Any) -> N
 
 def test_references_outlive_the_responses_of_earlier_turns(server: Any, processor: Any) -> None:
     """Of a conversation only the latest response is asked for."""
-    service = Service(server.client, processor, "tiny", "ls-test", Limits(stored_responses=1))
+    service = Service(server.client, processor, "tiny", "ls-test", Limits(max_stored_responses=1))
     server.app = create_app(service)
     conversation: list[Any] = []
     for text in ("hello fox", "lazy dog", "quick brown"):
@@ -378,5 +378,5 @@ def test_the_page_says_what_becomes_of_every_item() -> None:
     shown = {kind.strip(" `"): why for kinds, why in rows for kind in kinds.split(",")}
     assert official - shown.keys() - {"message"} == set()
     assert {kind for kind, why in shown.items() if "400" not in why} == here
-    assert {kind for kind, why in shown.items() if "dropped" in why} == set(DROPPED)
+    assert {kind for kind, why in shown.items() if "dropped" in why} == set(DROPPED_TYPES)
     assert {kind for kind, why in shown.items() if "400" in why} <= TYPE_REMEDIES.keys()

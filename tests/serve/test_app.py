@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from lockstep.engine.stats import Stats
 from lockstep.errors import RequestError
-from lockstep.serve.server import how_to_ask
+from lockstep.serve.server import startup_message
 from lockstep.serve.telemetry.metrics import Metrics
 from tests.serve.api_calls import complete
 from tests.serve.fake_client import ask_and_leave
@@ -206,11 +206,11 @@ def test_counters_only_grow():
 
 def test_shown_lines_work(processor):
     url = "http://127.0.0.1:1"
-    ready, curl = how_to_ask(url, "tiny").splitlines()
+    ready, curl = startup_message(url, "tiny").splitlines()
     assert ready == f"Ready: the model 'tiny' at {url}/v1 (base_url of OpenAI clients)"
     words = shlex.split(curl)
     assert words[2] == f"{url}/v1/chat/completions" and json.loads(words[-1])["model"] == "tiny"
     assert json.loads(words[-1])["messages"][0]["content"] == "List the first 12 primes."
-    assert f"{url}/v1/completions" in how_to_ask(url, "tiny", chats=False)
-    _, curl = how_to_ask(url, "tiny", keys=True).splitlines()
+    assert f"{url}/v1/completions" in startup_message(url, "tiny", has_template=False)
+    _, curl = startup_message(url, "tiny", has_keys=True).splitlines()
     assert "Authorization: Bearer KEY" in shlex.split(curl)

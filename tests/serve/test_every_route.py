@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.http.access import Rules
+from lockstep.serve.http.access import AccessRules
 from lockstep.serve.requests.body_models import MAX_FIELDS
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.text.grammars.structured_output import compile_wanted
@@ -52,7 +52,7 @@ def message_of(answer: Any) -> str:
 )
 def test_keys(server: Any, processor: Any, path: str, headers: Any, known: bool) -> None:
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, Rules(keys=("other", "right")))
+    server.app = create_app(service, AccessRules(keys=("other", "right")))
     found = send(server, path, headers)
     assert (found.status_code != 401) == known
     if not known:
@@ -63,7 +63,7 @@ def test_keys(server: Any, processor: Any, path: str, headers: Any, known: bool)
 @pytest.mark.parametrize("path", COUNTED)
 def test_bodies_too_large(server: Any, processor: Any, path: str) -> None:
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, Rules(body_bytes=200))
+    server.app = create_app(service, AccessRules(max_body_bytes=200))
     found = send(server, path, metadata={"x": "y" * 500})
     assert found.status_code == 413 and "larger" in message_of(found)
 
@@ -121,7 +121,7 @@ def test_errors_name_what_was_sent(server: Any, path: str, name: str, value: Any
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_full_queue(server: Any, processor: Any, path: str) -> None:
-    limits = Limits(running=0, queued=0)
+    limits = Limits(max_running=0, max_queued=0)
     server.app = create_app(Service(server.client, processor, "tiny", "ls-test", limits))
     found = send(server, path)
     assert found.status_code == 429 and found.headers["retry-after"]

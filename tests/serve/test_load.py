@@ -157,5 +157,5 @@ def test_200_streams_of_which_many_are_left(open_server: Any) -> None:
         assert sum(text is not None for text in texts) > STREAMS / 4
         assert all(len(found) == 1 for found in whole.values())
         wait_until_empty(server.engine)
-        assert not server.service._runs
+        assert not server.service._active
         wait_until(lambda: len(asyncio.all_tasks(server.loop)) == idle)

@@ -5,8 +5,8 @@ import asyncio
 import httpx
 import pytest
 
-from lockstep.serve.app import Pages, create_app
-from lockstep.serve.http.access import Rules
+from lockstep.serve.app import CrossOrigin, create_app
+from lockstep.serve.http.access import AccessRules
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
@@ -80,15 +80,15 @@ def test_defaults_reach_requests_and_bound_them(server, bounded, sent, most):
     ],
 )
 def test_a_bound_on_logprobs(server, processor, path, body):
-    found = ask(server, processor, "POST", path, limits=Limits(logprobs=2), json=body)
+    found = ask(server, processor, "POST", path, limits=Limits(max_logprobs=2), json=body)
     assert found.status_code == 400 and "0 to 2 (--max-logprobs)" in found.text
-    assert ask(server, processor, "POST", path, limits=Limits(logprobs=3), json=body).is_success
+    assert ask(server, processor, "POST", path, limits=Limits(max_logprobs=3), json=body).is_success
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 def test_under_a_proxy(server, processor, prefix):
     """A proxy may take its path off, or leave it on; the page of the API names it."""
-    app = {"rules": Rules(keys=("k",), root_path="/llm")}
+    app = {"rules": AccessRules(keys=("k",), root_path="/llm")}
     assert ask(server, processor, "GET", f"{prefix}/health", app=app).status_code == 200
     assert ask(server, processor, "GET", f"{prefix}/v1/models", app=app).status_code == 401
     key = {"Authorization": "Bearer k"}
@@ -104,7 +104,7 @@ BEFORE = {**ORIGIN, "Access-Control-Request-Method": "POST"}
 
 def test_web_pages_of_other_origins(server, processor):
     """They may ask where they are named: a browser asks first, and sends no key then."""
-    app = {"rules": Rules(keys=("k",)), "pages": Pages(("https://page.example",))}
+    app = {"rules": AccessRules(keys=("k",)), "pages": CrossOrigin(("https://page.example",))}
     path = "/v1/completions"
     first = ask(server, processor, "OPTIONS", path, app=app, headers=BEFORE)
     assert first.status_code == 200

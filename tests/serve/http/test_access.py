@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.http.access import Rules, default_hosts
+from lockstep.serve.http.access import AccessRules, default_hosts
 from lockstep.serve.requests.service import Service
 from tests.serve.api_calls import TEXT_PATH
 
@@ -38,7 +38,7 @@ def ask(server, processor, rules, method="GET", path="/health", docs=True, more=
     ],
 )
 def test_keys(server, processor, sent, status):
-    rules = Rules(keys=("one", "two"))
+    rules = AccessRules(keys=("one", "two"))
     headers = {"Authorization": sent} if sent else {}
     found = ask(server, processor, rules, path="/v1/models", headers=headers)
     assert found.status_code == status
@@ -52,13 +52,13 @@ def test_keys(server, processor, sent, status):
 
 def test_no_docs(server, processor):
     for path in ("/docs", "/redoc", "/openapi.json"):
-        assert ask(server, processor, Rules(), path=path, docs=False).status_code == 404
+        assert ask(server, processor, AccessRules(), path=path, docs=False).status_code == 404
 
 
 def test_the_tokenizers_settings_are_told_where_the_operator_allows_it(server, processor):
     path = "/tokenizer_info"
-    assert ask(server, processor, Rules(), path=path).status_code == 404
-    info = ask(server, processor, Rules(), path=path, more={"tokenizer_info": True}).json()
+    assert ask(server, processor, AccessRules(), path=path).status_code == 404
+    info = ask(server, processor, AccessRules(), path=path, more={"tokenizer_info": True}).json()
     tokenizer = processor.tokenizer
     assert info["chat_template"] == tokenizer.chat_template
     assert info["eos_token"] == tokenizer.special_tokens["eos_token"]
@@ -68,8 +68,8 @@ def test_the_tokenizers_settings_are_told_where_the_operator_allows_it(server, p
 
 def test_the_prefix_cache_is_reset_where_the_operator_allows_it(server, processor):
     path = "/reset_prefix_cache"
-    assert ask(server, processor, Rules(), "POST", path).status_code == 404
-    found = ask(server, processor, Rules(), "POST", path, more={"cache_reset": True})
+    assert ask(server, processor, AccessRules(), "POST", path).status_code == 404
+    found = ask(server, processor, AccessRules(), "POST", path, more={"cache_reset": True})
     assert (found.status_code, server.client.resets) == (200, 1)
 
 
@@ -88,7 +88,7 @@ def test_the_prefix_cache_is_reset_where_the_operator_allows_it(server, processo
     ],
 )
 def test_hosts(server, processor, host, status):
-    rules = Rules(hosts=default_hosts("127.0.0.1"))
+    rules = AccessRules(hosts=default_hosts("127.0.0.1"))
     found = ask(server, processor, rules, headers={"Host": host})
     assert found.status_code == status
     if status == 400:
@@ -101,7 +101,7 @@ def test_hosts_of_addresses():
 
 
 def test_a_body_too_large_by_its_header_and_by_its_length(server, processor):
-    rules = Rules(body_bytes=1000)
+    rules = AccessRules(max_body_bytes=1000)
     body = json.dumps({"prompt": "x" * 2000}).encode()
     headers = {"Content-Type": "application/json"}
     found = ask(server, processor, rules, "POST", TEXT_PATH, content=body, headers=headers)
@@ -119,7 +119,9 @@ def test_a_body_too_large_by_its_header_and_by_its_length(server, processor):
 
 def test_two_lengths(server, processor):
     headers = {"Content-Length": "3", "Transfer-Encoding": "chunked"}
-    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=b"{}x", headers=headers)
+    found = ask(
+        server, processor, AccessRules(), "POST", TEXT_PATH, content=b"{}x", headers=headers
+    )
     assert found.status_code == 400 and "exclude each other" in found.json()["error"]["message"]
     assert found.headers["connection"] == "close"
 
@@ -127,7 +129,7 @@ def test_two_lengths(server, processor):
 @pytest.mark.parametrize("length", ["-1", "x", "9" * 5000])
 def test_lengths_that_are_none(server, processor, length):
     headers = {"Content-Length": length}
-    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=b"", headers=headers)
+    found = ask(server, processor, AccessRules(), "POST", TEXT_PATH, content=b"", headers=headers)
     assert found.status_code in (400, 413) and found.json()["error"]["message"]
 
 
@@ -138,7 +140,7 @@ def test_compressed_bodies(server, processor, encoding, status):
     """What unpacks to a thousand times its size is not unpacked."""
     headers = {"Content-Encoding": encoding}
     found = ask(
-        server, processor, Rules(), "POST", TEXT_PATH, json={"prompt": "x"}, headers=headers
+        server, processor, AccessRules(), "POST", TEXT_PATH, json={"prompt": "x"}, headers=headers
     )
     assert found.status_code == status
     assert status == 200 or "as it is" in found.json()["error"]["message"]
@@ -154,7 +156,7 @@ def test_compressed_bodies(server, processor, encoding, status):
 )
 def test_bodies_that_json_has_no_place_for(server, processor, body, said):
     headers = {"Content-Type": "application/json"}
-    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=body, headers=headers)
+    found = ask(server, processor, AccessRules(), "POST", TEXT_PATH, content=body, headers=headers)
     assert found.status_code == 400
     message = found.json()["error"]["message"]
     assert message.startswith("the body is not JSON: ")
@@ -181,7 +183,7 @@ def scope_of(path=TEXT_PATH):
 
 def test_a_body_that_does_not_come(server, processor):
     service = Service(server.client, processor, "tiny", "ls-test")
-    app = create_app(service, Rules(body_seconds=0.05))
+    app = create_app(service, AccessRules(max_body_seconds=0.05))
     sent = []
 
     async def receive():

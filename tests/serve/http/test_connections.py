@@ -12,7 +12,7 @@ import uvicorn
 
 from lockstep.serve.app import create_app
 from lockstep.serve.http import connections
-from lockstep.serve.http.access import Rules
+from lockstep.serve.http.access import AccessRules
 from lockstep.serve.http.connections import MAX_CHUNKS, BoundedProtocol, _BoundedConnection
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.serve.server import Options, _config
@@ -50,9 +50,9 @@ def serving(
             if gone is not None:
                 gone.set()
 
-    Protocol.most = most
+    Protocol.max_connections = most
     service = Service(server.client, processor, "tiny", "ls-test", limits)
-    app = create_app(service, rules or Rules(body_seconds=0.3))
+    app = create_app(service, rules or AccessRules(max_body_seconds=0.3))
     config = uvicorn.Config(
         app, http=Protocol, log_level="critical", lifespan="off", timeout_keep_alive=keep_alive
     )
@@ -206,18 +206,18 @@ def test_a_large_head_within_the_bound_is_read(server, processor):
         assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-LARGE = 10 << 20
+LARGE_BODY_BYTES = 10 << 20
 
 
 def send_large(
     client: socket.socket,
     *headers: bytes,
     path: bytes = b"/v1/completions",
-    body: bytes = b" " * LARGE,
+    body: bytes = b" " * LARGE_BODY_BYTES,
 ) -> bytes:
     """Send a body of 10 MiB whole, then read the answer."""
     lines = [b"POST " + path + b" HTTP/1.1", b"Host: x", b"Content-Type: application/json"]
-    head = b"\r\n".join([*lines, b"Content-Length: %d" % LARGE, *headers])
+    head = b"\r\n".join([*lines, b"Content-Length: %d" % LARGE_BODY_BYTES, *headers])
     client.sendall(head + b"\r\n\r\n")
     client.sendall(body)
     return closed_with(client)
@@ -226,10 +226,10 @@ def send_large(
 @pytest.mark.parametrize(
     ("rules", "status"),
     [
-        (Rules(), b"413"),
-        (Rules(hosts=("localhost",)), b"413"),
-        (Rules(body_bytes=2 * LARGE, keys=("key",)), b"401"),
-        (Rules(body_bytes=2 * LARGE, hosts=("localhost",)), b"400"),
+        (AccessRules(), b"413"),
+        (AccessRules(hosts=("localhost",)), b"413"),
+        (AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, keys=("key",)), b"401"),
+        (AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, hosts=("localhost",)), b"400"),
     ],
 )
 def test_a_large_body_that_is_refused_gets_its_answer(server, processor, rules, status):
@@ -239,7 +239,7 @@ def test_a_large_body_that_is_refused_gets_its_answer(server, processor, rules, 
         assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}")
 
 
-ROOMY = Rules(body_bytes=2 * LARGE, body_seconds=PATIENCE)
+ROOMY = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, max_body_seconds=PATIENCE)
 
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages", b"/invocations"])
@@ -249,9 +249,9 @@ def test_a_large_body_that_was_allowed_gets_its_refusal(server, processor, path,
     start = b'{"max_tokens": 3, "messages": [{"role": "user", "content": "a"}]'
     if path.endswith(b"completions"):
         start = b'{"prompt": "a"'
-    body = start + b" " * (LARGE - len(start) - 1) + (b"}" if kind else b"]")
+    body = start + b" " * (LARGE_BODY_BYTES - len(start) - 1) + (b"}" if kind else b"]")
     server.client.alive = kind != "dead"
-    limits = Limits(running=0, queued=0) if kind == "full" else None
+    limits = Limits(max_running=0, max_queued=0) if kind == "full" else None
     with serving(server, processor, rules=ROOMY, limits=limits) as address:
         with connect(address) as client:
             found = send_large(client, b"Connection: close", path=path, body=body)
@@ -261,13 +261,13 @@ def test_a_large_body_that_was_allowed_gets_its_refusal(server, processor, path,
 
 def test_more_is_dropped_where_larger_bodies_are_allowed(server, processor):
     """The bound of what is dropped follows that of bodies."""
-    rules = Rules(body_bytes=2 * LARGE, keys=("key",))
-    with serving(server, processor, rules=rules, dropped=LARGE) as address:
+    rules = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, keys=("key",))
+    with serving(server, processor, rules=rules, dropped=LARGE_BODY_BYTES) as address:
         with connect(address) as client:
             assert send_large(client).startswith(b"HTTP/1.1 401")
-    options = Options(rules=Rules(body_bytes=1 << 30))
+    options = Options(rules=AccessRules(max_body_bytes=1 << 30))
     assert _config(server.app, options).http_protocol_class.max_dropped_bytes == 1 << 30
-    small = Options(rules=Rules(body_bytes=1 << 20))
+    small = Options(rules=AccessRules(max_body_bytes=1 << 20))
     kept = _config(server.app, small).http_protocol_class.max_dropped_bytes
     assert kept == connections.MAX_DROPPED_BYTES
 
@@ -283,10 +283,10 @@ def test_a_large_body_in_chunks_is_a_413(server, processor):
 
 
 def test_a_body_for_no_route_is_dropped_and_the_connection_goes_on(server, processor):
-    rules = Rules(body_bytes=2 * LARGE)
+    rules = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES)
     with serving(server, processor, rules=rules) as address, connect(address) as client:
-        head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE
-        client.sendall(head + b" " * LARGE)
+        head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE_BODY_BYTES
+        client.sendall(head + b" " * LARGE_BODY_BYTES)
         assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
         assert healthy(client)
 

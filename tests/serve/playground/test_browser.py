@@ -17,7 +17,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from lockstep import LLM
 from lockstep.serve.app import create_app
-from lockstep.serve.http.access import Rules
+from lockstep.serve.http.access import AccessRules
 from lockstep.serve.requests.service import Service
 from tests.serve.live_server import MTP, SETTINGS, serving, wait_until
 
@@ -244,7 +244,7 @@ def test_problems_lead_to_their_fields(page: Page, url: str, server: SimpleNames
 
 def test_a_key_is_asked_for(page: Page, server: SimpleNamespace, processor: Any) -> None:
     service = Service(server.client, processor, "tiny", "ls-test")
-    for url in listening(create_app(service, Rules(keys=("secret",)))):
+    for url in listening(create_app(service, AccessRules(keys=("secret",)))):
         page.goto(url)
         key = page.get_by_label("API key")
         expect(key).to_be_focused()

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.http.access import OPEN_PATHS, Rules
+from lockstep.serve.http.access import OPEN_PATHS, AccessRules
 from lockstep.serve.playground import FILES
 from lockstep.serve.requests.service import Service
 
@@ -88,7 +88,7 @@ def test_every_control_has_a_name(server):
 
 def test_the_page_needs_no_key_and_the_api_does(server, processor):
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, Rules(keys=("secret",)))
+    server.app = create_app(service, AccessRules(keys=("secret",)))
     assert {file.path for file in FILES} <= set(OPEN_PATHS)
     for file in FILES:
         assert fetch(server, "GET", file.path).status_code == 200
@@ -105,7 +105,7 @@ def test_it_may_be_left_out(server, processor):
 
 def test_the_page_works_under_a_path(server, processor):
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, Rules(keys=("secret",), root_path="/llm"))
+    server.app = create_app(service, AccessRules(keys=("secret",), root_path="/llm"))
     assert fetch(server, "GET", "/llm/").status_code == 200
     assert fetch(server, "GET", "/llm/playground/app.js").status_code == 200
     page = fetch(server, "GET", "/llm/").text

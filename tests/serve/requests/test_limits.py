@@ -18,7 +18,7 @@ def limited(server, processor, **limits):
 
 
 def test_a_full_queue(server, processor):
-    service = limited(server, processor, running=2, queued=1)
+    service = limited(server, processor, max_running=2, max_queued=1)
     found = post(server, TEXT_PATH, n=4)
     assert found.status_code == 429 and found.headers["retry-after"] == "1"
     assert found.json()["error"]["code"] == "queue_full"
@@ -46,7 +46,7 @@ def test_a_request_out_of_time(server, path, stream):
 
 
 def test_the_servers_own_deadline(server, processor):
-    limited(server, processor, seconds=0.05)
+    limited(server, processor, max_seconds=0.05)
     server.client.hang = True
     server.client.answer = lambda request: [5]
     assert post(server, TEXT_PATH, timeout=50).status_code == 504
@@ -78,7 +78,7 @@ def test_a_row_that_failed(server, processor, path, stream):
 
 
 def test_a_step_that_hangs(server, processor):
-    limited(server, processor, step_seconds=5.0)
+    limited(server, processor, max_step_seconds=5.0)
     assert fetch(server, "GET", "/health").status_code == 200
     server.client.stalled_for = 6.0
     found = fetch(server, "GET", "/health")
@@ -100,7 +100,7 @@ def test_the_end_of_the_server(server, processor):
             task = asyncio.create_task(client.post(TEXT_PATH, json=body))
             while not server.client.requests:
                 await asyncio.sleep(0)
-            service.close_doors()
+            service.stop_admission()
             refused = await client.post(TEXT_PATH, json=body)
             health = await client.get("/health")
             service.end_all()

@@ -163,7 +163,7 @@ def test_tokens_of_steps_are_a_histogram() -> None:
 def test_requests_that_have_ended() -> None:
     metrics = Metrics("m")
     metrics.observe(ended())
-    metrics.observe(ended(metrics=(RequestMetrics(),), longest=0))
+    metrics.observe(ended(metrics=(RequestMetrics(),), max_completion_tokens=0))
     found = metrics.render(stats()).decode()
     label = '{model_name="m"}'
     assert f"lockstep:request_prompt_tokens_count{label} 2.0" in found

@@ -9,7 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.runner.floor import PassCosts, StepCosts, StepFloors, WeightCost
 from lockstep.runner.rates import Rates
 from lockstep.serve.telemetry.metrics import Metrics, Prefix
-from lockstep.serve.telemetry.metrics_reader import Frame, Reading, Source, frame, parse
+from lockstep.serve.telemetry.metrics_reader import Frame, MetricsReader, Reading, frame, parse
 
 KV = Part("k", (1,), torch.uint8)
 """A byte of cache for each token."""
@@ -148,7 +148,7 @@ def test_what_is_no_reading(text: str) -> None:
     ],
 )
 def test_addresses(url: str, asked: str) -> None:
-    assert Source(url).url == asked
+    assert MetricsReader(url).url == asked
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_addresses(url: str, asked: str) -> None:
 )
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ConfigError, match="url=.*allowed: http://HOST:PORT"):
-        Source(url)
+        MetricsReader(url)

@@ -154,12 +154,12 @@ def test_what_is_kept_is_bounded(server: Any, processor: Any) -> None:
             for _ in range(4):
                 begun = await client.responses.create(model="tiny", input="the", background=True)
                 ids.append(begun.id)
-                while service.num_running:
+                while service.num_active:
                     await asyncio.sleep(0.001)
             return [(await http.get(f"{PATH}/{one}")).status_code for one in ids]
 
     assert run(work(Limits())) == [200] * 4
-    assert run(work(Limits(stored_responses=2))) == [404, 404, 200, 200]
-    few = run(work(Limits(stored_bytes=12_000)))
+    assert run(work(Limits(max_stored_responses=2))) == [404, 404, 200, 200]
+    few = run(work(Limits(max_stored_bytes=12_000)))
     assert (few[0], few[-1]) == (404, 200)
     assert run(work(Limits(stored_seconds=-1))) == [404] * 4

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.openai.responses.client_tools import InputText
+from lockstep.serve.openai.responses.client_tools import InputDecoder
 from lockstep.serve.requests.service import Service
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
@@ -221,12 +221,12 @@ def test_an_input_is_the_same_however_its_arguments_are_cut(text: str) -> None:
     for ascii_only in (True, False):
         arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
         for cut in range(len(arguments)):
-            reader = InputText()
+            reader = InputDecoder()
             parts = [reader.feed(arguments[:cut]), reader.feed(arguments[cut:])]
             assert "".join(parts) == text
-        reader = InputText()
+        reader = InputDecoder()
         assert "".join(map(reader.feed, arguments)) == text
 
 
 def test_half_a_surrogate_pair_is_replaced() -> None:
-    assert InputText().feed('{"input": "a\\ud83d!"}') == "a\ufffd!"
+    assert InputDecoder().feed('{"input": "a\\ud83d!"}') == "a\ufffd!"

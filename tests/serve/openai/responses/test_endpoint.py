@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from lockstep.serve.app import create_app
 from lockstep.serve.openai.responses.protocol import InputMessage, Items, messages_of
-from lockstep.serve.openai.responses.store import ResponseStore, Stored, weight
+from lockstep.serve.openai.responses.store import ResponseStore, StoredResponse, json_bytes
 from lockstep.serve.requests.service import Limits, Service
 from tests.serve.api_calls import CALL, SCHEMA, fetch, post
 
@@ -434,8 +434,8 @@ def test_input_items_are_asked_for_with_bounds(server: Any) -> None:
         assert (found.status_code, found.json()["error"]["param"]) == (400, named), found.text
 
 
-def stored(size: int) -> Stored:
-    return Stored({}, (), (), (0, size))
+def stored(size: int) -> StoredResponse:
+    return StoredResponse(conversation_bytes=size)
 
 
 def test_the_store_is_bounded_in_number_and_in_bytes() -> None:
@@ -460,17 +460,17 @@ def test_texts_are_weighed_by_their_length_and_not_read() -> None:
     small = [{"role": "user", "content": "x"}, None, 3, ("a", True)]
     long = InputMessage(role="user", content="y" * (8 << 20))
     several = [InputMessage(role="user", content=["a", {"text": "b"}]) for _ in range(1000)]
-    assert len(json.dumps(small)) <= weight(small) < 300
-    assert 8 << 20 < weight(long) < (8 << 20) + 2000
-    assert 1000 * 40 < weight(several) < 1000 * 400
-    assert weight("é" * 100) > weight("e" * 100) + 100
+    assert len(json.dumps(small)) <= json_bytes(small) < 300
+    assert 8 << 20 < json_bytes(long) < (8 << 20) + 2000
+    assert 1000 * 40 < json_bytes(several) < 1000 * 400
+    assert json_bytes("é" * 100) > json_bytes("e" * 100) + 100
     began = time.process_time()
-    weight(long)
+    json_bytes(long)
     assert time.process_time() - began < 0.005
 
 
 def test_what_is_kept_is_counted(server: Any, processor: Any) -> None:
-    limits = Limits(stored_bytes=4000)
+    limits = Limits(max_stored_bytes=4000)
     server.app = create_app(Service(server.client, processor, "tiny", "ls-test", limits))
     ids = [post(server, PATH, input="x" * 100).json()["id"] for _ in range(5)]
     known = [fetch(server, "GET", f"{PATH}/{i}").status_code for i in ids]
