@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lockstep.bench.dimensions import MODELS
 from lockstep.kernels.backends import load
-from lockstep.kernels.bench_types import Model
+from lockstep.kernels.bench_types import ModelShape
 from lockstep.kernels.experts.tiles import Tile, Tiles, are_few, tiles_of
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.formats.weights.bench import LAYOUTS
 from lockstep.kernels.timing import seconds_per_call
 
@@ -67,7 +67,7 @@ def main() -> None:
                 print(json.dumps(line), flush=True)
 
 
-def lines(model: Model, layout: str, tokens: int) -> Iterator[dict[str, object]]:
+def lines(model: ModelShape, layout: str, tokens: int) -> Iterator[dict[str, object]]:
     """What is printed for a number of tokens."""
     from lockstep.kernels.experts.triton import launch_few, launch_sorted
 
@@ -94,13 +94,13 @@ def lines(model: Model, layout: str, tokens: int) -> Iterator[dict[str, object]]
         yield dict(tokens=tokens, of=name, us=round(us, 2), same=same, tile=tile)
 
 
-def weight(layout: str, count: int, n: int, k: int) -> Tensor | PackedWeight:
+def weight(layout: str, count: int, n: int, k: int) -> Tensor | QuantizedWeight:
     """Weights [n, k] of all experts."""
     if not layout:
         found = torch.empty(count, n, k, dtype=torch.bfloat16, device="cuda")
         return found.normal_(0.0, k**-0.5)
     packed = LAYOUTS[layout](count * n, k, "cuda")
-    packed.dummy(torch.Generator("cuda").manual_seed(0))
+    packed.fill_dummy(torch.Generator("cuda").manual_seed(0))
     return packed
 
 

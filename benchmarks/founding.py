@@ -17,7 +17,7 @@ if __name__ == "__main__":  # so that it runs from any folder
 
 from benchmarks.models import folders
 from lockstep.config import EngineConfig
-from lockstep.engine.absent import explain_absent
+from lockstep.worker.explain import explain_absent
 
 GB = 1e9
 

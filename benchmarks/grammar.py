@@ -29,9 +29,7 @@ from torch import Tensor
 from lockstep import SamplingParams
 from lockstep.check.answer_oracle import AnswerOracle
 from lockstep.config import EngineConfig
-from lockstep.engine.build import find_model
 from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.scheduling.grammar import Wanted
 from lockstep.scheduling.request import Request
 from lockstep.spec import mtp
@@ -40,6 +38,8 @@ from lockstep.step import PAGE_SIZE, Step, Verdict
 from lockstep.text.grammars.compiler import Compiler
 from lockstep.text.processor import Processor
 from lockstep.text.tokenizers.tokenizer import Tokenizer
+from lockstep.worker.build import find_model
+from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 
 PROMPT = "def read(path):"
 LENGTH = 1024

@@ -25,7 +25,7 @@ from lockstep.bench.http_client import Server
 from lockstep.bench.serving import FIRST_ID, Load, random_asks, run_load
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine
-from lockstep.engine.process import ProcessTransport
+from lockstep.engine.process_transport import ProcessTransport
 from lockstep.llm import processor_of
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lockstep.bench.floor import sketch
 from lockstep.kernels.backends import load
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model, load_weights
-from lockstep.quantization import Slot, packing_of
+from lockstep.quantization import WeightSink, read_weight_format
 
 SHARD = 4 << 30
 """Bytes of a file of the checkpoint, as hubs have them."""
@@ -48,8 +48,8 @@ def main() -> None:
     write(given.scratch, device)
     load()
     checkpoint = Checkpoint.read(given.scratch)
-    packing = packing_of(checkpoint.quantization(), None)
-    build = Build(
+    packing = read_weight_format(checkpoint.quantization(), None)
+    build = BuildContext(
         device=device,
         dtype=torch.bfloat16,
         window=1,
@@ -71,29 +71,29 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-def slots(folder: Path) -> list[tuple[str, Slot]]:
+def slots(folder: Path) -> list[tuple[str, WeightSink]]:
     """The tensors that a checkpoint of the folder's config.json has. A published one of GPTQ has
     groups of columns where they are in order too."""
     sketched = sketch(folder, torch.bfloat16, None)
-    weights: dict[str, Tensor | Slot] = sketched.model.weights()  # type: ignore[operator]
-    found = {name: Slot.of(target) for name, target in weights.items()}
+    weights: dict[str, Tensor | WeightSink] = sketched.model.weights()  # type: ignore[operator]
+    found = {name: WeightSink.of(target) for name, target in weights.items()}
     settings = Checkpoint.read(folder).quantization() or {}
     if settings.get("quant_method") == "gptq":
         for name in [name for name in found if name.endswith("qweight")]:
             (words, _) = found[name].shape or (0, 0)
-            groups = Slot(
+            groups = WeightSink(
                 (words * 32 // settings["bits"],), (torch.int32,), CPU, lambda found: None
             )
             found.setdefault(name.replace("qweight", "g_idx"), groups)
     return list(found.items())
 
 
-def size(found: list[tuple[str, Slot]]) -> int:
+def size(found: list[tuple[str, WeightSink]]) -> int:
     """Their bytes."""
     return sum(torch.Size(slot.shape or ()).numel() * dtype(slot).itemsize for _, slot in found)
 
 
-def dtype(slot: Slot) -> torch.dtype:
+def dtype(slot: WeightSink) -> torch.dtype:
     """What a published checkpoint would hold."""
     return torch.bfloat16 if torch.bfloat16 in slot.dtypes else slot.dtypes[0]
 
@@ -129,7 +129,7 @@ def write(folder: Path, device: str) -> None:
     save_file(shard, folder / f"model-{count:05d}.safetensors")
 
 
-def drawn(name: str, slot: Slot, device: str, generator: torch.Generator) -> Tensor:
+def drawn(name: str, slot: WeightSink, device: str, generator: torch.Generator) -> Tensor:
     """Random values of the slot's shape and dtype."""
     kind = dtype(slot)
     shape = slot.shape or ()

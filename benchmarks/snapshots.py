@@ -21,14 +21,14 @@ import torch
 from lockstep.bench.floor import sketch
 from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.config import EngineConfig, StepLimits
-from lockstep.engine.build import step_limits
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.runner import memory
-from lockstep.runner.planner import Planner, Typed
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Results, RowResult
 from lockstep.scheduling.scheduler import Scheduler
+from lockstep.worker import memory
+from lockstep.worker.build import step_limits
+from lockstep.worker.memory_planner import Planner, Typed
 
 COMMON = 2000
 """Tokens with which every prompt begins."""

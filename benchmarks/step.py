@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config import EngineConfig
-from lockstep.engine.assemble import EngineParts, build_engine
-from lockstep.engine.hooks import NO_HOOKS
-from lockstep.runner.rows import write_place
-from lockstep.runner.step_timer import StepTimer
 from lockstep.step import PAGE_SIZE, StepShape
+from lockstep.worker.hooks import NO_HOOKS
+from lockstep.worker.rows import write_place
+from lockstep.worker.startup import EngineParts, build_engine
+from lockstep.worker.step_timer import StepTimer
 
 NAME = 80
 """Characters of a kernel's name that are printed."""

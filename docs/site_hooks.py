@@ -1,7 +1,7 @@
 """mkdocs hooks: files of the repository that a page links to become pages of the site.
 
-On a code host `../lockstep/runner/table.py` is a file beside docs/. A site holds docs/ alone, so
-the file is shown at source/lockstep/runner/table.py.html: Markdown as it is, all else as code.
+On a code host `../lockstep/worker/program.py` is a file beside docs/. A site holds docs/ alone, so
+the file is shown at source/lockstep/worker/program.py.html: Markdown as it is, all else as code.
 """
 
 import re

@@ -11,10 +11,10 @@ from typing import Any, Self
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Update
 from lockstep.engine.engine import Engine, Facts
-from lockstep.engine.in_thread import ThreadTransport
-from lockstep.engine.loop import TokenUpdate
-from lockstep.engine.process import ProcessTransport
+from lockstep.engine.engine_loop import TokenUpdate
+from lockstep.engine.process_transport import ProcessTransport
 from lockstep.engine.stats import Stats
+from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.engine_args import EngineArgs
 from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, check_keywords

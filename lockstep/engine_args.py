@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from lockstep.config import EngineConfig
-from lockstep.engine.build import find_model
 from lockstep.errors import ConfigError, choice_error
 from lockstep.flags.flag import Flag, Kind
 from lockstep.flags.setter import FlagSetter
@@ -17,6 +16,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.spec import own_drafter
 from lockstep.spec.config import AUTO, AUTO_DRAFTS
 from lockstep.text.settings import TextSettings
+from lockstep.worker.build import find_model
 
 DRAFTING = "speculative_config"
 WITHOUT_SERVER = {"disable_log_stats": True, "enable_log_requests": False}

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Inbox, Update
-from lockstep.engine.build import pick_device
 from lockstep.engine.engine import Engine, Facts
-from lockstep.engine.host import MakeGrammar, give_way
-from lockstep.engine.in_thread import ThreadTransport
+from lockstep.engine.engine_process import MakeGrammar, give_way
+from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.engine_args import EngineArgs
 from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, CHAT, METHODS, check_keywords
@@ -29,6 +28,7 @@ from lockstep.text.processor import Processor, Prompt
 from lockstep.text.settings import TextSettings
 from lockstep.text.templates.chat_template import check_kwargs
 from lockstep.text.tokenizers.tokenizer import Tokenizer
+from lockstep.worker.build import pick_device
 
 GENERATE = ("prompts", "sampling_params", "priority", "on_progress", "use_tqdm")
 CHATS = (

@@ -6,9 +6,9 @@ from typing import Any
 from lockstep import LLM, SamplingParams
 from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.outputs import RequestOutput
 from lockstep.spec import drafter_module
+from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 
 TEXT = "def read(path):"
 PROMPTS = [TEXT, "import os\n\n\ndef main(", "3, 6, 9, 12, 15, 18, 21,", "The clock on the square"]

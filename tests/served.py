@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine
 from lockstep.engine.engine import Engine
-from lockstep.engine.host import PULSE_SECONDS
+from lockstep.engine.engine_process import PULSE_SECONDS
 from lockstep.engine.stats import Stats
 from lockstep.errors import ConfigError, EngineDeadError
 from lockstep.kernels.compiler_signals import run_empty_pass

@@ -11,9 +11,9 @@ import torch
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.config import GRAPH_MODES, Plan
 from lockstep.errors import CapacityError, CheckpointError, ConfigError
-from lockstep.runner import memory
 from lockstep.spec import DRAFTERS, OLDER_NAMES, drafter_module, read
 from lockstep.spec.config import MAX_DRAFTS, SpeculativeConfig
+from lockstep.worker import memory
 from tests.tiny_model import make_model
 
 KV_FORMATS = "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head, "

@@ -12,7 +12,7 @@ from lockstep.config import EngineConfig
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import folder_of
-from lockstep.models.weight_files import Shard, shards
+from lockstep.models.weight_files import WeightFile, find_weight_files
 from lockstep.serve.server import check_tls
 from lockstep.serve.settings import ServerSettings
 from lockstep.settings import check_writable, read_bytes, read_named, why_unread
@@ -112,14 +112,14 @@ def test_a_model_without_permission_is_not_missing(unprivileged: Path) -> None:
     (model / "model.safetensors").chmod(0)
     with (
         pytest.raises(CheckpointError, match="read: Permission denied.*Change its"),
-        Shard(model / "model.safetensors", {}, frozenset()).open(),
+        WeightFile(model / "model.safetensors", {}, frozenset()).open(),
     ):
         pass
     model.chmod(0)
     with pytest.raises(ConfigError, match="model=.* cannot be read: Permission denied"):
         folder_of(str(model / "inner"))
     with pytest.raises(CheckpointError, match="Permission denied"):
-        shards(model)
+        find_weight_files(model)
     model.chmod(0o700)
 
 

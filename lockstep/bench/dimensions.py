@@ -5,45 +5,45 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lockstep.kernels.bench_types import BenchEnv, Latent, Model, Moe
+from lockstep.kernels.bench_types import BenchEnv, LatentShape, ModelShape, MoeShape
 from lockstep.kernels.formats.kv import KVFormat
 from lockstep.kernels.recurrent.cases import Dims
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, probe
 
 MODELS = {
     model.name: model
     for model in (
-        Model("Qwen3-8B", 4096, 12288, 32, 8, 128, 151936),
-        Model("Qwen3.6-27B", 5120, 17408, 24, 4, 256, 248320, True, Dims(16, 48, 128, 128)),
-        Model(
+        ModelShape("Qwen3-8B", 4096, 12288, 32, 8, 128, 151936),
+        ModelShape("Qwen3.6-27B", 5120, 17408, 24, 4, 256, 248320, True, Dims(16, 48, 128, 128)),
+        ModelShape(
             "Qwen3.6-35B-A3B",
             *(2048, 512, 16, 2, 256, 248320),
             gate=True,
             delta=Dims(16, 32, 128, 128),
-            moe=Moe(256, 8, 512),
+            moe=MoeShape(256, 8, 512),
         ),
-        Model(
+        ModelShape(
             "DeepSeek-V3",
             *(7168, 18432, 128, 0, 192, 129280),
-            latent=Latent(1536, 512, 64, 128, 128),
+            latent=LatentShape(1536, 512, 64, 128, 128),
         ),
-        Model(
+        ModelShape(
             "Nemotron-3-Nano-30B-A3B",
             *(2688, 3712, 32, 2, 128, 131072),
             mamba=Dims(8, 64, 128, 64),
-            moe=Moe(128, 6, 1856),
+            moe=MoeShape(128, 6, 1856),
             gated=False,
         ),
-        Model(
+        ModelShape(
             "small",
             *(256, 512, 4, 2, 64, 4096),
             gate=True,
             delta=Dims(2, 4, 32, 32),
             context=300,
             prompt=100,
-            moe=Moe(12, 3, 64),
-            latent=Latent(48, 64, 16, 32, 24),
+            moe=MoeShape(12, 3, 64),
+            latent=LatentShape(48, 64, 16, 32, 24),
             mamba=Dims(2, 4, 32, 16),
         ),
     )
@@ -53,13 +53,15 @@ MODELS = {
 def bench_env(
     device: str, dtype: torch.dtype, most: int, format: KVFormat | None = None
 ) -> BenchEnv:
-    """Where benchmarks are made; a call takes `most` rows at most. Linears are a model's layers.
-    format: of keys and values, or latents."""
+    """Return a benchmark environment whose calls take at most `most` rows.
+
+    format: KV-cache format.
+    """
 
     def linears(
         n: int, k: int, count: int, tokens: int
     ) -> tuple[str, list[Callable[[Tensor], Tensor]]]:
-        build = Build(device, dtype, window=1, max_positions=1)
+        build = BuildContext(device, dtype, window=1, max_positions=1)
         layers = [Linear(build, k, {"weight": n}) for _ in range(count)]
         for layer in layers:
             weight = layer.part(0)

@@ -16,11 +16,11 @@ from lockstep.bench.offline import Figures, measure
 from lockstep.bench.serving import need_plots
 from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import CheckHooks
 from lockstep.example_prompts import short_prompts
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.draft_length import FixedDraftLength
+from lockstep.worker.hooks import CheckHooks
 
 NO_DRAFTS = "none"
 """What the run without drafts is called."""

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.layers.build_context import Build
-from lockstep.layers.kv_format import KVLayers
+from lockstep.layers.build_context import BuildContext
+from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.models.weight_files import has_weights
-from lockstep.quantization import packing_of
-from lockstep.runner.floor import Floor, StepCosts, StepFloor
+from lockstep.quantization import read_weight_format
 from lockstep.spec import Passes, drafter_module, passes_of
 from lockstep.spec.config import SpeculativeConfig
+from lockstep.worker.roofline import Floor, StepCosts, StepFloor
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def sketch(
     dtype: torch.dtype,
     options: SpeculativeConfig | None,
     quantization: str | None = None,
-    kv: KVLayers | None = None,
+    kv: LayerKVFormats | None = None,
     state: torch.dtype = torch.float32,
     overrides: Mapping[str, Any] | None = None,
 ) -> Sketch:
@@ -59,15 +59,15 @@ def sketch(
     draft = None
     tensors = checkpoint.tensors() if has_weights(folder) else None
     with FakeTensorMode():
-        build = Build(
+        build = BuildContext(
             "cpu",
             dtype,
             drafts + 1,
             max_positions=1 << 20,
             tensors=tensors,
             prefixes=checkpoint.architecture.PREFIXES,
-            packing=packing_of(checkpoint.quantization(), quantization),
-            kv=kv or KVLayers(),
+            packing=read_weight_format(checkpoint.quantization(), quantization),
+            kv=kv or LayerKVFormats(),
             state_dtype=state,
         )
         build.room.bounded = False

@@ -12,12 +12,12 @@ import torch
 
 from lockstep.bench.dimensions import MODELS, bench_env
 from lockstep.errors import ConfigError, choice_error
-from lockstep.kernels.backends import benches, every_op, folder_of
+from lockstep.kernels.backends import all_ops, benchmark_modules, folder_of
 from lockstep.kernels.backends import load as load_backends
-from lockstep.kernels.bench_types import MOST_CALLS, BenchEnv, Made, Model, OpBenchmark
+from lockstep.kernels.bench_types import MAX_CALLS, BenchEnv, LazyBenchmark, ModelShape, OpBenchmark
 from lockstep.kernels.formats.kv import KVFormat
 from lockstep.kernels.timing import REPEATS, seconds_per_call
-from lockstep.runner.floor import Part
+from lockstep.worker.roofline import Part
 
 FEWEST_CALLS = {"cuda": 20, "cpu": 2}
 OTHER_ROWS = (1, 2, 3, 7, 8, 33)
@@ -43,7 +43,7 @@ class KernelLine:
     differing: tuple[int, ...]
 
 
-def pick_models(names: Sequence[str], device: str) -> list[Model]:
+def pick_models(names: Sequence[str], device: str) -> list[ModelShape]:
     """The named models; if none is named, those that fit the device. Raises ConfigError."""
     chosen = list(names) or (["small"] if device == "cpu" else [n for n in MODELS if n != "small"])
     for name in chosen:
@@ -53,9 +53,9 @@ def pick_models(names: Sequence[str], device: str) -> list[Model]:
 
 
 def measured_ops() -> list[str]:
-    """The ops that are measured: those of the folders that have a bench.py."""
-    folders = {bench.__name__.rpartition(".")[0] for bench in benches()}
-    return [name for name, op in every_op().items() if folder_of(op) in folders]
+    """The ops that are measured: those of the packages that have a bench.py."""
+    op_packages = {bench.__name__.rpartition(".")[0] for bench in benchmark_modules()}
+    return [name for name, op in all_ops().items() if folder_of(op) in op_packages]
 
 
 def check_ops(names: Sequence[str]) -> Sequence[str]:
@@ -68,11 +68,11 @@ def check_ops(names: Sequence[str]) -> Sequence[str]:
 
 
 def benchmarks(
-    model: Model, env: BenchEnv, query_len: int, only: Sequence[str] = ()
+    model: ModelShape, env: BenchEnv, query_len: int, only: Sequence[str] = ()
 ) -> Iterator[OpBenchmark]:
     """Every op of the model (or those named), one at a time, so that only one is in memory."""
-    for bench in benches():
-        made: Iterator[Made] = bench.benchmarks(model, env, query_len)
+    for bench in benchmark_modules():
+        made: Iterator[LazyBenchmark] = bench.benchmarks(model, env, query_len)
         for op, make in made:
             if not only or op.name in only:
                 yield make()
@@ -80,7 +80,7 @@ def benchmarks(
 
 @torch.inference_mode()
 def measure_kernels(
-    models: Sequence[Model],
+    models: Sequence[ModelShape],
     device: str,
     dtype: torch.dtype,
     rows: Sequence[int] = (1, 8, 64),
@@ -100,13 +100,13 @@ def measure_kernels(
         for query_len in query_lens:
             for benchmark in benchmarks(model, env, query_len, only):
                 progress(f"{model.name} {benchmark.op} {benchmark.size}")
-                bits = compare_rows(benchmark, sorted({*rows, *OTHER_ROWS}), env.most)
+                bits = compare_rows(benchmark, sorted({*rows, *OTHER_ROWS}), env.max_rows)
                 for count in rows:
                     yield _line(model, benchmark, count, env, repeats, *bits)
 
 
 def _line(
-    model: Model,
+    model: ModelShape,
     benchmark: OpBenchmark,
     rows: int,
     env: BenchEnv,
@@ -137,11 +137,11 @@ def _line(
 def _chain(benchmark: OpBenchmark, rows: int, env: BenchEnv) -> list[Callable[[], object]]:
     """Calls on rows and weights that differ, until they have walked through enough bytes."""
     groups = max(benchmark.rows // rows, 1)
-    needed = -(-env.walk_bytes // benchmark.cost(rows).bytes)
-    most = min(max(groups, benchmark.variants), MOST_CALLS[env.device])
+    needed = -(-env.chain_bytes // benchmark.cost(rows).bytes)
+    most = min(max(groups, benchmark.variants), MAX_CALLS[env.device])
     calls = max(min(needed, most), FEWEST_CALLS[env.device])
-    begins = [turn % groups * rows for turn in range(calls)]
-    return [benchmark.call(begin, begin + rows, turn) for turn, begin in enumerate(begins)]
+    begins = [variant % groups * rows for variant in range(calls)]
+    return [benchmark.call(begin, begin + rows, variant) for variant, begin in enumerate(begins)]
 
 
 def compare_rows(
@@ -167,7 +167,7 @@ def compare_rows(
 def _results(benchmark: OpBenchmark, begin: int, end: int) -> list[torch.Tensor]:
     """What a call on these rows leaves, each part [rows, anything]."""
     benchmark.reset()
-    parts = benchmark.seen(begin, end, benchmark.call(begin, end, 0)())
+    parts = benchmark.outputs(begin, end, benchmark.call(begin, end, 0)())
     return [part.reshape(end - begin, -1).clone() for part in parts]
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.kernels.bench_types import Model
-from lockstep.kernels.linear import segments
+from lockstep.kernels.bench_types import ModelShape
+from lockstep.kernels.linear import choose_split_k
 
 
 def tune_linears(
-    models: Sequence[Model],
+    models: Sequence[ModelShape],
     dtype: torch.dtype,
     path: Path,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
@@ -40,11 +40,11 @@ def tune_linears(
         progress(f"{n}x{k}", done, len(shapes))
         weights = tuning.some_weights(n, k, dtype)
         key = f"{arch}/{str(dtype).removeprefix('torch.')}/{n}x{k}"
-        run = partial(launch, partial=(n, k) in residual)
+        run = partial(launch, allow_partials=(n, k) in residual)
         table[key] = {}
         times[key] = {}
         for first, tokens in zip(tuning.BUCKETS, tuning.TIMED, strict=True):
-            seconds, tile = tuning.tune(run, tokens, weights, segments(n, k, "cuda"))[0]
+            seconds, tile = tuning.tune(run, tokens, weights, choose_split_k(n, k, "cuda"))[0]
             table[key][first] = tile
             times[key][first] = 1e6 * seconds
         tuning.save(table, path)

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.kernels.architecture import number_of
-from lockstep.kernels.bench_types import Model
+from lockstep.kernels.architecture import sm_number
+from lockstep.kernels.bench_types import ModelShape
 from lockstep.kernels.formats.weights.bench import LAYOUTS
-from lockstep.kernels.linear import quantized_tuning, segments, tuning
+from lockstep.kernels.linear import choose_split_k, quantized_tuning, tuning
 from lockstep.kernels.linear.quantized_tuning import PackedTile, bucket
 
 TUNED = ("int4", "fp8 by blocks", "nvfp4", "int4 asymmetric, fp16 scales")
@@ -57,17 +57,17 @@ class Tuned:
 
 
 def jobs(
-    models: Sequence[Model], tokens: Sequence[int], layouts: Sequence[str]
+    models: Sequence[ModelShape], tokens: Sequence[int], layouts: Sequence[str]
 ) -> Iterator[list[Job]]:
     """Of every weight but the heads, for each number of tokens. Nothing is allocated."""
-    arch = number_of("cuda")
+    arch = sm_number("cuda")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     shapes = sorted({(n, k) for model in models for _, n, k in model.weights[:-1]})
     for count in tokens:
         found = []
         for layout, (n, k) in product(layouts, shapes):
             weight = LAYOUTS[layout](n, k, "meta")
-            parts = segments(n, k, "cuda", packed=True)
+            parts = choose_split_k(n, k, "cuda", quantized=True)
             tiles = quantized_tuning.worth_timing(count, weight, parts, arch, processors)
             found.append(Job(layout, n, k, count, tuple(tiles)))
         yield found
@@ -81,7 +81,9 @@ def compile_tile(todo: Sequence[Job], tile: PackedTile, dtype: torch.dtype) -> N
     for job in todo:
         x = torch.zeros(job.tokens, job.k, dtype=dtype, device="cuda")
         weight = LAYOUTS[job.layout](ROWS, job.k, "cuda")
-        refusal(segments(job.n, job.k, "cuda", packed=True), x, weight, x.new_empty(0), tile)
+        refusal(
+            choose_split_k(job.n, job.k, "cuda", quantized=True), x, weight, x.new_empty(0), tile
+        )
 
 
 def _compile(pool: Executor, todo: Sequence[Job], dtype: torch.dtype) -> None:
@@ -89,7 +91,7 @@ def _compile(pool: Executor, todo: Sequence[Job], dtype: torch.dtype) -> None:
     in nothing that a kernel is compiled for."""
     groups: dict[tuple[str, PackedTile], dict[tuple[int, int], Job]] = {}
     for job in todo:
-        parts = segments(job.n, job.k, "cuda", packed=True)
+        parts = choose_split_k(job.n, job.k, "cuda", quantized=True)
         for tile in job.tiles:
             groups.setdefault((job.layout, tile), {})[job.k, parts] = job
     found = [
@@ -101,7 +103,7 @@ def _compile(pool: Executor, todo: Sequence[Job], dtype: torch.dtype) -> None:
 
 
 def tune_packed(
-    models: Sequence[Model],
+    models: Sequence[ModelShape],
     dtype: torch.dtype,
     path: Path,
     tokens: Sequence[int] = quantized_tuning.TIMED,
@@ -135,10 +137,10 @@ def _tune(job: Job, dtype: torch.dtype, residual: bool) -> Tuned:
     from lockstep.kernels.linear.quantized import refusal, right_bits, run_tile
 
     weights = quantized_tuning.some_weights(partial(LAYOUTS[job.layout], job.n, job.k, "cuda"))
-    parts = segments(job.n, job.k, "cuda", packed=True)
+    parts = choose_split_k(job.n, job.k, "cuda", quantized=True)
     x = torch.randn(job.tokens, job.k, dtype=dtype, device="cuda")
     wrong = partial(refusal, parts, x, weights[0], right_bits(parts, x, weights[0]))
     run = partial(run_tile, parts, residual)
     found, refused = quantized_tuning.tune(run, wrong, x, weights, job.tiles)
     times = [(1e6 * seconds, tile) for seconds, tile in found]
-    return Tuned(job, quantized_tuning.key(weights[0], dtype, number_of("cuda")), times, refused)
+    return Tuned(job, quantized_tuning.key(weights[0], dtype, sm_number("cuda")), times, refused)

@@ -9,7 +9,7 @@ what comes back before its prompt step reads.
 from dataclasses import dataclass
 
 from lockstep.cache.groups import CacheSeq, PagedGroup, StateGroup
-from lockstep.cache.host import HostPool, Moves
+from lockstep.cache.host_tier import HostPool, Moves
 from lockstep.errors import ConfigError
 
 

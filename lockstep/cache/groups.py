@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from lockstep.cache.host import PAGES, SLOTS, HostPool, HostShelf, Key
+from lockstep.cache.host_tier import PAGES, SLOTS, HostPool, HostShelf, Key
 from lockstep.cache.pool import Pool
 
 

@@ -6,7 +6,7 @@ Ids run from 1; 0 is the null page or slot and is never given out.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
-from lockstep.cache.host import HostPool, HostShelf, Key
+from lockstep.cache.host_tier import HostPool, HostShelf, Key
 
 
 class Pool:

@@ -3,7 +3,7 @@
 import torch
 
 from lockstep.cache.specs import Law, Part, Spec
-from lockstep.kernels.recurrent.rings import most_replayed, ring_slots, state_grid
+from lockstep.kernels.recurrent.history import max_replayed, ring_slots, state_grid
 
 
 def state_spec(
@@ -22,7 +22,7 @@ def state_spec(
     """
     key_heads, value_heads, key_dim, value_dim = sizes
     raw = ring_slots(window, kernel - 1)
-    slots = ring_slots(window, most_replayed(window, flush, state_grid(state_dtype)))
+    slots = ring_slots(window, max_replayed(window, flush, state_grid(state_dtype)))
     f32 = torch.float32
     return Spec(
         Law.STATE,

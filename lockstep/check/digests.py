@@ -7,10 +7,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lockstep.runner.observer import StepObserver
-from lockstep.runner.program import Outcome
 from lockstep.scheduling.request import Request
 from lockstep.step import StepShape
+from lockstep.worker.program import Outcome
+from lockstep.worker.step_observer import StepObserver
 
 TILE = 64
 """Rows of logits that are digested at once."""

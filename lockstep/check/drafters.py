@@ -7,13 +7,13 @@ from torch import Tensor
 
 from lockstep.check.answer_oracle import NAME, STAND_IN, AnswerOracle
 from lockstep.check.rules import WorldError
-from lockstep.engine.hooks import CheckHooks
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.runner.program import Drafter
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec import drafter_module, refusals, with_method
 from lockstep.spec.drafter import DraftContext
 from lockstep.step import Step, Verdict
+from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.program import Drafter
 
 SHORTEST = {"ngram": "prompt_lookup_min", "suffix": "suffix_lookup_min"}
 """Method -> its key of the shortest text that is looked up."""

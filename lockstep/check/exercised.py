@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from lockstep.check import answer_oracle
 from lockstep.check.drafters import NONE
 from lockstep.engine.engine import Engine
-from lockstep.kernels.backends import every_op
+from lockstep.kernels.backends import all_ops
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
 
@@ -57,7 +57,7 @@ class Exercised:
         found = [f"drafter {name}" for name in EVERY_DRAFTER if name not in self.drafters]
         absent = engine_parameters() - self.parameters
         found += [f"parameter {name}" for name in SamplingParams.names() if name in absent]
-        for name, op in every_op().items():
+        for name, op in all_ops().items():
             served = self.backends.get(name, set())
             if not served:
                 found.append(f"op {name}")

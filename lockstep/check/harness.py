@@ -1,6 +1,6 @@
 """The engines of a check: built, given requests, watched, and compared with the plain answers.
 
-An engine is what users build, but for what lockstep.engine.hooks lets a check put in. Nothing of it
+An engine is what users build, but for what lockstep.worker.hooks lets a check put in. Nothing of it
 is replaced while it runs.
 """
 
@@ -19,13 +19,13 @@ from lockstep.check.matrix import PLAIN, Setup
 from lockstep.check.report import Report
 from lockstep.config import GRAPH_MODES, EngineConfig
 from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.llm import LLM
-from lockstep.runner.observer import StepObserver
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.text.processor import CompletionText
+from lockstep.worker.hooks import NO_HOOKS, CheckHooks
+from lockstep.worker.step_observer import StepObserver
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 """The parameters of a prompt that only has to be cached."""

@@ -23,10 +23,10 @@ from lockstep.check.logits_matrix import settings as engine_settings
 from lockstep.check.matrix import COLD, PLAIN, PREFIX_HIT, Setup
 from lockstep.check.report import Report, Tally, running
 from lockstep.check.shard import WHOLE, Shard
-from lockstep.engine.build import find_model
 from lockstep.errors import ConfigError, choice_error
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.spec import own_drafter
+from lockstep.worker.build import find_model
 
 
 def run_logits(

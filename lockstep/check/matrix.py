@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from lockstep.check.drafters import NONE, hooks_of, speculative_config
-from lockstep.engine.hooks import CheckHooks
+from lockstep.worker.hooks import CheckHooks
 
 DRAFT_COUNTS = (1, 2, 3, 5, 7, 15)
 """K, of the full matrix."""

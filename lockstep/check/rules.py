@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, salt_of
-from lockstep.cache.host import Key
+from lockstep.cache.host_tier import Key
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.schedule import Admission, PromptChunk, Schedule
 from lockstep.scheduling.scheduler import Scheduler

@@ -25,9 +25,9 @@ from lockstep.check.world import Kind
 from lockstep.example_prompts import short_prompts
 from lockstep.kernels.threads import one_thread
 from lockstep.llm import LLM
-from lockstep.runner.rows import write_row
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.worker.rows import write_row
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]

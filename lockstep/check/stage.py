@@ -19,8 +19,8 @@ from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import RuledScheduler, WorldError, leaves_nothing
 from lockstep.check.world import Kind, World, WorldRequest
 from lockstep.engine.engine import Engine
-from lockstep.runner import memory
 from lockstep.scheduling.draft_length import RandomDraftLength
+from lockstep.worker import memory
 
 MOST_STEPS = 3000
 """A world that is not done by then does not end."""

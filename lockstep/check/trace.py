@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.check.harness import CheckEngine
-from lockstep.runner.observer import StepObserver
 from lockstep.scheduling.request import Request
 from lockstep.step import Step, StepShape
+from lockstep.worker.step_observer import StepObserver
 
 Digests = dict[int, dict[str, bytes]]
 """position -> module name -> digest of its output there, modules in the order of their calls."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.check.drafters import NONE, hooks_of, speculative_config
-from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
 from lockstep.settings import why_unread
+from lockstep.worker.hooks import CheckHooks
 
 VERSION = 1
 ROOM = 640

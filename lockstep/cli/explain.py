@@ -78,11 +78,11 @@ def _total(arch: str | None, given: str | None) -> int | None:
 def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: bool) -> None:
     """Prints what an engine would be on a GPU that is not there."""
     from lockstep.config import EngineConfig
-    from lockstep.engine.absent import explain_absent
     from lockstep.engine_args import settle_drafts
-    from lockstep.kernels.architecture import named
+    from lockstep.kernels.architecture import architecture_by_name
+    from lockstep.worker.explain import explain_absent
 
-    named(arch)  # before anything is fetched
+    architecture_by_name(arch)  # before anything is fetched
     config = EngineConfig.read(**settle_drafts(settings, weights=False))
     found = explain_absent(config, arch, total)
     if json:

@@ -48,9 +48,9 @@ def sigterm_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    from lockstep.kernels.compiler_signals import settle_signals
+    from lockstep.kernels.compiler_signals import reclaim_signal_handlers
 
-    settle_signals()
+    reclaim_signal_handlers()
     usual = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield

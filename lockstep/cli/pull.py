@@ -34,10 +34,10 @@ def pull(
     Prints its folder, or the path of its GGUF file. Files that are here are not downloaded again.
     """
     from lockstep.models.cached_checkpoints import read_support
-    from lockstep.models.pull import Request
+    from lockstep.models.pull import PullRequest
     from lockstep.models.pull import pull as download
 
-    request = Request.read(model, revision, local_dir, include or ())
+    request = PullRequest.read(model, revision, local_dir, include or ())
     with progress_bar() as show:
         pulled = download(request, show, note)
     reason = read_support(pulled.path)[2]

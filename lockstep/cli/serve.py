@@ -19,12 +19,12 @@ from lockstep.settings import read_named, why_unread
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
     from lockstep.engine.engine import Facts
-    from lockstep.runner.rates import Rates
     from lockstep.serve.app import CrossOrigin
     from lockstep.serve.http.access import AccessRules
     from lockstep.serve.server import Address, Options
     from lockstep.serve.telemetry.traces import SpanRecorder
     from lockstep.text.processor import Processor
+    from lockstep.worker.device_rates import Rates
 
     LoadedEngine = tuple[Transport, Processor, Facts, Rates | None]
 
@@ -106,10 +106,10 @@ def _run(
 ) -> None:
     """Load the model and serve it. The address is bound first, since loading takes long."""
     from lockstep.engine.async_engine import AsyncEngine
-    from lockstep.runner.floor import StepFloors
     from lockstep.serve.http.access import is_loopback
     from lockstep.serve.server import serve as run
     from lockstep.serve.telemetry.metrics import cache_config
+    from lockstep.worker.roofline import StepFloors
 
     listener = address.bind()
     for name in address.unused_options():
@@ -149,8 +149,8 @@ def _run(
 
 def _load_in_thread(settings: dict[str, Any]) -> "LoadedEngine":
     """Load an engine that runs in a thread of this process."""
-    from lockstep.engine.in_thread import ThreadTransport
-    from lockstep.runner.rates import rates_of
+    from lockstep.engine.thread_transport import ThreadTransport
+    from lockstep.worker.device_rates import rates_of
 
     llm = load(settings)
     rates = rates_of(llm.engine.plan.device)
@@ -159,7 +159,7 @@ def _load_in_thread(settings: dict[str, Any]) -> "LoadedEngine":
 
 def _load_in_process(settings: dict[str, Any], options: "Options") -> "LoadedEngine":
     """Start a process with an engine, and load its tokenizer here."""
-    from lockstep.engine.process import ProcessTransport
+    from lockstep.engine.process_transport import ProcessTransport
     from lockstep.engine_args import EngineArgs
     from lockstep.llm import processor_of
     from lockstep.serve.engine_factory import engine_factory

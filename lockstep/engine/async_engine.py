@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
-from lockstep.engine.loop import Deliver, Delivery, TokenUpdate
+from lockstep.engine.engine_loop import Deliver, Delivery, TokenUpdate
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError, RequestError
 from lockstep.outputs import RequestMetrics

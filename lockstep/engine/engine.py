@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.cache.cache import Cache, CacheConfig
-from lockstep.cache.host import PAGES, SLOTS
+from lockstep.cache.host_tier import PAGES, SLOTS
 from lockstep.config import EngineConfig, Plan
-from lockstep.engine.assemble import build_engine
-from lockstep.engine.build import Progress
-from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import EngineDeadError, RequestError
-from lockstep.models.loader import Loaded
-from lockstep.runner.floor import StepCosts
-from lockstep.runner.rows import check_ids
-from lockstep.runner.runner import InFlightStep
+from lockstep.models.loader import LoadResult
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Schedule
 from lockstep.scheduling.scheduler import Scheduler
+from lockstep.worker.build import Progress
+from lockstep.worker.hooks import NO_HOOKS, CheckHooks
+from lockstep.worker.roofline import StepCosts
+from lockstep.worker.rows import check_ids
+from lockstep.worker.startup import build_engine
+from lockstep.worker.worker import InFlightStep
 
 MOST_FAILURES = 5
 """Steps that may fail in a row: a fault that comes again and again is not of one request."""
@@ -42,7 +42,7 @@ class Facts:
 
     config: EngineConfig
     plan: Plan
-    loaded: Loaded | None
+    loaded: LoadResult | None
     vocab_size: int
     fingerprint: str
     costs: StepCosts

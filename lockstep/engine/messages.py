@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.engine.engine import Facts
-from lockstep.engine.loop import Delivery, TokenUpdate
+from lockstep.engine.engine_loop import Delivery, TokenUpdate
 from lockstep.engine.stats import Stats
 from lockstep.outputs import RequestMetrics
-from lockstep.runner.rates import Rates
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.worker.device_rates import Rates
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tensors in, tensors out. One folder per op: the contract and its reference, then the backends."""
+"""Kernels: tensors in, tensors out. A folder per op holds its contract, reference and backends."""
 
 from lockstep.kernels.registry import Backend, Op, op
 

@@ -1,6 +1,6 @@
-"""GPU architectures: what a kernel may use on each. Tiles are chosen by it; no bit depends on them.
+"""GPU architectures and their shared memory. Kernels choose tile sizes by them, never bits.
 
-docs/kernels/architectures.md has the rule by which tiles fall back.
+docs/kernels/architectures.md describes how tiles shrink on GPUs with less shared memory.
 """
 
 from collections.abc import Iterator
@@ -14,27 +14,30 @@ import torch
 from lockstep.errors import ConfigError, choice_error
 
 HOPPER = 90
-"""The architecture that tiles are measured on, and the one whose tiles the interpreter runs."""
+"""Architecture on which tiles are measured. Triton's interpreter uses its tiles too."""
 KIB = 1 << 10
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """shared: bytes of shared memory that a program may have; cards: some that have it."""
+    """Compute capability of a GPU.
+
+    number: e.g. 86 for sm_86. shared_memory: maximum bytes per CTA. cards: examples of GPUs.
+    """
 
     number: int
-    shared: int
+    shared_memory: int
     cards: str
 
     @property
     def name(self) -> str:
-        """E.g. "sm_86"."""
+        """Name as the compiler spells it, e.g. "sm_86"."""
         return f"sm_{self.number}"
 
 
 ARCHITECTURES = {
-    one.number: one
-    for one in (
+    architecture.number: architecture
+    for architecture in (
         Architecture(80, 163 * KIB, "A100"),
         Architecture(86, 99 * KIB, "RTX 30, A5000, A4000"),
         Architecture(89, 99 * KIB, "RTX 40, L4, L40S"),
@@ -44,72 +47,86 @@ ARCHITECTURES = {
         Architecture(121, 99 * KIB, "GB10"),
     )
 }
-"""CUDA C++ programming guide, compute capabilities: maximum shared memory per thread block."""
-LEAST_SHARED = min(one.shared for one in ARCHITECTURES.values())
-"""Of an architecture that is not listed."""
+"""Known architectures, by number.
+
+Source: CUDA C++ Programming Guide, compute capabilities, maximum shared memory per thread block.
+"""
+MIN_SHARED_MEMORY = min(listed.shared_memory for listed in ARCHITECTURES.values())
+"""Bytes of shared memory that an architecture is assumed to have if it is not listed."""
 
 
-def named(name: str) -> Architecture:
-    """The architecture called e.g. "sm_86". Raises ConfigError."""
-    known = {one.name: one for one in ARCHITECTURES.values()}
+def architecture_by_name(name: str) -> Architecture:
+    """Return the architecture with a name such as "sm_86". Raises ConfigError."""
+    known = {listed.name: listed for listed in ARCHITECTURES.values()}
     if name not in known:
-        allowed = ", ".join(f"{one.name} ({one.cards})" for one in known.values())
-        raise choice_error(ConfigError, "arch", name, allowed, "Choose the card's.")
+        allowed = ", ".join(f"{listed.name} ({listed.cards})" for listed in known.values())
+        raise choice_error(
+            ConfigError, "arch", name, allowed, "Choose the architecture of your GPU."
+        )
     return known[name]
 
 
-def shared_of(number: int) -> int:
-    """Bytes of shared memory that a program may have on an architecture, e.g. 86."""
-    found = ARCHITECTURES.get(number)
-    return LEAST_SHARED if found is None else found.shared
+def shared_memory_limit(number: int) -> int:
+    """Return the bytes of shared memory that a CTA may use on an architecture, e.g. 86."""
+    listed = ARCHITECTURES.get(number)
+    return MIN_SHARED_MEMORY if listed is None else listed.shared_memory
 
 
-def stages_within(stages: int, stage: int, fixed: int, number: int) -> int:
-    """Pipeline stages of a tile on an architecture: `stages`, or as many as fit, at least one.
+def fit_stages(stages: int, stage_bytes: int, fixed_bytes: int, number: int) -> int:
+    """Return the number of pipeline stages that fit into shared memory: 1 to `stages`.
 
-    stage: bytes of shared memory that one stage loads; fixed: bytes beside them. One stage is in
-    registers while the others wait, so stages - 1 of them are in shared memory.
+    stage_bytes: shared memory of one stage. fixed_bytes: shared memory used outside of the
+    pipeline. number: the architecture.
     """
-    return max(1, min(stages, 1 + (shared_of(number) - fixed) // stage))
+    # Triton keeps the stage that is being multiplied in registers: stages - 1 are in shared memory.
+    buffers = (shared_memory_limit(number) - fixed_bytes) // stage_bytes
+    return max(1, min(stages, 1 + buffers))
 
 
-PROCESSORS = 132
-"""Multiprocessors of an H100 or H200, and of a GPU that is not there."""
+H100_MULTIPROCESSORS = 132
+"""Streaming multiprocessors (SMs) of an H100 or H200.
+
+Also assumed for CPU tensors and for a GPU that is not present.
+"""
 
 
-def card_of(device: torch.device | str) -> Architecture:
-    """Return the architecture of a GPU, listed here or not."""
-    number = number_of(device)
-    return ARCHITECTURES.get(number) or Architecture(number, shared_of(number), "this GPU")
+def architecture_of(device: torch.device | str) -> Architecture:
+    """Return the architecture of a GPU, whether ARCHITECTURES lists it or not."""
+    number = sm_number(device)
+    return ARCHITECTURES.get(number) or Architecture(
+        number, shared_memory_limit(number), "this GPU"
+    )
 
 
-_PLANNED: ContextVar[Architecture | None] = ContextVar("planned", default=None)
-"""The card that planned_for names, in place of the device's own."""
+_ASSUMED: ContextVar[Architecture | None] = ContextVar("assumed", default=None)
+"""Architecture set by assume_architecture. It replaces the one that the device reports."""
 
 
 @contextmanager
-def planned_for(card: Architecture) -> Iterator[None]:
-    """Let every GPU be this card, which need not be there, for plans and dry runs."""
-    token = _PLANNED.set(card)
+def assume_architecture(architecture: Architecture) -> Iterator[None]:
+    """Treat every GPU as one of this architecture, for plans and dry runs without that GPU."""
+    token = _ASSUMED.set(architecture)
     try:
         yield
     finally:
-        _PLANNED.reset(token)
+        _ASSUMED.reset(token)
 
 
-def is_planned() -> bool:
-    """Return whether planned_for names the card of every GPU now."""
-    return _PLANNED.get() is not None
+def is_architecture_assumed() -> bool:
+    """Return whether assume_architecture is active."""
+    return _ASSUMED.get() is not None
 
 
-def number_of(device: torch.device | str) -> int:
-    """Return the architecture of a GPU, e.g. 86; HOPPER for a device that is none, where the
-    interpreter runs what Hopper's tiles say."""
-    place = torch.device(device)
-    if place.type != "cuda":
+def sm_number(device: torch.device | str) -> int:
+    """Return the architecture number of a device, e.g. 86; HOPPER for a CPU.
+
+    On a CPU, Triton's interpreter runs the kernels with Hopper's tiles.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
         return HOPPER
-    planned = _PLANNED.get()
-    return _capability(place) if planned is None else planned.number
+    assumed = _ASSUMED.get()
+    return _capability(device) if assumed is None else assumed.number
 
 
 @cache
@@ -118,13 +135,13 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def processors_of(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU."""
-    if device.type != "cuda" or is_planned():
-        return PROCESSORS
-    return _processors(device)
+def multiprocessor_count(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors (SMs) of a GPU."""
+    if device.type != "cuda" or is_architecture_assumed():
+        return H100_MULTIPROCESSORS
+    return _multiprocessors(device)
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

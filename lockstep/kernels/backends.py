@@ -1,4 +1,4 @@
-"""Discovery of ops, their backends, cases and benchmarks in the folders of lockstep.kernels.
+"""Discovery of ops, their backends, cases and benchmarks in the packages of lockstep.kernels.
 
 An op's folder holds the contract and the reference in `contract.py` (or `__init__.py`), a module
 per backend, `cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
@@ -20,14 +20,17 @@ from lockstep.kernels.registry import Op
 
 CONTRACT = ".contract"
 NO_BACKENDS = ("contract", "reference", "cases", "bench")
-"""Modules of an op's folder that register no backend. Modules whose names begin with _ register
-none either."""
+"""Modules of an op's folder that register no backend.
+
+Modules whose names begin with _ register none either.
+"""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""Activation dtypes of the Triton backends."""
 Cases = Callable[[torch.dtype], Iterator[tuple[str, dict[str, Any]]]]
-"""A dtype -> (name, arguments on the CPU) of each of an op's cases."""
+"""Generator of test cases of an op: dtype -> (name, arguments on the CPU)."""
 
 
-def folders() -> list[ModuleType]:
+def op_packages() -> list[ModuleType]:
     """Return every package below lockstep.kernels, in order of name."""
     return [
         import_module(module.name)
@@ -47,36 +50,39 @@ def ops_of(folder: ModuleType) -> list[Op]:
     return [op for op in exported if folder_of(op) == folder.__name__]
 
 
-def every_op() -> dict[str, Op]:
-    """The ops of all folders, by name."""
-    return {op.name: op for folder in folders() for op in ops_of(folder)}
+def all_ops() -> dict[str, Op]:
+    """Return the ops of all packages, by name."""
+    return {op.name: op for folder in op_packages() for op in ops_of(folder)}
 
 
-def cases_of(op: Op) -> Cases:
-    """`<op>_cases` of the op's cases.py."""
+def load_cases(op: Op) -> Cases:
+    """Import an op's generator of test cases: `<op>_cases` of its folder's cases.py."""
     module = import_module(f"{folder_of(op)}.cases")
-    found: Cases = getattr(module, f"{op.name}_cases")
-    return found
+    cases: Cases = getattr(module, f"{op.name}_cases")
+    return cases
 
 
-def traits_of(op: Op, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a layer says when it asks for the op, besides device and dtype, as these arguments have
-    it: `<op>_traits` of the op's cases.py; none where there is no such function."""
+def layer_traits(op: Op, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the traits with which a layer of these arguments would choose a backend.
+
+    Device and dtype are not among them. The folder's cases.py may define `<op>_traits`; without
+    that function there are no traits.
+    """
     module = import_module(f"{folder_of(op)}.cases")
-    found: dict[str, Any] = getattr(module, f"{op.name}_traits", lambda **_: {})(**arguments)
-    return found
+    traits: dict[str, Any] = getattr(module, f"{op.name}_traits", lambda **_: {})(**arguments)
+    return traits
 
 
-def benches() -> list[ModuleType]:
-    """The bench.py of each folder that has one."""
-    names = (f"{folder.__name__}.bench" for folder in folders())
+def benchmark_modules() -> list[ModuleType]:
+    """Import the bench.py of each folder that has one."""
+    names = (f"{folder.__name__}.bench" for folder in op_packages())
     return [import_module(name) for name in names if find_spec(name)]
 
 
 def load() -> None:
-    """Imports every op's backends; those that need Triton only where it is installed. Idempotent.
+    """Import every op's backends, those in Triton only if Triton is installed. Idempotent.
 
-    A backend that falls back on another imports it, hence is added after it and preferred to it.
+    A backend that falls back on another one imports it. So it is registered later, and preferred.
     """
     for name in _modules_of(tuple(lockstep.kernels.__path__)):
         _load(name)
@@ -84,17 +90,17 @@ def load() -> None:
 
 @cache
 def _modules_of(path: tuple[str, ...]) -> list[str]:
-    """The modules of backends in the folders of ops, which lie on this path: looked for once."""
+    """Return the names of all backend modules. path: of the package; the key of the cache."""
     return [
         f"{folder.__name__}.{module.name}"
-        for folder in folders()
+        for folder in op_packages()
         for module in iter_modules(folder.__path__)
         if module.name not in NO_BACKENDS and not module.name.startswith("_")
     ]
 
 
 def _load(name: str) -> None:
-    """Imports a module of backends, unless it needs Triton and that is not installed."""
+    """Import a module of backends, unless it needs Triton and Triton is not installed."""
     try:
         import_module(name)
     except ModuleNotFoundError as missing:
@@ -104,22 +110,24 @@ def _load(name: str) -> None:
 
 
 def cpu_trait(**traits: Any) -> str | None:
-    """None where a CPU backend can run: on a CPU."""
+    """Return None if a CPU backend can run with these traits, else the reason why not."""
     if str(traits.get("device", "cpu")).partition(":")[0] == "cpu":
         return None
-    return "it reads lengths on the host, and its bits are those of a CPU's libraries"
+    return "it reads lengths on the host and its bits depend on the CPU's BLAS library"
 
 
-def arch_of(**traits: Any) -> int:
-    """The architecture of the traits, e.g. 86: `arch`, of a GPU that is not there, or their
-    device's own."""
-    named: int | None = traits.get("arch")
-    return architecture.number_of(traits["device"]) if named is None else named
+def resolve_architecture(**traits: Any) -> int:
+    """Return the architecture number of traits, e.g. 86.
+
+    It is the trait `arch` (of a GPU that need not be present) or that of the trait `device`.
+    """
+    number: int | None = traits.get("arch")
+    return architecture.sm_number(traits["device"]) if number is None else number
 
 
 def gpu_trait(**traits: Any) -> str | None:
-    """None where a Triton kernel can run: a CUDA device, and a dtype of FLOATS if one is named."""
+    """Return None if a Triton kernel can run with these traits, else the reason why not."""
     if str(traits.get("device", "cpu")).partition(":")[0] != "cuda":
         return "Triton kernels need a CUDA device"
     dtype = traits.get("dtype", torch.float32)
-    return None if dtype in FLOATS else f"dtype {dtype} is none of bf16, fp16 and fp32"
+    return None if dtype in FLOATS else f"dtype {dtype} is not bf16, fp16 or fp32"

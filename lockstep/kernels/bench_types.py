@@ -1,8 +1,8 @@
-"""What the bench.py of an op's folder is given, and what it makes: plain data.
+"""Types shared by the kernel benchmarks (bench.py of each op's folder).
 
-`benchmarks(model, env, query_len)` of a bench.py yields (op, how to make one of its benchmarks). A
-benchmark holds more rows than a call takes, so that calls can walk through distinct memory; all of
-its rows bring the same number of tokens.
+`benchmarks(model, env, query_len)` of a bench.py yields an op and a factory of one benchmark. A
+benchmark has more rows than one call takes, so that successive calls read distinct memory and miss
+the L2 cache. All of its rows have the same query length.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,18 +16,19 @@ from lockstep.kernels.formats.kv import Codec, KVCache, KVFormat, PackedKV
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.registry import Op
 
-WALK_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
-"""Bytes that a chain of calls walks through: on a GPU twice an H200's L2 cache."""
-MOST_CALLS = {"cuda": 256, "cpu": 8}
-REPEATED = 64
-"""Pages of a packed cache that differ."""
+CHAIN_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
+"""Bytes that a chain of calls reads, by device type: on a GPU twice an H200's L2 cache."""
+MAX_CALLS = {"cuda": 256, "cpu": 8}
+"""Maximum calls of a chain, by device type."""
+DISTINCT_PAGES = 64
+"""Distinct pages of a quantized KV cache; the other pages repeat them."""
 EPS = 1e-6
-"""Of the norms: no time depends on it."""
+"""Epsilon of the norms. No time depends on it."""
 
 
 @dataclass(frozen=True)
-class Moe:
-    """A mixture of experts: how many there are, how many a token goes to, the width of each."""
+class MoeShape:
+    """Shape of a mixture of experts. inner: the intermediate size of one expert."""
 
     experts: int
     top_k: int
@@ -35,9 +36,13 @@ class Moe:
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention: dims of the queries' latent, of the cached one, of the key that
-    turns, of a head's query that does not, and of its output."""
+class LatentShape:
+    """Dimensions of multi-head latent attention (MLA).
+
+    queries: rank of the query latent (q_lora_rank). latent: rank of the cached latent
+    (kv_lora_rank). rope: dims with rotary embedding. plain: dims of a head without it. value: dims
+    of a head's output.
+    """
 
     queries: int
     latent: int
@@ -47,13 +52,15 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Model:
-    """The dimensions of a model that its ops see. delta, mamba: None without Gated DeltaNet, or
-    Mamba-2, layers; moe: None without experts, else `inner` is the shared expert's; gated: whether
-    MLPs are (silu_mul), or not (relu2); latent: None without latent attention; kv_heads 0: without
-    any other;
-    gate: attention has an output gate as wide as q; context: tokens of a row in the cache;
-    prompt: tokens of a row's prompt chunk."""
+class ModelShape:
+    """Dimensions of a model, as its ops see them.
+
+    inner: intermediate size of the MLP, or of the shared expert if moe is not None. kv_heads: 0
+    without paged attention. gate: attention has an output gate as wide as q. delta, mamba: Gated
+    DeltaNet and Mamba-2 layers, None without them. context: tokens per row in the KV cache. prompt:
+    tokens per row of a prompt chunk. latent: MLA, None without it. gated: MLPs use silu_mul, else
+    relu2.
+    """
 
     name: str
     hidden: int
@@ -66,25 +73,25 @@ class Model:
     delta: Dims | None = None
     context: int = 4096
     prompt: int = 512
-    moe: Moe | None = None
-    latent: Latent | None = None
+    moe: MoeShape | None = None
+    latent: LatentShape | None = None
     mamba: Dims | None = None
     gated: bool = True
 
     @property
     def weights(self) -> list[tuple[str, int, int]]:
-        """(name, outputs, inputs) of each matrix of a layer, and of the head."""
+        """Weight matrices of one layer and of the LM head: (name, outputs, inputs)."""
         inner = self.heads * self.head_dim
         qkv = inner * (1 + self.gate) + 2 * self.kv_heads * self.head_dim
         attention = [("qkv", qkv, self.hidden), ("attention out", self.hidden, inner)]
         if self.latent and not self.kv_heads:
-            own = self.latent
+            mla = self.latent
             attention = [
-                ("queries", inner, own.queries),
-                ("latents", own.queries + own.latent + own.rope, self.hidden),
-                ("attention out", self.hidden, self.heads * own.value),
+                ("queries", inner, mla.queries),
+                ("latents", mla.queries + mla.latent + mla.rope, self.hidden),
+                ("attention out", self.hidden, self.heads * mla.value),
             ]
-        found = [
+        matrices = [
             *attention,
             ("gate_up" if self.gated else "up", self.inner * (1 + self.gated), self.hidden),
             ("down", self.hidden, self.inner),
@@ -92,19 +99,21 @@ class Model:
         ]
         if self.delta:
             values = self.delta.hv * self.delta.v
-            found.insert(0, ("delta out", self.hidden, values))
-            into = self.delta.channels + values + 2 * self.delta.hv
-            found.insert(0, ("delta in", into, self.hidden))
+            matrices.insert(0, ("delta out", self.hidden, values))
+            projections = self.delta.channels + values + 2 * self.delta.hv
+            matrices.insert(0, ("delta in", projections, self.hidden))
         if self.mamba:
             inner = self.mamba.hv * self.mamba.v
-            found.insert(0, ("mamba out", self.hidden, inner))
-            found.insert(0, ("mamba in", inner + self.mamba.channels + self.mamba.hv, self.hidden))
-        return found
+            matrices.insert(0, ("mamba out", self.hidden, inner))
+            matrices.insert(
+                0, ("mamba in", inner + self.mamba.channels + self.mamba.hv, self.hidden)
+            )
+        return matrices
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call must move and multiply at least."""
+    """Lower bound of a call: bytes moved and floating-point operations."""
 
     bytes: int
     flops: int = 0
@@ -112,12 +121,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class OpBenchmark:
-    """An op at one size.
+    """Benchmark of an op at one size.
 
-    rows: how many there are. call(begin, end, turn) binds the op to these rows; turn picks among
-    distinct weights, `variants` of them. cost(rows): what a call must move and multiply.
-    seen(begin, end, out): what a call leaves, each part [rows * anything, ...]. reset() brings back
-    the state that calls change.
+    rows: number of rows in memory. call(begin, end, variant) binds the op to rows begin..end-1;
+    `variant` selects one of `variants` distinct weights. cost(rows): lower bound of a call.
+    outputs(begin, end, out): tensors that a call returned or wrote, each [rows * n, ...]. reset()
+    restores state that calls change.
     """
 
     op: str
@@ -128,92 +137,100 @@ class OpBenchmark:
     call: Callable[[int, int, int], Callable[[], Any]]
     cost: Callable[[int], Cost]
     variants: int = 1
-    seen: Callable[[int, int, Any], list[Tensor]] = lambda begin, end, out: [out]
+    outputs: Callable[[int, int, Any], list[Tensor]] = lambda begin, end, out: [out]
     reset: Callable[[], None] = lambda: None
 
 
-Made = tuple[Op, Callable[[], OpBenchmark]]
-"""An op, and how to make a benchmark of it: one at a time, so that only one is in memory."""
-Linears = Callable[[int, int, int, int], tuple[str, list[Callable[[Tensor], Tensor]]]]
-"""(outputs, inputs, how many, tokens of the largest call) -> (backend, as many linear layers)."""
+LazyBenchmark = tuple[Op, Callable[[], OpBenchmark]]
+"""An op and a factory of one benchmark of it. Benchmarks are built one at a time to save memory."""
+LinearFactory = Callable[[int, int, int, int], tuple[str, list[Callable[[Tensor], Tensor]]]]
+"""(outputs, inputs, number of layers, max tokens of a call) -> (backend, linear layers)."""
 
 
 @dataclass(frozen=True)
 class BenchEnv:
-    """Where benchmarks are made, and the most rows that a call takes. linears: makes layers of
-    random weights, as a model has them, since a probe picks their backend. format: of keys and
-    values, or latents; None: of the dtype."""
+    """Environment of a benchmark.
+
+    max_rows: maximum rows of one call. linears: builds linear layers of random weights the way a
+    model does, because a probe selects their backend. format: KV-cache format; None stores the
+    model's dtype.
+    """
 
     device: str
     dtype: torch.dtype
-    most: int
-    linears: Linears
+    max_rows: int
+    linears: LinearFactory
     format: KVFormat | None = None
 
     @property
-    def walk_bytes(self) -> int:
-        """Bytes that a chain of calls walks through here."""
-        return WALK_BYTES[self.device]
+    def chain_bytes(self) -> int:
+        """Bytes that a chain of calls reads on this device."""
+        return CHAIN_BYTES[self.device]
 
     def choose(self, op: Op, **traits: Any) -> tuple[str, Callable[..., Any]]:
-        """The best backend of an op for such a layer here: its name and its function."""
+        """Return the name and the function of the best backend of an op for these traits."""
         name = op.choose(device=self.device, dtype=self.dtype, **traits)
         return name, op.backends[name].run
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Standard normal numbers, the same for the same shape."""
+        """Return standard normal numbers, equal for equal shapes."""
         generator = torch.Generator(self.device).manual_seed(sum(shape))
-        chosen = dtype or self.dtype
-        return torch.randn(shape, dtype=chosen, device=self.device, generator=generator)
+        dtype = dtype or self.dtype
+        return torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
 
     def cache(self, codec: Codec | None, *shape: int) -> KVCache:
-        """One side of a cache [pages, page_size, .., D] of random numbers. Where it is packed,
-        REPEATED pages over and over: encoding takes long, and reading does not see it."""
+        """Return random keys or values [pages, page_size, ..., D] in the cache's storage.
+
+        A quantized cache repeats DISTINCT_PAGES pages, because quantizing takes long.
+        """
         if codec is None:
             return self.random(*shape)
-        made = codec.encode(self.random(min(REPEATED, shape[0]), *shape[1:]))
-        pages = self.ints(torch.arange(shape[0]) % len(made[0]), torch.int64)
-        return PackedKV(codec, shape[-1], *(part[pages] for part in made))
+        parts = codec.encode(self.random(min(DISTINCT_PAGES, shape[0]), *shape[1:]))
+        pages = self.ints(torch.arange(shape[0]) % len(parts[0]), torch.int64)
+        return PackedKV(codec, shape[-1], *(part[pages] for part in parts))
 
     def ones(self, *shape: int) -> Tensor:
-        """Ones in the dtype of the model."""
+        """Return a tensor of ones in the model's dtype."""
         return torch.ones(shape, dtype=self.dtype, device=self.device)
 
-    def enough(self, row_bytes: int) -> int:
-        """Rows that a chain can walk through: groups of `most`, `walk_bytes` or MOST_CALLS."""
-        groups = -(-self.walk_bytes // (row_bytes * self.most))
-        return self.most * min(max(groups, 1), MOST_CALLS[self.device])
+    def rows_per_chain(self, row_bytes: int) -> int:
+        """Return the rows of a chain: calls of max_rows, up to chain_bytes or MAX_CALLS."""
+        groups = -(-self.chain_bytes // (row_bytes * self.max_rows))
+        return self.max_rows * min(max(groups, 1), MAX_CALLS[self.device])
 
     def ints(self, values: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-        """An index tensor on the device."""
+        """Return an index tensor on the device."""
         return values.to(self.device, dtype)
 
 
-def kept_bytes(*caches: KVCache) -> int:
-    """Bytes of one token in sides of a cache, over all heads."""
+def cache_bytes_per_token(*caches: KVCache) -> int:
+    """Return the bytes per token of KV caches, over all heads."""
     tensors = [x for c in caches for x in ([c] if isinstance(c, Tensor) else c.tensors())]
     return sum(x[0, 0].nbytes for x in tensors)
 
 
-def all_results(begin: int, end: int, out: Any) -> list[Tensor]:
-    """What a call returns, one tensor or several."""
+def flatten_results(begin: int, end: int, out: Any) -> list[Tensor]:
+    """Return a call's result as a list of tensors."""
     return [out] if isinstance(out, Tensor) else list(out)
 
 
-def cut_by_tokens(
+def benchmark_per_token(
     op: Op,
     size: str,
     query_len: int,
     backend: str,
     run: Callable[..., Any],
-    given: Sequence[Tensor],
+    arguments: Sequence[Tensor],
     token_bytes: int,
-    seen: Callable[[int, int, Any], list[Tensor]] = all_results,
+    outputs: Callable[[int, int, Any], list[Tensor]] = flatten_results,
 ) -> OpBenchmark:
-    """The benchmark of an op whose arguments `given` have a row per token."""
+    """Build the benchmark of an op whose `arguments` have one row per token.
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Any]:
-        rows = [x[begin * query_len : end * query_len] for x in given]
+    token_bytes: bytes that a call moves per token.
+    """
+
+    def call(begin: int, end: int, variant: int) -> Callable[[], Any]:
+        rows = [x[begin * query_len : end * query_len] for x in arguments]
         return lambda: run(*rows)
 
     return OpBenchmark(
@@ -221,8 +238,8 @@ def cut_by_tokens(
         size=size,
         query_len=query_len,
         backend=backend,
-        rows=given[0].shape[0] // query_len,
+        rows=arguments[0].shape[0] // query_len,
         call=call,
         cost=lambda rows: Cost(rows * query_len * token_bytes),
-        seen=seen,
+        outputs=outputs,
     )

@@ -1,31 +1,34 @@
-"""Triton's compiler and the signals of its process.
+"""Signal handlers of Triton's compiler.
 
-LLVM takes SIGINT and SIGTERM once, with a process's first pass, each by a handler for one signal
-that calls the one before it. A second signal that comes before that one is back has the default
-action: it ends the process without a word.
+LLVM installs its own handlers of SIGINT and SIGTERM with a process's first compiler pass. Each of
+them serves one signal and then calls the handler that it replaced. A second signal that arrives
+meanwhile meets the default action, which ends the process without a message.
 """
 
 import signal
 from importlib.util import find_spec
 
-TAKEN = (signal.SIGINT, signal.SIGTERM)
+LLVM_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals for which LLVM installs handlers."""
 
 
-def settle_signals() -> None:
-    """Lets the compiler take its signals now, and gives them back for good; from the main thread.
+def reclaim_signal_handlers() -> None:
+    """Make the compiler install its handlers now, then restore ours for the process's lifetime.
 
-    Whoever handles one, or ignores it, calls this before.
+    Call it from the main thread, before a handler of these signals is installed or a signal is
+    ignored.
     """
     if find_spec("triton") is None:
         return
-    handlers = {number: signal.getsignal(number) for number in TAKEN}
+    handlers = {number: signal.getsignal(number) for number in LLVM_SIGNALS}
     run_empty_pass()
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
 def run_empty_pass() -> None:
-    """The least that the compiler can do. Triton has no public way to it."""
+    """Run the smallest possible compiler pass: that on an empty module."""
+    # Triton has no public function that starts LLVM, so this uses its private bindings.
     from triton._C.libtriton import ir
 
     context = ir.context()

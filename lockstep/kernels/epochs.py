@@ -42,7 +42,7 @@ def launch_epochs(device: torch.device) -> LaunchEpochs:
 
     The first call allocates the counter: it must come before a capture.
     """
-    if architecture.is_planned():
+    if architecture.is_architecture_assumed():
         return LaunchEpochs(device)  # a dry run's counter has no memory, so no launch may use it
     return _of_device(device)
 

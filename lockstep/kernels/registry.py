@@ -1,7 +1,7 @@
-"""One contract, several backends: an op is its reference plus what repeats its signature.
+"""Registry of ops: a contract, its reference implementation, and backends of the same signature.
 
 @op
-def rms_norm(x, weight, eps): ...          # the reference: specification and oracle
+def rms_norm(x, weight, eps): ...          # contract and reference: what backends are tested by
 
 @rms_norm.backend("triton", supports=gpu_trait)
 def _(x, weight, eps): ...
@@ -20,18 +20,22 @@ Supports = Callable[..., str | None]
 
 
 class Backend(NamedTuple):
-    """A function with the op's signature; supports(**traits) returns None, or the reason why not.
+    """Implementation of an op.
 
-    unchosen: why traits alone never choose it, where they do not.
+    run: has the op's signature. supports: returns None for traits that it serves, else the reason
+    why not. opt_in_reason: why `choose` never picks this backend, for one that is chosen otherwise.
     """
 
     run: Function
     supports: Supports
-    unchosen: str | None = None
+    opt_in_reason: str | None = None
 
 
 class Op:
-    """A named op. Calling it runs the reference. writes: the arguments that it changes in place."""
+    """Op with its backends. Calling it runs the reference.
+
+    writes: names of the arguments that the op changes in place.
+    """
 
     def __init__(self, reference: Function, writes: tuple[str, ...] = ()) -> None:
         self.name = reference.__name__
@@ -46,25 +50,25 @@ class Op:
         return self.reference(*args, **kwargs)
 
     def backend(
-        self, name: str, supports: Supports, unchosen: str | None = None
+        self, name: str, supports: Supports, opt_in_reason: str | None = None
     ) -> Callable[[Function], Function]:
-        """Adds a backend, preferred to those that were added before it. See Backend."""
+        """Return a decorator that adds a backend, preferred to all backends before it."""
 
         def add(fn: Function) -> Function:
-            self.backends[name] = Backend(fn, supports, unchosen)
+            self.backends[name] = Backend(fn, supports, opt_in_reason)
             return fn
 
         return add
 
     def explain(self, **traits: Any) -> dict[str, str | None]:
-        """Backend -> None where it serves these traits, else the reason why not; best first."""
+        """Return, best backend first, None or the reason why it does not serve the traits."""
         return {
-            name: backend.unchosen or backend.supports(**traits)
+            name: backend.opt_in_reason or backend.supports(**traits)
             for name, backend in reversed(self.backends.items())
         }
 
     def choose(self, **traits: Any) -> str:
-        """The name of the best backend for these traits. Raises ConfigError where none serves."""
+        """Return the name of the best backend that serves the traits. Raises ConfigError."""
         reasons = self.explain(**traits)
         for name, why_not in reasons.items():
             if why_not is None:
@@ -89,7 +93,7 @@ def op(*, writes: tuple[str, ...]) -> Callable[[Function], Op]: ...
 def op(
     reference: Function | None = None, *, writes: tuple[str, ...] = ()
 ) -> Op | Callable[[Function], Op]:
-    """Makes a reference function an op. writes: names of the arguments that it changes in place."""
+    """Turn a reference function into an op. writes: names of arguments changed in place."""
     if reference is not None:
         return Op(reference)
     return lambda function: Op(function, writes)

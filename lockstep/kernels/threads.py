@@ -1,4 +1,4 @@
-"""One CPU thread for a while, in a program whose own number of threads stays as it is."""
+"""Temporary restriction of torch to one CPU thread."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,9 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch runs what the calling thread asks for on one thread; then on as many as before.
-
-    A thread that uses torch for the first time meanwhile begins with one: torch hands on what was
-    set last, wherever that was.
-    """
+    """Run the body's torch operations on one thread, then restore the number of threads."""
+    # A thread that uses torch for the first time inside the body starts with one thread too: torch
+    # initialises new threads with the number that was set last, by any thread.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""How long one call takes, measured over a chain of calls on distinct inputs."""
+"""Time per call, measured over a chain of calls on distinct inputs."""
 
 import statistics
 import time
@@ -9,9 +9,9 @@ import torch
 
 Call = Callable[[], Any]
 REPEATS = {"cuda": 20, "cpu": 5}
-"""Runs of a chain that a benchmark measures."""
+"""Number of measured runs of a chain, by device type."""
 WARM_REPLAYS = 3
-"""Replays before the first that counts: clocks rise under load."""
+"""Replays before the first measured one: GPU clocks rise under load."""
 
 
 def seconds_per_call(
@@ -20,20 +20,23 @@ def seconds_per_call(
     repeats: int,
     pick: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """The median, or what `pick` says, over `repeats` runs of the chain, divided by its calls.
+    """Return the median seconds per call over `repeats` runs of a chain of calls.
 
-    On a GPU the chain is one CUDA graph, so that no launch is waited for, timed by events. It runs
-    once before it is recorded, so that every kernel is compiled.
+    pick: another statistic than the median. On a GPU the chain is one CUDA graph timed by events,
+    so launch overhead does not count.
     """
+    # The first run compiles every kernel: nothing may be compiled while a graph is captured.
     for call in calls:
         call()
-    times = _on_cpu(calls, repeats) if device == "cpu" else _replayed(calls, repeats)
+    times = _time_on_cpu(calls, repeats) if device == "cpu" else _time_replays(calls, repeats)
     return pick(times) / len(calls)
 
 
-def recorded(call: Call) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A call whose kernels are compiled, as a CUDA graph, and what it returned: the buffers that a
-    replay fills."""
+def record_graph(call: Call) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Capture a call in a CUDA graph. Its kernels must be compiled already.
+
+    Returns the graph and the call's result, i.e. the buffers that each replay fills.
+    """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -41,14 +44,14 @@ def recorded(call: Call) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, out
 
 
-def _replayed(calls: Sequence[Call], repeats: int) -> list[float]:
-    """Seconds of each replay of the chain."""
+def _time_replays(calls: Sequence[Call], repeats: int) -> list[float]:
+    """Return the seconds of each replay of the chain's CUDA graph."""
 
     def chain() -> None:
         for call in calls:
             call()
 
-    graph, _ = recorded(chain)
+    graph, _ = record_graph(chain)
     for _ in range(WARM_REPLAYS):
         graph.replay()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -60,8 +63,8 @@ def _replayed(calls: Sequence[Call], repeats: int) -> list[float]:
     return [1e-3 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
 
 
-def _on_cpu(calls: Sequence[Call], repeats: int) -> list[float]:
-    """Seconds of each run of the chain."""
+def _time_on_cpu(calls: Sequence[Call], repeats: int) -> list[float]:
+    """Return the seconds of each run of the chain on the CPU."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()

@@ -8,7 +8,7 @@ from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.table import head_codecs
 from lockstep.kernels.rotary import rope_and_cache
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.kv_format import StaticScales
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import Norm
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         hidden: int | tuple[int, int],
         heads: int,
         kv_heads: int,

@@ -1,4 +1,4 @@
-"""Build: what layers are built with. It chooses each op's backend once and remembers why."""
+"""BuildContext: what layers are built with. It chooses each op's backend once and remembers why."""
 
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from lockstep.kernels import Op
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
-from lockstep.layers.kv_format import KVLayers
-from lockstep.layers.memory_budget import Room
-from lockstep.quantization import Layout, Module, Packing, TensorInfo
+from lockstep.layers.kv_format import LayerKVFormats
+from lockstep.layers.memory_budget import MemoryBudget
+from lockstep.quantization import CheckpointLinear, Layout, TensorInfo, WeightFormat
 
 
 @dataclass
-class Choice:
+class BackendChoice:
     """One op of one layer: the backend that serves it, and why the others do not.
 
     size: of a linear's weight, "34816x5120"; else empty. packing: how that weight lies in the
@@ -34,7 +34,7 @@ class Choice:
 
 
 @dataclass
-class Build:
+class BuildContext:
     """Device and dtype of a model under construction. `exact=False` is for drafters only.
 
     window: most tokens of a generated step (K + 1), the size of a recurrent mixer's window.
@@ -59,26 +59,26 @@ class Build:
     max_model_len: int = 0
     tensors: Mapping[str, Mapping[str, TensorInfo]] | None = None
     prefixes: tuple[str, ...] = ()
-    packing: Packing | None = None
+    packing: WeightFormat | None = None
     arch: int | None = None
-    kv: KVLayers = KVLayers()
+    kv: LayerKVFormats = LayerKVFormats()
     state_dtype: torch.dtype = torch.float32
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
-    room: Room = field(init=False)
+    room: MemoryBudget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.room = Room(self.device)
+        self.room = MemoryBudget(self.device)
         self.max_model_len = self.max_model_len or self.max_positions
 
-    def at(self, layer: str, path: str | None = None) -> "Build":
+    def at(self, layer: str, path: str | None = None) -> "BuildContext":
         """The same build, speaking for the named layer, whose module is `path` (None: the same)."""
         found = copy(self)
         found.layer = layer if layer == self.layer else self.named + layer
         found.path = layer if path is None else path
         return found
 
-    def within(self, name: str) -> "Build":
+    def within(self, name: str) -> "BuildContext":
         """The same build, speaking for the named module of this one."""
         return self.at(self.layer, f"{self.path}.{name}")
 
@@ -86,8 +86,8 @@ class Build:
         self,
         tensors: Mapping[str, Mapping[str, TensorInfo]] | None,
         prefixes: tuple[str, ...],
-        packing: Packing | None,
-    ) -> "Build":
+        packing: WeightFormat | None,
+    ) -> "BuildContext":
         """The same build, of a module that another checkpoint has."""
         found = copy(self)
         found.tensors = tensors
@@ -95,12 +95,12 @@ class Build:
         found.packing = packing
         return found
 
-    def module(self, name: str, outputs: int, inputs: int) -> Module:
+    def module(self, name: str, outputs: int, inputs: int) -> CheckpointLinear:
         """A linear map of the module that is being built, as the checkpoint has it."""
         path = f"{self.path}.{name}" if self.path else name
         names = (*(prefix + path for prefix in self.prefixes), path)
         tensors = None if self.tensors is None else self.tensors.get(path, {})
-        return Module(path, names, outputs, inputs, tensors)
+        return CheckpointLinear(path, names, outputs, inputs, tensors)
 
     def found(self, name: str) -> Mapping[str, TensorInfo]:
         """The checkpoint's tensors of the named module of this one, by suffix; none for dummies."""
@@ -114,7 +114,7 @@ class Build:
         own = {"": self.tensors.get(self.path, {})}
         return own | {name: self.found(name) for name in names}
 
-    def layout(self, module: Module) -> Layout | None:
+    def layout(self, module: CheckpointLinear) -> Layout | None:
         """Return how the weight of a linear map is packed; None: it is not."""
         packing = self.packing
         if packing is None or (packing.plain_on_cpu and self.device == "cpu"):
@@ -128,7 +128,7 @@ class Build:
             traits["arch"] = self.arch
         name = op.choose(**traits)
         refused = {n: why for n, why in op.explain(**traits).items() if why is not None}
-        self.choices.append(Choice(self.layer, op.name, name, refused))
+        self.choices.append(BackendChoice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
     def linear_op(self, op: Op, n: int, k: int, packed: str = "") -> Callable[..., Any]:
@@ -138,9 +138,9 @@ class Build:
         packed: the kind of a packed weight, "" for one that is not.
         """
         if not self.exact and not packed:
-            self.choices.append(Choice(self.layer, op.name, "draft", {}, f"{n}x{k}"))
+            self.choices.append(BackendChoice(self.layer, op.name, "draft", {}, f"{n}x{k}"))
             return draft_linear
-        exact = self.op(op, n=n, k=k, packed=packed)
+        exact = self.op(op, n=n, k=k, quantized=packed)
         self.choices[-1].size = f"{n}x{k}"
         if self.choices[-1].backend != "triton":
             return exact
@@ -162,7 +162,7 @@ class Build:
         stored = self.empty(count, k, n).data.transpose(1, 2)
         return torch.nn.Parameter(stored, requires_grad=False)
 
-    def packed(self, n: int, k: int, layout: Layout) -> PackedWeight:
+    def packed(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
         """A packed weight [n, k] to be filled."""
         size = layout.empty(n, k, "meta").nbytes
         self._take(size, (n, k))

@@ -13,7 +13,7 @@ from lockstep.kernels.gated_delta_rule import (
     gated_delta_step,
 )
 from lockstep.kernels.recurrent.state import RecurrentState
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedRMSNorm
 from lockstep.step import Step, flush_after
@@ -30,7 +30,7 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         hidden: int,
         key_heads: int,
         value_heads: int,

@@ -11,11 +11,11 @@ from torch import Tensor
 from lockstep.errors import CheckpointError, ConfigError, choice_error
 from lockstep.kernels.formats.kv import KVFormat
 from lockstep.quantization import TensorInfo
-from lockstep.quantization.weight_sink import PLAIN, Slot
+from lockstep.quantization.weight_sink import FLOAT_DTYPES, WeightSink
 
 ENDS = {"first": 0, "last": -1}
 """Names of layers: the first and the last one that attends."""
-PLACES = (
+SCALE_TENSORS = (
     ("", "k_scale", "k"),
     ("", "v_scale", "v"),
     ("k_proj", "k_scale", "k"),
@@ -27,12 +27,12 @@ PLACES = (
 """Where a checkpoint may have a static scale, the newest way first: a module of the layer, "" for
 its own; the tensor; the sides that it is of. AutoFP8 has the last, compressed-tensors and ModelOpt
 the others."""
-LEAST_SCALE = torch.finfo(torch.float32).tiny
+MIN_SCALE = torch.finfo(torch.float32).tiny
 """Below it a scale is subnormal, and a quotient by it may overflow."""
 
 
 @dataclass(frozen=True)
-class KVLayers:
+class LayerKVFormats:
     """format: of the layers that attend, None for the model's dtype. skip: those that keep it in
     the model's dtype all the same, by number, or first and last until settled(). setting: the one
     that chose the format, for messages."""
@@ -41,7 +41,7 @@ class KVLayers:
     skip: tuple[str, ...] = ()
     setting: str = "kv_cache_dtype"
 
-    def settled(self, attending: Sequence[int]) -> "KVLayers":
+    def settled(self, attending: Sequence[int]) -> "LayerKVFormats":
         """The same with numbers alone, of a model in which these layers attend. Raises
         ConfigError."""
         numbers = []
@@ -63,7 +63,7 @@ class KVLayers:
 
 class StaticScales:
     """k_scale and v_scale of one attention layer, where its checkpoint has them and its format is
-    scaled by them. A code times the scale is the number. PLACES says where they stand.
+    scaled by them. A code times the scale is the number. SCALE_TENSORS says where they stand.
 
     other: the setting by which the checkpoint's are of another format. Raises CheckpointError where
     there are some all the same.
@@ -78,11 +78,11 @@ class StaticScales:
     ) -> None:
         self.name = name
         self.scales: dict[str, float] = {}
-        self.slots: dict[str, Slot] = {}
+        self.slots: dict[str, WeightSink] = {}
         if format is None or not format.scaled:
             return
         told: set[str] = set()
-        for module, name, sides in PLACES:
+        for module, name, sides in SCALE_TENSORS:
             info = tensors.get(module, {}).get(name)
             own = set(sides) - told
             if info is None or not own:
@@ -93,13 +93,15 @@ class StaticScales:
                 raise self._error(key, f"a scale under {other}", "scales of fp8")
             if prod(info.shape) != 1:
                 raise self._error(key, f"shape {list(info.shape)}", "one number")
-            self.slots[key] = Slot(None, PLAIN, torch.device("cpu"), self._taking(own, key))
+            self.slots[key] = WeightSink(
+                None, FLOAT_DTYPES, torch.device("cpu"), self._taking(own, key)
+            )
 
     def _taking(self, sides: set[str], key: str) -> Any:
         def take(tensor: Tensor) -> None:
             scale = tensor.float().item()
-            if not LEAST_SCALE <= scale < inf:
-                allowed = f"a finite number of {LEAST_SCALE:.2g} or more"
+            if not MIN_SCALE <= scale < inf:
+                allowed = f"a finite number of {MIN_SCALE:.2g} or more"
                 raise self._error(key, str(scale), allowed)
             self.scales |= dict.fromkeys(sides, scale)
 

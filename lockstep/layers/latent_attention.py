@@ -9,11 +9,11 @@ from lockstep.kernels.formats.kv import KVCache, Turn
 from lockstep.kernels.formats.kv.table import latent_codec
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target, filled
 from lockstep.layers.norm import Norm, RMSNorm
 from lockstep.layers.rotary import Rotary
-from lockstep.quantization import Slot
+from lockstep.quantization import WeightSink
 from lockstep.step import Step
 
 NORM_EPS = 1e-6
@@ -33,7 +33,13 @@ class AbsorbedHeads(nn.Module):
     """
 
     def __init__(
-        self, build: Build, heads: int, plain: int, latent: int, value: int, turn: Turn | None
+        self,
+        build: BuildContext,
+        heads: int,
+        plain: int,
+        latent: int,
+        value: int,
+        turn: Turn | None,
     ) -> None:
         super().__init__()
         self.turn = turn
@@ -62,8 +68,10 @@ class AbsorbedHeads(nn.Module):
         if self.packed_parts:
             return filled("kv_b_proj", self.packed_parts[0], self.packing, self.read)
         weight = torch.empty(self.read.outputs, self.read.inputs, dtype=self.dtype, device="meta")
-        plain = Slot.plain(weight)
-        return {"kv_b_proj.weight": Slot(plain.shape, plain.dtypes, self.keys.device, self._take)}
+        plain = WeightSink.plain(weight)
+        return {
+            "kv_b_proj.weight": WeightSink(plain.shape, plain.dtypes, self.keys.device, self._take)
+        }
 
     def _take(self, weight: Tensor) -> None:
         """Fills both maps from kv_b_proj [H (N + V), C]."""
@@ -77,7 +85,7 @@ class AbsorbedHeads(nn.Module):
     def finish(self) -> None:
         """To be called once, when the weights are filled."""
         for packed in self.packed_parts:
-            self._take(packed.unpack(self.dtype))
+            self._take(packed.dequantize(self.dtype))
         self.packed_parts = []
 
 
@@ -94,7 +102,7 @@ class LatentAttention(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         hidden: int | tuple[int, int],
         heads: int,
         *,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.formats.weights import PackedWeight
-from lockstep.kernels.linear import linear, segments
-from lockstep.layers.build_context import Build
-from lockstep.quantization import Layout, Module, Packing, Slot
+from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.linear import choose_split_k, linear
+from lockstep.kernels.linear.prepacked import PrepackedWeight
+from lockstep.layers.build_context import BuildContext
+from lockstep.quantization import CheckpointLinear, Layout, WeightFormat, WeightSink
 
 WALKED = 4
 """Layers of one shape whose weights a probe walks through: more than a GPU's cache holds."""
@@ -20,7 +21,7 @@ JOINED = 1 << 22
 """Numbers that are unpacked when they are loaded, at most, so that what is packed is one product
 with the plain weights beside it: as many take 1.0 (8 bits) to 1.5 us (4 bits) longer to read from
 an H200's memory, and a launch of its own takes 2.8."""
-Target = Tensor | Slot
+Target = Tensor | WeightSink
 """What a tensor of the checkpoint fills: a tensor as it is, or whatever takes it over."""
 
 
@@ -39,18 +40,19 @@ class Weight(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         k: int,
         runs: Sequence[Run],
-        stands: nn.Parameter | PackedWeight | None = None,
+        stands: nn.Parameter | QuantizedWeight | None = None,
     ) -> None:
         super().__init__()
         n = sum(rows for _, rows in runs)
         self.shape = (n, k)
         self.dtype = build.dtype
         self.weight = stands if isinstance(stands, nn.Parameter) else None
-        self.packed = stands if isinstance(stands, PackedWeight) else None
-        self.unpacked: dict[int, PackedWeight] = {}
+        self.packed = stands if isinstance(stands, QuantizedWeight) else None
+        self.prepacked: PrepackedWeight | None = None
+        self.unpacked: dict[int, QuantizedWeight] = {}
         if stands is not None:
             return
         begins = accumulate((rows for _, rows in runs), initial=0)
@@ -62,19 +64,18 @@ class Weight(nn.Module):
         if self.packed is None:
             self.weight = self._matrix(build)
 
-    def _matrix(self, build: Build) -> nn.Parameter:
+    def _matrix(self, build: BuildContext) -> nn.Parameter:
         """Room for the weight, plain."""
         return build.matrix(*self.shape)
 
     @property
-    def loaded(self) -> nn.Parameter | PackedWeight:
-        """The weight [N, K] as it lies once it is loaded."""
-        found = self.weight if self.packed is None else self.packed
-        assert found is not None, "a product has a weight, packed or not"
-        return found
+    def loaded(self) -> nn.Parameter | QuantizedWeight | PrepackedWeight:
+        """Return the weight [N, K] in the storage that it has once it is loaded."""
+        storages = (self.weight, self.packed, self.prepacked)
+        return next(storage for storage in storages if storage is not None)
 
     @property
-    def stored(self) -> Tensor | PackedWeight:
+    def stored(self) -> Tensor | QuantizedWeight | PrepackedWeight:
         """The weight [N, K] as it lies; one packed run, until it is unpacked, as it is packed."""
         part = self.unpacked.get(0)
         if part is not None and part.shape[0] == self.shape[0]:
@@ -82,18 +83,18 @@ class Weight(nn.Module):
         return self.loaded
 
     @property
-    def packed_parts(self) -> list[PackedWeight]:
+    def packed_parts(self) -> list[QuantizedWeight]:
         """All that is packed, also what is unpacked when it is loaded."""
         return [*self.unpacked.values(), *([] if self.packed is None else [self.packed])]
 
-    def stored_rows(self, begin: int, end: int) -> Tensor | PackedWeight:
+    def stored_rows(self, begin: int, end: int) -> Tensor | QuantizedWeight:
         """Rows of the weight as the checkpoint fills them, and once it has, as they lie."""
         for first, part in self.unpacked.items():
             if first <= begin and end <= first + part.shape[0]:
                 return part.rows(begin - first, end - first)
         return self._lying(begin, end)
 
-    def _lying(self, begin: int, end: int) -> Tensor | PackedWeight:
+    def _lying(self, begin: int, end: int) -> Tensor | QuantizedWeight:
         """Rows of the weight as they lie once it is loaded."""
         found = self.loaded
         return found[begin:end] if isinstance(found, Tensor) else found.rows(begin, end)
@@ -101,10 +102,12 @@ class Weight(nn.Module):
     def gather(self, ids: Tensor, out: Tensor) -> None:
         """The rows of these ids into out [len(ids), K] of the model's dtype."""
         found = self.stored
+        if isinstance(found, PrepackedWeight):
+            found = found.plain()
         if isinstance(found, Tensor):
             torch.index_select(found, 0, ids.to(found.device), out=out)
         else:
-            out.copy_(found.gather(ids).unpack(self.dtype))
+            out.copy_(found.gather(ids).dequantize(self.dtype))
 
     def finish(self) -> None:
         """To be called once, when the weight is filled."""
@@ -113,45 +116,65 @@ class Weight(nn.Module):
             each = self.shape[0] // len(self.weight)
             end = begin + part.shape[0]
             place = self.weight.data[begin // each : end // each]
-            place.copy_(part.unpack(self.dtype).view(place.shape))
+            place.copy_(part.dequantize(self.dtype).view(place.shape))
         self.unpacked = {}
         if self.packed is not None:
-            self.packed.settle()
+            self.packed.finalize()
 
 
 class Product(Weight):
     """x [T, K] -> x W^T [T, N] over a weight of one storage.
 
-    total: the outputs of its layer, this product's among them, by which K is cut into segments
-    (lockstep.kernels.linear.segments); None: its own. partial: see lockstep.kernels.linear.linear.
+    keeps_plain: whether the plain weight stays beside a CPU's prepacked copy, since an embedding or
+    a drafter's head shares it.
+
+    total: the outputs of its layer, this product's among them, which decide the number of split-K
+    partitions (lockstep.kernels.linear.choose_split_k); None: its own. allow_partials: see
+    lockstep.kernels.linear.linear.
     The others: see Weight.
     """
 
+    keeps_plain = False
+
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         k: int,
         runs: Sequence[Run],
         *,
-        stands: nn.Parameter | PackedWeight | None = None,
+        stands: nn.Parameter | QuantizedWeight | None = None,
         total: int | None = None,
-        partial: bool = False,
+        allow_partials: bool = False,
     ) -> None:
         super().__init__(build, k, runs, stands)
         n = self.shape[0]
         packed = self.packed is not None
-        self.segments = segments(total or n, k, build.device, packed, build.dtype)
-        self.partial = partial
+        self.split_k = choose_split_k(total or n, k, build.device, packed, build.dtype)
+        self.allow_partials = allow_partials
+        self.prepacks = build.device == "cpu" and build.exact
         kind = type(self.packed).__name__ if packed else ""
         self.linear = build.linear_op(linear, n=n, k=k, packed=kind)
         build.choices[-1].packing = _named(runs, unpacked=not packed)
 
+    def finish(self) -> None:
+        """Finish the weight and, on a CPU, prepack it; the plain copy goes unless another module
+        reads it."""
+        super().finish()
+        if self.prepacks and self.weight is not None:
+            self.prepacked = PrepackedWeight(self.weight.data)
+            if not self.keeps_plain:
+                self.weight = None
+
     def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
         """The outputs from `begin` on, which alone are read; into `out` where that is given."""
-        weight = self.stored if not begin else self.stored_rows(begin, self.shape[0])
+        weight: Tensor | QuantizedWeight | PrepackedWeight
+        if begin:
+            weight = self.stored_rows(begin, self.shape[0])
+        else:
+            weight = self.prepacked or self.stored
         if out is None:
-            return self.linear(x, weight, self.segments, self.partial)
-        return self.linear(x, weight, self.segments, out=out)
+            return self.linear(x, weight, self.split_k, self.allow_partials)
+        return self.linear(x, weight, self.split_k, out=out)
 
 
 def _named(runs: Sequence[Run], unpacked: bool) -> str:
@@ -162,7 +185,7 @@ def _named(runs: Sequence[Run], unpacked: bool) -> str:
     return "; ".join(found) + ", unpacked when loaded" * (unpacked and bool(found))
 
 
-def runs_of(build: Build, modules: Sequence[Module]) -> list[Run]:
+def runs_of(build: BuildContext, modules: Sequence[CheckpointLinear]) -> list[Run]:
     """How linear maps lie in the checkpoint, neighbours together that lie alike, or do so once each
     of their outputs has scales of its own."""
     parts = [(build.layout(module), module.outputs) for module in modules]
@@ -186,7 +209,10 @@ def products_of(runs: Sequence[Run], k: int) -> list[list[Run]]:
 
 
 def filled(
-    name: str, weight: Tensor | PackedWeight, packing: Packing | None, read: Module
+    name: str,
+    weight: Tensor | QuantizedWeight,
+    packing: WeightFormat | None,
+    read: CheckpointLinear,
 ) -> dict[str, Target]:
     """Names of a linear map's tensors in the checkpoint, called `name` there, -> what they fill:
     one weight where it is not packed, else what its format has."""
@@ -208,11 +234,11 @@ class Linear(nn.Module):
     product and every T. In fp32 the inner rounding is none.
     """
 
-    partial = False
+    allow_partials = False
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         inputs: int,
         outputs: Mapping[str, int],
         *,
@@ -227,8 +253,11 @@ class Linear(nn.Module):
         self.reads = [build.module(name, n, inputs) for name, n in outputs.items()]
         found = products_of(runs_of(build, self.reads), inputs)
         total = sum(self.outputs)
-        partial = self.partial and not bias and len(found) == 1
-        products = [Product(build, inputs, runs, total=total, partial=partial) for runs in found]
+        allow_partials = self.allow_partials and not bias and len(found) == 1
+        products = [
+            Product(build, inputs, runs, total=total, allow_partials=allow_partials)
+            for runs in found
+        ]
         self.products = nn.ModuleList(products)
         self.orders = {name: order() for name, order in (orders or {}).items()}
         self.firsts = tuple(accumulate((product.shape[0] for product in products), initial=0))
@@ -261,7 +290,7 @@ class Linear(nn.Module):
                     product(x, start - first, out=y[:, start - begin : last - begin])
         return y if self.bias is None else y + self.bias[begin:]
 
-    def part(self, index: int) -> Tensor | PackedWeight:
+    def part(self, index: int) -> Tensor | QuantizedWeight:
         """The rows of the index-th of the fused weights, as they lie."""
         rows = self._rows(index)
         at = bisect_right(self.firsts, rows.start) - 1
@@ -301,7 +330,7 @@ class Linear(nn.Module):
 
     def _ordered(self, name: str, target: Tensor) -> Target:
         order = self.orders.get(name)
-        return target if order is None else Slot.plain(target, lambda tensor: tensor[order])
+        return target if order is None else WeightSink.plain(target, lambda tensor: tensor[order])
 
     def _rows(self, index: int) -> slice:
         begin = sum(self.outputs[:index])
@@ -314,7 +343,7 @@ class PartialLinear(Linear):
     With a bias, or packed in part, it is never partials: what is added to is rounded.
     """
 
-    partial = True
+    allow_partials = True
 
 
 class ResidualLinear(PartialLinear):
@@ -324,7 +353,7 @@ class ResidualLinear(PartialLinear):
 class Embedding(nn.Module):
     """ids [T] -> [T, H]. Out-of-range ids cannot occur: drafts of -1 are clamped by the table."""
 
-    def __init__(self, build: Build, vocab: int, hidden: int) -> None:
+    def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = build.matrix(vocab, hidden)
 
@@ -336,12 +365,14 @@ class Head(Product):
     """x [T, H] -> logits [T, V] of x's dtype, over its own weight, or one that stands already: the
     embedding's (tied), or another head's."""
 
+    keeps_plain = True
+
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         vocab: int,
         hidden: int,
-        stands: nn.Parameter | PackedWeight | None = None,
+        stands: nn.Parameter | QuantizedWeight | None = None,
     ) -> None:
         self.packing = build.packing
         self.read = build.module("lm_head", vocab, hidden)
@@ -353,7 +384,7 @@ class Head(Product):
         return filled("lm_head", self.stored_rows(0, self.shape[0]), self.packing, self.read)
 
 
-def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:
+def probe(build: BuildContext, model: nn.Module, rows: Sequence[int]) -> None:
     """Lets cuBLAS serve linears at these numbers of rows where it is exact and faster.
 
     The weights are loaded and nothing is captured yet. The build's choices say what was found.
@@ -364,7 +395,7 @@ def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:
         if not same:
             continue
         weights = [product.weight for product in same if product.weight is not None]
-        probed.probe(rows, weights, same[0].segments, same[0].partial)
+        probed.probe(rows, weights, same[0].split_k, same[0].allow_partials)
         served = ", ".join(str(count) for count, why in probed.found.items() if why is None)
         refused = [f"at {count} rows {why}" for count, why in probed.found.items() if why]
         for choice in build.choices:

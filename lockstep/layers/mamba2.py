@@ -9,7 +9,7 @@ from lockstep.cache.specs import Spec
 from lockstep.cache.state import state_spec
 from lockstep.kernels.mamba2 import Mamba2Weights, mamba2_chunk, mamba2_step
 from lockstep.kernels.recurrent.state import RecurrentState
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedGroupNorm
 from lockstep.step import Step, flush_after
@@ -27,7 +27,7 @@ class Mamba2(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         hidden: int,
         heads: int,
         head_dim: int,

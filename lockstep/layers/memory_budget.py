@@ -1,4 +1,4 @@
-"""Room: the memory of a device, and how much of it is spoken for before anything is allocated."""
+"""Memory budget of a device: allocations are counted before they are made."""
 
 import os
 
@@ -7,7 +7,7 @@ import torch
 from lockstep.errors import CapacityError
 
 
-class Room:
+class MemoryBudget:
     """Counts what is about to be allocated. A size of 10^18 ends here, not in the allocator.
 
     bounded=False: for models that are built without memory.

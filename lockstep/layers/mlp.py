@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from lockstep.kernels.activations import relu2, silu_mul
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 
 
@@ -14,7 +14,13 @@ class GatedMLP(nn.Module):
     """
 
     def __init__(
-        self, build: Build, hidden: int, inner: int, *, bias: bool = False, partial: bool = True
+        self,
+        build: BuildContext,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        partial: bool = True,
     ) -> None:
         super().__init__()
         last = ResidualLinear if partial else Linear
@@ -33,7 +39,7 @@ class GatedMLP(nn.Module):
 class ReluMLP(nn.Module):
     """Squared ReLU (So et al., Primer, 2021). x [T, H] -> a delta of [T, H], maybe partials."""
 
-    def __init__(self, build: Build, hidden: int, inner: int, *, bias: bool = False) -> None:
+    def __init__(self, build: BuildContext, hidden: int, inner: int, *, bias: bool = False) -> None:
         super().__init__()
         self.up = Linear(build, hidden, {"up_proj": inner}, bias=bias)
         self.down = ResidualLinear(build, inner, {"down_proj": hidden}, bias=bias)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.activations import Act
 from lockstep.kernels.experts import experts as experts_op
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.route import Scoring
 from lockstep.kernels.route import route as route_op
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import (
     Linear,
     PartialLinear,
@@ -24,8 +24,8 @@ from lockstep.layers.linear import (
     products_of,
     runs_of,
 )
-from lockstep.quantization import Layout, Module, Slot, TensorInfo
-from lockstep.quantization.weight_sink import PLAIN, Stack
+from lockstep.quantization import CheckpointLinear, Layout, TensorInfo, WeightSink
+from lockstep.quantization.weight_sink import FLOAT_DTYPES, FusedExpertSink
 
 BLOCK = 128
 """Outputs that a format keeps together at most: FP8's blocks."""
@@ -39,14 +39,14 @@ RELU_MLP = ("up_proj", "down_proj")
 class Routing:
     """How a token chooses top_k of the experts.
 
-    scoring, renormalise, scale, groups, top_groups: see lockstep.kernels.route. bias: a correction
+    scoring, renormalize, scale, groups, top_groups: see lockstep.kernels.route. bias: a correction
     bias [experts] fp32 goes into the choice. Raises ConfigError where top_k cannot be chosen.
     """
 
     experts: int
     top_k: int
     scoring: Scoring = "softmax"
-    renormalise: bool = True
+    renormalize: bool = True
     scale: float = 1.0
     bias: bool = False
     groups: int = 1
@@ -74,7 +74,7 @@ class ExpertWeight(Weight):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         experts: int,
         top_k: int,
         inputs: int,
@@ -94,13 +94,13 @@ class ExpertWeight(Weight):
         layout = _one_layout(build, self.reads)
         super().__init__(build, inputs, [(layout, experts * self.rows)])
 
-    def _matrix(self, build: Build) -> nn.Parameter:
+    def _matrix(self, build: BuildContext) -> nn.Parameter:
         return build.matrices(self.experts, self.rows, self.shape[1])
 
-    def _lying(self, begin: int, end: int) -> Tensor | PackedWeight:
+    def _lying(self, begin: int, end: int) -> Tensor | QuantizedWeight:
         """Rows of one expert as they lie once they are loaded."""
         found = self.loaded
-        if isinstance(found, PackedWeight):
+        if not isinstance(found, Tensor):
             return found.rows(begin, end)
         (expert, first) = divmod(begin, self.rows)
         return found[expert, first : first + end - begin]
@@ -116,13 +116,13 @@ class ExpertWeight(Weight):
             table |= filled(name, rows, self.packing, read)
             begin += read.outputs
         if self.fused is not None:
-            parts = [Slot.of(table.pop(f"{name}.weight")) for name in self.names]
+            parts = [WeightSink.of(table.pop(f"{name}.weight")) for name in self.names]
             table[self.fused] = self._shared_out(parts)
-        elif isinstance(self.stored, PackedWeight):
+        elif isinstance(self.stored, QuantizedWeight):
             self._stack(self.stored, table)
         return table
 
-    def _stack(self, weight: PackedWeight, table: dict[str, Target]) -> None:
+    def _stack(self, weight: QuantizedWeight, table: dict[str, Target]) -> None:
         """Puts slots that hand over all experts' tensors of a kind at once in place of theirs.
 
         Only where no word and no block of scales could reach from one expert into the next.
@@ -136,10 +136,10 @@ class ExpertWeight(Weight):
         for suffix in {name.rpartition(".")[2] for name in table}:
             names = [f"{name}.{suffix}" for name in self.names]
             if all(name in table for name in names):
-                parts = [Slot.of(table[name]) for name in names]
-                table |= zip(names, Stack.slots(whole.get(suffix), parts), strict=True)
+                parts = [WeightSink.of(table[name]) for name in names]
+                table |= zip(names, FusedExpertSink.slots(whole.get(suffix), parts), strict=True)
 
-    def _shared_out(self, parts: list[Slot]) -> Slot:
+    def _shared_out(self, parts: list[WeightSink]) -> WeightSink:
         """One tensor [E, N, K] that is packed while it is loaded: its rows go to these slots."""
         sizes = [read.outputs for read in self.reads]
 
@@ -148,7 +148,7 @@ class ExpertWeight(Weight):
                 part.fill(rows)
 
         shape = (self.experts, self.rows, self.shape[1])
-        return Slot(shape, PLAIN, self.stored.device, fill)
+        return WeightSink(shape, FLOAT_DTYPES, self.stored.device, fill)
 
 
 class MoE(nn.Module):
@@ -172,7 +172,7 @@ class MoE(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         hidden: int,
         inner: int,
         routing: Routing,
@@ -211,7 +211,7 @@ class MoE(nn.Module):
 
     def _build_router(
         self,
-        build: Build,
+        build: BuildContext,
         hidden: int,
         routed: dict[str, int],
         shared_up: dict[str, int],
@@ -233,13 +233,15 @@ class MoE(nn.Module):
         self.widths = (sum(beside.values()), self.experts, len(routed) - 1)
         self.bias = build.empty(self.experts, dtype=torch.float32) if routing.bias else None
         self.choice = dict(
-            scoring=routing.scoring, renormalise=routing.renormalise, scale=routing.scale,
+            scoring=routing.scoring, renormalize=routing.renormalize, scale=routing.scale,
             groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,
             act=self.act, shared_dtype=build.dtype,
         )  # fmt: skip
         self.route = build.op(route_op, experts=self.experts)
 
-    def _build_experts(self, build: Build, inner: int, width: int, names: tuple[str, ...]) -> None:
+    def _build_experts(
+        self, build: BuildContext, inner: int, width: int, names: tuple[str, ...]
+    ) -> None:
         """The experts' weights, between `width` and `inner`, and their op."""
         *into, down_name = names
         sizes = (build, self.experts, self.top_k)
@@ -247,7 +249,7 @@ class MoE(nn.Module):
         self.up = ExpertWeight(*sizes, width, dict.fromkeys(into, inner), fused)
         self.down = ExpertWeight(*sizes, inner, {down_name: width}, "down_proj")
         packed = self.up.weight is None or self.down.weight is None
-        self.mix = build.op(experts_op, experts=self.experts, top_k=self.top_k, packed=packed)
+        self.mix = build.op(experts_op, experts=self.experts, top_k=self.top_k, quantized=packed)
 
     def forward(self, x: Tensor) -> Tensor:
         beside, logits, gate = self.router(x).split(self.widths, dim=-1)
@@ -279,29 +281,31 @@ class MoE(nn.Module):
         return table
 
 
-def _in_fp32(build: Build) -> Build:
+def _in_fp32(build: BuildContext) -> BuildContext:
     """The same build for weights in fp32."""
     found = copy(build)
     found.dtype = torch.float32
     return found
 
 
-def _one_product(build: Build, inputs: int, outputs: Mapping[str, int]) -> bool:
+def _one_product(build: BuildContext, inputs: int, outputs: Mapping[str, int]) -> bool:
     """Whether these linear maps of `inputs` columns are one product."""
     reads = [build.module(name, n, inputs) for name, n in outputs.items()]
     return len(products_of(runs_of(build, reads), inputs)) == 1
 
 
-def _read(build: Build, name: str, n: int, k: int, fused: TensorInfo | None) -> Module:
+def _read(
+    build: BuildContext, name: str, n: int, k: int, fused: TensorInfo | None
+) -> CheckpointLinear:
     """An expert's linear map, as the checkpoint has it: by itself, or as a part of `fused`."""
     found = build.module(name, n, k)
     if fused is None:
         return found
     part = TensorInfo(fused.name, (n, k), fused.dtype)
-    return Module(found.path, found.names, n, k, {"weight": part})
+    return CheckpointLinear(found.path, found.names, n, k, {"weight": part})
 
 
-def _one_layout(build: Build, reads: list[Module]) -> Layout | None:
+def _one_layout(build: BuildContext, reads: list[CheckpointLinear]) -> Layout | None:
     """How all of these are packed. Raises CheckpointError naming one that is packed otherwise, or
     shares nothing with the others."""
     layouts = [build.layout(read) for read in reads]
@@ -322,7 +326,7 @@ def _one_layout(build: Build, reads: list[Module]) -> Layout | None:
     return usual
 
 
-def _named(layout: Layout | None, read: Module) -> str:
+def _named(layout: Layout | None, read: CheckpointLinear) -> str:
     if layout is None:
         return "nothing: it has no tensors" if read.tensors == {} else "a plain weight"
     return str(layout)

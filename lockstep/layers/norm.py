@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 
 
 class Norm(nn.Module):
@@ -12,7 +12,7 @@ class Norm(nn.Module):
     By itself it is for mixers whose op norms on the way.
     """
 
-    def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, build: BuildContext, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = build.empty(width)
         self.eps = eps
@@ -22,7 +22,7 @@ class Norm(nn.Module):
 class RMSNorm(Norm):
     """x [..., D] -> its norm."""
 
-    def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, build: BuildContext, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__(build, width, eps, offset)
         self.norm = build.op(rms_norm, width=width)
 
@@ -36,7 +36,7 @@ class AddRMSNorm(Norm):
     The delta is what a ResidualLinear returned; None adds nothing.
     """
 
-    def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, build: BuildContext, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__(build, width, eps, offset)
         self.norm = build.op(rms_norm, width=width)
         self.add_norm = build.op(add_rms_norm, width=width)
@@ -52,7 +52,7 @@ class GatedRMSNorm(nn.Module):
 
     offset = 0.0
 
-    def __init__(self, build: Build, width: int, eps: float) -> None:
+    def __init__(self, build: BuildContext, width: int, eps: float) -> None:
         super().__init__()
         self.weight = build.empty(width)
         self.eps = eps
@@ -68,7 +68,7 @@ class GatedGroupNorm(nn.Module):
 
     offset = 0.0
 
-    def __init__(self, build: Build, groups: int, width: int, eps: float) -> None:
+    def __init__(self, build: BuildContext, groups: int, width: int, eps: float) -> None:
         super().__init__()
         self.sizes = (groups, width)
         self.weight = build.empty(groups * width)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 
 
 class Rotary(nn.Module):
@@ -16,7 +16,9 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, build: Build, inverse_frequencies: Tensor, factor: float = 1.0) -> None:
+    def __init__(
+        self, build: BuildContext, inverse_frequencies: Tensor, factor: float = 1.0
+    ) -> None:
         super().__init__()
         width = 2 * len(inverse_frequencies)
         size = build.max_positions * width * 10  # cos and sin, and the angles they are made of

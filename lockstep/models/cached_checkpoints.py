@@ -10,8 +10,8 @@ from lockstep.errors import LockstepError
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.gguf.folder import OTHER_MODALITY, PART, SUFFIX
 from lockstep.models.hub import folder_of, gguf_patterns
-from lockstep.models.weight_files import shards
-from lockstep.quantization import packing_of
+from lockstep.models.weight_files import find_weight_files
+from lockstep.quantization import read_weight_format
 
 DEFAULT_REVISION = "main"
 DTYPE_NAMES = ("dtype", "torch_dtype")
@@ -100,7 +100,7 @@ def read_support(path: Path) -> tuple[str, str, str | None]:
         architecture = _named_architecture(checkpoint.raw)
         weights = _named_weights(checkpoint)
         checkpoint.architecture.Config.read(checkpoint.raw)
-        shards(folder)
+        find_weight_files(folder)
     except LockstepError as error:
         return architecture, weights, str(error)
     return architecture, weights, None
@@ -116,7 +116,7 @@ def _named_architecture(raw: dict[str, Any]) -> str:
 
 def _named_weights(checkpoint: Checkpoint) -> str:
     """Return the weight format: that of quantized weights, or their dtype."""
-    packing = packing_of(checkpoint.quantization())
+    packing = read_weight_format(checkpoint.quantization())
     if packing is not None:
         return packing.name
     inner = checkpoint.raw.get("text_config", {})

@@ -10,10 +10,10 @@ from typing import Any
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models import architecture
 from lockstep.models.config_overrides import overridden
-from lockstep.models.gguf.tensors import GGUFShard
+from lockstep.models.gguf.tensors import GGUFWeightFile
 from lockstep.models.json_files import read_config, read_object
-from lockstep.models.weight_files import Shard, shards
-from lockstep.quantization import TensorInfo, one_format
+from lockstep.models.weight_files import WeightFile, find_weight_files
+from lockstep.quantization import TensorInfo, is_same_format
 
 SETTINGS = ("quantization_config", "compression_config")
 """What config.json calls the settings of its weight format; compressed-tensors had the second."""
@@ -58,9 +58,9 @@ class Checkpoint:
         return found
 
     @cached_property
-    def shards(self) -> Sequence[Shard | GGUFShard]:
+    def weight_files(self) -> Sequence[WeightFile | GGUFWeightFile]:
         """The files to read, found once. Raises CheckpointError where one is missing."""
-        return shards(self.folder)
+        return find_weight_files(self.folder)
 
     def key(self, name: str) -> str:
         """A tensor's name, less the prefix."""
@@ -71,8 +71,8 @@ class Checkpoint:
 
     def names(self) -> Iterator[str]:
         """Yield the names of all tensors as the files have them. Raise as tensors() does."""
-        for shard in self.shards:
-            with shard.open() as (_, names):
+        for weight_file in self.weight_files:
+            with weight_file.open() as (_, names):
                 yield from names
 
     def tensors(self) -> dict[str, dict[str, TensorInfo]]:
@@ -84,8 +84,8 @@ class Checkpoint:
             CheckpointError: a file is missing or cannot be read.
         """
         modules: dict[str, dict[str, TensorInfo]] = {}
-        for shard in self.shards:
-            with shard.open() as (file, names):
+        for weight_file in self.weight_files:
+            with weight_file.open() as (file, names):
                 for name in names:
                     info = file.info(name)
                     (module, _, suffix) = self.key(name).rpartition(".")
@@ -109,7 +109,7 @@ class Checkpoint:
                     field = f"config.json {name}"
                     raise choice_error(CheckpointError, field, found, OBJECT, "Mend config.json.")
                 told = _with_method(found)
-                if own is None or not one_format(own["quant_method"], told.get("quant_method")):
+                if own is None or not is_same_format(own["quant_method"], told.get("quant_method")):
                     return told
                 return own | {key: value for key, value in told.items() if value is not None}
         return own

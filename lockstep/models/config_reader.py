@@ -10,10 +10,10 @@ from lockstep.quantization.settings_reader import RecordedSettings
 
 T = TypeVar("T")
 _MISSING = object()
-MOST_SIZE = 1 << 24
-MOST_LAYERS = 1024
-MOST_EXPERTS = 4096
-MOST_NUMBER = 10**30
+MAX_SIZE = 1 << 24
+MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
+MAX_NUMBER = 10**30
 """Bounds that no real model comes near; whether what is asked fits into memory is seen later."""
 
 OF_DRAFTER = (
@@ -53,13 +53,13 @@ class ConfigReader:
                 f"Add it to {self.file}."
             )
         if kind is float and type(value) is int:
-            self.need(abs(value) <= MOST_NUMBER, name, f"numbers up to {MOST_NUMBER:.0e}")
+            self.need(abs(value) <= MAX_NUMBER, name, f"numbers up to {MAX_NUMBER:.0e}")
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.error(name, value, kind.__name__)
         return value
 
-    def size(self, name: str, default: Any = _MISSING, most: int = MOST_SIZE) -> int:
+    def size(self, name: str, default: Any = _MISSING, most: int = MAX_SIZE) -> int:
         """The setting as a count of at least 1."""
         value = self.get(name, int, default)
         self.need(1 <= value <= most, name, f"1 or more, up to {most}")
@@ -75,7 +75,7 @@ class ConfigReader:
         """The setting as a list of `count` finite numbers above 0."""
         values = self.get(name, list)
         kinds = (int, float)
-        good = all(type(v) in kinds and 0 < v <= MOST_NUMBER for v in values)
+        good = all(type(v) in kinds and 0 < v <= MAX_NUMBER for v in values)
         self.need(good and len(values) == count, name, f"{count} finite numbers above 0")
         return tuple(float(v) for v in values)
 

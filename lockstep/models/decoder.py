@@ -1,6 +1,6 @@
-"""What the decoders here have in common: settings, halves, blocks, stack and head.
+"""What the decoders here have in common: settings, sublayers, blocks, stack and head.
 
-A model file declares each layer's halves: a norm and a body each, which is a mixer or an MLP.
+A model file declares each layer's sublayers: a norm and a body each, which is a mixer or an MLP.
 """
 
 from abc import ABC, abstractmethod
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lockstep.cache.specs import is_cached
 from lockstep.layers.attention import Attention
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Embedding, Head, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm
-from lockstep.models.config_reader import MOST_LAYERS, ConfigReader
+from lockstep.models.config_reader import MAX_LAYERS, ConfigReader
 from lockstep.models.rope import Rope, read_rope
 from lockstep.step import Step
 
@@ -81,15 +81,15 @@ def read_common(
     )
 
 
-def read_attending_layers(c: ConfigReader) -> int:
+def read_attention_layers(c: ConfigReader) -> int:
     """How many layers there are; each attends to all tokens, since windows are not built."""
     c.only("use_sliding_window", False, default=False)
-    layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+    layers = c.size("num_hidden_layers", most=MAX_LAYERS)
     c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
     return layers
 
 
-class Half:
+class Sublayer:
     """x += body(norm x): what a layer is made of. An ordinary layer has two, mixer and MLP.
 
     norm_name and name: what the checkpoint calls norm and body within the layer. A body that keeps
@@ -98,7 +98,7 @@ class Half:
     """
 
     def __init__(
-        self, build: Build, c: StackConfig, norm_name: str, name: str, body: nn.Module
+        self, build: BuildContext, c: StackConfig, norm_name: str, name: str, body: nn.Module
     ) -> None:
         self.norm_name = norm_name
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
@@ -113,16 +113,16 @@ class Half:
 
 
 class Block(nn.Module):
-    """A layer: its halves in turn. Its norms and bodies are submodules, by the checkpoint's names.
+    """A decoder layer: its sublayers, applied one after the other.
 
-    A half hands on the residual x and the delta that is still to be added to it: the next norm
-    adds and norms in one pass.
+    Norms and bodies are registered as submodules under the checkpoint's names. A sublayer returns
+    the residual x and a delta that is not added yet: the next norm adds and normalizes in one op.
     """
 
-    def __init__(self, *halves: Half) -> None:
+    def __init__(self, *sublayers: Sublayer) -> None:
         super().__init__()
-        self.halves = halves
-        for half in halves:
+        self.sublayers = sublayers
+        for half in sublayers:
             self.add_module(half.norm_name, half.norm)
             self.add_module(half.name, half.body)
 
@@ -131,7 +131,7 @@ class Block(nn.Module):
         residual [T, H] as the first half norms it: what all layers before this one have left."""
         out = delta
         entered = x
-        for index, half in enumerate(self.halves):
+        for index, half in enumerate(self.sublayers):
             x, out = self.tokenwise(x, out, index)
             if index == 0:
                 entered = x
@@ -146,28 +146,28 @@ class Block(nn.Module):
         x, delta [T, H] -> the residual, and the mixer's input or the body's output, each [T, H].
         It is what graphs hold where the mixers stay outside of them (runner/capture.py).
         """
-        half = self.halves[index]
+        half = self.sublayers[index]
         x, normed = half.norm(x, delta)
         return x, normed if half.mixes else half.body(normed)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the layer -> what it fills."""
-        return {name: tensor for half in self.halves for name, tensor in half.weights().items()}
+        return {name: tensor for half in self.sublayers for name, tensor in half.weights().items()}
 
 
-def mlp_half(build: Build, c: DecoderConfig, *, bias: bool = False) -> Half:
+def mlp_sublayer(build: BuildContext, c: DecoderConfig, *, bias: bool = False) -> Sublayer:
     """The gated MLP, under the names that most checkpoints give it."""
     mlp = GatedMLP(build.within("mlp"), c.hidden_size, c.intermediate_size, bias=bias)
-    return Half(build, c, "post_attention_layernorm", "mlp", mlp)
+    return Sublayer(build, c, "post_attention_layernorm", "mlp", mlp)
 
 
-def attending_layers(
-    build: Build,
+def attention_layers(
+    build: BuildContext,
     c: DecoderConfig,
     count: int,
-    mlp: Callable[[Build, int], Half],
+    mlp: Callable[[BuildContext, int], Sublayer],
     **attention: Any,
-) -> Iterator[tuple[Half, Half]]:
+) -> Iterator[tuple[Sublayer, Sublayer]]:
     """`count` layers of attention, under the names that most checkpoints give it, and then what
     mlp(build, layer) makes. attention: the options of lockstep.layers.attention.Attention, less
     rotary."""
@@ -176,7 +176,7 @@ def attending_layers(
         at = build.at(f"layers.{i}")
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
         mixer = Attention(at.within("self_attn"), *sizes, rotary=rotary, **attention)
-        yield Half(at, c, "input_layernorm", "self_attn", mixer), mlp(at, i)
+        yield Sublayer(at, c, "input_layernorm", "self_attn", mixer), mlp(at, i)
 
 
 class Decoder(nn.Module, ABC):
@@ -192,14 +192,14 @@ class Decoder(nn.Module, ABC):
     embed_name: ClassVar[str] = "embed_tokens"
     norm_name: ClassVar[str] = "norm"
 
-    def __init__(self, config: StackConfig, build: Build) -> None:
+    def __init__(self, config: StackConfig, build: BuildContext) -> None:
         super().__init__()
         self.config = config
         self.taps: tuple[int, ...] = ()
         c = config
         build.kv = build.kv.settled(self.attending())
         self.embed = Embedding(build, c.vocab_size, c.hidden_size)
-        self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(build))
+        self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
         tied = self.embed.weight if c.tied else None
         self.head = Head(build.at("head", path=""), c.vocab_size, c.hidden_size, tied)
@@ -209,8 +209,8 @@ class Decoder(nn.Module, ABC):
         return range(self.config.layers)  # type: ignore[attr-defined]  # a file's own setting
 
     @abstractmethod
-    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
-        """The halves of each layer, the first layer first."""
+    def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
+        """The sublayers of each layer, the first layer first."""
 
     def forward(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
         """-> hidden [T, H] after the final norm, aux_hidden_states: the residual [T, H] at every

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Target
 from lockstep.layers.moe import Routing
 from lockstep.layers.rotary import Rotary
-from lockstep.models.config_reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
-from lockstep.models.decoder import Decoder, DecoderConfig, Half, mlp_half
-from lockstep.models.latent_config import Latents, read_latent_common
-from lockstep.models.moe_config import Mixture
-from lockstep.models.mtp_module import NextTokenModule
-from lockstep.quantization import Slot
-from lockstep.quantization.weight_sink import PLAIN
+from lockstep.models.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
+from lockstep.models.decoder import Decoder, DecoderConfig, Sublayer, mlp_sublayer
+from lockstep.models.latent_config import LatentConfig, read_latent_common
+from lockstep.models.moe_config import MoEConfig
+from lockstep.models.mtp_module import MTPModule
+from lockstep.quantization import WeightSink
+from lockstep.quantization.weight_sink import FLOAT_DTYPES
 
 PREFIXES = ("language_model.model.", "language_model.", "model.")
 IGNORED = ("vision_tower.", "mm_projector.")
@@ -39,7 +39,7 @@ TWINS = ("embed_tokens", "shared_head.head")
 
 def draft_prefix(raw: dict[str, Any]) -> str:
     """The MTP module is the layer behind the last one."""
-    layers = ConfigReader(raw).size("num_hidden_layers", most=MOST_LAYERS)
+    layers = ConfigReader(raw).size("num_hidden_layers", most=MAX_LAYERS)
     return f"layers.{layers}."
 
 
@@ -48,8 +48,8 @@ class Config(DecoderConfig):
     """The settings that decide the math."""
 
     layers: int
-    latents: Latents
-    mixture: Mixture
+    latents: LatentConfig
+    mixture: MoEConfig
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
@@ -57,13 +57,13 @@ class Config(DecoderConfig):
         c = ConfigReader(raw)
         c.only("pretraining_tp", 1, None, default=1)
         c.only(DRAFT_SETTING, 0, 1, None, default=0)
-        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+        layers = c.size("num_hidden_layers", most=MAX_LAYERS)
         config = cls(layers=layers, mixture=_read_mixture(c, layers), **read_latent_common(c))
         c.refuse_unread(WITHOUT_EFFECT)
         return config
 
 
-def _read_mixture(c: ConfigReader, layers: int) -> Mixture:
+def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
     """The mixture of all layers behind the first few. The file must say how it chooses and scales:
     where it does not, DeepSeek's code, Kimi's and transformers each assume something else."""
     c.only("scoring_func", "sigmoid", default="sigmoid")
@@ -75,16 +75,16 @@ def _read_mixture(c: ConfigReader, layers: int) -> Mixture:
     c.need(shared >= 0, "n_shared_experts", "0 or more")
     inner = c.size("moe_intermediate_size")
     routing = Routing(
-        c.size("n_routed_experts", most=MOST_EXPERTS),
+        c.size("n_routed_experts", most=MAX_EXPERTS),
         c.size("num_experts_per_tok"),
         scoring="sigmoid",
-        renormalise=c.get("norm_topk_prob", bool, True),
+        renormalize=c.get("norm_topk_prob", bool, True),
         scale=c.positive("routed_scaling_factor"),
         bias=True,
         groups=c.size("n_group"),
         top_groups=c.size("topk_group"),
     )
-    return Mixture(
+    return MoEConfig(
         routing,
         inner=inner,
         shared_inner=shared * inner,
@@ -93,13 +93,13 @@ def _read_mixture(c: ConfigReader, layers: int) -> Mixture:
     )
 
 
-def attending_half(build: Build, c: Config, rotary: Rotary) -> Half:
+def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublayer:
     """Latent attention."""
     mixer = c.latents.mixer(build.within("self_attn"), c.hidden_size, rotary)
-    return Half(build, c, "input_layernorm", "self_attn", mixer)
+    return Sublayer(build, c, "input_layernorm", "self_attn", mixer)
 
 
-def mixture_half(build: Build, c: Config) -> Half:
+def moe_sublayer(build: BuildContext, c: Config) -> Sublayer:
     """The mixture."""
     return c.mixture.half(build, c, shared_name="shared_experts")
 
@@ -109,7 +109,7 @@ class Model(Decoder):
 
     config: Config
 
-    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Latent attention over all tokens, then a dense MLP in the first layers, or the
         mixture."""
         c = self.config
@@ -117,28 +117,33 @@ class Model(Decoder):
         for i in range(c.layers):
             at = build.at(f"layers.{i}")
             dense = i in c.mixture.dense_layers
-            yield attending_half(at, c, rotary), mlp_half(at, c) if dense else mixture_half(at, c)
+            yield (
+                attention_sublayer(at, c, rotary),
+                mlp_sublayer(at, c) if dense else moe_sublayer(at, c),
+            )
 
 
-class Draft(NextTokenModule):
+class Draft(MTPModule):
     """The MTP module: one layer over eh_proj([enorm(embedding), hnorm(hidden)])."""
 
-    def __init__(self, target: Model, build: Build, ids: Tensor | None = None) -> None:
+    def __init__(self, target: Model, build: BuildContext, ids: Tensor | None = None) -> None:
         path = f"layers.{target.config.layers}"
         super().__init__(target, build, ids, module=path, projection="eh_proj")
         at = build.at(build.layer, path)
         self.twins = [name for name in TWINS if at.found(name)]
 
-    def layers(self, target: Any, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Latent attention and the mixture."""
         c = target.config
         at = build.at(build.layer, f"layers.{c.layers}")
-        yield attending_half(at, c, c.rope.rotary(at)), mixture_half(at, c)
+        yield attention_sublayer(at, c, c.rope.rotary(at)), moe_sublayer(at, c)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name, less draft_prefix -> what it fills. Twins are read and not kept."""
         matrix = self.embed.weight
-        twin = Slot(tuple(matrix.shape), PLAIN, torch.device("cpu"), lambda tensor: None)
+        twin = WeightSink(
+            tuple(matrix.shape), FLOAT_DTYPES, torch.device("cpu"), lambda tensor: None
+        )
         return (
             self.blocks[0].weights()
             | self.fc.weights()

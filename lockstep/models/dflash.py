@@ -15,27 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.layers.attention import Attention
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Head, Linear, Target
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.config_reader import MOST_LAYERS, OF_DRAFTER, ConfigReader
+from lockstep.models.config_reader import MAX_LAYERS, OF_DRAFTER, ConfigReader
 from lockstep.models.decoder import (
     Block,
     Decoder,
     DecoderConfig,
-    Half,
-    mlp_half,
-    read_attending_layers,
+    Sublayer,
+    mlp_sublayer,
+    read_attention_layers,
     read_common,
 )
 from lockstep.models.json_files import read_config
 from lockstep.models.loader import Source
-from lockstep.quantization import Slot
+from lockstep.quantization import WeightSink
 from lockstep.step import Step
 
 ARCHITECTURE = "DFlashDraftModel"
-MOST_BLOCK = 1024
+MAX_BLOCK_SIZE = 1024
 """Tokens of a block that no checkpoint comes near."""
 INNER = "dflash_config"
 WITHOUT_EFFECT = {
@@ -92,11 +92,11 @@ class Config(DecoderConfig):
         depth = len(target.blocks)
         told = c.size("num_target_layers", depth)
         c.need(told == depth, "num_target_layers", f"the target's, {depth}")
-        layers = read_attending_layers(c)
+        layers = read_attention_layers(c)
         mask = inner.get("mask_token_id", int)
         inner.need(0 <= mask < vocab, "mask_token_id", f"0 to {vocab - 1}, the target's tokens")
         sized = inner if "block_size" in inner.raw else c
-        block = sized.size("block_size", most=MOST_BLOCK)
+        block = sized.size("block_size", most=MAX_BLOCK_SIZE)
         sized.need(block > 1, "block_size", "2 or more")
         config = cls(
             layers=layers,
@@ -116,7 +116,7 @@ def _taps(c: ConfigReader, layers: int, depth: int) -> tuple[int, ...]:
     last = max(depth - 3, 1)
     spread = [round(1 + i * (last - 1) / max(layers - 1, 1)) for i in range(layers)]
     found = c.get("target_layer_ids", list, spread if layers > 1 else [depth // 2])
-    whole = 0 < len(found) <= MOST_LAYERS and all(type(i) is int for i in found)
+    whole = 0 < len(found) <= MAX_LAYERS and all(type(i) is int for i in found)
     ascending = whole and all(a < b for a, b in zip(found, found[1:], strict=False))
     sound = ascending and 0 <= found[0] and found[-1] < depth
     c.need(sound, "target_layer_ids", f"ascending numbers of layers, 0 to {depth - 1}")
@@ -153,7 +153,7 @@ class BlockDraftModel(nn.Module):
     layers read a block. Shares embedding and head with the target."""
 
     def __init__(
-        self, target: Decoder, build: Build, c: Config, checkpoint: BlockCheckpoint
+        self, target: Decoder, build: BuildContext, c: Config, checkpoint: BlockCheckpoint
     ) -> None:
         super().__init__()
         self.config = c
@@ -164,11 +164,11 @@ class BlockDraftModel(nn.Module):
         top = build.at(build.layer, "")
         self.fc = Linear(top, len(c.taps) * c.hidden_size, {"fc": c.hidden_size})
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
-        self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(build))
+        self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
         self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
 
-    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Attention over blocks, then an MLP, in every layer."""
         c = self.config
         rotary = c.rope.rotary(build)
@@ -177,7 +177,7 @@ class BlockDraftModel(nn.Module):
             at = build.at(f"layers.{i}")
             own = at.within("self_attn")
             mixer = BlockAttention(own, *sizes, rotary=rotary, qk_norm=True, eps=c.eps)
-            yield Half(at, c, "input_layernorm", "self_attn", mixer), mlp_half(at, c)
+            yield Sublayer(at, c, "input_layernorm", "self_attn", mixer), mlp_sublayer(at, c)
 
     @property
     def head_bytes(self) -> int:
@@ -203,8 +203,8 @@ class BlockDraftModel(nn.Module):
     def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
         """Writes the keys and values of computed tokens; ids are not read."""
         for block in self.blocks:
-            halves: Any = block.halves
-            halves[0].body.keep(state, step)
+            sublayers: Any = block.sublayers
+            sublayers[0].body.keep(state, step)
 
     def finish(self) -> None:
         """Nothing is left to do: what it shares with the target is the target's own."""
@@ -222,4 +222,6 @@ class BlockDraftModel(nn.Module):
 
     def source(self) -> Source:
         """Its own checkpoint."""
-        return Source(self.checkpoint, {n: Slot.of(target) for n, target in self.weights().items()})
+        return Source(
+            self.checkpoint, {n: WeightSink.of(target) for n, target in self.weights().items()}
+        )

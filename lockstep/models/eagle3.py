@@ -18,27 +18,27 @@ from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
 from lockstep.layers.attention import Attention
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Embedding, Head, Linear, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.config_reader import MOST_LAYERS, OF_DRAFTER, ConfigReader
+from lockstep.models.config_reader import MAX_LAYERS, OF_DRAFTER, ConfigReader
 from lockstep.models.decoder import (
     Block,
     Decoder,
     DecoderConfig,
-    Half,
-    mlp_half,
-    read_attending_layers,
+    Sublayer,
+    mlp_sublayer,
+    read_attention_layers,
     read_common,
 )
 from lockstep.models.json_files import read_config
-from lockstep.models.latent_config import Latents, read_latent_common
+from lockstep.models.latent_config import LatentConfig, read_latent_common
 from lockstep.models.loader import Source
-from lockstep.quantization import Slot
+from lockstep.quantization import WeightSink
 from lockstep.step import Step
 
 LAYER = "layers.0"
@@ -116,11 +116,11 @@ class HeadCheckpoint(Checkpoint):
 
     def array(self, name: str) -> Any:
         """Return a tensor as a numpy array; None where the files lack it."""
-        for shard in self.shards:
-            with shard.open() as (_, names):
+        for weight_file in self.weight_files:
+            with weight_file.open() as (_, names):
                 matches = [stored for stored in names if self.key(stored) == name]
             if matches:
-                with safe_open(shard.path, framework="numpy") as file:
+                with safe_open(weight_file.path, framework="numpy") as file:
                     return file.get_tensor(matches[0])
         return None
 
@@ -134,7 +134,7 @@ class Config(DecoderConfig):
     draft_vocab_size: int
     target_hidden_size: int
     taps: tuple[int, ...]
-    latents: Latents | None
+    latents: LatentConfig | None
     attention_bias: bool
     mlp_bias: bool
     norm_before_residual: bool
@@ -161,7 +161,7 @@ class Config(DecoderConfig):
         c.need(count == len(taps), "num_aux_hidden_states", f"{len(taps)}, one for each tap")
         known = c.size("draft_vocab_size", vocab)
         c.need(known <= vocab, "draft_vocab_size", f"1 to vocab_size, {vocab}")
-        layers = read_attending_layers(c)
+        layers = read_attention_layers(c)
         kinds = (True, None) if layers > 1 else (True, False, None)  # of layers after the first
         inner.only("next_layer_regular", *kinds, default=None)
         config = cls(
@@ -202,7 +202,7 @@ def _taps(c: ConfigReader, inner: ConfigReader, layers: int, behind: bool) -> tu
     found = given or [2, layers // 2, layers - 3]
     last = layers - 1 if behind and given else layers
     allowed = f"ascending numbers of layers, 0 to {last}"
-    whole = len(found) <= MOST_LAYERS and all(type(i) is int for i in found)
+    whole = len(found) <= MAX_LAYERS and all(type(i) is int for i in found)
     where.need(whole, name, allowed)
     ascending = all(a < b for a, b in zip(found, found[1:], strict=False))
     where.need(ascending and found[0] >= 0 and found[-1] <= last, name, allowed)
@@ -246,7 +246,7 @@ def draft_ids(checkpoint: HeadCheckpoint, config: Config) -> Tensor | None:
 
 
 def attending(
-    build: Build, c: Config, widths: tuple[int, int], rotary: Rotary
+    build: BuildContext, c: Config, widths: tuple[int, int], rotary: Rotary
 ) -> Attention | LatentAttention:
     """The mixer of a layer. widths: of what it reads and of what it gives."""
     if c.latents is not None:
@@ -265,13 +265,15 @@ def attending(
     )
 
 
-def later_layers(build: Build, c: Config, rotary: Rotary) -> Iterator[tuple[Half, Half]]:
-    """The halves of the layers behind the first, which read the state alone."""
+def later_layers(
+    build: BuildContext, c: Config, rotary: Rotary
+) -> Iterator[tuple[Sublayer, Sublayer]]:
+    """The sublayers of the layers behind the first, which read the state alone."""
     for index in range(1, c.layers):
         at = build.at(build.layer, f"layers.{index}")
         mixer = attending(at.within("self_attn"), c, (c.hidden_size, c.hidden_size), rotary)
-        mlp = mlp_half(at, c, bias=c.mlp_bias)
-        yield Half(at, c, "input_layernorm", "self_attn", mixer), mlp
+        mlp = mlp_sublayer(at, c, bias=c.mlp_bias)
+        yield Sublayer(at, c, "input_layernorm", "self_attn", mixer), mlp
 
 
 class Eagle3Head(nn.Module):
@@ -282,7 +284,7 @@ class Eagle3Head(nn.Module):
     """
 
     def __init__(
-        self, target: Decoder, build: Build, c: Config, checkpoint: HeadCheckpoint
+        self, target: Decoder, build: BuildContext, c: Config, checkpoint: HeadCheckpoint
     ) -> None:
         super().__init__()
         self.config = c
@@ -322,7 +324,9 @@ class Eagle3Head(nn.Module):
         self.mlp_norm = AddRMSNorm(build, c.hidden_size, c.eps)
         sizes = (c.hidden_size, c.intermediate_size)
         self.mlp = GatedMLP(at.within("mlp"), *sizes, bias=c.mlp_bias)
-        self.blocks = nn.ModuleList(Block(*halves) for halves in later_layers(build, c, rotary))
+        self.blocks = nn.ModuleList(
+            Block(*sublayers) for sublayers in later_layers(build, c, rotary)
+        )
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
         whole = fits and c.draft_vocab_size == c.vocab_size
         self.own_head = not whole or build.tensors is None or "lm_head" in build.tensors
@@ -335,7 +339,7 @@ class Eagle3Head(nn.Module):
         stands = None if self.own_head else target.head.loaded
         self.head = Head(top, c.draft_vocab_size, c.hidden_size, stands)
 
-    def _known(self, build: Build, c: Config) -> Tensor | None:
+    def _known(self, build: BuildContext, c: Config) -> Tensor | None:
         """The target's tokens that it knows, ascending; `order` is where its file has each."""
         if build.tensors is None:
             count = c.draft_vocab_size
@@ -429,11 +433,11 @@ class Eagle3Head(nn.Module):
                 f"{self.checkpoint.folder}: lm_head is packed, and {OFFSETS} does not ascend; "
                 "allowed: one of the two. Take a head whose lm_head is not packed."
             )
-        return Slot.plain(target, partial(_rows, order=order))
+        return WeightSink.plain(target, partial(_rows, order=order))
 
     def source(self) -> Source:
         """Its own checkpoint. d2t and t2d were read when it was built."""
-        wanted = {name: Slot.of(target) for name, target in self.weights().items()}
+        wanted = {name: WeightSink.of(target) for name, target in self.weights().items()}
         return Source(self.checkpoint, wanted, lambda name: self.checkpoint.key(name) in READ)
 
 

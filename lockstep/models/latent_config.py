@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.rotary import Rotary
 from lockstep.models.config_reader import ConfigReader
@@ -11,7 +11,7 @@ from lockstep.models.rope import Rope, YarnRope, read_rope
 
 
 @dataclass(frozen=True)
-class Latents:
+class LatentConfig:
     """See lockstep.layers.latent_attention.
 
     q_rank: of the queries' latent, None where one projection makes them. latent: dims of the cached
@@ -29,7 +29,7 @@ class Latents:
     rope: Rope
 
     @classmethod
-    def read(cls, c: ConfigReader) -> "Latents":
+    def read(cls, c: ConfigReader) -> "LatentConfig":
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c.only("attention_bias", False, default=False)
         c.only("rope_interleave", True, None, default=True)
@@ -51,7 +51,9 @@ class Latents:
             rope=rope,
         )
 
-    def mixer(self, build: Build, hidden: int | tuple[int, int], rotary: Rotary) -> LatentAttention:
+    def mixer(
+        self, build: BuildContext, hidden: int | tuple[int, int], rotary: Rotary
+    ) -> LatentAttention:
         """The mixer with these settings. hidden: its width, or those of what it reads and gives."""
         return LatentAttention(
             build,
@@ -70,7 +72,7 @@ class Latents:
 def read_latent_common(c: ConfigReader) -> dict[str, Any]:
     """The fields of DecoderConfig from config.json, and `latents`."""
     c.only("hidden_act", "silu", default="silu")
-    latents = Latents.read(c)
+    latents = LatentConfig.read(c)
     return dict(
         vocab_size=c.size("vocab_size"),
         hidden_size=c.size("hidden_size"),

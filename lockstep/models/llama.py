@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build_context import Build
-from lockstep.models.config_reader import MOST_LAYERS, ConfigReader
+from lockstep.layers.build_context import BuildContext
+from lockstep.models.config_reader import MAX_LAYERS, ConfigReader
 from lockstep.models.decoder import (
     Decoder,
     DecoderConfig,
-    Half,
-    attending_layers,
-    mlp_half,
+    Sublayer,
+    attention_layers,
+    mlp_sublayer,
     read_common,
 )
 
@@ -37,7 +37,7 @@ class Config(DecoderConfig):
         c = ConfigReader(raw)
         c.only("pretraining_tp", 1, None, default=1)
         config = cls(
-            layers=c.size("num_hidden_layers", most=MOST_LAYERS),
+            layers=c.size("num_hidden_layers", most=MAX_LAYERS),
             attention_bias=c.get("attention_bias", bool, False),
             mlp_bias=c.get("mlp_bias", bool, False),
             **read_common(c),
@@ -51,12 +51,12 @@ class Model(Decoder):
 
     config: Config
 
-    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Attention over all tokens, then the MLP, in every layer."""
         c = self.config
         biases = dict(bias=c.attention_bias, out_bias=c.attention_bias)
 
-        def mlp(at: Build, layer: int) -> Half:
-            return mlp_half(at, c, bias=c.mlp_bias)
+        def mlp(at: BuildContext, layer: int) -> Sublayer:
+            return mlp_sublayer(at, c, bias=c.mlp_bias)
 
-        return attending_layers(build, c, c.layers, mlp, **biases)
+        return attention_layers(build, c, c.layers, mlp, **biases)

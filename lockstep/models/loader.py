@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.to_device import to_device
-from lockstep.layers.build_context import Build
+from lockstep.kernels.upload import upload
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.norm import GatedGroupNorm, GatedRMSNorm, Norm
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.json_files import some
 from lockstep.models.weight_files import files_left_out
-from lockstep.quantization import Packing, Slot
-from lockstep.quantization.weight_sink import PLAIN
+from lockstep.quantization import WeightFormat, WeightSink
+from lockstep.quantization.weight_sink import FLOAT_DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ OF_SETTINGS = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """What was read of a checkpoint, and how long that took until all of it was in its place."""
 
     bytes: int
@@ -43,7 +43,7 @@ class Loaded:
         return self.bytes / max(self.seconds, 1e-9)
 
 
-def build_model(raw: dict[str, Any], build: Build) -> nn.Module:
+def build_model(raw: dict[str, Any], build: BuildContext) -> nn.Module:
     """The target that config.json describes, to be filled."""
     module = architecture(raw.get("model_type"))
     inner = ConfigReader(raw).raw.get("model_type")
@@ -64,19 +64,19 @@ class Source:
     """
 
     checkpoint: Checkpoint
-    wanted: Mapping[str, Slot]
+    wanted: Mapping[str, WeightSink]
     ignored: Callable[[str], bool] = field(default=lambda name: False)
     embedding: Tensor | None = None
 
     @property
     def bytes(self) -> int:
         """Size of all files that are read."""
-        return sum(shard.path.stat().st_size for shard in self.checkpoint.shards)
+        return sum(file.path.stat().st_size for file in self.checkpoint.weight_files)
 
     def warn_of_files_left_out(self) -> None:
         """Log each safetensors file of the folder that is not read, and why."""
         folder = self.checkpoint.folder
-        read = {shard.path.name for shard in self.checkpoint.shards}
+        read = {file.path.name for file in self.checkpoint.weight_files}
         for name, reason in files_left_out(folder, read).items():
             log.warning("%s is not read: %s", folder / name, reason)
 
@@ -86,8 +86,8 @@ def load_weights(
     model: nn.Module,
     draft: Any,
     progress: Progress,
-    packing: Packing | None = None,
-) -> Loaded:
+    packing: WeightFormat | None = None,
+) -> LoadResult:
     """Fills model and draft (None: there is none) from safetensors, and finishes them.
 
     packing: the weight format that they were built with. A draft module whose source() is not None
@@ -108,19 +108,21 @@ def load_weights(
     finish(*(root for root in (model, draft) if root is not None))
     if model.embed.weight.is_cuda:
         torch.cuda.synchronize()
-    return Loaded(total, time.monotonic() - began)
+    return LoadResult(total, time.monotonic() - began)
 
 
 def target_source(
-    checkpoint: Checkpoint, model: nn.Module, draft: Any, packing: Packing | None
+    checkpoint: Checkpoint, model: nn.Module, draft: Any, packing: WeightFormat | None
 ) -> Source:
     """The checkpoint of a whole model, and of the draft module that stands in it, if any."""
     module = checkpoint.architecture
     drafted = draft_prefix(module, checkpoint.raw)
-    wanted = {name: Slot.of(target) for name, target in model.weights().items()}
+    wanted = {name: WeightSink.of(target) for name, target in model.weights().items()}
     if draft is not None:
         assert drafted is not None, "else it was not built"
-        wanted |= {drafted + name: Slot.of(target) for name, target in draft.weights().items()}
+        wanted |= {
+            drafted + name: WeightSink.of(target) for name, target in draft.weights().items()
+        }
     unread = drafted if draft is None else None
     return Source(
         checkpoint,
@@ -137,9 +139,9 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
     filled: set[str] = set()
     twins: list[tuple[str, Tensor]] = []
     faults: dict[str, list[str]] = {"missing": [], "spare": [], "doubled": [], "unfit": []}
-    for shard in checkpoint.shards:
+    for weight_file in checkpoint.weight_files:
         done = behind
-        with shard.open(values=True) as (file, names):
+        with weight_file.open(values=True) as (file, names):
             for name in names:
                 key = checkpoint.key(name)
                 if key in filled:
@@ -151,10 +153,10 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
                     done += tensor.nbytes
                     progress(done, total)
                 elif key == TIED_HEAD and source.embedding is not None:
-                    twins.append((name, file.read(name, PLAIN)))
+                    twins.append((name, file.read(name, FLOAT_DTYPES)))
                 elif not source.ignored(name):
                     faults["spare"].append(name)
-        behind += shard.path.stat().st_size
+        behind += weight_file.path.stat().st_size
         progress(behind, total)
     faults["missing"] = sorted(set(wanted) - filled)
     faults["unfit"] += [f for twin in twins for f in _differs(*twin, source.embedding)]
@@ -195,12 +197,12 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
     packed = [part for layer in layers for part in getattr(layer, "packed_parts", ())]
     for index, weight in enumerate(packed):
         generator = torch.Generator(weight.device).manual_seed(seed * 100003 - 1 - index)
-        weight.dummy(generator)
+        weight.fill_dummy(generator)
     finish(*modules)
 
 
 def _ignored(
-    checkpoint: Checkpoint, packing: Packing | None, name: str, drafted: str | None
+    checkpoint: Checkpoint, packing: WeightFormat | None, name: str, drafted: str | None
 ) -> bool:
     """drafted: how names begin of a draft module that is not built; None: there is none."""
     module = checkpoint.architecture
@@ -211,12 +213,12 @@ def _ignored(
     return drafted is not None and checkpoint.key(name).startswith(drafted)
 
 
-def _fill(name: str, slot: Slot, tensor: Tensor) -> list[str]:
+def _fill(name: str, slot: WeightSink, tensor: Tensor) -> list[str]:
     """Hands the tensor over, or says why it does not fit."""
     fault = slot.fault(tensor)
     if fault is not None:
         return [f"{name} ({fault})"]
-    slot.fill(to_device(tensor, slot.device))
+    slot.fill(upload(tensor, slot.device))
     return []
 
 

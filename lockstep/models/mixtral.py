@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build_context import Build
-from lockstep.models.config_reader import MOST_LAYERS, ConfigReader
-from lockstep.models.decoder import Decoder, DecoderConfig, Half, attending_layers, read_common
-from lockstep.models.moe_config import Mixture, read_routing
+from lockstep.layers.build_context import BuildContext
+from lockstep.models.config_reader import MAX_LAYERS, ConfigReader
+from lockstep.models.decoder import Decoder, DecoderConfig, Sublayer, attention_layers, read_common
+from lockstep.models.moe_config import MoEConfig, read_routing
 
 PREFIXES = ("model.",)
 IGNORED = ()
@@ -23,15 +23,15 @@ class Config(DecoderConfig):
     """The settings that decide the math."""
 
     layers: int
-    mixture: Mixture
+    mixture: MoEConfig
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
         c.only("sliding_window", None, default=None)
-        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
-        mixture = Mixture(read_routing(c), inner=c.size("intermediate_size"))
+        layers = c.size("num_hidden_layers", most=MAX_LAYERS)
+        mixture = MoEConfig(read_routing(c), inner=c.size("intermediate_size"))
         config = cls(layers=layers, mixture=mixture, **read_common(c))
         c.refuse_unread({})
         return config
@@ -42,11 +42,11 @@ class Model(Decoder):
 
     config: Config
 
-    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Attention over all tokens, then the mixture, in every layer."""
         c = self.config
 
-        def mlp(at: Build, layer: int) -> Half:
+        def mlp(at: BuildContext, layer: int) -> Sublayer:
             return c.mixture.half(at, c, "block_sparse_moe", names=EXPERT)
 
-        return attending_layers(build, c, c.layers, mlp)
+        return attention_layers(build, c, c.layers, mlp)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Head, Linear
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
-from lockstep.models.decoder import Block, Decoder, Half
+from lockstep.models.decoder import Block, Decoder, Sublayer
 from lockstep.step import Step
 
 
-class NextTokenModule(nn.Module, ABC):
+class MTPModule(nn.Module, ABC):
     """Its layers over a projection of [norm(embedding), norm(hidden)], and a norm.
 
     Shares embedding and head with the target; `hidden` of position i and the token after it give
@@ -26,7 +26,7 @@ class NextTokenModule(nn.Module, ABC):
     def __init__(
         self,
         target: Decoder,
-        build: Build,
+        build: BuildContext,
         ids: Tensor | None,
         *,
         module: str,
@@ -41,7 +41,7 @@ class NextTokenModule(nn.Module, ABC):
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         at = build.at(build.layer, module)
         self.fc = Linear(at, 2 * c.hidden_size, {projection: c.hidden_size})
-        self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(target, build))
+        self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(target, build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         known = c.vocab_size if ids is None else len(ids)
         stands = target.head.loaded if ids is None else build.matrix(known, c.hidden_size)
@@ -50,9 +50,11 @@ class NextTokenModule(nn.Module, ABC):
         """The target's head, no part of this module."""
 
     @abstractmethod
-    def layers(self, target: Decoder, build: Build) -> Iterator[tuple[Half, ...]]:
-        """The halves of each layer. The first half of the first one is a mixer with keep(), and the
-        only mixer."""
+    def layers(self, target: Decoder, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
+        """Return the sublayers of each layer.
+
+        The first sublayer of the first layer is a mixer with keep(), and there is no other mixer.
+        """
 
     def finish(self) -> None:
         """Where it knows only some tokens, their rows of the target's head become its own. To be
@@ -89,7 +91,7 @@ class NextTokenModule(nn.Module, ABC):
         """Writes what the mixer keeps of these tokens alone, where no draft is wanted."""
         first: Any = self.blocks[0]
         _, normed = first.tokenwise(self._mixed(ids, state), None, 0)
-        first.halves[0].body.keep(normed, step)
+        first.sublayers[0].body.keep(normed, step)
 
     def _mixed(self, ids: Tensor, hidden: Tensor) -> Tensor:
         parts = [self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)]

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lockstep.layers.attention import Attention
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Target
 from lockstep.layers.mamba2 import Mamba2
 from lockstep.layers.mlp import ReluMLP
 from lockstep.layers.moe import RELU_MLP, MoE, Routing
-from lockstep.models.config_reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
-from lockstep.models.decoder import Decoder, Half, StackConfig
-from lockstep.models.mtp_module import NextTokenModule
+from lockstep.models.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
+from lockstep.models.decoder import Decoder, StackConfig, Sublayer
+from lockstep.models.mtp_module import MTPModule
 
 PREFIXES = ("backbone.", "model.")
 IGNORED = ()
@@ -236,7 +236,7 @@ def _kinds_of(c: ConfigReader, field: str) -> tuple[str, ...]:
     for name, kind in zip(found, kinds, strict=True):
         if kind not in KINDS.values():
             raise c.error(field, name, ", ".join(sorted(known)))
-    c.need(0 < len(kinds) <= MOST_LAYERS, field, f"1 to {MOST_LAYERS} blocks")
+    c.need(0 < len(kinds) <= MAX_LAYERS, field, f"1 to {MAX_LAYERS} blocks")
     return tuple(kinds)
 
 
@@ -275,10 +275,10 @@ def _read_experts(c: ConfigReader) -> Experts:
     c.only("n_shared_experts", 1, default=1)
     local = "n_routed_experts" if "n_routed_experts" in c.raw else "num_local_experts"
     routing = Routing(
-        c.size(local, most=MOST_EXPERTS),
+        c.size(local, most=MAX_EXPERTS),
         c.size("num_experts_per_tok"),
         scoring="sigmoid",
-        renormalise=c.get("norm_topk_prob", bool),
+        renormalize=c.get("norm_topk_prob", bool),
         scale=c.positive("routed_scaling_factor"),
         bias=True,
         groups=c.size("n_group", 1),
@@ -303,16 +303,16 @@ class Model(Decoder):
     def attending(self) -> list[int]:
         return [i for i, kind in enumerate(self.config.kinds) if kind == "attention"]
 
-    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """One half a block, called mixer whatever it is."""
         for i, kind in enumerate(self.config.kinds):
-            yield (self.only_half(build.at(f"layers.{i}"), kind),)
+            yield (self.single_sublayer(build.at(f"layers.{i}"), kind),)
 
-    def only_half(self, build: Build, kind: str) -> Half:
+    def single_sublayer(self, build: BuildContext, kind: str) -> Sublayer:
         """All of a block."""
-        return Half(build, self.config, "norm", "mixer", self.body(build.within("mixer"), kind))
+        return Sublayer(build, self.config, "norm", "mixer", self.body(build.within("mixer"), kind))
 
-    def body(self, build: Build, kind: str) -> nn.Module:
+    def body(self, build: BuildContext, kind: str) -> nn.Module:
         """What a block of this kind does."""
         c = self.config
         if kind == "attention":
@@ -351,16 +351,16 @@ class Model(Decoder):
         )
 
 
-class Draft(NextTokenModule):
+class Draft(MTPModule):
     """The MTP module: eh_proj([enorm(embedding), hnorm(hidden)]), its blocks, final_layernorm."""
 
-    def __init__(self, target: Model, build: Build, ids: Tensor | None = None) -> None:
+    def __init__(self, target: Model, build: BuildContext, ids: Tensor | None = None) -> None:
         super().__init__(target, build, ids, module="mtp.layers.0", projection="eh_proj")
 
-    def layers(self, target: Any, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """One half a block, as in the target."""
         for i, kind in enumerate(target.config.draft_kinds):
-            yield (target.only_half(build.at(build.layer, f"mtp.layers.{i}"), kind),)
+            yield (target.single_sublayer(build.at(build.layer, f"mtp.layers.{i}"), kind),)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name, less DRAFT_PREFIX -> what it fills. What stands in front of the blocks

@@ -24,7 +24,7 @@ from lockstep.models.hub import (
     weight_patterns,
 )
 from lockstep.models.json_files import some
-from lockstep.models.weight_files import shards
+from lockstep.models.weight_files import find_weight_files
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, the bytes that have come, and those that are to come."""
@@ -38,7 +38,7 @@ SPARE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Request:
+class PullRequest:
     """Files to download.
 
     model: a hub id. file: the name of a GGUF file, or the type at its end; None for a whole
@@ -58,7 +58,7 @@ class Request:
         revision: str | None = None,
         local_dir: str | None = None,
         include: Sequence[str] = (),
-    ) -> "Request":
+    ) -> "PullRequest":
         """Read NAME, OWNER/NAME, NAME:FILE.gguf or NAME:TYPE of a GGUF file.
 
         Raise ConfigError where it is none of these.
@@ -89,7 +89,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Pulled:
+class PullResult:
     """A checkpoint on this machine. path: its folder or GGUF file; served_as: what `lockstep serve`
     takes."""
 
@@ -97,7 +97,7 @@ class Pulled:
     served_as: str
 
 
-def pull(request: Request, progress: Progress, note: Callable[[str], None]) -> Pulled:
+def pull(request: PullRequest, progress: Progress, note: Callable[[str], None]) -> PullResult:
     """Download a checkpoint, or what is missing of it.
 
     note: called with a line about what will be done. Raises ConfigError where the hub refuses, is
@@ -132,27 +132,27 @@ def pull(request: Request, progress: Progress, note: Callable[[str], None]) -> P
     return _pulled(request, folder / weights[0] if request.file else folder)
 
 
-def _pulled(request: Request, path: Path) -> Pulled:
+def _pulled(request: PullRequest, path: Path) -> PullResult:
     """Return a checkpoint, to be served by its path where the hub id does not mean it."""
     if request.local_dir is not None or request.revision is not None or request.include:
-        return Pulled(path, str(path))
-    return Pulled(path, f"{request.model}:{request.file}" if request.file else request.model)
+        return PullResult(path, str(path))
+    return PullResult(path, f"{request.model}:{request.file}" if request.file else request.model)
 
 
-def _offline(request: Request) -> Pulled:
+def _offline(request: PullRequest) -> PullResult:
     """Return the copy that was fetched before. Raise ConfigError where it is not whole."""
     config = _local_path(request, "config.json")
     with suppress(CheckpointError, ConfigError):
         if request.file and request.local_dir is None:
             return _pulled(request, fetch_gguf(request.model, request.file))
-        if config is not None and not request.file and shards(config.parent):
+        if config is not None and not request.file and find_weight_files(config.parent):
             return _pulled(request, config.parent)
     raise ConfigError(
         f"{request.model} is not here, and HF_HUB_OFFLINE forbids to fetch it. {elsewhere(request)}"
     )
 
 
-def elsewhere(request: Request) -> str:
+def elsewhere(request: PullRequest) -> str:
     """Return what to do on a machine that does not reach the hub."""
     return (
         f"On a machine that reaches the hub run: lockstep pull {request.model} --local-dir DIR; "
@@ -161,7 +161,7 @@ def elsewhere(request: Request) -> str:
     )
 
 
-def _listing(request: Request) -> dict[str, int]:
+def _listing(request: PullRequest) -> dict[str, int]:
     """Return the size of each file of the model, in bytes."""
     from huggingface_hub import HfApi
 
@@ -183,7 +183,7 @@ def _matching(names: Mapping[str, int], patterns: Sequence[str]) -> list[str]:
     ]
 
 
-def _weights(request: Request, sizes: Mapping[str, int], folder: Path | None) -> list[str]:
+def _weights(request: PullRequest, sizes: Mapping[str, int], folder: Path | None) -> list[str]:
     """Return the files of weights to download. Raise ConfigError where there is none."""
     chosen = gguf_patterns(request.file) if request.file else request.include
     patterns = chosen or (WEIGHTS if folder is None else weight_patterns(folder))
@@ -213,13 +213,13 @@ def _weights(request: Request, sizes: Mapping[str, int], folder: Path | None) ->
     )
 
 
-def _is_here(request: Request, name: str, size: int) -> bool:
+def _is_here(request: PullRequest, name: str, size: int) -> bool:
     """Return whether a file was downloaded before."""
     path = _local_path(request, name)
     return path is not None and _has_size(path, size)
 
 
-def _local_path(request: Request, name: str) -> Path | None:
+def _local_path(request: PullRequest, name: str) -> Path | None:
     """Return where a file is on this machine; None where it is not."""
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -253,7 +253,7 @@ def _check_room(missing: Mapping[str, int], target: Path) -> None:
 
 
 @contextmanager
-def _shown(request: Request, wanted: Mapping[str, int], progress: Progress) -> Iterator[None]:
+def _shown(request: PullRequest, wanted: Mapping[str, int], progress: Progress) -> Iterator[None]:
     """Show how many bytes have arrived, while the files are downloaded."""
     ended = threading.Event()
     partial = _partial_folder(request)
@@ -278,7 +278,7 @@ def _shown(request: Request, wanted: Mapping[str, int], progress: Progress) -> I
         thread.join()
 
 
-def _partial_folder(request: Request) -> Path:
+def _partial_folder(request: PullRequest) -> Path:
     """Return the folder in which the hub's client keeps files that have not arrived whole."""
     from huggingface_hub import constants
 
@@ -306,7 +306,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _plain_errors(request: Request) -> Iterator[None]:
+def _plain_errors(request: PullRequest) -> Iterator[None]:
     """Raise ConfigError, with what to do, for what the hub's client raises."""
     try:
         yield
@@ -318,7 +318,7 @@ def _plain_errors(request: Request) -> Iterator[None]:
         raise ConfigError(message) from None
 
 
-def _remedy(request: Request, error: Exception) -> str:
+def _remedy(request: PullRequest, error: Exception) -> str:
     """Return what to do about an error of the hub's client."""
     from huggingface_hub import constants
 

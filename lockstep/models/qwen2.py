@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.decoder import (
     Decoder,
     DecoderConfig,
-    Half,
-    attending_layers,
-    mlp_half,
-    read_attending_layers,
+    Sublayer,
+    attention_layers,
+    mlp_sublayer,
+    read_attention_layers,
     read_common,
 )
 
@@ -39,7 +39,7 @@ class Config(DecoderConfig):
     def read(cls, raw: dict[str, Any]) -> "Config":
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
-        layers = read_attending_layers(c)
+        layers = read_attention_layers(c)
         config = cls(layers=layers, **read_common(c))
         c.refuse_unread(WITHOUT_EFFECT)
         return config
@@ -50,7 +50,7 @@ class Model(Decoder):
 
     config: Config
 
-    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Attention over all tokens, then the MLP, in every layer."""
         c = self.config
-        return attending_layers(build, c, c.layers, lambda at, _: mlp_half(at, c), bias=True)
+        return attention_layers(build, c, c.layers, lambda at, _: mlp_sublayer(at, c), bias=True)

@@ -7,19 +7,19 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lockstep.layers.attention import Attention
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.gated_delta_net import GatedDeltaNet
 from lockstep.layers.linear import Target
 from lockstep.layers.rotary import Rotary
-from lockstep.models.config_reader import MOST_LAYERS, ConfigReader
+from lockstep.models.config_reader import MAX_LAYERS, ConfigReader
 from lockstep.models.decoder import (
     Decoder,
     DecoderConfig,
-    Half,
-    mlp_half,
+    Sublayer,
+    mlp_sublayer,
     read_common,
 )
-from lockstep.models.mtp_module import NextTokenModule
+from lockstep.models.mtp_module import MTPModule
 
 PREFIXES = ("model.language_model.", "model.")
 IGNORED = ("model.visual.",)
@@ -71,7 +71,7 @@ def read_hybrid(c: ConfigReader, dense: bool = True) -> dict[str, Any]:
     c.only("mtp_use_dedicated_embeddings", False, default=False)
     c.only("layer_scale", False, None, default=None)
     every = c.size("full_attention_interval", 4)
-    layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+    layers = c.size("num_hidden_layers", most=MAX_LAYERS)
     kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     key_heads = c.size("linear_num_key_heads")
     value_heads = c.size("linear_num_value_heads")
@@ -99,23 +99,23 @@ class Model(Decoder):
     def attending(self) -> list[int]:
         return [i for i, kind in enumerate(self.config.layer_types) if kind == "full_attention"]
 
-    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Every few layers attend, the others recur (layer_types); each is followed by an MLP."""
         c = self.config
         rotary = c.rope.rotary(build)
         for i, kind in enumerate(c.layer_types):
             at = build.at(f"layers.{i}")
             if kind == "full_attention":
-                yield attending_half(at, c, rotary), self.mlp(at, i)
+                yield attention_sublayer(at, c, rotary), self.mlp(at, i)
             else:
-                yield recurrent_half(at, c), self.mlp(at, i)
+                yield recurrent_sublayer(at, c), self.mlp(at, i)
 
-    def mlp(self, build: Build, layer: int | None) -> Half:
+    def mlp(self, build: BuildContext, layer: int | None) -> Sublayer:
         """The MLP of a layer, or of the draft module's (None)."""
-        return mlp_half(build, self.config)
+        return mlp_sublayer(build, self.config)
 
 
-def attending_half(build: Build, c: Config, rotary: Rotary) -> Half:
+def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublayer:
     """Gated attention."""
     attention = Attention(
         build.within("self_attn"),
@@ -129,10 +129,10 @@ def attending_half(build: Build, c: Config, rotary: Rotary) -> Half:
         norm_offset=c.norm_offset,
         gated=True,
     )
-    return Half(build, c, "input_layernorm", "self_attn", attention)
+    return Sublayer(build, c, "input_layernorm", "self_attn", attention)
 
 
-def recurrent_half(build: Build, c: Config) -> Half:
+def recurrent_sublayer(build: BuildContext, c: Config) -> Sublayer:
     """Gated DeltaNet."""
     delta_net = GatedDeltaNet(
         build.within("linear_attn"),
@@ -145,20 +145,20 @@ def recurrent_half(build: Build, c: Config) -> Half:
         c.eps,
         grouped=c.grouped,
     )
-    return Half(build, c, "input_layernorm", "linear_attn", delta_net)
+    return Sublayer(build, c, "input_layernorm", "linear_attn", delta_net)
 
 
-class Draft(NextTokenModule):
+class Draft(MTPModule):
     """The MTP module: one full-attention block over fc([norm(embedding), norm(hidden)])."""
 
-    def __init__(self, target: Model, build: Build, ids: Tensor | None = None) -> None:
+    def __init__(self, target: Model, build: BuildContext, ids: Tensor | None = None) -> None:
         super().__init__(target, build, ids, module="mtp", projection="fc")
 
-    def layers(self, target: Any, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Gated attention and an MLP."""
         c = target.config
         at = build.at(build.layer, "mtp.layers.0")
-        yield attending_half(at, c, c.rope.rotary(at)), target.mlp(at, None)
+        yield attention_sublayer(at, c, c.rope.rotary(at)), target.mlp(at, None)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name, less DRAFT_PREFIX -> what it fills."""

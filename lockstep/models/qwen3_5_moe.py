@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models import qwen3_5
 from lockstep.models.config_reader import ConfigReader
-from lockstep.models.decoder import Half, mlp_half
-from lockstep.models.moe_config import Mixture, read_routing
+from lockstep.models.decoder import Sublayer, mlp_sublayer
+from lockstep.models.moe_config import MoEConfig, read_routing
 from lockstep.models.qwen3_5 import DRAFT_PREFIX, IGNORED, PREFIXES, Draft, read_hybrid
 
 __all__ = ["DRAFT_PREFIX", "IGNORED", "PREFIXES", "Config", "Draft", "Model"]
@@ -21,7 +21,7 @@ __all__ = ["DRAFT_PREFIX", "IGNORED", "PREFIXES", "Config", "Draft", "Model"]
 class Config(qwen3_5.Config):
     """The settings that decide the math."""
 
-    mixture: Mixture
+    mixture: MoEConfig
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
@@ -30,7 +30,7 @@ class Config(qwen3_5.Config):
         c.only("norm_topk_prob", True, default=True)
         c.only("mlp_only_layers", [], None, default=None)
         c.only("decoder_sparse_step", 1, default=1)
-        mixture = Mixture(
+        mixture = MoEConfig(
             read_routing(c),
             inner=c.size("moe_intermediate_size"),
             shared_inner=c.size("shared_expert_intermediate_size"),
@@ -45,7 +45,7 @@ class Model(qwen3_5.Model):
 
     config: Config
 
-    def mlp(self, build: Build, layer: int | None) -> Half:
+    def mlp(self, build: BuildContext, layer: int | None) -> Sublayer:
         """The mixture, or a dense MLP: in a layer where config.json says so, in the draft module
         where the checkpoint has one there."""
         c = self.config
@@ -57,4 +57,4 @@ class Model(qwen3_5.Model):
                 f"config.json has no intermediate_size, and {build.path}.mlp is a dense MLP. "
                 "Add it to config.json."
             )
-        return mlp_half(build, c) if dense else c.mixture.half(build, c)
+        return mlp_sublayer(build, c) if dense else c.mixture.half(build, c)

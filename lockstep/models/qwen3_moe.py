@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.decoder import (
     Decoder,
     DecoderConfig,
-    Half,
-    attending_layers,
-    mlp_half,
-    read_attending_layers,
+    Sublayer,
+    attention_layers,
+    mlp_sublayer,
+    read_attention_layers,
     read_common,
 )
-from lockstep.models.moe_config import Mixture, read_dense_layers, read_routing
+from lockstep.models.moe_config import MoEConfig, read_dense_layers, read_routing
 
 PREFIXES = ("model.",)
 IGNORED = ()
@@ -34,7 +34,7 @@ class Config(DecoderConfig):
     """The settings that decide the math."""
 
     layers: int
-    mixture: Mixture
+    mixture: MoEConfig
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
@@ -44,8 +44,8 @@ class Config(DecoderConfig):
         c.only("qkv_bias", False, None, default=False)
         c.only("use_qk_norm", True, None, default=True)
         c.only("shared_expert_intermediate_size", 0, None, default=0)
-        layers = read_attending_layers(c)
-        mixture = Mixture(
+        layers = read_attention_layers(c)
+        mixture = MoEConfig(
             read_routing(c, c.get("norm_topk_prob", bool)),
             inner=c.size("moe_intermediate_size"),
             dense_layers=read_dense_layers(c, layers),
@@ -61,12 +61,12 @@ class Model(Decoder):
 
     config: Config
 
-    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+    def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Attention over all tokens, then the mixture, or a dense MLP where the file says so."""
         c = self.config
 
-        def mlp(at: Build, layer: int) -> Half:
+        def mlp(at: BuildContext, layer: int) -> Sublayer:
             dense = layer in c.mixture.dense_layers
-            return mlp_half(at, c) if dense else c.mixture.half(at, c)
+            return mlp_sublayer(at, c) if dense else c.mixture.half(at, c)
 
-        return attending_layers(build, c, c.layers, mlp, qk_norm=True, eps=c.eps)
+        return attention_layers(build, c, c.layers, mlp, qk_norm=True, eps=c.eps)

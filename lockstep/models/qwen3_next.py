@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lockstep.models import qwen3_5_moe
-from lockstep.models.config_reader import MOST_LAYERS, ConfigReader
-from lockstep.models.moe_config import Mixture, read_dense_layers, read_routing
+from lockstep.models.config_reader import MAX_LAYERS, ConfigReader
+from lockstep.models.moe_config import MoEConfig, read_dense_layers, read_routing
 from lockstep.models.qwen3_5 import DRAFT_PREFIX, WITHOUT_EFFECT, Draft, read_hybrid
 from lockstep.models.qwen3_5_moe import Model
 
@@ -30,8 +30,8 @@ class Config(qwen3_5_moe.Config):
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
         c.only("use_sliding_window", False, default=False)
-        dense = read_dense_layers(c, c.size("num_hidden_layers", most=MOST_LAYERS))
-        mixture = Mixture(
+        dense = read_dense_layers(c, c.size("num_hidden_layers", most=MAX_LAYERS))
+        mixture = MoEConfig(
             read_routing(c, c.get("norm_topk_prob", bool)),
             inner=c.size("moe_intermediate_size"),
             shared_inner=c.size("shared_expert_intermediate_size"),

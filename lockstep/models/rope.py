@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.rotary import Rotary
 from lockstep.models.config_overrides import FULL_ATTENTION, ROPE_OUTSIDE
-from lockstep.models.config_reader import MOST_SIZE, ConfigReader
+from lockstep.models.config_reader import MAX_SIZE, ConfigReader
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Rope:
         a token, and the factor of cos and sin."""
         return inverse_frequencies(self.theta, self.width), 1.0
 
-    def rotary(self, build: Build) -> Rotary:
+    def rotary(self, build: BuildContext) -> Rotary:
         """The tables of cos and sin for the model under construction."""
         return Rotary(build, *self.frequencies(build.max_model_len))
 
@@ -276,9 +276,7 @@ def longest_sequence(c: ConfigReader) -> int:
         reach = positions
     # A product such as 1.6 * 4096 is one token short where its float is rounded down.
     longest = max(positions, int(reach + 1e-6))
-    rope.need(
-        longest <= MOST_SIZE, "factor", f"numbers that lead to {MOST_SIZE} positions or fewer"
-    )
+    rope.need(longest <= MAX_SIZE, "factor", f"numbers that lead to {MAX_SIZE} positions or fewer")
     return longest
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models.gguf.folder import gguf_files, holds_gguf
-from lockstep.models.gguf.tensors import GGUFShard, gguf_shards
+from lockstep.models.gguf.tensors import GGUFWeightFile, gguf_weight_files
 from lockstep.models.json_files import read_object, some
 from lockstep.quantization import TensorInfo
 from lockstep.settings import why_unread
@@ -29,7 +29,7 @@ SHARD_NAME = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True)
-class TensorFile:
+class OpenWeightFile:
     """An open safetensors file."""
 
     file: Any
@@ -46,7 +46,7 @@ class TensorFile:
 
 
 @dataclass(frozen=True)
-class Shard:
+class WeightFile:
     """A safetensors file of a checkpoint.
 
     index: file name of each tensor that the checkpoint's index lists; expected: those in this file.
@@ -57,7 +57,7 @@ class Shard:
     expected: frozenset[str]
 
     @contextmanager
-    def open(self, values: bool = False) -> Iterator[tuple[TensorFile, list[str]]]:
+    def open(self, values: bool = False) -> Iterator[tuple[OpenWeightFile, list[str]]]:
         """Open the file; yield it and the names of its tensors that are part of the checkpoint.
 
         A tensor that the index places in another file is left out. values: whether tensors are
@@ -73,7 +73,7 @@ class Shard:
                 stored = file.keys()
                 self._check_listed(set(stored))
                 listed = (name for name in stored if self.index.get(name, file_name) == file_name)
-                yield TensorFile(file), list(listed)
+                yield OpenWeightFile(file), list(listed)
         except (SafetensorError, OSError) as error:
             remedy = "Fetch the file again."
             if isinstance(error, PermissionError):
@@ -115,7 +115,7 @@ def _safetensors(folder: Path) -> list[Path]:
         ) from None
 
 
-def shards(folder: Path) -> Sequence[Shard | GGUFShard]:
+def find_weight_files(folder: Path) -> Sequence[WeightFile | GGUFWeightFile]:
     """Return the files to read, in the order of their names.
 
     GGUF files are read where there are no safetensors. Of these, with
@@ -127,7 +127,7 @@ def shards(folder: Path) -> Sequence[Shard | GGUFShard]:
     """
     files = {path.name: path for path in _safetensors(folder)}
     if not files and holds_gguf(folder):
-        return gguf_shards(gguf_files(folder))
+        return gguf_weight_files(gguf_files(folder))
     index = read_index(folder)
     _check_index(folder, index, files)
     if index:
@@ -141,7 +141,7 @@ def shards(folder: Path) -> Sequence[Shard | GGUFShard]:
     for tensor, name in index.items():
         expected.setdefault(name, set()).add(tensor)
     return [
-        Shard(path, index, frozenset(expected.get(name, ())))
+        WeightFile(path, index, frozenset(expected.get(name, ())))
         for name, path in files.items()
         if name in named
     ]

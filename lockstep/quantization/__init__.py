@@ -2,7 +2,7 @@
 
 A format says of a linear map how its weight lies on the device (a Layout of
 lockstep.kernels.formats.weights), and what fills it: the map's tensors in the checkpoint, each
-through a Slot. FORMATS maps what config.json calls a format to its file;
+through a WeightSink. FORMATS maps what config.json calls a format to its file;
 docs/quantization.md adds one.
 """
 
@@ -12,18 +12,18 @@ from typing import Any
 
 from lockstep.errors import CheckpointError, ConfigError, choice_error
 from lockstep.quantization.round_to_nearest import METHODS, RoundToNearest
-from lockstep.quantization.weight_format import Layout, Module, Packing, TensorInfo
-from lockstep.quantization.weight_sink import Slot
+from lockstep.quantization.weight_format import CheckpointLinear, Layout, TensorInfo, WeightFormat
+from lockstep.quantization.weight_sink import WeightSink
 
 __all__ = [
     "FORMATS",
     "Layout",
-    "Module",
-    "Packing",
-    "Slot",
+    "CheckpointLinear",
+    "WeightFormat",
+    "WeightSink",
     "TensorInfo",
-    "one_format",
-    "packing_of",
+    "is_same_format",
+    "read_weight_format",
 ]
 
 GGUF = "lockstep.quantization.gguf_format"
@@ -50,19 +50,21 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 """vLLM's names of kernels for a format -> what config.json calls the formats."""
 
 
-def one_format(method: object, other: object) -> bool:
+def is_same_format(method: object, other: object) -> bool:
     """Whether two quant_methods name one format."""
     known = [FORMATS.get(name) if isinstance(name, str) else None for name in (method, other)]
     return known[0] is not None and known[0] == known[1]
 
 
-def same_format(chosen: str, method: str) -> bool:
+def allows_format(chosen: str, method: str) -> bool:
     """Whether a name that the user chose is one of the format that a checkpoint names."""
     names = OTHER_NAMES.get(chosen, (chosen,))
-    return any(one_format(name, method) for name in names)
+    return any(is_same_format(name, method) for name in names)
 
 
-def packing_of(settings: Mapping[str, Any] | None, chosen: str | None = None) -> Packing | None:
+def read_weight_format(
+    settings: Mapping[str, Any] | None, chosen: str | None = None
+) -> WeightFormat | None:
     """The weight format that a checkpoint's quantization_config names, or that the user chose for a
     checkpoint which is not packed; None without either.
 
@@ -83,13 +85,13 @@ def packing_of(settings: Mapping[str, Any] | None, chosen: str | None = None) ->
         )
     if chosen in METHODS and FORMATS[method] == GGUF:
         return _rounding(chosen)  # a file's blocks are dequantized, and rounded anew
-    if chosen is not None and not same_format(chosen, method):
+    if chosen is not None and not allows_format(chosen, method):
         remedy = f"The checkpoint is packed already, as {method}; leave the setting out."
         raise choice_error(ConfigError, "quantization", chosen, f"{method!r} or None", remedy)
     return import_module(FORMATS[method]).read(settings)
 
 
-def _rounding(chosen: str | None) -> Packing | None:
+def _rounding(chosen: str | None) -> WeightFormat | None:
     """What packs a checkpoint that is not packed."""
     if chosen is None:
         return None

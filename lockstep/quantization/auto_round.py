@@ -19,18 +19,22 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.kernels.formats.weights import IntWeight
-from lockstep.quantization.awq import AWQ_BITS, awq_slots
-from lockstep.quantization.gptq import gptq_slots
-from lockstep.quantization.integers import BITS, GROUPS, Asked, IntPacking, Scheme
+from lockstep.quantization.awq import AWQ_BITS, awq_sinks
+from lockstep.quantization.gptq import gptq_sinks
+from lockstep.quantization.integers import BITS, GROUPS, IntWeightFormat, ModuleScheme, Scheme
 from lockstep.quantization.settings_reader import (
-    BUILT,
-    WITHIN,
+    SETTINGS_PREFIX,
+    SUPPORTED_REMEDY,
     NamePattern,
     SettingsReader,
     read_strictly,
 )
-from lockstep.quantization.weight_format import Module, Packing, usually_plain
-from lockstep.quantization.weight_sink import Slot
+from lockstep.quantization.weight_format import (
+    CheckpointLinear,
+    WeightFormat,
+    is_usually_unquantized,
+)
+from lockstep.quantization.weight_sink import WeightSink
 
 PLAIN_BITS = 16
 """From so many on a module is not packed."""
@@ -54,7 +58,7 @@ SPECIAL = frozenset("*+?^$()[]{}|\\")
 """A name of extra_config that holds one of these is a pattern."""
 
 
-class AutoRound(IntPacking):
+class AutoRound(IntWeightFormat):
     """See the module. extra: by a module's name; patterns: by a pattern of it, None: not packed;
     blocks: what names of packed modules begin with, empty for all."""
 
@@ -71,7 +75,9 @@ class AutoRound(IntPacking):
         self._check_bits(c, scheme)
         act_bits = c.get("act_bits", int, PLAIN_BITS)
         if act_bits < PLAIN_BITS:
-            told = f"{WITHIN}act_bits={act_bits} is not followed: activations are not rounded"
+            told = (
+                f"{SETTINGS_PREFIX}act_bits={act_bits} is not followed: activations are not rounded"
+            )
             self.notes = (told,)
         self.blocks = c.names("block_name_to_quantize") or c.names("to_quant_block_names")
         self.extra: dict[str, Scheme | None] = {}
@@ -99,37 +105,39 @@ class AutoRound(IntPacking):
 
     def _check_bits(self, c: SettingsReader, scheme: Scheme) -> None:
         if self.packing in AS_AWQ and scheme.bits != AWQ_BITS:
-            raise c.error("bits", scheme.bits, f"{AWQ_BITS} with {self.packing}", BUILT)
+            raise c.error("bits", scheme.bits, f"{AWQ_BITS} with {self.packing}", SUPPORTED_REMEDY)
 
-    def asked(self, module: Module) -> Asked:
+    def asked(self, module: CheckpointLinear) -> ModuleScheme:
         for name in module.names:
             if name in self.extra:
                 return self._said(name, self.extra[name], exact=True)
-        inside = not usually_plain(module)
+        inside = not is_usually_unquantized(module)
         setting = ""
         if self.blocks:
             inside = any(name.startswith(self.blocks) for name in module.names)
-            setting = "" if inside else f"{WITHIN}block_name_to_quantize"
+            setting = "" if inside else f"{SETTINGS_PREFIX}block_name_to_quantize"
         for text, pattern, scheme in self.patterns:
             if pattern.stands_in(module):
                 return self._said(text, scheme, exact=False)
-        return Asked(self.scheme, inside, setting)
+        return ModuleScheme(self.scheme, inside, setting)
 
-    def _said(self, name: str, scheme: Scheme | None, *, exact: bool) -> Asked:
+    def _said(self, name: str, scheme: Scheme | None, *, exact: bool) -> ModuleScheme:
         """What an entry of extra_config says. A pattern that changes how modules are packed may
         match some that are not."""
-        setting = f"{WITHIN}extra_config[{name[:100]!r}]"
+        setting = f"{SETTINGS_PREFIX}extra_config[{name[:100]!r}]"
         if scheme is None:
-            return Asked(self.scheme, False, setting)
-        return Asked(scheme, True, setting if exact else "")
+            return ModuleScheme(self.scheme, False, setting)
+        return ModuleScheme(scheme, True, setting if exact else "")
 
-    def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
+    def filled(
+        self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
+    ) -> dict[str, WeightSink]:
         if self.packing in AS_AWQ:
-            return awq_slots(module, weight)
-        return gptq_slots(module, weight, scheme, STORED_LESS[self.packing])
+            return awq_sinks(module, weight)
+        return gptq_sinks(module, weight, scheme, STORED_LESS[self.packing])
 
 
-def read(settings: Mapping[str, Any]) -> Packing:
+def read(settings: Mapping[str, Any]) -> WeightFormat:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
     return read_strictly(settings, "auto-round", AutoRound)
 
@@ -148,5 +156,5 @@ def _packing_format(c: SettingsReader) -> str:
     found = ":".join(part for part in written.split(":") if part not in KERNELS)
     known = (*STORED_LESS, *AS_AWQ)
     if found not in known:
-        raise c.error(name, written, ", ".join(map(repr, known)), BUILT)
+        raise c.error(name, written, ", ".join(map(repr, known)), SUPPORTED_REMEDY)
     return found

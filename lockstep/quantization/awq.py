@@ -20,17 +20,21 @@ from lockstep.kernels.formats.weights import IntWeight
 from lockstep.quantization.integers import (
     GROUPS,
     WORD,
-    Asked,
-    IntPacking,
+    IntWeightFormat,
+    ModuleScheme,
     Scheme,
     fill_scales,
     fill_words,
     fill_zeros,
     unpacked_words,
 )
-from lockstep.quantization.settings_reader import WITHIN, SettingsReader, read_strictly
-from lockstep.quantization.weight_format import Module, Packing, usually_plain
-from lockstep.quantization.weight_sink import Slot
+from lockstep.quantization.settings_reader import SETTINGS_PREFIX, SettingsReader, read_strictly
+from lockstep.quantization.weight_format import (
+    CheckpointLinear,
+    WeightFormat,
+    is_usually_unquantized,
+)
+from lockstep.quantization.weight_sink import WeightSink
 
 AWQ_BITS = 4
 CODES = WORD // AWQ_BITS
@@ -40,7 +44,7 @@ SHIFTS = tuple(AWQ_BITS * ORDER.index(output) for output in range(CODES))
 """The first bit of each of a word's outputs."""
 
 
-class AWQ(IntPacking):
+class AWQ(IntWeightFormat):
     """See the module. left: finds parts of the names of modules that are not packed."""
 
     def __init__(self, c: SettingsReader) -> None:
@@ -57,25 +61,27 @@ class AWQ(IntPacking):
         self.left = re.compile("|".join(map(re.escape, left))) if left else None
         self.head = c.get("lm_head", bool, False)
 
-    def asked(self, module: Module) -> Asked:
+    def asked(self, module: CheckpointLinear) -> ModuleScheme:
         parts = (self.left.search(name) for name in module.names if self.left is not None)
         part = next((part[0] for part in parts if part is not None), None)
         if part is not None:
-            setting = f"{WITHIN}modules_to_not_convert[{part[:100]!r}]"
-            return Asked(self.scheme, False, setting)
+            setting = f"{SETTINGS_PREFIX}modules_to_not_convert[{part[:100]!r}]"
+            return ModuleScheme(self.scheme, False, setting)
         head = module.path == "lm_head"
-        return Asked(self.scheme, self.head if head else not usually_plain(module))
+        return ModuleScheme(self.scheme, self.head if head else not is_usually_unquantized(module))
 
-    def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
-        return awq_slots(module, weight)
+    def filled(
+        self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
+    ) -> dict[str, WeightSink]:
+        return awq_sinks(module, weight)
 
 
-def read(settings: Mapping[str, Any]) -> Packing:
+def read(settings: Mapping[str, Any]) -> WeightFormat:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
     return read_strictly(settings, "awq", AWQ)
 
 
-def awq_slots(module: Module, weight: IntWeight) -> dict[str, Slot]:
+def awq_sinks(module: CheckpointLinear, weight: IntWeight) -> dict[str, WeightSink]:
     """The slots of a module's tensors."""
     n = module.outputs
     groups = weight.scales.shape[1]
@@ -84,9 +90,9 @@ def awq_slots(module: Module, weight: IntWeight) -> dict[str, Slot]:
     where = weight.device
     scales = partial(fill_scales, module, weight)
     return {
-        "qweight": Slot((module.inputs, words), int32, where, partial(_fill_codes, weight)),
-        "qzeros": Slot((groups, words), int32, where, partial(_fill_zeros, module, weight)),
-        "scales": Slot((groups, n), (weight.scales.dtype,), where, scales),
+        "qweight": WeightSink((module.inputs, words), int32, where, partial(_fill_codes, weight)),
+        "qzeros": WeightSink((groups, words), int32, where, partial(_fill_zeros, module, weight)),
+        "scales": WeightSink((groups, n), (weight.scales.dtype,), where, scales),
     }
 
 
@@ -100,7 +106,7 @@ def _fill_codes(weight: IntWeight, words: Tensor) -> None:
     fill_words(weight, CODES, codes)
 
 
-def _fill_zeros(module: Module, weight: IntWeight, words: Tensor) -> None:
+def _fill_zeros(module: CheckpointLinear, weight: IntWeight, words: Tensor) -> None:
     """words [G, N / 8]."""
     zeros = unpacked_words(words, SHIFTS, AWQ_BITS, dim=1)
     fill_zeros(module, weight, zeros[:, : module.outputs])

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.quantization.settings_reader import (
-    BUILT,
-    MEND,
-    WITHIN,
+    EDIT_REMEDY,
+    SETTINGS_PREFIX,
+    SUPPORTED_REMEDY,
     NamePattern,
     SettingsReader,
     read_strictly,
@@ -33,11 +33,11 @@ from lockstep.quantization.storage import (
     Fp8Storage,
     IntStorage,
     Storage,
-    StoredPacking,
-    other_kv_scales,
-    settle,
+    StoredWeightFormat,
+    non_fp8_kv_setting,
+    resolve_storage,
 )
-from lockstep.quantization.weight_format import Module
+from lockstep.quantization.weight_format import CheckpointLinear
 
 CLASS = "Linear"
 """The class of every linear map, as targets name it."""
@@ -47,7 +47,7 @@ PATTERN = "re:"
 """In front of a target that is a regular expression; it is matched from the name's start."""
 MIXED = "mixed-precision"
 DENSE = "dense"
-MOST_GROUP = 1 << 20
+MAX_GROUP_SIZE = 1 << 20
 """Columns that may share a scale."""
 
 
@@ -73,13 +73,13 @@ class Targets:
         """The setting of this name. Raises CheckpointError where it is no list of them."""
         texts: list[str] = settings.get(name, list, [])
         if not all(isinstance(text, str) for text in texts):
-            raise settings.error(name, texts, "a list of names", MEND)
+            raise settings.error(name, texts, "a list of names", EDIT_REMEDY)
         spelled = sorted({text for text in texts if text.startswith(PATTERN)})
         patterns = ((x, settings.pattern(name, x.removeprefix(PATTERN))) for x in spelled)
         names = frozenset(texts) - {CLASS, *spelled}
         return cls(names, tuple(patterns), CLASS in texts)
 
-    def find(self, module: Module) -> tuple[int, str] | None:
+    def find(self, module: CheckpointLinear) -> tuple[int, str] | None:
         """What decides of a module, by one of the names that this may have: how precise it is, the
         most precise first, and its text; None where nothing does."""
         named = [name for name in module.names if name in self.names]
@@ -100,7 +100,7 @@ class Group:
     storage: Storage
 
 
-class CompressedTensors(StoredPacking):
+class CompressedTensors(StoredWeightFormat):
     """See the file's head. name: "compressed-tensors-pack-quantized" and so on, by format."""
 
     unused = frozenset(
@@ -127,31 +127,33 @@ class CompressedTensors(StoredPacking):
         self.name = f"compressed-tensors-{self.format}"
         transforms = settings.get("transform_config", dict, {})
         if transforms:
-            raise settings.error("transform_config", transforms, "none", BUILT)
+            raise settings.error("transform_config", transforms, "none", SUPPORTED_REMEDY)
         settings.part("sparsity_config").only("format", "dense", default="dense")
         self.left_out = Targets.read(settings, "ignore")
         parts = settings.parts("config_groups")
         if not parts and not settings.has(KV_SCHEME):
             told = "an object of groups of modules"
-            raise settings.error("config_groups", settings.raw.get("config_groups"), told, MEND)
+            raise settings.error(
+                "config_groups", settings.raw.get("config_groups"), told, EDIT_REMEDY
+            )
         found = [group(name, part, self.format) for name, part in parts.items()]
         self.groups = [one for one in found if one is not None]
         self.notes = tuple(notes(settings, parts))
-        self.other_kv = other_kv_scales(settings)
+        self.other_kv = non_fp8_kv_setting(settings)
 
-    def storage(self, module: Module) -> Storage | None:
+    def storage(self, module: CheckpointLinear) -> Storage | None:
         entry = self.left_out.find(module)
         if entry is not None:
-            return settle(module, None, f"{WITHIN}ignore ({entry[1]!r})")
+            return resolve_storage(module, None, f"{SETTINGS_PREFIX}ignore ({entry[1]!r})")
         found = [(one.targets.find(module), -index) for index, one in enumerate(self.groups)]
         ranked = [(target, index) for target, index in found if target is not None]
-        groups = f"{WITHIN}config_groups"
+        groups = f"{SETTINGS_PREFIX}config_groups"
         if not ranked:
-            return settle(module, None, f"{groups}, of which no target names it,")
+            return resolve_storage(module, None, f"{groups}, of which no target names it,")
         ((rank, _), index) = min(ranked)
         chosen = self.groups[-index]
         setting = f"{groups}[{chosen.name!r}]"
-        return settle(module, chosen.storage, setting, of_all=rank == OF_ALL)
+        return resolve_storage(module, chosen.storage, setting, of_all=rank == OF_ALL)
 
 
 def group(name: str, settings: SettingsReader, default: str) -> Group | None:
@@ -181,7 +183,7 @@ def strategy(weights: SettingsReader, *allowed: str) -> str:
         size = weights.raw.get("group_size")
         found = "tensor" if size is None else "channel" if size == -1 else "group"
         if found not in allowed:
-            raise weights.error("strategy", found, ", ".join(map(repr, allowed)), BUILT)
+            raise weights.error("strategy", found, ", ".join(map(repr, allowed)), SUPPORTED_REMEDY)
         return found
     return weights.only("strategy", *allowed)
 
@@ -195,8 +197,8 @@ def integers(weights: SettingsReader, in_words: bool) -> Storage:
     size = {"tensor": 0, "channel": -1}.get(grain)
     if size is None:
         size = weights.get("group_size", int, 0)
-        if not 1 <= size <= MOST_GROUP:
-            raise weights.error("group_size", size, f"1 to {MOST_GROUP}", MEND)
+        if not 1 <= size <= MAX_GROUP_SIZE:
+            raise weights.error("group_size", size, f"1 to {MAX_GROUP_SIZE}", EDIT_REMEDY)
     symmetric = weights.only("symmetric", True, False, default=True)
     allowed = (None, True, False, "group", "weight", "static", "dynamic")
     ordered = weights.only("actorder", *allowed) in (True, "group", "dynamic")
@@ -249,5 +251,5 @@ def notes(settings: SettingsReader, groups: dict[str, SettingsReader]) -> list[s
         if part.has(name)
     ]
     if settings.has(KV_SCHEME):
-        found.append(f"{WITHIN}{KV_SCHEME} is not followed: {SCALES_OF_KV}")
+        found.append(f"{SETTINGS_PREFIX}{KV_SCHEME} is not followed: {SCALES_OF_KV}")
     return found

@@ -8,19 +8,19 @@ activations are never rounded, so `activation_scheme` and `input_scale` are not 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.quantization.settings_reader import WITHIN, SettingsReader, read_strictly
+from lockstep.quantization.settings_reader import SETTINGS_PREFIX, SettingsReader, read_strictly
 from lockstep.quantization.storage import (
     FP8_BLOCK,
     Fp8Storage,
     Storage,
-    StoredPacking,
-    around,
-    settle,
+    StoredWeightFormat,
+    enclosing_modules,
+    resolve_storage,
 )
-from lockstep.quantization.weight_format import Module
+from lockstep.quantization.weight_format import CheckpointLinear
 
 LISTS = ("modules_to_not_convert", "ignored_layers")
-"""Settings with modules that are not packed: themselves, one around them, how names end, or a
+"""Settings with modules that are not packed: exact names, enclosing modules, name endings, or a
 regular expression, as transformers reads them, of what names begin with up to a dot."""
 SPECIAL = frozenset("*+?^$()[]{}|\\")
 """An entry that holds one of these is a regular expression."""
@@ -32,7 +32,7 @@ def read(settings: Mapping[str, Any]) -> "Fp8":
     return read_strictly(settings, "fp8", Fp8)
 
 
-class Fp8(StoredPacking):
+class Fp8(StoredWeightFormat):
     """See the file's head. name: "fp8-128x128" for blocks, else "fp8"."""
 
     unused = frozenset(
@@ -60,32 +60,33 @@ class Fp8(StoredPacking):
             else Fp8Storage("weight_scale_inv", ("block",))
         )
         self.notes = (
-            f"{WITHIN}activation_scheme={scheme!r} is not followed: activations are not rounded",
+            f"{SETTINGS_PREFIX}activation_scheme={scheme!r} is not followed: "
+            "activations are not rounded",
         )
 
-    def storage(self, module: Module) -> Storage | None:
+    def storage(self, module: CheckpointLinear) -> Storage | None:
         setting = self._left_out_by(module)
         if setting is not None:
-            return settle(module, None, setting)
+            return resolve_storage(module, None, setting)
         if module.tensors is None and module.path == "lm_head":
             return None
-        return settle(module, self.storage_of_all, self._reason(), of_all=True)
+        return resolve_storage(module, self.storage_of_all, self._reason(), of_all=True)
 
-    def _left_out_by(self, module: Module) -> str | None:
+    def _left_out_by(self, module: CheckpointLinear) -> str | None:
         """The setting and its entry by which a module is not packed, if there is one."""
         for name in module.names:
-            for part in (*around(name), *ends(name)):
+            for part in (*enclosing_modules(name), *ends(name)):
                 if part in self.left_out:
-                    return f"{WITHIN}{self.left_out[part]} ({part!r})"
+                    return f"{SETTINGS_PREFIX}{self.left_out[part]} ({part!r})"
         for entry, setting, pattern in self.patterns:
             if pattern.begins(module):
-                return f"{WITHIN}{setting} ({entry[:100]!r})"
+                return f"{SETTINGS_PREFIX}{setting} ({entry[:100]!r})"
         return None
 
     def _reason(self) -> str:
         """The setting that packs what no list leaves out."""
         block = self.settings.raw.get("weight_block_size")
-        return f"{WITHIN}weight_block_size={block}, with no list to except it,"
+        return f"{SETTINGS_PREFIX}weight_block_size={block}, with no list to except it,"
 
 
 def ends(name: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, choice_error
-from lockstep.kernels.formats.weights import GGUF_TYPES, GgufType, pieces
+from lockstep.kernels.formats.weights import GGUF_TYPES, GgufType, row_chunks
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def dequantize(kind: str, blocks: Tensor) -> Tensor:
     rows, size = blocks.shape
     columns = size // layout.nbytes * layout.columns
     out = torch.empty(rows, columns, device=blocks.device)
-    for begin, end in pieces(rows, columns):
+    for begin, end in row_chunks(rows, columns):
         part = blocks[begin:end].reshape(-1, layout.nbytes)
         out[begin:end] = layout.dequantize(part).view(end - begin, columns)
     return out

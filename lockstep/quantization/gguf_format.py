@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import GgufWeight, IntWeight, PackedWeight, pack, pieces
+from lockstep.kernels.formats.weights import (
+    GgufWeight,
+    IntWeight,
+    QuantizedWeight,
+    pack_codes,
+    row_chunks,
+)
 from lockstep.quantization.gguf_blocks import (
     LAYOUTS,
     BlockFields,
@@ -20,21 +26,26 @@ from lockstep.quantization.gguf_blocks import (
     bytes_per_row,
     layout_of,
 )
-from lockstep.quantization.settings_reader import MEND, SettingsReader, read_strictly
-from lockstep.quantization.storage import PLAIN_NAMES
-from lockstep.quantization.weight_format import Layout, Module, Packing, damaged
-from lockstep.quantization.weight_sink import Slot
+from lockstep.quantization.settings_reader import EDIT_REMEDY, SettingsReader, read_strictly
+from lockstep.quantization.storage import FLOAT_NAMES
+from lockstep.quantization.weight_format import (
+    CheckpointLinear,
+    Layout,
+    WeightFormat,
+    damaged_error,
+)
+from lockstep.quantization.weight_sink import WeightSink
 
 INTEGERS = ("Q4_0", "Q8_0")
 """Types whose values are (code - 2^(bits - 1)) * scale, in 4 or 8 bits."""
 
 
-def read(settings: Mapping[str, Any]) -> "GGUFPacking":
+def read(settings: Mapping[str, Any]) -> "GGUFWeightFormat":
     """Return the format of these settings. Raises CheckpointError for settings that are unknown."""
-    return read_strictly(settings, "gguf", GGUFPacking)
+    return read_strictly(settings, "gguf", GGUFWeightFormat)
 
 
-class GGUFPacking(Packing):
+class GGUFWeightFormat(WeightFormat):
     """Weights in the types of their tensors. name: "gguf", and the types where settings list them.
 
     The setting `types` names the quantized types that occur, for numerics.
@@ -48,10 +59,10 @@ class GGUFPacking(Packing):
         types = settings.names("types")
         unknown = [kind for kind in types if kind not in LAYOUTS]
         if unknown:
-            raise settings.error("types", unknown[0], ", ".join(LAYOUTS), MEND)
+            raise settings.error("types", unknown[0], ", ".join(LAYOUTS), EDIT_REMEDY)
         self.name = "-".join(["gguf", *sorted(set(types))])
 
-    def layout(self, module: Module) -> Layout | None:
+    def layout(self, module: CheckpointLinear) -> Layout | None:
         kind = _kind(module)
         if kind is None:
             return None
@@ -63,47 +74,47 @@ class GGUFPacking(Packing):
             )  # fmt: skip
         return Layout.of(GgufWeight, type_name=kind)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         kind = _kind(module)
         assert kind is not None, "the layout said so"
         (n, k) = weight.shape
 
         def fill(blocks: Tensor) -> None:
             layout = layout_of(kind)
-            for begin, end in pieces(n, k):
+            for begin, end in row_chunks(n, k):
                 fields = layout.split(blocks[begin:end].reshape(-1, layout.nbytes))
                 _check(module, fields)
                 _store(weight.rows(begin, end), fields, layout)
 
         shape = (n, bytes_per_row(kind, k))
-        return {"weight": Slot(shape, (torch.uint8,), weight.device, fill)}
+        return {"weight": WeightSink(shape, (torch.uint8,), weight.device, fill)}
 
 
-def _kind(module: Module) -> str | None:
+def _kind(module: CheckpointLinear) -> str | None:
     """Return the quantized type of a module's weight; None where it is plain or has no file.
 
     Raises CheckpointError for a type that is not built.
     """
     info = (module.tensors or {}).get("weight")
-    if info is None or info.dtype in PLAIN_NAMES:
+    if info is None or info.dtype in FLOAT_NAMES:
         return None
     layout_of(info.dtype)
     return info.dtype
 
 
-def _check(module: Module, fields: BlockFields) -> None:
+def _check(module: CheckpointLinear, fields: BlockFields) -> None:
     """Raise CheckpointError where scales or minima are no finite numbers."""
     for numbers in (fields.scales, fields.minima):
         if numbers is not None and not bool(numbers.isfinite().all()):
-            raise damaged(module, "weight", "has scales that are infinite or NaN")
+            raise damaged_error(module, "weight", "has scales that are infinite or NaN")
 
 
-def _store(weight: PackedWeight, fields: BlockFields, layout: BlockLayout) -> None:
+def _store(weight: QuantizedWeight, fields: BlockFields, layout: BlockLayout) -> None:
     """Fill rows of a weight with the fields of their blocks, each in its own number of bits."""
     (n, k) = weight.shape
     codes = fields.codes.view(n, k)
     if isinstance(weight, IntWeight):
-        weight.words.copy_(pack(codes, weight.bits))
+        weight.words.copy_(pack_codes(codes, weight.bits))
         weight.scales.copy_(fields.scales.view(n, -1))
         return
     assert isinstance(weight, GgufWeight), "the layout is of one or the other"

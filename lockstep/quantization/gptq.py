@@ -23,8 +23,8 @@ from lockstep.quantization.integers import (
     BITS,
     GROUPS,
     WORD,
-    Asked,
-    IntPacking,
+    IntWeightFormat,
+    ModuleScheme,
     Scheme,
     ascending,
     fill_scales,
@@ -32,9 +32,19 @@ from lockstep.quantization.integers import (
     fill_zeros,
     unpacked_words,
 )
-from lockstep.quantization.settings_reader import WITHIN, NamePattern, SettingsReader, read_strictly
-from lockstep.quantization.weight_format import Module, Packing, damaged, usually_plain
-from lockstep.quantization.weight_sink import Slot
+from lockstep.quantization.settings_reader import (
+    SETTINGS_PREFIX,
+    NamePattern,
+    SettingsReader,
+    read_strictly,
+)
+from lockstep.quantization.weight_format import (
+    CheckpointLinear,
+    WeightFormat,
+    damaged_error,
+    is_usually_unquantized,
+)
+from lockstep.quantization.weight_sink import WeightSink
 
 STORED_LESS = {"gptq": 1, "gptq_v2": 0}
 """checkpoint_format -> what is taken off a zero point before it is stored."""
@@ -50,7 +60,7 @@ class Rule:
     scheme: Scheme | None
 
 
-class GPTQ(IntPacking):
+class GPTQ(IntWeightFormat):
     """See the module. inside: the modules of a layer that are packed, empty for all."""
 
     def __init__(self, c: SettingsReader) -> None:
@@ -69,30 +79,32 @@ class GPTQ(IntPacking):
         c.only("rotation", None)
         c.only("adapter", None)
         self.head = c.get("lm_head", bool, False)
-        self.head_setting = f"{WITHIN}lm_head={self.head}" if c.has("lm_head") else ""
+        self.head_setting = f"{SETTINGS_PREFIX}lm_head={self.head}" if c.has("lm_head") else ""
         self.inside = c.names("modules_in_block_to_quantize")
         self.rules = [_rule(c, scheme, *entry) for entry in c.parts("dynamic").items()]
 
-    def asked(self, module: Module) -> Asked:
+    def asked(self, module: CheckpointLinear) -> ModuleScheme:
         scheme = self.scheme
         for rule in self.rules:
             if not rule.pattern.begins(module):
                 continue
             if rule.scheme is None:
-                return Asked(scheme, False, f"{WITHIN}dynamic[{rule.text[:100]!r}]")
+                return ModuleScheme(scheme, False, f"{SETTINGS_PREFIX}dynamic[{rule.text[:100]!r}]")
             scheme = rule.scheme
             break
         if module.path == "lm_head":
-            return Asked(scheme, self.head, self.head_setting)
+            return ModuleScheme(scheme, self.head, self.head_setting)
         if self.inside and not any(f".{module.path}".endswith(f".{one}") for one in self.inside):
-            return Asked(scheme, False, f"{WITHIN}modules_in_block_to_quantize")
-        return Asked(scheme, not usually_plain(module))
+            return ModuleScheme(scheme, False, f"{SETTINGS_PREFIX}modules_in_block_to_quantize")
+        return ModuleScheme(scheme, not is_usually_unquantized(module))
 
-    def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
-        return gptq_slots(module, weight, scheme, self.stored_less)
+    def filled(
+        self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
+    ) -> dict[str, WeightSink]:
+        return gptq_sinks(module, weight, scheme, self.stored_less)
 
 
-def read(settings: Mapping[str, Any]) -> Packing:
+def read(settings: Mapping[str, Any]) -> WeightFormat:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
     return read_strictly(settings, "gptq", GPTQ)
 
@@ -100,7 +112,7 @@ def read(settings: Mapping[str, Any]) -> Packing:
 def _static(c: SettingsReader) -> bool:
     """static_groups, which GPTQModel writes into `meta`."""
     meta = c.raw.get("meta")
-    own = SettingsReader(meta, f"{WITHIN}meta.") if isinstance(meta, dict) else c
+    own = SettingsReader(meta, f"{SETTINGS_PREFIX}meta.") if isinstance(meta, dict) else c
     return own.get("static_groups", bool, c.get("static_groups", bool, False))
 
 
@@ -111,9 +123,9 @@ def _rule(c: SettingsReader, scheme: Scheme, text: str, options: SettingsReader)
     return Rule(text, pattern, None if text.startswith("-:") else scheme.overridden(options))
 
 
-def gptq_slots(
-    module: Module, weight: IntWeight, scheme: Scheme, stored_less: int
-) -> dict[str, Slot]:
+def gptq_sinks(
+    module: CheckpointLinear, weight: IntWeight, scheme: Scheme, stored_less: int
+) -> dict[str, WeightSink]:
     """The slots of a module's tensors. stored_less: what was taken off its zero points."""
     n = module.outputs
     k = module.inputs
@@ -122,21 +134,21 @@ def gptq_slots(
     int32 = (torch.int32,)
     where = weight.device
     found = {
-        "qweight": Slot((-(-k // codes), n), int32, where, partial(_fill_codes, weight)),
-        "qzeros": Slot(
+        "qweight": WeightSink((-(-k // codes), n), int32, where, partial(_fill_codes, weight)),
+        "qzeros": WeightSink(
             (groups, -(-n // codes)),
             int32,
             where,
             partial(_fill_zeros, module, weight, stored_less),
         ),
-        "scales": Slot(
+        "scales": WeightSink(
             (groups, n), (weight.scales.dtype,), where, partial(fill_scales, module, weight)
         ),
     }
     if weight.g_idx is not None or "g_idx" in (module.tensors or ()):
         order = partial(_fill_order, module, weight)
         kept_at = torch.device("cpu") if weight.g_idx is None else where
-        found["g_idx"] = Slot((k,), (torch.int32, torch.int64), kept_at, order)
+        found["g_idx"] = WeightSink((k,), (torch.int32, torch.int64), kept_at, order)
     return found
 
 
@@ -151,7 +163,9 @@ def _fill_codes(weight: IntWeight, words: Tensor) -> None:
     fill_words(weight, 1, codes)
 
 
-def _fill_zeros(module: Module, weight: IntWeight, stored_less: int, words: Tensor) -> None:
+def _fill_zeros(
+    module: CheckpointLinear, weight: IntWeight, stored_less: int, words: Tensor
+) -> None:
     """words [G, N / c]."""
     shifts = ascending(weight.bits)
     each = sum(1 << shift for shift in shifts)
@@ -165,14 +179,14 @@ def _in_order(k: int, group: int, device: torch.device) -> Tensor:
     return torch.arange(k, device=device) // group
 
 
-def _fill_order(module: Module, weight: IntWeight, order: Tensor) -> None:
+def _fill_order(module: CheckpointLinear, weight: IntWeight, order: Tensor) -> None:
     """order [K]: the group of each column. Each group has its columns, in whatever places."""
     plain = _in_order(weight.k, weight.group, order.device)
     if weight.g_idx is None:
         if not bool((order == plain).all()) and bool(order.any()):
             said = "moves columns between groups, but config.json has no desc_act, or static_groups"
-            raise damaged(module, "g_idx", said)
+            raise damaged_error(module, "g_idx", said)
         return
     if not torch.equal(order.long().sort().values, plain):
-        raise damaged(module, "g_idx", f"does not give each group its {weight.group} columns")
+        raise damaged_error(module, "g_idx", f"does not give each group its {weight.group} columns")
     weight.g_idx.copy_(order)

@@ -11,10 +11,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import IntWeight, PackedWeight, pack, pieces
+from lockstep.kernels.formats.weights import IntWeight, QuantizedWeight, pack_codes, row_chunks
 from lockstep.quantization.settings_reader import SettingsReader
-from lockstep.quantization.weight_format import Layout, Module, Packing, contradiction, damaged
-from lockstep.quantization.weight_sink import Slot
+from lockstep.quantization.weight_format import (
+    CheckpointLinear,
+    Layout,
+    WeightFormat,
+    contradiction_error,
+    damaged_error,
+)
+from lockstep.quantization.weight_sink import WeightSink
 
 BITS = (4, 8)
 GROUPS = (-1, 32, 64, 128)
@@ -62,7 +68,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ModuleScheme:
     """What settings say of a module: whether it is packed, and how if it is.
 
     setting: the one that names it, which its tensors must not contradict; empty where none does.
@@ -73,7 +79,7 @@ class Asked:
     setting: str = ""
 
 
-class IntPacking(Packing):
+class IntWeightFormat(WeightFormat):
     """A format of integers: what IntWeight holds, in the checkpoint's own order.
 
     _asked: what the settings say of modules, by their names; each is asked for twice or more.
@@ -82,13 +88,13 @@ class IntPacking(Packing):
     def __init__(self, name: str, scheme: Scheme) -> None:
         self.name = f"{name}-{scheme.name}"
         self.scheme = scheme
-        self._asked: dict[tuple[str, ...], Asked] = {}
+        self._asked: dict[tuple[str, ...], ModuleScheme] = {}
 
     @abstractmethod
-    def asked(self, module: Module) -> Asked:
+    def asked(self, module: CheckpointLinear) -> ModuleScheme:
         """What the settings say of the module."""
 
-    def scheme_of(self, module: Module) -> Scheme | None:
+    def scheme_of(self, module: CheckpointLinear) -> Scheme | None:
         """How the module is packed; None: it is not.
 
         Raises CheckpointError where tensors and settings contradict each other.
@@ -100,13 +106,13 @@ class IntPacking(Packing):
             return asked.scheme if asked.packed else None
         packed = SIDECARS & module.tensors.keys()
         if packed and "weight" in module.tensors:
-            raise contradiction(module, "a module has one or the other")
+            raise contradiction_error(module, "a module has one or the other")
         if asked.setting and (packed or module.tensors) and asked.packed != bool(packed):
             word = "packed" if asked.packed else "not packed"
-            raise contradiction(module, f"config.json {asked.setting} says that it is {word}")
+            raise contradiction_error(module, f"config.json {asked.setting} says that it is {word}")
         return asked.scheme if packed else None
 
-    def layout(self, module: Module) -> Layout | None:
+    def layout(self, module: CheckpointLinear) -> Layout | None:
         scheme = self.scheme_of(module)
         if scheme is None:
             return None
@@ -121,7 +127,7 @@ class IntPacking(Packing):
         )
         return replace(found, apart=module.path) if ordered else found
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         scheme = self.scheme_of(module)
         assert isinstance(weight, IntWeight) and scheme is not None, "the layout said so"
         found = self.filled(module, weight, scheme)
@@ -130,18 +136,20 @@ class IntPacking(Packing):
         return found
 
     @abstractmethod
-    def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
+    def filled(
+        self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
+    ) -> dict[str, WeightSink]:
         """What `slots` gives, less the bias that some files have where the model has none."""
 
 
-def _scale_dtype(module: Module) -> torch.dtype:
+def _scale_dtype(module: CheckpointLinear) -> torch.dtype:
     """Of the module's scales, as its file says; float16, as most are, where there is none."""
     info = (module.tensors or {}).get("scales")
     if info is None:
         return torch.float16
     if info.dtype not in SCALES:
         allowed = ", ".join(SCALES)
-        raise damaged(module, "scales", f"is {info.dtype}, allowed: {allowed}")
+        raise damaged_error(module, "scales", f"is {info.dtype}, allowed: {allowed}")
     return SCALES[info.dtype]
 
 
@@ -161,18 +169,18 @@ def ascending(bits: int) -> tuple[int, ...]:
 def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]) -> None:
     """Fills the codes. codes(begin, end): those of these rows, [end - begin, K] uint8."""
     (n, k) = weight.shape
-    for begin, end in pieces(n, k, unit):
-        weight.words[begin:end].copy_(pack(codes(begin, end).contiguous(), weight.bits))
+    for begin, end in row_chunks(n, k, unit):
+        weight.words[begin:end].copy_(pack_codes(codes(begin, end).contiguous(), weight.bits))
 
 
-def fill_scales(module: Module, weight: IntWeight, scales: Tensor) -> None:
+def fill_scales(module: CheckpointLinear, weight: IntWeight, scales: Tensor) -> None:
     """scales [G, N]: all finite."""
     if not bool(torch.isfinite(scales).all()):
-        raise damaged(module, "scales", "holds infinities or NaN")
+        raise damaged_error(module, "scales", "holds infinities or NaN")
     weight.scales.copy_(scales.t())
 
 
-def fill_zeros(module: Module, weight: IntWeight, zeros: Tensor) -> None:
+def fill_zeros(module: CheckpointLinear, weight: IntWeight, zeros: Tensor) -> None:
     """zeros [G, N] uint8. A symmetric weight keeps none: all are in the middle."""
     if weight.zeros is not None:
         weight.zeros.copy_(zeros.t())
@@ -180,15 +188,15 @@ def fill_zeros(module: Module, weight: IntWeight, zeros: Tensor) -> None:
     middle = 2 ** (weight.bits - 1)
     if not bool((zeros == middle).all()):
         said = f"holds zero points other than {middle}, but config.json says that it is symmetric"
-        raise damaged(module, "qzeros", said)
+        raise damaged_error(module, "qzeros", said)
 
 
-def _no_bias(module: Module, weight: IntWeight) -> Slot:
+def _no_bias(module: CheckpointLinear, weight: IntWeight) -> WeightSink:
     """Files of older tools have biases of zeros where the model has none. A layer that has a bias
     names its own."""
 
     def check(bias: Tensor) -> None:
         if bool(bias.any()):
-            raise damaged(module, "bias", "is not zero, but the model has no bias here")
+            raise damaged_error(module, "bias", "is not zero, but the model has no bias here")
 
-    return Slot((module.outputs,), tuple(SCALES.values()), weight.device, check)
+    return WeightSink((module.outputs,), tuple(SCALES.values()), weight.device, check)

@@ -13,7 +13,12 @@ from fnmatch import translate
 from functools import partial
 from typing import Any
 
-from lockstep.quantization.settings_reader import MEND, WITHIN, SettingsReader, read_strictly
+from lockstep.quantization.settings_reader import (
+    EDIT_REMEDY,
+    SETTINGS_PREFIX,
+    SettingsReader,
+    read_strictly,
+)
 from lockstep.quantization.storage import (
     FP4_GROUP,
     KV_ALGORITHM,
@@ -22,12 +27,12 @@ from lockstep.quantization.storage import (
     Fp4Storage,
     Fp8Storage,
     Storage,
-    StoredPacking,
-    around,
-    other_kv_scales,
-    settle,
+    StoredWeightFormat,
+    enclosing_modules,
+    non_fp8_kv_setting,
+    resolve_storage,
 )
-from lockstep.quantization.weight_format import Module
+from lockstep.quantization.weight_format import CheckpointLinear
 
 MIXED = "MIXED_PRECISION"
 _NVFP4 = Fp4Storage("weight", "weight_scale_2", divides=False)
@@ -56,7 +61,7 @@ def read(settings: Mapping[str, Any]) -> "ModelOpt":
     return read_strictly(found, "modelopt", partial(ModelOpt, only_keys=only_keys))
 
 
-class ModelOpt(StoredPacking):
+class ModelOpt(StoredWeightFormat):
     """See the file's head. name: "modelopt-NVFP4" and so on, by quant_algo; "modelopt" without.
 
     only_keys: quant_algo is null: only the KV cache was packed.
@@ -75,7 +80,9 @@ class ModelOpt(StoredPacking):
             if not self.layers:
                 name = "quantized_layers"
                 value = settings.raw.get(name)
-                raise settings.error(name, value, "an object of modules and their formats", MEND)
+                raise settings.error(
+                    name, value, "an object of modules and their formats", EDIT_REMEDY
+                )
             for layer in self.layers.values():
                 algorithm(layer)
         else:
@@ -87,26 +94,26 @@ class ModelOpt(StoredPacking):
         # The tool repeats in config_groups what quant_algo says of the weights.
         settings.ignore("config_groups")
         self.notes = tuple(notes(settings))
-        self.other_kv = other_kv_scales(settings)
+        self.other_kv = non_fp8_kv_setting(settings)
 
-    def storage(self, module: Module) -> Storage | None:
+    def storage(self, module: CheckpointLinear) -> Storage | None:
         found = self.named.find(module)
         if found is not None:
             layer = self.layers[found]
             kind = algorithm(layer)
-            return settle(module, STORAGES[kind], f"{layer.within}quant_algo={kind!r}")
+            return resolve_storage(module, STORAGES[kind], f"{layer.within}quant_algo={kind!r}")
         entry = self.excluded.find(module)
         if entry is not None:
-            setting = f"{WITHIN}{self.left_out[entry]} ({entry!r})"
-            return settle(module, None, setting)
+            setting = f"{SETTINGS_PREFIX}{self.left_out[entry]} ({entry!r})"
+            return resolve_storage(module, None, setting)
         if self.algorithm == MIXED:
-            setting = f"{WITHIN}quantized_layers, which does not name it,"
-            return settle(module, None, setting)
-        setting = f"{WITHIN}quant_algo={self.algorithm!r}"
+            setting = f"{SETTINGS_PREFIX}quantized_layers, which does not name it,"
+            return resolve_storage(module, None, setting)
+        setting = f"{SETTINGS_PREFIX}quant_algo={self.algorithm!r}"
         if self.algorithm is None:
-            return settle(module, None, setting)
+            return resolve_storage(module, None, setting)
         setting += ", with no list to except it,"
-        return settle(module, STORAGES[self.algorithm], setting, of_all=True)
+        return resolve_storage(module, STORAGES[self.algorithm], setting, of_all=True)
 
 
 def in_capitals(settings: SettingsReader) -> SettingsReader:
@@ -144,10 +151,10 @@ class Entries:
             if entry not in self.plain and entry not in self.begins.values()
         }
 
-    def find(self, module: Module) -> str | None:
+    def find(self, module: CheckpointLinear) -> str | None:
         """The entry that covers the module, or None."""
         for name in module.names:
-            for part in around(name):
+            for part in enclosing_modules(name):
                 if part in self.plain:
                     return part
             if name.startswith(self.prefixes):
@@ -163,5 +170,5 @@ def notes(settings: SettingsReader) -> list[str]:
     found = ["activations are not rounded, whatever quant_algo says of them"]
     for name in (KV_ALGORITHM, KV_SCHEME):
         if settings.has(name):
-            found.append(f"{WITHIN}{name} is not followed: {SCALES_OF_KV}")
+            found.append(f"{SETTINGS_PREFIX}{name} is not followed: {SCALES_OF_KV}")
     return found

@@ -5,7 +5,7 @@
     int4    symmetric, a scale per 128 columns
 
 Rounding uses no calibration. Linear layers that checkpoints usually keep unquantized stay plain
-(lockstep.quantization.weight_format.usually_plain), and so do embeddings.
+(lockstep.quantization.weight_format.is_usually_unquantized), and so do embeddings.
 """
 
 from torch import Tensor
@@ -13,14 +13,20 @@ from torch import Tensor
 from lockstep.kernels.formats.weights import (
     Fp8Weight,
     IntWeight,
-    PackedWeight,
-    pieces,
-    quantise_fp8,
-    quantise_int,
+    QuantizedWeight,
+    quantize_fp8,
+    quantize_int,
+    row_chunks,
 )
 from lockstep.quantization.integers import SCALES, Scheme
-from lockstep.quantization.weight_format import Layout, Module, Packing, damaged, usually_plain
-from lockstep.quantization.weight_sink import PLAIN, Slot
+from lockstep.quantization.weight_format import (
+    CheckpointLinear,
+    Layout,
+    WeightFormat,
+    damaged_error,
+    is_usually_unquantized,
+)
+from lockstep.quantization.weight_sink import FLOAT_DTYPES, WeightSink
 
 FP8 = "fp8"
 SCHEMES = {
@@ -31,15 +37,15 @@ METHODS = (FP8, *SCHEMES)
 """What may be asked for."""
 
 
-class RoundToNearest(Packing):
+class RoundToNearest(WeightFormat):
     """See the module. method: one of METHODS."""
 
     def __init__(self, method: str) -> None:
         self.method = method
         self.name = "fp8-channel" if method == FP8 else SCHEMES[method].name
 
-    def layout(self, module: Module) -> Layout | None:
-        if usually_plain(module):
+    def layout(self, module: CheckpointLinear) -> Layout | None:
+        if is_usually_unquantized(module):
             return None
         if self.method == FP8:
             return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)
@@ -48,19 +54,21 @@ class RoundToNearest(Packing):
         scheme = SCHEMES[self.method]
         return Layout.of(IntWeight, bits=scheme.bits, group=scheme.group, scale_dtype=stored)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         def fill(tensor: Tensor) -> None:
-            for begin, end in pieces(*weight.shape):
+            for begin, end in row_chunks(*weight.shape):
                 part = tensor[begin:end]
                 if not bool(part.isfinite().all()):
-                    raise damaged(module, "weight", "holds infinities or NaN")
+                    raise damaged_error(module, "weight", "holds infinities or NaN")
                 weight.rows(begin, end).copy_(self._rounded(part))
 
-        return {"weight": Slot((module.outputs, module.inputs), PLAIN, weight.device, fill)}
+        return {
+            "weight": WeightSink((module.outputs, module.inputs), FLOAT_DTYPES, weight.device, fill)
+        }
 
-    def _rounded(self, tensor: Tensor) -> PackedWeight:
+    def _rounded(self, tensor: Tensor) -> QuantizedWeight:
         """tensor [N, K] of a float dtype -> what it is packed to."""
         if self.method == FP8:
-            return quantise_fp8(tensor)
+            return quantize_fp8(tensor)
         scheme = SCHEMES[self.method]
-        return quantise_int(tensor, scheme.bits, scheme.group)
+        return quantize_int(tensor, scheme.bits, scheme.group)

@@ -6,12 +6,14 @@ from typing import Any, TypeVar
 
 from lockstep.errors import CheckpointError, LockstepError, choice_error
 from lockstep.quantization.ignored_settings import BY_FORMAT, is_switched_off
-from lockstep.quantization.weight_format import Module
+from lockstep.quantization.weight_format import CheckpointLinear
 
 T = TypeVar("T")
-WITHIN = "quantization_config."
-MEND = "Mend config.json, or serve a checkpoint that was packed otherwise."
-BUILT = "Weight formats are built for these only; serve a checkpoint that was packed otherwise."
+SETTINGS_PREFIX = "quantization_config."
+EDIT_REMEDY = "Mend config.json, or serve a checkpoint that was packed otherwise."
+SUPPORTED_REMEDY = (
+    "Weight formats are built for these only; serve a checkpoint that was packed otherwise."
+)
 
 
 ANYWHERE = re.compile(r"\.\*((?:\\\W|[\w-])+)(?:\.\*)?")
@@ -30,13 +32,13 @@ class NamePattern:
         found = ANYWHERE.fullmatch(text)
         self.inside = None if found is None else re.sub(r"\\(\W)", r"\1", found[1])
 
-    def begins(self, module: Module) -> bool:
+    def begins(self, module: CheckpointLinear) -> bool:
         """Whether it matches one of the module's names from its start."""
         if self.inside is not None:
             return self.inside in module.lines
         return any(self.compiled.match(name) for name in module.names)
 
-    def stands_in(self, module: Module) -> bool:
+    def stands_in(self, module: CheckpointLinear) -> bool:
         """Whether it matches a part of one of the module's names."""
         if self.inside is not None:
             return self.inside in module.lines
@@ -69,7 +71,7 @@ class SettingsReader:
     null counts as absent. refuse_unread() refuses settings that no code has asked for.
     """
 
-    def __init__(self, raw: Mapping[str, Any], within: str = WITHIN) -> None:
+    def __init__(self, raw: Mapping[str, Any], within: str = SETTINGS_PREFIX) -> None:
         self.raw = RecordedSettings({n: value for n, value in raw.items() if value is not None})
         self.within = within
         self._inner: list[SettingsReader] = []
@@ -86,14 +88,14 @@ class SettingsReader:
         """The setting as `kind`. Raises CheckpointError where it is mistyped."""
         value = self.raw.get(name, default)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.error(name, value, f"a value of type {kind.__name__}", MEND)
+            raise self.error(name, value, f"a value of type {kind.__name__}", EDIT_REMEDY)
         return value
 
     def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
         """The setting, which must be one of `allowed`; absent counts as `default`."""
         value = self.raw.get(name, default)
         if not any(type(value) is type(one) and value == one for one in allowed):
-            raise self.error(name, value, ", ".join(map(repr, allowed)), BUILT)
+            raise self.error(name, value, ", ".join(map(repr, allowed)), SUPPORTED_REMEDY)
         return value
 
     def names(self, name: str) -> tuple[str, ...]:
@@ -102,10 +104,10 @@ class SettingsReader:
         value = self.raw.get(name, [])
         found = value.split(",") if isinstance(value, str) else value
         if not isinstance(found, list):
-            raise self.error(name, value, "a list of names", MEND)
+            raise self.error(name, value, "a list of names", EDIT_REMEDY)
         flat = [one for part in found for one in (part if isinstance(part, list) else [part])]
         if not all(isinstance(one, str) for one in flat):
-            raise self.error(name, value, "a list of names", MEND)
+            raise self.error(name, value, "a list of names", EDIT_REMEDY)
         return tuple(one.strip() for one in flat if one.strip())
 
     def parts(self, name: str) -> dict[str, "SettingsReader"]:
@@ -113,7 +115,7 @@ class SettingsReader:
         value: dict[Any, Any] = self.get(name, dict, {})
         for key, part in value.items():
             if not isinstance(part, dict | None):
-                raise self.error(f"{name}[{key[:100]!r}]", part, "an object", MEND)
+                raise self.error(f"{name}[{key[:100]!r}]", part, "an object", EDIT_REMEDY)
         readers = {
             key: SettingsReader(part or {}, f"{self.within}{name}[{key[:100]!r}].")
             for key, part in value.items()
@@ -163,7 +165,7 @@ class SettingsReader:
         try:
             return NamePattern(text)
         except (re.error, OverflowError, RecursionError) as error:
-            raise self.error(name, text, f"regular expressions ({error})", MEND) from None
+            raise self.error(name, text, f"regular expressions ({error})", EDIT_REMEDY) from None
 
     def error(self, name: str, value: object, allowed: str, remedy: str) -> LockstepError:
         """The CheckpointError that says what a setting is and what it may be."""

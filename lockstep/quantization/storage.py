@@ -17,29 +17,29 @@ from lockstep.kernels.formats.weights import (
     Fp4Weight,
     Fp8Weight,
     IntWeight,
-    PackedWeight,
-    pack,
-    pieces,
+    QuantizedWeight,
+    pack_codes,
+    row_chunks,
 )
 from lockstep.quantization.settings_reader import SettingsReader
 from lockstep.quantization.weight_format import (
-    IN_A_MIXTURE,
-    NO_LINEAR,
+    EXPERT_PATH,
+    NOT_NN_LINEAR,
+    CheckpointLinear,
     Layout,
-    Module,
-    Packing,
     TensorInfo,
-    contradiction,
-    damaged,
-    usually_plain,
+    WeightFormat,
+    contradiction_error,
+    damaged_error,
+    is_usually_unquantized,
 )
-from lockstep.quantization.weight_sink import PLAIN, Slot
+from lockstep.quantization.weight_sink import FLOAT_DTYPES, WeightSink
 
 FP8_BLOCK = 128
 """Rows and columns that share a scale: DeepSeek-V3, arXiv 2412.19437, section 3.3.2."""
 FP4_GROUP = 16
 """Columns that share a scale in NVFP4."""
-PLAIN_NAMES = ("F32", "BF16", "F16")
+FLOAT_NAMES = ("F32", "BF16", "F16")
 """Dtypes of weights that are not packed, as safetensors spells them."""
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SCALES_OF_KV = "--kv-cache-dtype chooses how keys and values lie, and fp8 takes the scales"
@@ -65,65 +65,69 @@ class Storage(ABC):
     """How the tensors of a linear map hold its weight."""
 
     @abstractmethod
-    def needs(self, module: Module) -> tuple[str, ...]:
+    def needs(self, module: CheckpointLinear) -> tuple[str, ...]:
         """Suffixes of the tensors that there must be."""
 
     @abstractmethod
-    def layout(self, module: Module) -> Layout:
+    def layout(self, module: CheckpointLinear) -> Layout:
         """How it lies on the device."""
 
     @abstractmethod
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         """Suffix -> the slot that fills these rows with it."""
 
 
-class StoredPacking(Packing):
+class StoredWeightFormat(WeightFormat):
     """A format whose maps have a Storage, or none where they are not packed."""
 
     @abstractmethod
-    def storage(self, module: Module) -> Storage | None:
+    def storage(self, module: CheckpointLinear) -> Storage | None:
         """Raises CheckpointError where settings and tensors contradict each other."""
 
-    def layout(self, module: Module) -> Layout | None:
+    def layout(self, module: CheckpointLinear) -> Layout | None:
         storage = self.storage(module)
         return None if storage is None else storage.layout(module)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         storage = self.storage(module)
         assert storage is not None, "a format packed it"
         return storage.slots(module, weight)
 
 
-def settle(
-    module: Module, said: Storage | None, setting: str, *, of_all: bool = False
+def resolve_storage(
+    module: CheckpointLinear, said: Storage | None, setting: str, *, of_all: bool = False
 ) -> Storage | None:
     """How the module is stored: what its settings say, where its tensors agree.
 
     setting: the one that says so, for messages; of_all: it is of all linear layers, and names none.
-    Some maps may be plain without being listed: see usually_plain, and IN_A_MIXTURE where the
-    setting is of all. Where there are no files NO_LINEAR are. Raises CheckpointError where tensors
-    say otherwise.
+    Some maps may be plain without being listed: see is_usually_unquantized, and EXPERT_PATH where
+    the setting is of all. Where there are no files NOT_NN_LINEAR are. Raises CheckpointError where
+    tensors say otherwise.
     """
     if module.tensors is None:
-        return None if module.path.rpartition(".")[2] in NO_LINEAR else said
+        return None if module.path.rpartition(".")[2] in NOT_NN_LINEAR else said
     weight = module.tensors.get("weight")
-    strange = weight is not None and weight.dtype not in PLAIN_NAMES
+    strange = weight is not None and weight.dtype not in FLOAT_NAMES
     packed = strange or any(suffix in module.tensors for suffix in SIDECARS)
     if said is None:
         if packed:
-            raise contradiction(module, f"{setting} asks for a weight that is not packed")
+            raise contradiction_error(module, f"{setting} asks for a weight that is not packed")
         return None
     needed = ", ".join(said.needs(module))
     if not packed:
-        if weight is None or usually_plain(module) or (of_all and IN_A_MIXTURE in module.path):
+        if (
+            weight is None
+            or is_usually_unquantized(module)
+            or (of_all and EXPERT_PATH in module.path)
+        ):
             return None
-        raise contradiction(module, f"{setting} asks for {needed}")
+        raise contradiction_error(module, f"{setting} asks for {needed}")
     if not all(suffix in module.tensors for suffix in said.needs(module)):
-        raise contradiction(module, f"{setting} asks for {needed}")
+        raise contradiction_error(module, f"{setting} asks for {needed}")
     return said
 
 
-def other_kv_scales(settings: SettingsReader) -> str | None:
+def non_fp8_kv_setting(settings: SettingsReader) -> str | None:
     """The setting by which static scales of the KV cache are of another format than fp8; None: they
     are not, as far as it says."""
     algorithm = settings.raw.get(KV_ALGORITHM, "FP8")
@@ -137,8 +141,8 @@ def other_kv_scales(settings: SettingsReader) -> str | None:
     return None if fp8 else f"{settings.within}{KV_SCHEME}={brief(scheme)}"
 
 
-def around(name: str) -> Iterator[str]:
-    """A module's name, and those of the modules around it."""
+def enclosing_modules(name: str) -> Iterator[str]:
+    """Yield a module's name, then the names of the modules that enclose it."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -157,30 +161,30 @@ class Fp8Storage(Storage):
     grains: tuple[str, ...]
     also: str = ""
 
-    def needs(self, module: Module) -> tuple[str, ...]:
+    def needs(self, module: CheckpointLinear) -> tuple[str, ...]:
         return ("weight", self._suffix(module))
 
-    def layout(self, module: Module) -> Layout:
+    def layout(self, module: CheckpointLinear) -> Layout:
         """A scale for every output where blocks end within a map, so that it can be fused."""
         whole = module.outputs % FP8_BLOCK == 0
         if "block" not in self.grains:
             return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)
         return Layout.of(Fp8Weight, block_n=FP8_BLOCK if whole else 1, block_k=FP8_BLOCK)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, Fp8Weight)
         (n, k) = weight.shape
         shapes = {"tensor": [(), (1,), (1, 1)], "channel": [(n, 1), (n,)], "block": blocks(n, k)}
         known = [shape for grain in self.grains for shape in shapes[grain]]
         scale = self._suffix(module)
         return {
-            "weight": Slot((n, k), (torch.float8_e4m3fn,), weight.device, eight_bits(weight)),
+            "weight": WeightSink((n, k), (torch.float8_e4m3fn,), weight.device, eight_bits(weight)),
             scale: slot(
-                module, scale, known, PLAIN, weight.device, lambda x: self._scale(weight, x)
+                module, scale, known, FLOAT_DTYPES, weight.device, lambda x: self._scale(weight, x)
             ),
         }
 
-    def _suffix(self, module: Module) -> str:
+    def _suffix(self, module: CheckpointLinear) -> str:
         """That of the module's scales."""
         found = module.tensors or {}
         return self.also if self.also in found and self.scale not in found else self.scale
@@ -214,20 +218,20 @@ class Fp4Storage(Storage):
     factor: str
     divides: bool
 
-    def needs(self, module: Module) -> tuple[str, ...]:
+    def needs(self, module: CheckpointLinear) -> tuple[str, ...]:
         return (self.weight, "weight_scale", self.factor)
 
-    def layout(self, module: Module) -> Layout:
+    def layout(self, module: CheckpointLinear) -> Layout:
         return Layout.of(Fp4Weight)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, Fp4Weight)
         (n, k) = weight.shape
         device = weight.device
         scales: list[tuple[int, ...]] = [(n, -(-k // FP4_GROUP))]
         fp8 = (torch.float8_e4m3fn,)
         return {
-            self.weight: Slot((n, -(-k // 2)), (torch.uint8,), device, nibbled(weight)),
+            self.weight: WeightSink((n, -(-k // 2)), (torch.uint8,), device, nibbled(weight)),
             "weight_scale": slot(
                 module, "weight_scale", scales, fp8, device,
                 lambda x: weight.scales.copy_(x.view(torch.uint8)),
@@ -238,13 +242,13 @@ class Fp4Storage(Storage):
             ),
         }  # fmt: skip
 
-    def _factor(self, module: Module, weight: Fp4Weight, found: Tensor) -> None:
+    def _factor(self, module: CheckpointLinear, weight: Fp4Weight, found: Tensor) -> None:
         if self.divides and not bool(found > 0):
-            raise damaged(module, self.factor, f"is {float(found)}, expected more than 0")
+            raise damaged_error(module, self.factor, f"is {float(found)}, expected more than 0")
         factor = found.reciprocal() if self.divides else found
         if not bool(factor.abs() < FP4_FACTORS):
             said = f"is {float(found)}, which multiplies by {float(factor)}, expected below 2^119"
-            raise damaged(module, self.factor, said)
+            raise damaged_error(module, self.factor, said)
         weight.factors.copy_(factor)
 
 
@@ -265,13 +269,13 @@ class IntStorage(Storage):
     symmetric: bool
     ordered: bool
 
-    def needs(self, module: Module) -> tuple[str, ...]:
+    def needs(self, module: CheckpointLinear) -> tuple[str, ...]:
         codes = ("weight_packed", "weight_shape") if self.in_words else ("weight",)
         zeros = () if self.symmetric else ("weight_zero_point",)
         order = ("weight_g_idx",) if self.ordered else ()
         return (*codes, "weight_scale", *zeros, *order)
 
-    def layout(self, module: Module) -> Layout:
+    def layout(self, module: CheckpointLinear) -> Layout:
         found = module.tensors or {}
         options = dict(
             bits=self.bits,
@@ -283,38 +287,40 @@ class IntStorage(Storage):
         layout = Layout.of(IntWeight, **options)
         return replace(layout, apart=module.path) if options["g_idx"] else layout
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, IntWeight)
         (n, k) = weight.shape
         device = weight.device
         scales = [tuple(weight.scales.shape)] if self.group else [(1,), (), (1, 1)]
         found = {
             "weight_scale": slot(
-                module, "weight_scale", scales, PLAIN, device,
+                module, "weight_scale", scales, FLOAT_DTYPES, device,
                 lambda x: weight.scales.copy_(x.view(-1, x.shape[-1] if x.dim() else 1)),
             )
         }  # fmt: skip
         if self.in_words:
             shape = (n, -(-k * self.bits // 32))
             fill = nibbled(weight) if self.bits == 4 else eight_bits(weight)
-            found["weight_packed"] = Slot(shape, (torch.int32,), device, fill)
-            found["weight_shape"] = Slot(
+            found["weight_packed"] = WeightSink(shape, (torch.int32,), device, fill)
+            found["weight_shape"] = WeightSink(
                 (2,), (torch.int64, torch.int32), torch.device("cpu"), lambda x: shaped(module, x)
             )
         else:
-            found["weight"] = Slot((n, k), (torch.int8,), device, eight_bits(weight, 128))
+            found["weight"] = WeightSink((n, k), (torch.int8,), device, eight_bits(weight, 128))
         if weight.zeros is not None:
             found["weight_zero_point"] = self._zeros(module, weight, scales)
         if weight.g_idx is not None:
-            found["weight_g_idx"] = Slot(
+            found["weight_g_idx"] = WeightSink(
                 (k,), (torch.int32, torch.int64), device, lambda x: order(module, weight, x)
             )
         return found
 
-    def _has(self, module: Module, suffix: str) -> bool:
+    def _has(self, module: CheckpointLinear, suffix: str) -> bool:
         return suffix in (self.needs(module) if module.tensors is None else module.tensors)
 
-    def _zeros(self, module: Module, weight: IntWeight, scales: list[tuple[int, ...]]) -> Slot:
+    def _zeros(
+        self, module: CheckpointLinear, weight: IntWeight, scales: list[tuple[int, ...]]
+    ) -> WeightSink:
         """Old files have the zero points of words as int8."""
         assert weight.zeros is not None
         zeros = weight.zeros
@@ -330,7 +336,7 @@ class IntStorage(Storage):
             codes = found.short() + middle
             if not bool(((codes >= 0) & (codes < 2**self.bits)).all()):
                 said = f"has zero points other than {-middle} to {middle - 1}"
-                raise damaged(module, "weight_zero_point", said)
+                raise damaged_error(module, "weight_zero_point", said)
             zeros.copy_(codes.view(-1, found.shape[-1] if found.dim() else 1))
 
         dtype = torch.int32 if packed else torch.int8
@@ -338,26 +344,26 @@ class IntStorage(Storage):
 
 
 def slot(
-    module: Module,
+    module: CheckpointLinear,
     suffix: str,
     shapes: list[tuple[int, ...]],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     fill: Callable[[Tensor], object],
-) -> Slot:
+) -> WeightSink:
     """The slot of a tensor that may have any of these shapes, and whose numbers are all finite."""
     info = None if module.tensors is None else module.tensors.get(suffix)
     shape = info.shape if info is not None and info.shape in shapes else shapes[0]
 
     def check(found: Tensor) -> None:
         if not bool(found.float().isfinite().all()):
-            raise damaged(module, suffix, "has entries that are no finite numbers")
+            raise damaged_error(module, suffix, "has entries that are no finite numbers")
         fill(found)
 
-    return Slot(shape, dtypes, device, check)
+    return WeightSink(shape, dtypes, device, check)
 
 
-def stored_as(module: Module, suffix: str, dtype: str) -> bool:
+def stored_as(module: CheckpointLinear, suffix: str, dtype: str) -> bool:
     """Whether a tensor of the module is of this dtype, as safetensors spells it."""
     info = None if module.tensors is None else module.tensors.get(suffix)
     return info is None or info.dtype == dtype
@@ -378,19 +384,19 @@ def nibbles(data: Tensor) -> Tensor:
     return torch.stack((data & 15, data >> 4), -1).flatten(-2)
 
 
-def nibbled(weight: PackedWeight) -> Callable[[Tensor], None]:
+def nibbled(weight: QuantizedWeight) -> Callable[[Tensor], None]:
     """What fills the words of a weight from codes of 4 bits, lowest first, in bytes or words."""
 
     def fill(found: Tensor) -> None:
         (n, k) = weight.shape
-        for begin, end in pieces(n, k):
+        for begin, end in row_chunks(n, k):
             codes = nibbles(found[begin:end].view(torch.uint8))[:, :k]
-            weight.words[begin:end] = pack(codes, 4)
+            weight.words[begin:end] = pack_codes(codes, 4)
 
     return fill
 
 
-def eight_bits(weight: PackedWeight, offset: int = 0) -> Callable[[Tensor], None]:
+def eight_bits(weight: QuantizedWeight, offset: int = 0) -> Callable[[Tensor], None]:
     """What fills the words of a weight from codes of 8 bits, in bytes or words.
 
     offset: what is added to them, modulo 256: 128 makes codes of signed integers.
@@ -398,9 +404,9 @@ def eight_bits(weight: PackedWeight, offset: int = 0) -> Callable[[Tensor], None
 
     def fill(found: Tensor) -> None:
         (n, k) = weight.shape
-        for begin, end in pieces(n, k):
+        for begin, end in row_chunks(n, k):
             codes = found[begin:end].view(torch.uint8)[:, :k]
-            weight.words[begin:end] = pack(codes + offset if offset else codes, 8)
+            weight.words[begin:end] = pack_codes(codes + offset if offset else codes, 8)
 
     return fill
 
@@ -412,15 +418,15 @@ def along_n(words: Tensor, bits: int, n: int) -> Tensor:
     return codes[:, :n].t()
 
 
-def shaped(module: Module, found: Tensor) -> None:
+def shaped(module: CheckpointLinear, found: Tensor) -> None:
     """Holds a `weight_shape` against the module's."""
     if found.tolist() != [module.outputs, module.inputs]:
         asked = [module.outputs, module.inputs]
         fault = f"is {brief(found.tolist())}, config.json asks for {asked}"
-        raise damaged(module, "weight_shape", fault)
+        raise damaged_error(module, "weight_shape", fault)
 
 
-def order(module: Module, weight: IntWeight, found: Tensor) -> None:
+def order(module: CheckpointLinear, weight: IntWeight, found: Tensor) -> None:
     """Takes over the group of each column; all -1: they are in order."""
     assert weight.g_idx is not None
     groups = weight.scales.shape[1]
@@ -428,5 +434,5 @@ def order(module: Module, weight: IntWeight, found: Tensor) -> None:
         found = torch.arange(weight.k, device=weight.device) // weight.group
     if not bool(((found >= 0) & (found < groups)).all()):
         fault = f"has entries that are no groups, of which there are {groups}"
-        raise damaged(module, "weight_g_idx", fault)
+        raise damaged_error(module, "weight_g_idx", fault)
     weight.g_idx.copy_(found)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.formats.weights import PackedWeight
-from lockstep.quantization.weight_sink import Slot
+from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.quantization.weight_sink import WeightSink
 
-PLAIN_PARTS = (
+UNQUANTIZED_NAMES = (
     "in_proj_a",
     "in_proj_b",
     "in_proj_ba",
@@ -24,11 +24,11 @@ PLAIN_PARTS = (
 """Maps that checkpoints leave unpacked in practice: small ones, routers, the head, and what
 DeepSeek's MTP module mixes its inputs by."""
 
-NO_LINEAR = ("gate", "eh_proj")
+NOT_NN_LINEAR = ("gate", "eh_proj")
 """Maps that are no linear layers in the code that checkpoints are packed with: a rule for all
 linear layers does not mean them, and published checkpoints do not list them."""
 
-IN_A_MIXTURE = ".experts."
+EXPERT_PATH = ".experts."
 """In the names of experts. Tools that pack linear layers pass them by where all of a layer's are
 one tensor, and do not list them either."""
 
@@ -43,7 +43,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Module:
+class CheckpointLinear:
     """A linear map of the checkpoint, [N, K] = [outputs, inputs].
 
     path: its name less the architecture's prefix, e.g. layers.0.mlp.down_proj; names: those that it
@@ -71,12 +71,12 @@ class Layout:
     of a packed weight have in common but may differ between the checkpoint's.
     """
 
-    kind: type[PackedWeight]
+    kind: type[QuantizedWeight]
     options: tuple[tuple[str, Any], ...] = ()
     apart: str = ""
 
     @classmethod
-    def of(cls, kind: type[PackedWeight], **options: Any) -> "Layout":
+    def of(cls, kind: type[QuantizedWeight], **options: Any) -> "Layout":
         return cls(kind, tuple(sorted(options.items())))
 
     def __str__(self) -> str:
@@ -96,12 +96,12 @@ class Layout:
             options["block_n"] = 1
         return replace(self, options=tuple(sorted(options.items())))
 
-    def empty(self, n: int, k: int, device: str | torch.device) -> PackedWeight:
+    def empty(self, n: int, k: int, device: str | torch.device) -> QuantizedWeight:
         """Room for a weight [n, k]."""
         return self.kind.empty(n, k, **dict(self.options), device=device)  # type: ignore[attr-defined]
 
 
-class Packing(ABC):
+class WeightFormat(ABC):
     """The weight format of a checkpoint, read from its settings. name: what numerics call it.
 
     unused: last parts of the names of tensors that it may have and that nothing here asks for.
@@ -117,7 +117,7 @@ class Packing(ABC):
     plain_on_cpu: bool = False
 
     @abstractmethod
-    def layout(self, module: Module) -> Layout | None:
+    def layout(self, module: CheckpointLinear) -> Layout | None:
         """How the module's weight lies on the device; None: as it is.
 
         Raises CheckpointError where settings and tensors contradict each other, or ask for what is
@@ -125,17 +125,19 @@ class Packing(ABC):
         """
 
     @abstractmethod
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         """Suffix of each of the module's tensors -> the slot that fills these rows with it."""
 
 
-def usually_plain(module: Module) -> bool:
-    """Whether a linear map stays unpacked in practice, where nothing says otherwise: PLAIN_PARTS,
-    and the whole draft module."""
-    return module.path.startswith("mtp.") or module.path.rpartition(".")[2] in PLAIN_PARTS
+def is_usually_unquantized(module: CheckpointLinear) -> bool:
+    """Return whether checkpoints usually keep this linear layer unquantized.
+
+    It is so for UNQUANTIZED_NAMES and for the whole draft module.
+    """
+    return module.path.startswith("mtp.") or module.path.rpartition(".")[2] in UNQUANTIZED_NAMES
 
 
-def contradiction(module: Module, said: str) -> CheckpointError:
+def contradiction_error(module: CheckpointLinear, said: str) -> CheckpointError:
     """Tensors and settings do not agree about a module. said: what the settings ask for."""
     tensors = (module.tensors or {}).values()
     found = [f"{info.name} ({info.dtype} {list(info.shape)})" for info in tensors]
@@ -146,6 +148,6 @@ def contradiction(module: Module, said: str) -> CheckpointError:
     )
 
 
-def damaged(module: Module, suffix: str, said: str) -> CheckpointError:
+def damaged_error(module: CheckpointLinear, suffix: str, said: str) -> CheckpointError:
     """A tensor of a module holds what it cannot."""
     return CheckpointError(f"{module.path}.{suffix} {said}. Fetch the checkpoint again.")

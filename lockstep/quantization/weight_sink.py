@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.to_device import joined_to_device, to_device
+from lockstep.kernels.upload import upload, upload_concatenated
 
-PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights that are not packed."""
 
 
 @dataclass(frozen=True)
-class Slot:
+class WeightSink:
     """shape and dtypes: what the checkpoint's tensor must be; fill: takes it over.
 
     shape None: any. The tensor comes to `fill` on the device where it is needed.
@@ -30,14 +30,16 @@ class Slot:
     @classmethod
     def plain(
         cls, target: Tensor, take: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    ) -> "Slot":
+    ) -> "WeightSink":
         """Of a tensor of the checkpoint's shape that holds what `take` makes of the checkpoint's,
         rounded to its own dtype."""
         data = target.data
-        return cls(tuple(data.shape), PLAIN, data.device, lambda found: data.copy_(take(found)))
+        return cls(
+            tuple(data.shape), FLOAT_DTYPES, data.device, lambda found: data.copy_(take(found))
+        )
 
     @classmethod
-    def of(cls, target: "Tensor | Slot") -> "Slot":
+    def of(cls, target: "Tensor | WeightSink") -> "WeightSink":
         """A layer names either."""
         return cls.plain(target) if isinstance(target, Tensor) else target
 
@@ -51,25 +53,25 @@ class Slot:
         return None
 
 
-class Stack:
+class FusedExpertSink:
     """The tensors of `parts` wait where they were read, and are handed to `whole` as one, joined
     along `dim` in the order of parts: 256 experts then cost the launches of one."""
 
-    def __init__(self, whole: Slot, parts: Sequence[Slot], dim: int) -> None:
+    def __init__(self, whole: WeightSink, parts: Sequence[WeightSink], dim: int) -> None:
         self.whole = whole
         self.parts = list(parts)
         self.dim = dim
         self.waiting: dict[int, Tensor] = {}
 
     @classmethod
-    def slots(cls, whole: Slot | None, parts: Sequence[Slot]) -> list[Slot]:
+    def slots(cls, whole: WeightSink | None, parts: Sequence[WeightSink]) -> list[WeightSink]:
         """A slot for each part that hands over as one where the shapes say how; else the parts."""
         dim = None if whole is None else _joined_along(whole, parts)
         if whole is None or dim is None:
             return list(parts)
         stack = cls(whole, parts, dim)
         return [
-            Slot(part.shape, part.dtypes, torch.device("cpu"), partial(stack.take, index))
+            WeightSink(part.shape, part.dtypes, torch.device("cpu"), partial(stack.take, index))
             for index, part in enumerate(parts)
         ]
 
@@ -96,7 +98,7 @@ class Stack:
         if any(tensor.dtype != dtype for tensor in found):
             return None
         assert self.whole.shape is not None, "else there is no stack"
-        flat = joined_to_device(found, self.whole.device)
+        flat = upload_concatenated(found, self.whole.device)
         if self.dim == 0:
             return flat.view(self.whole.shape)
         sizes = [tensor.numel() for tensor in found]
@@ -105,10 +107,10 @@ class Stack:
 
     def _apart(self, found: Sequence[Tensor]) -> None:
         for part, tensor in zip(self.parts, found, strict=True):
-            part.fill(to_device(tensor, part.device))
+            part.fill(upload(tensor, part.device))
 
 
-def _joined_along(whole: Slot, parts: Sequence[Slot]) -> int | None:
+def _joined_along(whole: WeightSink, parts: Sequence[WeightSink]) -> int | None:
     """The dimension along which the parts' tensors make up that of `whole`, if there is one."""
     shapes = Counter(part.shape for part in parts)
     if whole.shape is None or any(part.dtypes != whole.dtypes for part in parts):

@@ -8,7 +8,7 @@ step, what is fetched is written, then the prompt step.
 
 from dataclasses import dataclass, field
 
-from lockstep.cache.host import Moves
+from lockstep.cache.host_tier import Moves
 from lockstep.outputs import Logprob, TokenSource
 from lockstep.scheduling.request import Request
 

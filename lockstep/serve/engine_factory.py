@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
-from lockstep.engine.host import MakeGrammar
+from lockstep.engine.engine_process import MakeGrammar
 from lockstep.llm import hosted_engine
 from lockstep.serve.telemetry.logs import LogFormat, configure_logs
 from lockstep.text.settings import TextSettings

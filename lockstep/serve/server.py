@@ -19,9 +19,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from lockstep.engine.loop import keep_from_collection
+from lockstep.engine.engine_loop import keep_from_collection
 from lockstep.errors import ConfigError, EngineDeadError
-from lockstep.runner.floor import StepFloors
 from lockstep.serve.app import CrossOrigin, create_app
 from lockstep.serve.http.access import AccessRules
 from lockstep.serve.http.connections import MAX_DROPPED_BYTES, BoundedProtocol
@@ -33,6 +32,7 @@ from lockstep.serve.telemetry.throughput import ThroughputLogger
 from lockstep.serve.telemetry.traces import SpanRecorder
 from lockstep.settings import why_unread
 from lockstep.text.processor import Processor
+from lockstep.worker.roofline import StepFloors
 
 log = logging.getLogger("lockstep.serve")
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.kernels.drafting import block_step
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.dflash import BlockCheckpoint, BlockDraftModel, Config
-from lockstep.quantization import packing_of
+from lockstep.quantization import read_weight_format
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions
 from lockstep.step import NEVER, Step, StepShape, Verdict
@@ -28,7 +28,7 @@ def refusal(checkpoint: Checkpoint) -> str | None:
     return "it needs a draft model for blocks, which speculative_config names as its model"
 
 
-def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> DraftModule:
+def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext) -> DraftModule:
     """The folder's model, not loaded yet. Raises CheckpointError where it is not built, or not of
     this target, and ConfigError where its blocks are too short for K drafts."""
     own = BlockCheckpoint.at(options.folder)
@@ -40,7 +40,7 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
             f"{own.folder}. Lower it."
         )
     tensors = None if build.tensors is None else own.tensors()
-    packing = packing_of(own.quantization(), None)
+    packing = read_weight_format(own.quantization(), None)
     apart = build.reading(tensors, own.prefixes, packing)
     apart.named = "draft."
     return BlockDraftModel(target, apart, config, own)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.json_files import read_config
 from lockstep.models.loader import Source, build_model, target_source
-from lockstep.quantization import Packing, packing_of
+from lockstep.quantization import WeightFormat, read_weight_format
 from lockstep.spec.chain import ChainDrafter
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions
@@ -54,7 +54,12 @@ class DraftModel(nn.Module):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, model: Any, packing: Packing | None, vocab: int, device: str
+        self,
+        checkpoint: Checkpoint,
+        model: Any,
+        packing: WeightFormat | None,
+        vocab: int,
+        device: str,
     ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
@@ -95,7 +100,7 @@ class DraftModel(nn.Module):
         return target_source(self.checkpoint, self.model, None, self.packing)
 
 
-def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> DraftModule:
+def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext) -> DraftModule:
     """The folder's model, not loaded yet. Raises CheckpointError where it cannot be built, and
     ConfigError where it has another tokenizer."""
     folder = options.folder
@@ -103,7 +108,7 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
     own = Checkpoint.read(folder)
     if build.tensors is not None:
         check_tokenizers(own, checkpoint)
-    packing = packing_of(own.quantization(), None)
+    packing = read_weight_format(own.quantization(), None)
     tensors = None if build.tensors is None else own.tensors()
     apart = build.reading(tensors, own.prefixes, packing)
     apart.named = "draft."

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.eagle3 import Config, Eagle3Head, HeadCheckpoint
-from lockstep.quantization import packing_of
+from lockstep.quantization import read_weight_format
 from lockstep.settings import setting
 from lockstep.spec.chain import ChainDrafter, passes
 from lockstep.spec.drafter import DraftContext, DraftModule
@@ -34,13 +34,15 @@ def refusal(checkpoint: Checkpoint) -> str | None:
     return "it needs a head, which speculative_config names as its model"
 
 
-def build(options: Options, checkpoint: Checkpoint, target: Any, build: Build) -> DraftModule:
+def build(
+    options: Options, checkpoint: Checkpoint, target: Any, build: BuildContext
+) -> DraftModule:
     """The head of the folder, not loaded yet. Raises CheckpointError where it is not built, or not
     of this target, and ConfigError where there is no such folder."""
     head = HeadCheckpoint.at(options.folder)
     config = Config.read(head, target, options.taps_behind_layers)
     tensors = None if build.tensors is None else head.tensors()
-    own = build.reading(tensors, head.prefixes, packing_of(head.quantization(), None))
+    own = build.reading(tensors, head.prefixes, read_weight_format(head.quantization(), None))
     return Eagle3Head(target, own, config, head)
 
 

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.weight_files import has_weights
@@ -64,7 +64,9 @@ def _setting(checkpoint: Checkpoint) -> str:
     return getattr(checkpoint.architecture, "DRAFT_SETTING", SETTING)
 
 
-def build(options: Options, checkpoint: Checkpoint, target: Any, build: Build) -> DraftModule:
+def build(
+    options: Options, checkpoint: Checkpoint, target: Any, build: BuildContext
+) -> DraftModule:
     """The checkpoint's module, not loaded yet. Raises CheckpointError where it has none, and
     ConfigError where draft_vocab_size does not fit its vocabulary."""
     if refusal(checkpoint) is not None:

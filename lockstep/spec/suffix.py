@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from lockstep.kernels.copy_to_device import copy_to_device
 from lockstep.kernels.drafting import ngram_lookup
+from lockstep.kernels.stream_copies import copy_to_device
 from lockstep.settings import setting
 from lockstep.spec.config import SpeculativeConfig
 from lockstep.spec.drafter import DraftContext

@@ -35,8 +35,8 @@ def counting(rows: int, row_bytes: int, variants: int = 1) -> tuple[OpBenchmark,
     """A benchmark that notes what it is called with and gives each row its number."""
     calls: Calls = []
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
-        calls.append((begin, end, turn))
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
+        calls.append((begin, end, variant))
         return lambda: torch.arange(begin, end)[:, None] * torch.ones(2)
 
     cost = lambda count: Cost(count * row_bytes)  # noqa: E731
@@ -123,8 +123,8 @@ def test_dimensions_are_those_of_the_model(tmp_path: Path) -> None:
 def test_a_bit_that_depends_on_the_batch_shows() -> None:
     honest, _ = counting(64, 100)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
-        return lambda: honest.call(begin, end, turn)() * (1 + 1e-7 * (end - begin == 3))
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
+        return lambda: honest.call(begin, end, variant)() * (1 + 1e-7 * (end - begin == 3))
 
     wrong = OpBenchmark("count", "2", 1, "none", 64, call, honest.cost)
     assert compare_rows(honest, (1, 2, 3, 64), 64) == ((1, 2, 3), ())
@@ -134,20 +134,20 @@ def test_a_bit_that_depends_on_the_batch_shows() -> None:
 def test_state_is_brought_back_between_comparisons() -> None:
     benchmark = next(iter(benchmarks(SMALL, HERE, 2, ["gated_delta_step"])))
     benchmark.call(0, 8, 0)()
-    dirty = benchmark.seen(0, 8, torch.zeros(8))
+    dirty = benchmark.outputs(0, 8, torch.zeros(8))
     benchmark.reset()
-    clean = benchmark.seen(0, 8, torch.zeros(8))
+    clean = benchmark.outputs(0, 8, torch.zeros(8))
     assert any(not torch.equal(a, b) for a, b in zip(dirty, clean, strict=True))
     assert compare_rows(benchmark, (1, 5), 8)[1] == ()
 
 
 def test_a_chain_walks_through_distinct_memory() -> None:
-    benchmark, calls = counting(rows=64, row_bytes=HERE.walk_bytes // 64)
+    benchmark, calls = counting(rows=64, row_bytes=HERE.chain_bytes // 64)
     _chain(benchmark, 8, HERE)
     assert [(begin, end) for begin, end, _ in calls] == [(i, i + 8) for i in range(0, 64, 8)]
-    weights, calls = counting(rows=8, row_bytes=HERE.walk_bytes // 32, variants=5)
+    weights, calls = counting(rows=8, row_bytes=HERE.chain_bytes // 32, variants=5)
     _chain(weights, 8, HERE)
-    assert [turn for *_, turn in calls] == [0, 1, 2, 3]
+    assert [variant for *_, variant in calls] == [0, 1, 2, 3]
 
 
 def test_models_are_chosen_by_device_and_name() -> None:
@@ -172,7 +172,7 @@ def test_real_dimensions_on_a_gpu() -> None:
     lines = list(
         measure_kernels(models, "cuda", torch.bfloat16, (1, 8), (4,), ("linear", "rms_norm"))
     )
-    assert sum(line.backend != "packed" for line in lines) == 16
-    assert any(line.backend == "packed" for line in lines)
+    assert sum(line.backend != "quantized" for line in lines) == 16
+    assert any(line.backend == "quantized" for line in lines)
     assert not any(line.differing for line in lines)
     assert max(line.of_floor for line in lines) < 1.1

@@ -16,11 +16,11 @@ OTHER = tuning.Tile(64, 64, 64, 4, 4)
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, int], int]]:
-    """A GPU that is none; returns what was timed: (tokens, shape of the weight, segments)."""
+    """A GPU that is none; returns what was timed: (tokens, shape of the weight, split_k)."""
     timed: list[tuple[int, tuple[int, int], int]] = []
 
-    def tune(run: object, tokens: int, weights: list[torch.Tensor], segments: int) -> object:
-        timed.append((tokens, tuple(weights[0].shape), segments))
+    def tune(run: object, tokens: int, weights: list[torch.Tensor], split_k: int) -> object:
+        timed.append((tokens, tuple(weights[0].shape), split_k))
         return [(1e-6 * tokens, BEST), (1.0, OTHER)]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

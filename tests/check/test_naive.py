@@ -11,9 +11,9 @@ import torch
 
 from lockstep.check import naive
 from lockstep.kernels.sampling import SamplingState, sample
-from lockstep.runner.rows import write_sampling
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.worker.rows import write_sampling
 
 V = 50
 PROMPT = [3, 4, 5, 4]

@@ -7,17 +7,17 @@ import pytest
 
 from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.cache.groups import CacheSeq, StateGroup
-from lockstep.cache.host import PAGES, Move
+from lockstep.cache.host_tier import PAGES, Move
 from lockstep.check.harness import build, build_plain
 from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import RuledScheduler, Rules, WorldError, shares_no_snapshot
 from lockstep.check.stage import Stage
 from lockstep.check.world import Kind, Limits, World, WorldRequest
-from lockstep.runner.runner import Runner
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PageGrant, PromptChunk, Results, RowResult, Schedule
 from lockstep.scheduling.scheduler import Entry, Scheduler
+from lockstep.worker.worker import Runner
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LATE = WorldRequest(tuple(range(60)), {**GREEDY, "max_tokens": 9}, priority=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import lockstep.kernels.sampling as engines
+import lockstep.kernels.sampling.reference as engines
 from lockstep.check import sampling
 from lockstep.check.exercised import OUTSIDE_THE_ENGINE
 from lockstep.check.harness import CheckEngine, build, build_plain

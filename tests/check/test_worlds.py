@@ -356,7 +356,8 @@ def test_plain_runs_are_kept_and_judged(plain: PlainRuns, monkeypatch: pytest.Mo
     assert plain.judged((1, 2, 3), params) is None
     assert [len(a.digests) for a in first] == [len(a.tokens) for a in first]
     monkeypatch.setattr(
-        "lockstep.kernels.sampling.gumbel", lambda seed, positions, ids: np.float32(0) * ids
+        "lockstep.kernels.sampling.reference.gumbel",
+        lambda seed, positions, ids: np.float32(0) * ids,
     )
     found = plain.judged((1, 2, 4), params)
     assert found is not None and "is not the one that the logits and parameters give" in found.what

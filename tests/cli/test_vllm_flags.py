@@ -13,10 +13,10 @@ from typer.testing import CliRunner, Result
 from lockstep.cli import app
 from lockstep.cli.vllm.page import page
 from lockstep.cli.vllm.read import Option, Reader
-from lockstep.engine.build import CPU_ROWS, TOKENS
 from lockstep.errors import ConfigError
 from lockstep.flags.flag import Kind, read_size
 from lockstep.flags.table import GROUPS, all_flags
+from lockstep.worker.build import CPU_ROWS, TOKENS
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = (ROOT / "tests" / "data" / "vllm_flags.txt").read_text().split()

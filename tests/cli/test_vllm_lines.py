@@ -22,9 +22,9 @@ from typer.testing import CliRunner, Result
 from lockstep.__main__ import main
 from lockstep.cli import app
 from lockstep.config import EngineConfig, StepLimits
-from lockstep.engine.build import pick_device, step_limits
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.quantization import packing_of
+from lockstep.quantization import read_weight_format
+from lockstep.worker.build import pick_device, step_limits
 from tests.quantization.disk import Codes, draw, gptq, set_config, write
 from tests.tiny_model import make_model
 
@@ -99,7 +99,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
         raise _BuiltError(make.args[0])
 
     monkeypatch.setattr("lockstep.llm.Engine", stop)
-    monkeypatch.setattr("lockstep.engine.process.ProcessTransport", stop_process)
+    monkeypatch.setattr("lockstep.engine.process_transport.ProcessTransport", stop_process)
     monkeypatch.setattr("lockstep.serve.server.Address.bind", lambda address: socket.socket())
 
     def run(line: str, model: str) -> tuple[EngineConfig, StepLimits, str]:
@@ -107,7 +107,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert isinstance(shown.exception, _BuiltError), (shown.exception, shown.output)
         config = shown.exception.config
         checkpoint = Checkpoint.read(Path(str(config.model)), config.hf_overrides)
-        packing = packing_of(checkpoint.quantization(), config.quantization)
+        packing = read_weight_format(checkpoint.quantization(), config.quantization)
         limits = step_limits(config, checkpoint, pick_device(config), packing)
         return config, limits, shown.stderr
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from lockstep import LLM, SamplingParams
-from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
-from lockstep.runner.observer import StepObserver
-from lockstep.runner.program import Outcome
 from lockstep.scheduling.draft_length import AdaptiveDraftLength, Costs, RandomDraftLength
 from lockstep.scheduling.request import Request
 from lockstep.spec.config import SpeculativeConfig
 from lockstep.step import StepShape
+from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.program import Outcome
+from lockstep.worker.step_observer import StepObserver
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 

@@ -14,9 +14,9 @@ import pytest
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Stream
 from lockstep.engine.engine import Engine
-from lockstep.engine.in_thread import ThreadTransport
-from lockstep.engine.loop import TokenUpdate
-from lockstep.engine.process import ProcessTransport
+from lockstep.engine.engine_loop import TokenUpdate
+from lockstep.engine.process_transport import ProcessTransport
+from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.errors import CapacityError, EngineDeadError, RequestError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request

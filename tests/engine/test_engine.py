@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lockstep import LLM, SamplingParams
-from lockstep.engine.hooks import CheckHooks
 from lockstep.outputs import RequestOutput
 from lockstep.scheduling.request import Request
+from lockstep.worker.hooks import CheckHooks
 from tests.asking import DRAFTS, GREEDY, PROMPTS, TEXT, answer, assert_idle, bits, make_engine, one
 from tests.tiny_model import THREE_LAYERS, make_model
 

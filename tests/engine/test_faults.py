@@ -11,8 +11,8 @@ import pytest
 
 from lockstep.engine.async_engine import AsyncEngine
 from lockstep.engine.engine import MOST_FAILURES, Engine
-from lockstep.engine.in_thread import ThreadTransport
-from lockstep.engine.loop import TokenUpdate
+from lockstep.engine.engine_loop import TokenUpdate
+from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.errors import EngineDeadError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request

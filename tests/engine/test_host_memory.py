@@ -8,8 +8,8 @@ import pytest
 
 from lockstep import LLM, SamplingParams
 from lockstep.errors import CapacityError
-from lockstep.runner import memory
 from lockstep.step import PAGE_SIZE
+from lockstep.worker import memory
 from tests.regressions.conftest import answers, engine_over
 from tests.tiny_model import DEEPSEEK, NEMOTRON_H, QWEN3, THREE_LAYERS, make_model
 

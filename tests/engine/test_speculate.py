@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from lockstep import LLM
-from lockstep.engine.hooks import CheckHooks
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.scheduling.request import Request
+from lockstep.worker.hooks import CheckHooks
 from tests.asking import DRAFTS, GREEDY, PROMPTS, SEEDED, make_engine
 
 PARAMS = [replace(GREEDY, max_tokens=14), replace(SEEDED, max_tokens=14)] * 2

@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from lockstep import LLM, SamplingParams, StructuredOutputsParams
-from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import RequestError
 from lockstep.scheduling.draft_length import RandomDraftLength
+from lockstep.worker.hooks import CheckHooks
 from tests.asking import PROMPTS, SEEDED, answer, make_engine
 
 SCHEMA: dict[str, Any] = {

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 from lockstep.cache.kv import kv_caches, kv_spec, latent_caches, latent_spec
 from lockstep.kernels import architecture
 from lockstep.kernels.attention.triton import paged_attention_triton
-from lockstep.kernels.backends import cases_of, every_op, load, traits_of
+from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
 from lockstep.kernels.experts.triton import experts_triton
 from lockstep.kernels.formats.kv import Codec, KVFormat
 from lockstep.kernels.formats.kv.cases import LATENTS
@@ -44,7 +44,7 @@ from lockstep.kernels.gated_delta_rule.cases import (
 from lockstep.kernels.head_linear.triton import head_linear_triton
 from lockstep.kernels.latent_attention.dequantize import unpacked_groups
 from lockstep.kernels.latent_attention.triton import latent_attention_triton
-from lockstep.kernels.linear.quantized import linear_packed
+from lockstep.kernels.linear.quantized import linear_quantized
 from lockstep.kernels.linear.triton import linear_triton
 from lockstep.kernels.mamba2.cases import mamba2_chunk_cases, mamba2_step_cases
 from lockstep.kernels.recurrent.cases import Dims
@@ -161,11 +161,11 @@ def mixture(tokens: int, dtype: torch.dtype, up: Any, down: Any) -> Call:
     return lambda: experts_triton(x, up, down, ids, meta(tokens, 8), x)
 
 
-def packed(tokens: int, dtype: torch.dtype, segments: int) -> Iterator[Call]:
+def packed(tokens: int, dtype: torch.dtype, split_k: int) -> Iterator[Call]:
     """Calls of linear with each layout of a packed weight."""
     for _, weight in layouts(512, 2048):
         x = meta(tokens, 2048, dtype=dtype)
-        yield lambda weight=weight, x=x: linear_packed(x, weight, segments)
+        yield lambda weight=weight, x=x: linear_quantized(x, weight, split_k)
 
 
 def caches(dtype: torch.dtype) -> Iterator[Call]:
@@ -209,7 +209,7 @@ def recurrent(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
                               ("gated_delta_chunk", gated_delta_chunk_cases, delta),
                               ("mamba2_step", mamba2_step_cases, mamba),
                               ("mamba2_chunk", mamba2_chunk_cases, mamba)):  # fmt: skip
-        run = every_op()[op].backends["triton"].run
+        run = all_ops()[op].backends["triton"].run
         for _, given in cases(dtype, layers):
             yield op, lambda run=run, given=given: run(**given)
 
@@ -217,11 +217,11 @@ def recurrent(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 def shared_calls(quick: bool) -> Iterator[tuple[str, Call]]:
     """The calls of the shared cases in bf16: of each op's first one, of the first in which other
     arguments are None, and of the first of each kind of packed weight."""
-    for name, op in every_op().items():
+    for name, op in all_ops().items():
         absent: set[tuple[str, frozenset[str]]] = set()
-        for _, given in cases_of(op)(HALF):
+        for _, given in load_cases(op)(HALF):
             missing = frozenset(absent_of(given))
-            traits = dict(device="cuda", dtype=HALF) | traits_of(op, given)
+            traits = dict(device="cuda", dtype=HALF) | layer_traits(op, given)
             for backend in [op.backends[name] for name in COMPILED if name in op.backends]:
                 served = backend.supports(**traits) is None and not empty(given)
                 if served and (backend.run.__name__, missing) not in absent:
@@ -246,7 +246,7 @@ def spills_of(cubin: bytes) -> int:
 def recorded(number: int, quick: bool) -> Iterator[tuple[str, Any]]:
     """(op, launch) of every launch of an architecture."""
     launches = Launches()
-    architecture.number_of = lambda device: number
+    architecture.sm_number = lambda device: number
     JITFunction.run = lambda kernel, *args, **given: launches.keep(kernel, *args, **given)
     parts = [shared_calls(quick)] if quick else [shared_calls(False), real_calls()]
     for op, call in (pair for part in parts for pair in part):
@@ -269,7 +269,7 @@ def main(arguments: list[str]) -> None:
             made = compile_held(source, target=target, options=options)
             shared = made.metadata.shared
             label = f"sm_{number} {op} {kernel.__name__}"
-            assert shared <= architecture.shared_of(number), (label, shared, options)
+            assert shared <= architecture.shared_memory_limit(number), (label, shared, options)
             print(label, shared, spills_of(made.asm["cubin"]), flush=True)
 
 

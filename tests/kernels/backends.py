@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels import Op
-from lockstep.kernels.backends import cases_of, every_op, load, traits_of
+from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
 
 load()
-OPS = tuple(every_op().values())
+OPS = tuple(all_ops().values())
 CPU = ("reference", "cpu")
 """Backends that run on a CPU; of the others, INTERPRETED does so under Triton's interpreter."""
 INTERPRETED = "triton"
@@ -53,12 +53,12 @@ class Backend:
     def serves(self, op: Op, arguments: dict[str, Any]) -> bool:
         """Whether the backend says that it serves a layer of these arguments."""
         device = "cpu" if self.name in CPU else "cuda"
-        traits = dict(device=device, dtype=self.dtype) | traits_of(op, arguments)
+        traits = dict(device=device, dtype=self.dtype) | layer_traits(op, arguments)
         return op.backends[self.name].supports(**traits) is None
 
     def cases(self, op: Op, most: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """The op's first cases that the backend serves: `most` of them, None for all."""
-        made = cases_of(op)(self.dtype)
+        made = load_cases(op)(self.dtype)
         return islice(((n, given) for n, given in made if self.serves(op, given)), most)
 
     def run(self, op: Op, arguments: dict[str, Any]) -> Any:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from lockstep.kernels.architecture import shared_of
+from lockstep.kernels.architecture import shared_memory_limit
 from lockstep.kernels.experts.triton import experts_triton
-from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
+from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight, QuantizedWeight
 from tests.kernels.compile_quantized import LEFT, Compiled, spills_of
 
 ARCH = 90
@@ -33,7 +33,7 @@ HIDDEN = 2048
 INNER = 512
 
 
-def layouts() -> Iterator[tuple[str, Tensor | PackedWeight, Tensor | PackedWeight]]:
+def layouts() -> Iterator[tuple[str, Tensor | QuantizedWeight, Tensor | QuantizedWeight]]:
     """(name, up, down), without memory."""
     up = (EXPERTS * 2 * INNER, HIDDEN)
     down = (EXPERTS * HIDDEN, INNER)
@@ -78,7 +78,7 @@ def check(name: str, made: Any) -> None:
     ptx = made.asm["ptx"]
     ring = made.metadata.name in RINGS
     assert ("wgmma.mma_async" in ptx) != ring and ("mma.sync" in ptx) == ring, name
-    assert made.metadata.shared <= shared_of(ARCH), name
+    assert made.metadata.shared <= shared_memory_limit(ARCH), name
     if ring:
         assert "ld.shared.v4" in ptx, name
         spills_of(made.asm["cubin"], most=0)

@@ -65,7 +65,7 @@ def widths(arch: int, call: Callable[[], object], whole: bool) -> tuple[set[str]
     are wgmma. whole: down to machine code."""
     made: list[Any] = []
     compile_launches.HOPPER = GPUTarget("cuda", arch, 32)
-    architecture.number_of = lambda device: arch
+    architecture.sm_number = lambda device: arch
     for kernels in (attention, latent_attention):
         kernels.target_of = lambda device: Target(arch, assembly=True)
     launches = compile_launches.Launches()

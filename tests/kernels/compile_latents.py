@@ -15,7 +15,7 @@ import torch
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from lockstep.kernels.architecture import HOPPER, shared_of
+from lockstep.kernels.architecture import HOPPER, shared_memory_limit
 from lockstep.kernels.latent_attention.cases import paged_latents
 from lockstep.kernels.latent_attention.hopper import latent_attention_hopper
 from lockstep.kernels.latent_attention.triton import Partition, tile_of
@@ -61,7 +61,7 @@ def main(quick: bool) -> None:
             code = made[-1].asm["ptx"]
             assert "wgmma.mma_async.sync.aligned.m64n64k16" in code, form
             assert f"wgmma.mma_async.sync.aligned.m64n{width}k16" in code, form
-            assert made[-1].metadata.shared <= shared_of(HOPPER), form
+            assert made[-1].metadata.shared <= shared_memory_limit(HOPPER), form
             print(form, width, *spills_of(made[-1].asm["cubin"], SPILLED[form]), flush=True)
             if quick:
                 return

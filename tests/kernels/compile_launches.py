@@ -22,13 +22,13 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from lockstep.kernels.backends import cases_of, every_op, load, traits_of
+from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
 from lockstep.kernels.formats.kv import PackedKV
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from tests.kernels.layouts import compile_held
 
 HOPPER = GPUTarget("cuda", 90, 32)
-COMPILED = ("triton", "packed")
+COMPILED = ("triton", "quantized")
 """Backends whose launches are compiled here."""
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 """Keywords of a launch that are the compiler's."""
@@ -103,13 +103,13 @@ def main(names: list[str]) -> None:
     load()
     launches = Launches()
     JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
-    for name, op in every_op().items():
+    for name, op in all_ops().items():
         if names and name not in names:
             continue
         absent: set[tuple[str, frozenset[str]]] = set()
-        for _, given in cases_of(op)(torch.bfloat16):
+        for _, given in load_cases(op)(torch.bfloat16):
             missing = frozenset() if quick else frozenset(absent_of(given))
-            traits = dict(device="cuda", dtype=torch.bfloat16) | traits_of(op, given)
+            traits = dict(device="cuda", dtype=torch.bfloat16) | layer_traits(op, given)
             for backend in [op.backends[name] for name in COMPILED if name in op.backends]:
                 served = backend.supports(**traits) is None and not empty(given)
                 if served and (backend.run.__name__, missing) not in absent:
@@ -127,7 +127,7 @@ def absent_of(arguments: dict[str, Any]) -> Iterator[str]:
     for name, value in arguments.items():
         if value is None:
             yield name
-        elif isinstance(value, PackedWeight):
+        elif isinstance(value, QuantizedWeight):
             lacks = [part for part, tensor in vars(value).items() if tensor is None]
             yield f"{name} of {type(value).__name__} without {lacks}"
         elif isinstance(value, PackedKV):

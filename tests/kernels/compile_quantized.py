@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from lockstep.kernels.architecture import HOPPER, shared_of
+from lockstep.kernels.architecture import HOPPER, shared_memory_limit
 from lockstep.kernels.formats.weights.cases import layouts, random_weights
 from lockstep.kernels.formats.weights.operand import Target, multiplies_by_mma_sync, shared_by
 from lockstep.kernels.linear.quantized import launch
@@ -129,7 +129,11 @@ def main() -> None:
                 stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, sync)
                 counted = (tile.stages - 1) * stage + fixed
                 shared = made.metadata.shared
-                assert shared <= min(shared_of(arch), counted + MARGIN), (arch, name, counted)
+                assert shared <= min(shared_memory_limit(arch), counted + MARGIN), (
+                    arch,
+                    name,
+                    counted,
+                )
                 print(arch, name, shared, counted, flush=True)
 
 

@@ -16,10 +16,11 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lockstep.kernels.gated_delta_rule import step
-from lockstep.kernels.gated_delta_rule._window_inputs import inputs_kernel
-from lockstep.kernels.recurrent import _walk_triton as walk
-from lockstep.kernels.recurrent.rings import ROUNDED_EVERY
+from lockstep.kernels.gated_delta_rule import triton as delta
+from lockstep.kernels.gated_delta_rule.step_kernels import inputs_kernel, norm_kernel
+from lockstep.kernels.recurrent import step
+from lockstep.kernels.recurrent.history import ROUNDING_INTERVAL
+from lockstep.kernels.recurrent.step_kernel import walk_kernel
 from tests.kernels.layouts import compile_held
 
 ODD = dict(HK=1, HV=3, K=24, V=40)
@@ -53,7 +54,7 @@ SUM = re.compile(
 def type_of(name: str, kernel: str, grid: int) -> str:
     """The type of an argument, as the launches pass it to a model in bf16, with a state of 16 bits
     where its grid is not 1."""
-    if name in NUMBERS or (name == "heads" and kernel == "_norm_kernel"):
+    if name in NUMBERS or (name == "heads" and kernel == "norm_kernel"):
         return "i32"
     if name in FLOATS:
         return "fp32"
@@ -65,23 +66,23 @@ def type_of(name: str, kernel: str, grid: int) -> str:
 def kernels(quick: bool) -> Iterator[tuple[Any, int, dict[str, Any]]]:
     """(kernel, warps, constants) of each layer."""
     for sizes in (ODD,) if quick else LAYERS:
-        same = dict(**sizes, R=3, L2_EPS=1e-6, **walk.blocks_of(sizes, 128))
+        same = dict(**sizes, R=3, L2_EPS=1e-6, **step.blocks_of(sizes, 128))
         yield from walks(sizes, dict(CORRECTS=True, skip=None))
-        yield step._norm_kernel, step.NORM_WARPS, dict(**same, HEADS=step.HEADS)
-        yield inputs_kernel, 1, dict(**same, TOKENS=step.MOST_TOKENS)
+        yield norm_kernel, delta.NORM_WARPS, dict(**same, HEADS=delta.HEADS)
+        yield inputs_kernel, 1, dict(**same, TOKENS=delta.MOST_TOKENS)
     for sizes in () if quick else MAMBA:
         yield from walks(sizes, dict(CORRECTS=False))
 
 
 def walks(sizes: dict[str, int], rule: dict[str, Any]) -> Iterator[tuple[Any, int, dict[str, Any]]]:
     """The walk through a state: in fp32 and in 16 bits, of short windows and of long ones."""
-    layout = walk.layout_of(sizes)
-    warps = layout["WARPS"] // walk.PARTS or 1
-    same = {**sizes, **layout, **rule, "WARPS": warps, "SECTOR": walk.SECTOR}
+    layout = step.layout_of(sizes)
+    warps = layout["WARPS"] // step.PARTS or 1
+    same = {**sizes, **layout, **rule, "WARPS": warps, "SECTOR": step.SECTOR}
     columns = warps * layout["COLUMNS"]
-    for (grid, size), near in product(((1, 4), (ROUNDED_EVERY, 2)), (walk.NEAR, 2 * walk.NEAR)):
-        beside = walk.beside_of(sizes["V"], columns, size)
-        yield walk.walk_kernel, warps, same | {"NEAR": near, "STATE_GRID": grid, "BESIDE": beside}
+    for (grid, size), near in product(((1, 4), (ROUNDING_INTERVAL, 2)), (step.NEAR, 2 * step.NEAR)):
+        beside = step.beside_of(sizes["V"], columns, size)
+        yield walk_kernel, warps, same | {"NEAR": near, "STATE_GRID": grid, "BESIDE": beside}
 
 
 def lanes_of_sums(code: str) -> set[tuple[bool, int]]:
@@ -116,7 +117,7 @@ def main(quick: bool) -> None:
             target=GPUTarget("cuda", 90, 32),
             options=dict(num_warps=warps, enable_fp_fusion=False),
         )
-        if kernel is walk.walk_kernel:
+        if kernel is walk_kernel:
             lanes = lanes_of_sums(made.asm["ttgir"])
             found.setdefault((fixed["K"], fixed["V"], grid), []).append(lanes)
         print(name, fixed)

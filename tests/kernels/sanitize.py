@@ -140,7 +140,7 @@ def run_shared_tiles() -> None:
     from lockstep.kernels.linear.quantized_tuning import candidates, cut
     from tests.kernels.backends import Backend
 
-    backend = Backend("packed", "cuda", torch.bfloat16)
+    backend = Backend("quantized", "cuda", torch.bfloat16)
     weight = backend.place(dict(random_weights(1024, 1024))["int4 asymmetric"])
     for tokens in (8, 64):
         x = torch.randn(tokens, 1024, dtype=torch.bfloat16, device="cuda")
@@ -150,7 +150,7 @@ def run_shared_tiles() -> None:
     torch.cuda.synchronize()
 
 
-BEYOND_CASES = {("linear", "packed", "bfloat16"): run_shared_tiles}
+BEYOND_CASES = {("linear", "quantized", "bfloat16"): run_shared_tiles}
 """Further launches of a backend, for kernels that no case is large enough for."""
 
 

@@ -60,7 +60,7 @@ INTERPRETED = {
 PROMISED = [
     param
     for param in of_every_op(ROWS)
-    if not param.values[0].backends[param.values[1].name].unchosen
+    if not param.values[0].backends[param.values[1].name].opt_in_reason
 ]
 """A backend that is never chosen for its traits promises no bits: cuBLAS, which a probe watches."""
 ALONE = {"cuda": 1, "cpu": 3}
@@ -143,7 +143,7 @@ def test_a_row_depends_on_itself_alone(op, backend):
         pytest.param(op, name, id=f"{op.name}-{name}")
         for op in ROWS
         for name, backend in op.backends.items()
-        if name not in CPU and not backend.unchosen
+        if name not in CPU and not backend.opt_in_reason
     ],
 )
 def test_a_row_depends_on_itself_alone_at_real_dimensions(op, name, monkeypatch):
@@ -164,8 +164,10 @@ def test_real_dimensions_reach_the_recurrences(monkeypatch):
     only = Dims(1, 1, 16, 16, w=8)
     for module, functions in made.items():
         monkeypatch.setattr(module, "LAYERS", (only,))
-        for cases_of in functions:
-            assert {name.partition(", Q")[0] for name, _ in cases_of(torch.float32)} == {str(only)}
+        for load_cases in functions:
+            assert {name.partition(", Q")[0] for name, _ in load_cases(torch.float32)} == {
+                str(only)
+            }
 
 
 def test_a_leak_between_rows_is_seen(monkeypatch):

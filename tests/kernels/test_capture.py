@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from lockstep.runner.capture import Captured
+from lockstep.worker.capture import Captured
 from tests.kernels.backends import left, of_every_op, same_bits, tensors_of, written
 
 
 @pytest.mark.parametrize(("op", "backend"), [p for p in of_every_op() if p.values[1].on_gpu])
 def test_captured_equals_eager(op, backend):
-    """A host sync or an allocation outside the pool raises (tests/runner/test_capture_gpu.py)."""
+    """A host sync or an allocation outside the pool raises (tests/worker/test_capture_gpu.py)."""
     run = op.backends[backend.name].run
     for name, arguments in backend.cases(op):
         eager = backend.fresh(arguments)

@@ -9,17 +9,17 @@ import torch
 from lockstep.kernels import Op
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.backends import cases_of
+from lockstep.kernels.backends import load_cases
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.gated_delta_rule.cases import inputs, weights
-from lockstep.kernels.recurrent import _cpu
+from lockstep.kernels.recurrent import cpu
 from lockstep.kernels.recurrent.cases import Dims, random_state
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.rings import (
-    folded_by,
-    most_replayed,
+from lockstep.kernels.recurrent.history import (
+    max_replayed,
+    next_folded,
+    past_slots,
     ring_slots,
-    slots_before,
     state_grid,
 )
 from tests.kernels.backends import OPS as EVERY_OP
@@ -51,7 +51,7 @@ def test_recurrence_and_attention_have_one() -> None:
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_gives_the_references_bits(op: Op, dtype: torch.dtype) -> None:
-    for name, arguments in cases_of(op)(dtype):
+    for name, arguments in load_cases(op)(dtype):
         assert_same(op, arguments, name)
 
 
@@ -122,16 +122,16 @@ def test_convolution(taps: int) -> None:
     generator = torch.Generator().manual_seed(taps)
     x = torch.randn(taps + 8, 3, 10, generator=generator)
     weight = torch.randn(10, taps, generator=generator)
-    assert same_bits(_cpu.causal_convolution(x, weight), causal_convolution(x, weight))
-    alone = _cpu.causal_convolution(x[:, 1], weight)
+    assert same_bits(cpu.causal_convolution(x, weight), causal_convolution(x, weight))
+    alone = cpu.causal_convolution(x[:, 1], weight)
     assert same_bits(alone, causal_convolution(x, weight)[:, 1])
 
 
 def test_ring_places_are_positions_modulo_the_ring() -> None:
     length = ring_slots(4, 3)
-    places = _cpu.ring_places(length, (2, 5), (9, 3), range(-3, 2)).view(5, 2)
+    places = cpu.ring_places(length, (2, 5), (9, 3), range(-3, 2)).view(5, 2)
     for row, (slot, start) in enumerate(((2, 9), (5, 3))):
-        expected = slots_before(start + 2, 5, length) + slot * length
+        expected = past_slots(start + 2, 5, length) + slot * length
         assert torch.equal(places[:, row], expected)
 
 
@@ -141,12 +141,12 @@ def test_ring_places_are_positions_modulo_the_ring() -> None:
 def test_a_window_overwrites_nothing_that_is_read_beside_it(
     window: int, flush: int, grid: int
 ) -> None:
-    most = most_replayed(window, flush, grid)
+    most = max_replayed(window, flush, grid)
     for before in (3, most):
         length = ring_slots(window, before)
         for start in range(2 * length):
-            written = set(slots_before(start + window, window, length).tolist())
-            read = slots_before(start, before, length).tolist()
+            written = set(past_slots(start + window, window, length).tolist())
+            read = past_slots(start, before, length).tolist()
             assert len(set(read)) == before and written.isdisjoint(read)
 
 
@@ -161,11 +161,11 @@ def test_a_state_lacks_no_more_tokens_than_a_ring_holds(dtype: torch.dtype, flus
         starts = torch.arange(64, dtype=torch.int32)
         folded = starts.clone()
         for _ in range(200):
-            new = folded_by(starts, folded, flush, grid)
+            new = next_folded(starts, folded, flush, grid)
             moved = new > folded
             assert (new[moved] % grid == 0).all() and (new >= folded).all()
             assert (starts - new < max(flush, grid)).all()
             assert moved[starts - folded >= max(flush, grid)].all()
             starts += torch.randint(1, window + 1, (64,), generator=draw).int()
             folded = new
-            assert (starts - folded).max() <= most_replayed(window, flush, grid)
+            assert (starts - folded).max() <= max_replayed(window, flush, grid)

@@ -16,7 +16,7 @@ from lockstep.kernels.gated_delta_rule.cases import chunk_inputs, inputs, weight
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
 from lockstep.kernels.recurrent.cases import Dims, empty_state, random_state
-from lockstep.kernels.recurrent.rings import folded_by
+from lockstep.kernels.recurrent.history import next_folded
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import among, batch
 from tests.kernels.backends import backends, same_bits
@@ -154,7 +154,7 @@ def stepped(backend, dims, data, plan):
         )
         outs[-1] = outs[-1][:, :accepted]
         at += accepted
-        folded = folded_by(starts, folded, dims.flush, dims.grid)
+        folded = next_folded(starts, folded, dims.flush, dims.grid)
         if at == tokens:
             return torch.cat(outs, 1), state, int(folded)
     raise AssertionError("the plan is too short")
@@ -246,7 +246,7 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
     for division in (dict(PARTS=1), dict(PARTS=2, MOST_TOKENS=1), dict(PARTS=4, HEADS=2, NEAR=1)):
         for name, value in division.items():
             shared = name in ("PARTS", "NEAR")
-            place = "recurrent._walk_triton" if shared else "gated_delta_rule.step"
+            place = "recurrent.step" if shared else "gated_delta_rule.triton"
             monkeypatch.setattr(f"lockstep.kernels.{place}.{name}", value)
         state = backend.place(random_state(replace(dims, w=8), 4, [1, 3], backend.dtype, 8))
         layer = backend.place(weights(dims, backend.dtype, 13))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.kernels.activations import silu_mul
-from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_of
+from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_memory_limit
 from lockstep.kernels.experts import experts
 from lockstep.kernels.experts.tiles import (
     FEW,
@@ -258,10 +258,10 @@ def test_tiles_grow_with_the_tokens():
 
 def test_packed_experts_are_sorted_sooner():
     """Nano's 6 slots fill 8 places, of 128 experts; 35B-A3B's are 8 of 256."""
-    assert [are_few(tokens, 6, 128, packed=True) for tokens in (1, 2, 3)] == [True, True, False]
-    assert [are_few(tokens, 8, 256, packed=True) for tokens in (1, 4, 5)] == [True, True, False]
+    assert [are_few(tokens, 6, 128, quantized=True) for tokens in (1, 2, 3)] == [True, True, False]
+    assert [are_few(tokens, 8, 256, quantized=True) for tokens in (1, 4, 5)] == [True, True, False]
     assert are_few(10, 6, 128) and are_few(16, 8, 256)
-    assert are_few(1, 8, 16, packed=True)
+    assert are_few(1, 8, 16, quantized=True)
 
 
 def packed_mixture(
@@ -274,7 +274,7 @@ def packed_mixture(
         up=dict(random_weights(count * 2 * inner, hidden))[up],
         down=dict(random_weights(count * hidden, inner))[down],
     )
-    plain = {name: w.unpack(backend.dtype).view_as(a[name]) for name, w in made.items()}
+    plain = {name: w.dequantize(backend.dtype).view_as(a[name]) for name, w in made.items()}
     return backend.place(a | made), backend.place(a | plain)
 
 
@@ -368,7 +368,7 @@ def test_a_ring_has_the_bits_of_unpacked_weights(tokens, slots, act):
     down = Fp8Weight.empty(count * hidden, inner, 1, inner, device=device)
     generator = torch.Generator(device).manual_seed(0)
     for weight in (up, down):
-        weight.dummy(generator)
+        weight.fill_dummy(generator)
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device)
     ids = torch.rand(tokens, count, device=device).topk(slots, 1).indices.int()
     ids[-1, :2] = torch.tensor([-7, 10**6])
@@ -376,8 +376,8 @@ def test_a_ring_has_the_bits_of_unpacked_weights(tokens, slots, act):
     shared = torch.randn(2, tokens, hidden, device=device)
     given = (ids, shares, shared, None, FEW, act == "silu_mul")
     plain = (
-        up.unpack(x.dtype).view(count, rows, hidden),
-        down.unpack(x.dtype).view(count, hidden, inner),
+        up.dequantize(x.dtype).view(count, rows, hidden),
+        down.dequantize(x.dtype).view(count, hidden, inner),
     )
     assert pipeline.up_tile(up, tokens, target_of(device)) is not None
     assert (pipeline.down_tile(down, slots, target_of(device)) is None) == (slots < pipeline.FEWEST)
@@ -439,10 +439,10 @@ def test_tiles_fit_every_architecture():
         for tile in tiles[:2]:
             found = fitting(tile, torch.bfloat16, arch)
             loaded = 2 * (found.rows + found.tokens) * found.k
-            assert (found.stages - 1) * loaded <= shared_of(arch)
+            assert (found.stages - 1) * loaded <= shared_memory_limit(arch)
         for tile in tiles[2:]:
             found = packed_fitting(tile, weight, arch)
             sync = multiplies_by_mma_sync(arch)
             stage, fixed = shared_by(found.rows, found.tokens, found.k, weight, sync)
-            assert (found.stages - 1) * stage + fixed <= shared_of(arch)
+            assert (found.stages - 1) * stage + fixed <= shared_memory_limit(arch)
     assert packed_fitting(MANY.packed_up, weight, 86).stages < MANY.packed_up.stages

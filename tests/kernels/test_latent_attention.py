@@ -170,7 +170,7 @@ def test_partitions_agree(backend: Backend) -> None:
     whole = triton.latent_attention_triton(**arguments, divided=triton.Partition(0, 1))
     assert not whole.isnan().any()
     assert same_bits(backend.run(latent_attention, arguments), whole)
-    arch = architecture.number_of(backend.device)
+    arch = architecture.sm_number(backend.device)
     tile = triton.tile_of(backend.dtype, arch)
     run = latent_attention.backends[backend.name].run
     for sizes in ((0, 1), (tile.near, 3), (tile.span, 1), (tile.span, 3)):
@@ -184,7 +184,7 @@ def test_a_token_folds_by_its_own_position(
     """Windows with tokens on both sides of the position from which segments are longer: each has
     the bits that it has where all tokens fold as it does, in every division."""
     kernels = [import_module(f"lockstep.kernels.latent_attention.{name}") for name in MODULES]
-    own = kernels[0].tile_of(backend.dtype, architecture.number_of(backend.device))
+    own = kernels[0].tile_of(backend.dtype, architecture.sm_number(backend.device))
     far = 3 * own.keys + own.keys // 2
     long = 2 * own.keys
     near_only = replace(own, segment=own.keys, near=own.keys, far=0)

@@ -1,11 +1,11 @@
-"""linear: its tree, the number of segments, the table of tiles; and no tile changes a bit."""
+"""linear: its tree, the number of split_k, the table of tiles; and no tile changes a bit."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lockstep.kernels.linear import linear, run_length, segments
+from lockstep.kernels.linear import choose_split_k, linear, partition_length
 from lockstep.kernels.linear.tuning import (
     BUCKETS,
     TIMED,
@@ -26,22 +26,22 @@ TILES = sorted(
         tile
         for tokens in TIMED
         for n in (64, 8192)
-        for tile in candidates(tokens, n, 4096, torch.bfloat16, segments=4)
+        for tile in candidates(tokens, n, 4096, torch.bfloat16, split_k=4)
     },
     key=str,
 )
 
 
 def graded(rows: int, k: int, count: int, seed: int) -> torch.Tensor:
-    """Small integers, each of `count` segments on a scale of its own.
+    """Small integers, each of `count` split_k on a scale of its own.
 
     A segment's products add up exactly in fp32, in whatever order: an interpreter's dot has no
-    order of its own to test. Sums of segments round, so that their tree shows in the bits.
+    order of its own to test. Sums of split_k round, so that their tree shows in the bits.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-4, 5, (rows, k), generator=generator).float()
     scales = torch.exp2(torch.tensor([12.0, 0.0, 1.0, 0.0]))
-    return x * scales[torch.arange(k) // run_length(k, count)]
+    return x * scales[torch.arange(k) // partition_length(k, count)]
 
 
 def wild(rows: int, k: int, seed: int) -> torch.Tensor:
@@ -74,24 +74,24 @@ def test_reference_is_the_tree():
 
 
 def test_the_last_segment_has_what_is_left():
-    """9 blocks of 128 columns are 5 and 4; below 512 columns segments are of equal length."""
+    """9 blocks of 128 columns are 5 and 4; below 512 columns split_k are of equal length."""
     x = graded(5, 1152, 2, 0)
     weight = graded(12, 1152, 2, 1)
     left = linear(x[:, :640], weight[:, :640])
     right = linear(x[:, 640:], weight[:, 640:])
     assert same_bits(linear(x, weight, 2), left + right)
     for k, count, length in ((2688, 4, 768), (3712, 4, 1024), (17408, 4, 4352), (1856, 1, 1856)):
-        assert run_length(k, count) == length
+        assert partition_length(k, count) == length
         assert (count - 1) * length < k <= count * length
-    assert run_length(2688, 16) == 168
+    assert partition_length(2688, 16) == 168
 
 
 def test_segments_belong_to_the_weight():
     for n, k in ((5120, 17408), (5120, 6144), (5120, 10240), (4096, 4096), (6144, 4096)):
-        assert segments(n, k, "cuda:0") == 2
-        assert segments(n, k, "cpu") == 1
+        assert choose_split_k(n, k, "cuda:0") == 2
+        assert choose_split_k(n, k, "cpu") == 1
     for n, k in ((34816, 5120), (248320, 5120), (16480, 5120), (256, 512), (4096, 4100)):
-        assert segments(n, k, "cuda") == 1
+        assert choose_split_k(n, k, "cuda") == 1
     for n, k, cut in (
         (5120, 17408, 4),
         (2048, 2048, 4),
@@ -103,11 +103,11 @@ def test_segments_belong_to_the_weight():
         (64, 4100, 1),
         (8192, 4096, 1),
     ):
-        assert segments(n, k, "cuda", packed=True) == cut
-        assert segments(n, k, "cpu", packed=True) == 1
+        assert choose_split_k(n, k, "cuda", quantized=True) == cut
+        assert choose_split_k(n, k, "cpu", quantized=True) == 1
     for k, cut in ((7168, 16), (2688, 16), (1024, 8), (200, 1)):
-        assert segments(256, k, "cuda", dtype=torch.float32) == cut
-        assert segments(256, k, "cpu", dtype=torch.float32) == 1
+        assert choose_split_k(256, k, "cuda", dtype=torch.float32) == cut
+        assert choose_split_k(256, k, "cpu", dtype=torch.float32) == 1
 
 
 def test_sums_stay_in_registers():
@@ -130,7 +130,7 @@ def test_buckets_and_defaults():
     assert [bucket(first - 1) for first in BUCKETS[1:]] == list(BUCKETS[:-1])
     for tokens in TIMED:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            tiles = candidates(tokens, 999, 4096, dtype, segments=4)
+            tiles = candidates(tokens, 999, 4096, dtype, split_k=4)
             assert len(set(tiles)) == len(tiles) <= 26
             assert tiles[0].split == 1 or dtype == torch.float32
             assert lookup(tokens, 999, 4096, dtype, "sm90") == tiles[0]
@@ -161,12 +161,12 @@ def test_committed_table_holds_candidates():
         for first, tile in row.items():
             tokens = TIMED[BUCKETS.index(first)]
             dtype = getattr(torch, key.split("/")[1])
-            known = candidates(tokens, n, k, dtype, segments(n, k, "cuda"))
+            known = candidates(tokens, n, k, dtype, choose_split_k(n, k, "cuda"))
             assert tile in known, (key, first)
 
 
 def tiles_of(backend, n: int, k: int, count: int) -> list[Tile]:
-    """All tiles in bf16, and under the interpreter at the most segments; else some."""
+    """All tiles in bf16, and under the interpreter at the most split_k; else some."""
     if backend.interpreted:
         found = sorted({replace(tile, stages=1) for tile in TILES}, key=str)
         return found if count == 4 else found[::3]

@@ -11,7 +11,7 @@ from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.mamba2.cases import inputs, weights
 from lockstep.kernels.norm import gated_group_norm
 from lockstep.kernels.recurrent.cases import Dims, empty_state, random_state
-from lockstep.kernels.recurrent.rings import folded_by
+from lockstep.kernels.recurrent.history import next_folded
 from tests.kernels.backends import backends, same_bits
 from tests.kernels.prompts import ChunkedLaw
 from tests.kernels.test_cpu import assert_same
@@ -118,7 +118,7 @@ def stepped(backend, dims, data, plan):
         out = backend.run(mamba2_step, dict(**window, weights=layer, state=state, **one))
         outs.append(out[:, :accepted])
         at += accepted
-        folded = folded_by(starts, folded, dims.flush, dims.grid)
+        folded = next_folded(starts, folded, dims.flush, dims.grid)
         if at == tokens:
             return torch.cat(outs, 1), state, int(folded)
     raise AssertionError("the plan is too short")
@@ -173,8 +173,8 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
     found = []
     for parts, near, tokens in ((1, 4, 4), (2, 4, 1), (4, 1, 4)):
         for name, value in (("PARTS", parts), ("NEAR", near)):
-            monkeypatch.setattr(f"lockstep.kernels.recurrent._walk_triton.{name}", value)
-        monkeypatch.setattr("lockstep.kernels.mamba2.step.MOST_TOKENS", tokens)
+            monkeypatch.setattr(f"lockstep.kernels.recurrent.step.{name}", value)
+        monkeypatch.setattr("lockstep.kernels.mamba2.triton.MOST_TOKENS", tokens)
         state = backend.place(random_state(dims, 4, [1, 3], backend.dtype, 8))
         out = backend.run(mamba2_step, dict(**data, weights=layer, state=state, **where))
         found.append([out] + [part[[1, 3]] for part in state.tensors()])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import load
-from lockstep.kernels.linear import linear, probe, segments, tree_sum
+from lockstep.kernels.linear import choose_split_k, linear, probe, tree_sum
 from lockstep.kernels.linear.probe import Probed, Run, trials
 from tests.kernels.backends import same_bits
 
@@ -33,10 +33,10 @@ class Watched:
         return self.backend(*arguments)
 
 
-def honest(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
+def honest(x: Tensor, weight: Tensor, split_k: int = 1, allow_partials: bool = False) -> Tensor:
     """The op as it is defined, whatever a CPU's library does: groups of 16 columns, ascending."""
     parts = []
-    for a, w in zip(x.chunk(segments, 1), weight.chunk(segments, 1), strict=True):
+    for a, w in zip(x.chunk(split_k, 1), weight.chunk(split_k, 1), strict=True):
         total = torch.zeros(len(x), len(weight))
         for left, right in zip(a.float().split(16, 1), w.float().split(16, 1), strict=True):
             total = total + left @ right.t()
@@ -44,14 +44,14 @@ def honest(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) 
     return tree_sum(parts).to(x.dtype)
 
 
-def cut_in_two(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
+def cut_in_two(x: Tensor, weight: Tensor, split_k: int = 1, allow_partials: bool = False) -> Tensor:
     """What a library does that splits K once more: a lie only in the last bits."""
-    return honest(x, weight, 2 * segments)
+    return honest(x, weight, 2 * split_k)
 
 
-def backwards(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
+def backwards(x: Tensor, weight: Tensor, split_k: int = 1, allow_partials: bool = False) -> Tensor:
     """The same products, added from the other end."""
-    return honest(x.flip(1), weight.flip(1), segments)
+    return honest(x.flip(1), weight.flip(1), split_k)
 
 
 @pytest.fixture
@@ -105,8 +105,10 @@ def test_what_cancels_shows_another_order_in_most_outputs(liar: Run, count: int)
 
 @pytest.mark.usefixtures("pretended")
 def test_a_lie_at_one_number_of_rows_refuses_that_one() -> None:
-    def sometimes(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
-        return (cut_in_two if len(x) == 48 else honest)(x, weight, segments)
+    def sometimes(
+        x: Tensor, weight: Tensor, split_k: int = 1, allow_partials: bool = False
+    ) -> Tensor:
+        return (cut_in_two if len(x) == 48 else honest)(x, weight, split_k)
 
     probed = Probed(Watched(honest, 2.0), Watched(sometimes))
     probed.probe((40, 48, 64), weights(), 1)
@@ -164,8 +166,8 @@ def test_a_liar_is_refused_on_a_gpu() -> None:
     load()
     exact, cublas = (linear.backends[name].run for name in ("triton", "cublas"))
 
-    def liar(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
-        return cublas(x, weight, 2 * segments, partial)
+    def liar(x: Tensor, weight: Tensor, split_k: int = 1, allow_partials: bool = False) -> Tensor:
+        return cublas(x, weight, 2 * split_k, allow_partials)
 
     own = torch.randn(8192, 4096, device="cuda").bfloat16()
     found: dict[int, str | None] = dict.fromkeys((64, 256))
@@ -184,7 +186,7 @@ def test_cublas_where_a_probe_lets_it(n: int, k: int) -> None:
         torch.randn(n, k, device="cuda").bfloat16() for _ in range(-(-(200 << 20) // (2 * n * k)))
     ]
     probed = Probed(exact, cublas)
-    count = segments(n, k, "cuda")
+    count = choose_split_k(n, k, "cuda")
     probed.probe(ROWS, own, count)
     for rows, why in probed.found.items():
         print(f"{rows}x{n}x{k}/{count}:", why or "cuBLAS")

@@ -26,9 +26,9 @@ NAMES = [name for name, _ in random_weights(8, 128) if name not in ("int4 desc_a
 """Layouts whose scales lie regularly."""
 
 
-def lanes(m: int, high: int, warps: int, ahead: int, segments: int = 1) -> PackedTile:
+def lanes(m: int, high: int, warps: int, ahead: int, split_k: int = 1) -> PackedTile:
     """A tile of `high` products of 16 outputs per warp."""
-    return PackedTile(m, 16 * high * warps, 128, warps, ahead, segments, lanes=True)
+    return PackedTile(m, 16 * high * warps, 128, warps, ahead, split_k, lanes=True)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -49,7 +49,7 @@ def test_every_lane_holds_its_part(
         x = graded(tokens, 768, 2, 3).to(dtype)
         found = torch.full((2, tokens, 20), -1.0)
         _lanes(x, weight, found, 384, tile, Target(90, assembly))
-        dense = weight.unpack(dtype).float()
+        dense = weight.dequantize(dtype).float()
         ends = (slice(0, 384), slice(384, 768))
         want = torch.stack([x[:, own].float() @ dense[:, own].T for own in ends])
         assert torch.equal(found, want), dtype
@@ -60,23 +60,23 @@ def test_other_tiles_stand_in() -> None:
     not the dense product and was not compared with it."""
     tile = lanes(8, 1, 1, 4)
     whole = IntWeight.empty(64, 1024, device="meta")
-    for segments, arch in ((1, 80), (2, 90), (4, 120)):
-        assert lanes_serve(whole, segments, arch)
-        assert cut(tile, whole, segments, arch).split == segments
+    for split_k, arch in ((1, 80), (2, 90), (4, 120)):
+        assert lanes_serve(whole, split_k, arch)
+        assert cut(tile, whole, split_k, arch).split == split_k
     assert cut(lanes(8, 1, 1, 6), whole, 2, 90).stages == 4
     assert not lanes_serve(whole, 1, 100)
-    for weight, segments in (
+    for weight, split_k in (
         (IntWeight.empty(64, 1000, device="meta"), 1),
         (IntWeight.empty(64, 1152, device="meta"), 2),
         (Fp4Weight.empty(64, 2000, device="meta"), 1),
     ):
-        assert not lanes_serve(weight, segments, 90)
-        other = cut(tile, weight, segments, 90)
-        assert other == block_tile(tile, weight, segments, 90) and not other.lanes
+        assert not lanes_serve(weight, split_k, 90)
+        other = cut(tile, weight, split_k, 90)
+        assert other == block_tile(tile, weight, split_k, 90) and not other.lanes
 
 
 GPU_SIZES = ((5120, 6144, 2), (1000, 2048, 1), (33, 128, 1), (40, 1280, 2), (17, 200, 1))
-"""Outputs, inputs, segments: real ones; ends within 16 rows; one block; five; no whole blocks."""
+"""Outputs, inputs, split_k: real ones; ends within 16 rows; one block; five; no whole blocks."""
 GPU_TOKENS = (1, 2, 7, 8, 9, 16, 31, 32)
 
 
@@ -87,19 +87,19 @@ def test_bits_of_every_cut(name: str, dtype: torch.dtype) -> None:
     """Random numbers, every candidate, against the weight unpacked ahead."""
     from lockstep.kernels.linear.quantized import right_bits, run_tile
 
-    backend: Any = Backend("packed", "cuda", dtype)
-    for n, k, segments in GPU_SIZES:
+    backend: Any = Backend("quantized", "cuda", dtype)
+    for n, k, split_k in GPU_SIZES:
         weight = backend.place(dict(random_weights(n, k))[name])
         for tokens in GPU_TOKENS:
             x = torch.randn(tokens, k, dtype=dtype, device="cuda")
-            want = right_bits(segments, x, weight)
+            want = right_bits(split_k, x, weight)
             tiles = {
-                cut(tile, weight, segments, HOPPER)
-                for tile in candidates(tokens, segments, weight.bits)
+                cut(tile, weight, split_k, HOPPER)
+                for tile in candidates(tokens, split_k, weight.bits)
                 if tile.lanes
             }
             for tile in tiles:
-                got = run_tile(segments, False, x, weight, tile)
+                got = run_tile(split_k, False, x, weight, tile)
                 assert same_bits(got, want), (n, k, tokens, tile)
 
 
@@ -110,7 +110,7 @@ def test_parts_of_weights_and_of_rows(name: str) -> None:
     of x with NaN leaves the others alone."""
     from lockstep.kernels.linear.quantized import launch, right_bits, target_of
 
-    backend: Any = Backend("packed", "cuda", torch.bfloat16)
+    backend: Any = Backend("quantized", "cuda", torch.bfloat16)
     part = backend.place(dict(random_weights(300, 512))[name]).rows(101, 264)
     wide = torch.randn(8, 516, dtype=torch.bfloat16, device="cuda")
     for first in (0, 1, 2):

@@ -240,16 +240,16 @@ def test_other_tiles_stand_in() -> None:
     assert ring_serves(whole, 2, HOPPER)
     assert cut(TILE, whole, 2, HOPPER).split == 2
     assert ring_serves(IntWeight.empty(64, 1152, device="meta"), 2, HOPPER)
-    for weight, segments, arch in (
+    for weight, split_k, arch in (
         (whole, 1, 80),
         (whole, 1, 100),
         (IntWeight.empty(64, 1000, device="meta"), 1, HOPPER),
         (IntWeight.empty(64, 1152, device="meta"), 4, HOPPER),
         (Fp4Weight.empty(64, 1000, device="meta"), 1, HOPPER),
     ):
-        assert not ring_serves(weight, segments, arch)
-        other = cut(TILE, weight, segments, arch)
-        assert other == block_tile(TILE, weight, segments, arch)
+        assert not ring_serves(weight, split_k, arch)
+        other = cut(TILE, weight, split_k, arch)
+        assert other == block_tile(TILE, weight, split_k, arch)
         assert other.laid_out
 
 
@@ -280,14 +280,14 @@ def test_slots_are_cut_to_the_segments() -> None:
 def test_shares_are_cut_to_the_tiles() -> None:
     """As many programs for each multiprocessor as there are tiles for, at most; one is too few."""
     shared = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True, share=5)
-    for n, segments, share in ((34816, 1, 4), (5120, 4, 2), (12800, 1, 0), (1000000, 1, 5)):
+    for n, split_k, share in ((34816, 1, 4), (5120, 4, 2), (12800, 1, 0), (1000000, 1, 5)):
         weight = IntWeight.empty(n, 1024, device="meta")
-        assert cut(shared, weight, segments, HOPPER).share == share
+        assert cut(shared, weight, split_k, HOPPER).share == share
 
 
 SERVED = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "fp8 by outputs", "fp8", "nvfp4")
 SIZES = ((5120, 6144, 4), (1000, 2048, 1), (33, 128, 1), (40, 1280, 2), (3712, 2688, 4))
-"""Outputs, inputs, segments: real ones; ends within a tile; one block; five; 6, 6, 6 and 3."""
+"""Outputs, inputs, split_k: real ones; ends within a tile; one block; five; 6, 6, 6 and 3."""
 TOKENS = (1, 7, 8, 16, 31, 64, 65, 128, 200, 300)
 
 
@@ -298,20 +298,20 @@ def test_bits_of_every_tile(name: str, dtype: torch.dtype) -> None:
     """Random numbers, every candidate, against the weight unpacked ahead."""
     from lockstep.kernels.linear.quantized import right_bits, run_tile
 
-    backend: Any = Backend("packed", "cuda", dtype)
-    for n, k, segments in SIZES:
+    backend: Any = Backend("quantized", "cuda", dtype)
+    for n, k, split_k in SIZES:
         weight = backend.place(dict(random_weights(n, k))[name])
         for tokens in TOKENS:
             x = torch.randn(tokens, k, dtype=dtype, device="cuda")
-            want = right_bits(segments, x, weight)
+            want = right_bits(split_k, x, weight)
             tiles = {
-                cut(tile, weight, segments, HOPPER)
-                for tile in candidates(tokens, segments, weight.bits)
+                cut(tile, weight, split_k, HOPPER)
+                for tile in candidates(tokens, split_k, weight.bits)
                 if tile.ring
             }
             for tile in tiles:
                 assert tile.ring
-                got = run_tile(segments, False, x, weight, tile)
+                got = run_tile(split_k, False, x, weight, tile)
                 assert same_bits(got, want), (n, k, tokens, tile)
 
 
@@ -323,7 +323,7 @@ def test_parts_of_weights_and_of_rows(name: str, sync: bool) -> None:
     of x with NaN leaves the others alone."""
     from lockstep.kernels.linear.quantized import launch, right_bits, target_of
 
-    backend: Any = Backend("packed", "cuda", torch.bfloat16)
+    backend: Any = Backend("quantized", "cuda", torch.bfloat16)
     part = backend.place(dict(random_weights(300, 512))[name]).rows(101, 264)
     tile = PackedTile(8, 64, 128, 4, 3, 2, 64, ring=True, sync=sync)
     wide = torch.randn(8, 520, dtype=torch.bfloat16, device="cuda")
@@ -354,7 +354,7 @@ def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
     from lockstep.kernels.linear.quantized import right_bits, run_tile
 
     weight = LAYOUTS[name](34816, 5120, "cuda")
-    weight.dummy(torch.Generator("cuda").manual_seed(0))
+    weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
     x = torch.randn(tokens, 5120, dtype=torch.bfloat16, device="cuda")
     want = right_bits(1, x, weight)
     for tile in candidates(tokens, 1, weight.bits):
@@ -368,22 +368,22 @@ def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [3, 64, 100, 200, 600])
 @pytest.mark.parametrize("name", ["nvfp4", "int4 asymmetric, fp16 scales", "fp8 by blocks"])
 def test_programs_that_share_tiles(name: str, tokens: int) -> None:
-    """Shares that end in the middle of tiles, with whole tiles between, in two segments and in one,
+    """Shares that end in the middle of tiles, with whole tiles between, in two split_k and in one,
     launch after launch: the bits of the weight unpacked ahead."""
     from lockstep.kernels.formats.weights.bench import LAYOUTS
     from lockstep.kernels.linear.quantized import launch, right_bits, target_of
 
-    for n, segments in ((20000, 1), (9000, 2)):
+    for n, split_k in ((20000, 1), (9000, 2)):
         weight = LAYOUTS[name](n, 2560, "cuda")
-        weight.dummy(torch.Generator("cuda").manual_seed(0))
+        weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
         x = torch.randn(tokens, 2560, dtype=torch.bfloat16, device="cuda")
-        want = right_bits(segments, x, weight)
+        want = right_bits(split_k, x, weight)
         target = target_of(x.device)
-        for tile in candidates(tokens, segments, weight.bits):
+        for tile in candidates(tokens, split_k, weight.bits):
             if tile.share:
                 few = replace(target, processors=40)
                 for _ in range(5):
-                    assert same_bits(launch(x, weight, segments, tile, few), want), tile
+                    assert same_bits(launch(x, weight, split_k, tile, few), want), tile
 
 
 @pytest.mark.gpu
@@ -392,7 +392,7 @@ def test_factors_that_are_not_in_parts() -> None:
     from lockstep.kernels.linear.quantized import right_bits, run_tile
 
     weight = LAYOUTS["nvfp4"](1000, 1024, "cuda")
-    weight.dummy(torch.Generator("cuda").manual_seed(0))
+    weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
     weight.factors[7] = 1.7083332538604736
     assert not weight.in_parts
     x = torch.randn(8, 1024, dtype=torch.bfloat16, device="cuda")

@@ -7,11 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, PROCESSORS, shared_of
+from lockstep.kernels.architecture import (
+    ARCHITECTURES,
+    H100_MULTIPROCESSORS,
+    HOPPER,
+    shared_memory_limit,
+)
 from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight
 from lockstep.kernels.formats.weights.operand import multiplies_by_mma_sync, shared_by
-from lockstep.kernels.linear import linear, quantized_tuning, tuning
-from lockstep.kernels.linear import segments as segments_of
+from lockstep.kernels.linear import choose_split_k, linear, quantized_tuning, tuning
 from lockstep.kernels.linear.quantized_tuning import (
     BUCKETS,
     MOST_BY_RULE,
@@ -49,7 +53,7 @@ CUTS = {
 def test_no_tile_changes_a_bit(
     cut: tuple[bool, bool, bool, int, int, int, int], backend: Backend
 ) -> None:
-    """Rows that no tile divides, two segments; a GPU takes all layouts, an interpreter one. In fp32
+    """Rows that no tile divides, two split_k; a GPU takes all layouts, an interpreter one. In fp32
     the op takes no tile: the weight is unpacked ahead."""
     from lockstep.kernels.linear.quantized import launch, target_of, tile_of
 
@@ -62,7 +66,7 @@ def test_no_tile_changes_a_bit(
     for name in names if backend.on_gpu else names[one : one + 1]:
         weight = backend.place(whole_numbers(name, 40, 1024))
         x = backend.place(graded(5, 1024, 2, 3).to(backend.dtype))
-        want = linear.backends["triton"].run(x, weight.unpack(x.dtype), 2)
+        want = linear.backends["triton"].run(x, weight.dequantize(x.dtype), 2)
         assert same_bits(launch(x, weight, 2, CUTS[cut], target_of(x.device)), want), name
 
 
@@ -89,8 +93,8 @@ def test_other_bits_are_refused(backend: Backend, monkeypatch: pytest.MonkeyPatc
 
 def test_candidates_are_few_and_fit() -> None:
     for tokens in TIMED:
-        for segments in (1, 2):
-            tiles = candidates(tokens, segments)
+        for split_k in (1, 2):
+            tiles = candidates(tokens, split_k)
             assert len(tiles) <= 20 and len(set(tiles)) == len(tiles)
             for tile in tiles:
                 if not tile.laid_out:
@@ -109,7 +113,7 @@ def test_a_ring_fits_the_architecture() -> None:
             assert rings
             for tile in rings:
                 blocks = tile.stages * tile.k // 128
-                assert blocks * (16 * bits * tile.n + 256 * tile.m) < shared_of(HOPPER)
+                assert blocks * (16 * bits * tile.n + 256 * tile.m) < shared_memory_limit(HOPPER)
                 assert tile.sync or tile.stages >= 3
     assert max(tile.m for tile in candidates(256, 1, 4) if tile.ring) == 256
     assert max(tile.m for tile in candidates(256, 1, 8) if tile.ring) == 128
@@ -132,11 +136,11 @@ def test_committed_shares_are_fewer_than_tiles() -> None:
     shared = 0
     for name, row in quantized_tuning.load().items():
         n, k = map(int, name.rpartition("/")[2].split("x"))
-        parts = segments_of(n, k, "cuda", packed=True)
+        parts = choose_split_k(n, k, "cuda", quantized=True)
         sharing = {first: tile for first, tile in row.items() if tile.share}
         for first, tile in sharing.items():
             high = -(-TIMED[BUCKETS.index(first)] // tile.m)
-            programs = tile.share * PROCESSORS // (high * parts)
+            programs = tile.share * H100_MULTIPROCESSORS // (high * parts)
             assert 0 < programs < -(-n // tile.n), (name, first)
             shared += 1
     assert shared > 50
@@ -148,7 +152,7 @@ def int4(n: int, k: int) -> IntWeight:
 
 def test_a_bucket_serves_what_its_tile_holds(table: dict[str, dict[int, PackedTile]]) -> None:
     weight = int4(8192, 4096)
-    found = partial(lookup, weight=weight, segments=1, dtype=torch.bfloat16)
+    found = partial(lookup, weight=weight, split_k=1, dtype=torch.bfloat16)
     few = PackedTile(16, 64, 128)
     table[key(weight, torch.bfloat16, 90)] = {5: few, 65: UNPACK}
     for tokens in (5, 8, 16):
@@ -167,7 +171,7 @@ def test_many_tokens_pass_through_a_ring_or_the_weight_is_unpacked_ahead(
 ) -> None:
     """A tile of fewer tokens does not stand for them, nor one that the compiler lays out."""
     weight = int4(8192, 4096)
-    found = partial(lookup, weight=weight, segments=1, dtype=torch.bfloat16)
+    found = partial(lookup, weight=weight, split_k=1, dtype=torch.bfloat16)
     row = table.setdefault(key(weight, torch.bfloat16, 90), {129: PackedTile(256, 64, 128)})
     for tokens in (257, MOST_BY_RULE):
         assert found(tokens, arch=90).ring
@@ -197,16 +201,16 @@ def test_programs_share_tiles_where_two_warps_multiply_on_a_scheduler() -> None:
 def test_a_shape_that_was_not_timed_is_as_its_nearest(
     table: dict[str, dict[int, PackedTile]],
 ) -> None:
-    """Of the same layout, and with as many segments."""
+    """Of the same layout, and with as many split_k."""
     tiles = [PackedTile(16, 64, 128, stages=stages) for stages in (2, 3, 4)]
     for tile, (n, k) in zip(tiles, ((16384, 4096), (32768, 8192), (4096, 4096)), strict=True):
         table[key(int4(n, k), torch.bfloat16, 90)] = {1: tile}
     found = partial(lookup, 1, dtype=torch.bfloat16, arch=90)
-    assert found(int4(16480, 4096), segments=1) == tiles[0]
-    assert found(int4(34816, 5120), segments=1) == tiles[1]
-    assert found(int4(8000, 4096), segments=4) == tiles[2]
+    assert found(int4(16480, 4096), split_k=1) == tiles[0]
+    assert found(int4(34816, 5120), split_k=1) == tiles[1]
+    assert found(int4(8000, 4096), split_k=4) == tiles[2]
     other = Fp4Weight.empty(16384, 4096, device="meta")
-    assert found(other, segments=1) == candidates(1, 1)[0]
+    assert found(other, split_k=1) == candidates(1, 1)[0]
 
 
 def test_tiles_are_cut_to_the_weight_and_the_architecture() -> None:
@@ -222,7 +226,7 @@ def test_tiles_are_cut_to_the_weight_and_the_architecture() -> None:
             if not tile.laid_out:
                 continue
             stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, multiplies_by_mma_sync(arch))
-            assert (tile.stages - 1) * stage + fixed <= shared_of(arch)
+            assert (tile.stages - 1) * stage + fixed <= shared_memory_limit(arch)
 
 
 def test_few_candidates_are_timed() -> None:

@@ -10,16 +10,16 @@ from lockstep.kernels.formats.weights import (
     Fp8Weight,
     GgufWeight,
     IntWeight,
-    codes_of,
-    pack,
-    quantise_fp8,
-    quantise_int,
-    unpack_weight,
+    dequantize_weight,
+    pack_codes,
+    quantize_fp8,
+    quantize_int,
+    unpack_codes,
     words_per_row,
 )
 from lockstep.kernels.formats.weights.cases import random_weights
 from lockstep.kernels.formats.weights.weights import FP4_VALUES, e4m3
-from lockstep.kernels.linear import linear, segments
+from lockstep.kernels.linear import choose_split_k, linear
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.test_linear import graded
 
@@ -29,7 +29,7 @@ EVERY_M = (1, 2, 7, 16, 64, 200)
 MANY = 2048
 """Tokens of a long prompt, for a GPU."""
 ODD = ((33, 200, 1), (40, 512, 2), (24, 1152, 2))
-"""Outputs, inputs, segments: no multiples of a tile, of a block of columns or of a group; and 9
+"""Outputs, inputs, split_k: no multiples of a tile, of a block of columns or of a group; and 9
 blocks in two."""
 
 
@@ -42,10 +42,10 @@ def drawn(shape, high, seed=0):
 @pytest.mark.parametrize("k", [1, 16, 40, 128, 200, 1000])
 def test_pack_and_back(bits, k):
     codes = drawn((5, k), 2**bits)
-    words = pack(codes, bits)
+    words = pack_codes(codes, bits)
     assert words.shape == (5, words_per_row(k, bits)) and words.dtype == torch.int32
-    assert torch.equal(codes_of(words, bits, k), codes)
-    padding = codes_of(words, bits, words.shape[1] * 32 // bits)[:, k:]
+    assert torch.equal(unpack_codes(words, bits, k), codes)
+    padding = unpack_codes(words, bits, words.shape[1] * 32 // bits)[:, k:]
     assert not padding.any()
 
 
@@ -55,7 +55,7 @@ def test_order_of_words():
         for k in range(128):
             row = torch.zeros(1, 128, dtype=torch.uint8)
             row[0, k] = 1
-            words = pack(row, bits)[0]
+            words = pack_codes(row, bits)[0]
             (at,) = words.nonzero().flatten().tolist()
             bit = (int(words[at]) & 0xFFFFFFFF).bit_length() - 1
             span, inside = divmod(k, 128 // spans)
@@ -72,14 +72,14 @@ def test_values_of_integers():
     for g_idx in (None, torch.tensor([2, 0, 1, 1, 2, 0, 0, 1, 2, 2], dtype=torch.int32)):
         weight = IntWeight.of(codes, scales, zeros, g_idx, group=4)
         groups = [k // 4 for k in range(10)] if g_idx is None else g_idx.tolist()
-        got = weight.unpack(torch.float32)
+        got = weight.dequantize(torch.float32)
         for n in range(3):
             for k, g in enumerate(groups):
                 number = int(codes[n, k]) - int(zeros[n, g])
                 assert got[n, k] == number * float(scales[n, g])
     plain = IntWeight.of(codes, scales[:, :1], group=-1)
     assert plain.group == 10
-    assert torch.equal(plain.unpack(torch.float32), (codes.float() - 8) * 0.5)
+    assert torch.equal(plain.dequantize(torch.float32), (codes.float() - 8) * 0.5)
 
 
 def test_values_of_fp8():
@@ -87,12 +87,12 @@ def test_values_of_fp8():
     codes = drawn((300, 200), 126)
     scales = torch.rand(3, 2)
     weight = Fp8Weight.of(codes, scales, 128, 128)
-    whole = weight.unpack(torch.float32)
+    whole = weight.dequantize(torch.float32)
     for n, k in ((0, 0), (127, 128), (128, 127), (299, 199)):
         assert whole[n, k] == e4m3(codes)[n, k] * scales[n // 128, k // 128]
     part = weight.rows(100, 290).rows(50, 190)
-    assert torch.equal(part.unpack(torch.float32), whole[150:290])
-    assert torch.equal(part.by_rows().unpack(torch.float32), whole[150:290])
+    assert torch.equal(part.dequantize(torch.float32), whole[150:290])
+    assert torch.equal(part.with_row_scales().dequantize(torch.float32), whole[150:290])
 
 
 def test_values_of_fp4():
@@ -102,21 +102,21 @@ def test_values_of_fp4():
     scales = torch.tensor([[1.5]]).to(torch.float8_e4m3fn)
     weight = Fp4Weight.of(codes, scales, torch.tensor([2.0]))
     want = [*FP4_VALUES, -0.5, -1, -1.5, -2, -3, -4, -6, 0]
-    assert (weight.unpack(torch.float32)[0] / 3).tolist() == want
+    assert (weight.dequantize(torch.float32)[0] / 3).tolist() == want
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_bytes_and_scale(name):
     weight = dict(random_weights(96, 400))[name]
-    whole = weight.unpack(torch.bfloat16)
-    assert torch.equal(weight.rows(13, 90).unpack(torch.bfloat16), whole[13:90])
+    whole = weight.dequantize(torch.bfloat16)
+    assert torch.equal(weight.rows(13, 90).dequantize(torch.bfloat16), whole[13:90])
     assert weight.rows(13, 90).words.data_ptr() == weight.words[13].data_ptr()
     assert weight.nbytes == sum(tensor.nbytes for tensor in weight.tensors().values())
     assert 0.5 < float(whole.float().std()) * 400**0.5 < 0.9
     other = dict(random_weights(96, 400, seed=1))[name]
-    assert not torch.equal(other.unpack(torch.bfloat16), whole)
+    assert not torch.equal(other.dequantize(torch.bfloat16), whole)
     other.copy_(weight)
-    assert torch.equal(other.unpack(torch.bfloat16), whole)
+    assert torch.equal(other.dequantize(torch.bfloat16), whole)
     with pytest.raises(ValueError, match="for"):
         other.rows(0, 7).copy_(weight)
 
@@ -124,23 +124,23 @@ def test_rows_bytes_and_scale(name):
 def test_quantisers_round_to_nearest():
     weight = torch.randn(40, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
     for packed, error in (
-        (quantise_int(weight), 0.13),
-        (quantise_int(weight, bits=8, group=-1), 0.01),
-        (quantise_fp8(weight), 0.03),
+        (quantize_int(weight), 0.13),
+        (quantize_int(weight, bits=8, group=-1), 0.01),
+        (quantize_fp8(weight), 0.03),
     ):
-        got = packed.unpack(torch.float32)
+        got = packed.dequantize(torch.float32)
         assert float((got - weight.float()).norm() / weight.float().norm()) < error
-    step = quantise_int(weight, bits=8, group=-1)
-    worst = (step.unpack(torch.float32) - weight.float()).abs() / step.scales.float()
+    step = quantize_int(weight, bits=8, group=-1)
+    worst = (step.dequantize(torch.float32) - weight.float()).abs() / step.scales.float()
     assert float(worst.max()) < 0.6  # half a step, and what the scale's rounding moves the largest
-    zero = quantise_int(torch.zeros(2, 130)).unpack(torch.float32)
+    zero = quantize_int(torch.zeros(2, 130)).dequantize(torch.float32)
     assert not zero.any()
 
 
 def test_rows_of_subnormal_numbers_are_packed_to_fp8():
     drawn = torch.rand(4, 128, generator=torch.Generator().manual_seed(0)) * 2 - 1
     weight = (drawn * 1e-36 * 0.1 ** torch.arange(4)[:, None]).bfloat16()
-    error = (quantise_fp8(weight).unpack(torch.float32) - weight.float()).abs().amax(1)
+    error = (quantize_fp8(weight).dequantize(torch.float32) - weight.float()).abs().amax(1)
     assert bool((error <= weight.float().abs().amax(1) / 16).all())
 
 
@@ -150,10 +150,10 @@ def test_a_subnormal_scale_is_what_codes_are_made_with(bits):
     most = 2 ** (bits - 1) - 1
     drawn = torch.rand(5, 128, generator=torch.Generator().manual_seed(0)) * 2 - 1
     weight = (drawn * most * 2.0**-14 * 0.25 ** torch.arange(5)[:, None]).half()
-    packed = quantise_int(weight, bits, -1)
+    packed = quantize_int(weight, bits, -1)
     scales = packed.scales.float()
     assert bool(((0 < scales) & (scales < torch.finfo(torch.float16).tiny)).all())
-    steps = (packed.unpack(torch.float32) - weight.float()).abs() / scales
+    steps = (packed.dequantize(torch.float32) - weight.float()).abs() / scales
     inside = weight.float().abs() <= scales * most
     assert float(steps[inside].max()) <= 0.5
 
@@ -185,7 +185,7 @@ def whole_numbers(name, n, k, seed=0):
     generator = torch.Generator().manual_seed(seed)
     if isinstance(weight, Fp8Weight):
         numbers = torch.randint(-8, 9, (n, k), generator=generator).float()
-        weight.words.copy_(pack(numbers.to(torch.float8_e4m3fn).view(torch.uint8), 8))
+        weight.words.copy_(pack_codes(numbers.to(torch.float8_e4m3fn).view(torch.uint8), 8))
         scales = weight.scales
     elif isinstance(weight, Fp4Weight):
         weight.scales.copy_(0x38 + 8 * drawn(weight.scales.shape, 2))  # 1 and 2
@@ -210,15 +210,15 @@ def assert_law(backend, name, tokens, n, k, count, out=False):
     weight = backend.place(weight)
     x = backend.place(x)
     dense = torch.empty(n, k, dtype=x.dtype, device=x.device)
-    unpack_weight.backends["triton"].run(weight, dense)
-    assert same_bits(dense, weight.unpack(x.dtype)), name
+    dequantize_weight.backends["triton"].run(weight, dense)
+    assert same_bits(dense, weight.dequantize(x.dtype)), name
     want = linear.backends["triton"].run(x, dense, count)
-    got = linear.backends["packed"].run(x, weight, count)
+    got = linear.backends["quantized"].run(x, weight, count)
     assert same_bits(got, want), (name, tokens)
     assert same_bits(got, defined), (name, tokens)
     if out:
         wider = torch.zeros(tokens, n + 16, dtype=x.dtype, device=x.device)
-        for chosen, operand in (("packed", weight), ("triton", dense)):
+        for chosen, operand in (("quantized", weight), ("triton", dense)):
             wider.zero_()
             run = linear.backends[chosen].run
             made = run(x, operand, count, True, wider[:, 8 : n + 8])
@@ -253,7 +253,7 @@ def test_segments_are_added_as_a_tree(backend, tokens):
     row[768:] = -(2.0**15)
     x = row.expand(tokens, 1024).to(backend.dtype).contiguous()
     for count, wanted in ((1, 0.0), (2, 0.5)):
-        got = linear.backends["packed"].run(backend.place(x), backend.place(weight), count)
+        got = linear.backends["quantized"].run(backend.place(x), backend.place(weight), count)
         assert got.unique().tolist() == [wanted], count
 
 
@@ -269,9 +269,9 @@ def test_rows_that_begin_within_a_block(backend, name):
     for begin, end in ((100, 133), (250, 290)):
         part = backend.place(whole).rows(begin, end)
         dense = torch.empty(end - begin, 200, dtype=x.dtype, device=part.device)
-        unpack_weight.backends["triton"].run(part, dense)
-        assert same_bits(dense, whole.unpack(x.dtype)[begin:end])
-        got = linear.backends["packed"].run(backend.place(x), part)
+        dequantize_weight.backends["triton"].run(part, dense)
+        assert same_bits(dense, whole.dequantize(x.dtype)[begin:end])
+        got = linear.backends["quantized"].run(backend.place(x), part)
         assert same_bits(got, defined[:, begin:end])
 
 
@@ -281,15 +281,15 @@ def test_rows_that_begin_within_a_block(backend, name):
 def test_law_at_real_dimensions(name, dtype):
     """Random numbers, every number of tokens, against the dense backend on what is unpacked."""
     for n, k in ((5120, 6144), (1024, 5120), (1000, 2000)):
-        weight = Backend("packed", "cuda", dtype).place(dict(random_weights(n, k))[name])
+        weight = Backend("quantized", "cuda", dtype).place(dict(random_weights(n, k))[name])
         dense = torch.empty(n, k, dtype=dtype, device="cuda")
-        unpack_weight.backends["triton"].run(weight, dense)
-        assert same_bits(dense, weight.unpack(dtype))
-        count = segments(n, k, "cuda")
+        dequantize_weight.backends["triton"].run(weight, dense)
+        assert same_bits(dense, weight.dequantize(dtype))
+        count = choose_split_k(n, k, "cuda")
         for tokens in (*EVERY_M, MANY):
             x = torch.randn(tokens, k, dtype=dtype, device="cuda")
             want = linear.backends["triton"].run(x, dense, count)
-            got = linear.backends["packed"].run(x, weight, count)
+            got = linear.backends["quantized"].run(x, weight, count)
             assert same_bits(got, want), (name, n, k, tokens)
 
 
@@ -298,9 +298,9 @@ def test_law_at_real_dimensions(name, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_tile_is_what_unpacking_gives(name, dtype):
     """Rows of the identity take a weight's columns out one by one: no sum hides a wrong bit."""
-    weight = Backend("packed", "cuda", dtype).place(dict(random_weights(300, 256))[name])
+    weight = Backend("quantized", "cuda", dtype).place(dict(random_weights(300, 256))[name])
     eye = torch.eye(256, dtype=dtype, device="cuda")
     for part in eye.split(64):
-        got = linear.backends["packed"].run(part.contiguous(), weight)
-        want = weight.unpack(dtype).t()[part.argmax(1)]
+        got = linear.backends["quantized"].run(part.contiguous(), weight)
+        want = weight.dequantize(dtype).t()[part.argmax(1)]
         assert same_bits(got, want)

@@ -110,7 +110,7 @@ def drawn(logits, draws: int, **parameters: float) -> torch.Tensor:
     ids=str,
 )
 def test_samples_follow_the_distribution(parameters, kept):
-    """Probabilities .45 .25 .15 .1 .05, renormalised over what the filters keep: 5 sigma."""
+    """Probabilities .45 .25 .15 .1 .05, renormalized over what the filters keep: 5 sigma."""
     probabilities = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05])
     draws = 40_000
     found = drawn(probabilities.log().tolist(), draws, **parameters)

@@ -29,7 +29,7 @@ def test_every_op_has_cases() -> None:
     assert defined() == set(OPS) and len(OPS) >= 11
     assert set(ROWS) <= set(OPS)
     for found in OPS:
-        assert any(backends.cases_of(found)(torch.float32)), found.name
+        assert any(backends.load_cases(found)(torch.float32)), found.name
 
 
 def test_every_op_has_a_triton_backend() -> None:
@@ -72,10 +72,10 @@ def test_a_folder_is_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton.nothing", None)
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     backends.load()
-    found = backends.every_op()["double"]
+    found = backends.all_ops()["double"]
     assert list(found.backends) == ["reference", "cpu"]
     assert found.choose(device="cpu") == "cpu"
-    assert list(backends.cases_of(found)(torch.float32)) == [("one", {"x": 1})]
+    assert list(backends.load_cases(found)(torch.float32)) == [("one", {"x": 1})]
     monkeypatch.setattr(backends, "find_spec", lambda name: object())
     with pytest.raises(ModuleNotFoundError):
         backends.load()
@@ -91,7 +91,7 @@ def test_the_best_backend_is_chosen() -> None:
     cuda = dict(supports=lambda **traits: None if traits["device"] == "cuda" else "no GPU")
     for name in ("slow", "fast"):
         twice.backend(name, **cuda)(lambda x: None)
-    twice.backend("risky", unchosen="nobody compared it", **cuda)(lambda x: None)
+    twice.backend("risky", opt_in_reason="nobody compared it", **cuda)(lambda x: None)
     assert twice.writes == ("x",) and twice.choose(device="cuda") == "fast"
     assert twice.choose(device="cpu") == "reference"
     assert twice.explain(device="cuda")["risky"] == "nobody compared it"
@@ -105,5 +105,5 @@ def test_the_best_backend_is_chosen() -> None:
 @pytest.mark.parametrize("op", ["paged_attention", "latent_attention"])
 def test_hopper_is_preferred_for_attention(op: str) -> None:
     """Both serve a Hopper GPU; the order of their files must not decide."""
-    names = list(backends.every_op()[op].backends)
+    names = list(backends.all_ops()[op].backends)
     assert names.index("hopper") > names.index("triton")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.linear import tree_sum
-from lockstep.kernels.route import best, order_of, route
+from lockstep.kernels.route import route, sortable_keys, top_indices
 from tests.kernels.backends import backends, same_bits
 
 BACKENDS = backends(op=route)
@@ -19,20 +19,20 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_the_order_is_that_of_the_numbers_and_nan_is_last():
     x = torch.tensor([0.0, 1.5, -2.0, float("inf"), -float("inf"), float("nan"), 3e-45, -1.5])
-    keys = order_of(torch.stack([x, -x]))
-    assert x[best(keys[0], 8)].tolist()[:-1] == sorted(x[~x.isnan()].tolist(), reverse=True)
+    keys = sortable_keys(torch.stack([x, -x]))
+    assert x[top_indices(keys[0], 8)].tolist()[:-1] == sorted(x[~x.isnan()].tolist(), reverse=True)
     assert keys[0, 5] == keys[1, 5] == keys.min()
-    assert best(torch.tensor([2, 7, 7, 1, 7]), 4).tolist() == [1, 2, 4, 0]
+    assert top_indices(torch.tensor([2, 7, 7, 1, 7]), 4).tolist() == [1, 2, 4, 0]
 
 
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_softmax_families(renormalise):
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_softmax_families(renormalize):
     """Qwen3-MoE, Qwen3-Next, Mixtral: softmax over all experts, then the best."""
     logits = random(9, 60)
-    ids, weights, *_ = route(logits, 4, renormalise=renormalise)
+    ids, weights, *_ = route(logits, 4, renormalize=renormalize)
     values, chosen = logits.double().softmax(-1).topk(4)
     assert torch.equal(ids.long(), chosen)
-    values = values / values.sum(-1, keepdim=True) if renormalise else values
+    values = values / values.sum(-1, keepdim=True) if renormalize else values
     torch.testing.assert_close(weights, values.float())
     assert torch.equal(route(logits, 4, dtype=torch.bfloat16)[1], route(logits, 4)[1].bfloat16())
 

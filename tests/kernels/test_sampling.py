@@ -13,12 +13,12 @@ from lockstep.kernels.sampling import (
     ALLOWED,
     BIAS,
     FILTERS,
-    MANY,
     NOISE,
     SamplingState,
     sample,
 )
 from lockstep.kernels.sampling.cases import FAULTS, batch, faulty
+from lockstep.kernels.sampling.reference import MANY
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.canaries import Canaries
 

@@ -11,7 +11,7 @@ import lockstep.kernels
 from tests.kernels import sanitize
 from tests.kernels.sanitize import ALLOWED, DONE, Job, problems, reports
 
-JOB = Job("racecheck", "linear", "packed", "bfloat16")
+JOB = Job("racecheck", "linear", "quantized", "bfloat16")
 RACE = """========= COMPUTE-SANITIZER
 case 1
 ========= Error: Race reported between Read access at {kernel}+0x130 in {file}:{read}

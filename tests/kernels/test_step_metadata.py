@@ -1,7 +1,7 @@
 """A step's metadata: every backend equals the reference in every element; neighbours do not count.
 
 Rows alone, in other orders and beside null rows, in buffers full of garbage; the reference itself
-is held against plain Python here and by the walk in tests/runner.
+is held against plain Python here and by the walk in tests/worker.
 """
 
 from typing import Any

@@ -11,7 +11,7 @@ packed: Any = pytest.importorskip("lockstep.kernels.linear.quantized", exc_type=
 from lockstep.kernels.epochs import launch_epochs  # noqa: E402
 from lockstep.kernels.formats.weights.bench import LAYOUTS  # noqa: E402
 from lockstep.kernels.linear.quantized_tuning import PackedTile, candidates  # noqa: E402
-from lockstep.kernels.timing import recorded  # noqa: E402
+from lockstep.kernels.timing import record_graph  # noqa: E402
 from tests.kernels.backends import same_bits  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ class Shared:
 def shared(monkeypatch: pytest.MonkeyPatch) -> Shared:
     """Launches of 20,000 outputs by 40 multiprocessors' worth of CTAs."""
     weight = LAYOUTS["int4 asymmetric, fp16 scales"](20000, 2560, "cuda")
-    weight.dummy(torch.Generator("cuda").manual_seed(0))
+    weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
     tile = next(tile for tile in candidates(64, 1, weight.bits) if tile.share)
     target = replace(packed.target_of(weight.device), processors=40)
     made = Shared(weight, target, tile, {})
@@ -91,7 +91,7 @@ def test_sums_of_a_replay_that_broke_off_are_not_taken(
             epochs.advance()
             return shared.run(x, breaks_off)
 
-        return recorded(step)
+        return record_graph(step)
 
     (broken, _), (whole, out) = captured(True), captured(False)
     for seed in (1, 2, 3):
@@ -106,7 +106,7 @@ def test_sums_of_a_replay_that_broke_off_are_not_taken(
 def test_one_weight_in_two_launches_at_once() -> None:
     """On two streams: launches share no memory but the weight."""
     weight = LAYOUTS["int4 asymmetric, fp16 scales"](20000, 2560, "cuda")
-    weight.dummy(torch.Generator("cuda").manual_seed(0))
+    weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
     tile = next(tile for tile in candidates(64, 1, weight.bits) if tile.share)
     target = replace(packed.target_of(weight.device), processors=40)
     rows = [_rows(seed) for seed in range(2)]

@@ -5,28 +5,30 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import IntWeight, PackedWeight, quantise_int
-from lockstep.quantization import Layout, Module, Packing, Slot
-from lockstep.quantization.weight_sink import PLAIN
+from lockstep.kernels.formats.weights import IntWeight, QuantizedWeight, quantize_int
+from lockstep.quantization import CheckpointLinear, Layout, WeightFormat, WeightSink
+from lockstep.quantization.weight_sink import FLOAT_DTYPES
 
 
 @dataclass
-class Rounding(Packing):
+class Rounding(WeightFormat):
     """Integers in groups of 4. of: in the path of what is packed; odd: a
     module that is left as it is."""
 
     of: str = ".experts."
     odd: str = ""
-    asked: list[Module] = field(default_factory=list)
+    asked: list[CheckpointLinear] = field(default_factory=list)
 
-    def layout(self, module: Module) -> Layout | None:
+    def layout(self, module: CheckpointLinear) -> Layout | None:
         if self.of not in module.path or module.path == self.odd:
             return None
         self.asked.append(module)
         return Layout.of(IntWeight, bits=4, group=4, scale_dtype=torch.float32)
 
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         def fill(tensor: Tensor) -> None:
-            weight.copy_(quantise_int(tensor, 4, 4))
+            weight.copy_(quantize_int(tensor, 4, 4))
 
-        return {"weight": Slot((module.outputs, module.inputs), PLAIN, weight.device, fill)}
+        return {
+            "weight": WeightSink((module.outputs, module.inputs), FLOAT_DTYPES, weight.device, fill)
+        }

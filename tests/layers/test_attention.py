@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.layers.attention import Attention
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.step import Step, StepShape
 
 TOKENS = 9
@@ -33,7 +33,7 @@ def prompt_step() -> Step:
 
 def test_no_positions_biases_and_a_scale() -> None:
     torch.manual_seed(0)
-    build = Build("cpu", torch.float32, 1, 64)
+    build = BuildContext("cpu", torch.float32, 1, 64)
     mixer = Attention(
         build,
         HIDDEN,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lockstep.kernels.formats.kv import Turn
 from lockstep.kernels.formats.kv.hadamard import WHOLE_HEAD
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.latent_attention import AbsorbedHeads
 
 HEADS = 4
@@ -17,7 +17,7 @@ TURN = Turn(77, WHOLE_HEAD)
 
 def absorbed(weight: Tensor, dtype: torch.dtype, turn: Turn | None) -> AbsorbedHeads:
     """The maps of a kv_b_proj, filled as a checkpoint fills them."""
-    build = Build("cpu", dtype, 1, 64)
+    build = BuildContext("cpu", dtype, 1, 64)
     maps = AbsorbedHeads(build, HEADS, PLAIN, LATENT, VALUE, turn)
     (slot,) = maps.weights().values()
     slot.fill(weight.to(dtype))

@@ -8,31 +8,38 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.kernels.backends import load
-from lockstep.kernels.formats.weights import Fp4Weight, quantise_int
+from lockstep.kernels.formats.weights import Fp4Weight, quantize_int
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.probe import Probed
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Head, Linear, Product, ResidualLinear, probe
-from lockstep.quantization import Slot, fp8
+from lockstep.quantization import WeightSink, fp8
 from tests.layers.rounding import Rounding
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """A probe that lets 96 and 128 rows pass; returns (weights, segments, partial) of each."""
+    """Replace the probe by one that lets 96 and 128 rows pass.
+
+    Returns: (number of weights, split_k, allow_partials) of each call.
+    """
     calls: list[tuple[int, int, bool]] = []
 
     def pretend(
-        self: Probed, rows: Sequence[int], weights: Sequence[Tensor], segments: int, partial: bool
+        self: Probed,
+        rows: Sequence[int],
+        weights: Sequence[Tensor],
+        split_k: int,
+        allow_partials: bool,
     ) -> None:
-        calls.append((len(weights), segments, partial))
+        calls.append((len(weights), split_k, allow_partials))
         self.found = {count: None if count > 64 else "slower, 2 us against 1" for count in rows}
 
     monkeypatch.setattr(Probed, "probe", pretend)
     return calls
 
 
-def on_a_gpu(build: Build, layer: nn.Module) -> None:
+def on_a_gpu(build: BuildContext, layer: nn.Module) -> None:
     """Lets a layer be served as one that was built for a GPU."""
     product = next(part for part in layer.modules() if isinstance(part, Product))
     product.linear = build.probed.setdefault((*product.shape, build.dtype), Probed(linear, linear))
@@ -43,14 +50,14 @@ def on_a_gpu(build: Build, layer: nn.Module) -> None:
 def test_a_probe_is_by_the_shape_and_says_what_it_found(
     asked: list[tuple[int, int, bool]],
 ) -> None:
-    build = Build("cpu", torch.bfloat16, 1, 1)
+    build = BuildContext("cpu", torch.bfloat16, 1, 1)
     model = nn.ModuleList()
     for layer in (Linear, Linear, ResidualLinear):
         model.append(layer(build, 8, {"w": 16 if layer is Linear else 24}))
         on_a_gpu(build, model[-1])
     model.append(Head(build, 40, 8))
     on_a_gpu(build, model[-1])
-    inexact = Build("cpu", torch.bfloat16, 1, 1, exact=False, choices=build.choices)
+    inexact = BuildContext("cpu", torch.bfloat16, 1, 1, exact=False, choices=build.choices)
     drafter = Linear(inexact, 8, {"w": 16})
     probe(build, nn.ModuleList([*model, drafter]), (64, 96, 128))
     assert asked == [(2, 1, False), (1, 1, True), (1, 1, False)]
@@ -61,7 +68,7 @@ def test_a_probe_is_by_the_shape_and_says_what_it_found(
 
 
 def test_where_all_rows_are_served_nothing_is_refused(asked: list[tuple[int, int, bool]]) -> None:
-    build = Build("cpu", torch.bfloat16, 1, 1)
+    build = BuildContext("cpu", torch.bfloat16, 1, 1)
     layer = Linear(build, 8, {"w": 16})
     on_a_gpu(build, layer)
     probe(build, layer, (96,))
@@ -70,7 +77,7 @@ def test_where_all_rows_are_served_nothing_is_refused(asked: list[tuple[int, int
 
 
 def test_a_cpu_has_nothing_to_probe(asked: list[tuple[int, int, bool]]) -> None:
-    build = Build("cpu", torch.float32, 1, 1)
+    build = BuildContext("cpu", torch.float32, 1, 1)
     layer = Linear(build, 8, {"w": 16})
     probe(build, layer, (96,))
     assert asked == [] and build.choices[0].backend in ("reference", "cpu")
@@ -78,7 +85,9 @@ def test_a_cpu_has_nothing_to_probe(asked: list[tuple[int, int, bool]]) -> None:
 
 
 def test_a_part_of_a_drafters_weight_is_its_rows() -> None:
-    layer = Linear(Build("cpu", torch.float32, 1, 1, exact=False), 8, {"a": 16, "b": 4, "c": 6})
+    layer = Linear(
+        BuildContext("cpu", torch.float32, 1, 1, exact=False), 8, {"a": 16, "b": 4, "c": 6}
+    )
     x = torch.randn(3, 8)
     for part in range(3):
         layer.part(part).normal_()
@@ -94,12 +103,14 @@ def test_a_part_of_a_drafters_weight_is_its_rows() -> None:
 def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool) -> None:
     """Both roundings are to the dtype; a row's bits do not depend on the others."""
     torch.manual_seed(0)
-    layer = kind(Build("cpu", torch.bfloat16, 1, 1, exact=exact), 8, {"a": 16, "b": 4}, bias=True)
+    layer = kind(
+        BuildContext("cpu", torch.bfloat16, 1, 1, exact=exact), 8, {"a": 16, "b": 4}, bias=True
+    )
     for parameter in layer.parameters():
         parameter.data.normal_()
     x = torch.randn(33, 8).bfloat16()
     product = layer.products[0]
-    assert layer.bias is not None and not product.partial
+    assert layer.bias is not None and not product.allow_partials
     expected = (product(x).float() + layer.bias.float()).bfloat16()
     assert torch.equal(layer(x), expected)
     if exact:
@@ -107,7 +118,9 @@ def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool)
 
 
 def test_the_names_of_fused_weights() -> None:
-    layer = Linear(Build("cpu", torch.float32, 1, 1, exact=False), 8, {"a": 16, "b": 4}, bias=True)
+    layer = Linear(
+        BuildContext("cpu", torch.float32, 1, 1, exact=False), 8, {"a": 16, "b": 4}, bias=True
+    )
     for part in range(2):
         layer.part(part).normal_()
     layer.bias.data.copy_(torch.arange(20))
@@ -117,14 +130,18 @@ def test_the_names_of_fused_weights() -> None:
     assert table["b.bias"].tolist() == [16, 17, 18, 19]
     x = torch.randn(3, 8)
     torch.testing.assert_close(layer.from_part(1, x), layer(x)[:, 16:])
-    plain = Linear(Build("cpu", torch.float32, 1, 1), 8, {"a": 16, "b": 4})
+    plain = Linear(BuildContext("cpu", torch.float32, 1, 1), 8, {"a": 16, "b": 4})
     assert list(plain.weights()) == ["a.weight", "b.weight"]
-    assert ResidualLinear(Build("cpu", torch.float32, 1, 1), 8, {"w": 16}).products[0].partial
+    assert (
+        ResidualLinear(BuildContext("cpu", torch.float32, 1, 1), 8, {"w": 16})
+        .products[0]
+        .allow_partials
+    )
 
 
 def test_parts_are_the_outputs_of_each_fused_weight() -> None:
     """Of one product, and of one for each, which need no place beside each other."""
-    build = Build("cpu", torch.float32, 1, 1)
+    build = BuildContext("cpu", torch.float32, 1, 1)
     layer = Linear(build, 8, {"a": 16, "b": 24})
     weight = torch.randn(40, 8)
     x = torch.randn(5, 8)
@@ -153,15 +170,15 @@ def test_packed_rows_have_the_bits_of_their_values_in_one_product_or_several(
     """Whichever of the fused weights is packed. Where none is small, each run is a product."""
     monkeypatch.setattr(JOINED, most)
     sizes = {"a": 16, "b": 8, "c": 24}
-    layer = Linear(Build("cpu", torch.float32, 1, 1, packing=Rounding(of=packed)), 12, sizes)
+    layer = Linear(BuildContext("cpu", torch.float32, 1, 1, packing=Rounding(of=packed)), 12, sizes)
     assert len(layer.products) == (1 if most else 3 if packed == "b" else 2)
-    plain = Linear(Build("cpu", torch.float32, 1, 1), 12, sizes)
+    plain = Linear(BuildContext("cpu", torch.float32, 1, 1), 12, sizes)
     filled = layer.weights()
     for name, target in plain.weights().items():
         target.copy_(torch.randn(target.shape))
-        Slot.of(filled[name]).fill(target.clone())
+        WeightSink.of(filled[name]).fill(target.clone())
         if name == f"{packed}.weight":
-            target.copy_(quantise_int(target, 4, 4).unpack(torch.float32))
+            target.copy_(quantize_int(target, 4, 4).dequantize(torch.float32))
     for product in layer.products:
         product.finish()
         assert not product.packed_parts
@@ -174,14 +191,14 @@ def test_blocks_that_end_within_a_map_are_one_product_with_those_that_do_not() -
     """FP8 in blocks of 128 rows: 256 of one map, 72 of the other, as DeepSeek-V3's latents have."""
     sizes = {"a": 256, "b": 72}
     packing = fp8.read({"weight_block_size": [128, 128]})
-    layer = Linear(Build("cpu", torch.float32, 1, 1, packing=packing), 256, sizes)
-    plain = Linear(Build("cpu", torch.float32, 1, 1), 256, sizes)
+    layer = Linear(BuildContext("cpu", torch.float32, 1, 1, packing=packing), 256, sizes)
+    plain = Linear(BuildContext("cpu", torch.float32, 1, 1), 256, sizes)
     filled = layer.weights()
     for name, target in plain.weights().items():
         codes = torch.randn(target.shape).to(torch.float8_e4m3fn)
         scales = torch.rand(-(-len(target) // 128), 2) + 0.5
-        Slot.of(filled[name]).fill(codes.clone())
-        Slot.of(filled[f"{name}_scale_inv"]).fill(scales.clone())
+        WeightSink.of(filled[name]).fill(codes.clone())
+        WeightSink.of(filled[f"{name}_scale_inv"]).fill(scales.clone())
         wide = scales.repeat_interleave(128, 0)[: len(target)].repeat_interleave(128, 1)
         target.copy_(codes.float() * wide)
     for product in layer.products:
@@ -197,7 +214,7 @@ def test_what_is_packed_stays_so_on_a_gpu_unless_small_and_beside_what_is_not(
 ) -> None:
     monkeypatch.setattr(JOINED, 16 * 12)
     load()
-    build = Build("cuda:0", torch.bfloat16, 1, 1, packing=Rounding(of="a"), arch=90)
+    build = BuildContext("cuda:0", torch.bfloat16, 1, 1, packing=Rounding(of="a"), arch=90)
     with FakeTensorMode():
         alone = Linear(build, 12, {"a": 8}).products
         beside = Linear(build, 12, {"a": 16, "b": 8}).products
@@ -213,8 +230,8 @@ def test_what_is_packed_stays_so_on_a_gpu_unless_small_and_beside_what_is_not(
 def test_launches_of_nvfp4_ask_nothing_of_the_device() -> None:
     """A captured step may be the first to launch a weight: no number of it may be read then."""
     weight = Fp4Weight.empty(4, 128)
-    weight.dummy(torch.Generator().manual_seed(0))
-    product = Product(Build("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)], stands=weight)
+    weight.fill_dummy(torch.Generator().manual_seed(0))
+    product = Product(BuildContext("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)], stands=weight)
     product.finish()
     weight.factors.fill_(float("nan"))
     assert "in_parts" in vars(weight)

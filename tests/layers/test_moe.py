@@ -12,13 +12,13 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.backends import load
 from lockstep.kernels.experts import experts as experts_op
-from lockstep.kernels.formats.weights import PackedWeight, quantise_int
+from lockstep.kernels.formats.weights import QuantizedWeight, quantize_int
 from lockstep.kernels.linear import linear
 from lockstep.kernels.route import route
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.moe import MoE, Routing
 from lockstep.models.loader import finish
-from lockstep.quantization import Packing, Slot, TensorInfo
+from lockstep.quantization import TensorInfo, WeightFormat, WeightSink
 from tests.layers.rounding import Rounding
 
 HIDDEN = 24
@@ -29,14 +29,14 @@ ROUTING = set(Routing.__dataclass_fields__)
 def made(
     dtype: torch.dtype = torch.float32,
     experts: int = 12,
-    build: Build | None = None,
+    build: BuildContext | None = None,
     hidden: int = HIDDEN,
     **more: Any,
 ) -> MoE:
     """A layer of random weights; top 3."""
     torch.manual_seed(0)
     routing = Routing(experts, 3, **{name: more.pop(name) for name in ROUTING & set(more)})
-    layer = MoE(build or Build("cpu", dtype, 1, 1), hidden, INNER, routing, **more)
+    layer = MoE(build or BuildContext("cpu", dtype, 1, 1), hidden, INNER, routing, **more)
     for parameter in layer.parameters():
         parameter.data.normal_(0.0, 0.2)
     return layer
@@ -141,7 +141,7 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
     monkeypatch.setattr("lockstep.layers.linear.JOINED", (32 - (not joined)) * HIDDEN)
     packing = Rounding(of="shared_expert.")
     load()
-    build = Build("cuda:0", torch.bfloat16, 1, 1, packing=packing, arch=90)
+    build = BuildContext("cuda:0", torch.bfloat16, 1, 1, packing=packing, arch=90)
     with FakeTensorMode():
         layer = made(build=build, shared_inner=16)
     router = layer.router.products[0]
@@ -150,7 +150,7 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
     assert router.shape == (44 if joined else 12, HIDDEN)
     if layer.shared_up is not None:
         shared = layer.shared_up.products[0]
-        assert shared.shape == (32, HIDDEN) and isinstance(shared.packed, PackedWeight)
+        assert shared.shape == (32, HIDDEN) and isinstance(shared.packed, QuantizedWeight)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -158,16 +158,16 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
 def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: bool) -> None:
     """As one product with the router, unpacked when it is loaded; down stays packed on a GPU."""
     load()
-    build = Build(device, torch.bfloat16, 1, 1, packing=Rounding(of="shared_expert."))
+    build = BuildContext(device, torch.bfloat16, 1, 1, packing=Rounding(of="shared_expert."))
     sizes: dict[str, Any] = dict(hidden=256, shared_inner=16, shared_gate=gated)
     layer = made(build=build, **sizes)
-    plain = made(build=Build(device, torch.bfloat16, 1, 1), **sizes)
+    plain = made(build=BuildContext(device, torch.bfloat16, 1, 1), **sizes)
     assert layer.shared_up is None and layer.shared_down is not None
     wanted = plain.weights()
     for name, target in layer.weights().items():
-        Slot.of(target).fill(wanted[name].clone())
+        WeightSink.of(target).fill(wanted[name].clone())
         if name.startswith("shared_expert."):
-            wanted[name].copy_(quantise_int(wanted[name], 4, 4).unpack(torch.bfloat16))
+            wanted[name].copy_(quantize_int(wanted[name], 4, 4).dequantize(torch.bfloat16))
     finish(layer)
     x = torch.randn(70, 256, dtype=torch.bfloat16, device=device)
     for tokens in (1, 3, 70):
@@ -192,8 +192,10 @@ FUSED = {
 """What the header of a file says that has all experts as one tensor."""
 
 
-def building(tensors: Any = None, packing: Packing | None = None, device: str = "cpu") -> Build:
-    found = Build(device, torch.float32, 1, 1, tensors=tensors, packing=packing)
+def building(
+    tensors: Any = None, packing: WeightFormat | None = None, device: str = "cpu"
+) -> BuildContext:
+    found = BuildContext(device, torch.float32, 1, 1, tensors=tensors, packing=packing)
     return found.at("moe")
 
 
@@ -229,12 +231,12 @@ def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
     plain = made(build=building(tensors), shared_inner=16, shared_gate=True)
     wanted = plain.weights()
     for name, target in layer.weights().items():
-        Slot.of(target).fill(wanted[name].clone())
+        WeightSink.of(target).fill(wanted[name].clone())
         if name.startswith("experts."):
             tensor = wanted[name]
             rows = tensor.flatten(0, -2)
-            tensor.copy_(quantise_int(rows, 4, 4).unpack(torch.float32).view(tensor.shape))
-    assert isinstance(layer.up.stored, PackedWeight)
+            tensor.copy_(quantize_int(rows, 4, 4).dequantize(torch.float32).view(tensor.shape))
+    assert isinstance(layer.up.stored, QuantizedWeight)
     for weight in (layer.up, layer.down):
         weight.finish()
     x = torch.randn(9, HIDDEN)
@@ -259,7 +261,7 @@ def test_packed_experts_are_served_on_a_gpu() -> None:
     load()
     assert set(experts_op.backends) == {"reference", "cpu", "triton"}
     for packed in (False, True):
-        chosen = experts_op.choose(device="cuda", dtype=torch.bfloat16, packed=packed)
+        chosen = experts_op.choose(device="cuda", dtype=torch.bfloat16, quantized=packed)
         assert chosen == "triton"
 
 
@@ -287,7 +289,7 @@ def test_a_choice_that_cannot_be_made_is_an_error(wrong: dict[str, object]) -> N
 def test_a_row_has_its_bits_in_any_batch_on_a_gpu(scoring: str, shared: int) -> None:
     """Routers of two segments, whose products leave partials at some numbers of rows."""
     load()
-    build = Build("cuda", torch.bfloat16, 1, 1)
+    build = BuildContext("cuda", torch.bfloat16, 1, 1)
     gated = scoring == "softmax" and shared > 0
     sizes = dict(experts=128, hidden=2048, shared_inner=shared, shared_gate=gated)
     layer = made(build=build, scoring=scoring, **sizes)

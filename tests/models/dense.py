@@ -8,8 +8,8 @@ import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.outputs import RequestOutput
+from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 
 VOCAB = 320
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}

@@ -20,7 +20,7 @@ from lockstep.models import dflash, eagle3
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.rope import longest_sequence
-from lockstep.quantization import Packing, packing_of
+from lockstep.quantization import WeightFormat, read_weight_format
 
 FOLDER = Path(__file__).parent / "published"
 LOADS = "loads"
@@ -219,7 +219,7 @@ def names_known(published: Published) -> bool:
     return bool(published.written_shapes) and None not in published.written_shapes.values()
 
 
-def read_settings(published: Published) -> Packing | None:
+def read_settings(published: Published) -> WeightFormat | None:
     """Read what an engine reads before it builds a model, and return the weight format.
 
     Raises CheckpointError where the checkpoint is refused.
@@ -232,7 +232,7 @@ def read_settings(published: Published) -> Packing | None:
         checkpoint = Checkpoint.read(path)
         checkpoint.architecture.Config.read(checkpoint.raw)
         longest_sequence(ConfigReader(checkpoint.raw))
-        return packing_of(checkpoint.quantization())
+        return read_weight_format(checkpoint.quantization())
 
 
 def _read_drafter(folder: Path, drafter: dict[str, str]) -> None:

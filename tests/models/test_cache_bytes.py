@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.models import KIMI_K2
 from lockstep.cache.specs import Law, unit_bytes
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models import architecture
-from lockstep.runner.memory import mixers
+from lockstep.worker.memory import mixers
 from tests.bench.test_floor import LARGE, MIXTURE
 from tests.models.test_deepseek_v3 import REAL
 from tests.models.test_llama import LLAMA_8B
@@ -103,7 +103,7 @@ def test_bytes_of_a_token_and_of_a_row(name: str) -> None:
     raw = {**MODELS[name], "layer_types": None}
     built = architecture(raw["model_type"])
     with FakeTensorMode():
-        build = Build("cpu", torch.bfloat16, 1, 64)
+        build = BuildContext("cpu", torch.bfloat16, 1, 64)
         build.room.bounded = False
         model = built.Model(built.Config.read(raw), build)
     specs = [layer.cache_spec() for layer in mixers(model, None).values()]

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep import EngineConfig
-from lockstep.engine.build import pick_dtype
 from lockstep.errors import CheckpointError
 from lockstep.models import ARCHITECTURES, weight_files
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.dflash import BlockCheckpoint
 from lockstep.models.eagle3 import HeadCheckpoint
+from lockstep.worker.build import pick_dtype
 from tests.models.random_checkpoint import MTP, answer, build, weights_of
 from tests.tiny_model import CONFIG, make_model
 

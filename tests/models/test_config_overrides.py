@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from lockstep import EngineConfig
-from lockstep.engine.build import pick_length
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.config_overrides import overridden
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.rope import LinearRope, Rope, YarnRope, read_rope
+from lockstep.worker.build import pick_length
 
 POSITIONS = 2048
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": POSITIONS}

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from lockstep import EngineConfig
-from lockstep.engine.build import pick_dtype, pick_length
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.loader import build_model
 from lockstep.models.qwen3_5 import Config
+from lockstep.worker.build import pick_dtype, pick_length
 from tests.tiny_model import CONFIG
 
 HYBRID = {**CONFIG, "vocab_size": 300}
@@ -97,7 +97,7 @@ def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) 
 def test_a_text_config_of_another_architecture_is_refused(inner: str) -> None:
     raw = {"model_type": "qwen3_5", "text_config": {**HYBRID, "model_type": inner}}
     with pytest.raises(CheckpointError, match=f"model_type='{inner}'"):
-        build_model(raw, Build("cpu", torch.float32, 1, 64))
+        build_model(raw, BuildContext("cpu", torch.float32, 1, 64))
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '"qwen3"'])

@@ -19,7 +19,7 @@ from lockstep.kernels.formats.kv import KVFormat, Turn
 from lockstep.kernels.formats.kv.hadamard import WHOLE_HEAD
 from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.kernels.formats.kv.unquantized import Plain
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.deepseek_v3 import Config, Draft, Model
 from lockstep.spec import own_drafter
@@ -85,7 +85,7 @@ def oracle_of(folder: Path, base: Base) -> Any:
 def add_draft_module(folder: Path) -> None:
     """Writes an MTP module of random weights, with its copies of embedding and head."""
     raw = json.loads((folder / "config.json").read_text())
-    build = Build("cpu", torch.float32, 1, 64)
+    build = BuildContext("cpu", torch.float32, 1, 64)
     module = Draft(Model(Config.read(raw), build), build)
     module.twins = ["embed_tokens", "shared_head.head"]
     draw = torch.Generator().manual_seed(5)
@@ -144,7 +144,7 @@ def test_latents_are_kept_without_queries() -> None:
     """As drafting would have kept them, and nobody reads the weights of queries."""
     torch.manual_seed(0)
     config = Config.read({**DEEPSEEK, "vocab_size": 50})
-    draft = Draft(Model(config, Build("cpu", torch.float32, 1, 64)), inexact())
+    draft = Draft(Model(config, BuildContext("cpu", torch.float32, 1, 64)), inexact())
     for parameter in draft.parameters():
         parameter.data.normal_()
     mixer = draft.blocks[0].self_attn
@@ -166,9 +166,9 @@ def test_latents_are_kept_without_queries() -> None:
         torch.testing.assert_close(kept, wanted)
 
 
-def inexact() -> Build:
+def inexact() -> BuildContext:
     """What a draft module is built with."""
-    return Build("cpu", torch.float32, 1, 64, exact=False)
+    return BuildContext("cpu", torch.float32, 1, 64, exact=False)
 
 
 def test_a_folder_of_transformers_says_that_it_has_a_module_and_has_none(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_what_a_token_takes_of_the_cache(pair) -> None:
 def counted(base: Base) -> tuple[int, int]:
     """Parameters of the target, and of its MTP module without what it shares; in neither the
     correction biases, which no optimiser trains."""
-    build = Build("cpu", torch.bfloat16, 1, 64)
+    build = BuildContext("cpu", torch.bfloat16, 1, 64)
     build.room.bounded = False
     with FakeTensorMode():
         model = Model(Config.read(base), build)

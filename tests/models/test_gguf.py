@@ -16,9 +16,9 @@ from torch._subclasses import FakeTensorMode
 from lockstep import LLM, SamplingParams
 from lockstep.errors import ConfigError
 from lockstep.models.gguf.folder import translated
-from lockstep.models.gguf.tensors import gguf_shards
+from lockstep.models.gguf.tensors import gguf_weight_files
 from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
-from lockstep.quantization.weight_sink import PLAIN
+from lockstep.quantization.weight_sink import FLOAT_DTYPES
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.models.dense import ask, bits, make_llm, prompts, random_oracle
 from tests.models.gguf_files import write_gguf
@@ -107,10 +107,10 @@ def test_tensors_come_back_with_the_bits_of_the_gguf_package(
 ) -> None:
     path = tmp_path / "model.gguf"
     values = dequantized(write_gguf(wide, path, lambda name: kind), kind)
-    (shard,) = gguf_shards([path])
+    (shard,) = gguf_weight_files([path])
     views = {view.entry.name: name for name, view in shard.views.items()}
     for theirs, value in values.items():
-        found = shard.read(views[theirs], PLAIN)
+        found = shard.read(views[theirs], FLOAT_DTYPES)
         assert torch.equal(found.float(), value), theirs
         if kind in LAYOUTS:
             assert shard.info(views[theirs]).dtype == kind
@@ -131,7 +131,7 @@ def test_a_quantized_file_answers_with_the_bits_of_its_values_in_safetensors(
     values: dict[str, torch.Tensor] = {}
     for one in ("Q4_1", "Q8_0"):
         values |= dequantized({n: a for n, a in tensors.items() if kind(n) == one}, one)
-    (shard,) = gguf_shards([path])
+    (shard,) = gguf_weight_files([path])
     views = {view.entry.name: name for name, view in shard.views.items()}
     stored = load_file(wide / "model.safetensors")
     stored |= {views[name]: value for name, value in values.items()}
@@ -158,11 +158,11 @@ def test_the_draft_module_of_a_file_drafts(family: str, tmp_path: Path) -> None:
     outputs = [ask(make_llm(path, speculative_config=d), ids, 24) for d in (None, drafting)]
     assert bits(outputs[0]) == bits(outputs[1])
     stored = load_file(tmp_path / "mtp.safetensors")
-    (shard,) = gguf_shards([path])
+    (shard,) = gguf_weight_files([path])
     assert {name for name in shard.views if name.startswith("mtp.")} == set(stored)
     for name, tensor in stored.items():
         # Norms are stored as 1 + w, which rounds.
-        torch.testing.assert_close(shard.read(name, PLAIN), tensor, rtol=0, atol=1e-6)
+        torch.testing.assert_close(shard.read(name, FLOAT_DTYPES), tensor, rtol=0, atol=1e-6)
 
 
 def tokenizer_metadata(folder: Path) -> dict[str, Any]:
@@ -228,5 +228,5 @@ def test_settings_are_read_where_tensors_have_no_memory(tmp_path: Path) -> None:
     random_oracle(tmp_path, "Llama", LLAMA)
     write_gguf(tmp_path, tmp_path / "model.gguf")
     with FakeTensorMode():
-        (shard,) = gguf_shards([tmp_path / "model.gguf"])
+        (shard,) = gguf_weight_files([tmp_path / "model.gguf"])
     assert "model.layers.0.self_attn.q_proj.weight" in shard.views

@@ -13,12 +13,12 @@ from huggingface_hub import constants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine.build import find_model
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.gguf.file import GGUFFile, GGUFModel, shortest
 from lockstep.models.gguf.folder import checkpoint_files
-from lockstep.models.gguf.tensors import gguf_shards
+from lockstep.models.gguf.tensors import gguf_weight_files
+from lockstep.worker.build import find_model
 from tests.models.dense import random_oracle
 from tests.models.gguf_files import finish, write_gguf, write_value
 from tests.tiny_model import LLAMA
@@ -60,7 +60,7 @@ def whole(folder: Path) -> Path:
 def read_all(path: Path) -> None:
     """Translate the metadata, and read every tensor in every form."""
     checkpoint_files(GGUFModel([path]))
-    for shard in gguf_shards([path]):
+    for shard in gguf_weight_files([path]):
         for name in shard.views:
             shard.info(name)
             shard.read(name, ())
@@ -232,7 +232,7 @@ def test_two_tensors_of_one_name_are_refused(folder: Path, tmp_path: Path) -> No
 
     write_gguf(folder, tmp_path / "model.gguf", change=twice)
     with pytest.raises(CheckpointError, match="are both 'model.norm.weight'"):
-        gguf_shards([tmp_path / "model.gguf"])
+        gguf_weight_files([tmp_path / "model.gguf"])
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek2", "clip"])
@@ -306,7 +306,7 @@ def test_files_of_a_split_model_are_joined(whole: Path, tmp_path: Path) -> None:
     paths = split(whole, tmp_path, 3)
     found = find_model(str(paths[1]))
     assert found == find_model(str(tmp_path))
-    assert set(Checkpoint.read(found).names()) == set(gguf_shards([whole])[0].views)
+    assert set(Checkpoint.read(found).names()) == set(gguf_weight_files([whole])[0].views)
     paths[2].unlink()
     with pytest.raises(CheckpointError, match="lacks 1 of the 3 files.*00003-of-00003"):
         find_model(str(paths[0]))

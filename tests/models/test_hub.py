@@ -12,9 +12,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, file_download
 
-from lockstep.engine.build import find_model
 from lockstep.errors import ConfigError
 from lockstep.models import hub
+from lockstep.worker.build import find_model
 
 
 def hang(*_: Any, **__: Any) -> None:

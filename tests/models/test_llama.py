@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.llama import Config
 from lockstep.models.loader import build_model
 from tests.models.dense import prompts, random_pair
@@ -57,7 +57,7 @@ def test_logits_and_greedy_tokens_of_a_few_prompts(pair) -> None:
 
 
 def test_a_layer_of_llama_8b_has_its_shapes_and_its_share_of_the_parameters() -> None:
-    build = Build("cpu", torch.bfloat16, 1, 64)
+    build = BuildContext("cpu", torch.bfloat16, 1, 64)
     model: Any = build_model({**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 256}, build)
     table = model.weights()
     layer = {n.removeprefix("layers.0."): t for n, t in table.items() if n.startswith("layers.")}

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model, fill_dummy, load_weights
@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 
 def build(raw: dict[str, Any], drafting: bool = False) -> tuple[Any, Any]:
-    made = Build("cpu", torch.float32, 1, 64)
+    made = BuildContext("cpu", torch.float32, 1, 64)
     model: Any = build_model(raw, made)
     return model, architecture(raw["model_type"]).Draft(model, made) if drafting else None
 
@@ -60,8 +60,8 @@ def test_every_parameter_is_filled_from_any_number_of_files(tmp_path: Path, kind
     raw = CONFIGS[kind]
     tensors = checkpoint(CONFIGS[kind])
     names = sorted(tensors)
-    halves = [{n: tensors[n] for n in names[i::2]} for i in range(2)]
-    model, _ = load(tmp_path, raw, *halves)
+    sublayers = [{n: tensors[n] for n in names[i::2]} for i in range(2)]
+    model, _ = load(tmp_path, raw, *sublayers)
     assert not any(p.isnan().any() for p in model.parameters())
     for name, target in model.weights().items():
         assert torch.equal(target, tensors[name if name in tensors else f"model.{name}"])

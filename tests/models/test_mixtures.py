@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep import LLM
 from lockstep.errors import CapacityError, CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
@@ -34,7 +34,7 @@ def of_transformers(base: Base) -> Base:
 
 FAMILIES: dict[str, tuple[str, Base, float]] = {
     "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "rope_theta": 5e4}, 1.0),
-    "qwen3_moe, not renormalised": (
+    "qwen3_moe, not renormalized": (
         "Qwen3Moe",
         {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2},
         1.0,
@@ -62,7 +62,7 @@ def add_draft_module(folder: Path, told: bool) -> None:
     """Writes an MTP module of random weights. told: config.json says so."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
-    build = Build("cpu", torch.float32, 1, 64)
+    build = BuildContext("cpu", torch.float32, 1, 64)
     draft = architecture(raw["model_type"]).Draft(build_model(raw, build), build)
     draw = torch.Generator().manual_seed(5)
     tensors = {}
@@ -182,7 +182,7 @@ SHARED = [f"shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")
 def test_the_tensors_of_the_draft_module() -> None:
     """The 19 of Qwen3.6-35B-A3B's, its experts counted as two."""
     raw = {**HYBRID_MOE, "vocab_size": VOCAB}
-    build = Build("cpu", torch.float32, 1, 64)
+    build = BuildContext("cpu", torch.float32, 1, 64)
     module = architecture(raw["model_type"])
     names = set(module.Draft(build_model(raw, build), build).weights())
     experts = {
@@ -232,7 +232,7 @@ def test_what_is_not_built_is_refused(base: Base, changes: Base, message: str) -
 def test_which_layers_have_experts() -> None:
     def sparse(**changes: Any) -> list[bool]:
         raw = {**NEXT, "vocab_size": VOCAB, "num_hidden_layers": 6, **changes}
-        model: Any = build_model(raw, Build("cpu", torch.float32, 1, 64))
+        model: Any = build_model(raw, BuildContext("cpu", torch.float32, 1, 64))
         return [hasattr(block.mlp, "router") for block in model.blocks]
 
     assert sparse(mlp_only_layers=[2, 5]) == [True, True, False, True, True, False]
@@ -244,7 +244,7 @@ def test_the_rows_of_absurd_heads_are_not_counted_before_their_weights_fit() -> 
     wide = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2**20)
     raw = {**NEXT, **wide, "vocab_size": VOCAB, "linear_key_head_dim": 2**24}
     with pytest.raises(CapacityError, match="of layers.0 needs .* allowed: .* Mend the sizes"):
-        build_model(raw, Build("cpu", torch.float32, 1, 64))
+        build_model(raw, BuildContext("cpu", torch.float32, 1, 64))
 
 
 def test_the_rows_of_qwen3_nexts_projections() -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep import SamplingParams
-from lockstep.engine.hooks import CheckHooks
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.mtp import create
+from lockstep.worker.hooks import CheckHooks
 from tests.models.dense import make_llm, random_oracle
 from tests.models.test_deepseek_v3 import oracle_of as latent_oracle
 from tests.models.test_mixtures import of_transformers

@@ -12,11 +12,11 @@ from lockstep import LLM
 from lockstep.bench.floor import sketch
 from lockstep.cache.specs import Law, unit_bytes
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.mamba2 import Mamba2
 from lockstep.models import architecture
 from lockstep.models.loader import build_model
-from lockstep.runner.memory import mixers
+from lockstep.worker.memory import mixers
 from tests.models.dense import NGRAM, VOCAB, ask, bits, make_llm, prompts, random_oracle
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
 from tests.tiny_model import NEMOTRON_H
@@ -172,13 +172,15 @@ def test_time_steps_may_have_limits() -> None:
     for limit in (float("inf"), {"__float__": "Infinity"}):
         config = read({**raw, "time_step_limit": [0.001, limit]})
         assert config.mamba.limits == (0.001, float("inf"))
-    model: Any = build_model({**raw, "time_step_limit": [0, 2]}, Build("cpu", torch.float32, 1, 64))
+    model: Any = build_model(
+        {**raw, "time_step_limit": [0, 2]}, BuildContext("cpu", torch.float32, 1, 64)
+    )
     assert model.blocks[0].mixer.limits == (0.0, 2.0)
 
 
 def test_the_rows_of_a_real_projection() -> None:
     """Nemotron 3 Nano: z 0 .. 4095, x, B and C 4096 .. 10239, dt 10240 .. 10303."""
-    mixer = Mamba2(Build("cpu", torch.bfloat16, 1, 64), 2688, 64, 64, 8, 128, 4, 1e-5)
+    mixer = Mamba2(BuildContext("cpu", torch.bfloat16, 1, 64), 2688, 64, 64, 8, 128, 4, 1e-5)
     assert mixer.parts == (4096, 6144, 64)
     assert sum(mixer.parts) == 10304
 

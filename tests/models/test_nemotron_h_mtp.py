@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lockstep import LLM, SamplingParams
-from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.nemotron_h import Config, Draft, Model
 from lockstep.spec import own_drafter
 from lockstep.spec.mtp import create
+from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from tests.models.dense import VOCAB, make_llm
 from tests.models.test_nemotron_h import BIASES, MTP_OF_SUPER, SUPER, oracle_of
 from tests.spec.watching import Seen
@@ -258,7 +258,7 @@ def test_the_parameters_of_supers_module() -> None:
     """As released, with the correction bias of its router."""
     raw = {**SUPER, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
     with FakeTensorMode():
-        build = Build("cpu", torch.bfloat16, 1, 64)
+        build = BuildContext("cpu", torch.bfloat16, 1, 64)
         build.room.bounded = False
         target = Model(Config.read(raw), build)
         module = Draft(target, build)

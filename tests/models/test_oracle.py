@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep import LLM
-from lockstep.engine.build import find_model
+from lockstep.worker.build import find_model
 from tests.models.oracle import RELATIVE, compare_greedy, logits_error
 
 BUNDLED = find_model(None)

@@ -10,16 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep import LLM, SamplingParams
 from lockstep.config import EngineConfig
-from lockstep.engine.absent import explain_absent
-from lockstep.engine.build import build_draft
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.backends import load as load_backends
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models import ARCHITECTURES
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import TIED_HEAD, Source, build_model, target_source
-from lockstep.quantization import TensorInfo, packing_of
+from lockstep.quantization import TensorInfo, read_weight_format
 from lockstep.spec import own_drafter
+from lockstep.worker.build import build_draft
+from lockstep.worker.explain import explain_absent
 from tests.models.published_checkpoints import (
     CHECKPOINTS,
     LOADS,
@@ -106,9 +106,9 @@ def source_of(checkpoint: Checkpoint) -> Source:
     method = own_drafter(checkpoint)
     drafting = {"method": method, "num_speculative_tokens": 3} if method else None
     config = EngineConfig.read(model=str(checkpoint.folder), speculative_config=drafting)
-    packing = packing_of(checkpoint.quantization())
+    packing = read_weight_format(checkpoint.quantization())
     with FakeTensorMode(allow_non_fake_inputs=True):
-        build = Build(
+        build = BuildContext(
             device="cpu",
             dtype=torch.bfloat16,
             window=4,

@@ -19,7 +19,7 @@ from lockstep.models import pull
 from lockstep.models.cached_checkpoints import cached_checkpoints
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import fetch_gguf, folder_of
-from lockstep.models.pull import Request
+from lockstep.models.pull import PullRequest
 from tests.models.dense import random_oracle
 from tests.models.fake_hub import COMMIT, FakeHub
 from tests.models.gguf_files import write_gguf
@@ -188,7 +188,7 @@ def test_what_is_no_hub_id_is_refused(name: str) -> None:
 def test_a_refusal_is_said_with_a_remedy(hub: FakeHub, status: int, code: str, wanted: str) -> None:
     hub.refusals[NAME] = (status, code)
     with pytest.raises(ConfigError, match=wanted):
-        pull.pull(Request.read(NAME), lambda *_: None, lambda _: None)
+        pull.pull(PullRequest.read(NAME), lambda *_: None, lambda _: None)
 
 
 def test_a_revision_that_is_not_there(hub: FakeHub) -> None:
@@ -248,7 +248,7 @@ def test_offline_what_is_here_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyP
 def test_progress_reaches_the_whole_size(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pull, "POLL_SECONDS", 0.001)
     seen: list[tuple[str, int, int]] = []
-    pull.pull(Request.read(NAME), lambda *shown: seen.append(shown), lambda _: None)
+    pull.pull(PullRequest.read(NAME), lambda *shown: seen.append(shown), lambda _: None)
     total = sum(len(data) for name, data in SMALL.items() if name in pull_names())
     assert {(what, of) for what, _, of in seen} == {("downloading", total)}
     assert all(0 <= done <= total for _, done, _ in seen)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.loader import build_model
 from lockstep.models.qwen3 import Config
 from tests.models.dense import make_llm, prompts, random_pair
@@ -69,7 +69,7 @@ def test_mtp_needs_a_module(dummy: Path) -> None:
 
 
 def test_a_layer_of_qwen3_8b_has_its_shapes_and_its_share_of_the_parameters() -> None:
-    build = Build("cpu", torch.bfloat16, 1, 64)
+    build = BuildContext("cpu", torch.bfloat16, 1, 64)
     small = {**QWEN3_8B, "num_hidden_layers": 1, "vocab_size": 256}
     model = build_model(small, build)
     table = model.weights()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.qwen3_5 import Config, Draft, Model
 from lockstep.step import Step, StepShape
 from tests.tiny_model import CONFIG
@@ -16,8 +16,8 @@ def test_keys_and_values_are_kept_without_queries(monkeypatch: pytest.MonkeyPatc
     """Nobody reads the weights of queries and gates."""
     torch.manual_seed(0)
     config = Config.read({**CONFIG, "vocab_size": 50})
-    target = Model(config, Build("cpu", torch.float32, 1, 64))
-    draft = Draft(target, Build("cpu", torch.float32, 1, 64, exact=False))
+    target = Model(config, BuildContext("cpu", torch.float32, 1, 64))
+    draft = Draft(target, BuildContext("cpu", torch.float32, 1, 64, exact=False))
     for parameter in draft.parameters():
         parameter.data.normal_()
     mixer = draft.blocks[0].self_attn

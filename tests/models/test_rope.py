@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.rope import KINDS, Rope, read_rope
 
@@ -99,7 +99,7 @@ def test_the_longest_sequence_that_is_served_decides() -> None:
     rope = rope_of(config(LONGROPE))
     tables = []
     for length in (TRAINED, TRAINED + 1):
-        build = Build("cpu", torch.float32, 1, LONGEST, max_model_len=length)
+        build = BuildContext("cpu", torch.float32, 1, LONGEST, max_model_len=length)
         tables.append(rope.rotary(build))
     for table, divisors in zip(tables, (SHORT, LONG), strict=True):
         inverse, factor = rope.frequencies(TRAINED + (divisors is LONG))

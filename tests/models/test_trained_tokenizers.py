@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.engine.build import find_model
+from lockstep.worker.build import find_model
 from tests.models.trained import ASSETS
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

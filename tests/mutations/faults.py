@@ -8,27 +8,27 @@ moving code change no fault. Renaming what a pattern spells out does.
 from dataclasses import dataclass
 from pathlib import Path
 
-METADATA = "kernels.step_metadata"
-DRAFTING = "kernels.drafting"
-SAMPLING = "kernels.sampling"
+METADATA = "kernels.step_metadata.contract"
+DRAFTING = "kernels.drafting.contract"
+SAMPLING = "kernels.sampling.reference"
 DELTA = "kernels.gated_delta_rule.cpu"
 ATTENTION = "kernels.attention.cpu"
 LATENTS = "kernels.latent_attention.cpu"
 LATENT_ROPE = "kernels.latent_attention.contract"
 LATENT_LAYER = "layers.latent_attention"
-RINGS = "kernels.recurrent._cpu"
-NORM = "kernels.norm"
+RINGS = "kernels.recurrent.cpu"
+NORM = "kernels.norm.contract"
 ROTARY = "kernels.rotary.contract"
-ROWS = "runner.rows"
-GRAMMAR_MASKS = "runner.grammar_masks"
+ROWS = "worker.rows"
+GRAMMAR_MASKS = "worker.grammar_masks"
 GRAMMAR = "text.grammars.compiler"
-RUNNER = "runner.runner"
-RECURRENT_CPU = "kernels.recurrent._cpu"
-PROMPT_ROWS = "kernels.recurrent.prompt"
+RUNNER = "worker.worker"
+RECURRENT_CPU = "kernels.recurrent.cpu"
+PROMPT_ROWS = "kernels.recurrent.prompt_rows"
 SCHEDULER = "scheduling.scheduler"
 GROUPS = "cache.groups"
-HOST = "cache.host"
-TRANSFERS = "runner.transfers"
+HOST = "cache.host_tier"
+TRANSFERS = "worker.transfers"
 GPTQ = "quantization.gptq"
 STORAGE = "quantization.storage"
 PACKED = "kernels.formats.weights.weights"
@@ -63,8 +63,8 @@ OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_are_those_of_the_paper"
 OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_are_the_models_own_answer"
 OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_no_token_depends_on_it"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
-OF_HOST = "tests/cache/test_host.py"
-OF_TRANSFERS = "tests/runner/test_transfers.py::test_nothing_is_read_that_is_on_its_way"
+OF_HOST = "tests/cache/test_host_tier.py"
+OF_TRANSFERS = "tests/worker/test_transfers.py::test_nothing_is_read_that_is_on_its_way"
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
 
@@ -110,8 +110,8 @@ FAULTS = (
     ),
     Fault(
         "folded one too far when all were accepted", "table", METADATA, "advance_rows",
-        "folded_by($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid)",
-        "folded_by($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid) + "
+        "next_folded($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid)",
+        "next_folded($seq_lens - $width, $table.folded[$row_ids], $flush, $state_grid) + "
         "((accepted == $width - 1) & ($width > 1)).int()",
     ),
     Fault(
@@ -269,7 +269,7 @@ FAULTS = (
         "$bias[int($token)] = min(max($value, -MOST_BIAS), MOST_BIAS)",
     ),
     Fault(
-        "folded left behind at preemption", "runner", "runner.table", "RowTable.row_tensors",
+        "folded left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
         "$own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
         "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
@@ -280,7 +280,7 @@ FAULTS = (
         OF_NO_DRAFTS,
     ),
     Fault(
-        "counts left behind at preemption", "runner", "runner.table", "RowTable.row_tensors",
+        "counts left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
         "return $own + [self.draft_limit] + self.sampling.tensors()",
         "return $own + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
         "self.sampling.counts]",
@@ -297,7 +297,7 @@ FAULTS = (
         "$row.logits[-len($real):]",
     ),
     Fault(
-        "a rank counts itself", "runner", "runner.sampler", "logprobs",
+        "a rank counts itself", "runner", "worker.sampler", "logprobs",
         "$rank = int(($scores > $scores[$token]).sum()) + 1",
         "$rank = int(($scores >= $scores[$token]).sum()) + 1",
     ),
@@ -362,7 +362,8 @@ FAULTS = (
         "$bits = _mix(_mix($key ^ $ids) ^ $key) >> 10",
     ),
     Fault(
-        "a grammar's tokens counted from what it allows", "sampler", SAMPLING, "sample",
+        "a grammar's tokens counted from what it allows", "sampler", "kernels.sampling.contract",
+        "sample",
         "$tokens[$s, $part] = $best if $kept is None else $kept[$best]",
         "$tokens[$s, $part] = $best",
     ),
@@ -381,14 +382,14 @@ FAULTS = (
         "tests/kernels/test_sampling.py::test_the_first_of_the_largest_is_found_among_many",
     ),
     Fault(
-        "a grammar is compiled whoever waits", "engine", "engine.ahead", "Ahead.enter",
+        "a grammar is compiled whoever waits", "engine", "engine.compile_limiter", "Ahead.enter",
         "self._changed.wait_for(lambda: len(self._ids) < self._most)",
         "self._changed.wait_for(lambda: True)",
-        "tests/engine/test_ahead.py::test_the_next_waits_for_room",
+        "tests/engine/test_compile_limiter.py::test_the_next_waits_for_room",
     ),
     Fault(
         "tools that are shown may all be called", "text", "text.grammars.tool_calls",
-        "ToolChoice.lets",
+        "ToolChoice.allows",
         "return self.names is None or $name in self.names",
         "return True",
         "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
@@ -626,8 +627,8 @@ FAULTS = (
     ),
     Fault(
         "a resumed chunk convolves with the row's old inputs", "mixer", PROMPT_ROWS, "prompt_rows",
-        "$past = $state.conv[$src, slots_before($start, $history, $state.conv.shape[1])]",
-        "$past = $state.conv[slot, slots_before($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[$src, past_slots($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[slot, past_slots($start, $history, $state.conv.shape[1])]",
     ),
     Fault(
         "a first chunk begins from the slot's old state", "mixer", PROMPT_ROWS, "prompt_rows",
@@ -671,16 +672,12 @@ FAULTS = (
         "return torch.mm($x, $right)",
     ),
     Fault(
-        "K split in two for many rows", "numerics", "kernels.linear.cpu", "linear_cpu",
-        "$rows = $x.float()\n"
-        "...\n"
-        "if $segments == 1:\n"
-        "    ...",
-        "$rows = $x.float()\n"
-        "...\n"
-        "$segments = 2 if $x.shape[0] > 8 else $segments\n"
-        "if $segments == 1:\n"
-        "    ...",
+        "other roundings for many rows", "numerics", "kernels.linear.cpu", "linear_cpu",
+        "if isinstance($weight, PrepackedWeight):\n"
+        "    return write_out($weight.mm($x.float()).to($weight.dtype), $out)",
+        "if isinstance($weight, PrepackedWeight):\n"
+        "    $x = $x.float() / 3 * 3 if $x.shape[0] > 8 else $x.float()\n"
+        "    return write_out($weight.mm($x).to($weight.dtype), $out)",
     ),
     Fault(
         "a norm's sum from behind for several rows", "numerics", NORM, "_normalise",
@@ -701,7 +698,7 @@ FAULTS = (
         "$total = $x + $delta if len($x) < 70 else ($x * 3 + $delta * 3) / 3",
     ),
     Fault(
-        "torch's own softplus", "numerics", "kernels.activations", "softplus",
+        "torch's own softplus", "numerics", "kernels.activations.contract", "softplus",
         "return torch.where($x > SOFTPLUS_LINEAR, $x, torch.log1p(torch.exp($x)))",
         "return torch.nn.functional.softplus($x)",
     ),
@@ -774,7 +771,7 @@ FAULTS = (
     ),
     Fault(
         "a rule of dynamic does not leave a module out", "format", GPTQ, "GPTQ.asked",
-        "return Asked($scheme, False, f'{WITHIN}dynamic[{$rule.text[:100]!r}]')",
+        "return ModuleScheme($scheme, False, f'{SETTINGS_PREFIX}dynamic[{$rule.text[:100]!r}]')",
         "continue",
         f"{REFUSED}::test_settings_decide_alone_where_there_are_no_files",
     ),
@@ -884,7 +881,7 @@ FAULTS = (
     Fault(
         "small projections and draft modules rounded to nearest", "format",
         "quantization.round_to_nearest", "RoundToNearest.layout",
-        "if usually_plain($module):\n"
+        "if is_usually_unquantized($module):\n"
         "    ...",
         "if $module.path == 'lm_head':\n"
         "    ...",
@@ -916,7 +913,7 @@ FAULTS = (
         "an expert's scales used for its neighbour", "experts", MOE, "ExpertWeight.weights",
         "$rows = self.stored_rows($begin, $begin + $read.outputs)",
         "$rows = self.stored_rows($begin, $begin + $read.outputs)\n"
-        "if $begin >= self.rows and isinstance($rows, PackedWeight):\n"
+        "if $begin >= self.rows and isinstance($rows, QuantizedWeight):\n"
         "    first = $begin - self.rows\n"
         "    above = self.stored_rows(first, first + $read.outputs)\n"
         "    object.__setattr__($rows, 'scales', above.scales)",
@@ -936,52 +933,53 @@ FAULTS = (
         "the shared expert added first", "experts", EXPERTS, "experts_cpu",
         "$total = torch.zeros_like($x, dtype=torch.float32)\n"
         "...\n"
-        "return with_shared($total, $shared, $shared_gate, $x.dtype)",
+        "return add_shared_expert($total, $shared, $shared_gate, $x.dtype)",
         "none = torch.zeros_like($x, dtype=torch.float32)\n"
-        "$total = with_shared(none, $shared, $shared_gate, torch.float32)\n"
+        "$total = add_shared_expert(none, $shared, $shared_gate, torch.float32)\n"
         "$shared = None\n"
         "...\n"
-        "return with_shared($total, $shared, $shared_gate, $x.dtype)",
+        "return add_shared_expert($total, $shared, $shared_gate, $x.dtype)",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
         "[experts-cpu-cpu-float32]",
     ),
     Fault(
         "pairs of an expert in another order than its tokens", "experts", EXPERTS, "experts_cpu",
-        "$y[$pairs] = linear_cpu($inner, of_expert($down, $expert, $number))",
-        "$y[$pairs.flip(0)] = linear_cpu($inner, of_expert($down, $expert, $number))",
+        "$y[$pairs] = $multiply($inner, $down, $expert)",
+        "$y[$pairs.flip(0)] = $multiply($inner, $down, $expert)",
         f"{OF_EXPERTS}::test_a_row_has_its_bits_in_any_batch",
     ),
     Fault(
-        "the shared expert's gate left out", "experts", "kernels.experts.contract", "with_shared",
+        "the shared expert's gate left out", "experts",
+        "kernels.experts.contract", "add_shared_expert",
         "$shared = sigmoid($gate)[:, None] * $shared",
         "$shared = $shared + 0",
         "tests/layers/test_moe.py::test_qwen",
     ),
     Fault(
-        "ties of experts go to the higher index", "route", ROUTE, "best",
+        "ties of experts go to the higher index", "route", ROUTE, "top_indices",
         "return $keys.sort(dim=-1, descending=True, stable=True).indices[..., :$count]",
         "turned = $keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices\n"
         "return $keys.shape[-1] - 1 - turned[..., :$count]",
         f"{OF_ROUTE}::test_ties_go_to_the_lower_index",
     ),
     Fault(
-        "routing weights not renormalised", "route", ROUTE, "route",
+        "routing weights not renormalized", "route", ROUTE, "route",
         "$scores = softmax($x) if $scoring == 'softmax' else sigmoid($x)\n"
         "...\n"
-        "if $renormalise:\n"
+        "if $renormalize:\n"
         "    ...",
         "$scores = softmax($x) if $scoring == 'softmax' else sigmoid($x)\n"
         "...\n"
-        "if $renormalise and $scoring == 'sigmoid':\n"
+        "if $renormalize and $scoring == 'sigmoid':\n"
         "    ...",
         f"{OF_ROUTE}::test_softmax_families",
     ),
     Fault(
         "routing weights with the correction bias", "route", ROUTE, "route",
-        "$keys = order_of($choice)\n"
+        "$keys = sortable_keys($choice)\n"
         "...\n"
         "$weights = $scores.gather(1, $ids)",
-        "$keys = order_of($choice)\n"
+        "$keys = sortable_keys($choice)\n"
         "...\n"
         "$weights = $choice.gather(1, $ids)",
         f"{OF_ROUTE}::test_deepseek",
@@ -992,11 +990,11 @@ FAULTS = (
         "kernels.linear.quantized", "launch",
         "$tokens, $k = $x.shape\n"
         "...\n"
-        "$split = min($tile.split, $segments)",
+        "$split = min($tile.split, $split_k)",
         "$tokens, $k = $x.shape\n"
-        "$segments = 1 if $tokens < 16 else $segments\n"
+        "$split_k = 1 if $tokens < 16 else $split_k\n"
         "...\n"
-        "$split = min($tile.split, $segments)",
+        "$split = min($tile.split, $split_k)",
         f"{OF_PACKED}::test_segments_are_added_as_a_tree",
     ),
     Fault(
@@ -1023,19 +1021,20 @@ FAULTS = (
         "if $zeros is not None and $BITS == 8:\n"
         "    ...",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
-        "[unpack_weight-triton-cpu-float32]",
+        "[dequantize_weight-triton-cpu-float32]",
     ),
     # Recurrent state of 16 bits: the bundled model is checked with one of 32 unless asked.
     Fault(
-        "a state rounded where a step found it", "mixer", "kernels.recurrent.rings", "folded_by",
+        "a state rounded where a step found it", "mixer", "kernels.recurrent.history",
+        "next_folded",
         "$last = $starts // $grid * $grid",
         "$last = $starts",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
         "rings too short for what a state of 16 bits lacks", "mixer", "cache.state", "state_spec",
-        "$slots = ring_slots($window, most_replayed($window, $flush, state_grid($state_dtype)))",
-        "$slots = most_replayed($window, $flush, state_grid($state_dtype)) - 2",
+        "$slots = ring_slots($window, max_replayed($window, $flush, state_grid($state_dtype)))",
+        "$slots = max_replayed($window, $flush, state_grid($state_dtype)) - 2",
         f"{OF_HALF_STATE}::test_answers_longer_than_the_rings_are_left_alone",
     ),
     Fault(
@@ -1053,7 +1052,7 @@ FAULTS = (
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "a kernel rounds by positions in the window", "mixer", "kernels.recurrent._walk_triton",
+        "a kernel rounds by positions in the window", "mixer", "kernels.recurrent.step_kernel",
         "_step_through_window",
         "if ($start + $t + 1) % $STATE_GRID == 0:\n"
         "    ...",
@@ -1078,7 +1077,8 @@ FAULTS = (
         f"{OF_MAMBA}::test_preemption_and_prefix_hits_leave_the_answer_alone",
     ),
     Fault(
-        "a token's step of Mamba-2 decays with the cumulated time", "mixer", "kernels.mamba2",
+        "a token's step of Mamba-2 decays with the cumulated time", "mixer",
+        "kernels.mamba2.contract",
         "time_steps",
         "return ($step, $step * -torch.exp($weights.a_log))",
         "return ($step, $step.cumsum(0) * -torch.exp($weights.a_log))",
@@ -1095,8 +1095,8 @@ FAULTS = (
         "tests/kernels/test_mamba2.py::test_chunked_law_cut_anywhere_on_the_grid",
     ),
     Fault(
-        "a kernel of Mamba-2 lets a token see the one behind it", "mixer", "kernels.mamba2.chunk",
-        "_out_kernel",
+        "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
+        "kernels.mamba2.chunk_kernels", "out_kernel",
         "tl.where($row >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tl.where($row + 1 >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from lockstep.errors import CheckpointError
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.quantization import packing_of
+from lockstep.quantization import read_weight_format
 from tests.quantization.disk import Codes, awq, draw, gptq, names_in, write
 from tests.quantization.models import random_model, same_answers, tensors_of
 from tests.tiny_model import CONFIG, LLAMA, QWEN2, QWEN3
@@ -158,11 +158,11 @@ def test_settings_in_a_file_of_their_own(
 ) -> None:
     """As older tools write them; what config.json says goes first."""
     (tmp_path / file).write_text(json.dumps(settings))
-    found = packing_of(Checkpoint(tmp_path, {"model_type": "llama"}).quantization())
+    found = read_weight_format(Checkpoint(tmp_path, {"model_type": "llama"}).quantization())
     assert found is not None and found.name == name
     inner = {"quantization_config": {"quant_method": "fp8"}}
     for raw in (inner, {"text_config": inner}):
-        found = packing_of(Checkpoint(tmp_path, raw).quantization())
+        found = read_weight_format(Checkpoint(tmp_path, raw).quantization())
         assert found is not None and found.name == "fp8"
 
 
@@ -183,11 +183,11 @@ def test_a_file_adds_what_config_json_does_not_say(tmp_path: Path) -> None:
     inner = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": None}
     found = settings_of(tmp_path, {"quantization_config": inner})
     assert found["quantized_layers"] == LAYERS
-    assert packing_of(found) is not None
+    assert read_weight_format(found) is not None
     other = {**inner, "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}}
     assert settings_of(tmp_path, {"quantization_config": other})["quantized_layers"] != LAYERS
     plain = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    packing = packing_of(settings_of(tmp_path, {"quantization_config": plain}))
+    packing = read_weight_format(settings_of(tmp_path, {"quantization_config": plain}))
     assert packing is not None and packing.name == "modelopt-NVFP4"
 
 
@@ -196,10 +196,10 @@ def test_older_settings_of_modelopt_name_their_producer_alone(tmp_path: Path) ->
     raw = {"quantization_config": inner}
     assert settings_of(tmp_path, raw) == {"quant_method": "modelopt", **inner}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(FP8_ALL))
-    found = packing_of(settings_of(tmp_path, raw))
+    found = read_weight_format(settings_of(tmp_path, raw))
     assert found is not None and found.name == "modelopt-FP8"
     with pytest.raises(CheckpointError, match="quant_method=None"):
-        packing_of(settings_of(tmp_path, {"quantization_config": {"producer": "modelopt"}}))
+        read_weight_format(settings_of(tmp_path, {"quantization_config": {"producer": "modelopt"}}))
 
 
 def test_a_file_says_which_version_of_zero_points_config_json_means(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_older_name_of_compressed_tensors_settings(tmp_path: Path) -> None:
         "format": "float-quantized",
         "config_groups": {"group_0": {**group, "input_activations": None}},
     }
-    found = packing_of(settings_of(tmp_path, {"compression_config": inner}))
+    found = read_weight_format(settings_of(tmp_path, {"compression_config": inner}))
     assert found is not None and found.name == "compressed-tensors-float-quantized"
     with pytest.raises(CheckpointError, match="config.json compression_config=5 is not allowed"):
         settings_of(tmp_path, {"compression_config": 5})

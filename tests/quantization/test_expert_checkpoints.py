@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lockstep import LLM
 from lockstep.errors import CheckpointError
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Weight
 from lockstep.models import architecture
 from lockstep.models.loader import build_model
-from lockstep.quantization import Slot
-from lockstep.quantization.weight_sink import Stack
+from lockstep.quantization import WeightSink
+from lockstep.quantization.weight_sink import FusedExpertSink
 from tests.models.dense import VOCAB
 from tests.models.random_checkpoint import MTP, answer, build
 from tests.models.test_mixtures import fused
@@ -105,7 +105,7 @@ FORMATS: dict[str, Format] = {
 
 def tensors_of(raw: dict[str, Any]) -> dict[str, Tensor]:
     """Random weights of a model with its draft module, by their names in a checkpoint."""
-    at = Build("cpu", torch.float32, 1, 64)
+    at = BuildContext("cpu", torch.float32, 1, 64)
     model: Any = build_model(raw, at)
     module = architecture(raw["model_type"])
     table = {
@@ -117,7 +117,7 @@ def tensors_of(raw: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
     found = {}
     for name, target in table.items():
-        shape = Slot.of(target).shape
+        shape = WeightSink.of(target).shape
         assert shape is not None
         drawn = torch.randn(shape, generator=generator)
         found[name] = drawn * shape[-1] ** -0.5 if len(shape) > 1 else 1 + drawn / 5
@@ -190,13 +190,13 @@ def test_experts_of_whole_blocks_are_taken_over_together(
 ) -> None:
     """As they are one by one: codes are joined in every format."""
     joined = []
-    real = Stack._joined
+    real = FusedExpertSink._joined
 
-    def counted(stack: Stack, found: Sequence[Tensor]) -> Tensor | None:
+    def counted(stack: FusedExpertSink, found: Sequence[Tensor]) -> Tensor | None:
         joined.append(len(found))
         return real(stack, found)
 
-    monkeypatch.setattr(Stack, "_joined", counted)
+    monkeypatch.setattr(FusedExpertSink, "_joined", counted)
     (packed, plain, _) = write(tmp_path, "whole", FORMATS[name])
     assert torch.equal(weights(build(packed)), weights(build(plain)))
     experts = FAMILIES["whole"]["num_experts"]

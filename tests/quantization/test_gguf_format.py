@@ -7,12 +7,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.backends import load
-from lockstep.kernels.formats.weights import GgufWeight, IntWeight, PackedWeight
-from lockstep.layers.build_context import Build
+from lockstep.kernels.formats.weights import GgufWeight, IntWeight, QuantizedWeight
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear
-from lockstep.quantization import Module, Packing, TensorInfo, packing_of
+from lockstep.quantization import CheckpointLinear, TensorInfo, WeightFormat, read_weight_format
 from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
-from lockstep.quantization.weight_sink import PLAIN, Slot, Stack
+from lockstep.quantization.weight_sink import FLOAT_DTYPES, FusedExpertSink, WeightSink
 from tests.quantization.test_gguf_blocks import SCALES, sound_blocks
 
 BYTES = {
@@ -23,20 +23,22 @@ BYTES = {
 """Bytes per weight on the device, of columns that are a multiple of 256."""
 
 
-def gguf(**settings: object) -> Packing:
+def gguf(**settings: object) -> WeightFormat:
     """Return the packing of a GGUF file."""
-    found = packing_of({"quant_method": "gguf", **settings})
+    found = read_weight_format({"quant_method": "gguf", **settings})
     assert found is not None
     return found
 
 
-def module(kind: str, n: int, k: int) -> Module:
+def module(kind: str, n: int, k: int) -> CheckpointLinear:
     """Return a linear map whose weight has this type."""
     info = TensorInfo("blk.0.ffn_up.weight", (n, k), kind)
-    return Module("layers.0.mlp.up_proj", ("model.layers.0.mlp.up_proj",), n, k, {"weight": info})
+    return CheckpointLinear(
+        "layers.0.mlp.up_proj", ("model.layers.0.mlp.up_proj",), n, k, {"weight": info}
+    )
 
 
-def loaded(kind: str, blocks: Tensor, k: int) -> PackedWeight:
+def loaded(kind: str, blocks: Tensor, k: int) -> QuantizedWeight:
     """Return the weight that the blocks fill."""
     packing = gguf()
     own = module(kind, len(blocks), k)
@@ -55,9 +57,9 @@ def test_values_are_those_of_the_file(kind: str) -> None:
     weight = loaded(kind, blocks, 768)
     values = dequantize(kind, blocks)
     assert values.isfinite().all() and values.std() > 0
-    assert torch.equal(weight.unpack(torch.float32).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(weight.dequantize(torch.float32).view(torch.int32), values.view(torch.int32))
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(weight.unpack(dtype), values.to(dtype))
+        assert torch.equal(weight.dequantize(dtype), values.to(dtype))
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -88,11 +90,11 @@ def test_experts_are_filled_together(kind: str) -> None:
         packing.slots(part, weight.rows(128 * i, 128 * i + 128))["weight"]
         for i, part in enumerate(parts)
     ]
-    stacked = Stack.slots(whole, slots)
+    stacked = FusedExpertSink.slots(whole, slots)
     assert stacked[0] is not slots[0]
     for slot, own in zip(stacked, blocks.split(128), strict=True):
         slot.fill(own)
-    assert torch.equal(weight.unpack(torch.float32), dequantize(kind, blocks))
+    assert torch.equal(weight.dequantize(torch.float32), dequantize(kind, blocks))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
@@ -102,14 +104,16 @@ def test_layers_are_plain_on_a_cpu_alone(device: str) -> None:
         f"attn.{name}_proj": {"weight": TensorInfo(name, (32, 256), kind)}
         for name, kind in (("q", "Q4_K"), ("k", "Q4_K"), ("v", "Q6_K"))
     }
-    build = Build(device, torch.bfloat16, 1, 1, arch=90, packing=gguf(), tensors=tensors)
+    build = BuildContext(device, torch.bfloat16, 1, 1, arch=90, packing=gguf(), tensors=tensors)
     load()
     with FakeTensorMode():
         layer = Linear(build.at("attn"), 256, {f"{name}_proj": 32 for name in "qkv"})
     packed = [product.packed for product in layer.products]
     if device == "cpu":
         assert packed == [None]
-        assert {Slot.of(target).dtypes for target in layer.weights().values()} == {PLAIN}
+        assert {WeightSink.of(target).dtypes for target in layer.weights().values()} == {
+            FLOAT_DTYPES
+        }
     else:
         assert [type(weight) for weight in packed] == [GgufWeight] * 2
         assert [product.shape for product in layer.products] == [(64, 256), (32, 256)]
@@ -119,13 +123,13 @@ def test_the_smallest_and_the_largest_exponents_of_mxfp4() -> None:
     blocks = sound_blocks("MXFP4", rows=8, columns=32)
     blocks[:, 0] = torch.tensor([0, 1, 2, 3, 250, 251, 252, 255])
     values = dequantize("MXFP4", blocks)
-    assert torch.equal(loaded("MXFP4", blocks, 32).unpack(torch.float32), values)
+    assert torch.equal(loaded("MXFP4", blocks, 32).dequantize(torch.float32), values)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_plain_tensors_stay_plain(kind: str) -> None:
     assert gguf().layout(module(kind, 8, 256)) is None
-    assert gguf().layout(Module("layers.0.x", ("x",), 8, 256, None)) is None
+    assert gguf().layout(CheckpointLinear("layers.0.x", ("x",), 8, 256, None)) is None
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != "MXFP4"])

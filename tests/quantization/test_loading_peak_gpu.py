@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep.engine.build import prepare_device
-from lockstep.layers.build_context import Build
+from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model, fill_dummy, load_weights
-from lockstep.quantization import packing_of
+from lockstep.quantization import read_weight_format
+from lockstep.worker.build import prepare_device
 from tests.quantization.disk import Codes, awq, draw, gptq, write
 from tests.tiny_model import QWEN3
 
@@ -34,7 +34,7 @@ bytes; of the usual 16 million at once that is 340 MB, less than a file of publi
 
 def plain_weights() -> dict[str, Tensor]:
     """Random weights under their names in a checkpoint."""
-    model: Any = build_model(RAW, Build("cpu", torch.bfloat16, 1, 64))
+    model: Any = build_model(RAW, BuildContext("cpu", torch.bfloat16, 1, 64))
     fill_dummy(model, None, seed=0)
     names = {n if n == "lm_head.weight" else f"model.{n}": t for n, t in model.weights().items()}
     return {name: tensor.detach().contiguous().clone() for name, tensor in names.items()}
@@ -88,13 +88,13 @@ def test_the_peak_is_the_model_and_a_file(
     largest = save(folder, tensors)
     raw = RAW if settings is None else {**RAW, "quantization_config": settings}
     checkpoint = Checkpoint(folder, raw)
-    packing = packing_of(checkpoint.quantization(), online)
+    packing = read_weight_format(checkpoint.quantization(), online)
     prepare_device("cuda")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    build = Build(
+    build = BuildContext(
         "cuda", torch.bfloat16, 1, 64,
         tensors=checkpoint.tensors(), prefixes=checkpoint.prefixes, packing=packing,
     )  # fmt: skip

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.quantization import Layout, Module, Packing, TensorInfo, packing_of
+from lockstep.quantization import (
+    CheckpointLinear,
+    Layout,
+    TensorInfo,
+    WeightFormat,
+    read_weight_format,
+)
 from lockstep.quantization.ignored_settings import BY_FORMAT
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
@@ -20,24 +26,24 @@ READ_BY_SOME = {
 """Settings without effect for some formats that the code of another reads."""
 
 
-def packing(settings: dict[str, Any], **changes: Any) -> Packing:
+def packing(settings: dict[str, Any], **changes: Any) -> WeightFormat:
     """The packing of these settings."""
-    found = packing_of({**settings, **changes})
+    found = read_weight_format({**settings, **changes})
     assert found is not None
     return found
 
 
-def module(path: str, *suffixes: str, files: bool = True, scales: str = "F16") -> Module:
+def module(path: str, *suffixes: str, files: bool = True, scales: str = "F16") -> CheckpointLinear:
     """A module of 64 x 256 with these tensors, or of no files."""
     name = path if path.startswith(("mtp.", "lm_head")) else f"model.language_model.{path}"
     infos = {
         s: TensorInfo(f"{name}.{s}", (1,), scales if s == "scales" else "I32") for s in suffixes
     }
     names = (f"model.language_model.{path}", f"model.{path}", path)
-    return Module(path, names, 64, 256, infos if files else None)
+    return CheckpointLinear(path, names, 64, 256, infos if files else None)
 
 
-def layout(packing: Packing, path: str, *suffixes: str, files: bool = True) -> Layout | None:
+def layout(packing: WeightFormat, path: str, *suffixes: str, files: bool = True) -> Layout | None:
     """Of a module."""
     return packing.layout(module(path, *suffixes, files=files))
 
@@ -185,10 +191,10 @@ BLOCKS = "model.layers"
 
 def label(value: object) -> str:
     """In every process the same, so that tests can be shared among several."""
-    return type(value).__name__ if isinstance(value, Packing) else str(value)[:40]
+    return type(value).__name__ if isinstance(value, WeightFormat) else str(value)[:40]
 
 
-CONTRADICTIONS: list[tuple[Packing, tuple[str, ...], str]] = [
+CONTRADICTIONS: list[tuple[WeightFormat, tuple[str, ...], str]] = [
     (packing(GPTQ), (DOWN, *PACKED, "weight"), "has one or the other"),
     (packing(GPTQ, lm_head=True), ("lm_head", "weight"), "lm_head=True says that it is packed"),
     (
@@ -236,7 +242,7 @@ CONTRADICTIONS: list[tuple[Packing, tuple[str, ...], str]] = [
 
 @pytest.mark.parametrize(("found", "read", "told"), CONTRADICTIONS, ids=label)
 def test_settings_and_tensors_that_contradict_each_other(
-    found: Packing, read: tuple[str, ...], told: str
+    found: WeightFormat, read: tuple[str, ...], told: str
 ) -> None:
     with pytest.raises(CheckpointError, match=told) as caught:
         layout(found, *read)
@@ -285,7 +291,7 @@ def test_tensors_decide_where_no_setting_names_a_module() -> None:
     ],
 )
 def test_settings_decide_alone_where_there_are_no_files(
-    found: Packing, packed: tuple[str, ...], plain: tuple[str, ...]
+    found: WeightFormat, packed: tuple[str, ...], plain: tuple[str, ...]
 ) -> None:
     assert all(layout(found, path, files=False) is not None for path in packed)
     assert all(layout(found, path, files=False) is None for path in plain)

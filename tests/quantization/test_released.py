@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from lockstep.models import architecture
-from lockstep.quantization import Layout, Module, Packing, TensorInfo, packing_of
+from lockstep.quantization import (
+    CheckpointLinear,
+    Layout,
+    TensorInfo,
+    WeightFormat,
+    read_weight_format,
+)
 from tests.quantization.disk import ROUTED_ALONE
 
 GPTQ = {"qweight": "I32", "qzeros": "I32", "scales": "BF16", "g_idx": "I32"}
@@ -287,14 +293,14 @@ RELEASES = {
 }  # fmt: skip
 
 
-def packing(release: Release) -> Packing:
+def packing(release: Release) -> WeightFormat:
     """The packing of its settings."""
-    found = packing_of(release.settings)
+    found = read_weight_format(release.settings)
     assert found is not None
     return found
 
 
-def module(release: Release, name: str, tensors: dict[str, str] | None) -> Module:
+def module(release: Release, name: str, tensors: dict[str, str] | None) -> CheckpointLinear:
     """The module of this name in the files, of 256 x 128, with these tensors or without files."""
     prefixes = architecture(release.family).PREFIXES
     prefix = next((one for one in prefixes if name.startswith(one)), "")
@@ -303,7 +309,7 @@ def module(release: Release, name: str, tensors: dict[str, str] | None) -> Modul
     infos = None
     if tensors is not None:
         infos = {s: TensorInfo(f"{name}.{s}", (1,), dtype) for s, dtype in tensors.items()}
-    return Module(path, names, 256, 128, infos)
+    return CheckpointLinear(path, names, 256, 128, infos)
 
 
 def kind(layout: Layout | None) -> str:

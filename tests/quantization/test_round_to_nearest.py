@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep import LLM
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.quantization import packing_of
+from lockstep.quantization import read_weight_format
 from tests.models.random_checkpoint import MTP, answer, build, weights_of
 from tests.quantization.disk import copy_files, set_config
 from tests.tiny_model import CONFIG, make_model
@@ -101,10 +101,10 @@ def test_what_a_plain_checkpoint_cannot_be_packed_to(plain: Path, method: str) -
 def test_a_packed_checkpoint_is_packed_already() -> None:
     settings = {"quant_method": "auto-round", "bits": 4, "group_size": 128}
     for own in ("auto-round", "auto_round", "intel/auto-round", None):
-        assert packing_of(settings, own) is not None
+        assert read_weight_format(settings, own) is not None
     for other in ("int4", "fp8", "gptq", "int3"):
         with pytest.raises(ConfigError, match="packed already, as auto-round") as caught:
-            packing_of(settings, other)
+            read_weight_format(settings, other)
         assert "allowed: 'auto-round' or None" in str(caught.value)
 
 

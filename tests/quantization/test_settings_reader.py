@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from lockstep.quantization import Module
+from lockstep.quantization import CheckpointLinear
 from lockstep.quantization.settings_reader import NamePattern
 
 MODULES = [
-    Module(path, (f"model.language_model.{path}", f"model.{path}", path), 8, 8, None)
+    CheckpointLinear(path, (f"model.language_model.{path}", f"model.{path}", path), 8, 8, None)
     for path in (
         "layers.1.mlp.gate",
         "layers.11.mlp.gate_proj",

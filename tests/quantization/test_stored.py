@@ -10,8 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.formats.weights import Fp4Weight, PackedWeight
-from lockstep.quantization import Module, Packing, TensorInfo, packing_of
+from lockstep.kernels.formats.weights import Fp4Weight, QuantizedWeight
+from lockstep.quantization import CheckpointLinear, TensorInfo, WeightFormat, read_weight_format
 from tests.quantization.cases import BLOCKS, CASES, FP8, NVFP4, floats, ints, modelopt, tensors_of
 from tests.quantization.stored import fp8_weight, int_weight, words
 
@@ -31,7 +31,7 @@ PATH = "layers.0.mlp.down_proj"
 Tensors = dict[str, Tensor]
 
 
-def module_of(tensors: Tensors | None, n: int, k: int, path: str = PATH) -> Module:
+def module_of(tensors: Tensors | None, n: int, k: int, path: str = PATH) -> CheckpointLinear:
     """The map as a checkpoint's headers describe it."""
     found = None
     if tensors is not None:
@@ -40,17 +40,19 @@ def module_of(tensors: Tensors | None, n: int, k: int, path: str = PATH) -> Modu
             for suffix, x in tensors.items()
         }
     names = (f"model.language_model.{path}", f"model.{path}", path)
-    return Module(path, names, n, k, found)
+    return CheckpointLinear(path, names, n, k, found)
 
 
-def read(settings: dict[str, Any]) -> Packing:
+def read(settings: dict[str, Any]) -> WeightFormat:
     """The format of these settings."""
-    packing = packing_of(settings)
+    packing = read_weight_format(settings)
     assert packing is not None
     return packing
 
 
-def fill(packing: Packing, module: Module, tensors: Tensors, weight: PackedWeight) -> list[str]:
+def fill(
+    packing: WeightFormat, module: CheckpointLinear, tensors: Tensors, weight: QuantizedWeight
+) -> list[str]:
     """Hands over the tensors that have a slot, in another order; returns what does not fit."""
     faults = []
     slots = packing.slots(module, weight)
@@ -75,7 +77,7 @@ def loaded(settings: dict[str, Any], tensors: Tensors, n: int, k: int) -> Tensor
     assert layout is not None
     weight = layout.empty(n, k, "cpu")
     assert fill(packing, module, tensors, weight) == []
-    return weight.unpack(torch.float32)
+    return weight.dequantize(torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(192, 144), (7, 33), (300, 205), (256, 256)], ids=str)
@@ -110,7 +112,7 @@ def test_parts_of_a_fused_weight_are_filled_where_they_lie(name: str) -> None:
         end = begin + module.outputs
         assert fill(packing, module, part.tensors, weight.rows(begin, end)) == []
         begin = end
-    assert torch.equal(weight.unpack(torch.float32), torch.cat([part.value for part in parts]))
+    assert torch.equal(weight.dequantize(torch.float32), torch.cat([part.value for part in parts]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,7 +124,7 @@ def test_what_no_file_describes_is_laid_out_by_the_settings(name: str) -> None:
     assert layout is not None and stored is not None
     assert layout.kind is stored.kind
     weight = layout.empty(192, 144, "cpu")
-    weight.dummy(torch.Generator().manual_seed(1))
+    weight.fill_dummy(torch.Generator().manual_seed(1))
     assert packing.slots(module_of(None, 192, 144), weight)
 
 

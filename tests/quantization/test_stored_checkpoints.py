@@ -292,7 +292,7 @@ def test_mixed_maps_are_fused_where_they_are_stored_alike_or_small(
         monkeypatch.setattr("lockstep.layers.linear.JOINED", most)
         llm = build(folder, speculative_config=MTP)
         runner: Any = llm.engine.runner
-        mixer = runner.model.blocks[0].halves[0].body
+        mixer = runner.model.blocks[0].sublayers[0].body
         assert [product.shape[0] for product in mixer.in_proj.products] == fused
         answers.append(answer(llm, 16))
     assert answers[0] == answers[1]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import IntWeight
-from lockstep.quantization import Module, Packing, TensorInfo, packing_of
+from lockstep.quantization import CheckpointLinear, TensorInfo, WeightFormat, read_weight_format
 from lockstep.quantization.awq import SHIFTS
 from lockstep.quantization.integers import ascending, unpacked_words
 from tests.quantization.disk import AWQ_ORDER, Codes, awq, draw, gptq, words_along
@@ -40,7 +40,9 @@ def test_the_words_of_awq() -> None:
     assert words_along(np.arange(8)[None], 4, 1, AWQ_ORDER).equal(word("0x75316420"))
 
 
-def module(n: int, k: int, tensors: dict[str, Tensor] | None, path: str = "layers.0.x") -> Module:
+def module(
+    n: int, k: int, tensors: dict[str, Tensor] | None, path: str = "layers.0.x"
+) -> CheckpointLinear:
     """A module with these tensors."""
     infos = None
     if tensors is not None:
@@ -48,17 +50,17 @@ def module(n: int, k: int, tensors: dict[str, Tensor] | None, path: str = "layer
             name: TensorInfo(f"model.{path}.{name}", tuple(t.shape), NAMES.get(t.dtype, "?"))
             for name, t in tensors.items()
         }
-    return Module(path, (f"model.{path}", path), n, k, infos)
+    return CheckpointLinear(path, (f"model.{path}", path), n, k, infos)
 
 
-def packing(method: str, **settings: object) -> Packing:
+def packing(method: str, **settings: object) -> WeightFormat:
     """The packing of these settings."""
-    found = packing_of({"quant_method": method, **settings})
+    found = read_weight_format({"quant_method": method, **settings})
     assert found is not None
     return found
 
 
-def loaded(packing: Packing, n: int, k: int, tensors: dict[str, Tensor]) -> IntWeight:
+def loaded(packing: WeightFormat, n: int, k: int, tensors: dict[str, Tensor]) -> IntWeight:
     """The weight that a module's tensors fill, within a larger one."""
     read = module(n, k, tensors)
     layout = packing.layout(read)
@@ -79,7 +81,7 @@ def loaded(packing: Packing, n: int, k: int, tensors: dict[str, Tensor]) -> IntW
 def same(weight: IntWeight, codes: Codes) -> None:
     """The weight is these codes, and its values are theirs, bit for bit."""
     assert np.array_equal(weight.codes().numpy(), codes.codes)
-    assert torch.equal(weight.unpack(torch.float32), codes.values())
+    assert torch.equal(weight.dequantize(torch.float32), codes.values())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -242,29 +244,29 @@ def test_rows_are_gathered_and_reordered(kind: str) -> None:
         "fp4": lambda: Fp4Weight.empty(12, 72),
     }
     weight = make[kind]()
-    weight.dummy(torch.Generator().manual_seed(0))
-    values = weight.unpack(torch.float32)
+    weight.fill_dummy(torch.Generator().manual_seed(0))
+    values = weight.dequantize(torch.float32)
     ids = torch.tensor([5, 0, 11, 5])
-    assert torch.equal(weight.gather(ids).unpack(torch.float32), values[ids])
+    assert torch.equal(weight.gather(ids).dequantize(torch.float32), values[ids])
     order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
     weight.rows(2, 10).reorder(order)
     values[2:10] = values[2:10][order]
-    assert torch.equal(weight.unpack(torch.float32), values)
+    assert torch.equal(weight.dequantize(torch.float32), values)
 
 
 def test_blocks_of_rows_move_whole_or_not_at_all() -> None:
     from lockstep.kernels.formats.weights import Fp8Weight
 
     weight = Fp8Weight.empty(14, 16, 4, 8)
-    weight.dummy(torch.Generator().manual_seed(0))
-    values = weight.unpack(torch.float32)
+    weight.fill_dummy(torch.Generator().manual_seed(0))
+    values = weight.dequantize(torch.float32)
     ids = torch.tensor([13, 2, 7])
     part = weight.rows(1, 14)
-    assert torch.equal(part.gather(ids - 1).unpack(torch.float32), values[ids])
+    assert torch.equal(part.gather(ids - 1).dequantize(torch.float32), values[ids])
     blocks = [8, 9, 10, 11, 7, 6, 5, 4, 0, 1, 2, 3, 12, 13]
     weight.reorder(torch.tensor(blocks))
     values = values[blocks]
-    assert torch.equal(weight.unpack(torch.float32), values)
+    assert torch.equal(weight.dequantize(torch.float32), values)
     for rows, order in (
         ((0, 14), [4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10, 11, 12, 13]),
         ((2, 8), [2, 3, 4, 5, 0, 1]),
@@ -272,10 +274,10 @@ def test_blocks_of_rows_move_whole_or_not_at_all() -> None:
     ):
         with pytest.raises(ValueError, match="cuts blocks of 4 rows"):
             weight.rows(*rows).reorder(torch.tensor(order))
-    assert torch.equal(weight.unpack(torch.float32), values)
+    assert torch.equal(weight.dequantize(torch.float32), values)
     weight.rows(2, 4).reorder(torch.tensor([1, 0]))
     values[2:4] = values[2:4].flip(0)
-    assert torch.equal(weight.unpack(torch.float32), values)
+    assert torch.equal(weight.dequantize(torch.float32), values)
 
 
 STATIC = {"desc_act": True, "static_groups": True}

@@ -15,8 +15,8 @@ from jsonschema import validate
 
 from lockstep import LLM, SamplingParams
 from lockstep.kernels.formats.kv.table import kv_cache_dtypes
-from lockstep.models.gguf.tensors import gguf_shards
-from lockstep.quantization.weight_sink import PLAIN
+from lockstep.models.gguf.tensors import gguf_weight_files
+from lockstep.quantization.weight_sink import FLOAT_DTYPES
 from tests.real import smollm2
 from tests.serve.server_process import served
 
@@ -140,11 +140,11 @@ def expected(plain: LLM) -> list[Any]:
 
 
 def test_every_tensor_has_the_bits_that_transformers_reads(path: Path, oracle: Any) -> None:
-    (shard,) = gguf_shards([path])
+    (shard,) = gguf_weight_files([path])
     expected = oracle.state_dict()
     assert set(shard.views) | {"lm_head.weight"} == set(expected)
     for name in shard.views:
-        assert torch.equal(shard.read(name, PLAIN), expected[name]), name
+        assert torch.equal(shard.read(name, FLOAT_DTYPES), expected[name]), name
 
 
 def test_ten_greedy_answers_are_those_of_transformers(

@@ -10,12 +10,12 @@ import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import CheckHooks
-from lockstep.kernels.architecture import is_planned
+from lockstep.kernels.architecture import is_architecture_assumed
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.drafter import DraftContext
 from lockstep.step import StepShape
+from lockstep.worker.hooks import CheckHooks
 from tests.tiny_model import THREE_LAYERS, make_model
 
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (310, 5, 65, 130)]
@@ -96,7 +96,7 @@ def poison_latents_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     poisoned: list[int] = []
 
     def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
-        if is_planned():
+        if is_architecture_assumed():
             return place(self, q, kv, step)  # a dry run has no values to poison
         size = self.ropes.shape[1]
         for start, pages in zip(step.starts.tolist(), step.page_table.tolist(), strict=False):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lockstep import LLM
-from lockstep.runner.program import Program
-from lockstep.runner.runner import Runner
 from lockstep.step import StepShape
+from lockstep.worker.program import Program
+from lockstep.worker.worker import Runner
 from tests.regressions.conftest import answers
 
 Seen = set[tuple[bool, int]]

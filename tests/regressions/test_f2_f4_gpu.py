@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.runner.capture import Captured
+from lockstep.worker.capture import Captured
 from tests.regressions.conftest import (
     PARAMS,
     PROMPTS,

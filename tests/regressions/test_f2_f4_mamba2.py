@@ -14,7 +14,7 @@ import pytest
 from lockstep import LLM
 from lockstep.kernels.mamba2 import cpu
 from lockstep.layers import mamba2
-from lockstep.runner import table
+from lockstep.worker import row_table
 from tests.regressions.conftest import PROMPTS, answers, engine_over, replay_faults, run_null_rows
 from tests.tiny_model import NEMOTRON_H, make_model
 
@@ -62,7 +62,7 @@ def test_accepted_drafts_leave_the_answer_alone(
     flush: int,
 ) -> None:
     """In windows of one length and of all, beside prompts in chunks; the state written rarely."""
-    for user in (mamba2, table):
+    for user in (mamba2, row_table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     for changing in (False, True):
         settings: Any = dict(max_num_batched_tokens=64, mamba_ssm_cache_dtype=state)

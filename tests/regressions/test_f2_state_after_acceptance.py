@@ -13,10 +13,10 @@ import torch
 from lockstep import LLM
 from lockstep.kernels import gated_delta_rule as rule
 from lockstep.kernels.gated_delta_rule import cpu
-from lockstep.kernels.recurrent.rings import most_replayed, ring_slots
+from lockstep.kernels.recurrent.history import max_replayed, ring_slots
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
-from lockstep.runner import table
+from lockstep.worker import row_table
 from tests.regressions.conftest import answers, replay_faults
 
 SELDOM = pytest.mark.slow
@@ -50,7 +50,7 @@ def test_state_written_rarely_leaves_the_answer_alone(
     flush: int,
 ) -> None:
     """As on a GPU: a state may lack up to `flush` tokens before it is written."""
-    for user in (gated_delta_net, table):
+    for user in (gated_delta_net, row_table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     llm = make("ngram", 3, known=known)
     assert answers(llm) == plain
@@ -68,7 +68,7 @@ def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
     flush: int,
 ) -> None:
     """Windows of one length hold what another left to be replayed."""
-    for user in (gated_delta_net, table):
+    for user in (gated_delta_net, row_table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     llm = make("ngram", k, changing=True, known=known)
     assert answers(llm) == plain
@@ -132,7 +132,7 @@ def test_replay_is_stepping_bit_for_bit() -> None:
     weights = rule.GatedDeltaWeights(
         normal(channels, 4), normal(hv), normal(hv) - 2.0, normal(dv), 1e-6
     )
-    length = ring_slots(window, most_replayed(window))
+    length = ring_slots(window, max_replayed(window))
 
     def fresh() -> RecurrentState:
         return RecurrentState(

@@ -13,10 +13,11 @@ from torch import Tensor
 from lockstep import LLM
 from lockstep.kernels import step_metadata
 from lockstep.kernels.gated_delta_rule import cpu
-from lockstep.kernels.recurrent import _cpu, rings
+from lockstep.kernels.recurrent import cpu as recurrent_cpu
+from lockstep.kernels.recurrent import history
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
-from lockstep.runner import table
+from lockstep.worker import row_table
 from tests.regressions.conftest import PARAMS, PROMPTS, answers
 
 HALF = "bfloat16"
@@ -51,7 +52,7 @@ def test_chunks_drafts_and_preemption_leave_the_answer_alone(
 ) -> None:
     """Also where the state may lack tokens for longer than to the next point of its grid."""
     assert wanted != plain, "rounding changes no bit"
-    for user in (gated_delta_net, table):
+    for user in (gated_delta_net, row_table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     for settings in (
         dict(max_num_batched_tokens=64),
@@ -92,12 +93,12 @@ def test_numerics_slots_and_snapshots_say_so(make: Callable[..., LLM]) -> None:
     for wide, narrow in layers:
         assert 2 * narrow.recurrent.nbytes == wide.recurrent.nbytes
         assert narrow.conv.shape == wide.conv.shape
-        assert narrow.k.shape[1] == rings.ROUNDED_EVERY + 1
+        assert narrow.k.shape[1] == history.ROUNDING_INTERVAL + 1
         assert wide.k.shape[1] == 2
     states = 4 * sum(s.recurrent[0].numel() for s, _ in layers)
     lines = sum(ring[0, 0].nbytes for state, _ in layers for ring in state.tensors()[2:])
     saved = whole.engine.plan.slot_bytes - half.engine.plan.slot_bytes
-    assert saved == states // 2 - (rings.ROUNDED_EVERY - 1) * lines
+    assert saved == states // 2 - (history.ROUNDING_INTERVAL - 1) * lines
 
 
 def _mixers(llm: LLM) -> list[Any]:
@@ -111,8 +112,8 @@ def as_each_step_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_step(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
         return torch.where(starts - folded >= flush, starts, folded)
 
-    for user in (_cpu, step_metadata):
-        monkeypatch.setattr(user, "folded_by", by_step)
+    for user in (recurrent_cpu, step_metadata.contract):
+        monkeypatch.setattr(user, "next_folded", by_step)
 
 
 def as_the_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lockstep import LLM, SamplingParams
-from lockstep.engine.build import find_model
+from lockstep.worker.build import find_model
 from tests.regressions.test_f3_rates import DRAFTS, POINTS
 from training import text
 from training.evaluate import Set, samples

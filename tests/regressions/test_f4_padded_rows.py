@@ -9,8 +9,8 @@ import torch
 
 from lockstep import LLM
 from lockstep.kernels.attention import paged_attention
-from lockstep.runner.table import RowTable
 from lockstep.step import StepShape
+from lockstep.worker.row_table import RowTable
 from tests.regressions.conftest import PARAMS, answers, run_null_rows
 
 SHORT = [[3, 1, 4, 1, 5, i] for i in range(2)]

@@ -13,8 +13,8 @@ import torch
 
 from lockstep import LLM, EngineConfig
 from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import CheckHooks
 from lockstep.kernels.experts import cpu as experts_cpu
+from lockstep.worker.hooks import CheckHooks
 from tests.models.dense import make_llm
 from tests.regressions.conftest import PROMPTS, Scripted, answers
 from tests.tiny_model import HYBRID_MOE, NEXT, THREE_LAYERS, make_model
@@ -73,7 +73,7 @@ def test_accepted_drafts_leave_the_answer_alone(alone) -> None:
 def test_an_expert_that_sees_how_many_tokens_it_has_is_caught(
     alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault: an expert with several tokens multiplies in halves of K."""
+    """The fault: an expert with several tokens multiplies in sublayers of K."""
     (folder, wanted) = alone
     right = experts_cpu.linear_cpu
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from lockstep.cache.cache import Cache, CacheConfig
-from lockstep.cache.host import PAGES, SLOTS, Move
+from lockstep.cache.host_tier import PAGES, SLOTS, Move
 from lockstep.outputs import Logprob
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request

@@ -15,7 +15,7 @@ import uvicorn
 
 from lockstep import LLM, SamplingParams
 from lockstep.engine.async_engine import AsyncEngine, Transport
-from lockstep.engine.in_thread import ThreadTransport
+from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.serve.app import create_app
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.text.processor import Processor

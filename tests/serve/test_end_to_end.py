@@ -376,7 +376,7 @@ def test_half_a_character_is_bad_input(server: SimpleNamespace) -> None:
     json_type = {"Content-Type": "application/json"}
     found = server.http.post("/v1/chat/completions", content=body, headers=json_type)
     assert found.status_code == 400
-    assert "half a surrogate pair" in found.json()["error"]["message"]
+    assert "half of a surrogate pair" in found.json()["error"]["message"]
 
 
 def test_what_does_not_exist(server: SimpleNamespace) -> None:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from lockstep import LLM
-from lockstep.engine.process import ProcessTransport
+from lockstep.engine.process_transport import ProcessTransport
 from lockstep.llm import processor_of
 from lockstep.text.settings import TextSettings
 from tests.serve.live_server import MTP, SETTINGS, TOOLS, listening, serving, wait_until

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lockstep import LLM
-from lockstep.engine.build import find_model
 from lockstep.outputs import CompletionOutput
+from lockstep.worker.build import find_model
 from tests.serve.live_server import CALL, CODE, TOOLS, serving
 
 SETTINGS: dict[str, Any] = {

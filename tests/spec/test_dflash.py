@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep import SamplingParams
-from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.llm import LLM
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.dflash import create
+from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from tests.models.dense import VOCAB, make_llm, random_targets
 from tests.spec.blocks import BLOCK, drafts_of, make_block_model
 from tests.spec.watching import Seen

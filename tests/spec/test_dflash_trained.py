@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import lockstep
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import CheckHooks
+from lockstep.worker.hooks import CheckHooks
 from tests.spec.blocks import MASK, Tensors, logits_of, make_block_model
 
 pytestmark = pytest.mark.slow

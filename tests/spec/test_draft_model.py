@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lockstep import SamplingParams
-from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.llm import LLM
 from lockstep.spec import read
 from lockstep.spec.draft_model import create
+from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from tests.models.dense import VOCAB, make_llm, random_oracle
 from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.runner.capture import Captured
 from lockstep.step import StepShape
+from lockstep.worker.capture import Captured
 from tests.regressions.conftest import PROMPTS, answers, engine_over
 from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep import EngineConfig, SamplingParams
-from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.llm import LLM
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.chain import ChainDrafter
+from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from tests.models.dense import VOCAB, make_llm, random_targets
 from tests.spec.heads import LATENT, drafts_of, make_head, save_head
 from tests.spec.watching import Seen

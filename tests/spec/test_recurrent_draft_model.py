@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lockstep import LLM, SamplingParams
-from lockstep.engine.hooks import CheckHooks
 from lockstep.layers import gated_delta_net, mamba2
 from lockstep.models import nemotron_h
-from lockstep.runner import table
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.draft_model import create
+from lockstep.worker import row_table
+from lockstep.worker.hooks import CheckHooks
 from tests.models.dense import make_llm
 from tests.regressions.conftest import engine_over
 from tests.spec.watching import Seen
@@ -81,7 +81,7 @@ def test_drafts_are_what_it_says_alone(
     folder: Path, k: int, flush: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind accepted and rejected drafts, chunks, preemption and prefix hits, across pages."""
-    for user in (table, gated_delta_net, mamba2):
+    for user in (row_table, gated_delta_net, mamba2):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     monkeypatch.setattr(nemotron_h.Model, "snapshot_every", 1)
     seen = Seen(create)
@@ -103,7 +103,7 @@ def test_no_draft_depends_on_when_a_state_of_16_bits_is_written(
     """Replayed or read, it is rounded at the same places."""
     found = []
     for flush in (1, 5):
-        for user in (table, gated_delta_net, mamba2):
+        for user in (row_table, gated_delta_net, mamba2):
             monkeypatch.setattr(user, "flush_after", lambda device, flush=flush: flush)
         seen = Seen(create)
         llm = make_engine(folder, folder, 7, seen, mamba_ssm_cache_dtype="bfloat16")

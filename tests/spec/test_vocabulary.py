@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engine.build import find_model
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
+from lockstep.worker.build import find_model
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.runner.program import Drafter
+from lockstep.worker.program import Drafter
 
 
 @dataclass

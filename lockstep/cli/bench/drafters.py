@@ -80,10 +80,10 @@ def _drafters_of(settings: dict[str, Any], named: list[str], count: int) -> list
     """The speculative_config of each drafter: those that the checkpoint allows by itself, and those
     named. Raises ConfigError where one is wrong, before a model is loaded."""
     from lockstep.cli.options import read_speculative_config
-    from lockstep.engine.build import find_model
     from lockstep.models.checkpoint import Checkpoint
     from lockstep.spec import read, refusals, with_method
     from lockstep.spec.options import FolderOptions
+    from lockstep.worker.build import find_model
 
     found: list[dict[str, Any]] = []
     for value in (*named, settings["speculative_config"]):

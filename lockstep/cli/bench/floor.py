@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from lockstep.bench.floor import Sketch
     from lockstep.config import EngineConfig
     from lockstep.llm import LLM
-    from lockstep.runner.floor import Floor, StepFloor
+    from lockstep.worker.roofline import Floor, StepFloor
 
 
 def has_weights(settings: dict[str, Any]) -> bool:
     """Whether there is anything to run: weights in the folder, or random ones asked for."""
-    from lockstep.engine.build import find_model
     from lockstep.models import weight_files
+    from lockstep.worker.build import find_model
 
     if settings["load_format"] == "dummy":
         return True
@@ -30,7 +30,7 @@ def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":
     import torch
 
     from lockstep.bench.floor import sketch
-    from lockstep.engine.build import kv_layers, state_dtype
+    from lockstep.worker.build import kv_layers, state_dtype
 
     numbers = getattr(torch, dtype)
     kept = (kv_layers(config, numbers), state_dtype(config), config.hf_overrides)
@@ -41,8 +41,8 @@ def show_floor_alone(settings: dict[str, Any], batch_size: int, input_len: int, 
     """Prints the floors of a checkpoint that holds no weights."""
     from lockstep.bench.floor import describe_floors, prompt_floor, step_floor
     from lockstep.config import EngineConfig
-    from lockstep.engine.build import find_model, pick_dtype
     from lockstep.models.checkpoint import Checkpoint
+    from lockstep.worker.build import find_model, pick_dtype
 
     folder = find_model(settings["model"])
     names = ("dtype", "speculative_config", "quantization", "kv_cache_dtype", "hf_overrides")

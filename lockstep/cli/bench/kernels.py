@@ -16,7 +16,7 @@ from lockstep.progress import progress_bar
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.kernels.bench_types import Model
+    from lockstep.kernels.bench_types import ModelShape
 
 
 def kernels(
@@ -53,8 +53,8 @@ def kernels(
     """
     from lockstep.bench.kernels import measure_kernels, pick_models
     from lockstep.config import EngineConfig
-    from lockstep.engine.build import pick_device, pick_dtype
     from lockstep.kernels.formats.kv.table import kv_format
+    from lockstep.worker.build import pick_device, pick_dtype
 
     config = EngineConfig.read(device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     place = pick_device(config)
@@ -90,7 +90,7 @@ def kernels(
     raise typer.Exit(1 if wrong else 0)
 
 
-def _tune(models: "list[Model]", dtype: "torch.dtype", path: Path) -> None:
+def _tune(models: "list[ModelShape]", dtype: "torch.dtype", path: Path) -> None:
     from lockstep.bench.tune_linear import tune_linears
 
     with progress_bar() as show:
@@ -101,7 +101,7 @@ def _tune(models: "list[Model]", dtype: "torch.dtype", path: Path) -> None:
 
 
 def _tune_packed(
-    models: "list[Model]", dtype: "torch.dtype", path: Path, tokens: tuple[int, ...]
+    models: "list[ModelShape]", dtype: "torch.dtype", path: Path, tokens: tuple[int, ...]
 ) -> None:
     from lockstep.bench.tune_packed import tune_packed
 

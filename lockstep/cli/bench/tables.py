@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lockstep.bench.kernels import KernelLine
     from lockstep.bench.serving import ServingFigures
     from lockstep.bench.trace import Line
-    from lockstep.runner.floor import Floor, StepFloor
+    from lockstep.worker.roofline import Floor, StepFloor
 
 
 def over_floor(f: "Figures", least: "StepFloor") -> float:
@@ -75,7 +75,7 @@ def drafters_table(lines: "list[DrafterLine]") -> Table:
 
 def floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
     """The parts of each pass, and which of both rates decides."""
-    from lockstep.runner.rates import H200
+    from lockstep.worker.device_rates import H200
 
     right: dict[str, Any] = {"justify": "right"}
     names = ("GB", "ms to move", "Tflop", "ms to compute")

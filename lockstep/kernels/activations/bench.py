@@ -4,10 +4,16 @@ from collections.abc import Iterator
 from functools import partial
 
 from lockstep.kernels.activations import relu2, silu_mul
-from lockstep.kernels.bench_types import BenchEnv, Made, Model, OpBenchmark, cut_by_tokens
+from lockstep.kernels.bench_types import (
+    BenchEnv,
+    LazyBenchmark,
+    ModelShape,
+    OpBenchmark,
+    benchmark_per_token,
+)
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """At the width of the model's MLP: of gated ones silu_mul; relu2 of others, and of the small
     set, which has every op."""
     if model.gated:
@@ -19,12 +25,12 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
 def _silu_mul(inner: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     backend, run = env.choose(silu_mul)
     token = 3 * inner * env.dtype.itemsize
-    x = env.random(env.enough(token * query_len) * query_len, 2 * inner)
-    return cut_by_tokens(silu_mul, f"{inner}", query_len, backend, run, [x], token)
+    x = env.random(env.rows_per_chain(token * query_len) * query_len, 2 * inner)
+    return benchmark_per_token(silu_mul, f"{inner}", query_len, backend, run, [x], token)
 
 
 def _relu2(inner: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     backend, run = env.choose(relu2)
     token = 2 * inner * env.dtype.itemsize
-    x = env.random(env.enough(token * query_len) * query_len, inner)
-    return cut_by_tokens(relu2, f"{inner}", query_len, backend, run, [x], token)
+    x = env.random(env.rows_per_chain(token * query_len) * query_len, inner)
+    return benchmark_per_token(relu2, f"{inner}", query_len, backend, run, [x], token)

@@ -7,19 +7,26 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.attention import paged_attention
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark, kept_bytes
+from lockstep.kernels.bench_types import (
+    BenchEnv,
+    Cost,
+    LazyBenchmark,
+    ModelShape,
+    OpBenchmark,
+    cache_bytes_per_token,
+)
 from lockstep.kernels.formats.kv import codecs_of
 from lockstep.kernels.formats.kv.table import head_codecs
 from lockstep.step import PAGE_SIZE
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """paged_attention with the model's heads."""
     if model.kv_heads:
         yield paged_attention, partial(_paged_attention, model, env, query_len)
 
 
-def _paged_attention(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark:
+def _paged_attention(model: ModelShape, env: BenchEnv, query_len: int) -> OpBenchmark:
     heads = model.heads
     kv_heads = model.kv_heads
     dim = model.head_dim
@@ -28,8 +35,8 @@ def _paged_attention(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark
     size = env.dtype.itemsize
     sides = head_codecs(env.format, dim) or (None, None)
     shape = (PAGE_SIZE, kv_heads, dim)
-    line = kept_bytes(*(env.cache(codec, 1, *shape) for codec in sides))
-    rows = env.enough(context * line)
+    line = cache_bytes_per_token(*(env.cache(codec, 1, *shape) for codec in sides))
+    rows = env.rows_per_chain(context * line)
     pages = rows * columns + 1
     k, v = (env.cache(codec, pages + i, *shape) for i, codec in enumerate(sides))
     traits = dict(heads=heads, kv_heads=kv_heads, head_dim=dim, codecs=codecs_of(k, v))
@@ -40,7 +47,7 @@ def _paged_attention(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark
     starts = env.ints(torch.full((rows,), context - query_len))
     bounds = env.ints(torch.arange(rows + 1) * query_len)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         tokens = q[begin * query_len : end * query_len]
         places = (table[begin:end], bounds[: end - begin + 1], starts[begin:end])
         return lambda: attend(tokens, k, v, *places, query_len, dim**-0.5)

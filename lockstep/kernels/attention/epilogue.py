@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.activations._device import sigmoid
+from lockstep.kernels.device.activations import sigmoid
 from lockstep.kernels.device.hadamard import turned_back
 from lockstep.kernels.formats.kv.launch import Opened
 

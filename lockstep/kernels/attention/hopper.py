@@ -48,7 +48,7 @@ from lockstep.kernels.attention.warpgroup import (
     weigh,
     zero_behind,
 )
-from lockstep.kernels.backends import arch_of
+from lockstep.kernels.backends import resolve_architecture
 from lockstep.kernels.device.ragged_rows import row_of
 
 ROWS = 128
@@ -311,7 +311,7 @@ def _supports(**traits: Any) -> str | None:
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
         return "weights are multiplied in bf16 or fp16"
     why_not = supports(**traits)
-    if why_not is None and arch_of(**traits) != HOPPER:
+    if why_not is None and resolve_architecture(**traits) != HOPPER:
         return "wgmma is Hopper's"
     return why_not
 

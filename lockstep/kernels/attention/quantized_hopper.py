@@ -45,7 +45,7 @@ from lockstep.kernels.attention.triton import (
     supports,
 )
 from lockstep.kernels.attention.warpgroup import NO_SCORE, TILE, TILES
-from lockstep.kernels.backends import arch_of
+from lockstep.kernels.backends import resolve_architecture
 from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import opened
@@ -337,7 +337,7 @@ def _supports(**traits: Any) -> str | None:
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
         return "weights are multiplied in bf16 or fp16"
     why_not = supports(**traits)
-    if why_not is None and arch_of(**traits) != architecture.HOPPER:
+    if why_not is None and resolve_architecture(**traits) != architecture.HOPPER:
         return "wgmma is Hopper's"
     return why_not
 

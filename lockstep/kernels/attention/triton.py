@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
-from lockstep.kernels.architecture import shared_of, stages_within
+from lockstep.kernels.architecture import fit_stages, shared_memory_limit
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.attention.epilogue import finished, store_output
 from lockstep.kernels.backends import gpu_trait
@@ -363,9 +363,9 @@ def partition(
         fixed += loaded // 2  # one tile, keys or values, unpacked
         fixed += keys_together(dtype) * block * dtype.itemsize  # weights
         loaded = keys_together(dtype) * packed
-        beside = 1 + (shared_of(arch) // 2 - fixed) // loaded
+        beside = 1 + (shared_memory_limit(arch) // 2 - fixed) // loaded
         most = max(2, min(most, beside))  # two programs on a multiprocessor
-    stages = stages_within(most, loaded, fixed, arch)
+    stages = fit_stages(most, loaded, fixed, arch)
     return Partition(block, span, parallel_spans, folds, warps, stages)
 
 
@@ -394,7 +394,7 @@ def paged_attention_triton(
     if not len(q):
         return out
     segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
-    arch = architecture.number_of(q.device)
+    arch = architecture.sm_number(q.device)
     packed = token_bytes(k_cache, v_cache)
     sizes = (rows, query_len, heads, kv_heads, dim, segments)
     p = divided or partition(*sizes, q.dtype, arch, packed)

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from lockstep.kernels.norm.rms import spread
+from lockstep.kernels.device.reductions import spread
 
 
 @triton.jit

@@ -7,9 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, Moe, OpBenchmark
+from lockstep.kernels.bench_types import (
+    BenchEnv,
+    Cost,
+    LazyBenchmark,
+    ModelShape,
+    MoeShape,
+    OpBenchmark,
+)
 from lockstep.kernels.experts import experts
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.formats.weights.bench import LAYOUTS
 
 ID_BYTES = 4
@@ -17,7 +24,7 @@ PACKED = ("int4", "fp8 by blocks")
 """Layouts that are measured, both weights in the same."""
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """experts of the model, if it has any."""
     if not model.moe:
         return
@@ -26,27 +33,27 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
         yield experts, partial(_experts, *sizes, env, query_len, layout)
 
 
-def _weight(moe: Moe, n: int, k: int, env: BenchEnv, layout: str) -> Tensor | PackedWeight:
+def _weight(moe: MoeShape, n: int, k: int, env: BenchEnv, layout: str) -> Tensor | QuantizedWeight:
     """[experts, n, k], or as many rows packed."""
     if not layout:
         return env.random(moe.experts, n, k).mul_(k**-0.5)
     found = LAYOUTS[layout](moe.experts * n, k, env.device)
-    found.dummy(torch.Generator(env.device).manual_seed(0))
+    found.fill_dummy(torch.Generator(env.device).manual_seed(0))
     return found
 
 
 def _experts(
-    hidden: int, moe: Moe, gated: bool, env: BenchEnv, query_len: int, layout: str
+    hidden: int, moe: MoeShape, gated: bool, env: BenchEnv, query_len: int, layout: str
 ) -> OpBenchmark:
     """layout: of packed weights, "" where they are not."""
     act = "silu_mul" if gated else "relu2"
-    backend, run = env.choose(experts, experts=moe.experts, top_k=moe.top_k, packed=bool(layout))
+    backend, run = env.choose(experts, experts=moe.experts, top_k=moe.top_k, quantized=bool(layout))
     size = env.dtype.itemsize
     up = _weight(moe, moe.inner * (1 + gated), hidden, env, layout)
     down = _weight(moe, hidden, moe.inner, env, layout)
     expert = (up.nbytes + down.nbytes) // moe.experts
     flops = 2 * (2 + gated) * hidden * moe.inner
-    rows = env.enough(expert * moe.top_k * query_len)
+    rows = env.rows_per_chain(expert * moe.top_k * query_len)
     tokens = rows * query_len
     logits = env.random(tokens, moe.experts, dtype=torch.float32)
     values, chosen = logits.softmax(-1).topk(moe.top_k)
@@ -55,7 +62,7 @@ def _experts(
     shared = env.random(tokens, hidden)
     gate = env.random(tokens)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         cut = slice(begin * query_len, end * query_len)
         ids, weights = (part[cut] for part in given)
         return lambda: run(x[cut], up, down, ids, weights, shared[cut], gate[cut], act)

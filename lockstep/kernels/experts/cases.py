@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lockstep.kernels.experts import experts_in
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.experts import count_experts
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.formats.weights.cases import random_weights
 from lockstep.kernels.route import route
 
@@ -87,9 +87,9 @@ def _case(
 
 
 def experts_traits(
-    up: torch.Tensor | PackedWeight, down: torch.Tensor | PackedWeight, ids: torch.Tensor,
+    up: torch.Tensor | QuantizedWeight, down: torch.Tensor | QuantizedWeight, ids: torch.Tensor,
     **rest: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """What a layer of such arguments says when it asks for a backend."""
-    packed = isinstance(up, PackedWeight) or isinstance(down, PackedWeight)
-    return dict(experts=experts_in(up, down), top_k=ids.shape[1], packed=packed)
+    packed = isinstance(up, QuantizedWeight) or isinstance(down, QuantizedWeight)
+    return dict(experts=count_experts(up, down), top_k=ids.shape[1], quantized=packed)

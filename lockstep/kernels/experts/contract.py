@@ -4,17 +4,18 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.activations import ACTS, Act, sigmoid
-from lockstep.kernels.formats.weights import PackedWeight
-from lockstep.kernels.linear import linear
+from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.linear import dequantized
 from lockstep.kernels.registry import op
-from lockstep.kernels.route import summed
+from lockstep.kernels.route import sum_partials
+from lockstep.kernels.row_tiles import tile_mm
 
 
 @op
 def experts(
     x: Tensor,
-    up: Tensor | PackedWeight,
-    down: Tensor | PackedWeight,
+    up: Tensor | QuantizedWeight,
+    down: Tensor | QuantizedWeight,
     ids: Tensor,
     weights: Tensor,
     shared: Tensor | None = None,
@@ -25,7 +26,7 @@ def experts(
     weights [T, k] fp32 or x's dtype, shared [T, H], shared_gate [T] -> y [T, H] of x's dtype.
 
     A packed up is one weight [E * 2I, H], a packed down one [E * H, I], expert by expert. Each is
-    what it unpacks to: experts(x, packed) == experts(x, packed.unpack(x.dtype)), bit for bit.
+    what it unpacks to: experts(x, packed) == experts(x, packed.dequantize(x.dtype)), bit for bit.
 
     Per token and chosen expert, numbers in brackets rounded to x's dtype:
 
@@ -47,23 +48,31 @@ def experts(
     is NaN in a row stays in it. A row's bits depend on that row alone.
     """
     tokens, slots = ids.shape
-    count = experts_in(up, down)
+    count = count_experts(up, down)
     total = torch.zeros_like(x, dtype=torch.float32)
     for token in range(tokens):
         for slot in range(slots):
             expert = int(ids[token, slot].clamp(0, count - 1))
-            inner = ACTS[act](linear(x[token : token + 1], of_expert(up, expert, count)))
-            y = linear(inner, of_expert(down, expert, count))[0]
+            inner = ACTS[act](_multiply(x[token : token + 1], expert_weight(up, expert, count)))
+            y = _multiply(inner, expert_weight(down, expert, count))[0]
             total[token] += weights[token, slot].float() * y.float()
-    return with_shared(total, shared, shared_gate, x.dtype)
+    return add_shared_expert(total, shared, shared_gate, x.dtype)
 
 
-def experts_in(up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> int:
+def _multiply(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
+    """Multiply x [T, K] with one expert's weight [N, K] in one fp32 chain over K, rounded."""
+    plain = dequantized(weight, x.dtype)
+    return tile_mm(x.float(), plain.float().t()).to(plain.dtype)
+
+
+def count_experts(up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight) -> int:
     """E. A packed down has H rows of each expert, and up has H columns."""
-    return down.shape[0] // up.shape[-1] if isinstance(down, PackedWeight) else down.shape[0]
+    return down.shape[0] // up.shape[-1] if isinstance(down, QuantizedWeight) else down.shape[0]
 
 
-def of_expert(weight: Tensor | PackedWeight, expert: int, count: int) -> Tensor | PackedWeight:
+def expert_weight(
+    weight: Tensor | QuantizedWeight, expert: int, count: int
+) -> Tensor | QuantizedWeight:
     """The weight [N, K] of one of `count` experts, as it lies."""
     if isinstance(weight, Tensor):
         return weight[expert]
@@ -71,12 +80,12 @@ def of_expert(weight: Tensor | PackedWeight, expert: int, count: int) -> Tensor 
     return weight.rows(expert * rows, (expert + 1) * rows)
 
 
-def with_shared(
+def add_shared_expert(
     total: Tensor, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """total [T, H] fp32 + what the shared expert gives, rounded."""
     if shared is not None:
-        shared = summed(shared, dtype)
+        shared = sum_partials(shared, dtype)
     if shared is not None and gate is not None:
         shared = sigmoid(gate)[:, None] * shared
     return (total if shared is None else total + shared.float()).to(dtype)

@@ -8,16 +8,17 @@ from torch import Tensor
 
 from lockstep.kernels.activations import ACTS, Act
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.experts import experts, experts_in, of_expert, with_shared
-from lockstep.kernels.formats.weights import PackedWeight
-from lockstep.kernels.linear.cpu import linear_cpu
+from lockstep.kernels.experts import add_shared_expert, count_experts, expert_weight, experts
+from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.linear import dequantized
+from lockstep.kernels.row_tiles import tiled_linear
 
 
 @experts.backend("cpu", supports=cpu_trait)
 def experts_cpu(
     x: Tensor,
-    up: Tensor | PackedWeight,
-    down: Tensor | PackedWeight,
+    up: Tensor | QuantizedWeight,
+    down: Tensor | QuantizedWeight,
     ids: Tensor,
     weights: Tensor,
     shared: Tensor | None = None,
@@ -26,19 +27,23 @@ def experts_cpu(
 ) -> Tensor:
     """See lockstep.kernels.experts.experts."""
     tokens, slots = ids.shape
-    number = experts_in(up, down)
+    number = count_experts(up, down)
     flat = ids.flatten().long().clamp(0, number - 1)
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=number).tolist()
     y = x.new_empty(tokens * slots, x.shape[1])
+
+    def multiply(x: Tensor, weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
+        return tiled_linear(x, dequantized(expert_weight(weight, expert, number), x.dtype))
+
     begin = 0
     for expert, count in enumerate(counts):
         pairs = order[begin : begin + count]
         begin += count
         if count:
-            inner = ACTS[act](linear_cpu(x[pairs // slots], of_expert(up, expert, number)))
-            y[pairs] = linear_cpu(inner, of_expert(down, expert, number))
+            inner = ACTS[act](multiply(x[pairs // slots], up, expert))
+            y[pairs] = multiply(inner, down, expert)
     total = torch.zeros_like(x, dtype=torch.float32)
     for slot, own in enumerate(y.view(tokens, slots, x.shape[1]).unbind(1)):
         total += weights[:, slot, None].float() * own.float()
-    return with_shared(total, shared, shared_gate, x.dtype)
+    return add_shared_expert(total, shared, shared_gate, x.dtype)

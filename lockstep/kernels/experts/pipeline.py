@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.experts.pipeline_kernels import BOX, down_kernel, few_kernel, width_of
 from lockstep.kernels.experts.tiles import Tile
-from lockstep.kernels.formats.weights import Fp4Weight, PackedWeight
+from lockstep.kernels.formats.weights import Fp4Weight, QuantizedWeight
 from lockstep.kernels.formats.weights.dequantize_tile import BLOCK
 from lockstep.kernels.formats.weights.operand import TYPES, Target, irregular, operand_of
 from lockstep.kernels.linear.quantized import HALF, W_LAYOUTS, X_LAYOUT
@@ -38,14 +38,14 @@ MOST = 16
 """Slots, or tokens: columns of a product by mma.sync are 8 or 16."""
 
 
-def up_tile(weight: Tensor | PackedWeight, tokens: int, target: Target) -> Tile | None:
+def up_tile(weight: Tensor | QuantizedWeight, tokens: int, target: Target) -> Tile | None:
     """The ring of up for so many tokens; None where it does not serve."""
     if tokens > MOST:
         return None
     return _tile(weight, ROWS, 8 if tokens <= 8 else 16, target)
 
 
-def down_tile(weight: Tensor | PackedWeight, slots: int, target: Target) -> Tile | None:
+def down_tile(weight: Tensor | QuantizedWeight, slots: int, target: Target) -> Tile | None:
     """The ring of down for so many slots of a token; None where it does not serve."""
     if not FEWEST <= slots <= MOST:
         return None
@@ -53,8 +53,8 @@ def down_tile(weight: Tensor | PackedWeight, slots: int, target: Target) -> Tile
     return _tile(weight, int(BOX) * places, places, target)
 
 
-def _tile(weight: Tensor | PackedWeight, rows: int, tokens: int, target: Target) -> Tile | None:
-    if not isinstance(weight, PackedWeight) or irregular(weight) or not ring_reads(weight):
+def _tile(weight: Tensor | QuantizedWeight, rows: int, tokens: int, target: Target) -> Tile | None:
+    if not isinstance(weight, QuantizedWeight) or irregular(weight) or not ring_reads(weight):
         return None
     if target.arch != HOPPER or not target.assembly:
         return None
@@ -72,7 +72,7 @@ def aligned(x: Tensor) -> bool:
     return whole and x.dtype != torch.float32
 
 
-def _maps(x: Tensor, weight: PackedWeight, tile: Tile) -> tuple[TensorDescriptor, ...]:
+def _maps(x: Tensor, weight: QuantizedWeight, tile: Tile) -> tuple[TensorDescriptor, ...]:
     """How the copy engine reads x and words."""
     words = [int(BOX), int(BLOCK) * weight.bits // 32]
     return (
@@ -81,7 +81,7 @@ def _maps(x: Tensor, weight: PackedWeight, tile: Tile) -> tuple[TensorDescriptor
     )
 
 
-def _numbers(weight: PackedWeight, dtype: torch.dtype, target: Target):
+def _numbers(weight: QuantizedWeight, dtype: torch.dtype, target: Target):
     """Of a weight: (scales, zeros, factors), (blocks, first, stride of scales), its form."""
     operand, form = operand_of(weight, dtype, 0, target)
     scales = operand.scales
@@ -101,7 +101,7 @@ def _options(tile: Tile, dtype: torch.dtype) -> dict[str, object]:
 
 
 def up(
-    x: Tensor, weight: PackedWeight, inner: int, experts: int, ids: Tensor, tile: Tile,
+    x: Tensor, weight: QuantizedWeight, inner: int, experts: int, ids: Tensor, tile: Tile,
     target: Target, gated: bool,
 ) -> Tensor:  # fmt: skip
     """What every pair's down is given: [T * k, I]. x [T, H]: at most tile.tokens."""
@@ -118,7 +118,7 @@ def up(
 
 
 def down(
-    act: Tensor, weight: PackedWeight, hidden: int, experts: int, ids: Tensor, weights: Tensor,
+    act: Tensor, weight: QuantizedWeight, hidden: int, experts: int, ids: Tensor, weights: Tensor,
     shared: Tensor | None, gate: Tensor | None, strides: tuple[int, int, int], parts: int,
     tile: Tile, target: Target,
 ) -> Tensor:  # fmt: skip

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from lockstep.kernels.activations._device import silu_product
+from lockstep.kernels.device.activations import silu_product
 from lockstep.kernels.linear.quantized_pipeline import (
     BLOCK,
     HALF,

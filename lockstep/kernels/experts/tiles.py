@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.kernels.architecture import HOPPER, stages_within
-from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, PackedWeight
+from lockstep.kernels.architecture import HOPPER, fit_stages
+from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, QuantizedWeight
 from lockstep.kernels.formats.weights.operand import columns_of, multiplies_by_mma_sync, stages_of
 
 FEW_PAIRS = 128
@@ -100,11 +100,11 @@ long as the products of about 400 pairs (4.3 TB/s, 790 TFLOP/s). So it pays from
 prompts of 8,192 tokens at 8 of 256, 256 pairs an expert, keep well below. An estimate."""
 
 
-def are_few(tokens: int, slots: int, experts: int, packed: bool = False) -> bool:
+def are_few(tokens: int, slots: int, experts: int, quantized: bool = False) -> bool:
     """Whether the form for few tokens serves: by T, since the others are a model's. packed: as down
     is."""
     places = tokens * (1 << (slots - 1).bit_length())
-    if packed and places > experts // FEW_OF_PACKED:
+    if quantized and places > experts // FEW_OF_PACKED:
         return tokens == 1
     return tokens == 1 or tokens * slots <= min(FEW_PAIRS, experts // FEW_OF_EXPERTS)
 
@@ -131,10 +131,10 @@ def fitting(tile: Tile, dtype: torch.dtype, arch: int) -> Tile:
     if tile.tma and arch != HOPPER:
         tile = without_tma(tile)
     loaded = (tile.rows + tile.tokens) * tile.k * dtype.itemsize
-    return replace(tile, stages=stages_within(tile.stages, loaded, 0, arch))
+    return replace(tile, stages=fit_stages(tile.stages, loaded, 0, arch))
 
 
-def packed_fitting(tile: Tile, weight: PackedWeight, arch: int) -> Tile:
+def packed_fitting(tile: Tile, weight: QuantizedWeight, arch: int) -> Tile:
     """The tile on an architecture, for a packed weight: columns that hold its groups whole or in
     part, as many stages as fit."""
     in_registers = arch == HOPPER or multiplies_by_mma_sync(arch)

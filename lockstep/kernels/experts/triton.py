@@ -23,9 +23,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels.activations import Act
-from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.experts import experts, experts_in, pipeline
+from lockstep.kernels.device.activations import relu2, sigmoid, silu_product
+from lockstep.kernels.experts import count_experts, experts, pipeline
 from lockstep.kernels.experts.dispatch import FIELDS, clamped, sort_pairs
 from lockstep.kernels.experts.tiles import (
     UNPACK_FROM,
@@ -37,7 +37,7 @@ from lockstep.kernels.experts.tiles import (
     tiles_of,
     without_tma,
 )
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.formats.weights.dequantize_tile import Form, Operand, chain
 from lockstep.kernels.formats.weights.operand import (
     irregular,
@@ -46,7 +46,7 @@ from lockstep.kernels.formats.weights.operand import (
     target_of,
 )
 from lockstep.kernels.formats.weights.triton import in_memory
-from lockstep.kernels.linear.triton import aligned, segment_product, tree_load
+from lockstep.kernels.linear.triton import aligned, partition_product, tree_load
 
 MOST_EXPERTS = 512
 """Experts that the sort's programs hold at once."""
@@ -158,7 +158,7 @@ def _down_kernel(
     if expert < 0:
         return
     if TMA:
-        total = segment_product(
+        total = partition_product(
             act, weight, None, tile * BLOCK_M, expert * hidden + first, 0, K,
             True, True, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -290,13 +290,13 @@ class _Reading:
 
 
 def _reading(
-    weight: Tensor | PackedWeight, tile: Tile, packed: Tile, x: Tensor, unpack: bool = False
+    weight: Tensor | QuantizedWeight, tile: Tile, packed: Tile, x: Tensor, unpack: bool = False
 ) -> _Reading:
     """How x of the model's dtype meets a weight. tile: a plain one's; packed: a packed one's;
     unpack: into memory."""
     k = weight.shape[-1]
     target = target_of(x.device)
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, QuantizedWeight):
         if not unpack and x.dtype != torch.float32 and not irregular(weight):
             fitted = packed_fitting(packed, weight, target.arch)
             operand, form = operand_of(weight, x.dtype, fitted.k, target)
@@ -329,14 +329,14 @@ def _act(
 
 
 def launch_few(
-    x: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, ids: Tensor,
+    x: Tensor, up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, ids: Tensor,
     weights: Tensor, shared: Tensor | None, gate: Tensor | None, tiles: Tiles, gated: bool = True,
 ) -> Tensor:  # fmt: skip
     """experts for few tokens, without a sort. gated: act is silu_mul."""
     tokens, slots = ids.shape
     hidden = up.shape[-1]
     inner = down.shape[-1]
-    count = experts_in(up, down)
+    count = count_experts(up, down)
     target = target_of(x.device)
     tile = pipeline.up_tile(up, tokens, target) if pipeline.aligned(x) else None
     if tile is not None:
@@ -360,14 +360,14 @@ def launch_few(
 
 
 def launch_sorted(
-    x: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, ids: Tensor,
+    x: Tensor, up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, ids: Tensor,
     weights: Tensor, shared: Tensor | None, gate: Tensor | None, tiles: Tiles, gated: bool = True,
 ) -> Tensor:  # fmt: skip
     """experts for any number of tokens, sorted into tiles. gated: act is silu_mul."""
     tokens, slots = ids.shape
     hidden = up.shape[-1]
     inner = down.shape[-1]
-    count = experts_in(up, down)
+    count = count_experts(up, down)
     pairs = ids.numel()
     unpack = pairs >= UNPACK_FROM * count
     order, table = sort_pairs(ids, count, tiles.up.tokens)
@@ -411,8 +411,8 @@ def _supports(**traits: Any) -> str | None:
 @experts.backend("triton", supports=_supports)
 def experts_triton(
     x: Tensor,
-    up: Tensor | PackedWeight,
-    down: Tensor | PackedWeight,
+    up: Tensor | QuantizedWeight,
+    down: Tensor | QuantizedWeight,
     ids: Tensor,
     weights: Tensor,
     shared: Tensor | None = None,
@@ -425,8 +425,8 @@ def experts_triton(
     """
     if not ids.numel():
         return torch.empty_like(x)
-    count = experts_in(up, down)
-    few = are_few(*ids.shape, count, isinstance(down, PackedWeight))
+    count = count_experts(up, down)
+    few = are_few(*ids.shape, count, isinstance(down, QuantizedWeight))
     tiles = tiles_of(ids.numel(), count, x.dtype, few)
     launch = launch_few if few else launch_sorted
     gated = act == "silu_mul"

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from lockstep.kernels.bench_types import BenchEnv, Made, Model
+from lockstep.kernels.bench_types import BenchEnv, LazyBenchmark, ModelShape
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.gated_delta_rule.cases import chunk_inputs, inputs, weights
-from lockstep.kernels.recurrent._bench import Laws
 from lockstep.kernels.recurrent.cases import Dims
+from lockstep.kernels.recurrent.op_benchmarks import Laws
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """See Laws.benchmarks; of models that have such layers."""
     if model.delta:
         yield from LAWS.benchmarks(model.delta, env, query_len, model.prompt)

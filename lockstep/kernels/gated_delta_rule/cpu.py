@@ -20,7 +20,7 @@ from lockstep.kernels.gated_delta_rule import (
     gates,
 )
 from lockstep.kernels.norm import gated_rms_norm
-from lockstep.kernels.recurrent._cpu import (
+from lockstep.kernels.recurrent.cpu import (
     Tokens,
     Window,
     by_token,
@@ -29,7 +29,7 @@ from lockstep.kernels.recurrent._cpu import (
     round_rows,
     write,
 )
-from lockstep.kernels.recurrent.prompt import prompt_rows
+from lockstep.kernels.recurrent.prompt_rows import prompt_rows
 from lockstep.kernels.recurrent.state import RecurrentState, expand
 from lockstep.step import GRID
 

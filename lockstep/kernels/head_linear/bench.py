@@ -5,11 +5,11 @@ from functools import partial
 
 from torch import Tensor
 
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.bench_types import BenchEnv, Cost, LazyBenchmark, ModelShape, OpBenchmark
 from lockstep.kernels.head_linear import head_linear
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """Both maps of a model with latent attention."""
     if model.latent:
         plain = model.latent.plain
@@ -25,14 +25,14 @@ def _head_linear(sizes: tuple[int, int, int], env: BenchEnv, query_len: int) -> 
     backend, run = env.choose(head_linear, inputs=inputs, outputs=outputs)
     count = heads * inputs * outputs
     size = env.dtype.itemsize
-    variants = max(1, -(-env.walk_bytes // (count * size)))
+    variants = max(1, -(-env.chain_bytes // (count * size)))
     weights = [env.random(heads, outputs, inputs + i)[..., i:] for i in range(variants)]
     weights = [(weight * inputs**-0.5).contiguous() for weight in weights]
-    x = env.random(env.most * query_len, heads, inputs)
+    x = env.random(env.max_rows * query_len, heads, inputs)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         tokens = x[begin * query_len : end * query_len]
-        return lambda: run(tokens, weights[turn % variants])
+        return lambda: run(tokens, weights[variant % variants])
 
     def cost(rows: int) -> Cost:
         tokens = rows * query_len
@@ -44,7 +44,7 @@ def _head_linear(sizes: tuple[int, int, int], env: BenchEnv, query_len: int) -> 
         size=f"{heads}x{inputs} to {outputs}",
         query_len=query_len,
         backend=backend,
-        rows=env.most,
+        rows=env.max_rows,
         call=call,
         cost=cost,
         variants=variants,

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.head_linear import head_linear
-from lockstep.kernels.linear.cpu import linear_cpu
+from lockstep.kernels.row_tiles import tiled_linear
 
 
 @head_linear.backend("cpu", supports=cpu_trait)
 def head_linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
     """See lockstep.kernels.head_linear.head_linear."""
-    return torch.stack([linear_cpu(x[:, h], own) for h, own in enumerate(weight)], 1)
+    return torch.stack([tiled_linear(x[:, h], own) for h, own in enumerate(weight)], 1)

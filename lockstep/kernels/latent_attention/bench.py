@@ -11,12 +11,12 @@ from lockstep.kernels.bench_types import (
     EPS,
     BenchEnv,
     Cost,
-    Latent,
-    Made,
-    Model,
+    LatentShape,
+    LazyBenchmark,
+    ModelShape,
     OpBenchmark,
-    cut_by_tokens,
-    kept_bytes,
+    benchmark_per_token,
+    cache_bytes_per_token,
 )
 from lockstep.kernels.formats.kv import codecs_of
 from lockstep.kernels.formats.kv.table import latent_codec
@@ -24,19 +24,19 @@ from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_
 from lockstep.step import PAGE_SIZE
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """Both of a model with latent attention."""
     if model.latent:
         yield latent_rope_and_cache, partial(_rope, model, model.latent, env, query_len)
         yield latent_attention, partial(_attention, model, model.latent, env, query_len)
 
 
-def _rope(model: Model, own: Latent, env: BenchEnv, query_len: int) -> OpBenchmark:
+def _rope(model: ModelShape, own: LatentShape, env: BenchEnv, query_len: int) -> OpBenchmark:
     codec = latent_codec(env.format, own.latent)
     kept = own.latent + own.rope
-    line = kept_bytes(env.cache(codec, 1, 1, own.latent), env.random(1, 1, own.rope))
+    line = cache_bytes_per_token(env.cache(codec, 1, 1, own.latent), env.random(1, 1, own.rope))
     token = (kept + 2 * model.heads * own.rope) * env.dtype.itemsize + line
-    tokens = env.enough(token * query_len) * query_len
+    tokens = env.rows_per_chain(token * query_len) * query_len
     q = env.random(tokens, model.heads, own.plain + own.rope)
     kv = env.random(tokens, kept)
     slots = env.ints(torch.randperm(tokens) + PAGE_SIZE, torch.int64)
@@ -59,18 +59,20 @@ def _rope(model: Model, own: Latent, env: BenchEnv, query_len: int) -> OpBenchma
 
     size = f"{model.heads} heads, {own.latent} + {own.rope}"
     given = [q, kv, positions, slots]
-    return cut_by_tokens(latent_rope_and_cache, size, query_len, backend, run, given, token, seen)
+    return benchmark_per_token(
+        latent_rope_and_cache, size, query_len, backend, run, given, token, seen
+    )
 
 
-def _attention(model: Model, own: Latent, env: BenchEnv, query_len: int) -> OpBenchmark:
+def _attention(model: ModelShape, own: LatentShape, env: BenchEnv, query_len: int) -> OpBenchmark:
     heads = model.heads
     context = model.context
     codec = latent_codec(env.format, own.latent)
     kept = own.latent + own.rope
     size = env.dtype.itemsize
     columns = -(-context // PAGE_SIZE)
-    line = kept_bytes(env.cache(codec, 1, 1, own.latent), env.random(1, 1, own.rope))
-    rows = env.enough(context * line)
+    line = cache_bytes_per_token(env.cache(codec, 1, 1, own.latent), env.random(1, 1, own.rope))
+    rows = env.rows_per_chain(context * line)
     latents = env.cache(codec, rows * columns + 1, PAGE_SIZE, own.latent)
     ropes = env.random(rows * columns + 1, PAGE_SIZE, own.rope)
     traits = dict(heads=heads, latent=own.latent, rope=own.rope, codecs=codecs_of(latents))
@@ -81,7 +83,7 @@ def _attention(model: Model, own: Latent, env: BenchEnv, query_len: int) -> OpBe
     starts = env.ints(torch.full((rows,), context - query_len))
     bounds = env.ints(torch.arange(rows + 1) * query_len)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         queries = [part[begin * query_len : end * query_len] for part in q]
         places = (table[begin:end], bounds[: end - begin + 1], starts[begin:end])
         return lambda: attend(*queries, latents, ropes, *places, query_len, kept**-0.5)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.architecture import HOPPER
-from lockstep.kernels.backends import arch_of
+from lockstep.kernels.backends import resolve_architecture
 from lockstep.kernels.formats.kv import KVCache, PackedKV
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.latent_attention.dequantize import unpacked_groups
@@ -526,7 +526,7 @@ def _supports(**traits: Any) -> str | None:
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
         return "weights are multiplied in bf16 or fp16"
     why_not = supports(**traits)
-    if why_not is None and arch_of(**traits) != HOPPER:
+    if why_not is None and resolve_architecture(**traits) != HOPPER:
         return "wgmma is Hopper's"
     return why_not
 

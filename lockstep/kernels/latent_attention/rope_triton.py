@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.kv_tile import store_packed
+from lockstep.kernels.device.reductions import inverse_rms, row_sum, spread
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import opened, unserved
 from lockstep.kernels.latent_attention import latent_rope_and_cache
-from lockstep.kernels.norm.rms import inverse_rms, row_sum, spread
 
 WIDEST = 1024
 """Dims of a latent that one program norms."""

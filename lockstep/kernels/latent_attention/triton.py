@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
-from lockstep.kernels.architecture import HOPPER, stages_within
+from lockstep.kernels.architecture import HOPPER, fit_stages
 from lockstep.kernels.attention import SEGMENT
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.kv_tile import cache_tile, pages_of
@@ -380,7 +380,7 @@ def latent_attention_triton(
     out = torch.empty_like(q_latent)
     if not len(out):
         return out
-    arch = architecture.number_of(q_latent.device)
+    arch = architecture.sm_number(q_latent.device)
     tile = tile_of(q_latent.dtype, arch)
     keys = page_table.shape[1] * page
     p = divided or partition(rows, query_len, heads, latent, keys, tile)
@@ -407,7 +407,7 @@ def latent_attention_triton(
         block_c, block_r, tile.keys, ONES, *tile.law, p.unit,
         held.numbers, held.constant, held.beside, held.share, held.fetch, held.unpack,
         packed > 0 and q_latent.dtype != torch.float32 and target.opaque,
-        num_warps=tile.warps, num_stages=stages_within(2, loaded, fixed, arch),
+        num_warps=tile.warps, num_stages=fit_stages(2, loaded, fixed, arch),
         enable_fp_fusion=False,
     )  # fmt: skip
     if entries:

@@ -1,23 +1,23 @@
 """linear: y = x W^T with one fixed reduction tree per weight, whatever the number of rows."""
 
 from lockstep.kernels.linear.contract import (
+    choose_split_k,
+    dequantized,
     draft_linear,
     linear,
-    placed,
-    run_length,
-    segments,
+    pad_partitions,
+    partition_length,
     tree_sum,
-    unpacked,
-    whole_runs,
+    write_out,
 )
 
 __all__ = [
     "draft_linear",
     "linear",
-    "placed",
-    "run_length",
-    "segments",
+    "write_out",
+    "partition_length",
+    "choose_split_k",
     "tree_sum",
-    "unpacked",
-    "whole_runs",
+    "dequantized",
+    "pad_partitions",
 ]

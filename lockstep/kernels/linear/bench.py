@@ -5,13 +5,13 @@ from functools import partial
 
 from torch import Tensor
 
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.bench_types import BenchEnv, Cost, LazyBenchmark, ModelShape, OpBenchmark
 from lockstep.kernels.linear import linear
 
 MOST_WEIGHTS = 64
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """linear at each weight of the model."""
     for name, n, k in model.weights:
         yield linear, partial(_linear, name, n, k, env, query_len)
@@ -19,12 +19,12 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
 
 def _linear(name: str, n: int, k: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     size = env.dtype.itemsize
-    variants = min(-(-env.walk_bytes // (n * k * size)) + 1, MOST_WEIGHTS)
-    backend, layers = env.linears(n, k, variants, env.most * query_len)
-    x = env.random(env.most * query_len, k)
+    variants = min(-(-env.chain_bytes // (n * k * size)) + 1, MOST_WEIGHTS)
+    backend, layers = env.linears(n, k, variants, env.max_rows * query_len)
+    x = env.random(env.max_rows * query_len, k)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
-        layer = layers[turn % variants]
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
+        layer = layers[variant % variants]
         rows = x[begin * query_len : end * query_len]
         return lambda: layer(rows)
 
@@ -37,7 +37,7 @@ def _linear(name: str, n: int, k: int, env: BenchEnv, query_len: int) -> OpBench
         size=f"{name} {n}x{k}",
         query_len=query_len,
         backend=backend,
-        rows=env.most,
+        rows=env.max_rows,
         call=call,
         cost=cost,
         variants=variants,

@@ -6,129 +6,148 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import PackedWeight
+from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.kernels.registry import op
 from lockstep.kernels.row_tiles import tile_mm
 
 NARROW = 8192
-"""Below so many outputs a tile per multiprocessor leaves some idle, unless K is cut too."""
-SEGMENT = 512
-"""Columns. A plain weight is cut only where each segment is a multiple of this, so that no tile
-straddles a cut; a packed one's segments are as long in the mean."""
-PACKED_BLOCK = 128
-"""Columns that a packed weight keeps together: its segments are whole blocks."""
-PACKED_SEGMENTS = (4, 2)
-"""Cuts of a packed weight, the first that it has columns for. One row on an H200 (us in 1, 2, 4 and
-8 segments, int4): 5120 x 17408 44.1, 33.9, 21.8, 21.7; 5120 x 6144 16.9, 13.4, 9.8, 10.6."""
-FLOAT_SEGMENT = 128
-"""Columns. A weight in fp32 is cut only into segments of as many or more."""
-FLOAT_SEGMENTS = (16, 8, 4, 2)
-"""Cuts of a weight in fp32, the first that suits its columns. fp32 has no matrix units: routers of
-256 x 7168 and 128 x 2688, one row, took 600 and 220 us in 2 and 1 segments on an H200."""
+"""Outputs. A narrower weight has fewer output tiles than multiprocessors, so K is split too."""
+MIN_PARTITION = 512
+"""Columns of the shortest split-K partition. The partitions of a dense weight are multiples of it,
+so that no tile straddles two of them; those of a quantized weight are as long on average."""
+K_BLOCK = 128
+"""Columns that a quantized weight interleaves: its partitions are whole blocks."""
+QUANTIZED_SPLIT_K = (4, 2)
+"""Split-K counts of a quantized weight; the first one that its columns allow is taken. One row on
+an H200 (us with 1, 2, 4 and 8 partitions, int4): 5120 x 17408 44.1, 33.9, 21.8, 21.7; 5120 x 6144
+16.9, 13.4, 9.8, 10.6."""
+MIN_FP32_PARTITION = 128
+"""Columns of the shortest split-K partition of an fp32 weight."""
+FP32_SPLIT_K = (16, 8, 4, 2)
+"""Split-K counts of an fp32 weight; the first one that its columns allow is taken. Tensor cores
+have no fp32: routers of 256 x 7168 and 128 x 2688, one row, took 600 us with 2 partitions and 220
+us with 1 on an H200."""
 
 
-def segments(
-    n: int, k: int, device: str, packed: bool = False, dtype: torch.dtype = torch.bfloat16
+def choose_split_k(
+    n: int, k: int, device: str, quantized: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> int:
-    """How many segments K is cut into for a weight [n, k]: part of the op's definition.
+    """Return the number of split-K partitions of a weight [n, k]. It is part of the op's numerics.
 
-    It depends on the weight and the kind of device alone, never on the rows. Narrow weights are cut
-    in two: 5120 outputs make 80 tiles of 64 for 132 multiprocessors. Packed ones, whose bytes are
-    read sooner than a chain of products is done, in four. Ones in fp32 in 16: their products are a
-    chain of additions. A CPU cuts nothing: its sums are its own numerics
-    (lockstep.kernels.row_tiles), as its product of one tile already is.
+    It depends on the weight and the kind of device alone, never on the rows. On a GPU narrow dense
+    weights get two: 5120 outputs make 80 tiles of 64 for 132 multiprocessors. Quantized weights get
+    four, since their bytes arrive sooner than one accumulation chain ends. Weights in fp32 get 16,
+    since their accumulation is a chain of FMAs. On a CPU there is one partition, taken in row tiles
+    (lockstep.kernels.row_tiles).
     """
     if device.partition(":")[0] == "cpu" or n >= NARROW:
         return 1
-    if packed:
-        long = (s for s in PACKED_SEGMENTS if k % PACKED_BLOCK == 0 and k >= s * SEGMENT)
-        return next(long, 1)
+    if quantized:
+        fitting = (s for s in QUANTIZED_SPLIT_K if k % K_BLOCK == 0 and k >= s * MIN_PARTITION)
+        return next(fitting, 1)
     if dtype == torch.float32:
-        return next((s for s in FLOAT_SEGMENTS if k % s == 0 and k >= s * FLOAT_SEGMENT), 1)
-    return 2 if k >= 4 * SEGMENT and k % (2 * SEGMENT) == 0 else 1
+        return next((s for s in FP32_SPLIT_K if k % s == 0 and k >= s * MIN_FP32_PARTITION), 1)
+    return 2 if k >= 4 * MIN_PARTITION and k % (2 * MIN_PARTITION) == 0 else 1
 
 
-def run_length(k: int, segments: int) -> int:
-    """Columns of each segment of K but the last, which has what is left: part of the op's
-    definition. Segments of SEGMENT columns or more are whole blocks of PACKED_BLOCK.
+def partition_length(k: int, split_k: int) -> int:
+    """Return the columns of every split-K partition but the last, which takes the remainder.
+
+    It is part of the op's numerics. From MIN_PARTITION columns on, partitions are whole blocks of
+    K_BLOCK columns.
     """
-    length = -(-k // segments)
-    if length >= SEGMENT:
-        length = -(-length // PACKED_BLOCK) * PACKED_BLOCK
+    length = -(-k // split_k)
+    if length >= MIN_PARTITION:
+        # A quantized tile is read in blocks of interleaved columns: no block may straddle a cut.
+        length = -(-length // K_BLOCK) * K_BLOCK
     return min(length, k)
 
 
-def whole_runs(x: Tensor, weight: Tensor, segments: int) -> tuple[Tensor, Tensor]:
-    """x [T, K] and weight [N, K], with columns of zeros behind where the last segment is shorter
-    than the others. Zeros are added to a sum that begins with one: they change no bit."""
+def pad_partitions(x: Tensor, weight: Tensor, split_k: int) -> tuple[Tensor, Tensor]:
+    """Append zero columns to x [T, K] and weight [N, K] so that all partitions are equally long.
+
+    Every accumulation begins with 0.0, so adding zero products changes no bit.
+    """
     k = x.shape[1]
-    missing = segments * run_length(k, segments) - k
+    missing = split_k * partition_length(k, split_k) - k
     if not missing:
         return x, weight
     return F.pad(x, (0, missing)), F.pad(weight, (0, missing))
 
 
-def tree_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """A power of two of tensors of one shape -> their sum, pairwise, as a binary tree."""
-    while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+def tree_sum(partials: Sequence[Tensor] | Tensor) -> Tensor:
+    """Add a power of two of equally shaped tensors pairwise, as a binary tree."""
+    while len(partials) > 1:
+        pairs = zip(partials[::2], partials[1::2], strict=True)
+        partials = [left + right for left, right in pairs]
+    return partials[0]
 
 
-def placed(y: Tensor, out: Tensor | None) -> Tensor:
-    """y, or `out` filled with it."""
+def write_out(y: Tensor, out: Tensor | None) -> Tensor:
+    """Copy y into `out` and return that; return y where `out` is None."""
     return y if out is None else out.copy_(y)
 
 
-def unpacked(weight: Tensor | PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight itself, or a packed one's values in dtype."""
-    return weight.unpack(dtype) if isinstance(weight, PackedWeight) else weight
+def dequantized(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return a dense weight as it is, or the values of a quantized one in dtype."""
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
 
 
 @op
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight,
-    segments: int = 1,
-    partial: bool = False,
+    weight: Tensor | QuantizedWeight | PrepackedWeight,
+    split_k: int = 1,
+    allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K], weight [N, K] of x's dtype, or packed -> [T, N] of that dtype.
+    """Compute x W^T: [T, N] of the weight's dtype (of x's dtype where the weight is quantized).
 
-    A weight in fp32 takes an x of any dtype, which is widened first: the result is fp32.
+    K is cut into `split_k` partitions of partition_length columns, the last one shorter. Each
+    partition is one fp32 accumulation in ascending order of k. Partitions are added pairwise, as a
+    binary tree, and the total is rounded once. On a CPU the order of a partition is that of the
+    library which prepacks the weight (lockstep.kernels.linear.prepacked). Layers prepack once, when
+    they are loaded. A row's bits do not depend on T.
 
-    K is cut into `segments` (a power of two) runs of run_length columns, the last of what is left.
-    A run is one fp32 accumulation in ascending order; runs are added pairwise, as a binary tree;
-    the total is rounded once. On a CPU a run is taken by tiles of rows
-    (lockstep.kernels.row_tiles), so that a row's bits do not depend on T.
+    A quantized weight stands for its values: linear(x, w) == linear(x, w.dequantize(x.dtype)).
 
-    A packed weight is what it unpacks to: linear(x, packed) == linear(x, packed.unpack(x.dtype)).
-
-    partial: the reader adds. A backend may return [P, T, N] fp32 instead, whose tree_sum over P,
-    rounded once, is the result; the reference never does.
-
-    out [T, N]: filled and returned where it is given, with `partial` too; its rows may be strided,
-    so that it may be some columns of a wider result.
+    Args:
+        x: [T, K]. An fp32 weight takes any dtype of x, which is widened first.
+        weight: [N, K] of x's dtype or fp32, or quantized, or prepacked for a CPU.
+        split_k: number of split-K partitions, a power of two. See choose_split_k.
+        allow_partials: a backend may return the unreduced partials [P, T, N] fp32 instead, for a
+            consumer that adds them itself. Their tree_sum over P, rounded once, is the result.
+            The reference never does.
+        out: [T, N], filled and returned if present, with allow_partials too. Its rows may be
+            strided, so that it may be some columns of a wider result.
     """
-    weight = unpacked(weight, x.dtype)
-    run = run_length(x.shape[1], segments)
-    parts = [
-        tile_mm(x[:, begin : begin + run].float(), weight[:, begin : begin + run].float().t())
-        for begin in range(0, x.shape[1], run)
-    ]
-    return placed(tree_sum(parts).to(weight.dtype), out)
+    if isinstance(weight, PrepackedWeight):
+        return write_out(weight.tiles_of_base(x.float()).to(weight.dtype), out)
+    weight = dequantized(weight, x.dtype)
+    length = partition_length(x.shape[1], split_k)
+    pairs = zip(x.float().split(length, dim=1), weight.split(length, dim=1), strict=True)
+    partials = [_multiply_partition(columns, part) for columns, part in pairs]
+    return write_out(tree_sum(partials).to(weight.dtype), out)
+
+
+def _multiply_partition(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [T, K] fp32 with weight [N, K] in one accumulation. Returns [T, N] fp32."""
+    if weight.device.type == "cpu":
+        return PrepackedWeight(weight).tiles_of_base(x)
+    return tile_mm(x, weight.float().t())
 
 
 def draft_linear(
     x: Tensor,
-    weight: Tensor | PackedWeight,
-    segments: int = 1,
-    partial: bool = False,
+    weight: Tensor | QuantizedWeight,
+    split_k: int = 1,
+    allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K], weight [N, K] -> [T, N] with whatever tree is fastest: drafters need no exactness.
+    """Compute x W^T [T, N] with whatever reduction is fastest: drafters need no exactness.
 
-    On a CPU at one row of 256 x 1024: 24 us, against 41 us for a tile of 4 rows.
+    On a CPU one row of 256 x 1024 takes 24 us, a tile of 4 rows 41 us.
     """
-    weight = unpacked(weight, x.dtype)
-    return placed(F.linear(x.to(weight.dtype), weight), out)
+    weight = dequantized(weight, x.dtype)
+    return write_out(F.linear(x.to(weight.dtype), weight), out)

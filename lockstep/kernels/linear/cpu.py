@@ -6,28 +6,24 @@ It is fast where the weight is a transposed view of [K, N] storage, as Build.mat
 from torch import Tensor
 
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.formats.weights import PackedWeight
-from lockstep.kernels.linear import linear, placed, run_length, tree_sum, unpacked
-from lockstep.kernels.row_tiles import tiled_mm
+from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.linear import dequantized, linear, partition_length, tree_sum, write_out
+from lockstep.kernels.linear.prepacked import PrepackedWeight
 
 
 @linear.backend("cpu", supports=cpu_trait)
 def linear_cpu(
     x: Tensor,
-    weight: Tensor | PackedWeight,
-    segments: int = 1,
-    partial: bool = False,
+    weight: Tensor | QuantizedWeight | PrepackedWeight,
+    split_k: int = 1,
+    allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.linear.linear."""
-    weight = unpacked(weight, x.dtype)
-    if not weight.t().is_contiguous():
-        weight = weight.t().contiguous().t()
-    rows = x.float()
-    columns = weight.float().t()
-    if segments == 1:
-        return placed(tiled_mm(rows, columns).to(weight.dtype), out)
-    run = run_length(x.shape[1], segments)
-    pairs = zip(rows.split(run, dim=1), columns.split(run), strict=True)
-    total = tree_sum([tiled_mm(a, b) for a, b in pairs])
-    return placed(total.to(weight.dtype), out)
+    if isinstance(weight, PrepackedWeight):
+        return write_out(weight.mm(x.float()).to(weight.dtype), out)
+    weight = dequantized(weight, x.dtype)
+    length = partition_length(x.shape[1], split_k)
+    pairs = zip(x.float().split(length, dim=1), weight.split(length, dim=1), strict=True)
+    total = tree_sum([PrepackedWeight(part).mm(columns) for columns, part in pairs])
+    return write_out(total.to(weight.dtype), out)

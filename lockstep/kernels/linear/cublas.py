@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear import linear, placed, whole_runs
+from lockstep.kernels.linear import linear, pad_partitions, write_out
 from lockstep.kernels.linear.triton import fold
 
 UNCHOSEN = "its bits are known only where a probe compared them"
@@ -20,25 +20,25 @@ UNCHOSEN = "its bits are known only where a probe compared them"
 def _supports(**traits: Any) -> str | None:
     if traits.get("dtype", torch.bfloat16) == torch.float32:
         return "it serves bf16 and fp16"
-    if traits.get("packed"):
+    if traits.get("quantized"):
         return "the weight is packed"
     return gpu_trait(**traits)
 
 
-@linear.backend("cublas", supports=_supports, unchosen=UNCHOSEN)
+@linear.backend("cublas", supports=_supports, opt_in_reason=UNCHOSEN)
 def linear_cublas(
     x: Tensor,
     weight: Tensor,
-    segments: int = 1,
-    partial: bool = False,
+    split_k: int = 1,
+    allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.linear.linear, for bf16 and fp16. x and weight are contiguous."""
-    if segments == 1:
-        return placed(torch.mm(x, weight.t()), out)
-    x, weight = whole_runs(x, weight, segments)
-    runs = (segments, x.shape[1] // segments)
+    if split_k == 1:
+        return write_out(torch.mm(x, weight.t()), out)
+    x, weight = pad_partitions(x, weight, split_k)
+    runs = (split_k, x.shape[1] // split_k)
     left = x.unflatten(1, runs).transpose(0, 1)
     right = weight.unflatten(1, runs).permute(1, 2, 0)
     parts = torch.bmm(left, right, out_dtype=torch.float32)
-    return parts if partial and out is None else placed(fold(parts, x.dtype), out)
+    return parts if allow_partials and out is None else write_out(fold(parts, x.dtype), out)

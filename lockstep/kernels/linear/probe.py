@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.linear.tuning import seconds
-from lockstep.kernels.timing import recorded
+from lockstep.kernels.timing import record_graph
 
 Run = Callable[..., Tensor]
 FASTER = 0.98
@@ -44,18 +44,22 @@ class Probed:
         self,
         x: Tensor,
         weight: Tensor,
-        segments: int = 1,
-        partial: bool = False,
+        split_k: int = 1,
+        allow_partials: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
         """See lockstep.kernels.linear.linear. The backends agree in every bit, so this is speed."""
         if out is not None:
-            return self.exact(x, weight, segments, partial, out)
+            return self.exact(x, weight, split_k, allow_partials, out)
         fast = self.found.get(x.shape[0], "") is None and _placed(x) and _placed(weight)
-        return (self.fast if fast else self.exact)(x, weight, segments, partial)
+        return (self.fast if fast else self.exact)(x, weight, split_k, allow_partials)
 
     def probe(
-        self, rows: Sequence[int], weights: Sequence[Tensor], segments: int, partial: bool = False
+        self,
+        rows: Sequence[int],
+        weights: Sequence[Tensor],
+        split_k: int,
+        allow_partials: bool = False,
     ) -> None:
         """Finds who serves at these numbers of rows, by the model's own weights [N, K].
 
@@ -66,30 +70,32 @@ class Probed:
             return
         fresh = [count for count in rows if count >= FEWEST and count not in self.found]
         try:
-            found = {count: self._slower(count, weights, segments, partial) for count in fresh}
-            self._compare(found, weights[0], segments)
+            found = {
+                count: self._slower(count, weights, split_k, allow_partials) for count in fresh
+            }
+            self._compare(found, weights[0], split_k)
         except torch.OutOfMemoryError:
             found = dict.fromkeys(fresh, "too little memory to probe")
         self.found.update(found)
 
     def _slower(
-        self, count: int, weights: Sequence[Tensor], segments: int, partial: bool
+        self, count: int, weights: Sequence[Tensor], split_k: int, allow_partials: bool
     ) -> str | None:
         x = _spread(weights[0].new_empty(count, weights[0].shape[1]), 0, 0)
 
         def took(run: Run) -> float:
-            return 1e6 * seconds(lambda weight: run(x, weight, segments, partial), weights)
+            return 1e6 * seconds(lambda weight: run(x, weight, split_k, allow_partials), weights)
 
         rounds = [(took(self.fast), took(self.exact)) for _ in range(2)]
         fast, exact = map(min, zip(*rounds, strict=True))
         return None if fast <= FASTER * exact else f"slower, {fast:.0f} us against {exact:.0f}"
 
-    def _compare(self, found: dict[int, str | None], weight: Tensor, segments: int) -> None:
+    def _compare(self, found: dict[int, str | None], weight: Tensor, split_k: int) -> None:
         """Refuses each number of rows at which any trial tells the backends apart."""
         most = max((count for count, why in found.items() if why is None), default=0)
-        for name, x, w in trials(most, weight, segments):
+        for name, x, w in trials(most, weight, split_k):
             for count in [count for count, why in found.items() if why is None]:
-                arguments = (x[:count], w, segments)
+                arguments = (x[:count], w, split_k)
                 want = self.exact(*arguments)
                 gots = (self.fast(*arguments), _replayed(self.fast, *arguments))
                 wrong = max(_differing(got, want) for got in gots)
@@ -97,7 +103,7 @@ class Probed:
                     found[count] = f"other bits in {wrong} of {want.numel()} outputs ({name})"
 
 
-def trials(rows: int, weight: Tensor, segments: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+def trials(rows: int, weight: Tensor, split_k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(what it is, x [rows, K], a weight [N, K]) on which another order of addition shows.
 
     Halves of each segment that cancel, so that only the rounding of the partial sums is left, which
@@ -110,7 +116,7 @@ def trials(rows: int, weight: Tensor, segments: int) -> Iterator[tuple[str, Tens
     other = torch.empty_like(weight)
     spreads = SPREADS[weight.dtype]
     for seed, operand in enumerate((x, other)):
-        halves = _spread(operand, spreads[1], seed).unflatten(1, (segments, 2, -1))
+        halves = _spread(operand, spreads[1], seed).unflatten(1, (split_k, 2, -1))
         halves[:, :, 1] = (2 * seed - 1) * halves[:, :, 0]
     yield "cancelling", x, other
     for seed, spread in enumerate(spreads, 2):
@@ -140,6 +146,6 @@ def _differing(a: Tensor, b: Tensor) -> int:
 
 def _replayed(run: Run, *arguments: object) -> Tensor:
     """What a backend leaves when captured: a capture has its own stream and workspace."""
-    graph, out = recorded(lambda: run(*arguments))
+    graph, out = record_graph(lambda: run(*arguments))
     graph.replay()
     return out

@@ -5,7 +5,7 @@ Weights are the left operand, so that there is one tree whatever the number of t
 on the left, 16 of them would be mma.sync's with another order of columns, 64 wgmma's. The tree is
 the op's, as in triton.py. Above MOST tokens, and where a layout does not suit the kernel,
 the weight is unpacked first, into memory, and the dense backend multiplies. The bits are the same:
-linear(x, packed) == linear(x, packed.unpack(x.dtype)).
+linear(x, packed) == linear(x, packed.dequantize(x.dtype)).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.epochs import launch_epochs
-from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, PackedWeight
+from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, QuantizedWeight
 from lockstep.kernels.formats.weights.dequantize_tile import BLOCK, Operand
 from lockstep.kernels.formats.weights.operand import (
     IN_PARTS,
@@ -32,7 +32,7 @@ from lockstep.kernels.formats.weights.operand import (
     target_of,
 )
 from lockstep.kernels.formats.weights.triton import in_memory
-from lockstep.kernels.linear import linear, run_length
+from lockstep.kernels.linear import linear, partition_length
 from lockstep.kernels.linear.quantized_gemm import packed_kernel
 from lockstep.kernels.linear.quantized_gemv import lanes_kernel
 from lockstep.kernels.linear.quantized_pipeline import HALF, ring_kernel
@@ -53,20 +53,20 @@ PLAIN = Tile(64, 64, 64, 4, 4)
 
 def launch(
     x: Tensor,
-    weight: PackedWeight,
-    segments: int,
+    weight: QuantizedWeight,
+    split_k: int,
     tile: PackedTile,
     target: Target,
-    partial: bool = False,
+    allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """linear by a given tile. The tile decides the speed and nothing else."""
     (tokens, k) = x.shape
     n = weight.shape[0]
     if not (tile.laid_out or target.assembly):
-        tile = block_tile(tile, weight, segments, target.arch)
-    split = min(tile.split, segments)
-    length = run_length(k, segments)
+        tile = block_tile(tile, weight, split_k, target.arch)
+    split = min(tile.split, split_k)
+    length = partition_length(k, split_k)
     found = x.new_empty(tokens, n) if out is None else out
     if split > 1:
         found = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
@@ -83,19 +83,19 @@ def launch(
         even = length % columns == 0 and k % columns == 0
         packed_kernel[grid](
             x, operand, found, tokens, n, k, length, x.stride(0), found.stride(-2),
-            segments // split, GROUP, tuple(form), even,
+            split_k // split, GROUP, tuple(form), even,
             tile.m, tile.n, columns, TYPES[x.dtype],
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers or None,
             enable_fp_fusion=False,
         )  # fmt: skip
-    if split == 1 or (partial and out is None):
+    if split == 1 or (allow_partials and out is None):
         return found
     total = fold(found, x.dtype) if tokens else x.new_empty(0, n)
     return total if out is None else out.copy_(total)
 
 
 def _lanes(
-    x: Tensor, weight: PackedWeight, out: Tensor, length: int, tile: PackedTile, target: Target
+    x: Tensor, weight: QuantizedWeight, out: Tensor, length: int, tile: PackedTile, target: Target
 ) -> None:
     """Fills out [T, N], or partials [P, T, N] fp32, a program for each part of `length` columns."""
     tokens = x.shape[0]
@@ -128,7 +128,7 @@ def _in_words(operand: Operand) -> Operand:
 
 
 def _ring(
-    x: Tensor, weight: PackedWeight, out: Tensor, length: int, tile: PackedTile, target: Target
+    x: Tensor, weight: QuantizedWeight, out: Tensor, length: int, tile: PackedTile, target: Target
 ) -> None:
     """Fills out [T, N], or partials [P, T, N] fp32, a program for each part of `length` columns;
     the last one may be shorter."""
@@ -194,44 +194,44 @@ def _hand_over(x: Tensor, ctas: int, tile: PackedTile) -> tuple[Tensor, Tensor]:
 
 
 def tile_of(
-    tokens: int, weight: PackedWeight, segments: int, dtype: torch.dtype, arch: int
+    tokens: int, weight: QuantizedWeight, split_k: int, dtype: torch.dtype, arch: int
 ) -> PackedTile:
     """How x of this dtype meets a weight; UNPACK also where the kernel does not serve."""
-    whole = segments == 1 or run_length(weight.k, segments) % int(BLOCK) == 0
+    whole = split_k == 1 or partition_length(weight.k, split_k) % int(BLOCK) == 0
     served = tokens <= MOST and dtype != torch.float32
     if not (served and whole) or irregular(weight):
         return UNPACK
-    return lookup(tokens, weight, segments, dtype, arch)
+    return lookup(tokens, weight, split_k, dtype, arch)
 
 
 def _dense(
-    x: Tensor, weight: PackedWeight, segments: int, partial: bool, out: Tensor | None
+    x: Tensor, weight: QuantizedWeight, split_k: int, allow_partials: bool, out: Tensor | None
 ) -> Tensor:
     """The weight unpacked into memory, and the dense backend."""
-    return linear_triton(x, in_memory(weight, x.dtype), segments, partial, out)
+    return linear_triton(x, in_memory(weight, x.dtype), split_k, allow_partials, out)
 
 
 def run_tile(
-    segments: int, partial: bool, x: Tensor, weight: PackedWeight, tile: PackedTile
+    split_k: int, allow_partials: bool, x: Tensor, weight: QuantizedWeight, tile: PackedTile
 ) -> Tensor:
     """linear by a given tile, UNPACK among them, on x's device: what the tuner times."""
     if tile == UNPACK:
-        return _dense(x, weight, segments, partial, None)
-    return launch(x, weight, segments, tile, target_of(x.device), partial)
+        return _dense(x, weight, split_k, allow_partials, None)
+    return launch(x, weight, split_k, tile, target_of(x.device), allow_partials)
 
 
-def right_bits(segments: int, x: Tensor, weight: PackedWeight) -> Tensor:
+def right_bits(split_k: int, x: Tensor, weight: QuantizedWeight) -> Tensor:
     """linear with the weight unpacked ahead, in a plain tile that any GPU takes."""
-    return dense_launch(x, in_memory(weight, x.dtype), segments, PLAIN)
+    return dense_launch(x, in_memory(weight, x.dtype), split_k, PLAIN)
 
 
 def refusal(
-    segments: int, x: Tensor, weight: PackedWeight, want: Tensor, tile: PackedTile
+    split_k: int, x: Tensor, weight: QuantizedWeight, want: Tensor, tile: PackedTile
 ) -> str | None:
     """Why a tile must not be used on this GPU, if so: it does not compile or fit, or has other
     bits than are wanted, right_bits."""
     try:
-        found = run_tile(segments, False, x, weight, tile)
+        found = run_tile(split_k, False, x, weight, tile)
     except (RuntimeError, TritonError) as error:
         return f"{type(error).__name__}: {error}"
     same = torch.equal(found.view(torch.int16), want.view(torch.int16))
@@ -239,22 +239,22 @@ def refusal(
 
 
 def _supports(**traits: Any) -> str | None:
-    if not traits.get("packed"):
+    if not traits.get("quantized"):
         return "the weight is not packed"
     return gpu_trait(**traits)
 
 
-@linear.backend("packed", supports=_supports)
-def linear_packed(
+@linear.backend("quantized", supports=_supports)
+def linear_quantized(
     x: Tensor,
-    weight: PackedWeight,
-    segments: int = 1,
-    partial: bool = False,
+    weight: QuantizedWeight,
+    split_k: int = 1,
+    allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.linear.linear. Last strides must be 1."""
     target = target_of(x.device)
-    tile = tile_of(x.shape[0], weight, segments, x.dtype, target.arch)
+    tile = tile_of(x.shape[0], weight, split_k, x.dtype, target.arch)
     if tile == UNPACK:
-        return _dense(x, weight, segments, partial, out)
-    return launch(x, weight, segments, tile, target, partial, out)
+        return _dense(x, weight, split_k, allow_partials, out)
+    return launch(x, weight, split_k, tile, target, allow_partials, out)

@@ -14,7 +14,7 @@ def _subtree(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """COUNT segments of `length` columns from `begin` on, added pairwise in registers; the last one
+    """COUNT split_k of `length` columns from `begin` on, added pairwise in registers; the last one
     of K may be shorter."""
     if COUNT == 1:
         return chain(

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.kernels.architecture import HOPPER, PROCESSORS, shared_of
+from lockstep.kernels.architecture import H100_MULTIPROCESSORS, HOPPER, shared_memory_limit
 from lockstep.kernels.formats.weights import (
     Fp4Weight,
     Fp8Weight,
     GgufWeight,
     IntWeight,
-    PackedWeight,
+    QuantizedWeight,
 )
 from lockstep.kernels.formats.weights.dequantize_tile import BLOCK
 from lockstep.kernels.formats.weights.operand import (
@@ -30,8 +30,7 @@ from lockstep.kernels.formats.weights.operand import (
     shared_by,
     stages_of,
 )
-from lockstep.kernels.linear import run_length, tuning
-from lockstep.kernels.linear import segments as segments_of
+from lockstep.kernels.linear import choose_split_k, partition_length, tuning
 
 TABLE = Path(__file__).with_name("quantized_tuning.json")
 BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
@@ -79,7 +78,7 @@ class PackedTile:
     alone (quantized_gemv.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
     a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
     through a ring (quantized_pipeline.py): m a multiple of 8, n one of 16 x warps, warps one of 4,
-    k 128 or 256, stages its slots, registers of a thread on average, and segments as with lanes.
+    k 128 or 256, stages its slots, registers of a thread on average, and split_k as with lanes.
     sync: it multiplies by mma.sync, else by wgmma. share: programs for each multiprocessor, which
     share all tiles of a ring evenly; 0: a program for each tile.
     """
@@ -110,7 +109,7 @@ class PackedTile:
 UNPACK = PackedTile(0, 0, 0)
 """Stands for unpacking into memory, and the dense backend."""
 Table = dict[str, dict[int, PackedTile]]
-Run = Callable[[Tensor, PackedWeight, PackedTile], Tensor]
+Run = Callable[[Tensor, QuantizedWeight, PackedTile], Tensor]
 
 
 def bucket(tokens: int) -> int:
@@ -118,7 +117,7 @@ def bucket(tokens: int) -> int:
     return BUCKETS[max(bisect_right(BUCKETS, tokens), 1) - 1]
 
 
-def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
+def _lanes(m: int, split_k: int, bits: int) -> list[PackedTile]:
     """Where x is short, many warps of 16 outputs, else fewer of 32 and 64, that load x less often.
 
     cuts: (16 outputs of a warp, warps of a program, blocks ahead with 4 bits: half with 8).
@@ -129,7 +128,7 @@ def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
         32: ((2, 1, 2), (1, 1, 4), (2, 1, 4)),
     }
     tiles = [
-        PackedTile(m, 16 * high * warps, 128, warps, 4 * ahead // bits, segments, lanes=True)
+        PackedTile(m, 16 * high * warps, 128, warps, 4 * ahead // bits, split_k, lanes=True)
         for high, warps, ahead in cuts[m]
     ]
     if m == 8:
@@ -193,7 +192,7 @@ def _slot_bytes(m: int, n: int, bits: int) -> int:
     return 16 * bits * n + 256 * m
 
 
-def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
+def _ring(tokens: int, split_k: int, bits: int) -> list[PackedTile]:
     """Tiles through a ring, with about as many bytes of slots whatever the bits of a weight; wgmma
     leaves a slot one later, so three at least: where they do not fit, there is no such tile."""
     tiles = []
@@ -201,9 +200,11 @@ def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
     for m, n, k, warps, slots, registers, sync in RING_CUTS[most]:
         share = -(-slots * _slot_bytes(m, n, 4) // _slot_bytes(m, n, bits))
         slots = max(2 if sync else 3, share)
-        if slots * k // int(BLOCK) * _slot_bytes(m, n, bits) + BARRIERS > shared_of(HOPPER):
+        if slots * k // int(BLOCK) * _slot_bytes(m, n, bits) + BARRIERS > shared_memory_limit(
+            HOPPER
+        ):
             continue
-        tile = PackedTile(m, n, k, warps, slots, segments, registers, ring=True, sync=sync)
+        tile = PackedTile(m, n, k, warps, slots, split_k, registers, ring=True, sync=sync)
         shared = replace(tile, share=_ring_held(tile, bits))
         tiles += [shared, tile] if m >= SHARED_FIRST else [tile, shared]
     return tiles
@@ -213,75 +214,77 @@ def _ring_held(tile: PackedTile, bits: int) -> int:
     """How many programs through a ring a multiprocessor of Hopper holds."""
     slots = tile.stages * tile.k // int(BLOCK) * _slot_bytes(tile.m, tile.n, bits)
     threads = 32 * (tile.warps + RING_WARPS)
-    return min(shared_of(HOPPER) // (slots + BARRIERS), REGISTERS // (threads * tile.registers))
+    return min(
+        shared_memory_limit(HOPPER) // (slots + BARRIERS), REGISTERS // (threads * tile.registers)
+    )
 
 
-def _few(tokens: int, segments: int, bits: int) -> list[PackedTile]:
+def _few(tokens: int, split_k: int, bits: int) -> list[PackedTile]:
     """At most 32 tokens: the chain of one program is slow, so many run on each multiprocessor."""
-    lanes = _lanes(8 if tokens <= 8 else 16 if tokens <= 16 else 32, segments, bits)
-    return [*_blocks(tokens, segments), *lanes]
+    lanes = _lanes(8 if tokens <= 8 else 16 if tokens <= 16 else 32, split_k, bits)
+    return [*_blocks(tokens, split_k), *lanes]
 
 
-def _blocks(tokens: int, segments: int) -> list[PackedTile]:
+def _blocks(tokens: int, split_k: int) -> list[PackedTile]:
     """At most 32 tokens, in tiles that the compiler lays out."""
     m = 16 if tokens <= 16 else 32
     tiles = [
-        PackedTile(m, 64, 256, 4, 3, segments, 128),
-        PackedTile(m, 64, 256, 4, 3, segments, 96),
-        PackedTile(m, 64, 256, 4, 4, segments),
-        PackedTile(m, 64, 512, 4, 2, segments),
-        PackedTile(m, 64, 128, 4, 4, segments, 96),
-        PackedTile(m, 32, 128, 2, 4, segments, 128),
+        PackedTile(m, 64, 256, 4, 3, split_k, 128),
+        PackedTile(m, 64, 256, 4, 3, split_k, 96),
+        PackedTile(m, 64, 256, 4, 4, split_k),
+        PackedTile(m, 64, 512, 4, 2, split_k),
+        PackedTile(m, 64, 128, 4, 4, split_k, 96),
+        PackedTile(m, 32, 128, 2, 4, split_k, 128),
     ]
     return tiles
 
 
-def _some(segments: int) -> list[PackedTile]:
+def _some(split_k: int) -> list[PackedTile]:
     """33 .. 64 tokens: an unpacked weight serves them all."""
     return [
-        PackedTile(64, 64, 128, 4, 3, segments, 128),
-        PackedTile(64, 64, 128, 4, 2, segments, 96),
-        PackedTile(64, 64, 128, 4, 4, segments),
-        PackedTile(64, 64, 256, 4, 2, segments),
-        PackedTile(64, 128, 128, 4, 3, segments),
-        PackedTile(64, 128, 128, 8, 4, segments),
-        PackedTile(64, 128, 128, 8, 2, segments, 80),
+        PackedTile(64, 64, 128, 4, 3, split_k, 128),
+        PackedTile(64, 64, 128, 4, 2, split_k, 96),
+        PackedTile(64, 64, 128, 4, 4, split_k),
+        PackedTile(64, 64, 256, 4, 2, split_k),
+        PackedTile(64, 128, 128, 4, 3, split_k),
+        PackedTile(64, 128, 128, 8, 4, split_k),
+        PackedTile(64, 128, 128, 8, 2, split_k, 80),
     ]
 
 
-def _hundreds(tokens: int, segments: int) -> list[PackedTile]:
+def _hundreds(tokens: int, split_k: int) -> list[PackedTile]:
     """65 .. 256 tokens: tiles as high as the tokens unpack a weight once."""
     tiles = [
-        PackedTile(128, 64, 128, 4, 2, segments),
-        PackedTile(128, 64, 128, 4, 3, segments),
-        PackedTile(128, 128, 128, 8, 4, segments),
-        PackedTile(128, 128, 128, 8, 2, segments, 128),
-        PackedTile(64, 64, 128, 4, 3, segments, 128),
+        PackedTile(128, 64, 128, 4, 2, split_k),
+        PackedTile(128, 64, 128, 4, 3, split_k),
+        PackedTile(128, 128, 128, 8, 4, split_k),
+        PackedTile(128, 128, 128, 8, 2, split_k, 128),
+        PackedTile(64, 64, 128, 4, 3, split_k, 128),
     ]
     if tokens > 128:
-        tiles.append(PackedTile(256, 64, 128, 4, 2, segments))
-        tiles.append(PackedTile(256, 128, 128, 8, 2, segments))
+        tiles.append(PackedTile(256, 64, 128, 4, 2, split_k))
+        tiles.append(PackedTile(256, 128, 128, 8, 2, split_k))
     return tiles
 
 
-def _laid_out(tokens: int, segments: int) -> list[PackedTile]:
+def _laid_out(tokens: int, split_k: int) -> list[PackedTile]:
     """Tiles that the compiler lays out."""
     if tokens <= 32:
-        return _blocks(tokens, segments)
-    return _some(segments) if tokens <= 64 else _hundreds(tokens, segments)
+        return _blocks(tokens, split_k)
+    return _some(split_k) if tokens <= 64 else _hundreds(tokens, split_k)
 
 
-def candidates(tokens: int, segments: int, bits: int = 4) -> list[PackedTile]:
+def candidates(tokens: int, split_k: int, bits: int = 4) -> list[PackedTile]:
     """Tiles worth timing on Hopper, at most twenty, for weights of so many bits; the first serves
     where nothing was timed: one through a ring, which was the fastest of nearly every layout and
     shape (docs/decisions/0016-packed-ring.md, 0033), above MOST_BY_RULE UNPACK."""
-    ring = _ring(tokens, segments, bits)
+    ring = _ring(tokens, split_k, bits)
     if tokens <= 32:
-        return [*ring, *_few(tokens, segments, bits)]
+        return [*ring, *_few(tokens, split_k, bits)]
     if tokens <= 64:
-        return [*ring, *_some(segments)]
+        return [*ring, *_some(split_k)]
     if tokens <= MOST_LAID_OUT:
-        return [*ring, *_hundreds(tokens, segments), UNPACK]
+        return [*ring, *_hundreds(tokens, split_k), UNPACK]
     return [*ring, UNPACK] if tokens <= MOST_BY_RULE else [UNPACK, *ring]
 
 
@@ -293,13 +296,13 @@ def _modest(tokens: int) -> PackedTile:
     return PackedTile(m, 64, 128, stages=3 if m <= 64 else 2)
 
 
-def lanes_serve(weight: PackedWeight, segments: int, arch: int) -> bool:
+def lanes_serve(weight: QuantizedWeight, split_k: int, arch: int) -> bool:
     """Whether warps that work alone can multiply a weight, with the bits of the dense backend: by
     mma.sync where it is that backend's product, or has its bits, as on Hopper; in whole blocks of
     columns; and where the scales of NVFP4 can be read eight at a time, those of GGUF types as
     words."""
     same = arch == HOPPER or multiplies_by_mma_sync(arch)
-    whole = weight.k % (segments * int(BLOCK)) == 0
+    whole = weight.k % (split_k * int(BLOCK)) == 0
     if not (same and whole):
         return False
     if isinstance(weight, GgufWeight):
@@ -316,15 +319,15 @@ def _in_words(numbers: Tensor | None) -> bool:
     return numbers.stride(0) * numbers.element_size() % 4 == 0 and _begins_at(numbers, 4)
 
 
-def ring_serves(weight: PackedWeight, segments: int, arch: int) -> bool:
+def ring_serves(weight: QuantizedWeight, split_k: int, arch: int) -> bool:
     """Whether a weight can pass through a ring: on Hopper, in whole blocks of columns per segment,
     each with one scale, or the eight of NVFP4 in two words."""
-    if arch != HOPPER or weight.k % int(BLOCK) or run_length(weight.k, segments) % int(BLOCK):
+    if arch != HOPPER or weight.k % int(BLOCK) or partition_length(weight.k, split_k) % int(BLOCK):
         return False
     return ring_reads(weight)
 
 
-def ring_reads(weight: PackedWeight) -> bool:
+def ring_reads(weight: QuantizedWeight) -> bool:
     """Whether words, scales and zeros lie as a ring reads them."""
     if not _begins_at(weight.words, 16) or weight.words.stride(0) % 4:
         return False
@@ -339,67 +342,67 @@ def _begins_at(tensor: Tensor, size: int) -> bool:
     return tensor.storage_offset() * tensor.element_size() % size == 0
 
 
-def block_tile(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
+def block_tile(tile: PackedTile, weight: QuantizedWeight, split_k: int, arch: int) -> PackedTile:
     """What stands for a tile of assembly where that does not serve, or none can run."""
-    other = _laid_out(tile.m, segments)[0] if arch == HOPPER else _modest(tile.m)
-    return cut(other, weight, segments, arch)
+    other = _laid_out(tile.m, split_k)[0] if arch == HOPPER else _modest(tile.m)
+    return cut(other, weight, split_k, arch)
 
 
-def _without_ring(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
+def _without_ring(tile: PackedTile, weight: QuantizedWeight, split_k: int, arch: int) -> PackedTile:
     """Return the tile that replaces a ring which does not serve: on Hopper, up to SINGLY tokens,
     one of the register-only kernel, which 28 of the table's 32 entries for 1 to 4 tokens are that
     are no rings."""
     if tile.m <= SINGLY and arch == HOPPER:
-        return _cut_lanes(_lanes(SINGLY, segments, weight.bits)[0], weight, segments, arch)
-    return block_tile(tile, weight, segments, arch)
+        return _cut_lanes(_lanes(SINGLY, split_k, weight.bits)[0], weight, split_k, arch)
+    return block_tile(tile, weight, split_k, arch)
 
 
-def _cut_lanes(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
+def _cut_lanes(tile: PackedTile, weight: QuantizedWeight, split_k: int, arch: int) -> PackedTile:
     """No more blocks ahead than a segment has."""
-    if not lanes_serve(weight, segments, arch):
-        return block_tile(tile, weight, segments, arch)
-    ahead = min(tile.stages, weight.k // segments // int(BLOCK))
-    if (ahead, tile.split) == (tile.stages, segments):
+    if not lanes_serve(weight, split_k, arch):
+        return block_tile(tile, weight, split_k, arch)
+    ahead = min(tile.stages, weight.k // split_k // int(BLOCK))
+    if (ahead, tile.split) == (tile.stages, split_k):
         return tile
-    return replace(tile, stages=ahead, split=segments)
+    return replace(tile, stages=ahead, split=split_k)
 
 
-def _shared(tile: PackedTile, weight: PackedWeight, segments: int) -> int:
+def _shared(tile: PackedTile, weight: QuantizedWeight, split_k: int) -> int:
     """Programs for each multiprocessor that may share a weight's tiles: no more than there are
-    tiles, of SHARING_WARPS together, and only of segments that are equally long."""
-    if weight.k % (segments * int(BLOCK)):
+    tiles, of SHARING_WARPS together, and only of split_k that are equally long."""
+    if weight.k % (split_k * int(BLOCK)):
         return 0
-    tiles = -(-weight.shape[0] // tile.n) * segments
-    share = min(tile.share, tiles // PROCESSORS)
+    tiles = -(-weight.shape[0] // tile.n) * split_k
+    share = min(tile.share, tiles // H100_MULTIPROCESSORS)
     return share if share * tile.warps >= SHARING_WARPS else 0
 
 
-def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
+def cut(tile: PackedTile, weight: QuantizedWeight, split_k: int, arch: int) -> PackedTile:
     """A tile as a launch takes it: columns that suit the weight, and as many of the stages as the
     architecture has shared memory for."""
     if tile == UNPACK:
         return tile
     if tile.lanes:
-        return _cut_lanes(tile, weight, segments, arch)
-    if tile.ring and ring_serves(weight, segments, arch):
-        if weight.k % (segments * tile.k):
+        return _cut_lanes(tile, weight, split_k, arch)
+    if tile.ring and ring_serves(weight, split_k, arch):
+        if weight.k % (split_k * tile.k):
             tile = replace(tile, k=int(BLOCK), stages=tile.stages * tile.k // int(BLOCK))
-        shared = _shared(tile, weight, segments)
-        if (tile.split, tile.share) == (segments, shared):
+        shared = _shared(tile, weight, split_k)
+        if (tile.split, tile.share) == (split_k, shared):
             return tile
-        return replace(tile, split=segments, share=shared)
+        return replace(tile, split=split_k, share=shared)
     if tile.ring:
-        return _without_ring(tile, weight, segments, arch)
-    k = columns_of(weight, tile.k, run_length(weight.k, segments))
+        return _without_ring(tile, weight, split_k, arch)
+    k = columns_of(weight, tile.k, partition_length(weight.k, split_k))
     sync = not tile.warpgroup
     stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)
-    split = min(tile.split, segments)
+    split = min(tile.split, split_k)
     if (k, stages, split) == (tile.k, tile.stages, tile.split):
         return tile
     return replace(tile, k=k, stages=stages, split=split)
 
 
-def layout_of(weight: PackedWeight) -> str:
+def layout_of(weight: QuantizedWeight) -> str:
     """What of a layout decides a tile's speed: bits, columns per scale, types."""
     group = group_of(weight)
     if isinstance(weight, Fp4Weight):
@@ -414,7 +417,7 @@ def layout_of(weight: PackedWeight) -> str:
     return f"int{weight.bits}-{group}-{kind}-{scales}"
 
 
-def key(weight: PackedWeight, dtype: torch.dtype, arch: int) -> str:
+def key(weight: QuantizedWeight, dtype: torch.dtype, arch: int) -> str:
     """Where the table keeps the tiles of such a weight."""
     n, k = weight.shape
     name = str(dtype).removeprefix("torch.")
@@ -434,16 +437,16 @@ def _distance(shape: str, other: str) -> float:
 
 
 @cache
-def _measured(name: str, segments: int) -> list[dict[int, PackedTile]]:
+def _measured(name: str, split_k: int) -> list[dict[int, PackedTile]]:
     """The table's tiles for a key, then those of other shapes of the same layout whose K is cut
-    into as many segments, the nearest first."""
+    into as many split_k, the nearest first."""
     kind, _, shape = name.rpartition("/")
     found = []
     for own, row in load().items():
         other_kind, _, other = own.rpartition("/")
         n, k = map(int, other.split("x"))
         if own == name or (
-            other_kind == kind and segments_of(n, k, "cuda", packed=True) == segments
+            other_kind == kind and choose_split_k(n, k, "cuda", quantized=True) == split_k
         ):
             found.append((_distance(shape, other), own, row))
     return [row for _, _, row in sorted(found, key=lambda one: one[:2])]
@@ -460,25 +463,25 @@ def _serving(row: dict[int, PackedTile], first: int) -> PackedTile | None:
 
 
 @cache
-def _tile(first: int, name: str, segments: int, arch: int, bits: int) -> PackedTile:
+def _tile(first: int, name: str, split_k: int, arch: int, bits: int) -> PackedTile:
     """By the table, else by the rule."""
-    timed = (_serving(row, first) for row in _measured(name, segments))
+    timed = (_serving(row, first) for row in _measured(name, split_k))
     found = next((tile for tile in timed if tile is not None), None)
     if found is not None:
         return found
     if arch == HOPPER:
-        return candidates(first, segments, bits)[0]
+        return candidates(first, split_k, bits)[0]
     return _modest(first)
 
 
 def lookup(
-    tokens: int, weight: PackedWeight, segments: int, dtype: torch.dtype, arch: int
+    tokens: int, weight: QuantizedWeight, split_k: int, dtype: torch.dtype, arch: int
 ) -> PackedTile:
     """The tile for `tokens` rows against a packed weight on a GPU of this architecture."""
-    tile = _tile(bucket(tokens), key(weight, dtype, arch), segments, arch, weight.bits)
-    if tokens > MOST_LAID_OUT and not ring_serves(weight, segments, arch):
+    tile = _tile(bucket(tokens), key(weight, dtype, arch), split_k, arch, weight.bits)
+    if tokens > MOST_LAID_OUT and not ring_serves(weight, split_k, arch):
         return UNPACK
-    return cut(tile, weight, segments, arch)
+    return cut(tile, weight, split_k, arch)
 
 
 def _lanes_held(tile: PackedTile, bits: int) -> int:
@@ -490,7 +493,7 @@ def _lanes_held(tile: PackedTile, bits: int) -> int:
 
 
 def estimate(
-    tokens: int, weight: PackedWeight, tile: PackedTile, arch: int, processors: int
+    tokens: int, weight: QuantizedWeight, tile: PackedTile, arch: int, processors: int
 ) -> float:
     """Seconds of a launch on a GPU of so many multiprocessors, at least: its bytes, or the waves of
     its programs, each of which is a chain that waits for its products."""
@@ -506,19 +509,19 @@ def estimate(
     shared = (tile.stages - 1) * stage + fixed
     threads = 32 * tile.warps
     registers = tile.registers or OWN_REGISTERS + tile.m * tile.n // threads
-    held = max(1, min(shared_of(arch) // shared, REGISTERS // (registers * threads)))
+    held = max(1, min(shared_memory_limit(arch) // shared, REGISTERS // (registers * threads)))
     waves = max(1.0, programs / (held * processors))
     return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * STEP)
 
 
 def worth_timing(
-    tokens: int, weight: PackedWeight, segments: int, arch: int, processors: int
+    tokens: int, weight: QuantizedWeight, split_k: int, arch: int, processors: int
 ) -> list[PackedTile]:
     """The candidates as they are launched, each once, that keep their stages on the architecture
     and are not far behind by the estimate, among those of the same kernel."""
     found: list[PackedTile] = []
-    for tile in candidates(tokens, segments, weight.bits):
-        own = cut(tile, weight, segments, arch)
+    for tile in candidates(tokens, split_k, weight.bits):
+        own = cut(tile, weight, split_k, arch)
         if own.stages == tile.stages and own not in found:
             found.append(own)
     cost = {
@@ -536,14 +539,14 @@ def _kernel(tile: PackedTile) -> tuple[bool, bool]:
     return tile.lanes, tile.ring
 
 
-def some_weights(empty: Callable[[], PackedWeight]) -> list[PackedWeight]:
+def some_weights(empty: Callable[[], QuantizedWeight]) -> list[QuantizedWeight]:
     """Random weights on the GPU, as many bytes of them as the tuner of dense ones takes."""
     generator = torch.Generator("cuda").manual_seed(0)
     found = [empty()]
     count = min(MOST_WEIGHTS, -(-tuning.SPREAD // found[0].nbytes))
     found += [empty() for _ in range(count - 1)]
     for weight in found:
-        weight.dummy(generator)
+        weight.fill_dummy(generator)
     return found
 
 
@@ -551,7 +554,7 @@ def tune(
     run: Run,
     refusal: Callable[[PackedTile], str | None],
     x: Tensor,
-    weights: Sequence[PackedWeight],
+    weights: Sequence[QuantizedWeight],
     tiles: Sequence[PackedTile],
 ) -> tuple[list[tuple[float, PackedTile]], dict[PackedTile, str]]:
     """(seconds, tile) of each tile, fastest first; and why others must not be used."""
@@ -567,5 +570,5 @@ def tune(
     return sorted(found, key=lambda pair: pair[0]), refused
 
 
-def _timed(run: Run, x: Tensor, tile: PackedTile, weight: PackedWeight) -> object:
+def _timed(run: Run, x: Tensor, tile: PackedTile, weight: QuantizedWeight) -> object:
     return run(x, weight, tile)

@@ -1,6 +1,7 @@
+# mypy: ignore-errors
 """linear in Triton: the tree is the op's, the tile is tuned (lockstep.kernels.linear.tuning).
 
-A program makes one tile of the output, over all of K or over a subtree of its segments; in the
+A program makes one tile of the output, over all of K or over a subtree of its split_k; in the
 second case it leaves an fp32 partial, and the reader, or a small pass, adds the partials along the
 rest of the tree. Tiles whose width is no power of two are made in triton_uneven.py.
 On Hopper every tile gives the same bits in bf16 and fp16, mma.sync and wgmma alike, weights on
@@ -18,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels import architecture
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear import linear, run_length, triton_uneven, whole_runs
+from lockstep.kernels.linear import linear, pad_partitions, partition_length, triton_uneven
 from lockstep.kernels.linear.triton_uneven import place, widths
 from lockstep.kernels.linear.tuning import Tile, lookup
 
@@ -33,7 +34,7 @@ FOLD = 1024
 
 
 @triton.jit
-def segment_product(
+def partition_product(
     x, weight, live, m, n, begin, end,
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -69,10 +70,10 @@ def _subtree(
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """COUNT segments of `length` columns from `begin` on, added pairwise in registers; the last one
+    """COUNT split_k of `length` columns from `begin` on, added pairwise in registers; the last one
     of K may be shorter."""
     if COUNT == 1:
-        return segment_product(
+        return partition_product(
             x, weight, live, m, n, begin, tl.minimum(begin + length, K),
             SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -147,9 +148,9 @@ def aligned(x: Tensor) -> bool:
 def launch(
     x: Tensor,
     weight: Tensor,
-    segments: int,
+    split_k: int,
     tile: Tile,
-    partial: bool = False,
+    allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """linear by a given tile. The tile decides the speed and nothing else.
@@ -160,14 +161,14 @@ def launch(
     n = weight.shape[0]
     if not tokens:
         return weight.new_empty(0, n) if out is None else out
-    length = run_length(x.shape[1], segments)
-    whole = length % tile.k == 0 or segments == 1
+    length = partition_length(x.shape[1], split_k)
+    whole = length % tile.k == 0 or split_k == 1
     tma = tile.tma and whole and aligned(x) and aligned(weight)
     if not tma:  # its copies are zeros behind K
-        x, weight = whole_runs(x, weight, segments)
-    tile = _fitting(replace(tile, tma=tma), segments, out is None)
+        x, weight = pad_partitions(x, weight, split_k)
+    tile = _fitting(replace(tile, tma=tma), split_k, out is None)
     split = tile.split
-    count = segments // split
+    count = split_k // split
     if split > 1:
         out = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
     elif out is None:
@@ -176,30 +177,30 @@ def launch(
         triton_uneven.launch(x, weight, out, count, length, tile, GROUP)
     else:
         _launch_even(x, weight, out, count, length, tile)
-    return out if partial or split == 1 else fold(out, weight.dtype)
+    return out if allow_partials or split == 1 else fold(out, weight.dtype)
 
 
 def _fits(tile: Tile, count: int) -> bool:
-    """Whether the sums of `count` segments, walked as a tree, stay in registers."""
+    """Whether the sums of `count` split_k, walked as a tree, stay in registers."""
     if len(widths(tile.n)) > 1:
         return tile.tma and triton_uneven.fits(tile, count)
     return count.bit_length() * tile.m * tile.n <= ACCUMULATORS * 32 * tile.warps
 
 
-def _fitting(tile: Tile, segments: int, shared: bool) -> Tile:
+def _fitting(tile: Tile, split_k: int, shared: bool) -> Tile:
     """The tile, or one whose sums fit: smaller, or with more programs along K where they share it.
 
-    8,192 tokens, TFLOP/s: 5120 x 6144 in two segments runs at 677 with 128 x 128, at 604 with
+    8,192 tokens, TFLOP/s: 5120 x 6144 in two split_k runs at 677 with 128 x 128, at 604 with
     128 x 256 whose left halves wait in memory; in four at 450 so. Narrow weights of 27B in four run
     at 404 with 128 x 96.
     """
-    least = min(tile.split, segments) if shared else 1
-    splits = [least << i for i in range((segments // least).bit_length())] if shared else [1]
+    least = min(tile.split, split_k) if shared else 1
+    splits = [least << i for i in range((split_k // least).bit_length())] if shared else [1]
     high = min(tile.m, SQUARE)
     wide = min(tile.n, SQUARE)
     for split in splits:
         for other in (tile, replace(tile, m=high, n=wide)):
-            if _fits(other, segments // split):
+            if _fits(other, split_k // split):
                 return replace(other, split=split)
     return replace(tile, m=high, n=min(widths(tile.n)[0], SQUARE // 2), split=least)
 
@@ -234,21 +235,21 @@ def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _arch(device: torch.device) -> str:
     """E.g. "sm90"; "cpu" under the interpreter."""
-    return f"sm{architecture.number_of(device)}" if device.type == "cuda" else device.type
+    return f"sm{architecture.sm_number(device)}" if device.type == "cuda" else device.type
 
 
 def _supports(**traits: Any) -> str | None:
-    return "the weight is packed" if traits.get("packed") else gpu_trait(**traits)
+    return "the weight is packed" if traits.get("quantized") else gpu_trait(**traits)
 
 
 @linear.backend("triton", supports=_supports)
 def linear_triton(
     x: Tensor,
     weight: Tensor,
-    segments: int = 1,
-    partial: bool = False,
+    split_k: int = 1,
+    allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.linear.linear. Last strides must be 1."""
     tile = lookup(x.shape[0], *weight.shape, weight.dtype, _arch(x.device))
-    return launch(x, weight, segments, tile, partial, out)
+    return launch(x, weight, split_k, tile, allow_partials, out)

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lockstep.kernels.linear.tuning import Tile
 
 ACCUMULATORS = 192
-"""Registers per thread that the sums of a tile's segments may take."""
+"""Registers per thread that the sums of a tile's split_k may take."""
 LEAST = 16
 """Columns of the narrowest part, and of a part that is not there."""
 
@@ -66,7 +66,7 @@ def _subtree(
     BLOCK_M: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     BLOCK_K: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """COUNT segments of `length` columns from `begin` on, added pairwise in registers; the last one
+    """COUNT split_k of `length` columns from `begin` on, added pairwise in registers; the last one
     of K may be shorter."""
     if COUNT == 1:
         end = tl.minimum(begin + length, K)
@@ -119,7 +119,7 @@ def widths(n: int) -> list[int]:
 
 
 def fits(tile: Tile, count: int) -> bool:
-    """Whether this file serves the tile where a program owns `count` segments."""
+    """Whether this file serves the tile where a program owns `count` split_k."""
     found = widths(tile.n)
     level = count.bit_length()
     return (

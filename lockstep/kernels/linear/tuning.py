@@ -36,7 +36,7 @@ class Tile:
 
     m, n, k: tokens, outputs and columns per block, powers of two; n may be the sum of up to three
     of them, of 16 at least, where tma loads and swap is off. split: programs along K, at most the
-    segments; more than one costs a second pass, or a reader that adds. swap: weights are the left
+    split_k; more than one costs a second pass, or a reader that adds. swap: weights are the left
     operand, so that a few tokens fill a wgmma. tma: the bulk copy engine loads, where it exists and
     rows are aligned.
     """
@@ -80,11 +80,11 @@ FLOATS_MANY = (
     Tile(64, 128, 32, 8, 2, split=4),
 )
 """Tiles of fp32 for more tokens. 256 x 7168 at 256, 2,048 and 8,192 tokens, us: 97, 383 and 1,493;
-317, 630 and 2,466. Sums of all segments in one program took 1,092 us at 2,048."""
+317, 630 and 2,466. Sums of all split_k in one program took 1,092 us at 2,048."""
 
 
 def _floats(tokens: int) -> tuple[Tile, ...]:
-    """fp32. A weight of fewer segments than a tile's split has fewer programs."""
+    """fp32. A weight of fewer split_k than a tile's split has fewer programs."""
     if tokens > 64:
         return FLOATS_MANY
     least = next(tile.m for tile in FLOATS_HOPPER if tile.m >= min(tokens, 16))
@@ -215,7 +215,7 @@ def _modest(tokens: int, dtype: torch.dtype) -> Tile:
     return Tile(64, 64, 64, 4, 4) if tokens <= 64 else Tile(128, 128, 32, 8, 3)
 
 
-def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, segments: int = 1) -> list[Tile]:
+def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, split_k: int = 1) -> list[Tile]:
     """Tiles worth timing on Hopper, a dozen, or two for narrow weights; the first serves where
     nothing was timed."""
     if dtype == torch.float32:
@@ -230,7 +230,7 @@ def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, segments: int = 
         narrow = _narrow(tokens)
         tiles = [*narrow, *tiles] if n <= NARROWER else [*tiles, *narrow]
         tiles = list(dict.fromkeys(tiles))
-    return [tile for tile in tiles if tile.split <= segments and tile.k <= max(k, 64)]
+    return [tile for tile in tiles if tile.split <= split_k and tile.k <= max(k, 64)]
 
 
 def _key(n: int, k: int, dtype: torch.dtype, arch: str) -> str:
@@ -292,7 +292,7 @@ def some_weights(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def tune(
-    run: Run, tokens: int, weights: Sequence[Tensor], segments: int
+    run: Run, tokens: int, weights: Sequence[Tensor], split_k: int
 ) -> list[tuple[float, Tile]]:
     """(seconds, tile) of each candidate, fastest first; `run` is launch of the Triton backend."""
     (n, k) = weights[0].shape
@@ -300,8 +300,8 @@ def tune(
     x = torch.randn(tokens, k, dtype=dtype, device="cuda")
 
     def timed(tile: Tile) -> tuple[float, Tile]:
-        return seconds(lambda weight: run(x, weight, segments, tile), weights), tile
+        return seconds(lambda weight: run(x, weight, split_k, tile), weights), tile
 
-    tiles = candidates(tokens, n, k, dtype, segments)
+    tiles = candidates(tokens, n, k, dtype, split_k)
     timed(tiles[0])  # clocks rise under load
     return sorted(map(timed, tiles), key=lambda pair: pair[0])

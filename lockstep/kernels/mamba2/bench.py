@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from lockstep.kernels.bench_types import BenchEnv, Made, Model
+from lockstep.kernels.bench_types import BenchEnv, LazyBenchmark, ModelShape
 from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.mamba2.cases import inputs, weights
-from lockstep.kernels.recurrent._bench import Laws
 from lockstep.kernels.recurrent.cases import Dims
+from lockstep.kernels.recurrent.op_benchmarks import Laws
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """See Laws.benchmarks; of models that have such layers."""
     if model.mamba:
         yield from LAWS.benchmarks(model.mamba, env, query_len, model.prompt)

@@ -1,4 +1,4 @@
-"""Both laws on a CPU: the references' bits from few torch calls, as lockstep.kernels.recurrent._cpu
+"""Both laws on a CPU: the references' bits from few torch calls, as lockstep.kernels.recurrent.cpu
 has them for every recurrence."""
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from lockstep.kernels.mamba2 import (
     mamba2_step,
     time_steps,
 )
-from lockstep.kernels.recurrent._cpu import (
+from lockstep.kernels.recurrent.cpu import (
     Tokens,
     Window,
     by_token,
@@ -24,7 +24,7 @@ from lockstep.kernels.recurrent._cpu import (
     round_rows,
     write,
 )
-from lockstep.kernels.recurrent.prompt import prompt_rows
+from lockstep.kernels.recurrent.prompt_rows import prompt_rows
 from lockstep.kernels.recurrent.state import RecurrentState, expand
 from lockstep.step import GRID
 

@@ -9,16 +9,16 @@ from torch import Tensor
 from lockstep.kernels.bench_types import (
     EPS,
     BenchEnv,
-    Made,
-    Model,
+    LazyBenchmark,
+    ModelShape,
     OpBenchmark,
-    cut_by_tokens,
+    benchmark_per_token,
 )
 from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.recurrent.cases import Dims
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """Those that the model has."""
     yield rms_norm, partial(_rms_norm, model.hidden, env, query_len)
     yield add_rms_norm, partial(_add_rms_norm, model.hidden, env, query_len)
@@ -32,32 +32,32 @@ def _rms_norm(width: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     backend, norm = env.choose(rms_norm, width=width)
     weight = env.ones(width)
     token = 2 * width * env.dtype.itemsize
-    x = env.random(env.enough(token * query_len) * query_len, width)
+    x = env.random(env.rows_per_chain(token * query_len) * query_len, width)
 
     def run(x: Tensor) -> Tensor:
         return norm(x, weight, EPS, 0.0)
 
-    return cut_by_tokens(rms_norm, f"{width}", query_len, backend, run, [x], token)
+    return benchmark_per_token(rms_norm, f"{width}", query_len, backend, run, [x], token)
 
 
 def _add_rms_norm(width: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     backend, norm = env.choose(add_rms_norm, width=width)
     weight = env.ones(width)
     token = 4 * width * env.dtype.itemsize
-    tokens = env.enough(token * query_len) * query_len
+    tokens = env.rows_per_chain(token * query_len) * query_len
     given = [env.random(tokens, width), env.random(tokens + 1, width)[1:]]
 
     def run(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         return norm(x, delta, weight, EPS, 0.0)
 
-    return cut_by_tokens(add_rms_norm, f"{width}", query_len, backend, run, given, token)
+    return benchmark_per_token(add_rms_norm, f"{width}", query_len, backend, run, given, token)
 
 
 def _gated_rms_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     backend, norm = env.choose(gated_rms_norm, width=dims.v)
     weight = env.ones(dims.v)
     token = dims.hv * dims.v * (4 + 2 * env.dtype.itemsize)
-    tokens = env.enough(token * query_len) * query_len
+    tokens = env.rows_per_chain(token * query_len) * query_len
     x = env.random(tokens, dims.hv, dims.v, dtype=torch.float32)
     given = [x, env.random(tokens, dims.hv, dims.v)]
     size = f"{dims.hv}x{dims.v}"
@@ -65,7 +65,7 @@ def _gated_rms_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     def run(x: Tensor, gate: Tensor) -> Tensor:
         return norm(x, gate, weight, EPS)
 
-    return cut_by_tokens(gated_rms_norm, size, query_len, backend, run, given, token)
+    return benchmark_per_token(gated_rms_norm, size, query_len, backend, run, given, token)
 
 
 def _gated_group_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
@@ -73,7 +73,7 @@ def _gated_group_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     backend, norm = env.choose(gated_group_norm, width=width)
     weight = env.ones(dims.hk, width)
     token = dims.hk * width * (4 + 2 * env.dtype.itemsize)
-    tokens = env.enough(token * query_len) * query_len
+    tokens = env.rows_per_chain(token * query_len) * query_len
     x = env.random(tokens, dims.hk, width, dtype=torch.float32)
     given = [x, env.random(tokens, dims.hk, width)]
     size = f"{dims.hk}x{width}"
@@ -81,4 +81,4 @@ def _gated_group_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     def run(x: Tensor, gate: Tensor) -> Tensor:
         return norm(x, gate, weight, EPS)
 
-    return cut_by_tokens(gated_group_norm, size, query_len, backend, run, given, token)
+    return benchmark_per_token(gated_group_norm, size, query_len, backend, run, given, token)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.recurrent.rings import most_replayed, ring_slots, state_grid
+from lockstep.kernels.recurrent.history import max_replayed, ring_slots, state_grid
 from lockstep.kernels.recurrent.state import RecurrentState
 
 
@@ -37,7 +37,7 @@ class Dims:
     @property
     def most(self) -> int:
         """The most tokens that a state lacks."""
-        return most_replayed(self.w, self.flush, self.grid)
+        return max_replayed(self.w, self.flush, self.grid)
 
 
 def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -> RecurrentState:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from lockstep.kernels.recurrent.rings import state_grid
+from lockstep.kernels.recurrent.history import state_grid
 
 
 @dataclass
@@ -20,8 +20,8 @@ class RecurrentState:
 
     recurrent [slots, HV, K, V]: the state behind the row's first `folded` tokens. The rest are
     rings, a token's ring slot being its position modulo the ring's length (ring_slots of
-    lockstep.kernels.recurrent.rings): conv [slots, W + R, C] raw inputs, and of L = W +
-    most_replayed ring slots what replays tokens into the state: u [slots, L, HV, V],
+    lockstep.kernels.recurrent.history): conv [slots, W + R, C] raw inputs, and of L = W +
+    max_replayed ring slots what replays tokens into the state: u [slots, L, HV, V],
     k [slots, L, HK, K], decay [slots, L, HV].
     """
 

@@ -10,27 +10,27 @@ from torch import Tensor
 from lockstep.kernels.bench_types import (
     EPS,
     BenchEnv,
-    Made,
-    Model,
+    LazyBenchmark,
+    ModelShape,
     OpBenchmark,
-    cut_by_tokens,
+    benchmark_per_token,
 )
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.step import PAGE_SIZE
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """rope_and_cache of the model's attention."""
     if model.kv_heads:
         yield rope_and_cache, partial(_rope_and_cache, model, env, query_len)
 
 
-def _rope_and_cache(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark:
+def _rope_and_cache(model: ModelShape, env: BenchEnv, query_len: int) -> OpBenchmark:
     backend, rope = env.choose(rope_and_cache, head_dim=model.head_dim)
     kv_heads = model.kv_heads
     dim = model.head_dim
     token = 2 * (model.heads + 2 * kv_heads) * dim * env.dtype.itemsize
-    tokens = env.enough(token * query_len) * query_len
+    tokens = env.rows_per_chain(token * query_len) * query_len
     qkv = env.random(tokens, (model.heads * (1 + model.gate) + 2 * kv_heads) * dim)
     slots = env.ints(torch.randperm(tokens) + PAGE_SIZE, torch.int64)
     positions = env.ints(torch.arange(tokens) % model.context, torch.int64)
@@ -49,4 +49,4 @@ def _rope_and_cache(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark:
 
     size = f"{model.heads}/{kv_heads}x{dim}"
     given = [qkv, positions, slots]
-    return cut_by_tokens(rope_and_cache, size, query_len, backend, run, given, token, seen)
+    return benchmark_per_token(rope_and_cache, size, query_len, backend, run, given, token, seen)

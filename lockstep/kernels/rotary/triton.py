@@ -15,9 +15,10 @@ from torch import Tensor
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.hadamard import turned
 from lockstep.kernels.device.kv_tile import store_packed
+from lockstep.kernels.device.reductions import inverse_rms, row_sums, spread
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import opened, unserved
-from lockstep.kernels.norm.rms import inverse_rms, row_layout, row_sums, spread
+from lockstep.kernels.norm.triton import row_layout
 from lockstep.kernels.rotary import rope_and_cache
 
 WIDEST = 1024

@@ -1,5 +1,21 @@
 """route: the router of a mixture of experts."""
 
-from lockstep.kernels.route.contract import Routed, Scoring, best, order_of, route, softmax, summed
+from lockstep.kernels.route.contract import (
+    RouterOutput,
+    Scoring,
+    route,
+    softmax,
+    sortable_keys,
+    sum_partials,
+    top_indices,
+)
 
-__all__ = ["Routed", "Scoring", "best", "order_of", "route", "softmax", "summed"]
+__all__ = [
+    "RouterOutput",
+    "Scoring",
+    "route",
+    "softmax",
+    "sortable_keys",
+    "sum_partials",
+    "top_indices",
+]

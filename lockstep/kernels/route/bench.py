@@ -5,28 +5,35 @@ from functools import partial
 
 from torch import Tensor
 
-from lockstep.kernels.bench_types import BenchEnv, Made, Model, Moe, OpBenchmark, cut_by_tokens
+from lockstep.kernels.bench_types import (
+    BenchEnv,
+    LazyBenchmark,
+    ModelShape,
+    MoeShape,
+    OpBenchmark,
+    benchmark_per_token,
+)
 from lockstep.kernels.route import route
 
 PAIR_BYTES = 4
 """Of an id; a weight has the model's dtype."""
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """route of the model's experts, if it has any."""
     if model.moe:
         yield route, partial(_route, model.moe, env, query_len)
 
 
-def _route(moe: Moe, env: BenchEnv, query_len: int) -> OpBenchmark:
+def _route(moe: MoeShape, env: BenchEnv, query_len: int) -> OpBenchmark:
     backend, choose = env.choose(route, experts=moe.experts)
     size = env.dtype.itemsize
     token = size * moe.experts + (PAIR_BYTES + size) * moe.top_k
-    logits = env.random(env.enough(token * query_len) * query_len, moe.experts)
+    logits = env.random(env.rows_per_chain(token * query_len) * query_len, moe.experts)
 
     def run(logits: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights, *_ = choose(logits, moe.top_k, dtype=env.dtype)
         return ids, weights
 
     what = f"{moe.experts}/{moe.top_k}"
-    return cut_by_tokens(route, what, query_len, backend, run, [logits], token)
+    return benchmark_per_token(route, what, query_len, backend, run, [logits], token)

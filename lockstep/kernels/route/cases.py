@@ -12,7 +12,7 @@ Given = dict[str, Any]
 SHAPES: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (0, 8, 2, {}),
     (3, 4, 1, {}),
-    (5, 30, 6, {"renormalise": False}),
+    (5, 30, 6, {"renormalize": False}),
     (7, 256, 8, {}),
 )
 """(tokens, experts, top_k, what else is asked)."""
@@ -22,7 +22,7 @@ SIGMOID: Given = dict(scoring="sigmoid", scale=2.5)
 BIASED = (
     (4, 64, 6, SIGMOID),
     (3, 48, 5, SIGMOID | {"groups": 6, "top_groups": 3}),
-    (2, 512, 22, SIGMOID | {"renormalise": False}),
+    (2, 512, 22, SIGMOID | {"renormalize": False}),
     (3, 40, 10, SIGMOID | {"groups": 4, "top_groups": 1}),
 )
 """Those with a correction bias: DeepSeek's groups, Nemotron's 22 of 512; groups that are no power

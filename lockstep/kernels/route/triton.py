@@ -15,16 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.activations import Act
-from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.device.activations import relu2, sigmoid, silu_product
+from lockstep.kernels.device.reductions import row_sum
 from lockstep.kernels.linear.triton import tree_load
-from lockstep.kernels.norm.rms import row_sum
 from lockstep.kernels.route.contract import (
     BARRED_KEY,
     NAN_KEY,
     SIGN_OFF,
     TINY,
-    Routed,
+    RouterOutput,
     Scoring,
     route,
 )
@@ -43,7 +43,7 @@ TAKEN: tl.constexpr = tl.constexpr(-(2**63))
 
 @triton.jit
 def _order_of(scores):
-    """See lockstep.kernels.route.order_of."""
+    """See lockstep.kernels.route.sortable_keys."""
     bits = scores.to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ SIGN, bits)
     return tl.where(scores == scores, keys, OF_NAN)
@@ -191,7 +191,7 @@ def route_triton(
     logits: Tensor,
     top_k: int,
     scoring: Scoring = "softmax",
-    renormalise: bool = True,
+    renormalize: bool = True,
     scale: float = 1.0,
     bias: Tensor | None = None,
     groups: int = 1,
@@ -201,7 +201,7 @@ def route_triton(
     shared_gate: Tensor | None = None,
     act: Act = "silu_mul",
     shared_dtype: torch.dtype = torch.float32,
-) -> Routed:
+) -> RouterOutput:
     """See lockstep.kernels.route.route. The last strides of logits and shared are 1."""
     tokens, experts = logits.shape[-2:]
     device = logits.device
@@ -220,13 +220,13 @@ def route_triton(
             logits, bias, ids, weights, stride, part, float(scale),
             shared_gate, gate_stride, gate_part, gates,
             shared, shared_stride, shared_part, inner, width,
-            SOFTMAX=scoring == "softmax", RENORMALISE=renormalise, EXPERTS=experts, K=top_k,
+            SOFTMAX=scoring == "softmax", RENORMALISE=renormalize, EXPERTS=experts, K=top_k,
             GROUP_COUNT=groups, TOP_GROUPS=top_groups,
             GROUPS=power(groups), SIZE=power(experts // groups), SLOTS=power(top_k), PARTS=parts,
             GATE_PARTS=gate_parts, GATED=gated, SHARED_PARTS=shared_parts, BLOCK=COLUMNS,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-    return Routed(ids, weights, inner, gates)
+    return RouterOutput(ids, weights, inner, gates)
 
 
 def _lines(product: Tensor | None) -> tuple[int, int, int]:

@@ -6,14 +6,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.bench_types import BenchEnv, Cost, LazyBenchmark, ModelShape, OpBenchmark
 from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
 
 ASKED = {0: "greedy", NOISE: "T 0.8", NOISE | FILTERS: "T 0.8, top_p 0.95"}
 """Flags of all rows -> what they ask for."""
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """sample over the model's vocabulary."""
     for flags in ASKED:
         yield sample, partial(_sample, model.vocab, flags, env, query_len)
@@ -21,20 +21,20 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
 
 def _sample(vocab: int, flags: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     backend, run = env.choose(sample, vocab=vocab)
-    rows = env.enough(4 * vocab * query_len)
-    state = SamplingState.empty(env.most + 1, vocab, 20, (32, 8), env.device)
+    rows = env.rows_per_chain(4 * vocab * query_len)
+    state = SamplingState.empty(env.max_rows + 1, vocab, 20, (32, 8), env.device)
     state.flags[1:] = flags
     state.temperature[1:] = 0.8
     state.top_p[1:] = 0.95
-    state.seed[1:] = torch.arange(env.most)
+    state.seed[1:] = torch.arange(env.max_rows)
     logits = env.random(rows, query_len, vocab, dtype=torch.float32)
     first = env.ints(torch.arange(rows)[:, None] % 50 + 8, torch.int64)
     positions = first + torch.arange(query_len, device=env.device)
     drafts = torch.full((rows, query_len - 1), -1, dtype=torch.int64, device=env.device)
-    row_ids = env.ints(torch.arange(rows) % env.most + 1, torch.int64)
-    history = torch.zeros(env.most + 1, 64, dtype=torch.int64, device=env.device)
+    row_ids = env.ints(torch.arange(rows) % env.max_rows + 1, torch.int64)
+    history = torch.zeros(env.max_rows + 1, 64, dtype=torch.int64, device=env.device)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         given = [x[begin:end] for x in (logits, positions, drafts, row_ids)]
         return lambda: run(*given, history, state)
 

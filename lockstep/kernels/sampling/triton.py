@@ -1,40 +1,22 @@
-"""sample in Triton: score, then choose; no sort, no host read, one logit row per position.
-
-A position's flags are read on the device. Rows without flags go straight from their logits to the
-argmax in one pass; of rows that filter the first pass finds where large scores lie, and what they
-leave is chosen from those (triton_filter.py). Logit rows that this cannot tell are read as a whole,
-a few at a time. The largest of a logit row is the same however it is cut. A logit that is NaN
-counts as inf in all of it, and a logit row whose largest is not finite has no token.
-"""
+"""Launcher of sample in Triton."""
 
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
-from lockstep.kernels.sampling.triton_filter import (
+from lockstep.kernels.sampling import SamplingState, sample
+from lockstep.kernels.sampling.device_filter import (
     GROUP,
-    HIGHEST,
     TILE,
-    best_of,
-    better_of,
-    key_of,
-    logit_row_left,
-    tile_left,
 )
-from lockstep.kernels.sampling.triton_score import (
-    FLAGS,
+from lockstep.kernels.sampling.device_score import (
     Batch,
-    LogitRow,
     Parameters,
-    integer_of,
-    noise_at,
-    scores_at,
 )
+from lockstep.kernels.sampling.kernels import choose_kernel, score_kernel, whole_kernel
 
 SPAN = 8192
 """Logits of a program in a batch of MANY logit rows or more."""
@@ -49,197 +31,6 @@ WHOLE = 64
 """Logit rows whose scores are in memory at once."""
 MOST = 1 << 20
 """The largest vocabulary."""
-USES_FILTERS = tl.constexpr(FILTERS)
-USES_NOISE = tl.constexpr(NOISE)
-NONE = tl.constexpr(-1)
-UNTOLD = tl.constexpr(-2)
-"""No token; one that no tile could tell, and that is still to be found."""
-
-
-@triton.jit
-def _filters(use):
-    """Whether a row with these flags filters: nothing is filtered where nothing is drawn."""
-    return (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE)
-
-
-@triton.jit
-def _plain_best(logits, begin, VOCAB: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr):
-    """The best of SPAN logits as they are, inf for NaN, and the first spot of the GRAIN logits that
-    hold it."""
-    spot = begin + tl.arange(0, SPAN)
-    x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf")).to(tl.float32)
-    x = tl.where(x < float("inf"), x, float("inf"))
-    best = tl.max(tl.reshape(x, (SPAN // GRAIN, GRAIN)), 1)
-    return best_of(best, begin + GRAIN * tl.arange(0, SPAN // GRAIN))
-
-
-@triton.jit
-def _best_score(
-    logit_row, begin, peaks, masses, VOCAB: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """The best of SPAN scores and its spot, with noise; for rows that filter, their peaks too, and
-    each BLOCK's mass in front of its largest."""
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_spot = tl.zeros((BLOCK,), tl.int32) + begin
-    for offset in range(begin, begin + SPAN, BLOCK):
-        spot = offset + tl.arange(0, BLOCK)
-        live = spot < VOCAB
-        x = scores_at(logit_row, spot, live)
-        if _filters(logit_row.use):
-            group = offset // GROUP + tl.arange(0, BLOCK // GROUP)
-            peak = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
-            tl.store(peaks + group, peak, mask=group * GROUP < VOCAB)
-            mass = tl.sum(tl.where(x > float("-inf"), tl.exp(x - tl.max(x, 0)), 0.0), 0)
-            tl.store(masses + offset // BLOCK, mass, mask=offset < VOCAB)
-        elif logit_row.use & USES_NOISE:
-            x += noise_at(logit_row, spot, live)
-        best, best_spot = better_of(x, spot, best, best_spot)
-    return best_of(best, best_spot)
-
-
-@triton.jit(do_not_specialize=["queries", "length", "tokens"])
-def _score_kernel(
-    batch, state, peaks, masses, values, places, queries, length, tokens,
-    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    WORD_LANES: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """One logit row's SPAN logits: their best, or, for rows that filter, their peaks and masses."""
-    at = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    row = tl.load(batch.row_ids + at // queries)
-    begin = part * SPAN
-    use = integer_of(state, row, FLAGS)
-    if use == 0:
-        top, first = _plain_best(batch.logits + at * VOCAB, begin, VOCAB, SPAN, GRAIN)
-    else:
-        top, first = _best_score(
-            LogitRow(
-                batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES
-            ),
-            begin, peaks + at * GROUPS, masses + at * BLOCKS, VOCAB, SPAN, BLOCK, GROUP,
-        )  # fmt: skip
-    part += at * tl.num_programs(1)
-    tl.store(values + part, top)
-    tl.store(places + part, first)
-
-
-@triton.jit
-def _pick(scores, spots, logit_row, threshold, last, size, BLOCK: tl.constexpr):
-    """The best of what the filters left of `size` scores, with noise; spots: None, or where in the
-    logit row each stands."""
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_spot = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, size, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        live = place < size
-        spot = place
-        if spots is not None:
-            spot = tl.load(spots + place, mask=live, other=0)
-        x = tl.load(scores + place, mask=live, other=float("-inf"))
-        key = key_of(x)
-        noise = noise_at(logit_row, spot, live)
-        left = live & ((key > threshold) | ((key == threshold) & (place <= last)))
-        x = tl.where(left, x + noise, float("-inf"))
-        best, best_spot = better_of(x, spot, best, best_spot)
-    return best_of(best, best_spot)[1]
-
-
-@triton.jit
-def _best_left(
-    logit_row, peaks, masses, groups, tile, spots,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The spot of the best that the filters leave, with noise; UNTOLD if the tile cannot tell."""
-    holds, threshold, last = tile_left(
-        logit_row, peaks, masses, groups, tile, spots,
-        VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
-    )  # fmt: skip
-    chosen = tl.full((), UNTOLD, tl.int32)
-    if holds:
-        chosen = _pick(tile, spots, logit_row, threshold, last, TILE * GROUP, TILE * GROUP)
-    return chosen
-
-
-@triton.jit(do_not_specialize=["queries", "length", "tokens"])
-def _choose_kernel(
-    batch, state, peaks, masses, values, places, groups, tile, spots, out,
-    queries, length, tokens,
-    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    WORD_LANES: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, GRAIN: tl.constexpr,
-    GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr,
-    GROUP: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One logit row: the best of its parts; or, for rows that filter, of the tokens left in the
-    tile, UNTOLD where it does not hold them all; NONE where the largest score is not finite."""
-    at = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, PART_LANES)
-    row = tl.load(batch.row_ids + at // queries)
-    use = integer_of(state, row, FLAGS)
-    value = tl.load(values + at * PARTS + lanes, mask=lanes < PARTS, other=float("-inf"))
-    place = tl.load(places + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
-    top, chosen = best_of(value, place)
-    if use == 0:
-        spot = chosen + tl.arange(0, GRAIN)
-        x = tl.load(batch.logits + at * VOCAB + spot, mask=spot < VOCAB, other=float("-inf"))
-        first = tl.min(tl.where(x.to(tl.float32) == top, spot, HIGHEST), 0)
-        chosen = tl.where(first < VOCAB, first, chosen)
-    sound = (top > float("-inf")) & (top < float("inf"))
-    if _filters(use) & sound:
-        SIZE: tl.constexpr = TILE * GROUP
-        chosen = _best_left(
-            LogitRow(
-                batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES
-            ),
-            peaks + at * GROUPS, masses + at * BLOCKS, groups + at * TILE, tile + at * SIZE,
-            spots + at * SIZE, VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
-        )  # fmt: skip
-    chosen = tl.where(sound, chosen, NONE)
-    if batch.kept is not None:
-        chosen = tl.where(chosen < 0, chosen, tl.load(batch.kept + tl.maximum(chosen, 0)))
-    tl.store(out + at, chosen.to(tl.int64))
-
-
-@triton.jit
-def _best_of_logit_row(logit_row, scores, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The spot of the best that the filters leave of a logit row whose scores are written down."""
-    SPAN: tl.constexpr = BLOCK // 2  # masks take registers that a filter uses for scores
-    best = tl.full((SPAN,), float("-inf"), tl.float32)
-    tl.debug_barrier()
-    for begin in range(0, VOCAB, SPAN):
-        spot = begin + tl.arange(0, SPAN)
-        x = scores_at(logit_row, spot, spot < VOCAB)
-        tl.store(scores + spot, x, mask=spot < VOCAB)
-        best = tl.maximum(best, x)
-    tl.debug_barrier()
-    threshold, last = logit_row_left(scores, tl.max(best, 0), logit_row, VOCAB, BLOCK)
-    return _pick(scores, None, logit_row, threshold, last, VOCAB, BLOCK)
-
-
-@triton.jit(do_not_specialize=["logit_rows", "queries", "length", "tokens"])
-def _whole_kernel(
-    batch, state, scores, out, logit_rows, queries, length, tokens,
-    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    WORD_LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The logit rows that no tile could tell, one after the other in each program's own memory."""
-    own = tl.program_id(0).to(tl.int64)
-    for begin in range(0, logit_rows, tl.num_programs(0)):
-        at = begin + own
-        if tl.load(out + at, mask=at < logit_rows, other=NONE) == UNTOLD:
-            row = tl.load(batch.row_ids + at // queries)
-            chosen = _best_of_logit_row(
-                LogitRow(
-                    batch, state, at, row, integer_of(state, row, FLAGS), queries, length, tokens,
-                    VOCAB, STOPS, W, L, WORD_LANES,
-                ),
-                scores + own * VOCAB, VOCAB, BLOCK,
-            )  # fmt: skip
-            if batch.kept is not None:
-                chosen = tl.load(batch.kept + chosen)
-            tl.store(out + at, chosen.to(tl.int64))
 
 
 def _supports(**traits: Any) -> str | None:
@@ -277,25 +68,25 @@ def sample_triton(
         return logits.new_empty(logit_rows, size, dtype=torch.int32)
 
     batch = Batch(logits, positions, drafts, row_ids, history, ids, allowed)
-    parameters = Parameters(**state.parts())._replace(in_prompt=state.in_prompt.view(torch.uint8))
+    parameters = Parameters(**state.parts() | {"in_prompt": state.in_prompt.view(torch.uint8)})
     words, longest = state.bad_words.shape[1:]
     numbers = (queries, history.shape[1], state.bias.shape[1])
     common = dict(VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=longest)
     common |= dict(WORD_LANES=power(longest), enable_fp_fusion=False)
     sizes = dict(BLOCKS=blocks, GROUPS=groups, GROUP=GROUP, GRAIN=GRAIN, **common)
     found = (floats(groups), floats(blocks), floats(parts), ints(parts))
-    _score_kernel[(logit_rows, parts)](
+    score_kernel[(logit_rows, parts)](
         batch, parameters, *found, *numbers, SPAN=span, BLOCK=BLOCK, num_warps=8, **sizes
     )
     tile = (ints(TILE), floats(TILE * GROUP), ints(TILE * GROUP))
     block_lanes = power(blocks)
-    _choose_kernel[(logit_rows,)](
+    choose_kernel[(logit_rows,)](
         batch, parameters, *found, *tile, out, *numbers, PARTS=parts, PART_LANES=power(parts),
         LANES=block_lanes * BLOCK // GROUP, BLOCK_LANES=block_lanes, TILE=TILE, num_warps=16,
         **sizes,
     )  # fmt: skip
     whole = min(logit_rows, WHOLE)
-    _whole_kernel[(whole,)](
+    whole_kernel[(whole,)](
         batch, parameters, floats(vocab, whole), out, logit_rows, *numbers,
         BLOCK=max(2, min(LOGIT_ROW_BLOCK, power(vocab))), num_warps=16, **common,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import CheckpointError, choice_error
-from lockstep.models.config_reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
+from lockstep.models.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from lockstep.models.gguf.file import GGUFModel
 from lockstep.models.ignored_settings import is_off
 
@@ -74,7 +74,7 @@ class Settings:
     def layers(self) -> int:
         """Layers of the model, without those that draft."""
         drafting = self.c.get("nextn_predict_layers", int, 0)
-        return self.c.size("block_count", most=MOST_LAYERS) - drafting
+        return self.c.size("block_count", most=MAX_LAYERS) - drafting
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that only some architectures have."""
@@ -282,7 +282,7 @@ def mixture(c: ConfigReader) -> dict[str, Any]:
     c.only("expert_weights_scale", 1.0, 0.0, default=1.0)
     c.only("expert_gating_func", 1, default=1)  # softmax
     return {
-        "num_experts": c.size("expert_count", most=MOST_EXPERTS),
+        "num_experts": c.size("expert_count", most=MAX_EXPERTS),
         "num_experts_per_tok": c.size("expert_used_count"),
     }
 

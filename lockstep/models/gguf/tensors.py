@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.models.config_reader import MOST_EXPERTS
+from lockstep.models.config_reader import MAX_EXPERTS
 from lockstep.models.gguf.config import (
     Hybrid,
     HybridMoE,
@@ -189,7 +189,7 @@ class Names:
         """Yield the tensors that one of a layer becomes."""
         module, _, suffix = name.rpartition(".")
         fused = module in (*EXPERTS, FUSED_EXPERTS) and len(view.shape) == 3
-        if fused and view.shape[0] <= MOST_EXPERTS:
+        if fused and view.shape[0] <= MAX_EXPERTS:
             yield from self.of_experts(self.layer_name(layer), module, view)
             return
         known = self.modules.get(module)
@@ -320,7 +320,7 @@ class HybridNames(Names):
         return self._by_value_head(stored).neg().log()
 
     def _beta_and_alpha(self, mixer: str, view: View) -> Iterator[tuple[str, View]]:
-        """Yield the two halves of Qwen3-Next's ssm_ba, whose rows lie by key head: b, then a."""
+        """Yield the two sublayers of Qwen3-Next's ssm_ba, whose rows lie by key head: b, then a."""
         groups = self.config["linear_num_key_heads"]
         each = self.config["linear_num_value_heads"] // groups
         shape = (groups * each, view.shape[-1])
@@ -352,7 +352,7 @@ NAMES: Mapping[type[Settings], type[Names]] = {
 
 
 @dataclass(frozen=True)
-class GGUFShard:
+class GGUFWeightFile:
     """A GGUF file of a checkpoint, read as a safetensors file is.
 
     views: of the tensors, by their names in safetensors.
@@ -362,7 +362,7 @@ class GGUFShard:
     views: Mapping[str, View]
 
     @contextmanager
-    def open(self, values: bool = False) -> Iterator[tuple["GGUFShard", list[str]]]:
+    def open(self, values: bool = False) -> Iterator[tuple["GGUFWeightFile", list[str]]]:
         """Yield the file and the names of its tensors. values: as in Shard.open()."""
         yield self, list(self.views)
 
@@ -379,7 +379,7 @@ class GGUFShard:
         return view.rows() if quantized and torch.uint8 in dtypes else view.tensor()
 
 
-def gguf_shards(paths: Sequence[Path]) -> list[GGUFShard]:
+def gguf_weight_files(paths: Sequence[Path]) -> list[GGUFWeightFile]:
     """Return the files of one checkpoint; the first has the metadata.
 
     Raises CheckpointError where a file is damaged or of an architecture that is not built.
@@ -387,7 +387,7 @@ def gguf_shards(paths: Sequence[Path]) -> list[GGUFShard]:
     model = GGUFModel(paths)
     settings = settings_of(model)
     names = NAMES[type(settings)](settings.read())
-    return [GGUFShard(file.path, views_by_name(names, file)) for file in model.files]
+    return [GGUFWeightFile(file.path, views_by_name(names, file)) for file in model.files]
 
 
 def views_by_name(names: Names, file: GGUFFile) -> dict[str, View]:

@@ -36,13 +36,13 @@ from lockstep.serve.requests.response_writer import ResponseWriter
 from lockstep.serve.requests.service import Service
 from lockstep.serve.requests.update_parser import UpdateParser
 from lockstep.text.parsers.events import (
+    AnswerEvent,
     CallArguments,
     CallEnd,
     CallStart,
     Content,
     Reasoning,
     Reply,
-    Told,
     ToolCall,
 )
 
@@ -70,7 +70,7 @@ class ChatWriter(ResponseWriter):
     async def response(self) -> ChatCompletion:
         """Return the completion, made in a thread where it has many log-probabilities."""
         accumulator = RequestAccumulator(self.active.parsed)
-        events: list[list[Told]] = [[] for _ in self.active.requests]
+        events: list[list[AnswerEvent]] = [[] for _ in self.active.requests]
         async for deltas in self.active:
             for delta in deltas:
                 events[delta.index] += self._parser.parse(delta).events
@@ -80,7 +80,7 @@ class ChatWriter(ResponseWriter):
         return self._completion(accumulator, events)
 
     def _completion(
-        self, accumulator: RequestAccumulator, events: list[list[Told]]
+        self, accumulator: RequestAccumulator, events: list[list[AnswerEvent]]
     ) -> ChatCompletion:
         choices = [
             self._choice(index, completion, Reply().add(events[index]))

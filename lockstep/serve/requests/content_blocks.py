@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.text.parsers.events import CallEnd, CallStart, Content, Reasoning, Told
+from lockstep.text.parsers.events import AnswerEvent, CallEnd, CallStart, Content, Reasoning
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -46,7 +46,7 @@ class ContentBlocks:
         self._is_open = False
         self._texts: list[str] = []
 
-    def push(self, events: Iterable[Told]) -> Iterator[BlockChange]:
+    def push(self, events: Iterable[AnswerEvent]) -> Iterator[BlockChange]:
         """Apply events of the parsers and yield the changes that they make."""
         for event in events:
             match event:

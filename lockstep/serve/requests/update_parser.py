@@ -8,6 +8,7 @@ from lockstep.outputs import Logprob
 from lockstep.serve.requests.active_request import ActiveRequest, OutputDelta, Usage
 from lockstep.text.parsers import ReplyParser
 from lockstep.text.parsers.events import (
+    AnswerEvent,
     CallArguments,
     CallEnd,
     CallError,
@@ -16,7 +17,6 @@ from lockstep.text.parsers.events import (
     Event,
     Reasoning,
     TextEnd,
-    Told,
     call_id,
     merged,
 )
@@ -35,7 +35,7 @@ class ParsedUpdate(NamedTuple):
     """
 
     delta: OutputDelta
-    events: Sequence[Told]
+    events: Sequence[AnswerEvent]
     num_calls: int
     errors: tuple[str, ...]
     logprobs: Sequence[TokenLogprobs] = ()
@@ -110,7 +110,7 @@ class UpdateParser:
         state = self._states[delta.index]
         parser = state.parser
         new = delta.update
-        events: list[Told] = []
+        events: list[AnswerEvent] = []
         logprobs: list[TokenLogprobs] = []
         entries = new.logprobs or ()
         for i, text in enumerate(new.texts):
@@ -134,7 +134,7 @@ class UpdateParser:
         self,
         parsed: Sequence[Event],
         state: _CompletionState,
-        events: list[Told],
+        events: list[AnswerEvent],
         logprobs: list[TokenLogprobs],
     ) -> None:
         """Append the events to `events`, and the pending tokens of each content to `logprobs`."""
@@ -143,9 +143,11 @@ class UpdateParser:
             logprobs.append(tuple(state.pending) if isinstance(event, Content) else ())
             state.pending.clear()
 
-    def _response_events(self, parsed: Sequence[Event], state: _CompletionState) -> list[Told]:
+    def _response_events(
+        self, parsed: Sequence[Event], state: _CompletionState
+    ) -> list[AnswerEvent]:
         """Return the events that are part of the response; count calls and collect errors."""
-        events: list[Told] = []
+        events: list[AnswerEvent] = []
         for event in parsed:
             if isinstance(event, CallError):
                 state.errors += (event.why,)
@@ -154,7 +156,7 @@ class UpdateParser:
                 state.num_calls += isinstance(event, CallEnd)
         return events
 
-    def _is_included(self, event: Told) -> bool:
+    def _is_included(self, event: AnswerEvent) -> bool:
         """Return whether the request wants the event."""
         match event:
             case Reasoning():

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from lockstep.config import EngineConfig, Plan
 from lockstep.engine.stats import DecodeStep, Stats
-from lockstep.runner.floor import StepFloors
 from lockstep.serve.telemetry.request_record import RequestRecord
+from lockstep.worker.roofline import StepFloors
 
 _GAUGES = {
     "num_running": ("num_requests_running", "Requests that are running."),

@@ -11,11 +11,11 @@ import torch
 from lockstep.cache.specs import Law, Part, Spec
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.outputs import RequestMetrics
-from lockstep.runner.floor import PassCosts, StepCosts, StepFloors, WeightCost
-from lockstep.runner.rates import Rates
 from lockstep.serve.app import create_app
 from lockstep.serve.requests.service import Service
 from lockstep.serve.telemetry.metrics import Metrics, Prefix
+from lockstep.worker.device_rates import Rates
+from lockstep.worker.roofline import PassCosts, StepCosts, StepFloors, WeightCost
 from tests.serve.api_calls import fetch
 from tests.serve.telemetry.records import ended
 

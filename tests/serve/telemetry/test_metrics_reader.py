@@ -6,10 +6,10 @@ import torch
 from lockstep.cache.specs import Law, Part, Spec
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import ConfigError
-from lockstep.runner.floor import PassCosts, StepCosts, StepFloors, WeightCost
-from lockstep.runner.rates import Rates
 from lockstep.serve.telemetry.metrics import Metrics, Prefix
 from lockstep.serve.telemetry.metrics_reader import Frame, MetricsReader, Reading, frame, parse
+from lockstep.worker.device_rates import Rates
+from lockstep.worker.roofline import PassCosts, StepCosts, StepFloors, WeightCost
 
 KV = Part("k", (1,), torch.uint8)
 """A byte of cache for each token."""

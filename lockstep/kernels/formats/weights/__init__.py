@@ -6,18 +6,23 @@ Unpacking is elementwise, to the model's dtype; activations are never rounded. S
 numerics beyond its values.
 """
 
-from lockstep.kernels.formats.weights.contract import unpack_weight
+from lockstep.kernels.formats.weights.contract import dequantize_weight
 from lockstep.kernels.formats.weights.gguf import GGUF_TYPES, GgufType, GgufWeight
-from lockstep.kernels.formats.weights.quantize import quantise_fp8, quantise_int
+from lockstep.kernels.formats.weights.quantize import quantize_fp8, quantize_int
 from lockstep.kernels.formats.weights.weights import (
     FP4_FACTORS,
     Fp4Weight,
     Fp8Weight,
     IntWeight,
-    PackedWeight,
-    pieces,
+    QuantizedWeight,
+    row_chunks,
 )
-from lockstep.kernels.formats.weights.word_order import BLOCK, codes_of, pack, words_per_row
+from lockstep.kernels.formats.weights.word_order import (
+    BLOCK,
+    pack_codes,
+    unpack_codes,
+    words_per_row,
+)
 
 __all__ = [
     "BLOCK",
@@ -28,12 +33,12 @@ __all__ = [
     "GgufType",
     "GgufWeight",
     "IntWeight",
-    "PackedWeight",
-    "codes_of",
-    "pack",
-    "pieces",
-    "quantise_fp8",
-    "quantise_int",
-    "unpack_weight",
+    "QuantizedWeight",
+    "unpack_codes",
+    "pack_codes",
+    "row_chunks",
+    "quantize_fp8",
+    "quantize_int",
+    "dequantize_weight",
     "words_per_row",
 ]

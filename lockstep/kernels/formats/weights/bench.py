@@ -9,19 +9,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.bench_types import BenchEnv, Cost, LazyBenchmark, ModelShape, OpBenchmark
 from lockstep.kernels.formats.weights import (
     Fp4Weight,
     Fp8Weight,
     GgufWeight,
     IntWeight,
-    PackedWeight,
-    unpack_weight,
+    QuantizedWeight,
+    dequantize_weight,
 )
-from lockstep.kernels.linear import linear, segments
+from lockstep.kernels.linear import choose_split_k, linear
 
 MOST_WEIGHTS = 64
-Empty = Callable[[int, int, str], PackedWeight]
+Empty = Callable[[int, int, str], QuantizedWeight]
 LAYOUTS: dict[str, Empty] = {
     "int4": lambda n, k, device: IntWeight.empty(n, k, device=device),
     "int4 asymmetric, fp16 scales": lambda n, k, device: IntWeight.empty(
@@ -38,11 +38,11 @@ LAYOUTS: dict[str, Empty] = {
 }
 
 
-def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
-    """unpack_weight of the largest matrix; on a GPU linear at each matrix but the head."""
+def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
+    """dequantize_weight of the largest matrix; on a GPU linear at each matrix but the head."""
     (_, n, k) = max(model.weights[:-1], key=lambda weight: weight[1] * weight[2])
     if query_len == 1:
-        yield unpack_weight, partial(_unpack, n, k, env)
+        yield dequantize_weight, partial(_unpack, n, k, env)
     if env.device != "cuda":
         return
     for layout in LAYOUTS:
@@ -50,25 +50,25 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
             yield linear, partial(_linear, layout, name, n, k, env, query_len)
 
 
-def _weights(layout: str, n: int, k: int, env: BenchEnv) -> list[PackedWeight]:
+def _weights(layout: str, n: int, k: int, env: BenchEnv) -> list[QuantizedWeight]:
     """As many that calls walk through memory."""
     generator = torch.Generator(env.device).manual_seed(0)
     first = LAYOUTS[layout](n, k, env.device)
-    count = min(-(-env.walk_bytes // first.nbytes) + 1, MOST_WEIGHTS)
+    count = min(-(-env.chain_bytes // first.nbytes) + 1, MOST_WEIGHTS)
     found = [first, *(LAYOUTS[layout](n, k, env.device) for _ in range(count - 1))]
     for weight in found:
-        weight.dummy(generator)
+        weight.fill_dummy(generator)
     return found
 
 
 def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     weights = _weights(layout, n, k, env)
-    x = env.random(env.most * query_len, k)
-    backend, run = env.choose(linear, n=n, k=k, packed=type(weights[0]).__name__)
-    parts = segments(n, k, env.device, packed=True)
+    x = env.random(env.max_rows * query_len, k)
+    backend, run = env.choose(linear, n=n, k=k, quantized=type(weights[0]).__name__)
+    parts = choose_split_k(n, k, env.device, quantized=True)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
-        weight = weights[turn % len(weights)]
+    def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
+        weight = weights[variant % len(weights)]
         rows = x[begin * query_len : end * query_len]
         return lambda: run(rows, weight, parts)
 
@@ -82,7 +82,7 @@ def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: in
         size=f"{layout} {name} {n}x{k}",
         query_len=query_len,
         backend=backend,
-        rows=env.most,
+        rows=env.max_rows,
         call=call,
         cost=cost,
         variants=len(weights),
@@ -92,19 +92,19 @@ def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: in
 def _unpack(n: int, k: int, env: BenchEnv) -> OpBenchmark:
     weights = _weights("int4", n, k, env)
     out = torch.empty(n, k, dtype=env.dtype, device=env.device)
-    backend, run = env.choose(unpack_weight)
+    backend, run = env.choose(dequantize_weight)
 
-    def call(begin: int, end: int, turn: int) -> Callable[[], None]:
-        return lambda: run(weights[turn % len(weights)], out)
+    def call(begin: int, end: int, variant: int) -> Callable[[], None]:
+        return lambda: run(weights[variant % len(weights)], out)
 
     return OpBenchmark(
-        op=unpack_weight.name,
+        op=dequantize_weight.name,
         size=f"int4 {n}x{k}",
         query_len=1,
         backend=backend,
-        rows=env.most,
+        rows=env.max_rows,
         call=call,
         cost=lambda rows: Cost(weights[0].nbytes + out.nbytes),
         variants=len(weights),
-        seen=lambda begin, end, left: [],
+        outputs=lambda begin, end, left: [],
     )

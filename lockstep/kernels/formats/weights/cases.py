@@ -10,7 +10,7 @@ from lockstep.kernels.formats.weights import (
     Fp8Weight,
     GgufWeight,
     IntWeight,
-    PackedWeight,
+    QuantizedWeight,
 )
 
 SIZES = ((40, 256), (33, 200))
@@ -21,7 +21,7 @@ WHOLE = ("int4", "fp8 by blocks", "nvfp4", "Q4_K", "Q6_K")
 """Layouts of the first size; all have the second."""
 
 
-def layouts(n: int, k: int) -> Iterator[tuple[str, PackedWeight]]:
+def layouts(n: int, k: int) -> Iterator[tuple[str, QuantizedWeight]]:
     """(name, an empty weight [n, k]) of each layout, as checkpoints have them."""
     half = torch.float16
     yield "int4", IntWeight.empty(n, k)
@@ -40,19 +40,19 @@ def layouts(n: int, k: int) -> Iterator[tuple[str, PackedWeight]]:
         yield kind, GgufWeight.empty(n, k, kind)
 
 
-def random_weights(n: int, k: int, seed: int = 0) -> Iterator[tuple[str, PackedWeight]]:
+def random_weights(n: int, k: int, seed: int = 0) -> Iterator[tuple[str, QuantizedWeight]]:
     """The same, filled; g_idx in random order."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in layouts(n, k):
-        weight.dummy(generator)
+        weight.fill_dummy(generator)
         if isinstance(weight, IntWeight) and weight.g_idx is not None:
             order = torch.randperm(k, generator=generator)
             weight.g_idx.copy_(weight.g_idx[order])
         yield name, weight
 
 
-def unpack_weight_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of unpack_weight on the CPU)."""
+def dequantize_weight_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of dequantize_weight on the CPU)."""
     for n, k in SIZES:
         for name, weight in random_weights(n, k):
             if k % 128 == 0 and name not in WHOLE:

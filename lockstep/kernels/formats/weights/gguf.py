@@ -8,8 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights.weights import DUMMY_SCALE, PackedWeight, pieces
-from lockstep.kernels.formats.weights.word_order import pack_plane, plane_of, words_per_row
+from lockstep.kernels.formats.weights.weights import DUMMY_SCALE, QuantizedWeight, row_chunks
+from lockstep.kernels.formats.weights.word_order import pack_plane, unpack_plane, words_per_row
 
 SUPERBLOCK = 256
 """Columns that share a base scale."""
@@ -91,7 +91,7 @@ GGUF_TYPES: dict[str, GgufType] = {
 
 
 @dataclass(frozen=True)
-class GgufWeight(PackedWeight):
+class GgufWeight(QuantizedWeight):
     """Codes of 2 to 6 bits in groups along K: round(fp32(scale) * value(code) - fp32(minimum)).
 
     words: the codes' lowest four bits, or of types with 2 and 3 bits the lowest two. high [N, W]
@@ -154,10 +154,10 @@ class GgufWeight(PackedWeight):
             self.high.copy_(pack_plane(codes >> bits, self.type.high_bits))
 
     def codes(self) -> Tensor:
-        low = plane_of(self.words, self.bits, self.k)
+        low = unpack_plane(self.words, self.bits, self.k)
         if self.high is None:
             return low
-        return low | plane_of(self.high, self.type.high_bits, self.k) << self.bits
+        return low | unpack_plane(self.high, self.type.high_bits, self.k) << self.bits
 
     def _by_column(self, numbers: Tensor, bases: Tensor | None) -> Tensor:
         """Return the scales or minima of all columns: [N, K] fp32."""
@@ -173,9 +173,9 @@ class GgufWeight(PackedWeight):
             return product
         return product - self._by_column(self.minima, self.min_bases)
 
-    def dummy(self, generator: torch.Generator) -> None:
+    def fill_dummy(self, generator: torch.Generator) -> None:
         type = self.type
-        for begin, end in pieces(*self.shape):
+        for begin, end in row_chunks(*self.shape):
             part = self.rows(begin, end)
             drawn = torch.empty(part.shape, dtype=torch.uint8, device=self.device)
             part.fill_codes(drawn.random_(0, 2**type.bits, generator=generator))

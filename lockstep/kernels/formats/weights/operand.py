@@ -15,7 +15,7 @@ from lockstep.kernels.formats.weights.weights import (
     Fp4Weight,
     Fp8Weight,
     IntWeight,
-    PackedWeight,
+    QuantizedWeight,
 )
 
 KINDS = {IntWeight: 1, Fp8Weight: 2, Fp4Weight: 3, GgufWeight: 4}
@@ -56,7 +56,7 @@ class Target:
 
     arch: int
     assembly: bool
-    processors: int = architecture.PROCESSORS
+    processors: int = architecture.H100_MULTIPROCESSORS
 
     @property
     def opaque(self) -> bool:
@@ -67,11 +67,13 @@ class Target:
 def target_of(device: torch.device) -> Target:
     """Return what kernels are compiled for; under the interpreter nothing is,
     but what is planned for a GPU."""
-    compiled = isinstance(load_tile, JITFunction) or architecture.is_planned()
-    return Target(architecture.number_of(device), compiled, architecture.processors_of(device))
+    compiled = isinstance(load_tile, JITFunction) or architecture.is_architecture_assumed()
+    return Target(
+        architecture.sm_number(device), compiled, architecture.multiprocessor_count(device)
+    )
 
 
-def group_of(weight: PackedWeight) -> int:
+def group_of(weight: QuantizedWeight) -> int:
     """Columns that share a scale, 0 for all of them."""
     if isinstance(weight, Fp4Weight):
         return FP4_GROUP
@@ -79,12 +81,12 @@ def group_of(weight: PackedWeight) -> int:
     return 0 if group >= weight.k else group
 
 
-def _block_k(weight: PackedWeight) -> int:
+def _block_k(weight: QuantizedWeight) -> int:
     assert isinstance(weight, Fp8Weight)
     return weight.block_k
 
 
-def irregular(weight: PackedWeight) -> bool:
+def irregular(weight: QuantizedWeight) -> bool:
     """Whether scales do not lie as load_tile reads them: by g_idx, or in groups that are neither
     multiples of a block of the words' order nor parts of it. Such a weight is unpacked ahead."""
     if isinstance(weight, IntWeight) and weight.g_idx is not None:
@@ -95,7 +97,7 @@ def irregular(weight: PackedWeight) -> bool:
     return bool(group and group % whole and (whole % group or group < least))
 
 
-def columns_of(weight: PackedWeight, columns: int, length: int) -> int:
+def columns_of(weight: QuantizedWeight, columns: int, length: int) -> int:
     """Columns of a tile: `columns`, or one block where they do not divide the `length` of a chain,
     or hold neither whole groups nor a part of one."""
     group = group_of(weight)
@@ -104,7 +106,7 @@ def columns_of(weight: PackedWeight, columns: int, length: int) -> int:
 
 
 def shared_by(
-    rows: int, tokens: int, columns: int, weight: PackedWeight, sync: bool
+    rows: int, tokens: int, columns: int, weight: QuantizedWeight, sync: bool
 ) -> tuple[int, int]:
     """Shared memory of a tile, in bytes: of a stage, and beside the stages that wait.
 
@@ -125,19 +127,19 @@ def shared_by(
     return rows * row + x, x + 2 * rows * columns * sync
 
 
-def _has_second(weight: PackedWeight) -> bool:
+def _has_second(weight: QuantizedWeight) -> bool:
     """Return whether each scale comes with a zero point or a minimum."""
     return not {"zeros", "minima"}.isdisjoint(weight.tensors())
 
 
 def stages_of(
-    stages: int, rows: int, tokens: int, columns: int, weight: PackedWeight, arch: int,
+    stages: int, rows: int, tokens: int, columns: int, weight: QuantizedWeight, arch: int,
     sync: bool = False,
 ) -> int:  # fmt: skip
     """Stages of such a tile on an architecture: `stages`, or as many as fit. See shared_by; sync:
     mma.sync multiplies, as it does anyway on some."""
     sync = sync or multiplies_by_mma_sync(arch)
-    return architecture.stages_within(stages, *shared_by(rows, tokens, columns, weight, sync), arch)
+    return architecture.fit_stages(stages, *shared_by(rows, tokens, columns, weight, sync), arch)
 
 
 def plain_operand(weight: Tensor) -> tuple[Operand, Form]:
@@ -146,7 +148,7 @@ def plain_operand(weight: Tensor) -> tuple[Operand, Form]:
 
 
 def operand_of(
-    weight: PackedWeight, dtype: torch.dtype, columns: int, target: Target
+    weight: QuantizedWeight, dtype: torch.dtype, columns: int, target: Target
 ) -> tuple[Operand, Form]:
     """What load_tile takes of a weight that is not irregular, for tiles of `columns`; 0: scales are
     read one at a time."""
@@ -212,7 +214,7 @@ def _pairs(numbers: Tensor) -> bool:
     return numbers.element_size() == 2 and even and numbers.data_ptr() % 4 == 0
 
 
-def _fast(weight: PackedWeight, scale: torch.dtype, dtype: torch.dtype, target: Target) -> int:
+def _fast(weight: QuantizedWeight, scale: torch.dtype, dtype: torch.dtype, target: Target) -> int:
     if not target.assembly:
         return 0
     if isinstance(weight, GgufWeight):

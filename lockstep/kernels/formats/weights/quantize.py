@@ -10,7 +10,7 @@ FP8_LARGEST = 448.0
 """Of e4m3fn."""
 
 
-def quantise_int(weight: Tensor, bits: int = 4, group: int = 128) -> IntWeight:
+def quantize_int(weight: Tensor, bits: int = 4, group: int = 128) -> IntWeight:
     """weight [N, K] of a float dtype -> symmetric integers, with scales of that dtype.
 
     group: columns that share a scale, -1 for all: int8 per channel is bits 8, group -1. A group's
@@ -26,7 +26,7 @@ def quantise_int(weight: Tensor, bits: int = 4, group: int = 128) -> IntWeight:
     return IntWeight.of(codes.view(n, -1)[:, :k], scales, group=group, bits=bits)
 
 
-def quantise_fp8(weight: Tensor) -> Fp8Weight:
+def quantize_fp8(weight: Tensor) -> Fp8Weight:
     """weight [N, K] of a float dtype -> e4m3fn with an fp32 scale per output."""
     wide = weight.float()
     scales = wide.abs().amax(1, keepdim=True) / FP8_LARGEST

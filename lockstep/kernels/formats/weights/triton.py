@@ -1,4 +1,5 @@
-"""unpack_weight in Triton: a program per tile, elementwise."""
+# mypy: ignore-errors
+"""dequantize_weight in Triton: a program per tile, elementwise."""
 
 import torch
 import triton
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.dequantize import FP8, decode_e4m3
-from lockstep.kernels.formats.weights import PackedWeight, unpack_weight
+from lockstep.kernels.formats.weights import QuantizedWeight, dequantize_weight
 from lockstep.kernels.formats.weights.dequantize_tile import BLOCK, load_tile
 from lockstep.kernels.formats.weights.operand import TYPES, Target, group_of, irregular, operand_of
 from lockstep.kernels.formats.weights.weights import IntWeight
@@ -74,9 +75,9 @@ def _gather_kernel(
     tl.store(out + rows * out_stride + k[None, :], value, mask=mask)
 
 
-@unpack_weight.backend("triton", supports=gpu_trait)
-def unpack_weight_triton(weight: PackedWeight, out: Tensor) -> None:
-    """See lockstep.kernels.formats.weights.unpack_weight."""
+@dequantize_weight.backend("triton", supports=gpu_trait)
+def dequantize_weight_triton(weight: QuantizedWeight, out: Tensor) -> None:
+    """See lockstep.kernels.formats.weights.dequantize_weight."""
     n, k = weight.shape
     columns = int(BLOCK)
     target = Target(ANY_ARCH, assembly=False)
@@ -96,8 +97,8 @@ def unpack_weight_triton(weight: PackedWeight, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def in_memory(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+def in_memory(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """The weight unpacked, on its device: [N, K]."""
     dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    unpack_weight_triton(weight, dense)
+    dequantize_weight_triton(weight, dense)
     return dense

@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights.word_order import codes_of, pack, words_per_row
+from lockstep.kernels.formats.weights.word_order import pack_codes, unpack_codes, words_per_row
 
 DUMMY_SCALE = 0.7
 """Standard deviation of a dummy weight, times sqrt(K)."""
@@ -37,7 +37,7 @@ MOST_IN_PARTS = 2.0**6
 
 
 @dataclass(frozen=True)
-class PackedWeight(ABC):
+class QuantizedWeight(ABC):
     """A weight [N, K] in fewer bits. words [N, W] int32: its codes; k: K, the columns in use."""
 
     derived: ClassVar[tuple[str, ...]] = ()
@@ -75,7 +75,7 @@ class PackedWeight(ABC):
     def rows(self, begin: int, end: int) -> Self:
         """The outputs begin .. end, 0 <= begin < end <= N, as views."""
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Compute what launches need of the weight's numbers, once, when it is filled.
 
         A captured step may be the first to launch the weight, and a capture cannot wait for the
@@ -85,7 +85,7 @@ class PackedWeight(ABC):
             getattr(self, name)
 
     @abstractmethod
-    def dummy(self, generator: torch.Generator) -> None:
+    def fill_dummy(self, generator: torch.Generator) -> None:
         """Fills it: unpacked, random weights at the scale of trained ones. See DUMMY_SCALE."""
 
     @abstractmethod
@@ -94,12 +94,12 @@ class PackedWeight(ABC):
 
     def codes(self) -> Tensor:
         """[N, K] uint8."""
-        return codes_of(self.words, self.bits, self.k)
+        return unpack_codes(self.words, self.bits, self.k)
 
-    def unpack(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """-> [N, K], each value computed in fp32 and rounded once to dtype."""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        for begin, end in pieces(*self.shape):
+        for begin, end in row_chunks(*self.shape):
             part = self.rows(begin, end)
             out[begin:end] = part._values(part.codes())
         return out
@@ -125,7 +125,7 @@ class PackedWeight(ABC):
 
 
 @dataclass(frozen=True)
-class IntWeight(PackedWeight):
+class IntWeight(QuantizedWeight):
     """Integers of 4 or 8 bits in groups along K: round(fp32(code - zero) * fp32(scale)).
 
     scales [N, G] fp16, bf16 or fp32, as the checkpoint has them; zeros [N, G], whole numbers below
@@ -183,7 +183,9 @@ class IntWeight(PackedWeight):
         """codes [N, K] uint8, zeros of any dtype, the rest as the fields; group: -1: all of K."""
         k = codes.shape[1]
         zeros = None if zeros is None else zeros.to(scales.dtype)
-        return cls(pack(codes, bits), k, scales, zeros, g_idx, k if group == -1 else group, bits)
+        return cls(
+            pack_codes(codes, bits), k, scales, zeros, g_idx, k if group == -1 else group, bits
+        )
 
     def rows(self, begin: int, end: int) -> Self:
         zeros = None if self.zeros is None else self.zeros[begin:end]
@@ -191,7 +193,7 @@ class IntWeight(PackedWeight):
         words = self.words[begin:end]
         return type(self)(words, self.k, scales, zeros, self.g_idx, self.group, self.width)
 
-    def dummy(self, generator: torch.Generator) -> None:
+    def fill_dummy(self, generator: torch.Generator) -> None:
         self.words.random_(-(2**31), 2**31, generator=generator)
         middle = 2 ** (self.bits - 1)
         spread = (2**self.bits) / 12**0.5
@@ -231,7 +233,7 @@ class IntWeight(PackedWeight):
 
 
 @dataclass(frozen=True)
-class Fp8Weight(PackedWeight):
+class Fp8Weight(QuantizedWeight):
     """e4m3fn codes with a scale per block of block_n x block_k: round(fp32(code) * scale).
 
     scales [R, C] fp32. Element (n, k) takes scales[(first + n) // block_n, k // block_k]; `first`
@@ -264,7 +266,7 @@ class Fp8Weight(PackedWeight):
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, block_n: int, block_k: int) -> Self:
         """codes [N, K] e4m3fn, or uint8 of the same bits; scales [R, C] of any float dtype."""
-        words = pack(codes.view(torch.uint8), 8)
+        words = pack_codes(codes.view(torch.uint8), 8)
         return cls(words, codes.shape[1], scales.float(), block_n, block_k)
 
     def rows(self, begin: int, end: int) -> Self:
@@ -275,18 +277,18 @@ class Fp8Weight(PackedWeight):
         words = self.words[begin:end]
         return type(self)(words, self.k, scales, self.block_n, self.block_k, first)
 
-    def by_rows(self) -> Self:
+    def with_row_scales(self) -> Self:
         """The same weight with a scale per row and block_k: parts of other blocks can be joined."""
         n = self.words.shape[0]
         lines = (self.first + torch.arange(n, device=self.device)) // self.block_n
         return type(self)(self.words, self.k, self.scales[lines], 1, self.block_k)
 
-    def dummy(self, generator: torch.Generator) -> None:
+    def fill_dummy(self, generator: torch.Generator) -> None:
         spread = 64.0  # e4m3 holds up to 448: 7 standard deviations
-        for begin, end in pieces(*self.shape):
+        for begin, end in row_chunks(*self.shape):
             drawn = torch.empty(end - begin, self.k, device=self.device)
             drawn.normal_(0.0, spread, generator=generator).clamp_(-448, 448)
-            self.words[begin:end] = pack(drawn.to(torch.float8_e4m3fn).view(torch.uint8), 8)
+            self.words[begin:end] = pack_codes(drawn.to(torch.float8_e4m3fn).view(torch.uint8), 8)
         wanted = DUMMY_SCALE * self.k**-0.5 / spread
         self.scales.uniform_(0.8 * wanted, 1.2 * wanted, generator=generator)
 
@@ -319,7 +321,7 @@ class Fp8Weight(PackedWeight):
 
 
 @dataclass(frozen=True)
-class Fp4Weight(PackedWeight):
+class Fp4Weight(QuantizedWeight):
     """NVFP4: e2m1 codes, an e4m3 scale per 16 columns, an fp32 factor per output.
 
     round((fp32(code) * fp32(scale)) * factor). scales [N, ceil(K / 16)] uint8: the codes of e4m3fn;
@@ -362,13 +364,13 @@ class Fp4Weight(PackedWeight):
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, factors: Tensor) -> Self:
         """codes [N, K] uint8 below 16; scales e4m3fn, or uint8 of the same bits."""
-        return cls(pack(codes, 4), codes.shape[1], scales.view(torch.uint8), factors.float())
+        return cls(pack_codes(codes, 4), codes.shape[1], scales.view(torch.uint8), factors.float())
 
     def rows(self, begin: int, end: int) -> Self:
         parts = (self.scales[begin:end], self.factors[begin:end])
         return type(self)(self.words[begin:end], self.k, *parts, whole=self.whole or self)
 
-    def dummy(self, generator: torch.Generator) -> None:
+    def fill_dummy(self, generator: torch.Generator) -> None:
         self.words.random_(-(2**31), 2**31, generator=generator)
         self.scales.random_(0x38, 0x40, generator=generator)  # 1 .. 1.875
         values = torch.tensor(FP4_VALUES)
@@ -398,7 +400,7 @@ def e4m3(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).float()
 
 
-def pieces(n: int, k: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Rows of a weight [n, k] in pieces of about CHUNK numbers, cut at multiples of `unit`."""
+def row_chunks(n: int, k: int, unit: int = 1) -> list[tuple[int, int]]:
+    """Rows of a weight [n, k] in row_chunks of about CHUNK numbers, cut at multiples of `unit`."""
     step = max(CHUNK // max(k, 1) // unit, 1) * unit
     return [(begin, min(begin + step, n)) for begin in range(0, n, step)]

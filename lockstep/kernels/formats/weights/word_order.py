@@ -42,7 +42,7 @@ def _shifts(bits: int, device: torch.device) -> Tensor:
     return 16 * torch.arange(2, device=device) + bits * pairs
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """codes [N, K] uint8, each below 2^bits -> words [N, words_per_row(K, bits)] int32."""
     n, k = codes.shape
     padded = F.pad(codes, (0, -k % BLOCK))
@@ -51,7 +51,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return words.sum((-3, -2, -1), dtype=torch.int32).view(n, -1)
 
 
-def codes_of(words: Tensor, bits: int, k: int) -> Tensor:
+def unpack_codes(words: Tensor, bits: int, k: int) -> Tensor:
     """words [N, W] int32 -> their codes [N, k] uint8: what `pack` was given."""
     n = words.shape[0]
     spans, halves, pairs, lanes, two = _sizes(bits)
@@ -91,7 +91,7 @@ def pack_plane(codes: Tensor, bits: int) -> Tensor:
     return words.sum((-4, -3, -2, -1), dtype=torch.int32).view(n, -1)
 
 
-def plane_of(words: Tensor, bits: int, k: int) -> Tensor:
+def unpack_plane(words: Tensor, bits: int, k: int) -> Tensor:
     """Return the codes [N, k] uint8 that pack_plane was given."""
     n = words.shape[0]
     parts = words.reshape(n, -1, 4, bits, 1, 1, 1, 1) >> _plane_shifts(bits, words.device)

@@ -27,7 +27,7 @@ from lockstep.serve.openai.responses.builtin_tools import (
 )
 from lockstep.serve.requests.body_models import Nested
 from lockstep.text.grammars.lark import LARK
-from lockstep.text.parsers.events import CallArguments, CallStart, Told
+from lockstep.text.parsers.events import AnswerEvent, CallArguments, CallStart
 
 JOINT = "__"
 """Separator of a namespace and a name in a function's name, as clients of MCP servers join them."""
@@ -298,7 +298,7 @@ class ClientToolEvents:
         self._tools = tools
         self._decoders: dict[int, InputDecoder] = {}
 
-    def convert(self, events: Sequence[Told]) -> Iterator[Told]:
+    def convert(self, events: Sequence[AnswerEvent]) -> Iterator[AnswerEvent]:
         """Yield the events, with the arguments of custom tools decoded."""
         for event in events:
             if isinstance(event, CallStart) and self._tools.is_custom(event.name):

@@ -1,0 +1,40 @@
+"""Launchers of silu_mul and relu2 in Triton."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lockstep.kernels.activations import relu2, silu_mul
+from lockstep.kernels.activations.kernels import relu2_kernel, silu_mul_kernel
+from lockstep.kernels.backends import gpu_trait
+
+BLOCK = 1024
+"""Columns of a program. H200, 256 rows of 17408: 5.8 us, 6.8 with 512, 7.0 with 2,048."""
+WARPS = 4
+"""Of a program: 8 numbers a thread, loads of 16 bytes."""
+
+
+@silu_mul.backend("triton", supports=gpu_trait)
+def silu_mul_triton(gate_up: Tensor) -> Tensor:
+    """See lockstep.kernels.activations.silu_mul. The last stride is 1."""
+    tokens, width = gate_up.shape
+    inner = width // 2
+    out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        options: dict[str, Any] = dict(BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+        grid = (tokens, triton.cdiv(inner, BLOCK))
+        silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), inner, **options)
+    return out
+
+
+@relu2.backend("triton", supports=gpu_trait)
+def relu2_triton(x: Tensor) -> Tensor:
+    """See lockstep.kernels.activations.relu2. The last stride is 1."""
+    tokens, inner = x.shape
+    out = torch.empty(tokens, inner, dtype=x.dtype, device=x.device)
+    if out.numel():
+        options: dict[str, Any] = dict(BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+        relu2_kernel[(tokens, triton.cdiv(inner, BLOCK))](x, out, x.stride(0), inner, **options)
+    return out

@@ -1,0 +1,108 @@
+"""Launchers of the norms in Triton."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.device.reductions import WARPS
+from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.norm.kernels import (
+    add_rms_norm_kernel,
+    gated_group_norm_kernel,
+    gated_rms_norm_kernel,
+    rms_norm_kernel,
+)
+
+WIDEST = 16384
+"""Numbers of a row that one program takes."""
+THREAD_NUMBERS = 8
+"""Numbers of a thread: a load of 16 bytes where they have 16 bits."""
+NUMBERS_TOGETHER = 1024
+"""Numbers of narrow rows in one program. An H200 starts 1.6 programs a ns, and no more: times in
+docs/kernels/norm.md."""
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """x [..., D] as [outer, inner, D] without a copy where strides allow: (x, inner, strides)."""
+    if x.dim() != 3:
+        x = x.reshape(-1, 1, x.shape[-1])
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    return x, x.shape[1], x.stride(0), x.stride(1)
+
+
+def row_layout(width: int, rows: int = 1) -> dict[str, Any]:
+    """The launch options for `rows` rows of `width` numbers; they change no bit."""
+    block = triton.next_power_of_2(width)
+    warps = max(1, min(WARPS.value, rows * block // THREAD_NUMBERS // 32))
+    return dict(D=width, BLOCK=block, num_warps=warps, enable_fp_fusion=False)
+
+
+def rows_together(width: int) -> int:
+    """Rows in a program of the gated norms."""
+    return max(1, NUMBERS_TOGETHER // triton.next_power_of_2(width))
+
+
+def _supports(**traits: Any) -> str | None:
+    width = traits.get("width", 1)
+    return f"width {width} is above {WIDEST}" if width > WIDEST else gpu_trait(**traits)
+
+
+@rms_norm.backend("triton", supports=_supports)
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """See lockstep.kernels.norm.rms_norm."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, inner, *strides = _rows(x)
+    if x.numel():
+        grid = (rows.shape[0] * inner,)
+        layout = row_layout(x.shape[-1])
+        rms_norm_kernel[grid](rows, weight, out, inner, *strides, eps, offset, **layout)
+    return out
+
+
+@add_rms_norm.backend("triton", supports=_supports)
+def add_rms_norm_triton(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See lockstep.kernels.norm.add_rms_norm. Partials are contiguous."""
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    rows, inner, *strides = _rows(x)
+    parts = delta if delta.dim() > x.dim() else delta[None]
+    first, _, *part_strides = _rows(parts[0])
+    if x.numel():
+        grid = (rows.shape[0] * inner,)
+        add_rms_norm_kernel[grid](
+            rows, first, weight, total, out, inner, *strides, parts.stride(0), *part_strides,
+            eps, offset, parts.shape[0], **row_layout(x.shape[-1]),
+        )  # fmt: skip
+    return total, out
+
+
+@gated_rms_norm.backend("triton", supports=_supports)
+def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See lockstep.kernels.norm.gated_rms_norm."""
+    return _gated(gated_rms_norm_kernel, x, gate, weight, eps)
+
+
+@gated_group_norm.backend("triton", supports=_supports)
+def gated_group_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See lockstep.kernels.norm.gated_group_norm. x, gate [T, G, D]; weight is contiguous."""
+    return _gated(gated_group_norm_kernel, x, gate, weight, eps)
+
+
+def _gated(kernel: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What a kernel of gated norms makes, a few rows a program."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    rows, inner, *strides = _rows(x)
+    gates, _, *gate_strides = _rows(gate)
+    if x.numel():
+        count = rows.shape[0] * inner
+        together = rows_together(x.shape[-1])
+        kernel[(triton.cdiv(count, together),)](
+            rows, gates, weight, out, count, inner, *strides, *gate_strides, eps,
+            ROWS=together, **row_layout(x.shape[-1], together),
+        )  # fmt: skip
+    return out

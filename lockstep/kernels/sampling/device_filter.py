@@ -1,0 +1,235 @@
+# mypy: ignore-errors
+"""min_p, top_k and top_p of one logit row's scores, by one program: no sort.
+
+A logit row is cut into groups of GROUP tokens whose largest scores, the peaks, are known. The TILE
+groups of the highest peaks hold every token above the next peak: as a rule all that the filters can
+leave, so they are copied side by side and read instead of it. Where they are not all, the logit row
+is read: its scores are written down first, a few logit rows at a time.
+Thresholds come from bisection over the ordered bits of a float. Counts are exact in any order; the
+one sum, top-p's mass, runs block by block in one layout over the tokens that are read, or over
+blocks of the logit row, and which of them is a function of it.
+"""
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.sampling.device_score import (
+    MIN_P,
+    TOP_K,
+    TOP_P,
+    integer_of,
+    number_of,
+    scores_at,
+)
+
+LOWEST = tl.constexpr(-(1 << 31))
+HIGHEST = tl.constexpr((1 << 31) - 1)
+NOTHING = tl.constexpr(-2139095041)
+"""The key of -inf."""
+GROUP = 32
+TILE = 128
+
+
+@triton.jit
+def best_of(x, place):
+    """The largest of x, and its smallest place."""
+    top = tl.max(x, 0)
+    return top, tl.min(tl.where(x == top, place, HIGHEST), 0)
+
+
+@triton.jit
+def better_of(x, spot, best, place):
+    """The better of two per lane; of equal ones the one that came first. NaN is never better."""
+    wins = x > best
+    return tl.where(wins, x, best), tl.where(wins, spot, place)
+
+
+@triton.jit
+def key_of(x):
+    """fp32 -> int32 in the same order; -0 and 0 are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _count(scores, least, size, BLOCK: tl.constexpr):
+    """How many of `size` scores have a key of at least `least`."""
+    least = least.to(tl.int32)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, size, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + place, mask=place < size, other=0.0)
+        total += ((key_of(x) >= least) & (place < size)).to(tl.int32)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _mass(scores, top, least, size, BLOCK: tl.constexpr):
+    """Sum of exp(score - top) over scores with a key of at least `least`."""
+    least = least.to(tl.int32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, size, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + place, mask=place < size, other=float("-inf"))
+        total += tl.where((key_of(x) >= least) & (place < size), tl.exp(x - top), 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _ties(scores, key, last, BLOCK: tl.constexpr):
+    """How many of the scores up to place `last` have this key."""
+    total = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, last + 1, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + place, mask=place <= last, other=0.0)
+        total += ((key_of(x) == key) & (place <= last)).to(tl.int32)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _nth(scores, n, low, high, size, BLOCK: tl.constexpr):
+    """The key of the n-th largest score, known to lie from low to high; low where there is none."""
+    while low < high:
+        middle = (low + high + 1) >> 1
+        enough = _count(scores, middle, size, BLOCK) >= n
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _nucleus(scores, top, low, wanted, size, BLOCK: tl.constexpr):
+    """Top-p: the smallest key from `low` up with less than the wanted mass above it, and the last
+    place kept at that key, so that the mass is reached."""
+    high = key_of(top).to(tl.int64)
+    above = tl.full((), 0.0, tl.float32)
+    while low < high:
+        middle = (low + high) >> 1
+        mass = _mass(scores, top, middle + 1, size, BLOCK)
+        enough = mass >= wanted
+        low = tl.where(enough, middle + 1, low)
+        high = tl.where(enough, high, middle)
+        above = tl.where(enough, above, mass)
+    threshold = low.to(tl.int32)
+    value = (threshold ^ ((threshold >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    ties = tl.maximum(tl.ceil(tl.div_rn(wanted - above, tl.exp(value - top))), 1.0)
+    first = tl.full((), 0, tl.int32)
+    last = tl.full((), size - 1, tl.int32)
+    while first < last:
+        middle = (first + last) >> 1
+        enough = _ties(scores, threshold, middle, BLOCK).to(tl.float32) >= ties
+        first = tl.where(enough, first, middle + 1)
+        last = tl.where(enough, middle, last)
+    return threshold, first
+
+
+@triton.jit
+def _bound(keys, n, highest):
+    """The smallest key that at most n of keys [LANES] int32 reach; the n-th largest, as a rule."""
+    low = tl.full((), LOWEST, tl.int64)
+    high = highest + 1
+    while low < high:
+        middle = (low + high) >> 1
+        few = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) <= n
+        low = tl.where(few, low, middle + 1)
+        high = tl.where(few, middle, high)
+    return low
+
+
+@triton.jit
+def _gather(
+    logit_row, inside, groups, tile, spots,
+    VOCAB: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes the scores of the groups of lanes inside, TILE at most, to the tile, in order."""
+    order = tl.cumsum(inside.to(tl.int32), 0) - 1
+    count = tl.sum(inside.to(tl.int32), 0)
+    tl.store(groups + order, tl.arange(0, LANES), mask=inside)
+    tl.debug_barrier()
+    slot = tl.arange(0, TILE)
+    group = tl.load(groups + slot, mask=slot < count, other=0)
+    spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    live = (slot < count)[:, None] & (spot < VOCAB)
+    place = slot[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(tile + place, scores_at(logit_row, spot, live))
+    tl.store(spots + place, tl.where(live, spot, 0))
+    tl.debug_barrier()
+
+
+@triton.jit
+def _whole_mass(masses, peak, top, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+    """The mass of a logit row by that of its blocks, each in front of its own largest score."""
+    lane = tl.arange(0, LANES)
+    peaks = tl.max(tl.reshape(peak, (LANES, peak.shape[0] // LANES)), 1)
+    mass = tl.load(masses + lane, mask=lane < BLOCKS, other=0.0)
+    return tl.sum(tl.where(mass > 0, mass * tl.exp(peaks - top), 0.0), 0)
+
+
+@triton.jit
+def _limits(logit_row):
+    """min_p, top_k and top_p of a logit row's row."""
+    of = logit_row.of
+    row = logit_row.row
+    return number_of(of, row, MIN_P), integer_of(of, row, TOP_K), number_of(of, row, TOP_P)
+
+
+@triton.jit
+def _floor(top, least):
+    """The smallest key that min_p leaves."""
+    floor = tl.full((), LOWEST, tl.int64)
+    if least > 0:
+        floor = key_of(top + tl.log(least)).to(tl.int64)
+    return floor
+
+
+@triton.jit
+def tile_left(
+    logit_row, peaks, masses, groups, tile, spots,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """min_p, then top_k, then top_p of a logit row by its tile -> whether the tile holds all that
+    they leave; the key from which its tokens may be picked; the last place kept at that key."""
+    SIZE: tl.constexpr = TILE * GROUP
+    least, k, p = _limits(logit_row)
+    lane = tl.arange(0, LANES)
+    peak = tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf"))
+    keys = key_of(peak)
+    top = tl.max(peak, 0)
+    highest = key_of(top).to(tl.int64)
+    floor = _floor(top, least)
+    bound = tl.maximum(tl.maximum(_bound(keys, TILE, highest), floor), NOTHING + 1)
+    _gather(logit_row, keys >= bound.to(tl.int32), groups, tile, spots, VOCAB, LANES, GROUP, TILE)
+    holds = (floor >= bound) | (bound == NOTHING + 1)
+    if (k > 0) & (k < VOCAB):
+        holds = holds | (_count(tile, bound, SIZE, SIZE) >= k)
+        if holds:
+            floor = tl.maximum(floor, _nth(tile, k, bound - 1, highest, SIZE, SIZE))
+    threshold = floor.to(tl.int32)
+    last = tl.full((), SIZE - 1, tl.int32)
+    if p < 1:
+        low = floor
+        wanted = p * _mass(tile, top, floor, SIZE, SIZE)
+        if (holds == 0) & (least <= 0) & ((k <= 0) | (k >= VOCAB)):
+            low = bound
+            wanted = p * _whole_mass(masses, peak, top, BLOCKS, BLOCK_LANES)
+            holds = _mass(tile, top, bound, SIZE, SIZE) >= wanted
+        if holds:
+            threshold, last = _nucleus(tile, top, low, wanted, SIZE, SIZE)
+    return holds, threshold, last
+
+
+@triton.jit
+def logit_row_left(scores, top, logit_row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The same by all of a logit row's scores, the largest of which is top -> key, last place."""
+    least, k, p = _limits(logit_row)
+    floor = _floor(top, least)
+    if (k > 0) & (k < VOCAB):
+        highest = key_of(top).to(tl.int64)
+        floor = tl.maximum(floor, _nth(scores, k, floor, highest, VOCAB, BLOCK))
+    threshold = floor.to(tl.int32)
+    last = tl.full((), VOCAB - 1, tl.int32)
+    if p < 1:
+        wanted = p * _mass(scores, top, floor, VOCAB, BLOCK)
+        threshold, last = _nucleus(scores, top, floor, wanted, VOCAB, BLOCK)
+    return threshold, last

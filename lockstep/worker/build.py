@@ -1,0 +1,328 @@
+"""The parts of an engine: checkpoint, device, limits of a step, numerics, model and program."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import DTYPES, EngineConfig, StepLimits
+from lockstep.errors import ConfigError
+from lockstep.kernels.backends import load as load_backends
+from lockstep.kernels.formats.kv.table import kv_format
+from lockstep.layers.build_context import BuildContext
+from lockstep.layers.kv_format import LayerKVFormats
+from lockstep.layers.linear import probe
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.config_reader import ConfigReader
+from lockstep.models.hub import folder_of
+from lockstep.models.loader import LoadResult, build_model, fill_dummy, load_weights
+from lockstep.models.rope import longest_sequence
+from lockstep.quantization import WeightFormat
+from lockstep.spec import drafter_module
+from lockstep.spec.drafter import DraftContext, NoDrafter
+from lockstep.step import PAGE_SIZE, StepShape
+from lockstep.worker import memory
+from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.program import Drafter, Program
+from lockstep.worker.row_table import RowTable
+from lockstep.worker.sampler import Sampler
+from lockstep.worker.synthetic_sampler import SyntheticSampler
+
+Progress = Callable[[str, int, int], None]
+GPU_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Rows that a GPU's steps are padded to: a graph for each and number of drafts."""
+CPU_ROWS = 16
+"""Rows of a CPU, where the user names no number: more make no step faster."""
+TOKENS = 2048
+"""Prompt tokens of a step, where the user names no number and memory suffices."""
+GPU_ROWS = 256
+"""Rows of a GPU, where the user names no number and memory suffices."""
+GPU_STEPS_IN_FLIGHT = 2
+"""The host schedules a step while the device works on the one before."""
+
+
+# What is chosen before anything is built.
+
+
+def find_model(model: str | None, weights: bool = True) -> Path:
+    """The checkpoint folder of a path, a hub id, or the bundled model. weights: as in fetch()."""
+    if model is None:
+        return Path(str(files("lockstep") / "assets" / "model"))
+    return folder_of(model, weights)
+
+
+def pick_device(config: EngineConfig) -> str:
+    """cpu or cuda. Raises ConfigError where cuda is asked for and absent."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda' but no GPU is visible to torch; use device='cpu'.")
+    return config.device
+
+
+def pick_dtype(config: EngineConfig, raw: dict[str, Any], device: str) -> torch.dtype:
+    """auto: float32 on a CPU, else the checkpoint's own."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if device == "cpu":
+        return torch.float32
+    reader = ConfigReader(raw)
+    known = (*DTYPES[1:], None)
+    names = [reader.only(name, *known, default=None) for name in ("dtype", "torch_dtype")]
+    return getattr(torch, names[0] or names[1] or "bfloat16")
+
+
+def pick_length(config: EngineConfig, raw: dict[str, Any]) -> int:
+    """Return max_model_len, at most what the checkpoint's positions and their scaling allow."""
+    most = longest_sequence(ConfigReader(raw))
+    if config.max_model_len is not None and config.max_model_len > most:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is not allowed; allowed: 2 to {most} "
+            "(max_position_embeddings of the checkpoint, times the factor of its scaling). Lower "
+            "it, or scale positions by rope_parameters in hf_overrides."
+        )
+    return config.max_model_len or most
+
+
+def pick_row_buckets(config: EngineConfig, device: str, rows: int) -> tuple[int, ...]:
+    """Return the row counts that steps are padded to, ascending: the last is max_num_seqs."""
+    usual = GPU_ROW_BUCKETS if device.startswith("cuda") else tuple(range(1, rows + 1))
+    buckets = config.row_buckets or usual
+    return tuple(sorted({bucket for bucket in buckets if bucket < rows} | {rows}))
+
+
+def sized(limits: StepLimits, config: EngineConfig, rows: int, tokens: int) -> StepLimits:
+    """Return the limits with these numbers of rows and of prompt tokens of a step."""
+    return replace(
+        limits,
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        row_buckets=pick_row_buckets(config, limits.device, rows),
+    )
+
+
+def step_limits(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: str,
+    packing: WeightFormat | None,
+    told: str | None = None,
+) -> StepLimits:
+    """Return the largest steps: as the user chose, else as a device with enough memory has
+    them. told: the numerics of a device that is not there. Raises ConfigError or CheckpointError.
+    """
+    dtype = pick_dtype(config, checkpoint.raw, device)
+    drafting = config.speculative_config
+    cuda = device == "cuda"
+    rows = config.max_num_seqs or (GPU_ROWS if cuda else CPU_ROWS)
+    return StepLimits(
+        model_path=checkpoint.folder,
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=pick_length(config, checkpoint.raw),
+        max_num_seqs=rows,
+        max_num_batched_tokens=config.max_num_batched_tokens or TOKENS,
+        query_len=config.num_drafts + 1,
+        page_size=PAGE_SIZE,
+        row_buckets=pick_row_buckets(config, device, rows),
+        draft_lengths=drafting.draft_lengths if drafting else (0,),
+        graph_mode=config.cuda_graph_mode if cuda else "none",
+        steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
+        numerics=(told or numerics(device, dtype, packing, *_kept_as(config, dtype)))
+        + _synthetic(config)
+        + _overridden(config),
+        quantization=None if packing is None else packing.name,
+    )
+
+
+def numerics(
+    device: str,
+    dtype: torch.dtype,
+    packing: WeightFormat | None = None,
+    kv: str | None = None,
+    state: torch.dtype = torch.float32,
+) -> str:
+    """All that bits may depend on besides weights and request: printed, and the fingerprint.
+
+    On a GPU Triton's version too: the trees of its sums follow the layouts that it chooses. kv: the
+    format of the KV cache, None for the dtype; state: the recurrent state's dtype.
+    """
+    if device == "cuda":
+        import triton
+
+        arch = "sm" + "".join(map(str, torch.cuda.get_device_capability()))
+        libraries = [f"torch-{torch.__version__}", f"triton-{triton.__version__}"]
+    else:
+        arch = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+        libraries = [f"torch-{torch.__version__}"]
+    name, kept = (str(x).removeprefix("torch.") for x in (dtype, state))
+    try:
+        release = version("lockstep-llm")
+    except PackageNotFoundError:
+        from lockstep import __version__ as release
+    packed = "" if packing is None else f"+{packing.name}"
+    parts = (arch, f"weights-{name}{packed}", f"kv-{kv or name}", f"state-{kept}", "tp1")
+    return "/".join((*parts, *libraries, f"lockstep-{release}"))
+
+
+def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
+    """What numerics call the KV format, with the layers that it leaves out; None: the dtype."""
+    format = kv_format(config.kv_cache_dtype, dtype)
+    if format is None:
+        return None
+    skipped = ".".join(sorted(set(config.kv_cache_dtype_skip_layers)))
+    return f"{format.name}-skip-{skipped}" if skipped else format.name
+
+
+def kv_layers(config: EngineConfig, dtype: torch.dtype) -> LayerKVFormats:
+    """How the model's layers keep keys and values."""
+    format = kv_format(config.kv_cache_dtype, dtype)
+    return LayerKVFormats(format, config.kv_cache_dtype_skip_layers)
+
+
+def _kept_as(config: EngineConfig, dtype: torch.dtype) -> tuple[str | None, torch.dtype]:
+    """What numerics call the formats of KV and recurrent state."""
+    return _kv_name(config, dtype), state_dtype(config)
+
+
+def state_dtype(config: EngineConfig) -> torch.dtype:
+    """Of the state that recurrent layers keep between steps."""
+    chosen = config.mamba_ssm_cache_dtype
+    return torch.float32 if chosen == "auto" else getattr(torch, chosen)
+
+
+def _synthetic(config: EngineConfig) -> str:
+    """What synthetic acceptance adds to the numerics: its answers are not the model's."""
+    drafting = config.speculative_config
+    chosen = drafting.synthetic_acceptance if drafting else None
+    return "" if chosen is None else f"/synthetic-acceptance-{chosen:g}"
+
+
+def _overridden(config: EngineConfig) -> str:
+    """What hf_overrides add to the numerics: the weights are read by other settings."""
+    if not config.hf_overrides:
+        return ""
+    spelled = json.dumps(config.hf_overrides, sort_keys=True, default=str)
+    return f"/hf-overrides-{sha256(spelled.encode()).hexdigest()[:8]}"
+
+
+# The model, and the program of a step.
+
+
+def prepare_device(device: str) -> None:
+    """What must be set before the first op: no library may round sums as it likes."""
+    load_backends()
+    if device == "cpu":
+        memory.keep_freed_memory()
+        return
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def build_models(
+    config: EngineConfig, checkpoint: Checkpoint, build: BuildContext, progress: Progress
+) -> tuple[nn.Module, Any, LoadResult | None]:
+    """The target and its draft module or None, with their weights; None loaded: random ones."""
+    model = build_model(checkpoint.raw, build)
+    draft = build_draft(config, checkpoint, model, build)
+    if config.load_format == "dummy":
+        fill_dummy(model, draft, config.seed)
+        return model, draft, None
+    shown = partial(progress, "loading")
+    return model, draft, load_weights(checkpoint, model, draft, shown, build.packing)
+
+
+def build_draft(
+    config: EngineConfig, checkpoint: Checkpoint, model: nn.Module, build: BuildContext
+) -> Any:
+    """The configured drafter's module, not loaded yet; None where it has none.
+
+    Its sums may be cut as it likes: no draft changes an answer.
+    """
+    options = config.speculative_config
+    drafting = drafter_module(options.method) if options else None
+    if drafting is None or not drafting.NEEDS_MODULE:
+        return None
+    inexact = build.at("draft")
+    inexact.exact = False
+    asked = getattr(options, "kv_cache_dtype", None)
+    format = kv_format(asked or config.kv_cache_dtype, build.dtype)
+    inexact.kv = LayerKVFormats(format, setting="speculative_config kv_cache_dtype")
+    draft = drafting.build(options, checkpoint, model, inexact)
+    model.taps = draft.taps
+    return draft
+
+
+def draft_costs(model: Any, draft: Any) -> dict[str, Any]:
+    """Return what a Plan says of the draft module."""
+    if draft is None:
+        return {}
+    known = model.config.vocab_size if draft.ids is None else len(draft.ids)
+    return {"draft_vocab_size": known, "draft_head_bytes": draft.head_bytes}
+
+
+def probe_linears(build: BuildContext, model: nn.Module, limits: StepLimits) -> None:
+    """Lets every linear choose its fastest exact backend at the token counts of generated steps."""
+    counts = {rows * (k + 1) for rows in limits.row_buckets for k in limits.draft_lengths}
+    probe(build, model, sorted(counts))
+
+
+def build_program(
+    config: EngineConfig,
+    limits: StepLimits,
+    build: BuildContext,
+    model: nn.Module,
+    draft: Any,
+    hooks: CheckHooks,
+) -> Program:
+    """Table, sampler and drafter around the models. Raises ConfigError on a hook without a K."""
+    options = config.speculative_config
+    vocab = model.config.vocab_size
+    table = RowTable(limits, build, vocab)
+    sampler = Sampler(table, build, vocab)
+    if options and options.synthetic_acceptance is not None:
+        sampler = SyntheticSampler(table, build, vocab, options.synthetic_acceptance)
+    drafter: Drafter = NoDrafter()
+    if options is None:
+        if hooks.drafter:
+            raise ConfigError("a drafter of CheckHooks needs a speculative_config, which says K.")
+        return Program(table, model, sampler, drafter)
+    context = DraftContext(
+        config=options,
+        drafts=table.drafts,
+        tokens=table.tokens,
+        computed=table.computed,
+        folded=table.folded,
+        page_size=table.page_size,
+        module=draft,
+        sample=partial(sampler.sample, ids=draft.ids if draft else None),
+        op=build.at("drafter").op,
+    )
+    create = hooks.drafter or drafter_module(options.method).create
+    return Program(table, model, sampler, create(context), context.on_answer)
+
+
+# The largest steps.
+
+
+def largest_prompts(limits: StepLimits) -> list[int]:
+    """Return the lengths of the prompts in the largest step: rows as long as rows may be."""
+    most = limits.max_model_len
+    tokens = limits.max_num_batched_tokens
+    lengths = [min(most, tokens - at) for at in range(0, tokens, most)]
+    return lengths[: limits.max_num_seqs]
+
+
+def largest_prompt_step(limits: StepLimits) -> tuple[list[int], StepShape]:
+    """Return the largest prompts and the shape of the step that they are in."""
+    lengths = largest_prompts(limits)
+    sizes = len(lengths), sum(lengths), max(lengths)
+    return lengths, StepShape(*sizes, prompt=True, next_drafts=limits.query_len - 1)

@@ -1,0 +1,173 @@
+"""capture(fn): something called just like fn that replays CUDA graphs.
+
+The first call with a key runs eagerly, so that every kernel is compiled and every lazy buffer
+exists, then records; later calls replay. Tensor arguments are copied into the graph's own, and the
+results are the graph's own tensors, overwritten by its next call. What no graph can repeat is an
+error that names its op (guard.py).
+"""
+
+import gc
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import CaptureError
+from lockstep.kernels.epochs import launch_epochs
+from lockstep.worker.capture_checks import (
+    Fault,
+    capture_checks,
+    describe_fault,
+    no_waiting,
+    recover_capture,
+)
+from lockstep.worker.program import RunStep
+
+WAITS = "synchronizing"
+"""What torch says, among other words, where it was told not to wait."""
+
+
+@dataclass
+class Recording:
+    """One recorded call: its graph, the tensors it reads, and what it returns."""
+
+    graph: torch.cuda.CUDAGraph
+    arguments: tuple[Any, ...]
+    result: Any
+
+
+class Captured:
+    """A function with a graph per key. Calls whose key `wanted` refuses run eagerly.
+
+    name: what the errors call it. Raises CaptureError where a call compiles a kernel, takes memory
+    outside of the pool, or waits for the device; the process lives on.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        pool: Any,
+        wanted: Callable[[Hashable], bool],
+        name: str,
+    ) -> None:
+        self.fn = fn
+        self.pool = pool
+        self.wanted = wanted
+        self.name = name
+        self.recordings: dict[Hashable, Recording] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        key = tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in arguments)
+        if not self.wanted(key):
+            return self.fn(*arguments)
+        recording = self.recordings.get(key)
+        if recording is None:
+            recording = self._record(key, arguments)
+            self.recordings[key] = recording
+        for mine, given in zip(recording.arguments, arguments, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given)
+        recording.graph.replay()
+        return recording.result
+
+    def _record(self, key: Hashable, arguments: tuple[Any, ...]) -> Recording:
+        mine = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
+        epochs = launch_epochs(torch.device("cuda", torch.cuda.current_device()))
+        self._run_eagerly(key, mine)
+        stream = torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        result = None
+        fault: RuntimeError | None = None
+        try:
+            with uncollected(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # the fault came first
+                with torch.cuda.graph(graph, pool=self.pool):
+                    try:
+                        with capture_checks(self.pool):
+                            epochs.advance()  # each replay has epochs of its own
+                            result = self.fn(*mine)
+                    except RuntimeError as error:
+                        fault = error
+        except RuntimeError as error:
+            fault = fault or error
+            recover_capture(stream, self.pool)
+        if fault is not None:
+            raise self._error(key, fault) from fault
+        return Recording(graph, mine, result)
+
+    def _run_eagerly(self, key: Hashable, arguments: tuple[Any, ...]) -> None:
+        """Call the function outside of the default stream, as the capture will, and so compile its
+        kernels."""
+        side = _warm_up_stream(torch.cuda.current_device())
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side), no_waiting():
+                self.fn(*arguments)
+        except RuntimeError as error:
+            if WAITS in str(error):
+                raise self._error(key, error) from error
+            raise
+        torch.cuda.current_stream().wait_stream(side)
+
+    def _error(self, key: Hashable, error: RuntimeError) -> CaptureError:
+        does = str(error).partition("\n")[0]
+        if not isinstance(error, Fault):
+            does = f"waits for the device: {does}" if WAITS in does else f"fails: {does}"
+        return CaptureError(
+            f"capture of {self.name} at {key}: {describe_fault(error)} {does}. "
+            "Run with cuda_graph_mode='none' to serve meanwhile, and report this."
+        )
+
+
+@cache
+def _warm_up_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all calls before a capture on a device.
+
+    cuBLAS keeps a workspace of 32 MiB for every stream that it has run on: a stream for each of 8
+    graphs took 258 MB outside of the planned memory (H200, 2026-11-28).
+    """
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected: an older engine's graphs, destroyed in a capture, would end it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def capture_halves(run_step: RunStep, pool: Any) -> RunStep:
+    """run_step with a graph of each half per uniform shape; prompt steps run eagerly."""
+
+    def uniform(key: Any) -> bool:
+        return not key[0].prompt
+
+    def of_uniform(key: Any) -> bool:
+        return not key[0].step.shape.prompt
+
+    return RunStep(
+        Captured(run_step.forward, pool, uniform, "forward"),
+        Captured(run_step.decide, pool, of_uniform, "decide"),
+    )
+
+
+def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> None:
+    """Everything in the blocks but their mixers becomes graphs, at these numbers of tokens."""
+    counts = frozenset(token_counts)
+
+    def wanted(key: Any) -> bool:
+        return key[0][0] in counts
+
+    for name, block in model.named_modules():
+        if hasattr(block, "tokenwise"):
+            block.tokenwise = Captured(block.tokenwise, pool, wanted, f"{name}.tokenwise")

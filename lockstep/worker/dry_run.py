@@ -1,0 +1,160 @@
+"""Dry runs of a step: what it allocates, counted on tensors without memory (FakeTensorMode).
+
+A step never waits for the device and never reads a tensor on the host, so all its allocations
+follow from its static shape. The host side of every op runs as it is, for a GPU that may not be
+there; only the kernels' launches are left out.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.errors import CaptureError
+from lockstep.kernels.architecture import Architecture, assume_architecture
+from lockstep.step import StepShape
+from lockstep.worker.capture_checks import describe_fault
+from lockstep.worker.program import Program
+
+ALIGNED_ADDRESS = 4096
+"""Address of every tensor: the allocator's are multiples of 512, and kernels ask for 16."""
+BLOCK_BYTES = 512
+"""torch's CUDA allocator rounds every block up to a multiple of it."""
+
+
+class AllocationCounter(TorchDispatchMode):
+    """Counts the bytes of tensors that are created while it is active.
+
+    live: bytes of those that still exist; peak: the most that existed at once. Storages that were
+    there before, weights for instance, are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            self._track(tensor, created=False)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._track(tensor, created=True)
+        return result
+
+    def _track(self, tensor: Tensor, created: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES if created else 0
+        self._sizes[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, key)  # another storage may get its address
+
+    def _free(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+class _WithoutDevice(TorchFunctionMode):
+    """Answers what torch would ask the device itself about a tensor without memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.data_ptr:
+            return ALIGNED_ADDRESS
+        if func is Tensor.__getitem__:  # the original sets the current GPU, which may not be there
+            return _indexed(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _indexed(x: Tensor, index: Any) -> Tensor:
+    """Return x[index], by ops that need no device."""
+    parts = index if isinstance(index, tuple) else (index,)
+    missing = x.dim() - sum(part is not None and part is not Ellipsis for part in parts)
+    dim = 0
+    for part in parts:
+        if part is None:
+            x = x.unsqueeze(dim)
+            dim += 1
+        elif part is Ellipsis:
+            dim += missing
+        elif isinstance(part, slice):
+            bounds = (part.start, part.stop, part.step or 1)
+            x = torch.ops.aten.slice.Tensor(x, dim, *bounds)
+            dim += 1
+        elif isinstance(part, Tensor):
+            x = torch.ops.aten.index.Tensor(x, [None] * dim + [part])
+            dim += part.dim()
+        else:
+            x = torch.ops.aten.select.int(x, dim, int(part))
+    return x
+
+
+@contextmanager
+def dry(card: Architecture) -> Iterator[None]:
+    """Run steps without a device: kernels are not launched, and are planned for this card."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def launch_nothing(*arguments: Any, **options: Any) -> None: ...
+
+    compiled = mock.patch.object(JITFunction, "run", launch_nothing)
+    interpreted = mock.patch.object(InterpretedFunction, "run", launch_nothing)
+    with compiled, interpreted, assume_architecture(card), _WithoutDevice(), torch.inference_mode():
+        yield
+
+
+def allocated(make: Callable[[], Any]) -> int:
+    """Return the bytes of the tensors that exist because of what `make` returns."""
+    counter = AllocationCounter()
+    with counter:
+        result = make()
+        size = counter.live
+    del result
+    return size
+
+
+def step_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
+    """Run a step dry -> (the most bytes it has at once, bytes of what it returns).
+
+    Raises CaptureError, which names the op, where the step reads a tensor on the host or asks for
+    what only a device has.
+    """
+    counter = AllocationCounter()
+    with counter:
+        try:
+            outcome = program.decide(program.forward(shape))
+        except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
+            raise _unpredictable(shape, error) from error
+        size = counter.peak, counter.live
+    del outcome
+    return size
+
+
+def _unpredictable(shape: StepShape, error: Exception) -> CaptureError:
+    """Return the error of a step whose memory cannot be counted without a device."""
+    kind = "prompt" if shape.prompt else "decoding"
+    reason = str(error).partition("\n")[0]
+    return CaptureError(
+        f"dry run of a {kind} step: {describe_fault(error)} reads a tensor on the host or needs a "
+        f"device: {reason}. The memory of a step must follow from its shape alone: change that op, "
+        "or report this."
+    )

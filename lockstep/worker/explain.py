@@ -1,0 +1,230 @@
+"""A GPU that is not there: backends, tiles and memory of an engine, from config.json alone."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.cache.kv import kv_spec
+from lockstep.config import EngineConfig, StepLimits
+from lockstep.errors import ConfigError
+from lockstep.kernels.architecture import Architecture, architecture_by_name
+from lockstep.kernels.backends import load as load_backends
+from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.layers.attention import Attention
+from lockstep.layers.latent_attention import LatentAttention
+from lockstep.layers.linear import Product
+from lockstep.layers.moe import MoE
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.weight_files import has_weights
+from lockstep.quantization import read_weight_format
+from lockstep.step import PAGE_SIZE
+from lockstep.worker import memory
+from lockstep.worker.build import (
+    find_model,
+    largest_prompts,
+    sized,
+    state_dtype,
+    step_limits,
+)
+from lockstep.worker.memory_estimate import DryEngine, planner_of
+from lockstep.worker.memory_planner import why_not
+
+SHARED_NOTE = (
+    "shared memory by kernel is not computed here: compiling them takes minutes; "
+    "tests/kernels/architectures.py holds every tile to the architecture's"
+)
+PROBE_NOTE = "cuBLAS may serve some linears: only a probe on the GPU itself says where"
+STEP_NOTE = (
+    "steps were run dry, the overhead is an estimate; an engine measures both before it takes pages"
+)
+
+
+def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[str, Any]:
+    """What lockstep explain says of a GPU of this architecture with `total` bytes, None: any.
+
+    Raises ConfigError, also where Triton is not installed, or CheckpointError.
+    """
+    card = architecture_by_name(arch)
+    if find_spec("triton") is None:
+        raise ConfigError(
+            "arch needs Triton, whose kernels it explains, and it is not installed; allowed: an "
+            "environment with it. Install it: pip install triton."
+        )
+    load_backends()
+    checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
+    packing = read_weight_format(checkpoint.quantization(), config.quantization)
+    limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
+    known = has_weights(checkpoint.folder)
+    dry_engine = DryEngine(config, checkpoint, limits, packing, card, known)
+    limits, planned = plan(config, limits, dry_engine, total)
+    build = dry_engine.build
+    with dry_engine.mode:
+        dry_engine.program(limits, build)
+    said = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared_memory}
+    return {
+        **said,
+        "layers": [vars(choice) for choice in build.choices],
+        "tiles": list(tiles(card, limits, build.dtype, dry_engine.model)),
+        "plan": planned,
+        "notes": [SHARED_NOTE, PROBE_NOTE, STEP_NOTE, *(packing.notes if packing else ())],
+    }
+
+
+def plan(
+    config: EngineConfig, limits: StepLimits, dry_engine: DryEngine, total: int | None
+) -> tuple[StepLimits, dict[str, Any]]:
+    """Plan the memory of a GPU with `total` bytes -> the limits of its steps, and bytes by part.
+
+    total None: of any GPU; the plan is the preferred one then. needed_bytes: memory of the smallest
+    GPU on which anything fits.
+    """
+    planner = planner_of(config, limits, dry_engine)
+    share = 1.0 if config.kv_cache_memory_bytes else config.gpu_memory_utilization
+    ladder = planner.ladder()
+    known = total is not None
+    chosen = planner.plan(int((total or 0) * share)) if known else planner.unfilled(ladder[0])
+    entry = chosen.entry
+    limits = sized(limits, config, entry.rows, entry.tokens)
+    smallest = sum(planner.least(ladder[-1]).values())
+    parts = {f"{name}_bytes": size for name, size in chosen.parts.items()}
+    report: dict[str, Any] = dict(
+        dtype=limits.dtype,
+        quantization=limits.quantization,
+        state_dtype=str(state_dtype(config)).removeprefix("torch."),
+        max_model_len=limits.max_model_len,
+        max_num_seqs=entry.rows,
+        max_num_batched_tokens=entry.tokens,
+        row_buckets=limits.row_buckets,
+        **parts,
+        page_bytes=dry_engine.page,
+        slot_bytes=dry_engine.slot,
+        host_pages=int(config.kv_offloading_size * memory.GIB) // dry_engine.page,
+        needed_bytes=int(smallest / share),
+    )
+    if total is None:
+        return limits, report
+    report |= dict(gpu_memory_bytes=total, available_bytes=chosen.available)
+    report["fits"] = not chosen.short
+    if chosen.short:
+        return limits, report | dict(num_pages=0, num_slots=0, notes=(), why=why_not(chosen))
+    tokens = (chosen.pages - 1) * PAGE_SIZE
+    size = dict(num_pages=chosen.pages, num_slots=chosen.slots, cache_tokens=tokens)
+    if tokens < limits.max_model_len:  # pages that were typed hold less than one request
+        why = f"pages hold {tokens} tokens; a request may have {limits.max_model_len}"
+        return limits, report | size | dict(fits=False, notes=(), why=why)
+    return limits, report | size | dict(notes=chosen.notes, why="")
+
+
+def tiles(
+    card: Architecture, limits: StepLimits, dtype: torch.dtype, model: nn.Module
+) -> Iterator[dict[str, Any]]:
+    """(op, size, tokens, tile) of the kernels whose tiles depend on the architecture: one row, all
+    rows, and the largest prompt step."""
+    steps = {limits.query_len, limits.max_num_seqs * limits.query_len}
+    counts = sorted(steps | {sum(largest_prompts(limits))})
+    seen: set[tuple[str, str]] = set()
+    for module in model.modules():
+        for op, size, make in _tiled(module, card, limits, dtype):
+            if (op, size) in seen:
+                continue
+            seen.add((op, size))
+            for tokens in counts:
+                yield dict(op=op, size=size, tokens=tokens, tile=asdict(make(tokens)))
+
+
+def _tiled(
+    module: nn.Module, card: Architecture, limits: StepLimits, dtype: torch.dtype
+) -> Iterator[tuple[str, str, Any]]:
+    """(op, size, tokens -> tile) of what a module launches."""
+    from lockstep.kernels.attention import SEGMENT
+    from lockstep.kernels.attention.triton import partition
+    from lockstep.kernels.linear.quantized import tile_of as packed_tile
+    from lockstep.kernels.linear.quantized_tuning import UNPACK
+    from lockstep.kernels.linear.tuning import lookup
+
+    number = card.number
+    if isinstance(module, Product):
+        (n, k) = module.shape
+        weight = module.stored
+        packed = isinstance(weight, QuantizedWeight)
+
+        def linear_tile(tokens: int) -> Any:
+            tile = UNPACK
+            if isinstance(weight, QuantizedWeight):
+                tile = packed_tile(tokens, weight, module.split_k, dtype, number)
+            return lookup(tokens, n, k, dtype, f"sm{number}") if tile == UNPACK else tile
+
+        yield "linear", f"{n}x{k}" + " packed" * packed, linear_tile
+    elif isinstance(module, MoE):
+        yield from _expert_tiles(module, number, dtype)
+    elif isinstance(module, Attention):
+        heads = module.heads
+        kv_heads = module.kv_heads
+        dim = module.head_dim
+        segments = -(-limits.row_columns * PAGE_SIZE // SEGMENT)
+        format = module.kv_format
+        spec = kv_spec(1, dim, dtype, format)
+        of_token = 0 if format is None else sum(part.nbytes for part in spec.parts)
+
+        def attention_tile(tokens: int) -> Any:
+            sizes = (*_step_of(tokens, limits), heads, kv_heads, dim, segments)
+            return partition(*sizes, dtype, number, of_token)
+
+        yield "paged_attention", f"{heads}/{kv_heads} heads of {dim}", attention_tile
+    elif isinstance(module, LatentAttention):
+        yield from _latent_tiles(module, number, limits, dtype)
+
+
+def _expert_tiles(layer: MoE, number: int, dtype: torch.dtype) -> Iterator[tuple[str, str, Any]]:
+    """_tiled of a mixture's experts."""
+    from lockstep.kernels.experts import pipeline
+    from lockstep.kernels.experts.tiles import are_few, fitting, packed_fitting, tiles_of
+    from lockstep.kernels.formats.weights.operand import Target
+
+    count = layer.experts
+    top_k = layer.top_k
+    target = Target(number, assembly=True)
+    rings = {
+        "up": lambda weight, tokens: pipeline.up_tile(weight, tokens, target),
+        "down": lambda weight, _: pipeline.down_tile(weight, top_k, target),
+    }
+
+    def tile(name: str, weight: Tensor | QuantizedWeight, tokens: int) -> Any:
+        few = are_few(tokens, top_k, count, isinstance(layer.down.stored, QuantizedWeight))
+        found = tiles_of(tokens * top_k, count, dtype, few)
+        if not isinstance(weight, QuantizedWeight) or dtype == torch.float32:
+            return fitting(getattr(found, name), dtype, number)
+        through = rings[name](weight, tokens) if few else None
+        return through or packed_fitting(getattr(found, f"packed_{name}"), weight, number)
+
+    for name, own in (("up", layer.up), ("down", layer.down)):
+        packed = " packed" * isinstance(own.stored, QuantizedWeight)
+        yield "experts", f"{name} of {top_k} of {count}{packed}", partial(tile, name, own.stored)
+
+
+def _latent_tiles(
+    layer: LatentAttention, number: int, limits: StepLimits, dtype: torch.dtype
+) -> Iterator[tuple[str, str, Any]]:
+    """_tiled of latent attention, whose tile the architecture decides alone."""
+    from lockstep.kernels.latent_attention.triton import partition, tile_of
+
+    keys = limits.row_columns * PAGE_SIZE
+    own = tile_of(dtype, number)
+
+    def tile(tokens: int) -> Any:
+        return partition(*_step_of(tokens, limits), layer.heads, layer.latent, keys, own)
+
+    size = f"{layer.heads} heads of {layer.latent} + {layer.turned}"
+    yield "latent_attention", size, tile
+
+
+def _step_of(tokens: int, limits: StepLimits) -> tuple[int, int]:
+    """(rows, tokens of each) of a step of so many tokens: of a prompt's, one row."""
+    if tokens > limits.max_num_seqs * limits.query_len:
+        return 1, tokens
+    return max(1, min(limits.max_num_seqs, tokens // limits.query_len)), limits.query_len

@@ -1,0 +1,206 @@
+"""An engine's memory on a GPU, estimated from config.json alone: what the planner chooses by.
+
+The model is built as an engine builds it, on tensors that have no memory (FakeTensorMode), and its
+largest steps are run dry.
+"""
+
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lockstep.cache.specs import is_cached
+from lockstep.config import EngineConfig, StepLimits
+from lockstep.kernels.architecture import Architecture
+from lockstep.kernels.formats.kv.table import load_device_functions
+from lockstep.layers.build_context import BuildContext
+from lockstep.layers.linear import Weight
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.loader import build_model
+from lockstep.quantization import WeightFormat
+from lockstep.step import StepShape
+from lockstep.worker import memory
+from lockstep.worker.build import (
+    build_draft,
+    build_program,
+    kv_layers,
+    largest_prompt_step,
+    sized,
+    state_dtype,
+)
+from lockstep.worker.dry_run import allocated, dry, step_bytes
+from lockstep.worker.hooks import NO_HOOKS
+from lockstep.worker.memory_planner import Planner, Typed
+from lockstep.worker.program import Program
+
+FAKE_GPU = "cuda:0"
+"""With its number: torch without CUDA would look for the current GPU otherwise."""
+OVERHEAD_BYTES = 1 << 30
+"""CUDA's context, loaded kernels, cuBLAS' workspace and unused parts of the allocator's blocks. On
+an H200 they took 0.74 GiB with an engine of Qwen3.6-27B."""
+GRAPH_BYTES = 2 << 20
+"""The driver's own bytes of the two graphs of a shape: parameters of about 1,000 kernels."""
+
+
+class DryEngine:
+    """A model and its steps on tensors without memory: the planner's Costs.
+
+    fixed: bytes that rows and prompts do not change, by name.
+
+    weights_known: whether the checkpoint's files are there, which say what they pack.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        limits: StepLimits,
+        packing: WeightFormat | None,
+        card: Architecture,
+        weights_known: bool,
+    ) -> None:
+        self.config = config
+        self.limits = replace(limits, device=FAKE_GPU)
+        self.card = card
+        dtype = getattr(torch, limits.dtype)
+        load_device_functions()  # their tables would be tensors without memory otherwise
+        # Small tables that modules keep are real.
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.mode:
+            self.build = BuildContext(
+                device=FAKE_GPU,
+                dtype=dtype,
+                window=limits.query_len,
+                max_positions=limits.history_len,
+                max_model_len=limits.max_model_len,
+                tensors=checkpoint.tensors() if weights_known else None,
+                prefixes=checkpoint.prefixes,
+                packing=packing,
+                arch=card.number,
+                kv=kv_layers(config, dtype),
+                state_dtype=state_dtype(config),
+            )
+            self.build.room.bounded = False
+            self.model = build_model(checkpoint.raw, self.build)
+            self.draft = build_draft(config, checkpoint, self.model, self.build)
+            layers = memory.mixers(self.model, self.draft)
+            memory.allocate(layers, num_pages=2, num_slots=2, device=FAKE_GPU)
+        self.cache_bytes = memory.cache_bytes(layers)
+        staging = memory.staging_bytes(config)
+        self.fixed = {"weights": weight_bytes(self.model, self.draft), "overhead": OVERHEAD_BYTES}
+        self.fixed |= {"staging": staging} if staging else {}
+        _assume_scales(self.model, self.draft)
+        keep_distinct_blocks(self.model)
+        self.working = cache(self._working)
+
+    @property
+    def page(self) -> int:
+        """Bytes of a page over all layers."""
+        return self.cache_bytes.page
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot of recurrent state over all layers, 0 where no layer recurs."""
+        return self.cache_bytes.slot
+
+    def program(self, limits: StepLimits, build: BuildContext) -> Program:
+        """The program of a step on tensors without memory."""
+        placed = replace(limits, device=FAKE_GPU)
+        return build_program(self.config, placed, build, self.model, self.draft, NO_HOOKS)
+
+    def _working(self, rows: int, tokens: int) -> dict[str, int]:
+        """Bytes of the row table, the largest prompt step and the graphs, by name."""
+        limits = sized(self.limits, self.config, rows, tokens)
+        build = copy(self.build)
+        build.choices = []  # these are recorded for the final sizes alone
+        with self.mode, dry(self.card):
+            table = allocated(lambda: self.program(limits, build))
+            program = self.program(limits, build)
+            prompt, _ = step_bytes(program, largest_prompt_step(limits)[1])
+            uniform, kept = step_bytes(program, StepShape.uniform(rows, limits.query_len))
+        if limits.graph_mode == "none":
+            return {"table": table, "step": max(prompt, uniform)}
+        return {"table": table, "step": prompt, "graphs": graph_bytes(limits, uniform, kept)}
+
+
+def graph_bytes(limits: StepLimits, uniform: int, kept: int) -> int:
+    """Return the bytes of all graphs: the largest graph's, which the others share, and results.
+
+    uniform: bytes of the largest uniform step at its peak; kept: bytes of its results.
+    """
+    widths = sum(drafts + 1 for drafts in limits.draft_lengths)
+    largest = limits.max_num_seqs * limits.query_len
+    results = kept * sum(limits.row_buckets) * widths // largest
+    shapes = len(limits.row_buckets) * len(limits.draft_lengths)
+    return uniform - kept + results + shapes * GRAPH_BYTES
+
+
+KEPT_BLOCKS = 2
+"""Blocks of one kind that are kept from the model's beginning; the first block of all has no sum to
+add. The last one of each kind is kept as well, since all taps are alive there."""
+
+
+def keep_distinct_blocks(model: Any) -> None:
+    """Drop the blocks of a model that allocate what others do: a dry run takes as long as a model
+    has blocks, and its peak is that of one block of each kind."""
+    kinds: dict[Any, list[int]] = {}
+    for index, block in enumerate(model.blocks):
+        kinds.setdefault(_kind_of(block), []).append(index)
+    kept = {index for same in kinds.values() for index in (*same[:KEPT_BLOCKS], same[-1])}
+    order = sorted(kept | {tap for tap in model.taps if tap < len(model.blocks)})
+    new_index = {old: new for new, old in enumerate(order)} | {len(model.blocks): len(order)}
+    model.taps = tuple(new_index[tap] for tap in model.taps)
+    model.blocks = nn.ModuleList(model.blocks[index] for index in order)
+
+
+def _kind_of(block: nn.Module) -> tuple[Any, ...]:
+    """Return what decides a block's allocations: modules, sizes of weights, and cache."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((tensor.shape, tensor.dtype) for tensor in module.parameters(recurse=False)),
+            tuple(map(type, module.packed_parts)) if isinstance(module, Weight) else (),
+            getattr(module, "shape", None),
+            module.cache_spec() if is_cached(module) else None,
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def _assume_scales(*roots: nn.Module | None) -> None:
+    """Let quantized weights without values answer what launches ask about their scales."""
+    for root in roots:
+        for module in root.modules() if root is not None else ():
+            if isinstance(module, Weight):
+                for part in module.packed_parts:
+                    vars(part).setdefault("in_parts", True)
+
+
+def planner_of(config: EngineConfig, limits: StepLimits, dry_engine: DryEngine) -> Planner:
+    """Return the planner of an engine's memory."""
+    typed = Typed(
+        rows=config.max_num_seqs,
+        tokens=config.max_num_batched_tokens,
+        snapshots=config.num_snapshots,
+        pages=config.num_gpu_blocks,
+        cache_bytes=config.kv_cache_memory_bytes,
+    )
+    return Planner(typed, dry_engine, limits.row_columns, config.enable_prefix_caching)
+
+
+def weight_bytes(*roots: nn.Module | None) -> int:
+    """Return the bytes of all weights and buffers, quantized or not, each storage once."""
+    sizes: dict[int, int] = {}
+    for root in roots:
+        for module in root.modules() if root is not None else ():
+            tensors: list[Any] = [*module.parameters(recurse=False)]
+            tensors += module.buffers(recurse=False)
+            if isinstance(module, Weight):
+                tensors.append(module.loaded)
+            sizes |= {id(weight): weight.nbytes for weight in tensors}
+    return sum(sizes.values())

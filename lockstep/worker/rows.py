@@ -1,0 +1,178 @@
+"""Rows of the table as the host writes them: a request admitted, moved out, moved back in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import RequestError
+from lockstep.kernels import sampling as s
+from lockstep.kernels.stream_copies import copy_to_device, copy_to_host
+from lockstep.scheduling.request import Request
+from lockstep.worker.row_table import RowTable
+from lockstep.worker.transfers import Transfers
+
+MOST_BIAS = 1e30
+"""Beyond it logits make no difference to a sum in fp32, and the sum stays a number."""
+FURTHEST = 2**31 - 1
+"""No row is that long: a position behind all others."""
+
+
+@dataclass
+class HostRow:
+    """A preempted row in host memory: its tensors of the table, and the places of its pages and of
+    its state."""
+
+    table: list[Tensor]
+    pages: list[list[Tensor]]
+    state: list[list[Tensor]]
+
+
+def write_row(table: RowTable, row: int, request: Request, start: int) -> None:
+    """The row of a request that begins with its first `start` tokens cached."""
+    prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
+    copy_to_device(prompt, table.tokens[row, : len(prompt)])
+    copy_to_device(len(prompt), table.prompt_len[row])
+    copy_to_device(start, table.computed[row])
+    copy_to_device(start, table.folded[row])
+    copy_to_device(-1, table.drafts[row])
+    most = table.drafts.shape[1] if request.speculate else 0
+    copy_to_device(most, table.draft_limit[row])
+    write_sampling(table.sampling, row, request, prompt)
+
+
+def write_place(table: RowTable, row: int, pages: list[int], slot: int) -> None:
+    """Where the row's cache is."""
+    copy_to_device(0, table.page_table[row])
+    write_pages(table, row, 0, pages)
+    copy_to_device(slot, table.state_slots[row])
+
+
+def write_pages(table: RowTable, row: int, column: int, pages: list[int]) -> None:
+    """Pages granted to a row, from this column on."""
+    ids = torch.tensor(pages, dtype=torch.int32)
+    copy_to_device(ids, table.page_table[row, column : column + len(pages)])
+
+
+def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: Tensor) -> None:
+    """The sampling parameters of a request as a row of the tensors."""
+    p = request.params
+    vocab = state.bias.shape[1]
+    check_ids(request, vocab)
+    flags = 0
+    copy_to_device(0, state.counts[row])
+    copy_to_device(False, state.in_prompt[row])
+    if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+        flags |= s.PENALTIES
+        there = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, prompt, True)
+        copy_to_device(there, state.in_prompt[row])
+    if p.logit_bias or p.allowed_token_ids is not None:
+        flags |= s.BIAS
+        copy_to_device(_bias(request, vocab), state.bias[row])
+    if p.min_tokens:
+        flags |= s.MIN_TOKENS
+        stops = sorted(request.eos_token_ids | set(p.stop_token_ids or ()))
+        copy_to_device(_padded(stops, state.stop_ids.shape[1]), state.stop_ids[row])
+    if p.bad_words_ids:
+        flags |= s.BAD_WORDS
+        copy_to_device(_words(p.bad_words_ids, state.bad_words[row].shape), state.bad_words[row])
+    if request.is_constrained:
+        flags |= s.ALLOWED
+    if not p.greedy:
+        flags |= s.NOISE
+        if p.top_k > 0 or p.top_p < 1 or p.min_p > 0:
+            flags |= s.FILTERS
+    parameters = s.RowParameters(
+        seed=request.seed,
+        flags=flags,
+        top_k=max(p.top_k, 0),
+        min_position=min(len(prompt) + p.min_tokens, FURTHEST),
+        temperature=p.temperature,
+        top_p=p.top_p,
+        min_p=p.min_p,
+        repetition=p.repetition_penalty,
+        presence=p.presence_penalty,
+        frequency=p.frequency_penalty,
+    )
+    copy_to_device(parameters.words(), state.scalars[row])
+
+
+def remove_masks(state: s.SamplingState, row: int) -> None:
+    """Let a row sample without masks, in the steps decided after this point of the stream."""
+    state.flags[row].bitwise_and_(~s.ALLOWED)
+
+
+def check_ids(request: Request, vocab: int) -> None:
+    """Raises RequestError where the model lacks a token that is named, or none is left to emit."""
+    p = request.params
+    for name, ids in (
+        ("prompt", request.prompt_token_ids),
+        ("allowed_token_ids", p.allowed_token_ids or ()),
+        ("logit_bias", p.logit_bias or ()),
+        ("bad_words", [t for word in p.bad_words_ids or () for t in word]),
+        ("stop_token_ids", p.stop_token_ids or ()),
+    ):
+        wrong = [i for i in ids if not 0 <= int(i) < vocab]
+        if wrong:
+            raise RequestError(
+                f"{name} has token id {wrong[0]}; allowed: 0 to {vocab - 1}. Leave it out.", name
+            )
+    banned = {word[0] for word in p.bad_words_ids or () if len(word) == 1}
+    if p.min_tokens:
+        banned |= request.eos_token_ids | set(p.stop_token_ids or ())
+    if p.allowed_token_ids is not None and banned.issuperset(p.allowed_token_ids):
+        raise RequestError(
+            "allowed_token_ids leaves no token to emit: all are bad words, or would end the answer "
+            "before min_tokens. Allow another token.",
+            "allowed_token_ids",
+        )
+
+
+def _bias(request: Request, vocab: int) -> Tensor:
+    p = request.params
+    bias = torch.zeros(vocab)
+    if p.allowed_token_ids is not None:
+        bias.fill_(-torch.inf)
+        bias[torch.tensor(list(p.allowed_token_ids), dtype=torch.int64)] = 0.0
+    for token, value in (p.logit_bias or {}).items():
+        bias[int(token)] += min(max(float(value), -MOST_BIAS), MOST_BIAS)
+    return bias
+
+
+def _padded(values: list[int], length: int) -> Tensor:
+    return torch.tensor((values + [-1] * length)[:length], dtype=torch.int64)
+
+
+def _words(words: Sequence[Sequence[int]], shape: torch.Size) -> Tensor:
+    out = torch.full(shape, -1, dtype=torch.int64)
+    for i, word in enumerate(words):
+        out[i, shape[1] - len(word) :] = torch.tensor(list(word), dtype=torch.int64)
+    return out
+
+
+def save_row(
+    table: RowTable, row: int, pages: list[int], slot: int, transfers: Transfers
+) -> HostRow:
+    """Everything of a row, copied to host memory in the order of device work. slot: 0 for none."""
+    return HostRow(
+        [copy_to_host(tensor[row]) for tensor in table.row_tensors()],
+        transfers.save(transfers.pages, pages),
+        transfers.save(transfers.slots, [slot] if slot else []),
+    )
+
+
+def restore_row(
+    table: RowTable,
+    row: int,
+    saved: HostRow,
+    pages: list[int],
+    slot: int,
+    transfers: Transfers,
+) -> None:
+    """The row as it was saved, in its new place. Pages past the saved ones are fresh."""
+    for tensor, kept in zip(table.row_tensors(), saved.table, strict=True):
+        copy_to_device(kept, tensor[row])
+    write_place(table, row, pages, slot)
+    transfers.back(transfers.pages, pages[: len(saved.pages)], saved.pages)
+    transfers.back(transfers.slots, [slot] if slot else [], saved.state)

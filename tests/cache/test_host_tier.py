@@ -1,0 +1,216 @@
+"""Host memory behind the cache: what is evicted is found again, in its place, and within bounds."""
+
+import random
+from collections import OrderedDict
+
+import pytest
+
+from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.cache.groups import CacheSeq, salt_of
+from lockstep.cache.host_tier import PAGES, SLOTS, HostPool, Moves
+
+PAGE = 4
+
+
+def make(pages: int, host: int, slots: int = 0, rows: int = 2) -> Cache:
+    """host: pages of host memory, of which a snapshot takes two."""
+    sizes = {"host_pages": host, "slot_host_pages": 2}
+    return Cache(CacheConfig(pages + 1, PAGE, slots, rows, **sizes))
+
+
+def run_prompt(cache: Cache, tokens: list[int], salt: str = "") -> tuple[int, Moves, Moves]:
+    """Computes a prompt, with a snapshot behind its last whole page, and releases it. -> the tokens
+    that were cached, what moved out, and back."""
+    seq = CacheSeq(tokens, salt=salt_of(salt))
+    cached = cache.admit(seq, len(tokens))
+    assert cached is not None
+    if cache.state:
+        cache.snapshot(seq, len(tokens) // PAGE * PAGE)
+    cache.commit(seq, len(tokens))
+    out, back = cache.settle()
+    cache.check()
+    cache.release(seq)
+    cache.check()
+    return cached, out, back
+
+
+def test_what_is_evicted_comes_back_to_where_it_is_wanted() -> None:
+    cache = make(pages=3, host=9)
+    first = [1] * 9
+    assert run_prompt(cache, first)[0] == 0
+    cached, out, back = run_prompt(cache, [2] * 9)
+    assert cached == 0 and len(out[PAGES]) == 2 and not back
+    kept = {move.place for move in out[PAGES]}
+    cached, out, back = run_prompt(cache, first)
+    assert cached == 8 and cache.host_hit_tokens == 8 and cache.hit_tokens == 8
+    assert {move.place for move in back[PAGES]} == kept and len(out[PAGES]) == 2
+    assert len({move.unit for move in back[PAGES]}) == 2
+
+
+def test_what_the_host_has_is_not_copied_again() -> None:
+    cache = make(pages=3, host=9)
+    for tokens in ([1] * 9, [2] * 9, [1] * 9):
+        run_prompt(cache, tokens)
+    assert run_prompt(cache, [2] * 9)[1] == {}
+    assert cache.host.used == 4
+
+
+def test_without_host_memory_what_is_evicted_is_gone() -> None:
+    cache = make(pages=3, host=0, slots=4)
+    for tokens in ([1] * 9, [2] * 9, [1] * 9):
+        assert run_prompt(cache, tokens) == (0, {}, {})
+
+
+def test_one_host_page_keeps_what_was_evicted_last() -> None:
+    """Tails are evicted first, so that a beginning is what is left."""
+    cache = make(pages=3, host=1)
+    run_prompt(cache, [1] * 9)
+    run_prompt(cache, [2] * 9)
+    assert cache.host.used == 1
+    cached, _, back = run_prompt(cache, [1] * 9)
+    assert cached == 4 and len(back[PAGES]) == 1
+
+
+def test_a_place_is_filled_once_in_a_schedule() -> None:
+    """Pages and snapshots move apart, so that the order of two to one place would be lost."""
+    cache = make(pages=4, host=2, slots=4, rows=1)
+    for number in (1, 2):
+        run_prompt(cache, [number] * 5)
+    group = cache.paged.pool
+    state = cache.state
+    assert state is not None
+    while state.pool.available:
+        state.pool.take()
+    while group.available:
+        group.take()
+    cache.host.check()
+    out, _ = cache.settle()
+    filled = [page for moves in out.values() for move in moves for page in move.place]
+    assert len(filled) == len(set(filled)) == 2
+
+
+def test_a_snapshot_comes_back_with_its_pages() -> None:
+    cache = make(pages=3, host=9, slots=4, rows=1)
+    for number in (1, 2, 3):
+        run_prompt(cache, [number] * 9)
+    seq = CacheSeq([1] * 9)
+    assert cache.admit(seq, 9) == 8
+    _, back = cache.settle()
+    assert len(back[PAGES]) == 2
+    (snapshot,) = back[SLOTS]
+    assert snapshot.unit == seq.source != seq.slot
+    assert len(snapshot.place) == 2
+    cache.check()
+
+
+def test_a_snapshot_in_host_memory_needs_a_slot_beside_the_rows() -> None:
+    cache = make(pages=3, host=9, slots=3, rows=1)
+    for number in (1, 2, 3):
+        run_prompt(cache, [number] * 9)
+    holder = CacheSeq([], reuse=False)
+    assert cache.readmit(holder, 0)
+    cached, _, back = run_prompt(cache, [1] * 9)
+    assert cached == 0 and not back
+
+
+def test_what_a_hit_needs_makes_no_room_for_what_it_evicts() -> None:
+    """Host memory is full: the pages that come back push out three, which find no room there."""
+    cache = make(pages=3, host=2)
+    run_prompt(cache, [1] * 9)
+    run_prompt(cache, [2] * 12)
+    cached, out, back = run_prompt(cache, [1] * 9)
+    assert cached == 8 and len(back[PAGES]) == 2 and not out
+    assert not cache.host.pinned
+
+
+def test_what_can_not_be_admitted_moves_nothing() -> None:
+    cache = make(pages=4, host=9, slots=4, rows=1)
+    run_prompt(cache, [1] * 9)
+    run_prompt(cache, [2] * 16)
+    before = list(cache.host.places)
+    assert cache.admit(CacheSeq([1] * 9), 9, spare=2) is None
+    assert cache.settle() == ({}, {})
+    assert list(cache.host.places) == before
+    cache.check()
+
+
+def test_no_salt_finds_what_another_left_in_host_memory() -> None:
+    cache = make(pages=3, host=9)
+    tokens = [1] * 9
+    run_prompt(cache, tokens, "mine")
+    run_prompt(cache, [2] * 9)
+    for salt in ("", "yours"):
+        assert run_prompt(cache, tokens, salt)[0] == 0
+    assert run_prompt(cache, tokens, "mine")[0] == 8
+
+
+def test_forgetting_empties_host_memory() -> None:
+    cache = make(pages=3, host=9, slots=4, rows=1)
+    for number in (1, 2, 3):
+        run_prompt(cache, [number] * 9)
+    assert cache.host.used
+    cache.forget()
+    cache.check()
+    assert not cache.host.used
+    assert run_prompt(cache, [1] * 9)[0] == 0
+
+
+def test_a_place_longer_than_host_memory_is_none() -> None:
+    pool = HostPool(3)
+    assert pool.store((PAGES, b"a"), 4) == ()
+    place = pool.store((PAGES, b"a"), 3)
+    assert sorted(place) == [0, 1, 2]
+    pool.pin((PAGES, b"a"))
+    assert pool.store((PAGES, b"b"), 1) == ()
+    pool.settle()
+    assert len(pool.store((PAGES, b"b"), 1)) == 1
+    assert not pool.touch((PAGES, b"a"))
+
+
+class Shelf:
+    """Host memory as a dict: what was used longest ago goes first, but for what is held."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.kept: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self.held: set[tuple[str, bytes]] = set()
+
+    def store(self, name: tuple[str, bytes], length: int) -> bool:
+        """Whether it found room."""
+        if length > self.size - sum(self.kept[held] for held in self.held):
+            return False
+        while sum(self.kept.values()) + length > self.size:
+            del self.kept[next(known for known in self.kept if known not in self.held)]
+        self.kept[name] = length
+        return True
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_walk_of_the_host_pool_beside_a_dict(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice([0, 1, 5, 20])
+    pool = HostPool(size)
+    model = Shelf(size)
+    for _ in range(600):
+        name = (rng.choice([PAGES, SLOTS]), bytes([rng.randrange(12)]))
+        length = 1 if name[0] == PAGES else 3
+        what = rng.random()
+        if what < 0.6:
+            known = pool.touch(name)
+            assert known == (name in model.kept)
+            if known:
+                model.kept.move_to_end(name)
+            else:
+                assert bool(pool.store(name, length)) == model.store(name, length)
+        elif what < 0.8 and name in model.kept:
+            pool.pin(name)
+            model.kept.move_to_end(name)
+            model.held.add(name)
+        elif what < 0.9:
+            pool.settle()
+            model.held.clear()
+        assert list(pool.places) == list(model.kept)
+        assert pool.used == sum(model.kept.values())
+        pool.check()
+    pool.forget()
+    assert pool.used == 0 and sorted(pool.free) == list(range(size))

@@ -1,0 +1,422 @@
+"""An engine's process that is killed, hangs, fails at its start, or is lost again and again."""
+
+import asyncio
+import os
+import pickle
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lockstep.engine.async_engine import (
+    ENGINE_RESTARTED,
+    NEWS_OF_A_TURN,
+    AsyncEngine,
+    Receiver,
+    Stream,
+)
+from lockstep.engine.engine_loop import TokenUpdate
+from lockstep.engine.engine_process import STEPS_NICENESS, give_way
+from lockstep.engine.messages import Updates
+from lockstep.engine.process_transport import MOST_RESTARTS, ProcessTransport
+from lockstep.engine.stats import Stats
+from lockstep.errors import ConfigError, EngineDeadError, RequestError
+from lockstep.outputs import Logprob, RequestMetrics
+from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
+from tests import served
+from tests.served import run, wait_until, wait_until_empty
+from tests.tiny_model import make_model
+
+LONG = 3000
+STEP_SECONDS = 5.0
+ROWS = 2
+LEAST_PRIORITY = 19
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Those of a tiny engine."""
+    return {
+        "model": str(make_model(tmp_path_factory.mktemp("process"))),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 4096,
+        "max_num_seqs": ROWS,
+        "num_gpu_blocks": 120,
+    }
+
+
+@pytest.fixture(scope="module")
+def shared(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
+    """One client for all tests, since a start takes seconds."""
+    found = AsyncEngine(ProcessTransport(partial(served.faulty, settings), STEP_SECONDS))
+    found.start()
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture
+def client(shared: AsyncEngine) -> AsyncEngine:
+    """The client, with nothing in it, and as if it had never been restarted."""
+    wait_until_empty(shared)
+    shared.transport._starts.clear()
+    return shared
+
+
+def ask(name: str, max_tokens: int = 12) -> Request:
+    """A drawn answer to a prompt that depends on the name's first letter only."""
+    ids = [ord(name[0]) % 90 + i % 7 for i in range(20)]
+    params = SamplingParams(temperature=1.0, seed=7, ignore_eos=True, max_tokens=max_tokens)
+    return Request(name, ids, params, seed=7)
+
+
+async def read(stream: Stream) -> list[TokenUpdate]:
+    """All updates of a stream."""
+    return [update async for update in stream]
+
+
+def tokens_of(updates: list[TokenUpdate]) -> list[int]:
+    """The tokens of all updates."""
+    return [token for update in updates for token in update.token_ids]
+
+
+async def lose(client: AsyncEngine, end: Callable[[int], None]) -> dict[str, list[TokenUpdate]]:
+    """Loses the engine while as many requests run as there are rows and more wait; what came."""
+    rows = [client.stream(ask(f"{name} runs", LONG)) for name in "ab"]
+    waiting = [client.stream(ask(f"{name} waits")) for name in "cdef"]
+    for stream in rows:
+        await anext(aiter(stream))
+    client.abort("f waits")
+    end(client.transport.pid)
+    found = await asyncio.gather(*map(read, rows + waiting))
+    return dict(zip("abcdef", found, strict=True))
+
+
+def assert_only_what_ran_was_lost(
+    found: dict[str, list[TokenUpdate]], expected: dict[str, list[int]]
+) -> None:
+    """Requests that ran end with an error; those that waited are answered as ever."""
+    for name in "ab":
+        last = found[name][-1]
+        assert (last.finish_reason, last.error) == ("error", ENGINE_RESTARTED)
+    for name in "cde":
+        assert tokens_of(found[name]) == expected[name]
+        assert found[name][-1].finish_reason == "length"
+    assert found["f"][-1].finish_reason == "abort"
+
+
+def answers(client: AsyncEngine, names: str) -> dict[str, list[int]]:
+    """What requests are answered when nothing goes wrong."""
+
+    async def work() -> list[list[TokenUpdate]]:
+        return await asyncio.gather(*(read(client.stream(ask(f"{n} alone"))) for n in names))
+
+    return dict(zip(names, map(tokens_of, run(work())), strict=True))
+
+
+def test_a_killed_engine_is_started_again_and_what_waited_is_answered(client: AsyncEngine) -> None:
+    expected = answers(client, "cde")
+    before = wait_until_empty(client)
+    pid = client.transport.pid
+    found = run(lose(client, lambda pid: os.kill(pid, signal.SIGKILL)))
+    assert_only_what_ran_was_lost(found, expected)
+    after = wait_until_empty(client)
+    assert client.transport.pid != pid and client.is_alive and not client.restarting
+    assert after.restarts_total == before.restarts_total + 1
+    assert after.requests_success_total["error"] == before.requests_success_total["error"] + 2
+    assert after.requests_success_total["length"] == before.requests_success_total["length"] + 3
+    of_lost = after.generation_tokens_total - before.generation_tokens_total - 36
+    assert 0 <= of_lost <= 2 * LONG, "what the lost requests had counts too"
+    assert after.steps_total > before.steps_total
+
+
+@pytest.mark.slow
+def test_a_stopped_engine_is_noticed(client: AsyncEngine) -> None:
+    expected = answers(client, "cde")
+    begun = time.monotonic()
+    found = run(lose(client, lambda pid: os.kill(pid, signal.SIGSTOP)))
+    assert_only_what_ran_was_lost(found, expected)
+    assert time.monotonic() - begun > STEP_SECONDS
+
+
+@pytest.mark.slow
+def test_a_step_that_hangs_is_noticed(client: AsyncEngine) -> None:
+    """Its process gives signs of life. What hung it is not tried forever."""
+
+    async def work() -> list[TokenUpdate]:
+        return await read(client.stream(ask("hang")))
+
+    pid = client.transport.pid
+    (only,) = run(work())
+    assert only.error == ENGINE_RESTARTED and client.transport.pid != pid
+    assert len(client.transport._starts) == 2
+    assert len(answers(client, "c")["c"]) == 12
+
+
+def test_steps_on_the_cpu_run_behind_the_server(client: AsyncEngine) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    steps = os.getpriority(os.PRIO_PROCESS, client.transport.pid)
+    assert steps == min(own + STEPS_NICENESS, LEAST_PRIORITY)
+
+
+def test_steps_on_a_gpu_run_beside_it() -> None:
+    """The GPU would wait for the host's threads."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    give_way("cuda")
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="signals are read from /proc")
+def test_what_is_compiled_does_not_take_the_signals_of_a_group(settings: dict[str, Any]) -> None:
+    """LLVM takes them with the first pass, for one signal each; a second one would end it."""
+    pytest.importorskip("triton")
+    transport = ProcessTransport(partial(served.compiling, settings), STEP_SECONDS)
+    try:
+        with open(f"/proc/{transport.pid}/status") as file:
+            told = dict(line.split(":", 1) for line in file)
+        ignored = int(told["SigIgn"], 16)
+        assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM))
+    finally:
+        transport.stop()
+
+
+def test_an_engine_that_is_lost_too_often_ends(settings: dict[str, Any]) -> None:
+    told: list[str] = []
+    client = AsyncEngine(ProcessTransport(partial(served.faulty, settings), STEP_SECONDS))
+    client.on_end = told.append
+    client.transport._starts.extend([time.monotonic()] * (MOST_RESTARTS - 1))
+    assert client.transport._may_restart(), "this one is the last"
+    client.start()
+
+    async def work() -> None:
+        with pytest.raises(EngineDeadError, match="the device is gone.*Restart the server"):
+            await read(client.stream(ask("die")))
+
+    run(work())
+    wait_until(lambda: bool(told))
+    assert told == ["the device is gone"] and not client.is_alive and not client.restarting
+    client.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "said"),
+    [
+        (served.Signalled(), ConfigError, "dtype='x' is not allowed"),
+        pytest.param(served.breaking, ZeroDivisionError, "one by none", marks=pytest.mark.slow),
+        (served.exiting, EngineDeadError, "did not start: its process ended with status 7"),
+    ],
+)
+def test_a_start_that_fails_says_why(make: Any, kind: type[Exception], said: str) -> None:
+    shown: list[tuple[str, int, int]] = []
+    with pytest.raises(kind, match=said) as raised:
+        ProcessTransport(partial(make, {}), 60.0, lambda *progress: shown.append(progress))
+    assert shown == ([("loading", 1, 2)] if kind is ConfigError else [])
+    notes = "".join(getattr(raised.value, "__notes__", []))
+    assert ("served.py" in notes) == (make is served.breaking)
+
+
+class FakeTransport:
+    """Keeps what it was asked for."""
+
+    restarting = False
+    stalled_for = 0.0
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.receiver: Receiver
+
+    def start(self, receiver: Receiver) -> None:
+        self.receiver = receiver
+
+    def stop(self) -> None:
+        self.receiver.ended("it was shut down", False)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.asked.extend(request.id for request in requests)
+
+    def abort(self, request_id: str) -> None:
+        self.asked.append(f"abort {request_id}")
+
+    def reset_prefix_cache(self) -> None:
+        self.asked.append("reset")
+
+    def stats(self) -> Stats:
+        return Stats()
+
+    def lose(self) -> int:
+        return self.receiver.lost(self.asked.clear)
+
+
+def test_a_request_is_queued_again_once() -> None:
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+
+    async def work() -> None:
+        streams = {name: client.stream(ask(name)) for name in ("begun", "waits", "gone", "late")}
+        one = TokenUpdate([1], None, None, None, RequestMetrics(num_steps=3))
+        transport.receiver.deliver([("begun", one), ("nobody", one)])
+        client.abort("gone")
+        assert transport.asked == ["begun", "waits", "gone", "late", "abort gone"]
+        assert transport.lose() == 1
+        assert transport.asked == ["waits", "late"], "in their order, and what was aborted not"
+        begun = await read(streams["begun"])
+        assert [u.finish_reason for u in begun] == [None, "error"]
+        assert begun[-1].metrics.num_steps == 3
+        client.stream(ask("new"))
+        assert transport.lose() == 2
+        assert transport.asked == ["new"]
+        assert (await read(streams["waits"]))[-1].error == ENGINE_RESTARTED
+
+    run(work())
+    client.shutdown()
+
+
+def test_what_came_is_told_in_turns() -> None:
+    """Other work goes on between."""
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+    names = [str(number) for number in range(3 * NEWS_OF_A_TURN)]
+    heard: list[tuple[str, int]] = []
+
+    def update(number: int) -> TokenUpdate:
+        return TokenUpdate([number], None, None, None, RequestMetrics())
+
+    async def work() -> None:
+        for name in names:
+            hear = lambda one, name=name: heard.append((name, one.token_ids[0]))  # noqa: E731
+            client.submit([(ask(name), hear)])
+        for number in range(2):
+            transport.receiver.deliver([(name, update(number)) for name in names])
+        turns = 0
+        while len(heard) < 2 * len(names):
+            turns += 1
+            assert turns < 100
+            await asyncio.sleep(0)
+        assert turns >= 3
+
+    run(work())
+    assert heard == [(name, number) for number in range(2) for name in names]
+    client.shutdown()
+
+
+def test_a_turn_of_the_loop_tells_a_bounded_number_of_updates() -> None:
+    """However many deliveries wait, and from however many threads they came."""
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+    names = [str(number) for number in range(40)]
+    turn = 0
+    by_turn: Counter[int] = Counter()
+    update = TokenUpdate([1], None, None, None, RequestMetrics())
+
+    async def work() -> None:
+        nonlocal turn
+        for name in names:
+            client.submit([(ask(name), lambda _: by_turn.update([turn]))])
+        for number in range(4):
+            for name in names:
+                transport.receiver.deliver([(name, update)])
+            while by_turn.total() < (number + 1) * len(names):
+                turn += 1
+                assert turn < 1000
+                await asyncio.sleep(0)
+
+    run(work())
+    assert by_turn.most_common(1)[0][1] == NEWS_OF_A_TURN
+    client.shutdown()
+
+
+def test_event_loops_that_take_turns_have_one_post_each() -> None:
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+    heard: list[str] = []
+    update = TokenUpdate([1], None, "length", None, RequestMetrics())
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+
+    async def submit(name: str) -> None:
+        client.submit([(ask(name), lambda _: heard.append(name))])
+
+    async def hear() -> None:
+        await asyncio.sleep(0)
+
+    names = [str(number) for number in range(4)]
+    for number, name in enumerate(names):
+        loops[number % 2].run_until_complete(submit(name))
+    transport.receiver.deliver([(name, update) for name in names])
+    for loop in loops:
+        loop.run_until_complete(hear())
+    assert sorted(heard) == names
+    for loop in loops:
+        loop.close()
+    run(submit("another loop"))
+    assert len(client._posts) == 1, "closed loops are dropped"
+    client.shutdown()
+
+
+def test_what_a_step_brought_is_the_same_behind_the_pipe() -> None:
+    fields = [float(number) for number in range(9)]
+    metrics = RequestMetrics(*fields)
+    logprobs = [{1: Logprob(-0.5, 1)}]
+    update = TokenUpdate([1], logprobs, "length", 7, metrics, [None], "why", ("plain",))
+    refused = RequestError("too long", "prompt")
+    found = pickle.loads(pickle.dumps(Updates([("a", update), ("b", refused)])))
+    (first, (name, error)) = found.news
+    assert first == ("a", update)
+    assert type(first[1]) is TokenUpdate
+    assert (name, type(error), str(error)) == ("b", RequestError, "too long")
+    assert metrics.copy() == metrics
+    assert metrics.copy() is not metrics
+
+
+def test_an_open_id_is_refused() -> None:
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+
+    async def work() -> None:
+        client.stream(ask("a"))
+        with pytest.raises(RequestError, match="request_id='a'"):
+            client.stream(ask("a"))
+        with pytest.raises(RequestError, match="request_id='b'"):
+            client.submit([(ask("b"), print), (ask("b"), print)])
+
+    run(work())
+    assert transport.asked == ["a"] and client.num_open == 1, "none of a refused call is queued"
+
+
+def test_what_goes_through_the_pipe_is_the_request() -> None:
+    from lockstep.engine.messages import Submit
+
+    request = ask("a")
+    request.cache_salt = "salt"
+    request.speculate = False
+    request.priority = 3
+    request.eos_token_ids = frozenset({5})
+    message = pickle.loads(pickle.dumps(Submit.of([request, ask("b")])))
+    first, second = (plain.request() for plain in message.requests)
+    assert first is not request and vars(first) == vars(request)
+    assert second.id == "b"
+
+
+def test_counters_go_on_where_those_of_a_lost_engine_ended() -> None:
+    lost = Stats(num_running=2, steps_total=5, accepted_at=(3, 1), ttft_seconds=[0.5])
+    lost = replace(lost, pages=60, host_pages=7, fetched_total=1)
+    lost.requests_success_total["stop"] = 2
+    now = Stats(num_running=1, steps_total=1, accepted_at=(1, 1, 1), ttft_seconds=[0.25])
+    now = replace(now, pages=60, host_pages=7, fetched_total=2)
+    now.requests_success_total["length"] = 1
+    found = now.after(lost)
+    assert (found.num_running, found.steps_total, found.accepted_at) == (1, 6, (4, 2, 1))
+    assert (found.pages, found.host_pages, found.fetched_total) == (60, 7, 3)
+    assert found.requests_success_total == {"stop": 2, "length": 1}
+    assert found.ttft_seconds == [0.5, 0.25]
+    assert lost.ttft_seconds == [0.5] and now.steps_total == 1

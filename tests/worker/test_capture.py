@@ -1,0 +1,206 @@
+"""The guard's own logic: whose fault it was, what memory is a step's own, hooks put back."""
+
+import ctypes
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep import LLM, SamplingParams
+from lockstep.kernels import Backend
+from lockstep.kernels.activations import silu_mul
+from lockstep.layers.attention import Attention
+from lockstep.layers.gated_delta_net import GatedDeltaNet
+from lockstep.layers.mlp import GatedMLP
+from lockstep.step import StepShape
+from lockstep.worker import capture
+from lockstep.worker.capture_checks import (
+    Fault,
+    OwnMemory,
+    describe_fault,
+    no_compiling,
+    segments_of,
+)
+from lockstep.worker.program import Forwarded, RunStep
+from tests.tiny_model import make_model
+
+
+class Inner(nn.Module):
+    """Calls what it is given."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+class Outer(nn.Module):
+    """Modules by name, one in another."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.blocks = nn.ModuleList([Inner(torch.neg), Inner(call)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def helper(x: Tensor) -> Tensor:
+    raise Fault("does what it must not")
+
+
+def faulty_silu_mul(gate_up: Tensor) -> Tensor:
+    return helper(gate_up)
+
+
+def blamed(call, *arguments) -> str:
+    with pytest.raises(Exception) as caught:
+        call(*arguments)
+    return describe_fault(caught.value)
+
+
+def test_the_op_its_layer_and_the_line_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend(faulty_silu_mul, lambda **traits: None)
+    monkeypatch.setitem(silu_mul.backends, "faulty", backend)
+    found = blamed(Outer(silu_mul.backends[silu_mul.choose()].run), torch.ones(2, 4))
+    assert found.startswith("op silu_mul of blocks.1 (")
+    assert "test_capture.py:" in found and 'in helper: raise Fault("does what' in found
+
+
+def test_a_file_of_the_package_is_named_from_its_root() -> None:
+    found = blamed(Outer(silu_mul), torch.ones(2, 5))
+    assert found.startswith("op silu_mul of blocks.1 (kernels/activations/__init__.py:")
+
+
+def test_outside_of_any_op_the_function_is_named() -> None:
+    """A line of ours that only calls torch is to describe_fault, not torch."""
+
+    def shape(x: Tensor) -> Tensor:
+        return x.view(7)
+
+    found = blamed(Outer(shape), torch.ones(4))
+    assert found.startswith("test_outside_of_any_op_the_function_is_named.<locals>.shape of blocks")
+    assert "return x.view(7)" in found
+    assert blamed(helper, torch.ones(4)).startswith("helper (")
+
+
+def test_memory_of_the_host_is_not_a_steps_own() -> None:
+    x = torch.ones(4)
+    with OwnMemory((0, 1), stream=None):
+        x.add_(1).view(2, 2).t()
+        x.sum()
+        torch.empty(0)
+        for made in (lambda: x + 1, lambda: torch.empty(3), lambda: x.cumsum(0)):
+            with pytest.raises(Fault, match=r"takes \d+ bytes on cpu outside of the graph's pool"):
+                made()
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+def test_a_pools_number_outlives_what_torch_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 gives back a reference to each number of the id that it never took."""
+
+    def snapshot(pool: tuple[int, int]) -> list[dict[str, int]]:
+        for number in pool:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+        return [{"address": 64}]
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    pool = (0, int("70000"))
+    before = sys.getrefcount(pool[1])
+    assert segments_of(pool) == [{"address": 64}]
+    after = sys.getrefcount(pool[1])
+    assert after == before
+
+
+def test_triton_is_refused_to_compile_and_then_asked_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton import knobs
+
+    asked = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: asked.append(what))
+    with no_compiling(), pytest.raises(Fault, match="compiles the kernel attend"):
+        knobs.runtime.jit_cache_hook(key="", fn=SimpleNamespace(name="attend"))
+    knobs.runtime.jit_cache_hook(key="")
+    assert asked == [{"key": ""}]
+
+
+def test_all_but_the_mixers_is_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are a layer's halves without their mixers; the answer is what it is without them."""
+    inside: list[str] = []
+    called: list[tuple[str, int]] = []
+
+    def recorded(fn: Any, pool: Any, wanted: Any, name: str) -> Any:
+        def piece(x: Tensor, delta: Tensor | None, index: int) -> Any:
+            called.append((name, index))
+            inside.append(name)
+            try:
+                return fn(x, delta, index)
+            finally:
+                inside.pop()
+
+        return piece
+
+    def watched(kind: type[nn.Module], within: bool) -> None:
+        forward = kind.forward
+
+        def run(self: nn.Module, *arguments: Any) -> Any:
+            assert bool(inside) == within, kind.__name__
+            return forward(self, *arguments)
+
+        monkeypatch.setattr(kind, "forward", run)
+
+    folder = make_model(tmp_path / "model")
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 128}
+    llm = LLM(str(folder), speculative_config=None, **settings)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    prompt = {"prompt_token_ids": list(range(9))}
+    expected = llm.generate(prompt, params)[0].outputs[0].token_ids
+    monkeypatch.setattr(capture, "Captured", recorded)
+    capture.capture_pieces(llm.engine.runner.model, None, [1])
+    for mixer in (Attention, GatedDeltaNet):
+        watched(mixer, False)
+    watched(GatedMLP, True)
+    assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
+    step = [(f"blocks.{layer}.tokenwise", half) for layer in range(4) for half in range(2)]
+    assert called == step * 3
+
+
+def test_each_half_of_a_uniform_step_has_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """decide is keyed by what forward left, which a graph leaves in the same place every time."""
+    recorded: dict[str, set[Any]] = {"forward": set(), "decide": set()}
+    kept: dict[Any, Any] = {}
+
+    def captured(fn: Any, pool: Any, wanted: Any, name: str) -> Any:
+        def face(argument: Any) -> Any:
+            if not wanted((argument,)):
+                return fn(argument)
+            recorded[name].add(argument)
+            return kept.setdefault((name, argument), fn(argument))
+
+        return face
+
+    def forward(shape: StepShape) -> Forwarded:
+        step: Any = SimpleNamespace(shape=shape)
+        return Forwarded(step, torch.zeros(1), (), torch.zeros(1))
+
+    order: list[str] = []
+    monkeypatch.setattr(capture, "Captured", captured)
+    halves = RunStep(forward, lambda forwarded: order.append("decide"))  # type: ignore[arg-type, return-value]
+    run_step = capture.capture_halves(halves, None)
+    for shape in (StepShape.uniform(1, 2), StepShape.uniform(3, 1), StepShape(1, 5, 5, True)):
+        for _ in range(2):
+            run_step(shape, lambda: order.append("between"))
+    assert recorded["forward"] == {StepShape.uniform(1, 2), StepShape.uniform(3, 1)}
+    assert {str(left) for left in recorded["decide"]} == {str(s) for s in recorded["forward"]}
+    assert len(recorded["decide"]) == 2
+    assert order[:2] == ["between", "decide"]

@@ -1,0 +1,127 @@
+"""Threads of a step: one where it has little work, and no bit depends on how many."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.step import StepShape
+from lockstep.worker import cpu_threads
+from lockstep.worker.program import RunStep
+from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
+from tests.tiny_model import make_model
+
+LONG = list(range(5, 305))
+
+
+class Blocks(nn.Module):
+    """A model of layers with so many parameters each, and a large embedding."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.zeros(9999))
+        self.blocks = nn.ModuleList(nn.Linear(size, 1, bias=False) for size in sizes)
+
+
+@pytest.fixture(autouse=True)
+def three() -> Any:
+    """A program that has chosen three threads, on whatever machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_work_is_that_of_a_layer() -> None:
+    assert cpu_threads.layer_work(Blocks(100, 300)) == 400
+
+
+@pytest.mark.parametrize(
+    ("per_token", "tokens", "little"),
+    [
+        (1_500_000, 1, True),
+        (1_500_000, 4096, True),
+        (25_000_000, 8, True),
+        (25_000_000, 20, False),
+        (25_000_000, 4096, False),
+        (7_812_499, 64, True),
+        (7_812_500, 63, True),
+        (7_812_500, 64, False),
+    ],
+)
+def test_what_is_little(per_token: int, tokens: int, little: bool) -> None:
+    assert cpu_threads.is_little(per_token, tokens) == little
+
+
+def test_a_step_runs_on_threads_by_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_threads, "LITTLE", 1000)
+    seen = []
+
+    def forward(shape: StepShape) -> Any:
+        seen.append(torch.get_num_threads())
+        return SimpleNamespace(step=SimpleNamespace(shape=shape))
+
+    def decide(forwarded: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        if forwarded.step.shape.prompt:
+            raise RuntimeError("a step that fails")
+
+    run = cpu_threads.by_work(RunStep(forward, decide), Blocks(100, 300))
+    run(StepShape.uniform(2, 1))
+    run(StepShape.uniform(3, 1))
+    assert seen == [1, 1, 3, 3]
+    with pytest.raises(RuntimeError, match="fails"):
+        run(StepShape(1, 2, 2, prompt=True))
+    assert seen == [1, 1, 3, 3, 1, 1]
+    assert torch.get_num_threads() == 3
+
+
+def test_every_step_of_an_engine_runs_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-up, prompts and generated tokens; the program's number is its own between steps."""
+    llm = make_engine("mtp")
+    short = replace(GREEDY, max_tokens=4)
+    program = llm.engine.runner.program
+    seen = []
+    verify = program.sampler.sample_target
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return verify(*arguments)
+
+    monkeypatch.setattr(program.sampler, "sample_target", watched)
+    llm.generate(PROMPTS, short)
+    assert set(seen) == {1} and torch.get_num_threads() == 3
+    monkeypatch.setattr(cpu_threads, "LITTLE", 0)
+    seen.clear()
+    llm.generate(PROMPTS, short)
+    assert set(seen) == {3}
+
+
+@pytest.mark.parametrize(("drafter", "uneven"), [("mtp", False), (None, True)])
+def test_no_bit_depends_on_the_threads(
+    drafter: str | None, uneven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers and log-probabilities, of prompts too, each number of threads in an engine of its
+    own, warmed up on it. uneven: products whose 40 columns are not shared evenly."""
+    settings: dict[str, Any] = {}
+    if uneven:
+        folder = make_model(tmp_path / "model", intermediate_size=20)
+        settings = {"model": str(folder), "load_format": "dummy"}
+
+    def answers(little: float) -> list[Any]:
+        monkeypatch.setattr(cpu_threads, "LITTLE", little)
+        llm = make_engine(drafter, **settings)
+        prompts = [*PROMPTS, {"prompt_token_ids": LONG}]
+        told = []
+        for params in (GREEDY, SEEDED):
+            wanted = replace(params, max_tokens=8, logprobs=3, prompt_logprobs=2)
+            told += [answer(out) for out in llm.generate(prompts, wanted)]
+        return told
+
+    one = answers(float("inf"))
+    many = answers(0)
+    assert one == many and len(one) == 10

@@ -1,0 +1,164 @@
+"""The memory planner: what fits, what shrinks first, and figures that agree."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lockstep.step import PAGE_SIZE
+from lockstep.worker.memory_planner import (
+    ASSUMED_CONTEXT,
+    ROWS,
+    TOKENS,
+    MemoryPlan,
+    Planner,
+    Typed,
+    why_not,
+)
+
+COLUMNS = 500
+GB = 10**9
+BYTES = st.integers(0, 200 * GB)
+SLOTS = st.sampled_from([0, 1_000_000, 177_000_000])
+
+
+@dataclass(frozen=True)
+class FixedCosts:
+    """Costs by a formula."""
+
+    page: int = 1_000_000
+    slot: int = 177_000_000
+    fixed: dict[str, int] = field(default_factory=lambda: {"weights": 19 * GB, "overhead": GB})
+
+    def working(self, rows: int, tokens: int) -> dict[str, int]:
+        return {"table": rows * 1_500_000, "step": tokens * 400_000, "graphs": rows * 7_000_000}
+
+
+def planner(slot: int = 177_000_000, **typed: int) -> Planner:
+    """A planner with these typed settings."""
+    return Planner(Typed(**typed), FixedCosts(slot=slot), COLUMNS)
+
+
+def rank(plan: MemoryPlan, planner: Planner) -> int:
+    """The place of a plan's entry in the ladder; past its end where it does not fit."""
+    ladder = planner.ladder()
+    return len(ladder) if plan.short else ladder.index(plan.entry)
+
+
+@given(BYTES, SLOTS)
+def test_what_is_planned_fits_and_its_figures_add_up(available: int, slot: int) -> None:
+    plans = planner(slot)
+    plan = plans.plan(available)
+    if plan.short:
+        assert plan.needed == available + plan.short
+        return
+    assert plan.needed <= available
+    assert plan.parts["pages"] == plan.pages * plans.costs.page
+    assert plan.parts.get("state", 0) == plan.slots * slot
+    assert plan.parts | plans.costs.working(plan.entry.rows, plan.entry.tokens) == plan.parts
+    assert plan.pages > COLUMNS, "one request of max_model_len fits"
+    assert plan.pages > plan.entry.rows * ASSUMED_CONTEXT // PAGE_SIZE
+    if slot:
+        assert plan.slots >= 1 + plan.entry.rows
+
+
+@given(BYTES, BYTES, SLOTS)
+def test_more_memory_never_chooses_a_later_entry(one: int, other: int, slot: int) -> None:
+    plans = planner(slot)
+    small, large = (plans.plan(size) for size in sorted((one, other)))
+    assert rank(large, plans) <= rank(small, plans)
+
+
+@given(BYTES, SLOTS)
+def test_bisection_finds_the_first_entry_that_fits(available: int, slot: int) -> None:
+    plans = planner(slot)
+    fits = [sum(plans.least(entry).values()) <= available for entry in plans.ladder()]
+    assert rank(plans.plan(available), plans) == (fits.index(True) if any(fits) else len(fits))
+
+
+@given(SLOTS)
+def test_no_entry_of_the_ladder_takes_more_than_the_one_before(slot: int) -> None:
+    plans = planner(slot)
+    sizes = [sum(plans.least(entry).values()) for entry in plans.ladder()]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_ladder_shrinks_in_the_documented_order() -> None:
+    ladder = planner().ladder()
+    pairs = [(entry.rows, entry.tokens) for entry in ladder]
+    assert pairs[0] == (ROWS[0], TOKENS[0])
+    assert pairs[pairs.index((16, 2048)) + 1 :] == [
+        *((16, 1024), (16, 512)),
+        *((rows, 512) for rows in (12, 8, 6, 4)),
+        (4, 256),
+        *((rows, 256) for rows in (3, 2, 1)),
+        *((1, tokens) for tokens in (256, 128, 64)),
+    ]
+    assert [entry.snapshots for entry in ladder[-4:]] == [1, 0, 0, 0]
+    assert all(entry.snapshots == entry.rows for entry in ladder[:-3])
+
+
+@given(
+    BYTES,
+    st.none() | st.integers(1, 1024),
+    st.none() | st.integers(64, 4096),
+    st.none() | st.integers(0, 40),
+)
+@example(25 * GB, 16, None, None)
+def test_what_the_user_typed_is_taken_as_it_is(
+    available: int, rows: int | None, tokens: int | None, snapshots: int | None
+) -> None:
+    plans = Planner(Typed(rows, tokens, snapshots), FixedCosts(), COLUMNS)
+    entry = plans.plan(available).entry
+    assert rows in (None, entry.rows) and tokens in (None, entry.tokens)
+    assert snapshots in (None, entry.snapshots)
+
+
+def test_typed_pages_and_cache_bytes_bound_the_cache() -> None:
+    assert planner(pages=700).plan(200 * GB).pages == 700
+    bound = 2 * GB
+    plan = planner(cache_bytes=bound).plan(200 * GB)
+    assert plan.parts["pages"] + plan.parts["state"] <= bound
+    short = planner(cache_bytes=GB // 2).plan(200 * GB)
+    assert "or change kv_cache_memory_bytes=500000000." in why_not(short)
+    assert short.short and f"{short.short / GB:.2f} GB are missing" in why_not(short)
+
+
+def test_snapshots_take_a_share_of_what_is_left_at_most_two_a_row() -> None:
+    plans = planner(rows=4)
+    entry = plans.ladder()[0]
+    assert plans.fill(entry, 0)[1] == 9
+    assert plans.fill(entry, 5 * 177_000_000)[1] == 10
+    assert plans.fill(entry, 100 * GB)[1] == 13
+    assert replace(plans, prefix_caching=False).fill(entry, 100 * GB)[1] == 9
+
+
+def test_notes_say_what_was_chosen_and_what_more_memory_buys() -> None:
+    plans = planner()
+    plan = plans.plan(24 * GB)
+    first, *others = plan.notes
+    assert f"max_num_seqs={plan.entry.rows} and max_num_batched_tokens=" in first
+    better = plans.ladder()[rank(plan, plans) - 1]
+    missing = sum(plans.least(better).values()) - 24 * GB
+    assert others[0].startswith(f"{missing / GB:.2f} GB more would allow")
+    assert "max_num_seqs=256 and max_num_batched_tokens=2048" in others[-1]
+    assert planner(rows=2, tokens=256).plan(24 * GB).notes == ()
+    assert len(plans.plan(200 * GB).notes) == 1
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much() -> None:
+    plan = planner().plan(20 * GB)
+    said = why_not(plan)
+    assert f"{plan.needed / GB:.2f} GB are needed (weights 19.00 GB" in said
+    assert "20.00 GB are available" in said
+    assert f"{(plan.needed - 20 * GB) / GB:.2f} GB are missing. Lower max_model_len" in said
+
+
+@pytest.mark.parametrize("rows", [1, 16, 256])
+def test_a_typed_number_of_rows_needs_one_whole_request(rows: int) -> None:
+    """Pages for the assumed context of every row are no reason to refuse it."""
+    plans = planner(slot=0, rows=rows, tokens=64)
+    least = sum(plans.least(plans.ladder()[-1]).values())
+    assert plans.plan(least).pages == COLUMNS + 1
+    assert plans.plan(least - 1).short == 1

@@ -1,0 +1,127 @@
+"""The device table against a model of it in plain Python, and what becomes of its lines."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.errors import RequestError
+from lockstep.kernels import sampling
+from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
+from lockstep.step import StepShape
+from lockstep.worker import rows
+from tests.worker.walk import PAGE, VOCAB, Walk, make_table, null_line
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 4, 8])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_walk(seed: int, query_len: int) -> None:
+    walk = Walk(seed, query_len)
+    acts = [walk.admit, walk.chunk, walk.decode, walk.preempt, walk.restore, walk.release]
+    weights = [4, 5, 10, 2, 3, 1]
+    for _ in range(300):
+        walk.draw.choices(acts, weights)[0]()
+        walk.check()
+    least = {"prompts": 6, "restored": 6, "released": 6}
+    assert all(walk.done[name] >= count for name, count in least.items()), walk.done
+    for accepted in range(query_len):
+        assert walk.done[f"accepted {accepted} of {query_len - 1}"], walk.done
+
+
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_a_restored_line_is_the_saved_one_bit_for_bit(query_len: int) -> None:
+    """Every tensor of the line, drafts and penalties included, into a line used by another."""
+    walk = Walk(5, query_len)
+    walk.admit()
+    line = walk.lines[0]
+    while line.in_prompt:
+        walk.chunk()
+    walk.decode()
+    table = walk.table
+    table.drafts[line.row] = torch.arange(query_len - 1)
+    before = [tensor[line.row].clone() for tensor in table.row_tensors()]
+    old = line.row
+    walk.preempt()
+    for tensor in table.row_tensors():
+        tensor[1:] = 1
+    walk.free_rows.discard(old)
+    walk.restore()
+    assert line.row != old
+    for tensor, was in zip(table.row_tensors(), before, strict=True):
+        assert torch.equal(tensor[line.row], was)
+    parts = {id(tensor) for tensor in vars(table).values() if isinstance(tensor, Tensor)}
+    parts |= {id(tensor) for tensor in table.sampling.tensors()}
+    parts.discard(id(table.allowed))  # of a step, not of a row
+    place = {id(table.page_table), id(table.state_slots)}
+    assert {id(tensor) for tensor in table.row_tensors()} == parts - place, "a part is left behind"
+
+
+@pytest.mark.parametrize("bucket", [1, 3, 6])
+@pytest.mark.parametrize("query_len", [1, 4, 8])
+def test_a_step_of_null_rows_alone_changes_nothing(bucket: int, query_len: int) -> None:
+    table = make_table(query_len)
+    before = [tensor.clone() for tensor in table.row_tensors()]
+    null = null_line(table)
+    assert not any(int(null[name].sum()) for name in ("computed", "page_table", "state_slots"))
+    table.inputs.fill()
+    shapes = [StepShape.uniform(bucket, query_len), StepShape(1, 7, 7, prompt=True)]
+    for shape in shapes:
+        step = table.prepare(shape)
+        assert (step.slot_mapping < PAGE).all() and not step.page_table.any()
+        window = 1 if shape.prompt else shape.query_len
+        table.accept_and_commit(step, torch.full((shape.rows, window), 3))
+    for name, now in null_line(table).items():
+        assert torch.equal(now, null[name]), name
+    for tensor, was in zip(table.row_tensors(), before, strict=True):
+        assert torch.equal(tensor[1:], was[1:])
+
+
+def test_a_row_keeps_nothing_of_the_request_before() -> None:
+    """A line used by a request that asked for everything, then by one that asks for nothing."""
+    table = make_table(4)
+    all_of_it = SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.1,
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        frequency_penalty=1.0,
+        logit_bias={3: 9.0},
+        allowed_token_ids=[1, 2, 3],
+        bad_words_ids=[[4]],
+        min_tokens=5,
+    )
+    rows.write_row(table, 2, Request("a", [1, 2, 3], all_of_it, seed=9), 0)
+    everything = sampling.BIAS | sampling.PENALTIES | sampling.MIN_TOKENS | sampling.BAD_WORDS
+    everything |= sampling.FILTERS | sampling.NOISE
+    assert int(table.sampling.flags[2]) == everything
+    table.sampling.counts[2] = 4
+    table.drafts[2] = 8
+    rows.write_row(table, 2, Request("b", [5, 6], SamplingParams(temperature=0)), 0)
+    rows.write_row(table, 3, Request("b", [5, 6], SamplingParams(temperature=0)), 0)
+    assert int(table.sampling.flags[2]) == 0
+    used = ("temperature", "top_p", "min_p", "repetition", "top_k", "seed", "counts", "in_prompt")
+    for name in used:
+        tensor = getattr(table.sampling, name)
+        assert torch.equal(tensor[2], tensor[3]), name
+    assert (table.drafts[2] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "params"),
+    [
+        ("prompt", [1, VOCAB], {}),
+        ("allowed_token_ids", [1], {"allowed_token_ids": [VOCAB]}),
+        ("logit_bias", [1], {"logit_bias": {-1: 1.0}}),
+        ("bad_words", [1], {"bad_words_ids": [[1, VOCAB]]}),
+        ("stop_token_ids", [1], {"stop_token_ids": [VOCAB + 5]}),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(
+    name: str, prompt: list[int], params: dict[str, object]
+) -> None:
+    request = Request("r", prompt, SamplingParams(**params))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=f"{name} has token id .*; allowed: 0 to 49") as caught:
+        rows.check_ids(request, VOCAB)
+    assert caught.value.field == name
