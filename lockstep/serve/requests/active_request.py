@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.engine.async_engine import ENGINE_RESTARTED, Update
 from lockstep.engine.engine import STEP_FAILED
-from lockstep.engine.engine_loop import TokenUpdate
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import ComputeError
 from lockstep.outputs import Logprob, RequestMetrics, TokenSource
 from lockstep.scheduling.request import Request

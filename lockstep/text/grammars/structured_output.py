@@ -77,7 +77,7 @@ def compile_structured_output(params: StructuredOutputsParams, compiler: Compile
     check_multiples(source, field)
     check_conjunctions(source, field)
     try:
-        items = WRITTEN_ROW_ITEMS if params.written else ROW_ITEMS
+        items = WRITTEN_ROW_ITEMS if params.is_client_grammar else ROW_ITEMS
         return compiler.matcher(source, items, _json_after(params))
     except GrammarFault as fault:
         where, why = _locate_fault(params, source, compiler, str(fault)) or ("", str(fault))
@@ -212,7 +212,7 @@ def _lark_grammar(params: StructuredOutputsParams, field: str) -> str:
             field,
         ) from None
     check_lark(source, field)
-    if params.written:
+    if params.is_client_grammar:
         check_operators(source, field)
     return source
 

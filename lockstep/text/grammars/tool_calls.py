@@ -45,7 +45,7 @@ class CallParams(StructuredOutputsParams):
     json_after: tuple[str, ...] | None = None
 
     @property
-    def written(self) -> bool:
+    def is_client_grammar(self) -> bool:
         """See StructuredOutputsParams."""
         return False
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine.engine_loop import TokenUpdate
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.serve.http.event_stream import EventStream
 from lockstep.serve.openai.chat import ChatWriter
 from lockstep.serve.openai.completions import ID_PREFIX, CompletionWriter
