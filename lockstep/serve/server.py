@@ -189,6 +189,7 @@ class _Server(uvicorn.Server):
             loop.call_soon_threadsafe(self.fail, reason)
 
         client.on_end = on_engine_end
+        # The engine may have ended before on_end was set.
         if not client.is_alive:
             self.fail("it ended while the server started")
         serving = asyncio.create_task(self.serve(sockets=[listener]))
@@ -328,6 +329,7 @@ def serve(
         if options.playground and address.uds is None:
             show(f"  {url}/ is a playground, for a browser")
 
+    # Objects that live as long as the server need not be scanned by every garbage collection.
     keep_from_collection()
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
         uvloop.run(server.run_on(listener, client, announce))

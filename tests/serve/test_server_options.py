@@ -104,7 +104,7 @@ BEFORE = {**ORIGIN, "Access-Control-Request-Method": "POST"}
 
 def test_web_pages_of_other_origins(server, processor):
     """They may ask where they are named: a browser asks first, and sends no key then."""
-    app = {"rules": AccessRules(keys=("k",)), "pages": CrossOrigin(("https://page.example",))}
+    app = {"rules": AccessRules(keys=("k",)), "cross_origin": CrossOrigin(("https://page.example",))}
     path = "/v1/completions"
     first = ask(server, processor, "OPTIONS", path, app=app, headers=BEFORE)
     assert first.status_code == 200

@@ -100,6 +100,7 @@ class AccessMiddleware:
         return None
 
     def _is_allowed_host(self, headers: Iterable[Header]) -> bool:
+        # Against DNS rebinding: a web page must not reach a local server under its own name.
         if "*" in self._hosts:
             return True
         hosts = _values(headers, b"host")

@@ -132,6 +132,7 @@ def status_and_body(error: Exception) -> tuple[int, Error]:
             return status, error_object(str(error), kind, param, code)
     number = uuid.uuid4().hex[:12]
     log.error("a request failed, error %s", number, exc_info=error)
+    # The message of an unexpected error may contain data of other clients.
     message = f"internal error {number}; the server's log says more under this number."
     return 500, error_object(message, "server_error")
 

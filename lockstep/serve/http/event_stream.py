@@ -85,6 +85,7 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.start", **head})
         message = {"type": "http.response.body", "more_body": True}
         async for events in self._events:
+            # Events that are ready together are one write, so one packet.
             if events:
                 body = b"".join([_event_bytes(event, self._named_events) for event in events])
                 await send_body({**message, "body": body})

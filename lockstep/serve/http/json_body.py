@@ -1,6 +1,6 @@
 """Parsing of JSON bodies. Large ones are parsed in a thread, while the event loop continues.
 
-Python's parser in C holds the interpreter lock until the end of the text, its parser in Python
+Python's parser in C keeps the interpreter lock until the end of the text, its parser in Python
 releases it in between. So the slower one parses large bodies.
 """
 
@@ -79,6 +79,7 @@ class _Decoder(json.JSONDecoder):
         self._decode_array: Parse = decoder.JSONArray  # type: ignore[attr-defined]
         self.parse_object = self._counted_object
         self.parse_array = self._counted_array
+        # Only the scanner in Python calls these methods; the one in C ignores them.
         self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
     def _counted_object(self, state: Any, strict: bool, scan: Parse, *hooks: Any) -> Any:

@@ -113,6 +113,7 @@ class ChatWriter(ResponseWriter):
         if self._wants_tokens:
             tokens.add(delta)
         for event in parsed.events:
+            # OpenAI has no event for the end of a call.
             if not isinstance(event, CallEnd):
                 yield self._chunk(index, self._message_delta(index, event), tokens)
         if new.finish_reason is not None:
@@ -142,6 +143,7 @@ class ChatWriter(ResponseWriter):
             "refusal": None,
         }
         if calls:
+            # OpenAI has null, not an empty text, beside calls.
             message["content"] = reply.content or None
             message["tool_calls"] = [
                 self._tool_call(index, number, call) for number, call in enumerate(calls)
@@ -169,6 +171,7 @@ class ChatWriter(ResponseWriter):
             "logprobs": self._logprobs(tokens),
             **token_fields(self.body, tokens),
         }
+        # Each token is in one chunk only.
         tokens.clear()
         options = self.body.stream_options
         return self._with_choices([choice], bool(options and options.continuous_usage_stats))

@@ -178,6 +178,7 @@ class CompletionWriter(ResponseWriter):
         is_first = not state.has_started
         if self._wants_tokens:
             state.unsent.add(delta)
+        # The first delta has them, but its text may have to wait for a later one.
         state.prompt_logprobs = delta.prompt_logprobs or state.prompt_logprobs
         text = (self._echo(index) if is_first else "") + new.delta
         if not text and new.finish_reason is None:

@@ -98,6 +98,7 @@ class ChatRequest(SamplingFields, Conversation):
         tools = self.callable_tools(processor)
         conversation = self.render(processor)
         form = params.structured_outputs
+        # Stop strings and parsers need the text of the tags, which are special tokens.
         return ParsedRequest(
             params=params,
             prompts=(processor.prompt_ids(conversation, params),),

@@ -126,7 +126,7 @@ class ChoiceEnd(TypedDict):
 
 
 class ChatChoice(ChoiceEnd, TokenFields, ParseErrors):
-    """One of the n completions."""
+    """A completion."""
 
     index: int
     message: AssistantMessage
@@ -272,7 +272,7 @@ class ModelObject(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All names of the served model."""
+    """Names of the served model."""
 
     object: Literal["list"]
     data: list[ModelObject]

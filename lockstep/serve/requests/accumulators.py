@@ -50,7 +50,7 @@ class CompletionAccumulator(TokenBuffer):
 
 
 class RequestAccumulator:
-    """All completions of a request.
+    """Completions of a request.
 
     prompt_logprobs: log-probabilities of the prompts, by the prompt's index.
     """
@@ -64,4 +64,5 @@ class RequestAccumulator:
         """Append a delta to its completion."""
         self.completions[delta.index].add(delta)
         if delta.prompt_logprobs is not None:
+            # Every completion of a prompt reports them; the first report counts.
             self.prompt_logprobs.setdefault(delta.index // self._n, delta.prompt_logprobs)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lockstep.serve")
 
 MAX_BATCH_DELTAS = 16
-"""Maximum deltas that a reader who has fallen behind gets before other requests run."""
+"""Maximum deltas that a slow reader gets at once before other requests run."""
 PromptLogprobs = list[dict[int, Logprob] | None]
 TokenOrigin = tuple[str, TokenSource]
 """Text that one token completed, and whether the token was a draft, a bonus token or plain."""
@@ -131,6 +131,7 @@ class ActiveRequest:
         self.parsed = parsed
         self.requests = requests
         self.created = int(time.time())
+        # The record is written when the request ends, maybe in a task without this context.
         self._context = REQUEST_CONTEXT.get()
         self._deadline = deadline
         self._deltas: deque[OutputDelta] = deque()
@@ -275,6 +276,7 @@ class ActiveRequest:
             if update.error in (STEP_FAILED, ENGINE_RESTARTED):
                 log.error("request %s failed: %s", self.requests[index].id, update.error)
                 raise ComputeError(update.error)
+            # A fault of one row, such as NaN: the completion ends, the others continue.
             self._faults.append(update.error)
         delta = self._delta(index, update)
         self._deltas.append(delta)

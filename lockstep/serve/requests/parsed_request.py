@@ -16,7 +16,7 @@ from lockstep.text.processor import Processor, Rendered
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What one HTTP request generates: `params.n` completions of each prompt.
+    """Work of one HTTP request: `params.n` completions of each prompt.
 
     id: id of the response. engine_id: prefix of the ids of the engine's requests; unlike `id`, no
     other request has it.
@@ -73,6 +73,7 @@ class ParsedRequest:
         """
         requests: list[Request] = []
         for i, token_ids in enumerate(self.prompts):
+            # The engine needs a unique id for each prompt; processor.requests adds the completion.
             suffix = "" if len(self.prompts) == 1 else f"-p{i}"
             requests += processor.tokenized_requests(
                 f"{self.engine_id}{suffix}",

@@ -114,7 +114,7 @@ class Service:
         return "the server is shutting down. Ask again later." if self._closing else None
 
     def check_model(self, name: str | None) -> None:
-        """Raise UnknownModelError for another model's name. None stands for the served model."""
+        """Raise UnknownModelError for another model's name. None means the served model."""
         if name is not None and name not in self.model_names:
             allowed = ", ".join(map(repr, self.model_names))
             raise UnknownModelError(

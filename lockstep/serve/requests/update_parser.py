@@ -31,7 +31,7 @@ class ParsedUpdate(NamedTuple):
 
     num_calls: complete tool calls of the completion so far.
     errors: parse errors of the completion so far.
-    logprobs: for each event, the tokens of its content; empty where nobody asked for them.
+    logprobs: for each event, the tokens of its content; empty where the request has no logprobs.
     """
 
     delta: OutputDelta

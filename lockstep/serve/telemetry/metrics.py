@@ -245,14 +245,15 @@ class Metrics:
             if is_vllm
         }
         self._request_histograms = [
-            (
-                histogram.value,
-                self._new(
-                    Histogram, histogram.name, histogram.help, buckets=histogram.buckets
-                ).labels(model_name),
-            )
-            for histogram in _REQUEST_HISTOGRAMS
+            self._request_histogram(histogram) for histogram in _REQUEST_HISTOGRAMS
         ]
+
+    def _request_histogram(
+        self, histogram: _RequestHistogram
+    ) -> tuple[Callable[[RequestRecord], float | None], Histogram]:
+        """Return the value of a record, and the metric that counts it."""
+        metric = self._new(Histogram, histogram.name, histogram.help, buckets=histogram.buckets)
+        return histogram.value, metric.labels(self._model)
 
     def _new(
         self,
@@ -331,10 +332,12 @@ class Metrics:
 
     def _observe(self, key: str, value: float) -> None:
         self._histograms[key].labels(self._model).observe(value)
+        # Dashboards for older vLLM read the same values under the former name.
         if key in self._former:
             self._former[key].labels(self._model).observe(value)
 
     def _increase(self, key: str, total: float) -> float:
+        # A restarted engine counts from 0 again; Prometheus counters must not fall.
         previous = self._previous.get(key, 0)
         self._previous[key] = total
         return max(total - previous, 0)

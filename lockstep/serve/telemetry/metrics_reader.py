@@ -147,6 +147,7 @@ def parse(text: str, read_time: float) -> Reading | None:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                # No counter of this server is infinite: the text is of another server.
                 if not isfinite(sample.value):
                     return None
                 name = sample.name.removeprefix(prefix)
@@ -219,5 +220,5 @@ def _increase(before: float, after: float) -> float:
     return after - before if after >= before else after
 
 
-def _ratio(part: float, whole: float | None) -> float | None:
-    return part / whole if whole else None
+def _ratio(numerator: float, denominator: float | None) -> float | None:
+    return numerator / denominator if denominator else None

@@ -86,6 +86,7 @@ class SpanRecorder:
 
     def close(self) -> None:
         """Send the queued spans, in at most CLOSE_SECONDS."""
+        # A collector that hangs must not keep the server from ending.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)

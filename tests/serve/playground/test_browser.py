@@ -110,7 +110,7 @@ def test_compare_agrees_and_sees_a_difference(
     page.keyboard.press("Alt+c")
     ask(page, "the fox")
     verdict = page.locator(".agreement")
-    expect(verdict).to_have_text(re.compile(r"All \d+ tokens agree, one by one\."))
+    expect(verdict).to_have_text(re.compile(r"All \d+ tokens are equal\."))
     one, other = server.client.requests
     assert (one.speculate, other.speculate) == (True, False)
     assert other.seed == one.seed
@@ -172,7 +172,7 @@ def test_tool_calls_are_answered(
     page: Page, url: str, server: SimpleNamespace, processor: Any
 ) -> None:
     page.goto(url)
-    page.get_by_label("Tools, a JSON list").fill(TOOL)
+    page.get_by_label("Tools (JSON list)").fill(TOOL)
     server.text = CALL
     ask(page, "the fox")
     card = page.locator(".call")
@@ -198,7 +198,7 @@ def test_the_answer_matches_a_schema(page: Page, url: str, server: SimpleNamespa
     field = page.get_by_label("JSON schema of the answer")
     field.fill("[1]")
     ask(page, "the fox")
-    expect(page.locator("#schema-problem")).to_have_text("Allowed: an object, the schema.")
+    expect(page.locator("#schema-problem")).to_have_text("Allowed: an object with a JSON schema.")
     assert server.client.requests == []
     field.fill('{"type": "object"}')
     page.keyboard.press("Alt+r")
@@ -227,7 +227,7 @@ def thinking(route: Any) -> None:
 
 def test_problems_lead_to_their_fields(page: Page, url: str, server: SimpleNamespace) -> None:
     page.goto(url)
-    tools = page.get_by_label("Tools, a JSON list")
+    tools = page.get_by_label("Tools (JSON list)")
     tools.fill("[{")
     ask(page, "the fox")
     expect(page.locator("#tools-problem")).to_contain_text("This is no JSON")
@@ -236,10 +236,10 @@ def test_problems_lead_to_their_fields(page: Page, url: str, server: SimpleNames
     assert server.client.requests == []
     tools.fill("")
     page.locator("[data-field=min_p]").fill("1")
-    page.get_by_label("Most tokens").fill("100000000000")
+    page.get_by_label("Max tokens").fill("100000000000")
     page.keyboard.press("Alt+r")
     expect(page.locator("#status")).to_contain_text("max_tokens=100000000000 is not allowed")
-    expect(page.get_by_label("Most tokens")).to_be_focused()
+    expect(page.get_by_label("Max tokens")).to_be_focused()
 
 
 def test_a_key_is_asked_for(page: Page, server: SimpleNamespace, processor: Any) -> None:
@@ -298,7 +298,7 @@ def test_examples_are_asked_with_a_click(page: Page, url: str, server: SimpleNam
     examples.nth(2).click()
     expect(page.locator("#status")).to_contain_text("Done: ")
     expect(page.locator(".user .text")).to_have_text(examples.nth(2).text_content() or "")
-    assert "get_weather" in page.get_by_label("Tools, a JSON list").input_value()
+    assert "get_weather" in page.get_by_label("Tools (JSON list)").input_value()
 
 
 def test_a_chat_outlives_a_reload(
@@ -323,12 +323,12 @@ def test_a_chat_outlives_a_reload(
 
 def test_a_refused_message_leaves_the_chat(page: Page, url: str, server: SimpleNamespace) -> None:
     page.goto(url)
-    page.get_by_label("Most tokens").fill("100000000000")
+    page.get_by_label("Max tokens").fill("100000000000")
     ask(page, "the fox")
     refused = page.locator(".refused .problem")
     expect(refused).to_contain_text("Not part of the chat: max_tokens=100000000000")
     expect(page.get_by_label("Message", exact=True)).to_have_value("the fox")
-    page.get_by_label("Most tokens").fill("")
+    page.get_by_label("Max tokens").fill("")
     page.get_by_label("Message", exact=True).fill("the dog")
     page.get_by_role("button", name="Send", exact=True).click()
     expect(page.locator("#status")).to_contain_text("Done: ")
@@ -338,10 +338,12 @@ def test_a_refused_message_leaves_the_chat(page: Page, url: str, server: SimpleN
 def test_an_answer_that_was_cut_says_so(page: Page, url: str, server: SimpleNamespace) -> None:
     server.text = "hello lazy fox"
     page.goto(url)
-    page.get_by_label("Most tokens").fill("2")
+    page.get_by_label("Max tokens").fill("2")
     ask(page, "the fox")
     expect(page.locator("#status")).to_contain_text("Done: ")
-    expect(page.locator(".cut")).to_contain_text("Cut: the answer reached its most tokens")
+    expect(page.locator(".cut")).to_contain_text(
+        "Cut: the answer reached the maximum number of tokens"
+    )
 
 
 def test_a_request_is_copied_as_curl(page: Page, url: str, server: SimpleNamespace) -> None:
@@ -386,7 +388,7 @@ def test_axe_finds_nothing(browser: Any, url: str, server: SimpleNamespace, sche
     page.get_by_label("Compare without speculation").check()
     ask(page, "the fox")
     expect(page.locator(".agreement.good")).to_be_visible()
-    page.get_by_label("Tools, a JSON list").fill(TOOL)
+    page.get_by_label("Tools (JSON list)").fill(TOOL)
     server.text = f"so it is\n</think>\n\n{CALL}"
     ask(page, "the fox")
     expect(page.locator(".call")).to_be_visible()
@@ -412,10 +414,10 @@ def test_the_bundled_model_agrees_with_itself(page: Page) -> None:
         page.goto(str(stack.http.base_url))
         page.get_by_label("Compare without speculation").check()
         page.get_by_label("Temperature").fill("0.8")
-        page.get_by_label("Most tokens").fill("60")
+        page.get_by_label("Max tokens").fill("60")
         ask(page, "List the first 12 primes.")
         verdict = page.locator(".agreement")
-        expect(verdict).to_have_text(re.compile(r"All \d+ tokens agree"), timeout=60_000)
+        expect(verdict).to_have_text(re.compile(r"All \d+ tokens are equal"), timeout=60_000)
         first, second = (page.locator(".run").nth(i) for i in range(2))
         assert first.locator(".answer").text_content() == second.locator(".answer").text_content()
         assert first.locator(".draft").count() > 0

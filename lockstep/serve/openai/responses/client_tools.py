@@ -288,6 +288,7 @@ class InputDecoder:
         part = self._pending[:end]
         self._pending = self._pending[end:]
         text: str = json.loads(f'"{part}"', strict=False)
+        # Half of a surrogate pair, which the model may write as an escape, becomes U+FFFD.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -277,9 +277,9 @@ def _fits(answer: dict[str, Any], part: dict[str, Any]) -> bool:
     """Return whether a part can join a message, whose reasoning and text come once and in order."""
     later = {"reasoning_content": ("content", "reasoning_content"), "content": ("content",)}
     return not any(
-        name in part and (answer.get(other) is not None or _calls(answer))
-        for name, others in later.items()
-        for other in others
+        name in part and (answer.get(later_field) is not None or _calls(answer))
+        for name, later_fields in later.items()
+        for later_field in later_fields
     )
 
 

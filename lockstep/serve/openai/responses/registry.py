@@ -142,6 +142,7 @@ class ResponseRegistry:
 
     def delete(self, response_id: str) -> DeletedResponse:
         """Remove a stored response. Raises as stored() does."""
+        # Raises where the response cannot be deleted.
         self.stored(response_id, "response_id")
         self.store.remove(response_id)
         return {"id": response_id, "object": "response", "deleted": True}

@@ -176,7 +176,7 @@ class InputHistory:
 
     @property
     def items(self) -> tuple[InputItem, ...]:
-        """All items, those of earlier turns first."""
+        """Items of the conversation, those of earlier turns first."""
         return (*self.previous.items, *self.new_items)
 
 
@@ -311,6 +311,7 @@ class ResponsesWriter(ResponseWriter):
         parsed = parser.parse_with_logprobs(delta) if with_logprobs else parser.parse(delta)
         self._state.usage = parser.usage
         self._state.parse_errors = parsed.errors
+        # One event at a time: a change of a block belongs to the tokens of its event.
         for event, tokens in zip(parsed.events, parsed.logprobs or repeat(()), strict=False):
             logprobs = self._logprobs(tokens) if tokens else ()
             for change in self._blocks.push(self._tool_events.convert([event])):
