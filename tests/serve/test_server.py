@@ -96,14 +96,14 @@ def test_options_are_checked_before_a_model_is_loaded(options, told):
 
 
 def test_keys_from_a_file(tmp_path: Path):
-    from lockstep.cli.serve import _rules
+    from lockstep.cli.serve import _access_rules
 
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n")
-    assert _rules(("*",), ["zero"], str(file), 8.0).keys == ("zero", "one", "two")
+    assert _access_rules(("*",), ["zero"], str(file), 8.0).keys == ("zero", "one", "two")
     file.write_text("\n")
     with pytest.raises(ConfigError, match="holds no key"):
-        _rules(("*",), None, str(file), 8.0)
+        _access_rules(("*",), None, str(file), 8.0)
 
 
 def test_tls(server: Any, processor: Any):
