@@ -17,7 +17,7 @@ from lockstep.errors import ComputeError, EngineDeadError, RequestError
 from lockstep.outputs import RequestOutput
 from lockstep.worker.executor import worker_of
 from tests import asking
-from tests.asking import PROMPTS, QUESTION, answer, assert_idle, make_engine
+from tests.bundled_model import PROMPTS, QUESTION, answer, assert_idle, make_engine
 from tests.tiny_model import make_model
 
 PATIENCE = 60

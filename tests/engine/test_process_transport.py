@@ -30,7 +30,7 @@ from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from tests import served
-from tests.served import run, wait_until, wait_until_empty
+from tests.engine_factories import run, wait_until, wait_until_empty
 from tests.tiny_model import make_model
 
 LONG = 3000

@@ -17,7 +17,7 @@ from lockstep.engine.process_transport import ProcessTransport
 from lockstep.engine.token_update import TokenUpdate
 from lockstep.scheduling.request import Request
 from tests import served
-from tests.served import run, wait_until_empty
+from tests.engine_factories import run, wait_until_empty
 
 REQUESTS = 16
 ROWS = 4

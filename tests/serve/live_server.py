@@ -100,12 +100,12 @@ def wait_until(condition: Any) -> None:
 def chat(server: SimpleNamespace, messages: list[Any], **options: Any) -> Any:
     """An answer, or the list of its chunks."""
     options = {"temperature": 0, "max_tokens": 80, **options}
-    found = server.ask.chat.completions.create(model="lockstep", messages=messages, **options)
-    return list(found) if options.get("stream") else found
+    response = server.ask.chat.completions.create(model="lockstep", messages=messages, **options)
+    return list(response) if options.get("stream") else response
 
 
 def complete(server: SimpleNamespace, prompt: Any = CODE, **options: Any) -> Any:
     """The same of /v1/completions."""
     options = {"temperature": 0, "max_tokens": 16, **options}
-    found = server.ask.completions.create(model="lockstep", prompt=prompt, **options)
-    return list(found) if options.get("stream") else found
+    response = server.ask.completions.create(model="lockstep", prompt=prompt, **options)
+    return list(response) if options.get("stream") else response

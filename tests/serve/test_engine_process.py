@@ -86,8 +86,8 @@ def test_an_engine_is_killed_under_load_and_the_group_is_interrupted(server: Any
         lines = answer.iter_lines()
         next(lines)
         os.killpg(running.pid, signal.SIGINT)
-        found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert found[-1]["choices"][0]["finish_reason"] == "length"
+        result = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert result[-1]["choices"][0]["finish_reason"] == "length"
     begun = time.monotonic()
     assert running.wait(PATIENCE) == 0
     assert time.monotonic() - begun < 30, "it does not wait when nothing runs"

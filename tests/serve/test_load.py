@@ -19,8 +19,8 @@ from lockstep import LLM
 from lockstep.engine.process_transport import ProcessTransport
 from lockstep.llm import processor_of
 from lockstep.text.settings import TextSettings
+from tests.engine_factories import PATIENCE, plain, wait_until_empty
 from tests.serve.live_server import MTP, SETTINGS, TOOLS, listening, serving, wait_until
-from tests.served import PATIENCE, plain, wait_until_empty
 
 CALLS = 500
 OWNERS = ("Zorin", "Tavoli", "Kelmar", "Bosan", "Ferdo")

@@ -85,6 +85,6 @@ def test_a_short_load() -> None:
     """Times are for a machine that has nothing else to do; all else holds on any."""
     command = [sys.executable, str(SCRIPT), "--requests", "60", "--streams", "20", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    found = json.loads(done.stdout)
-    assert (found["faults"], found["left_behind"], found["different"]) == ([], [], [])
-    assert found["requests"] == 60 and found["compared"] > 20
+    result = json.loads(done.stdout)
+    assert (result["faults"], result["left_behind"], result["different"]) == ([], [], [])
+    assert result["requests"] == 60 and result["compared"] > 20

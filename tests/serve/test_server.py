@@ -91,8 +91,8 @@ def test_descriptors_are_raised():
     ],
 )
 def test_options_are_checked_before_a_model_is_loaded(options, told):
-    found = CliRunner().invoke(app, ["serve", "--model", "/no/such/model", *options])
-    assert isinstance(found.exception, ConfigError) and told in str(found.exception)
+    result = CliRunner().invoke(app, ["serve", "--model", "/no/such/model", *options])
+    assert isinstance(result.exception, ConfigError) and told in str(result.exception)
 
 
 def test_keys_from_a_file(tmp_path: Path):
@@ -185,10 +185,10 @@ def assert_sigterm_lets_a_short_answer_end(running: Any, client: httpx.Client) -
             running.send_signal(signal.SIGTERM)
             assert_new_connections_are_answered(running, client)
             ended = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
-        found = [line for line in lines if line]
+        result = [line for line in lines if line]
     assert ended[-1]["choices"][0]["finish_reason"] == "length"
-    assert found[-1] == "data: [DONE]"
-    error = json.loads(found[-2].removeprefix("data: "))["error"]
+    assert result[-1] == "data: [DONE]"
+    error = json.loads(result[-2].removeprefix("data: "))["error"]
     assert "shutting down" in error["message"] and error["code"] == "engine_unavailable"
     assert running.wait(PATIENCE) == 0, "a server that was asked to end has not failed"
 
@@ -198,9 +198,9 @@ def assert_new_connections_are_answered(running: Any, client: httpx.Client) -> N
     deadline = time.monotonic() + PATIENCE
     while client.get("/health").status_code == 200 and time.monotonic() < deadline:
         time.sleep(0.01)
-    found = client.post("/v1/completions", json={"prompt": "x"})
-    assert (found.status_code, found.headers["retry-after"]) == (503, "5")
-    assert "close" in found.headers["connection"]
+    response = client.post("/v1/completions", json={"prompt": "x"})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert "close" in response.headers["connection"]
     assert running.poll() is None
 
 
@@ -224,8 +224,8 @@ main()
 
 def test_an_engine_that_cannot_go_on_ends_the_process(process: Any):
     running, client = process("--disable-frontend-multiprocessing", code=DYING)
-    found = client.post("/v1/completions", json={"prompt": "x"})
-    assert found.status_code == 503 and found.json()["error"]["code"] == "engine_unavailable"
+    response = client.post("/v1/completions", json={"prompt": "x"})
+    assert response.status_code == 503 and response.json()["error"]["code"] == "engine_unavailable"
     _, told = running.communicate(timeout=PATIENCE)
     assert running.returncode == 2, told
     assert "EngineDeadError" in told and "the device is gone" in told.splitlines()[-1]

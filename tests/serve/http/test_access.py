@@ -40,11 +40,11 @@ def ask(server, processor, rules, method="GET", path="/health", docs=True, more=
 def test_keys(server, processor, sent, status):
     rules = AccessRules(keys=("one", "two"))
     headers = {"Authorization": sent} if sent else {}
-    found = ask(server, processor, rules, path="/v1/models", headers=headers)
-    assert found.status_code == status
+    response = ask(server, processor, rules, path="/v1/models", headers=headers)
+    assert response.status_code == status
     if status == 401:
-        assert found.json()["error"]["code"] == "invalid_api_key"
-        assert found.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
     for path in ("/metrics", "/openapi.json", "/docs", "/nowhere"):
         assert ask(server, processor, rules, path=path).status_code == 401
     assert ask(server, processor, rules).status_code == 200, "probes have no key"
@@ -69,8 +69,8 @@ def test_the_tokenizers_settings_are_told_where_the_operator_allows_it(server, p
 def test_the_prefix_cache_is_reset_where_the_operator_allows_it(server, processor):
     path = "/reset_prefix_cache"
     assert ask(server, processor, AccessRules(), "POST", path).status_code == 404
-    found = ask(server, processor, AccessRules(), "POST", path, more={"cache_reset": True})
-    assert (found.status_code, server.client.resets) == (200, 1)
+    response = ask(server, processor, AccessRules(), "POST", path, more={"cache_reset": True})
+    assert (response.status_code, server.client.resets) == (200, 1)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,10 @@ def test_the_prefix_cache_is_reset_where_the_operator_allows_it(server, processo
 )
 def test_hosts(server, processor, host, status):
     rules = AccessRules(hosts=default_hosts("127.0.0.1"))
-    found = ask(server, processor, rules, headers={"Host": host})
-    assert found.status_code == status
+    response = ask(server, processor, rules, headers={"Host": host})
+    assert response.status_code == status
     if status == 400:
-        assert "--allowed-hosts" in found.json()["error"]["message"]
+        assert "--allowed-hosts" in response.json()["error"]["message"]
 
 
 def test_hosts_of_addresses():
@@ -104,33 +104,39 @@ def test_a_body_too_large_by_its_header_and_by_its_length(server, processor):
     rules = AccessRules(max_body_bytes=1000)
     body = json.dumps({"prompt": "x" * 2000}).encode()
     headers = {"Content-Type": "application/json"}
-    found = ask(server, processor, rules, "POST", TEXT_PATH, content=body, headers=headers)
-    assert found.status_code == 413 and "--max-body-size" in found.json()["error"]["message"]
+    response = ask(server, processor, rules, "POST", TEXT_PATH, content=body, headers=headers)
+    assert response.status_code == 413 and "--max-body-size" in response.json()["error"]["message"]
 
     async def parts():
         for at in range(0, len(body), 100):
             yield body[at : at + 100]
 
-    found = ask(server, processor, rules, "POST", TEXT_PATH, content=parts(), headers=headers)
-    assert found.status_code == 413 and found.json()["error"]["type"] == "invalid_request_error"
+    response = ask(server, processor, rules, "POST", TEXT_PATH, content=parts(), headers=headers)
+    assert (
+        response.status_code == 413 and response.json()["error"]["type"] == "invalid_request_error"
+    )
     small = ask(server, processor, rules, "POST", TEXT_PATH, json={"prompt": "x"})
     assert small.status_code == 200
 
 
 def test_two_lengths(server, processor):
     headers = {"Content-Length": "3", "Transfer-Encoding": "chunked"}
-    found = ask(
+    response = ask(
         server, processor, AccessRules(), "POST", TEXT_PATH, content=b"{}x", headers=headers
     )
-    assert found.status_code == 400 and "exclude each other" in found.json()["error"]["message"]
-    assert found.headers["connection"] == "close"
+    assert (
+        response.status_code == 400 and "exclude each other" in response.json()["error"]["message"]
+    )
+    assert response.headers["connection"] == "close"
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "9" * 5000])
 def test_lengths_that_are_none(server, processor, length):
     headers = {"Content-Length": length}
-    found = ask(server, processor, AccessRules(), "POST", TEXT_PATH, content=b"", headers=headers)
-    assert found.status_code in (400, 413) and found.json()["error"]["message"]
+    response = ask(
+        server, processor, AccessRules(), "POST", TEXT_PATH, content=b"", headers=headers
+    )
+    assert response.status_code in (400, 413) and response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -139,11 +145,11 @@ def test_lengths_that_are_none(server, processor, length):
 def test_compressed_bodies(server, processor, encoding, status):
     """What unpacks to a thousand times its size is not unpacked."""
     headers = {"Content-Encoding": encoding}
-    found = ask(
+    response = ask(
         server, processor, AccessRules(), "POST", TEXT_PATH, json={"prompt": "x"}, headers=headers
     )
-    assert found.status_code == status
-    assert status == 200 or "as it is" in found.json()["error"]["message"]
+    assert response.status_code == status
+    assert status == 200 or "as it is" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -156,9 +162,11 @@ def test_compressed_bodies(server, processor, encoding, status):
 )
 def test_bodies_that_json_has_no_place_for(server, processor, body, said):
     headers = {"Content-Type": "application/json"}
-    found = ask(server, processor, AccessRules(), "POST", TEXT_PATH, content=body, headers=headers)
-    assert found.status_code == 400
-    message = found.json()["error"]["message"]
+    response = ask(
+        server, processor, AccessRules(), "POST", TEXT_PATH, content=body, headers=headers
+    )
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
     assert message.startswith("the body is not JSON: ")
     assert said in message
 
@@ -192,10 +200,10 @@ def test_a_body_that_does_not_come(server, processor):
             return {"type": "http.request", "body": b"{", "more_body": True}
         await asyncio.sleep(3600)
 
-    found = []
+    result = []
 
     async def send(message):
-        found.append(message)
+        result.append(message)
 
     asyncio.run(asyncio.wait_for(app(scope_of(), receive, send), 5))
-    assert found[0]["status"] == 408 and b"did not come" in found[1]["body"]
+    assert result[0]["status"] == 408 and b"did not come" in result[1]["body"]

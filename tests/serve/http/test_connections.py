@@ -80,22 +80,22 @@ def connect(address: tuple[str, int]) -> socket.socket:
 def healthy(client: socket.socket) -> bool:
     """Asks for /health and reads the answer, head and body."""
     client.sendall(HEALTH)
-    found = b""
-    while not found.endswith(b"ok"):
+    result = b""
+    while not result.endswith(b"ok"):
         part = client.recv(65536)
         if not part:
             return False
-        found += part
-    return b"200 OK" in found
+        result += part
+    return b"200 OK" in result
 
 
 def closed_with(client: socket.socket) -> bytes:
     """All that the server says until it closes."""
-    found = b""
+    result = b""
     with contextlib.suppress(ConnectionResetError):
         while part := client.recv(65536):
-            found += part
-    return found
+            result += part
+    return result
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
@@ -147,7 +147,7 @@ def test_a_slow_body(server, processor):
 @pytest.mark.parametrize("headers", [[], [(b"content-length", b"13")]])
 def test_an_answer_is_written_as_h11_writes_it(method, version, headers):
     """Chunks take a shorter way; what goes out is the same."""
-    found = []
+    result = []
     for connection in (h11.Connection(h11.SERVER), _BoundedConnection()):
         connection.receive_data(b"%b / HTTP/%b\r\nHost: x\r\n\r\n" % (method, version))
         connection.next_event()
@@ -156,10 +156,10 @@ def test_an_answer_is_written_as_h11_writes_it(method, version, headers):
         events = [h11.Response(status_code=200, headers=headers)]
         events += [h11.Data(data=data) for data in datas]
         events += [h11.EndOfMessage()]
-        found.append([connection.send(event) for event in events])
+        result.append([connection.send(event) for event in events])
         with pytest.raises(h11.LocalProtocolError):
             connection.send(h11.Data(data=b"behind the end"))
-    own, other = found
+    own, other = result
     assert own == other
 
 
@@ -178,8 +178,8 @@ def test_nothing_is_written_into_a_broken_connection():
 def test_another_version_of_http_is_a_505(server, processor, version):
     with serving(server, processor) as address, connect(address) as client:
         client.sendall(b"GET /health HTTP/%b\r\nHost: localhost\r\n\r\n" % version)
-        found = closed_with(client)
-        assert found.startswith(b"HTTP/1.1 505 ") and b"allowed: 1.0 and 1.1" in found
+        result = closed_with(client)
+        assert result.startswith(b"HTTP/1.1 505 ") and b"allowed: 1.0 and 1.1" in result
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_a_head_that_is_too_large_is_a_431(server, processor, head):
     with serving(server, processor) as address, connect(address) as client:
         with contextlib.suppress(OSError):
             client.sendall(head + b"\r\n\r\n")
-        found = closed_with(client)
-        assert found.startswith(b"HTTP/1.1 431 ") and b"connection: close" in found
+        result = closed_with(client)
+        assert result.startswith(b"HTTP/1.1 431 ") and b"connection: close" in result
 
 
 def test_a_large_head_within_the_bound_is_read(server, processor):
@@ -235,8 +235,8 @@ def send_large(
 def test_a_large_body_that_is_refused_gets_its_answer(server, processor, rules, status):
     """The client sends all of it before it reads: a reset would cost it the answer."""
     with serving(server, processor, rules=rules) as address, connect(address) as client:
-        found = send_large(client)
-        assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}")
+        result = send_large(client)
+        assert result.startswith(b"HTTP/1.1 " + status) and result.endswith(b"}")
 
 
 ROOMY = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, max_body_seconds=PATIENCE)
@@ -254,9 +254,9 @@ def test_a_large_body_that_was_allowed_gets_its_refusal(server, processor, path,
     limits = Limits(max_running=0, max_queued=0) if kind == "full" else None
     with serving(server, processor, rules=ROOMY, limits=limits) as address:
         with connect(address) as client:
-            found = send_large(client, b"Connection: close", path=path, body=body)
-            assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}")
-            assert (b"retry-after: " in found.lower()) == bool(kind)
+            result = send_large(client, b"Connection: close", path=path, body=body)
+            assert result.startswith(b"HTTP/1.1 " + status) and result.endswith(b"}")
+            assert (b"retry-after: " in result.lower()) == bool(kind)
 
 
 def test_more_is_dropped_where_larger_bodies_are_allowed(server, processor):
@@ -327,8 +327,8 @@ def test_chunks_of_bad_sizes(server, processor, rest, path, caplog):
         head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + rest)
         client.shutdown(socket.SHUT_WR)
-        found = closed_with(client)
-        assert found.count(b"HTTP/1.1 ") == 1 and (b" 400 " in found or b" 404 " in found)
+        result = closed_with(client)
+        assert result.count(b"HTTP/1.1 ") == 1 and (b" 400 " in result or b" 404 " in result)
         with connect(address) as other:
             assert healthy(other)
     assert not [record for record in caplog.records if record.exc_info]
@@ -346,8 +346,8 @@ def test_pipelined_requests_are_answered_in_their_order(server, processor):
     with serving(server, processor) as address, connect(address) as client:
         last = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         client.sendall(HEALTH * 50 + last + HEALTH * 500)
-        found = closed_with(client)
-        assert found.count(b"HTTP/1.1 200") == 51 and found.endswith(b"}")
+        result = closed_with(client)
+        assert result.count(b"HTTP/1.1 200") == 51 and result.endswith(b"}")
 
 
 def test_a_kept_connection_does_not_get_longer_for_a_head(server, processor):

@@ -28,8 +28,8 @@ def large(**fields: Any) -> bytes:
 def test_a_large_body_says_what_a_small_one_does(server: Any) -> None:
     small = send(server, json.dumps({"messages": [USER], "seed": 5}).encode())
     prompt = server.client.requests[-1].prompt_token_ids
-    found = send(server, large(seed=5))
-    assert found.json()["choices"] == small.json()["choices"]
+    result = send(server, large(seed=5))
+    assert result.json()["choices"] == small.json()["choices"]
     assert server.client.requests[-1].prompt_token_ids == prompt
     assert server.client.requests[-1].seed == 5
 
@@ -51,8 +51,8 @@ def test_the_slow_parser_reads_what_the_fast_one_does() -> None:
     ],
 )
 def test_what_is_wrong_with_a_large_body(server: Any, body: bytes, said: str) -> None:
-    found = send(server, body)
-    assert found.status_code == 400 and said in found.json()["error"]["message"], found.text
+    result = send(server, body)
+    assert result.status_code == 400 and said in result.json()["error"]["message"], result.text
 
 
 def test_others_go_on_while_a_large_body_is_parsed() -> None:

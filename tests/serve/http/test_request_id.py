@@ -100,8 +100,8 @@ def test_the_official_client_finds_it(server: Any) -> None:
         async with server.openai() as client:
             return await client.completions.create(**ASKED, extra_headers={"X-Request-Id": "mine"})
 
-    found = asyncio.run(work())
-    assert isinstance(found, openai.types.Completion) and found._request_id == "mine"
+    result = asyncio.run(work())
+    assert isinstance(result, openai.types.Completion) and result._request_id == "mine"
 
 
 def test_what_works_for_a_request_knows_whose_it_is(

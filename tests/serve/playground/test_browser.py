@@ -33,9 +33,9 @@ CALL = "<tool_call>\n<function=get>\n<parameter=city>\nRio\n</parameter>\n</func
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        result = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield result
+        result.close()
 
 
 @pytest.fixture
@@ -61,13 +61,13 @@ def listening(app: Any) -> Iterator[str]:
 def page(browser: Any) -> Iterator[Page]:
     """A page that logs no error, and asks nobody but its server."""
     context = browser.new_context()
-    found = context.new_page()
+    result = context.new_page()
     errors: list[str] = []
-    found.on("pageerror", lambda error: errors.append(str(error)))
-    found.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    result.on("pageerror", lambda error: errors.append(str(error)))
+    result.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     asked: list[str] = []
-    found.on("request", lambda request: asked.append(request.url))
-    yield found
+    result.on("request", lambda request: asked.append(request.url))
+    yield result
     context.close()
     refused = "Failed to load resource: the server responded with a status of 4"
     assert [text for text in errors if not text.startswith(refused)] == []
@@ -395,8 +395,8 @@ def test_axe_finds_nothing(browser: Any, url: str, server: SimpleNamespace, sche
     for shown in (None, "Alt+h"):
         if shown:
             page.keyboard.press(shown)
-        found = Axe().run(page)
-        assert found.violations_count == 0, found.generate_report()
+        result = Axe().run(page)
+        assert result.violations_count == 0, result.generate_report()
     context.close()
 
 
@@ -404,8 +404,8 @@ def test_axe_sees_text_that_is_too_faint(page: Page, url: str) -> None:
     page.goto(url)
     faint = "document.documentElement.style.setProperty('--quiet', '#dddddd')"
     page.evaluate(faint)
-    found = Axe().run(page)
-    assert "color-contrast" in [violation["id"] for violation in found.response["violations"]]
+    result = Axe().run(page)
+    assert "color-contrast" in [violation["id"] for violation in result.response["violations"]]
 
 
 def test_the_bundled_model_agrees_with_itself(page: Page) -> None:

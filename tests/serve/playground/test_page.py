@@ -80,10 +80,10 @@ def test_script_and_page_name_the_same_elements(server):
 def test_every_control_has_a_name(server):
     page = fetch(server, "GET", "/").text
     for control in re.finditer(r"<(?:input|select|textarea)\b[^>]*>", page):
-        found = re.search(r'\bid="([\w-]+)"', control[0])
+        result = re.search(r'\bid="([\w-]+)"', control[0])
         before = page[: control.start()]
         inside = before.rfind("<label") > before.rfind("</label>")
-        assert inside or (found and f'for="{found[1]}"' in page), control[0]
+        assert inside or (result and f'for="{result[1]}"' in page), control[0]
 
 
 def test_the_page_needs_no_key_and_the_api_does(server, processor):

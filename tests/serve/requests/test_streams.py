@@ -32,19 +32,19 @@ def service_of(processor: Any, text: str, step: int) -> Service:
 async def events(started: Awaitable[ResponseWriter], delays: list[int]) -> list[Any]:
     """Return the chunks of a response. Other tasks get delays[i] turns before the next read."""
     writer = await started
-    found: list[Any] = []
+    result: list[Any] = []
     stream = writer.stream()
     while True:
         has_others = len(asyncio.all_tasks()) > 1
-        for _ in range(delays[len(found) % len(delays)] if has_others else 0):
+        for _ in range(delays[len(result) % len(delays)] if has_others else 0):
             await asyncio.sleep(0)
         try:
             chunks = await anext(stream)
         except StopAsyncIteration:
             break
-        found += [{**chunk, "id": "", "created": 0} for chunk in chunks]
+        result += [{**chunk, "id": "", "created": 0} for chunk in chunks]
     writer.close()
-    return json.loads(json.dumps(found), object_hook=_without_ids)
+    return json.loads(json.dumps(result), object_hook=_without_ids)
 
 
 def _without_ids(value: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_streamed_and_whole_ids_do_not_change_while_read(processor):
 
     async def run() -> list[str]:
         writer = await ChatWriter.start(service_of(processor, CALL + CALL, 3), body)
-        found = [
+        result = [
             call["id"]
             async for chunks in writer.stream()
             for chunk in chunks
@@ -130,7 +130,7 @@ def test_streamed_and_whole_ids_do_not_change_while_read(processor):
             if "id" in call
         ]
         writer.close()
-        return found
+        return result
 
     first, second = asyncio.run(run())
     assert first != second

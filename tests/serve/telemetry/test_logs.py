@@ -44,9 +44,9 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
 @pytest.fixture
 def caller() -> Iterator[RequestContext]:
     """The caller of all that is logged."""
-    found = RequestContext("my-id", {})
-    token = REQUEST_CONTEXT.set(found)
-    yield found
+    result = RequestContext("my-id", {})
+    token = REQUEST_CONTEXT.set(result)
+    yield result
     REQUEST_CONTEXT.reset(token)
 
 

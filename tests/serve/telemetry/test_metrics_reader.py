@@ -17,16 +17,16 @@ KV = Part("k", (1,), torch.uint8)
 
 def counted(**counts: object) -> Stats:
     """Of a server that has answered two requests, and drafts 3."""
-    found = Stats(pages=10, accepted_at=(0, 0, 0))
+    result = Stats(pages=10, accepted_at=(0, 0, 0))
     for name, value in counts.items():
-        setattr(found, name, value)
-    return found
+        setattr(result, name, value)
+    return result
 
 
 def reading(metrics: Metrics, stats: Stats, at: float) -> Reading:
-    found = parse(metrics.render(stats).decode(), at)
-    assert found is not None
-    return found
+    result = parse(metrics.render(stats).decode(), at)
+    assert result is not None
+    return result
 
 
 @pytest.fixture(params=["lockstep", "vllm"])

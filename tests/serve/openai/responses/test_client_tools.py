@@ -125,9 +125,9 @@ def test_a_grammar_binds_the_input(
     server: Any, processor: Any, form: Any, right: list[str], wrong: list[str]
 ) -> None:
     """Where calls hold texts as they are."""
-    found = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
-    assert found.status_code == 200, found.text
-    assert "x-lockstep-ignored-fields" not in found.headers
+    response = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
+    assert response.status_code == 200, response.text
+    assert "x-lockstep-ignored-fields" not in response.headers
     source = server.client.requests[-1].params.structured_outputs.grammar
     for text in right:
         assert matches(processor.grammars, source, written(text)), text
@@ -144,9 +144,9 @@ def test_a_grammar_of_a_model_that_writes_json(server: Any, tmp_path: Path) -> N
     server.app = create_app(Service(server.client, hermes, "tiny", "ls-test"))
     assert post(server, PATH, input="x", tools=[{**PATCH, "format": REGEX}]).status_code == 200
     assert server.client.requests[-1].grammar is not None
-    found = post(server, PATH, input="x", tools=[{**PATCH, "format": LARK}])
-    assert found.status_code == 400
-    assert "the Lark grammar of 'patch' cannot be enforced" in found.json()["error"]["message"]
+    response = post(server, PATH, input="x", tools=[{**PATCH, "format": LARK}])
+    assert response.status_code == 400
+    assert "the Lark grammar of 'patch' cannot be enforced" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_a_grammar_of_a_model_that_writes_json(server: Any, tmp_path: Path) -> N
     ],
 )
 def test_a_grammar_that_cannot_be_obeyed(server: Any, form: Any) -> None:
-    found = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
-    error = found.json()["error"]
-    assert (found.status_code, error["param"]) == (400, "tools"), found.text
+    response = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools"), response.text
 
 
 def test_an_error_names_the_clients_path(server: Any) -> None:
@@ -175,9 +175,9 @@ def test_an_error_names_the_clients_path(server: Any) -> None:
         ([PATCH, bad], "tools[1].parameters: "),
         ([PATCH, {**NOTES, "tools": [PATCH, bad]}], "tools[1].tools[1].parameters: "),
     ):
-        found = post(server, PATH, input="x", tools=tools)
-        assert found.status_code == 400
-        assert found.json()["error"]["message"].startswith(path), found.text
+        response = post(server, PATH, input="x", tools=tools)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"].startswith(path), response.text
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_an_error_names_the_clients_path(server: Any) -> None:
     ],
 )
 def test_a_choice_may_name_them(server: Any, choice: Any) -> None:
-    found = post(server, PATH, input="x", tools=[NOTES, PATCH], tool_choice=choice)
-    assert found.status_code == 200, found.text
+    response = post(server, PATH, input="x", tools=[NOTES, PATCH], tool_choice=choice)
+    assert response.status_code == 200, response.text
     assert server.client.requests[-1].grammar is not None
 
 
@@ -210,9 +210,9 @@ def test_a_choice_may_name_them(server: Any, choice: Any) -> None:
     ],
 )
 def test_what_is_refused(server: Any, tools: Any, told: str) -> None:
-    found = post(server, PATH, input="x", tools=tools)
-    error = found.json()["error"]
-    assert (found.status_code, error["param"]) == (400, "tools"), found.text
+    response = post(server, PATH, input="x", tools=tools)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools"), response.text
     assert told in error["message"]
 
 

@@ -1,4 +1,4 @@
-"""Engines that are made in a process of their own, by functions that can be pickled."""
+"""Factories of engines for the engine's process: functions that can be pickled."""
 
 import asyncio
 import os
@@ -19,25 +19,24 @@ from lockstep.text.settings import TextSettings
 
 PATIENCE = 90.0
 Progress = Callable[[str, int, int], None]
-Made = tuple[Engine, Callable[[Any], Any]]
+EngineAndGrammars = tuple[Engine, Callable[[Any], Any]]
 
 
-def plain(settings: dict[str, Any], progress: Progress) -> Made:
-    """An engine as users have it."""
+def plain(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Return an engine as users have it."""
     return engine_factory(EngineConfig.read(**settings), TextSettings(), "text", progress)
 
 
-def compiling(settings: dict[str, Any], progress: Progress) -> Made:
-    """An engine for which kernels were compiled."""
+def compiling(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Return an engine after Triton has compiled something, as for new kernels."""
     run_empty_pass()
     return plain(settings, progress)
 
 
-def faulty(settings: dict[str, Any], progress: Progress) -> Made:
-    """An engine whose step sleeps where a request is named "hang...", and that ends by itself where
-    one is named "die..."."""
-    made = plain(settings, progress)
-    engine = made[0]
+def faulty(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Return an engine that hangs on requests named "hang..." and crashes on "die..."."""
+    engine_and_grammars = plain(settings, progress)
+    engine = engine_and_grammars[0]
     step = engine.step
 
     def call() -> Any:
@@ -53,49 +52,49 @@ def faulty(settings: dict[str, Any], progress: Progress) -> Made:
 
     engine.step = call  # type: ignore[method-assign]
     engine.recover = recover  # type: ignore[method-assign]
-    return made
+    return engine_and_grammars
 
 
-def refusing(settings: dict[str, Any], progress: Progress) -> Made:
-    """No engine: its settings are wrong."""
+def refusing(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Raise ConfigError, as for invalid settings."""
     progress("loading", 1, 2)
     raise ConfigError("dtype='x' is not allowed")
 
 
 class Signalled:
-    """`refusing`, but the process that unpickles it gets the signals of a group first."""
+    """Factory like `refusing`; unpickling it sends the signals of a process group first."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return signalled, ()
 
-    def __call__(self, settings: dict[str, Any], progress: Progress) -> Made:
+    def __call__(self, settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
         return refusing(settings, progress)
 
 
-def signalled() -> Callable[[dict[str, Any], Progress], Made]:
-    """Before a line of ours runs in the process."""
+def signalled() -> Callable[[dict[str, Any], Progress], EngineAndGrammars]:
+    """Send the signals before the process runs any code of the package."""
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGTERM)
     return refusing
 
 
-def breaking(settings: dict[str, Any], progress: Progress) -> Made:
-    """No engine: something was not foreseen."""
+def breaking(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Raise an unexpected error."""
     raise ZeroDivisionError("one by none")
 
 
-def exiting(settings: dict[str, Any], progress: Progress) -> Made:
-    """No engine, and no word."""
+def exiting(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """End the process without a message."""
     os._exit(7)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine; one that hangs fails."""
+    """Return the result of a coroutine; raise TimeoutError after PATIENCE seconds."""
     return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
 def wait_until(condition: Callable[[], bool], what: str = "") -> None:
-    """Returns once it holds; fails after PATIENCE seconds."""
+    """Wait for a condition; fail after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain {what}"
@@ -103,13 +102,13 @@ def wait_until(condition: Callable[[], bool], what: str = "") -> None:
 
 
 def wait_until_empty(client: AsyncEngine) -> Stats:
-    """Returns once no request is open and the engine holds nothing of any: its stats then."""
-    time.sleep(2 * PULSE_SECONDS)  # a process tells its stats at pulses only
+    """Wait until the engine has no request and no used page, and return its stats."""
+    time.sleep(2 * PULSE_SECONDS)  # the process sends its stats with heartbeats only
     deadline = time.monotonic() + PATIENCE
     while True:
         stats = client.stats()
-        held = (stats.num_running, stats.num_waiting, stats.num_swapped, stats.pages_used)
-        if not client.num_open and held == (0, 0, 0, 0):
+        usage = (stats.num_running, stats.num_waiting, stats.num_swapped, stats.pages_used)
+        if not client.num_open and usage == (0, 0, 0, 0):
             return stats
-        assert time.monotonic() < deadline, f"left: {client.num_open} open, {held}"
+        assert time.monotonic() < deadline, f"left: {client.num_open} open, {usage}"
         time.sleep(0.005)
