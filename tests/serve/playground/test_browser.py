@@ -99,7 +99,7 @@ def test_an_answer_is_tinted_by_token(page: Page, url: str, server: SimpleNamesp
     expect(page.locator("#cache-share")).to_have_text("0.0 %")
     tints = "e => getComputedStyle(e).backgroundColor"
     assert tokens.nth(0).evaluate(tints) != tokens.nth(2).evaluate(tints)
-    page.get_by_label("Tint tokens").uncheck()
+    page.get_by_label("Color tokens by source").uncheck()
     assert tokens.nth(0).evaluate(tints) == tokens.nth(2).evaluate(tints)
 
 
