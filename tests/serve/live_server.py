@@ -1,4 +1,4 @@
-"""The bundled model behind the server on a socket of its own, and clients of it."""
+"""The bundled model as a server on its own socket, and clients of it."""
 
 import asyncio
 import contextlib
@@ -90,7 +90,7 @@ def listening(
 
 
 def wait_until(condition: Any) -> None:
-    """Returns once it holds; fails after PATIENCE seconds."""
+    """Wait for a condition; fail after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -251,7 +251,7 @@ def test_a_reference_is_the_item_that_it_names(server: Any, processor: Any) -> N
 
 
 def test_references_outlive_the_responses_of_earlier_turns(server: Any, processor: Any) -> None:
-    """Of a conversation only the latest response is asked for."""
+    """Only the latest response of the conversation is still stored."""
     service = Service(server.client, processor, "tiny", "ls-test", Limits(max_stored_responses=1))
     server.app = create_app(service)
     conversation: list[Any] = []
@@ -363,7 +363,7 @@ def test_a_refusal_of_messages_names_the_place(
 
 
 def test_the_page_says_what_becomes_of_every_item() -> None:
-    """Of those that OpenAI's library knows, and those that are known here."""
+    """The page lists all items of OpenAI's library and of this server."""
     from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
     official = {

@@ -51,7 +51,7 @@ def test_echo_with_logprobs(server, processor, stream):
 
 
 def test_a_prompt_without_the_tokens_that_the_tokenizer_adds(server, processor):
-    """As those send it who have rendered a chat template themselves."""
+    """Clients that render the chat template themselves send this option."""
     begin = processor.tokenizer.fast.token_to_id("<|im_start|>")
     added = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", begin)])
     processor.tokenizer.fast.post_processor = added
@@ -67,7 +67,7 @@ def test_a_prompt_without_the_tokens_that_the_tokenizer_adds(server, processor):
 
 @pytest.mark.parametrize("step", [1, 3, 80])
 def test_offsets_are_places_in_the_text(server, step):
-    """Of characters that are several tokens, of tokens that are held back, whole or streamed."""
+    """Characters of several tokens and tokens whose text must wait, with and without streaming."""
     server.client.step = step
     server.text = "a 🦊 is é, stopp the fox"
     asked = {

@@ -40,7 +40,7 @@ def until_idle(client: httpx.Client) -> None:
 
 
 def asked(path: Path, **body: Any) -> socket.socket:
-    """A connection with a request that nobody reads the answer of."""
+    """Return a connection with a request whose response is not read."""
     sent = json.dumps(body).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n"
     result = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -43,7 +43,7 @@ def test_openais_clients_see_the_code(
 
 @pytest.mark.parametrize("text", [LONG, ENDLESS], ids=["tokens", "characters"])
 def test_a_stream_of_responses_fails_by_the_code(server: Any, text: str) -> None:
-    """As OpenAI's: Codex compacts where it reads the code in response.failed, and not at a 400."""
+    """Codex compacts a conversation where response.failed has this code, and not at a 400."""
     created, failed = create(server, input=text, stream=True)
     assert (created.type, failed.type) == ("response.created", "response.failed")
     assert [created.sequence_number, failed.sequence_number] == [0, 1]
@@ -79,7 +79,7 @@ def test_anthropics_clients_see_the_phrase(server: Any, path: str, text: str) ->
 
 
 def test_max_tokens_are_made_to_fit(server: Any) -> None:
-    """A client that asks for more than there is room for gets what the context holds."""
+    """A max_tokens above the rest of the context is reduced to it."""
     server.text = "fox " * 700
     whole = post(server, CHAT_PATH, messages=[{"role": "user", "content": "x"}], max_tokens=5000)
     assert whole.json()["choices"][0]["finish_reason"] == "length"

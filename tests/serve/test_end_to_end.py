@@ -1,4 +1,4 @@
-"""The bundled model behind the server on a socket of its own, asked by the official client."""
+"""The bundled model as a server on its own socket, with the official client."""
 
 import json
 from collections.abc import Iterator
@@ -136,7 +136,7 @@ WEATHER: list[Any] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_weather_in_paris(server: SimpleNamespace, stream: bool) -> None:
-    """What a first user asks, word for word."""
+    """The example of a new user, word for word."""
     asked = [{"role": "user", "content": "What is the weather in Paris in Celsius? Use the tool."}]
     result = chat(server, asked, tools=WEATHER, tool_choice="auto", stream=stream)
     if stream:
@@ -304,7 +304,7 @@ def test_callers_at_the_same_time_get_their_own_answers(server: SimpleNamespace)
 
 
 def aborted(server: SimpleNamespace) -> int:
-    """How many requests were aborted so far."""
+    """Return the number of aborted requests."""
     return server.llm.engine.stats.requests_success_total["abort"]
 
 

@@ -1,4 +1,4 @@
-"""What holds on every route that generates: keys, sizes, room, time, and clients that go away."""
+"""Rules of every route that generates: keys, sizes, queue, time limits and disconnects."""
 
 import asyncio
 import threading
@@ -148,7 +148,7 @@ def test_a_dead_engine(server: Any, path: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_client_that_goes_away(server: Any, path: str, stream: bool) -> None:
-    """Its request is aborted, so that its pages are free; nothing of it is kept."""
+    """Its request is aborted, so its pages are free and nothing is stored."""
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:1]
 

@@ -1,4 +1,4 @@
-"""Many streams at once: each comes through whole, and what is left behind is nothing."""
+"""Many simultaneous streams: each is complete, and no resource leaks."""
 
 import asyncio
 import contextlib
@@ -138,7 +138,7 @@ async def one_stream(client: httpx.AsyncClient, number: int) -> str | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("open_server", [in_thread, in_process])
 def test_200_streams_of_which_many_are_left(open_server: Any) -> None:
-    """No row, page, stream, run or task is left behind, and company changes no answer."""
+    """No row, page, stream or task leaks, and other streams change no answer."""
     with open_server() as server:
 
         async def work() -> list[str | None]:

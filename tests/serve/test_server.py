@@ -1,4 +1,4 @@
-"""Sockets, TLS, signals: the server as a process, and what it is told at its start."""
+"""The server process: sockets, TLS, signals, and the message at its start."""
 
 import contextlib
 import json
@@ -135,7 +135,7 @@ def process(tmp_path: Path):
 
 
 def test_a_server_sends_spans_writes_json_and_ends_at_sigterm(process: Any):
-    """One start for all of it, its engine in a process."""
+    """One server with its engine in a process serves all three checks."""
     options = ["--shutdown-timeout", "3", "--api-key", "secret", "--no-playground"]
     options += ["--enable-log-requests", "--log-format", "json"]
     body = {"prompt": "def read(path):", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
@@ -160,7 +160,7 @@ def test_a_server_sends_spans_writes_json_and_ends_at_sigterm(process: Any):
 
 
 def assert_latencies(resource: Any, span: Any, request_id: str) -> None:
-    """Those of the engine, and the ids of both sides."""
+    """Assert that a span has the engine's latencies and the ids of both sides."""
     assert values(resource.attributes)["service.name"] == "lockstep"
     assert int.from_bytes(span.parent_span_id) == PARENT
     told = values(span.attributes)
@@ -194,7 +194,7 @@ def assert_sigterm_lets_a_short_answer_end(running: Any, client: httpx.Client) -
 
 
 def assert_new_connections_are_answered(running: Any, client: httpx.Client) -> None:
-    """While requests run after SIGTERM, none is refused a connection: it is told to come again."""
+    """Assert that new connections get a 503 while requests run after SIGTERM."""
     deadline = time.monotonic() + PATIENCE
     while client.get("/health").status_code == 200 and time.monotonic() < deadline:
         time.sleep(0.01)

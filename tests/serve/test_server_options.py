@@ -1,4 +1,4 @@
-"""Several names, defaults of sampling, a path before all paths, web pages, a bound on logprobs."""
+"""Options of the server: model names, sampling defaults, root path, CORS, limit of logprobs."""
 
 import asyncio
 

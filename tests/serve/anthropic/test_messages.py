@@ -128,7 +128,7 @@ def test_ends(server: Any) -> None:
 
 
 def test_a_conversation_with_tools(server: Any, processor: Any) -> None:
-    """Blocks become turns in the order in which they stand."""
+    """Blocks become messages in their order."""
     messages = [
         *USER,
         {
@@ -261,7 +261,7 @@ def test_what_is_refused(server: Any, body: dict[str, Any], field: str) -> None:
 
 @pytest.mark.parametrize("edits", [[], [{"type": "clear_thinking_20251015", "keep": "all"}]])
 def test_context_management_that_keeps_all(server: Any, edits: Any) -> None:
-    """As Claude Code sends it."""
+    """Claude Code sends this value."""
     asked = {"messages": USER, "max_tokens": 9, "context_management": {"edits": edits}}
     for path in (PATH, COUNT):
         assert post(server, path, **asked).status_code == 200

@@ -143,7 +143,7 @@ def test_lengths_that_are_none(server, processor, length):
     ("encoding", "status"), [("gzip", 415), ("identity", 200), ("br, gzip", 415)]
 )
 def test_compressed_bodies(server, processor, encoding, status):
-    """What unpacks to a thousand times its size is not unpacked."""
+    """A body that decompresses to a thousand times its size is refused, not decompressed."""
     headers = {"Content-Encoding": encoding}
     response = ask(
         server, processor, AccessRules(), "POST", TEXT_PATH, json={"prompt": "x"}, headers=headers

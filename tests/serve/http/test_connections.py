@@ -90,7 +90,7 @@ def healthy(client: socket.socket) -> bool:
 
 
 def closed_with(client: socket.socket) -> bytes:
-    """All that the server says until it closes."""
+    """Return all data that the server sends until it closes the connection."""
     result = b""
     with contextlib.suppress(ConnectionResetError):
         while part := client.recv(65536):
@@ -380,7 +380,7 @@ def test_a_body_in_many_chunks(server, processor, chunks, status):
 
 
 def test_idle_connections_make_room(server, processor):
-    """Many that say nothing do not keep one out that does."""
+    """Idle connections do not keep an active client out."""
     with serving(server, processor, most=8, head=PATIENCE) as address:
         idle = [connect(address) for _ in range(20)]
         for _ in range(5):
@@ -404,7 +404,7 @@ def test_an_idle_connection_that_makes_room_is_told(server, processor):
 
 
 def test_few_refused_connections_stay_open(server, processor):
-    """Of clients that do not close, all but a quarter of what may be open are reset."""
+    """If clients do not close refused connections, all but a quarter of the limit are reset."""
     with contextlib.ExitStack() as stack, serving(server, processor, most=8, head=30) as address:
         clients = [stack.enter_context(connect(address)) for _ in range(40)]
         with connect(address) as last:
@@ -443,7 +443,7 @@ def test_no_room_among_busy_ones(server, processor):
 
 @pytest.mark.parametrize("ends", [True, False], ids=["last answer sent", "answers to come"])
 def test_a_client_that_reads_nothing(server, processor, ends):
-    """What is written for it is bounded in size and in time, also once nothing more is to come."""
+    """Unread output is limited in size and in time, also after the end of the response."""
     ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n"
     gone = threading.Event()
     with serving(server, processor, write=0.3, gone=gone) as address, socket.socket() as client:

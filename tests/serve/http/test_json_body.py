@@ -65,7 +65,7 @@ def test_others_go_on_while_a_large_body_is_parsed() -> None:
 
 
 async def turns_beside(body: bytes) -> int:
-    """How often the loop went on while the body was parsed."""
+    """Return how often the event loop ran while the body was parsed."""
     reading = asyncio.create_task(BodyReader().read(body))
     turns = 0
     while not reading.done():

@@ -155,7 +155,7 @@ def test_unread_streams_are_ended_in_favor_of_read_ones(server: Any, processor: 
 
 
 def test_a_long_queue_is_read_in_batches(server: Any, processor: Any) -> None:
-    """Other tasks run between the batches of a reader that has fallen behind."""
+    """Other tasks run between the batches of a slow reader."""
     service = service_of(server, processor)
 
     async def run() -> None:

@@ -85,7 +85,7 @@ def test_messages_name_it_as_anthropic_does(server: Any) -> None:
 def test_a_route_decides_whose_errors_are_told(
     server: Any, processor: Any, path: str, is_theirs: bool
 ) -> None:
-    """Not any path that holds the route's name somewhere."""
+    """A path that contains the name of the route elsewhere does not count."""
     service = Service(server.client, processor, "tiny", "ls-test")
     server.app = create_app(service, AccessRules(root_path="/llm"))
     for headers in ([("Host", "test")], [("Host", "test"), ("Content-Encoding", "gzip")]):

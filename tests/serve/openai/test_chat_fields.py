@@ -44,7 +44,7 @@ def server(server: SimpleNamespace, processor: Processor) -> SimpleNamespace:
 
 @pytest.mark.parametrize("step", [1, 3, 50])
 def test_reasoning_tokens_are_counted_however_steps_are_cut(server, step):
-    """A token counts if the text stands inside of reasoning behind it; </think> is not one."""
+    """A token counts if the text after it is inside of reasoning; </think> does not count."""
     server.text = "the fox\n</think>\n\nhello"
     server.client.step = step
     expected = len(server.processor.tokenizer.encode("the fox\n"))
@@ -289,7 +289,7 @@ def test_a_stop_string_completes_a_call_or_cuts_it(server, stop):
 
 
 def test_a_call_in_reasoning_counts_where_nothing_holds_it(server):
-    """A grammar begins behind </think>, so a call in front of that matches nothing."""
+    """A grammar begins after </think>, so a call before it matches nothing."""
     server.text = f"so\n{CALL}\n</think>\n\n{CALL}"
     for choice, calls in (("auto", 2), ("required", 1)):
         result = post(server, CHAT_PATH, messages=USER, tools=TOOLS, tool_choice=choice, **THINK)

@@ -84,7 +84,7 @@ def test_what_other_servers_decide_by_is_refused(
 
 
 def test_a_schema_may_be_part_of_the_format_itself(server: Any) -> None:
-    """As llama.cpp and others take it."""
+    """llama.cpp and others accept this form."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for kind in ("json_object", "json_schema"):
         assert ask(server, CHAT_PATH, response_format={"type": kind, "schema": schema}).is_success

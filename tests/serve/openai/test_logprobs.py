@@ -1,4 +1,4 @@
-"""Log-probabilities as JSON holds them."""
+"""Log-probabilities as JSON values."""
 
 from math import inf, nan
 

@@ -1,4 +1,4 @@
-"""What clients may send: nulls, bounds, types, and fields that do not work yet."""
+"""Request bodies: nulls, limits, types, and unsupported fields."""
 
 import json
 import threading
@@ -122,7 +122,7 @@ def test_echo_of_the_prompt_alone(server, stream, logprobs):
 
 
 def test_developer_is_system(server):
-    """Both roles give the same prompt."""
+    """The roles system and developer give the same prompt."""
     prompts = []
     for role in ("system", "developer"):
         post(server, CHAT_PATH, messages=[{"role": role, "content": "be brief"}, *USER])

@@ -45,7 +45,7 @@ STRICT: list[Any] = [
 
 
 class Found(pydantic.BaseModel):
-    """What the client's own parse() asks for."""
+    """Schema for the official client's parse()."""
 
     owner: str = pydantic.Field(max_length=10)
     limit: int = pydantic.Field(ge=0, le=999)
@@ -292,7 +292,7 @@ THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 def test_a_budget_of_thought_gives_the_plain_answer_with_drafts(stack: SimpleNamespace) -> None:
-    """A bias keeps the model from ending its thought by itself."""
+    """A bias keeps the model from ending its reasoning early."""
     end = stack.llm.tokenizer.fast.token_to_id("</think>")
     asked = [
         SamplingParams(

@@ -40,7 +40,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def url(server: SimpleNamespace) -> Iterator[str]:
-    """Of the application over the fake client, listening."""
+    """Yield the URL of the application over the fake client."""
     yield from listening(server.app)
 
 
@@ -59,7 +59,7 @@ def listening(app: Any) -> Iterator[str]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Page]:
-    """A page that logs no error, and asks nobody but its server."""
+    """Yield a page that logs no error and sends requests only to its server."""
     context = browser.new_context()
     result = context.new_page()
     errors: list[str] = []
@@ -230,7 +230,7 @@ def test_problems_lead_to_their_fields(page: Page, url: str, server: SimpleNames
     tools = page.get_by_label("Tools (JSON list)")
     tools.fill("[{")
     ask(page, "the fox")
-    expect(page.locator("#tools-problem")).to_contain_text("This is no JSON")
+    expect(page.locator("#tools-problem")).to_contain_text("This is not valid JSON")
     expect(tools).to_have_attribute("aria-invalid", "true")
     expect(tools).to_be_focused()
     assert server.client.requests == []
@@ -381,7 +381,7 @@ def test_the_page_fits_320_pixels(browser: Any, url: str, server: SimpleNamespac
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(browser: Any, url: str, server: SimpleNamespace, scheme: str) -> None:
-    """Its rules of WCAG and good practice, on a page that shows all that there is."""
+    """A page with all elements visible satisfies axe's rules of WCAG and good practice."""
     context = browser.new_context(color_scheme=scheme)
     page = context.new_page()
     page.goto(url)

@@ -59,7 +59,7 @@ def test_nothing_is_fetched_from_elsewhere(server):
 
 
 def test_the_policy_lets_all_of_the_page_work(server):
-    """No script or style stands in the page itself, and what it links is served."""
+    """The page has no inline script or style, and the server has all files that it links."""
     page = fetch(server, "GET", "/").text
     assert not re.search(r"<style|style=|\son\w+=|<script(?![^>]*src=)", page)
     linked = re.findall(r'(?:src|href)="([^"#:]+)"', page)

@@ -107,7 +107,7 @@ def test_what_the_clients_parse_helpers_add(server: Any) -> None:
 @pytest.mark.parametrize("exclude_none", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_message_goes_back(server: Any, exclude_none: bool, whole: bool) -> None:
-    """Its content, as Anthropic's examples do, or all of it."""
+    """The next request repeats the content, as in Anthropic's examples, or the whole message."""
     server.text = ALL
     tools = [{"name": "get", "input_schema": SCHEMA}]
 
@@ -161,7 +161,7 @@ def test_a_misspelt_field_is_named_by_its_path(
 
 
 def test_a_long_name_is_cut(server: Any) -> None:
-    """Of a field that a template might read, too."""
+    """This also holds for a field that a template may read."""
     for message in ({**USER[0], "x" * 3000: 1}, {"role": "user", "content": [{"y" * 3000: 1}]}):
         response = post(server, CHAT_PATH, messages=[message])
         assert response.status_code == 400 and len(response.json()["error"]["message"]) < 400

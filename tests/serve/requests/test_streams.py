@@ -103,7 +103,7 @@ def own(chunks: list[Any], index: int) -> list[Any]:
 
 @pytest.mark.parametrize("n", [1, 16])
 def test_a_burst_read_late_loses_no_call(processor, n):
-    """All updates have come before the first chunk is read."""
+    """The engine sends all updates before the first chunk is read."""
     body = ChatRequest(messages=USER, tools=TOOLS, stream=True, n=n, max_tokens=200)
     chunks = asyncio.run(events(ChatWriter.start(service_of(processor, CALL, 1), body), [5000]))
     ends = [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]

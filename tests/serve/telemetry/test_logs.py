@@ -1,4 +1,4 @@
-"""Log lines of what clients send, and of whose requests they tell."""
+"""Log lines: escaped text of clients, request ids, and repeated lines."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ Lines = Callable[[], list[str]]
 
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
-    """What was written since it was asked last. Loggers are afterwards as they were."""
+    """Yield a function that returns new lines. Loggers are restored afterwards."""
     before = {name: logging.getLogger(name).handlers for name in LOGGERS}
     uvicorn = logging.getLogger("uvicorn.error")
     level = uvicorn.level

@@ -1,4 +1,4 @@
-"""What /metrics tells, under both names, and that the dashboard asks for nothing else."""
+"""Content of /metrics with both prefixes, and the metrics that the dashboard uses."""
 
 import json
 import re
@@ -113,7 +113,7 @@ def test_what_moves_to_host_memory_and_back(prefix: Prefix) -> None:
 
 
 def test_steps_beside_their_floors() -> None:
-    """Those of stats(), of a model as FLOORS says."""
+    """Steps of stats() are compared with the roofline times of FLOORS."""
     text = Metrics("m", floors=FLOORS).render(stats()).decode()
     label = '{model_name="m"}'
     result = {}
@@ -205,7 +205,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
 
 
 def test_the_dashboard_shows_every_metric() -> None:
-    """Of a histogram its buckets are enough; what Prometheus adds of itself is not ours."""
+    """Histograms count by their buckets; metrics that Prometheus adds do not count."""
     text = DASHBOARD.read_text()
     bare = {name for name in told_in_all() if not name.endswith(("_created", "_sum", "_count"))}
     assert not [name for name in bare if name not in text]

@@ -16,7 +16,7 @@ KV = Part("k", (1,), torch.uint8)
 
 
 def counted(**counts: object) -> Stats:
-    """Of a server that has answered two requests, and drafts 3."""
+    """Return stats of a server that has answered two requests with 3 drafts per step."""
     result = Stats(pages=10, accepted_at=(0, 0, 0))
     for name, value in counts.items():
         setattr(result, name, value)
@@ -31,7 +31,7 @@ def reading(metrics: Metrics, stats: Stats, at: float) -> Reading:
 
 @pytest.fixture(params=["lockstep", "vllm"])
 def watched(request: pytest.FixtureRequest) -> Frame:
-    """Of two seconds in which 40 tokens came, of 10 steps of one row, under both names."""
+    """Return a frame of two seconds with 40 tokens and 10 steps of one row, for both prefixes."""
     prefix: Prefix = request.param
     costs = PassCosts((WeightCost("all", 6),), (Spec(Law.PAGED, (KV,)),), 0)
     metrics = Metrics("my-model", prefix, StepFloors(StepCosts(costs, None), Rates(1e6)))
@@ -115,7 +115,7 @@ def test_nothing_happened() -> None:
 
 
 def test_a_server_that_began_anew() -> None:
-    """Its counters fall: what they have now came since."""
+    """Counters that fall were reset, so their value is their increase."""
     before = reading(Metrics("m"), counted(generation_tokens_total=500), 1.0)
     after = reading(Metrics("m"), counted(generation_tokens_total=30), 2.0)
     assert frame(before, after).now.generation_speed == 30.0

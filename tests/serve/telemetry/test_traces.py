@@ -87,7 +87,7 @@ def test_what_names_no_trace_begins_one(server: Any, spans: Any, traced: str) ->
 
 
 def test_a_request_that_failed_says_so(server: Any, spans: Any) -> None:
-    """One completion that fails ends the answer, and with it the others."""
+    """A completion that fails ends the response, and so the other completions."""
     server.client.error = ZeroDivisionError("not foreseen")
     assert fetch(server, "POST", "/v1/completions", json=ASKED).status_code == 500
     (span,) = spans()

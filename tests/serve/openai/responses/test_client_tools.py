@@ -124,7 +124,7 @@ line: "+" /(.*)/ LF
 def test_a_grammar_binds_the_input(
     server: Any, processor: Any, form: Any, right: list[str], wrong: list[str]
 ) -> None:
-    """Where calls hold texts as they are."""
+    """The model writes texts of calls without escapes."""
     response = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
     assert response.status_code == 200, response.text
     assert "x-lockstep-ignored-fields" not in response.headers
@@ -137,7 +137,7 @@ def test_a_grammar_binds_the_input(
 
 
 def test_a_grammar_of_a_model_that_writes_json(server: Any, tmp_path: Path) -> None:
-    """A regex binds the text behind the escapes; Lark is refused, and says what to do."""
+    """A regex constrains the text after decoding escapes. Lark is refused with a remedy."""
     folder = make_folder(tmp_path)
     settings = TextSettings(tool_call_parser="hermes")
     hermes = Processor.for_model(Tokenizer(folder), folder, 512, settings)

@@ -206,7 +206,7 @@ def test_what_is_kept_and_what_is_not(server: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancelling(server: Any, stream: bool) -> None:
-    """One that runs ends with what it has; one that has ended is an error."""
+    """A running response ends with its output so far; cancelling one that has ended is an error."""
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:1]
 
