@@ -224,7 +224,7 @@ def test_a_start_that_fails_says_why(make: Any, kind: type[Exception], said: str
         ProcessTransport(partial(make, {}), 60.0, lambda *progress: shown.append(progress))
     assert shown == ([("loading", 1, 2)] if kind is ConfigError else [])
     notes = "".join(getattr(raised.value, "__notes__", []))
-    assert ("served.py" in notes) == (make is engine_factories.breaking)
+    assert ("engine_factories.py" in notes) == (make is engine_factories.breaking)
 
 
 class FakeTransport:
