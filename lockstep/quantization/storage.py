@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.errors import brief
 from lockstep.kernels.formats.weights import (
-    FP4_FACTORS,
+    MAX_FP4_FACTOR,
     Fp4Weight,
     Fp8Weight,
     IntWeight,
@@ -246,7 +246,7 @@ class Fp4Storage(Storage):
         if self.divides and not bool(found > 0):
             raise damaged_error(module, self.factor, f"is {float(found)}, expected more than 0")
         factor = found.reciprocal() if self.divides else found
-        if not bool(factor.abs() < FP4_FACTORS):
+        if not bool(factor.abs() < MAX_FP4_FACTOR):
             said = f"is {float(found)}, which multiplies by {float(factor)}, expected below 2^119"
             raise damaged_error(module, self.factor, said)
         weight.factors.copy_(factor)

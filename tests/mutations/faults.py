@@ -31,7 +31,6 @@ HOST = "cache.host_tier"
 TRANSFERS = "worker.transfers"
 GPTQ = "quantization.gptq"
 STORAGE = "quantization.storage"
-PACKED = "kernels.formats.weights.weights"
 EXPERTS = "kernels.experts.cpu"
 ROUTE = "kernels.route.contract"
 LINEAR = "layers.linear"
@@ -797,9 +796,9 @@ FAULTS = (
     ),
     Fault(
         "high bits of GGUF codes in reverse order", "packed",
-        "kernels.formats.weights.gguf_ptx", "_codes",
-        "$lines.append(_shifted('h', '$5', $low_bits - $high_bits * $pair))",
-        "$lines.append(_shifted('h', '$5', $low_bits - $high_bits * (3 - $pair)))",
+        "kernels.formats.weights.gguf_ptx", "_extract_pair",
+        "$lines.append(_shift('h', '$5', $low_bits - $high_bits * $pair))",
+        "$lines.append(_shift('h', '$5', $low_bits - $high_bits * (3 - $pair)))",
         "tests/kernels/test_gguf_ptx.py::test_words_are_dequantized_as_the_type_says",
     ),
     Fault(
@@ -835,7 +834,8 @@ FAULTS = (
         STORED_MAPS,
     ),
     Fault(
-        "a block's scales by rows that were cut off above", "format", PACKED, "Fp8Weight._values",
+        "a block's scales by rows that were cut off above", "format", "kernels.formats.weights.fp8",
+        "Fp8Weight._values",
         "$lines = (self.first + torch.arange($n, device=self.device)) // self.block_n",
         "$lines = torch.arange($n, device=self.device) // self.block_n",
         f"{OF_PACKED}::test_values_of_fp8",
@@ -847,7 +847,8 @@ FAULTS = (
         STORED_MAPS,
     ),
     Fault(
-        "NVFP4's factor applied twice", "format", PACKED, "Fp4Weight._values",
+        "NVFP4's factor applied twice", "format", "kernels.formats.weights.fp4",
+        "Fp4Weight._values",
         "return $scaled * self.factors[:, None]",
         "return $scaled * self.factors[:, None] * self.factors[:, None]",
         STORED_MAPS,
@@ -934,12 +935,12 @@ FAULTS = (
         "the shared expert added first", "experts", EXPERTS, "experts_cpu",
         "$total = torch.zeros_like($x, dtype=torch.float32)\n"
         "...\n"
-        "return add_shared_expert($total, $shared, $shared_gate, $x.dtype)",
+        "return combine($total, $shared, $shared_gate, $x.dtype)",
         "none = torch.zeros_like($x, dtype=torch.float32)\n"
-        "$total = add_shared_expert(none, $shared, $shared_gate, torch.float32)\n"
+        "$total = combine(none, $shared, $shared_gate, torch.float32)\n"
         "$shared = None\n"
         "...\n"
-        "return add_shared_expert($total, $shared, $shared_gate, $x.dtype)",
+        "return combine($total, $shared, $shared_gate, $x.dtype)",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
         "[experts-cpu-cpu-float32]",
     ),
@@ -951,7 +952,7 @@ FAULTS = (
     ),
     Fault(
         "the shared expert's gate left out", "experts",
-        "kernels.experts.contract", "add_shared_expert",
+        "kernels.experts.contract", "combine",
         "$shared = sigmoid($gate)[:, None] * $shared",
         "$shared = $shared + 0",
         "tests/layers/test_moe.py::test_qwen",
@@ -1000,21 +1001,21 @@ FAULTS = (
     ),
     Fault(
         "the last segment of a packed linear runs past the columns", "packed",
-        "kernels.linear.quantized_gemm", "_subtree",
+        "kernels.device.tree_reduction", "reduce_partitions",
         "tl.minimum($begin + $length, $K)",
         "$begin + $length",
         f"{OF_PACKED}::test_law",
     ),
     Fault(
         "a kernel reads a cut block's scales from its first line", "packed",
-        "kernels.formats.weights.dequantize_tile", "_per_group",
-        "$lines = ($rows + $weight[6]) // $FORM[3]",
-        "$lines = $rows // $FORM[3]",
+        "kernels.formats.weights.dequantize_tile", "_load_group_scales",
+        "$scale_row = ($rows + $weight.scale_row_offset) // $FORMAT.scale_rows",
+        "$scale_row = $rows // $FORMAT.scale_rows",
         f"{OF_PACKED}::test_rows_that_begin_within_a_block",
     ),
     Fault(
         "a kernel takes zero points for scales of 8 bits alone", "packed",
-        "kernels.formats.weights.dequantize_tile", "_decode",
+        "kernels.formats.weights.dequantize_tile", "_dequantize_scaled",
         "$z1 = (1 << $BITS) / 2.0\n"
         "if $zeros is not None:\n"
         "    ...",

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from lockstep.kernels.device.activations import silu_approx
 from lockstep.kernels.device.reductions import inverse_rms, row_sum, row_sums, spread
-from lockstep.kernels.linear.triton import tree_load
+from lockstep.kernels.device.tree_reduction import load_tree_sum
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def add_rms_norm_kernel(
     x += row // inner * x_outer + row % inner * x_inner
     parts += row // inner * part_outer + row % inner * part_inner
     added = tl.load(x + lanes, mask=lanes < D, other=0.0).to(tl.float32)
-    delta = tree_load(parts, lanes, part, lanes < D, PARTS).to(total.dtype.element_ty)
+    delta = load_tree_sum(parts, lanes, part, lanes < D, PARTS).to(total.dtype.element_ty)
     added = (added + delta.to(tl.float32)).to(total.dtype.element_ty)
     tl.store(total + row * D + lanes, added, mask=lanes < D)
     values = _normalised(added, eps, D) * scale
