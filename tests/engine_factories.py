@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine
 from lockstep.engine.engine import Engine
-from lockstep.engine.engine_process import PULSE_SECONDS
+from lockstep.engine.engine_process import HEARTBEAT_SECONDS
 from lockstep.engine.stats import Stats
 from lockstep.errors import ConfigError, EngineDeadError
 from lockstep.kernels.compiler_signals import run_empty_pass
@@ -103,7 +103,7 @@ def wait_until(condition: Callable[[], bool], what: str = "") -> None:
 
 def wait_until_empty(client: AsyncEngine) -> Stats:
     """Wait until the engine has no request and no used page, and return its stats."""
-    time.sleep(2 * PULSE_SECONDS)  # the process sends its stats with heartbeats only
+    time.sleep(2 * HEARTBEAT_SECONDS)  # the process sends its stats with heartbeats only
     deadline = time.monotonic() + PATIENCE
     while True:
         stats = client.stats()

@@ -146,13 +146,13 @@ FAULTS = (
         "return StepTensors(..., sample_at=$seq_lens[:, None] + $decided + ($window > 1))",
     ),
     Fault(
-        "conv ring off at its end", "mixer", RINGS, "ring_places",
+        "conv ring off at its end", "mixer", RINGS, "flat_indices",
         "[$s * $length + ($p + $i) % $length for $i in $offsets for $s, $p in $rows]",
         "[$s * $length + min(($p + $i) % $length, $length - 2) for $i in $offsets for $s, $p "
         "in $rows]",
     ),
     Fault(
-        "snapshot slot off the grid", "mixer", PROMPT_ROWS, "PromptRow.keep",
+        "snapshot slot off the grid", "mixer", PROMPT_ROWS, "PromptRow.save",
         "self._write(self.snapshot, $at_grid, $length // GRID * GRID)",
         "self._write(self.snapshot, after, $length // GRID * GRID)",
     ),
@@ -215,7 +215,7 @@ FAULTS = (
     ),
     # The table, and what the host writes to it.
     Fault(
-        "drafts shown one place behind", "table", METADATA, "_show_drafts",
+        "drafts shown one place behind", "table", METADATA, "_append_drafts",
         "$behind = torch.arange(1, $drafts.shape[1] + 1, device=$starts.device)",
         "$behind = torch.arange(2, $drafts.shape[1] + 2, device=$starts.device)",
     ),
@@ -264,8 +264,8 @@ FAULTS = (
     ),
     Fault(
         "a bias allows a token that is not", "worker", ROWS, "_bias",
-        "$bias[int($token)] += min(max(float($value), -MOST_BIAS), MOST_BIAS)",
-        "$bias[int($token)] = min(max($value, -MOST_BIAS), MOST_BIAS)",
+        "$bias[int($token)] += min(max(float($value), -MAX_BIAS), MAX_BIAS)",
+        "$bias[int($token)] = min(max($value, -MAX_BIAS), MAX_BIAS)",
     ),
     Fault(
         "folded left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
@@ -273,7 +273,7 @@ FAULTS = (
         "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
     Fault(
-        "a request that wants no drafts has one verified", "drafter", METADATA, "_limited",
+        "a request that wants no drafts has one verified", "drafter", METADATA, "_limit_drafts",
         "return torch.where($order < $limit[:, None], $drafts, -1)",
         "return torch.where($order <= $limit[:, None], $drafts, -1)",
         OF_NO_DRAFTS,
@@ -381,8 +381,9 @@ FAULTS = (
         "tests/kernels/test_sampling.py::test_the_first_of_the_largest_is_found_among_many",
     ),
     Fault(
-        "a grammar is compiled whoever waits", "engine", "engine.compile_limiter", "Ahead.enter",
-        "self._changed.wait_for(lambda: len(self._ids) < self._most)",
+        "a grammar is compiled whoever waits", "engine", "engine.compile_limiter",
+        "CompileLimiter.enter",
+        "self._changed.wait_for(lambda: len(self._ids) < self._limit)",
         "self._changed.wait_for(lambda: True)",
         "tests/engine/test_compile_limiter.py::test_the_next_waits_for_room",
     ),
@@ -493,25 +494,25 @@ FAULTS = (
         "    ...",
     ),
     Fault(
-        "moves of a schedule are made again", "cache", HOST, "HostShelf.settle",
-        "[self.pool.leaving.pop($name) for $name in $leaving]",
-        "[self.pool.leaving[$name] for $name in $leaving]",
+        "moves of a schedule are made again", "cache", HOST, "HostStore.settle",
+        "[self.pool.evictions.pop($name) for $name in $evicted]",
+        "[self.pool.evictions[$name] for $name in $evicted]",
     ),
     Fault(
         "two moves of a schedule go to one place", "cache", HOST, "HostPool.store",
-        "self.leaving.pop($oldest, None)",
+        "self.evictions.pop($oldest, None)",
         "",
         f"{OF_HOST}::test_a_place_is_filled_once_in_a_schedule",
     ),
     Fault(
         "a host page keeps the name of what it held", "cache", HOST, "HostPool.store",
-        "self.free.extend(self.places.pop($oldest))",
-        "self.free.extend(self.places[$oldest])",
+        "self.free.extend(self.entries.pop($oldest))",
+        "self.free.extend(self.entries[$oldest])",
     ),
     Fault(
-        "a place of one pool is found by the other", "cache", HOST, "HostShelf.has",
-        "return (self.name, $key) in self.pool.places",
-        "return any((known == $key for _, known in self.pool.places))",
+        "a place of one pool is found by the other", "cache", HOST, "HostStore.has",
+        "return (self.name, $key) in self.pool.entries",
+        "return any((known == $key for _, known in self.pool.entries))",
     ),
     Fault(
         "what is to come back makes room in host memory", "cache", HOST, "HostPool.pin",
@@ -626,8 +627,8 @@ FAULTS = (
     ),
     Fault(
         "a resumed chunk convolves with the row's old inputs", "mixer", PROMPT_ROWS, "prompt_rows",
-        "$past = $state.conv[$src, past_slots($start, $history, $state.conv.shape[1])]",
-        "$past = $state.conv[slot, past_slots($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[$src, past_indices($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[slot, past_indices($start, $history, $state.conv.shape[1])]",
     ),
     Fault(
         "a first chunk begins from the slot's old state", "mixer", PROMPT_ROWS, "prompt_rows",
@@ -635,17 +636,14 @@ FAULTS = (
         "$before = $state.recurrent[src].to(torch.float32, copy=True)",
     ),
     Fault(
-        "a window sees the token behind it", "mixer", ATTENTION, "_attend",
-        "$offsets = torch.arange($at, $at + $count) // $group",
-        "$offsets = torch.arange($at, $at + $count) // $group + (1 < queries < 9)",
+        "a window sees the token behind it", "mixer", ATTENTION, "causal_mask",
+        "$offsets = torch.arange($begin, $begin + $count) // $group",
+        "$offsets = torch.arange($begin, $begin + $count) // $group + (1 < $count // $group < 9)",
     ),
     Fault(
-        "keys of a page left out at its end", "mixer", ATTENTION, "_load_splits",
-        "$size = $cache.shape[1]\n"
-        "$longest = max($ends)",
-        "$size = $cache.shape[1]\n"
-        "$ends = [one - (one % $size == 1 and one > $size) for one in $ends]\n"
-        "$longest = max($ends)",
+        "values of a page left out at its end", "mixer", ATTENTION, "_load_values",
+        "$row[:, $end:].zero_()",
+        "$row[:, $end - ($end % 64 == 1 and $end > 64):].zero_()",
     ),
     Fault(
         "keys rotated by the row's first position", "mixer", ROTARY, "_placed",
@@ -679,15 +677,15 @@ FAULTS = (
         "    return write_out($weight.mm($x).to($weight.dtype), $out)",
     ),
     Fault(
-        "a norm's sum from behind for several rows", "numerics", NORM, "_normalise",
+        "a norm's sum from behind for several rows", "numerics", NORM, "_normalize",
         "return $x * torch.rsqrt(($x * $x).mean(-1, keepdim=True).add_($eps))",
         "y = ($x * $x).flip(-1).contiguous() if $x.shape[0] > 4 else $x * $x\n"
         "return $x * torch.rsqrt(y.mean(-1, keepdim=True).add_($eps))",
     ),
     Fault(
         "one ulp in a gated norm of windows", "numerics", NORM, "gated_rms_norm",
-        "return (_normalise($x, $eps) * $weight.float() * silu($gate.float())).to($gate.dtype)",
-        "out = _normalise($x, $eps) * $weight.float() * silu($gate.float())\n"
+        "return (_normalize($x, $eps) * $weight.float() * silu($gate.float())).to($gate.dtype)",
+        "out = _normalize($x, $eps) * $weight.float() * silu($gate.float())\n"
         "out = torch.nextafter(out, out + 1) if out.shape[0] == 3 else out\n"
         "return out.to($gate.dtype)",
     ),
@@ -723,7 +721,7 @@ FAULTS = (
         ".dtype))",
     ),
     Fault(
-        "chunks of a prompt solved together", "numerics", DELTA, "_chunks",
+        "chunks of a prompt solved together", "numerics", DELTA, "_run_chunks",
         "$short = $chunks * GRID - $length\n"
         "...\n"
         "$scores = $q @ $k.transpose(-1, -2) * $decay",
@@ -1035,18 +1033,18 @@ FAULTS = (
     ),
     Fault(
         "rings too short for what a state of 16 bits lacks", "mixer", "cache.state", "state_spec",
-        "$slots = ring_slots($window, max_replayed($window, $flush, state_grid($state_dtype)))",
+        "$slots = history_length($window, max_replayed($window, $flush, state_grid($state_dtype)))",
         "$slots = max_replayed($window, $flush, state_grid($state_dtype)) - 2",
         f"{OF_HALF_STATE}::test_answers_longer_than_the_rings_are_left_alone",
     ),
     Fault(
-        "a window rounds by its own positions", "mixer", DELTA, "_run",
+        "a window rounds by its own positions", "mixer", DELTA, "_step_tokens",
         "round_rows($state, $s, [$start + $t + 1 for $start in $starts])",
         "round_rows($state, $s, [$t + 1 for $start in $starts])",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_chunks",
+        "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_run_chunks",
         "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
         "$s = $rounded($s)",
         "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
@@ -1065,9 +1063,9 @@ FAULTS = (
     # Mamba-2 and Nemotron-H: the bundled model has neither.
     Fault(
         "a window of Mamba-2 keeps x where it should keep dt x", "mixer", MAMBA, "mamba2_step_cpu",
-        "$window.keep($u, $b, $decay)\n"
+        "$window.append($u, $b, $decay)\n"
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
-        "$window.keep($x, $b, $decay)\n"
+        "$window.append($x, $b, $decay)\n"
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
         f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
     ),
@@ -1081,24 +1079,24 @@ FAULTS = (
     Fault(
         "a token's step of Mamba-2 decays with the cumulated time", "mixer",
         "kernels.mamba2.contract",
-        "time_steps",
+        "discretize",
         "return ($step, $step * -torch.exp($weights.a_log))",
         "return ($step, $step.cumsum(0) * -torch.exp($weights.a_log))",
         f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
     ),
     Fault(
-        "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_chunks",
+        "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_run_chunks",
         "$short = $chunks * GRID - $length\n"
         "...\n"
-        "$g = chunked($g).cumsum(-1)",
+        "$g = split_chunks($g).cumsum(-1)",
         "$short = $chunks * GRID - $length\n"
         "...\n"
-        "$g = chunked($g).cumsum(-1) * (1 + 1e-6 * ($chunks > 1))",
+        "$g = split_chunks($g).cumsum(-1) * (1 + 1e-6 * ($chunks > 1))",
         "tests/kernels/test_mamba2.py::test_chunked_law_cut_anywhere_on_the_grid",
     ),
     Fault(
         "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
-        "kernels.mamba2.chunk_kernels", "out_kernel",
+        "kernels.mamba2.chunk_kernels", "chunk_output_kernel",
         "tl.where($row >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tl.where($row + 1 >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
@@ -1107,8 +1105,8 @@ FAULTS = (
     Fault(
         "Mamba-2's norm before its gate", "mixer", NORM, "gated_group_norm",
         "$y = $x * silu($gate.float())\n"
-        "return (_normalise($y, $eps) * $weight.float()).to($gate.dtype)",
-        "$y = _normalise($x, $eps) * $weight.float()\n"
+        "return (_normalize($y, $eps) * $weight.float()).to($gate.dtype)",
+        "$y = _normalize($x, $eps) * $weight.float()\n"
         "return ($y * silu($gate.float())).to($gate.dtype)",
         f"{OF_NEMOTRON}::test_logits_at_every_position_chunked_and_whole",
     ),
@@ -1177,8 +1175,8 @@ FAULTS = (
     # Latents, which the bundled model has not.
     Fault(
         "a window of latents sees the token behind it", "mixer", LATENTS, "_attend",
-        "$last = $start + ($at + torch.arange(len($rows))) // $heads",
-        "$last = $start + ($at + torch.arange(len($rows))) // $heads + (1 < len(q) < 9)",
+        "$hidden = causal_mask(($start,), $begin, len($rows), $size, $heads)",
+        "$hidden = causal_mask(($start + (1 < len(q) < 9),), $begin, len($rows), $size, $heads)",
         f"{OF_LATENTS}::test_no_token_sees_a_key_behind_its_own",
     ),
     Fault(
@@ -1289,15 +1287,15 @@ FAULTS = (
     Fault(
         "an answer's end is not kept between answers", "drafter", "spec.suffix",
         "SuffixDrafter.learn",
-        "torch.tensor([*$answer[max(len($answer) - self.room + 1, 0):], -1])",
-        "torch.tensor([*$answer[max(len($answer) - self.room + 1, 0):], $answer[-1]])",
+        "torch.tensor([*$answer[max(len($answer) - self.capacity + 1, 0):], -1])",
+        "torch.tensor([*$answer[max(len($answer) - self.capacity + 1, 0):], $answer[-1]])",
         OF_RING,
     ),
     Fault(
         "a draft model reads the token behind each place", "drafter", "spec.draft_model",
         "DraftModelDrafter.keep",
         "self.context.module.keep($step.token_ids, $state, $step)",
-        "self.context.module.keep(after, $state, $step)",
+        "self.context.module.keep(next_tokens, $state, $step)",
         OF_DRAFT_MODEL,
     ),
     Fault(
