@@ -409,7 +409,8 @@ FAULTS = (
     ),
     # Requests and the cache.
     Fault(
-        "completions of a request share a seed", "text", "text.processor", "Processor.tokenized_requests",
+        "completions of a request share a seed", "text", "text.processor",
+        "Processor.tokenized_requests",
         "$mine = ($seed + $i + 2 ** 63) % 2 ** 64 - 2 ** 63",
         "$mine = ($seed + 2 ** 63) % 2 ** 64 - 2 ** 63",
     ),
