@@ -63,8 +63,8 @@ def test_each_thread_gets_its_own_answers(llm: LLM, pool: ThreadPoolExecutor) ->
         lambda: llm.chat([QUESTION, QUESTION[:1]], GREEDY),
     ]
     expected = [[answer(out) for out in call()] for call in calls]
-    came = results([pool.submit(call) for call in calls for _ in range(2)])
-    for index, outs in enumerate(came):
+    received = results([pool.submit(call) for call in calls for _ in range(2)])
+    for index, outs in enumerate(received):
         assert all(out.finished for out in outs)
         assert [answer(out) for out in outs] == expected[index // 2]
     assert_idle(llm)
