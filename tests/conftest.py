@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep import LLM
-from tests.asking import assert_idle, make_engine
+from tests.bundled_model import assert_idle, make_engine
 
 SEARCH = (10_000, 10, 1_000)
 """gc's thresholds. To search all objects as often as Python does by itself took a tenth of the time

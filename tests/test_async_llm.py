@@ -10,7 +10,7 @@ import pytest
 
 from lockstep import LLM, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind
 from lockstep.errors import EngineDeadError, RequestError
-from tests.asking import GREEDY, PROMPTS, SEEDED, TEXT, answer
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, TEXT, answer
 from tests.tiny_model import make_model
 
 PATIENCE = 90

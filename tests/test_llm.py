@@ -18,7 +18,7 @@ from lockstep.errors import RequestError
 from lockstep.outputs import CompletionOutput, RequestOutput
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from lockstep.worker.build import find_model
-from tests.asking import (
+from tests.bundled_model import (
     GREEDY,
     PROMPTS,
     QUESTION,

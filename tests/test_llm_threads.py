@@ -16,13 +16,13 @@ from lockstep import LLM
 from lockstep.errors import ComputeError, EngineDeadError, RequestError
 from lockstep.outputs import RequestOutput
 from lockstep.worker.executor import worker_of
-from tests import asking
-from tests.asking import PROMPTS, QUESTION, answer, assert_idle, make_engine
+from tests import bundled_model
+from tests.bundled_model import PROMPTS, QUESTION, answer, assert_idle, make_engine
 from tests.tiny_model import make_model
 
 PATIENCE = 60
-GREEDY = replace(asking.GREEDY, max_tokens=8)
-SEEDED = replace(asking.SEEDED, max_tokens=8)
+GREEDY = replace(bundled_model.GREEDY, max_tokens=8)
+SEEDED = replace(bundled_model.SEEDED, max_tokens=8)
 LONG = replace(GREEDY, max_tokens=300)
 IDS = {"prompt_token_ids": [5, 6, 7, 8]}
 

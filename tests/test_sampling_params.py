@@ -12,7 +12,7 @@ import torch
 from lockstep import LLM, SamplingParams
 from lockstep.errors import RequestError
 from lockstep.outputs import CompletionOutput, Logprob
-from tests.asking import (
+from tests.bundled_model import (
     GREEDY,
     PROMPTS,
     QUESTION,
