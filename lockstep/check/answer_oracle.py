@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.spec.drafter import DraftContext
-from lockstep.step import Step, Verdict
+from lockstep.step import StepContext, Verdict
 
 NAME = "told"
 """What setups, worlds and reports call this drafter."""
@@ -41,7 +41,11 @@ class AnswerOracle:
             row[: len(text)] = torch.tensor(text)
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Writes as many drafts as the step asks for, per row that begins like a text, else -1."""
         c = self.context

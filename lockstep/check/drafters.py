@@ -11,7 +11,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec import drafter_module, refusals, with_method
 from lockstep.spec.drafter import DraftContext
-from lockstep.step import Step, Verdict
+from lockstep.step import StepContext, Verdict
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Drafter
 
@@ -39,7 +39,11 @@ class WatchedDrafter:
         return NAME if isinstance(self.inner, AnswerOracle) else self.context.config.method
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Drafts as the inner one. Raises WorldError where a row of the step has drafts."""
         if self.seen is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.check.harness import CheckEngine
 from lockstep.scheduling.request import Request
-from lockstep.step import Step, StepShape
+from lockstep.step import StepContext, StepShape
 from lockstep.worker.step_observer import StepObserver
 
 Digests = dict[int, dict[str, bytes]]
@@ -28,14 +28,14 @@ class Trace(StepObserver):
         self.is_mine = is_mine
         self.digests: Digests = {}
         self._requests: Sequence[Request] = ()
-        self._step: Step | None = None
+        self._step: StepContext | None = None
         self._places: list[tuple[int, int]] = []
 
     def before_step(self, requests: Sequence[Request], shape: StepShape) -> None:
         """The model is called for these requests next."""
         self._requests = requests
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepContext) -> None:
         """The model is called: finds this request's tokens in the step."""
         mine = [i for i, request in enumerate(self._requests) if self.is_mine(request)]
         self._step = step

@@ -13,7 +13,8 @@ from lockstep.layers.kv_format import StaticScales
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
-from lockstep.step import Step
+from lockstep.layers.sharding import Columns
+from lockstep.step import StepContext
 
 
 class Attention(nn.Module):
@@ -47,6 +48,12 @@ class Attention(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
+        queries = Columns.of(heads, head_dim * (2 if gated else 1))
+        # Ranks that outnumber the KV heads hold copies of them.
+        keys = Columns.of(kv_heads, head_dim, replicate=True)
+        attention_width = heads * head_dim
+        heads = len(build.rank.units(heads))
+        kv_heads = len(build.rank.units(kv_heads, replicate=True))
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
@@ -56,17 +63,14 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.dtype = build.dtype
         self.rotary = rotary
-        keys = kv_heads * head_dim
-        projections = {
-            "q_proj": heads * head_dim * (2 if gated else 1),
-            "k_proj": keys,
-            "v_proj": keys,
-        }
+        projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         inputs, outputs = (hidden, hidden) if isinstance(hidden, int) else hidden
         self.qkv = Linear(build, inputs, projections, bias=bias)
         self.q_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
-        self.out = ResidualLinear(build, heads * head_dim, {"o_proj": outputs}, bias=out_bias)
+        self.out = ResidualLinear(
+            build, attention_width, {"o_proj": Columns.of(outputs)}, bias=out_bias
+        )
         self.kv_format = build.kv.of(build.layer)
         codecs = head_codecs(self.kv_format, head_dim, build.kv.setting)
         beside = build.beside("k_proj", "v_proj")
@@ -76,11 +80,11 @@ class Attention(nn.Module):
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         self.attend = build.op(paged_attention, **sizes, codecs=codecs)
 
-    def keep(self, x: Tensor, step: Step) -> None:
+    def keep(self, x: Tensor, ctx: StepContext) -> None:
         """Writes the keys and values of x [T, H] and makes nothing else. For drafters."""
-        self._place(self.qkv.from_part(1, x), step)
+        self._place(self.qkv.from_part(1, x), ctx)
 
-    def _place(self, qkv: Tensor, step: Step) -> Tensor:
+    def _place(self, qkv: Tensor, ctx: StepContext) -> Tensor:
         """Projections [T, N] -> their queries [T, H, D]; their keys and values are written."""
         return self.rope(
             qkv,
@@ -88,8 +92,8 @@ class Attention(nn.Module):
             None if self.k_norm is None else self.k_norm.weight,
             None if self.rotary is None else self.rotary.cos,
             None if self.rotary is None else self.rotary.sin,
-            step.positions,
-            step.slot_mapping,
+            ctx.positions,
+            ctx.slot_mapping,
             self.k_cache,
             self.v_cache,
             self.eps,
@@ -97,17 +101,17 @@ class Attention(nn.Module):
             gated=self.gated,
         )
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         qkv = self.qkv(x)
-        q = self._place(qkv, step)
+        q = self._place(qkv, ctx)
         mixed = self.attend(
             q,
             self.k_cache,
             self.v_cache,
-            step.page_table,
-            step.cu_seqlens,
-            step.starts,
-            step.shape.query_len,
+            ctx.page_table,
+            ctx.cu_seqlens,
+            ctx.starts,
+            ctx.shape.query_len,
             self.scale,
             qkv if self.gated else None,
         )

@@ -14,6 +14,7 @@ from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
+from lockstep.layers.sharding import Columns, Rank, count_columns
 from lockstep.quantization import CheckpointLinear, Layout, TensorInfo, WeightFormat
 
 
@@ -63,6 +64,7 @@ class BuildContext:
     arch: int | None = None
     kv: LayerKVFormats = LayerKVFormats()
     state_dtype: torch.dtype = torch.float32
+    rank: Rank = Rank()
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
     room: MemoryBudget = field(init=False)
@@ -95,12 +97,19 @@ class BuildContext:
         found.packing = packing
         return found
 
-    def module(self, name: str, outputs: int, inputs: int) -> CheckpointLinear:
-        """A linear map of the module that is being built, as the checkpoint has it."""
+    def module(self, name: str, outputs: int | Columns, inputs: int) -> CheckpointLinear:
+        """Describe a linear layer of the current module as the checkpoint stores it.
+
+        Args:
+            outputs: columns that every rank holds whole, or Columns that are cut across ranks.
+        """
         path = f"{self.path}.{name}" if self.path else name
         names = (*(prefix + path for prefix in self.prefixes), path)
         tensors = None if self.tensors is None else self.tensors.get(path, {})
-        return CheckpointLinear(path, names, outputs, inputs, tensors)
+        ranges = () if isinstance(outputs, int) else outputs.ranges(self.rank)
+        whole = outputs if isinstance(outputs, int) else outputs.total
+        count = count_columns(outputs, self.rank)
+        return CheckpointLinear(path, names, count, inputs, tensors, whole, ranges)
 
     def found(self, name: str) -> Mapping[str, TensorInfo]:
         """The checkpoint's tensors of the named module of this one, by suffix; none for dummies."""
@@ -162,7 +171,7 @@ class BuildContext:
         stored = self.empty(count, k, n).data.transpose(1, 2)
         return torch.nn.Parameter(stored, requires_grad=False)
 
-    def packed(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
+    def quantized_weight(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
         """A packed weight [n, k] to be filled."""
         size = layout.empty(n, k, "meta").nbytes
         self._take(size, (n, k))

@@ -1,6 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), absorbed, over paged latents."""
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.cache.kv import kv_tensors, latent_caches, latent_spec
@@ -10,11 +9,13 @@ from lockstep.kernels.formats.kv.table import latent_codec
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Linear, ResidualLinear, Target, filled
+from lockstep.layers.linear import Linear, ResidualLinear, Target, weight_sinks
 from lockstep.layers.norm import Norm, RMSNorm
 from lockstep.layers.rotary import Rotary
+from lockstep.layers.sharding import Columns
 from lockstep.quantization import WeightSink
-from lockstep.step import Step
+from lockstep.quantization.weight_sink import FLOAT_DTYPES
+from lockstep.step import StepContext
 
 NORM_EPS = 1e-6
 """Of both latent norms: DeepSeek's modeling code gives them no other, whatever rms_norm_eps is."""
@@ -44,14 +45,16 @@ class AbsorbedHeads(nn.Module):
         super().__init__()
         self.turn = turn
         self.widths = (plain, value)
+        columns = Columns.of(heads, plain + value)
+        heads = len(build.rank.units(heads))
         self.dtype = build.dtype
         self.keys = build.matrices(heads, latent, plain)
         self.values = build.matrices(heads, value, latent)
-        sizes = (heads * (plain + value), latent)
         self.packing = build.packing
-        self.read = build.module("kv_b_proj", *sizes)
+        self.read = build.module("kv_b_proj", columns, latent)
         layout = build.layout(self.read)
-        self.packed_parts = [] if layout is None else [build.packed(*sizes, layout)]
+        sizes = (self.read.outputs, latent)
+        self.quantized_parts = [] if layout is None else [build.quantized_weight(*sizes, layout)]
         self.query = build.op(head_linear, inputs=plain, outputs=latent)
         self.out = build.op(head_linear, inputs=latent, outputs=value)
 
@@ -65,13 +68,13 @@ class AbsorbedHeads(nn.Module):
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the mixer -> what it fills."""
-        if self.packed_parts:
-            return filled("kv_b_proj", self.packed_parts[0], self.packing, self.read)
-        weight = torch.empty(self.read.outputs, self.read.inputs, dtype=self.dtype, device="meta")
-        plain = WeightSink.plain(weight)
-        return {
-            "kv_b_proj.weight": WeightSink(plain.shape, plain.dtypes, self.keys.device, self._take)
-        }
+        if self.quantized_parts:
+            return weight_sinks("kv_b_proj", self.quantized_parts[0], self.packing, self.read)
+        shape = (self.read.whole_outputs, self.read.inputs)
+        sink = WeightSink(
+            shape, FLOAT_DTYPES, self.keys.device, self._take, ranges=self.read.ranges
+        )
+        return {"kv_b_proj.weight": sink}
 
     def _take(self, weight: Tensor) -> None:
         """Fills both maps from kv_b_proj [H (N + V), C]."""
@@ -83,10 +86,10 @@ class AbsorbedHeads(nn.Module):
         self.values.data.copy_(values)
 
     def finish(self) -> None:
-        """To be called once, when the weights are filled."""
-        for packed in self.packed_parts:
+        """To be called once, when the weights are weight_sinks."""
+        for packed in self.quantized_parts:
             self._take(packed.dequantize(self.dtype))
-        self.packed_parts = []
+        self.quantized_parts = []
 
 
 class LatentAttention(nn.Module):
@@ -115,15 +118,18 @@ class LatentAttention(nn.Module):
         scale: float,
     ) -> None:
         super().__init__()
-        self.heads = heads
+        queries = Columns.of(heads, plain + turned)
+        values = heads * value
+        self.heads = len(build.rank.units(heads))
         self.latent = latent
         self.plain = plain
         self.turned = turned
         self.scale = scale
         self.dtype = build.dtype
         self.rotary = rotary
-        queries = heads * (plain + turned)
-        first = {"q_proj": queries} if q_rank is None else {"q_a_proj": q_rank}
+        first: dict[str, int | Columns] = {"q_a_proj": q_rank or 0}
+        if q_rank is None:
+            first = {"q_proj": queries}
         inputs, outputs = (hidden, hidden) if isinstance(hidden, int) else hidden
         self.down = Linear(build, inputs, first | {"kv_a_proj_with_mqa": latent + turned})
         self.q_norm = None if q_rank is None else RMSNorm(build, q_rank, NORM_EPS)
@@ -132,18 +138,18 @@ class LatentAttention(nn.Module):
         self.codec = latent_codec(build.kv.of(build.layer), latent, build.kv.setting)
         turn = None if self.codec is None else self.codec.turn
         self.absorbed = AbsorbedHeads(build, heads, plain, latent, value, turn)
-        self.out = ResidualLinear(build, heads * value, {"o_proj": outputs})
+        self.out = ResidualLinear(build, values, {"o_proj": Columns.of(outputs)})
         sizes = dict(latent=latent, rope=turned)
         codecs = None if self.codec is None else (self.codec,)
         self.rope = build.op(latent_rope_and_cache, **sizes, codecs=codecs)
-        self.attend = build.op(latent_attention, heads=heads, **sizes, codecs=codecs)
+        self.attend = build.op(latent_attention, heads=self.heads, **sizes, codecs=codecs)
 
-    def keep(self, x: Tensor, step: Step) -> None:
+    def keep(self, x: Tensor, ctx: StepContext) -> None:
         """Writes the latents of x [T, H] and makes nothing else. For drafters."""
         kv = self.down.from_part(1, x)
-        self._place(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, step)
+        self._place(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, ctx)
 
-    def _place(self, q: Tensor, kv: Tensor, step: Step) -> Tensor:
+    def _place(self, q: Tensor, kv: Tensor, ctx: StepContext) -> Tensor:
         """Queries [T, H, N + R] -> their turned part [T, H, R]; the latents kv [T, C + R] are
         written."""
         return self.rope(
@@ -152,28 +158,28 @@ class LatentAttention(nn.Module):
             self.kv_norm.weight,
             self.rotary.cos,
             self.rotary.sin,
-            step.positions,
-            step.slot_mapping,
+            ctx.positions,
+            ctx.slot_mapping,
             self.latents,
             self.ropes,
             self.kv_norm.eps,
         )
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         q, kv = self.down.parts(x)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up(self.q_norm(q))
         q = q.unflatten(1, (self.heads, self.plain + self.turned))
-        turned = self._place(q, kv, step)
+        turned = self._place(q, kv, ctx)
         mixed = self.attend(
             self.absorbed.absorb(q[..., : self.plain]),
             turned,
             self.latents,
             self.ropes,
-            step.page_table,
-            step.cu_seqlens,
-            step.starts,
-            step.shape.query_len,
+            ctx.page_table,
+            ctx.cu_seqlens,
+            ctx.starts,
+            ctx.shape.query_len,
             self.scale,
         )
         return self.out(self.absorbed.expand(mixed).flatten(1))

@@ -5,6 +5,8 @@ from torch import Tensor, nn
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target
+from lockstep.layers.sharding import Columns
+from lockstep.step import StepContext
 
 
 class GatedMLP(nn.Module):
@@ -24,11 +26,14 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         last = ResidualLinear if partial else Linear
-        self.gate_up = Linear(build, hidden, {"gate_proj": inner, "up_proj": inner}, bias=bias)
-        self.down = last(build, inner, {"down_proj": hidden}, bias=bias)
+        columns = Columns.of(inner)
+        self.gate_up = Linear(
+            build, hidden, dict.fromkeys(("gate_proj", "up_proj"), columns), bias=bias
+        )
+        self.down = last(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
         self.act = build.op(silu_mul)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         return self.down(self.act(self.gate_up(x)))
 
     def weights(self) -> dict[str, Target]:
@@ -41,11 +46,11 @@ class ReluMLP(nn.Module):
 
     def __init__(self, build: BuildContext, hidden: int, inner: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.up = Linear(build, hidden, {"up_proj": inner}, bias=bias)
-        self.down = ResidualLinear(build, inner, {"down_proj": hidden}, bias=bias)
+        self.up = Linear(build, hidden, {"up_proj": Columns.of(inner)}, bias=bias)
+        self.down = ResidualLinear(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
         self.act = build.op(relu2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         return self.down(self.act(self.up(x)))
 
     def weights(self) -> dict[str, Target]:

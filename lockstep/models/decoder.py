@@ -16,9 +16,10 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Embedding, Head, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm
+from lockstep.layers.sharding import Columns
 from lockstep.models.config_reader import MAX_LAYERS, ConfigReader
 from lockstep.models.rope import Rope, read_rope
-from lockstep.step import Step
+from lockstep.step import StepContext
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,11 @@ def read_attention_layers(c: ConfigReader) -> int:
 
 
 class Sublayer:
-    """x += body(norm x): what a layer is made of. An ordinary layer has two, mixer and MLP.
+    """Part of a layer: x += body(norm(x), ctx). Most layers have two, a mixer and an MLP.
 
-    norm_name and name: what the checkpoint calls norm and body within the layer. A body that keeps
-    something between steps, and says so by cache_spec(), is a mixer: body(x, step). Any other sees
-    one token at a time: body(x). Both take and give [T, H], and own their weights().
+    norm_name, name: names of norm and body in the checkpoint, within the layer. body: [T, H] ->
+    delta [T, H]. A body with a cache_spec() is a mixer: it reads other tokens of its row. Any other
+    body computes each token by itself, and reads no more of ctx than the token's optional inputs.
     """
 
     def __init__(
@@ -126,33 +127,47 @@ class Block(nn.Module):
             self.add_module(half.norm_name, half.norm)
             self.add_module(half.name, half.body)
 
-    def forward(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """x, delta [T, H] (None before the first block) -> the same of the next block, and the
-        residual [T, H] as the first half norms it: what all layers before this one have left."""
-        out = delta
-        entered = x
-        for index, half in enumerate(self.sublayers):
-            x, out = self.tokenwise(x, out, index)
-            if index == 0:
-                entered = x
-            if half.mixes:
-                out = half.body(out, step)
-        assert out is not None, "a layer has one half or more"
-        return x, out, entered
+    def forward(
+        self, x: Tensor, delta: Tensor | None, ctx: StepContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply the layer.
 
-    def tokenwise(self, x: Tensor, delta: Tensor | None, index: int) -> tuple[Tensor, Tensor]:
-        """The part of a half in which no token sees another: the norm, and a body that is no mixer.
+        Args:
+            x: residual [T, H].
+            delta: [T, H], not added to the residual yet; None before the first layer.
 
-        x, delta [T, H] -> the residual, and the mixer's input or the body's output, each [T, H].
-        It is what graphs hold where the mixers stay outside of them (runner/capture.py).
+        Returns:
+            (residual, delta, residual input): the residual input [T, H] is the residual that the
+            layer's first norm reads, which drafters take as an auxiliary hidden state.
         """
-        half = self.sublayers[index]
-        x, normed = half.norm(x, delta)
-        return x, normed if half.mixes else half.body(normed)
+        out = delta
+        residual_input = x
+        for index, sublayer in enumerate(self.sublayers):
+            x, out = self.tokenwise(x, out, index, ctx)
+            if index == 0:
+                residual_input = x
+            if sublayer.mixes:
+                out = sublayer.body(out, ctx)
+        assert out is not None, "a layer has at least one sublayer"
+        return x, out, residual_input
+
+    def tokenwise(
+        self, x: Tensor, delta: Tensor | None, index: int, ctx: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the part of a sublayer in which no token reads another one.
+
+        It is the norm, and the body unless it is a mixer. Piecewise CUDA graphs capture it.
+
+        Returns:
+            (residual, the mixer's input or the body's delta), each [T, H].
+        """
+        sublayer = self.sublayers[index]
+        x, normed = sublayer.norm(x, delta)
+        return x, normed if sublayer.mixes else sublayer.body(normed, ctx)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the layer -> what it fills."""
-        return {name: tensor for half in self.sublayers for name, tensor in half.weights().items()}
+        return {name: tensor for one in self.sublayers for name, tensor in one.weights().items()}
 
 
 def mlp_sublayer(build: BuildContext, c: DecoderConfig, *, bias: bool = False) -> Sublayer:
@@ -202,7 +217,8 @@ class Decoder(nn.Module, ABC):
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
         tied = self.embed.weight if c.tied else None
-        self.head = Head(build.at("head", path=""), c.vocab_size, c.hidden_size, tied)
+        vocab = Columns.of(c.vocab_size)
+        self.head = Head(build.at("head", path=""), vocab, c.hidden_size, tied)
 
     def attending(self) -> Sequence[int]:
         """The numbers of the layers that attend: all, unless its file says otherwise."""
@@ -212,14 +228,14 @@ class Decoder(nn.Module, ABC):
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """The sublayers of each layer, the first layer first."""
 
-    def forward(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, ctx: StepContext) -> tuple[Tensor, tuple[Tensor, ...]]:
         """-> hidden [T, H] after the final norm, aux_hidden_states: the residual [T, H] at every
         tap."""
-        x = self.embed(step.token_ids)
+        x = self.embed(ctx.token_ids)
         delta = None
         tapped = []
         for place, block in enumerate(self.blocks):
-            x, delta, entered = block(x, delta, step)
+            x, delta, entered = block(x, delta, ctx)
             if place in self.taps:
                 tapped.append(entered)
         left, hidden = self.norm(x, delta)
@@ -227,14 +243,14 @@ class Decoder(nn.Module, ABC):
             tapped.append(left)
         return hidden, tuple(tapped)
 
-    def logits(self, hidden: Tensor, step: Step) -> Tensor:
+    def logits(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """hidden [T, H] -> [N, V] at the step's logit rows."""
-        return self.head(hidden[step.logit_rows])
+        return self.head(hidden[ctx.logit_rows])
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name, less its prefix -> what it fills."""
         table: dict[str, Target] = {
-            f"{self.embed_name}.weight": self.embed.weight,
+            f"{self.embed_name}.weight": self.embed.sink,
             f"{self.norm_name}.weight": self.norm.weight,
         }
         if not self.config.tied:

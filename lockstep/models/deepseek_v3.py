@@ -130,6 +130,7 @@ class Draft(MTPModule):
         path = f"layers.{target.config.layers}"
         super().__init__(target, build, ids, module=path, projection="eh_proj")
         at = build.at(build.layer, path)
+        self.embed_shape = (target.config.vocab_size, target.config.hidden_size)
         self.twins = [name for name in TWINS if at.found(name)]
 
     def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
@@ -140,10 +141,7 @@ class Draft(MTPModule):
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name, less draft_prefix -> what it fills. Twins are read and not kept."""
-        matrix = self.embed.weight
-        twin = WeightSink(
-            tuple(matrix.shape), FLOAT_DTYPES, torch.device("cpu"), lambda tensor: None
-        )
+        twin = WeightSink(self.embed_shape, FLOAT_DTYPES, torch.device("cpu"), lambda tensor: None)
         return (
             self.blocks[0].weights()
             | self.fc.weights()

@@ -18,6 +18,7 @@ from lockstep.layers.attention import Attention
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Head, Linear, Target
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
+from lockstep.layers.sharding import Columns
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import MAX_LAYERS, OF_DRAFTER, ConfigReader
 from lockstep.models.decoder import (
@@ -30,9 +31,8 @@ from lockstep.models.decoder import (
     read_common,
 )
 from lockstep.models.json_files import read_config
-from lockstep.models.loader import Source
-from lockstep.quantization import WeightSink
-from lockstep.step import Step
+from lockstep.models.loader import Source, weight_specs
+from lockstep.step import StepContext
 
 ARCHITECTURE = "DFlashDraftModel"
 MAX_BLOCK_SIZE = 1024
@@ -129,18 +129,18 @@ class BlockAttention(Attention):
     To the op a block is one token, its last one, with B times the heads: keys are read once.
     """
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        q = self._place(self.qkv(x), step)
-        rows = step.starts.shape[0]
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+        q = self._place(self.qkv(x), ctx)
+        rows = ctx.starts.shape[0]
         group = self.heads // self.kv_heads
         blocks = q.view(rows, -1, self.kv_heads, group, self.head_dim)
         mixed = self.attend(
             blocks.transpose(1, 2).reshape(rows, -1, self.head_dim),
             self.k_cache,
             self.v_cache,
-            step.page_table,
-            step.cu_seqlens,
-            step.starts,
+            ctx.page_table,
+            ctx.cu_seqlens,
+            ctx.starts,
             1,
             self.scale,
         )
@@ -162,11 +162,11 @@ class BlockDraftModel(nn.Module):
         self.ids: Tensor | None = None
         self.embed = target.embed
         top = build.at(build.layer, "")
-        self.fc = Linear(top, len(c.taps) * c.hidden_size, {"fc": c.hidden_size})
+        self.fc = Linear(top, len(c.taps) * c.hidden_size, {"fc": Columns.of(c.hidden_size)})
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
-        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
+        self.head = Head(build, Columns.of(c.vocab_size), c.hidden_size, target.head.loaded)
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Attention over blocks, then an MLP, in every layer."""
@@ -188,23 +188,23 @@ class BlockDraftModel(nn.Module):
         """The residual at each tap [T, H] -> what keys and values are made of [T, H]."""
         return self.hidden_norm(self.fc(torch.cat(aux_hidden_states, dim=-1)))
 
-    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
+    def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
         """The tokens of blocks [T] -> hidden states [T, H]; state is not read."""
         x = self.embed(ids)
         delta = None
         for block in self.blocks:
-            x, delta, _ = block(x, delta, step)
+            x, delta, _ = block(x, delta, ctx)
         return self.norm(x, delta)[1]
 
     def logits(self, state: Tensor) -> Tensor:
         """state [S, H] -> [S, V]."""
         return self.head(state)
 
-    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
+    def keep(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
         """Writes the keys and values of computed tokens; ids are not read."""
         for block in self.blocks:
             sublayers: Any = block.sublayers
-            sublayers[0].body.keep(state, step)
+            sublayers[0].body.keep(state, ctx)
 
     def finish(self) -> None:
         """Nothing is left to do: what it shares with the target is the target's own."""
@@ -222,6 +222,4 @@ class BlockDraftModel(nn.Module):
 
     def source(self) -> Source:
         """Its own checkpoint."""
-        return Source(
-            self.checkpoint, {n: WeightSink.of(target) for n, target in self.weights().items()}
-        )
+        return Source(self.checkpoint, weight_specs(self.weights()))

@@ -24,6 +24,7 @@ from lockstep.layers.linear import Embedding, Head, Linear, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
+from lockstep.layers.sharding import Columns
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import MAX_LAYERS, OF_DRAFTER, ConfigReader
 from lockstep.models.decoder import (
@@ -37,9 +38,9 @@ from lockstep.models.decoder import (
 )
 from lockstep.models.json_files import read_config
 from lockstep.models.latent_config import LatentConfig, read_latent_common
-from lockstep.models.loader import Source
+from lockstep.models.loader import Source, weight_specs
 from lockstep.quantization import WeightSink
-from lockstep.step import Step
+from lockstep.step import StepContext
 
 LAYER = "layers.0"
 EXPERTS = ".mlp.experts"
@@ -314,7 +315,11 @@ class Eagle3Head(nn.Module):
         self.of_taps = nn.ModuleList(
             RMSNorm(build, c.target_hidden_size, c.eps) for _ in c.taps if c.norm_each_tap
         )
-        self.fc = Linear(top, width, {"fc": c.hidden_size}) if width != c.hidden_size else None
+        self.fc = (
+            Linear(top, width, {"fc": Columns.of(c.hidden_size)})
+            if width != c.hidden_size
+            else None
+        )
         at = build.at(build.layer, LAYER)
         rotary = c.rope.rotary(build)
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps)
@@ -336,8 +341,10 @@ class Eagle3Head(nn.Module):
                 "tie_word_embeddings=True; allowed: False there, for the target's head. "
                 "Mend config.json, or fetch a whole head."
             )
-        stands = None if self.own_head else target.head.loaded
-        self.head = Head(top, c.draft_vocab_size, c.hidden_size, stands)
+        # A head of its own is small: every rank holds all of it.
+        existing = None if self.own_head else target.head.loaded
+        vocab = c.draft_vocab_size if self.own_head else Columns.of(c.draft_vocab_size)
+        self.head = Head(top, vocab, c.hidden_size, existing)
 
     def _known(self, build: BuildContext, c: Config) -> Tensor | None:
         """The target's tokens that it knows, ascending; `order` is where its file has each."""
@@ -365,13 +372,13 @@ class Eagle3Head(nn.Module):
             state = self.before_fc(state)
         return state if self.fc is None else self.fc(state)
 
-    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
+    def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
         """ids [T], state [T, H'] -> the next state [T, H']."""
         residual, mixed = self._mixed(ids, state)
-        x, normed = self.mlp_norm(residual, self.attention(mixed, step))
-        delta = self.mlp(normed)
+        x, normed = self.mlp_norm(residual, self.attention(mixed, ctx))
+        delta = self.mlp(normed, ctx)
         for block in self.blocks:
-            x, delta, _ = block(x, delta, step)
+            x, delta, _ = block(x, delta, ctx)
         left, out = self.norm(x, delta)
         return out if self.config.norm_output else left
 
@@ -382,12 +389,12 @@ class Eagle3Head(nn.Module):
         logits = self.head(state)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
-    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
+    def keep(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
         """Writes the keys and values of these tokens; a single layer makes nothing else."""
         if self.blocks:
-            self(ids, state, step)
+            self(ids, state, ctx)
         else:
-            self.attention.keep(self._mixed(ids, state)[1], step)
+            self.attention.keep(self._mixed(ids, state)[1], ctx)
 
     def _mixed(self, ids: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The residual [T, H'], and what the attention reads [T, 2 H'], the embedding first."""
@@ -417,7 +424,7 @@ class Eagle3Head(nn.Module):
         if self.fc is not None:
             table |= self.fc.weights()
         if self.own_embed:
-            table["embed_tokens.weight"] = self.embed.weight
+            table["embed_tokens.weight"] = self.embed.sink
         if self.own_head:
             table |= {name: self._ordered(slot) for name, slot in self.head.weights().items()}
         return table
@@ -433,11 +440,11 @@ class Eagle3Head(nn.Module):
                 f"{self.checkpoint.folder}: lm_head is packed, and {OFFSETS} does not ascend; "
                 "allowed: one of the two. Take a head whose lm_head is not packed."
             )
-        return WeightSink.plain(target, partial(_rows, order=order))
+        return WeightSink.copy_into(target, partial(_rows, order=order))
 
     def source(self) -> Source:
         """Its own checkpoint. d2t and t2d were read when it was built."""
-        wanted = {name: WeightSink.of(target) for name, target in self.weights().items()}
+        wanted = weight_specs(self.weights())
         return Source(self.checkpoint, wanted, lambda name: self.checkpoint.key(name) in READ)
 
 

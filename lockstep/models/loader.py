@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.kernels.upload import upload
 from lockstep.layers.build_context import BuildContext
+from lockstep.layers.linear import Embedding, Target
 from lockstep.layers.norm import GatedGroupNorm, GatedRMSNorm, Norm
+from lockstep.layers.sharding import WeightSpec
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.json_files import some
 from lockstep.models.weight_files import files_left_out
-from lockstep.quantization import WeightFormat, WeightSink
+from lockstep.quantization import WeightFormat
 from lockstep.quantization.weight_sink import FLOAT_DTYPES
 
 log = logging.getLogger(__name__)
@@ -64,9 +66,9 @@ class Source:
     """
 
     checkpoint: Checkpoint
-    wanted: Mapping[str, WeightSink]
+    wanted: Mapping[str, WeightSpec]
     ignored: Callable[[str], bool] = field(default=lambda name: False)
-    embedding: Tensor | None = None
+    embedding: Embedding | None = None
 
     @property
     def bytes(self) -> int:
@@ -79,6 +81,14 @@ class Source:
         read = {file.path.name for file in self.checkpoint.weight_files}
         for name, reason in files_left_out(folder, read).items():
             log.warning("%s is not read: %s", folder / name, reason)
+
+
+def weight_specs(table: Mapping[str, Target], prefix: str = "") -> dict[str, WeightSpec]:
+    """Return the spec of each tensor that a model takes from its checkpoint, by the tensor's name.
+
+    table: name -> destination, as weights() of a model gives it. prefix: put before each name.
+    """
+    return {f"{prefix}{name}": WeightSpec.of(f"{prefix}{name}", t) for name, t in table.items()}
 
 
 def load_weights(
@@ -117,18 +127,16 @@ def target_source(
     """The checkpoint of a whole model, and of the draft module that stands in it, if any."""
     module = checkpoint.architecture
     drafted = draft_prefix(module, checkpoint.raw)
-    wanted = {name: WeightSink.of(target) for name, target in model.weights().items()}
+    wanted = weight_specs(model.weights())
     if draft is not None:
         assert drafted is not None, "else it was not built"
-        wanted |= {
-            drafted + name: WeightSink.of(target) for name, target in draft.weights().items()
-        }
+        wanted |= weight_specs(draft.weights(), prefix=drafted)
     unread = drafted if draft is None else None
     return Source(
         checkpoint,
         wanted,
         lambda name: _ignored(checkpoint, packing, name, unread),
-        model.embed.weight if model.config.tied else None,
+        model.embed if model.config.tied else None,
     )
 
 
@@ -147,7 +155,7 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
                 if key in filled:
                     faults["doubled"].append(name)
                 elif key in wanted:
-                    tensor = file.read(name, wanted[key].dtypes)
+                    tensor = file.read(name, wanted[key].sink.dtypes)
                     faults["unfit"] += _fill(name, wanted[key], tensor)
                     filled.add(key)
                     done += tensor.nbytes
@@ -194,7 +202,7 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
             scale = 0.7 * parameter.shape[-1] ** -0.5
             parameter.data.normal_(0.0, scale, generator=generator)
     layers = [layer for m in modules for layer in m.modules()]
-    packed = [part for layer in layers for part in getattr(layer, "packed_parts", ())]
+    packed = [part for layer in layers for part in getattr(layer, "quantized_parts", ())]
     for index, weight in enumerate(packed):
         generator = torch.Generator(weight.device).manual_seed(seed * 100003 - 1 - index)
         weight.fill_dummy(generator)
@@ -213,17 +221,22 @@ def _ignored(
     return drafted is not None and checkpoint.key(name).startswith(drafted)
 
 
-def _fill(name: str, slot: WeightSink, tensor: Tensor) -> list[str]:
-    """Hands the tensor over, or says why it does not fit."""
-    fault = slot.fault(tensor)
-    if fault is not None:
-        return [f"{name} ({fault})"]
-    slot.fill(upload(tensor, slot.device))
+def _fill(name: str, spec: WeightSpec, tensor: Tensor) -> list[str]:
+    """Copy this rank's slice of a tensor into the model; return why it does not fit, if so."""
+    mismatch = spec.mismatch(tensor)
+    if mismatch is not None:
+        return [f"{name} ({mismatch})"]
+    # Cut on the host, so that a rank never copies more than its slice to the device.
+    tensor = spec.narrow(tensor)
+    spec.sink.fill(upload(tensor, spec.sink.device))
     return []
 
 
-def _differs(name: str, tensor: Tensor, embedding: Tensor | None) -> list[str]:
-    """A tied head may stand in the file too, but only as the embedding that it is."""
-    if embedding is not None and torch.equal(tensor.to(embedding), embedding):
-        return []
+def _differs(name: str, tensor: Tensor, embedding: Embedding | None) -> list[str]:
+    """Return a message if a tied head in the files differs from the embedding."""
+    if embedding is not None:
+        weight = embedding.weight.data
+        tensor = WeightSpec.of(name, embedding.sink).narrow(tensor)
+        if torch.equal(tensor.to(weight), weight):
+            return []
     return [f"{name} (not embed_tokens.weight, to which tie_word_embeddings ties it)"]

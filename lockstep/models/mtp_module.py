@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Head, Linear
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
+from lockstep.layers.sharding import Columns
 from lockstep.models.decoder import Block, Decoder, Sublayer
-from lockstep.step import Step
+from lockstep.step import StepContext
 
 
 class MTPModule(nn.Module, ABC):
@@ -40,12 +41,14 @@ class MTPModule(nn.Module, ABC):
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         at = build.at(build.layer, module)
-        self.fc = Linear(at, 2 * c.hidden_size, {projection: c.hidden_size})
+        self.fc = Linear(at, 2 * c.hidden_size, {projection: Columns.of(c.hidden_size)})
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(target, build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         known = c.vocab_size if ids is None else len(ids)
-        stands = target.head.loaded if ids is None else build.matrix(known, c.hidden_size)
-        self.head = Head(build, known, c.hidden_size, stands)
+        if ids is None:
+            self.head = Head(build, Columns.of(known), c.hidden_size, target.head.loaded)
+        else:
+            self.head = Head(build, known, c.hidden_size, build.matrix(known, c.hidden_size))
         self.whole = (target.head,)
         """The target's head, no part of this module."""
 
@@ -75,23 +78,23 @@ class MTPModule(nn.Module, ABC):
         """The target's hidden states [T, H], as they are."""
         return hidden
 
-    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
+    def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
         """ids [T], state [T, H] -> state [T, H] of the draft, fed back for the next one."""
         x = self._mixed(ids, state)
         delta = None
         for block in self.blocks:
-            x, delta, _ = block(x, delta, step)
+            x, delta, _ = block(x, delta, ctx)
         return self.norm(x, delta)[1]
 
     def logits(self, state: Tensor) -> Tensor:
         """state [S, H] -> [S, V'] over `ids`."""
         return self.head(state)
 
-    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
+    def keep(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
         """Writes what the mixer keeps of these tokens alone, where no draft is wanted."""
         first: Any = self.blocks[0]
-        _, normed = first.tokenwise(self._mixed(ids, state), None, 0)
-        first.sublayers[0].body.keep(normed, step)
+        _, normed = first.tokenwise(self._mixed(ids, state), None, 0, ctx)
+        first.sublayers[0].body.keep(normed, ctx)
 
     def _mixed(self, ids: Tensor, hidden: Tensor) -> Tensor:
         parts = [self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)]

@@ -13,11 +13,12 @@ from typing import Any
 from lockstep.errors import CheckpointError, ConfigError, choice_error
 from lockstep.quantization.round_to_nearest import METHODS, RoundToNearest
 from lockstep.quantization.weight_format import CheckpointLinear, Layout, TensorInfo, WeightFormat
-from lockstep.quantization.weight_sink import WeightSink
+from lockstep.quantization.weight_sink import Ranges, WeightSink
 
 __all__ = [
     "FORMATS",
     "Layout",
+    "Ranges",
     "CheckpointLinear",
     "WeightFormat",
     "WeightSink",

@@ -83,16 +83,20 @@ def read(settings: Mapping[str, Any]) -> WeightFormat:
 
 def awq_sinks(module: CheckpointLinear, weight: IntWeight) -> dict[str, WeightSink]:
     """The slots of a module's tensors."""
-    n = module.outputs
+    n = module.whole_outputs
     groups = weight.scales.shape[1]
     words = -(-n // CODES)
     int32 = (torch.int32,)
     where = weight.device
     scales = partial(fill_scales, module, weight)
     return {
-        "qweight": WeightSink((module.inputs, words), int32, where, partial(_fill_codes, weight)),
-        "qzeros": WeightSink((groups, words), int32, where, partial(_fill_zeros, module, weight)),
-        "scales": WeightSink((groups, n), (weight.scales.dtype,), where, scales),
+        "qweight": WeightSink(
+            (module.inputs, words), int32, where, partial(_fill_codes, weight), 1, CODES
+        ),
+        "qzeros": WeightSink(
+            (groups, words), int32, where, partial(_fill_zeros, module, weight), 1, CODES
+        ),
+        "scales": WeightSink((groups, n), (weight.scales.dtype,), where, scales, 1),
     }
 
 

@@ -127,28 +127,30 @@ def gptq_sinks(
     module: CheckpointLinear, weight: IntWeight, scheme: Scheme, stored_less: int
 ) -> dict[str, WeightSink]:
     """The slots of a module's tensors. stored_less: what was taken off its zero points."""
-    n = module.outputs
+    n = module.whole_outputs
     k = module.inputs
     groups = weight.scales.shape[1]
     codes = WORD // scheme.bits
     int32 = (torch.int32,)
     where = weight.device
     found = {
-        "qweight": WeightSink((-(-k // codes), n), int32, where, partial(_fill_codes, weight)),
+        "qweight": WeightSink((-(-k // codes), n), int32, where, partial(_fill_codes, weight), 1),
         "qzeros": WeightSink(
             (groups, -(-n // codes)),
             int32,
             where,
             partial(_fill_zeros, module, weight, stored_less),
+            1,
+            codes,
         ),
         "scales": WeightSink(
-            (groups, n), (weight.scales.dtype,), where, partial(fill_scales, module, weight)
+            (groups, n), (weight.scales.dtype,), where, partial(fill_scales, module, weight), 1
         ),
     }
     if weight.g_idx is not None or "g_idx" in (module.tensors or ()):
         order = partial(_fill_order, module, weight)
         kept_at = torch.device("cpu") if weight.g_idx is None else where
-        found["g_idx"] = WeightSink((k,), (torch.int32, torch.int64), kept_at, order)
+        found["g_idx"] = WeightSink((k,), (torch.int32, torch.int64), kept_at, order, None)
     return found
 
 

@@ -127,7 +127,7 @@ class IntWeightFormat(WeightFormat):
         )
         return replace(found, apart=module.path) if ordered else found
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         scheme = self.scheme_of(module)
         assert isinstance(weight, IntWeight) and scheme is not None, "the layout said so"
         found = self.filled(module, weight, scheme)
@@ -199,4 +199,4 @@ def _no_bias(module: CheckpointLinear, weight: IntWeight) -> WeightSink:
         if bool(bias.any()):
             raise damaged_error(module, "bias", "is not zero, but the model has no bias here")
 
-    return WeightSink((module.outputs,), tuple(SCALES.values()), weight.device, check)
+    return WeightSink((module.whole_outputs,), tuple(SCALES.values()), weight.device, check)

@@ -54,7 +54,7 @@ class RoundToNearest(WeightFormat):
         scheme = SCHEMES[self.method]
         return Layout.of(IntWeight, bits=scheme.bits, group=scheme.group, scale_dtype=stored)
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         def fill(tensor: Tensor) -> None:
             for begin, end in row_chunks(*weight.shape):
                 part = tensor[begin:end]
@@ -63,7 +63,9 @@ class RoundToNearest(WeightFormat):
                 weight.rows(begin, end).copy_(self._rounded(part))
 
         return {
-            "weight": WeightSink((module.outputs, module.inputs), FLOAT_DTYPES, weight.device, fill)
+            "weight": WeightSink(
+                (module.whole_outputs, module.inputs), FLOAT_DTYPES, weight.device, fill
+            )
         }
 
     def _rounded(self, tensor: Tensor) -> QuantizedWeight:

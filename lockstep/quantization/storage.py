@@ -7,6 +7,7 @@ per tensor become scales per output, so that maps with a scale each can be fused
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class Storage(ABC):
         """How it lies on the device."""
 
     @abstractmethod
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         """Suffix -> the slot that fills these rows with it."""
 
 
@@ -88,10 +89,10 @@ class StoredWeightFormat(WeightFormat):
         storage = self.storage(module)
         return None if storage is None else storage.layout(module)
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         storage = self.storage(module)
         assert storage is not None, "a format packed it"
-        return storage.slots(module, weight)
+        return storage.sinks(module, weight)
 
 
 def resolve_storage(
@@ -166,21 +167,29 @@ class Fp8Storage(Storage):
 
     def layout(self, module: CheckpointLinear) -> Layout:
         """A scale for every output where blocks end within a map, so that it can be fused."""
-        whole = module.outputs % FP8_BLOCK == 0
+        edges = [edge for pair in module.ranges for edge in pair]
+        whole = all(edge % FP8_BLOCK == 0 for edge in (module.outputs, *edges))
         if "block" not in self.grains:
             return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)
         return Layout.of(Fp8Weight, block_n=FP8_BLOCK if whole else 1, block_k=FP8_BLOCK)
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, Fp8Weight)
-        (n, k) = weight.shape
+        (n, k) = (module.whole_outputs, module.inputs)
         shapes = {"tensor": [(), (1,), (1, 1)], "channel": [(n, 1), (n,)], "block": blocks(n, k)}
         known = [shape for grain in self.grains for shape in shapes[grain]]
         scale = self._suffix(module)
         return {
             "weight": WeightSink((n, k), (torch.float8_e4m3fn,), weight.device, eight_bits(weight)),
-            scale: slot(
-                module, scale, known, FLOAT_DTYPES, weight.device, lambda x: self._scale(weight, x)
+            scale: sink(
+                module,
+                scale,
+                known,
+                FLOAT_DTYPES,
+                weight.device,
+                lambda x: self._scale(module, weight, x),
+                # A block's scales are few: the fill picks the rows of this rank.
+                None if "block" in self.grains else 0,
             ),
         }
 
@@ -189,14 +198,17 @@ class Fp8Storage(Storage):
         found = module.tensors or {}
         return self.also if self.also in found and self.scale not in found else self.scale
 
-    def _scale(self, weight: Fp8Weight, found: Tensor) -> None:
-        (n, _) = weight.shape
-        if "block" in self.grains:
-            lines = found.float().view(-(-n // FP8_BLOCK), -1)
-            whole = weight.block_n == 1
-            weight.scales.copy_(by_row(lines, n, FP8_BLOCK) if whole else lines)
-        else:
-            weight.scales.copy_(found.float().view(-1, 1))
+    def _scale(self, module: CheckpointLinear, weight: Fp8Weight, scales: Tensor) -> None:
+        """Fill the scales from the checkpoint's, which are of the whole weight if by block."""
+        if "block" not in self.grains:
+            weight.scales.copy_(scales.float().view(-1, 1))
+            return
+        n = module.whole_outputs
+        unit = FP8_BLOCK if weight.block_n == 1 else 1
+        rows = by_row(scales.float().view(-(-n // FP8_BLOCK), -1), n, unit)
+        step = weight.block_n
+        picked = [rows[begin // step : end // step] for begin, end in module.ranges]
+        weight.scales.copy_(torch.cat(picked) if picked else rows)
 
 
 def blocks(n: int, k: int) -> list[tuple[int, ...]]:
@@ -224,19 +236,19 @@ class Fp4Storage(Storage):
     def layout(self, module: CheckpointLinear) -> Layout:
         return Layout.of(Fp4Weight)
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, Fp4Weight)
-        (n, k) = weight.shape
+        (n, k) = (module.whole_outputs, module.inputs)
         device = weight.device
         scales: list[tuple[int, ...]] = [(n, -(-k // FP4_GROUP))]
         fp8 = (torch.float8_e4m3fn,)
         return {
             self.weight: WeightSink((n, -(-k // 2)), (torch.uint8,), device, nibbled(weight)),
-            "weight_scale": slot(
+            "weight_scale": sink(
                 module, "weight_scale", scales, fp8, device,
                 lambda x: weight.scales.copy_(x.view(torch.uint8)),
             ),
-            self.factor: slot(
+            self.factor: sink(
                 module, self.factor, [(), (1,), (1, 1)], (torch.float32,), device,
                 lambda x: self._factor(module, weight, x.view(())),
             ),
@@ -287,13 +299,13 @@ class IntStorage(Storage):
         layout = Layout.of(IntWeight, **options)
         return replace(layout, apart=module.path) if options["g_idx"] else layout
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, IntWeight)
-        (n, k) = weight.shape
+        (n, k) = (module.whole_outputs, module.inputs)
         device = weight.device
-        scales = [tuple(weight.scales.shape)] if self.group else [(1,), (), (1, 1)]
+        scales = [(n, *weight.scales.shape[1:])] if self.group else [(1,), (), (1, 1)]
         found = {
-            "weight_scale": slot(
+            "weight_scale": sink(
                 module, "weight_scale", scales, FLOAT_DTYPES, device,
                 lambda x: weight.scales.copy_(x.view(-1, x.shape[-1] if x.dim() else 1)),
             )
@@ -303,7 +315,11 @@ class IntStorage(Storage):
             fill = nibbled(weight) if self.bits == 4 else eight_bits(weight)
             found["weight_packed"] = WeightSink(shape, (torch.int32,), device, fill)
             found["weight_shape"] = WeightSink(
-                (2,), (torch.int64, torch.int32), torch.device("cpu"), lambda x: shaped(module, x)
+                (2,),
+                (torch.int64, torch.int32),
+                torch.device("cpu"),
+                lambda x: shaped(module, x),
+                None,
             )
         else:
             found["weight"] = WeightSink((n, k), (torch.int8,), device, eight_bits(weight, 128))
@@ -311,7 +327,7 @@ class IntStorage(Storage):
             found["weight_zero_point"] = self._zeros(module, weight, scales)
         if weight.g_idx is not None:
             found["weight_g_idx"] = WeightSink(
-                (k,), (torch.int32, torch.int64), device, lambda x: order(module, weight, x)
+                (k,), (torch.int32, torch.int64), device, lambda x: order(module, weight, x), None
             )
         return found
 
@@ -326,7 +342,8 @@ class IntStorage(Storage):
         zeros = weight.zeros
         (n, groups) = zeros.shape
         packed = self.in_words and stored_as(module, "weight_zero_point", "I32")
-        shapes: list[tuple[int, ...]] = [(-(-n * self.bits // 32), groups)] if packed else scales
+        words = -(-module.whole_outputs * self.bits // 32)
+        shapes: list[tuple[int, ...]] = [(words, groups)] if packed else scales
         middle = 2 ** (self.bits - 1)
 
         def fill(found: Tensor) -> None:
@@ -340,18 +357,24 @@ class IntStorage(Storage):
             zeros.copy_(codes.view(-1, found.shape[-1] if found.dim() else 1))
 
         dtype = torch.int32 if packed else torch.int8
-        return slot(module, "weight_zero_point", shapes, (dtype,), weight.device, fill)
+        unit = 32 // self.bits if packed else 1
+        return sink(module, "weight_zero_point", shapes, (dtype,), weight.device, fill, 0, unit)
 
 
-def slot(
+def sink(
     module: CheckpointLinear,
     suffix: str,
     shapes: list[tuple[int, ...]],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     fill: Callable[[Tensor], object],
+    shard_axis: int | None = 0,
+    outputs_per_element: int = 1,
 ) -> WeightSink:
-    """The slot of a tensor that may have any of these shapes, and whose numbers are all finite."""
+    """Return the sink of a tensor that may have any of these shapes and must be finite.
+
+    A tensor of one element is a scale of the whole weight, which every rank takes.
+    """
     info = None if module.tensors is None else module.tensors.get(suffix)
     shape = info.shape if info is not None and info.shape in shapes else shapes[0]
 
@@ -360,7 +383,8 @@ def slot(
             raise damaged_error(module, suffix, "has entries that are no finite numbers")
         fill(found)
 
-    return WeightSink(shape, dtypes, device, check)
+    axis = None if prod(shape) == 1 else shard_axis
+    return WeightSink(shape, dtypes, device, check, axis, outputs_per_element)
 
 
 def stored_as(module: CheckpointLinear, suffix: str, dtype: str) -> bool:
@@ -420,8 +444,8 @@ def along_n(words: Tensor, bits: int, n: int) -> Tensor:
 
 def shaped(module: CheckpointLinear, found: Tensor) -> None:
     """Holds a `weight_shape` against the module's."""
-    if found.tolist() != [module.outputs, module.inputs]:
-        asked = [module.outputs, module.inputs]
+    if found.tolist() != [module.whole_outputs, module.inputs]:
+        asked = [module.whole_outputs, module.inputs]
         fault = f"is {brief(found.tolist())}, config.json asks for {asked}"
         raise damaged_error(module, "weight_shape", fault)
 

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import QuantizedWeight
-from lockstep.quantization.weight_sink import WeightSink
+from lockstep.quantization.weight_sink import Ranges, WeightSink
 
 UNQUANTIZED_NAMES = (
     "in_proj_a",
@@ -44,11 +44,13 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class CheckpointLinear:
-    """A linear map of the checkpoint, [N, K] = [outputs, inputs].
+    """Linear layer as a checkpoint stores it, [N, K] = [outputs, inputs].
 
-    path: its name less the architecture's prefix, e.g. layers.0.mlp.down_proj; names: those that it
-    may have with a prefix, which is what the lists of a checkpoint's settings go by; tensors: the
-    checkpoint's, by suffix ("qweight"), or None where it has no files (dummy weights).
+    path: name less the architecture's prefix, e.g. layers.0.mlp.down_proj. names: the names with
+    each possible prefix, which the lists in a checkpoint's settings refer to. tensors: the
+    checkpoint's tensors by suffix ("qweight"), None without files (dummy weights). outputs: columns
+    of this rank. whole_outputs: columns in the checkpoint (0: outputs). ranges: which of them the
+    rank holds, () for all.
     """
 
     path: str
@@ -56,10 +58,16 @@ class CheckpointLinear:
     outputs: int
     inputs: int
     tensors: Mapping[str, TensorInfo] | None
+    whole_outputs: int = 0
+    ranges: Ranges = ()
+
+    def __post_init__(self) -> None:
+        if not self.whole_outputs:
+            object.__setattr__(self, "whole_outputs", self.outputs)
 
     @cached_property
     def lines(self) -> str:
-        """Its names, a line each."""
+        """Names of the layer, one per line."""
         return "\n".join(self.names)
 
 
@@ -125,7 +133,7 @@ class WeightFormat(ABC):
         """
 
     @abstractmethod
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         """Suffix of each of the module's tensors -> the slot that fills these rows with it."""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.kernels.drafting import mtp_inputs, next_draft_step
 from lockstep.spec.drafter import DraftContext, no_drafts
-from lockstep.step import NEVER, Step, StepShape, Verdict
+from lockstep.step import NEVER, StepContext, StepShape, Verdict
 
 
 def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
@@ -36,7 +36,11 @@ class ChainDrafter:
         self.next_draft_step = context.op(next_draft_step)
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Writes as many drafts per row as the step asks for. Sampled rows draft with the noise of
         the position itself."""
@@ -59,17 +63,17 @@ class ChainDrafter:
             step = self.on(step, tokens, k, self.behind)
             at = step.sample_at
 
-    def keep(self, step: Step, after: Tensor, state: Tensor) -> None:
+    def keep(self, step: StepContext, after: Tensor, state: Tensor) -> None:
         """The keys and values of the step's tokens; after [T]: the token behind each."""
         self.context.module.keep(after, state, step)
 
-    def first(self, step: Step, after: Tensor, last: Tensor, state: Tensor) -> Tensor:
+    def first(self, step: StepContext, after: Tensor, last: Tensor, state: Tensor) -> Tensor:
         """keep(), and the states [S, ...] of the first drafts. last [S]: index into T of each row's
         last committed position."""
         found: Tensor = self.context.module(after, state, step)[last]
         return found
 
-    def on(self, step: Step, tokens: Tensor, k: int, behind: int) -> Step:
+    def on(self, step: StepContext, tokens: Tensor, k: int, behind: int) -> StepContext:
         """Keeps the rows' drafts number k, tokens [S]: the step of one token each that they are."""
         c = self.context
         table = step.page_table

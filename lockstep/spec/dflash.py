@@ -17,7 +17,7 @@ from lockstep.models.dflash import BlockCheckpoint, BlockDraftModel, Config
 from lockstep.quantization import read_weight_format
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions
-from lockstep.step import NEVER, Step, StepShape, Verdict
+from lockstep.step import NEVER, StepContext, StepShape, Verdict
 
 NEEDS_MODULE = True
 Options = FolderOptions
@@ -59,7 +59,11 @@ class BlockDrafter:
         self.block_step = context.op(block_step)
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Writes as many drafts per row as the step asks for. Sampled rows draft with the noise of
         the position itself; penalties count no other draft of the block."""
@@ -76,7 +80,7 @@ class BlockDrafter:
         others = rows.new_full((rows.shape[0], count - 1), -1)
         c.drafts[rows, :count] = c.sample(logits, block.sample_at, others, rows)
 
-    def block_of(self, step: Step, width: int) -> Step:
+    def block_of(self, step: StepContext, width: int) -> StepContext:
         """The step of the rows' blocks of `width` tokens."""
         c = self.context
         table = step.page_table

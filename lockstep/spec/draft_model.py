@@ -25,7 +25,7 @@ from lockstep.spec.chain import ChainDrafter
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions
 from lockstep.spec.vocabulary import token_texts
-from lockstep.step import Step
+from lockstep.step import StepContext
 
 NEEDS_MODULE = True
 Options = FolderOptions
@@ -78,7 +78,7 @@ class DraftModel(nn.Module):
         """Nothing of the target's hidden states is read."""
         return hidden
 
-    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
+    def forward(self, ids: Tensor, state: Tensor, step: StepContext) -> Tensor:
         """ids [T] -> its hidden states [T, H]. Tokens that it lacks are read as its last one."""
         found: Tensor = self.model(replace(step, token_ids=ids.clamp_max(self.known - 1)))[0]
         return found
@@ -88,7 +88,7 @@ class DraftModel(nn.Module):
         logits: Tensor = self.model.head(state)
         return logits[:, : self.known].contiguous()
 
-    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
+    def keep(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
         """All of it but the head runs: every layer keeps something."""
         self(ids, state, step)
 
@@ -163,11 +163,11 @@ class DraftModelDrafter(ChainDrafter):
 
     behind = 1
 
-    def keep(self, step: Step, after: Tensor, state: Tensor) -> None:
+    def keep(self, step: StepContext, after: Tensor, state: Tensor) -> None:
         """The keys and values of the step's tokens, each at its own position."""
         self.context.module.keep(step.token_ids, state, step)
 
-    def first(self, step: Step, after: Tensor, last: Tensor, state: Tensor) -> Tensor:
+    def first(self, step: StepContext, after: Tensor, last: Tensor, state: Tensor) -> Tensor:
         """keep(), then the step of the rows' last tokens; its place of drafts is overwritten by the
         first of them."""
         self.keep(step, after, state)

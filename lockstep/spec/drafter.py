@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.kernels import Op
 from lockstep.models.loader import Source
-from lockstep.step import Step, Verdict
+from lockstep.step import StepContext, Verdict
 
 
 class DraftModule(Protocol):
@@ -32,7 +32,7 @@ class DraftModule(Protocol):
         """The target's hidden states [T, H], and those that were asked for -> states [T, ...]."""
         ...
 
-    def __call__(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
+    def __call__(self, ids: Tensor, state: Tensor, step: StepContext) -> Tensor:
         """Tokens [T] and states [T, ...] -> the next states [T, ...]; keys and values are kept."""
         ...
 
@@ -40,7 +40,7 @@ class DraftModule(Protocol):
         """States [S, ...] -> [S, V'] over `ids`."""
         ...
 
-    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
+    def keep(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
         """Writes the keys and values of these tokens alone, where no draft is wanted."""
         ...
 
@@ -82,7 +82,11 @@ class NoDrafter:
     """Proposes nothing, ever."""
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Leaves the table's (empty) drafts alone."""
 

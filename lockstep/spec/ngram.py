@@ -11,7 +11,7 @@ from lockstep.kernels.drafting import ngram_lookup
 from lockstep.settings import setting, strictly
 from lockstep.spec.config import SpeculativeConfig
 from lockstep.spec.drafter import DraftContext
-from lockstep.step import Step, Verdict
+from lockstep.step import StepContext, Verdict
 
 NEEDS_MODULE = False
 MOST_LOOKUP = 16
@@ -53,7 +53,11 @@ class NgramDrafter:
         self.longest: int = context.config.prompt_lookup_max
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Writes as many drafts per row as the step asks for: the tokens after the latest earlier
         match, else -1."""

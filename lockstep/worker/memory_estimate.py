@@ -164,7 +164,7 @@ def _kind_of(block: nn.Module) -> tuple[Any, ...]:
             name,
             type(module),
             tuple((tensor.shape, tensor.dtype) for tensor in module.parameters(recurse=False)),
-            tuple(map(type, module.packed_parts)) if isinstance(module, Weight) else (),
+            tuple(map(type, module.quantized_parts)) if isinstance(module, Weight) else (),
             getattr(module, "shape", None),
             module.cache_spec() if is_cached(module) else None,
         )
@@ -177,7 +177,7 @@ def _assume_scales(*roots: nn.Module | None) -> None:
     for root in roots:
         for module in root.modules() if root is not None else ():
             if isinstance(module, Weight):
-                for part in module.packed_parts:
+                for part in module.quantized_parts:
                     vars(part).setdefault("in_parts", True)
 
 

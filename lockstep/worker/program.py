@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lockstep.step import Step, StepShape, Verdict
+from lockstep.step import StepContext, StepShape, Verdict
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.sampler import Sampler
 
-Outcome = tuple[Step, Tensor, Tensor, Verdict]
+Outcome = tuple[StepContext, Tensor, Tensor, Verdict]
 """A step, its hidden states [T, H], its raw logits [N, V], and the verdict."""
 
 
@@ -24,7 +24,7 @@ class Forwarded:
     Compared by identity: the tensors of a graph are the same ones at every replay.
     """
 
-    step: Step
+    step: StepContext
     hidden: Tensor
     aux_hidden_states: tuple[Tensor, ...]
     logits: Tensor
@@ -36,11 +36,11 @@ class Forwarded:
 class Target(Protocol):
     """A model, as a step needs it."""
 
-    def __call__(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def __call__(self, step: StepContext) -> tuple[Tensor, tuple[Tensor, ...]]:
         """-> hidden [T, H], aux_hidden_states."""
         ...
 
-    def logits(self, hidden: Tensor, step: Step) -> Tensor:
+    def logits(self, hidden: Tensor, step: StepContext) -> Tensor:
         """-> [N, V] at the step's logit rows."""
         ...
 
@@ -49,7 +49,11 @@ class Drafter(Protocol):
     """Fills the table's drafts for the next step."""
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Called at the end of every step: the table is advanced, its rows have no drafts."""
         ...

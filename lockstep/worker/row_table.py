@@ -15,7 +15,7 @@ from lockstep.kernels.step_metadata import RowTensors, advance_rows, prepare_ste
 from lockstep.kernels.stream_copies import copy_to_device
 from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
-from lockstep.step import Step, StepShape, Verdict, flush_after
+from lockstep.step import StepContext, StepShape, Verdict, flush_after
 
 WORD_BITS = 32
 """Tokens in a word of `allowed`."""
@@ -85,7 +85,7 @@ class RowTable(RowTensors):
         own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]
         return own + [self.draft_limit] + self.sampling.tensors()
 
-    def prepare(self, shape: StepShape) -> Step:
+    def prepare(self, shape: StepShape) -> StepContext:
         """The step that the inputs ask for, at the rows' own lengths."""
         given = self.inputs
         rows = shape.rows
@@ -95,7 +95,7 @@ class RowTable(RowTensors):
         sizes = (shape.tokens, shape.query_len, self.page_size)
         found = vars(self.prepare_op(self, row_ids, lengths, sources, *sizes))
         ends = found.pop("ends")
-        return Step(
+        return StepContext(
             shape=shape,
             row_ids=row_ids,
             snapshot_slots=given.snapshot_slots[:rows],
@@ -104,7 +104,7 @@ class RowTable(RowTensors):
             **found,
         )
 
-    def accept_and_commit(self, step: Step, tokens: Tensor) -> Verdict:
+    def accept_and_commit(self, step: StepContext, tokens: Tensor) -> Verdict:
         """Commits the target's tokens [S, Q] as far as the drafts of the step agree with them."""
         accepted, results = self.advance_op(
             self,

@@ -6,7 +6,7 @@ from torch import Tensor
 from lockstep.kernels.sampling import sample
 from lockstep.layers.build_context import BuildContext
 from lockstep.outputs import Logprob
-from lockstep.step import Step
+from lockstep.step import StepContext
 from lockstep.worker.row_table import RowTable
 
 
@@ -32,7 +32,7 @@ class Sampler:
         given = (logits, positions, drafts, row_ids, table.tokens, table.sampling, ids, allowed)
         return self.sample_op(*given)
 
-    def sample_target(self, logits: Tensor, step: Step) -> Tensor:
+    def sample_target(self, logits: Tensor, step: StepContext) -> Tensor:
         """logits [N, V] at the step's logit rows -> the token to emit at each, [S, N / S]."""
         rows, width = step.sample_at.shape
         logits = logits.view(rows, width, -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.kernels.sampling import uniform
 from lockstep.layers.build_context import BuildContext
-from lockstep.step import Step
+from lockstep.step import StepContext
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.sampler import Sampler
 
@@ -32,7 +32,7 @@ class SyntheticSampler(Sampler):
         places = torch.arange(COINS, device=build.device)
         self.coins = uniform(zero, places, zero)[:, 0] < probability
 
-    def sample_target(self, logits: Tensor, step: Step) -> Tensor:
+    def sample_target(self, logits: Tensor, step: StepContext) -> Tensor:
         """The drafts that are to be accepted, then what the target emits."""
         tokens = super().sample_target(logits, step)
         drafts = step.drafts

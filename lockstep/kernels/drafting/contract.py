@@ -37,7 +37,7 @@ def mtp_inputs(
 
 @dataclass
 class DraftTensors:
-    """A step of one token per row, S tokens: fields of lockstep.step.Step."""
+    """A step of one token per row, S tokens: fields of lockstep.step.StepContext."""
 
     token_ids: Tensor
     positions: Tensor
@@ -88,8 +88,8 @@ def next_draft_step(
 
 @dataclass
 class BlockTensors:
-    """A step of S blocks of T tokens in all: fields of lockstep.step.Step. starts, seq_lens and
-    cu_seqlens are those of one token a block, its last."""
+    """A step of S blocks of T tokens in all: fields of lockstep.step.StepContext. starts, seq_lens
+    and cu_seqlens are those of one token a block, its last."""
 
     token_ids: Tensor
     positions: Tensor

@@ -36,7 +36,7 @@ class RowTensors:
 
 @dataclass
 class StepTensors:
-    """What the table says of a step: fields of lockstep.step.Step, of its shapes and dtypes.
+    """What the table says of a step: fields of lockstep.step.StepContext, of its shapes and dtypes.
 
     ends [S] int64: index into T of each row's last token.
     """
