@@ -21,7 +21,7 @@ from typing import Any
 
 from lockstep import LLM, SamplingParams
 from lockstep.config import EngineConfig
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.scheduling.request import Request
 from lockstep.step import PAGE_SIZE
 
@@ -76,7 +76,7 @@ def main() -> None:
             kv_offloading_size=0.0 if whole else float(size),
             kv_cache_dtype=given.kv_cache_dtype,
         )
-        said, line = talk(LLM.over(Engine(config)), given)
+        said, line = talk(LLM.over(build_engine(config)), given)
         answers.append(said)
         print(json.dumps({"host_gib": size, **line}), flush=True)
     same = all(said == answers[0] for said in answers)

@@ -30,6 +30,7 @@ from lockstep import SamplingParams
 from lockstep.check.answer_oracle import AnswerOracle
 from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.scheduling.grammar import Wanted
 from lockstep.scheduling.request import Request
 from lockstep.spec import mtp
@@ -39,6 +40,7 @@ from lockstep.text.grammars.compiler import Compiler
 from lockstep.text.processor import Processor
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 from lockstep.worker.build import find_model
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 
 PROMPT = "def read(path):"
@@ -199,7 +201,7 @@ def steps(asked: argparse.Namespace) -> None:
             row_buckets=tuple(sorted(asked.rows)),
             speculative_config=drafting if k else None,
         )
-        engine = Engine(config, hooks=CheckHooks(drafter=Told) if k else NO_HOOKS)
+        engine = build_engine(config, hooks=CheckHooks(drafter=Told) if k else NO_HOOKS)
         vocab = engine.facts.vocab_size
         tokenizer = MadeUp(vocab)
         processor = Processor(tokenizer, None, LENGTH, tokenizer.eos_ids, vocab=vocab)
@@ -226,7 +228,7 @@ def known_answers(
 
 def told(engine: Engine) -> AnswerOracle:
     """What a drafter of the engine is told answers by."""
-    drafter = engine.runner.program.drafter
+    drafter = worker_of(engine).program.drafter
     assert isinstance(drafter, Told)
     return drafter.oracle
 

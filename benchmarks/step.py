@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config import EngineConfig
 from lockstep.step import PAGE_SIZE, StepShape
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import NO_HOOKS
 from lockstep.worker.rows import write_place
 from lockstep.worker.startup import EngineParts, build_engine
@@ -72,11 +73,11 @@ def main() -> None:
     )
     built = build_engine(config, lambda *_: None, NO_HOOKS)
     with torch.inference_mode():
-        for cache in built.runner.paged:
+        for cache in worker_of(built).paged:
             fill_cache(cache)
         for count in rows:
             place(built, count, given.context - AHEAD, pages)
-            built.runner.table.inputs.fill(row_ids=list(range(1, count + 1)))
+            worker_of(built).table.inputs.fill(row_ids=list(range(1, count + 1)))
             ms = timed(built, StepShape.uniform(count, given.k + 1), WARM, REPLAYS)
             line = {"rows": count, "k": given.k, "context": given.context, "ms": ms}
             if given.kv_cache_dtype != "auto":
@@ -104,7 +105,7 @@ def fill_cache(cache: Tensor) -> None:
 
 def place(built: EngineParts, rows: int, computed: int, pages: int) -> None:
     """Rows 1 .. `rows` of the table with this many tokens computed, each on pages of its own."""
-    table = built.runner.table
+    table = worker_of(built).table
     for row in range(1, rows + 1):
         table.tokens[row].random_(0, 1000)
         table.computed[row] = computed
@@ -112,16 +113,16 @@ def place(built: EngineParts, rows: int, computed: int, pages: int) -> None:
         table.folded[row] = computed
         first = 1 + (row - 1) * pages
         own = list(range(first, first + pages))
-        write_place(table, row, own, row if built.runner.state else 0)
+        write_place(table, row, own, row if worker_of(built).state else 0)
 
 
 def timed(built: EngineParts, shape: StepShape, warm: int, times: int) -> float:
     """Mean ms of `times` steps behind `warm` others."""
     for _ in range(warm):
-        built.runner.run_step(shape)
+        worker_of(built).run_step(shape)
     timer = StepTimer(built.plan.device)
     for _ in range(times):
-        built.runner.run_step(shape)
+        worker_of(built).run_step(shape)
     timer.end()
     timer.wait()
     return round(timer.ms / times, 3)
@@ -129,7 +130,7 @@ def timed(built: EngineParts, shape: StepShape, warm: int, times: int) -> float:
 
 def decide_ms(built: EngineParts, shape: StepShape) -> float:
     """Mean ms of the second half of a step, on what one first half has left."""
-    forward, decide = built.runner.run_step
+    forward, decide = worker_of(built).run_step
     forwarded = forward(shape)
     for _ in range(WARM):
         decide(forwarded)
@@ -147,7 +148,7 @@ def kernels(
     """Of each kernel of a step, its name, launches and us in all; the dearest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(times):
-            built.runner.run_step(shape)
+            worker_of(built).run_step(shape)
         torch.cuda.synchronize()
     found = [
         (event.key[:NAME], event.count / times, round(event.device_time_total / times, 1))
@@ -165,7 +166,7 @@ def prompt_shape(tokens: int) -> StepShape:
 def place_prompt(built: EngineParts, tokens: int, pages: int) -> None:
     """The one row of a prompt that begins at its first token."""
     place(built, 1, 0, pages)
-    built.runner.table.inputs.fill(row_ids=[1], query_lens=[tokens])
+    worker_of(built).table.inputs.fill(row_ids=[1], query_lens=[tokens])
 
 
 def prompt_ms(built: EngineParts, tokens: int, pages: int) -> float:

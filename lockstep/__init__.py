@@ -21,20 +21,20 @@ __all__ = [
     "__version__",
 ]
 
-# libgomp reads it once, when torch is imported: threads that wait give their core away.
+# libgomp reads it when torch is imported. "passive" makes waiting threads yield their core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def __dir__() -> list[str]:
-    """Names that an editor or a shell completes, those that are not imported yet included."""
+    """Return the public names for completion, lazily imported ones included."""
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> object:
-    """Imports on first use, so that the command line answers at once."""
+    """Import public names on first use, so that the command line starts fast."""
     from importlib import import_module
 
-    homes = {
+    modules = {
         "LLM": "llm",
         "AsyncLLM": "async_llm",
         "AsyncLLMEngine": "async_llm",
@@ -49,6 +49,6 @@ def __getattr__(name: str) -> object:
         "TextPrompt": "inputs",
         "TokensPrompt": "inputs",
     }
-    if name not in homes:
+    if name not in modules:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    return getattr(import_module(f"lockstep.{homes[name]}"), name)
+    return getattr(import_module(f"lockstep.{modules[name]}"), name)

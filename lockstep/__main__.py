@@ -1,4 +1,4 @@
-"""The command line: `python -m lockstep` and `lockstep`."""
+"""Command line: `python -m lockstep` and `lockstep`."""
 
 import io
 import signal
@@ -6,17 +6,19 @@ import sys
 
 
 def main() -> None:
-    """Run a command. What Lockstep raises on purpose ends in one line and status 2; Ctrl-C, which
-    may come while modules are imported, in one line and status 130."""
+    """Run a command. A LockstepError prints one line and exits with status 2, Ctrl-C with status
+    130.
+
+    Ctrl-C may arrive while modules are imported.
+    """
     try:
         run_command()
     except KeyboardInterrupt:
-        # Another Ctrl-C ends the process at once: Python would print a traceback of its own end.
+        # A second Ctrl-C kills the process: otherwise Python prints a traceback of its shutdown.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("Interrupted: lockstep.", file=sys.stderr)
-        sys.exit(
-            130
-        )  # lockstep.cli.interrupt.INTERRUPTED, whose import may be what was interrupted
+        # The value of lockstep.cli.interrupt.INTERRUPTED: its import may be what was interrupted.
+        sys.exit(130)
 
 
 def run_command() -> None:
@@ -25,7 +27,8 @@ def run_command() -> None:
     from lockstep.errors import LockstepError
 
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot encode ends no command
+        # Text that the terminal cannot encode must not end the command.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
     try:
         app(prog_name="lockstep")

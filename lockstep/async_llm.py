@@ -10,12 +10,12 @@ from typing import Any, Self
 
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Update
-from lockstep.engine.engine import Engine, Facts
-from lockstep.engine.engine_loop import TokenUpdate
 from lockstep.engine.process_transport import ProcessTransport
 from lockstep.engine.stats import Stats
 from lockstep.engine.thread_transport import ThreadTransport
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.engine_args import EngineArgs
+from lockstep.engine_builder import build_engine
 from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, check_keywords
 from lockstep.llm import hosted_engine, processor_of
@@ -26,6 +26,7 @@ from lockstep.sampling_params import RequestOutputKind, SamplingParams
 from lockstep.text.model_tokenizer import ModelTokenizer
 from lockstep.text.processor import Prompt, TextUpdate
 from lockstep.text.settings import TextSettings
+from lockstep.worker.executor import Facts
 
 STEP_SECONDS = 120.0
 """Time limit of a step; the engine's process is restarted after it."""
@@ -62,7 +63,7 @@ class AsyncLLM:
         config, text = EngineArgs(model, **settings).read()
         transport: ThreadTransport | ProcessTransport
         if disable_frontend_multiprocessing:
-            transport = ThreadTransport(Engine(config, progress))
+            transport = ThreadTransport(build_engine(config, progress))
             facts = transport.engine.facts
         else:
             make = partial(hosted_engine, config, text)

@@ -1,4 +1,4 @@
-"""The keywords of LLM and AsyncLLM: settings by their names, and vllm serve's flags by theirs."""
+"""Keyword arguments of LLM and AsyncLLM: settings by name, and flags of vllm serve."""
 
 import re
 import warnings
@@ -20,13 +20,14 @@ from lockstep.worker.build import find_model
 
 DRAFTING = "speculative_config"
 WITHOUT_SERVER = {"disable_log_stats": True, "enable_log_requests": False}
-"""Settings of the server's log -> values that ask for what Python does: it logs nothing."""
+"""Server logging settings -> values that match Python's behaviour: nothing is logged."""
 CALL_DEPTH = 7
-"""Frames between warnings.warn and the line that made an LLM."""
+"""Stack frames between warnings.warn and the line that created an LLM."""
 
 
 class EngineArgs:
-    """Keywords of LLM(...) and AsyncLLM(...), kept for later.
+    """Keyword arguments of LLM(...) and AsyncLLM(...), stored for later use.
+
 
     AsyncLLM.from_engine_args(EngineArgs(model="...", max_num_seqs=64))
     """
@@ -36,8 +37,11 @@ class EngineArgs:
         self.settings = settings
 
     def read(self) -> tuple[EngineConfig, TextSettings]:
-        """Return the settings of the engine and of its text side; "auto" drafting is decided by
-        the checkpoint. Raises ConfigError or CheckpointError, before a model is loaded."""
+        """Return the settings of the engine and of its text side.
+
+        "auto" drafting is decided by the checkpoint. Raises ConfigError or CheckpointError, before
+        a model is loaded.
+        """
         settings = dict(self.settings)
         if settings.get("tokenizer") in (None, self.model):
             settings.pop("tokenizer", None)
@@ -45,16 +49,19 @@ class EngineArgs:
         names = [one.name for one in fields(TextSettings) if one.name in values]
         text = TextSettings(**{name: values.pop(name) for name in names})
         chosen = {DRAFTING: AUTO, "hf_overrides": None, **values, "model": self.model}
-        return EngineConfig.read(**settle_drafts(chosen)), text
+        return EngineConfig.read(**resolve_auto_drafter(chosen)), text
 
 
 AsyncEngineArgs = EngineArgs
 """vLLM's name for the keywords of its asynchronous engine."""
 
 
-def settle_drafts(settings: dict[str, Any], weights: bool = True) -> dict[str, Any]:
-    """Return the settings with "auto" drafting decided by the checkpoint: its own draft module
-    with AUTO_DRAFTS drafts, or none. weights: as in find_model()."""
+def resolve_auto_drafter(settings: dict[str, Any], weights: bool = True) -> dict[str, Any]:
+    """Return the settings with "auto" drafting resolved by the checkpoint.
+
+    It becomes the checkpoint's own draft module with AUTO_DRAFTS drafts, or none.
+    weights: as in find_model().
+    """
     if settings[DRAFTING] != AUTO:
         return settings
     folder = find_model(settings["model"], weights)
@@ -64,11 +71,10 @@ def settle_drafts(settings: dict[str, Any], weights: bool = True) -> dict[str, A
 
 
 def keyword_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that keywords ask for.
+    """Return the settings that keyword arguments ask for.
 
-    None counts as left out; for speculative_config it means no drafts. A flag that has no effect
-    here is a warning. Raises ConfigError for a flag that is refused or belongs to the server, and
-    for an unknown keyword.
+    None counts as left out; for speculative_config it means no drafts. A flag without effect here
+    is a warning. Raises ConfigError for a refused flag, a server flag, and an unknown keyword.
     """
     known = [one.name for cls in (EngineConfig, TextSettings) for one in fields(cls)]
     flags = {flag.name.replace("-", "_"): flag for flag in all_flags()}
@@ -91,7 +97,7 @@ def keyword_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _applies(flag: Flag, known: list[str]) -> bool:
-    """Return whether Python has what the flag sets, or the flag sets nothing."""
+    """Return whether the flag sets something that Python has, or nothing."""
     return flag.kind is not Kind.ACTS or flag.setting.partition(".")[0] in ("", *known)
 
 
@@ -107,8 +113,7 @@ def _warn(line: str) -> None:
 
 
 def _in_python(text: str) -> str:
-    """Return a text about flags with the names that they have as keywords. Commands in
-    backquotes keep their flags."""
+    """Return a message with flags renamed to keywords, except in commands in backquotes."""
     return re.sub(
         r"`[^`]*`|--([a-z][a-z-]*)",
         lambda match: match[1].replace("-", "_") if match[1] else match[0],
@@ -117,11 +122,11 @@ def _in_python(text: str) -> str:
 
 
 def _unknown(name: str, known: list[str], flags: Mapping[str, Flag]) -> Exception:
-    """Return the error of a keyword that is no setting here: a server's option, or unknown."""
+    """Return the error of an unknown keyword, which may be a server option."""
     if name in flags or name in SERVER_OPTIONS:
         return ConfigError(
             f"{name} is a setting of the HTTP server; allowed: as --{name.replace('_', '-')} of "
-            "lockstep serve. Leave it out."
+            "lockstep serve. Remove it."
         )
     near = get_close_matches(name, [*known, *flags], n=1)
     meant = f"Did you mean {near[0]}? " if near else ""

@@ -1,33 +1,33 @@
-"""The exception tree. Every message names the field, the value, what is allowed and what to do.
+"""Exception hierarchy. Every message names the field, the value, what is allowed and what to do.
 
 LockstepError
-+-- ConfigError       a setting of the engine is wrong, alone or together with another
-+-- CheckpointError   a checkpoint lacks a tensor, has a spare one, or asks for what we do not build
-+-- RequestError      one request is wrong; the engine and all other requests go on
++-- ConfigError       invalid setting of the engine, or invalid combination of settings
++-- CheckpointError   missing, extra or unsupported contents of a checkpoint
++-- RequestError      invalid request; the engine and all other requests continue
 |   +-- ContextLengthError   its prompt is longer than the context
-+-- CapacityError     memory does not suffice for what was asked
-+-- CaptureError      something inside a captured step compiled, allocated or waited
-+-- ComputeError      a step of one request failed; the request ended, others go on
-+-- EngineDeadError   the engine loop ended with an error; requests cannot be served any more
++-- CapacityError     not enough memory
++-- CaptureError      compilation, allocation or synchronization inside of a captured step
++-- ComputeError      failed step of one request, which ended; other requests continue
++-- EngineDeadError   the engine loop ended with an error; no request can be served
 """
 
 from itertools import islice
 
 
 class LockstepError(Exception):
-    """Base of all errors that Lockstep raises on purpose."""
+    """Base class of all errors that Lockstep raises deliberately."""
 
 
 class ConfigError(LockstepError, ValueError):
-    """A setting of the engine is wrong."""
+    """Invalid setting of the engine."""
 
 
 class CheckpointError(LockstepError, ValueError):
-    """A checkpoint cannot be loaded as it is."""
+    """Checkpoint that cannot be loaded."""
 
 
 class RequestError(LockstepError, ValueError):
-    """One request is wrong. `field` names the parameter at fault."""
+    """Invalid request. `field` names the parameter at fault."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -35,23 +35,23 @@ class RequestError(LockstepError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt of one request is longer than the model's context."""
+    """Prompt that is longer than the model's context."""
 
 
 class CapacityError(LockstepError, RuntimeError):
-    """Memory does not suffice for what was asked."""
+    """Not enough memory."""
 
 
 class CaptureError(LockstepError, RuntimeError):
-    """A step compiles, allocates or waits for the device where a captured or a dry one must not."""
+    """Compilation, allocation or synchronization where a captured or dry step forbids it."""
 
 
 class ComputeError(LockstepError, RuntimeError):
-    """A step of the request failed; it ended, others go on."""
+    """Failed step of a request. The request ended; other requests continue."""
 
 
 class EngineDeadError(LockstepError, RuntimeError):
-    """The engine loop ended with an error."""
+    """End of the engine loop by an error."""
 
 
 def context_length_error(
@@ -59,10 +59,9 @@ def context_length_error(
 ) -> ContextLengthError:
     """Return the error of a prompt that does not fit into the context.
 
-    Agents compact a conversation where they recognise the message: by Anthropic's phrase, with
-    which it begins, or by OpenAI's "maximum context length".
-
-    at_least: why the prompt has at least that many tokens, where they were not counted.
+    The message begins with Anthropic's phrase and contains OpenAI's "maximum context length":
+    agents recognise them and compact the conversation.
+    at_least: reason for which the prompt has at least that many tokens, if they were not counted.
     """
     counted = f" (at least, since {at_least})" if at_least else ""
     return ContextLengthError(
@@ -76,17 +75,18 @@ def context_length_error(
 def choice_error(
     kind: type[LockstepError], field: str, value: object, allowed: object, remedy: str
 ) -> LockstepError:
-    """The one form of "this value is not allowed": field, value, what is allowed, what to do."""
+    """Return the error of a value that is not allowed: field, value, what is allowed, what to
+    do."""
     return kind(f"{field}={brief(value)} is not allowed; allowed: {allowed}. {remedy}")
 
 
 def install_extra(name: str) -> str:
-    """Return the command that installs an extra. The package is on no index, so a checkout is."""
+    """Return the command that installs an extra from a checkout; the package is on no index."""
     return f"in Lockstep's checkout, pip install '.[{name}]'"
 
 
 def brief(value: object, depth: int = 2) -> str:
-    """A value for a message, short however large it is: plain types are spelled, others named."""
+    """Return a value for a message, bounded in length: plain types are written, others named."""
     if isinstance(value, str):
         return repr(value[:60]) + "..." * (len(value) > 60)
     if isinstance(value, int) and value.bit_length() > 128:

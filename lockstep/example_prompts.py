@@ -1,4 +1,4 @@
-"""What check and bench ask a model: seven short conversations and one long text."""
+"""Prompts of check and bench: seven short conversations and one long text."""
 
 import random
 from typing import Any
@@ -53,14 +53,15 @@ QUESTION = "What is the secret?"
 
 
 def short_prompts(llm: LLM) -> list[list[int]]:
-    """The conversations as token ids; repeating random ids where the model has no tokenizer."""
+    """Return the conversations as token ids; random ids if the model has no tokenizer."""
     if llm.tokenizer is None:
         return [_random_ids(llm, index, 80 + 17 * index) for index in range(len(CONVERSATIONS))]
     return [_conversation_ids(llm, turns, tools) for turns, tools in CONVERSATIONS]
 
 
 def long_prompt(llm: LLM, length: int) -> list[int]:
-    """About `length` tokens of filler with a needle in the middle, and the question after it."""
+    """Return about `length` tokens of filler with a needle in the middle and a question at the
+    end."""
     if llm.tokenizer is None:
         return _random_ids(llm, 99, length)
     unit = len(llm.tokenizer.encode(FILLER))
@@ -77,6 +78,6 @@ def _conversation_ids(llm: LLM, turns: list[str], tools: list[dict[str, Any]]) -
 
 
 def _random_ids(llm: LLM, seed: int, length: int) -> list[int]:
-    """A random pattern of 40 ids, over and over, so that an n-gram drafter finds its drafts."""
+    """Return a random pattern of 40 ids, repeated so that an n-gram drafter finds matches."""
     pattern = random.Random(seed).choices(range(llm.engine.vocab_size), k=40)
     return (pattern * (length // 40 + 1))[:length]

@@ -1,4 +1,4 @@
-"""Keyword arguments that users of other engines know and that are no parameters here."""
+"""Keyword arguments of other engines that are not parameters here, with a remedy for each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -10,7 +10,7 @@ from lockstep.errors import LockstepError, RequestError, brief
 
 Kind = TypeVar("Kind")
 Foreign = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Keyword -> (values that ask for what is done anyway, what to do instead)."""
+"""Keyword -> (values that change nothing, what to do instead)."""
 
 
 def check_keywords(
@@ -20,38 +20,38 @@ def check_keywords(
     error: type[LockstepError] = RequestError,
     field: str | None = None,
 ) -> None:
-    """Check keywords that are no parameters; None and the listed values of a foreign one pass.
+    """Check keywords that are not parameters; None and the values that change nothing are accepted.
 
-    Raises `error` for any other: with the remedy for a foreign keyword, with the nearest known
-    name for an unknown one. field: what a RequestError calls the parameter, instead of the keyword
-    itself.
+    Others raise `error`: with the remedy for a foreign keyword, with the nearest known name for an
+    unknown one.
+    field: parameter that a RequestError names instead of the keyword.
     """
     for name, value in keywords.items():
         if name not in foreign:
             near = get_close_matches(name, [*known, *foreign], n=1)
             meant = f"Did you mean {near[0]}? " if near else ""
-            raise _named(
+            raise _error(
                 error,
                 field or name,
-                f"{brief(name)[1:-1]} is no parameter; allowed: {', '.join(known)}. "
+                f"{brief(name)[1:-1]} is not a parameter; allowed: {', '.join(known)}. "
                 f"{meant}Remove or rename it.",
             )
-        harmless, remedy = foreign[name]
-        if value is not None and not any(_equal(value, other) for other in harmless):
-            raise _named(error, field or name, f"{name}={brief(value)} is not supported: {remedy}")
+        neutral_values, remedy = foreign[name]
+        if value is not None and not any(_equal(value, other) for other in neutral_values):
+            raise _error(error, field or name, f"{name}={brief(value)} is not supported: {remedy}")
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Compare by type first: True is not 1, and an array's comparison has no truth value."""
+    """Compare by type first: True is not 1, and comparing arrays gives no truth value."""
     return type(value) is type(other) and bool(value == other)
 
 
-def _named(error: type[LockstepError], name: str, message: str) -> LockstepError:
+def _error(error: type[LockstepError], name: str, message: str) -> LockstepError:
     return RequestError(message, name) if issubclass(error, RequestError) else error(message)
 
 
-def explains(foreign: Foreign) -> Callable[[type[Kind]], type[Kind]]:
-    """Return a class decorator: keywords that the constructor lacks go through check_keywords."""
+def explain_foreign_keywords(foreign: Foreign) -> Callable[[type[Kind]], type[Kind]]:
+    """Return a class decorator: unknown keywords of the constructor go through check_keywords."""
 
     def decorate(cls: type[Kind]) -> type[Kind]:
         construct = cls.__init__
@@ -71,10 +71,10 @@ def explains(foreign: Foreign) -> Callable[[type[Kind]], type[Kind]]:
 
 
 _FORM = "write structured_outputs=StructuredOutputsParams(...)."
-_BEAMS = "beam search is not supported: drafts and batches would change its answer. Leave it out."
-_UNSUPPORTED = "leave it out."
-_NO_ADAPTERS = "merge the adapter into the weights and load those, or leave it out."
-_NO_MEDIA = "text alone is read; leave it out."
+_BEAMS = "beam search is not supported: drafts and batches would change its answer. Remove it."
+_UNSUPPORTED = "remove it."
+_NO_ADAPTERS = "merge the adapter into the weights and load those, or remove it."
+_NO_MEDIA = "only text is supported; remove it."
 
 SAMPLING: Foreign = {
     "best_of": ((1,), "completions are not ranked; ask for n and choose."),
@@ -108,7 +108,7 @@ SAMPLING: Foreign = {
         (True,),
         "text is decoded as the tokenizer writes it; leave it out.",
     ),
-    # A cached prefix gives the bits of a computed one, so either value has the same answer.
+    # A cached prefix gives the same bits as a computed one, so both values have the same answer.
     "skip_reading_prefix_cache": ((True, False), _UNSUPPORTED),
     "extra_args": (({},), "no code reads it; leave it out."),
     "flat_logprobs": ((False,), "log-probabilities are one dict a token; leave it out."),
@@ -127,7 +127,7 @@ SAMPLING: Foreign = {
     "typical_p": ((1, 1.0), "choose top_p or min_p, or leave it out."),
     "no_repeat_ngram_size": ((0,), "set repetition_penalty, or leave it out."),
 }
-"""Keywords of SamplingParams elsewhere: in vLLM, SGLang, transformers and the OpenAI API."""
+"""Keywords of SamplingParams in vLLM, SGLang, transformers and the OpenAI API."""
 
 PROMPT: Foreign = {
     "prompt_embeds": ((), "prompts are text or token ids; send one of them."),
@@ -164,7 +164,7 @@ TEMPLATE: Foreign = {
     "return_assistant_tokens_mask": ((False,), "leave it out."),
     "tokenizer_kwargs": (({},), "set tokenize=False and call encode()."),
 }
-"""Keywords of apply_chat_template() in transformers that are no variables of the template."""
+"""Keywords of apply_chat_template() in transformers that are not variables of the template."""
 
 CHAT: Foreign = {
     **CALL,
@@ -188,4 +188,4 @@ METHODS: Mapping[str, str] = {
     "set_tokenizer": "the tokenizer is the checkpoint's.",
     "model_config": "engine.config and engine.plan have the settings.",
 }
-"""Methods of vLLM's LLM that are not here -> what to do instead."""
+"""Methods of vLLM's LLM that are missing here -> what to do instead."""

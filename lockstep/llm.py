@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Inbox, Update
-from lockstep.engine.engine import Engine, Facts
+from lockstep.engine.engine import Engine
 from lockstep.engine.engine_process import MakeGrammar, give_way
 from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.engine_args import EngineArgs
+from lockstep.engine_builder import build_engine
 from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, CHAT, METHODS, check_keywords
 from lockstep.outputs import RequestOutput
@@ -29,6 +30,7 @@ from lockstep.text.settings import TextSettings
 from lockstep.text.templates.chat_template import check_kwargs
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 from lockstep.worker.build import pick_device
+from lockstep.worker.executor import Facts
 
 GENERATE = ("prompts", "sampling_params", "priority", "on_progress", "use_tqdm")
 CHATS = (
@@ -63,7 +65,7 @@ def hosted_engine(
     interpreter with that.
     """
     give_way(pick_device(config))
-    engine = Engine(config, progress)
+    engine = build_engine(config, progress)
     processor = processor_of(engine.facts, text)
     if processor.grammars is not None:
         processor.grammars.prepare()
@@ -97,7 +99,7 @@ class LLM:
         **settings: Any,
     ) -> None:
         config, text = EngineArgs(model, **settings).read()
-        self._adopt(Engine(config, progress), text)
+        self._adopt(build_engine(config, progress), text)
 
     @classmethod
     def over(cls, engine: Engine) -> "LLM":

@@ -1,4 +1,4 @@
-"""How far work has come, as a bar on a terminal."""
+"""Progress bar on a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,34 +17,35 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is done, how much of it, and of how much."""
+"""Callback with the name of the work, the amount done, and the total."""
 BYTES = ("loading", "downloading")
-"""Work whose progress is counted in bytes; that of all other is counted in things."""
+"""Work whose progress is counted in bytes; other work is counted in items."""
 
 
-class _Amount(ProgressColumn):
-    """How much is done, of how much."""
+class _AmountColumn(ProgressColumn):
+    """Column with the amount done and the total."""
 
     def __init__(self) -> None:
         super().__init__()
         self._bytes = DownloadColumn()
-        self._things = MofNCompleteColumn()
+        self._items = MofNCompleteColumn()
 
     def render(self, task: Task) -> Text:
-        column = self._bytes if task.description in BYTES else self._things
+        column = self._bytes if task.description in BYTES else self._items
         return column.render(task)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr where that is a terminal, driven by (what, done, of); it goes when done.
+    """Show a progress bar on stderr if that is a terminal; it disappears when done.
 
-    A KeyboardInterrupt leaves with a note of what was being done.
+    The context value is called with (name, done, total). A KeyboardInterrupt gets a note of the
+    work that was running.
     """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        _Amount(),
+        _AmountColumn(),
         TimeElapsedColumn(),
     )
     console = Console(stderr=True, highlight=False)

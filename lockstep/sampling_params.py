@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, in vLLM's names."""
+"""Sampling parameters of a request, with vLLM's names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, TypeGuard
 
 from lockstep.errors import RequestError, brief
-from lockstep.keywords import SAMPLING, explains
+from lockstep.keywords import SAMPLING, explain_foreign_keywords
 
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 32
@@ -17,28 +17,33 @@ MAX_STOP_IDS = 16
 MAX_EOS_IDS = 4
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_TOKEN_IDS = 2**19  # more than any vocabulary has; the engine refuses ids outside of its own
+MAX_TOKEN_IDS = 2**19  # above all vocabulary sizes; the engine checks ids against its own
 MAX_CHOICES = 1024
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 MAX_REGEX_CHARACTERS = 4096
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave fp32's range: greedy, as in vLLM
+MIN_TEMPERATURE = 1e-5  # lower values overflow fp32 in logits / T and are greedy, as in vLLM
 _SWITCHES = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What an answer must match: exactly one of the first six, in vLLM's names.
+    """Format that an answer must match: exactly one of the first six fields, with vLLM's names.
 
-    json: a JSON schema, as a dict, as JSON text or as a pydantic model; regex: all of the answer,
-    in the syntax of Rust's regex crate; choice: one of these texts; grammar: Lark or GBNF;
-    json_object: any JSON object; structural_tag: {"structures": [{"begin", "schema", "end"}],
-    "triggers": [...]}, free text in which a trigger begins a structure.
+    json: JSON schema as a dict, JSON text or a pydantic model.
+    regex: regex of the whole answer, in the syntax of Rust's regex crate.
+    choice: one of these texts.
+    grammar: Lark or GBNF.
+    json_object: any JSON object.
+    structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, free text in
+    which a trigger begins a structure.
 
-    disable_any_whitespace: JSON as json.dumps writes it, without further blanks;
-    whitespace_pattern: a regex of the blanks instead; both with json and json_object alone.
-    disable_additional_properties: objects have no properties beside those that the schema names;
-    with json alone. disable_fallback has no effect: there is one way to do it.
+    disable_any_whitespace: no blanks except those that json.dumps writes (json and json_object
+    only).
+    whitespace_pattern: regex of the blanks instead (json and json_object only).
+    disable_additional_properties: objects have only the properties that the schema names (json
+    only).
+    disable_fallback: no effect.
     """
 
     json: Any = None
@@ -53,14 +58,14 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises RequestError."""
+        """Check the fields. Raises RequestError."""
         if hasattr(self.json, "model_json_schema"):
             object.__setattr__(self, "json", self.json.model_json_schema())
-        given = [name for name in STRUCTURES if _is_set(getattr(self, name))]
-        if len(given) != 1:
+        present = [name for name in STRUCTURES if _is_set(getattr(self, name))]
+        if len(present) != 1:
             raise RequestError(
-                f"structured_outputs has {', '.join(given) or 'nothing'}; allowed: exactly one of "
-                f"{', '.join(STRUCTURES)}. Send one.",
+                f"structured_outputs has {', '.join(present) or 'nothing'}; allowed: exactly one "
+                f"of {', '.join(STRUCTURES)}. Send one.",
                 "structured_outputs",
             )
         for name, allowed, fits in (
@@ -81,23 +86,23 @@ class StructuredOutputsParams:
         self._check_sizes()
 
     def _check_options(self) -> None:
-        """What says how JSON is written needs JSON that is written so."""
+        """Raise RequestError for JSON options of an answer that is not JSON."""
         for name, kinds in (
             ("whitespace_pattern", ("json", "json_object")),
             ("disable_any_whitespace", ("json", "json_object")),
             ("disable_additional_properties", ("json",)),
         ):
             if _is_set(getattr(self, name)) and self.kind not in kinds:
-                raise self._refusal(name, f"with {' or '.join(kinds)} alone")
+                raise self._refusal(name, f"with {' or '.join(kinds)} only")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise self._refusal("whitespace_pattern", "without disable_any_whitespace")
 
     def _check_sizes(self) -> None:
         if self.choice is not None:
-            sized = is_list(self.choice) and 1 <= len(self.choice) <= MAX_CHOICES
-            if not sized or not _is_list_of(self.choice, str):
+            has_size = is_list(self.choice) and 1 <= len(self.choice) <= MAX_CHOICES
+            if not has_size or not _is_list_of(self.choice, str):
                 raise self._refusal("choice", f"a list of 1 to {MAX_CHOICES} texts")
-        for name, text, most in (
+        for name, text, limit in (
             ("json", self.json, MAX_GRAMMAR_CHARACTERS),
             ("regex", self.regex, MAX_REGEX_CHARACTERS),
             ("choice", "".join(self.choice or ()), MAX_GRAMMAR_CHARACTERS),
@@ -105,34 +110,35 @@ class StructuredOutputsParams:
             ("structural_tag", self.structural_tag, MAX_GRAMMAR_CHARACTERS),
             ("whitespace_pattern", self.whitespace_pattern, MAX_REGEX_CHARACTERS),
         ):
-            if isinstance(text, str) and len(text) > most:
-                raise self._refusal(name, f"at most {most} characters")
+            if isinstance(text, str) and len(text) > limit:
+                raise self._refusal(name, f"at most {limit} characters")
             if isinstance(text, str) and not _is_unicode(text):
-                raise self._refusal(name, "Unicode text, without halves of surrogate pairs")
+                raise self._refusal(name, "Unicode text without lone surrogates")
 
     def _refusal(self, name: str, allowed: str) -> RequestError:
         field = self.field_of(name)
         return RequestError(
-            f"{field}={brief(getattr(self, name))} is not allowed; allowed: {allowed}. Change it.",
+            f"{field}={brief(getattr(self, name))} is not allowed; allowed: {allowed}. "
+            "Choose an allowed value.",
             field,
         )
 
     @classmethod
     def read(cls, sent: Mapping[str, Any]) -> "StructuredOutputsParams":
-        """The parameters of a dict of fields. Raises RequestError."""
+        """Return the parameters of a dict of fields. Raises RequestError."""
         known = [f.name for f in fields(cls)]
         for name in sent:
             if name not in known:
                 raise RequestError(
-                    f"structured_outputs has {brief(name)}; allowed: {', '.join(known)}. Leave it "
-                    "out.",
+                    f"structured_outputs has {brief(name)}; allowed: {', '.join(known)}. Remove "
+                    "it.",
                     "structured_outputs",
                 )
         return cls(**sent)
 
     @property
     def kind(self) -> str:
-        """The name of what is set."""
+        """Return the name of the structure that is set."""
         return next(name for name in STRUCTURES if _is_set(getattr(self, name)))
 
     def to_json(self) -> dict[str, Any]:
@@ -141,13 +147,13 @@ class StructuredOutputsParams:
         return {name: getattr(self, name) for name in known if _is_set(getattr(self, name))}
 
     @property
-    def written(self) -> bool:
-        """Whether its rules are as a client wrote them."""
+    def is_client_grammar(self) -> bool:
+        """Return whether a client wrote the grammar itself."""
         return self.kind == "grammar"
 
     @property
     def json_after(self) -> tuple[str, ...] | None:
-        """Return an empty tuple where the whole answer is JSON, None where it is another form.
+        """Return () if the whole answer is JSON, None otherwise.
 
         Subclasses return the texts that introduce JSON in an answer.
         """
@@ -155,37 +161,40 @@ class StructuredOutputsParams:
 
     @property
     def field(self) -> str:
-        """The field that asked for it, as errors name it."""
+        """Return the request field of the structure, for errors."""
         return self.field_of(self.kind)
 
     def field_of(self, name: str) -> str:
-        """The field that set one of these, as errors name it."""
+        """Return the request field that sets one of these fields, for errors."""
         return f"structured_outputs.{name}"
 
 
 class RequestOutputKind(Enum):
-    """Content of an output of AsyncLLM.generate: all so far, what is new, or the whole answer."""
+    """Content of an output of AsyncLLM.generate: all text so far, new text, or the final answer."""
 
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
 
 
-@explains(SAMPLING)
+@explain_foreign_keywords(SAMPLING)
 @dataclass
 class SamplingParams:
-    """Sampling parameters of one request; `seed=None` draws one, which the output returns.
+    """Sampling parameters of one request.
 
-    Values are checked when the object is made, and again when a request is made of it.
+    temperature: 0 (or below 1e-5) is greedy.
+    top_k, top_p: 0 or -1, and 1, turn them off.
+    bad_words: strings (`bad_words_ids` once tokenized).
+    seed: None chooses one, which the output returns.
+    logprobs: N: the chosen token and the N most likely ones at every generated position, of the raw
+    logits. prompt_logprobs: the same for the prompt.
+    structured_outputs: format of the answer; a dict of its fields is accepted.
+    truncate_prompt_tokens: N: keep the last N tokens of the prompt; -1: as many as max_tokens
+    allows.
+    thinking_token_budget: N: at most N reasoning tokens before the closing tag; -1: unlimited.
+    output_kind: outputs of AsyncLLM; LLM returns whole answers.
 
-    temperature 0 (or below 1e-5) is greedy. top_k 0 or -1 and top_p 1 switch off. `bad_words` are
-    strings (`bad_words_ids` once tokenized). `logprobs` N: the chosen token and the N likeliest at
-    every generated position, of the raw logits. `prompt_logprobs`: the same for the prompt.
-    `structured_outputs`: what the answer must match (a dict of its fields will do).
-    `truncate_prompt_tokens` N: only the last N tokens of the prompt are read; -1: as many as leave
-    room for max_tokens. `thinking_token_budget` N: at most N tokens of a thought, after which its
-    closing tag must come; -1: any number. `output_kind`: what AsyncLLM yields; LLM returns whole
-    answers.
+    Values are checked when the object is created, and again when a request is made from it.
     """
 
     n: int = 1
@@ -242,11 +251,11 @@ class SamplingParams:
 
     def clone(self, **changes: Any) -> "SamplingParams":
         """Return a checked copy with these changes. Raises RequestError."""
-        given = {name: getattr(self, name) for name in self.names()}
-        return type(self)(**{**given, **changes})
+        values = {name: getattr(self, name) for name in self.names()}
+        return type(self)(**{**values, **changes})
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields but output_kind as JSON values, with what was asked for of a form."""
+        """Return all fields but output_kind as JSON values."""
         values = {name: getattr(self, name) for name in self.names() if name != "output_kind"}
         form = self.structured_outputs
         return {**values, "structured_outputs": None if form is None else form.to_json()}
@@ -255,17 +264,16 @@ class SamplingParams:
         value = getattr(self, name)
         if value is None and type(self).__dataclass_fields__[name].default in (None, 16):
             return
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        whole = isinstance(type(self).__dataclass_fields__[name].default, float) or isinstance(
-            value, int
-        )
-        if not (number and whole and low <= value <= high):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        default = type(self).__dataclass_fields__[name].default
+        fits_type = isinstance(default, float) or isinstance(value, int)
+        if not (is_number and fits_type and low <= value <= high):
             kind = "a number" if isinstance(low, float) else "a whole number"
             raise self._refusal(name, f"{kind} from {low} to {high}")
 
     def _check_sizes(self) -> None:
-        """Before anything is looked at one by one."""
-        for name, most in (
+        """Check the sizes of collections before their entries are read."""
+        for name, limit in (
             ("stop", MAX_STOP_STRINGS),
             ("stop_token_ids", MAX_STOP_IDS),
             ("bad_words", MAX_BAD_WORDS),
@@ -274,9 +282,9 @@ class SamplingParams:
             ("logit_bias", MAX_TOKEN_IDS),
         ):
             value = getattr(self, name)
-            if (is_list(value) or isinstance(value, Mapping)) and len(value) > most:
+            if (is_list(value) or isinstance(value, Mapping)) and len(value) > limit:
                 raise RequestError(
-                    f"{name} has {len(value)} entries; allowed: at most {most}. Send fewer.", name
+                    f"{name} has {len(value)} entries; allowed: at most {limit}. Send fewer.", name
                 )
 
     def _check_kinds(self) -> None:
@@ -300,7 +308,7 @@ class SamplingParams:
     def _refusal(self, name: str, allowed: str) -> RequestError:
         return RequestError(
             f"{name}={brief(getattr(self, name))} is not allowed; allowed: {allowed}. "
-            "Change it or leave it out.",
+            "Choose an allowed value, or leave it out.",
             name,
         )
 
@@ -320,21 +328,22 @@ class SamplingParams:
             )
         if "" in self.stop_strings:
             raise RequestError('stop="" would end every answer; leave it out.', "stop")
-        for name, words, kind, most in (
+        for name, words, kind, limit in (
             ("stop", self.stop_strings, "characters", MAX_STOP_CHARACTERS),
             ("bad_words", self.bad_words, "characters", MAX_BAD_WORD_CHARACTERS),
             ("bad_words", self.bad_words_ids, "tokens", MAX_BAD_WORD_TOKENS),
         ):
             for word in words or ():
-                if len(word) > most or (kind == "tokens" and not len(word)):
+                if len(word) > limit or (kind == "tokens" and not len(word)):
                     raise RequestError(
-                        f"{name} entry of {len(word)} {kind} is not allowed; allowed: 1 to {most} "
+                        f"{name} entry of {len(word)} {kind} is not allowed; allowed: 1 to {limit} "
                         f"{kind}. Shorten it or leave it out.",
                         name,
                     )
 
     def _check_structure(self) -> None:
-        """A dict becomes StructuredOutputsParams; the grammar alone says where the answer ends."""
+        """Convert a dict to StructuredOutputsParams; refuse options that conflict with the
+        grammar's end."""
         wanted = self.structured_outputs
         if isinstance(wanted, Mapping):
             chosen = StructuredOutputsParams.read(wanted)
@@ -347,30 +356,30 @@ class SamplingParams:
             if getattr(self, name):
                 raise RequestError(
                     f"{name}={getattr(self, name)} is not allowed with structured_outputs, which "
-                    "say where the answer may end. Leave one of them out.",
+                    "define where the answer may end. Remove one of them.",
                     name,
                 )
 
     @property
     def greedy(self) -> bool:
-        """Whether the target token is a plain argmax."""
+        """Return whether the target token is the argmax."""
         return self.temperature < MIN_TEMPERATURE
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
+        """Return `stop` as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names of all fields."""
+        """Return the names of all fields."""
         return tuple(f.name for f in fields(cls))
 
 
 def _is_set(value: object) -> bool:
-    """Whether a field asks for something."""
+    """Return whether a field is set."""
     return value is not None and value is not False
 
 
@@ -383,23 +392,23 @@ def _is_unicode(text: str) -> bool:
 
 
 def is_ids(value: object) -> bool:
-    """Whether it is a list (or the like) of whole numbers."""
+    """Return whether a value is a sequence of integers."""
     return _is_list_of(value, Integral)
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether it is a list, a tuple or the like; text, sets and arrays are none."""
+    """Return whether a value is a list, a tuple or the like, but not text, a set or an array."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def _is_list_of(value: object, kind: type) -> bool:
     if not is_list(value):
         return False
-    return all(issubclass(found, kind) and found is not bool for found in set(map(type, value)))
+    return all(issubclass(entry, kind) and entry is not bool for entry in set(map(type, value)))
 
 
 def _is_list_of_ids(value: Any) -> bool:
-    """Lists that are too long are left for the check of their length."""
+    """Return whether a value is a list of lists of ids; too long lists are checked elsewhere."""
     if not _is_list_of(value, Sequence):
         return False
     return all(len(ids) > MAX_BAD_WORD_TOKENS or is_ids(ids) for ids in value)

@@ -1,7 +1,7 @@
-"""Settings: frozen dataclasses whose fields are declared once, and checked by pydantic.
+"""Settings: frozen dataclasses whose fields are declared once and checked by pydantic.
 
-A declaration is a field's type, with its bounds, and its setting(): default, help, remedy. The
-command line, the errors and the page of settings in docs/ are all made from it.
+A declaration is the field's type with its bounds, and setting() with default, help and remedy. The
+command line, error messages and the configuration page are generated from it.
 """
 
 import re
@@ -19,30 +19,29 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from lockstep.errors import ConfigError, choice_error
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-"""No value is taken for one of another type: "4", 4.0 and true are no whole numbers."""
+"""Strict types: "4", 4.0 and true are not integers."""
 TUPLE_OF_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 TEXT_OF_PATH = BeforeValidator(lambda path: str(path) if isinstance(path, PathLike) else path)
-MOST_CHARACTERS = 1 << 20
-"""Of a file that a setting names."""
+MAX_CHARACTERS = 1 << 20
+"""Maximum characters of a file that a setting names."""
 
 
-def read_named(path: str | Path, most: int = MOST_CHARACTERS) -> str:
-    """The text of a file that a setting names.
+def read_named(path: str | Path, limit: int = MAX_CHARACTERS) -> str:
+    """Return the text of a file that a setting names.
 
-    Raises OSError where it cannot be read, ValueError where it is no UTF-8 or has more than `most`
-    characters.
+    Raises: OSError if it cannot be read, ValueError if it is not UTF-8 or too long.
     """
     with Path(path).open(encoding="utf-8") as file:
-        text = file.read(most + 1)
-    if len(text) > most:
-        raise ValueError(f"it is longer than {most} characters")
+        text = file.read(limit + 1)
+    if len(text) > limit:
+        raise ValueError(f"it is longer than {limit} characters")
     return text
 
 
 def why_unread(error: Exception) -> str:
-    """Return the reason that a path cannot be read, without the path, which may be long.
+    """Return the reason why a path cannot be read, without the path, which may be long.
 
-    A path without permission is told from one that is missing.
+    Missing permissions are distinguished from a missing path.
     """
     if isinstance(error, PermissionError):
         return "Permission denied: this user may not use it, or not enter a folder above it"
@@ -54,7 +53,7 @@ FACTORS = {
     for power, pair in enumerate(("kK", "mM", "gG", "tT"), 1)
     for letter in pair
 }
-"""Factors of suffixes: small letters count in thousands, as vLLM has them."""
+"""Factors of size suffixes: lower-case letters are powers of 1000, as in vLLM."""
 _SIZE = re.compile(
     r"(\d{1,20}(?:\.\d{1,20})?(?:[eE][+-]?\d{1,2})?)\s*([kKmMgGtT](?:i?[bB])?|[bB]|)"
 )
@@ -65,11 +64,11 @@ SIZES = "24G or 24GiB (2^30 bytes each), 24GB (10^9) or 25.3e9"
 def read_bytes(text: str, unit: int = 1) -> float:
     """Return the number of units of a size such as 24G, 24GB, 24GiB, 25.3e9 or 512.
 
-    unit: bytes of one; a number without a suffix counts units. Raises ValueError.
+    unit: bytes per unit; a number without a suffix counts units. Raises ValueError.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text[:60]!r} is no size")
+        raise ValueError(f"{text[:60]!r} is not a size")
     number = float(match[1])
     if not match[2]:
         return number
@@ -83,7 +82,7 @@ def read_bytes(text: str, unit: int = 1) -> float:
 
 
 def size_in(unit: int) -> BeforeValidator:
-    """Return the validator that reads texts as sizes. unit: bytes of one, e.g. 2^30 for GiB."""
+    """Return the validator that parses sizes. unit: bytes per unit, e.g. 2^30 for GiB."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str):
@@ -95,15 +94,15 @@ def size_in(unit: int) -> BeforeValidator:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Raises ConfigError where no file can be written that a setting names. Leaves none behind."""
-    known = exists(path)
+    """Raise ConfigError if a file that a setting names cannot be written. Leaves no file behind."""
+    existed = exists(path)
     try:
         path.open("ab").close()
     except OSError as error:
         allowed = f"a file that can be written ({why_unread(error)})"
-        wrong = choice_error(ConfigError, name, str(path), allowed, "Name another file.")
-        raise wrong from None
-    if not known:
+        error_at_name = choice_error(ConfigError, name, str(path), allowed, "Name another file.")
+        raise error_at_name from None
+    if not existed:
         path.unlink()
 
 
@@ -117,23 +116,26 @@ def setting(
 ) -> Any:
     """Return a field of a Settings class.
 
-    default: MISSING where there is none; allowed: what an error says is allowed, where the type's
-    bounds do not say it well, or what finds it out when it is needed; remedy: what the error
-    advises; is_size: whether its values may be texts that size_in() reads.
+    default: MISSING if there is none.
+    allowed: text for errors if the type's bounds do not describe it, or a function that returns it.
+    remedy: advice of the error.
+    is_size: values may be texts that size_in() parses.
     """
-    about = {"help": help, "allowed": allowed, "remedy": remedy, "is_size": is_size}
-    return field(default=default, metadata=about)
+    metadata = {"help": help, "allowed": allowed, "remedy": remedy, "is_size": is_size}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Base of settings: each field is checked, in their order, when an object is made. within: the
-    setting that they are keys of, and a blank, for messages."""
+    """Base class of settings. Each field is checked in order when an object is created.
+
+    within: the setting that these are keys of, with a trailing blank, for messages.
+    """
 
     within: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError at the first field whose value is not allowed."""
+        """Raise ConfigError for the first field whose value is not allowed."""
         for one in fields(self):
             value = getattr(self, one.name)
             adapter = self.adapter(one.name)
@@ -147,38 +149,38 @@ class Settings:
             object.__setattr__(self, one.name, checked)
 
     def adapter(self, name: str) -> TypeAdapter[Any]:
-        """What checks the field. A class whose bounds depend on fields above overrides it."""
+        """Return the validator of a field. Override it if bounds depend on preceding fields."""
         return adapters(type(self))[name]
 
 
 def adapters(cls: type[Settings]) -> Mapping[str, TypeAdapter[Any]]:
-    """Field name -> what checks its values."""
+    """Return field name -> validator."""
     return _adapters_of(cls)  # type: ignore[arg-type]  # a class is hashable
 
 
 @cache
 def _adapters_of(cls: Any) -> Mapping[str, TypeAdapter[Any]]:
     hints = get_type_hints(cls, include_extras=True)
-    return {one.name: strictly(hints[one.name]) for one in fields(cls)}
+    return {one.name: strict_adapter(hints[one.name]) for one in fields(cls)}
 
 
-def strictly(hint: Any) -> TypeAdapter[Any]:
-    """What checks values of a type, strictly."""
+def strict_adapter(hint: Any) -> TypeAdapter[Any]:
+    """Return the strict validator of a type."""
     return TypeAdapter(hint, config=STRICT)
 
 
-def check_names(cls: type[Settings], given: Mapping[str, Any], what: str, remedy: str) -> None:
-    """Raises ConfigError at the first name that the settings do not have."""
-    known = [one.name for one in fields(cls)]
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            meant = f"Did you mean {near[0]}? " if near else ""
-            raise choice_error(ConfigError, what, name, ", ".join(known), meant + remedy)
+def check_names(cls: type[Settings], names: Mapping[str, Any], what: str, remedy: str) -> None:
+    """Raise ConfigError for the first name that is not a setting."""
+    known_names = [one.name for one in fields(cls)]
+    for name in names:
+        if name not in known_names:
+            matches = get_close_matches(name, known_names, n=1)
+            meant = f"Did you mean {matches[0]}? " if matches else ""
+            raise choice_error(ConfigError, what, name, ", ".join(known_names), meant + remedy)
 
 
 def describe(schema: Mapping[str, Any]) -> str:
-    """The values that a JSON schema allows, in words."""
+    """Return the values that a JSON schema allows, in words."""
     if "anyOf" in schema:
         kinds = [describe(one) for one in schema["anyOf"] if one.get("type") != "null"]
         return ", ".join(kinds)
@@ -193,6 +195,6 @@ def describe(schema: Mapping[str, Any]) -> str:
 
 
 def allowed_by(one: Field[Any]) -> str | None:
-    """What the field's declaration says is allowed; None: the bounds of its type say it."""
-    said = one.metadata["allowed"]
-    return said() if callable(said) else said
+    """Return what the field's declaration says is allowed; None if its type's bounds say it."""
+    declared = one.metadata["allowed"]
+    return declared() if callable(declared) else declared

@@ -5,9 +5,10 @@ from typing import Any
 
 from lockstep import LLM, SamplingParams
 from lockstep.config import EngineConfig
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.outputs import RequestOutput
 from lockstep.spec import drafter_module
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 
 TEXT = "def read(path):"
@@ -33,7 +34,7 @@ def make_engine(drafter: str | None, hooks: CheckHooks = NO_HOOKS, **settings: A
     spec |= {name: settings.pop(name) for name in list(settings) if name in keys}
     settings = {"max_model_len": 512, "max_num_seqs": 4, **settings}
     config = EngineConfig.read(speculative_config=spec if drafter else None, **settings)
-    return LLM.over(Engine(config, hooks=hooks))
+    return LLM.over(build_engine(config, hooks=hooks))
 
 
 def assert_idle(llm: LLM) -> None:
@@ -41,7 +42,7 @@ def assert_idle(llm: LLM) -> None:
     scheduler = llm.engine.scheduler
     assert not llm.engine.has_work() and not scheduler.running and not scheduler.queue
     assert len(scheduler.free_rows) == llm.engine.plan.max_num_seqs
-    assert not scheduler.cache.seqs and not llm.engine.runner.saved
+    assert not scheduler.cache.seqs and not worker_of(llm.engine).saved
     scheduler.cache.check()
 
 

@@ -77,12 +77,16 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_scheduler_runs_without_torch() -> None:
-    code = "block('torch')\n"
-    code += (
-        "import lockstep.scheduling.scheduler, lockstep.scheduling.request, lockstep.cache.cache"
-    )
-    done = run(code)
+CONTROL_PLANE = """
+block("torch")
+import lockstep.engine.engine, lockstep.engine.engine_loop, lockstep.engine.async_engine
+import lockstep.engine.thread_transport, lockstep.engine.process_transport
+import lockstep.scheduling.scheduler, lockstep.cache.cache
+"""
+
+
+def test_control_plane_imports_no_torch() -> None:
+    done = run(CONTROL_PLANE)
     assert done.returncode == 0, done.stderr
 
 

@@ -290,7 +290,7 @@ def test_bytes_that_are_no_text_end_in_one_line(
     with pytest.raises(SystemExit) as ended:
         main()
     last = capsys.readouterr().err.splitlines()[-1]
-    assert ended.value.code == 2 and last.startswith("RequestError: prompt: the text is no Unicode")
+    assert ended.value.code == 2 and last.startswith("RequestError: prompt: character")
 
 
 def test_a_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

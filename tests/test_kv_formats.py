@@ -21,6 +21,7 @@ from lockstep.kernels.formats.kv.fp8 import E4M3, Fp8
 from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.layers.kv_format import StaticScales
 from lockstep.quantization import TensorInfo
+from lockstep.worker.executor import worker_of
 from tests.models.random_checkpoint import MTP, build, weights_of
 from tests.tiny_model import QWEN3, make_model
 
@@ -74,7 +75,7 @@ def answer(llm: LLM) -> Any:
 
 def names(llm: LLM) -> dict[str, str]:
     """The format of each attention layer's cache."""
-    layers = llm.engine.runner.layers
+    layers = worker_of(llm.engine).layers
     found = {n: m.k_cache for n, m in layers.items() if hasattr(m, "k_cache")}
     return {
         n: str(c.codec) if isinstance(c, PackedKV) else str(c.dtype).removeprefix("torch.")
@@ -138,7 +139,7 @@ def test_a_draft_model_whose_heads_do_not_fit_names_its_own_setting(tmp_path: Pa
 def test_rotations_differ_by_layer_and_the_draft_module_has_its_own(folder: Path) -> None:
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     llm = engine(folder, kv_cache_dtype="turboquant_4bit_nc", speculative_config=spec)
-    layers = [m for m in llm.engine.runner.layers.values() if hasattr(m, "k_cache")]
+    layers = [m for m in worker_of(llm.engine).layers.values() if hasattr(m, "k_cache")]
     seeds = [(m.k_cache.codec.seed, m.v_cache.codec.seed) for m in layers]
     assert len({*seeds}) == len(seeds) == 3 and all(k == v for k, v in seeds)
     assert answer(llm) == answer(engine(folder, kv_cache_dtype="turboquant_4bit_nc"))
@@ -211,7 +212,7 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_file(tensors, tmp_path / "model.safetensors")
     scaled = engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
-    layer = next(m for n, m in scaled.engine.runner.layers.items() if "3" in n)
+    layer = next(m for n, m in worker_of(scaled.engine).layers.items() if "3" in n)
     sides = dict(k=Fp8("e4m3", 0.5), v=Fp8("e4m3", torch.tensor(0.03).item()))
     assert layer.kv_format == replace(E4M3, **sides)
     save_file(

@@ -15,6 +15,7 @@ import pytest
 from lockstep import LLM
 from lockstep.errors import ComputeError, EngineDeadError, RequestError
 from lockstep.outputs import RequestOutput
+from lockstep.worker.executor import worker_of
 from tests import asking
 from tests.asking import PROMPTS, QUESTION, answer, assert_idle, make_engine
 from tests.tiny_model import make_model
@@ -116,7 +117,7 @@ def test_a_failed_step_is_an_error_of_those_that_ran(
     tiny: LLM, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answer(tiny.generate(IDS, GREEDY)[0])
-    launch = tiny.engine.runner.launch
+    launch = worker_of(tiny.engine).launch
     both_run, waits, failed = threading.Event(), threading.Event(), threading.Event()
 
     def fail_once(*arguments: Any) -> Any:
@@ -127,7 +128,7 @@ def test_a_failed_step_is_an_error_of_those_that_ran(
             raise RuntimeError("device 0x7f lost")
         return launch(*arguments)
 
-    monkeypatch.setattr(tiny.engine.runner, "launch", fail_once)
+    monkeypatch.setattr(worker_of(tiny.engine), "launch", fail_once)
     running = [pool.submit(tiny.generate, IDS, LONG) for _ in range(2)]
     assert both_run.wait(PATIENCE)
     waiting = pool.submit(tiny.generate, IDS, GREEDY)
@@ -145,8 +146,8 @@ def test_an_engine_that_cannot_go_on_is_an_error_of_every_caller(
     def fail(*arguments: Any) -> Any:
         raise RuntimeError("device 0x7f lost")
 
-    monkeypatch.setattr(tiny.engine.runner, "launch", fail)
-    monkeypatch.setattr(tiny.engine.runner, "probe", fail)
+    monkeypatch.setattr(worker_of(tiny.engine), "launch", fail)
+    monkeypatch.setattr(worker_of(tiny.engine), "probe", fail)
     for future in [pool.submit(tiny.generate, IDS, LONG) for _ in range(5)]:
         with pytest.raises((ComputeError, EngineDeadError)):
             future.result(PATIENCE)

@@ -235,7 +235,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": "fox"}, "bad_words", "a list of strings"),
     ({"bad_words": [5]}, "bad_words", "a list of strings"),
     ({"bad_words": [""]}, "bad_words", "has no tokens"),
-    ({"bad_words": ["\ud800"]}, "bad_words", "no Unicode text"),
+    ({"bad_words": ["\ud800"]}, "bad_words", "half of a surrogate pair"),
     ({"bad_words": ["fox"] * 33}, "bad_words", "at most 32"),
     ({"bad_words": [TEXT * 3]}, "bad_words", "1 to 8 tokens"),
     ({"bad_words": ["x" * 1025]}, "bad_words", "1 to 1024 characters"),

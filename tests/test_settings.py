@@ -72,7 +72,7 @@ def test_sizes_of_memory(text: str, size: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "G", "24X", "-1G", "1e999", "24GG", "nan", "1" * 40, "0x10"])
 def test_texts_that_are_no_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         read_bytes(text)
 
 

@@ -15,11 +15,12 @@ import torch
 from lockstep.bench.offline import Figures, measure
 from lockstep.bench.serving import need_plots
 from lockstep.config import EngineConfig
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.example_prompts import short_prompts
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.draft_length import FixedDraftLength
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 
 NO_DRAFTS = "none"
@@ -129,14 +130,14 @@ def _measured(
         policies.append(CountedDraftLength(counts[-1]))
         return policies[0]
 
-    engine = Engine(EngineConfig.read(**own), hooks=CheckHooks(draft_policy=policy))
+    engine = build_engine(EngineConfig.read(**own), hooks=CheckHooks(draft_policy=policy))
     llm = LLM.over(engine)
     asked = short_prompts(llm)
     half = (len(asked) + 1) // 2
     measured = [{"prompt_token_ids": asked[i % half]} for i in range(rows)]
     others = [{"prompt_token_ids": ids} for ids in asked[half:]] or measured
     llm.generate(others, params, use_tqdm=False)
-    engine.runner.program.on_answer = ()
+    worker_of(engine).program.on_answer = ()
     policies[0].clear()
     figures, outputs = measure(llm, measured, params, 0, runs)
     return figures, policies[0], [o.outputs[0].token_ids for o in outputs]

@@ -27,6 +27,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.settings import check_writable
 from lockstep.step import GRID
+from lockstep.worker.executor import worker_of
 
 WARM_STEPS = 3
 STEP = "step"
@@ -115,7 +116,7 @@ def _start(
 def _named(llm: LLM) -> Iterator[None]:
     """The uncaptured program, with names on its stages, on every layer of target and draft module,
     and on their ops."""
-    runner: Any = llm.engine.runner
+    runner: Any = worker_of(llm.engine)
     program = runner.program
     stages = (
         (program.table, "prepare", "table.prepare"),

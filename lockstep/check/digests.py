@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import RowSpec
 from lockstep.step import StepShape
 from lockstep.worker.program import Outcome
 from lockstep.worker.step_observer import StepObserver
@@ -41,7 +41,7 @@ class DigestedStep:
     places [S], digests [S, Q], emitted [S]: how many of the Q stand, all still on the device.
     """
 
-    requests: list[Request]
+    requests: list[RowSpec]
     places: Tensor
     digests: Tensor
     emitted: Tensor
@@ -54,17 +54,17 @@ class LogitDigests(StepObserver):
         self.steps: list[DigestedStep] = []
         self.rows = 0
 
-    def after_step(self, requests: Sequence[Request], shape: StepShape, outcome: Outcome) -> None:
+    def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
         """Digests the step's logits, without waiting for the device."""
         step, _, logits, verdict = outcome
-        count = len(requests)
+        count = len(rows)
         if not shape.prompt:
             self.rows = max(self.rows, count)
         window = verdict.tokens.shape[1]
         places = step.seq_lens if shape.prompt else step.starts + 1
         digests = digest(logits[: count * window]).view(count, window)
         emitted = verdict.accepted[:count] + 1
-        self.steps.append(DigestedStep(list(requests), places[:count].clone(), digests, emitted))
+        self.steps.append(DigestedStep(list(rows), places[:count].clone(), digests, emitted))
 
     def by_request(self) -> dict[str, list[int]]:
         """Request id -> the digests of its answer's tokens, in their order."""
@@ -91,7 +91,7 @@ class RawLogits(StepObserver):
     def __init__(self) -> None:
         self.rows: list[Tensor] = []
 
-    def after_step(self, requests: Sequence[Request], shape: StepShape, outcome: Outcome) -> None:
+    def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
         """Copies the first row."""
         self.rows.append(outcome[2][:1].clone())
 

@@ -19,8 +19,8 @@ from lockstep.check.world import MOST_HOST, MOST_PAGES, ROOM, Kind, Limits, Worl
 from lockstep.errors import RequestError
 from lockstep.example_prompts import short_prompts
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import check_ids
 from lockstep.step import PAGE_SIZE
-from lockstep.worker.rows import check_ids
 
 EARLY = 8
 """The first worlds bring two new requests each, later ones one, so that all aims come soon."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.cache.cache import CacheConfig
 from lockstep.check.answer_oracle import AnswerOracle
 from lockstep.check.answers import Answer, Mismatch, as_bits, took_place
 from lockstep.check.cases import Batch, Case
@@ -18,12 +18,15 @@ from lockstep.check.drafters import WatchedDrafter, settings_with
 from lockstep.check.matrix import PLAIN, Setup
 from lockstep.check.report import Report
 from lockstep.config import GRAPH_MODES, EngineConfig
-from lockstep.engine.engine import Engine
+from lockstep.engine.scheduler_factory import make_scheduler
+from lockstep.engine.token_update import token_update
+from lockstep.engine_builder import build_engine
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.text.processor import CompletionText
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from lockstep.worker.step_observer import StepObserver
 
@@ -44,10 +47,8 @@ class Completion:
         request = self.request
         if self.text.finished:
             return False
-        seen = len(self.text.output.token_ids)
-        scores = request.logprobs[seen:] if request.params.logprobs is not None else None
-        new = request.output_token_ids[seen:]
-        self.text.push(new, scores, request.finish_reason, request.stop_reason)
+        update = token_update(request, len(self.text.output.token_ids))
+        self.text.push(update.token_ids, update.logprobs, update.finish_reason, update.stop_reason)
         return self.text.finished and request.finish_reason is None
 
     def answer(self, digests: Sequence[int] = ()) -> Answer:
@@ -76,7 +77,7 @@ class CheckEngine:
     @property
     def drafter(self) -> WatchedDrafter | None:
         """The drafter, where the engine was built with the hooks of a check and has one."""
-        found = self.engine.runner.program.drafter
+        found = worker_of(self.engine).program.drafter
         return found if isinstance(found, WatchedDrafter) else None
 
     @property
@@ -145,26 +146,21 @@ class CheckEngine:
         cache: other sizes than the engine's own; changed: arguments of the scheduler that are.
         """
         engine = self.engine
-        plan = engine.plan
         old = engine.scheduler
         engine.clear()
-        own = {
-            "max_num_seqs": plan.max_num_seqs,
-            "max_num_batched_tokens": plan.max_num_batched_tokens,
-            "max_model_len": plan.max_model_len,
-            "query_len": plan.query_len,
-            "row_buckets": plan.row_buckets,
+        kept = {
             "draft_policy": old.draft_policy,
             "policy": old.policy,
             "preempt_every": old.preempt_every,
-            "drafts_in_pages": old.drafts_in_pages,
         }
-        engine.scheduler = scheduler(Cache(cache or old.cache.config), **{**own, **changed})
+        engine.scheduler = make_scheduler(
+            engine.plan, cache or old.cache.config, scheduler, **{**kept, **changed}
+        )
 
     @contextmanager
     def observed(self, observer: StepObserver) -> Iterator[None]:
         """The observer sees every step that is launched meanwhile."""
-        observers = self.engine.runner.observers
+        observers = worker_of(self.engine).observers
         observers.append(observer)
         try:
             yield
@@ -175,7 +171,7 @@ class CheckEngine:
 def build(model: str | None, settings: dict[str, Any], hooks: CheckHooks = NO_HOOKS) -> CheckEngine:
     """An engine of these settings and hooks. Raises what LLM raises."""
     config = EngineConfig.read(model=model, **settings)
-    return CheckEngine(LLM.over(Engine(config, hooks=hooks)))
+    return CheckEngine(LLM.over(build_engine(config, hooks=hooks)))
 
 
 def build_plain(model: str | None, settings: dict[str, Any]) -> CheckEngine:

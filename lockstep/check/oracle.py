@@ -20,6 +20,7 @@ from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.llm import LLM
 from lockstep.models.gguf.folder import holds_gguf
 from lockstep.sampling_params import SamplingParams
+from lockstep.worker.executor import executor_of
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
 """By the model's dtype: how far, relative to their spread, logits may be from transformers' own in
@@ -41,7 +42,7 @@ def load_oracle(llm: LLM) -> Any:
             "--oracle is not allowed with a GGUF file: the comparison loads safetensors. Leave it "
             "out, or name the model's safetensors."
         )
-    packed = llm.engine.checkpoint.quantization() is not None
+    packed = executor_of(llm.engine).checkpoint.quantization() is not None
     if packed or llm.engine.config.quantization:
         raise ConfigError(
             "--oracle is not allowed with packed weights: transformers would read other values. "

@@ -45,7 +45,7 @@ code { font: .9em ui-monospace, monospace; }
   h2 { break-after: avoid; } figure, li { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
-MOST_FAILURES = 50
+MAX_FAILURES = 50
 LABEL = 96
 """Width of the labels of rows, in pixels, as all sizes here."""
 CELL = 82
@@ -108,7 +108,7 @@ def _figures(report: Report) -> str:
 def _failures(report: Report) -> str:
     """Every difference, the first ones at least."""
     lines = []
-    for failure in report.failures[:MOST_FAILURES]:
+    for failure in report.failures[:MAX_FAILURES]:
         at = "" if failure.position is None else f", answer position {failure.position}"
         said = f"{failure.setup.drafting}, {failure.setup.phase}, {failure.batch}: "
         said += f"{failure.request}{at} ({failure.sampling}): {failure.what}"
@@ -116,7 +116,7 @@ def _failures(report: Report) -> str:
         file = escape(failure.file or "")
         alone = f"<br><code>lockstep check --replay {file}</code>" if file else ""
         lines.append(f"<li>{escape(said + where)}{alone}</li>")
-    left = len(report.failures) - MOST_FAILURES
+    left = len(report.failures) - MAX_FAILURES
     more = f'<p class="soft">and {left} more</p>' if left > 0 else ""
     return _section("Differences", f"<ul>{''.join(lines)}</ul>{more}" if lines else "")
 

@@ -11,6 +11,7 @@ from lockstep.cache.host_tier import Key
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.schedule import Admission, PromptChunk, Schedule
 from lockstep.scheduling.scheduler import Scheduler
+from lockstep.worker.executor import worker_of
 
 
 class WorldError(Exception):
@@ -71,7 +72,7 @@ class Rules:
         """The pages that a request begins with are those of its own prompt and salt."""
         size = self.scheduler.cache.config.page_size
         known = self.scheduler.cache.paged.pool.key_of
-        request = admission.request
+        request = self.scheduler.entries[admission.spec.id].request
         fresh = CacheSeq(request.prompt_token_ids, salt=salt_of(request.cache_salt))
         for index, page in enumerate(admission.pages[: admission.start // size]):
             if known.get(page) != fresh.key(index, size):
@@ -146,7 +147,7 @@ def shares_no_snapshot(made: Schedule, slots: set[int]) -> None:
 def leaves_nothing(engine: Engine) -> None:
     """Raises WorldError where all requests are over and something of one is not."""
     scheduler = engine.scheduler
-    table = engine.runner.table
+    table = worker_of(engine).table
     null = (table.computed[0], table.folded[0], table.page_table[0].sum(), table.state_slots[0])
     if any(int(value) for value in null):
         raise WorldError("the null row was written to")
@@ -160,7 +161,7 @@ def leaves_nothing(engine: Engine) -> None:
         ("pages in use", cache.paged.pool.used),
         ("slots in use", state.pool.used if state else 0),
         ("pinned snapshots", len(state.pins) if state else 0),
-        ("rows in host memory", len(engine.runner.saved)),
+        ("rows in host memory", len(worker_of(engine).saved)),
         ("pinned places in host memory", len(cache.host.pinned)),
         ("counts of requests", len(engine._counted)),
     ):

@@ -16,6 +16,7 @@ from lockstep.check.tokens import run_matrix, turns
 from lockstep.check.world import Kind, World
 from lockstep.check.worlds import Effort, Examiner, Progress, replay, run_worlds
 from lockstep.errors import ConfigError, choice_error
+from lockstep.worker.executor import executor_of
 
 
 def _silent(what: str, done: int, of: int) -> None:
@@ -64,7 +65,9 @@ def _sections(
     """What a check does, in its order, over one plain engine."""
     plain = build_plain(model, settings)
     report.numerics = plain.engine.numerics
-    drafters, report.skipped = drafters_of(plain.engine.checkpoint, asked_drafter(settings))
+    drafters, report.skipped = drafters_of(
+        executor_of(plain.engine).checkpoint, asked_drafter(settings)
+    )
     size = SIZES[report.size]
     engines = turns(report.size, drafters, plain.graphs, effort.shard)
     report.worlds_due = effort.worlds_due

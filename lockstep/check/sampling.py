@@ -27,6 +27,8 @@ from lockstep.kernels.threads import one_thread
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import RowSpec
+from lockstep.worker.executor import worker_of
 from lockstep.worker.rows import write_row
 
 Floats = NDArray[np.float64]
@@ -155,7 +157,7 @@ class Sampling:
     def draw(self, requests: Sequence[Request], window: int, ahead: int = 0) -> Tokens:
         """[requests, window]: the token of each behind 0 .. window - 1 drafts; ahead: how much
         further on in the text."""
-        runner = self.llm.engine.runner
+        runner = worker_of(self.llm.engine)
         context = self.context
         table = runner.table
         device = runner.plan.device
@@ -166,7 +168,7 @@ class Sampling:
         for first in range(0, len(requests), ROWS):
             batch = requests[first : first + ROWS]
             for row, request in enumerate(batch, 1):
-                write_row(table, row, request, 0)
+                write_row(table, row, RowSpec.of(request), 0)
                 table.tokens[row, len(context.prompt) : known] = answer
                 table.tokens[row, known : known + window - 1] = drafts
                 table.sampling.counts[row].index_add_(0, answer, torch.ones_like(answer).int())

@@ -4,13 +4,12 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.cache.cache import CacheConfig
 from lockstep.check import answer_oracle
 from lockstep.check.answers import Answer, took_place
 from lockstep.check.digests import LogitDigests
@@ -19,8 +18,10 @@ from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import RuledScheduler, WorldError, leaves_nothing
 from lockstep.check.world import Kind, World, WorldRequest
 from lockstep.engine.engine import Engine
+from lockstep.engine.scheduler_factory import cache_config
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.worker import memory
+from lockstep.worker.executor import worker_of
 
 MOST_STEPS = 3000
 """A world that is not done by then does not end."""
@@ -85,18 +86,15 @@ class Stage:
             options["draft_policy"] = RandomDraftLength(engine.plan.draft_lengths, rng)
         plan = engine.plan
         host_pages = limits.host * (1 + plan.slot_host_pages)
-        cache = CacheConfig(
+        cache = replace(
+            cache_config(plan, limits.caching),
             num_pages=limits.pages + 1,
-            page_size=plan.page_size,
             num_state_slots=1 + limits.rows + limits.snapshots if has_state else 0,
-            snapshot_every=plan.snapshot_every,
             host_pages=host_pages,
-            slot_host_pages=plan.slot_host_pages,
             max_num_seqs=limits.rows,
-            enable_prefix_caching=limits.caching,
         )
         self.engine.renew(cache, RuledScheduler, **options)
-        transfers = engine.runner.transfers
+        transfers = worker_of(engine).transfers
         transfers.host = memory.host_memory(host_pages, plan.page_bytes, plan.device)
         make_dirty(engine, world.dirt)
 
@@ -159,7 +157,7 @@ def _happens(
         request_id = completion.request.id
         if turn in given.preempt and not completion.text.finished:
             engine.scheduler.force_preempt(request_id)
-        moved = request_id in engine.runner.saved
+        moved = request_id in worker_of(engine).saved
         if turn == given.abort and engine.abort(request_id) is not None:
             completion.aborted = True
             seen["aborted in host memory"] += moved
@@ -170,7 +168,7 @@ def make_dirty(engine: Engine, seed: int) -> None:
     """Fills all memory of rows, pages and state with numbers that mean nothing, but for the null
     row: what nobody has written must not be read."""
     generator = torch.Generator().manual_seed(seed)
-    runner = engine.runner
+    runner = worker_of(engine)
     table = runner.table
 
     def drawn(tensor: Tensor) -> Any:

@@ -16,7 +16,7 @@ from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.shard import Shard
 from lockstep.check.trace import compare, traced
 from lockstep.check.worlds import Effort
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import RowSpec
 
 Progress = Callable[[str, int, int], None]
 PHASE_AXES = {PREFIX_HIT: "cached tokens", PREEMPTED: "preemptions"}
@@ -143,8 +143,8 @@ class _Search:
             return failure
         case = next(c for c in self.cases if c.name == failure.request)
 
-        def is_mine(request: Request) -> bool:
-            return tuple(request.prompt_token_ids) == case.prompt
+        def is_mine(row: RowSpec) -> bool:
+            return tuple(row.prompt_token_ids) == case.prompt
 
         suspect = replace(failure.setup, graph="none")
         with traced(self.plain, is_mine) as due:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.check.harness import CheckEngine
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import RowSpec
 from lockstep.step import StepContext, StepShape
+from lockstep.worker.executor import worker_of
 from lockstep.worker.step_observer import StepObserver
 
 Digests = dict[int, dict[str, bytes]]
@@ -24,16 +25,16 @@ class Trace(StepObserver):
     """What the model computed for one request. A position run again (after a rejected draft, or
     replayed) replaces what was seen of it before, so what stays belongs to committed tokens."""
 
-    def __init__(self, is_mine: Callable[[Request], bool]) -> None:
+    def __init__(self, is_mine: Callable[[RowSpec], bool]) -> None:
         self.is_mine = is_mine
         self.digests: Digests = {}
-        self._requests: Sequence[Request] = ()
+        self._rows: Sequence[RowSpec] = ()
         self._step: StepContext | None = None
         self._places: list[tuple[int, int]] = []
 
-    def before_step(self, requests: Sequence[Request], shape: StepShape) -> None:
+    def before_step(self, rows: Sequence[RowSpec], shape: StepShape) -> None:
         """The model is called for these requests next."""
-        self._requests = requests
+        self._requests = rows
 
     def begin(self, step: StepContext) -> None:
         """The model is called: finds this request's tokens in the step."""
@@ -72,11 +73,11 @@ def _digest(tensors: list[Tensor]) -> bytes:
 
 
 @contextmanager
-def traced(engine: CheckEngine, is_mine: Callable[[Request], bool]) -> Iterator[Digests]:
+def traced(engine: CheckEngine, is_mine: Callable[[RowSpec], bool]) -> Iterator[Digests]:
     """What the model computes meanwhile for the one request that is meant. Needs an engine without
     graphs."""
     trace = Trace(is_mine)
-    model: nn.Module = engine.engine.runner.model
+    model: nn.Module = worker_of(engine.engine).model
     handles = [
         module.register_forward_hook(lambda _m, _i, output, name=name: trace.see(name, output))
         for name, module in model.named_modules()

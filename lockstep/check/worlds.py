@@ -245,11 +245,11 @@ def locate(world: World, difference: Difference, examiner: Examiner) -> str | No
     end = len(given.prompt) + difference.position
     eager = replace(world, kind=replace(world.kind, graph="none"))
     fresh = PlainRuns(examiner.plain.engine)
-    with traced(fresh.engine, lambda request: request.id == plain_id) as due:
+    with traced(fresh.engine, lambda row: row.id == plain_id) as due:
         fresh.answers(given.prompt, world.alone(given))
     try:
         stage = examiner.stage(eager.kind)
-        with traced(stage.engine, lambda request: request.id == own_id) as trace:
+        with traced(stage.engine, lambda row: row.id == own_id) as trace:
             stage.play(eager, examiner.plain)
     except Exception as error:
         return f"run again, watched, it raised {type(error).__name__}: {error}"

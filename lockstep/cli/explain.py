@@ -78,12 +78,12 @@ def _total(arch: str | None, given: str | None) -> int | None:
 def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: bool) -> None:
     """Prints what an engine would be on a GPU that is not there."""
     from lockstep.config import EngineConfig
-    from lockstep.engine_args import settle_drafts
+    from lockstep.engine_args import resolve_auto_drafter
     from lockstep.kernels.architecture import architecture_by_name
     from lockstep.worker.explain import explain_absent
 
     architecture_by_name(arch)  # before anything is fetched
-    config = EngineConfig.read(**settle_drafts(settings, weights=False))
+    config = EngineConfig.read(**resolve_auto_drafter(settings, weights=False))
     found = explain_absent(config, arch, total)
     if json:
         print_json(found)

@@ -157,9 +157,9 @@ def _compare(
     prompt: str | None, chat: bool, json: bool, settings: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     from lockstep.bench import compare
-    from lockstep.engine_args import settle_drafts
+    from lockstep.engine_args import resolve_auto_drafter
 
-    settled = settle_drafts({**settings, "enable_prefix_caching": False})
+    settled = resolve_auto_drafter({**settings, "enable_prefix_caching": False})
     if settled["speculative_config"] is None:
         raise ConfigError(
             "--compare needs drafts, and there are none: the checkpoint has no draft module, or "

@@ -18,11 +18,11 @@ from lockstep.settings import read_named, why_unread
 
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
-    from lockstep.engine.engine import Facts
     from lockstep.serve.server import Address, Options
     from lockstep.serve.telemetry.traces import Traces
     from lockstep.text.processor import Processor
     from lockstep.worker.device_rates import Rates
+    from lockstep.worker.executor import Facts
 
     Served = tuple[Transport, Processor, Facts, Rates | None]
 

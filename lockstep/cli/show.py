@@ -10,8 +10,8 @@ from lockstep.progress import progress_bar
 
 if TYPE_CHECKING:
     from lockstep.config import EngineConfig
-    from lockstep.engine.engine import Facts
     from lockstep.llm import LLM
+    from lockstep.worker.executor import Facts
 
 
 def notes() -> Console:

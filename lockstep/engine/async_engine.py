@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
-from lockstep.engine.engine_loop import Deliver, Delivery, TokenUpdate
+from lockstep.engine.engine_loop import Deliver, Delivery
 from lockstep.engine.stats import Stats
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import EngineDeadError, RequestError
 from lockstep.outputs import RequestMetrics
 from lockstep.scheduling.request import Request

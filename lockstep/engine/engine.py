@@ -3,7 +3,6 @@
 The host runs `steps_in_flight` steps ahead of what it has read; the device holds the truth.
 """
 
-import hashlib
 import threading
 import time
 from collections import deque
@@ -11,41 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.cache.cache import Cache
 from lockstep.cache.host_tier import PAGES, SLOTS
-from lockstep.config import EngineConfig, Plan
+from lockstep.engine.executor import Executor, PendingResults
+from lockstep.engine.scheduler_factory import cache_config, make_scheduler
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import EngineDeadError, RequestError
-from lockstep.models.loader import LoadResult
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.draft_length import DraftLengthPolicy
+from lockstep.scheduling.request import Request, check_ids
 from lockstep.scheduling.schedule import Schedule
-from lockstep.scheduling.scheduler import Scheduler
-from lockstep.worker.build import Progress
-from lockstep.worker.hooks import NO_HOOKS, CheckHooks
-from lockstep.worker.roofline import StepCosts
-from lockstep.worker.rows import check_ids
-from lockstep.worker.startup import build_engine
-from lockstep.worker.worker import InFlightStep
 
-MOST_FAILURES = 5
+MAX_FAILURES = 5
 """Steps that may fail in a row: a fault that comes again and again is not of one request."""
 STEP_FAILED = (
     "the engine failed in a step that worked on this request. Send the request again; "
     "the log names the cause."
 )
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What came of the settings when an engine was built. loaded: None for random weights. costs:
-    of its steps."""
-
-    config: EngineConfig
-    plan: Plan
-    loaded: LoadResult | None
-    vocab_size: int
-    fingerprint: str
-    costs: StepCosts
 
 
 @dataclass(frozen=True)
@@ -58,10 +38,6 @@ class Counted:
     accepted: int = 0
 
 
-def _silent(what: str, done: int, of: int) -> None:
-    """No progress shown."""
-
-
 class Engine:
     """A model that serves requests.
 
@@ -70,65 +46,34 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, progress: Progress = _silent, hooks: CheckHooks = NO_HOOKS
+        self,
+        executor: Executor,
+        draft_policy: DraftLengthPolicy | None = None,
+        preempt_every: int = 0,
     ) -> None:
-        self.config = config
-        self.hooks = hooks
-        self._parts = build_engine(config, progress, hooks)
-        self.plan = self._parts.plan
-        self.runner = self._parts.runner
-        self.checkpoint = self._parts.checkpoint
-        self.loaded = self._parts.loaded
+        self.executor = executor
+        self.config = executor.config
+        self.plan = executor.plan
         self.numerics = self.plan.numerics
-        digest = hashlib.sha256(self.numerics.encode()).hexdigest()
-        self.fingerprint = f"ls-{digest[:12]}"
-        plan = self.plan
-        cache = Cache(
-            CacheConfig(
-                num_pages=plan.num_pages,
-                page_size=plan.page_size,
-                num_state_slots=plan.num_slots,
-                snapshot_every=plan.snapshot_every,
-                max_num_seqs=plan.max_num_seqs,
-                enable_prefix_caching=config.enable_prefix_caching,
-                host_pages=plan.host_pages,
-                slot_host_pages=plan.slot_host_pages,
-            )
-        )
-        self.scheduler = Scheduler(
-            cache,
-            max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-            max_model_len=plan.max_model_len,
-            query_len=plan.query_len,
-            row_buckets=plan.row_buckets,
-            draft_policy=self._parts.draft_policy,
-            policy=config.scheduling_policy,
-            preempt_every=hooks.preempt_every,
-            drafts_in_pages=plan.draft_vocab_size > 0,
+        self.fingerprint = self.plan.fingerprint
+        self.vocab_size = executor.vocab_size
+        self.scheduler = make_scheduler(
+            self.plan,
+            cache_config(self.plan, self.config.enable_prefix_caching),
+            draft_policy=draft_policy,
+            policy=self.config.scheduling_policy,
+            preempt_every=preempt_every,
         )
         self.stats = Stats()
         self._counting = threading.Lock()
-        self._in_flight: deque[tuple[Schedule, list[InFlightStep]]] = deque()
+        self._in_flight: deque[tuple[Schedule, PendingResults]] = deque()
         self._counted: dict[str, Counted] = {}
         self._failures = 0
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens that the model knows."""
-        return self.runner.program.table.sampling.bias.shape[1]
-
-    @property
-    def facts(self) -> Facts:
-        """What others need to know of it."""
-        return Facts(
-            self.config,
-            self.plan,
-            self.loaded,
-            self.vocab_size,
-            self.fingerprint,
-            self._parts.costs,
-        )
+    def facts(self) -> Any:
+        """Facts about the engine, as the executor gives them."""
+        return self.executor.facts
 
     def check(self, request: Request) -> None:
         """Raise RequestError or CapacityError if the request can never be served. Any thread may
@@ -166,7 +111,6 @@ class Engine:
             request = self.scheduler.abort(request_id, reason)
             if request is not None:
                 self.stats.requests_success_total[reason] += 1
-        self.runner.forget(request_id)
         self._counted.pop(request_id, None)
         return request
 
@@ -180,9 +124,12 @@ class Engine:
             schedule = self.scheduler.schedule()
             self.stats.steps_total += bool(schedule.decode)
         for admission in schedule.admissions:
-            admission.request.metrics.scheduled_time = time.monotonic()
-        if schedule.decode or schedule.prompt or schedule.swap_out:
-            self._in_flight.append((schedule, self.runner.launch(schedule)))
+            request = self.scheduler.entries[admission.spec.id].request
+            request.metrics.scheduled_time = time.monotonic()
+        if not schedule.is_empty:
+            pending = self.executor.execute(schedule, self.scheduler.fill_masks)
+            if schedule.has_steps:
+                self._in_flight.append((schedule, pending))
         idle = not (schedule.decode or schedule.prompt)
         if self._in_flight and (idle or len(self._in_flight) >= self.plan.steps_in_flight):
             return self._read()
@@ -190,8 +137,8 @@ class Engine:
 
     def _read(self) -> list[Request]:
         """Reads the oldest schedule's steps and gives their tokens to their requests."""
-        schedule, launched = self._in_flight.popleft()
-        results = self.runner.collect(launched)
+        schedule, pending = self._in_flight.popleft()
+        results = pending.result()
         self._failures = 0
         with self._counting:
             if results.decode_ms is not None:
@@ -224,7 +171,6 @@ class Engine:
             stats.observe("ttft_seconds", now - metrics.arrival_time)
         self._counted[request.id] = after
         if request.finish_reason is not None:
-            self.runner.finish(request)
             self._counted.pop(request.id, None)
             metrics.finished_time = now
             stats.observe("e2e_seconds", now - metrics.arrival_time)
@@ -273,8 +219,7 @@ class Engine:
         return {
             "plan": {k: str(v) if k == "model_path" else v for k, v in vars(self.plan).items()},
             "fingerprint": self.fingerprint,
-            "layers": [vars(choice) for choice in self._parts.choices],
-            "notes": list(self._parts.notes),
+            **self.executor.explain(),
         }
 
     def run(self, requests: list[Request], on_update: Callable[[Request], None]) -> None:
@@ -315,11 +260,11 @@ class Engine:
         self._failures += 1
         failed = [self._end(request_id, "error") for request_id in self.scheduler.begun()]
         self._forget()
-        if self._failures >= MOST_FAILURES:
+        if self._failures >= MAX_FAILURES:
             raise EngineDeadError(f"{self._failures} steps in a row failed")
         try:
             self.scheduler.cache.check()
-            self.runner.probe()
+            self.executor.probe()
         except Exception as error:
             raise EngineDeadError("a step failed, and so did an empty one after it") from error
         ended = [request for request in failed if request is not None]

@@ -6,33 +6,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from lockstep.engine.engine import Engine
+from lockstep.engine.token_update import TokenUpdate, token_update
 from lockstep.errors import EngineDeadError
-from lockstep.outputs import Logprob, RequestMetrics, TokenSource
 from lockstep.scheduling.request import Request
 
 log = logging.getLogger("lockstep.engine")
-
-
-class TokenUpdate(NamedTuple):
-    """New tokens of a request, as it was when they came: nothing here changes afterwards.
-
-    finish_reason is set on the last update. error: what to tell the client where it is "error".
-    prompt_logprobs come once, with the first tokens. token_sources: of each new token.
-    Log-probabilities belong to the receiver: the engine hands them over and does not read them
-    again.
-    """
-
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    error: str | None = None
-    token_sources: tuple[TokenSource, ...] = ()
 
 
 def keep_from_collection() -> None:
@@ -124,7 +104,7 @@ class EngineLoop:
         """What a step brought them. Those that it ended are told by themselves, before all others:
         their clients wait for nothing else."""
         if requests:
-            self._deliver([self._news(request) for request in requests])
+            self._deliver([self._update_of(request) for request in requests])
 
     def _take_commands(self) -> bool:
         """Runs what callers asked for; sleeps while there is no work. False: stopped."""
@@ -171,24 +151,12 @@ class EngineLoop:
         finally:
             self._began = None
 
-    def _news(self, request: Request) -> Delivery:
-        """What has come of a request since it was last told."""
-        sent = self._sent[request.id]
-        new = request.output_token_ids[sent:]
-        scores = request.logprobs[sent:] if request.params.logprobs is not None else None
-        first = sent == 0 and request.params.prompt_logprobs is not None
+    def _update_of(self, request: Request) -> Delivery:
+        """Return the new tokens of a request since its last update."""
+        num_sent = self._sent[request.id]
+        update = token_update(request, num_sent)
         if request.finish_reason is None:
-            self._sent[request.id] = sent + len(new)
+            self._sent[request.id] = num_sent + len(update.token_ids)
         else:
             del self._sent[request.id]
-        update = TokenUpdate(
-            new,
-            scores,
-            request.finish_reason,
-            request.stop_reason,
-            request.metrics.copy(),
-            [None, *request.prompt_logprobs] if first else None,
-            request.error,
-            tuple(request.token_sources[sent:]),
-        )
         return request.id, update

@@ -19,8 +19,8 @@ from lockstep.engine.messages import (
     Abort,
     Command,
     Ended,
+    EngineRequest,
     Failed,
-    PlainRequest,
     Progress,
     Pulse,
     Ready,
@@ -31,10 +31,8 @@ from lockstep.engine.messages import (
 )
 from lockstep.engine.stats import Stats
 from lockstep.errors import LockstepError
-from lockstep.kernels.compiler_signals import reclaim_signal_handlers
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
-from lockstep.worker.device_rates import rates_of
 
 PULSE_SECONDS = 0.25
 """Between two signs of life."""
@@ -76,7 +74,7 @@ class _Host:
         self._ahead = Ahead(self._engine.plan.max_num_seqs)
         self._loop = EngineLoop(self._engine, self._deliver)
         keep_from_collection()
-        self._report(Ready(self._engine.facts, rates_of(self._engine.plan.device)))
+        self._report(Ready(self._engine.facts, self._engine.executor.device_rates()))
         pulses = threading.Thread(target=self._pulse, name="lockstep-pulse", daemon=True)
         pulses.start()
         why = self._loop.run()
@@ -133,7 +131,7 @@ class _Host:
         else:
             self._loop.stop()
 
-    def _submit(self, messages: Sequence[PlainRequest]) -> None:
+    def _submit(self, messages: Sequence[EngineRequest]) -> None:
         """Queue the requests without a grammar at once, the others once theirs is compiled.
 
         Grammars are compiled in another thread, so that neither a step nor other requests wait for
@@ -194,6 +192,9 @@ def give_way(device: str) -> None:
 
 def run_engine(connection: Connection, make: MakeEngine) -> None:
     """All that an engine's process does. Its server's end of the pipe being closed ends it."""
+    # Imported here: the engine's own modules do without the kernels' packages.
+    from lockstep.kernels.compiler_signals import reclaim_signal_handlers
+
     reclaim_signal_handlers()
     for one in IGNORED_SIGNALS:
         signal.signal(one, signal.SIG_IGN)

@@ -4,17 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.engine.engine import Facts
-from lockstep.engine.engine_loop import Delivery, TokenUpdate
+from lockstep.engine.engine_loop import Delivery
 from lockstep.engine.stats import Stats
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
-from lockstep.worker.device_rates import Rates
 
 
 @dataclass(frozen=True)
-class PlainRequest:
+class EngineRequest:
     """A request as plain data. grammar: the recipe of its grammar, None without one."""
 
     id: str
@@ -29,7 +28,7 @@ class PlainRequest:
     grammar: object
 
     @classmethod
-    def of(cls, request: Request) -> "PlainRequest":
+    def of(cls, request: Request) -> "EngineRequest":
         """Return the plain data of a request."""
         return cls(
             request.id,
@@ -63,12 +62,12 @@ class PlainRequest:
 class Submit:
     """Queues requests, which are added between the same two steps."""
 
-    requests: tuple[PlainRequest, ...]
+    requests: tuple[EngineRequest, ...]
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "Submit":
         """Return the message that queues requests."""
-        return cls(tuple(map(PlainRequest.of, requests)))
+        return cls(tuple(map(EngineRequest.of, requests)))
 
 
 _METRICS = TokenUpdate._fields.index("metrics")
@@ -114,8 +113,8 @@ class Failed:
 class Ready:
     """The engine stands. rates: of its device, where they are known."""
 
-    facts: Facts
-    rates: Rates | None
+    facts: Any
+    rates: Any
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,22 @@
-"""What an answer must match, as the engine sees it: tokens in, bits of allowed tokens out."""
+"""Grammars that constrain answers: they accept tokens and write bitmasks of allowed tokens.
+
+Grammars stay in the process of the scheduler. A worker sends a `MaskQuery` per row, by request id,
+and gets bitmasks back.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 Kind = TypeVar("Kind", covariant=True)
-"""Grammars that write their masks side by side."""
+"""Type of the grammars whose masks one call of `fill` writes."""
 
 
 @dataclass(frozen=True)
 class Wanted(Generic[Kind]):
-    """Masks of one answer: behind its tokens so far, then behind each of the drafts.
+    """Mask request: one bitmask for the next token and one after each draft.
 
-    first: the place of the first among the masks of a step; the others follow it.
+    first: index of the first bitmask among the masks of a step; the others follow it.
     """
 
     grammar: Kind
@@ -21,22 +25,22 @@ class Wanted(Generic[Kind]):
 
 
 Fill = Callable[[Sequence[Wanted[Any]], memoryview], None]
-"""Writes the masks of many answers, held to grammars that have this same Fill, to memory [masks of
-a step, words].
+"""Function that writes the bitmasks of many answers to memory [masks of a step, words].
 
-A mask holds a bit for every token of the model, lowest first, in whole words of 32 bits. What is
-written behind a draft that may not come itself is of no matter. Nothing of the drafts is kept.
+All grammars of one call share this `fill`. A bitmask has one bit per token of the model, lowest
+first, in words of 32 bits. Masks after a draft that the grammar forbids are undefined. The grammars
+do not keep the drafts.
 """
 
 
 class Grammar(Protocol):
-    """Follows the answer of one request.
+    """State of the grammar of one request.
 
-    accepted: tokens of the answer that it has taken. fault: why it allows no token any more, to be
-    told to whoever asked; None where all is well. recipe: plain data of which whoever made the
-    grammar makes it anew, in another process too. fill: writes masks of all grammars that have the
-    same one, side by side. is_free: whether every continuation of the answer is allowed from here
-    on; such a grammar gets no further tokens, and no masks of it are made.
+    accepted: number of answer tokens that the grammar has accepted. fault: why the grammar allows
+    no token any more, for the client; None as long as it does. recipe: plain data from which
+    another process makes the same grammar. fill: writes the masks of all grammars that share it.
+    is_free: from here on every continuation is allowed; such a grammar gets no more tokens and
+    needs no masks.
     """
 
     @property
@@ -55,5 +59,45 @@ class Grammar(Protocol):
     def fill(self) -> Fill: ...
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Takes the next tokens of the answer."""
+        """Accept the next tokens of the answer."""
         ...
+
+
+@dataclass(frozen=True)
+class MaskQuery:
+    """Request of a worker for the bitmasks of one row.
+
+    new_tokens: answer tokens that the grammar has not accepted yet. drafts: draft tokens that the
+    step verifies. first: index of the row's first bitmask among the masks of the step.
+    """
+
+    request_id: str
+    new_tokens: Sequence[int]
+    drafts: Sequence[int]
+    first: int
+
+
+FillMasks = Callable[[Sequence[MaskQuery], memoryview], frozenset[str]]
+"""Function that answers the mask queries of a step into memory [masks of a step, words].
+
+Returns the ids of requests whose grammars are free by now: their masks are not written.
+"""
+
+
+def fill_masks(
+    grammar_of: Callable[[str], Grammar], queries: Sequence[MaskQuery], memory: memoryview
+) -> frozenset[str]:
+    """Answer mask queries, see `FillMasks`. grammar_of: looks a grammar up by request id."""
+    wanted: dict[Fill, list[Wanted[Grammar]]] = {}
+    free = set()
+    for query in queries:
+        grammar = grammar_of(query.request_id)
+        grammar.accept(query.new_tokens)
+        if grammar.is_free:
+            free.add(query.request_id)
+            continue
+        wanted.setdefault(grammar.fill, []).append(Wanted(grammar, query.drafts, query.first))
+    # One call for all grammars of a kind: the compiler fills them in parallel.
+    for fill, requests in wanted.items():
+        fill(requests, memory)
+    return frozenset(free)

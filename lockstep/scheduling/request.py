@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lockstep.errors import RequestError
 from lockstep.outputs import Logprob, RequestMetrics, TokenSource
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.grammar import Grammar
@@ -105,3 +106,32 @@ class Request:
                 return
         if self.num_tokens >= self.most_tokens:
             self.finish_reason = "length"
+
+
+def check_ids(request: Request, vocab: int) -> None:
+    """Check that all token ids are in the vocabulary and a token is left to emit.
+
+    Raises RequestError.
+    """
+    p = request.params
+    for name, ids in (
+        ("prompt", request.prompt_token_ids),
+        ("allowed_token_ids", p.allowed_token_ids or ()),
+        ("logit_bias", p.logit_bias or ()),
+        ("bad_words", [t for word in p.bad_words_ids or () for t in word]),
+        ("stop_token_ids", p.stop_token_ids or ()),
+    ):
+        wrong = [i for i in ids if not 0 <= int(i) < vocab]
+        if wrong:
+            raise RequestError(
+                f"{name} has token id {wrong[0]}; allowed: 0 to {vocab - 1}. Leave it out.", name
+            )
+    banned = {word[0] for word in p.bad_words_ids or () if len(word) == 1}
+    if p.min_tokens:
+        banned |= request.eos_token_ids | set(p.stop_token_ids or ())
+    if p.allowed_token_ids is not None and banned.issuperset(p.allowed_token_ids):
+        raise RequestError(
+            "allowed_token_ids leaves no token to emit: all are bad words, or would end the answer "
+            "before min_tokens. Allow another token.",
+            "allowed_token_ids",
+        )

@@ -1,24 +1,60 @@
-"""What the scheduler hands to the runner, and what it gets back: plain data.
+"""Messages between the scheduler and the workers: a schedule and its results, as plain data.
 
-Rows are named by their number in the table. A whole request is handed over once, when it gets a
-row; whoever executes schedules remembers what it needs of it. The fields of a schedule are executed
-in their order: what is evicted is read, rows move out and in, admissions, grants, then the decode
-step, what is fetched is written, then the prompt step.
+A schedule pickles, so that every rank of a model can receive the same one. Rows are named by their
+number in the row table. A worker receives the data of a request once, in its `Admission`, and keeps
+what it needs. Workers execute the fields of a schedule in their order: they drop ended requests,
+copy evicted pages to the host, move rows out and in, admit rows, grant pages, run the decode step,
+copy fetched pages to the device and run the prompt step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.cache.host_tier import Moves
 from lockstep.outputs import Logprob, TokenSource
+from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """Data of a request that a worker needs while the request has a row.
+
+    eos_token_ids: tokens that min_tokens bans. speculate: verify drafts of this row.
+    is_constrained: a grammar masks the tokens of this row.
+    """
+
+    id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    speculate: bool = True
+    is_constrained: bool = False
+
+    @classmethod
+    def of(cls, request: Request) -> "RowSpec":
+        """Return the data of a request as it is now."""
+        return cls(
+            id=request.id,
+            prompt_token_ids=request.prompt_token_ids,
+            params=request.params,
+            eos_token_ids=request.eos_token_ids,
+            seed=request.seed,
+            speculate=request.speculate,
+            is_constrained=request.is_constrained,
+        )
 
 
 @dataclass
 class Admission:
-    """A request gets a row. `start` tokens are cached; `state_src`: their snapshot, or 0."""
+    """A request gets a row, whose first `start` tokens are cached.
+
+    state_src: slot of the snapshot that the row resumes from; 0 for none.
+    """
 
     row: int
-    request: Request
+    spec: RowSpec
     pages: list[int]
     state_slot: int
     start: int
@@ -27,10 +63,11 @@ class Admission:
 
 @dataclass
 class PromptChunk:
-    """Prompt tokens [start, start + length) of a row; `last`: they end the prompt.
+    """Prompt tokens [start, start + length) of a row.
 
-    state_src: snapshot that the chunk begins from, 0: the row's own state (zero at start 0).
-    snapshot_slot: where the state at the chunk's last grid point goes, 0: nowhere.
+    last: the chunk ends the prompt. state_src: slot of the snapshot that the chunk resumes from; 0
+    for the row's own state, which is zero at start 0. snapshot_slot: slot for the state at the
+    chunk's last multiple of the grid; 0 for no snapshot.
     """
 
     row: int
@@ -43,7 +80,7 @@ class PromptChunk:
 
 @dataclass
 class Swap:
-    """A row moves to host memory, or from there into fresh pages and a fresh slot."""
+    """A preempted row moves to host memory, or comes back into fresh pages and a fresh slot."""
 
     row: int
     request_id: str
@@ -53,31 +90,49 @@ class Swap:
 
 @dataclass
 class PageGrant:
-    """More pages of a row, from this column of its page table on."""
+    """Pages that extend a row's page table, from one column on."""
 
     row: int
     column: int
     pages: list[int]
 
 
+@dataclass(frozen=True)
+class MaskedRow:
+    """A row of a step whose next tokens a grammar masks.
+
+    num_known: tokens of prompt and answer that the grammar has accepted.
+    """
+
+    row: int
+    request_id: str
+    num_known: int
+
+
 @dataclass
 class Schedule:
-    """One iteration. With `decode` and `prompt` empty there is nothing to compute.
+    """Work of one iteration. Without `decode` and `prompt` there is nothing to compute.
 
-    tick: its number, one more than that of the schedule before it.
-    decode: the rows of the decode step; padded_rows: how many it has with its null rows.
-    num_drafts: drafts that each of them brings to be verified, and that are made behind the step.
-    drafts_ready: how many of these the step before has made for rows that decoded in it.
-    evicted: pages and slots that go to host memory as they are before this schedule; fetched: those
-    that come back, which its prompt step is the first to read.
+    tick: number of the schedule, counted from 1.
+    dropped: requests that ended in host memory; their saved rows are freed.
+    answers: complete answers that drafters may learn from.
+    evicted: pages and slots to copy to the host before anything of this schedule writes them.
+    masked: rows of both steps that need masks of a grammar.
+    decode: rows of the decode step, padded with null rows to `padded_rows`.
+    num_drafts: drafts per row to verify in the decode step, and to propose after it.
+    drafts_ready: drafts per row that the previous decode step has proposed.
+    fetched: pages and slots to copy to the device; only the prompt step reads them.
     """
 
     tick: int
+    dropped: list[str] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
     evicted: Moves = field(default_factory=dict)
     swap_out: list[Swap] = field(default_factory=list)
     swap_in: list[Swap] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     grants: list[PageGrant] = field(default_factory=list)
+    masked: list[MaskedRow] = field(default_factory=list)
     decode: list[int] = field(default_factory=list)
     padded_rows: int = 0
     num_drafts: int = 0
@@ -85,14 +140,24 @@ class Schedule:
     fetched: Moves = field(default_factory=dict)
     prompt: list[PromptChunk] = field(default_factory=list)
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether the device computes or copies something whose end is waited for."""
+        return bool(self.decode or self.prompt or self.swap_out)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether workers have nothing to do at all."""
+        return not (self.has_steps or self.dropped or self.answers)
+
 
 @dataclass
 class RowResult:
-    """What a row emitted in one step: 1 + num_accepted tokens, none in the middle of a prompt.
+    """Tokens that one row emitted in one step: 1 + num_accepted, or none inside a prompt.
 
-    The last of them is -1 where the target had none; log-probabilities are those of the others.
-    prompt_logprobs: of the tokens behind those of a prompt's chunk, where the request asks for
-    them; None for a token whose logits were no numbers.
+    The last token is -1 where the target had no token to emit; it has no log-probabilities.
+    prompt_logprobs: one entry for each token after the positions of a prompt chunk, where the
+    request wants them; None for a token whose logits were not finite.
     """
 
     tokens: list[int]
@@ -103,16 +168,16 @@ class RowResult:
 
     @property
     def sources(self) -> list[TokenSource]:
-        """How each of the tokens came."""
+        """Source of each token: accepted drafts, then the target's own token."""
         accepted: list[TokenSource] = ["draft"] * self.num_accepted
         return [*accepted, "bonus" if self.num_drafted else "plain"]
 
 
 @dataclass
 class Results:
-    """What came of a schedule: by row, every row that decoded or ended its prompt among them.
+    """Results of a schedule by row, for every row that decoded or computed a prompt chunk.
 
-    decode_ms: how long the decode step took, where there was one.
+    decode_ms: time of the decode step in ms, None without one.
     """
 
     rows: dict[int, RowResult] = field(default_factory=dict)

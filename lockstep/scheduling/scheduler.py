@@ -11,6 +11,7 @@ no deadlock, and where a request ends does not depend on how many tokens are dra
 written past that length goes to the null page and is never read for a token that counts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.cache.cache import Cache
@@ -18,13 +19,16 @@ from lockstep.cache.groups import CacheSeq, salt_of
 from lockstep.errors import CapacityError, ConfigError, RequestError
 from lockstep.scheduling.chunks import split_budget
 from lockstep.scheduling.draft_length import DraftLengthPolicy, FixedDraftLength
+from lockstep.scheduling.grammar import Grammar, MaskQuery, fill_masks
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import (
     Admission,
+    MaskedRow,
     PageGrant,
     PromptChunk,
     Results,
     RowResult,
+    RowSpec,
     Schedule,
     Swap,
 )
@@ -130,6 +134,8 @@ class Scheduler:
         self.forced: set[str] = set()
         self.launched: dict[int, dict[int, Entry]] = {}
         self.drafts_ready = 0
+        self.dropped: list[str] = []
+        self.answers: list[list[int]] = []
         self.ticks = 0
         self.arrivals = 0
         self.preemptions = 0
@@ -206,13 +212,15 @@ class Scheduler:
             self.forced.add(request_id)
 
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self.entries)
+        """Return whether a request is unfinished, or workers must hear of one that ended."""
+        return bool(self.entries or self.dropped or self.answers)
 
     def schedule(self) -> Schedule:
         """The next iteration. What it launches counts as done for the schedules after it."""
         self.ticks += 1
-        plan = Schedule(self.ticks)
+        plan = Schedule(self.ticks, self.dropped, self.answers)
+        self.dropped = []
+        self.answers = []
         rows: dict[int, Entry] = {}
         self._preempt_forced(plan)
         self._reserve(plan)
@@ -223,6 +231,7 @@ class Scheduler:
                 rows[entry.row] = entry
                 entry.max_committed += self.query_len
                 entry.in_flight += 1
+                self._mask(plan, entry)
         self._choose_drafts(plan, any(entry.request.speculate for entry in rows.values()))
         rows.update(self._plan_prompt(plan))
         if rows:
@@ -281,6 +290,9 @@ class Scheduler:
         self.cache.commit(entry.seq, request.num_tokens - 1)
         if request.finish_reason is not None:
             self._finish(entry)
+            # Drafts from a salted answer would reveal it to other users by their timing.
+            if not request.cache_salt:
+                self.answers.append(request.output_token_ids)
         return request
 
     def _choose_drafts(self, plan: Schedule, wanted: bool) -> None:
@@ -306,7 +318,8 @@ class Scheduler:
     def _finish(self, entry: Entry) -> None:
         del self.entries[entry.request.id]
         self.forced.discard(entry.request.id)
-        self.preempted.pop(entry.request.id, None)
+        if self.preempted.pop(entry.request.id, None) is not None:
+            self.dropped.append(entry.request.id)
         if entry.row:
             self._leave_row(entry)
         else:
@@ -411,10 +424,32 @@ class Scheduler:
             del self.preempted[request.id]
             plan.swap_in.append(Swap(entry.row, request.id, pages, seq.slot))
         else:
-            plan.admissions.append(
-                Admission(entry.row, request, pages, seq.slot, entry.max_committed, seq.source)
-            )
+            plan.admissions.append(self._admission(entry, pages))
         return True
+
+    @staticmethod
+    def _admission(entry: Entry, pages: list[int]) -> Admission:
+        """Return the message that gives a row to a new request."""
+        seq = entry.seq
+        spec = RowSpec.of(entry.request)
+        return Admission(entry.row, spec, pages, seq.slot, entry.max_committed, seq.source)
+
+    @staticmethod
+    def _mask(plan: Schedule, entry: Entry) -> None:
+        """Ask for the masks of a row whose grammar may forbid its next tokens."""
+        request = entry.request
+        if request.grammar is not None and request.is_constrained:
+            known = len(request.prompt_token_ids) + request.grammar.accepted
+            plan.masked.append(MaskedRow(entry.row, request.id, known))
+
+    def fill_masks(self, queries: Sequence[MaskQuery], memory: memoryview) -> frozenset[str]:
+        """Answer the mask queries of a step of the latest schedule, see `FillMasks`."""
+        return fill_masks(self._grammar_of, queries, memory)
+
+    def _grammar_of(self, request_id: str) -> Grammar:
+        grammar = self.entries[request_id].request.grammar
+        assert grammar is not None
+        return grammar
 
     def _plan_prompt(self, plan: Schedule) -> dict[int, Entry]:
         """Chunks of the prompts that waited longest, all in one ragged step; their rows.
@@ -441,6 +476,8 @@ class Scheduler:
             entry.max_committed = end
             entry.last_chunk_tick = self.ticks
             entry.in_flight += last
+            if last:
+                self._mask(plan, entry)
         for entry in chosen:
             self.cache.commit(entry.seq, entry.max_committed)
         return {entry.row: entry for entry in chosen}

@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from lockstep.kernels.drafting import ngram_lookup
-from lockstep.settings import setting, strictly
+from lockstep.settings import setting, strict_adapter
 from lockstep.spec.config import SpeculativeConfig
 from lockstep.spec.drafter import DraftContext
 from lockstep.step import StepContext, Verdict
@@ -36,7 +36,7 @@ class Options(SpeculativeConfig):
     def adapter(self, name: str) -> TypeAdapter[Any]:
         """prompt_lookup_min goes up to prompt_lookup_max, which is checked before it."""
         if name == "prompt_lookup_min":
-            return strictly(Annotated[int, Field(ge=1, le=self.prompt_lookup_max)])
+            return strict_adapter(Annotated[int, Field(ge=1, le=self.prompt_lookup_max)])
         return super().adapter(name)
 
 

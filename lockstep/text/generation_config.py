@@ -1,4 +1,4 @@
-"""Settings of generation_config.json: read, harmless, or refused by name."""
+"""Settings of generation_config.json: read, ignored, or refused by name."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 from lockstep.text.model_files import refuse_unread
 
-_WRITER = "notes of the library that wrote the file"
-_OUTPUT = "what transformers returns beside the tokens"
-_TOKEN_ID = "ids of tokens that start or pad a text, which the tokenizer gives"
-_BEAMS = "settings of beam search alone, which num_beams switches on"
+_WRITER = "metadata of the library that wrote the file"
+_OUTPUT = "further outputs of transformers"
+_TOKEN_ID = "ids of tokens that start or pad a text, which the tokenizer defines"
+_BEAMS = "settings of beam search only, which num_beams turns on"
 _CACHE = "how transformers stores keys and values, or compiles the model"
 _ASSISTANT = "drafts of transformers, which change no answer"
 _LENGTH = "bounds of the whole text, which max_model_len sets"
@@ -53,7 +53,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     **dict.fromkeys(("max_length", "max_window_size"), _LENGTH),
     "chat_format": _NAMES,
 }  # fmt: skip
-"""Settings that may be ignored with any value, each with the reason why."""
+"""Settings that are ignored whatever their value, each with the reason."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -71,17 +71,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         (0,),
     ),
 }  # fmt: skip
-"""Settings that are not supported, at the value with which they change nothing."""
+"""Unsupported settings, with the value at which they change nothing."""
 
 REMEDY = (
     "Set it to null in a copy of the file and name the copy's folder in generation_config, or set "
-    "generation_config to vllm, which takes no defaults of sampling from the file."
+    "generation_config to vllm, which takes no sampling defaults from the file."
 )
 
 
 def check_generation_config(path: Path, settings: Mapping[str, Any], read: frozenset[str]) -> None:
-    """Raise CheckpointError for a setting that changes the answer and that no code reads.
+    """Raise CheckpointError for a setting that changes the answer and is not supported.
 
-    read: names of the settings that some code reads.
+    read: names of the settings that are read.
     """
     refuse_unread(path, settings, read.union(WITHOUT_EFFECT), NEUTRAL, REMEDY)

@@ -1,4 +1,4 @@
-"""Text and JSON files of a model folder."""
+"""Reading of text and JSON files of a model folder."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -11,9 +11,9 @@ from lockstep.settings import why_unread
 
 
 def damaged(path: Path, reason: object) -> CheckpointError:
-    """Return the error of a file that cannot be read as what it should be."""
+    """Return the error of a damaged file."""
     return CheckpointError(
-        f"{path} is damaged: {str(reason)[:300]}. Mend it, or download the file again."
+        f"{path} is damaged: {str(reason)[:300]}. Repair it, or download it again."
     )
 
 
@@ -40,12 +40,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise damaged(path, error) from None
     if not isinstance(value, dict):
-        raise damaged(path, f"{brief(value)} stands where an object should")
+        raise damaged(path, f"it has {brief(value)} instead of an object")
     return value
 
 
 def is_text(value: object) -> bool:
-    """Return whether it is a string without halves of surrogate pairs, which JSON may hold."""
+    """Return whether a value is a string without lone surrogates, which JSON may contain."""
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
@@ -56,10 +56,11 @@ def refuse_unread(
     neutral: Mapping[str, tuple[Any, ...]],
     remedy: str,
 ) -> None:
-    """Raise CheckpointError for a setting that may change the answer and that no code reads.
+    """Raise CheckpointError for a setting that may change the answer and that is not supported.
 
-    known: names of settings that are read or may be ignored. neutral: other settings at the values
-    with which they change nothing, as null, false and empty ones do.
+    known: settings that are read or may be ignored.
+    neutral: other settings with the values at which they change nothing. null, false and empty
+    values change nothing either.
     """
     for name, value in settings.items():
         if name in known or name.startswith("_") or is_switched_off(value):

@@ -1,4 +1,4 @@
-"""The tokenizer that Python programs get, with the methods that they know from transformers."""
+"""Tokenizer that LLM.get_tokenizer() returns, with the methods of transformers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ class ModelTokenizer:
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor
-        self._tokenizer: Tokenizer = processor.text_side("get_tokenizer")
+        self._tokenizer: Tokenizer = processor.require_tokenizer("get_tokenizer")
 
     def __len__(self) -> int:
         return len(self._tokenizer)
@@ -49,11 +49,12 @@ class ModelTokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str | list[int]:
-        """Return the prompt of a conversation: token ids, or text where tokenize is False.
+        """Return the prompt of a conversation: token ids, or text if tokenize is False.
 
-        In the ids, control tokens come from the template alone. Whoever sends the text as a prompt
-        gives that up: there, what a message spells of a control token is one. variables: those of
-        the template, such as enable_thinking. Raises RequestError.
+        In the ids, only the template writes control tokens. That protection is lost if the text is
+        sent as a prompt: there, control tokens that a message spells are parsed.
+        variables: variables of the template, such as enable_thinking.
+        Raises: RequestError.
         """
         foreign = {name: value for name, value in variables.items() if name in TEMPLATE}
         check_keywords(foreign, APPLY, TEMPLATE)
@@ -67,14 +68,13 @@ class ModelTokenizer:
         return rendered.ids if tokenize else rendered.text
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """Return the id of a token, or a list of ids; None for what is no token."""
+        """Return the id of a token, or a list of ids; None for an unknown token."""
         if isinstance(tokens, str):
             return self._tokenizer.fast.token_to_id(tokens)
         return [self._tokenizer.fast.token_to_id(token) for token in tokens]
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """Return the vocabulary's spelling of a token id, or a list of spellings; None for an id
-        that the vocabulary lacks."""
+        """Return the vocabulary's spelling of an id, or a list of them; None for an unknown id."""
         if isinstance(ids, int):
             return self._tokenizer.fast.id_to_token(ids)
         return [self._tokenizer.fast.id_to_token(i) for i in ids]
@@ -85,47 +85,48 @@ class ModelTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens without the added ones, as in transformers."""
+        """Return the number of tokens without added ones, as transformers does."""
         return self._tokenizer.fast.get_vocab_size(with_added_tokens=False)
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Ids of all special tokens, ascending."""
+        """Return the ids of all special tokens, ascending."""
         return sorted(self._tokenizer.special_ids)
 
     @property
     def chat_template(self) -> str | None:
-        """Text of the chat template in use."""
+        """Return the text of the chat template in use."""
         return self._processor.tokenizer_info().get("chat_template")
 
     @property
     def bos_token(self) -> str | None:
-        """Token that begins a text, as text."""
+        """Return the token that begins a text, as text."""
         return self._tokenizer.special_tokens.get("bos_token")
 
     @property
     def eos_token(self) -> str | None:
-        """Token that ends a text, as text."""
+        """Return the token that ends a text, as text."""
         return self._tokenizer.special_tokens.get("eos_token")
 
     @property
     def pad_token(self) -> str | None:
-        """Token that pads a batch elsewhere, as text."""
+        """Return the padding token, as text. Lockstep itself pads nothing."""
         return self._tokenizer.special_tokens.get("pad_token")
 
     @property
     def bos_token_id(self) -> int | None:
-        """Id of bos_token."""
+        """Return the id of bos_token."""
         return self._id(self.bos_token)
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of eos_token. More tokens may end an answer: those of generation_config.json."""
+        """Return the id of eos_token. generation_config.json may name more tokens that end an
+        answer."""
         return self._id(self.eos_token)
 
     @property
     def pad_token_id(self) -> int | None:
-        """Id of pad_token."""
+        """Return the id of pad_token."""
         return self._id(self.pad_token)
 
     def _id(self, token: str | None) -> int | None:

@@ -1,4 +1,5 @@
-"""Between text and tokens: prompts become engine requests, tokens become completions."""
+"""Conversion between text and tokens: prompts to engine requests, generated tokens to
+completions."""
 
 import logging
 import secrets
@@ -23,14 +24,14 @@ from lockstep.text.grammars.compiler import (
     GrammarRecipe,
     Matcher,
 )
-from lockstep.text.grammars.structured_output import compile_wanted, json_form
+from lockstep.text.grammars.structured_output import compile_structured_output, json_expression
 from lockstep.text.grammars.thinking_budget import (
     BUDGET,
     PROMPT_END,
     BudgetRecipe,
     ClosingTag,
+    ReasoningProgress,
     ThinkingBudget,
-    Thought,
 )
 from lockstep.text.grammars.tool_calls import CallParams, ToolChoice, ToolSyntax
 from lockstep.text.model_files import damaged, read_json
@@ -49,16 +50,18 @@ log = logging.getLogger(__name__)
 
 EFFORT = "reasoning_effort"
 MAX_CUT_CHARACTERS = 8 << 20
-"""Lower limit of the longest text that truncate_prompt_tokens may cut, in characters: the default
-size of a request's body. Encoding that much takes seconds."""
+"""Lower limit of the maximum characters of a text that truncate_prompt_tokens cuts: the default
+size of a request body. Encoding that much text takes seconds."""
 SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn reasoning on and off."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as the model reads it: its text, and its token ids. It is a prompt whose
-    answer may begin with reasoning. tool_names: tools that the answer may call."""
+    """Rendered conversation: its text and token ids. The answer may begin with reasoning.
+
+    tool_names: tools that the answer may call.
+    """
 
     text: str
     ids: list[int]
@@ -70,11 +73,11 @@ Logprobs = list[dict[int, Logprob]]
 
 
 class TextUpdate(NamedTuple):
-    """What one push settled; it never changes afterwards, however late it is read.
+    """Immutable result of one push.
 
-    `texts`, `token_ids` and `logprobs` are only what is new; `num_tokens` counts all tokens so far.
-    `texts` has what each token settled; where no token came, it may hold what the end settled.
-    `finish_reason` stays None until the completion has ended.
+    `texts`, `token_ids` and `logprobs` hold what is new; `num_tokens` counts all tokens so far.
+    `texts` has one entry per token, and one for the flushed text if no token is new.
+    `finish_reason` is None until the completion has ended.
     """
 
     texts: tuple[str, ...] = ()
@@ -86,12 +89,12 @@ class TextUpdate(NamedTuple):
 
     @property
     def delta(self) -> str:
-        """All of the new text."""
+        """Return all new text."""
         return "".join(self.texts)
 
 
 class CompletionText:
-    """One completion's text while its tokens come. `output` holds all of it so far."""
+    """Incremental text of one completion. `output` accumulates the whole completion."""
 
     def __init__(
         self,
@@ -117,7 +120,8 @@ class CompletionText:
 
     @property
     def finished(self) -> bool:
-        """Whether the completion has ended; if by a stop string, the engine does not know yet."""
+        """Return whether the completion has ended. The engine does not know of a stop string
+        yet."""
         return self.output.finish_reason is not None
 
     def push(
@@ -127,39 +131,41 @@ class CompletionText:
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> TextUpdate:
-        """Takes new tokens; returns what they settle. Tokens after a stop string are dropped.
+        """Append tokens and return the text that became final. Tokens after a stop string are
+        dropped.
 
         The token that ended the answer (finish_reason stop) is listed but gives no text, unless
-        include_stop_str_in_output is set. After the end nothing new is taken.
+        include_stop_str_in_output is set. Tokens after the end are ignored.
         """
         if self.finished:
             return self._update((), (), None)
-        silent_last = finish_reason == "stop" and not self.request.params.include_stop_str_in_output
+        hide_last = finish_reason == "stop" and not self.request.params.include_stop_str_in_output
         texts: list[str] = []
         for i, token in enumerate(token_ids):
-            silent = silent_last and i == len(token_ids) - 1
-            texts.append(self._text.push(token) if self._text and not silent else "")
+            hidden = hide_last and i == len(token_ids) - 1
+            texts.append(self._text.push(token) if self._text and not hidden else "")
             if self._text and self._text.stopped is not None:
                 break
-        taken = len(texts)
+        num_taken = len(texts)
         if self._text and finish_reason is not None and self._text.stopped is None:
             texts[-1:] = ["".join(texts[-1:]) + self._text.flush()]
         if self._text and self._text.stopped is not None:
             finish_reason = "stop"
             stop_reason = self._text.stopped
-        new = tuple(token_ids[:taken])
-        scores = tuple(logprobs[:taken]) if logprobs is not None else None
-        self._keep(texts, new, scores)
+        new = tuple(token_ids[:num_taken])
+        scores = tuple(logprobs[:num_taken]) if logprobs is not None else None
+        self._accumulate(texts, new, scores)
         self.output.finish_reason = finish_reason
         self.output.stop_reason = stop_reason
         return self._update(tuple(texts), new, scores)
 
-    def _keep(
+    def _accumulate(
         self,
         texts: Sequence[str],
         token_ids: tuple[int, ...],
         logprobs: tuple[dict[int, Logprob], ...] | None,
     ) -> None:
+        """Add new tokens to `output`."""
         output = self.output
         output.text += "".join(texts)
         output.token_ids += token_ids
@@ -190,22 +196,22 @@ class CompletionText:
 
 
 def _defaults(settings: TextSettings, folder: Path) -> dict[str, Any]:
-    """Defaults of sampling: those of a generation_config.json, and what replaces them."""
+    """Return the sampling defaults of generation_config.json and their overrides."""
     chosen = settings.generation_folder(folder)
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     if chosen is not None:
         path = chosen / "generation_config.json"
         raw = read_json(path)
         check_generation_config(path, raw, READ_SETTINGS)
         try:
-            found = sampling_defaults(raw)
+            defaults = sampling_defaults(raw)
         except RequestError as error:
             raise damaged(path, error) from None
-    return found | sampling_defaults(settings.override_generation_config or {})
+    return defaults | sampling_defaults(settings.override_generation_config or {})
 
 
 def name_tokens(tokenizer: Tokenizer | None, logprobs: Sequence[dict[int, Logprob] | None]) -> None:
-    """Fills in `decoded_token` where it is missing."""
+    """Set `decoded_token` where it is missing."""
     for entry in logprobs:
         for token_id, logprob in (entry or {}).items():
             if tokenizer is not None and logprob.decoded_token is None:
@@ -213,7 +219,7 @@ def name_tokens(tokenizer: Tokenizer | None, logprobs: Sequence[dict[int, Logpro
 
 
 class Processor:
-    """A model's text side. Without a tokenizer it takes and gives token ids only."""
+    """Text side of a model. Without a tokenizer it takes and returns token ids only."""
 
     def __init__(
         self,
@@ -225,16 +231,20 @@ class Processor:
         settings: TextSettings | None = None,
         vocab: int | None = None,
     ) -> None:
-        """vocab: number of tokens of the model; the tokenizer's by default. chat_template: one, or
-        several by name, as lockstep.text.templates.files reads them."""
+        """Compile the chat templates and choose the parsers.
+
+        vocab: number of tokens of the model; by default the tokenizer's.
+        chat_template: one template, or several by name (see templates/files.py).
+        Raises: CheckpointError, ConfigError.
+        """
         self.tokenizer = tokenizer
         self.grammars = None
         if tokenizer is not None and eos_ids:
             self.grammars = Compiler(tokenizer, vocab or len(tokenizer), eos_ids)
         self.max_model_len = max_model_len
         self.eos_ids = eos_ids
-        # No text of more characters fits, whatever its tokens are.
-        self.max_characters = max_model_len * (tokenizer.longest_token if tokenizer else 1)
+        # A longer text cannot fit, since no token has more characters than the longest one.
+        self.max_characters = max_model_len * (tokenizer.max_token_length if tokenizer else 1)
         self.template = None
         if isinstance(chat_template, str):
             chat_template = {DEFAULT: chat_template}
@@ -252,7 +262,7 @@ class Processor:
             )
         settings = settings or TextSettings()
         self.defaults = dict(defaults or {})
-        # The most tokens of an answer; a default of requests that ask for more, too.
+        # Maximum tokens of an answer, and the default of requests that set none.
         self.max_new_tokens: int | None = self.defaults.pop("max_tokens", None)
         self.template_defaults = settings.default_chat_template_kwargs or {}
         source = "\n".join(templates.values())
@@ -270,7 +280,7 @@ class Processor:
         settings: TextSettings | None = None,
         vocab: int | None = None,
     ) -> "Processor":
-        """The processor of a model folder; vocab: tokens that the model knows."""
+        """Return the processor of a model folder. vocab: number of tokens of the model."""
         settings = settings or TextSettings()
         defaults = _defaults(settings, Path(folder))
         eos = tokenizer.eos_ids if tokenizer else eos_ids(Path(folder))
@@ -281,27 +291,29 @@ class Processor:
         return processor
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """Return tokenizer_config.json as clients need it that run the tokenizer themselves.
+        """Return tokenizer_config.json for clients that run the tokenizer themselves.
 
-        Special tokens are texts, whichever file has them, and chat_template is the text of the
-        template in use, absent without one. Raises RequestError without a tokenizer.
+        Special tokens are strings, whichever file defines them. chat_template is the template in
+        use, or absent. Raises RequestError without a tokenizer.
         """
-        tokenizer = self.text_side("/tokenizer_info")
+        tokenizer = self.require_tokenizer("/tokenizer_info")
         info = {**tokenizer.config, **tokenizer.special_tokens}
         info.pop("chat_template", None)
         return info | self._template_text
 
     def default_params(self, **changes: Any) -> SamplingParams:
-        """Sampling parameters as the model's generation_config wants them, with changes."""
+        """Return the sampling defaults of the model's generation_config, with changes."""
         return SamplingParams(**{**self.defaults, **changes})
 
     def bounded_params(self, changes: dict[str, Any]) -> SamplingParams:
-        """Return default_params(), with max_tokens within the generation_config's max_new_tokens.
-        Raises RequestError."""
-        asked = changes.get("max_tokens")
-        most = self.max_new_tokens
-        if most is not None and (asked is None or asked > most):
-            changes = {**changes, "max_tokens": most}
+        """Return default_params() with max_tokens limited to generation_config's max_new_tokens.
+
+        Raises: RequestError.
+        """
+        requested = changes.get("max_tokens")
+        limit = self.max_new_tokens
+        if limit is not None and (requested is None or requested > limit):
+            changes = {**changes, "max_tokens": limit}
         return self.default_params(**changes)
 
     def encode(
@@ -311,9 +323,13 @@ class Processor:
         field: str = "prompt",
         is_cut: bool = False,
     ) -> list[int]:
-        """Token ids of a text. Raises RequestError without a tokenizer, for text that is too long,
-        and on lone surrogates. is_cut: tokens are cut off afterwards, so more text is allowed."""
-        tokenizer = self.text_side(field)
+        """Return the token ids of a text.
+
+        is_cut: the tokens are truncated afterwards, so that more text is allowed.
+        Raises: RequestError without a tokenizer, for text that is too long, and for lone
+        surrogates.
+        """
+        tokenizer = self.require_tokenizer(field)
         if is_cut and isinstance(text, str) and len(text) > self._max_cut_characters:
             raise RequestError(
                 f"{field} has {len(text)} characters; allowed with truncate_prompt_tokens: at most "
@@ -326,40 +342,42 @@ class Processor:
     def decode(
         self, token_ids: Sequence[int], skip_special_tokens: bool = False, field: str = "tokens"
     ) -> str:
-        """The text of token ids. Raises RequestError for what are none, or too many."""
-        tokenizer = self.text_side(field)
-        sized = is_list(token_ids)
-        if sized and len(token_ids) > self.max_model_len:
+        """Return the text of token ids. Raises RequestError for invalid or too many ids."""
+        tokenizer = self.require_tokenizer(field)
+        is_sequence = is_list(token_ids)
+        if is_sequence and len(token_ids) > self.max_model_len:
             raise RequestError(
                 f"{field} has {len(token_ids)} entries; allowed: at most {self.max_model_len} "
                 "(max_model_len). Send fewer.",
                 field,
             )
-        if not sized or not is_ids(token_ids) or not all(0 <= i < 2**31 for i in token_ids):
+        if not is_sequence or not is_ids(token_ids) or not all(0 <= i < 2**31 for i in token_ids):
             raise RequestError(
                 f"{field}={brief(token_ids)} is not allowed; allowed: a list of token ids, from 0 "
-                f"to {2**31 - 1}. Change it.",
+                f"to {2**31 - 1}. Send one.",
                 field,
             )
         return tokenizer.decode(token_ids, skip_special_tokens)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of token ids that a client has sent. Raises RequestError as decode() does, and
-        for those that stand for nothing."""
+        """Return the text of token ids that a client sent.
+
+        Raises: RequestError as decode() does, and for ids outside the vocabulary.
+        """
         text = self.decode(tokens)
-        tokenizer = self.text_side("tokens")
+        tokenizer = self.require_tokenizer("tokens")
         for token_id in tokens:
             if not tokenizer.token(token_id):
                 raise RequestError(
                     f"tokens has token id {token_id}; allowed: ids of the tokenizer's "
-                    f"{len(tokenizer)} tokens. Leave it out.",
+                    f"{len(tokenizer)} tokens. Remove it.",
                     "tokens",
                 )
         return text
 
     def spell(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself."""
-        tokenizer = self.text_side("tokens")
+        """Return the text of each token on its own."""
+        tokenizer = self.require_tokenizer("tokens")
         return [tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
 
     def conversation(
@@ -369,11 +387,13 @@ class Processor:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> Rendered:
-        """A conversation, ready for the next answer; `kwargs` are the template's variables, over
-        the defaults of the settings. continue_final_message: its last message goes on.
+        """Render a conversation for the next answer.
 
-        Control tokens come from the template alone: what messages, tools and kwargs spell of them
-        is tokenised as the plain text that it is. Raises RequestError.
+        kwargs: variables of the template; they override the defaults of the settings.
+        continue_final_message: the answer continues the last message.
+
+        Only the template writes control tokens: their spellings in messages, tools and kwargs are
+        tokenized as plain text. Raises RequestError.
         """
         if self.template is None:
             raise RequestError(
@@ -392,13 +412,13 @@ class Processor:
     def render_text(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> str:
-        """The text of a conversation, ready for the next answer."""
+        """Return the text of a conversation for the next answer."""
         return self.conversation(messages, tools, **kwargs).text
 
     def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> list[int]:
-        """The token ids of a conversation, ready for the next answer."""
+        """Return the token ids of a conversation for the next answer."""
         return self.conversation(messages, tools, **kwargs).ids
 
     def prompt_ids(
@@ -407,33 +427,37 @@ class Processor:
         params: SamplingParams | None = None,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the token ids of a prompt: text, ids, {"prompt": text} or {"prompt_token_ids":
-        ids}. params: may ask for the last tokens alone. add_special_tokens: those that the
-        tokenizer puts around a text."""
+        """Return the token ids of a prompt.
+
+        prompt: text, ids, {"prompt": text} or {"prompt_token_ids": ids}.
+        params: may truncate the prompt to its last tokens.
+        add_special_tokens: add the tokens that the tokenizer puts around a text.
+        Raises: RequestError.
+        """
         if isinstance(prompt, dict):
-            found = prompt.get("prompt_token_ids")
-            found = prompt.get("prompt") if found is None else found
-            if found is None or isinstance(found, dict):
+            content = prompt.get("prompt_token_ids")
+            content = prompt.get("prompt") if content is None else content
+            if content is None or isinstance(content, dict):
                 raise RequestError(
                     f"prompt has the keys {brief(list(prompt))}; allowed: prompt (text) or "
                     "prompt_token_ids (ids). Send one of them.",
                     "prompt",
                 )
-            others = {name: value for name, value in prompt.items() if name not in PROMPT_KEYS}
-            check_keywords(others, PROMPT_KEYS, PROMPT, field="prompt")
-            prompt = found
+            extra = {name: value for name, value in prompt.items() if name not in PROMPT_KEYS}
+            check_keywords(extra, PROMPT_KEYS, PROMPT, field="prompt")
+            prompt = content
         field = "prompt"
         if isinstance(prompt, Rendered):
             prompt = prompt.ids
             field = "messages"
-        cut = params is not None and params.truncate_prompt_tokens is not None
+        is_cut = params is not None and params.truncate_prompt_tokens is not None
         ids: Any = prompt
         if isinstance(prompt, str):
-            ids = self.encode(prompt, add_special_tokens, is_cut=cut)
-        sized = is_list(ids)
-        if sized and params is not None and cut:
-            ids = ids[-self._most_prompt_tokens(params) :]
-        if not sized or (len(ids) < self.max_model_len and not is_ids(ids)):
+            ids = self.encode(prompt, add_special_tokens, is_cut=is_cut)
+        is_sequence = is_list(ids)
+        if is_sequence and params is not None and is_cut:
+            ids = ids[-self._max_prompt_tokens(params) :]
+        if not is_sequence or (len(ids) < self.max_model_len and not is_ids(ids)):
             raise RequestError(
                 f"prompt={brief(prompt)} is not allowed; allowed: a text, or a list of token ids. "
                 "Send one of them.",
@@ -450,40 +474,44 @@ class Processor:
             raise context_length_error(len(ids), self.max_model_len, field)
         return list(ids)
 
-    def _most_prompt_tokens(self, params: SamplingParams) -> int:
-        """Return how many tokens truncate_prompt_tokens leaves of a prompt."""
-        asked = params.truncate_prompt_tokens
-        if asked is None or asked < 0:
+    def _max_prompt_tokens(self, params: SamplingParams) -> int:
+        """Return how many tokens truncate_prompt_tokens keeps."""
+        requested = params.truncate_prompt_tokens
+        if requested is None or requested < 0:
             return max(1, self.max_model_len - (params.max_tokens or 1))
-        return asked
+        return requested
 
     def requests(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> list[Request]:
-        """`params.n` engine requests: seeds seed, seed + 1, ...; max_tokens is made to fit."""
+        """Return `params.n` engine requests with seeds seed, seed + 1, ...; max_tokens is reduced
+        to fit.
+
+        Raises: RequestError.
+        """
         ids = self.prompt_ids(prompt, params)
         salt = _salt_of(prompt)
         if params.stop_strings and (self.tokenizer is None or not params.detokenize):
-            raise RequestError("stop needs text; leave out stop or detokenize=False.", "stop")
-        room = self.max_model_len - len(ids)
+            raise RequestError("stop needs text; remove stop or detokenize=False.", "stop")
+        max_tokens = self.max_model_len - len(ids)
         seed = secrets.randbits(48) if params.seed is None else params.seed
         changes: dict[str, Any] = {
             "n": 1,
-            "max_tokens": min(params.max_tokens or room, room),
+            "max_tokens": min(params.max_tokens or max_tokens, max_tokens),
             "bad_words_ids": self._bad_words(params),
         }
         grammars = self._grammars(params, prompt, ids)
         requests = []
         for i in range(params.n):
-            mine = (seed + i + 2**63) % 2**64 - 2**63
+            answer_seed = (seed + i + 2**63) % 2**64 - 2**63
             requests.append(
                 Request(
                     id=request_id if params.n == 1 else f"{request_id}-{i}",
                     prompt_token_ids=ids,
-                    params=replace(params, **changes, seed=mine),
+                    params=replace(params, **changes, seed=answer_seed),
                     priority=priority,
                     eos_token_ids=self.eos_ids,
-                    seed=mine,
+                    seed=answer_seed,
                     cache_salt=salt,
                     grammar=next(grammars),
                 )
@@ -493,11 +521,11 @@ class Processor:
     def completion(
         self, request: Request, index: int = 0, shown: Collection[int] = ()
     ) -> CompletionText:
-        """The text side of one of `requests`; shown: special tokens that are not left out."""
+        """Return the text side of one of `requests`. shown: special tokens that are not skipped."""
         return CompletionText(self.tokenizer, request, index, shown)
 
     def marker_ids(self, tools: list[dict[str, Any]] | None) -> frozenset[int]:
-        """The special tokens that `reply_parser` looks for."""
+        """Return the special tokens that `reply_parser` looks for."""
         if self.tokenizer is None:
             return frozenset()
         texts = self._reasoning.texts() if self._reasoning else set()
@@ -512,22 +540,23 @@ class Processor:
         tools: list[dict[str, Any]] | None,
         wanted: StructuredOutputsParams | None = None,
     ) -> ReplyParser:
-        """What splits an answer to this rendered prompt into reasoning, content and calls.
+        """Return the parser that splits an answer into reasoning, content and tool calls.
 
-        wanted: what the answer is held to. That begins where its reasoning's own end stands and
-        nowhere else; so no call in the midst of reasoning ends it.
+        prompt: rendered prompt of the answer.
+        wanted: structured output of the answer. It begins at the reasoning's closing tag only, so
+        that no call inside of the reasoning ends it.
         """
         calls = self._tools if tools else None
         openers = calls.ENDS_REASONING if calls and wanted is None else ()
         parser = calls(tools) if calls else None
-        if parser is not None and isinstance(wanted, CallParams) and wanted.beside_form:
+        if parser is not None and isinstance(wanted, CallParams) and wanted.or_form:
             parser = CallsOrForm(parser)
         return ReplyParser(self._reasoning(prompt, openers) if self._reasoning else None, parser)
 
     def text_end(
         self, finish_reason: str | None, stop_reason: int | str | None, params: SamplingParams
     ) -> TextEnd:
-        """Return why the text of a completion ended, as the parsers of replies need it."""
+        """Return why the text of a completion ended, for the parsers."""
         if finish_reason == "stop" and (stop_reason is None or stop_reason in self.eos_ids):
             return NATURAL_END
         if finish_reason != "stop" or params.include_stop_str_in_output or stop_reason is None:
@@ -545,29 +574,34 @@ class Processor:
         return self.template is not None and name in self.template.names
 
     def template_prints(self, name: str) -> bool:
-        """Return whether the chat template may show a tool's field of this name to the model, by
-        reading it or by printing whole objects."""
+        """Return whether the chat template may print a tool's field of this name, alone or in an
+        object."""
         return self.template_reads(name) or bool(self.template and self.template.prints_objects)
 
     def effort_kwargs(self, effort: str) -> dict[str, Any]:
-        """The template's variables that say how much to reason. Raises RequestError where it has
-        none: `reasoning_effort` takes the degree, a switch only whether to reason at all. A model
-        that never reasons needs none for "none"."""
-        known = self.template.variables if self.template else frozenset()
-        found: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in known}
-        if EFFORT in known:
-            found[EFFORT] = effort
-        if not found and (effort != "none" or self._reasoning is not None):
+        """Return the template variables that set the reasoning effort.
+
+        `reasoning_effort` takes the degree; a switch only turns reasoning on or off. A model that
+        never reasons needs no variable for "none". Raises RequestError if the template has no such
+        variable.
+        """
+        readable = self.template.variables if self.template else frozenset()
+        variables: dict[str, Any] = {
+            name: effort != "none" for name in SWITCHES if name in readable
+        }
+        if EFFORT in readable:
+            variables[EFFORT] = effort
+        if not variables and (effort != "none" or self._reasoning is not None):
             names = ", ".join((EFFORT, *SWITCHES))
             raise RequestError(
                 f"reasoning_effort={effort!r} has no effect: the model's chat template reads none "
-                f"of {names}. Leave it out.",
+                f"of {names}. Remove it.",
                 "reasoning_effort",
             )
-        return found
+        return variables
 
     def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
-        """Raises RequestError for tools whose calls would not be understood."""
+        """Raise RequestError for tools whose calls could not be parsed."""
         if tools and self._tools is None:
             raise RequestError(
                 "tools need a tool-call parser, and the model's template names none that is "
@@ -575,8 +609,8 @@ class Processor:
                 "tools",
             )
 
-    def text_side(self, field: str) -> Tokenizer:
-        """Return the tokenizer. Raises RequestError, naming the field, where there is none."""
+    def require_tokenizer(self, field: str) -> Tokenizer:
+        """Return the tokenizer. Raises RequestError, which names the field, if there is none."""
         if self.tokenizer is None:
             raise RequestError(
                 f"{field} needs the tokenizer, but skip_tokenizer_init is set; send token ids.",
@@ -586,14 +620,14 @@ class Processor:
 
     @property
     def _max_cut_characters(self) -> int:
-        """Maximum characters of a text of which only the last tokens are read."""
+        """Return the maximum characters of a text that is truncated to its last tokens."""
         return max(self.max_characters, MAX_CUT_CHARACTERS)
 
     def _check_text(self, text: str, field: str, max_characters: int) -> None:
         if not isinstance(text, str):
             raise RequestError(f"{field}={brief(text)} is not allowed; send a text.", field)
         if len(text) > max_characters:
-            # A token has at most as many characters as the longest one.
+            # No token has more characters than the longest one.
             tokens = -(-len(text) * self.max_model_len // self.max_characters)
             why = f"{field} has {len(text)} characters"
             raise context_length_error(tokens, self.max_model_len, field, why)
@@ -601,8 +635,8 @@ class Processor:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"{field}: the text is no Unicode text at character {error.start}, which is half "
-                "a surrogate pair. Send the whole character or leave it out.",
+                f"{field}: character {error.start} of the text is half of a surrogate pair. Send "
+                "the whole character, or remove it.",
                 field,
             ) from None
 
@@ -613,12 +647,12 @@ class Processor:
         first = self._grammar(params, prompt, ids)
         yield first
         while True:
-            yield None if first is None else self._made(first.recipe)
+            yield None if first is None else self._from_recipe(first.recipe)
 
     def _grammar(
         self, params: SamplingParams, prompt: Prompt, ids: Sequence[int]
     ) -> Compiled | None:
-        """Return what binds an answer: its content, the length of its thought, or both."""
+        """Return the grammar of an answer: of its content, its reasoning budget, or both."""
         wanted = params.structured_outputs
         form = None if wanted is None else self._form(wanted, prompt)
         budget = params.thinking_token_budget
@@ -626,26 +660,26 @@ class Processor:
             return form
         self._check_budget(params)
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - len(ids))
-        # A form without AfterReasoning binds the answer's first token: there is no thought.
+        # A form without AfterReasoning binds the answer's first token: there is no reasoning.
         if budget >= max_tokens or (form is not None and not isinstance(form, AfterReasoning)):
             return form
         bounded = self._thinking_budget(self._budget_recipe(budget, prompt, ids, form))
-        return form if bounded.over else bounded
+        return form if bounded.ended else bounded
 
     def _form(self, wanted: StructuredOutputsParams, prompt: Prompt) -> Matcher | AfterReasoning:
         """Return the grammar of an answer's content, which does not bind its reasoning."""
         grammars = self._compiler()
-        matcher = compile_wanted(wanted, grammars)
+        matcher = compile_structured_output(wanted, grammars)
         if self._reasoning is None or not isinstance(prompt, Rendered):
             return matcher
         return self._after_reasoning(matcher, prompt.text.rstrip(), grammars)
 
     def _check_budget(self, params: SamplingParams) -> None:
-        """Raise RequestError where no thought could be ended."""
+        """Raise RequestError if the reasoning could not be ended."""
         if self._reasoning is None:
             raise RequestError(
                 f"{BUDGET}={params.thinking_token_budget} needs a reasoning parser, and this model "
-                "has none; set reasoning_parser (--reasoning-parser), or leave it out.",
+                "has none; set reasoning_parser (--reasoning-parser), or remove it.",
                 BUDGET,
             )
         tag = self._closing_tag
@@ -653,45 +687,47 @@ class Processor:
         if allowed is not None and not set(tag.tokens) <= set(allowed):
             raise RequestError(
                 f"{BUDGET}={params.thinking_token_budget} needs the tokens {tag.tokens} of "
-                f"{tag.text}, which allowed_token_ids has not. Add them, or leave one out.",
+                f"{tag.text}, which allowed_token_ids lacks. Add them, or remove a field.",
                 BUDGET,
             )
 
     @cached_property
     def _closing_tag(self) -> ClosingTag:
-        return ClosingTag(self._reasoning.TAGS[1], self.text_side(BUDGET))
+        return ClosingTag(self._reasoning.TAGS[1], self.require_tokenizer(BUDGET))
 
     def _budget_recipe(
         self, budget: int, prompt: Prompt, ids: Sequence[int], form: AfterReasoning | None
     ) -> BudgetRecipe:
-        """Return the recipe of a budget. Calls end a thought where no form binds the answer."""
+        """Return the recipe of a budget. Calls end the reasoning unless a form binds the answer."""
         names: tuple[str, ...] = ()
         if isinstance(prompt, Rendered):
             text = prompt.text
             names = prompt.tool_names if form is None else ()
         else:
-            text = self.text_side(BUDGET).decode(ids[-PROMPT_END:], skip_special_tokens=False)
+            text = self.require_tokenizer(BUDGET).decode(
+                ids[-PROMPT_END:], skip_special_tokens=False
+            )
         end = text.rstrip()[-PROMPT_END:]
         return BudgetRecipe(budget, end, names, None if form is None else form.recipe)
 
     def _thinking_budget(self, recipe: BudgetRecipe) -> ThinkingBudget:
-        """Return a fresh grammar that keeps a budget."""
+        """Return a new grammar that keeps a budget."""
         grammars = self._compiler(BUDGET)
         tools = [{"type": "function", "function": {"name": name}} for name in recipe.tool_names]
         parser = self.reply_parser(recipe.prompt_end, tools)
         text = Detokenizer(grammars.tokenizer, shown=self.marker_ids(tools))
-        thought = Thought(parser, text, self._closing_tag, recipe.budget)
+        thought = ReasoningProgress(parser, text, self._closing_tag, recipe.budget)
         form = None if recipe.form is None else grammars.grammar(recipe.form)
         return ThinkingBudget(recipe, thought, grammars, form)
 
     def grammar_of(self, recipe: GrammarRecipe | BudgetRecipe) -> Grammar:
-        """A grammar made anew by the recipe of one that this model's processor made, compiled."""
-        made = self._made(recipe)
-        made.prepare()
-        return made
+        """Return a new, compiled grammar from a recipe of this model's processor."""
+        grammar = self._from_recipe(recipe)
+        grammar.prepare()
+        return grammar
 
-    def _made(self, recipe: GrammarRecipe | BudgetRecipe) -> Compiled:
-        """Return a fresh grammar by its recipe."""
+    def _from_recipe(self, recipe: GrammarRecipe | BudgetRecipe) -> Compiled:
+        """Return a new grammar from its recipe."""
         if isinstance(recipe, BudgetRecipe):
             return self._thinking_budget(recipe)
         return self._compiler().grammar(recipe)
@@ -700,7 +736,7 @@ class Processor:
         if self.grammars is None:
             raise RequestError(
                 f"{field} needs a tokenizer with a token that ends an answer, and this model has "
-                "none. Leave it out.",
+                "none. Remove it.",
                 field,
             )
         return self.grammars
@@ -708,97 +744,102 @@ class Processor:
     def _after_reasoning(
         self, matcher: Matcher, prompt: str, grammars: Compiler
     ) -> Matcher | AfterReasoning:
-        """The matcher, bound where the reasoning has ended, if the answer begins with any."""
-        begins, ends = getattr(self._reasoning, "TAGS", (None, None))
-        if ends is not None and prompt.endswith(ends):
+        """Return the matcher, wrapped in AfterReasoning if the answer may begin with reasoning."""
+        begin_tag, end_tag = getattr(self._reasoning, "TAGS", (None, None))
+        if end_tag is not None and prompt.endswith(end_tag):
             return matcher
-        begun = begins is not None and prompt.endswith(begins)
+        is_begun = begin_tag is not None and prompt.endswith(begin_tag)
         find = grammars.tokenizer.fast.token_to_id
-        begin, end = (None if tag is None else find(tag) for tag in (begins, ends))
+        begin, end = (None if tag is None else find(tag) for tag in (begin_tag, end_tag))
         if begin is not None and end is not None:
-            return AfterReasoning(matcher, end, None if begun else begin)
+            return AfterReasoning(matcher, end, None if is_begun else begin)
         raise RequestError(
-            "structured_outputs are not supported behind this model's reasoning, whose tags are no "
+            "structured_outputs are not supported after this model's reasoning, whose tags are not "
             "single tokens. Turn reasoning off, or set reasoning_parser to none.",
             "structured_outputs",
         )
 
     def form(
         self,
-        asked: StructuredOutputsParams | None,
+        requested: StructuredOutputsParams | None,
         tools: list[dict[str, Any]] | None,
         choice: Any = "auto",
-        several: bool = True,
+        parallel: bool = True,
     ) -> StructuredOutputsParams | None:
-        """What an answer is held to: what was asked for, or tool calls, where the choice asks for
-        them or a tool is strict. Where calls may come beside a form of JSON, the answer is one or
-        the other; where they must, no content is left that a form could bind. choice: in OpenAI's
-        words; several: whether more calls than one may come. Raises RequestError."""
-        wanted = ToolChoice.read(choice)
-        if asked is None or not tools or wanted.mode != "auto":
-            return self._calls(tools, wanted, several) or asked
+        """Return what an answer must match: the requested form, or tool calls.
+
+        Calls are enforced if the choice requires them or a tool is strict. If calls are optional
+        and JSON was requested, the answer is one or the other. Required calls leave no content for
+        a form to bind.
+        choice: tool_choice of OpenAI's API.
+        several: allow more than one call.
+        Raises: RequestError.
+        """
+        tool_choice = ToolChoice.read(choice)
+        if requested is None or not tools or tool_choice.mode != "auto":
+            return self._calls(tools, tool_choice, parallel) or requested
         self.check_tools(tools)
         syntax = self._syntax()
-        strict = wanted.strict(tools)
-        form = None if syntax.parser.BARE else json_form(asked)
+        strict = tool_choice.strict(tools)
+        form = None if syntax.parser.BARE else json_expression(requested)
         if form is not None:
-            compile_wanted(asked, self._compiler())
-            callable_tools = syntax.tools(tools, wanted, held=strict)
-            grammar = syntax.calls_or_form(callable_tools, several, form)
+            compile_structured_output(requested, self._compiler())
+            callable_tools = syntax.tools(tools, tool_choice, enforced=strict)
+            grammar = syntax.calls_or_form(callable_tools, parallel, form)
             json_after = syntax.json_after(callable_tools, free_text=False)
-            return CallParams(grammar=grammar, beside_form=True, json_after=json_after)
+            return CallParams(grammar=grammar, or_form=True, json_after=json_after)
         if strict:
             raise RequestError(
-                "strict tools are not supported beside this form of the answer with this model; "
-                "allowed: a form of JSON, with a model whose tool calls begin with a tag. Leave "
-                "out strict, the form, or the tools.",
+                "strict tools are not supported together with this structured output; allowed: "
+                "JSON, with a model whose tool calls begin with a tag. Remove strict, the "
+                "structured output, or the tools.",
                 "tools",
             )
-        return asked
+        return requested
 
     def _calls(
-        self, tools: list[dict[str, Any]] | None, choice: ToolChoice, several: bool
+        self, tools: list[dict[str, Any]] | None, choice: ToolChoice, parallel: bool
     ) -> StructuredOutputsParams | None:
-        """What holds tool calls to the tools that may be called, and to their schemas; None where
-        nothing does."""
+        """Return the parameters that enforce tool calls; None if nothing is enforced."""
         auto = choice.mode == "auto"
-        held = not auto or choice.strict(tools)
-        if choice.mode == "none" or (choice.names is None and not held):
+        enforced = not auto or choice.strict(tools)
+        if choice.mode == "none" or (choice.names is None and not enforced):
             return None
         if not tools:
             raise RequestError("tool_choice needs tools; send some.", "tool_choice")
         self.check_tools(tools)
         syntax = self._syntax()
         write = syntax.text_and_calls if auto else syntax.calls_only
-        callable_tools = syntax.tools(tools, choice, held)
-        grammar = write(callable_tools, several)
+        callable_tools = syntax.tools(tools, choice, enforced)
+        grammar = write(callable_tools, parallel)
         json_after = syntax.json_after(callable_tools, free_text=auto)
         return CallParams(grammar=grammar, json_after=json_after)
 
     def _syntax(self) -> ToolSyntax:
-        """How the model writes calls, which are understood."""
-        tokenizer = self.text_side("tools")
+        """Return the call syntax of the model."""
+        tokenizer = self.require_tokenizer("tools")
         tags = self._tools.texts()
         special = tokenizer.special_ids - self.eos_ids
         tokens = {tokenizer.token(i): i for i in special if tokenizer.token(i) in tags}
         return ToolSyntax(self._tools, tokens)
 
     def _bad_words(self, params: SamplingParams) -> Sequence[Sequence[int]] | None:
-        """A word stands for two token sequences: at a text's start, and after a blank."""
+        """Return the token sequences of bad_words: each word at the start of a text, and after a
+        blank."""
         if not params.bad_words:
             return params.bad_words_ids
-        found = [list(ids) for ids in params.bad_words_ids or ()]
+        sequences = [list(ids) for ids in params.bad_words_ids or ()]
         for word in params.bad_words:
             plain = self.encode(word.lstrip(), False, "bad_words")
             spaced = self.encode(" " + word.lstrip(), False, "bad_words")
             if not plain:
                 raise RequestError(
-                    f"bad_words holds {brief(word)}; it has no tokens. Leave it out.", "bad_words"
+                    f"bad_words has {brief(word)}, which has no tokens. Remove it.", "bad_words"
                 )
-            found.append(plain)
-            if spaced[-len(plain) :] != plain:  # else it ends with what is banned already
-                found.append(spaced)
-        return found
+            sequences.append(plain)
+            if spaced[-len(plain) :] != plain:  # otherwise `plain` bans it already
+                sequences.append(spaced)
+        return sequences
 
 
 def _salt_of(prompt: Prompt) -> str:
@@ -809,7 +850,7 @@ def _salt_of(prompt: Prompt) -> str:
     if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT:
         raise RequestError(
             f"cache_salt={brief(salt)} is not allowed; allowed: a text of 1 to {MAX_SALT} "
-            "characters. Change it or leave it out.",
+            "characters. Correct it, or remove it.",
             "cache_salt",
         )
     return salt
@@ -818,7 +859,7 @@ def _salt_of(prompt: Prompt) -> str:
 def _encoded(encode: Callable[..., list[int]], text: str, field: str, **options: Any) -> list[int]:
     try:
         return encode(text, **options)
-    except Exception:  # tokenizers raises no other kind: a vocabulary that lacks a character
+    except Exception:  # tokenizers raises plain Exception for a character that its vocabulary lacks
         raise RequestError(
             f"{field}: the model's tokenizer cannot encode this text. Change the text.", field
         ) from None

@@ -1,4 +1,4 @@
-"""Finding markers in text that arrives piece by piece, holding back what may become one."""
+"""Incremental search for marker strings, holding back text that may become a marker."""
 
 import itertools
 import re
@@ -8,11 +8,8 @@ from typing import NamedTuple
 
 
 class Markers:
-    """Named strings to look for. With `loose`, a blank in one stands for any run of whitespace.
-
-    A loose marker is looked for with each of its blanks and without it, in text whose runs of
-    whitespace count as one blank.
-    """
+    """Named strings to search for. With `loose`, a blank in one matches any run of whitespace or
+    none."""
 
     def __init__(self, patterns: dict[str, str], loose: bool = False) -> None:
         self.loose = loose
@@ -26,15 +23,18 @@ class Markers:
         self.first = re.compile("|".join(map(re.escape, sorted(firsts))))
 
     def begins(self, text: str) -> bool:
-        """Whether a marker begins with this text."""
-        place = bisect_left(self.spellings, text)
-        return place < len(self.spellings) and self.spellings[place].startswith(text)
+        """Return whether a marker begins with this text."""
+        index = bisect_left(self.spellings, text)
+        return index < len(self.spellings) and self.spellings[index].startswith(text)
 
 
 class Taken(NamedTuple):
-    """What a scan settled: text before the marker (or safe so far), its name, where to go on.
+    """Result of a scan step.
 
-    written: the marker as it stands in the text.
+    text: text before the marker, or text that is certain to belong to none.
+    marker: name of the marker; None if there is none.
+    end: index after the consumed characters.
+    written: the marker as spelled in the text.
     """
 
     text: str
@@ -44,95 +44,95 @@ class Taken(NamedTuple):
 
 
 class Scan:
-    """One pass over a text for markers. The first to be complete counts; of several, the longest.
+    """Single pass over a text for markers. The first complete marker wins; of several, the longest.
 
-    Held back is the longest ending of the text with which a marker begins. The work is linear in
-    the text, and no result depends on how it was cut.
+    The longest suffix that is a prefix of a marker is held back. The work is linear in the text,
+    and results do not depend on how the text is cut into parts.
     """
 
     def __init__(self, markers: Markers) -> None:
         self._markers = markers
-        self._held: list[str] = []
-        self._settled = 0  # characters given back
-        self._seen = 0  # characters looked at
-        # The ending of the text with which a marker begins, and where each of its symbols stands.
-        self._ending = ""
-        self._places: deque[int] = deque()
+        self._pending: list[str] = []
+        self._returned = 0  # characters returned
+        self._seen = 0  # characters read
+        # Suffix of the text that is a prefix of a marker, and the index of each of its characters.
+        self._suffix = ""
+        self._indices: deque[int] = deque()
 
     def take(self, text: str, start: int = 0) -> Taken:
-        """Looks at text[start:] up to the first marker, after which the scan begins anew."""
+        """Search text[start:] up to the first marker, after which the scan starts over."""
         at = start
         while at < len(text):
-            if not self._ending:
-                found = self._markers.first.search(text, at)
-                if found is None:
+            if not self._suffix:
+                match = self._markers.first.search(text, at)
+                if match is None:
                     break
-                at = found.start()
+                at = match.start()
             self._step(text[at], self._seen + at - start)
             at += 1
-            if self._ending.endswith(self._markers.spellings):
-                return self._found(text[start:at], at)
+            if self._suffix.endswith(self._markers.spellings):
+                return self._matched(text[start:at], at)
         self._seen += len(text) - start
-        until = self._places[0] if self._places else self._seen
-        return Taken(self._settle(text[start:], until), None, len(text))
+        until = self._indices[0] if self._indices else self._seen
+        return Taken(self._release(text[start:], until), None, len(text))
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
-        return self._settle("", self._seen)
+        """Return the text held back, after the last part."""
+        return self._release("", self._seen)
 
-    def _step(self, char: str, place: int) -> None:
+    def _step(self, char: str, index: int) -> None:
         if self._markers.loose and char.isspace():
             char = " "
-            if self._ending.endswith(char):
+            if self._suffix.endswith(char):
                 return
-        self._ending += char
-        self._places.append(place)
-        while self._ending and not self._markers.begins(self._ending):
-            self._ending = self._ending[1:]
-            self._places.popleft()
+        self._suffix += char
+        self._indices.append(index)
+        while self._suffix and not self._markers.begins(self._suffix):
+            self._suffix = self._suffix[1:]
+            self._indices.popleft()
 
-    def _found(self, text: str, end: int) -> Taken:
-        spelling = max(filter(self._ending.endswith, self._markers.spellings), key=len)
-        before = self._settle(text, self._places[-len(spelling)])
-        written = "".join(self._held)
-        self._held.clear()
-        self._settled = 0
+    def _matched(self, text: str, end: int) -> Taken:
+        spelling = max(filter(self._suffix.endswith, self._markers.spellings), key=len)
+        before = self._release(text, self._indices[-len(spelling)])
+        written = "".join(self._pending)
+        self._pending.clear()
+        self._returned = 0
         self._seen = 0
-        self._ending = ""
-        self._places.clear()
+        self._suffix = ""
+        self._indices.clear()
         return Taken(before, self._markers.names[spelling], end, written)
 
-    def _settle(self, text: str, until: int) -> str:
-        """Held text and this one, up to the place `until`; what comes after is held."""
-        if until == self._settled:
-            self._held.append(text)
+    def _release(self, text: str, until: int) -> str:
+        """Return pending text and `text` up to the index `until`; the rest becomes pending."""
+        if until == self._returned:
+            self._pending.append(text)
             return ""
-        whole = "".join(self._held) + text
-        cut = until - self._settled
-        self._held = [whole[cut:]]
-        self._settled = until
-        return whole[:cut]
+        available = "".join(self._pending) + text
+        cut = until - self._returned
+        self._pending = [available[cut:]]
+        self._returned = until
+        return available[:cut]
 
 
 class Tail:
-    """Text whose last characters wait as long as they are whitespace (or `chars`)."""
+    """Filter that delays trailing whitespace (or `chars`) until other text follows."""
 
     def __init__(self, chars: str | None = None) -> None:
         self._chars = chars
-        self._held: list[str] = []
+        self._pending: list[str] = []
 
     def take(self, text: str) -> str:
-        """What more text settles."""
-        shown = text.rstrip(self._chars)
-        if not shown:
-            self._held.append(text)
+        """Append text and return what no longer is trailing."""
+        kept = text.rstrip(self._chars)
+        if not kept:
+            self._pending.append(text)
             return ""
-        settled = self.flush() + shown
-        self._held = [text[len(shown) :]]
-        return settled
+        released = self.flush() + kept
+        self._pending = [text[len(kept) :]]
+        return released
 
     def flush(self) -> str:
-        """What was held back; nothing is afterwards."""
-        held = "".join(self._held)
-        self._held = []
-        return held
+        """Return the delayed characters and clear them."""
+        delayed = "".join(self._pending)
+        self._pending = []
+        return delayed

@@ -1,4 +1,4 @@
-"""Settings of a model's text side: chat template, parsers, defaults of sampling."""
+"""Settings of a model's text side: chat template, parsers, sampling defaults."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from lockstep.settings import Settings, read_named, setting, why_unread
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 CHECKPOINTS = "auto"
-"""generation_config: the checkpoint's own."""
+"""Value of generation_config: the checkpoint's file."""
 NEUTRAL = "vllm"
-"""generation_config: none."""
+"""Value of generation_config: no file."""
 SAMPLING_DEFAULTS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
 )  # fmt: skip
-MOST_NEW = "max_new_tokens"
-OVERRIDABLE = (*SAMPLING_DEFAULTS, MOST_NEW, "do_sample")
-"""What of a generation_config.json bears on sampling."""
+MAX_NEW_TOKENS = "max_new_tokens"
+OVERRIDABLE = (*SAMPLING_DEFAULTS, MAX_NEW_TOKENS, "do_sample")
+"""Settings of generation_config.json that affect sampling."""
 READ_SETTINGS = frozenset((*OVERRIDABLE, "eos_token_id"))
-"""Settings of generation_config.json that some code reads; the tokenizer reads eos_token_id."""
-PARSER_REMEDY = "Choose one of them, or leave it out."
-OBJECT_REMEDY = "Write it as a dict, or leave it out."
+"""Settings of generation_config.json that are read; the tokenizer reads eos_token_id."""
+PARSER_REMEDY = "Choose one of them, or remove it."
+OBJECT_REMEDY = "Write it as a dict, or remove it."
 
 
 def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
@@ -45,43 +45,43 @@ REASONING = ("auto", "none", *REASONING_PARSERS)
 
 @dataclass(frozen=True)
 class TextSettings(Settings):
-    """How conversations are written for the model, and its answers read; vLLM's names."""
+    """Settings of the chat template, the parsers and the sampling defaults, with vLLM's names."""
 
     chat_template: str | None = setting(
-        None, "the chat template, or a file that holds it; the checkpoint's if left out"
+        None, "chat template: its text or a file; default: the checkpoint's"
     )
     default_chat_template_kwargs: dict[str, Any] | None = setting(
         None,
-        "the template's variables where a request names none",
+        "default variables of the chat template",
         allowed="a dict of the template's variables",
         remedy=OBJECT_REMEDY,
     )
     tool_call_parser: Annotated[str, AfterValidator(_one_of(TOOLS))] = setting(
         "auto",
-        "how tool calls are read; auto: as the template writes them",
+        "tool-call parser; auto: chosen by the chat template",
         allowed=", ".join(TOOLS),
         remedy=PARSER_REMEDY,
     )
     reasoning_parser: Annotated[str, AfterValidator(_one_of(REASONING))] = setting(
         "auto",
-        "how reasoning is read; auto: as the template writes it",
+        "reasoning parser; auto: chosen by the chat template",
         allowed=", ".join(REASONING),
         remedy=PARSER_REMEDY,
     )
     generation_config: str = setting(
         CHECKPOINTS,
-        "whose generation_config.json gives the defaults of sampling: auto (the checkpoint), vllm "
-        "(none), or a folder",
+        "source of sampling defaults: auto (the checkpoint's generation_config.json), vllm (no "
+        "file), or a folder with that file",
     )
     override_generation_config: dict[str, Any] | None = setting(
         None,
-        "defaults of sampling that replace those",
+        "sampling defaults that override generation_config.json",
         allowed=f"a dict of {', '.join(OVERRIDABLE)}",
         remedy=OBJECT_REMEDY,
     )
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where a setting is wrong, or a file is not there."""
+        """Raise ConfigError for an invalid setting or a missing file."""
         super().__post_init__()
         self.template()
         named = self.generation_config
@@ -96,7 +96,7 @@ class TextSettings(Settings):
                 raise choice_error(ConfigError, field, name, allowed, "Remove or rename it.")
         for field, check in (
             ("override_generation_config", sampling_defaults),
-            ("default_chat_template_kwargs", _variables),
+            ("default_chat_template_kwargs", _check_variables),
         ):
             try:
                 check(getattr(self, field) or {})
@@ -104,41 +104,45 @@ class TextSettings(Settings):
                 raise ConfigError(f"{field}: {error}") from None
 
     def template(self) -> str | None:
-        """The chosen chat template's text. Raises ConfigError where its file cannot be read."""
-        chosen = self.chat_template
-        if chosen is None or "{" in chosen or "\n" in chosen:
-            return chosen
+        """Return the text of the chosen chat template. Raises ConfigError if its file cannot be
+        read."""
+        choice = self.chat_template
+        if choice is None or "{" in choice or "\n" in choice:
+            return choice
         try:
-            return read_named(chosen)
+            return read_named(choice)
         except (OSError, ValueError) as error:
             allowed = f"a file that can be read ({why_unread(error)}), or the template itself"
             remedy = "Name another file."
-            raise choice_error(ConfigError, "chat_template", chosen, allowed, remedy) from None
+            raise choice_error(ConfigError, "chat_template", choice, allowed, remedy) from None
 
     def generation_folder(self, checkpoint: Path) -> Path | None:
-        """The folder whose generation_config.json counts; None: none does."""
+        """Return the folder whose generation_config.json is used, or None."""
         if self.generation_config == NEUTRAL:
             return None
-        own = self.generation_config == CHECKPOINTS
-        return checkpoint if own else Path(self.generation_config)
+        is_checkpoint = self.generation_config == CHECKPOINTS
+        return checkpoint if is_checkpoint else Path(self.generation_config)
 
 
-def _variables(chosen: dict[str, Any]) -> None:
-    """Raises RequestError where a template's variable has a name that is taken."""
-    from lockstep.text.templates.chat_template import (
-        check_kwargs,  # jinja2 takes time, and help needs none
-    )
+def _check_variables(chosen: dict[str, Any]) -> None:
+    """Raise RequestError for a template variable with a reserved name."""
+    # Imported here: jinja2 is slow to import, and --help does not need it.
+    from lockstep.text.templates.chat_template import check_kwargs
 
     check_kwargs(chosen)
 
 
 def sampling_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a generation_config says of sampling, in SamplingParams' names; its max_new_tokens is
-    max_tokens. Raises RequestError where a value is wrong."""
-    found = {name: settings[name] for name in SAMPLING_DEFAULTS if settings.get(name) is not None}
+    """Return a generation_config's sampling defaults with the names of SamplingParams.
+
+    max_new_tokens becomes max_tokens. Raises RequestError for an invalid value.
+    """
+    defaults = {
+        name: settings[name] for name in SAMPLING_DEFAULTS if settings.get(name) is not None
+    }
     if settings.get("do_sample") is False:
-        found["temperature"] = 0.0
-    if settings.get(MOST_NEW) is not None:
-        found["max_tokens"] = settings[MOST_NEW]
-    SamplingParams(**found)
-    return found
+        defaults["temperature"] = 0.0
+    if settings.get(MAX_NEW_TOKENS) is not None:
+        defaults["max_tokens"] = settings[MAX_NEW_TOKENS]
+    SamplingParams(**defaults)
+    return defaults

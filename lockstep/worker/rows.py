@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.errors import RequestError
 from lockstep.kernels import sampling as s
 from lockstep.kernels.stream_copies import copy_to_device, copy_to_host
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import RowSpec
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.transfers import Transfers
 
@@ -29,17 +28,17 @@ class HostRow:
     state: list[list[Tensor]]
 
 
-def write_row(table: RowTable, row: int, request: Request, start: int) -> None:
+def write_row(table: RowTable, row: int, spec: RowSpec, start: int) -> None:
     """The row of a request that begins with its first `start` tokens cached."""
-    prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
+    prompt = torch.tensor(spec.prompt_token_ids, dtype=torch.int64)
     copy_to_device(prompt, table.tokens[row, : len(prompt)])
     copy_to_device(len(prompt), table.prompt_len[row])
     copy_to_device(start, table.computed[row])
     copy_to_device(start, table.folded[row])
     copy_to_device(-1, table.drafts[row])
-    most = table.drafts.shape[1] if request.speculate else 0
+    most = table.drafts.shape[1] if spec.speculate else 0
     copy_to_device(most, table.draft_limit[row])
-    write_sampling(table.sampling, row, request, prompt)
+    write_sampling(table.sampling, row, spec, prompt)
 
 
 def write_place(table: RowTable, row: int, pages: list[int], slot: int) -> None:
@@ -55,11 +54,10 @@ def write_pages(table: RowTable, row: int, column: int, pages: list[int]) -> Non
     copy_to_device(ids, table.page_table[row, column : column + len(pages)])
 
 
-def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: Tensor) -> None:
+def write_sampling(state: s.SamplingState, row: int, spec: RowSpec, prompt: Tensor) -> None:
     """The sampling parameters of a request as a row of the tensors."""
-    p = request.params
+    p = spec.params
     vocab = state.bias.shape[1]
-    check_ids(request, vocab)
     flags = 0
     copy_to_device(0, state.counts[row])
     copy_to_device(False, state.in_prompt[row])
@@ -69,22 +67,22 @@ def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: T
         copy_to_device(there, state.in_prompt[row])
     if p.logit_bias or p.allowed_token_ids is not None:
         flags |= s.BIAS
-        copy_to_device(_bias(request, vocab), state.bias[row])
+        copy_to_device(_bias(spec, vocab), state.bias[row])
     if p.min_tokens:
         flags |= s.MIN_TOKENS
-        stops = sorted(request.eos_token_ids | set(p.stop_token_ids or ()))
+        stops = sorted(spec.eos_token_ids | set(p.stop_token_ids or ()))
         copy_to_device(_padded(stops, state.stop_ids.shape[1]), state.stop_ids[row])
     if p.bad_words_ids:
         flags |= s.BAD_WORDS
         copy_to_device(_words(p.bad_words_ids, state.bad_words[row].shape), state.bad_words[row])
-    if request.is_constrained:
+    if spec.is_constrained:
         flags |= s.ALLOWED
     if not p.greedy:
         flags |= s.NOISE
         if p.top_k > 0 or p.top_p < 1 or p.min_p > 0:
             flags |= s.FILTERS
     parameters = s.RowParameters(
-        seed=request.seed,
+        seed=spec.seed,
         flags=flags,
         top_k=max(p.top_k, 0),
         min_position=min(len(prompt) + p.min_tokens, FURTHEST),
@@ -103,34 +101,8 @@ def remove_masks(state: s.SamplingState, row: int) -> None:
     state.flags[row].bitwise_and_(~s.ALLOWED)
 
 
-def check_ids(request: Request, vocab: int) -> None:
-    """Raises RequestError where the model lacks a token that is named, or none is left to emit."""
-    p = request.params
-    for name, ids in (
-        ("prompt", request.prompt_token_ids),
-        ("allowed_token_ids", p.allowed_token_ids or ()),
-        ("logit_bias", p.logit_bias or ()),
-        ("bad_words", [t for word in p.bad_words_ids or () for t in word]),
-        ("stop_token_ids", p.stop_token_ids or ()),
-    ):
-        wrong = [i for i in ids if not 0 <= int(i) < vocab]
-        if wrong:
-            raise RequestError(
-                f"{name} has token id {wrong[0]}; allowed: 0 to {vocab - 1}. Leave it out.", name
-            )
-    banned = {word[0] for word in p.bad_words_ids or () if len(word) == 1}
-    if p.min_tokens:
-        banned |= request.eos_token_ids | set(p.stop_token_ids or ())
-    if p.allowed_token_ids is not None and banned.issuperset(p.allowed_token_ids):
-        raise RequestError(
-            "allowed_token_ids leaves no token to emit: all are bad words, or would end the answer "
-            "before min_tokens. Allow another token.",
-            "allowed_token_ids",
-        )
-
-
-def _bias(request: Request, vocab: int) -> Tensor:
-    p = request.params
+def _bias(spec: RowSpec, vocab: int) -> Tensor:
+    p = spec.params
     bias = torch.zeros(vocab)
     if p.allowed_token_ids is not None:
         bias.fill_(-torch.inf)

@@ -1,7 +1,7 @@
-"""Assemble an engine: checkpoint, memory plan, model, program, cache, warm-up."""
+"""Startup of a worker: checkpoint, memory plan, model, program, cache, warm-up."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,17 +10,10 @@ import torch
 from lockstep.cache.specs import Cached
 from lockstep.config import EngineConfig, Plan, StepLimits
 from lockstep.kernels.architecture import architecture_of
-from lockstep.layers.build_context import BackendChoice, BuildContext
+from lockstep.layers.build_context import BuildContext
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.loader import LoadResult
 from lockstep.quantization import WeightFormat, read_weight_format
-from lockstep.scheduling.draft_length import (
-    DraftLengthPolicy,
-    FixedDraftLength,
-    draft_length_policy,
-)
-from lockstep.spec import passes_of
 from lockstep.step import StepShape
 from lockstep.worker import memory
 from lockstep.worker.build import (
@@ -42,89 +35,139 @@ from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.memory_estimate import DryEngine, graph_bytes, planner_of, weight_bytes
 from lockstep.worker.memory_planner import MemoryPlan, Planner, shortage
 from lockstep.worker.program import Program
-from lockstep.worker.roofline import StepCosts
-from lockstep.worker.worker import Runner, uniform_shapes
+from lockstep.worker.worker import Worker, uniform_shapes
 
 
-@dataclass
-class EngineParts:
-    """Parts of an engine. draft_policy: how many drafts each step brings; notes: what the
-    checkpoint's weight format asks for and is not done; loaded: None where weights are random;
-    costs: of its steps.
+@dataclass(frozen=True)
+class MemoryFit:
+    """Sizes that fit into the memory of one rank, as plain data.
+
+    num_pages and num_slots include the null page and the null slot. parts: measured bytes of the
+    GPU by name. notes: sentences about what the memory planner chose.
     """
 
-    plan: Plan
-    runner: Runner
-    draft_policy: DraftLengthPolicy
-    checkpoint: Checkpoint
-    choices: list[BackendChoice]
+    limits: StepLimits
+    num_pages: int
+    num_slots: int
+    host_pages: int
+    parts: dict[str, int]
     notes: tuple[str, ...]
-    loaded: LoadResult | None
-    costs: StepCosts
 
 
-@torch.inference_mode()
-def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) -> EngineParts:
-    """Build everything. Raises ConfigError, CheckpointError or CapacityError."""
-    device = pick_device(config)
-    checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
-    packing = read_weight_format(checkpoint.quantization(), config.quantization)
-    limits = step_limits(config, checkpoint, device, packing)
-    prepare_device(device)
-    planned = None
-    if device == "cuda" and not _everything_typed(config):
-        planned = plan_memory(config, checkpoint, limits, packing)
-    dtype = getattr(torch, limits.dtype)
-    build = BuildContext(
-        device=device,
-        dtype=dtype,
-        window=limits.query_len,
-        max_positions=limits.history_len,
-        max_model_len=limits.max_model_len,
-        tensors=checkpoint.tensors() if config.load_format == "auto" else None,
-        prefixes=checkpoint.prefixes,
-        packing=packing,
-        kv=kv_layers(config, dtype),
-        state_dtype=state_dtype(config),
+def smallest_fit(fits: Sequence[MemoryFit], config: EngineConfig) -> MemoryFit:
+    """Return the sizes that fit into every rank's memory. parts and notes: of the first rank."""
+    rows = min(fit.limits.max_num_seqs for fit in fits)
+    tokens = min(fit.limits.max_num_batched_tokens for fit in fits)
+    return replace(
+        fits[0],
+        limits=sized(fits[0].limits, config, rows, tokens),
+        num_pages=min(fit.num_pages for fit in fits),
+        num_slots=min(fit.num_slots for fit in fits),
+        host_pages=min(fit.host_pages for fit in fits),
     )
-    model: Any
-    model, draft, loaded = build_models(config, checkpoint, build, progress)
-    layers = memory.mixers(model, draft)
-    cost = memory.cache_bytes(layers)
 
-    def make_program(limits: StepLimits) -> Program:
-        return build_program(config, limits, build, model, draft, hooks)
 
-    if planned is None:
-        memory.check_table(build.room, limits, model.config.vocab_size)
-        program = make_program(limits)
-        size = asked_cache(config, limits, build, cost)
-        used = Used({}, ())
-    else:
-        weights = weight_bytes(model, draft)
-        fitting = Fitting(config, build, layers, planned, make_program, weights)
-        limits, program, size, used = fitting.fit(limits)
-    probe_linears(build, model, limits)
-    if device == "cuda":
-        torch.cuda.empty_cache()  # a probe does not free its copies of weights
-    plan = Plan(
-        **vars(limits),
-        num_pages=size.pages,
-        page_bytes=cost.page,
-        num_slots=size.slots,
-        slot_bytes=cost.slot,
-        host_pages=memory.host_pages(config, cost, host_room(build)),
-        snapshot_every=config.snapshot_every or memory.snapshot_every(model, draft),
-        **draft_costs(model, draft),
-        memory=used.parts,
-        memory_notes=used.notes,
-    )
-    runner = Runner(plan, model, draft, program)
-    step_ms = runner.warm_up(lambda done, of: progress("warming up", done, of))
-    policy = pick_policy(config, plan, hooks, step_ms)
-    notes = () if build.packing is None else build.packing.notes
-    costs = StepCosts.of(model, draft, passes_of(config.speculative_config))
-    return EngineParts(plan, runner, policy, checkpoint, build.choices, notes, loaded, costs)
+class WorkerStartup:
+    """One rank between the loading of its model and its first step.
+
+    The order of calls is: the constructor loads the model, fit_memory() measures, plan() fixes the
+    sizes for all ranks, start() allocates the cache and warms up. loaded: None for random weights.
+    notes: what the checkpoint's weight format asks for and is not done.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, config: EngineConfig, progress: Progress, hooks: CheckHooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.device = pick_device(config)
+        self.checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
+        packing = read_weight_format(self.checkpoint.quantization(), config.quantization)
+        self.limits = step_limits(config, self.checkpoint, self.device, packing)
+        prepare_device(self.device)
+        self.planned: Planned | None = None
+        if self.device == "cuda" and not _sizes_are_set(config):
+            self.planned = plan_memory(config, self.checkpoint, self.limits, packing)
+        dtype = getattr(torch, self.limits.dtype)
+        self.build = BuildContext(
+            device=self.device,
+            dtype=dtype,
+            window=self.limits.query_len,
+            max_positions=self.limits.history_len,
+            max_model_len=self.limits.max_model_len,
+            tensors=self.checkpoint.tensors() if config.load_format == "auto" else None,
+            prefixes=self.checkpoint.prefixes,
+            packing=packing,
+            kv=kv_layers(config, dtype),
+            state_dtype=state_dtype(config),
+        )
+        self.model: Any
+        self.model, self.draft, self.loaded = build_models(
+            config, self.checkpoint, self.build, progress
+        )
+        self.layers = memory.mixers(self.model, self.draft)
+        self.cost = memory.cache_bytes(self.layers)
+        self.notes = () if packing is None else packing.notes
+        self._num_model_choices = len(self.build.choices)
+        self._program: tuple[StepLimits, Program] | None = None
+
+    @torch.inference_mode()
+    def fit_memory(self) -> MemoryFit:
+        """Return the sizes that fit. Raises CapacityError where nothing does."""
+        if self.planned is None:
+            memory.check_table(self.build.room, self.limits, self.model.config.vocab_size)
+            limits = self.limits
+            program = self._make_program(limits)
+            size = configured_cache(self.config, limits, self.build, self.cost)
+            used = Used({}, ())
+        else:
+            weights = weight_bytes(self.model, self.draft)
+            fitting = Fitting(
+                self.config, self.build, self.layers, self.planned, self._make_program, weights
+            )
+            limits, program, size, used = fitting.fit(self.limits)
+        self._program = limits, program
+        host_pages = memory.host_pages(self.config, self.cost, host_room(self.build))
+        return MemoryFit(limits, size.pages, size.slots, host_pages, used.parts, used.notes)
+
+    def plan(self, fit: MemoryFit) -> Plan:
+        """Return the plan of all ranks. fit: the smallest of their fits."""
+        return Plan(
+            **vars(fit.limits),
+            num_pages=fit.num_pages,
+            page_bytes=self.cost.page,
+            num_slots=fit.num_slots,
+            slot_bytes=self.cost.slot,
+            host_pages=fit.host_pages,
+            snapshot_every=self.config.snapshot_every
+            or memory.snapshot_every(self.model, self.draft),
+            **draft_costs(self.model, self.draft),
+            memory=fit.parts,
+            memory_notes=fit.notes,
+        )
+
+    @torch.inference_mode()
+    def start(self, plan: Plan, progress: Progress) -> tuple[Worker, dict[tuple[int, int], float]]:
+        """Allocate the cache and warm up -> the worker, and (rows, drafts) -> ms of a step."""
+        program = self._program_of(plan)
+        probe_linears(self.build, self.model, plan)
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # a probe does not free its copies of weights
+        worker = Worker(plan, self.model, self.draft, program)
+        return worker, worker.warm_up(lambda done, of: progress("warming up", done, of))
+
+    def _program_of(self, plan: Plan) -> Program:
+        """Return the program of fit_memory(), or a new one where another rank has less memory."""
+        if self._program is not None:
+            limits, program = self._program
+            self._program = None
+            if (limits.max_num_seqs, limits.row_buckets) == (plan.max_num_seqs, plan.row_buckets):
+                return program
+            del program
+            del self.build.choices[self._num_model_choices :]
+        return self._make_program(plan)
+
+    def _make_program(self, limits: StepLimits) -> Program:
+        return build_program(self.config, limits, self.build, self.model, self.draft, self.hooks)
 
 
 # Memory of a GPU: planned by estimates before the model is built, filled by what is measured.
@@ -147,7 +190,7 @@ class Used:
     notes: tuple[str, ...]
 
 
-def asked_cache(
+def configured_cache(
     config: EngineConfig, limits: StepLimits, build: BuildContext, cost: memory.CacheBytes
 ) -> memory.CacheSize:
     """Return the cache as the config says, or as a CPU has room for. Raises CapacityError."""
@@ -157,7 +200,7 @@ def asked_cache(
     return size
 
 
-def _everything_typed(config: EngineConfig) -> bool:
+def _sizes_are_set(config: EngineConfig) -> bool:
     """Return whether nothing is left to choose and nothing to measure."""
     typed = (config.max_num_seqs, config.max_num_batched_tokens, config.num_gpu_blocks)
     return None not in typed
@@ -286,17 +329,3 @@ def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
 def host_room(build: BuildContext) -> MemoryBudget:
     """Return the host's memory: on a CPU, the device's."""
     return build.room if build.device == "cpu" else MemoryBudget("cpu")
-
-
-def pick_policy(
-    config: EngineConfig,
-    plan: Plan,
-    hooks: CheckHooks,
-    step_ms: dict[tuple[int, int], float],
-) -> DraftLengthPolicy:
-    """Return the policy of draft lengths. step_ms: (rows, drafts) -> ms of a step of null rows."""
-    if hooks.draft_policy:
-        return hooks.draft_policy(plan.draft_lengths)
-    if config.speculative_config is None:
-        return FixedDraftLength(0)
-    return draft_length_policy(config.speculative_config.adaptive, plan.draft_lengths, step_ms)

@@ -1,20 +1,20 @@
-"""Those who watch a runner's steps: checks and traces. They change nothing."""
+"""Observers of a worker's steps, for checks and traces. They change nothing."""
 
 from collections.abc import Sequence
 
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import RowSpec
 from lockstep.step import StepShape
 from lockstep.worker.program import Outcome
 
 
 class StepObserver:
-    """Called around every step that a schedule launches; by itself it does nothing.
+    """Base class of observers, called around every step that a schedule launches.
 
-    What it gets may be overwritten by the next step, so it copies what it keeps.
+    The next step may overwrite the tensors that an observer gets: it copies what it keeps.
     """
 
-    def before_step(self, requests: Sequence[Request], shape: StepShape) -> None:
-        """The step of these requests, in the order of its rows, is about to run."""
+    def before_step(self, rows: Sequence[RowSpec], shape: StepShape) -> None:
+        """Observe a step of these rows, in their order in the step, before it runs."""
 
-    def after_step(self, requests: Sequence[Request], shape: StepShape, outcome: Outcome) -> None:
-        """All of it is launched; nobody has waited for it."""
+    def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
+        """Observe a step that is launched; the device may still run it."""

@@ -1,4 +1,4 @@
-"""The runner: launches schedules, one step ahead of the host, and reads results one step late."""
+"""Worker: launches the steps of a schedule on one device and reads their results later."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +11,15 @@ from lockstep.cache.specs import Law
 from lockstep.config import Plan, StepLimits
 from lockstep.kernels.stream_copies import copy_to_host
 from lockstep.outputs import Logprob
-from lockstep.scheduling.request import Request
-from lockstep.scheduling.schedule import PromptChunk, Results, RowResult, Schedule
+from lockstep.scheduling.grammar import FillMasks
+from lockstep.scheduling.schedule import (
+    MaskedRow,
+    PromptChunk,
+    Results,
+    RowResult,
+    RowSpec,
+    Schedule,
+)
 from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker import memory, rows
 from lockstep.worker.capture import capture_halves, capture_pieces
@@ -25,11 +32,11 @@ from lockstep.worker.step_timer import StepTimer
 from lockstep.worker.transfers import CopyStream, Transfers
 
 PROMPT_LOGPROB_TILE = 64
-"""Positions whose logits are made at once where a prompt's log-probabilities are wanted."""
+"""Positions per logits tile for a prompt's log-probabilities: bounds the memory of [tile, V]."""
 
 
 def uniform_shapes(limits: StepLimits) -> list[StepShape]:
-    """Return the shapes of steps without prompt tokens, the largest first: a graph for each."""
+    """Return the shapes of steps without prompt tokens, largest first: one graph each."""
     return [
         StepShape.uniform(rows, drafts + 1)
         for rows in reversed(limits.row_buckets)
@@ -38,27 +45,27 @@ def uniform_shapes(limits: StepLimits) -> list[StepShape]:
 
 
 @dataclass(frozen=True)
-class RowInFlight:
-    """A row of a launched step, and what is kept of it until its results are read.
+class LaunchedRow:
+    """A row of a launched step, with what its results need.
 
-    emits: whether it gives tokens: not in the middle of a prompt. logits [Q, V]: raw, where the
-    request asks for log-probabilities. hidden [N, H]: of the chunk's positions, where it asks for
-    those of its prompt; following [N]: the tokens behind them.
+    emits: the row emits tokens; False inside a prompt. logits [Q, V]: copy of the raw logits,
+    where the request wants log-probabilities. hidden [N, H]: hidden states of a chunk's positions,
+    where it wants prompt log-probabilities; next_tokens [N]: the prompt tokens after them.
     """
 
     row: int
-    request: Request
+    spec: RowSpec
     emits: bool
     logits: Tensor | None
     hidden: Tensor | None
-    following: Sequence[int]
+    next_tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
-class InFlightStep:
-    """A launched step whose results are still on their way to the host: tensors of its rows."""
+class LaunchedStep:
+    """A launched step whose results are on their way to the host."""
 
-    rows: list[RowInFlight]
+    rows: list[LaunchedRow]
     shape: StepShape
     results: Tensor
     timer: StepTimer
@@ -66,18 +73,18 @@ class InFlightStep:
 
 @dataclass(frozen=True)
 class SavedRow:
-    """A preempted row: its request, and what the device held of it."""
+    """A preempted row in host memory."""
 
-    request: Request
+    spec: RowSpec
     host: rows.HostRow
 
 
-class Runner:
-    """Owns table, program and cache tensors. Knows of a request what it was admitted with.
+class Worker:
+    """Row table, program and cache tensors of one device.
 
-    requests: row -> the request that has it, or had it last. saved: id of a preempted request ->
-    its row in host memory. observers: see every step that a schedule launches. `run_step` runs a
-    step; `uncaptured`, without graphs.
+    specs: row -> request data of its latest admission. saved: request id -> preempted row in host
+    memory. observers: called around every step of a schedule. run_step: runs a step; uncaptured:
+    the same without graphs.
     """
 
     def __init__(
@@ -88,7 +95,7 @@ class Runner:
         self.program = program
         self.table = program.table
         self.layers = memory.mixers(model, draft)
-        self.requests: dict[int, Request] = {}
+        self.specs: dict[int, RowSpec] = {}
         self.saved: dict[str, SavedRow] = {}
         self.observers: list[StepObserver] = []
         self.grammar_masks = GrammarMasks(self.table, plan.query_len)
@@ -103,11 +110,11 @@ class Runner:
         self.transfers = Transfers(self.paged, self.state, host, CopyStream(plan.device))
 
     def warm_up(self, progress: Callable[[int, int], None]) -> dict[tuple[int, int], float]:
-        """Runs every uniform shape on null rows, capturing it if the plan asks for graphs.
+        """Run uniform shapes on null rows, and capture them where the plan wants graphs.
 
-        Returns (rows, drafts) -> ms. Without graphs the ends of both ranges say enough.
+        Returns (rows, drafts) -> ms. On a CPU only the smallest and the largest rows run.
         """
-        shapes = self._uniform_shapes()
+        shapes = self._warm_up_shapes()
         if self.plan.graph_mode != "none":
             pool = torch.cuda.graph_pool_handle()
             if self.plan.graph_mode == "full":
@@ -116,27 +123,28 @@ class Runner:
                 capture_pieces(self.model, pool, [s.tokens for s in shapes])
         self.table.inputs.fill()
         size = min(PAGE_SIZE, self.plan.max_model_len)
+        # A prompt step compiles the kernels that no uniform step uses.
         self.run_step(StepShape(1, size, size, prompt=True, next_drafts=self.plan.query_len - 1))
-        taken = {}
+        step_ms = {}
         for index, shape in enumerate(shapes):
             if self.plan.device == "cuda":
-                self.run_step(shape)
+                self.run_step(shape)  # captures; the next run is timed
             timer = StepTimer(self.plan.device)
             self.run_step(shape)
             timer.end()
             timer.wait()
-            taken[shape.rows, shape.next_drafts] = timer.ms
+            step_ms[shape.rows, shape.next_drafts] = timer.ms
             progress(index + 1, len(shapes))
-        return taken
+        return step_ms
 
     @torch.inference_mode()
     def probe(self) -> None:
-        """Runs the smallest step on null rows and waits for it. Raises what it raises."""
+        """Run the smallest step on null rows and wait for it. Raises what the step raises."""
         self.table.inputs.fill()
         shape = StepShape.uniform(self.plan.row_buckets[0], self.plan.draft_lengths[0] + 1)
         self.run_step(shape)[-1].results.tolist()
 
-    def _uniform_shapes(self) -> list[StepShape]:
+    def _warm_up_shapes(self) -> list[StepShape]:
         if self.plan.device == "cuda":
             return uniform_shapes(self.plan)
         buckets = self.plan.row_buckets
@@ -144,59 +152,75 @@ class Runner:
         return uniform_shapes(replace(self.plan, row_buckets=tuple(sorted(ends))))
 
     @torch.inference_mode()
-    def launch(self, schedule: Schedule) -> list[InFlightStep]:
-        """Puts a schedule on the device. Does not wait for it."""
+    def launch(self, schedule: Schedule, fill_masks: FillMasks) -> list[LaunchedStep]:
+        """Launch the steps of a schedule without waiting for them.
+
+        fill_masks: answers the mask queries of `schedule.masked`.
+        """
+        for request_id in schedule.dropped:
+            self.saved.pop(request_id, None)
+        for answer in schedule.answers:
+            for learn in self.program.on_answer:
+                learn(answer)
+        # Evicted pages are read before any row of this schedule writes them.
         self.transfers.evict(schedule.evicted)
-        self._place(schedule)
+        self._update_rows(schedule)
+        masked = {one.row: one for one in schedule.masked}
         launched = []
         if schedule.decode:
-            launched.append(self._launch_decode(schedule))
+            launched.append(self._launch_decode(schedule, masked, fill_masks))
+        # Fetched pages belong to the prompt step alone: the decode step need not wait for them.
         self.transfers.fetch(schedule.fetched)
         if schedule.prompt:
-            launched.append(self._launch_prompt(schedule.prompt))
+            launched.append(self._launch_prompt(schedule.prompt, masked, fill_masks))
         return launched
 
-    def _place(self, schedule: Schedule) -> None:
-        """Moves, admits and grants, in the order of the schedule."""
+    def _update_rows(self, schedule: Schedule) -> None:
+        """Swap rows out and in, admit rows and grant pages, in this order."""
         table = self.table
         for swap in schedule.swap_out:
             place = (swap.pages, swap.state_slot)
             host = rows.save_row(table, swap.row, *place, self.transfers)
-            self.saved[swap.request_id] = SavedRow(self.requests[swap.row], host)
+            self.saved[swap.request_id] = SavedRow(self.specs[swap.row], host)
         for swap in schedule.swap_in:
             saved = self.saved.pop(swap.request_id)
             place = (swap.pages, swap.state_slot)
             rows.restore_row(table, swap.row, saved.host, *place, self.transfers)
-            self.requests[swap.row] = saved.request
+            self.specs[swap.row] = saved.spec
         for admission in schedule.admissions:
-            rows.write_row(table, admission.row, admission.request, admission.start)
+            rows.write_row(table, admission.row, admission.spec, admission.start)
             rows.write_place(table, admission.row, admission.pages, admission.state_slot)
-            self.requests[admission.row] = admission.request
+            self.specs[admission.row] = admission.spec
         for grant in schedule.grants:
             rows.write_pages(table, grant.row, grant.column, grant.pages)
 
-    def _launch_decode(self, schedule: Schedule) -> InFlightStep:
-        """The uniform step: every row brings its last token and as many drafts."""
+    def _launch_decode(
+        self, schedule: Schedule, masked: dict[int, MaskedRow], fill_masks: FillMasks
+    ) -> LaunchedStep:
+        """Launch the uniform step: every row brings its last token and `num_drafts` drafts."""
         self.table.inputs.fill(row_ids=schedule.decode)
         shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
-        requests = [self.requests[row] for row in schedule.decode]
+        specs = [self.specs[row] for row in schedule.decode]
         timer = StepTimer(self.plan.device)
-        between = self.grammar_masks.begin(schedule.decode, requests, shape.query_len)
-        _, _, logits, verdict = self._run(requests, shape, between)
-        window = shape.query_len
-        flying = [
-            RowInFlight(row, request, True, _wanted(request, logits, i, window), None, ())
-            for i, (row, request) in enumerate(zip(schedule.decode, requests, strict=True))
+        query_len = shape.query_len
+        between = self.grammar_masks.begin(schedule.decode, masked, query_len, fill_masks)
+        _, _, logits, verdict = self._run(specs, shape, between)
+        launched = [
+            LaunchedRow(row, spec, True, _copy_logits(spec, logits, i, query_len), None, ())
+            for i, (row, spec) in enumerate(zip(schedule.decode, specs, strict=True))
         ]
-        results = copy_to_host(verdict.results[: len(flying)])
+        results = copy_to_host(verdict.results[: len(launched)])
         timer.end()
-        return InFlightStep(flying, shape, results, timer)
+        return LaunchedStep(launched, shape, results, timer)
 
-    def _launch_prompt(self, chunks: list[PromptChunk]) -> InFlightStep:
-        """The ragged step: every row brings a chunk of its prompt."""
+    def _launch_prompt(
+        self, chunks: list[PromptChunk], masked: dict[int, MaskedRow], fill_masks: FillMasks
+    ) -> LaunchedStep:
+        """Launch the ragged step: every row brings a chunk of its prompt."""
         lengths = [chunk.length for chunk in chunks]
+        row_ids = [chunk.row for chunk in chunks]
         self.table.inputs.fill(
-            row_ids=[chunk.row for chunk in chunks],
+            row_ids=row_ids,
             query_lens=lengths,
             state_src=[chunk.state_src for chunk in chunks],
             snapshot_slots=[chunk.snapshot_slot for chunk in chunks],
@@ -208,95 +232,84 @@ class Runner:
             prompt=True,
             next_drafts=self.plan.query_len - 1,
         )
-        requests = [self.requests[chunk.row] for chunk in chunks]
+        specs = [self.specs[row] for row in row_ids]
         timer = StepTimer(self.plan.device)
-        emitting = [r if chunk.last else None for r, chunk in zip(requests, chunks, strict=True)]
-        between = self.grammar_masks.begin([chunk.row for chunk in chunks], emitting, width=1)
-        _, hidden, logits, verdict = self._run(requests, shape, between)
-        flying = []
+        between = self.grammar_masks.begin(row_ids, masked, 1, fill_masks)
+        _, hidden, logits, verdict = self._run(specs, shape, between)
+        launched = []
         begin = 0
-        for i, (chunk, request) in enumerate(zip(chunks, requests, strict=True)):
-            logit_rows = _wanted(request, logits, i, 1) if chunk.last else None
-            kept = None
-            following = request.prompt_token_ids[:0]
-            if request.params.prompt_logprobs is not None:
+        for i, (chunk, spec) in enumerate(zip(chunks, specs, strict=True)):
+            row_logits = _copy_logits(spec, logits, i, 1) if chunk.last else None
+            row_hidden = None
+            next_tokens = spec.prompt_token_ids[:0]
+            if spec.params.prompt_logprobs is not None:
                 first = chunk.start + 1
-                following = request.prompt_token_ids[first : first + chunk.length]
-                kept = hidden[begin : begin + len(following)].clone()
-            flying.append(RowInFlight(chunk.row, request, chunk.last, logit_rows, kept, following))
+                next_tokens = spec.prompt_token_ids[first : first + chunk.length]
+                row_hidden = hidden[begin : begin + len(next_tokens)].clone()
+            launched.append(
+                LaunchedRow(chunk.row, spec, chunk.last, row_logits, row_hidden, next_tokens)
+            )
             begin += chunk.length
         results = copy_to_host(verdict.results)
         timer.end()
-        return InFlightStep(flying, shape, results, timer)
+        return LaunchedStep(launched, shape, results, timer)
 
-    def _run(
-        self, requests: list[Request], shape: StepShape, between: Callable[[], None]
-    ) -> Outcome:
-        """Runs a step of these requests, watched by the observers. between: see RunStep."""
+    def _run(self, specs: list[RowSpec], shape: StepShape, between: Callable[[], None]) -> Outcome:
+        """Run a step of these rows and call the observers. between: see `RunStep`."""
         for observer in self.observers:
-            observer.before_step(requests, shape)
+            observer.before_step(specs, shape)
         outcome = self.run_step(shape, between)
         for observer in self.observers:
-            observer.after_step(requests, shape, outcome)
+            observer.after_step(specs, shape, outcome)
         return outcome
 
     @torch.inference_mode()
-    def collect(self, launched: list[InFlightStep]) -> Results:
-        """Waits for a schedule's steps and reads what their rows emitted."""
-        found = Results()
+    def collect(self, launched: list[LaunchedStep]) -> Results:
+        """Wait for the steps of a schedule and read what their rows emitted."""
+        results = Results()
         for step in launched:
             step.timer.wait()
             if not step.shape.prompt:
-                found.decode_ms = step.timer.ms
+                results.decode_ms = step.timer.ms
             for row, numbers in zip(step.rows, step.results.tolist(), strict=True):
-                result = _result(row, numbers) if row.emits else RowResult([])
+                result = _read_row(row, numbers) if row.emits else RowResult([])
                 result.prompt_logprobs = self._prompt_logprobs(row)
-                found.rows[row.row] = result
-        return found
+                results.rows[row.row] = result
+        return results
 
-    def _prompt_logprobs(self, row: RowInFlight) -> list[dict[int, Logprob] | None]:
-        """Log-probabilities of the tokens behind a chunk's positions, for requests that ask.
+    def _prompt_logprobs(self, row: LaunchedRow) -> list[dict[int, Logprob] | None]:
+        """Compute the log-probabilities of the tokens after a chunk's positions.
 
-        None where logits that are no numbers give none.
+        Empty where the request does not want them; None for a token whose logits are not finite.
         """
-        most = row.request.params.prompt_logprobs
-        if row.hidden is None or most is None:
+        count = row.spec.params.prompt_logprobs
+        if row.hidden is None or count is None:
             return []
         scores: list[dict[int, Logprob] | None] = []
-        for begin in range(0, len(row.following), PROMPT_LOGPROB_TILE):
-            tokens = list(row.following[begin : begin + PROMPT_LOGPROB_TILE])
+        for begin in range(0, len(row.next_tokens), PROMPT_LOGPROB_TILE):
+            tokens = list(row.next_tokens[begin : begin + PROMPT_LOGPROB_TILE])
             logits = self.program.model.head(row.hidden[begin : begin + len(tokens)])  # type: ignore[attr-defined]
-            for entry, token in zip(logprobs(logits, tokens, most), tokens, strict=True):
+            for entry, token in zip(logprobs(logits, tokens, count), tokens, strict=True):
                 scores.append(None if isnan(entry[token].logprob) else entry)
         return scores
 
-    def finish(self, request: Request) -> None:
-        """A request has come to its end. Drafters may learn from its answer, but not where a
-        cache_salt keeps it apart: what others are drafted would tell of it, by its time."""
-        self.forget(request.id)
-        if request.cache_salt:
-            return
-        for learn in self.program.on_answer:
-            learn(request.output_token_ids)
 
-    def forget(self, request_id: str) -> None:
-        """Drops what is kept of a preempted request that was aborted."""
-        self.saved.pop(request_id, None)
+def _copy_logits(spec: RowSpec, logits: Tensor, index: int, query_len: int) -> Tensor | None:
+    """Copy one row's logits [Q, V] where the request wants log-probabilities.
 
-
-def _wanted(request: Request, logits: Tensor, index: int, window: int) -> Tensor | None:
-    """A copy of the logits [window, V] of a step's row, where log-probabilities are asked for."""
-    if request.params.logprobs is None:
+    The next replay of the step's graph overwrites `logits`.
+    """
+    if spec.params.logprobs is None:
         return None
-    return logits[index * window : (index + 1) * window].clone()
+    return logits[index * query_len : (index + 1) * query_len].clone()
 
 
-def _result(row: RowInFlight, numbers: list[int]) -> RowResult:
-    """What a row emitted, from its numbers in a verdict's results: tokens, accepted, drafted."""
+def _read_row(row: LaunchedRow, numbers: list[int]) -> RowResult:
+    """Return what a row emitted. numbers: its line of a verdict's `results`."""
     *tokens, accepted, drafted = numbers
     tokens = tokens[: accepted + 1]
     scores = None
     if row.logits is not None:
-        real = [token for token in tokens if token >= 0]
-        scores = logprobs(row.logits[: len(real)], real, row.request.params.logprobs or 0)
+        valid = [token for token in tokens if token >= 0]
+        scores = logprobs(row.logits[: len(valid)], valid, row.spec.params.logprobs or 0)
     return RowResult(tokens, drafted, accepted, scores)

@@ -10,6 +10,7 @@ from lockstep.bench.trace import CAPTURED, PREFIX, table_of, trace_steps
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
+from lockstep.worker.executor import worker_of
 from tests.tiny_model import make_model
 
 PROMPTS = [{"prompt_token_ids": list(range(3, 40))}, {"prompt_token_ids": list(range(50, 150))}]
@@ -80,7 +81,7 @@ def test_every_layer_is_named_and_time_counts_once(llm: LLM, tmp_path: Path) -> 
 
 def test_nothing_is_left_behind(llm: LLM, tmp_path: Path) -> None:
     before = [o.outputs[0].token_ids for o in llm.generate(list(PROMPTS), PARAMS)]
-    runner = llm.engine.runner
+    runner = worker_of(llm.engine)
     attributes = [set(vars(m)) for m in (runner.program.table, runner.program.sampler, runner)]
     trace_steps(llm, PROMPTS, 0.0, tmp_path / "trace.json", steps=1)
     assert not llm.engine.has_work()

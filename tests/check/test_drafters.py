@@ -14,6 +14,7 @@ from lockstep.check.plain import PlainRuns
 from lockstep.check.world import Kind
 from lockstep.check.worlds import Examiner
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.worker.executor import executor_of
 from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head
 from tests.tiny_model import CONFIG, LLAMA, THREE_LAYERS, make_model
@@ -88,7 +89,7 @@ def test_only_engines_of_its_method_get_its_keys() -> None:
 
 
 def test_a_drafter_that_is_named_is_checked(plain: PlainRuns) -> None:
-    checkpoint = plain.llm.engine.checkpoint
+    checkpoint = executor_of(plain.llm.engine).checkpoint
     allowed, left_out = drafters_of(checkpoint, None)
     assert "eagle3" not in allowed
     assert any(why.startswith("eagle3: it needs a head") for why in left_out)

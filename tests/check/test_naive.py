@@ -13,6 +13,7 @@ from lockstep.check import naive
 from lockstep.kernels.sampling import SamplingState, sample
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import RowSpec
 from lockstep.worker.rows import write_sampling
 
 V = 50
@@ -41,7 +42,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 def engines_token(raw: np.ndarray, params: SamplingParams, seed: int) -> int:
     state = SamplingState.empty(2, V, 20, (32, 8), "cpu")
     request = Request("r", PROMPT, params, eos_token_ids=ENDS, seed=seed)
-    write_sampling(state, 1, request, torch.tensor(PROMPT))
+    write_sampling(state, 1, RowSpec.of(request), torch.tensor(PROMPT))
     for token in ANSWER:
         state.counts[1, token] += 1
     history = torch.zeros(2, 20, dtype=torch.int64)

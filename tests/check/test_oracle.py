@@ -12,6 +12,7 @@ from lockstep.check.report import Report
 from lockstep.errors import ConfigError
 from lockstep.layers.rotary import Rotary
 from lockstep.llm import LLM
+from lockstep.worker.executor import worker_of
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_the_plain_run_agrees(plain: CheckEngine, other: None) -> None:
 
 def test_a_fault_of_the_model_is_seen(plain: CheckEngine, other: None) -> None:
     report = Report("quick", "")
-    rotary = next(m for m in plain.engine.runner.model.modules() if isinstance(m, Rotary))
+    rotary = next(m for m in worker_of(plain.engine).model.modules() if isinstance(m, Rotary))
     angles = rotary.sin
     rotary.sin = angles * 0.99
     try:

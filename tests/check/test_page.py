@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.check.exercised import Exercised
 from lockstep.check.matrix import PHASES, Setup
-from lockstep.check.page import MOST_FAILURES, page, write_page
+from lockstep.check.page import MAX_FAILURES, page, write_page
 from lockstep.check.report import Failure, Report, Tally
 
 VOID = {"meta", "br"}
@@ -73,12 +73,12 @@ def test_a_sound_report() -> None:
 
 
 def test_differences_are_listed_and_bounded() -> None:
-    said = read(page(report(MOST_FAILURES + 7), ["lockstep"]))
+    said = read(page(report(MAX_FAILURES + 7), ["lockstep"]))
     assert "Differences found" in said and "19/20" in said
     assert "token <b> instead of 2; norm" in said, "escaped, so it reads as it is"
     assert "lockstep check --replay f.json" in said and "and 7 more" in said
-    assert f"request {MOST_FAILURES - 1} " in said.replace(",", " ")
-    assert f"request {MOST_FAILURES + 1}," not in said
+    assert f"request {MAX_FAILURES - 1} " in said.replace(",", " ")
+    assert f"request {MAX_FAILURES + 1}," not in said
 
 
 @pytest.mark.parametrize(("failures", "title"), [(0, "Ended early"), (3, "Differences found")])

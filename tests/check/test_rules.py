@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,11 @@ from lockstep.check.rules import RuledScheduler, Rules, WorldError, shares_no_sn
 from lockstep.check.stage import Stage
 from lockstep.check.world import Kind, Limits, World, WorldRequest
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PageGrant, PromptChunk, Results, RowResult, Schedule
 from lockstep.scheduling.scheduler import Entry, Scheduler
-from lockstep.worker.worker import Runner
+from lockstep.worker.worker import Worker
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LATE = WorldRequest(tuple(range(60)), {**GREEDY, "max_tokens": 9}, priority=1)
@@ -63,9 +65,18 @@ def test_nothing_is_left_in_host_memory_of_a_request_that_ends_there(
     play: Callable[[World], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(pushed(3, abort=4))
-    monkeypatch.setattr(Runner, "forget", lambda self, request_id: None)
+    launch = Worker.launch
+    kept: list[dict[str, Any]] = []
+
+    def launch_without_drops(worker: Worker, schedule: Schedule, fill_masks: FillMasks) -> Any:
+        schedule.dropped.clear()
+        kept.append(worker.saved)
+        return launch(worker, schedule, fill_masks)
+
+    monkeypatch.setattr(Worker, "launch", launch_without_drops)
     with pytest.raises(WorldError, match="1 rows in host memory are left"):
         play(pushed(3, abort=4))
+    kept[-1].clear()
 
 
 def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
@@ -158,7 +169,8 @@ def test_a_request_begins_with_pages_of_its_own_prompt_and_salt() -> None:
         Request("r", list(range(1, 101))),
         Request("r", list(range(100)), cache_salt="another"),
     ):
-        wrong = replace(admission, start=64, request=other)
+        wrong = replace(admission, start=64)
+        rules.scheduler.entries["r"].request = other
         with pytest.raises(WorldError, match="is not page 0 of what row 1 asks"):
             rules.hold(replace(made, admissions=[wrong]))
 

@@ -10,9 +10,10 @@ import pytest
 from lockstep import LLM, SamplingParams
 from lockstep.errors import ConfigError
 from lockstep.scheduling.draft_length import AdaptiveDraftLength, Costs, RandomDraftLength
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import RowSpec
 from lockstep.spec.config import SpeculativeConfig
 from lockstep.step import StepShape
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Outcome
 from lockstep.worker.step_observer import StepObserver
@@ -82,13 +83,11 @@ def test_any_sequence_of_counts(plain: list[Any], drafter: str, phase: str) -> N
 def test_drafts_of_another_number_are_gone() -> None:
     """Behind a step of k drafts stand k at most: none of an older, longer step is tried again."""
     llm = make_engine("mtp", CHANGING, num_speculative_tokens=3, adaptive=True)
-    runner = llm.engine.runner
+    runner = worker_of(llm.engine)
     seen = []
 
     class Watch(StepObserver):
-        def after_step(
-            self, requests: Sequence[Request], shape: StepShape, outcome: Outcome
-        ) -> None:
+        def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
             row_ids = outcome[0].row_ids
             drafts = runner.table.drafts[row_ids[row_ids > 0]]
             seen.append((shape.next_drafts, (drafts >= 0).sum(1).tolist()))

@@ -13,13 +13,14 @@ import pytest
 
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Stream
-from lockstep.engine.engine import Engine
-from lockstep.engine.engine_loop import TokenUpdate
 from lockstep.engine.process_transport import ProcessTransport
 from lockstep.engine.thread_transport import ThreadTransport
+from lockstep.engine.token_update import TokenUpdate
+from lockstep.engine_builder import build_engine
 from lockstep.errors import CapacityError, EngineDeadError, RequestError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.worker.executor import worker_of
 from tests.served import PATIENCE, plain, run, wait_until_empty
 from tests.tiny_model import make_model
 
@@ -53,7 +54,7 @@ def shared_process(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
 @pytest.fixture
 def threaded(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
     """A started client over a fresh engine in a thread."""
-    found = AsyncEngine(ThreadTransport(Engine(EngineConfig.read(**settings))))
+    found = AsyncEngine(ThreadTransport(build_engine(EngineConfig.read(**settings))))
     found.start()
     yield found
     found.shutdown()
@@ -300,7 +301,7 @@ def test_an_engine_failure_reaches_every_stream(
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(threaded.transport.engine, "step", fail)
-    monkeypatch.setattr(threaded.transport.engine.runner, "probe", fail)
+    monkeypatch.setattr(worker_of(threaded.transport.engine), "probe", fail)
 
     async def work() -> None:
         streams = [threaded.stream(ask(name, LONG)) for name in ("a", "b", "c")]
@@ -366,7 +367,7 @@ def test_what_comes_behind_a_shutdown_is_refused_not_forgotten(
 
 
 def test_a_client_that_was_not_started_says_so(settings: dict[str, Any]) -> None:
-    idle = AsyncEngine(ThreadTransport(Engine(EngineConfig.read(**settings))))
+    idle = AsyncEngine(ThreadTransport(build_engine(EngineConfig.read(**settings))))
     assert not idle.is_alive
 
     async def work() -> None:

@@ -9,6 +9,7 @@ import pytest
 from lockstep import LLM, SamplingParams
 from lockstep.outputs import RequestOutput
 from lockstep.scheduling.request import Request
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from tests.asking import DRAFTS, GREEDY, PROMPTS, TEXT, answer, assert_idle, bits, make_engine, one
 from tests.tiny_model import THREE_LAYERS, make_model
@@ -169,7 +170,7 @@ def test_a_step_that_fails_leaves_no_cached_page_that_was_never_written(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "launch", fail)
+        patch.setattr(worker_of(llm.engine), "launch", fail)
         with pytest.raises(RuntimeError, match="the engine failed in a step"):
             llm.generate([ids, TEXT], GREEDY)
     assert_idle(llm)
@@ -250,7 +251,7 @@ def test_requests_that_come_and_go_at_random_get_their_own_answers(
             assert told(request) == expected[name]
     assert len(ended) == len(set(ended)) > 18 and len(requests) == 24
     assert engine.scheduler.preemptions > 10 and engine.scheduler.cache.hit_tokens > 0
-    assert not engine.runner.saved and not engine.has_work()
+    assert not worker_of(engine).saved and not engine.has_work()
 
 
 def test_tokens_count_as_they_come(engines: dict[str, LLM]) -> None:

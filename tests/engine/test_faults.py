@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from lockstep.engine.async_engine import AsyncEngine
-from lockstep.engine.engine import MOST_FAILURES, Engine
-from lockstep.engine.engine_loop import TokenUpdate
+from lockstep.engine.engine import MAX_FAILURES, Engine
 from lockstep.engine.thread_transport import ThreadTransport
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import EngineDeadError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.worker.executor import worker_of
 from tests.asking import make_engine
 from tests.tiny_model import make_model
 
@@ -50,7 +51,7 @@ def client(engine: Engine) -> Iterator[AsyncEngine]:
     yield found
     found.shutdown()
     engine.clear()
-    assert not engine.scheduler.cache.seqs and not engine.runner.saved
+    assert not engine.scheduler.cache.seqs and not worker_of(engine).saved
     assert len(engine.scheduler.free_rows) == 2
     engine.scheduler.cache.check()
     engine._failures = 0
@@ -92,7 +93,7 @@ def fails_once(inner: Callable[..., Any], when: Callable[[], bool]) -> Callable[
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [("runner", "launch"), ("runner", "collect"), ("runner", "run_step"), ("scheduler", "update")],
+    [("worker", "launch"), ("worker", "collect"), ("worker", "run_step"), ("scheduler", "update")],
 )
 def test_a_failed_step_ends_what_it_worked_on_and_nothing_else(
     client: AsyncEngine,
@@ -109,7 +110,7 @@ def test_a_failed_step_ends_what_it_worked_on_and_nothing_else(
     def both_run() -> bool:
         return all(r.output_token_ids for r in running)
 
-    patched = getattr(engine, owner)
+    patched = worker_of(engine) if owner == "worker" else engine.scheduler
     monkeypatch.setattr(patched, name, fails_once(getattr(patched, name), both_run))
 
     async def work() -> tuple[list[list[TokenUpdate]], list[TokenUpdate]]:
@@ -140,16 +141,21 @@ def test_a_preempted_request_ends_too(folder: str, monkeypatch: pytest.MonkeyPat
     requests = [ask("a", 60), ask("b", 60)]
     for request in requests:
         engine.add(request)
-    while not engine.runner.saved:
+    while not worker_of(engine).saved:
         assert engine.has_work()
         engine.step()
-    monkeypatch.setattr(engine.runner, "launch", fails_once(engine.runner.launch, lambda: True))
+    monkeypatch.setattr(
+        worker_of(engine),
+        "launch",
+        fails_once(worker_of(engine).launch, lambda: True),
+    )
     with pytest.raises(RuntimeError):
         while engine.has_work():
             engine.step()
     assert {r.id for r in engine.recover()} == {"a", "b"}
     assert all(r.finish_reason == "error" for r in requests)
-    assert not engine.has_work() and not engine.runner.saved
+    engine.step()  # tells the worker to drop the saved rows
+    assert not engine.has_work() and not worker_of(engine).saved
     engine.scheduler.cache.check()
 
 
@@ -181,8 +187,8 @@ def test_steps_that_fail_again_and_again_end_the_engine(
 ) -> None:
     told: list[str] = []
     client.on_end = told.append
-    monkeypatch.setattr(client.transport.engine.runner, "launch", always_fails)
-    assert dead(client, told) == f"{MOST_FAILURES} steps in a row failed"
+    monkeypatch.setattr(worker_of(client.transport.engine), "launch", always_fails)
+    assert dead(client, told) == f"{MAX_FAILURES} steps in a row failed"
 
 
 def test_an_engine_that_runs_not_even_an_empty_step_ends(
@@ -190,7 +196,7 @@ def test_an_engine_that_runs_not_even_an_empty_step_ends(
 ) -> None:
     told: list[str] = []
     client.on_end = told.append
-    monkeypatch.setattr(client.transport.engine.runner, "run_step", always_fails)
+    monkeypatch.setattr(worker_of(client.transport.engine), "run_step", always_fails)
     assert dead(client, told) == "a step failed, and so did an empty one after it"
 
 
@@ -220,17 +226,17 @@ def test_a_shutdown_is_no_end_to_be_told(client: AsyncEngine) -> None:
 def test_a_step_that_hangs_is_seen_without_waiting_for_it(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = client.transport.engine.runner.launch
+    launch = worker_of(client.transport.engine).launch
     entered = threading.Event()
     go = threading.Event()
 
-    def hang(schedule: Any) -> Any:
+    def hang(*arguments: Any) -> Any:
         entered.set()
         assert go.wait(PATIENCE)
-        return launch(schedule)
+        return launch(*arguments)
 
     assert client.stalled_for == 0
-    monkeypatch.setattr(client.transport.engine.runner, "launch", hang)
+    monkeypatch.setattr(worker_of(client.transport.engine), "launch", hang)
 
     async def work() -> list[TokenUpdate]:
         reading = asyncio.create_task(read(client, ask("a")))

@@ -10,6 +10,7 @@ from lockstep import LLM, SamplingParams
 from lockstep.errors import CapacityError
 from lockstep.step import PAGE_SIZE
 from lockstep.worker import memory
+from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import answers, engine_over
 from tests.tiny_model import DEEPSEEK, NEMOTRON_H, QWEN3, THREE_LAYERS, make_model
 
@@ -123,7 +124,7 @@ def test_what_ends_leaves_no_page_and_what_is_forgotten_no_host_page(
     engine = llm.engine
     cache = engine.scheduler.cache
     assert not cache.seqs and not cache.paged.pool.used and not cache.host.pinned
-    assert not engine.runner.saved
+    assert not worker_of(engine).saved
     assert cache.host.used
     engine.clear()
     cache.check()
@@ -171,7 +172,7 @@ def test_a_step_that_fails_forgets_host_memory(
         raise RuntimeError("no copy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner.transfers, "evict", fails)
+        patch.setattr(worker_of(engine).transfers, "evict", fails)
         with pytest.raises(RuntimeError, match="the engine failed in a step"):
             talk(llm)
     assert not engine.scheduler.cache.host.used

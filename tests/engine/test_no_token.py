@@ -11,6 +11,7 @@ import torch
 from lockstep import LLM, SamplingParams
 from lockstep.outputs import RequestOutput
 from lockstep.scheduling.request import NO_TOKEN
+from lockstep.worker.executor import worker_of
 from tests.asking import assert_idle, bits, make_engine
 from tests.tiny_model import CONFIG, QWEN3, make_model
 
@@ -41,7 +42,7 @@ def make(folder: Path, drafter: str | None, **settings: Any) -> LLM:
 def poison(llm: LLM) -> None:
     """From now on whatever has read the token POISON is NaN."""
     with torch.inference_mode():
-        llm.engine.runner.model.embed.weight[POISON] = torch.nan  # type: ignore[union-attr, operator]
+        worker_of(llm.engine).model.embed.weight[POISON] = torch.nan  # type: ignore[union-attr, operator]
 
 
 def prompts() -> list[list[int]]:
@@ -90,7 +91,7 @@ def test_what_came_before_the_nan_stands(folder: Path, drafter: str | None) -> N
     line = plain[1].outputs[0].token_ids
     at = next(i for i, t in enumerate(line) if i >= 3 and t not in {*line[:i], *prompts()[1]})
     with torch.inference_mode():
-        llm.engine.runner.model.embed.weight[line[at]] = torch.nan  # type: ignore[union-attr, operator]
+        worker_of(llm.engine).model.embed.weight[line[at]] = torch.nan  # type: ignore[union-attr, operator]
     llm.engine.clear()
     out = llm.generate(prompts()[1], replace(PARAMS[1], temperature=0))[0]
     one = out.outputs[0]
@@ -111,7 +112,7 @@ def test_a_draft_module_of_nan_costs_speed_alone(tmp_path: Path) -> None:
     llm = make(folder, "mtp")
     expected = [told(out) for out in llm.generate(prompts(), PARAMS)]
     with torch.inference_mode():
-        for weight in llm.engine.runner.program.drafter.context.module.fc.parameters():  # type: ignore[attr-defined]
+        for weight in worker_of(llm.engine).program.drafter.context.module.fc.parameters():  # type: ignore[attr-defined]
             weight.fill_(torch.nan)
     llm.engine.clear()
     outs = llm.generate(prompts(), PARAMS)

@@ -20,11 +20,11 @@ from lockstep.engine.async_engine import (
     Receiver,
     Stream,
 )
-from lockstep.engine.engine_loop import TokenUpdate
 from lockstep.engine.engine_process import STEPS_NICENESS, give_way
 from lockstep.engine.messages import Updates
 from lockstep.engine.process_transport import MOST_RESTARTS, ProcessTransport
 from lockstep.engine.stats import Stats
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import ConfigError, EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams

@@ -13,8 +13,8 @@ import pytest
 
 from lockstep import LLM, SamplingParams
 from lockstep.engine.async_engine import ENGINE_RESTARTED, AsyncEngine, Stream
-from lockstep.engine.engine_loop import TokenUpdate
 from lockstep.engine.process_transport import ProcessTransport
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.scheduling.request import Request
 from tests import served
 from tests.served import run, wait_until_empty

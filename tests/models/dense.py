@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.outputs import RequestOutput
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 
@@ -18,7 +18,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 def make_llm(folder: Path, hooks: CheckHooks = NO_HOOKS, **settings: object) -> LLM:
     """An engine over a tiny folder, token ids in and out."""
     chosen = {"skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 4, **settings}
-    return LLM.over(Engine(EngineConfig.read(model=str(folder), **chosen), hooks=hooks))
+    return LLM.over(build_engine(EngineConfig.read(model=str(folder), **chosen), hooks=hooks))
 
 
 def random_pair(folder: Path, family: str, base: dict[str, Any], **changes: Any) -> Any:

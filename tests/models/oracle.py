@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep import LLM, SamplingParams
+from lockstep.worker.executor import worker_of
 
 RELATIVE = 2e-4
 TIE = 1e-5
@@ -22,7 +23,7 @@ def hidden_states(llm: LLM) -> Iterator[list[Tensor]]:
         first, last = given[0].cu_seqlens[:2].tolist()
         seen.append(output[0][first:last].clone())
 
-    handle = llm.engine.runner.model.register_forward_hook(see)
+    handle = worker_of(llm.engine).model.register_forward_hook(see)
     try:
         yield seen
     finally:
@@ -41,7 +42,7 @@ def logits_errors(llm: LLM, oracle: torch.nn.Module, ids: list[int]) -> Tensor:
     with hidden_states(llm) as seen:
         out = llm.generate({"prompt_token_ids": ids}, params)[0]
     with torch.inference_mode():
-        ours = llm.engine.runner.model.head(torch.cat(seen)).float()
+        ours = worker_of(llm.engine).model.head(torch.cat(seen)).float()
         theirs = oracle(torch.tensor([ids])).logits[0].float()
     assert ours.shape == theirs.shape
     assert out.prompt_logprobs is not None

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import LLM, SamplingParams
+from lockstep.worker.executor import worker_of
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
@@ -20,7 +21,7 @@ def build(folder: Path, **settings: Any) -> LLM:
 
 def weights_of(llm: LLM) -> dict[str, Tensor]:
     """The checkpoint that this engine was filled from, by its published names."""
-    runner = llm.engine.runner
+    runner = worker_of(llm.engine)
     found = {
         name if name == "lm_head.weight" else f"model.{name}": x
         for name, x in runner.model.weights().items()  # type: ignore[operator]

@@ -17,6 +17,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.dflash import BlockCheckpoint
 from lockstep.models.eagle3 import HeadCheckpoint
 from lockstep.worker.build import pick_dtype
+from lockstep.worker.executor import executor_of, worker_of
 from tests.models.random_checkpoint import MTP, answer, build, weights_of
 from tests.tiny_model import CONFIG, make_model
 
@@ -99,7 +100,9 @@ def test_shards_and_their_index_load(folder: Path, known: Any) -> None:
     read = [(done, of) for what, done, of in seen if what == "loading"]
     assert read == sorted(read) and read[-1] == (size, size) and {of for _, of in read} == {size}
     assert len(read) == len(names) + len(shards)
-    assert llm.engine.loaded is not None and llm.engine.loaded.bytes == size
+    assert (
+        executor_of(llm.engine).loaded is not None and executor_of(llm.engine).loaded.bytes == size
+    )
     (folder / "model-00002-of-00002.safetensors").unlink()
     message = refused(folder)
     assert "model-00002-of-00002.safetensors" in message and "Fetch" in message
@@ -264,7 +267,9 @@ def test_weights_of_every_float_dtype_load(
     store: Store, known: Any, dtype: torch.dtype, folder: Path
 ) -> None:
     llm = build(store({name: x.to(dtype) for name, x in known[0].items()}))
-    assert torch.equal(llm.engine.runner.model.norm.weight, known[0]["model.norm.weight"].to(dtype))  # type: ignore
+    assert torch.equal(
+        worker_of(llm.engine).model.norm.weight, known[0]["model.norm.weight"].to(dtype)
+    )  # type: ignore
     assert load_file(folder / "model.safetensors")[MLP].dtype == dtype
 
 

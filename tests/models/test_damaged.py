@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep import EngineConfig
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.errors import CapacityError, CheckpointError, ConfigError
 from tests.models.random_checkpoint import MTP, build, weights_of
 from tests.tiny_model import CONFIG, make_model
@@ -165,7 +165,7 @@ def check(folder: Path, weights: bytes, damages: list[Damage]) -> int:
         damage(mine)
         settings = {"max_model_len": 128, "max_num_seqs": 1, "skip_tokenizer_init": True}
         try:
-            Engine(EngineConfig.read(model=str(mine), speculative_config=MTP, **settings))
+            build_engine(EngineConfig.read(model=str(mine), speculative_config=MTP, **settings))
         except (CheckpointError, ConfigError, CapacityError) as error:
             told = str(error)
             refused += 1

@@ -22,7 +22,7 @@ ROTARY = "kernels.rotary.contract"
 ROWS = "worker.rows"
 GRAMMAR_MASKS = "worker.grammar_masks"
 GRAMMAR = "text.grammars.compiler"
-RUNNER = "worker.worker"
+WORKER = "worker.worker"
 RECURRENT_CPU = "kernels.recurrent.cpu"
 PROMPT_ROWS = "kernels.recurrent.prompt_rows"
 SCHEDULER = "scheduling.scheduler"
@@ -115,7 +115,7 @@ FAULTS = (
         "((accepted == $width - 1) & ($width > 1)).int()",
     ),
     Fault(
-        "pages rotated after preemption", "runner", ROWS, "restore_row",
+        "pages rotated after preemption", "worker", ROWS, "restore_row",
         "write_place($table, $row, $pages, $slot)",
         "write_place($table, $row, [*$pages[1:], $pages[0]], $slot)",
     ),
@@ -200,7 +200,7 @@ FAULTS = (
         "$pages = $entry.seq.pages[:max($used - 1, 1)]",
     ),
     Fault(
-        "prompt log-probabilities missing at chunk ends", "runner", RUNNER, "Runner._launch_prompt",
+        "prompt log-probabilities missing at chunk ends", "worker", WORKER, "Worker._launch_prompt",
         "$request.prompt_token_ids[$first:$first + $chunk.length]",
         "$request.prompt_token_ids[$first:$first + $chunk.length - 1]",
     ),
@@ -244,32 +244,32 @@ FAULTS = (
         "$positions % $page_size)",
     ),
     Fault(
-        "counts of the last request kept", "runner", ROWS, "write_sampling",
+        "counts of the last request kept", "worker", ROWS, "write_sampling",
         "copy_to_device(0, $state.counts[$row])",
         "",
     ),
     Fault(
-        "a seed's low half written alone", "runner", ROWS, "write_sampling",
+        "a seed's low half written alone", "worker", ROWS, "write_sampling",
         "s.RowParameters(..., seed=$request.seed)",
         "s.RowParameters(..., seed=$request.seed & 0xFFFFFFFF)",
     ),
     Fault(
-        "min_tokens keeps off the model's ends alone", "runner", ROWS, "write_sampling",
+        "min_tokens keeps off the model's ends alone", "worker", ROWS, "write_sampling",
         "$stops = sorted($request.eos_token_ids | set($p.stop_token_ids or ()))",
         "$stops = sorted($request.eos_token_ids)",
     ),
     Fault(
-        "min_tokens one short", "runner", ROWS, "write_sampling",
+        "min_tokens one short", "worker", ROWS, "write_sampling",
         "min(len($prompt) + $p.min_tokens, FURTHEST)",
         "min(len($prompt) + $p.min_tokens - 1, FURTHEST)",
     ),
     Fault(
-        "a bias allows a token that is not", "runner", ROWS, "_bias",
+        "a bias allows a token that is not", "worker", ROWS, "_bias",
         "$bias[int($token)] += min(max(float($value), -MOST_BIAS), MOST_BIAS)",
         "$bias[int($token)] = min(max($value, -MOST_BIAS), MOST_BIAS)",
     ),
     Fault(
-        "folded left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
+        "folded left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
         "$own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
         "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
@@ -280,29 +280,29 @@ FAULTS = (
         OF_NO_DRAFTS,
     ),
     Fault(
-        "counts left behind at preemption", "runner", "worker.row_table", "RowTable.row_tensors",
+        "counts left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
         "return $own + [self.draft_limit] + self.sampling.tensors()",
         "return $own + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
         "self.sampling.counts]",
     ),
     Fault(
-        "conv inputs left behind at preemption", "runner", TRANSFERS, "Transfers.back",
+        "conv inputs left behind at preemption", "worker", TRANSFERS, "Transfers.back",
         "$part.index_copy_(0, $index, $column)",
         "if $part is not units.spans[0].parts[1]:\n"
         "    $part.index_copy_(0, $index, $column)",
     ),
     Fault(
-        "log-probabilities of the window's end", "runner", RUNNER, "_result",
-        "$row.logits[:len($real)]",
-        "$row.logits[-len($real):]",
+        "log-probabilities of the window's end", "worker", WORKER, "_read_row",
+        "$row.logits[:len($valid)]",
+        "$row.logits[-len($valid):]",
     ),
     Fault(
-        "a rank counts itself", "runner", "worker.sampler", "logprobs",
+        "a rank counts itself", "worker", "worker.sampler", "logprobs",
         "$rank = int(($scores > $scores[$token]).sum()) + 1",
         "$rank = int(($scores >= $scores[$token]).sum()) + 1",
     ),
     Fault(
-        "prompt log-probabilities of the next token", "runner", RUNNER, "Runner._prompt_logprobs",
+        "prompt log-probabilities of the next token", "worker", WORKER, "Worker._prompt_logprobs",
         "self.program.model.head($row.hidden[$begin:$begin + len($tokens)])",
         "self.program.model.head($row.hidden[$begin:$begin + len($tokens)].roll(1, 0))",
     ),
@@ -389,7 +389,7 @@ FAULTS = (
     ),
     Fault(
         "tools that are shown may all be called", "text", "text.grammars.tool_calls",
-        "ToolChoice.lets",
+        "ToolChoice.allows",
         "return self.names is None or $name in self.names",
         "return True",
         "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
@@ -464,28 +464,28 @@ FAULTS = (
     ),
     # Host memory.
     Fault(
-        "a page comes back to the wrong place", "runner", TRANSFERS, "Transfers.back",
+        "a page comes back to the wrong place", "worker", TRANSFERS, "Transfers.back",
         "$part.index_copy_(0, $index, $column)",
         "$part.index_copy_(0, $index.roll(1), $column)",
     ),
     Fault(
-        "a page comes back too late", "runner", RUNNER, "Runner.launch",
+        "a page comes back too late", "worker", WORKER, "Worker.launch",
         "self.transfers.fetch($schedule.fetched)\n"
         "if $schedule.prompt:\n"
-        "    $launched.append(self._launch_prompt($schedule.prompt))",
+        "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))",
         "if $schedule.prompt:\n"
-        "    $launched.append(self._launch_prompt($schedule.prompt))\n"
+        "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))\n"
         "self.transfers.fetch($schedule.fetched)",
     ),
     Fault(
-        "what is evicted is read behind rows that move in", "runner", RUNNER, "Runner.launch",
+        "what is evicted is read behind rows that move in", "worker", WORKER, "Worker.launch",
         "self.transfers.evict($schedule.evicted)\n"
-        "self._place($schedule)",
-        "self._place($schedule)\n"
+        "self._update_rows($schedule)",
+        "self._update_rows($schedule)\n"
         "self.transfers.evict($schedule.evicted)",
     ),
     Fault(
-        "a snapshot's host pages begin one too late", "runner", TRANSFERS, "_pairs",
+        "a snapshot's host pages begin one too late", "worker", TRANSFERS, "_pairs",
         "$at = 0\n"
         "for $host in $place:\n"
         "    ...",
@@ -535,13 +535,13 @@ FAULTS = (
         f"{OF_HOST}::test_no_salt_finds_what_another_left_in_host_memory",
     ),
     Fault(
-        "the steps read what is on its way to the device", "runner", TRANSFERS, "Transfers.back",
+        "the steps read what is on its way to the device", "worker", TRANSFERS, "Transfers.back",
         "self.stream.wait(self.stream.copy($copies, $staging.idle))",
         "self.stream.copy($copies, $staging.idle)",
         OF_TRANSFERS,
     ),
     Fault(
-        "a staging buffer is filled again before it is copied", "runner", TRANSFERS,
+        "a staging buffer is filled again before it is copied", "worker", TRANSFERS,
         "Transfers.out",
         "self.stream.wait($staging.idle)",
         "",
@@ -579,9 +579,9 @@ FAULTS = (
         "",
     ),
     Fault(
-        "an aborted request stays in host memory", "engine", "engine.engine", "Engine._end",
-        "self.runner.forget($request_id)",
-        "",
+        "an aborted request stays in host memory", "scheduler", SCHEDULER, "Scheduler._finish",
+        "self.dropped.append($entry.request.id)",
+        "pass",
     ),
     # Drafters, which may be wrong about drafts and nothing else.
     Fault(
@@ -1331,17 +1331,18 @@ FAULTS = (
         OF_DRAFT_MODEL,
     ),
     Fault(
-        "a grammar's masks lie at the first row", "runner", GRAMMAR_MASKS, "GrammarMasks._send",
-        "$first = $one.place * $width",
-        "$first = held[0].place * $width",
+        "a grammar's masks lie at the first row", "worker", GRAMMAR_MASKS, "GrammarMasks._upload",
+        "$first = $one.index * $query_len",
+        "$first = chosen[0].index * $query_len",
     ),
     Fault(
-        "a grammar's masks do not follow the drafts", "runner", GRAMMAR_MASKS, "GrammarMasks._send",
-        "$drafts = $tokens[self.window:][:$width - 1]",
-        "$drafts = $tokens[self.window:][:0]",
+        "a grammar's masks do not follow the drafts", "worker", GRAMMAR_MASKS,
+        "GrammarMasks._upload",
+        "$drafts = $tokens[self.max_query_len:][:$query_len - 1]",
+        "$drafts = $tokens[self.max_query_len:][:0]",
     ),
     Fault(
-        "a grammar keeps the drafts that it was led along", "runner", GRAMMAR, "Matcher.begin",
+        "a grammar keeps the drafts that it was led along", "worker", GRAMMAR, "Matcher.begin",
         "if $known > len($real):\n"
         "    ...\n"
         "$ahead = self.prepare().deep_copy()",

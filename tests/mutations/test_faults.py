@@ -16,7 +16,7 @@ from tests.mutations.suite import ROOT, SOURCE, copied, mutated, require_sound, 
 from tests.tiny_model import TWO_LAYERS, make_model
 
 AREAS = {
-    "table", "sampler", "cache", "scheduler", "runner", "drafter", "mixer", "numerics", "request",
+    "table", "sampler", "cache", "scheduler", "worker", "drafter", "mixer", "numerics", "request",
     "text", "engine", "format", "slots", "experts", "route", "packed",
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep import EngineConfig
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.errors import CapacityError, CheckpointError, ConfigError
 from tests.models.random_checkpoint import MTP, build, weights_of
 from tests.models.test_damaged import VALUES
@@ -101,7 +101,7 @@ def outcome(folder: Path, pair: Pair, damage: Damage) -> str | None:
     save_file(tensors, folder / "model.safetensors")
     small = {"max_model_len": 64, "max_num_seqs": 1, "skip_tokenizer_init": True}
     try:
-        Engine(EngineConfig.read(model=str(folder), **small))
+        build_engine(EngineConfig.read(model=str(folder), **small))
     except (CheckpointError, ConfigError, CapacityError) as error:
         return str(error)
     return None

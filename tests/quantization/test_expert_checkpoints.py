@@ -21,6 +21,7 @@ from lockstep.models import architecture
 from lockstep.models.loader import build_model
 from lockstep.quantization import WeightSink
 from lockstep.quantization.weight_sink import FusedExpertSink
+from lockstep.worker.executor import worker_of
 from tests.models.dense import VOCAB
 from tests.models.random_checkpoint import MTP, answer, build
 from tests.models.test_mixtures import fused
@@ -160,13 +161,13 @@ def write(
 
 def drafts(folder: Path) -> Tensor:
     """Every number of the draft module's linear maps, as `weights` has them."""
-    program = build(folder, speculative_config=MTP).engine.runner.program
+    program = worker_of(build(folder, speculative_config=MTP).engine).program
     return weights_in(program.drafter.context.module)
 
 
 def weights(llm: LLM) -> Tensor:
     """Every number of the target's linear maps, expert by expert and row by row."""
-    return weights_in(llm.engine.runner.model)
+    return weights_in(worker_of(llm.engine).model)
 
 
 def weights_in(model: Any) -> Tensor:

@@ -16,6 +16,7 @@ from lockstep import LLM, SamplingParams
 from lockstep.cli import app
 from lockstep.errors import CheckpointError
 from lockstep.layers.linear import Gemm
+from lockstep.worker.executor import worker_of
 from tests.models.oracle import RELATIVE, TIE, logits_error
 from tests.models.random_checkpoint import build, weights_of
 from tests.quantization.cases import BLOCKS, floats, ints, modelopt, tensors_of
@@ -223,7 +224,7 @@ def write(folder: Path, model: Model) -> tuple[Path, Path, set[str]]:
 
 def target_weights(llm: LLM) -> dict[str, Tensor]:
     """The checkpoint of a model without a draft module."""
-    model: Any = llm.engine.runner.model
+    model: Any = worker_of(llm.engine).model
     return {
         name if name == "lm_head.weight" else f"model.{name}": x.detach().clone().contiguous()
         for name, x in model.weights().items()
@@ -245,7 +246,7 @@ def answer(llm: LLM, count: int) -> list[Any]:
 
 def parameters(llm: LLM) -> list[Tensor]:
     """The weights of the linear maps, as a CPU has them, target and draft."""
-    runner: Any = llm.engine.runner
+    runner: Any = worker_of(llm.engine)
     roots = [runner.model]
     draft = getattr(getattr(runner.program.drafter, "context", None), "module", None)
     roots += [draft] if draft is not None else []
@@ -291,7 +292,7 @@ def test_mixed_maps_are_fused_where_they_are_stored_alike_or_small(
     for most, fused in ((1 << 22, [200]), (0, [192, 8])):
         monkeypatch.setattr("lockstep.layers.linear.MAX_DEQUANTIZED", most)
         llm = build(folder, speculative_config=MTP)
-        runner: Any = llm.engine.runner
+        runner: Any = worker_of(llm.engine)
         mixer = runner.model.blocks[0].sublayers[0].body
         assert [product.shape[0] for product in mixer.in_proj.gemms] == fused
         answers.append(answer(llm, 16))

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.kernels.architecture import is_architecture_assumed
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.drafter import DraftContext
 from lockstep.step import StepShape
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from tests.tiny_model import THREE_LAYERS, make_model
 
@@ -62,7 +63,7 @@ def engine_over(
         draft_policy=RandomDraftLength if changing else None,
         preempt_every=preempt_every,
     )
-    return LLM.over(Engine(config, hooks=hooks))
+    return LLM.over(build_engine(config, hooks=hooks))
 
 
 def answers(
@@ -76,7 +77,7 @@ def answers(
 def run_null_rows(llm: LLM, rows: int, window: int) -> None:
     """A step of so many null rows with windows of so many tokens: it is legal, reads and writes the
     null page alone, and changes no row."""
-    runner = llm.engine.runner
+    runner = worker_of(llm.engine)
     table = runner.table
     with torch.inference_mode():
         table.inputs.fill()

@@ -12,7 +12,7 @@ import pytest
 from lockstep import LLM
 from lockstep.step import StepShape
 from lockstep.worker.program import Program
-from lockstep.worker.worker import Runner
+from lockstep.worker.worker import Worker
 from tests.regressions.conftest import answers
 
 Seen = set[tuple[bool, int]]
@@ -57,15 +57,15 @@ def test_a_warm_up_that_imitates_the_step_is_caught(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault: warm-up runs zero drafts, serving runs K."""
-    warm_up = Runner.warm_up
+    warm_up = Worker.warm_up
 
-    def imitation(self: Runner, progress: Any) -> Any:
+    def imitation(self: Worker, progress: Any) -> Any:
         real = self.run_step
         self.run_step = lambda *given: None  # type: ignore[assignment]
         taken = warm_up(self, progress)
         self.run_step = real
         return taken
 
-    monkeypatch.setattr(Runner, "warm_up", imitation)
+    monkeypatch.setattr(Worker, "warm_up", imitation)
     warmed, served = watched(make, monkeypatch)
     assert not served <= warmed

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.worker.capture import Captured
+from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import (
     PARAMS,
     PROMPTS,
@@ -69,7 +70,7 @@ def test_every_bucket_is_captured_with_a_pool_of_two_pages(
     want = [answers(alone, [prompt], FEW) for prompt in SHORT]
     small: dict[str, Any] = {"num_gpu_blocks": 2, "num_snapshots": 0, "row_buckets": BUCKETS}
     llm = engine_over(folders[kind], METHODS[kind], WINDOW - 1, **small, **GPU)
-    for half in llm.engine.runner.run_step:
+    for half in worker_of(llm.engine).run_step:
         assert isinstance(half, Captured)
     for bucket in BUCKETS:
         run_null_rows(llm, bucket, WINDOW)

@@ -17,6 +17,7 @@ from lockstep.kernels.recurrent.history import max_replayed, ring_slots
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
 from lockstep.worker import row_table
+from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import answers, replay_faults
 
 SELDOM = pytest.mark.slow
@@ -108,7 +109,7 @@ def test_conv_window_that_does_not_move_is_caught(
         return step(mixed, z, b, a, w, state, *where, flush=flush)
 
     llm = make("ngram", 3, known=known)
-    for block in llm.engine.runner.model.blocks:
+    for block in worker_of(llm.engine).model.blocks:
         if hasattr(block, "linear_attn"):
             block.linear_attn.step_op = stuck
     assert answers(llm) != plain

@@ -18,6 +18,7 @@ from lockstep.kernels.recurrent import history
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
 from lockstep.worker import row_table
+from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import PARAMS, PROMPTS, answers
 
 HALF = "bfloat16"
@@ -102,7 +103,7 @@ def test_numerics_slots_and_snapshots_say_so(make: Callable[..., LLM]) -> None:
 
 
 def _mixers(llm: LLM) -> list[Any]:
-    blocks = llm.engine.runner.model.blocks
+    blocks = worker_of(llm.engine).model.blocks
     return [block.linear_attn for block in blocks if hasattr(block, "linear_attn")]
 
 

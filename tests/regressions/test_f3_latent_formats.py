@@ -17,6 +17,7 @@ from lockstep.kernels.formats.kv import PackedKV, cases
 from lockstep.kernels.formats.kv.cases import LATENTS, NAN_CODE
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.step import PAGE_SIZE, StepContext
+from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import PROMPTS, answers, engine_over
 from tests.tiny_model import DEEPSEEK, make_model
 
@@ -133,13 +134,13 @@ def test_pages_cost_what_their_parts_do(folder: Path) -> None:
     for kind, size in BYTES.items():
         engine = engine_over(folder, "mtp", 3, kv_cache_dtype=kind).engine
         assert engine.plan.page_bytes == LAYERS * PAGE_SIZE * (size + 4 * ROPE), kind
-        tensors = [t for m in engine.runner.layers.values() for t in m.cache_tensors()]
+        tensors = [t for m in worker_of(engine).layers.values() for t in m.cache_tensors()]
         assert sum(t[0].nbytes for t in tensors) == engine.plan.page_bytes
 
 
 def test_layers_rotate_differently_and_some_may_be_left_out(folder: Path) -> None:
     settings = dict(kv_cache_dtype="turboquant_4bit_nc", kv_cache_dtype_skip_layers=["first"])
-    layers = engine_over(folder, "mtp", 3, **settings).engine.runner.layers.values()
+    layers = worker_of(engine_over(folder, "mtp", 3, **settings).engine).layers.values()
     codecs = [m.latents.codec for m in layers if isinstance(m.latents, PackedKV)]
     assert len(codecs) == LAYERS - 1 == len({codec.seed for codec in codecs})
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep import LLM, EngineConfig
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.kernels.latent_attention import cpu
 from tests.regressions.conftest import PARAMS, answers, poison_latents_behind, run_null_rows
 from tests.tiny_model import DEEPSEEK, make_model
@@ -35,7 +35,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Make:
         config = EngineConfig.read(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings
         )
-        return LLM.over(Engine(config))
+        return LLM.over(build_engine(config))
 
     return build
 

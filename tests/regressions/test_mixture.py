@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep import LLM, EngineConfig
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.kernels.experts import cpu as experts_cpu
 from lockstep.worker.hooks import CheckHooks
 from tests.models.dense import make_llm
@@ -65,7 +65,7 @@ def test_accepted_drafts_leave_the_answer_alone(alone) -> None:
         max_num_seqs=8,
         speculative_config=NGRAM,
     )
-    llm = LLM.over(Engine(config, hooks=CheckHooks(drafter=partial(Scripted, known))))
+    llm = LLM.over(build_engine(config, hooks=CheckHooks(drafter=partial(Scripted, known))))
     assert answers(llm) == wanted
     assert llm.engine.stats.accepted_tokens_total > 20
 

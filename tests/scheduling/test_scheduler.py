@@ -215,7 +215,7 @@ def test_the_head_waits_for_pages_and_nobody_jumps_it() -> None:
     assert not step(sched).admissions
     order = []
     while sched.has_work():
-        order += [a.request.id for a in step(sched).admissions]
+        order += [a.spec.id for a in step(sched).admissions]
     assert order == ["big", "tiny"]
 
 

@@ -54,6 +54,7 @@ class Device:
         self.rows: dict[int, Row] = {}
         self.saved: dict[str, tuple[Request, int, list[list[int]], int]] = {}
         self.host: dict[int, tuple[int, object]] = {}
+        self.requests: dict[str, Request] = {}
         self.truth: dict[Request, Truth] = {}
 
     def evict(self, moves: Sequence[Move], content: Callable[[int], object]) -> None:
@@ -71,6 +72,8 @@ class Device:
         return found[0][1]
 
     def launch(self, plan: Schedule) -> Results:
+        for request_id in plan.dropped:
+            del self.saved[request_id]
         self.evict(plan.evicted.get(PAGES, ()), lambda page: self.kv[page][:])
         self.evict(plan.evicted.get(SLOTS, ()), lambda slot: self.state[slot])
         for s in plan.swap_out:
@@ -89,8 +92,9 @@ class Device:
             self.state[s.state_slot] = state
             self.rows[s.row] = Row(request, list(s.pages), s.state_slot, computed)
         for a in plan.admissions:
-            assert a.row > 0 and a.start < len(a.request.prompt_token_ids) and a.start % PAGE == 0
-            self.rows[a.row] = Row(a.request, list(a.pages), a.state_slot, a.start)
+            assert a.row > 0 and a.start < len(a.spec.prompt_token_ids) and a.start % PAGE == 0
+            request = self.requests[a.spec.id]
+            self.rows[a.row] = Row(request, list(a.pages), a.state_slot, a.start)
         for g in plan.grants:
             assert g.column == len(self.rows[g.row].pages), "a grant that does not follow"
             self.rows[g.row].pages += g.pages
@@ -262,12 +266,12 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
         if tick < ticks and len(sched.entries) < 12 and rng.random() < 0.35:
             request = drawn(rng, f"r{len(made)}", stems, min(60, cache.capacity))
             made[request.id] = request
+            device.requests[request.id] = request
             device.truth[request] = Truth(request, 60 + 8 * query_len)
             sched.add(request)
         if sched.entries and rng.random() < 0.03:
             victim = rng.choice(list(sched.entries))
             assert sched.abort(victim) is made[victim]
-            device.saved.pop(victim, None)
             aborted.add(victim)
             cache.check()
         if sched.entries and rng.random() < 0.03:
@@ -276,14 +280,15 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
         cache.check()
         busy = bool(plan.decode or plan.prompt)
         check_plan(plan, sched)
-        if busy or plan.swap_out:
-            flights.append((plan, device.launch(plan)))
+        if not plan.is_empty:
+            results = device.launch(plan)
+            if plan.has_steps:
+                flights.append((plan, results))
         while flights and (len(flights) > ahead or not busy):
             for request in sched.update(*flights.popleft()):
                 assert request.id not in finished | aborted
                 if request.finish_reason:
                     finished.add(request.id)
-                    device.saved.pop(request.id, None)
                     assert request.output_token_ids == expected(request, device.truth[request])
                 check_prompt_logprobs(request)
             cache.check()

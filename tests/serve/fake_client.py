@@ -8,12 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from lockstep.engine.async_engine import Listener
-from lockstep.engine.engine_loop import TokenUpdate
 from lockstep.engine.stats import Stats
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import EngineDeadError
 from lockstep.outputs import Logprob, TokenSource
-from lockstep.scheduling.request import Request
-from lockstep.worker.rows import check_ids
+from lockstep.scheduling.request import Request, check_ids
 
 VOCABULARY = 1 << 20
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from lockstep import LLM, SamplingParams
+from lockstep.worker.executor import worker_of
 from tests.serve.api_calls import anthropic
 from tests.serve.live_server import (
     CALL,
@@ -376,7 +377,7 @@ def test_half_a_character_is_bad_input(server: SimpleNamespace) -> None:
     json_type = {"Content-Type": "application/json"}
     found = server.http.post("/v1/chat/completions", content=body, headers=json_type)
     assert found.status_code == 400
-    assert "half a surrogate pair" in found.json()["error"]["message"]
+    assert "half of a surrogate pair" in found.json()["error"]["message"]
 
 
 def test_what_does_not_exist(server: SimpleNamespace) -> None:
@@ -403,7 +404,7 @@ def test_a_dead_engine_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch) -> 
     with serving(LLM(**SETTINGS)) as server:
         step = server.llm.engine.step
         monkeypatch.setattr(server.llm.engine, "step", lambda: step() and 1 / 0)
-        monkeypatch.setattr(server.llm.engine.runner, "probe", lambda: 1 / 0)
+        monkeypatch.setattr(worker_of(server.llm.engine), "probe", lambda: 1 / 0)
         with pytest.raises(openai.InternalServerError, match="stopped.*Restart") as told:
             complete(server)
         assert told.value.status_code == 503

@@ -10,7 +10,7 @@ from lockstep.serve.app import create_app
 from lockstep.serve.http.access import Rules
 from lockstep.serve.requests.body_models import MAX_FIELDS
 from lockstep.serve.requests.service import Limits, Service
-from lockstep.text.grammars.structured_output import compile_wanted
+from lockstep.text.grammars.structured_output import compile_structured_output
 from tests.serve.api_calls import fetch
 from tests.serve.fake_client import ask_and_leave
 
@@ -167,9 +167,9 @@ def test_requests_without_a_grammar_wait_for_none(
 
     def slow(wanted: Any, compiler: Any) -> Any:
         assert free.wait(30)
-        return compile_wanted(wanted, compiler)
+        return compile_structured_output(wanted, compiler)
 
-    monkeypatch.setattr("lockstep.text.processor.compile_wanted", slow)
+    monkeypatch.setattr("lockstep.text.processor.compile_structured_output", slow)
 
     async def run() -> None:
         async with server.http() as client:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from tests.spec.blocks import MASK, Tensors, logits_of, make_block_model
 
@@ -57,7 +58,7 @@ def make_engine(folder: Path | None, hooks: CheckHooks | None = None) -> LLM:
         enable_prefix_caching=False,
         speculative_config=spec,
     )
-    return LLM.over(Engine(config, hooks=hooks or CheckHooks()))
+    return LLM.over(build_engine(config, hooks=hooks or CheckHooks()))
 
 
 def asked() -> list[list[dict[str, str]]]:
@@ -102,7 +103,7 @@ def test_what_it_has_learned_is_what_it_drafts(tmp_path: Path) -> None:
     due = [out.outputs[0].token_ids for out in plain]
     model = make_block_model(tmp_path, 4096, 256, TAPS)
     catching = make_engine(tmp_path, CheckHooks(drafter=Catcher))
-    catcher: Any = catching.engine.runner.program.drafter
+    catcher: Any = worker_of(catching.engine).program.drafter
     one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     examples = []
     for out in plain[:ANSWERS]:
@@ -113,7 +114,7 @@ def test_what_it_has_learned_is_what_it_drafts(tmp_path: Path) -> None:
     accepted = []
     for trained in (False, True):
         if trained:
-            train(model, examples, catching.engine.runner.model)
+            train(model, examples, worker_of(catching.engine).model)
             saved = {name: tensor.detach() for name, tensor in model.items()}
             save_file(saved, tmp_path / "model.safetensors")
         outs = make_engine(tmp_path).chat(conversations[ANSWERS:], GREEDY)

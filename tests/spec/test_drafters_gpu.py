@@ -10,6 +10,7 @@ import torch
 
 from lockstep.step import StepShape
 from lockstep.worker.capture import Captured
+from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import PROMPTS, answers, engine_over
 from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head
@@ -113,7 +114,7 @@ def test_another_number_of_drafts_in_every_step(
         preempt_every=5,
         **GPU,
     )
-    for half in llm.engine.runner.run_step:
+    for half in worker_of(llm.engine).run_step:
         assert isinstance(half, Captured)
         assert len(half.recordings) == len(list(product(BUCKETS, (0, 1, 3, 7, 15))))
     assert answers(llm) == plain["hybrid"]
@@ -124,7 +125,7 @@ def test_a_replayed_step_of_null_rows_changes_no_row(folders: dict[str, Any], me
     own = folders["dense"]
     where = {"drafts_with": own[method], "row_buckets": BUCKETS}
     llm = engine_over(own["target"], METHODS[method], 15, **where, **GPU)
-    runner = llm.engine.runner
+    runner = worker_of(llm.engine)
     before = [tensor[1:].clone() for tensor in runner.table.row_tensors()]
     with torch.inference_mode():
         runner.table.inputs.fill()

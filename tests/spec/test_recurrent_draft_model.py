@@ -12,6 +12,7 @@ from lockstep.models import nemotron_h
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.draft_model import create
 from lockstep.worker import row_table
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from tests.models.dense import make_llm
 from tests.regressions.conftest import engine_over
@@ -56,7 +57,9 @@ def resemble(draft: Any, target: Any) -> None:
 def alone(folder: Path, draft: Any, found: list[tuple[list[int], list[int]]]) -> list[list[int]]:
     """What the draft model says behind each of the known tokens, in an engine of its own."""
     llm = engine_over(folder, max_num_seqs=32, enable_prefix_caching=False)
-    for own, given in zip(llm.engine.runner.model.parameters(), draft.parameters(), strict=True):
+    for own, given in zip(
+        worker_of(llm.engine).model.parameters(), draft.parameters(), strict=True
+    ):
         own.data.copy_(given)
     params = [
         SamplingParams(temperature=0, max_tokens=len(drafts), ignore_eos=True, detokenize=False)
@@ -86,7 +89,7 @@ def test_drafts_are_what_it_says_alone(
     monkeypatch.setattr(nemotron_h.Model, "snapshot_every", 1)
     seen = Seen(create)
     llm = make_engine(folder, folder, k, seen)
-    resemble(seen.context.module.model, llm.engine.runner.model)
+    resemble(seen.context.module.model, worker_of(llm.engine).model)
     first = llm.generate(ASKED, GREEDY)
     again = llm.generate(ASKED, GREEDY)
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in first]
@@ -107,7 +110,7 @@ def test_no_draft_depends_on_when_a_state_of_16_bits_is_written(
             monkeypatch.setattr(user, "flush_after", lambda device, flush=flush: flush)
         seen = Seen(create)
         llm = make_engine(folder, folder, 7, seen, mamba_ssm_cache_dtype="bfloat16")
-        resemble(seen.context.module.model, llm.engine.runner.model)
+        resemble(seen.context.module.model, worker_of(llm.engine).model)
         llm.generate(ASKED, GREEDY)
         assert llm.engine.refresh_stats().accepted_tokens_total
         found.append(seen.found)

@@ -14,6 +14,7 @@ from lockstep.spec import read
 from lockstep.spec.drafter import DraftContext
 from lockstep.spec.suffix import Options, SuffixDrafter, create
 from lockstep.step import StepShape
+from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import engine_over
 from tests.tiny_model import THREE_LAYERS, make_model
 
@@ -125,7 +126,7 @@ def test_an_engine_learns_from_answers_that_end(tmp_path: Path) -> None:
     llm = engine_over(folder, "suffix", k=7)
     first = accepted(llm)
     assert accepted(llm) > first + 8
-    learnt = llm.engine.runner.program.drafter.texts.tolist()
+    learnt = worker_of(llm.engine).program.drafter.texts.tolist()
     assert learnt[: len(plain) + 1] == [*plain, -1]
     assert learnt[len(plain) + 1 : 2 * len(plain) + 2] == [*plain, -1]
 
@@ -133,11 +134,11 @@ def test_an_engine_learns_from_answers_that_end(tmp_path: Path) -> None:
 def test_an_answer_that_a_salt_keeps_apart_is_not_learnt(tmp_path: Path) -> None:
     llm = engine_over(make_model(tmp_path / "model", **THREE_LAYERS), "suffix", k=3)
     engine = llm.engine
-    learnt = engine.runner.program.drafter.texts
+    learnt = worker_of(engine).program.drafter.texts
     for salt, length in (("mine", 0), ("", 5)):
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         engine.run([Request("r", [5, 6, 7], params, cache_salt=salt)], lambda request: None)
-        assert int(engine.runner.program.drafter.oldest) == length
+        assert int(worker_of(engine).program.drafter.oldest) == length
     assert learnt[4] == -1 and (learnt[:4] >= 0).all()
 
 

@@ -10,6 +10,7 @@ import torch
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from lockstep.worker.build import find_model
+from lockstep.worker.executor import worker_of
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
@@ -71,10 +72,10 @@ def test_every_draft_is_a_kept_token_and_no_answer_changes() -> None:
     plain = make_engine(None)
     short = make_engine("mtp", draft_vocab_size=KEPT)
     plan = short.engine.plan
-    drafter = short.engine.runner.program.drafter
+    drafter = worker_of(short.engine).program.drafter
     module = drafter.context.module
     kept = torch.tensor(frequent_tokens(find_model(None), KEPT, 4096))
-    full = short.engine.runner.model.head.weight
+    full = worker_of(short.engine).model.head.weight
     assert torch.equal(module.head.weight, full[kept])
     assert (plan.draft_vocab_size, plan.draft_head_bytes) == (KEPT, KEPT * 256 * 4)
     seen: set[int] = set()
@@ -101,7 +102,7 @@ def test_a_dummy_head_is_reduced_too(tmp_path: Path) -> None:
         "mtp", draft_vocab_size=128, model=str(folder), load_format="dummy",
         skip_tokenizer_init=True,
     )  # fmt: skip
-    assert llm.engine.runner.program.drafter.context.module.head.weight.shape[0] == 128
+    assert worker_of(llm.engine).program.drafter.context.module.head.weight.shape[0] == 128
     assert llm.engine.explain()["plan"]["draft_head_bytes"] == 128 * 48 * 4
 
 

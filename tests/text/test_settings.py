@@ -8,7 +8,7 @@ import pytest
 
 from lockstep import LLM
 from lockstep.errors import CheckpointError, ConfigError, RequestError
-from lockstep.settings import MOST_CHARACTERS
+from lockstep.settings import MAX_CHARACTERS
 from lockstep.text.generation_config import NEUTRAL, WITHOUT_EFFECT
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
@@ -184,6 +184,6 @@ def test_llm_takes_them(tmp_path: Path) -> None:
 
 def test_a_template_file_has_a_bound(tmp_path: Path) -> None:
     path = tmp_path / "long.jinja"
-    path.write_text("x" * (MOST_CHARACTERS + 1))
+    path.write_text("x" * (MAX_CHARACTERS + 1))
     with pytest.raises(ConfigError, match="chat_template=.*longer than 1048576 characters"):
         TextSettings(chat_template=str(path)).template()

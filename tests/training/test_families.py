@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep import SamplingParams
+from lockstep.worker.executor import worker_of
 from tests.models.dense import make_llm
 from tests.models.oracle import RELATIVE, compare_greedy, logits_error
 from tests.training.saved import MOST_BYTES, VOCAB, random_prompts, row_of, save_model
@@ -65,7 +66,7 @@ def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, Language]) ->
     if name == "qwen3":
         config["model"] = str(folder / "eagle3")
     llm = make_llm(folder, speculative_config=config, max_num_seqs=1)
-    module = llm.engine.runner.program.drafter.context.module
+    module = worker_of(llm.engine).program.drafter.context.module
     compute = module.logits
     known = torch.arange(VOCAB) if module.ids is None else module.ids
     seen: list[Tensor] = []

@@ -8,10 +8,11 @@ import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.check.answer_oracle import AnswerOracle
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.errors import ConfigError
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.worker.build import largest_prompts, numerics
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from tests.tiny_model import make_model
 from tests.worker.walk import make_plan
@@ -64,7 +65,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_an_llm_over_an_engine_answers_as_one_that_builds_its_own(tiny: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    engine = Engine(EngineConfig.read(**tiny), hooks=CheckHooks(preempt_every=2))
+    engine = build_engine(EngineConfig.read(**tiny), hooks=CheckHooks(preempt_every=2))
     over, own = (
         llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)[0].outputs[0].token_ids
         for llm in (LLM.over(engine), LLM(**tiny))
@@ -75,15 +76,15 @@ def test_an_llm_over_an_engine_answers_as_one_that_builds_its_own(tiny: dict[str
 def test_a_hook_takes_the_place_of_the_drafter_and_of_who_chooses(tiny: dict[str, Any]) -> None:
     config = EngineConfig.read(speculative_config={"method": "mtp"}, **tiny)
     hooks = CheckHooks(drafter=AnswerOracle, draft_policy=RandomDraftLength)
-    engine = Engine(config, hooks=hooks)
-    assert isinstance(engine.runner.program.drafter, AnswerOracle)
+    engine = build_engine(config, hooks=hooks)
+    assert isinstance(worker_of(engine).program.drafter, AnswerOracle)
     assert isinstance(engine.scheduler.draft_policy, RandomDraftLength)
     assert engine.plan.draft_lengths == (0, 1, 3) and engine.plan.query_len == 4
 
 
 def test_a_drafter_without_a_number_of_drafts_is_refused(tiny: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="CheckHooks needs a speculative_config"):
-        Engine(EngineConfig.read(**tiny), hooks=CheckHooks(drafter=AnswerOracle))
+        build_engine(EngineConfig.read(**tiny), hooks=CheckHooks(drafter=AnswerOracle))
 
 
 def test_triton_is_in_the_numerics_of_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:

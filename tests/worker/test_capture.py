@@ -26,6 +26,7 @@ from lockstep.worker.capture_checks import (
     no_compiling,
     segments_of,
 )
+from lockstep.worker.executor import worker_of
 from lockstep.worker.program import Forwarded, RunStep
 from tests.tiny_model import make_model
 
@@ -166,7 +167,7 @@ def test_all_but_the_mixers_is_in_pieces(tmp_path: Path, monkeypatch: pytest.Mon
     prompt = {"prompt_token_ids": list(range(9))}
     expected = llm.generate(prompt, params)[0].outputs[0].token_ids
     monkeypatch.setattr(capture, "Captured", recorded)
-    capture.capture_pieces(llm.engine.runner.model, None, [1])
+    capture.capture_pieces(worker_of(llm.engine).model, None, [1])
     for mixer in (Attention, GatedDeltaNet):
         watched(mixer, False)
     watched(GatedMLP, True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.errors import CaptureError
 from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.kernels.activations import silu_mul
@@ -22,6 +22,7 @@ from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.step import StepShape
 from lockstep.worker.capture import Captured
 from lockstep.worker.capture_checks import Fault, OwnMemory
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.row_table import RowTable
 
@@ -65,7 +66,7 @@ def build(dtype: str, drafter: str, graph: str, preempt_every: int = 0, **settin
         **{"max_model_len": 1024, "max_num_seqs": 8, "num_gpu_blocks": 160, **settings},
     )
     hooks = CheckHooks(draft_policy=policy, preempt_every=preempt_every)
-    return LLM.over(Engine(config, hooks=hooks))
+    return LLM.over(build_engine(config, hooks=hooks))
 
 
 def ask(llm: LLM) -> list[Answer]:
@@ -88,7 +89,7 @@ def answer(output: Any) -> Answer:
 
 def recorded(llm: LLM) -> int:
     """How many graphs the engine holds."""
-    runner = llm.engine.runner
+    runner = worker_of(llm.engine)
     faces: list[Any] = [*runner.run_step]
     for module in runner.model.modules():
         faces.append(vars(module).get("tokenwise"))
@@ -110,7 +111,7 @@ def test_graphs_change_no_bit(
     if dtype not in known:
         known[dtype] = ask(build(dtype, "none", "none"))
     llm = build(dtype, drafter, graph)
-    layers = llm.engine.runner.model.config.layer_types  # type: ignore[union-attr]
+    layers = worker_of(llm.engine).model.config.layer_types  # type: ignore[union-attr]
     shapes = list(product(BUCKETS, llm.engine.plan.draft_lengths))
     pieces = 2 * len(layers) * len({rows * (k + 1) for rows, k in shapes})
     graphs = {"none": 0, "piecewise": pieces, "full": 2 * len(shapes)}
@@ -146,7 +147,7 @@ def test_full_graphs_under_other_settings_change_no_bit(
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_replayed_step_of_null_rows_changes_no_row(drafter: str) -> None:
     llm = build("bfloat16", drafter, "full")
-    runner = llm.engine.runner
+    runner = worker_of(llm.engine)
     before = [tensor[1:].clone() for tensor in runner.table.row_tensors()]
     with torch.inference_mode():
         runner.table.inputs.fill()

@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.step import StepShape
 from lockstep.worker import cpu_threads
+from lockstep.worker.executor import worker_of
 from lockstep.worker.program import RunStep
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
@@ -84,7 +85,7 @@ def test_every_step_of_an_engine_runs_so(monkeypatch: pytest.MonkeyPatch) -> Non
     """Warm-up, prompts and generated tokens; the program's number is its own between steps."""
     llm = make_engine("mtp")
     short = replace(GREEDY, max_tokens=4)
-    program = llm.engine.runner.program
+    program = worker_of(llm.engine).program
     seen = []
     verify = program.sampler.sample_target
 

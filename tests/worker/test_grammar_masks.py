@@ -11,6 +11,7 @@ from lockstep import LLM
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.scheduling.grammar import Wanted
 from lockstep.scheduling.request import NO_TOKEN, Request
+from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import nothing
 from tests.asking import GREEDY, PROMPTS, SEEDED, make_engine
@@ -164,14 +165,14 @@ def test_a_row_whose_grammar_allows_nothing_ends_alone() -> None:
 
 def test_steps_without_a_grammar_do_nothing_between(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_engine(None)
-    begin = llm.engine.runner.grammar_masks.begin
+    begin = worker_of(llm.engine).grammar_masks.begin
     seen: list[Callable[[], None]] = []
 
     def watched(*given: Any, **named: Any) -> Callable[[], None]:
         seen.append(begin(*given, **named))
         return seen[-1]
 
-    monkeypatch.setattr(llm.engine.runner.grammar_masks, "begin", watched)
+    monkeypatch.setattr(worker_of(llm.engine).grammar_masks, "begin", watched)
     run(llm, [None, None])
     assert seen
     assert all(between is nothing for between in seen)

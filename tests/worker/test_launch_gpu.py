@@ -8,6 +8,7 @@ import torch
 
 from lockstep import LLM, SamplingParams
 from lockstep.example_prompts import long_prompt, short_prompts
+from lockstep.worker.executor import worker_of
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +33,7 @@ def test_a_launch_waits_for_nothing(drafter: str, monkeypatch: pytest.MonkeyPatc
     llm = LLM(device="cuda", max_model_len=2048, max_num_seqs=8, speculative_config=spec)
     prompts = [{"prompt_token_ids": ids} for ids in [*short_prompts(llm), long_prompt(llm, 900)]]
     plain = llm.generate(prompts, ALL)
-    runner = llm.engine.runner
+    runner = worker_of(llm.engine)
     launch = runner.launch
     launched = []
 

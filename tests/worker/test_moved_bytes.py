@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.step import PAGE_SIZE
 from lockstep.worker import rows
@@ -52,7 +52,7 @@ def engine_of(folder: Path, kind: str, preempt_every: int) -> LLM:
         max_num_seqs=2,
         kv_cache_dtype=kind,
     )
-    return LLM.over(Engine(config, hooks=CheckHooks(preempt_every=preempt_every)))
+    return LLM.over(build_engine(config, hooks=CheckHooks(preempt_every=preempt_every)))
 
 
 class Moves:

@@ -7,7 +7,8 @@ from torch import Tensor
 from lockstep.errors import RequestError
 from lockstep.kernels import sampling
 from lockstep.sampling_params import SamplingParams
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.request import Request, check_ids
+from lockstep.scheduling.schedule import RowSpec
 from lockstep.step import StepShape
 from lockstep.worker import rows
 from tests.worker.walk import PAGE, VOCAB, Walk, make_table, null_line
@@ -92,14 +93,14 @@ def test_a_row_keeps_nothing_of_the_request_before() -> None:
         bad_words_ids=[[4]],
         min_tokens=5,
     )
-    rows.write_row(table, 2, Request("a", [1, 2, 3], all_of_it, seed=9), 0)
+    rows.write_row(table, 2, RowSpec.of(Request("a", [1, 2, 3], all_of_it, seed=9)), 0)
     everything = sampling.BIAS | sampling.PENALTIES | sampling.MIN_TOKENS | sampling.BAD_WORDS
     everything |= sampling.FILTERS | sampling.NOISE
     assert int(table.sampling.flags[2]) == everything
     table.sampling.counts[2] = 4
     table.drafts[2] = 8
-    rows.write_row(table, 2, Request("b", [5, 6], SamplingParams(temperature=0)), 0)
-    rows.write_row(table, 3, Request("b", [5, 6], SamplingParams(temperature=0)), 0)
+    rows.write_row(table, 2, RowSpec.of(Request("b", [5, 6], SamplingParams(temperature=0))), 0)
+    rows.write_row(table, 3, RowSpec.of(Request("b", [5, 6], SamplingParams(temperature=0))), 0)
     assert int(table.sampling.flags[2]) == 0
     used = ("temperature", "top_p", "min_p", "repetition", "top_k", "seed", "counts", "in_prompt")
     for name in used:
@@ -123,5 +124,5 @@ def test_ids_outside_the_vocabulary_are_refused(
 ) -> None:
     request = Request("r", prompt, SamplingParams(**params))  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=f"{name} has token id .*; allowed: 0 to 49") as caught:
-        rows.check_ids(request, VOCAB)
+        check_ids(request, VOCAB)
     assert caught.value.field == name

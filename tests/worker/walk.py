@@ -13,6 +13,7 @@ from lockstep.kernels.recurrent.history import state_grid
 from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import RowSpec
 from lockstep.step import StepContext, StepShape
 from lockstep.worker import rows
 from lockstep.worker.row_table import RowTable
@@ -136,7 +137,7 @@ class Walk:
         line.computed = draw.randrange(len(prompt)) // PAGE * PAGE if draw.random() < 0.3 else 0
         line.folded = line.computed
         line.pages = [self.take(self.free_pages) for _ in range(-(-len(prompt) // PAGE))]
-        rows.write_row(self.table, line.row, request, line.computed)
+        rows.write_row(self.table, line.row, RowSpec.of(request), line.computed)
         rows.write_place(self.table, line.row, line.pages, line.slot)
         for position in range(line.computed):
             self.written.view(-1)[line.slot_of(position)] = prompt[position]

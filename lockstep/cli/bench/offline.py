@@ -115,9 +115,9 @@ def _choose_drafts(
     settings: dict[str, Any], count: int | None, acceptance: float | None = None
 ) -> None:
     """Settles "auto" drafting, K and synthetic acceptance. Raises ConfigError without a drafter."""
-    from lockstep.engine_args import settle_drafts
+    from lockstep.engine_args import resolve_auto_drafter
 
-    settings.update(settle_drafts(settings))
+    settings.update(resolve_auto_drafter(settings))
     spec = settings["speculative_config"]
     if acceptance is not None:
         if spec is None or count == 0:

@@ -12,6 +12,7 @@ from lockstep.serve.openai.protocol import ChatRequest
 from lockstep.serve.requests.service import Answers, Asked, Job, Meter, Piece, Run, Service, Usage
 from lockstep.text.parsers import ReplyParser
 from lockstep.text.parsers.events import (
+    AnswerEvent,
     CallArguments,
     CallEnd,
     CallError,
@@ -21,7 +22,6 @@ from lockstep.text.parsers.events import (
     Reasoning,
     Reply,
     TextEnd,
-    Told,
     call_id,
     merged,
 )
@@ -39,7 +39,7 @@ class Heard(NamedTuple):
     """
 
     piece: Piece
-    events: Sequence[Told]
+    events: Sequence[AnswerEvent]
     calls: int
     errors: tuple[str, ...]
     scores: Sequence[Scores] = ()
@@ -147,9 +147,9 @@ class Turn:
             piece, merged(self._answer_events(parsed, reading)), reading.calls, reading.errors
         )
 
-    def _answer_events(self, parsed: Sequence[Event], reading: _Reading) -> list[Told]:
+    def _answer_events(self, parsed: Sequence[Event], reading: _Reading) -> list[AnswerEvent]:
         """Return the events that are parts of the answer; count the calls, keep the errors."""
-        events: list[Told] = []
+        events: list[AnswerEvent] = []
         for event in parsed:
             if isinstance(event, CallError):
                 reading.errors += (event.why,)
@@ -167,7 +167,7 @@ class Turn:
         reading = self._readings[piece.index]
         new = piece.text
         parser = reading.parser
-        events: list[Told] = []
+        events: list[AnswerEvent] = []
         scores: list[Scores] = []
         entries = new.logprobs or ()
         for number, text in enumerate(new.texts):
@@ -188,7 +188,7 @@ class Turn:
         self,
         parsed: Sequence[Event],
         reading: _Reading,
-        events: list[Told],
+        events: list[AnswerEvent],
         scores: list[Scores],
     ) -> None:
         """Append the events, and to the scores the waiting tokens of each content."""
@@ -205,7 +205,7 @@ class Turn:
         """The turn as a whole."""
         answers = Answers(self.job)
         replies = [Reply() for _ in self._readings]
-        events: list[list[Told]] = [[] for _ in self._readings]
+        events: list[list[AnswerEvent]] = [[] for _ in self._readings]
         async for pieces in self.run:
             for piece in pieces:
                 events[piece.index] += self.hear(piece).events
@@ -215,7 +215,7 @@ class Turn:
             reply.errors += reading.errors
         return Replies(answers, replies)
 
-    def _asked_for(self, event: Told) -> bool:
+    def _asked_for(self, event: AnswerEvent) -> bool:
         """All but reasoning that nobody wants, and calls behind the first, where one is wanted."""
         match event:
             case Reasoning():

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.text.parsers.events import CallEnd, CallStart, Content, Reasoning, Told
+from lockstep.text.parsers.events import AnswerEvent, CallEnd, CallStart, Content, Reasoning
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -44,7 +44,7 @@ class Blocks:
         self._open = False
         self._pieces: list[str] = []
 
-    def push(self, events: Iterable[Told]) -> Iterator[Change]:
+    def push(self, events: Iterable[AnswerEvent]) -> Iterator[Change]:
         """The changes that events make."""
         for event in events:
             match event:

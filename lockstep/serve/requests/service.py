@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 from lockstep.engine.async_engine import ENGINE_RESTARTED, Listener, Update
 from lockstep.engine.engine import STEP_FAILED
-from lockstep.engine.engine_loop import TokenUpdate
 from lockstep.engine.stats import Stats
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import ComputeError, EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics, TokenSource
 from lockstep.sampling_params import MAX_LOGPROBS, SamplingParams

@@ -1,7 +1,7 @@
-"""Grammars of answers, by llguidance: one matcher per answer.
+"""Compiled grammars of answers, on llguidance: one matcher per answer.
 
-Everything that is known of llguidance stands here. Masks are a function of the answer's tokens
-alone, but for llguidance's own limits (LLParserLimits), at which an answer ends with an error.
+All knowledge of llguidance is in this file. Masks are a function of the answer's tokens alone,
+except for llguidance's own limits (LLParserLimits): an answer that reaches one ends with an error.
 """
 
 import ctypes
@@ -22,50 +22,54 @@ from lockstep.text.grammars.number_limits import JsonReader, JsonState, NumberLi
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 
 LEXER_FUEL = 200_000
-"""llguidance's steps to build a lexer: about 0.1 s."""
+"""Maximum steps of llguidance to build a lexer, about 0.1 s."""
 ROW_ITEMS = 2000
-"""llguidance's default of the items that its parser may have at a place of the answer."""
+"""llguidance's default limit of parser items per position."""
 WRITTEN_ROW_ITEMS = 500
-"""Of grammars that a client has written, which may be ambiguous: the work for an answer grows with
-the cube of this, 0.4 s where it is 500 and 27 s where it is 2,000."""
+"""Limit of parser items for grammars written by clients, which may be ambiguous. The time of an
+answer grows with its cube: 0.4 s at 500, 27 s at 2,000."""
 WORD_BITS = 32
-"""Tokens of a word of a mask."""
+"""Tokens per 32-bit word of a mask."""
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
-"""Where one text alone may come, llguidance lets only one spelling of it in tokens come, unless it
-is told not to. So every token may come that leads to a text of the grammar, and no other."""
-MOST_THREADS = 16
-"""Answers whose masks are made at the same time."""
-MOST_KNOWN = 256
-"""Grammars that are remembered as ones that can be compiled."""
-MOST_KNOWN_BYTES = 16 << 20
-"""Of their texts and their first masks."""
+"""Option that turns off forced tokens. By default, if only one text may follow, llguidance allows
+only one of its token spellings. With the option, every token is allowed that leads to a text of the
+grammar."""
+MAX_THREADS = 16
+"""Maximum threads that compute masks."""
+MAX_KNOWN = 256
+"""Maximum grammars whose first mask is cached."""
+MAX_KNOWN_BYTES = 16 << 20
+"""Maximum bytes of the cached grammars' sources and first masks."""
 SLICES = ("[a-z]+", "[A-Za-z]+", "[a-z ]+", "[A-Za-z ]+")
-"""Beside llguidance's own: tokens that come together where a grammar allows all text of them. Words
-of most vocabularies begin with a blank."""
+"""Token sets that llguidance treats as one where a grammar allows all of their text, in addition to
+its own sets. Most words of a vocabulary begin with a blank."""
 MAX_READERS = 16
-"""Readers of JSON that are kept: one for each set of texts that introduce it."""
+"""Maximum cached JSON readers: one per set of texts that introduce JSON."""
 EXCERPT = re.compile(r"\s*(\d+ \||\^)")
-"""Lines of a grammar that llguidance shows, and the mark under one."""
+"""Source lines of a grammar in llguidance's messages, and the marker line below."""
 OF_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
-"""Where a schema stands in a grammar, which its sender has not written."""
+"""Prefix of llguidance's message that names a position in the generated grammar, which the client
+has not written."""
 TOO_COMPLEX = (
-    "the grammar is too complex to go on with: {reason}. What came before stands. Simplify it."
+    "the grammar became too complex at this token: {reason}. The answer so far is valid. Simplify "
+    "the grammar."
 )
 
 
 class GrammarFault(ValueError):
-    """A grammar that cannot be compiled, or that no text matches."""
+    """Error of a grammar that cannot be compiled, or that no text matches."""
 
 
 @dataclass(frozen=True)
 class GrammarRecipe:
-    """Plain data of which Compiler.grammar makes a grammar, in another process too.
+    """Plain data from which Compiler.grammar builds a grammar, in any process.
 
-    source: in llguidance's Lark. row_items: maximum items that its parser may have at a place.
-    json_after: texts that introduce JSON, whose numbers are limited (see number_limits.py). It is
-    empty where the whole answer is JSON, None where no part of it is known to be.
-    reasoning_end, reasoning_begin: AfterReasoning's tokens, None where the grammar binds the answer
-    from its first token on.
+    source: grammar in llguidance's Lark.
+    row_items: maximum parser items per position.
+    json_after: texts that introduce JSON, whose numbers are limited (see number_limits.py). Empty
+    if the whole answer is JSON, None if no part of it is known to be.
+    reasoning_end, reasoning_begin: tokens of AfterReasoning; None if the grammar binds the answer
+    from its first token.
     """
 
     source: str
@@ -76,7 +80,7 @@ class GrammarRecipe:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it: the bytes of every token of the model."""
+    """Adapter of a tokenizer for llguidance: the bytes of every token of the model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Sequence[int]) -> None:
         known = min(len(tokenizer), vocab)
@@ -94,9 +98,10 @@ class _Vocabulary:
 
 
 class Compiler:
-    """Makes grammars over the tokens of one model; may be called from any thread.
+    """Compiler of grammars for the vocabulary of one model. It is thread-safe.
 
-    vocab: tokens that the model knows, at least the tokenizer's; ends: those that end an answer.
+    vocab: vocabulary size of the model, at least the tokenizer's.
+    ends: tokens that end an answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, ends: frozenset[int]) -> None:
@@ -105,14 +110,14 @@ class Compiler:
         self.ends = ends
         self._building = threading.Lock()
         self._tree: LLTokenizer | None = None
-        # Of the whole vocabulary once the first grammar is compiled, which every mask follows.
+        # Replaced by the vocabulary's limits when the first grammar is compiled, before any mask.
         self.numbers = NumberLimit(())
         self.json_reader = lru_cache(MAX_READERS)(JsonReader)
-        self._known = FirstMasks(MOST_KNOWN, MOST_KNOWN_BYTES)
+        self._known = FirstMasks(MAX_KNOWN, MAX_KNOWN_BYTES)
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of a mask: a bit per token, in whole words."""
+        """Return the bytes of a mask: one bit per token, in whole 32-bit words."""
         return -(-self.vocab // WORD_BITS) * WORD_BITS // 8
 
     def matcher(
@@ -121,50 +126,52 @@ class Compiler:
         row_items: int = ROW_ITEMS,
         json_after: tuple[str, ...] | None = None,
     ) -> "Matcher":
-        """Return the matcher of a grammar; the arguments are those of a GrammarRecipe.
+        """Return the matcher of a grammar. The arguments are those of a GrammarRecipe.
 
-        Raises GrammarFault.
+        Each answer gets its own compiled grammar, built at first use in about 1 ms: copies share a
+        lexer and its lock, so that answers would wait for each other and would count towards each
+        other's limits. The first mask shows that the grammar compiles and matches some text. It is
+        computed once and cached. The compiled grammar behind it is dropped, as a waiting request
+        would keep up to 10 MB.
 
-        Each answer has a compiled grammar of its own, made when it is first needed, about 1 ms:
-        copies of one share its lexer and the lock around it, so that answers would wait for each
-        other, and one would feel the limits that another met. What a first mask shows, that it can
-        be compiled and that some text matches, is looked at once, and what was compiled for that is
-        not kept: what only waits, such as a server's side of a request, would hold up to 10 MB.
+        Raises: GrammarFault.
         """
         recipe = GrammarRecipe(source, row_items, json_after)
         first, _ = self._first_mask(recipe)
         return Matcher(recipe, first, lambda: self._compile(recipe), self)
 
     def grammar(self, recipe: GrammarRecipe) -> "Matcher | AfterReasoning":
-        """A fresh grammar by its recipe, for an answer that is to be made. Raises GrammarFault."""
+        """Return a new grammar from its recipe, for one answer. Raises GrammarFault."""
         plain = replace(recipe, reasoning_end=None, reasoning_begin=None)
-        first, made = self._first_mask(plain)
-        matcher = Matcher(plain, first, lambda: self._compile(plain), self, made)
+        first, compiled = self._first_mask(plain)
+        matcher = Matcher(plain, first, lambda: self._compile(plain), self, compiled)
         if recipe.reasoning_end is None:
             return matcher
         return AfterReasoning(matcher, recipe.reasoning_end, recipe.reasoning_begin)
 
     def _first_mask(self, recipe: GrammarRecipe) -> tuple[bytes, LLMatcher | None]:
-        """The mask of an answer's first token; the compiled grammar, where that took one."""
+        """Return the mask of the first token, and the grammar if it was compiled for it."""
         first = self._known.get(recipe)
         if first is not None:
             return first, None
-        made = self._compile(recipe)
-        first = made.compute_bitmask()[: self.mask_bytes]
-        if made.is_error() or not any(first):
-            reason = first_line(made.get_error())
-            never = reason in ("", "NoExtensionBias")
-            raise GrammarFault("no text matches it" if never else reason)
+        compiled = self._compile(recipe)
+        first = compiled.compute_bitmask()[: self.mask_bytes]
+        if compiled.is_error() or not any(first):
+            reason = first_line(compiled.get_error())
+            is_empty = reason in ("", "NoExtensionBias")
+            raise GrammarFault("no text matches it" if is_empty else reason)
         self._known.put(recipe, first)
-        return first, made
+        return first, compiled
 
     def prepare(self) -> None:
-        """Build now what the first grammar would have to wait for: a second for 250,000 tokens."""
+        """Build the vocabulary's tree ahead of the first grammar: 1 s for 250,000 tokens."""
         self._tokens()
 
     def fill(self, wanted: Sequence[Wanted["Compiled"]], memory: memoryview) -> None:
-        """Writes the masks of answers held to grammars of this compiler: see Fill. Raises
-        ValueError where the memory is not for masks of this vocabulary, or has not as many."""
+        """Compute the masks of a step for grammars of this compiler (see Fill).
+
+        Raises: ValueError if the memory does not have the shape of the masks.
+        """
         masks = Masks(memory, self.mask_bytes)
         jobs = [job for one in wanted for job in one.grammar.begin(one.drafts, one.first, masks)]
         self._compute(jobs, masks)
@@ -172,21 +179,22 @@ class Compiler:
             job.matcher.finish(job, masks)
 
     def _compute(self, jobs: Sequence["Job"], masks: "Masks") -> None:
-        """Leads each along its drafts, and writes a mask in front of each and behind them."""
-        alone = [(job.ahead, job.first) for job in jobs if not job.drafts]
-        along = [(job.ahead, job.first, job.drafts) for job in jobs if job.drafts]
+        """Advance each grammar along its drafts; write one mask before each draft and one after the
+        last."""
+        without_drafts = [(job.ahead, job.first) for job in jobs if not job.drafts]
+        with_drafts = [(job.ahead, job.first, job.drafts) for job in jobs if job.drafts]
         masks.require(max((job.first + len(job.drafts) for job in jobs), default=0))
-        if alone:
-            self._threads.unsafe_compute_mask_ptr(alone, *masks.place)
-        if along:
-            self._threads.unsafe_compute_mask_ptr_with_draft_token(along, *masks.place)
+        if without_drafts:
+            self._threads.unsafe_compute_mask_ptr(without_drafts, *masks.buffer)
+        if with_drafts:
+            self._threads.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *masks.buffer)
 
     @cached_property
     def _threads(self) -> LLExecutor:
-        return LLExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+        return LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
 
     def fault_of(self, source: str) -> str | None:
-        """Why a grammar in llguidance's Lark cannot be compiled; None if it can."""
+        """Return why a Lark grammar cannot be compiled; None if it can."""
         return first_line(self._compile(GrammarRecipe(source)).get_error()) or None
 
     def _compile(self, recipe: GrammarRecipe) -> LLMatcher:
@@ -213,15 +221,15 @@ class Compiler:
 
 
 class FirstMasks:
-    """Grammars that could be compiled, by their recipe, and the mask of an answer's first token.
+    """LRU cache: the mask of an answer's first token by grammar recipe.
 
-    Bounded in number and in bytes; the one that was asked for longest ago goes first.
+    It is bounded by the number of entries and by bytes.
     """
 
-    def __init__(self, most: int, most_bytes: int) -> None:
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
         self.size = 0
-        self._most = most
-        self._most_bytes = most_bytes
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
         self._masks: OrderedDict[GrammarRecipe, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -229,34 +237,38 @@ class FirstMasks:
         return len(self._masks)
 
     def get(self, recipe: GrammarRecipe) -> bytes | None:
-        """The mask; None where the grammar is not known."""
+        """Return the cached mask, or None."""
         with self._lock:
             if recipe in self._masks:
                 self._masks.move_to_end(recipe)
             return self._masks.get(recipe)
 
     def put(self, recipe: GrammarRecipe, mask: bytes) -> None:
-        """Remembers a grammar; others make room."""
+        """Add a grammar and evict the least recently used ones above the bounds."""
         with self._lock:
             if self._masks.setdefault(recipe, mask) is not mask:
                 return
             self.size += len(recipe.source) + len(mask)
-            while len(self._masks) > self._most or self.size > self._most_bytes:
+            while len(self._masks) > self._max_entries or self.size > self._max_bytes:
                 recipe, mask = self._masks.popitem(last=False)
                 self.size -= len(recipe.source) + len(mask)
 
 
 def first_line(reason: str) -> str:
-    """What a message of llguidance says, in one line that is not long."""
-    said = reason.partition("<backtrace>")[0].replace("<non-verbose/>", "")
-    lines = [line.strip() for line in said.splitlines() if not EXCERPT.match(line)]
-    told = " ".join(line for line in lines if line)
-    return OF_SCHEMA.sub("", told)[:300]
+    """Return a message of llguidance in one line of at most 300 characters."""
+    message = reason.partition("<backtrace>")[0].replace("<non-verbose/>", "")
+    lines = [line.strip() for line in message.splitlines() if not EXCERPT.match(line)]
+    text = " ".join(line for line in lines if line)
+    return OF_SCHEMA.sub("", text)[:300]
 
 
 class Masks:
-    """The masks of a step. memory [N, size / itemsize], which can be written; size: bytes of a
-    mask. Raises ValueError."""
+    """View of the masks of a step.
+
+    memory [N, size / itemsize]: writable.
+    size: bytes of a mask.
+    Raises: ValueError.
+    """
 
     def __init__(self, memory: memoryview, size: int) -> None:
         strides = memory.strides or ()
@@ -266,51 +278,56 @@ class Masks:
         self.count = len(memory)
         self._memory = memory.cast("B")
 
-    def require(self, place: int) -> None:
-        """Raises ValueError where there is no such place: what writes there checks no bounds."""
-        if place >= self.count:
-            raise ValueError(f"mask {place} of a step; allowed: 0 to {self.count - 1}")
+    def require(self, index: int) -> None:
+        """Raise ValueError if the mask's index is out of range: llguidance writes without bounds
+        checks."""
+        if index >= self.count:
+            raise ValueError(f"mask {index} of a step; allowed: 0 to {self.count - 1}")
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """The address of the first, bytes of one, and how many there are."""
+    def buffer(self) -> tuple[int, int, int]:
+        """Return (address of the first mask, bytes of a mask, number of masks)."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         return address, self.size, self.count
 
-    def put(self, place: int, mask: bytes) -> None:
-        """Writes a mask."""
-        self._memory[place * self.size : (place + 1) * self.size] = mask[: self.size]
+    def put(self, index: int, mask: bytes) -> None:
+        """Write a mask."""
+        self._memory[index * self.size : (index + 1) * self.size] = mask[: self.size]
 
-    def allow(self, place: int, token: int) -> None:
-        """Lets a token come in a mask that is written."""
-        self._memory[place * self.size + token // 8] |= 1 << token % 8
+    def allow(self, index: int, token: int) -> None:
+        """Allow a token in a mask that is written already."""
+        self._memory[index * self.size + token // 8] |= 1 << token % 8
 
-    def only(self, place: int, token: int) -> None:
+    def only(self, index: int, token: int) -> None:
         """Write a mask that allows one token."""
-        self.put(place, bytes(self.size))
-        self.allow(place, token)
+        self.put(index, bytes(self.size))
+        self.allow(index, token)
 
     def forbid(self, index: int, tokens: int) -> None:
-        """Remove tokens from a mask, unless it would become empty. tokens: bit i for token i.
+        """Remove tokens from a mask unless that would leave it empty. tokens: bit i for token i.
 
-        Text that the grammar requires, such as the digits of a bound, comes in spite of a limit.
+        Text that the grammar requires, such as the digits of a bound, is allowed in spite of a
+        limit.
         """
         part = self._memory[index * self.size : (index + 1) * self.size]
         rest = int.from_bytes(part, "little") & ~tokens
         if rest:
             part[:] = rest.to_bytes(self.size, "little")
 
-    def all(self, places: Sequence[int]) -> None:
-        """Lets every token come in each of these masks."""
-        for place in places:
-            self.put(place, b"\xff" * self.size)
+    def all(self, indices: Sequence[int]) -> None:
+        """Write masks that allow every token."""
+        for index in indices:
+            self.put(index, b"\xff" * self.size)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Masks that are to be computed: behind what `ahead` was led along, then behind each of the
-    drafts. ahead: a copy that nobody else has; before: drafts that it was led along behind the
-    answer; first: the first mask's place."""
+    """Masks to compute for one answer: after `before`, and after each of `drafts`.
+
+    ahead: compiled grammar, a private copy, that has consumed the answer and `before`.
+    before: drafts that `ahead` has consumed.
+    first: index of the first mask.
+    """
 
     matcher: "Matcher"
     ahead: LLMatcher
@@ -320,7 +337,7 @@ class Job:
 
 
 def _mask(inner: LLMatcher, tokens: list[int]) -> bytes | None:
-    """The mask behind these tokens; None where one of them may not come; b"" where the grammar
+    """Return the mask after these tokens; None if one of them is not allowed, b"" if the grammar
     fails."""
     if inner.try_consume_tokens(tokens) < len(tokens) and not inner.is_error():
         return None
@@ -329,32 +346,35 @@ def _mask(inner: LLMatcher, tokens: list[int]) -> bytes | None:
 
 
 class Matcher:
-    """Follows one answer through a grammar: lockstep.scheduling.grammar.Grammar. first: the mask of
-    its first token; make: compiles it, which is done when it is first needed; made: compiled.
+    """Grammar state of one answer (implements lockstep.scheduling.grammar.Grammar).
 
-    An end token is allowed where the grammar may end. Whatever comes behind it is of no matter.
-    Drafts are tried on copies, and nothing is taken back: llguidance 1.9.1 keeps what it found
-    behind tokens that were taken back, and may give it for others.
+    first: mask of the first token.
+    make: compiles the grammar; called at first use.
+    made: grammar that is compiled already.
+
+    An end token is allowed where the grammar may end. Tokens after it are ignored. Drafts are tried
+    on copies and never rolled back: llguidance 1.9.1 caches what it computed after tokens that were
+    rolled back, and may return it for others.
     """
 
     def __init__(
         self,
         recipe: GrammarRecipe,
         first: bytes,
-        make: Callable[[], LLMatcher],
+        compile_grammar: Callable[[], LLMatcher],
         compiler: Compiler,
-        made: LLMatcher | None = None,
+        compiled: LLMatcher | None = None,
     ) -> None:
         self.fault: str | None = None
         self.recipe = recipe
         self.fill: Fill = compiler.fill
         self._first = first
-        self._make = make
+        self._compile_grammar = compile_grammar
         self._ends = compiler.ends
-        self._made = made
-        self._taken = 0  # tokens of the answer that the compiled grammar was led along
+        self._compiled = compiled
+        self._consumed = 0  # tokens of the answer that the compiled grammar has consumed
         self._tokens: list[int] = []
-        self._over = False
+        self._ended = False
         self.is_free = False
         self._json = compiler.json_reader(recipe.json_after)
         self._state = self._json.start
@@ -362,31 +382,33 @@ class Matcher:
         self._compiler = compiler
 
     def prepare(self) -> LLMatcher:
-        """Compiles the grammar now, if it is not."""
-        self._made = self._made or self._make()
-        return self._made
+        """Compile the grammar if it is not compiled yet."""
+        self._compiled = self._compiled or self._compile_grammar()
+        return self._compiled
 
     @property
     def accepted(self) -> int:
-        """Tokens of the answer that it has taken."""
+        """Return the number of accepted tokens."""
         return len(self._tokens)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Takes the next tokens of the answer."""
+        """Accept the next tokens of the answer."""
         for token in tokens:
             self._tokens.append(token)
-            self._over = self._over or token in self._ends
-            if not self._over and self.fault is None:
-                self._lead()
+            self._ended = self._ended or token in self._ends
+            if not self._ended and self.fault is None:
+                self._advance()
                 self._state = self._read(self._state, token)
 
     def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
-        """Writes the masks that are known, from the place `first` on, and says which are to be
-        computed. Where the grammar fails no token is allowed."""
-        real = list(takewhile(lambda token: token not in self._ends, drafts))
-        bound = 0 if self._over else 1 + len(real)
-        masks.all(range(first + bound, first + 1 + len(drafts)))
-        if self._over:
+        """Write the masks that are known, beginning at index `first`; return jobs for the others.
+
+        If the grammar has failed, no token is allowed.
+        """
+        valid = list(takewhile(lambda token: token not in self._ends, drafts))
+        constrained = 0 if self._ended else 1 + len(valid)
+        masks.all(range(first + constrained, first + 1 + len(drafts)))
+        if self._ended:
             return []
         if self.fault is not None:
             masks.put(first, bytes(masks.size))
@@ -395,15 +417,15 @@ class Matcher:
         if known:
             masks.put(first, self._first)
             self._limit_numbers(first, self._state, masks)
-        if known > len(real):
+        if known > len(valid):
             return []
         ahead = self.prepare().deep_copy()
-        if ahead.try_consume_tokens(real[:known]) < known and not ahead.is_error():
+        if ahead.try_consume_tokens(valid[:known]) < known and not ahead.is_error():
             return []
-        return [Job(self, ahead, real[:known], real[known:], first + known)]
+        return [Job(self, ahead, valid[:known], valid[known:], first + known)]
 
     def finish(self, job: Job, masks: Masks) -> None:
-        """Complete the masks that were computed: limit their numbers."""
+        """Apply the number limits to the masks that were computed."""
         if job.ahead.is_error():
             self._compute_alone(job, masks)
         state = self._state
@@ -425,12 +447,10 @@ class Matcher:
             masks.forbid(index, tokens)
 
     def _compute_alone(self, job: Job, masks: Masks) -> None:
-        """Compute the masks of a job by fresh grammars, which have read nothing else.
-
-        A limit of llguidance that a grammar met along other drafts is not this answer's.
-        """
+        """Compute the masks of a job with new grammars, whose limits count this answer's tokens
+        only."""
         for count in range(1 + len(job.drafts)):
-            fresh = self._make()
+            fresh = self._compile_grammar()
             drafts = [*job.before, *job.drafts[:count]]
             mask = _mask(fresh, [*self._tokens, *drafts])
             if mask is None:
@@ -441,15 +461,16 @@ class Matcher:
             if mask == b"":
                 break
 
-    def _lead(self) -> None:
-        """Leads the compiled grammar along the answer; where it fails, a fresh one, once."""
+    def _advance(self) -> None:
+        """Advance the compiled grammar to the end of the answer; on a failure retry once with a new
+        one."""
         for _ in range(2):
             inner = self.prepare()
-            if not inner.is_error() and inner.consume_tokens(self._tokens[self._taken :]):
-                self._taken = len(self._tokens)
+            if not inner.is_error() and inner.consume_tokens(self._tokens[self._consumed :]):
+                self._consumed = len(self._tokens)
                 return
-            self._made = None
-            self._taken = 0
+            self._compiled = None
+            self._consumed = 0
         self._fail(inner)
 
     def _fail(self, failed: LLMatcher) -> None:
@@ -457,10 +478,11 @@ class Matcher:
 
 
 class AfterReasoning:
-    """A grammar that binds what comes behind the reasoning, which is free text.
+    """Grammar that binds the text after the reasoning. The reasoning itself is free.
 
-    end: the token that ends reasoning. begin: the token that begins it, where the answer itself may
-    say so with its first token; None where the prompt has begun it.
+    end: token that ends the reasoning.
+    begin: token that begins it, if it may be the answer's first token; None if the prompt ends
+    inside of the reasoning.
     """
 
     def __init__(self, inner: Matcher, end: int, begin: int | None) -> None:
@@ -474,16 +496,16 @@ class AfterReasoning:
         self._reasons = begin is None
 
     def prepare(self) -> None:
-        """Compiles the grammar now, if it is not."""
+        """Compile the grammar if it is not compiled yet."""
         self._inner.prepare()
 
     @property
     def fault(self) -> str | None:
-        """Why no token is allowed any more."""
+        """Return why no token is allowed any more, or None."""
         return self._inner.fault
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Takes the next tokens of the answer."""
+        """Accept the next tokens of the answer."""
         for token in tokens:
             first = self.accepted == 0
             self.accepted += 1
@@ -508,7 +530,7 @@ class AfterReasoning:
         return jobs
 
     def _reasoning(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
-        """The masks from a place inside of reasoning on."""
+        """Write the masks from a position inside of the reasoning."""
         free = 1 + sum(1 for _ in takewhile(lambda token: token != self._end, drafts))
         masks.all(range(first, first + free))
         if free > len(drafts):
@@ -517,13 +539,13 @@ class AfterReasoning:
 
 
 class Compiled(Grammar, Protocol):
-    """A grammar whose masks Compiler.fill writes."""
+    """Grammar whose masks Compiler.fill computes."""
 
     @property
     def recipe(self) -> Any: ...
 
     def prepare(self) -> object:
-        """Compile what is not compiled yet."""
+        """Compile the grammar if it is not compiled yet."""
         ...
 
     def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:

@@ -1,8 +1,7 @@
-"""The bound of what must match together: llguidance follows a conjunction of n regexes through 2^n
-combinations, and no limit of its own counts them.
+"""Bounds of conjunctions: llguidance follows n conjoined regexes through 2^n combinations.
 
-14 take 0.03 s to compile, 20 take 2 s, 32 do not end. Patterns of the names of properties are told
-apart pair by pair: 100 take 0.05 s, 300 take 4 s.
+None of its limits counts them: 14 take 0.03 s to compile, 20 take 2 s, 32 do not finish. Patterns
+of property names are compared in pairs: 100 take 0.05 s, 300 take 4 s.
 """
 
 import re
@@ -10,41 +9,43 @@ import re
 from lockstep.errors import RequestError
 from lockstep.text.grammars.multiples import combines, objects_of_schemas
 
-MOST_TOGETHER = 12
-"""Regexes that one text may have to match, or not to match."""
-MOST_NAMES = 64
-"""Patterns in a patternProperties, and all of them where schemas are combined."""
+MAX_CONJOINED = 12
+"""Maximum regexes that one text may have to match, or not to match."""
+MAX_NAME_PATTERNS = 64
+"""Maximum patterns in one patternProperties, or in all of them if schemas are combined."""
 LITERAL = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/', re.DOTALL)
-"""A comment, a text or a regex in Lark; a regex may go over several lines."""
+"""A comment, a string or a regex in Lark. A regex may span lines."""
 OPERATOR = re.compile(r"[&~]")
-"""And, and not, of terminals in llguidance's Lark."""
+"""Conjunction and negation of terminals in llguidance's Lark."""
 
 
 def check_conjunctions(source: str, field: str) -> None:
-    """Raises RequestError where schemas of a grammar in llguidance's Lark join too many regexes."""
+    """Raise RequestError if the schemas of a Lark grammar conjoin too many regexes."""
     for objects in objects_of_schemas(source):
         joined = any(map(combines, objects))
-        names = [len(_named(one.get("patternProperties"))) for one in objects]
+        names = [len(_as_dict(one.get("patternProperties"))) for one in objects]
         patterns = sum("pattern" in one for one in objects)
         where = " in schemas that are combined" if joined else ""
-        _check(patterns if joined else 0, MOST_TOGETHER, f"'pattern'{where}", field)
-        _check((sum if joined else max)(names), MOST_NAMES, f"'patternProperties'{where}", field)
+        _check(patterns if joined else 0, MAX_CONJOINED, f"'pattern'{where}", field)
+        _check(
+            (sum if joined else max)(names), MAX_NAME_PATTERNS, f"'patternProperties'{where}", field
+        )
 
 
 def check_operators(source: str, field: str) -> None:
-    """Raises RequestError where terminals that a client wrote join too many regexes."""
+    """Raise RequestError if terminals that a client wrote conjoin too many regexes."""
     operators = OPERATOR.findall(LITERAL.sub("", source))
-    _check(len(operators), MOST_TOGETHER, "the operators & and ~", field)
+    _check(len(operators), MAX_CONJOINED, "the operators & and ~", field)
 
 
-def _check(count: int, most: int, what: str, field: str) -> None:
-    if count > most:
+def _check(count: int, limit: int, what: str, field: str) -> None:
+    if count > limit:
         raise RequestError(
-            f"{field} has {count} of {what}; allowed: at most {most}, since the work to obey them "
-            "grows exponentially. Write fewer.",
+            f"{field} has {count} of {what}; allowed: at most {limit}, since the work to obey them "
+            "grows exponentially. Use fewer.",
             field,
         )
 
 
-def _named(value: object) -> dict[str, object]:
+def _as_dict(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}

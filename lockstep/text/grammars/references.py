@@ -1,63 +1,63 @@
-"""JSON schemas as the grammar compiler reads them: one form of references, types and unions.
+"""Normal form of JSON schemas for llguidance: references, types and unions.
 
-Schemas are read by the resolver of the parsers (parsers.schema), so that a grammar lets come what
-the parser reads as the same type. llguidance knows fewer forms, so they are rewritten for it.
+References and types are resolved as the tool-call parsers do (parsers/schema.py), so that a grammar
+allows what the parser reads as the same type. llguidance knows fewer forms.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.text.grammars.rewriting import NOTES, rewritten
+from lockstep.text.grammars.rewriting import NOTES, rewrite
 from lockstep.text.parsers.schema import json_type, target
 
 Json = dict[str, Any]
 PLAIN = re.compile(r"#/(\$defs|definitions)/[A-Za-z_][A-Za-z0-9_.-]*")
-"""References that llguidance resolves from any part of a schema that bears the definitions."""
+"""References that llguidance resolves from any part of a schema with the definitions."""
 HOISTED = "$defs"
 COMPANIONS = (*NOTES, HOISTED, "definitions", "$schema", "$id", "$anchor")
 """Keywords that a root may have in addition to a reference."""
 UNIONS = ("oneOf", "anyOf")
 MAX_CHAIN = 64
-"""References that are followed from one to the next."""
+"""Maximum length of a chain of references."""
 
 
-def canonical(schema: Any) -> Any:
-    """Return a schema of the same values in the forms that llguidance reads.
+def normalize(schema: Any) -> Any:
+    """Return an equivalent schema in the forms that llguidance reads.
 
-    References lead to definitions by plain names, types bear JSON Schema's names, open objects say
-    so with true, and unions whose cases bear a tag require that tag.
+    References point to definitions by plain names, types have JSON Schema's names, open objects say
+    `true`, and unions whose cases have a tag require that tag.
     """
     return _Canonical(schema).schema() if isinstance(schema, dict) else schema
 
 
 class _Canonical:
-    """Rewrites one schema. New definitions are collected, each once."""
+    """Rewriter of one schema. It collects new definitions, each once."""
 
     def __init__(self, root: Json) -> None:
         self._root = root
         self._names: dict[tuple[int, str], str] = {}
         self._definitions: Json = {}
-        self._waiting: list[tuple[str, Callable[[], Any]]] = []
+        self._pending: list[tuple[str, Callable[[], Any]]] = []
         self._sources: Json = {}  # a new definition's reference -> the part that it is made of
 
     def schema(self) -> Json:
         """Return the whole schema."""
-        schema: Json = self._rewritten(self._root)
+        schema: Json = self._rewrite(self._root)
         visited = 0
-        while visited < len(self._waiting):
-            name, make = self._waiting[visited]
+        while visited < len(self._pending):
+            name, make = self._pending[visited]
             self._definitions[name] = make()
             visited += 1
         if self._definitions:
             schema = {**schema, HOISTED: {**(schema.get(HOISTED) or {}), **self._definitions}}
         return self._without_reference_at_root(schema)
 
-    def _rewritten(self, part: Any) -> Any:
-        return rewritten(part, self._change)
+    def _rewrite(self, part: Any) -> Any:
+        return rewrite(part, self._change)
 
     def _change(self, one: Json) -> Json:
-        """Rewrite one object, whose parts are rewritten."""
+        """Rewrite one object whose parts are rewritten already."""
         changed = dict(one)
         if "$ref" in changed:
             changed["$ref"] = self._reference(changed["$ref"])
@@ -71,15 +71,15 @@ class _Canonical:
         return changed
 
     def _reference(self, reference: Any) -> Any:
-        """Return a reference of plain form; one that leads nowhere stays as it is."""
+        """Return a reference in plain form; a dangling one is returned unchanged."""
         part = target(reference, self._root)
         plain = isinstance(reference, str) and PLAIN.fullmatch(reference)
         if plain or not isinstance(part, (dict, bool)):
             return reference
-        return self._hoisted(part, "", lambda: self._rewritten(_without_definitions(part)))
+        return self._hoisted(part, "", lambda: self._rewrite(_without_definitions(part)))
 
     def _hoisted(self, part: Any, kind: str, make: Callable[[], Any]) -> str:
-        """Return the reference of a definition that is made of this part, once."""
+        """Return the reference of the definition made from this part, created once."""
         key = (id(part), kind)
         if key not in self._names:
             known = self._root.get(HOISTED)
@@ -88,15 +88,15 @@ class _Canonical:
             while f"ref{number}" in taken:
                 number += 1
             self._names[key] = f"ref{number}"
-            self._waiting.append((f"ref{number}", make))
+            self._pending.append((f"ref{number}", make))
             self._sources[f"#/{HOISTED}/ref{number}"] = part
         return f"#/{HOISTED}/{self._names[key]}"
 
     def _tagged(self, one: Json, keyword: str) -> Json:
         """Return a union whose cases require the tag that distinguishes them, if they have one.
 
-        llguidance refuses oneOf whose cases may overlap, and with a tag that has a default, and is
-        not required, they do. With the tag required each value matches one case alone.
+        llguidance refuses oneOf whose cases may overlap. With a tag that has a default and is not
+        required, they do. With the tag required, each value matches exactly one case.
         """
         cases = one.get(keyword)
         bases = [self._resolved(case) for case in cases] if isinstance(cases, list) else []
@@ -122,7 +122,7 @@ class _Canonical:
         return [name for name in first if isinstance(name, str)] if isinstance(first, dict) else []
 
     def _resolved(self, case: Any) -> Any:
-        """Return the schema of a case, through references."""
+        """Return the schema of a case after following references."""
         for _ in range(MAX_CHAIN):
             if not isinstance(case, dict) or "$ref" not in case:
                 return case
@@ -131,7 +131,7 @@ class _Canonical:
         return None
 
     def _values(self, base: Json, tag: str) -> tuple[str, ...]:
-        """Return the values that the tag may have in a case; none where that is not said."""
+        """Return the values that the tag may have in a case; empty if the case does not say."""
         properties = base.get("properties")
         schema = self._resolved(properties.get(tag)) if isinstance(properties, dict) else None
         if isinstance(schema, dict):
@@ -146,12 +146,12 @@ class _Canonical:
         names = required if isinstance(required, list) else []
 
         def make() -> Any:
-            return {**self._rewritten(base), "required": list(dict.fromkeys([*names, tag]))}
+            return {**self._rewrite(base), "required": list(dict.fromkeys([*names, tag]))}
 
         return {"$ref": self._hoisted(base, f"tag {tag}", make)}
 
     def _without_reference_at_root(self, root: Json) -> Json:
-        """Write out a root that is a reference and nothing else, as pydantic's are."""
+        """Inline a root that is only a reference, as pydantic's schemas are."""
         for _ in range(MAX_CHAIN):
             if "$ref" not in root or set(root) - {"$ref", *COMPANIONS}:
                 break
@@ -163,7 +163,7 @@ class _Canonical:
 
 
 def _with_types(one: Json) -> Json:
-    """Return a schema whose types bear JSON Schema's names."""
+    """Return a schema whose types have JSON Schema's names."""
     named = one["type"]
     if isinstance(named, str):
         named = json_type(named)

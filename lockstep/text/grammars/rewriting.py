@@ -1,4 +1,4 @@
-"""Changing each object of a JSON schema."""
+"""Bottom-up rewriting of JSON schemas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,20 +11,20 @@ NOTES = (
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
     "$comment",
 )  # fmt: skip
-"""Keywords that tell a reader something, and restrict no value."""
+"""Annotations: keywords that restrict no value."""
 Json = dict[str, Any]
 
 
-def rewritten(schema: Any, change: Callable[[Json], Json]) -> Any:
-    """Return the schema with each of its objects changed, inner ones first."""
+def rewrite(schema: Any, change: Callable[[Json], Json]) -> Any:
+    """Return the schema with `change` applied to each of its objects, inner ones first."""
     if not isinstance(schema, dict):
         return schema
-    found: Json = {}
+    result: Json = {}
     for key, value in schema.items():
         if key in MAPS and isinstance(value, dict):
-            found[key] = {name: rewritten(part, change) for name, part in value.items()}
+            result[key] = {name: rewrite(part, change) for name, part in value.items()}
         elif key in (*LISTS, *SINGLE) and isinstance(value, list):
-            found[key] = [rewritten(part, change) for part in value]
+            result[key] = [rewrite(part, change) for part in value]
         else:
-            found[key] = rewritten(value, change) if key in SINGLE else value
-    return change(found)
+            result[key] = rewrite(value, change) if key in SINGLE else value
+    return change(result)

@@ -1,7 +1,8 @@
-"""Grammars of tool calls: the model's own syntax around arguments that match the tools' schemas.
+"""Grammars of tool calls: the model's own call syntax around arguments that match the tools'
+schemas.
 
-The syntax is the parser's (parsers/call_parser.py), so that what is written is what is read.
-Raises RequestError, which names the tool, for what would not be obeyed.
+The syntax is declared by the parser (parsers/call_parser.py), so that the grammar allows what the
+parser reads. RequestErrors name the tool whose schema is not enforced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
-from lockstep.text.grammars.json_schema import without_notes
+from lockstep.text.grammars.json_schema import drop_annotations
 from lockstep.text.grammars.lark import (
     BLANK,
     LARK,
@@ -21,29 +22,30 @@ from lockstep.text.grammars.lark import (
     either,
     sequence,
 )
-from lockstep.text.grammars.structured_output import ANY_OBJECT, MOST_RULES, check_lark, schema_of
+from lockstep.text.grammars.structured_output import ANY_OBJECT, MAX_RULES, check_lark, schema_of
 from lockstep.text.parsers.call_parser import CallParser
 
 LEADING = r"/\n{0,2}/"
-"""What may stand in front of an answer's calls: line ends behind the reasoning."""
+"""Text before an answer's calls: line ends after the reasoning."""
 JSON_MARKS = frozenset('"{}[]')
-"""Characters of a tool's name that would be taken for JSON."""
+"""Characters of a tool's name that a JSON reader would misread."""
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class CallParams(StructuredOutputsParams):
-    """An answer whose calls match tools: what is wrong with its grammar, is wrong with them.
+    """Parameters of an answer whose calls match tools. Faults of the grammar are faults of the
+    tools.
 
-    beside_form: it is calls, or else a form of the answer, which its first character tells.
+    or_form: the answer is either calls or JSON of a form; its first character decides.
     json_after: see GrammarRecipe.
     """
 
-    beside_form: bool = False
+    or_form: bool = False
     json_after: tuple[str, ...] | None = None
 
     @property
-    def written(self) -> bool:
+    def is_client_grammar(self) -> bool:
         """See StructuredOutputsParams."""
         return False
 
@@ -54,15 +56,18 @@ class CallParams(StructuredOutputsParams):
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which calls an answer may hold. mode: auto, none or required; names: of the functions that
-    may be called, None for all."""
+    """Restriction of an answer's tool calls.
+
+    mode: auto, none or required.
+    names: functions that may be called; None for all.
+    """
 
     mode: str
     names: frozenset[str] | None = None
 
     @classmethod
     def read(cls, sent: Any) -> "ToolChoice":
-        """A tool_choice in the words of OpenAI's chat. Raises RequestError."""
+        """Parse a tool_choice of OpenAI's Chat Completions API. Raises RequestError."""
         match sent:
             case str("auto" | "none" | "required"):
                 return cls(sent)
@@ -84,25 +89,25 @@ class ToolChoice:
             "tool_choice",
         )
 
-    def lets(self, name: str) -> bool:
-        """Whether the function of this name may be called."""
+    def allows(self, name: str) -> bool:
+        """Return whether the function of this name may be called."""
         return self.names is None or name in self.names
 
     def strict(self, tools: Sequence[Any] | None) -> bool:
-        """Whether one of the tools that may be called asks for calls that its schema allows."""
+        """Return whether an allowed tool asks for calls that match its schema (strict)."""
         functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
         return any(
-            isinstance(one, dict) and one.get("strict") is True and self.lets(one.get("name", ""))
+            isinstance(one, dict) and one.get("strict") is True and self.allows(one.get("name", ""))
             for one in functions
         )
 
 
 ANY_CALL = ToolChoice("auto")
-"""What is meant where nothing is said."""
+"""Default of tool_choice."""
 
 
 def _name(tool: Any) -> str | None:
-    """The name of a tool's function; None where it has none."""
+    """Return the name of a tool's function; None if it has none."""
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
@@ -110,58 +115,63 @@ def _name(tool: Any) -> str | None:
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    """How a model writes calls. parser: what reads them; tokens: its tags that are special tokens
-    of the model -> their ids."""
+    """Call syntax of a model.
+
+    parser: class that reads the calls.
+    tokens: tags that are special tokens of the model -> token ids.
+    """
 
     parser: type[CallParser]
     tokens: Mapping[str, int]
 
-    def calls_only(self, tools: Sequence[Tool], several: bool) -> str:
-        """An answer that is nothing but calls, of which there is one at least.
+    def calls_only(self, tools: Sequence[Tool], parallel: bool) -> str:
+        """Return the grammar of an answer that is one or more calls and nothing else.
 
-        several: whether there may be more.
+        parallel: allow more than one call.
         """
         rules = Rules(self.tokens)
-        return _bounded(rules, sequence(LEADING, self._calls(tools, rules, several)))
+        return _bounded(rules, sequence(LEADING, self._calls(tools, rules, parallel)))
 
-    def calls_or_form(self, tools: Sequence[Tool], several: bool, form: str) -> str:
-        """An answer that is calls, or JSON of this form, an expression of a grammar.
+    def calls_or_form(self, tools: Sequence[Tool], parallel: bool, form: str) -> str:
+        """Return the grammar of an answer that is either calls or JSON.
 
-        For parsers whose calls begin with an opener, as no JSON does.
+        form: Lark expression of the JSON. The parser's calls must begin with an opener, unlike
+        JSON.
         """
         rules = Rules(self.tokens)
-        calls = sequence(LEADING, self._calls(tools, rules, several))
+        calls = sequence(LEADING, self._calls(tools, rules, parallel))
         return _bounded(rules, f"{calls} | {rules.rule(form)}")
 
-    def text_and_calls(self, tools: Sequence[Tool], several: bool) -> str:
-        """Free text in which whatever the parser takes for a call is one of these.
+    def text_and_calls(self, tools: Sequence[Tool], parallel: bool) -> str:
+        """Return the grammar of free text and calls: whatever the parser reads as a call matches a
+        tool.
 
-        Where calls begin without an opener, an answer is text or calls.
+        If calls begin without an opener, an answer is either text or calls.
         """
         rules = Rules(self.tokens)
         parser = self.parser
-        without = containing(parser.OPENERS.values())
+        call_regex = containing(parser.OPENERS.values())
         if parser.BARE:
-            begins = rf"{BLANK}*({alternatives([parser.BARE])})(.|\n)*"
-            plain = rules.plain(without, begins)
-            return _bounded(rules, f"{self._calls(tools, rules, several)} | {plain}")
-        plain = rules.plain(without)
-        opener, *behind = rules.parts(parser.AROUND[0] or parser.TAGS[0])
+            call_begin = rf"{BLANK}*({alternatives([parser.BARE])})(.|\n)*"
+            plain = rules.plain(call_regex, call_begin)
+            return _bounded(rules, f"{self._calls(tools, rules, parallel)} | {plain}")
+        plain = rules.plain(call_regex)
+        opener, *rest = rules.parts(parser.AROUND[0] or parser.TAGS[0])
         # Text and opener are one terminal, since a longer text would hide where the opener begins.
         opened = rules.terminal(f"{plain} {opener}") if opener[0] == '"' else f"{plain} {opener}"
         call = either(self._choices(tools, rules))
         if parser.AROUND[0]:
-            calls = self._calls(tools, rules, several, begun=True)
+            calls = self._calls(tools, rules, parallel, opened=True)
         else:
             calls = sequence(call, rules.text(parser.TAGS[1]))
-        group = rules.rule(sequence(opened, *behind, calls))
-        return _bounded(rules, f"{group}{'*' if several else '?'} {plain}")
+        group = rules.rule(sequence(opened, *rest, calls))
+        return _bounded(rules, f"{group}{'*' if parallel else '?'} {plain}")
 
     def json_after(self, tools: Sequence[Tool], free_text: bool) -> tuple[str, ...] | None:
         """Return the texts that introduce the JSON of calls: see GrammarRecipe.
 
-        free_text: whether text may come before calls. Its quotes do not pair up as those of JSON,
-        nor do those of a name.
+        free_text: text may precede calls. Its quotes do not pair up as those of JSON do, nor do
+        those of a name.
         """
         parser = self.parser
         named = any(JSON_MARKS.intersection(tool.name) for tool in tools)
@@ -169,69 +179,74 @@ class ToolSyntax:
             return None
         if not free_text:
             return ()
-        begins = (parser.AROUND[0], parser.TAGS[0])
+        call_begin = (parser.AROUND[0], parser.TAGS[0])
         openers = parser.OPENERS.values()
-        return tuple(text for text in openers if any(one.startswith(text) for one in begins))
+        return tuple(text for text in openers if any(one.startswith(text) for one in call_begin))
 
     def _calls(
-        self, tools: Sequence[Tool], rules: Rules, several: bool, begun: bool = False
+        self, tools: Sequence[Tool], rules: Rules, parallel: bool, opened: bool = False
     ) -> str:
-        """Calls and what stands around all of them; begun: what stands in front has come."""
+        """Return the expression of all calls with their surrounding tags.
+
+        begun: the opening tag has been written.
+        """
         parser = self.parser
         begin, end = map(rules.text, parser.AROUND)
         choices = either(self._choices(tools, rules))
         one = rules.rule(sequence(rules.text(parser.TAGS[0]), choices, rules.text(parser.TAGS[1])))
-        more = f"({sequence(rules.text(parser.BETWEEN), one)})*" if several else ""
-        return sequence("" if begun else begin, one, more, end)
+        more = f"({sequence(rules.text(parser.BETWEEN), one)})*" if parallel else ""
+        return sequence("" if opened else begin, one, more, end)
 
     def _choices(self, tools: Sequence[Tool], rules: Rules) -> list[str]:
         return [rules.rule(self.parser.call(tool, rules)) for tool in tools]
 
     def tools(
-        self, sent: Sequence[Json], choice: ToolChoice = ANY_CALL, held: bool = True
+        self, sent: Sequence[Json], choice: ToolChoice = ANY_CALL, enforced: bool = True
     ) -> list[Tool]:
-        """The tools that may be called.
+        """Return the tools that may be called.
 
-        held: to their schemas; else any arguments may come.
+        held: enforce their schemas; otherwise any arguments are allowed.
         """
-        found: dict[str, Tool] = {}
+        allowed: dict[str, Tool] = {}
         for index, tool in enumerate(sent):
             field = f"tools[{index}]"
             function = _function(tool, field)
-            if choice.lets(function["name"]) and function["name"] not in found:
-                found[function["name"]] = self._tool(function, f"{field}.function", held)
+            if choice.allows(function["name"]) and function["name"] not in allowed:
+                allowed[function["name"]] = self._tool(function, f"{field}.function", enforced)
         for name in sorted(choice.names or ()):
-            if name not in found:
+            if name not in allowed:
                 raise RequestError(
                     f"tool_choice names {brief(name)}; allowed: the name of one of the tools. Send "
                     "it among tools, or choose another.",
                     "tool_choice",
                 )
-        return list(found.values())
+        return list(allowed.values())
 
-    def _tool(self, function: Json, field: str, held: bool) -> Tool:
+    def _tool(self, function: Json, field: str, enforced: bool) -> Tool:
         name = function["name"]
         if not self.parser.reads(name):
             raise RequestError(
                 f"{field}.name={brief(name)} cannot be written in this model's tool calls; "
-                "allowed: names of letters, digits and underscores. Change it.",
+                "allowed: names of letters, digits and underscores. Rename it.",
                 f"{field}.name",
             )
-        given = function.get("parameters") if held else None
-        self._check_grammars(given, name)
+        sent_parameters = function.get("parameters") if enforced else None
+        self._check_grammars(sent_parameters, name)
         strict = function.get("strict") is True
         field = f"{field}.parameters"
-        schema = schema_of(ANY_OBJECT if given is None else given, field, strict)
+        schema = schema_of(
+            ANY_OBJECT if sent_parameters is None else sent_parameters, field, strict
+        )
         if not isinstance(schema, dict):
             raise RequestError(
                 f"{field}={brief(schema)} is not allowed; allowed: a JSON schema that is an "
                 "object. Send one, or leave it out.",
                 field,
             )
-        return Tool(name, without_notes(schema), field, strict)
+        return Tool(name, drop_annotations(schema), field, strict)
 
     def _check_grammars(self, parameters: Any, name: str) -> None:
-        """Raise RequestError for a grammar of a tool's text that cannot constrain its calls."""
+        """Raise RequestError for a Lark grammar that cannot constrain the tool's calls."""
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         for schema in properties.values() if isinstance(properties, dict) else ():
             source = schema.get(LARK) if isinstance(schema, dict) else None
@@ -239,9 +254,9 @@ class ToolSyntax:
                 continue
             if not self.parser.PLAIN_VALUES:
                 raise RequestError(
-                    f"tools: the Lark grammar of {brief(name)} cannot be obeyed, since this model "
-                    "writes calls as JSON, where texts have escapes. Leave the tool's format out, "
-                    "or send a regex.",
+                    f"tools: the Lark grammar of {brief(name)} cannot be enforced, since this "
+                    "model writes calls as JSON, whose strings have escapes. Remove the tool's "
+                    "format, or send a regex.",
                     "tools",
                 )
             if not isinstance(source, str) or len(source) > MAX_GRAMMAR_CHARACTERS:
@@ -254,27 +269,27 @@ class ToolSyntax:
 
 
 def _function(tool: Any, field: str) -> Json:
-    """The function of a tool that was sent."""
+    """Return the function of a tool that was sent."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(
             f"{field}={brief(tool)} is not allowed; allowed: an object "
-            '{"type": "function", "function": {"name": ..., "parameters": ...}}. Mend it.',
+            '{"type": "function", "function": {"name": ..., "parameters": ...}}. Send one.',
             "tools",
         )
     return function
 
 
 def _bounded(rules: Rules, start: str) -> str:
-    """The grammar, if it is not too large."""
+    """Return the source of the grammar; raise RequestError if it is too large."""
     source = rules.source(start)
-    for count, most, what in (
+    for count, limit, what in (
         (len(source), MAX_GRAMMAR_CHARACTERS, "characters"),
-        (len(rules), MOST_RULES - 1, "rules"),
+        (len(rules), MAX_RULES - 1, "rules"),
     ):
-        if count > most:
+        if count > limit:
             raise RequestError(
-                f"tools are a grammar of {count} {what}; allowed: at most {most}. Send fewer "
+                f"tools are a grammar of {count} {what}; allowed: at most {limit}. Send fewer "
                 "tools, or shorter schemas.",
                 "tools",
             )

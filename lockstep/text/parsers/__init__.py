@@ -1,4 +1,4 @@
-"""Reasoning and tool-call parsers, and which of them a model's template asks for."""
+"""Registry of reasoning and tool-call parsers, and their selection by the chat template."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
 from lockstep.text.parsers.think import ThinkParser
 from lockstep.text.scan import Markers, Scan
 
-# A parser is one file and one line here; auto takes the first whose SIGNS the template holds. Names
-# are vLLM's and those that model cards give, several for one form.
+# A parser is one file and one line here; auto takes the first whose SIGNS are all in the template.
+# Names are those of vLLM and of model cards; several may name one parser.
 TOOL_PARSERS = {
     "qwen3_coder": Qwen3CoderParser,
     "qwen3_xml": Qwen3CoderParser,
@@ -52,12 +52,12 @@ REASONING_PARSERS = {
 
 
 def choose(field: str, table: dict[str, Any], choice: str | None, template: str | None) -> Any:
-    """The parser class of a choice: a name, "auto" (by the template), or None or "none"."""
+    """Return the parser class of a choice: a name, "auto" (by the template), or None or "none"."""
     if choice in (None, "none"):
         return None
     if choice == "auto":
-        held = template or ""
-        return next((p for p in table.values() if all(s in held for s in p.SIGNS)), None)
+        source = template or ""
+        return next((p for p in table.values() if all(s in source for s in p.SIGNS)), None)
     if choice not in table:
         allowed = ", ".join(["auto", "none", *table])
         raise choice_error(ConfigError, field, choice, allowed, "Choose one of them.")
@@ -65,14 +65,14 @@ def choose(field: str, table: dict[str, Any], choice: str | None, template: str 
 
 
 class ReplyParser:
-    """Reasoning first, then tool calls in what is left. Either may be None."""
+    """Parser of an answer: reasoning first, then tool calls in the rest. Either may be None."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: Parser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
         if reasoning is not None and isinstance(tools, CallParser):
             reasoning.use_calls(tools.new)
-        # Looks for the end of reasoning that a call ended before; None where it came.
+        # Searches for the closing tag of reasoning that a call has ended; None once it is found.
         self._late_end: Scan | None = None
         if reasoning is not None:
             self._late_end = Scan(Markers({"end": reasoning.TAGS[1]}))
@@ -86,33 +86,33 @@ class ReplyParser:
     @property
     def may_reason(self) -> bool:
         """Return whether more text may be reasoning."""
-        return self._reasoning is not None and not self._reasoning.over
+        return self._reasoning is not None and not self._reasoning.ended
 
     def feed(self, text: str) -> list[Event]:
-        """The events that more text settles."""
+        """Parse more text and return the events that became certain."""
         if not text:
             return []
-        return self._calls(self._reasoning.feed(text) if self._reasoning else [Content(text)])
+        return self._parse_calls(self._reasoning.feed(text) if self._reasoning else [Content(text)])
 
     def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
         """Return the pending events after the last text."""
-        events = self._calls(self._reasoning.finish(end) if self._reasoning else [])
+        events = self._parse_calls(self._reasoning.finish(end) if self._reasoning else [])
         events += self._without_late_end(self._tools.finish(end)) if self._tools else []
         if self._ended_by_call and self._late_end is not None:
             rest = self._late_end.flush()
             events += [Content(rest)] if rest else []
         return events
 
-    def _calls(self, events: list[Event]) -> list[Event]:
+    def _parse_calls(self, events: list[Event]) -> list[Event]:
         if self._tools is None:
             return events
-        found: list[Event] = []
+        parsed: list[Event] = []
         for event in events:
             if isinstance(event, Content):
-                found += self._without_late_end(self._tools.feed(event.text))
+                parsed += self._without_late_end(self._tools.feed(event.text))
             else:
-                found.append(event)
-        return found
+                parsed.append(event)
+        return parsed
 
     @property
     def _ended_by_call(self) -> bool:
@@ -122,16 +122,17 @@ class ReplyParser:
         """Drop the first closing tag of reasoning that comes after a call has ended reasoning."""
         if not self._ended_by_call:
             return events
-        found: list[Event] = []
+        remaining: list[Event] = []
         for event in events:
             if not isinstance(event, Content):
-                found.append(event)
+                remaining.append(event)
             elif text := self._shown(event.text):
-                found.append(Content(text))
-        return found
+                remaining.append(Content(text))
+        return remaining
 
     def _shown(self, text: str) -> str:
-        """Return the part of content that is shown: no late closing tag, no line ends after it."""
+        """Return the visible part of content: without a late closing tag and the line ends after
+        it."""
         before = ""
         if self._late_end is not None:
             taken = self._late_end.take(text)

@@ -1,11 +1,11 @@
-"""Base of all grammars of tool calls: content outside of calls, states inside, and faults.
+"""Base class of tool-call parsers: a state machine over markers, with fault handling.
 
 A parser also declares how calls are written. grammars/tool_calls.py makes grammars from that, so
 that a grammar allows exactly what the parser reads as these calls.
 
-A state has a reader (a Scan over its markers, or one of JSON) and a method `_in_STATE` that takes
-what the reader settled. Text of a call that breaks its grammar comes back as content, with an
-event that says why.
+Each state has a reader (a Scan of its markers, or a JSON reader) and a method `_in_STATE` that
+takes what the reader returned. The text of a malformed call is emitted as content, with an event
+that says why.
 """
 
 import copy
@@ -33,10 +33,10 @@ CUT = "the text was cut inside of a call"
 
 
 class Reader(Protocol):
-    """Takes text in pieces: a Scan, or a reader of JSON."""
+    """Incremental reader: a Scan or a JSON reader."""
 
     def take(self, text: str, start: int = 0) -> Taken:
-        """Return the settled part of text[start:], the marker that ended it, and the next index."""
+        """Return the final part of text[start:], the marker that ended it, and the next index."""
         ...
 
     def flush(self) -> str:
@@ -45,22 +45,27 @@ class Reader(Protocol):
 
 
 class CallParser(ABC):
-    """A grammar of calls. Subclasses give markers, states, and what may stand where.
+    """Base of tool-call parsers. Subclasses define markers, states and the syntax of calls.
 
-    SIGNS: strings that all stand in a template of this grammar. OPENERS: what begins a call outside
-    of one, by the marker's name. OVER: what ends a call that broke its grammar. ENDS_REASONING:
-    openers that end reasoning too. MARKERS: of states that look for some. FIRST: the first state.
-    AFTER: the one behind a complete call, where only characters of FILLER may stand.
+    SIGNS: strings that identify the syntax in a chat template; all must occur.
+    OPENERS: markers that begin a call, by name.
+    CLOSERS: markers that end a malformed call.
+    ENDS_REASONING: openers that also end reasoning.
+    MARKERS: markers of each state that searches for some.
+    FIRST: initial state.
+    AFTER: state after a complete call, in which only characters of FILLER may occur.
 
-    How calls are written: AROUND: what stands in front of all calls of an answer, and behind them.
-    TAGS: around each of them. BETWEEN: between two. BARE: what begins a call at an answer's
-    beginning without an opener. PLAIN_VALUES: whether texts among the arguments have
-    no quotes and escapes. JSON_CALLS: whether all quotes in a call are those of JSON.
+    AROUND: text before and after all calls of an answer.
+    TAGS: text before and after each call.
+    BETWEEN: text between two calls.
+    BARE: text that begins a call at the start of an answer, without an opener.
+    PLAIN_VALUES: string arguments are written without quotes and escapes.
+    JSON_CALLS: all quotes in a call are those of JSON.
     """
 
     SIGNS: ClassVar[tuple[str, ...]] = ()
     OPENERS: ClassVar[Mapping[str, str]] = {}
-    OVER: ClassVar[Mapping[str, str]] = {}
+    CLOSERS: ClassVar[Mapping[str, str]] = {}
     ENDS_REASONING: ClassVar[tuple[str, ...]] = ()
     MARKERS: ClassVar[Mapping[str, Markers]] = {}
     PLAIN_VALUES: ClassVar[bool] = False
@@ -73,27 +78,28 @@ class CallParser(ABC):
     BETWEEN: ClassVar[str] = "\n"
     BARE: ClassVar[str] = ""
     OUTSIDE: ClassVar[tuple[str, ...]] = ("content", "broken")
-    """States whose text is content; that of others is kept, in case that it comes to nothing."""
+    """States whose text is content. The text of other states is kept in case the call is
+    malformed."""
 
     def __init__(self, tools: Any) -> None:
         self._events: list[Event] = []
-        self._blank = Tail()  # whitespace around calls belongs to the grammar
+        self._blank = Tail()  # whitespace around calls belongs to their syntax
         self._raw: list[str] = []  # all text since the call began
         self._index = -1
-        self._open = False  # a CallStart was emitted, and its arguments go on
-        self._brace = ""  # the arguments' last brace, held back until the call is complete
-        self._unclosed = False  # arguments are complete, the call's closing tag has not come
+        self._open = False  # a CallStart was emitted, and its arguments are incomplete
+        self._brace = ""  # final brace of the arguments, delayed until the call is complete
+        self._unclosed = False  # the arguments are complete, but the closing tag is missing
         self._tools = tools
-        self._written = ""  # the last marker as it came
+        self._written = ""  # the last marker as spelled in the text
         self._state = ""
         self._reader: Reader
         self._enter(self.FIRST)
 
     @classmethod
     def texts(cls) -> set[str]:
-        """The markers as they are written: tokens that must be seen, though they may be special."""
-        found: set[str] = {*cls.OPENERS.values(), *cls.OVER.values()}
-        return found.union(*(markers.names for markers in cls.MARKERS.values()))
+        """Return the markers as written: tokens that must be shown even if they are special."""
+        fixed: set[str] = {*cls.OPENERS.values(), *cls.CLOSERS.values()}
+        return fixed.union(*(markers.names for markers in cls.MARKERS.values()))
 
     @classmethod
     @abstractmethod
@@ -103,9 +109,9 @@ class CallParser(ABC):
     @classmethod
     @abstractmethod
     def call(cls, tool: Tool, rules: Rules) -> str:
-        """A call of a tool, without what stands around it, as one expression of a grammar.
+        """Return the Lark expression of a call of a tool, without the surrounding tags.
 
-        Raises RequestError for what would not be obeyed.
+        Raises: RequestError for a schema that is not enforced.
         """
 
     @classmethod
@@ -121,7 +127,7 @@ class CallParser(ABC):
 
     @cached_property
     def tool_names(self) -> Collection[str]:
-        """Names of the tools that were sent."""
+        """Return the names of the tools that were sent."""
         return parameters_by_name(self._tools).keys()
 
     def new(self) -> "CallParser":
@@ -129,15 +135,15 @@ class CallParser(ABC):
         return type(self)(self._tools)
 
     def feed(self, text: str) -> list[Event]:
-        """The events that more text settles."""
+        """Parse more text and return the events that became certain."""
         self._run(text)
-        return self._told()
+        return self._take_events()
 
     def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
-        """Return the events that were held back, once no more text comes.
+        """Return the pending events after the last text.
 
-        A call that lacks only its closing tag counts where the model ended the text itself, or
-        where the stop string holds that tag. It never counts where the text was cut.
+        A call that only lacks its closing tag is complete if the model ended the text itself, or if
+        the stop string contains that tag. It is never complete if the text was cut off.
         """
         if end.cut and not self._stop_closes(end.stop) and (self._open or self._unclosed):
             self._cut()
@@ -149,13 +155,13 @@ class CallParser(ABC):
         blank = self._blank.flush()
         if blank and self._index < 0:
             self._events.append(Content(blank))
-        return self._told()
+        return self._take_events()
 
     def _stop_closes(self, stop: str) -> bool:
         """Emit the end of the call if the stop string completes it; return whether it does."""
         if not stop or not (self._open or self._unclosed):
             return False
-        # On a copy, since the stop string is no part of the text. The tools are shared with it.
+        # On a copy, since the stop string is not part of the text. The copy shares the tools.
         trial = copy.deepcopy(self, {id(self._tools): self._tools})
         trial._events.clear()
         trial._run(stop)
@@ -167,42 +173,43 @@ class CallParser(ABC):
         return True
 
     def _cut(self) -> None:
-        """End a call that was cut. Its arguments were sent as far as they came."""
+        """End a call that was cut off. Its arguments have been emitted as far as they were
+        generated."""
         self._events.append(CallError(CUT))
         self._abandon()
         self._enter("content")
 
     def _finish(self, why: str) -> None:
-        """End a text that ends inside of the grammar. why: what CallError says."""
-        held = self._reader.flush()
-        kept = "".join(self._raw).removesuffix(held)
+        """End a text that ends inside of a call. why: message of the CallError."""
+        pending = self._reader.flush()
+        kept = "".join(self._raw).removesuffix(pending)
         if self._state == self.AFTER and not kept.strip(self.FILLER):
             self._enter("content")
-            self._content(held)
+            self._content(pending)
         else:
             self._fail(why)
 
     def _run(self, text: str) -> None:
-        place = 0
-        while place < len(text):
+        index = 0
+        while index < len(text):
             state = self._state
-            found = self._reader.take(text, place)
-            end = found.end
-            self._written = found.written
-            if self._unclosed and (found.marker or found.text.strip(self.FILLER)):
+            taken = self._reader.take(text, index)
+            end = taken.end
+            self._written = taken.written
+            if self._unclosed and (taken.marker or taken.text.strip(self.FILLER)):
                 self._complete()
             if state not in self.OUTSIDE:
-                self._raw.append(text[place:end])
-            getattr(self, f"_in_{state}")(found.text, found.marker)
-            place = end
+                self._raw.append(text[index:end])
+            getattr(self, f"_in_{state}")(taken.text, taken.marker)
+            index = end
 
-    def _told(self) -> list[Event]:
+    def _take_events(self) -> list[Event]:
         events = self._events
         self._events = []
         return events
 
     def _enter(self, state: str, reader: Reader | None = None) -> None:
-        """The state that takes the text from here on; without a reader it looks for its markers."""
+        """Enter a state; without a reader it searches for the state's markers."""
         self._state = state
         self._reader = Scan(self.MARKERS[state]) if reader is None else reader
 
@@ -212,18 +219,18 @@ class CallParser(ABC):
             self._begin(marker)
 
     def _in_broken(self, text: str, marker: str | None) -> None:
-        """Take the rest of a call that broke its grammar as content."""
+        """Emit the rest of a malformed call as content."""
         self._content(text)
         if marker is None:
             return
-        if marker in self.OVER:
-            self._content(self.OVER[marker])
+        if marker in self.CLOSERS:
+            self._content(self.CLOSERS[marker])
             self._enter("content")
         else:
             self._begin(marker)
 
     def _begin(self, marker: str) -> None:
-        """An opener came."""
+        """Begin a call at an opener."""
         self._raw = [self.OPENERS[marker]]
         self._opened(marker)
 
@@ -255,27 +262,28 @@ class CallParser(ABC):
             self._events.append(Content(shown))
 
     def _call(self, name: str, call_id: str | None = None) -> None:
-        """A call begins. Blanks in front of it are the grammar's."""
+        """Emit the start of a call. Preceding whitespace belongs to the call syntax."""
         self._index += 1
         self._open = True
         self._blank.flush()
         self._events.append(CallStart(self._index, name, call_id))
 
     def _arguments(self, text: str) -> None:
-        """Emit arguments, all but a last brace: without it no beginning of them is JSON."""
+        """Emit arguments, except a final brace: no proper prefix of them is valid JSON."""
         if not text or not self._open:
             return
         text = self._brace + text
         self._brace = "}" if text.endswith("}") else ""
-        if shown := text.removesuffix("}"):
-            self._events.append(CallArguments(self._index, shown))
+        if emitted := text.removesuffix("}"):
+            self._events.append(CallArguments(self._index, emitted))
 
     def _closed(self) -> None:
-        """Arguments are complete. The call is, too, once its closing tag or other text comes."""
+        """Mark the arguments as complete. The call is complete at its closing tag or at other
+        text."""
         self._open = False
         self._unclosed = True
         self._raw.clear()
-        if not self.OVER:
+        if not self.CLOSERS:
             self._complete()
 
     def _complete(self) -> None:
@@ -287,14 +295,14 @@ class CallParser(ABC):
         self._brace = ""
 
     def _abandon(self) -> None:
-        """Forget the call that was being read. What was emitted of it stays incomplete."""
+        """Drop the current call. What was emitted of it stays incomplete."""
         self._open = False
         self._unclosed = False
         self._brace = ""
         self._raw.clear()
 
     def _fail(self, why: str, text: str = "", marker: str | None = None) -> None:
-        """The call breaks its grammar, with this text and marker, where they are named."""
+        """Report a malformed call; the given text and marker are read again as content."""
         self._events.append(CallError(why))
         self._release("broken", text, marker)
 
@@ -312,23 +320,23 @@ class CallParser(ABC):
 
 
 class CallsOrForm:
-    """Reads an answer that is calls, or text that begins as no opener does and holds none."""
+    """Parser of an answer that is either calls or JSON, decided by its first character."""
 
     def __init__(self, calls: CallParser) -> None:
         self._calls = calls
         self._openings = {opener[0] for opener in calls.OPENERS.values()}
-        self._begun = False
+        self._decided = False
         self._is_text = False
 
     def feed(self, text: str) -> list[Event]:
-        """The events that more text settles."""
+        """Parse more text and return the events that became certain."""
         if self._is_text:
             return [Content(text)]
-        shown = text.lstrip()
-        if self._begun or not shown:
+        stripped = text.lstrip()
+        if self._decided or not stripped:
             return self._calls.feed(text)
-        self._begun = True
-        self._is_text = shown[0] not in self._openings
+        self._decided = True
+        self._is_text = stripped[0] not in self._openings
         return [*self._calls.finish(), Content(text)] if self._is_text else self._calls.feed(text)
 
     def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:

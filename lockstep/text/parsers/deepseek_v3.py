@@ -1,6 +1,14 @@
-"""Tool calls as DeepSeek-V3 and R1 write them: a kind, NAME, and JSON in a code block, in tags."""
+"""Tool calls of DeepSeek-V3 and R1: a kind, NAME, and JSON in a code block, in tags."""
 
-from lockstep.text.parsers.deepseek_v31 import AROUND, CALL, CALLS, OPENERS, OVER, SEPARATOR, TAGS
+from lockstep.text.parsers.deepseek_v31 import (
+    AROUND,
+    CALL,
+    CALLS,
+    CLOSERS,
+    OPENERS,
+    SEPARATOR,
+    TAGS,
+)
 from lockstep.text.parsers.named_calls import NamedCalls
 
 _BLOCK = "```json"
@@ -8,11 +16,11 @@ _KIND = f"function{SEPARATOR}"
 
 
 class DeepSeekV3Parser(NamedCalls):
-    """The name stands between the separator and the block."""
+    """Parser of calls whose name is between the separator and the code block."""
 
     SIGNS = (SEPARATOR, _BLOCK)
     OPENERS = OPENERS
-    OVER = OVER
+    CLOSERS = CLOSERS
     ENDS_REASONING = (CALLS, CALL)
     SEPARATOR = _BLOCK
     FILLER = "`} \t\r\n"
@@ -22,10 +30,10 @@ class DeepSeekV3Parser(NamedCalls):
     TRAIL = f"\n{_BLOCK}\n"
     LAST = "\n```"
 
-    def _named(self, header: str) -> tuple[str, str | None]:
+    def _parse_header(self, header: str) -> tuple[str, str | None]:
         return header.partition(SEPARATOR)[2].strip(), None
 
     @classmethod
     def texts(cls) -> set[str]:
-        """The separator is read too."""
+        """Return the tags and the separator."""
         return {SEPARATOR, *super().texts()}

@@ -1,4 +1,4 @@
-"""Tool calls as DeepSeek-V3.1 writes them: NAME, a separator, and JSON, in tags."""
+"""Tool calls of DeepSeek-V3.1: NAME, a separator, and JSON, in tags."""
 
 from lockstep.text.parsers.named_calls import NamedCalls
 
@@ -8,17 +8,17 @@ CALL = "<｜tool▁call▁begin｜>"
 CALL_END = "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
 OPENERS = {"calls": CALLS, "call": CALL, "calls_end": CALLS_END}
-OVER = {"end": CALL_END}
+CLOSERS = {"end": CALL_END}
 AROUND = (CALLS, CALLS_END)
 TAGS = (CALL, CALL_END)
 
 
 class DeepSeekV31Parser(NamedCalls):
-    """The name stands in front of the separator."""
+    """Parser of calls whose name precedes the separator."""
 
     SIGNS = (SEPARATOR,)
     OPENERS = OPENERS
-    OVER = OVER
+    CLOSERS = CLOSERS
     ENDS_REASONING = (CALLS, CALL)
     SEPARATOR = SEPARATOR
     AROUND = AROUND

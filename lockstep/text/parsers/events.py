@@ -1,4 +1,4 @@
-"""Events that parsers make of a model's text, in the order in which it was written."""
+"""Events that parsers make from a model's text, in the order of the text."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -10,21 +10,22 @@ from lockstep.outputs import ToolCall as ToolCall
 
 @dataclass(frozen=True)
 class Content:
-    """Text meant for the reader."""
+    """Text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text of the model's thinking."""
+    """Text of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallStart:
-    """A tool call begins; `index` counts the calls of one answer from 0. id: the model's own."""
+    """Start of a tool call; `index` counts the calls of one answer from 0. id: written by the
+    model."""
 
     index: int
     name: str
@@ -33,7 +34,7 @@ class CallStart:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A piece of call `index`'s arguments; the pieces, joined, are a JSON object."""
+    """Part of the arguments of call `index`; the parts join to a JSON object."""
 
     index: int
     text: str
@@ -41,68 +42,72 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """Call `index` is complete. A call without this event was cut, or broke its grammar: its
-    arguments are then no JSON."""
+    """Completion of call `index`. Without this event the call was cut off or malformed, and its
+    arguments are not valid JSON."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class CallError:
-    """A call broke its grammar, or the text was cut inside of it."""
+    """Malformed or cut-off call."""
 
     why: str
 
 
-Told = Content | Reasoning | CallStart | CallArguments | CallEnd
+AnswerEvent = Content | Reasoning | CallStart | CallArguments | CallEnd
 """Events that are parts of the answer."""
-Event = Told | CallError
+Event = AnswerEvent | CallError
 
 
-def call_id(request_id: str, completion: int, number: int, own: str | None) -> str:
-    """Return the id of a tool call: the model's own, or one made of the call's place."""
-    if own is not None:
-        return own
-    place = f"{request_id}/{completion}/{number}".encode()
-    return f"call_{blake2b(place, digest_size=12).hexdigest()}"
+def call_id(request_id: str, completion: int, number: int, model_id: str | None) -> str:
+    """Return the id of a tool call: the model's own, or a hash of the call's position."""
+    if model_id is not None:
+        return model_id
+    position = f"{request_id}/{completion}/{number}".encode()
+    return f"call_{blake2b(position, digest_size=12).hexdigest()}"
 
 
-def merged(events: list[Told]) -> list[Told]:
-    """Join neighbours of one kind, and of one call, into one event."""
-    if len(events) < 2:  # as it is with nearly every token
+def merged(events: list[AnswerEvent]) -> list[AnswerEvent]:
+    """Return the events with adjacent ones of the same kind and call joined."""
+    if len(events) < 2:  # the case of nearly every token
         return events
-    found: list[Told] = []
+    joined: list[AnswerEvent] = []
     for event in events:
-        match (found[-1] if found else None), event:
+        match (joined[-1] if joined else None), event:
             case (Content(before), Content(text)):
-                found[-1] = Content(before + text)
+                joined[-1] = Content(before + text)
             case (Reasoning(before), Reasoning(text)):
-                found[-1] = Reasoning(before + text)
+                joined[-1] = Reasoning(before + text)
             case (CallArguments(index, before), CallArguments(same, text)) if index == same:
-                found[-1] = CallArguments(index, before + text)
+                joined[-1] = CallArguments(index, before + text)
             case _:
-                found.append(event)
-    return found
+                joined.append(event)
+    return joined
 
 
 @dataclass(frozen=True)
 class TextEnd:
-    """Why a text ended. cut: by something other than the model's end-of-text token. stop: text of
-    the stop string or stop token that cut it, where the text itself does not hold it."""
+    """Reason why a text ended.
+
+    cut: it was not ended by the model's end-of-text token.
+    stop: stop string or text of the stop token that cut it, if the text itself does not contain it.
+    """
 
     cut: bool = False
     stop: str = ""
 
 
 NATURAL_END = TextEnd()
-"""The model ended the text itself."""
+"""End by the model itself."""
 
 
 class Parser(Protocol):
-    """Text in pieces, events out. How the text was cut changes no joined result."""
+    """Incremental parser of text to events. How the text is cut does not change the joined
+    result."""
 
     def feed(self, text: str) -> list[Event]:
-        """Return the events that more text settles."""
+        """Parse more text and return the events that became certain."""
         ...
 
     def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
@@ -111,14 +116,15 @@ class Parser(Protocol):
 
 
 class ReasoningParser(Parser, Protocol):
-    """A parser that separates reasoning from the rest of a text. TAGS: its opening and closing
+    """Parser that separates reasoning from the rest of a text. TAGS: its opening and closing
     tag."""
 
     TAGS: ClassVar[tuple[str, str]]
 
     @property
     def ended_by_call(self) -> bool:
-        """Return whether a tool call ended reasoning, so that the closing tag may still come."""
+        """Return whether a tool call ended the reasoning, so that the closing tag may follow
+        later."""
         ...
 
     def use_calls(self, new_parser: "Callable[[], CallReader]") -> None:
@@ -131,23 +137,23 @@ class ReasoningParser(Parser, Protocol):
         ...
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Return whether reasoning has ended."""
         ...
 
 
 class CallReader(Parser, Protocol):
-    """A parser of calls that knows the tools of the request."""
+    """Parser of calls that knows the tools of the request."""
 
     @property
     def tool_names(self) -> Collection[str]:
-        """Names of the tools that were sent."""
+        """Return the names of the tools that were sent."""
         ...
 
 
 @dataclass
 class Reply:
-    """A parsed answer as a whole. errors: why calls were none, or broke off."""
+    """Parsed complete answer. errors: why calls were malformed."""
 
     content: str = ""
     reasoning: str = ""

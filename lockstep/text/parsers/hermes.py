@@ -1,4 +1,4 @@
-"""Tool calls as Qwen3 and Hermes write them: <tool_call>{"name": ..., "arguments": {...}}."""
+"""Tool calls of Qwen3 and Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
 
 from lockstep.text.parsers.object_calls import ObjectCalls
 
@@ -7,11 +7,11 @@ _CALL_END = "</tool_call>"
 
 
 class HermesParser(ObjectCalls):
-    """JSON objects in tags."""
+    """Parser of JSON objects in tags."""
 
     SIGNS = ("<function-name>",)
     OPENERS = {"call": _CALL}
-    OVER = {"end": _CALL_END}
+    CLOSERS = {"end": _CALL_END}
     ENDS_REASONING = (_CALL,)
     TAGS = (f"{_CALL}\n", f"\n{_CALL_END}")
     BETWEEN = "\n"

@@ -1,4 +1,4 @@
-"""Tool calls as Kimi K2 writes them: functions.NAME:INDEX, which is the call's id, and JSON."""
+"""Tool calls of Kimi K2: functions.NAME:INDEX, which is the call's id, and JSON."""
 
 import re
 from typing import Any
@@ -17,19 +17,20 @@ _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
 
 
 class KimiK2Parser(NamedCalls):
-    """The model's own id is the call's: it is what the model expects to read again."""
+    """Parser of Kimi K2's calls. The model's own id is kept, as the model expects to read it
+    again."""
 
     SIGNS = (_SEPARATOR,)
     OPENERS = {
         "calls": _CALLS,
         "call": _CALL,
         "calls_end": _CALLS_END,
-        # The model writes the section's tags in the singular at times.
+        # The model sometimes writes the section's tags in the singular.
         "singular": _SINGULAR,
         "singular_end": _SINGULAR_END,
     }
     SEPARATOR = _SEPARATOR
-    OVER = {"end": _CALL_END}
+    CLOSERS = {"end": _CALL_END}
     ENDS_REASONING = (_CALLS, _SINGULAR, _CALL)
     AROUND = (_CALLS, _CALLS_END)
     TAGS = (_CALL, _CALL_END)
@@ -39,7 +40,7 @@ class KimiK2Parser(NamedCalls):
 
     @classmethod
     def call(cls, tool: Tool, rules: Rules) -> str:
-        """The number counts the conversation's calls, so that any may stand there."""
+        """Return a call with any number: it counts the calls of the conversation."""
         name = rules.text(f"{cls.LEAD}{tool.name}:")
         number = "/[0-9]{1,4}/"
         return sequence(name, number, rules.text(_SEPARATOR), rules.arguments(tool))
@@ -48,10 +49,10 @@ class KimiK2Parser(NamedCalls):
         super().__init__(tools)
         self._ids: set[str] = set()
 
-    def _named(self, header: str) -> tuple[str, str | None]:
-        """An id that came before in the answer is none, since results are told apart by it."""
+    def _parse_header(self, header: str) -> tuple[str, str | None]:
+        """Return the name and the id; a repeated id is dropped, since results are matched by id."""
         call_id = header.strip()
-        found = _ID.fullmatch(call_id)
-        new = call_id not in self._ids
+        match = _ID.fullmatch(call_id)
+        is_new = call_id not in self._ids
         self._ids.add(call_id)
-        return (found[1] if found else ""), call_id if new else None
+        return (match[1] if match else ""), call_id if is_new else None

@@ -1,4 +1,4 @@
-"""Values of Python literals, which some models write where JSON is asked for."""
+"""Values of Python literals, which some models write instead of JSON."""
 
 import ast
 import math
@@ -9,11 +9,12 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def literal_value(text: str) -> Any:
-    """Return the value of a Python literal; JSON's words count too. Raises ValueError."""
+    """Return the value of a Python literal; JSON's true, false and null are allowed. Raises
+    ValueError."""
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
-        raise ValueError("no literal") from None
+        raise ValueError("not a literal") from None
 
 
 def _value(node: ast.AST) -> Any:
@@ -30,13 +31,13 @@ def _value(node: ast.AST) -> Any:
             return [_value(entry) for entry in entries]
         case ast.Dict(keys=keys, values=values):
             return {_key(key): _value(entry) for key, entry in zip(keys, values, strict=True)}
-    raise ValueError("no literal")
+    raise ValueError("not a literal")
 
 
 def _key(node: ast.AST | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise ValueError("a key that is no text")
+    raise ValueError("a key that is not a string")
 
 
 def finite(value: float) -> float:

@@ -1,6 +1,6 @@
-"""Tool calls as Llama 3.1 to 3.3 write them: the answer is {"name": ..., "parameters": {...}}.
+"""Tool calls of Llama 3.1 to 3.3: the answer is {"name": ..., "parameters": {...}}.
 
-Several stand with semicolons between them. <|python_tag|> may stand in front.
+Several calls are separated by semicolons. <|python_tag|> may precede them.
 """
 
 from lockstep.text.parsers.object_calls import ObjectCalls
@@ -10,7 +10,8 @@ _OPENERS = {"tag": "<|python_tag|>"}
 
 
 class Llama3Parser(ObjectCalls):
-    """JSON objects with no closing tag; without a tag in front, only at the answer's beginning."""
+    """Parser of JSON objects without closing tags; without an opening tag, only at the answer's
+    start."""
 
     SIGNS = ("dictionary of argument name",)
     OPENERS = _OPENERS
@@ -22,10 +23,10 @@ class Llama3Parser(ObjectCalls):
     OUTSIDE = ("start", "content", "broken")
 
     def _bare(self) -> None:
-        self._call_begins()
+        self._begin_object()
 
     def _stray(self, text: str, marker: str | None) -> None:
-        """Ignore text after a call."""
+        """Emit text after a call as content."""
         if self._index < 0:
             super()._stray(text, marker)
         else:

@@ -1,4 +1,4 @@
-"""Calls that are a name, a separator, and JSON arguments, in tags of their own."""
+"""Tool calls written as a name, a separator and JSON arguments, in tags."""
 
 from typing import Any, ClassVar
 
@@ -10,13 +10,15 @@ from lockstep.text.scan import Markers
 
 
 class NamedCalls(CallParser):
-    """Grammar without its tags: subclasses define them and the position of the name.
+    """Parser without tags: subclasses define them and the position of the name.
 
     OPENERS: "call" begins a call; names that end in "_end" end a section of calls, others begin
-    one. SEPARATOR: text between a name and its arguments. LEAD, TRAIL: text before and after the
-    name. LAST: text after the arguments.
+    one.
+    SEPARATOR: text between a name and its arguments.
+    LEAD, TRAIL: text before and after the name.
+    LAST: text after the arguments.
 
-    In a section a call may lack its own tags: a name of one word and the separator begin it too.
+    In a section a call may lack its own tags: a single word and the separator begin it too.
     """
 
     SEPARATOR: ClassVar[str]
@@ -26,37 +28,38 @@ class NamedCalls(CallParser):
     JSON_CALLS = True
     AFTER = "tail"
     FILLER = "} \t\r\n"
-    """A brace too many is a slip that many models make."""
+    """Characters to ignore after arguments. An extra brace is a slip that many models make."""
 
     def __init_subclass__(cls) -> None:
-        around = {**cls.OPENERS, **cls.OVER}
+        markers = {**cls.OPENERS, **cls.CLOSERS}
         cls.MARKERS = {
             "content": Markers({**cls.OPENERS}),
-            "broken": Markers(around),
-            "header": Markers({"separator": cls.SEPARATOR, **around}),
-            "section": Markers({"separator": cls.SEPARATOR, **around}),
-            "tail": Markers(around),
+            "broken": Markers(markers),
+            "header": Markers({"separator": cls.SEPARATOR, **markers}),
+            "section": Markers({"separator": cls.SEPARATOR, **markers}),
+            "tail": Markers(markers),
         }
 
     @classmethod
     def head(cls, name: str) -> str:
-        """The name and what stands around it."""
+        """Return the name with the text around it."""
         return f"{cls.LEAD}{name}{cls.TRAIL}"
 
     @classmethod
     def call(cls, tool: Tool, rules: Rules) -> str:
-        """The name, and the arguments behind it."""
+        """Return the name and the arguments."""
         head = rules.text(cls.head(tool.name))
         return sequence(head, rules.arguments(tool), rules.text(cls.LAST))
 
-    def _named(self, header: str) -> tuple[str, str | None]:
-        """A call's name, "" where there is none, and its id, out of the text in front of them."""
+    def _parse_header(self, header: str) -> tuple[str, str | None]:
+        """Return a call's name ("" if there is none) and its id from the text before the
+        arguments."""
         return header.strip(), None
 
     def __init__(self, tools: Any) -> None:
         super().__init__(tools)
-        self._header: list[str] = []  # text in front of a separator
-        self._in_calls = False  # a section of calls was opened and not ended
+        self._header: list[str] = []  # text before a separator
+        self._in_calls = False  # inside of a section of calls
 
     def _opened(self, marker: str) -> None:
         self._header.clear()
@@ -78,7 +81,7 @@ class NamedCalls(CallParser):
         if marker is None:
             return
         header = "".join(self._header)
-        name, call_id = self._named(header) if marker == "separator" else ("", None)
+        name, call_id = self._parse_header(header) if marker == "separator" else ("", None)
         if len(name.split()) == 1:
             self._begin_arguments(name, call_id)
             return
@@ -105,7 +108,7 @@ class NamedCalls(CallParser):
         if marker != "separator":
             self._fail("a call without arguments", "", marker)
             return
-        name, call_id = self._named("".join(self._header))
+        name, call_id = self._parse_header("".join(self._header))
         if not name:
             self._fail("a call without a name")
             return
@@ -132,8 +135,8 @@ class NamedCalls(CallParser):
             self._header.clear()
             self._release("section", text, marker)
         elif text.strip(self.FILLER):
-            self._fail("text behind arguments", text, marker)
-        elif marker in self.OVER:
+            self._fail("text after the arguments", text, marker)
+        elif marker in self.CLOSERS:
             self._leave()
         elif marker is not None:
             self._begin(marker)

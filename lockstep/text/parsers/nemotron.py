@@ -1,4 +1,4 @@
-"""Tool calls as Nemotron Nano v2 writes them: <TOOLCALL>[{"name": ..., "arguments": {...}}]."""
+"""Tool calls of Nemotron Nano v2: <TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>."""
 
 from lockstep.text.parsers.object_calls import ObjectCalls
 
@@ -7,10 +7,10 @@ _CALL_END = "</TOOLCALL>"
 
 
 class NemotronParser(ObjectCalls):
-    """A JSON list of objects in tags."""
+    """Parser of a JSON list of objects in tags."""
 
     SIGNS = (_CALL,)
     OPENERS = {"call": _CALL}
-    OVER = {"end": _CALL_END}
+    CLOSERS = {"end": _CALL_END}
     ENDS_REASONING = (_CALL,)
     AROUND = (f"{_CALL}[", f"]{_CALL_END}")

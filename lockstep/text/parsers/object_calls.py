@@ -1,4 +1,4 @@
-"""Calls that are JSON objects with a name and arguments, alone or in a list, in any tags."""
+"""Tool calls written as JSON objects with a name and arguments, alone or in a list, in any tags."""
 
 from typing import ClassVar
 
@@ -12,9 +12,9 @@ _OBJECT = "{"
 
 
 class ObjectCalls(CallParser):
-    """The grammar without its tags: subclasses name them. Arguments stream once a name is known.
+    """Parser without tags: subclasses define them. Arguments stream once the name is known.
 
-    A subclass's MARKERS are those of its further states. ARGUMENTS: the key that is written.
+    A subclass's MARKERS are those of its further states. ARGUMENTS: key of the arguments.
     """
 
     ARGUMENTS: ClassVar[str] = "arguments"
@@ -22,45 +22,45 @@ class ObjectCalls(CallParser):
     JSON_CALLS = True
     AFTER = "between"
     FILLER = "[],;} \t\r\n"
-    """Lists, separators, and a brace too many, which is a slip that many models make."""
+    """Lists, separators, and an extra brace, which is a slip that many models make."""
 
     def __init_subclass__(cls) -> None:
         cls.MARKERS = {
             "content": Markers({**cls.OPENERS}),
-            "broken": Markers({**cls.OPENERS, **cls.OVER}),
-            "between": Markers({"object": _OBJECT, **cls.OPENERS, **cls.OVER}),
+            "broken": Markers({**cls.OPENERS, **cls.CLOSERS}),
+            "between": Markers({"object": _OBJECT, **cls.OPENERS, **cls.CLOSERS}),
             **cls.MARKERS,
         }
 
     @classmethod
     def head(cls, name: str) -> str:
-        """The object's beginning."""
+        """Return the beginning of the object."""
         return f'{{"name": {to_json(name)}, "{cls.ARGUMENTS}": '
 
     @classmethod
     def call(cls, tool: Tool, rules: Rules) -> str:
-        """The object."""
+        """Return the whole object."""
         return sequence(rules.text(cls.head(tool.name)), rules.arguments(tool), rules.text("}"))
 
     def _opened(self, marker: str) -> None:
         self._enter("between")
 
     def _in_between(self, text: str, marker: str | None) -> None:
-        """Around objects."""
+        """Read text around objects."""
         if text.strip(self.FILLER):
             self._stray(text, marker)
         elif marker == "object":
-            self._call_begins()
-        elif marker in self.OVER:
+            self._begin_object()
+        elif marker in self.CLOSERS:
             self._enter("content")
         elif marker is not None:
             self._begin(marker)
 
     def _stray(self, text: str, marker: str | None) -> None:
-        """Text stands where only calls should."""
-        self._fail("text that is no call", text, marker)
+        """Handle text where only calls are allowed."""
+        self._fail("text that is not a call", text, marker)
 
-    def _call_begins(self) -> None:
+    def _begin_object(self) -> None:
         self._object = JsonCall()
         self._enter("object", self._object)
 

@@ -1,7 +1,7 @@
-"""Values that stand in a call as plain text, without quotes, for grammars of them.
+"""Grammars of values that are written in a call as plain text, without quotes.
 
-The text of a value says by itself of which of its schema's types it is (schema.coerce). So a text
-that reads as a number is none where the schema allows numbers too, and the number is written.
+The text of a value itself decides its type among those of its schema (schema.coerce). If the schema
+allows both strings and numbers, text that reads as a number is therefore a number.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from lockstep.text.grammars.lark import (
+    ANCHORED,
     BLANK,
     LARK,
-    WHOLE,
     Json,
     Rules,
     Tool,
@@ -25,24 +25,24 @@ from lockstep.text.grammars.lark import (
 from lockstep.text.parsers.schema import coerce, target, types_of
 
 BOUNDS = ("minLength", "maxLength", "pattern", "format")
-"""Keywords for texts that the grammar does not obey."""
+"""Keywords of strings that the grammar does not enforce."""
 NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 CHOICES = ("anyOf", "oneOf", "allOf", "$ref")
-"""Keywords whose schemas say of which kind a value is."""
-BESIDE = ("type", "enum", "const", *BOUNDS, *NUMBER_BOUNDS, "properties", "items", *CHOICES)
-"""Keywords that say more than such a one."""
+"""Keywords whose subschemas decide the type of a value."""
+CONSTRAINTS = ("type", "enum", "const", *BOUNDS, *NUMBER_BOUNDS, "properties", "items", *CHOICES)
+"""Keywords that constrain a value in addition to one of CHOICES."""
 TYPED = {"type", "enum", "const"}
 INTEGER = "/-?(0|[1-9][0-9]*)/"
 NUMBER = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?/"
-WRITTEN = {
+SCALARS = {
     "null": '"null"',
     "boolean": '("true" | "false")',
     "integer": INTEGER,
     "number": NUMBER,
 }
-"""Regexes of values that have no parts."""
+"""Lark terminals of values without parts."""
 DIGITS = rf"({BLANK}|[+\-_.eE])*\d({BLANK}|[+\-_.eE\d])*"
-LOOKS = {
+AMBIGUOUS = {
     "null": rf"{BLANK}*(?i:null){BLANK}*",
     "boolean": rf"{BLANK}*(?i:true|false|0|1){BLANK}*",
     "integer": DIGITS,
@@ -50,13 +50,16 @@ LOOKS = {
     "object": rf"{BLANK}*\{{(.|\n)*",
     "array": rf"{BLANK}*\[(.|\n)*",
 }
-"""Texts that would be read as another type, and perhaps some more."""
+"""Regexes of texts that would be read as another type, and possibly of more texts."""
 
 
 @dataclass(frozen=True)
 class PlainValues:
-    """The values of a tool's parameters. end: what is written behind each; marks: what ends one
-    wherever it stands in a text."""
+    """Grammars of the values of a tool's parameters.
+
+    end: text after each value.
+    marks: texts that end a value wherever they occur in it.
+    """
 
     tool: Tool
     rules: Rules
@@ -64,39 +67,44 @@ class PlainValues:
     marks: Sequence[str]
 
     def value(self, key: str, schema: Any) -> str:
-        """A parameter's value and its end, as one expression."""
-        bound = self._bound_text(schema) if isinstance(schema, dict) else None
-        if bound is not None:
-            return bound
+        """Return the expression of a parameter's value with its end."""
+        bounded_text = self._constrained_text(schema) if isinstance(schema, dict) else None
+        if bounded_text is not None:
+            return bounded_text
         types = types_of(schema, self.tool.schema)
         if types and "string" not in types and not self._is_open(schema):
             return f"{self.rules.json(schema, self.tool)} {literal(self.end)}"
         leaves = list(self._leaves(key, schema))
-        texts = [leaf for leaf in leaves if _has(leaf, "string")]
-        others = sorted(types - {"string"})
-        found = self._options(key, leaves, types)
+        texts = [leaf for leaf in leaves if _allows(leaf, "string")]
+        other_types = sorted(types - {"string"})
+        choices = self._options(key, leaves, types)
         if any(_options(leaf) is None for leaf in texts):
-            found = [self.text([LOOKS[kind] for kind in others if kind in LOOKS])]
+            choices = [self.text([AMBIGUOUS[kind] for kind in other_types if kind in AMBIGUOUS])]
         for leaf in texts:
-            self._bound(key, leaf, BOUNDS, "texts stand in this model's tool calls as they are")
-        found += [self._other(key, leaves, kind) for kind in others if _plain(leaves, kind)]
-        if not found:
-            self.tool.refuse("$ref", f"properties.{key}", "it leads to no schema", "Mend it.")
-        return either(found)
+            self._check_strict(
+                key, leaf, BOUNDS, "this model's tool calls write texts without quotes"
+            )
+        choices += [
+            self._other_type(key, leaves, kind) for kind in other_types if _is_free(leaves, kind)
+        ]
+        if not choices:
+            self.tool.refuse("$ref", f"properties.{key}", "it leads to no schema", "Correct it.")
+        return either(choices)
 
-    def text(self, without: Sequence[str] = ()) -> str:
-        """Any text, and the end of it, but for texts that match these regexes."""
-        plain = self.rules.plain(containing(self.marks), *without)
+    def text(self, excluded: Sequence[str] = ()) -> str:
+        """Return a terminal of any text with its end, except texts that match these regexes."""
+        plain = self.rules.plain(containing(self.marks), *excluded)
         return self.rules.terminal(f"{plain} {literal(self.end)}")
 
-    def _bound_text(self, schema: Json) -> str | None:
-        """Return a text that matches its schema's grammar or pattern, and the end of it.
+    def _constrained_text(self, schema: Json) -> str | None:
+        """Return a text that matches its schema's grammar or pattern, with its end.
 
-        None for a schema without a grammar, and for one that allows other values than texts.
+        None for a schema without a grammar or pattern, and for one that allows other values than
+        texts.
         """
         if LARK in schema:
             return f"{self.rules.lark(schema[LARK])} {literal(self.end)}"
-        pattern = WHOLE.fullmatch(str(schema.get("pattern")))
+        pattern = ANCHORED.fullmatch(str(schema.get("pattern")))
         if pattern is None or schema.keys() - {"type", "pattern", "description", "title"}:
             return None
         if schema.get("type") != "string":
@@ -108,10 +116,10 @@ class PlainValues:
 
     def _is_open(self, schema: Any) -> bool:
         """Return whether one of the schemas that a value may match has no type."""
-        waiting = [schema]
+        pending = [schema]
         visited: set[int] = set()
-        while waiting:
-            part = waiting.pop()
+        while pending:
+            part = pending.pop()
             if part is True:
                 return True
             if not isinstance(part, dict) or id(part) in visited or TYPED & part.keys():
@@ -121,15 +129,15 @@ class PlainValues:
             inner += [target(part["$ref"], self.tool.schema)] if "$ref" in part else []
             if not inner:
                 return True
-            waiting += inner
+            pending += inner
         return False
 
     def _leaves(self, key: str, schema: Any) -> Iterator[Json]:
-        """The schemas of which a value matches one."""
-        waiting = [schema]
+        """Yield the schemas one of which a value matches."""
+        pending = [schema]
         visited: set[int] = set()
-        while waiting:
-            part = waiting.pop(0)
+        while pending:
+            part = pending.pop(0)
             if not isinstance(part, dict) or id(part) in visited:
                 yield from [{}] * (part is True)
                 continue
@@ -138,61 +146,61 @@ class PlainValues:
             if choice is None:
                 yield part
                 continue
-            why = "it stands beside another that chooses among texts and other values"
-            self._refuse(key, part, [name for name in BESIDE if name != choice], why)
+            why = "it is combined with a choice among texts and other values"
+            self._refuse(key, part, [name for name in CONSTRAINTS if name != choice], why)
             if choice == "$ref":
-                waiting.append(target(part["$ref"], self.tool.schema))
+                pending.append(target(part["$ref"], self.tool.schema))
             elif choice == "allOf" and len(part["allOf"]) > 1:
-                self._refuse(key, part, CHOICES, "it is of several schemas, and allows texts")
+                self._refuse(key, part, CHOICES, "it has several schemas, and allows texts")
             else:
-                waiting += part[choice]
+                pending += part[choice]
 
     def _options(self, key: str, leaves: Sequence[Json], types: set[str]) -> list[str]:
-        """The values that enums and consts name, and their end."""
-        found = []
+        """Return terminals of the values that enums and consts list, with their end."""
+        literals = []
         for option in [option for leaf in leaves for option in _options(leaf) or ()]:
             written = option if isinstance(option, str) else json.dumps(option)
             read = coerce(written, types)
             same = read == option and isinstance(read, bool) == isinstance(option, bool)
             if not same or any(mark in written for mark in self.marks):
                 why = f"the value {written[:60]!r} would be read as another"
-                self.tool.refuse("enum", f"properties.{key}", why, "Leave that value out.")
-            found.append(literal(written))
-        if not found:
+                self.tool.refuse("enum", f"properties.{key}", why, "Remove that value.")
+            literals.append(literal(written))
+        if not literals:
             return []
-        return [self.rules.terminal(f"{either(found)} {literal(self.end)}")]
+        return [self.rules.terminal(f"{either(literals)} {literal(self.end)}")]
 
-    def _other(self, key: str, leaves: Sequence[Json], kind: str) -> str:
-        """Values of a type beside text, and their end."""
-        own = [leaf for leaf in leaves if _has(leaf, kind) and _options(leaf) is None]
-        if kind in WRITTEN:
-            for leaf in own:
-                self._bound(key, leaf, NUMBER_BOUNDS, "texts are allowed beside numbers")
-            return self.rules.terminal(f"{WRITTEN[kind]} {literal(self.end)}")
-        schema = {"anyOf": [{**leaf, "type": kind} for leaf in own]}
+    def _other_type(self, key: str, leaves: Sequence[Json], kind: str) -> str:
+        """Return values of a type other than string, with their end."""
+        typed_leaves = [leaf for leaf in leaves if _allows(leaf, kind) and _options(leaf) is None]
+        if kind in SCALARS:
+            for leaf in typed_leaves:
+                self._check_strict(key, leaf, NUMBER_BOUNDS, "texts are allowed as well as numbers")
+            return self.rules.terminal(f"{SCALARS[kind]} {literal(self.end)}")
+        schema = {"anyOf": [{**leaf, "type": kind} for leaf in typed_leaves]}
         return f"{self.rules.json(schema, self.tool)} {literal(self.end)}"
 
-    def _bound(self, key: str, schema: Json, keywords: Sequence[str], why: str) -> None:
-        """Raises RequestError where a strict tool has one of these bounds."""
+    def _check_strict(self, key: str, schema: Json, keywords: Sequence[str], why: str) -> None:
+        """Raise RequestError if a strict tool has one of these keywords."""
         if self.tool.strict:
             self._refuse(key, schema, keywords, why)
 
     def _refuse(self, key: str, schema: Json, keywords: Sequence[str], why: str) -> None:
-        """Raises RequestError where a schema has one of these keywords."""
+        """Raise RequestError if a schema has one of these keywords."""
         for keyword in keywords:
             if keyword in schema:
                 self.tool.refuse(keyword, f"properties.{key}", why)
 
 
 def _options(schema: Json) -> list[Any] | None:
-    """The values of a const or an enum; None without one."""
+    """Return the values of a const or an enum; None without one."""
     if "const" in schema:
         return [schema["const"]]
-    found = schema.get("enum")
-    return found if isinstance(found, list) else None
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
 
 
-def _has(schema: Json, kind: str) -> bool:
+def _allows(schema: Json, kind: str) -> bool:
     """Return whether a schema allows values of a type."""
     named = schema.get("type")
     if _options(schema) is not None or named is None:
@@ -200,6 +208,6 @@ def _has(schema: Json, kind: str) -> bool:
     return kind in (named if isinstance(named, list) else [named])
 
 
-def _plain(leaves: Sequence[Json], kind: str) -> bool:
+def _is_free(leaves: Sequence[Json], kind: str) -> bool:
     """Return whether values of a type are allowed that no enum lists."""
-    return any(_has(leaf, kind) and _options(leaf) is None for leaf in leaves)
+    return any(_allows(leaf, kind) and _options(leaf) is None for leaf in leaves)

@@ -1,4 +1,4 @@
-"""Tool calls as Llama 3.2 and 4 write them in Python: the answer is [name(key=value, ...), ...]."""
+"""Tool calls of Llama 3.2 and 4 in Python: the answer is [name(key=value, ...), ...]."""
 
 import re
 from typing import Any
@@ -11,44 +11,44 @@ from lockstep.text.parsers.schema import to_json
 from lockstep.text.scan import Markers, Taken
 
 _OPENERS = {"tag": "<|python_start|>"}
-_OVER = {"end": "<|python_end|>"}
+_CLOSING_TAGS = {"end": "<|python_end|>"}
 _NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 _NAME_SO_FAR = re.compile(r"[\s,]*([A-Za-z_][\w.]*\s*)?", re.ASCII)
 _KEY = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _KEY_SO_FAR = re.compile(r"\s*([A-Za-z_]\w*\s*)?", re.ASCII)
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
-MAX_NAME = 512
-"""Characters of a name, and of a key, with the blanks around them."""
+MAX_NAME_CHARACTERS = 512
+"""Maximum characters of a name or a key, with surrounding blanks."""
 _BOOLEAN = '("True" | "False")'
 _QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\bfnrt])*'/"""
-"""A string as Python prints it."""
+"""String as Python prints it."""
 
 
 class PythonValue:
-    """Reads a literal up to the comma or the parenthesis behind it, which is its `closer`."""
+    """Reader of a literal up to the comma or parenthesis after it, which becomes its `closer`."""
 
     def __init__(self) -> None:
         self.fault = ""
         self.closer = ""
-        self.value = ""  # as JSON text, once it is whole
+        self.value = ""  # JSON text of the complete value
         self._kept: list[str] = []
         self._quote = ""
         self._escaped = False
         self._closers: list[str] = []
 
     def take(self, text: str, start: int = 0) -> Taken:
-        """Text goes on at the closer's end; the value gives no text before it is whole."""
+        """Return END and the index after the closer, FAULT, or None if more text is needed."""
         for at in range(start, len(text)):
             if self._ends(text[at]):
                 return Taken("", FAULT if self.fault else END, at + (not self.fault))
         return Taken("", None, len(text))
 
     def flush(self) -> str:
-        """Return no text: a value that does not end is no value."""
+        """Return no text: an incomplete value is dropped."""
         return ""
 
     def _ends(self, char: str) -> bool:
-        """Takes one character; whether the value is over, or at fault."""
+        """Read one character; return whether the value is complete or malformed."""
         if self._quote:
             self._in_text(char)
         elif not self._closers and char in ",)":
@@ -56,7 +56,7 @@ class PythonValue:
             self._read()
             return True
         else:
-            self._between(char)
+            self._outside_text(char)
         return bool(self.fault)
 
     def _in_text(self, char: str) -> None:
@@ -68,7 +68,7 @@ class PythonValue:
         elif char == self._quote:
             self._quote = ""
 
-    def _between(self, char: str) -> None:
+    def _outside_text(self, char: str) -> None:
         self._kept.append(char)
         if char in "'\"":
             self._quote = char
@@ -84,23 +84,23 @@ class PythonValue:
         try:
             self.value = to_json(literal_value("".join(self._kept)))
         except ValueError:
-            self.fault = "a value that is no literal"
+            self.fault = "a value that is not a literal"
 
 
 class PythonicParser(CallParser):
-    """A Python list of calls; their keyword arguments come one by one, each once it is whole."""
+    """Parser of a Python list of calls; keyword arguments are emitted one by one, once complete."""
 
     SIGNS = ("func_name1(params_name1=",)
     OPENERS = _OPENERS
-    OVER = _OVER
+    CLOSERS = _CLOSING_TAGS
     MARKERS = {
         "start": Markers({"list": "[", **_OPENERS}),
         "content": Markers(_OPENERS),
-        "broken": Markers({**_OPENERS, **_OVER}),
-        "tagged": Markers({"list": "[", **_OPENERS, **_OVER}),
-        "name": Markers({"open": "(", "close": "]", **_OPENERS, **_OVER}),
-        "key": Markers({"equals": "=", "close": ")", **_OPENERS, **_OVER}),
-        "after": Markers({**_OPENERS, **_OVER}),
+        "broken": Markers({**_OPENERS, **_CLOSING_TAGS}),
+        "tagged": Markers({"list": "[", **_OPENERS, **_CLOSING_TAGS}),
+        "name": Markers({"open": "(", "close": "]", **_OPENERS, **_CLOSING_TAGS}),
+        "key": Markers({"equals": "=", "close": ")", **_OPENERS, **_CLOSING_TAGS}),
+        "after": Markers({**_OPENERS, **_CLOSING_TAGS}),
     }
     FIRST = "start"
     AFTER = "after"
@@ -111,26 +111,27 @@ class PythonicParser(CallParser):
 
     @classmethod
     def head(cls, name: str) -> str:
-        """The name and the parenthesis."""
+        """Return the name and the parenthesis."""
         return f"{name}("
 
     @classmethod
     def call(cls, tool: Tool, rules: Rules) -> str:
-        """Required parameters come, the others may; all of them in the schema's order."""
-        # From the last parameter on: what may come if none stands in front, and if one does.
+        """Return the call: required parameters must be written, others may, in the schema's
+        order."""
+        # Built from the last parameter backwards: the rest without and with a parameter before it.
         first = ""
         later = ""
         for key, schema, required in reversed(list(tool.properties())):
-            if not _KEY.fullmatch(key) or len(key) > MAX_NAME:
+            if not _KEY.fullmatch(key) or len(key) > MAX_NAME_CHARACTERS:
                 why = "no parameter of this name can be written in this model's tool calls"
                 tool.refuse(key, "properties", why, "Rename it.")
-            own = sequence(literal(f"{key}="), _written(schema, tool, rules))
-            alone = sequence(own, later)
-            behind = sequence(literal(", "), own, later)
-            first = rules.rule(alone if required else either([alone, first or '""']))
-            later = rules.rule(behind if required else either([behind, later or '""']))
+            argument = sequence(literal(f"{key}="), _value_rule(schema, tool, rules))
+            leading = sequence(argument, later)
+            following = sequence(literal(", "), argument, later)
+            first = rules.rule(leading if required else either([leading, first or '""']))
+            later = rules.rule(following if required else either([following, later or '""']))
         if tool.is_open:
-            one = sequence("/[A-Za-z_][A-Za-z0-9_]{0,63}=/", _written(tool.more, tool, rules))
+            one = sequence("/[A-Za-z_][A-Za-z0-9_]{0,63}=/", _value_rule(tool.more, tool, rules))
             first = f"({one} ({literal(', ')} {one})*)?"
         return sequence(rules.text(cls.head(tool.name)), first, literal(")"))
 
@@ -148,7 +149,7 @@ class PythonicParser(CallParser):
     def _in_tagged(self, text: str, marker: str | None) -> None:
         """Read text after a tag."""
         if text.strip() or marker not in (None, "list"):
-            self._fail("text that is no list of calls", text, marker)
+            self._fail("text that is not a list of calls", text, marker)
         elif marker:
             self._look_for_name()
 
@@ -158,27 +159,29 @@ class PythonicParser(CallParser):
 
     def _in_name(self, text: str, marker: str | None) -> None:
         self._text.append(text)
-        whole = "".join(self._text)
-        name = whole.strip(", \t\r\n")
-        if not _so_far(_NAME_SO_FAR, whole):
-            self._no_call(text, marker)
+        name_text = "".join(self._text)
+        name = name_text.strip(", \t\r\n")
+        if not _is_prefix(_NAME_SO_FAR, name_text):
+            self._not_a_call(text, marker)
         elif marker == "close" and not name and self._index >= 0:
             self._raw.clear()
             self._enter("after")
         elif marker == "open" and _NAME.fullmatch(name):
             self._call(name)
-            self._arguments("{")  # at once: empty arguments of a call that is cut would look whole
+            self._arguments(
+                "{"
+            )  # at once: otherwise a cut call would have complete, empty arguments
             self._keys.clear()
             self._look_for_key()
         elif marker is not None:
-            self._no_call(text, marker)
+            self._not_a_call(text, marker)
 
-    def _no_call(self, text: str, marker: str | None) -> None:
-        """A list that holds something else: an answer, unless calls came before."""
+    def _not_a_call(self, text: str, marker: str | None) -> None:
+        """Handle a list that has other entries: it is an answer unless calls were read before."""
         if self._index < 0:
             self._release("content", text, marker)
         else:
-            self._fail("a list entry that is no call", text, marker)
+            self._fail("a list entry that is not a call", text, marker)
 
     def _look_for_key(self) -> None:
         self._text.clear()
@@ -186,17 +189,17 @@ class PythonicParser(CallParser):
 
     def _in_key(self, text: str, marker: str | None) -> None:
         self._text.append(text)
-        whole = "".join(self._text)
-        key = whole.strip()
+        key_text = "".join(self._text)
+        key = key_text.strip()
         if marker == "close" and not key:
             self._end_call()
         elif marker == "equals" and key in self._keys:
-            self._fail("an argument that came before")
+            self._fail("a repeated argument")
         elif marker == "equals" and _KEY.fullmatch(key):
             self._key = key
             self._value = PythonValue()
             self._enter("value", self._value)
-        elif marker is not None or not _so_far(_KEY_SO_FAR, whole):
+        elif marker is not None or not _is_prefix(_KEY_SO_FAR, key_text):
             self._fail("an argument without a name", text, marker)
 
     def _in_value(self, text: str, marker: str | None) -> None:
@@ -220,19 +223,19 @@ class PythonicParser(CallParser):
         """Read text after the list."""
         if text.strip():
             self._release("content", text, marker)
-        elif marker in _OVER:
+        elif marker in _CLOSING_TAGS:
             self._enter("content")
         elif marker is not None:
             self._begin(marker)
 
 
-def _written(schema: Any, tool: Tool, rules: Rules) -> str:
-    """A value as the grammar writes it: Python's words alone, JSON's inside of lists and dicts."""
+def _value_rule(schema: Any, tool: Tool, rules: Rules) -> str:
+    """Return a value in Python's or JSON's spelling; inside of lists and dicts JSON's only."""
     if schema == {"type": "boolean"}:
         return rules.terminal(_BOOLEAN)
     written = rules.json(schema, tool)
     return either([written, rules.terminal(_QUOTED)]) if schema == {"type": "string"} else written
 
 
-def _so_far(pattern: re.Pattern[str], text: str) -> bool:
-    return len(text) <= MAX_NAME and pattern.fullmatch(text) is not None
+def _is_prefix(pattern: re.Pattern[str], text: str) -> bool:
+    return len(text) <= MAX_NAME_CHARACTERS and pattern.fullmatch(text) is not None

@@ -1,8 +1,8 @@
-"""Tool calls as Qwen3.5, Qwen3.6, Qwen3-Coder and Nemotron-3 write them.
+"""Tool calls of Qwen3.5, Qwen3.6, Qwen3-Coder and Nemotron-3.
 
 <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>, each tag on
-its own line. Values are raw text, typed by the tool's schema. Missing closers are forgiven; text
-where none should stand is content. In a string of JSON tags are text.
+its own line. Values are raw text, typed by the tool's schema. Missing closing tags are tolerated.
+Text at a wrong place is content. Tags inside of a JSON string are text.
 """
 
 import re
@@ -24,7 +24,7 @@ _PARAMETER = "<parameter="
 _PARAMETER_END = "</parameter>"
 _UNCLOSED = "</parameter"
 _LAST_TAGS = re.compile(rf"(?:{_UNCLOSED}\s*)?(?:{_FUNCTION_END}\s*)?")
-"""Tags that may end a text inside of a value: no more text decides what they are."""
+"""Tags that may end a text inside of a value, where no further text decides what they are."""
 UNNAMED = "a parameter's tag without its name or its >"
 _CLOSERS = {"function_end": _FUNCTION_END, "call_end": _CALL_END}
 _OPENERS = {"call": _CALL, "function": _FUNCTION}
@@ -39,14 +39,14 @@ _MARKERS = {
     "skipped": Markers(
         {"parameter": _PARAMETER, "parameter_end": _PARAMETER_END, **_OPENERS, **_CLOSERS}
     ),
-    # A value may be code: `a < parameter == b` is text, so is </function> with no </tool_call>.
+    # A value may be code: `a < parameter == b` is text, as is </function> without </tool_call>.
     "value": Markers(
         {
             "end": _PARAMETER_END,
             "parameter": _PARAMETER,
             "call_end": f"{_FUNCTION_END} {_CALL_END}",
             "bare_end": _CALL_END,
-            # A closing tag without its > ends the value where another tag follows.
+            # A closing tag without its > ends the value if another tag follows.
             "unclosed_parameter": f"{_UNCLOSED} {_PARAMETER}",
             "unclosed_call_end": f"{_UNCLOSED} {_FUNCTION_END} {_CALL_END}",
             "unclosed_bare_end": f"{_UNCLOSED} {_CALL_END}",
@@ -57,25 +57,27 @@ _MARKERS = {
 
 
 class Qwen3CoderParser(CallParser):
-    """The XML grammar. Strings stream as they come; other values once they are whole."""
+    """Parser of the XML syntax. Strings stream as they are generated; other values once
+    complete."""
 
     SIGNS = (_FUNCTION,)
     OPENERS = _OPENERS
-    OVER = {"call_end": _CALL_END}
+    CLOSERS = {"call_end": _CALL_END}
     ENDS_REASONING = (_CALL, _FUNCTION)
     MARKERS = _MARKERS
     TAGS = (f"{_CALL}\n", f"\n{_CALL_END}")
 
     @classmethod
     def head(cls, name: str) -> str:
-        """The function's tag."""
+        """Return the function's tag."""
         return f"{_FUNCTION}{name}>\n"
 
     PLAIN_VALUES = True
 
     @classmethod
     def call(cls, tool: Tool, rules: Rules) -> str:
-        """Required parameters come, the others may; all of them in the schema's order."""
+        """Return the call: required parameters must be written, others may, in the schema's
+        order."""
         marks = (_PARAMETER_END, _PARAMETER, _CALL_END)
         values = PlainValues(tool, rules, f"\n{_PARAMETER_END}\n", marks)
         parts = []
@@ -94,34 +96,36 @@ class Qwen3CoderParser(CallParser):
         super().__init__(tools)
         self._parameters = parameters_by_name(tools)
         self._types_of: dict[tuple[str, str], set[str]] = {}
-        self._inside = False  # text stands inside <tool_call>
+        self._inside = False  # inside of <tool_call>
         self._name = ""
-        self._keys: set[str] = set()  # of the function's parameters: JSON has each of them once
-        self._text: list[str] = []  # of a name, a key, or a value that does not stream
+        self._keys: set[str] = set()  # parameters read so far: JSON allows each key once
+        self._text: list[str] = []  # text of a name, a key, or a value that does not stream
         self._types: set[str] = set()
         self._streams = False
         self._quotes = Quotes()
         self._started = False
-        self._strayed = False  # text came where no text of a function stands
-        self._newline = False  # a value's last newline waits, since the end of it belongs to a tag
+        self._strayed = False  # text outside of parameters was reported
+        self._newline = (
+            False  # a value's final newline is delayed: it may belong to the closing tag
+        )
 
     def _finish(self, why: str) -> None:
-        """A function that the model itself ended without a tag counts with its arguments."""
+        """Complete a function whose closing tags the model left out."""
         if not self._open:
             if "".join(self._raw).strip():
                 self._fail(why)
             else:
                 self._enter("content")
             return
-        held = self._reader.flush()
+        pending = self._reader.flush()
         if self._state == "value":
             self._events.append(CallError(ENDED))
-            self._add("" if _LAST_TAGS.fullmatch(held) else held)
+            self._add("" if _LAST_TAGS.fullmatch(pending) else pending)
             self._end_value()
         elif self._state == "key":
-            self._stray("".join([*self._text, held]))
+            self._stray("".join([*self._text, pending]))
         else:
-            self._stray(held)
+            self._stray(pending)
         self._close()
         self._complete()
         self._enter("content")
@@ -133,7 +137,7 @@ class Qwen3CoderParser(CallParser):
 
     def _in_call(self, text: str, marker: str | None) -> None:
         if text.strip():
-            self._fail("text that is no function", text, marker)
+            self._fail("text that is not a function", text, marker)
         elif marker == "call_end":
             self._leave()
         else:
@@ -143,7 +147,7 @@ class Qwen3CoderParser(CallParser):
         self._text.append(text)
         if marker is None:
             return
-        self._name = self._whole()
+        self._name = self._take_text()
         if not _is_name(self._name):
             why = "a function's tag without its >" if self._name else "a function without a name"
             self._fail(why, "", marker)
@@ -151,7 +155,8 @@ class Qwen3CoderParser(CallParser):
         self._keys.clear()
         self._strayed = False
         self._call(self._name)
-        self._arguments("{")  # at once: empty arguments of a call that is cut would look whole
+        # At once: otherwise a cut call would have complete, empty arguments.
+        self._arguments("{")
         self._enter("function")
         if marker != "end":
             self._end_function(marker)
@@ -168,9 +173,9 @@ class Qwen3CoderParser(CallParser):
         self._text.append(text)
         if marker is None:
             return
-        key = self._whole()
+        key = self._take_text()
         if marker != "end" or not _is_name(key) or key in self._keys:
-            why = "a parameter that came before" if key in self._keys else UNNAMED
+            why = "a repeated parameter" if key in self._keys else UNNAMED
             self._stray(key + ">" * (marker == "end"), why)
             self._leave_parameter("skipped" if marker == "end" else marker)
             return
@@ -186,7 +191,7 @@ class Qwen3CoderParser(CallParser):
         self._enter("value")
 
     def _in_skipped(self, text: str, marker: str | None) -> None:
-        """Text of a parameter whose tag is malformed, up to the next tag."""
+        """Read the text of a parameter with a malformed tag, up to the next tag."""
         self._stray(text)
         if marker is not None:
             self._leave_parameter(marker)
@@ -220,7 +225,7 @@ class Qwen3CoderParser(CallParser):
             self._end_function("call_end")
 
     def _add(self, text: str) -> None:
-        """More text of a value."""
+        """Append text of a value."""
         if text and not self._started:
             text = text.removeprefix("\n")
             self._started = True
@@ -242,8 +247,8 @@ class Qwen3CoderParser(CallParser):
         self._text.clear()
         self._arguments(to_json(value))
 
-    def _stray(self, text: str, why: str = "text beside a function's parameters") -> None:
-        """Give text of a function that belongs to no parameter as content, with one note."""
+    def _stray(self, text: str, why: str = "text outside of a function's parameters") -> None:
+        """Emit text that belongs to no parameter as content, with one error event per function."""
         if not self._strayed:
             text = text.lstrip()
             if not text:
@@ -253,7 +258,7 @@ class Qwen3CoderParser(CallParser):
         self._content(text)
 
     def _end_function(self, marker: str) -> None:
-        """End the function, at its closing tag or at a tag that cannot be inside of it."""
+        """End the function at its closing tag, or at a tag that cannot be inside of it."""
         self._close()
         self._enter("call" if self._inside else "content")
         if marker == "call_end":
@@ -281,17 +286,17 @@ class Qwen3CoderParser(CallParser):
         if not self._inside:
             self._complete()
 
-    def _whole(self) -> str:
-        """The name or key that was collected."""
-        whole = "".join(self._text).strip()
+    def _take_text(self) -> str:
+        """Return the collected name or key and clear it."""
+        text = "".join(self._text).strip()
         self._text.clear()
-        return whole
+        return text
 
     def _allowed(self, key: str) -> set[str]:
-        place = self._name, key
-        if place not in self._types_of:
-            self._types_of[place] = property_types(self._parameters.get(self._name), key)
-        return self._types_of[place]
+        key_path = self._name, key
+        if key_path not in self._types_of:
+            self._types_of[key_path] = property_types(self._parameters.get(self._name), key)
+        return self._types_of[key_path]
 
 
 def _is_name(text: str) -> bool:

@@ -1,6 +1,6 @@
-"""JSON values out of plain text, by a tool's schema (coercion order as in vLLM).
+"""Conversion of plain text to JSON values by a tool's schema (order of coercion as in vLLM).
 
-Schemas come from clients and may hold anything: what has the wrong type counts as absent.
+Schemas come from clients and may contain anything: values of a wrong type count as absent.
 """
 
 import json
@@ -13,11 +13,12 @@ from urllib.parse import unquote
 
 from lockstep.text.parsers.literals import finite, literal_value
 
-MAX_PARTS = 256  # parts of a schema that are looked at for one parameter; entries of one list
+MAX_PARTS = 256
+"""Maximum parts of a schema that are read for one parameter, and entries of one list."""
 MAX_DIGITS = 400
-"""Digits of a whole number."""
+"""Maximum digits of an integer."""
 MAX_SEARCHED = 10_000
-"""Parts of a schema that are searched for an anchor."""
+"""Maximum parts of a schema that are searched for an anchor."""
 _INDEX = re.compile("0|[1-9][0-9]{0,5}")
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 TYPE_NAMES = {
@@ -30,18 +31,18 @@ TYPE_NAMES = {
     **dict.fromkeys(("none", "nonetype", "null"), "null"),
     **dict.fromkeys(("any",), ""),
 }
-"""Names of types in lower case, of programs and of other schema languages -> JSON Schema's."""
+"""Lower-case type names of programming and schema languages -> JSON Schema's names."""
 
 
 def parameters_by_name(tools: Any) -> dict[str, dict[str, Any]]:
-    """The JSON schema of each tool's parameters; of two tools with one name, the first's."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the JSON schema of each tool's parameters; of two equal names, the first."""
+    schemas: dict[str, dict[str, Any]] = {}
     for tool in tools if isinstance(tools, list) else ():
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(function, dict) and isinstance(name, str):
-            found.setdefault(name, _object(function.get("parameters")))
-    return found
+            schemas.setdefault(name, _object(function.get("parameters")))
+    return schemas
 
 
 def json_type(name: str) -> str:
@@ -61,17 +62,17 @@ def parts_of(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
     """
     parts: list[dict[str, Any]] = []
     visited: set[int] = set()
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
+    pending = [schema]
+    while pending:
+        part = pending.pop()
         if not isinstance(part, dict) or id(part) in visited:
             continue
         visited.add(id(part))
         if len(visited) > MAX_PARTS:
             return []
         parts.append(part)
-        waiting += [o for key in ("anyOf", "oneOf", "allOf") for o in _list(part.get(key))]
-        waiting.append(target(part.get("$ref"), root))
+        pending += [o for key in ("anyOf", "oneOf", "allOf") for o in _list(part.get(key))]
+        pending.append(target(part.get("$ref"), root))
     return parts
 
 
@@ -97,7 +98,7 @@ def property_types(schema: Any, name: str) -> set[str]:
 
 
 def coerce(text: str, types: set[str]) -> Any:
-    """Return the value that the text means: the first type that fits, else the text itself."""
+    """Return the text converted to the first type that fits, else the text itself."""
     for name, read in _READERS if "string" in types else (*_READERS, ("null", _none)):
         if name in types:
             try:
@@ -108,19 +109,21 @@ def coerce(text: str, types: set[str]) -> Any:
 
 
 def to_json(value: Any) -> str:
-    """JSON text of a value. Raises ValueError for what JSON cannot say, or not so deeply."""
+    """Return the JSON text of a value. Raises ValueError for values that JSON cannot express or
+    that are nested too deeply."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
         return text
-    except UnicodeEncodeError:  # half a surrogate pair is a legal escape, and no legal text
+    except UnicodeEncodeError:  # a lone surrogate is legal as an escape, but not as text
         return json.dumps(value, allow_nan=False)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
 def from_json(text: str) -> Any:
-    """The value of JSON text. Raises ValueError for what `to_json` could not say again."""
+    """Return the value of JSON text. Raises ValueError for values that `to_json` could not
+    write."""
     try:
         value = json.loads(text, parse_float=lambda number: finite(float(number)))
     except RecursionError:
@@ -138,10 +141,10 @@ def _list(value: Any) -> list[Any]:
 
 
 def target(ref: Any, root: dict[str, Any]) -> Any:
-    """Return the schema that a reference within `root` names; None where there is none.
+    """Return the schema that a reference within `root` names; None if there is none.
 
-    The fragment is a JSON Pointer or an anchor, percent-encoded as in any URI (RFC 6901, 6). In
-    front of it only the root's own $id may come.
+    The fragment is a JSON Pointer or an anchor, percent-encoded as in any URI (RFC 6901, 6). Only
+    the root's own $id may precede it.
     """
     if not isinstance(ref, str):
         return None
@@ -162,18 +165,18 @@ def target(ref: Any, root: dict[str, Any]) -> Any:
 
 
 def _anchored(name: str, root: dict[str, Any]) -> Any:
-    """Return the part of a schema that bears an anchor, looking at MAX_SEARCHED parts."""
-    waiting: list[Any] = [root]
+    """Return the part of a schema with an anchor, searching MAX_SEARCHED parts."""
+    pending: list[Any] = [root]
     for _ in range(MAX_SEARCHED):
-        if not waiting:
+        if not pending:
             break
-        part = waiting.pop()
+        part = pending.pop()
         if isinstance(part, dict):
             if part.get("$anchor") == name:
                 return part
-            waiting += part.values()
+            pending += part.values()
         elif isinstance(part, list):
-            waiting += part
+            pending += part
     return None
 
 
@@ -188,13 +191,13 @@ def _null(text: str) -> None:
 
 
 def _none(text: str) -> None:
-    """Read Python's None, which counts where no text may come."""
+    """Read Python's None, which counts if no string is allowed."""
     if text.strip() != "None":
         raise ValueError(text)
 
 
 def _integer(text: str) -> int:
-    """Read a whole number, also one with a fraction of zeros or an exponent."""
+    """Read an integer, also one with a fraction of zeros or an exponent."""
     try:
         value = Decimal(text.strip())
     except ArithmeticError:

@@ -1,7 +1,7 @@
-"""Reasoning between <think> and </think>, as Qwen, Nemotron-3 and DeepSeek write it.
+"""Parser of reasoning between <think> and </think>, as Qwen, Nemotron-3 and DeepSeek write it.
 
-The prompt's end says where the answer begins: inside of reasoning (after "<think>"), in content
-(after "</think>"), or open, where an answer that starts with "<think>" reasons first.
+The prompt's end decides where the answer begins: inside of reasoning (after "<think>"), in content
+(after "</think>"), or undecided, where an answer that starts with "<think>" reasons first.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,12 @@ _THINK_END = "</think>"
 
 
 class ThinkParser:
-    """Splits an answer into reasoning and content; without </think> all of it is reasoning.
+    """Parser that splits an answer into reasoning and content; without </think> it is all
+    reasoning.
 
-    openers: what begins a tool call. A call of one of the tools ends reasoning as well; an opener
-    that begins no such call is a part of the reasoning, as where the model thinks about the tag.
+    openers: markers that begin a tool call. A call of one of the tools ends reasoning as well. An
+    opener that begins no such call belongs to the reasoning, for example if the model thinks about
+    the tag.
     """
 
     TAGS = (_THINK, _THINK_END)
@@ -35,30 +37,30 @@ class ThinkParser:
 
     def __init__(self, prompt: str, openers: Sequence[str] = ()) -> None:
         end = prompt.rstrip()
-        self._begun = end.endswith(_THINK)
+        self._in_prompt = end.endswith(_THINK)
         self._state = "content" if end.endswith(_THINK_END) else "begin"
         self._blank: list[str] = []  # whitespace before the first word
         self._word = ""  # the first word, as long as it may become <think>
         self._scan = Scan(Markers({"end": _THINK_END, **{opener: opener for opener in openers}}))
         self._newlines = Tail("\n")
         self._new_parser: Callable[[], CallReader] | None = None
-        self._trial: CallReader | None = None  # reads what follows an opener, until it is decided
-        self._kept: list[str] = []  # the opener and what followed it
-        self._is_thought = False  # what the trial reads is no call
+        self._trial: CallReader | None = None  # parses the text after an opener until it is decided
+        self._kept: list[str] = []  # the opener and the text after it
+        self._is_thought = False  # the text that the trial reads is not a call
         self.ended_by_call = False
 
     @classmethod
     def texts(cls) -> set[str]:
-        """The tags: tokens that must be seen, though they may be special."""
+        """Return the tags: tokens that must be shown even if they are special."""
         return {_THINK, _THINK_END}
 
     @property
     def inside(self) -> bool:
         """Return whether the text so far ends inside of reasoning."""
-        return self._state in ("lead", "reasoning") or (self._state == "begin" and self._begun)
+        return self._state in ("lead", "reasoning") or (self._state == "begin" and self._in_prompt)
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Return whether reasoning has ended."""
         return self._state in ("after", "content")
 
@@ -67,7 +69,7 @@ class ThinkParser:
         self._new_parser = new_parser
 
     def feed(self, text: str) -> list[Event]:
-        """Return the events that more text settles."""
+        """Parse more text and return the events that became certain."""
         events: list[Event] = []
         if self._state == "begin":
             text = self._begin(text)
@@ -111,39 +113,39 @@ class ThinkParser:
 
     def _decide(self) -> str:
         """Decide that the answer begins without a tag; return its text so far."""
-        self._state = "lead" if self._begun else "content"
+        self._state = "lead" if self._in_prompt else "content"
         return "".join(self._blank) + self._word
 
     def _reason(self, events: list[Event], text: str) -> str:
-        """Take reasoning. Return the text after it once it has ended."""
+        """Parse reasoning. Return the text after it once it has ended."""
         at = 0
         while at < len(text):
-            found = self._scan.take(text, at)
-            at = found.end
+            taken = self._scan.take(text, at)
+            at = taken.end
             if self._trial is None:
-                self._think(events, found.text)
-            elif self._begins_call(self._trial, found.text):
+                self._think(events, taken.text)
+            elif self._begins_call(self._trial, taken.text):
                 self._end_by_call()
-                # The scan holds back what may become a marker; it belongs to the call.
-                rest = self._scan.flush() if found.marker is None else found.written
+                # The scan still delays what may become a marker; it belongs to the call.
+                rest = self._scan.flush() if taken.marker is None else taken.written
                 return "".join([*self._kept, rest, text[at:]])
-            elif self._goes_on(self._trial, found):
+            elif self._is_undecided(self._trial, taken):
                 continue
             else:
                 self._trial = None
                 self._think(events, "".join(self._kept))
-            if found.marker == "end":
+            if taken.marker == "end":
                 self._state = "after"
                 return text[at:]
-            if found.marker is not None:
+            if taken.marker is not None:
                 if self._new_parser is None:
                     self._end_by_call()
-                    return found.written + text[at:]
-                self._begin_trial(self._new_parser(), found.written)
+                    return taken.written + text[at:]
+                self._begin_trial(self._new_parser(), taken.written)
         return ""
 
     def _begin_trial(self, trial: CallReader, opener: str) -> None:
-        """Let a parser decide whether this opener begins a call."""
+        """Start a parser that decides whether this opener begins a call."""
         trial.feed(opener)
         self._trial = trial
         self._kept = [opener]
@@ -152,7 +154,7 @@ class ThinkParser:
     def _begins_call(self, trial: CallReader, text: str) -> bool:
         """Return whether this text after an opener begins a call of a tool that was sent.
 
-        Set `_is_thought` where it certainly begins none.
+        Set `_is_thought` if it certainly begins none.
         """
         self._kept.append(text)
         events = trial.feed(text)
@@ -164,13 +166,13 @@ class ThinkParser:
         self._is_thought = not is_call
         return is_call
 
-    def _goes_on(self, trial: CallReader, found: Taken) -> bool:
+    def _is_undecided(self, trial: CallReader, taken: Taken) -> bool:
         """Return whether the trial is still undecided; a second opener may belong to its call."""
-        if self._is_thought or found.marker is None or found.marker == "end":
-            return not self._is_thought and found.marker is None
-        if trial.feed(found.written):
+        if self._is_thought or taken.marker is None or taken.marker == "end":
+            return not self._is_thought and taken.marker is None
+        if trial.feed(taken.written):
             return False
-        self._kept.append(found.written)
+        self._kept.append(taken.written)
         return True
 
     def _end_by_call(self) -> None:
@@ -178,5 +180,5 @@ class ThinkParser:
         self.ended_by_call = True
 
     def _think(self, events: list[Event], text: str) -> None:
-        if shown := self._newlines.take(text):
-            events.append(Reasoning(shown))
+        if emitted := self._newlines.take(text):
+            events.append(Reasoning(emitted))

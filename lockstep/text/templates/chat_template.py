@@ -1,4 +1,4 @@
-"""Chat templates: a checkpoint's own Jinja template, rendered as `transformers` renders it."""
+"""Chat templates: a checkpoint's Jinja template, rendered as transformers renders it."""
 
 import json
 import math
@@ -19,21 +19,24 @@ from lockstep.text.tokenizers.control_tokens import ControlTokens
 
 Message = dict[str, Any]
 
-MAX_DEPTH = 64  # of what stands in a message, a tool or a template's variable
-MAX_TEMPLATE = 1 << 17  # characters, which take up to 2 s to compile
-MARKED = 4  # times the characters of a text are at most those that a template writes, with marks
+MAX_DEPTH = 64
+"""Maximum nesting of a message, a tool or a template variable."""
+MAX_TEMPLATE = 1 << 17
+"""Maximum characters of a template: they take up to 2 s to compile."""
+MAX_EXPANSION = 4
+"""Maximum rendered characters, marks included, as a multiple of the characters sent."""
 _ROLE = re.compile(r"[\w. -]{1,64}")
-_TRUSTED = ("system", "assistant")  # may write added tokens that are not special
+_TRUSTED = ("system", "assistant")  # roles that may write added tokens, but no special ones
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""The types of text parts, and where each has its text."""
+"""Types of text parts -> the field of their text."""
 _RESERVED = ("self", "messages", "tools", "continue_final_message")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning, as transformers ranks them."""
+"""Fields of a message's reasoning, in transformers' order of precedence."""
 _REMEDY = "Change messages, tools or chat_template_kwargs."
 
 
 def check_kwargs(kwargs: Any) -> dict[str, Any]:
-    """A client's chat_template_kwargs. Raises RequestError for names that are not the client's."""
+    """Return a client's chat_template_kwargs. Raises RequestError for reserved names."""
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
         raise RequestError(
             f"chat_template_kwargs={brief(kwargs)} is not allowed; allowed: an object. Send the "
@@ -43,8 +46,7 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
     for name in _RESERVED:
         if name in kwargs:
             raise RequestError(
-                f"chat_template_kwargs names {name}, which is not a variable of the template's "
-                "own. Leave it out.",
+                f"chat_template_kwargs sets {name}, which the request's own fields set. Remove it.",
                 "chat_template_kwargs",
             )
     if not isinstance(kwargs.get("add_generation_prompt", True), bool):
@@ -57,15 +59,18 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
 
 
 class TemplateRefusalError(RequestError):
-    """The chat template raised an error about the messages."""
+    """Error that the chat template raised about the messages."""
 
 
 class ChatTemplate:
-    """A compiled template; `special_tokens` (bos_token, eos_token, ...) are its variables.
+    """Compiled chat template. Its file's special tokens (bos_token, eos_token, ...) are its
+    variables.
 
-    `control`: the control tokens that strings must not spell. `limit`: most characters of messages,
-    tools and variables together; no more fit into `max_model_len` tokens. `origin` names the file
-    in errors. Raises CheckpointError.
+    control: control tokens that strings must not spell.
+    limit: maximum characters of messages, tools and variables together; more cannot fit into
+    max_model_len tokens.
+    origin: the file, for error messages.
+    Raises: CheckpointError.
     """
 
     def __init__(
@@ -90,14 +95,14 @@ class ChatTemplate:
         environment = template_environment(control)
         try:
             parsed = environment.parse(source)
-            read = jinja2.meta.find_undeclared_variables(parsed)
+            undeclared = jinja2.meta.find_undeclared_variables(parsed)
             self._template = environment.from_string(parsed)
-        except Exception as error:  # whatever Jinja or Python's compiler make of it
+        except Exception as error:  # Jinja and Python's compiler raise many kinds
             raise CheckpointError(
-                f"{origin}: the chat template does not compile: {_message_of(error)}. Mend it, or "
-                "download the file again."
+                f"{origin}: the chat template does not compile: {_message_of(error)}. Repair it, "
+                "or download it again."
             ) from None
-        self.variables = frozenset(read)
+        self.variables = frozenset(undeclared)
         self.names = _names_in(parsed)
         """Names of fields that the template may read: attributes, and constant keys."""
         self.prints_objects = any(
@@ -108,7 +113,8 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> str:
-        """The prompt's text. Raises RequestError where the template refuses the messages."""
+        """Return the text of the prompt. Raises RequestError if the template refuses the
+        messages."""
         return self._unmark(self.render_marked(messages, tools, **kwargs))
 
     def render_marked(
@@ -118,11 +124,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Render as `render` does, with marks wherever a string spells control tokens.
+        """Render like `render`, with a mark in each spelling of a control token in a string.
 
-        continue_final_message: the text ends where the last message's content does.
+        continue_final_message: cut the text at the end of the last message's content.
         """
-        copy = _Copy(self._control, self._limit, self._max_model_len)
+        copy = _MarkedCopy(self._control, self._limit, self._max_model_len)
         shown = copy.messages(messages)
         end = _mark_end(shown) if continue_final_message else ""
         variables = {
@@ -134,7 +140,7 @@ class ChatTemplate:
         }
         try:
             text = self._with_arguments(messages, self.reading.contents(shown), variables)
-        except Exception as error:  # a template may do anything to what it is given
+        except Exception as error:  # a template may raise any exception
             why = self._unmark(_message_of(error)).rstrip(".")
             raise TemplateRefusalError(
                 f"the chat template refuses these messages: {why}. {_REMEDY}",
@@ -145,40 +151,40 @@ class ChatTemplate:
     def _with_arguments(
         self, sent: list[Message], shown: list[Message], variables: dict[str, Any]
     ) -> str:
-        """Return the text with the arguments of tool calls in the form that the template reads.
+        """Return the text with tool-call arguments in the form that the template reads.
 
-        Arguments are objects first, as most templates read them. Text comes second: where the
-        template refuses objects, for example because it joins them to text, or where it writes an
-        object as Python does, which is no JSON.
+        Arguments are passed as objects first, as most templates read them. They are passed as text
+        if the template refuses objects (for example because it concatenates them), or if it writes
+        an object as Python's repr, which is not JSON.
         """
         objects = [call for message in shown for call in message.get("tool_calls", ())]
         if not objects:
-            return self._write(messages=shown, **variables)
+            return self._generate(messages=shown, **variables)
         texts = self._argument_texts(sent, shown)
         try:
-            text = self._write(messages=shown, **variables)
+            text = self._generate(messages=shown, **variables)
         except Exception:
             try:
-                return self._write(messages=texts, **variables)
-            except Exception:  # so the form of arguments is not what the template refuses
-                return self._write(messages=shown, **variables)
-        spelled = {repr(call["function"]["arguments"]) for call in objects} - {"{}"}
-        if not any(one in text for one in spelled):
+                return self._generate(messages=texts, **variables)
+            except Exception:  # the form of the arguments is not the reason for the refusal
+                return self._generate(messages=shown, **variables)
+        reprs = {repr(call["function"]["arguments"]) for call in objects} - {"{}"}
+        if not any(one in text for one in reprs):
             return text
         try:
-            other = self._write(messages=texts, **variables)
+            with_texts = self._generate(messages=texts, **variables)
         except Exception:
             return text
-        quoted = {repr(call["function"]["arguments"]) for m in texts for call in _calls_of(m)}
-        # A template that prints the whole call as Python does would quote the text.
-        return text if any(one in other for one in spelled | quoted) else other
+        quoted_reprs = {repr(call["function"]["arguments"]) for m in texts for call in _calls_of(m)}
+        # A template that prints the whole call as Python's repr would quote the text.
+        return text if any(one in with_texts for one in reprs | quoted_reprs) else with_texts
 
     def _argument_texts(self, sent: list[Message], shown: list[Message]) -> list[Message]:
-        """Return the messages with the arguments of their calls as the client's text, marked."""
+        """Return the messages with their calls' arguments as the client's text, marked."""
         copies = []
-        for before, message in zip(sent, shown, strict=True):
+        for original, message in zip(sent, shown, strict=True):
             calls = _calls_of(message)
-            texts = [text for text in map(_argument_text, _calls_of(before)) if text is not None]
+            texts = [text for text in map(_argument_text, _calls_of(original)) if text is not None]
             if len(texts) != len(calls):
                 texts = [_json(call["function"]["arguments"]) for call in calls]
             elif self._control:
@@ -191,23 +197,25 @@ class ChatTemplate:
         return copies
 
     def _plain(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
-        """Render messages as they are, for probes. Raises whatever the template raises."""
-        given = {**self._special_tokens, "add_generation_prompt": True, "documents": None}
-        return self._with_arguments(messages, messages, {**given, "tools": tools})
+        """Render messages without marks, for probes. Raises any exception of the template."""
+        variables = {**self._special_tokens, "add_generation_prompt": True, "documents": None}
+        return self._with_arguments(messages, messages, {**variables, "tools": tools})
 
-    def _write(self, **variables: Any) -> str:
-        return self._written(self._template.generate(**variables))
+    def _generate(self, **variables: Any) -> str:
+        return self._join_bounded(self._template.generate(**variables))
 
-    def _written(self, parts: Iterable[str]) -> str:
-        """Return all that a template writes. Raise TemplateError where that is too much."""
-        written: list[str] = []
-        left = MARKED * self._limit
+    def _join_bounded(self, parts: Iterable[str]) -> str:
+        """Return the rendered text. Raise TemplateError if it exceeds the limit."""
+        rendered: list[str] = []
+        remaining = MAX_EXPANSION * self._limit
         for part in parts:
-            written.append(part)
-            left -= len(part)
-            if left < 0:
-                raise jinja2.TemplateError(f"it writes more than {MARKED * self._limit} characters")
-        return "".join(written)
+            rendered.append(part)
+            remaining -= len(part)
+            if remaining < 0:
+                raise jinja2.TemplateError(
+                    f"it writes more than {MAX_EXPANSION * self._limit} characters"
+                )
+        return "".join(rendered)
 
     def _unmark(self, text: str) -> str:
         return self._control.unmark(text) if self._control else text
@@ -221,9 +229,10 @@ def _names_in(parsed: jinja2.nodes.Template) -> frozenset[str]:
 
 
 class ChatTemplates:
-    """The templates of a model: one for all requests, or another one for requests with tools.
+    """Templates of a model: one for all requests, or a second one for requests with tools.
 
-    sources: by name, as lockstep.text.templates.files reads them. options: as of ChatTemplate.
+    sources: templates by name (see files.py).
+    options: arguments of ChatTemplate.
     """
 
     def __init__(self, sources: Mapping[str, str], *options: Any) -> None:
@@ -239,9 +248,9 @@ class ChatTemplates:
         return bool(self._by_name)
 
     def choose(self, tools: Any) -> ChatTemplate:
-        """Return the template of a request. Raises RequestError where there is none for it."""
-        named = self._by_name.get(TOOL_USE) if tools else None
-        chosen = named or self._by_name.get(DEFAULT)
+        """Return the template of a request. Raises RequestError if none fits."""
+        with_tools = self._by_name.get(TOOL_USE) if tools else None
+        chosen = with_tools or self._by_name.get(DEFAULT)
         if chosen is None:
             raise RequestError(
                 f"the model has a chat template for requests with tools ({TOOL_USE}) and none for "
@@ -251,48 +260,48 @@ class ChatTemplates:
         return chosen
 
     def warnings(self) -> list[str]:
-        """Return a line for each part of a conversation that a template leaves out."""
+        """Return a warning for each part of a conversation that a template drops."""
         return [
-            f"the chat template {name!r} leaves out {part}: the model does not see them"
+            f"the chat template {name!r} drops {part}: the model does not see them"
             for name, template in self._by_name.items()
             for part in template.reading.lost
-            # With a template for tools of its own, the default one is not asked about tools.
+            # If there is a template for tools, the default one need not render them.
             if name == TOOL_USE or TOOL_USE not in self._by_name or part != probe.TOOLS
         ]
 
 
-class _Copy:
-    """Copies what a client sent, with control tokens broken; refuses what is no plain JSON."""
+class _MarkedCopy:
+    """Copier of what a client sent: breaks control tokens, and refuses values that are not JSON."""
 
     def __init__(self, control: ControlTokens | None, limit: float, max_model_len: int) -> None:
         self._control = control
         self._limit = limit
         self._max_model_len = max_model_len
-        self._left = limit
+        self._remaining = limit
 
     def messages(self, messages: Any) -> list[Message]:
-        """The messages as templates expect them."""
+        """Return the messages in the form that templates expect."""
         if not isinstance(messages, list | tuple):
             raise _refusal("messages", messages, "a list of messages")
         copies = []
         for i, message in enumerate(messages):
-            normal = _normal(message, f"messages[{i}]")
+            normal = _normalize(message, f"messages[{i}]")
             role = normal["role"]
             copy = self.of(normal, f"messages[{i}]", role in _TRUSTED)
             copies.append({**copy, "role": role})
         return copies
 
     def tools(self, tools: Any) -> list[dict[str, Any]] | None:
-        """The tools; None where there are none."""
+        """Return the tools; None if there are none."""
         if tools is None:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise _refusal("tools", tools, "a list of objects")
         return self.of(tools, "tools") or None
 
-    def of(self, value: Any, place: str, special_only: bool = True) -> Any:
-        """A copy of plain JSON. Raises RequestError naming the place in it that is at fault."""
-        return self._copy(value, (place,), special_only)
+    def of(self, value: Any, path: str, special_only: bool = True) -> Any:
+        """Return a copy of a JSON value. Raises RequestError, which names the path of a fault."""
+        return self._copy(value, (path,), special_only)
 
     def _copy(self, value: Any, path: tuple[Any, ...], special_only: bool) -> Any:
         self._spend(1, path)
@@ -312,7 +321,7 @@ class _Copy:
             raise _refusal(_spell(path), value, "whole numbers of at most 1024 bits")
         if not (value is None or isinstance(value, int)):
             if not isinstance(value, float) or not math.isfinite(value):
-                raise _refusal(_spell(path), value, "what JSON can say")
+                raise _refusal(_spell(path), value, "a JSON value")
         return value
 
     def _key(self, key: Any, path: tuple[Any, ...], special_only: bool) -> str:
@@ -326,15 +335,15 @@ class _Copy:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"{_spell(path)} is no Unicode text at character {error.start}, which is half a "
-                "surrogate pair. Send the whole character or leave it out.",
+                f"{_spell(path)}: character {error.start} is half of a surrogate pair. Send the "
+                "whole character, or remove it.",
                 str(path[0]).partition("[")[0],
             ) from None
         return self._control.mark(text, special_only) if self._control else text
 
     def _spend(self, characters: int, path: tuple[Any, ...]) -> None:
-        self._left -= characters
-        if self._left < 0:
+        self._remaining -= characters
+        if self._remaining < 0:
             raise context_length_error(
                 self._max_model_len + 1,
                 self._max_model_len,
@@ -344,21 +353,21 @@ class _Copy:
 
 
 def _mark_end(messages: list[Message]) -> str:
-    """Append a random word to the last message's content; return it."""
+    """Append a random word to the last message's content and return it."""
     if not messages or messages[-1]["role"] != "assistant":
         raise RequestError(
-            "continue_final_message=true needs a last message of the assistant. Add one, or leave "
-            "it out.",
+            "continue_final_message=true needs an assistant message at the end. Add one, or remove "
+            "the field.",
             "continue_final_message",
         )
     if messages[-1].get("tool_calls"):
         raise RequestError(
-            "the last message has tool calls, behind which no text goes on. Send their results, or "
-            "leave them out.",
+            "the last message has tool calls, after which no text can follow. Send their results, "
+            "or remove the calls.",
             "continue_final_message",
         )
     word = secrets.token_hex(16)
-    # The blank behind the word shows whether the template trims the end of the content.
+    # The blank after the word shows whether the template trims the end of the content.
     end = word + " "
     content = messages[-1]["content"]
     if isinstance(content, str):
@@ -371,23 +380,23 @@ def _mark_end(messages: list[Message]) -> str:
 
 
 def _before(text: str, word: str) -> str:
-    """Return the text up to the last place of the word; trimmed where the template trims."""
-    head, found, rest = text.rpartition(word)
-    if found and not rest.startswith(" "):
+    """Return the text up to the last occurrence of the word, trimmed if the template trims."""
+    head, separator, rest = text.rpartition(word)
+    if separator and not rest.startswith(" "):
         return head.rstrip()
-    if not found:
+    if not separator:
         raise RequestError(
-            "continue_final_message=true is not possible: the chat template leaves the last "
-            "message out. Leave it out.",
+            "continue_final_message=true is not possible: the chat template drops the last "
+            "message. Remove the field.",
             "continue_final_message",
         )
     return head
 
 
 def _message_of(error: Exception) -> str:
-    """Return the text of an exception, shortened, or its type's name."""
-    spoken = isinstance(error, (jinja2.TemplateError, TypeError, ValueError))
-    text = str(error)[:300] if spoken else ""
+    """Return the message of an exception, shortened, or the name of its type."""
+    has_message = isinstance(error, (jinja2.TemplateError, TypeError, ValueError))
+    text = str(error)[:300] if has_message else ""
     return text or type(error).__name__
 
 
@@ -397,56 +406,58 @@ def _spell(path: tuple[Any, ...]) -> str:
     return str(path[0]) + "".join(steps)
 
 
-def _refusal(place: str, value: Any, allowed: str) -> RequestError:
-    fault = f"{place} is not allowed" if value is None else f"{place}={brief(value)} is not allowed"
+def _refusal(path: str, value: Any, allowed: str) -> RequestError:
+    """Return the error of a value that is not allowed."""
+    fault = f"{path} is not allowed" if value is None else f"{path}={brief(value)} is not allowed"
     return RequestError(
-        f"{fault}; allowed: {allowed}. {_REMEDY}", re.split(r"[.\[]", place, maxsplit=1)[0]
+        f"{fault}; allowed: {allowed}. {_REMEDY}", re.split(r"[.\[]", path, maxsplit=1)[0]
     )
 
 
-def _normal(message: Any, place: str) -> Message:
-    """Return a message as templates expect it: text, arguments as objects, one reasoning field."""
+def _normalize(message: Any, path: str) -> Message:
+    """Return a message as templates expect it: text content, arguments as objects, one reasoning
+    field."""
     if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
-        raise _refusal(place, message, "an object with a role and content")
+        raise _refusal(path, message, "an object with a role and content")
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise _refusal(
-            f"{place}.role", role, "a short name: system, developer, user, assistant or tool"
+            f"{path}.role", role, "a short name: system, developer, user, assistant or tool"
         )
     normal = {key: value for key, value in message.items() if value is not None}
     normal["role"] = "system" if role == "developer" else role
-    said = message.get("content")
-    content = _texts(message.get("refusal") if said is None else said, f"{place}.content")
+    sent = message.get("content")
+    content = _texts(message.get("refusal") if sent is None else sent, f"{path}.content")
     normal["content"] = content
     for name in _REASONING:
         if not isinstance(normal.get(name, ""), str):
-            raise _refusal(f"{place}.{name}", message[name], "a text")
-    thoughts = [normal[name] for name in _REASONING if name in normal]
-    if thoughts:
-        reasoning = next(filter(None, thoughts), "")
+            raise _refusal(f"{path}.{name}", message[name], "a text")
+    reasonings = [normal[name] for name in _REASONING if name in normal]
+    if reasonings:
+        reasoning = next(filter(None, reasonings), "")
         normal = {"thinking": reasoning, **normal, "reasoning_content": reasoning}
     calls = normal.pop("tool_calls", None)
     if not isinstance(calls, list | None):
-        raise _refusal(f"{place}.tool_calls", calls, "a list of calls")
+        raise _refusal(f"{path}.tool_calls", calls, "a list of calls")
     for i, call in enumerate(calls or ()):
-        whole = _call(call, f"{place}.tool_calls[{i}]")
-        if isinstance(whole["function"]["arguments"], str):
-            # A template could not write this call, and a conversation that holds it must go on.
-            normal["content"] = _with_call_text(normal["content"], whole["function"])
+        parsed = _call(call, f"{path}.tool_calls[{i}]")
+        if isinstance(parsed["function"]["arguments"], str):
+            # Templates cannot write such a call, and the conversation must be able to continue.
+            normal["content"] = _with_call_text(normal["content"], parsed["function"])
         else:
-            normal.setdefault("tool_calls", []).append(whole)
+            normal.setdefault("tool_calls", []).append(parsed)
     return normal
 
 
 def _with_call_text(
     content: str | list[dict[str, str]], function: Message
 ) -> str | list[dict[str, str]]:
-    """Return the content followed by the text of a call whose arguments are no JSON object.
+    """Return the content followed by the text of a call whose arguments are not a JSON object.
 
-    Answers repeat the text of such a call in their content, where it is not added again.
+    Answers repeat the text of such a call in their content; then it is not added again.
     """
-    said = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-    if function["arguments"] in said:
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if function["arguments"] in text:
         return content
     call = f"{function['name']} {function['arguments']}"
     if isinstance(content, list):
@@ -454,12 +465,12 @@ def _with_call_text(
     return f"{content}\n{call}" if content else call
 
 
-def _texts(content: Any, place: str) -> str | list[dict[str, str]]:
-    """Return the content as text, or as text parts where it is a list."""
+def _texts(content: Any, path: str) -> str | list[dict[str, str]]:
+    """Return the content as a string, or as text parts if it is a list."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | dict):
-        raise _refusal(place, content, "a text, or a list of text parts")
+        raise _refusal(path, content, "a text, or a list of text parts")
     parts = content if isinstance(content, list) else [content]
     texts = []
     for part in parts:
@@ -468,7 +479,7 @@ def _texts(content: Any, place: str) -> str | list[dict[str, str]]:
         text = part.get(_TEXTS[kind]) if known and isinstance(part, dict) else part
         if not known or not isinstance(text, str):
             raise RequestError(
-                f"{place} has a part of type {brief(kind)}: {brief(part)}; allowed: text. "
+                f"{path} has a part of type {brief(kind)}: {brief(part)}; allowed: text. "
                 "Send text parts only.",
                 "messages",
             )
@@ -482,7 +493,7 @@ def _calls_of(message: Message) -> list[Any]:
 
 
 def _argument_text(call: Any) -> str | None:
-    """Return the arguments of a client's call as text; None where they are no object."""
+    """Return the arguments of a client's call as text; None if they are not an object."""
     arguments = call.get("function", call).get("arguments")
     if not isinstance(arguments, str):
         return _json(arguments or {})
@@ -493,21 +504,21 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _call(call: Any, place: str) -> Message:
-    """Return a call with its arguments as an object, or as text where they are no JSON object.
+def _call(call: Any, path: str) -> Message:
+    """Return a call with its arguments as an object, or as text if they are not a JSON object.
 
-    Raises RequestError.
+    Raises: RequestError.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _refusal(place, call, "an object with a function that has a name")
+        raise _refusal(path, call, "an object with a function that has a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        read = _object(arguments)
-        arguments = read if isinstance(read, dict) else arguments
+        value = _object(arguments)
+        arguments = value if isinstance(value, dict) else arguments
     if not isinstance(arguments, dict | str | None):
         raise RequestError(
-            f"{place} has arguments that are neither text nor an object: {brief(arguments)}. "
+            f"{path} has arguments that are neither text nor an object: {brief(arguments)}. "
             "Send back the arguments as they were received.",
             "messages",
         )
@@ -515,7 +526,7 @@ def _call(call: Any, place: str) -> Message:
 
 
 def _object(text: str) -> Any:
-    """The value of JSON text; {} for "", the text itself if it is no JSON."""
+    """Return the value of JSON text; {} for "", the text itself if it is not JSON."""
     try:
         return json.loads(text) if text else {}
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The Jinja environment of chat templates, with the functions, filters and tags of transformers."""
+"""Jinja environment of chat templates, with the functions, filters and tags of transformers."""
 
 import json
 from datetime import datetime
@@ -33,10 +33,10 @@ def template_environment(control: ControlTokens | None) -> jinja2.Environment:
 
 
 class GenerationTag(Extension):
-    """The block {% generation %} ... {% endgeneration %}, which training code puts around answers.
+    """Tag {% generation %} ... {% endgeneration %}, which training code puts around answers.
 
-    Its body is rendered as it is. It has a scope of its own, as in transformers, so that what it
-    sets is unknown behind it.
+    Its body is rendered unchanged. It has its own scope, as in transformers: variables that it sets
+    are undefined after it.
     """
 
     tags = {"generation"}  # jinja2's own declaration
@@ -53,7 +53,7 @@ class GenerationTag(Extension):
 
 
 class _TemplateDict:
-    """The function dict(), without the attributes of the class."""
+    """Function dict(), without the attributes of the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -64,10 +64,10 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """The function namespace(), whose attributes must not begin with an underscore."""
+    """Function namespace(), whose attributes must not begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args  # no name is taken, so that namespace(self=...) works
+        self, *rest = args  # no parameter names, so that namespace(self=...) works
         attributes = dict(*rest, **kwargs)
         for name in attributes:
             _check_attribute(name)
@@ -93,7 +93,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write a value as JSON; unlike Jinja's own filter, without escapes of HTML."""
+    """Write a value as JSON; unlike Jinja's filter, without HTML escapes."""
     plain = ensure_ascii and control is None
     text = json.dumps(
         value, ensure_ascii=plain, indent=indent, separators=separators, sort_keys=sort_keys

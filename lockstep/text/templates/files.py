@@ -1,4 +1,5 @@
-"""Chat templates as checkpoints ship them: one or several, in files or within config files."""
+"""Reading of a checkpoint's chat templates: one or several, in their own files or in config
+files."""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,16 @@ TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 MAX_TEMPLATES = 32
 CONFIG_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
-"""JSON files that may hold chat_template, the first that does counts. The second and third are
-those of processors, which older multimodal checkpoints have."""
+"""JSON files that may have chat_template; the first one that has it is used. The second and third
+belong to processors of older multimodal checkpoints."""
 
 
 def read_templates(folder: Path) -> tuple[dict[str, str], Path]:
-    """Return the templates by name, and the file that errors name. {} where there is none.
+    """Return (templates by name, file for error messages); {} if there is none.
 
-    Files of templates win over chat_template of a JSON file, as in transformers.
+    Template files take precedence over chat_template of a JSON file, as in transformers.
 
-    Raises:
-        CheckpointError: a file cannot be read, or a template is no text.
+    Raises: CheckpointError if a file cannot be read or a template is not a string.
     """
     templates = {}
     path = folder / TEMPLATE_FILE
@@ -38,13 +38,13 @@ def read_templates(folder: Path) -> tuple[dict[str, str], Path]:
         return templates, path if path.is_file() else folder / TEMPLATE_FOLDER
     for name in CONFIG_FILES:
         path = folder / name
-        templates = _named(read_json(path).get("chat_template"), path)
+        templates = _by_name(read_json(path).get("chat_template"), path)
         if templates:
             return templates, path
     return {}, folder / CONFIG_FILES[0]
 
 
-def _named(value: Any, path: Path) -> dict[str, str]:
+def _by_name(value: Any, path: Path) -> dict[str, str]:
     """Return the templates of a JSON file's chat_template by name."""
     if value is None:
         return {}
@@ -53,8 +53,8 @@ def _named(value: Any, path: Path) -> dict[str, str]:
         value = {entry.get("name"): entry.get("template") for entry in entries}
     elif not isinstance(value, dict):
         value = {DEFAULT: value}
-    sound = all(is_text(name) and is_text(template) for name, template in value.items())
-    if not sound or len(value) > MAX_TEMPLATES:
+    is_valid = all(is_text(name) and is_text(template) for name, template in value.items())
+    if not is_valid or len(value) > MAX_TEMPLATES:
         allowed = f"a text, or at most {MAX_TEMPLATES} objects with a name and a template"
         raise damaged(path, f"chat_template={brief(value)}; allowed: {allowed}")
     return value

@@ -1,4 +1,5 @@
-"""Tokens to text as they come: whole characters only, stop strings held back until decided."""
+"""Incremental detokenizer: emits whole characters only and holds back what may become a stop
+string."""
 
 import codecs
 from collections.abc import Collection
@@ -8,12 +9,14 @@ from lockstep.text.tokenizers.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """One completion's text. Its pieces, joined, equal the decoding of all tokens at once.
+    """Incremental text of one completion; the emitted parts join to the decoding of all tokens.
 
-    Bytes that are no UTF-8 become U+FFFD, each as soon as that is certain.
-    `stop` ends the text where one of its strings begins, or after it with `include_stop`; text of
-    the first `min_tokens` tokens is not searched. Special tokens are left out with
-    `skip_special_tokens`, but for those `shown`. `stopped` is the string that ended the text.
+    Invalid UTF-8 becomes U+FFFD as soon as it is certain.
+    stop: strings that end the text before their match, or after it with include_stop.
+    min_tokens: the text of this many first tokens is not searched for stop strings.
+    skip_special_tokens: hide special tokens except those in `shown`.
+
+    `stopped` is the stop string that ended the text.
     """
 
     def __init__(
@@ -32,22 +35,22 @@ class Detokenizer:
         self._unchecked = min_tokens
         self._scan = Scan(Markers({s: s for s in stop})) if stop else None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._last: list[int] = []  # the token before, on which a decoder may depend
+        self._last: list[int] = []  # previous token: a decoder may depend on it
 
     def push(self, token_id: int) -> str:
-        """The text that one more token settles."""
-        piece = self._piece(token_id)
+        """Append a token and return the text that became final."""
+        text = self._decode(token_id)
         if self._unchecked > 0:
             self._unchecked -= 1
-            return piece
-        return self._settle(piece, final=False)
+            return text
+        return self._until_stop(text, final=False)
 
     def flush(self) -> str:
-        """What was held back, once no more tokens come."""
+        """Return the text held back, after the last token."""
         tail = self._utf8.decode(b"", final=True)
-        return self._settle(tail, final=True)
+        return self._until_stop(tail, final=True)
 
-    def _piece(self, token_id: int) -> str:
+    def _decode(self, token_id: int) -> str:
         tokenizer = self._tokenizer
         if token_id in self._hidden:
             return ""
@@ -60,16 +63,16 @@ class Detokenizer:
         byte = tokenizer.byte(token_id)
         if byte is not None:
             return self._utf8.decode(bytes([byte]))
-        known = tokenizer.decode(last, skip_special_tokens=False)
+        before = tokenizer.decode(last, skip_special_tokens=False)
         text = tokenizer.decode([*last, token_id], skip_special_tokens=False)
-        return self._utf8.decode(b"", final=True) + text[len(known) :]
+        return self._utf8.decode(b"", final=True) + text[len(before) :]
 
-    def _settle(self, piece: str, final: bool) -> str:
+    def _until_stop(self, text: str, final: bool) -> str:
         if self.stopped is not None:
             return ""
         if self._scan is None:
-            return piece
-        text, self.stopped, *_ = self._scan.take(piece)
+            return text
+        text, self.stopped, *_ = self._scan.take(text)
         if self.stopped is not None:
             return text + self.stopped if self._include_stop else text
         return text + self._scan.flush() if final else text

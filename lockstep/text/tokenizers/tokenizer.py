@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: `tokenizer.json` plus what the config files say about it."""
+"""Tokenizer of a model folder: `tokenizer.json` and the settings of its config files."""
 
 import json
 import re
@@ -16,8 +16,8 @@ from lockstep.text.model_files import damaged, is_text, read_json, read_text
 from lockstep.text.templates.files import DEFAULT, read_templates
 from lockstep.text.tokenizers.tokenizer_config import check_tokenizer_config
 
-MOST_KNOWN = 1 << 16
-"""Tokens whose bytes are kept."""
+MAX_CACHED_TOKENS = 1 << 16
+"""Maximum tokens whose bytes are cached."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPECIAL = (
     "bos_token",
@@ -29,20 +29,21 @@ _SPECIAL = (
     "mask_token",
 )
 _EXTRA = "extra_special_tokens"
-"""Setting that gives further tokens names, which are variables of the chat template too."""
+"""Setting that names further special tokens; the names are variables of the chat template too."""
 
 
-def eos_ids(folder: Path, own: int | None = None) -> frozenset[int]:
-    """The tokens that end an answer: the tokenizer's own, and those of the config files.
+def eos_ids(folder: Path, tokenizer_eos: int | None = None) -> frozenset[int]:
+    """Return the tokens that end an answer: `own` and those of the config files.
 
-    Raises CheckpointError.
+    own: the tokenizer's eos token.
+    Raises: CheckpointError.
     """
     config = read_json(folder / "config.json")
     inner = config.get("text_config")
     inner = inner if isinstance(inner, dict) else {}
     size = inner.get("vocab_size", config.get("vocab_size"))
     size = size if isinstance(size, int) else 2**31
-    found = set() if own is None else {own}
+    ids_so_far = set() if tokenizer_eos is None else {tokenizer_eos}
     for name, settings in (
         ("generation_config.json", read_json(folder / "generation_config.json")),
         ("config.json", config),
@@ -58,28 +59,28 @@ def eos_ids(folder: Path, own: int | None = None) -> frozenset[int]:
                 f"eos_token_id={brief(value)}; allowed: a token id below {size}, or a list of at "
                 f"most {MAX_EOS_IDS}",
             )
-        found.update(ids)
-    if len(found) > MAX_EOS_IDS:
+        ids_so_far.update(ids)
+    if len(ids_so_far) > MAX_EOS_IDS:
         raise damaged(
             folder / "generation_config.json",
-            f"with config.json and tokenizer_config.json, eos_token_id names {sorted(found)}; "
+            f"with config.json and tokenizer_config.json, eos_token_id names {sorted(ids_so_far)}; "
             f"allowed: at most {MAX_EOS_IDS} tokens that end an answer",
         )
-    return frozenset(found)
+    return frozenset(ids_so_far)
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The byte-level alphabet of GPT-2: each of 256 printable characters stands for a byte."""
+    """Return GPT-2's byte-level alphabet: printable character -> byte, 256 entries."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
+    unprintable = [byte for byte in range(256) if byte not in plain]
     table = {chr(byte): byte for byte in plain}
-    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return table | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 class Tokenizer:
-    """Text to token ids and back. `eos_ids`: the tokens that end an answer.
+    """Conversion of text to token ids and back. `eos_ids`: the tokens that end an answer.
 
-    Raises CheckpointError, which names the file, where a file is missing or damaged.
+    Raises: CheckpointError, which names the file that is missing or damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -92,28 +93,28 @@ class Tokenizer:
         added = self.fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.special_tokens = self._special_tokens()
-        own = self.fast.token_to_id(self.special_tokens.get("eos_token", ""))
-        self.eos_ids = eos_ids(self._folder, own)
+        eos = self.fast.token_to_id(self.special_tokens.get("eos_token", ""))
+        self.eos_ids = eos_ids(self._folder, eos)
         self._missing = self._missing_ends()
         self.chat_templates, self.chat_template_path = read_templates(self._folder)
         decoder = json.loads(self.fast.decoder.__getstate__()) if self.fast.decoder else {}
-        parts = [decoder, *decoder.get("decoders", ())]
-        self.byte_level = any(part.get("type") == "ByteLevel" for part in parts)
-        self._byte_fallback = any(part.get("type") == "ByteFallback" for part in parts)
+        decoders = [decoder, *decoder.get("decoders", ())]
+        self.byte_level = any(part.get("type") == "ByteLevel" for part in decoders)
+        self._byte_fallback = any(part.get("type") == "ByteFallback" for part in decoders)
         self._byte_of_char = _byte_of_char()
-        self._known_bytes = lru_cache(MOST_KNOWN)(self._bytes_of)
+        self._known_bytes = lru_cache(MAX_CACHED_TOKENS)(self._bytes_of)
 
     def _load(self, path: Path) -> Fast:
         if not path.is_file():
             raise CheckpointError(
-                f"{path} does not exist; a model folder holds tokenizer.json. "
+                f"{path} does not exist; a model folder needs tokenizer.json. "
                 "Add it, or set skip_tokenizer_init to work with token ids."
             )
         try:
             fast = Fast.from_str(read_text(path))
         except CheckpointError:
             raise
-        except Exception as error:  # tokenizers raises no other kind
+        except Exception as error:  # tokenizers raises plain Exception
             raise damaged(path, error) from None
         fast.no_truncation()
         fast.no_padding()
@@ -134,10 +135,10 @@ class Tokenizer:
                 self.fast.add_tokens([AddedToken(entry["content"], special=special)])
 
     def _missing_ends(self) -> dict[str, list[int]]:
-        """Return the ids of bos_token and eos_token that raw texts get besides tokenizer.json's.
+        """Return the ids of bos_token and eos_token that encode() must add to raw texts.
 
-        add_bos_token and add_eos_token ask for them. tokenizer.json may add such a token itself. A
-        chat template writes its own.
+        add_bos_token and add_eos_token ask for them. tokenizer.json may add such a token itself,
+        and a chat template writes its own.
         """
         added = self.fast.encode("").ids
         missing: dict[str, list[int]] = {"bos_token": [], "eos_token": []}
@@ -155,38 +156,38 @@ class Tokenizer:
 
     def _special_tokens(self) -> dict[str, str]:
         path = self._folder / "special_tokens_map.json"
-        more = read_json(path)
-        found = {}
+        map_file = read_json(path)
+        texts = {}
         extra = self.config.get(_EXTRA)
         named = extra if isinstance(extra, dict) else {}
         for name in (*_SPECIAL, *named):
-            value = self.config.get(name) or named.get(name) or more.get(name)
+            value = self.config.get(name) or named.get(name) or map_file.get(name)
             content = value.get("content") if isinstance(value, dict) else value
             if content and not is_text(content):
-                place = self._config_path if self.config.get(name) else path
-                raise damaged(place, f"{name}={brief(value)}; allowed: a text")
+                file = self._config_path if self.config.get(name) else path
+                raise damaged(file, f"{name}={brief(value)}; allowed: a text")
             if content:
-                found[name] = content
-        return found
+                texts[name] = content
+        return texts
 
     @property
     def chat_template(self) -> str | None:
-        """The template of requests without tools."""
+        """Return the template of requests without tools."""
         return self.chat_templates.get(DEFAULT)
 
     def __len__(self) -> int:
-        """Tokens of the vocabulary, added ones included."""
+        """Return the size of the vocabulary, added tokens included."""
         return self.fast.get_vocab_size(with_added_tokens=True)
 
     @cached_property
-    def longest_token(self) -> int:
-        """Most characters that one token stands for."""
+    def max_token_length(self) -> int:
+        """Return the characters of the longest token."""
         return max(map(len, self.fast.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of the text; special tokens written in it become themselves.
+        """Return the token ids of a text; special tokens written in it are parsed.
 
-        As a batch of one, since `encode` itself would keep all other threads waiting.
+        It encodes a batch of one, since `encode` of tokenizers holds the GIL.
         """
         batch = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = batch[0].ids
@@ -195,31 +196,31 @@ class Tokenizer:
         return [*self._missing["bos_token"], *ids, *self._missing["eos_token"]]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of the ids; what is no UTF-8 becomes U+FFFD."""
+        """Return the text of the ids; invalid UTF-8 becomes U+FFFD."""
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str:
-        """The vocabulary's own spelling of a token; "" for an id that it does not have."""
+        """Return the vocabulary's spelling of a token; "" for an unknown id."""
         return self.fast.id_to_token(token_id) or ""
 
     def byte(self, token_id: int) -> int | None:
-        """The byte that a token such as <0xE2> stands for, where the decoder knows such tokens."""
-        found = _BYTE.fullmatch(self.token(token_id)) if self._byte_fallback else None
-        return int(found[1], 16) if found else None
+        """Return the byte of a byte-fallback token such as <0xE2>; None for other tokens."""
+        match = _BYTE.fullmatch(self.token(token_id)) if self._byte_fallback else None
+        return int(match[1], 16) if match else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for in the midst of a text, with a blank in front where it
-        has one; b"" for an id outside the vocabulary."""
+        """Return the bytes of a token within a text, with its leading blank; b"" for an unknown
+        id."""
         return self._known_bytes(token_id)
 
     def _bytes_of(self, token_id: int) -> bytes:
         token = self.token(token_id)
         if (byte := self.byte(token_id)) is not None:
             return bytes([byte])
-        if not self.byte_level:  # decoders may take a text's own first blank away
+        if not self.byte_level:  # decoders may strip a text's leading blank
             first = self.decode([token_id], skip_special_tokens=False)
             both = self.decode([token_id, token_id], skip_special_tokens=False)
             return both[len(first) :].encode()
         codes = [self._byte_of_char.get(char) for char in token]
-        known = [code for code in codes if code is not None]
-        return bytes(known) if len(known) == len(codes) else token.encode()
+        byte_values = [code for code in codes if code is not None]
+        return bytes(byte_values) if len(byte_values) == len(codes) else token.encode()

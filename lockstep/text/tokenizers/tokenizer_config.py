@@ -1,7 +1,7 @@
-"""Settings of tokenizer_config.json: read, harmless, compared with tokenizer.json, or refused.
+"""Settings of tokenizer_config.json: read, ignored, compared with tokenizer.json, or refused.
 
-tokenizer.json holds the whole tokenizer. Other settings either repeat what it says, serve other
-libraries alone, or would change token ids or text, and then they are refused by name.
+tokenizer.json is the complete tokenizer. Other settings repeat it, matter to other libraries only,
+or would change token ids or text. Those of the last kind are refused by name.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from tokenizers import Tokenizer as Fast
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.text.model_files import refuse_unread
 
-_WRITER = "notes of the library that wrote the file"
-_STORED = "how the tokenizer was made; tokenizer.json holds the result"
-_CALLS = "defaults of calls that pad, cut or batch texts, which are never made"
+_WRITER = "metadata of the library that wrote the file"
+_STORED = "how the tokenizer was built; tokenizer.json is the result"
+_CALLS = "defaults of padding, truncation and batching, which are not used"
 _MODALITY = "images, audio or video, which are not served"
 _ANSWERS = "how transformers reads answers; the parsers read them here"
 _TOKENS = "names of tokens; tokenizer.json says which exist"
 
 READ = frozenset(("added_tokens_decoder", "chat_template", "extra_special_tokens"))
-"""Settings that some code reads. Texts named *_token are read as names of special tokens."""
+"""Settings that are read. Strings named *_token are read as names of special tokens."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     **dict.fromkeys(
@@ -62,10 +62,10 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     **dict.fromkeys(("response_schema", "response_template", "tool_parser_type"), _ANSWERS),
     **dict.fromkeys(("additional_special_tokens", "model_specific_special_tokens"), _TOKENS),
 }  # fmt: skip
-"""Settings that may be ignored with any value, each with the reason why."""
+"""Settings that are ignored whatever their value, each with the reason."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {"errors": ("replace",)}
-"""Settings that are not supported, at the value with which they change nothing."""
+"""Unsupported settings, with the value at which they change nothing."""
 
 CLEAN_UP = "clean_up_tokenization_spaces"
 """Setting that removes blanks before punctuation when decoding. It has no effect on BPE, as in
@@ -75,15 +75,15 @@ PREFIX = "add_prefix_space"
 ADDED = ("add_bos_token", "add_eos_token")
 """Settings that add the bos_token before a raw text and the eos_token after it."""
 REMEDY = (
-    "Where tokenizer.json is right, set it to null in a copy of the folder's file; else save the "
+    "If tokenizer.json is right, set it to null in a copy of the file; otherwise save the "
     "tokenizer again with the library that wrote it."
 )
 
 
 def check_tokenizer_config(path: Path, settings: Mapping[str, Any], fast: Fast) -> None:
-    """Raise CheckpointError for a setting that changes token ids or text and is not obeyed.
+    """Raise CheckpointError for a setting that changes token ids or text and is not supported.
 
-    fast: the tokenizer of tokenizer.json, which settings must agree with.
+    fast: tokenizer of tokenizer.json, which the settings must agree with.
     """
     _check_prefix(path, settings.get(PREFIX), fast)
     known = READ.union(WITHOUT_EFFECT, ADDED, (PREFIX,), _token_names(settings))
@@ -108,7 +108,7 @@ def _token_names(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _check_prefix(path: Path, wanted: object, fast: Fast) -> None:
-    """Raise CheckpointError unless tokenizer.json puts a blank in front of texts as wanted."""
+    """Raise CheckpointError unless tokenizer.json treats a leading blank as the setting says."""
     if wanted is None:
         return
     text = fast.normalizer.normalize_str("a") if fast.normalizer else "a"

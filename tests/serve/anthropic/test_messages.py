@@ -227,7 +227,7 @@ def test_tokens_are_counted(server: Any) -> None:
         ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
-            "output_config.format: the keyword 'type' at the root of the schema cannot be obeyed",
+            "output_config.format: the keyword 'type' at the root of the schema cannot be enforced",
         ),
         ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice: type tool needs a name"),
         (

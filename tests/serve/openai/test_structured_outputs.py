@@ -199,8 +199,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {**FORMAT, "json_schema": {"schema": {"items": {"type": "text"}}}}},
         "response_format",
-        "response_format: the keyword 'type' at items of the schema cannot be obeyed: Invalid "
-        "type: text. Change it.",
+        "response_format: the keyword 'type' at items of the schema cannot be enforced: Invalid "
+        "type: text. Correct it.",
     ),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "x"),
@@ -211,7 +211,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "structured_outputs"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "structured_outputs"),
     ({"guided_regex": "[a&&b]"}, "guided_regex", "no text matches"),
-    ({"guided_regex": ".*" * 2000 + "x"}, "guided_regex", "cannot be obeyed"),
+    ({"guided_regex": ".*" * 2000 + "x"}, "guided_regex", "cannot be enforced"),
     ({"guided_regex": "a" * 5000}, "guided_regex", "at most 4096"),
     ({"response_format": {"type": "structural_tag", "format": {}}},
      "response_format", "is not supported"),
@@ -243,7 +243,7 @@ def test_tools_that_are_refused(server: SimpleNamespace) -> None:
     assert found.choices[0].message.tool_calls[0].function.name == "f"
     with pytest.raises(openai.BadRequestError, match="needs tools"):
         chat(server, CALL, tool_choice="required")
-    with pytest.raises(openai.BadRequestError, match="strict tools are not supported beside"):
+    with pytest.raises(openai.BadRequestError, match="strict tools are not supported together"):
         chat(server, CALL, tools=STRICT, extra_body={"guided_choice": ["left", "right"]})
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine.engine_loop import TokenUpdate
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.serve.app import EventStream
 from lockstep.serve.openai.chat import ChatAnswer
 from lockstep.serve.openai.completions import CompletionAnswer

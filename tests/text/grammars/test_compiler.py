@@ -21,7 +21,7 @@ from lockstep.text.grammars.compiler import (
     GrammarRecipe,
     Matcher,
 )
-from lockstep.text.grammars.structured_output import compile_wanted
+from lockstep.text.grammars.structured_output import compile_structured_output
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.masks import every_token, masks_of, together
 
@@ -41,7 +41,7 @@ def allowed(mask: bytes) -> set[int]:
 
 
 def matcher(compiler: Compiler, **wanted: object) -> Matcher:
-    return compile_wanted(StructuredOutputsParams(**wanted), compiler)  # type: ignore[arg-type]
+    return compile_structured_output(StructuredOutputsParams(**wanted), compiler)  # type: ignore[arg-type]
 
 
 def due(compiler: Compiler, texts: list[str], before: bytes) -> set[int]:

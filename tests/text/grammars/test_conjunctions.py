@@ -10,8 +10,8 @@ import pytest
 from lockstep.errors import RequestError
 from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.text.grammars.compiler import WRITTEN_ROW_ITEMS, Compiler
-from lockstep.text.grammars.conjunctions import MOST_NAMES, MOST_TOGETHER
-from lockstep.text.grammars.structured_output import compile_wanted
+from lockstep.text.grammars.conjunctions import MAX_CONJOINED, MAX_NAME_PATTERNS
+from lockstep.text.grammars.structured_output import compile_structured_output
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.masks import masks_of
 
@@ -85,7 +85,7 @@ def test_many_that_must_match_together_are_refused(
     """Unbounded, each of them takes minutes of a processor, and some never end."""
     began = time.process_time()
     with pytest.raises(RequestError, match="allowed: at most") as caught:
-        compile_wanted(StructuredOutputsParams(**fields), compiler)
+        compile_structured_output(StructuredOutputsParams(**fields), compiler)
     assert caught.value.field == f"structured_outputs.{next(iter(fields))}"
     assert time.process_time() - began < SECONDS
 
@@ -94,16 +94,16 @@ def test_many_that_must_match_together_are_refused(
     "fields",
     [
         {"json": {"type": "array", "prefixItems": patterns(200)}},
-        {"json": names(MOST_NAMES)},
+        {"json": names(MAX_NAME_PATTERNS)},
         {"json": {"type": "object", "properties": {str(i): names(9) for i in range(20)}}},
-        {"grammar": "start: A\nA: " + " & ".join(f"~/x{i}/" for i in range(MOST_TOGETHER // 2))},
+        {"grammar": "start: A\nA: " + " & ".join(f"~/x{i}/" for i in range(MAX_CONJOINED // 2))},
         {"grammar": 'start: /a&b&c&d&e&f&g&h/ "' + "~" * 99 + '"'},
     ],
     ids=range(5),
 )
 def test_usual_ones_are_obeyed(compiler: Compiler, fields: dict[str, Any]) -> None:
     began = time.process_time()
-    compile_wanted(StructuredOutputsParams(**fields), compiler)
+    compile_structured_output(StructuredOutputsParams(**fields), compiler)
     assert time.process_time() - began < SECONDS
 
 
@@ -116,7 +116,7 @@ AMBIGUOUS = [
 @pytest.mark.parametrize("source", AMBIGUOUS)
 def test_an_ambiguous_grammar_ends_its_answer_early(compiler: Compiler, source: str) -> None:
     """The work for a token grows with the square of the text: a step would wait ever longer."""
-    matcher = compile_wanted(StructuredOutputsParams(grammar=source), compiler)
+    matcher = compile_structured_output(StructuredOutputsParams(grammar=source), compiler)
     (one,) = compiler.tokenizer.encode("1", add_special_tokens=False)
     began = time.process_time()
     for _ in range(2 * WRITTEN_ROW_ITEMS):

@@ -7,9 +7,9 @@ import pytest
 
 from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.text.grammars.compiler import Compiler
-from lockstep.text.grammars.integer_bounds import LIMIT, with_bounded_integers
+from lockstep.text.grammars.integer_bounds import LIMIT, add_integer_bounds
 from lockstep.text.grammars.multiples import schemas_of
-from lockstep.text.grammars.structured_output import compile_wanted, json_form
+from lockstep.text.grammars.structured_output import compile_structured_output, json_expression
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.masks import masks_of
 
@@ -23,7 +23,7 @@ def compiler(tokenizer: Tokenizer) -> Compiler:
 
 def allows(compiler: Compiler, schema: Any, text: str) -> bool:
     """Return whether a grammar of the schema lets this text come, and end there."""
-    matcher = compile_wanted(StructuredOutputsParams(json=schema), compiler)
+    matcher = compile_structured_output(StructuredOutputsParams(json=schema), compiler)
     for token in compiler.tokenizer.encode(text, add_special_tokens=False):
         if not masks_of(matcher)[0][token // 8] >> token % 8 & 1:
             return False
@@ -58,15 +58,15 @@ def test_integers_have_a_bound(compiler: Compiler, schema: Any) -> None:
 
 def test_a_callers_own_bounds_are_kept(compiler: Compiler) -> None:
     between = {"type": "integer", "minimum": 3, "maximum": 12}
-    assert with_bounded_integers(between) == between
+    assert add_integer_bounds(between) == between
     assert allows(compiler, between, "12") and not allows(compiler, between, "13")
     # A large divisor and a range together take more than llguidance allows.
     coarse = {"type": "integer", "multipleOf": 9973}
-    assert with_bounded_integers(coarse) == coarse
+    assert add_integer_bounds(coarse) == coarse
     for other in ({"type": "number"}, {"type": ["integer", "number"]}, {"enum": [1]}, {}):
-        assert with_bounded_integers(other) == other
+        assert add_integer_bounds(other) == other
     above = {"type": "integer", "minimum": 9.1e18}
-    assert with_bounded_integers(above) == above
+    assert add_integer_bounds(above) == above
 
 
 def test_other_kinds_keep_what_does_not_bind_them(compiler: Compiler) -> None:
@@ -79,7 +79,7 @@ def test_equal_integers_are_one_definition(compiler: Compiler) -> None:
     """A range for each of 200 places takes more than llguidance allows."""
     names = [f"k{i}" for i in range(200)]
     schema = {"type": "object", "properties": dict.fromkeys(names, INTEGER), "required": names}
-    (spelled,) = schemas_of(json_form(StructuredOutputsParams(json=schema)) or "")
+    (spelled,) = schemas_of(json_expression(StructuredOutputsParams(json=schema)) or "")
     assert spelled["$defs"] == {
         "bounded-integer-0": {
             "type": "integer",

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RequestError
-from lockstep.text.grammars.multiples import MOST_REMAINDERS, check_multiples
+from lockstep.text.grammars.multiples import MAX_REMAINDERS, check_multiples
 
 TOO_LARGE = [
     {"multipleOf": 2**31},
     {"multipleOf": 999_983, "type": "number"},
     {"multipleOf": 9_999_991e-7},
-    {"multipleOf": MOST_REMAINDERS + 1},
+    {"multipleOf": MAX_REMAINDERS + 1},
     {"anyOf": [{"multipleOf": number} for number in range(9_001, 9_100, 2)]},
     {"properties": {f"p{n}": {"multipleOf": 9_001 + 2 * n} for n in range(50)}},
     {"allOf": [{"multipleOf": 9_973}, {"multipleOf": 9_967}]},
@@ -22,7 +22,7 @@ TOO_LARGE = [
     {"$ref": "#/const", "const": {"multipleOf": 2**31}},
 ]
 ALLOWED = [
-    {"multipleOf": MOST_REMAINDERS - 1},
+    {"multipleOf": MAX_REMAINDERS - 1},
     {"multipleOf": 1_000_000},
     {"multipleOf": 0.01},
     {"properties": {"price": {"multipleOf": 0.01}, "seconds": {"multipleOf": 86_400}}},
@@ -51,7 +51,7 @@ def test_usual_multiples_are_allowed(schema: Any) -> None:
 
 
 def test_all_schemas_of_a_grammar_count_together() -> None:
-    half = lark({"multipleOf": MOST_REMAINDERS // 2 + 1})
+    half = lark({"multipleOf": MAX_REMAINDERS // 2 + 1})
     check_multiples(half, "grammar")
     with pytest.raises(RequestError):
         check_multiples(half + half, "grammar")

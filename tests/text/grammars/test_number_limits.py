@@ -12,7 +12,7 @@ import pytest
 from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.text.grammars.compiler import AfterReasoning, Compiler, Matcher
 from lockstep.text.grammars.number_limits import EXPONENT, INTEGER, STRING, JsonState, NumberLimit
-from lockstep.text.grammars.structured_output import compile_wanted
+from lockstep.text.grammars.structured_output import compile_structured_output
 from lockstep.text.grammars.tool_calls import CallParams, ToolSyntax
 from lockstep.text.parsers import TOOL_PARSERS
 from lockstep.text.tokenizers.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def compiler() -> Compiler:
 
 
 def form(compiler: Compiler, **fields: Any) -> Matcher:
-    return compile_wanted(StructuredOutputsParams(**fields), compiler)
+    return compile_structured_output(StructuredOutputsParams(**fields), compiler)
 
 
 def ids(compiler: Compiler, text: str) -> list[int]:
@@ -179,7 +179,7 @@ def calls(name: str, compiler: Compiler, free_text: bool) -> Matcher:
     tools = syntax.tools(TOOLS)
     json_after = syntax.json_after(tools, free_text)
     params = CallParams(grammar=write(tools, True), json_after=json_after)
-    return compile_wanted(params, compiler)
+    return compile_structured_output(params, compiler)
 
 
 def call(name: str, number: str) -> str:

@@ -9,8 +9,8 @@ import pytest
 from lockstep.errors import RequestError
 from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.text.grammars.compiler import Compiler
-from lockstep.text.grammars.json_schema import without_refused
-from lockstep.text.grammars.structured_output import compile_wanted
+from lockstep.text.grammars.json_schema import drop_refused
+from lockstep.text.grammars.structured_output import compile_structured_output
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.masks import masks_of
 
@@ -71,7 +71,7 @@ def test_numbers_that_are_not_obeyed_are_named(compiler: Compiler, schema: Any) 
         {"structural_tag": {"structures": [_tag(schema)], "triggers": ["<a"]}},
     ):
         with pytest.raises(RequestError, match=keyword) as caught:
-            compile_wanted(StructuredOutputsParams(**fields), compiler)
+            compile_structured_output(StructuredOutputsParams(**fields), compiler)
         assert caught.value.field == f"structured_outputs.{next(iter(fields))}"
 
 
@@ -81,7 +81,7 @@ def _tag(schema: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("schema", "text"), ALLOWED, ids=lambda s: json.dumps(s)[:60])
 def test_numbers_that_are_obeyed_come(compiler: Compiler, schema: Any, text: str) -> None:
-    matcher = compile_wanted(StructuredOutputsParams(json=schema), compiler)
+    matcher = compile_structured_output(StructuredOutputsParams(json=schema), compiler)
     for token in compiler.tokenizer.encode(text, add_special_tokens=False):
         assert masks_of(matcher)[0][token // 8] >> token % 8 & 1, text
         matcher.accept([token])
@@ -91,6 +91,6 @@ def test_numbers_that_are_obeyed_come(compiler: Compiler, schema: Any, text: str
 
 def test_a_tool_that_is_not_strict_is_not_held_to_them() -> None:
     schema = {"type": "integer", "minimum": LEAST, "maximum": 5, "enum": [2**60 + 1]}
-    assert without_refused({"properties": {"a": schema}}) == {
+    assert drop_refused({"properties": {"a": schema}}) == {
         "properties": {"a": {"type": "integer", "maximum": 5}}
     }

@@ -8,8 +8,12 @@ import pytest
 from lockstep.errors import RequestError
 from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.text.grammars.compiler import Compiler
-from lockstep.text.grammars.references import canonical
-from lockstep.text.grammars.structured_output import compile_wanted, json_form, schema_of
+from lockstep.text.grammars.references import normalize
+from lockstep.text.grammars.structured_output import (
+    compile_structured_output,
+    json_expression,
+    schema_of,
+)
 from lockstep.text.grammars.tool_calls import ToolSyntax
 from lockstep.text.parsers import TOOL_PARSERS, ReplyParser
 from lockstep.text.parsers.schema import property_types
@@ -25,7 +29,7 @@ def compiler() -> Compiler:
 
 def accepts(compiler: Compiler, schema: Any, text: str) -> bool:
     """Whether a text is an answer that is held to a schema."""
-    form = json_form(StructuredOutputsParams(json=schema))
+    form = json_expression(StructuredOutputsParams(json=schema))
     return matches(compiler, f"start: {form}", text)
 
 
@@ -158,13 +162,13 @@ def test_a_union_whose_cases_overlap_is_named_with_a_remedy(compiler: Compiler) 
     cases = [{"type": "object", "required": ["a"]}, {"type": "object", "required": ["b"]}]
     schema = {"type": "object", "properties": {"item": {"oneOf": cases}}, "required": ["item"]}
     with pytest.raises(RequestError, match=r"'oneOf' at properties\.item.*anyOf") as caught:
-        compile_wanted(StructuredOutputsParams(json=schema), compiler)
+        compile_structured_output(StructuredOutputsParams(json=schema), compiler)
     assert "coerce" not in str(caught.value)
 
 
 @pytest.mark.parametrize("more", [True, {}, {"description": "anything"}])
 def test_additional_properties_that_say_nothing(compiler: Compiler, more: Any) -> None:
-    assert canonical({"additionalProperties": more}) == {"additionalProperties": True}
+    assert normalize({"additionalProperties": more}) == {"additionalProperties": True}
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])

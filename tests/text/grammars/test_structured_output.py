@@ -12,14 +12,14 @@ from lockstep.errors import RequestError
 from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.text.grammars.compiler import Compiler, GrammarFault, Matcher
 from lockstep.text.grammars.json_schema import (
-    MOST_DEPTH,
-    MOST_REFERENCES,
-    MOST_SEARCHED,
+    MAX_DEPTH,
+    MAX_REFERENCES,
+    MAX_SEARCHED_PARTS,
     REFUSED,
-    closed,
+    close_objects,
     locate,
 )
-from lockstep.text.grammars.structured_output import MOST_RULES, compile_wanted
+from lockstep.text.grammars.structured_output import MAX_RULES, compile_structured_output
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.masks import masks_of
 
@@ -45,7 +45,7 @@ def matches(compiler: Compiler, source: str, text: str) -> bool:
 
 
 def wanted(compiler: Compiler, **fields: Any) -> Matcher:
-    return compile_wanted(StructuredOutputsParams(**fields), compiler)
+    return compile_structured_output(StructuredOutputsParams(**fields), compiler)
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
@@ -83,9 +83,9 @@ def test_a_property_of_such_a_name_is_no_keyword(compiler: Compiler, keyword: st
         ({"items": 3}, "items is 3"),
         ({"items": {"$ref": "#/$defs/none"}}, r"'\$ref' at items .*none"),
         ({"$ref": "http://example.com/schema"}, r"'\$ref' at the root .*example\.com"),
-        ('{"type": ', "is no JSON"),
+        ('{"type": ', "is not valid JSON"),
         ("[" * 5000, "JSON|levels"),
-        ({"const": "x" * 70_000}, "more than 65536 characters"),
+        ({"const": "x" * 70_000}, "at most 65536 characters"),
         ({"type": "integer", "minimum": 5, "maximum": 4}, "'minimum' at the root"),
     ],
 )
@@ -102,9 +102,9 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 def test_depth_is_bounded(compiler: Compiler) -> None:
-    wanted(compiler, json=nested(MOST_DEPTH - 1))
-    with pytest.raises(RequestError, match=f"more than {MOST_DEPTH} levels"):
-        wanted(compiler, json=nested(MOST_DEPTH))
+    wanted(compiler, json=nested(MAX_DEPTH - 1))
+    with pytest.raises(RequestError, match=f"more than {MAX_DEPTH} levels"):
+        wanted(compiler, json=nested(MAX_DEPTH))
     with pytest.raises(RequestError, match="levels"):
         wanted(compiler, json=nested(5000))
 
@@ -157,7 +157,7 @@ def test_objects_may_be_closed(compiler: Compiler) -> None:
     text = '{"b":1}'
     for closes in (False, True):
         fields: dict[str, Any] = {"json": schema, "disable_additional_properties": closes}
-        matcher = compile_wanted(StructuredOutputsParams(**fields), compiler)
+        matcher = compile_structured_output(StructuredOutputsParams(**fields), compiler)
         matcher.accept(compiler.tokenizer.encode(text, add_special_tokens=False))
         assert (matcher.fault is None) == (not closes)
 
@@ -165,8 +165,8 @@ def test_objects_may_be_closed(compiler: Compiler) -> None:
 def test_only_schemas_are_closed() -> None:
     named = {"properties": {"properties": {"const": {"properties": {}}}}}
     inner = {"properties": {"a": {}}, "additionalProperties": False}
-    assert closed(named) == {**named, "additionalProperties": False}
-    assert closed({"anyOf": [{"properties": {"a": {}}}, True]}) == {"anyOf": [inner, True]}
+    assert close_objects(named) == {**named, "additionalProperties": False}
+    assert close_objects({"anyOf": [{"properties": {"a": {}}}, True]}) == {"anyOf": [inner, True]}
 
 
 def chain(rules: int) -> str:
@@ -176,14 +176,14 @@ def chain(rules: int) -> str:
 
 def test_chains_are_bounded(compiler: Compiler) -> None:
     """What follows them does so on the stack: too long a chain would end the process."""
-    wanted(compiler, grammar=chain(MOST_RULES))
-    with pytest.raises(RequestError, match=f"{MOST_RULES + 1} rules"):
-        wanted(compiler, grammar=chain(MOST_RULES + 1))
-    for count in (MOST_REFERENCES, MOST_REFERENCES + 1):
+    wanted(compiler, grammar=chain(MAX_RULES))
+    with pytest.raises(RequestError, match=f"{MAX_RULES + 1} rules"):
+        wanted(compiler, grammar=chain(MAX_RULES + 1))
+    for count in (MAX_REFERENCES, MAX_REFERENCES + 1):
         links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(count - 1)}
         links[f"a{count - 1}"] = {"type": "integer"}
         schema = {"$ref": "#/$defs/a0", "$defs": links}
-        if count == MOST_REFERENCES:
+        if count == MAX_REFERENCES:
             wanted(compiler, json=schema)
         else:
             with pytest.raises(RequestError, match=f"{count} references"):
@@ -278,11 +278,11 @@ def test_large_multiples_are_refused(compiler: Compiler, fields: dict[str, Any])
     ],
 )
 def test_what_binds_nothing_changes_nothing(compiler: Compiler, schema: dict[str, Any]) -> None:
-    plain = json.loads(json.dumps(schema), object_pairs_hook=without_void)
+    plain = json.loads(json.dumps(schema), object_pairs_hook=drop_ineffective)
     assert wanted(compiler, json=schema).recipe == wanted(compiler, json=plain).recipe
 
 
-def without_void(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def drop_ineffective(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A schema's object without its format and what it says of names; a property format stays."""
     kept = {key: value for key, value in pairs if key != "propertyNames"}
     return {key: value for key, value in kept.items() if key != "format" or isinstance(value, dict)}
@@ -303,7 +303,9 @@ def test_tags_bind_behind_their_triggers(compiler: Compiler, spelled: Any) -> No
         ("so <f=a>true</f>", False),
         ("so <f=c>", False),
     ):
-        matcher = compile_wanted(StructuredOutputsParams(structural_tag=spelled), compiler)
+        matcher = compile_structured_output(
+            StructuredOutputsParams(structural_tag=spelled), compiler
+        )
         matcher.accept(compiler.tokenizer.encode(text, add_special_tokens=False))
         assert (matcher.fault is None) == fits, text
 
@@ -374,7 +376,7 @@ def test_few_places_are_searched_for_a_fault() -> None:
     tried = []
     schema = {"properties": {f"p{number}": {} for number in range(5000)}}
     assert locate([schema], "a fault", tried.append) is None
-    assert len(tried) == MOST_SEARCHED
+    assert len(tried) == MAX_SEARCHED_PARTS
 
 
 def test_errors_of_llguidance_are_one_line(compiler: Compiler) -> None:

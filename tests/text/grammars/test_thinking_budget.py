@@ -203,7 +203,7 @@ def test_what_cannot_be_kept_is_refused(model: Processor, folder: Path) -> None:
     plain = Processor(model.tokenizer, None, 512, model.eos_ids)
     with pytest.raises(RequestError, match="thinking_token_budget=5 needs a reasoning parser"):
         plain.requests("r", "fox", asked)
-    with pytest.raises(RequestError, match="which allowed_token_ids has not") as error:
+    with pytest.raises(RequestError, match="which allowed_token_ids lacks") as error:
         held(model, 5, allowed_token_ids=[1, 2, 3])
     assert error.value.field == "thinking_token_budget"
     for wrong in (-2, 1.5, True, "9", 2**31):

@@ -21,9 +21,13 @@ from jsonschema.validators import validator_for
 from lockstep.errors import RequestError
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from lockstep.text.grammars.compiler import Compiler
-from lockstep.text.grammars.json_schema import MOST_DEPTH
+from lockstep.text.grammars.json_schema import MAX_DEPTH
 from lockstep.text.grammars.lark import Json
-from lockstep.text.grammars.structured_output import MOST_RULES, compile_wanted, json_form
+from lockstep.text.grammars.structured_output import (
+    MAX_RULES,
+    compile_structured_output,
+    json_expression,
+)
 from lockstep.text.grammars.tool_calls import CallParams, ToolChoice, ToolSyntax
 from lockstep.text.parsers import TOOL_PARSERS, ReplyParser
 from lockstep.text.parsers.call_parser import CallsOrForm
@@ -321,7 +325,7 @@ def test_every_call_of_a_writer_fits(model: Model, name: str) -> None:
     assert says(named, writer([("ping", {})]))
     assert not says(named, writer(one))
     allowed = ToolChoice.read(allowed_tools("auto", PING))
-    some = syntax.text_and_calls(syntax.tools(SENT, allowed, held=False), True)
+    some = syntax.text_and_calls(syntax.tools(SENT, allowed, enforced=False), True)
     assert says(some, "no call at all")
     assert says(some, writer([("ping", {})]))
     assert not says(some, writer(one))
@@ -339,9 +343,9 @@ def test_calls_or_a_form(model: Model, name: str, strict: bool) -> None:
     """Strict tools are held to their schemas, others write any arguments."""
     writer = WRITTEN[name]
     syntax = model.syntax(name)
-    form = json_form(WANTED)
+    form = json_expression(WANTED)
     assert form is not None
-    source = syntax.calls_or_form(syntax.tools(SENT, held=strict), True, form)
+    source = syntax.calls_or_form(syntax.tools(SENT, enforced=strict), True, form)
     one: list[Any] = [("weather", {"city": "Rio", "days": 3})]
     wrong: list[Any] = [("weather", {"city": "Rio", "days": 10})]
     unknown: list[Any] = [("pong", {})]
@@ -468,7 +472,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_coder", {"a": {"enum": ["</parameter>"]}}, "read as another"),
     ("qwen3_coder", {"a>": {"type": "string"}}, "'a>' at properties"),
     ("qwen3_coder", {" a": {"type": "string"}}, "' a' at properties"),
-    ("qwen3_coder", {"a": False}, "never comes"),
+    ("qwen3_coder", {"a": False}, "no value matches"),
     ("qwen3_coder", {"a": {"type": "string", "anyOf": [{"minLength": 1}]}}, "'type'"),
     ("qwen3_coder", {"a": {"allOf": [{"type": "string"}, {"minLength": 1}]}}, "'allOf'"),
     ("hermes", {"a": {"$ref": "#/properties/a"}}, r"'\$ref' at properties.a .*back to itself"),
@@ -613,7 +617,7 @@ def test_hostile_schemas_cost_little(plain: Model, name: str, what: str) -> None
     began = time.process_time()
     try:
         held = CallParams(grammar=syntax.calls_only(syntax.tools(one_tool({"a": schema})), True))
-        matcher = compile_wanted(held, plain.compiler)
+        matcher = compile_structured_output(held, plain.compiler)
     except RequestError as error:
         assert error.field in ("tools", "tools[0].function.parameters")
     else:
@@ -702,7 +706,7 @@ def test_tools_are_held_to_the_same_bounds() -> None:
     syntax = ToolSyntax(TOOL_PARSERS["hermes"], {})
     for schema, says in (
         ({"not": {}}, r"tools\[0\].function.parameters.*'not' at the root"),
-        (nested(MOST_DEPTH), "levels"),
+        (nested(MAX_DEPTH), "levels"),
         (True, r"tools\[0\].function.parameters=True is not allowed"),
     ):
         function = {"name": "f", "parameters": schema, "strict": True}
@@ -716,7 +720,7 @@ def test_what_is_too_large_of_tools_names_them(name: str) -> None:
     texts = [f"t{number:060}" for number in range(700)]
     schema = {"type": "object", "properties": {"a": {"enum": texts}}}
     others = {"type": "object", "properties": {"a": {"enum": texts[::-1]}}}
-    many = [(f"f{number}", {}) for number in range(MOST_RULES)]
+    many = [(f"f{number}", {}) for number in range(MAX_RULES)]
     for tools in ([("f", schema), ("g", others)], many):
         functions = [{"name": own, "parameters": parameters} for own, parameters in tools]
         sent = [{"type": "function", "function": function} for function in functions]
@@ -732,7 +736,7 @@ def test_faults_of_tools_name_them(plain: Model) -> None:
     with pytest.raises(
         RequestError, match="tools: the keyword 'pattern' at properties.a"
     ) as caught:
-        compile_wanted(held, plain.compiler)
+        compile_structured_output(held, plain.compiler)
     assert caught.value.field == "tools"
 
 
@@ -753,6 +757,6 @@ def test_a_tool_that_is_not_strict_is_not_held_to_what_is_not_known(
         held = CallParams(grammar=syntax.calls_only(tools, True))
         if strict:
             with pytest.raises(RequestError, match=f"'{next(iter(bound))}' at properties.a"):
-                compile_wanted(held, plain.compiler)
+                compile_structured_output(held, plain.compiler)
         else:
-            compile_wanted(held, plain.compiler)
+            compile_structured_output(held, plain.compiler)

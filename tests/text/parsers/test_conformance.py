@@ -548,9 +548,9 @@ def test_no_key_comes_twice() -> None:
     text = f"<tool_call>\n<function=get>\n{body}</function>\n</tool_call>"
     found = parser_of("qwen3_coder", [("get", {"n": 1})], False).parse(text)
     assert found.tool_calls[0].arguments == '{"n": 1}'
-    assert found.errors == ["a parameter that came before"]
+    assert found.errors == ["a repeated parameter"]
     found = parser_of("pythonic", [], False).parse("[get(n=1, n=2)]")
-    assert found.errors == ["an argument that came before"] and not found.tool_calls[0].complete
+    assert found.errors == ["a repeated argument"] and not found.tool_calls[0].complete
 
 
 def test_a_function_without_its_bracket_is_no_call() -> None:

@@ -343,8 +343,7 @@ def test_a_start_warns_of_parts_that_the_template_leaves_out(
     Processor.for_model(Tokenizer(folder), folder, 4096)
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        f"the chat template 'default' leaves out {part}: the model does not see them"
-        for part in lost
+        f"the chat template 'default' drops {part}: the model does not see them" for part in lost
     ]
 
 

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from lockstep.serve.openai.protocol import MAX_NAME, MAX_PARTS, MAX_TOOLS, Content
 from lockstep.serve.openai.responses.client_tools import Tool, callees, function_name
 from lockstep.serve.requests.body_models import NOTES, Nested
-from lockstep.text.grammars.json_schema import MOST_DEPTH, is_deep
+from lockstep.text.grammars.json_schema import MAX_DEPTH, is_deep
 
 MAX_ID = 128
 """Characters of a response's or a call's id."""
@@ -28,7 +28,7 @@ OUTPUT_NOTES = CALL_NOTES | {"name", "namespace", "max_output_length"}
 def shallow(value: Any) -> Any:
     """Return a value of any type. Raise ValueError where it is nested too deeply for an answer."""
     if is_deep(value):
-        raise ValueError(f"more than {MOST_DEPTH} levels of nesting; allowed: at most {MOST_DEPTH}")
+        raise ValueError(f"more than {MAX_DEPTH} levels of nesting; allowed: at most {MAX_DEPTH}")
     return value
 
 

@@ -26,7 +26,7 @@ from lockstep.serve.openai.responses.builtin_tools import (
 )
 from lockstep.serve.requests.body_models import Nested
 from lockstep.text.grammars.lark import LARK
-from lockstep.text.parsers.events import CallArguments, CallStart, Told
+from lockstep.text.parsers.events import AnswerEvent, CallArguments, CallStart
 
 JOINT = "__"
 """Separator of a namespace and a name in a function's name, as clients of MCP servers join them."""
@@ -283,7 +283,7 @@ class ClientEvents:
         self._tools = tools
         self._inputs: dict[int, InputText] = {}
 
-    def read(self, events: Sequence[Told]) -> Iterator[Told]:
+    def read(self, events: Sequence[AnswerEvent]) -> Iterator[AnswerEvent]:
         """Yield the events, with arguments of custom tools as their input."""
         for event in events:
             if isinstance(event, CallStart) and self._tools.is_custom(event.name):

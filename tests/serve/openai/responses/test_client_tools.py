@@ -146,7 +146,7 @@ def test_a_grammar_of_a_model_that_writes_json(server: Any, tmp_path: Path) -> N
     assert server.client.requests[-1].grammar is not None
     found = post(server, PATH, input="x", tools=[{**PATCH, "format": LARK}])
     assert found.status_code == 400
-    assert "the Lark grammar of 'patch' cannot be obeyed" in found.json()["error"]["message"]
+    assert "the Lark grammar of 'patch' cannot be enforced" in found.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
