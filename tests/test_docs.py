@@ -287,6 +287,15 @@ def test_counts_are_those_of_the_code_and_the_results() -> None:
     assert [said for _, said, _ in counts.stale()] == [counts.QUICK(), "nothing"]
 
 
+def test_the_picture_of_the_packages_is_current() -> None:
+    """Otherwise: python docs/package_diagram.py."""
+    diagram = script("package_diagram")
+    assert diagram.PICTURE.read_text() == diagram.svg()
+    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    assert diagram.reduced(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}
+    assert diagram.rows(graph) == [["a"], ["b"], ["c"]]
+
+
 def test_the_table_of_published_checkpoints_is_what_their_settings_come_to() -> None:
     """Or else: python docs/published.py."""
     published = script("published")

@@ -16,7 +16,7 @@ from lockstep import LLM, SamplingParams
 from lockstep.check.report import Report
 from lockstep.cli import app
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.kernels.formats.kv import PackedKV
+from lockstep.kernels.formats.kv import QuantizedKV
 from lockstep.kernels.formats.kv.fp8 import E4M3, Fp8
 from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.layers.kv_format import StaticScales
@@ -32,23 +32,23 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.kernels.formats.kv import Codec, KVFormat
+from lockstep.kernels.formats.kv import KVFormat, KVQuantizer
 
 
 @dataclass(frozen=True)
-class Signs(Codec):
+class Signs(KVQuantizer):
     @property
     def dtype(self):
         return torch.int8
 
-    def count(self, dim):
+    def num_scales(self, dim):
         return 1
 
-    def encode(self, x):
+    def quantize(self, x):
         return x.sign().to(torch.int8), x.float().abs().mean(-1, keepdim=True)
 
-    def decode(self, codes, numbers):
-        return codes.float() * numbers
+    def dequantize(self, qdata, scales):
+        return qdata.float() * scales
 
 
 FORMAT = KVFormat("signs", Signs(), Signs())
@@ -78,7 +78,7 @@ def names(llm: LLM) -> dict[str, str]:
     layers = worker_of(llm.engine).layers
     found = {n: m.k_cache for n, m in layers.items() if hasattr(m, "k_cache")}
     return {
-        n: str(c.codec) if isinstance(c, PackedKV) else str(c.dtype).removeprefix("torch.")
+        n: str(c.quantizer) if isinstance(c, QuantizedKV) else str(c.dtype).removeprefix("torch.")
         for n, c in found.items()
     }
 
@@ -140,7 +140,7 @@ def test_rotations_differ_by_layer_and_the_draft_module_has_its_own(folder: Path
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     llm = engine(folder, kv_cache_dtype="turboquant_4bit_nc", speculative_config=spec)
     layers = [m for m in worker_of(llm.engine).layers.values() if hasattr(m, "k_cache")]
-    seeds = [(m.k_cache.codec.seed, m.v_cache.codec.seed) for m in layers]
+    seeds = [(m.k_cache.quantizer.seed, m.v_cache.quantizer.seed) for m in layers]
     assert len({*seeds}) == len(seeds) == 3 and all(k == v for k, v in seeds)
     assert answer(llm) == answer(engine(folder, kv_cache_dtype="turboquant_4bit_nc"))
 

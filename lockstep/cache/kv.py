@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.cache.specs import Law, Part, Spec
-from lockstep.kernels.formats.kv import Codec, KVCache, KVFormat, PackedKV
+from lockstep.kernels.formats.kv import KVCache, KVFormat, KVQuantizer, QuantizedKV
 
 SIDES = ("k", "v")
 LATENT = "latent"
@@ -22,11 +22,11 @@ def kv_spec(kv_heads: int, dim: int, dtype: torch.dtype, format: KVFormat | None
     return Spec(Law.PAGED, tuple(parts))
 
 
-def latent_spec(dim: int, rope: int, dtype: torch.dtype, codec: Codec | None) -> Spec:
+def latent_spec(dim: int, rope: int, dtype: torch.dtype, quantizer: KVQuantizer | None) -> Spec:
     """Latents of one layer: per token one of `dim` numbers, as the codec has it, None where it is
     of the dtype, and beside it a turned key of `rope` numbers, of the dtype always."""
     turned = Part(ROPE, (rope,), dtype)
-    return Spec(Law.PAGED, (*_parts(LATENT, (), dim, dtype, codec), turned))
+    return Spec(Law.PAGED, (*_parts(LATENT, (), dim, dtype, quantizer), turned))
 
 
 def kv_caches(
@@ -38,10 +38,10 @@ def kv_caches(
 
 
 def latent_caches(
-    storage: dict[str, Tensor], dim: int, codec: Codec | None
+    storage: dict[str, Tensor], dim: int, quantizer: KVQuantizer | None
 ) -> tuple[KVCache, Tensor]:
     """Latents and turned keys over the tensors that latent_spec allocated."""
-    return _cache(storage, LATENT, dim, codec), storage[ROPE]
+    return _cache(storage, LATENT, dim, quantizer), storage[ROPE]
 
 
 def kv_tensors(cache: KVCache) -> list[Tensor]:
@@ -49,27 +49,33 @@ def kv_tensors(cache: KVCache) -> list[Tensor]:
     return [cache] if isinstance(cache, Tensor) else cache.tensors()
 
 
-def _codec(format: KVFormat | None, side: str) -> Codec | None:
+def _codec(format: KVFormat | None, side: str) -> KVQuantizer | None:
     return None if format is None else getattr(format, side)
 
 
 def _parts(
-    side: str, lead: tuple[int, ...], dim: int, dtype: torch.dtype, codec: Codec | None
+    side: str, lead: tuple[int, ...], dim: int, dtype: torch.dtype, quantizer: KVQuantizer | None
 ) -> list[Part]:
     """A side of dim numbers for each of `lead` per token."""
-    if codec is None:
+    if quantizer is None:
         return [Part(side, (*lead, dim), dtype)]
-    parts = [Part(side, (*lead, codec.width(dim)), codec.dtype)]
-    count = codec.count(dim)
+    parts = [Part(side, (*lead, quantizer.row_width(dim)), quantizer.dtype)]
+    count = quantizer.num_scales(dim)
     if count:
-        parts.append(Part(_beside(side), (*lead, count), codec.number_dtype))
+        parts.append(Part(_beside(side), (*lead, count), quantizer.scale_dtype))
     return parts
 
 
-def _cache(storage: dict[str, Tensor], side: str, dim: int, codec: Codec | None) -> KVCache:
+def _cache(
+    storage: dict[str, Tensor], side: str, dim: int, quantizer: KVQuantizer | None
+) -> KVCache:
     """A side over the tensors of its parts."""
     codes = storage[side]
-    return codes if codec is None else PackedKV(codec, dim, codes, storage.get(_beside(side)))
+    return (
+        codes
+        if quantizer is None
+        else QuantizedKV(quantizer, dim, codes, storage.get(_beside(side)))
+    )
 
 
 def _beside(side: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv import Codec, KVCache, KVFormat, PackedKV
+from lockstep.kernels.formats.kv import KVCache, KVFormat, KVQuantizer, QuantizedKV
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.registry import Op
 
@@ -178,16 +178,16 @@ class BenchEnv:
         dtype = dtype or self.dtype
         return torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
 
-    def cache(self, codec: Codec | None, *shape: int) -> KVCache:
+    def cache(self, quantizer: KVQuantizer | None, *shape: int) -> KVCache:
         """Return random keys or values [pages, page_size, ..., D] in the cache's storage.
 
         A quantized cache repeats DISTINCT_PAGES pages, because quantizing takes long.
         """
-        if codec is None:
+        if quantizer is None:
             return self.random(*shape)
-        parts = codec.encode(self.random(min(DISTINCT_PAGES, shape[0]), *shape[1:]))
+        parts = quantizer.quantize(self.random(min(DISTINCT_PAGES, shape[0]), *shape[1:]))
         pages = self.ints(torch.arange(shape[0]) % len(parts[0]), torch.int64)
-        return PackedKV(codec, shape[-1], *(part[pages] for part in parts))
+        return QuantizedKV(quantizer, shape[-1], *(part[pages] for part in parts))
 
     def ones(self, *shape: int) -> Tensor:
         """Return a tensor of ones in the model's dtype."""

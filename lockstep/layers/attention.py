@@ -6,7 +6,7 @@ from lockstep.cache.kv import kv_caches, kv_spec, kv_tensors
 from lockstep.cache.specs import Spec
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.formats.kv import KVCache
-from lockstep.kernels.formats.kv.table import head_codecs
+from lockstep.kernels.formats.kv.table import head_quantizers
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.kv_format import StaticScales
@@ -72,13 +72,13 @@ class Attention(nn.Module):
             build, attention_width, {"o_proj": Columns.of(outputs)}, bias=out_bias
         )
         self.kv_format = build.kv.of(build.layer)
-        codecs = head_codecs(self.kv_format, head_dim, build.kv.setting)
+        quantizers = head_quantizers(self.kv_format, head_dim, build.kv.setting)
         beside = build.beside("k_proj", "v_proj")
         other = None if build.packing is None else build.packing.other_kv
         self.static = StaticScales(build.path, self.kv_format, beside, other)
-        self.rope = build.op(rope_and_cache, head_dim=head_dim, codecs=codecs)
+        self.rope = build.op(rope_and_cache, head_dim=head_dim, quantizers=quantizers)
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-        self.attend = build.op(paged_attention, **sizes, codecs=codecs)
+        self.attend = build.op(paged_attention, **sizes, quantizers=quantizers)
 
     def keep(self, x: Tensor, ctx: StepContext) -> None:
         """Writes the keys and values of x [T, H] and makes nothing else. For drafters."""

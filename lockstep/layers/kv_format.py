@@ -58,7 +58,7 @@ class LayerKVFormats:
         """The format of the layer of this name, "layers.3"; of a draft module's, any other."""
         if self.format is None or layer.rpartition(".")[2] in self.skip:
             return None
-        return self.format.of_layer(layer)
+        return self.format.for_layer(layer)
 
 
 class StaticScales:
@@ -79,7 +79,7 @@ class StaticScales:
         self.name = name
         self.scales: dict[str, float] = {}
         self.slots: dict[str, WeightSink] = {}
-        if format is None or not format.scaled:
+        if format is None or not format.has_static_scales:
             return
         told: set[str] = set()
         for module, name, sides in SCALE_TENSORS:

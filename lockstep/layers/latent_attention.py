@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from lockstep.cache.kv import kv_tensors, latent_caches, latent_spec
 from lockstep.cache.specs import Spec
-from lockstep.kernels.formats.kv import KVCache, Turn
-from lockstep.kernels.formats.kv.table import latent_codec
+from lockstep.kernels.formats.kv import HadamardRotation, KVCache
+from lockstep.kernels.formats.kv.table import latent_quantizer
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.layers.build_context import BuildContext
@@ -29,8 +29,8 @@ class AbsorbedHeads(nn.Module):
     has N rows of keys, then V of values, head by head. One that is packed is unpacked when it is
     loaded, since the keys' map is read along its rows.
 
-    turn: the rotation that the cache keeps latents in, None for none. Every row is rotated likewise
-    when it is loaded, so queries come out rotated, and what is found need not be rotated back.
+    rotation: the Hadamard rotation of the cached latents, None for none. Every row is rotated when
+    it is loaded, so queries come out rotated, and the output need not be rotated back.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class AbsorbedHeads(nn.Module):
         plain: int,
         latent: int,
         value: int,
-        turn: Turn | None,
+        rotation: HadamardRotation | None,
     ) -> None:
         super().__init__()
-        self.turn = turn
+        self.rotation = rotation
         self.widths = (plain, value)
         columns = Columns.of(heads, plain + value)
         heads = len(build.rank.units(heads))
@@ -78,8 +78,8 @@ class AbsorbedHeads(nn.Module):
 
     def _take(self, weight: Tensor) -> None:
         """Fills both maps from kv_b_proj [H (N + V), C]."""
-        if self.turn is not None:
-            weight = self.turn.forward(weight)
+        if self.rotation is not None:
+            weight = self.rotation.rotate(weight)
         heads = weight.unflatten(0, (-1, sum(self.widths)))
         keys, values = heads.split(self.widths, dim=1)
         self.keys.data.copy_(keys.transpose(1, 2))
@@ -135,14 +135,14 @@ class LatentAttention(nn.Module):
         self.q_norm = None if q_rank is None else RMSNorm(build, q_rank, NORM_EPS)
         self.q_up = None if q_rank is None else Linear(build, q_rank, {"q_b_proj": queries})
         self.kv_norm = Norm(build, latent, NORM_EPS)
-        self.codec = latent_codec(build.kv.of(build.layer), latent, build.kv.setting)
-        turn = None if self.codec is None else self.codec.turn
-        self.absorbed = AbsorbedHeads(build, heads, plain, latent, value, turn)
+        self.quantizer = latent_quantizer(build.kv.of(build.layer), latent, build.kv.setting)
+        rotation = None if self.quantizer is None else self.quantizer.rotation
+        self.absorbed = AbsorbedHeads(build, heads, plain, latent, value, rotation)
         self.out = ResidualLinear(build, values, {"o_proj": Columns.of(outputs)})
         sizes = dict(latent=latent, rope=turned)
-        codecs = None if self.codec is None else (self.codec,)
-        self.rope = build.op(latent_rope_and_cache, **sizes, codecs=codecs)
-        self.attend = build.op(latent_attention, heads=self.heads, **sizes, codecs=codecs)
+        quantizers = None if self.quantizer is None else (self.quantizer,)
+        self.rope = build.op(latent_rope_and_cache, **sizes, quantizers=quantizers)
+        self.attend = build.op(latent_attention, heads=self.heads, **sizes, quantizers=quantizers)
 
     def keep(self, x: Tensor, ctx: StepContext) -> None:
         """Writes the latents of x [T, H] and makes nothing else. For drafters."""
@@ -199,10 +199,10 @@ class LatentAttention(nn.Module):
         return 2 * self.heads * (2 * self.latent + self.turned)
 
     def cache_spec(self) -> Spec:
-        return latent_spec(self.latent, self.turned, self.dtype, self.codec)
+        return latent_spec(self.latent, self.turned, self.dtype, self.quantizer)
 
     def bind(self, storage: dict[str, Tensor]) -> None:
-        self.latents, self.ropes = latent_caches(storage, self.latent, self.codec)
+        self.latents, self.ropes = latent_caches(storage, self.latent, self.quantizer)
 
     def cache_tensors(self) -> list[Tensor]:
         return [*kv_tensors(self.latents), self.ropes]

@@ -141,8 +141,8 @@ def _tiled(
     module: nn.Module, card: Architecture, limits: StepLimits, dtype: torch.dtype
 ) -> Iterator[tuple[str, str, Any]]:
     """(op, size, tokens -> tile) of what a module launches."""
-    from lockstep.kernels.attention import SEGMENT
-    from lockstep.kernels.attention.triton import partition
+    from lockstep.kernels.attention import KV_SPLIT
+    from lockstep.kernels.attention.triton import choose_partition
     from lockstep.kernels.linear.quantized import tile_of as packed_tile
     from lockstep.kernels.linear.quantized_tuning import UNPACK
     from lockstep.kernels.linear.tuning import lookup
@@ -166,14 +166,14 @@ def _tiled(
         heads = module.heads
         kv_heads = module.kv_heads
         dim = module.head_dim
-        segments = -(-limits.row_columns * PAGE_SIZE // SEGMENT)
+        segments = -(-limits.row_columns * PAGE_SIZE // KV_SPLIT)
         format = module.kv_format
         spec = kv_spec(1, dim, dtype, format)
         of_token = 0 if format is None else sum(part.nbytes for part in spec.parts)
 
         def attention_tile(tokens: int) -> Any:
             sizes = (*_step_of(tokens, limits), heads, kv_heads, dim, segments)
-            return partition(*sizes, dtype, number, of_token)
+            return choose_partition(*sizes, dtype, number, of_token)
 
         yield "paged_attention", f"{heads}/{kv_heads} heads of {dim}", attention_tile
     elif isinstance(module, LatentAttention):
@@ -211,13 +211,13 @@ def _latent_tiles(
     layer: LatentAttention, number: int, limits: StepLimits, dtype: torch.dtype
 ) -> Iterator[tuple[str, str, Any]]:
     """_tiled of latent attention, whose tile the architecture decides alone."""
-    from lockstep.kernels.latent_attention.triton import partition, tile_of
+    from lockstep.kernels.latent_attention.triton import choose_partition, choose_tile
 
     keys = limits.row_columns * PAGE_SIZE
-    own = tile_of(dtype, number)
+    own = choose_tile(dtype, number)
 
     def tile(tokens: int) -> Any:
-        return partition(*_step_of(tokens, limits), layer.heads, layer.latent, keys, own)
+        return choose_partition(*_step_of(tokens, limits), layer.heads, layer.latent, keys, own)
 
     size = f"{layer.heads} heads of {layer.latent} + {layer.turned}"
     yield "latent_attention", size, tile

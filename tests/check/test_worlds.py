@@ -44,7 +44,7 @@ from lockstep.check.world import ROOM, Kind, Limits, World, WorldRequest, write_
 from lockstep.check.worlds import Examiner
 from lockstep.cli import app
 from lockstep.errors import ConfigError
-from lockstep.kernels.attention import SEGMENT
+from lockstep.kernels.attention import KV_SPLIT
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.step import PAGE_SIZE
@@ -122,7 +122,7 @@ def test_some_worlds_have_a_long_prompt_and_some_have_rows_that_are_pushed_out(
     for first in (0, SELDOM):
         long = drawer.world(first + LONGER)
         pushed = drawer.world(first + PUSHED)
-        assert max(len(a.prompt) for a in long.requests) > 2 * SEGMENT
+        assert max(len(a.prompt) for a in long.requests) > 2 * KV_SPLIT
         assert pushed.limits.rows == 2 and pushed.limits.policy == "priority"
         urgent = min(a.priority for a in pushed.requests)
         assert sum(a.priority == urgent for a in pushed.requests) > 5

@@ -14,7 +14,7 @@ from lockstep.kernels import Op
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
-from lockstep.kernels.formats.kv.cases import NAN_CODE
+from lockstep.kernels.formats.kv.cases import UNWRITTEN_BYTE
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
@@ -179,7 +179,7 @@ def moved(op: Op, arguments: Arguments) -> Arguments:
     other = copy.deepcopy(arguments)
     for tensor in storage(op, other):
         tensor.copy_(tensor[order(len(tensor))])
-        tensor[0] = float("nan") if tensor.is_floating_point() else NAN_CODE
+        tensor[0] = float("nan") if tensor.is_floating_point() else UNWRITTEN_BYTE
     for name in own.places:
         first = storage(op, other)[0]
         size = first.shape[1] if op in (rope_and_cache, latent_rope_and_cache) else 1

@@ -32,8 +32,8 @@ from lockstep.kernels import architecture
 from lockstep.kernels.attention.triton import paged_attention_triton
 from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
 from lockstep.kernels.experts.triton import experts_triton
-from lockstep.kernels.formats.kv import Codec, KVFormat
-from lockstep.kernels.formats.kv.cases import LATENTS
+from lockstep.kernels.formats.kv import KVFormat, KVQuantizer
+from lockstep.kernels.formats.kv.cases import LATENT_QUANTIZERS
 from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.kernels.formats.weights.bench import LAYOUTS
 from lockstep.kernels.formats.weights.cases import layouts
@@ -42,7 +42,7 @@ from lockstep.kernels.gated_delta_rule.cases import (
     gated_delta_step_cases,
 )
 from lockstep.kernels.head_linear.triton import head_linear_triton
-from lockstep.kernels.latent_attention.dequantize import unpacked_groups
+from lockstep.kernels.latent_attention.dequantize import dequantized_groups
 from lockstep.kernels.latent_attention.triton import latent_attention_triton
 from lockstep.kernels.linear.quantized import linear_quantized
 from lockstep.kernels.linear.triton import linear_triton
@@ -102,13 +102,13 @@ def attention(
 
 
 def latent(
-    heads: int, rows: int, query_len: int, dtype: torch.dtype, codec: Codec | None = None
+    heads: int, rows: int, query_len: int, dtype: torch.dtype, quantizer: KVQuantizer | None = None
 ) -> Call:
     """A call of latent_attention over 32 K tokens a row, of DeepSeek-V3's latents."""
     tokens = rows * query_len
     ints = dict(dtype=torch.int32)
-    spec = latent_spec(512, 64, dtype, codec)
-    kept, ropes = latent_caches(spec.allocate(9, 64, "meta"), 512, codec)
+    spec = latent_spec(512, 64, dtype, quantizer)
+    kept, ropes = latent_caches(spec.allocate(9, 64, "meta"), 512, quantizer)
     return lambda: latent_attention_triton(
         meta(tokens, heads, 512, dtype=dtype), meta(tokens, heads, 64, dtype=dtype),
         kept, ropes, meta(rows, 512, **ints), meta(rows + 1, **ints), meta(rows, **ints),
@@ -116,14 +116,14 @@ def latent(
     )  # fmt: skip
 
 
-def ahead(dtype: torch.dtype, codec: Codec) -> Call:
+def ahead(dtype: torch.dtype, quantizer: KVQuantizer) -> Call:
     """A call that unpacks DeepSeek-V3's latents of 8 rows."""
     ints = dict(dtype=torch.int32)
     kept, ropes = latent_caches(
-        latent_spec(512, 64, dtype, codec).allocate(9, 64, "meta"), 512, codec
+        latent_spec(512, 64, dtype, quantizer).allocate(9, 64, "meta"), 512, quantizer
     )
     rest = (meta(8, 512, **ints), meta(9, **ints), meta(8, **ints))
-    return lambda: list(unpacked_groups(kept, ropes, *rest))
+    return lambda: list(dequantized_groups(kept, ropes, *rest))
 
 
 def head_maps(tokens: int, dtype: torch.dtype) -> Iterator[Call]:
@@ -139,10 +139,10 @@ def latents(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     for heads in (128, 64):
         for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048)):
             yield "latent_attention", latent(heads, rows, query_len, dtype)
-    for codec in LATENTS.values():
+    for quantizer in LATENT_QUANTIZERS.values():
         for rows, query_len in ((1, 1), (64, 4)):
-            yield "latent_attention", latent(128, rows, query_len, dtype, codec)
-        yield "latent_attention", ahead(dtype, codec)
+            yield "latent_attention", latent(128, rows, query_len, dtype, quantizer)
+        yield "latent_attention", ahead(dtype, quantizer)
     for tokens in (1, 17, 65, 257):
         yield from (("head_linear", call) for call in head_maps(tokens, dtype))
 

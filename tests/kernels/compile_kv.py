@@ -22,11 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels import architecture
-from lockstep.kernels.attention import paged as attention
 from lockstep.kernels.attention import quantized_hopper
+from lockstep.kernels.attention import triton as attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import load
-from lockstep.kernels.formats.kv.cases import LATENTS, NAMED
+from lockstep.kernels.formats.kv.cases import KERNEL_FORMATS, LATENT_QUANTIZERS
 from lockstep.kernels.formats.weights.operand import Target
 from lockstep.kernels.latent_attention import triton as latent_attention
 from lockstep.kernels.latent_attention.cases import paged_latents
@@ -90,24 +90,26 @@ def widths(arch: int, call: Callable[[], object], whole: bool) -> tuple[set[str]
 
 def heads(name: str, dim: int, rows: int) -> Callable[[], object]:
     """A call over keys and values in a format, by its name."""
-    given = paged(((300, rows // 4),), 4, 1, dim, 64, torch.bfloat16, format=NAMED[name])
-    divided = attention.Partition(rows, 64, 1, True, 8 if rows == 64 else 4, 2)
-    return lambda: attention.paged_attention_triton(**given, divided=divided)
+    given = paged(((300, rows // 4),), 4, 1, dim, 64, torch.bfloat16, format=KERNEL_FORMATS[name])
+    partition = attention.Partition(rows, 64, 1, True, 8 if rows == 64 else 4, 2)
+    return lambda: attention.paged_attention_triton(**given, partition=partition)
 
 
 def latents(name: str) -> Callable[[], object]:
     """A call over DeepSeek-V3's latents in a format, by its name."""
-    given = paged_latents(((300, 4),), 16, 512, 64, 64, torch.bfloat16, codec=LATENTS[name])
+    given = paged_latents(
+        ((300, 4),), 16, 512, 64, 64, torch.bfloat16, quantizer=LATENT_QUANTIZERS[name]
+    )
     return lambda: latent_attention.latent_attention_triton(**given)
 
 
 def calls(arch: int) -> Iterator[tuple[str, Callable[[], object], bool]]:
     """What is compiled for an architecture: (name, call, down to machine code)."""
-    for name in NAMED:
+    for name in KERNEL_FORMATS:
         for dim, rows in ((dim, rows) for dim in DIMS for rows in ROWS):
             if arch >= 90 or dim <= 128:
                 yield f"{name} {dim} {rows}", heads(name, dim, rows), (dim, rows) == WHOLE
-    for name in LATENTS:
+    for name in LATENT_QUANTIZERS:
         yield f"{name} latents", latents(name), False
 
 
@@ -125,12 +127,12 @@ def compile_unpacking_warps() -> None:
     launches = compile_launches.Launches()
     JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
     knobs.runtime.add_stages_inspection_hook = None
-    given = paged(((300, 4),), 24, 4, 256, 64, torch.bfloat16, format=NAMED["fp8_e4m3"])
-    how = quantized_hopper.shape_of(1, 24, 4, 256, 2)
+    given = paged(((300, 4),), 24, 4, 256, 64, torch.bfloat16, format=KERNEL_FORMATS["fp8_e4m3"])
+    shape = quantized_hopper.choose_shape(1, 24, 4, 256, 2, target.processors)
     with mock.patch.object(quantized_hopper, "target_of", lambda device: target):
-        quantized_hopper.paged_attention_hopper_packed(**given, shape=how)
+        quantized_hopper.paged_attention_quantized_hopper(**given, shape=shape)
     code = dict(launches.code)
-    assert "wgmma.mma_async" in code["_segments_kernel"]
+    assert "wgmma.mma_async" in code["_split_kv_kernel"]
 
 
 def main(arches: list[int], quick: bool) -> None:

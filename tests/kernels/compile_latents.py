@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from lockstep.kernels.architecture import HOPPER, shared_memory_limit
 from lockstep.kernels.latent_attention.cases import paged_latents
 from lockstep.kernels.latent_attention.hopper import latent_attention_hopper
-from lockstep.kernels.latent_attention.triton import Partition, tile_of
+from lockstep.kernels.latent_attention.triton import Partition, choose_tile
 from tests.kernels.compile_launches import HOPPER as TARGET
 from tests.kernels.compile_launches import OPTIONS, type_of
 from tests.kernels.compile_quantized import spills_of
@@ -53,11 +53,11 @@ def main(quick: bool) -> None:
             made.append(compiled(kernel, *args, **given))
 
     JITFunction.run = run
-    tile = tile_of(torch.bfloat16, HOPPER)
+    tile = choose_tile(torch.bfloat16, HOPPER)
     for tokens, width in ((70, 128), (1, 64)):
         batch = paged_latents(((63, tokens),), 128, 512, 64, 64, torch.bfloat16)
-        for form, unit in (("segments", tile.near), ("spans", tile.span), ("whole", 0)):
-            latent_attention_hopper(**batch, divided=Partition(unit, 1))
+        for form, unit in (("segments", tile.near_split), ("spans", tile.span), ("whole", 0)):
+            latent_attention_hopper(**batch, partition=Partition(unit, 1))
             code = made[-1].asm["ptx"]
             assert "wgmma.mma_async.sync.aligned.m64n64k16" in code, form
             assert f"wgmma.mma_async.sync.aligned.m64n{width}k16" in code, form

@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
-from lockstep.kernels.formats.kv import PackedKV
+from lockstep.kernels.formats.kv import QuantizedKV
 from lockstep.kernels.formats.weights import QuantizedWeight
 from tests.kernels.layouts import compile_held
 
@@ -130,8 +130,8 @@ def absent_of(arguments: dict[str, Any]) -> Iterator[str]:
         elif isinstance(value, QuantizedWeight):
             lacks = [part for part, tensor in vars(value).items() if tensor is None]
             yield f"{name} of {type(value).__name__} without {lacks}"
-        elif isinstance(value, PackedKV):
-            yield f"{name} of {value.codec}"
+        elif isinstance(value, QuantizedKV):
+            yield f"{name} of {value.quantizer}"
         elif is_dataclass(value):
             tensors = [part for part in vars(value).values() if isinstance(part, Tensor)]
             yield f"{name} in {[part.dtype for part in tensors]}"

@@ -1,4 +1,4 @@
-"""A kernel that reads a tile of a packed cache by assembly and writes it as it is."""
+"""A kernel that loads a tile of a quantized cache by assembly and stores it unchanged."""
 
 import torch
 import triton
@@ -9,36 +9,44 @@ TILE = 16
 
 @triton.jit
 def _read(
-    codes, numbers, out, live, WORDS: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, SHARE: tl.constexpr, FETCH: tl.constexpr, UNPACK: tl.constexpr,
+    qdata, scales, out, live, WORDS: tl.constexpr, NUM_SCALES: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, PER_LOAD: tl.constexpr, LOAD: tl.constexpr, DEQUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    """live: tokens that are not masked. Known at run time alone, as in every kernel: ptxas 12.8
-    folds the conversion of a constant word of e4m3 to a wrong number."""
+    """Dequantize a tile and store it.
+
+    live: tokens that are not masked. It is known at run time only, as in every kernel: ptxas 12.8
+    folds the conversion of a constant word of e4m3 to a wrong number.
+    """
     token = tl.arange(0, TILE)[:, None]
     d = tl.arange(0, D)[None]
-    columns = tl.arange(0, max(D // SHARE, 1))[None]
-    found = FETCH(codes + token * WORDS, numbers + token * COUNT, columns, token < live, D)
-    tile = UNPACK(found, columns, None, D)
+    columns = tl.arange(0, max(D // PER_LOAD, 1))[None]
+    loaded = LOAD(qdata + token * WORDS, scales + token * NUM_SCALES, columns, token < live, D)
+    tile = DEQUANTIZE(loaded, columns, None, D)
     tl.store(out + token * D + d, tile.to(out.dtype.element_ty))
 
 
-def tiles(codec, dim, backend, unpack):
-    """What the kernel reads of TILE random tokens, whose last is masked, by the function `unpack`
-    of the codec's KVDevice, and what the reference decodes to bf16, both [TILE, D] fp32. Codes are
-    random, numbers those of tokens of all sizes, one is NaN."""
+def tiles(quantizer, dim, backend, dequantize):
+    """Return what the kernel reads of TILE random tokens, the last one masked, and the reference in
+    bf16.
+
+    Both are [TILE, D] fp32. dequantize: name of the function in KVDeviceFunctions. Quantized values
+    are random, scales those of tokens of all magnitudes, one of them NaN.
+    """
     generator = torch.Generator().manual_seed(dim)
-    words = codec.width(dim)
-    codes = torch.randint(-(2**31), 2**31, (TILE, words), generator=generator).to(codec.dtype)
+    words = quantizer.row_width(dim)
+    qdata = torch.randint(-(2**31), 2**31, (TILE, words), generator=generator).to(quantizer.dtype)
     x = torch.randn(TILE, dim, generator=generator)
     x *= torch.exp2(torch.randint(-90, 90, (TILE, 1), generator=generator).float())
     x[0] = 0.0
     x[1, -1] = torch.nan
-    numbers = codec.encode(x)[-1]
-    wanted = codec.decode(codes, numbers).bfloat16().float()
-    wanted[-1] = 0.0
+    scales = quantizer.quantize(x)[-1]
+    expected = quantizer.dequantize(qdata, scales).bfloat16().float()
+    expected[-1] = 0.0
     out = torch.empty(TILE, dim, dtype=backend.dtype, device=backend.device)
-    given = [x.to(backend.device) for x in (codes, numbers)]
-    own = codec.device()
-    how = (own.share, own.fetch, getattr(own, unpack))
-    _read[(1,)](*given, out, TILE - 1, words, codec.count(dim), dim, TILE, *how, num_warps=1)
-    return out.cpu().float(), wanted
+    inputs = [x.to(backend.device) for x in (qdata, scales)]
+    device = quantizer.device_functions()
+    functions = (device.values_per_load, device.load, getattr(device, dequantize))
+    _read[(1,)](
+        *inputs, out, TILE - 1, words, quantizer.num_scales(dim), dim, TILE, *functions, num_warps=1
+    )
+    return out.cpu().float(), expected

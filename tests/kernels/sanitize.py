@@ -66,26 +66,28 @@ NAMED_BARRIER = (
 )
 ALLOWED = (
     Allowed(
-        ("ring_kernel", "shared_ring_kernel", "_latent_kernel", "_prompt_kernel")
-        + ("_segments_kernel",),
+        ("ring_kernel", "shared_ring_kernel", "_latent_kernel", "_prefill_kernel")
+        + ("_split_kv_kernel",),
         "def {}(",
         (
             "def {}(",
             "gl.warp_specialize(",
-            "if row < count * GROUP:",
-            "if (count > 0) & (first < tiles):",
+            "if first_row < count * GROUP:",
+            "if (count > 0) & (first_tile < tiles):",
         ),
         "warp_specialize hands partition numbers and arguments to its warps through shared memory, "
         "and bar.sync 1 of the whole CTA orders the write before the read; racecheck does not pair "
         "that barrier, which the two sides reach at different instructions",
     ),
     Allowed(
-        ("_latent_kernel", "_segments_kernel"),
-        "fade = fades.index(",
-        ("fades.index(",),
+        ("_latent_kernel", "_split_kv_kernel"),
+        "rescale = rescales.index(",
+        ("rescales.index(",),
         NAMED_BARRIER,
     ),
-    Allowed(("_segments_kernel",), "top = peaks.index(", ("peaks.index(",), NAMED_BARRIER),
+    Allowed(
+        ("_split_kv_kernel",), "row_max = row_maxes.index(", ("row_maxes.index(",), NAMED_BARRIER
+    ),
 )
 
 

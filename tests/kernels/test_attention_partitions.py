@@ -1,4 +1,4 @@
-"""How paged attention is divided changes no bit: rows, spans, parallel spans, warps, stages."""
+"""The partition of paged attention changes no bit: rows, spans, parallel spans, warps, stages."""
 
 import importlib
 
@@ -8,7 +8,7 @@ import torch
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.formats.kv import KVFormat
-from lockstep.kernels.formats.kv.cases import NAMED
+from lockstep.kernels.formats.kv.cases import KERNEL_FORMATS
 from tests.kernels.backends import Backend, backends, same_bits
 
 TRITON = backends()[1:]
@@ -27,8 +27,8 @@ MORE = [
 """Too many for the interpreter."""
 
 
-def gates_like(q: torch.Tensor) -> torch.Tensor:
-    """Random projections whose output gates are those of q [T, H, D]: [T, 2 H D + some]."""
+def random_gates(q: torch.Tensor) -> torch.Tensor:
+    """Return random projections whose output gates are those of q [T, H, D]: [T, 2 H D + 48]."""
     tokens, heads, dim = q.shape
     generator = torch.Generator().manual_seed(1)
     return torch.randn(tokens, 2 * heads * dim + 48, generator=generator).to(q.dtype)
@@ -44,57 +44,60 @@ REAL = (24, 4, 256, 64)
 def test_partitions_agree(backend: Backend, gated: bool) -> None:
     kernel = importlib.import_module("lockstep.kernels.attention.triton")
     layer = SMALL if backend.interpreted else REAL
-    batch = paged(ROWS, *layer, backend.dtype, widest=1280 // layer[-1])
-    arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+    batch = paged(ROWS, *layer, backend.dtype, min_columns=1280 // layer[-1])
+    arguments = backend.place(batch | {"gates": random_gates(batch["q"]) if gated else None})
     run = kernel.paged_attention_triton
-    whole = run(**arguments, divided=kernel.Partition(16, 8, 1, True, 4, 2))
-    assert not whole.isnan().any()
-    assert same_bits(backend.run(paged_attention, arguments), whole)
+    expected = run(**arguments, partition=kernel.Partition(16, 8, 1, True, 4, 2))
+    assert not expected.isnan().any()
+    assert same_bits(backend.run(paged_attention, arguments), expected)
     for sizes in PARTITIONS + ([] if backend.interpreted else MORE):
-        assert same_bits(run(**arguments, divided=kernel.Partition(*sizes)), whole), sizes
+        assert same_bits(run(**arguments, partition=kernel.Partition(*sizes)), expected), sizes
 
 
 HEADS = [(6, 1, 64, 64), (3, 1, 32, 64), (32, 8, 128, 64), (24, 4, 256, 64)]
 PROMPTS = ((0, 600), (1022, 3), (0, 0), (255, 200))
-FORMATS = pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
+FORMATS = pytest.mark.parametrize("format", KERNEL_FORMATS.values(), ids=list(KERNEL_FORMATS))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @FORMATS
 @pytest.mark.parametrize("backend", TRITON)
-def test_partitions_of_packed_caches_agree(backend: Backend, format: KVFormat) -> None:
-    """Where values are rotated, programs that fold leave that to another kernel."""
+def test_partitions_of_quantized_caches_agree(backend: Backend, format: KVFormat) -> None:
+    """Where values are rotated, CTAs that combine leave the rotation to another kernel."""
     kernel = importlib.import_module("lockstep.kernels.attention.triton")
     run = kernel.paged_attention_triton
     rows = ((250, 9), (0, 0), (5, 3)) if backend.interpreted else PROMPTS
     first, *others = [SMALL] if backend.interpreted else HEADS
-    tried = [(16, 1, 2, False, 4, 2), (16, 1, 1, True, 4, 2)]
-    every = tried + ([] if backend.interpreted else MORE)
-    for layer, partitions in [(first, every), *((layer, every[-2:]) for layer in others)]:
+    few_partitions = [(16, 1, 2, False, 4, 2), (16, 1, 1, True, 4, 2)]
+    all_partitions = few_partitions + ([] if backend.interpreted else MORE)
+    for layer, partitions in [
+        (first, all_partitions),
+        *((layer, all_partitions[-2:]) for layer in others),
+    ]:
         batch = paged(rows, *layer, backend.dtype, format=format)
-        for gates in (gates_like(batch["q"]), None):
+        for gates in (random_gates(batch["q"]), None):
             arguments = backend.place(batch | {"gates": gates})
-            whole = run(**arguments, divided=kernel.Partition(16, 8, 1, False, 4, 2))
-            assert not whole.isnan().any()
+            expected = run(**arguments, partition=kernel.Partition(16, 8, 1, False, 4, 2))
+            assert not expected.isnan().any()
             for sizes in partitions if gates is not None else partitions[-1:]:
-                found = run(**arguments, divided=kernel.Partition(*sizes))
-                assert same_bits(found, whole), (layer, sizes, gates is None)
+                actual = run(**arguments, partition=kernel.Partition(*sizes))
+                assert same_bits(actual, expected), (layer, sizes, gates is None)
 
 
 @pytest.mark.gpu
 @FORMATS
 def test_a_long_prompt_is_the_same_each_time(format: KVFormat) -> None:
-    """As a step divides 1,100 tokens by itself."""
+    """Run 1,100 tokens repeatedly in the default partition."""
     kernel = importlib.import_module("lockstep.kernels.attention.triton")
     backend = Backend("triton", "cuda", torch.bfloat16)
     for layer in HEADS:
         batch = paged(((0, 1_100),), *layer, torch.bfloat16, format=format)
-        arguments = backend.place(batch | {"gates": gates_like(batch["q"])})
-        few = kernel.paged_attention_triton(
-            **arguments, divided=kernel.Partition(16, 8, 1, False, 4, 2)
+        arguments = backend.place(batch | {"gates": random_gates(batch["q"])})
+        expected = kernel.paged_attention_triton(
+            **arguments, partition=kernel.Partition(16, 8, 1, False, 4, 2)
         )
         for _ in range(3):
-            assert same_bits(kernel.paged_attention_triton(**arguments), few), layer
+            assert same_bits(kernel.paged_attention_triton(**arguments), expected), layer
 
 
 LONG = ((0, 70), (12, 130), (250, 9), (64, 300), (1000, 257), (0, 0), (5, 1), (0, 512))
@@ -105,7 +108,7 @@ LONG = ((0, 70), (12, 130), (250, 9), (64, 300), (1000, 257), (0, 0), (5, 1), (0
 @pytest.mark.parametrize("layer", [(24, 4, 256, 64), (32, 8, 128, 64), (5, 1, 128, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gluon_and_triton_agree(dtype: torch.dtype, layer: tuple[int, ...], gated: bool) -> None:
-    """Two kernels that share the definition alone: one to many segments, tiles and rows."""
+    """Compare two kernels that share only the definition: one to many splits, tiles and rows."""
     traits = dict(device="cuda", dtype=dtype, heads=layer[0], kv_heads=layer[1], head_dim=layer[2])
     if torch.cuda.get_device_capability()[0] != 9:  # wgmma is Hopper's
         assert paged_attention.explain(**traits)["hopper"]
@@ -114,12 +117,12 @@ def test_gluon_and_triton_agree(dtype: torch.dtype, layer: tuple[int, ...], gate
     kernel = importlib.import_module("lockstep.kernels.attention.hopper")
     batch = paged(LONG, *layer, dtype)
     backend = Backend("triton", "cuda", dtype)
-    arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+    arguments = backend.place(batch | {"gates": random_gates(batch["q"]) if gated else None})
     sizes = (arguments[name] for name in ("q", "k_cache", "v_cache", "query_len"))
     assert kernel.fits(*sizes)
-    found = kernel.paged_attention_hopper(**arguments)
-    assert not found.isnan().any()
-    assert same_bits(found, backend.run(paged_attention, arguments))
+    actual = kernel.paged_attention_hopper(**arguments)
+    assert not actual.isnan().any()
+    assert same_bits(actual, backend.run(paged_attention, arguments))
 
 
 DECODING = ((0, 1), (1600, 4), (0, 0), (255, 2), (63, 4), (700, 3))
@@ -129,13 +132,13 @@ DECODING = ((0, 1), (1600, 4), (0, 0), (255, 2), (63, 4), (700, 3))
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("layer", [(24, 4, 256, 64), (32, 8, 128, 64), (5, 1, 128, 64)], ids=str)
 @FORMATS
-def test_unpacking_warps_and_triton_agree(
+def test_dequantizing_warps_and_triton_agree(
     format: KVFormat, layer: tuple[int, ...], gated: bool
 ) -> None:
-    """Over packed caches: segments of one reader and of both, whole rows and parts of them."""
-    codecs = (format.k, format.v)
+    """Compare over quantized caches: whole rows and parts of them, one and both of two readers."""
+    quantizers = (format.k, format.v)
     traits = dict(device="cuda", dtype=torch.bfloat16, heads=layer[0], kv_heads=layer[1])
-    traits |= dict(head_dim=layer[2], codecs=codecs)
+    traits |= dict(head_dim=layer[2], quantizers=quantizers)
     if torch.cuda.get_device_capability()[0] != 9:  # wgmma is Hopper's
         assert paged_attention.explain(**traits)["quantized_hopper"]
         return
@@ -143,14 +146,18 @@ def test_unpacking_warps_and_triton_agree(
     kernel = importlib.import_module("lockstep.kernels.attention.quantized_hopper")
     batch = paged(DECODING, *layer, torch.bfloat16, format=format)
     backend = Backend("triton", "cuda", torch.bfloat16)
-    arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
-    wanted = backend.run(paged_attention, arguments)
-    assert not wanted.isnan().any()
-    run = kernel.paged_attention_hopper_packed
-    own = kernel.shape_of(len(DECODING), 4 * layer[0] // layer[1], layer[1], layer[2], 7)
-    for parts in (1, 2, 3, own.parts):
-        assert same_bits(run(**arguments, shape=own._replace(parts=parts)), wanted), parts
-    assert same_bits(run(**arguments), wanted)
+    arguments = backend.place(batch | {"gates": random_gates(batch["q"]) if gated else None})
+    expected = backend.run(paged_attention, arguments)
+    assert not expected.isnan().any()
+    run = kernel.paged_attention_quantized_hopper
+    default = kernel.choose_shape(
+        len(DECODING), 4 * layer[0] // layer[1], layer[1], layer[2], 7, 132
+    )
+    for ctas in (1, 2, 3, default.ctas_per_row):
+        assert same_bits(run(**arguments, shape=default._replace(ctas_per_row=ctas)), expected), (
+            ctas
+        )
+    assert same_bits(run(**arguments), expected)
 
 
 @pytest.mark.gpu
@@ -158,25 +165,25 @@ def test_unpacking_warps_and_triton_agree(
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("layer", [(32, 8, 128, 64), (5, 1, 128, 64)], ids=str)
 @FORMATS
-def test_one_warp_and_triton_agree(
+def test_register_dequantization_and_triton_agree(
     format: KVFormat, layer: tuple[int, ...], tokens: int, gated: bool
 ) -> None:
-    """Few rows over packed caches, unpacked in registers: whole rows and parts of them."""
+    """Compare few rows over quantized caches: whole rows and parts of them."""
     if torch.cuda.get_device_capability()[0] != 9:  # the order within a group is free on Hopper
         return
     kernel = importlib.import_module("lockstep.kernels.attention.quantized_decode_hopper")
     rows = tuple((start, min(count, tokens)) for start, count in DECODING)
     batch = paged(rows, *layer, torch.bfloat16, format=format)
     backend = Backend("triton", "cuda", torch.bfloat16)
-    arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
-    wanted = backend.run(paged_attention, arguments)
+    arguments = backend.place(batch | {"gates": random_gates(batch["q"]) if gated else None})
+    expected = backend.run(paged_attention, arguments)
     count = tokens * layer[0] // layer[1]
     caches = (arguments["k_cache"], arguments["v_cache"])
-    if not (format.k.fragments_at and format.v.fragments_at):
-        assert not kernel.serves(arguments["q"], *caches, count)
+    if not (format.k.mma_path and format.v.mma_path):
+        assert not kernel.fits_decode(arguments["q"], *caches, count)
         return
-    own = kernel.division_of(len(rows), count, layer[1], 7)
-    for parts in (1, 2, 3, own.parts):
-        division = own._replace(parts=parts)
-        found = kernel.paged_attention_few(**arguments, division=division)
-        assert same_bits(found, wanted), parts
+    default = kernel.choose_division(len(rows), count, layer[1], 7, 132)
+    for ctas in (1, 2, 3, default.ctas_per_row):
+        division = default._replace(ctas_per_row=ctas)
+        actual = kernel.paged_attention_quantized_decode(**arguments, division=division)
+        assert same_bits(actual, expected), ctas

@@ -1,4 +1,4 @@
-"""Prompts over packed caches on Hopper: pages unpacked into a scratch, rows and heads in turns."""
+"""Prompts over quantized caches on Hopper: pages are dequantized into a scratch, in groups."""
 
 import importlib
 
@@ -7,15 +7,15 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.formats.kv import KVFormat, turned_back, unpacked
-from lockstep.kernels.formats.kv.cases import NAMED
-from lockstep.kernels.formats.kv.launch import opened
+from lockstep.kernels.formats.kv import KVFormat, dequantize, rotate_back
+from lockstep.kernels.formats.kv.cases import KERNEL_FORMATS
+from lockstep.kernels.formats.kv.launch import kv_operand
 from tests.kernels.backends import Backend, same_bits
-from tests.kernels.test_attention_partitions import gates_like
+from tests.kernels.test_attention_partitions import random_gates
 
 pytest.importorskip("triton")
 LONG = ((0, 70), (0, 0), (300, 130), (5, 1))
-FORMAT = pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
+FORMAT = pytest.mark.parametrize("format", KERNEL_FORMATS.values(), ids=list(KERNEL_FORMATS))
 
 
 @FORMAT
@@ -24,31 +24,33 @@ def test_a_scratch_holds_what_pages_unpack_to(format: KVFormat) -> None:
     """Of one KV head of two, every page that a row's keys reach."""
     kernel = importlib.import_module("lockstep.kernels.attention.quantized_prefill_hopper")
     batch = paged(((0, 70), (0, 0), (60, 9)), 4, 2, 32, 64, torch.float16, format=format)
-    places = (batch["page_table"], batch["cu_seqlens"], batch["starts"])
+    row_arguments = (batch["page_table"], batch["cu_seqlens"], batch["starts"])
     for side in (batch["k_cache"], batch["v_cache"]):
-        wanted = unpacked(side, torch.float16)
-        given = opened(side, torch.float16, kernel.target_of(torch.device("cpu")))
-        found = kernel._unpacked(given, batch["q"], *places, 1, 1, False)
-        found = found.unflatten(0, batch["page_table"].shape)
+        expected = dequantize(side, torch.float16)
+        operand = kv_operand(side, torch.float16, kernel.target_of(torch.device("cpu")))
+        actual = kernel._dequantize_pages(operand, batch["q"], *row_arguments, 1, 1, False)
+        actual = actual.unflatten(0, batch["page_table"].shape)
         for s, keys in enumerate((70, 0, 69)):
-            own = wanted[batch["page_table"][s].long(), :, 1].flatten(0, 1)[:keys]
-            assert same_bits(found[s, :, :, 0].flatten(0, 1)[:keys], own)
+            page_keys = expected[batch["page_table"][s].long(), :, 1].flatten(0, 1)[:keys]
+            assert same_bits(actual[s, :, :, 0].flatten(0, 1)[:keys], page_keys)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("gated", [False, True])
 def test_sums_are_rotated_back_before_they_are_rounded(gated: bool) -> None:
     kernel = importlib.import_module("lockstep.kernels.attention.quantized_prefill_hopper")
-    format = NAMED["turboquant_4bit_nc"]
-    found = torch.randn(21, 2, 128, generator=torch.Generator().manual_seed(0))
+    format = KERNEL_FORMATS["turboquant_4bit_nc"]
+    actual = torch.randn(21, 2, 128, generator=torch.Generator().manual_seed(0))
     cache = paged(((0, 1),), 2, 2, 128, 64, torch.float16, format=format)["v_cache"]
-    side = opened(cache, torch.float16, kernel.target_of(torch.device("cpu")))
-    gates = gates_like(found.half()) if gated else None
-    out = kernel.finished(found, gates, side, torch.empty(21, 2, 128, dtype=torch.float16))
-    wanted = turned_back(found, cache).half()
+    side = kv_operand(cache, torch.float16, kernel.target_of(torch.device("cpu")))
+    gates = random_gates(actual.half()) if gated else None
+    out = kernel.finish_rotated(actual, gates, side, torch.empty(21, 2, 128, dtype=torch.float16))
+    expected = rotate_back(actual, cache).half()
     if gates is not None:
-        wanted = importlib.import_module("lockstep.kernels.attention").gated(wanted, gates)
-    assert same_bits(out, wanted)
+        expected = importlib.import_module("lockstep.kernels.attention").apply_gates(
+            expected, gates
+        )
+    assert same_bits(out, expected)
 
 
 @pytest.mark.gpu
@@ -64,10 +66,12 @@ def test_a_scratch_and_triton_agree(
     kernel = importlib.import_module("lockstep.kernels.attention.quantized_prefill_hopper")
     batch = paged(LONG, *layer, torch.bfloat16, format=format)
     backend = Backend("triton", "cuda", torch.bfloat16)
-    arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
-    wanted = backend.run(paged_attention, arguments)
-    assert not wanted.isnan().any()
-    head = 2 * batch["page_table"].shape[1] * 64 * layer[2] * 2
-    for size in (kernel.SCRATCH_BYTES, layer[1] * head, 3 * head, 0):
-        monkeypatch.setattr(kernel, "SCRATCH_BYTES", size)
-        assert same_bits(kernel.paged_attention_scratch(**arguments), wanted), size
+    arguments = backend.place(batch | {"gates": random_gates(batch["q"]) if gated else None})
+    expected = backend.run(paged_attention, arguments)
+    assert not expected.isnan().any()
+    head_bytes = 2 * batch["page_table"].shape[1] * 64 * layer[2] * 2
+    for scratch_bytes in (kernel.SCRATCH_BYTES, layer[1] * head_bytes, 3 * head_bytes, 0):
+        monkeypatch.setattr(kernel, "SCRATCH_BYTES", scratch_bytes)
+        assert same_bits(kernel.paged_attention_quantized_prefill(**arguments), expected), (
+            scratch_bytes
+        )

@@ -5,7 +5,7 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
-from lockstep.kernels.formats.kv import PackedKV
+from lockstep.kernels.formats.kv import QuantizedKV
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
@@ -54,7 +54,7 @@ def test_agrees_with_the_reference(op, backend):
         wanted = left(op, ORACLE.run(op, expected), expected)
         found = left(op, backend.run(op, actual), actual)
         assert list(found) == list(wanted), name
-        packed = tuple(p for p, given in arguments.items() if isinstance(given, PackedKV))
+        packed = tuple(p for p, given in arguments.items() if isinstance(given, QuantizedKV))
         assert_kept(op, name, arguments, expected, actual)
         for part, want in wanted.items():
             have = found[part].cpu()

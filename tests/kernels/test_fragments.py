@@ -1,9 +1,9 @@
-"""Codecs unpacked in the registers of mma.sync give the reference's numbers, each in its place."""
+"""Dequantization in mma.sync register operands gives the reference's numbers in their places."""
 
 import pytest
 import torch
 
-from lockstep.kernels.formats.kv import Codec
+from lockstep.kernels.formats.kv import KVQuantizer
 from lockstep.kernels.formats.kv.fp8 import Fp8
 from lockstep.kernels.formats.kv.turboquant import KEYS_3, KEYS_4, VALUES_3, VALUES_4
 
@@ -22,20 +22,22 @@ CASES = {
 }
 
 
-def packed(codec: Codec, dim: int, kv: int) -> tuple[Shared, Shared, torch.Tensor]:
+def quantized_tile(
+    quantizer: KVQuantizer, dim: int, kv: int
+) -> tuple[Shared, Shared, torch.Tensor]:
     """A tile of 64 tokens as it is copied to shared memory, and its numbers [64, D] in bf16."""
     x = torch.randn(64, HEADS, dim, generator=torch.Generator().manual_seed(dim)).bfloat16()
-    codes, *beside = codec.encode(x)
-    wanted = codec.decode(codes, beside[0] if beside else None)[:, kv].bfloat16()
-    part = codec.fragments()
-    words = codes[:, kv].contiguous().view(torch.int32).unflatten(-1, (part.planes, -1))
-    numbers = torch.zeros(1, 64, dtype=torch.int32)
-    count = codec.count(dim)
+    qdata, *scales = quantizer.quantize(x)
+    expected = quantizer.dequantize(qdata, scales[0] if scales else None)[:, kv].bfloat16()
+    functions = quantizer.mma_functions()
+    words = qdata[:, kv].contiguous().view(torch.int32).unflatten(-1, (functions.num_planes, -1))
+    scale_words = torch.zeros(1, 64, dtype=torch.int32)
+    count = quantizer.num_scales(dim)
     if count:
-        flat = beside[0].flatten().view(torch.int32)
+        flat = scales[0].flatten().view(torch.int32)
         first = (torch.arange(64) * HEADS + kv) * count // 2
-        numbers = torch.stack([flat[first + i] for i in range(max(count // 2, 1))])
-    return Shared(words.transpose(0, 1)), Shared(numbers), wanted
+        scale_words = torch.stack([flat[first + i] for i in range(max(count // 2, 1))])
+    return Shared(words.transpose(0, 1)), Shared(scale_words), expected
 
 
 @pytest.mark.parametrize("kv", range(HEADS))
@@ -45,15 +47,15 @@ def test_fragments_hold_the_references_numbers(case: str, dim: int, kv: int) -> 
     (keys, values) = CASES[case]
     order = torch.tensor([column_of.fn(s) for s in range(dim)])
     for i in range(4):
-        own = slice(16 * i, 16 * i + 16)
-        codes, numbers, wanted = packed(keys, dim, kv)
+        tokens = slice(16 * i, 16 * i + 16)
+        qdata, scale_words, expected = quantized_tile(keys, dim, kv)
         with fragments.on_torch():
-            found = keys.fragments().keys.fn(codes, numbers, i, kv, HEADS, dim)
-        assert same_bits(found, wanted[own][:, order])
-        codes, numbers, wanted = packed(values, dim, kv)
-        part = values.fragments()
+            actual = keys.mma_functions().load_k.fn(qdata, scale_words, i, kv, HEADS, dim)
+        assert same_bits(actual, expected[tokens][:, order])
+        qdata, scale_words, expected = quantized_tile(values, dim, kv)
+        functions = values.mma_functions()
         with fragments.on_torch():
-            found = part.values.fn(codes, numbers, i, kv, HEADS, dim)
-        places = torch.tensor([part.place.fn(s, dim) for s in range(dim)])
-        assert sorted(places.tolist()) == list(range(dim))
-        assert same_bits(found, wanted[own].t()[places])
+            actual = functions.load_v.fn(qdata, scale_words, i, kv, HEADS, dim)
+        columns = torch.tensor([functions.v_column.fn(s, dim) for s in range(dim)])
+        assert sorted(columns.tolist()) == list(range(dim))
+        assert same_bits(actual, expected[tokens].t()[columns])

@@ -13,24 +13,31 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.formats.kv import KVFormat, PackedKV, Turn, read_pages, turned, unpacked
-from lockstep.kernels.formats.kv.cases import NAMED, fits, plain
+from lockstep.kernels.formats.kv import (
+    HadamardRotation,
+    KVFormat,
+    QuantizedKV,
+    dequantize,
+    read_pages,
+    rotate_queries,
+)
+from lockstep.kernels.formats.kv.cases import KERNEL_FORMATS, dequantized_copy, fits
 from lockstep.kernels.formats.kv.fp8 import TYPES, Fp8
 from lockstep.kernels.formats.kv.int8 import Int8
-from lockstep.kernels.formats.kv.unquantized import Plain
+from lockstep.kernels.formats.kv.unquantized import Unquantized
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.rotary.cases import LAYERS, WITHOUT, rope
 from tests.kernels.backends import backends, same_bits
 
 BACKENDS = backends()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-FORMATS = pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
-ROTATE = {name: format for name, format in NAMED.items() if format.v.turn}
+FORMATS = pytest.mark.parametrize("format", KERNEL_FORMATS.values(), ids=list(KERNEL_FORMATS))
+ROTATE = {name: format for name, format in KERNEL_FORMATS.items() if format.v.rotation}
 
 
 def of_dims(sizes: Any, at: int) -> Any:
     """Params (format, size) of every format and the sizes whose dim, element `at`, it takes."""
-    pairs = [(n, f, size) for n, f in NAMED.items() for size in sizes if fits(f, size[at])]
+    pairs = [(n, f, size) for n, f in KERNEL_FORMATS.items() for size in sizes if fits(f, size[at])]
     return [pytest.param(f, size, id=f"{name}-{size}") for name, f, size in pairs]
 
 
@@ -66,32 +73,32 @@ def hard_numbers(dim: int, heads: int = 64) -> torch.Tensor:
     return x
 
 
-def decoded(codec: Any, x: torch.Tensor) -> torch.Tensor:
+def round_trip(quantizer: Any, x: torch.Tensor) -> torch.Tensor:
     """What comes back of x, out of any rotation."""
-    codes, *numbers = codec.encode(x)
-    found = codec.decode(codes, *(numbers or [None]))
-    return found if codec.turn is None else codec.turn.back(found)
+    codes, *numbers = quantizer.quantize(x)
+    actual = quantizer.dequantize(codes, *(numbers or [None]))
+    return actual if quantizer.rotation is None else quantizer.rotation.rotate_back(actual)
 
 
 @FORMATS
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_what_is_not_finite_comes_back_as_nan(format: Any, side: str) -> None:
-    codec = getattr(format, side)
+    quantizer = getattr(format, side)
     for wrong in (torch.nan, torch.inf, -torch.inf):
         x = torch.ones(2, 3, 16)
         x[1, 2, 5] = wrong
-        found = decoded(codec, x)
-        assert found[1, 2].isnan().any() or format.name == "bfloat16" and found[1, 2, 5] == wrong
-        assert found[0].isfinite().all() and found[1, :2].isfinite().all()
+        actual = round_trip(quantizer, x)
+        assert actual[1, 2].isnan().any() or format.name == "bfloat16" and actual[1, 2, 5] == wrong
+        assert actual[0].isfinite().all() and actual[1, :2].isfinite().all()
 
 
 @FORMATS
 def test_twice_is_once(format: Any) -> None:
     """What was packed and unpacked packs to itself, but for the last bit of a scale."""
     x = hard_numbers(32)[:4]
-    once = decoded(format.k, x)
-    most = once.abs().max() if format.k.turn else 0  # turning there and back rounds
-    torch.testing.assert_close(decoded(format.k, once), once, rtol=1e-6, atol=1e-6 * most)
+    once = round_trip(format.k, x)
+    most = once.abs().max() if format.k.rotation else 0  # turning there and back rounds
+    torch.testing.assert_close(round_trip(format.k, once), once, rtol=1e-6, atol=1e-6 * most)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -100,25 +107,25 @@ def test_fp8_is_the_nearest_number(kind: str) -> None:
     every = every[every.isfinite()].unique()
     x = hard_numbers(64).flatten()
     x = x[x.abs() <= every.max()]
-    found = decoded(Fp8(kind), x)
+    actual = round_trip(Fp8(kind), x)
     nearest = (x.double()[:, None] - every.double()).abs().min(-1).values
-    assert torch.equal((x.double() - found.double()).abs(), nearest)
-    assert decoded(Fp8(kind), torch.tensor(3e38)) == every.max()
+    assert torch.equal((x.double() - actual.double()).abs(), nearest)
+    assert round_trip(Fp8(kind), torch.tensor(3e38)) == every.max()
 
 
 def test_int8_is_off_by_half_a_step() -> None:
     x = hard_numbers(64)
     x = x[(x.abs().amax(-1) > 1e-30)]
-    off = (decoded(Int8(), x) - x).abs().amax(-1)
+    off = (round_trip(Int8(), x) - x).abs().amax(-1)
     assert (off <= x.abs().amax(-1) / 254 * 1.0001).all()
-    codes, scale = Int8().encode(torch.zeros(3, 16))
+    codes, scale = Int8().quantize(torch.zeros(3, 16))
     assert not codes.any() and not scale.any()
 
 
 def test_scales_are_divided_by_and_multiplied_with() -> None:
     x = hard_numbers(64)[:4]
-    scaled = decoded(Fp8("e4m3", 0.25), x)
-    assert torch.equal(scaled, decoded(Fp8("e4m3"), x * 4) / 4)
+    scaled = round_trip(Fp8("e4m3", 0.25), x)
+    assert torch.equal(scaled, round_trip(Fp8("e4m3"), x * 4) / 4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -127,10 +134,10 @@ def test_attention_over_packed_is_attention_over_unpacked(
     backend: Any, layer: tuple[int, ...], format: Any
 ) -> None:
     packed = paged(ROWS, *layer, backend.dtype, format=format)
-    open_ones = packed | {name: plain(packed[name], backend.dtype) for name in CACHES}
-    found = backend.run(paged_attention, packed)
-    assert found.isfinite().all()
-    assert same_bits(found, backend.run(paged_attention, open_ones))
+    dequantized = packed | {name: dequantized_copy(packed[name], backend.dtype) for name in CACHES}
+    actual = backend.run(paged_attention, packed)
+    assert actual.isfinite().all()
+    assert same_bits(actual, backend.run(paged_attention, dequantized))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -141,9 +148,11 @@ def test_values_of_two_blocks_are_read(backend: Any, batch: Any, format: Any) ->
     for dim in (128,) if backend.interpreted else (128, 256):
         packed = paged(batch, 3, 1, dim, 64, backend.dtype, format=format)
         packed["gates"] = torch.ones(3, 6 * dim).to(backend.dtype)
-        open_ones = packed | {name: plain(packed[name], backend.dtype) for name in CACHES}
-        found = backend.run(paged_attention, packed)
-        assert same_bits(found, backend.run(paged_attention, open_ones))
+        dequantized = packed | {
+            name: dequantized_copy(packed[name], backend.dtype) for name in CACHES
+        }
+        actual = backend.run(paged_attention, packed)
+        assert same_bits(actual, backend.run(paged_attention, dequantized))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -153,16 +162,16 @@ def test_what_is_written_is_the_codes_of_what_would_be(
 ) -> None:
     """The codec's reference, over the keys and values that the same backend writes unpacked."""
     changes = dict.fromkeys(absent)
-    open_ones = backend.place(rope(*layer, backend.dtype) | changes)
+    dequantized = backend.place(rope(*layer, backend.dtype) | changes)
     packed = backend.place(rope(*layer, backend.dtype, format) | changes)
     before = backend.fresh(packed)
     queries = backend.run(rope_and_cache, packed)
-    unturned = backend.run(rope_and_cache, open_ones).cpu()
-    assert same_bits(queries, turned(unturned, packed["k_cache"]))
-    slots = open_ones["slot_mapping"].unique()
+    unrotated = backend.run(rope_and_cache, dequantized).cpu()
+    assert same_bits(queries, rotate_queries(unrotated, packed["k_cache"]))
+    slots = dequantized["slot_mapping"].unique()
     for name in CACHES:
-        wanted = packed[name].codec.encode(open_ones[name].flatten(0, 1)[slots].cpu())
-        pairs = zip(packed[name].tensors(), before[name].tensors(), wanted, strict=True)
+        expected = packed[name].quantizer.quantize(dequantized[name].flatten(0, 1)[slots].cpu())
+        pairs = zip(packed[name].tensors(), before[name].tensors(), expected, strict=True)
         for tensor, old, want in pairs:
             assert same_bits(tensor.flatten(0, 1)[slots], want), name
             others = torch.ones(tensor.shape[0] * tensor.shape[1], dtype=torch.bool)
@@ -175,19 +184,21 @@ def test_what_is_written_is_the_codes_of_what_would_be(
 def test_rotations_alone_leave_attention_as_it_is(backend: Any, dim: int) -> None:
     """Keys, queries, values and what is found: rotated and not packed, against not rotated."""
     layer = (5, 4, 1, dim, dim // 2, True, 0.0)
-    format = KVFormat("rotated", *(Plain(backend.dtype, Turn(99, block)) for block in (256, 64)))
-    found = []
+    format = KVFormat(
+        "rotated", *(Unquantized(backend.dtype, HadamardRotation(99, block)) for block in (256, 64))
+    )
+    actual = []
     for chosen in (None, format):
-        given = backend.place(rope(*layer, backend.dtype, chosen))
-        given["slot_mapping"] = given["slot_mapping"].new_tensor([16, 17, 18, 19, 20])
-        q = backend.run(rope_and_cache, given)
+        arguments = backend.place(rope(*layer, backend.dtype, chosen))
+        arguments["slot_mapping"] = arguments["slot_mapping"].new_tensor([16, 17, 18, 19, 20])
+        q = backend.run(rope_and_cache, arguments)
         pages = dict(page_table=torch.tensor([[1]]), cu_seqlens=torch.tensor([0, 5]))
         rest = dict(pages, starts=torch.tensor([0]), query_len=5, scale=dim**-0.5)
-        caches = {name: given[name] for name in CACHES}
-        gates = given["qkv"].contiguous()
-        found.append(backend.run(paged_attention, dict(q=q, gates=gates, **caches, **rest)).cpu())
+        caches = {name: arguments[name] for name in CACHES}
+        gates = arguments["qkv"].contiguous()
+        actual.append(backend.run(paged_attention, dict(q=q, gates=gates, **caches, **rest)).cpu())
     tolerance = 2e-6 if backend.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual[1], actual[0], rtol=tolerance, atol=tolerance)
 
 
 @FORMATS
@@ -199,16 +210,19 @@ def test_hard_numbers_are_written_as_the_reference_does(backend: Any, format: An
     numbers[40, 3] = torch.nan
     numbers[41, 4] = -torch.inf
     tokens = len(numbers) // 2
-    given = rope(tokens, 0, 2, dim, 8, False, 0.0, backend.dtype, format)
-    given |= dict.fromkeys(("q_weight", "k_weight", "cos", "sin"))
-    given["qkv"] = torch.cat([numbers.view(tokens, -1), numbers.view(tokens, -1).flip(0)], 1)
-    wanted = backend.place(given)
-    backend.run(rope_and_cache, wanted)
-    slots = given["slot_mapping"]
-    for name, x in (("k_cache", numbers.view(tokens, 2, dim)), ("v_cache", given["qkv"][:, 64:])):
-        codec = wanted[name].codec
-        expected = codec.encode(x.reshape(tokens, 2, dim))
-        for tensor, want in zip(wanted[name].tensors(), expected, strict=True):
+    arguments = rope(tokens, 0, 2, dim, 8, False, 0.0, backend.dtype, format)
+    arguments |= dict.fromkeys(("q_weight", "k_weight", "cos", "sin"))
+    arguments["qkv"] = torch.cat([numbers.view(tokens, -1), numbers.view(tokens, -1).flip(0)], 1)
+    written = backend.place(arguments)
+    backend.run(rope_and_cache, written)
+    slots = arguments["slot_mapping"]
+    for name, x in (
+        ("k_cache", numbers.view(tokens, 2, dim)),
+        ("v_cache", arguments["qkv"][:, 64:]),
+    ):
+        quantizer = written[name].quantizer
+        expected = quantizer.quantize(x.reshape(tokens, 2, dim))
+        for tensor, want in zip(written[name].tensors(), expected, strict=True):
             assert same_bits(tensor.flatten(0, 1)[slots], want), name
 
 
@@ -216,27 +230,29 @@ def test_hard_numbers_are_written_as_the_reference_does(backend: Any, format: An
 def test_pages_are_read_as_the_whole_is(format: Any) -> None:
     cache = paged(ROWS, 4, 2, 32, 16, torch.float32, format=format)["k_cache"]
     pages = torch.tensor([3, 1, 1, 0])
-    assert same_bits(read_pages(cache, pages, torch.float32), unpacked(cache, torch.float32)[pages])
-    assert cache.shape == unpacked(cache, torch.float32).shape
+    assert same_bits(
+        read_pages(cache, pages, torch.float32), dequantize(cache, torch.float32)[pages]
+    )
+    assert cache.shape == dequantize(cache, torch.float32).shape
 
 
 def test_kernels_refuse_a_codec_without_device_functions() -> None:
     class Other(Int8):
-        device_at = None
+        device_path = None
 
     traits = dict(device="cuda", dtype=torch.bfloat16, head_dim=128, arch=90)
-    for op, codec in product((paged_attention, rope_and_cache), (Other(),)):
-        reasons = op.explain(**traits, codecs=(codec, codec))
+    for op, quantizer in product((paged_attention, rope_and_cache), (Other(),)):
+        reasons = op.explain(**traits, quantizers=(quantizer, quantizer))
         assert reasons["triton"] == "Other has no device functions"
-    served = paged_attention.explain(**traits, codecs=(Int8(), Int8()))
-    assert served["triton"] is None and "packed" in (served["hopper"] or "")
+    served = paged_attention.explain(**traits, quantizers=(Int8(), Int8()))
+    assert served["triton"] is None and "quantized" in (served["hopper"] or "")
     assert served["quantized_hopper"] is None
-    served = paged_attention.explain(**traits, codecs=None)
-    assert served["hopper"] is None and "not packed" in (served["quantized_hopper"] or "")
+    served = paged_attention.explain(**traits, quantizers=None)
+    assert served["hopper"] is None and "not quantized" in (served["quantized_hopper"] or "")
 
 
 def test_a_packed_cache_is_described_by_its_tensors() -> None:
     codes = torch.zeros(3, 16, 2, 8, dtype=torch.int8)
-    cache = PackedKV(Int8(), 8, codes)
+    cache = QuantizedKV(Int8(), 8, codes)
     assert cache.tensors() == [codes]
-    assert len(replace(cache, numbers=torch.zeros(3, 16, 2, 1)).tensors()) == 2
+    assert len(replace(cache, scales=torch.zeros(3, 16, 2, 1)).tensors()) == 2

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lockstep.cache.kv import latent_caches, latent_spec
 from lockstep.errors import ConfigError
-from lockstep.kernels.formats.kv import Codec, read_pages, unpacked
-from lockstep.kernels.formats.kv.cases import LATENTS, plain
+from lockstep.kernels.formats.kv import KVQuantizer, dequantize, read_pages
+from lockstep.kernels.formats.kv.cases import LATENT_QUANTIZERS, dequantized_copy
 from lockstep.kernels.formats.kv.fp8 import TokenFp8
-from lockstep.kernels.formats.kv.table import KV_FORMATS, latent_codec
+from lockstep.kernels.formats.kv.table import KV_FORMATS, latent_quantizer
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.kernels.latent_attention.cases import latent_rope, paged_latents
 from tests.kernels.backends import Backend, backends, same_bits
@@ -20,7 +20,9 @@ from tests.kernels.backends import Backend, backends, same_bits
 BACKENDS = backends(op=latent_attention)
 WRITERS = backends(op=latent_rope_and_cache)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-CODECS = pytest.mark.parametrize("codec", LATENTS.values(), ids=list(LATENTS))
+QUANTIZERS = pytest.mark.parametrize(
+    "quantizer", LATENT_QUANTIZERS.values(), ids=list(LATENT_QUANTIZERS)
+)
 BYTES = {
     "auto": 1152,
     "bfloat16": 1152,
@@ -48,11 +50,11 @@ HEADS = 16
 """Of DeepSeek-V3's sizes on a GPU."""
 
 
-def back(codec: Codec, x: Tensor) -> Tensor:
+def round_trip(quantizer: KVQuantizer, x: Tensor) -> Tensor:
     """What comes back of x, out of any rotation."""
-    codes, *numbers = codec.encode(x)
-    found = codec.decode(codes, *(numbers or [None]))
-    return found if codec.turn is None else codec.turn.back(found)
+    codes, *numbers = quantizer.quantize(x)
+    actual = quantizer.dequantize(codes, *(numbers or [None]))
+    return actual if quantizer.rotation is None else quantizer.rotation.rotate_back(actual)
 
 
 def latents(dim: int = 512, count: int = 256) -> Tensor:
@@ -65,10 +67,10 @@ def latents(dim: int = 512, count: int = 256) -> Tensor:
 
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_of_a_token(name: str) -> None:
-    codec = latent_codec(KV_FORMATS.get(name), 512)
-    spec = latent_spec(512, 64, torch.bfloat16, codec)
+    quantizer = latent_quantizer(KV_FORMATS.get(name), 512)
+    spec = latent_spec(512, 64, torch.bfloat16, quantizer)
     assert sum(part.nbytes for part in spec.parts) == BYTES[name]
-    cache, ropes = latent_caches(spec.allocate(3, 64, "cpu"), 512, codec)
+    cache, ropes = latent_caches(spec.allocate(3, 64, "cpu"), 512, quantizer)
     assert cache.shape == (3, 64, 512) and ropes.shape == (3, 64, 64)
     assert ropes.dtype == torch.bfloat16
 
@@ -76,50 +78,50 @@ def test_bytes_of_a_token(name: str) -> None:
 def test_formats_that_keep_keys_otherwise_than_values_are_refused() -> None:
     for name in ("turboquant_k8v4", "turboquant_k3v4_nc", "fp8_e5m2"):
         with pytest.raises(ConfigError) as error:
-            latent_codec(KV_FORMATS[name], 512)
+            latent_quantizer(KV_FORMATS[name], 512)
         allowed = ", ".join(BYTES)
         assert f"kv_cache_dtype='{name}' is not allowed; allowed: {allowed}, since" in str(
             error.value
         )
     with pytest.raises(ConfigError, match="int8_per_token_head, since TurboQuant .* has 40"):
-        latent_codec(KV_FORMATS["turboquant_4bit_nc"], 40)
-    assert latent_codec(None, 40) is None
+        latent_quantizer(KV_FORMATS["turboquant_4bit_nc"], 40)
+    assert latent_quantizer(None, 40) is None
 
 
-@CODECS
-def test_what_is_lost(codec: Codec, request: pytest.FixtureRequest) -> None:
+@QUANTIZERS
+def test_what_is_lost(quantizer: KVQuantizer, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.id
     x = latents()
-    off = (back(codec, x) - x).square().sum(-1) / x.square().sum(-1)
+    off = (round_trip(quantizer, x) - x).square().sum(-1) / x.square().sum(-1)
     assert LOST[name] / 3 < off.mean() < LOST[name]
 
 
-@CODECS
-def test_twice_is_once_and_zeros_stay(codec: Codec) -> None:
+@QUANTIZERS
+def test_twice_is_once_and_zeros_stay(quantizer: KVQuantizer) -> None:
     x = latents()
-    once = back(codec, x)
+    once = round_trip(quantizer, x)
     close = 1e-6 * once.abs().amax(-1, keepdim=True)
-    equal = ((back(codec, once) - once).abs() <= close).all(-1)
+    equal = ((round_trip(quantizer, once) - once).abs() <= close).all(-1)
     assert equal.float().mean() > 0.95
-    assert codec.turn is not None or equal.all()
-    assert not back(codec, torch.zeros(3, 64)).any()
+    assert quantizer.rotation is not None or equal.all()
+    assert not round_trip(quantizer, torch.zeros(3, 64)).any()
 
 
-@CODECS
+@QUANTIZERS
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_found(codec: Codec, wrong: float) -> None:
+def test_what_is_not_finite_is_found(quantizer: KVQuantizer, wrong: float) -> None:
     x = torch.ones(3, 64)
     x[1, 5] = wrong
-    found = back(codec, x)
-    assert not found[1].isfinite().all()
-    assert found[[0, 2]].isfinite().all()
+    actual = round_trip(quantizer, x)
+    assert not actual[1].isfinite().all()
+    assert actual[[0, 2]].isfinite().all()
 
 
 def test_a_token_of_fp8_has_the_least_power_of_two() -> None:
     """No number passes 448 times it, and with half of it one would; each is the nearest one."""
-    codec = TokenFp8()
+    quantizer = TokenFp8()
     x = latents()
-    codes, scales = codec.encode(x)
+    codes, scales = quantizer.quantize(x)
     (mantissas, _) = torch.frexp(scales)
     assert (mantissas == 0.5).all()
     most = x.abs().amax(-1, keepdim=True)
@@ -130,8 +132,10 @@ def test_a_token_of_fp8_has_the_least_power_of_two() -> None:
     nearest = (wide[..., None] - every.double()).abs().min(-1).values
     assert torch.equal((wide - codes[:16].view(torch.float8_e4m3fn).double()).abs(), nearest)
     for exact in (448.0, 449.0, 2.0**-100, 2.0**-130, 2.0**120 * 1.9):
-        assert back(codec, torch.tensor([[exact]])) == pytest.approx(exact, rel=0.07, abs=2.0**-110)
-    assert back(codec, torch.tensor([[2.0**121, 1.0]])).isnan().all()
+        assert round_trip(quantizer, torch.tensor([[exact]])) == pytest.approx(
+            exact, rel=0.07, abs=2.0**-110
+        )
+    assert round_trip(quantizer, torch.tensor([[2.0**121, 1.0]])).isnan().all()
 
 
 def sizes_on(backend: Backend) -> tuple[tuple[int, ...], ...]:
@@ -144,14 +148,18 @@ def sizes_on(backend: Backend) -> tuple[tuple[int, ...], ...]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@CODECS
-def test_attention_over_packed_is_attention_over_unpacked(backend: Backend, codec: Codec) -> None:
+@QUANTIZERS
+def test_attention_over_packed_is_attention_over_unpacked(
+    backend: Backend, quantizer: KVQuantizer
+) -> None:
     for size in sizes_on(backend):
-        packed = paged_latents(ROWS, *size, backend.dtype, codec=codec)
-        given = unpacked(packed["latents"], backend.dtype)
-        found = backend.run(latent_attention, packed)
-        assert found.isfinite().all()
-        assert same_bits(found, backend.run(latent_attention, packed | {"latents": given})), size
+        packed = paged_latents(ROWS, *size, backend.dtype, quantizer=quantizer)
+        arguments = dequantize(packed["latents"], backend.dtype)
+        actual = backend.run(latent_attention, packed)
+        assert actual.isfinite().all()
+        assert same_bits(actual, backend.run(latent_attention, packed | {"latents": arguments})), (
+            size
+        )
 
 
 @pytest.mark.gpu
@@ -159,92 +167,104 @@ def test_attention_over_packed_is_attention_over_unpacked(backend: Backend, code
 @pytest.mark.parametrize("rows", [((32765, 4),), ((8200, 32),), ((100, 300),)], ids=str)
 def test_packed_is_unpacked_in_every_partition(name: str, rows: Any) -> None:
     """Entries of segments and of spans, and whole rows, at DeepSeek-V3's sizes, by any backend."""
-    codec = LATENTS[name]
+    quantizer = LATENT_QUANTIZERS[name]
     (triton, hopper) = (Backend(name, "cuda", torch.bfloat16) for name in ("triton", "hopper"))
-    packed = triton.place(paged_latents(rows, 128, 512, 64, 64, triton.dtype, codec=codec))
-    given = unpacked(packed["latents"], triton.dtype)
-    found = triton.run(latent_attention, packed)
-    assert found.isfinite().all()
-    assert same_bits(found, triton.run(latent_attention, packed | {"latents": given}))
+    packed = triton.place(paged_latents(rows, 128, 512, 64, 64, triton.dtype, quantizer=quantizer))
+    arguments = dequantize(packed["latents"], triton.dtype)
+    actual = triton.run(latent_attention, packed)
+    assert actual.isfinite().all()
+    assert same_bits(actual, triton.run(latent_attention, packed | {"latents": arguments}))
     if hopper.serves(latent_attention, packed):
-        assert same_bits(found, hopper.run(latent_attention, packed))
+        assert same_bits(actual, hopper.run(latent_attention, packed))
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-@pytest.mark.parametrize("codec", [None, *LATENTS.values()], ids=["auto", *LATENTS])
-def test_rows_are_unpacked_ahead(backend: Backend, codec: Codec | None) -> None:
+@pytest.mark.parametrize(
+    "quantizer", [None, *LATENT_QUANTIZERS.values()], ids=["auto", *LATENT_QUANTIZERS]
+)
+def test_rows_are_unpacked_ahead(backend: Backend, quantizer: KVQuantizer | None) -> None:
     """Two at once, then the third: attention over each group gives what it gives over all."""
-    unpack = import_module("lockstep.kernels.latent_attention.dequantize")
+    kernel = import_module("lockstep.kernels.latent_attention.dequantize")
     size = sizes_on(backend)[-1]
-    packed = backend.place(paged_latents(ROWS, *size, backend.dtype, codec=codec, widest=40))
-    given = {name: packed[name] for name in GROUPED}
+    packed = backend.place(
+        paged_latents(ROWS, *size, backend.dtype, quantizer=quantizer, min_columns=40)
+    )
+    arguments = {name: packed[name] for name in GROUPED}
     row_bytes = 40 * size[3] * (size[1] + size[2]) * backend.dtype.itemsize
-    wanted = backend.run(latent_attention, packed)
-    found = torch.zeros_like(wanted)
+    expected = backend.run(latent_attention, packed)
+    actual = torch.zeros_like(expected)
     counts = []
-    for group in unpack.unpacked_groups(**given, most=3 * row_bytes - 1):
+    for group in kernel.dequantized_groups(**arguments, max_bytes=3 * row_bytes - 1):
         part = dict(zip(GROUPED, group, strict=True))
         assert all(part[name].dtype == backend.dtype for name in ("latents", "ropes"))
         own = slice(int(part["cu_seqlens"][0]), int(part["cu_seqlens"][-1]))
-        found[own] = backend.run(latent_attention, packed | part)[own]
+        actual[own] = backend.run(latent_attention, packed | part)[own]
         counts.append(len(part["starts"]))
-    assert counts == ([2, 1] if codec else [3])
-    assert same_bits(found, wanted)
+    assert counts == ([2, 1] if quantizer else [3])
+    assert same_bits(actual, expected)
 
 
-def hard(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def hard(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The same call with a weight of all sizes, a token of zeros and one that is not finite."""
-    width = len(given["weight"])
+    width = len(arguments["weight"])
     exponents = torch.arange(width).float() % 24 - 12
-    weight = (given["weight"].float() * torch.exp2(exponents)).to(dtype)
-    kv = given["kv"].clone()
+    weight = (arguments["weight"].float() * torch.exp2(exponents)).to(dtype)
+    kv = arguments["kv"].clone()
     kv[0, :width] = 0.0
     kv[1, 3] = torch.nan
     kv[2, :width] *= 1e-3
-    return given | {"weight": weight, "kv": kv}
+    return arguments | {"weight": weight, "kv": kv}
 
 
 @pytest.mark.parametrize("backend", WRITERS)
-@CODECS
+@QUANTIZERS
 @pytest.mark.parametrize("size", [(7, 2, 12, 32, 8), (5, 0, 16, 512, 64)], ids=str)
 def test_what_is_written_is_the_codes_of_what_would_be(
-    backend: Backend, codec: Codec, size: tuple[int, ...]
+    backend: Backend, quantizer: KVQuantizer, size: tuple[int, ...]
 ) -> None:
     """The codec's reference over the latents that the same backend writes unpacked; the turned key
     and queries are the same; and nothing else is written."""
     (whole, packed) = (
         backend.place(hard(latent_rope(*size, backend.dtype, kind), backend.dtype))
-        for kind in (None, codec)
+        for kind in (None, quantizer)
     )
     before = backend.fresh(packed)
     queries = backend.run(latent_rope_and_cache, packed)
     assert same_bits(queries, backend.run(latent_rope_and_cache, whole))
     assert same_bits(packed["ropes"], whole["ropes"])
     slots = whole["slot_mapping"].unique()
-    wanted = codec.encode(whole["latents"].flatten(0, 1)[slots].cpu())
+    expected = quantizer.quantize(whole["latents"].flatten(0, 1)[slots].cpu())
     others = torch.ones(packed["latents"].shape[:2].numel(), dtype=torch.bool)
     others[slots.cpu()] = False
     tensors = packed["latents"].tensors()
-    for tensor, old, want in zip(tensors, before["latents"].tensors(), wanted, strict=True):
+    for tensor, old, want in zip(tensors, before["latents"].tensors(), expected, strict=True):
         assert same_bits(tensor.flatten(0, 1)[slots], want)
         assert same_bits(tensor.cpu().flatten(0, 1)[others], old.cpu().flatten(0, 1)[others])
 
 
-@CODECS
-def test_pages_are_read_as_the_whole_is(codec: Codec) -> None:
-    cache = paged_latents(ROWS, 2, 32, 8, 16, torch.float32, codec=codec)["latents"]
+@QUANTIZERS
+def test_pages_are_read_as_the_whole_is(quantizer: KVQuantizer) -> None:
+    cache = paged_latents(ROWS, 2, 32, 8, 16, torch.float32, quantizer=quantizer)["latents"]
     pages = torch.tensor([3, 1, 1, 0])
-    assert same_bits(read_pages(cache, pages, torch.float32), unpacked(cache, torch.float32)[pages])
-    assert plain(cache, torch.float32).shape == cache.shape == unpacked(cache, torch.float32).shape
+    assert same_bits(
+        read_pages(cache, pages, torch.float32), dequantize(cache, torch.float32)[pages]
+    )
+    assert (
+        dequantized_copy(cache, torch.float32).shape
+        == cache.shape
+        == dequantize(cache, torch.float32).shape
+    )
 
 
 def test_backends_say_which_latents_they_read() -> None:
     traits = dict(device="cuda", dtype=torch.bfloat16, arch=90, heads=128, latent=512, rope=64)
     for op in (latent_attention, latent_rope_and_cache):
-        for codec in (None, *LATENTS.values()):
-            assert op.explain(**traits, codecs=codec and (codec,))["triton"] is None
+        for quantizer in (None, *LATENT_QUANTIZERS.values()):
+            assert op.explain(**traits, quantizers=quantizer and (quantizer,))["triton"] is None
 
         class Other(TokenFp8):
-            device_at = None  # type: ignore[assignment]
+            device_path = None  # type: ignore[assignment]
 
-        assert op.explain(**traits, codecs=(Other(),))["triton"] == "Other has no device functions"
+        assert (
+            op.explain(**traits, quantizers=(Other(),))["triton"] == "Other has no device functions"
+        )

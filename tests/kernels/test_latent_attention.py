@@ -55,11 +55,11 @@ def test_absorbed_attention_is_attention_over_expanded_keys_and_values() -> None
         values = torch.einsum("kc,hvc->hkv", held[:, :latent], values_of)
         queries = torch.cat([q[at : at + count], turned[at : at + count]], -1).transpose(0, 1)
         mask = torch.arange(start + count) <= start + torch.arange(count)[:, None]
-        wanted = F.scaled_dot_product_attention(
+        expected = F.scaled_dot_product_attention(
             queries, torch.cat([keys, shared], -1), values, mask, scale=batch["scale"]
         )
         close = dict(rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found[at : at + count], wanted.transpose(0, 1), **close)
+        torch.testing.assert_close(found[at : at + count], expected.transpose(0, 1), **close)
         at += count
 
 
@@ -165,16 +165,16 @@ def test_partitions_agree(backend: Backend) -> None:
     triton = import_module("lockstep.kernels.latent_attention.triton")
     layer = (2, 16, 16, 64) if backend.interpreted else REAL
     rows = ROWS if backend.interpreted else (*ROWS, *LONG)
-    batch = paged_latents(rows, *layer, backend.dtype, widest=9216 // layer[-1])
+    batch = paged_latents(rows, *layer, backend.dtype, min_columns=9216 // layer[-1])
     arguments = backend.place(batch)
-    whole = triton.latent_attention_triton(**arguments, divided=triton.Partition(0, 1))
+    whole = triton.latent_attention_triton(**arguments, partition=triton.Partition(0, 1))
     assert not whole.isnan().any()
     assert same_bits(backend.run(latent_attention, arguments), whole)
     arch = architecture.sm_number(backend.device)
-    tile = triton.tile_of(backend.dtype, arch)
+    tile = triton.choose_tile(backend.dtype, arch)
     run = latent_attention.backends[backend.name].run
-    for sizes in ((0, 1), (tile.near, 3), (tile.span, 1), (tile.span, 3)):
-        assert same_bits(run(**arguments, divided=triton.Partition(*sizes)), whole), sizes
+    for sizes in ((0, 1), (tile.near_split, 3), (tile.span, 1), (tile.span, 3)):
+        assert same_bits(run(**arguments, partition=triton.Partition(*sizes)), whole), sizes
 
 
 @pytest.mark.parametrize("backend", TRITON)
@@ -184,43 +184,43 @@ def test_a_token_folds_by_its_own_position(
     """Windows with tokens on both sides of the position from which segments are longer: each has
     the bits that it has where all tokens fold as it does, in every division."""
     kernels = [import_module(f"lockstep.kernels.latent_attention.{name}") for name in MODULES]
-    own = kernels[0].tile_of(backend.dtype, architecture.sm_number(backend.device))
-    far = 3 * own.keys + own.keys // 2
-    long = 2 * own.keys
-    near_only = replace(own, segment=own.keys, near=own.keys, far=0)
-    far_only = replace(near_only, segment=long)
+    tile = kernels[0].choose_tile(backend.dtype, architecture.sm_number(backend.device))
+    far = 3 * tile.num_keys + tile.num_keys // 2
+    far_split = 2 * tile.num_keys
+    near_only = replace(tile, kv_split=tile.num_keys, near_split=tile.num_keys, far=0)
+    far_only = replace(near_only, kv_split=far_split)
     layer = (5, 16, 16, 64) if backend.interpreted else (24, 512, 64, 64)
-    rows = ((far - 3, 7), (far - 4, 4), (far, 2), (0, 0), (8 * own.keys - 1, 3))
+    rows = ((far - 3, 7), (far - 4, 4), (far, 2), (0, 0), (8 * tile.num_keys - 1, 3))
     batch = paged_latents(rows, *layer, backend.dtype)
     run = latent_attention.backends[backend.name].run
-    divided = kernels[0].Partition
+    partition = kernels[0].Partition
 
     def found(tile: Any, unit: int) -> Tensor:
         for kernel in kernels:
-            monkeypatch.setattr(kernel, "tile_of", lambda *_: tile)
-        return run(**backend.place(batch), divided=divided(unit, 2 if unit else 1)).cpu()
+            monkeypatch.setattr(kernel, "choose_tile", lambda *_: tile)
+        return run(**backend.place(batch), partition=partition(unit, 2 if unit else 1)).cpu()
 
     positions = torch.cat([torch.arange(start, start + count) for start, count in rows])
-    in_front = found(near_only, 0)
-    behind = found(far_only, 0)
-    assert not same_bits(in_front, behind)
-    wanted = torch.where((positions < far)[:, None, None], in_front, behind)
+    near_bits = found(near_only, 0)
+    far_bits = found(far_only, 0)
+    assert not same_bits(near_bits, far_bits)
+    expected = torch.where((positions < far)[:, None, None], near_bits, far_bits)
     both = replace(far_only, far=far)
-    for unit in (0, both.near, both.span):
-        assert same_bits(found(both, unit), wanted), unit
+    for unit in (0, both.near_split, both.span):
+        assert same_bits(found(both, unit), expected), unit
 
 
 def test_how_the_work_is_divided() -> None:
     """Few rows leave every segment, and more of them while that is little beside their keys; others
     every span, many rows nothing."""
     kernel = import_module("lockstep.kernels.latent_attention.triton")
-    tile = kernel.tile_of(torch.bfloat16, 90)
+    tile = kernel.choose_tile(torch.bfloat16, 90)
 
     def unit(rows: int, query_len: int, keys: int) -> int:
-        return kernel.partition(rows, query_len, 128, 512, keys, tile).unit
+        return kernel.choose_partition(rows, query_len, 128, 512, keys, tile).unit
 
-    assert unit(1, 1, 4096) == tile.near
-    assert unit(8, 4, 32768) == tile.near
+    assert unit(1, 1, 4096) == tile.near_split
+    assert unit(8, 4, 32768) == tile.near_split
     assert unit(4, 8, 131072) == unit(8, 4, 163840) == tile.span
     assert unit(64, 1, 4096) == unit(1, 2048, 4096) == unit(64, 4, 163840) == 0
 
@@ -231,9 +231,9 @@ def test_head_linear_row_alone(backend: Backend) -> None:
     x = torch.randn(200, 3, 96, generator=draw).to(backend.dtype)
     weight = torch.randn(3, 80, 96, generator=draw).to(backend.dtype)
     whole = backend.run(head_linear, dict(x=x, weight=weight))
-    wanted = torch.einsum("thk,hnk->thn", x.double(), weight.double()).to(backend.dtype)
+    expected = torch.einsum("thk,hnk->thn", x.double(), weight.double()).to(backend.dtype)
     close = dict(rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(whole.cpu(), wanted, **close)
+    torch.testing.assert_close(whole.cpu(), expected, **close)
     for rows in (1, 2, 5, 16, 17, 40, 130):
         found = backend.run(head_linear, dict(x=x[37 : 37 + rows], weight=weight))
         assert same_bits(found, whole[37 : 37 + rows]), rows

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.kernels.attention import SEGMENT
+from lockstep.kernels.attention import KV_SPLIT
 from lockstep.kernels.row_tiles import BASE, exact_sizes, tile_mm, tiled_bmm, tiled_mm
 
 COLUMNS = (*range(1, 18), 40, 100)
@@ -30,9 +30,9 @@ def test_a_row_has_its_bits_at_any_place(columns: int) -> None:
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_a_batch_of_products_has_them_too(columns: int) -> None:
     """One left operand for all, and one for each."""
-    x = spread(BASE, SEGMENT)
-    right = torch.randn(3, SEGMENT, columns)
-    assert BASE in exact_sizes(SEGMENT, columns)
+    x = spread(BASE, KV_SPLIT)
+    right = torch.randn(3, KV_SPLIT, columns)
+    assert BASE in exact_sizes(KV_SPLIT, columns)
     found = tiled_bmm(x, right)
     assert torch.equal(tiled_bmm(x.expand(3, *x.shape), right), found)
     for one, own in zip(found, right, strict=True):

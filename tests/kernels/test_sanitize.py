@@ -62,8 +62,8 @@ def test_false_positives_are_let_through_and_counted() -> None:
         ("ring_kernel", "slot = 0", "gl.warp_specialize("),
         ("ring_kernel", "gl.warp_specialize(", "gl.warp_specialize("),
         ("few_kernel", "def few_kernel(", "gl.warp_specialize("),
-        ("_latent_kernel", "fade = fades.index(", "factors.index(0).store("),
-        ("_segments_kernel", "fade = fades.index(", "peaks.index("),
+        ("_latent_kernel", "rescale = rescales.index(", "factors.index(0).store("),
+        ("_split_kv_kernel", "rescale = rescales.index(", "row_maxes.index("),
     ],
 )
 def test_neighbours_of_false_positives_fail(kernel: str, read: str, write: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.kernels import row_tiles
-from lockstep.kernels.attention import SEGMENT
+from lockstep.kernels.attention import KV_SPLIT
 from lockstep.kernels.attention import cpu as attention
 from lockstep.kernels.threads import one_thread
 
@@ -80,7 +80,7 @@ def test_so_has_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     with one_thread():
         alone = attention._attend(q, k, v, starts)
     other_order(monkeypatch, 2)
-    assert row_tiles.exact_sizes(16, SEGMENT) == ()
+    assert row_tiles.exact_sizes(16, KV_SPLIT) == ()
     assert torch.equal(attention._attend(q, k, v, starts), alone)
     for row in range(2):
         heads = slice(2 * row, 2 * row + 2)

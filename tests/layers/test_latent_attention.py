@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv import Turn
-from lockstep.kernels.formats.kv.hadamard import WHOLE_HEAD
+from lockstep.kernels.formats.kv import HadamardRotation
+from lockstep.kernels.formats.kv.hadamard import K_BLOCK
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.latent_attention import AbsorbedHeads
 
@@ -12,10 +12,10 @@ HEADS = 4
 PLAIN = 128
 LATENT = 512
 VALUE = 128
-TURN = Turn(77, WHOLE_HEAD)
+TURN = HadamardRotation(77, K_BLOCK)
 
 
-def absorbed(weight: Tensor, dtype: torch.dtype, turn: Turn | None) -> AbsorbedHeads:
+def absorbed(weight: Tensor, dtype: torch.dtype, turn: HadamardRotation | None) -> AbsorbedHeads:
     """The maps of a kv_b_proj, filled as a checkpoint fills them."""
     build = BuildContext("cpu", dtype, 1, 64)
     maps = AbsorbedHeads(build, HEADS, PLAIN, LATENT, VALUE, turn)
@@ -46,10 +46,10 @@ def test_rotated_maps_compare_and_expand_rotated_latents() -> None:
         scores = torch.einsum("thn,hnc,thc->th", query.double(), keys, mixed.double())
         outputs = torch.einsum("hvc,thc->thv", values, mixed.double())
         maps = absorbed(weight, dtype, TURN)
-        turned = TURN.forward(mixed)
+        turned = TURN.rotate(mixed)
         found = (maps.absorb(query).double() * turned.double()).sum(-1)
         assert off(found, scores) < most
-        after = TURN.forward(absorbed(weight, dtype, None).absorb(query)).to(dtype)
+        after = TURN.rotate(absorbed(weight, dtype, None).absorb(query)).to(dtype)
         again = (after.double() * turned.double()).sum(-1)
         assert dtype == torch.float32 or off(found, scores) < 1.1 * off(again, scores)
         assert off(maps.expand(turned.to(dtype)), outputs) < most

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.models import KIMI_K2
 from lockstep import LLM
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.kernels.formats.kv import KVFormat, Turn
-from lockstep.kernels.formats.kv.hadamard import WHOLE_HEAD
+from lockstep.kernels.formats.kv import HadamardRotation, KVFormat
+from lockstep.kernels.formats.kv.hadamard import K_BLOCK
 from lockstep.kernels.formats.kv.table import KV_FORMATS
-from lockstep.kernels.formats.kv.unquantized import Plain
+from lockstep.kernels.formats.kv.unquantized import Unquantized
 from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.deepseek_v3 import Config, Draft, Model
@@ -350,8 +350,10 @@ it sends a token to another of the random experts, much changes. A rotation alon
 def test_latents_in_every_format_against_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codec = Plain(torch.float32, Turn(99, WHOLE_HEAD))
-    monkeypatch.setitem(KV_FORMATS, "rotated", KVFormat("rotated", codec, codec, latent=codec))
+    quantizer = Unquantized(torch.float32, HadamardRotation(99, K_BLOCK))
+    monkeypatch.setitem(
+        KV_FORMATS, "rotated", KVFormat("rotated", quantizer, quantizer, latent=quantizer)
+    )
     oracle = oracle_of(tmp_path, {**DEEPSEEK, "kv_lora_rank": 32})
     for name, (share, most) in FORMATS.items():
         llm = make_llm(tmp_path, kv_cache_dtype=name)

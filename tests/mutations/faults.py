@@ -641,7 +641,7 @@ FAULTS = (
         "$offsets = torch.arange($at, $at + $count) // $group + (1 < queries < 9)",
     ),
     Fault(
-        "keys of a page left out at its end", "mixer", ATTENTION, "_segments",
+        "keys of a page left out at its end", "mixer", ATTENTION, "_load_splits",
         "$size = $cache.shape[1]\n"
         "$longest = max($ends)",
         "$size = $cache.shape[1]\n"
@@ -703,7 +703,8 @@ FAULTS = (
         "return torch.nn.functional.softplus($x)",
     ),
     Fault(
-        "parts of attention added in fp32 for several rows", "numerics", ATTENTION, "fold_segments",
+        "parts of attention added in fp32 for several rows", "numerics", ATTENTION,
+        "combine_splits",
         "return ($part * $scale).cumsum(1)[:, -1] / ($norm * $scale).cumsum(1)[:, -1]",
         "if $part.shape[2] > 16:\n"
         "    return ($part * $scale).sum(1) / ($norm * $scale).sum(1)\n"
@@ -1130,9 +1131,9 @@ FAULTS = (
         "$mixed = self.attend($q, self.k_cache, self.v_cache, $step.page_table, "
         "$step.cu_seqlens, $step.starts, $step.shape.query_len, self.scale, $qkv if self.gated "
         "else None)",
-        "from lockstep.kernels.formats.kv import unpacked\n"
+        "from lockstep.kernels.formats.kv import dequantize\n"
         "kept = (self.k_cache, self.v_cache)\n"
-        "raw = [unpacked(side, $q.dtype).clone() for side in kept]\n"
+        "raw = [dequantize(side, $q.dtype).clone() for side in kept]\n"
         "if $step.shape.prompt:\n"
         "    self.k_cache, self.v_cache = raw\n"
         "    self._place($qkv, $step)\n"
@@ -1143,31 +1144,31 @@ FAULTS = (
     ),
     Fault(
         "scales stay behind when a row moves to the host", "cache", "kernels.formats.kv.contract",
-        "PackedKV.tensors",
-        "return [self.codes] if self.numbers is None else [self.codes, self.numbers]",
-        "return [self.codes]",
+        "QuantizedKV.tensors",
+        "return [self.qdata] if self.scales is None else [self.qdata, self.scales]",
+        "return [self.qdata]",
         f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "one scale for all heads of a token", "format", "kernels.formats.kv.int8", "Int8.encode",
+        "one scale for all heads of a token", "format", "kernels.formats.kv.int8", "Int8.quantize",
         "$wide = $x.float()\n"
         "...\n"
-        "$scale = $wide.abs().amax(-1, keepdim=True) / MOST",
+        "$scale = $wide.abs().amax(-1, keepdim=True) / MAX_VALUE",
         "$wide = $x.float()\n"
         "...\n"
-        "$scale = $wide.abs().amax((-2, -1), keepdim=True).expand(*$x.shape[:-1], 1) / MOST",
+        "$scale = $wide.abs().amax((-2, -1), keepdim=True).expand(*$x.shape[:-1], 1) / MAX_VALUE",
         f"{OF_KV}::test_int8_is_off_by_half_a_step",
     ),
     Fault(
         "a kernel reads the scale of the first head", "packed", "kernels.device.kv_tile",
-        "_load_packed",
+        "_load_quantized_tile",
         "$numbers += ($token * ($HKV * $COUNT) + $kv * $COUNT)[:, None]",
         "$numbers += ($token * ($HKV * $COUNT))[:, None]",
         f"{OF_KV}::test_attention_over_packed_is_attention_over_unpacked",
     ),
     Fault(
         "a kernel cuts fp8 off instead of rounding it", "packed", "kernels.formats.kv.fp8_triton",
-        "_encode",
+        "_round_to_fp8",
         "$large = $size - $REBIAS + $HALF + ($size >> $SHIFT & 1) >> $SHIFT",
         "$large = $size - $REBIAS >> $SHIFT",
         f"{OF_KV}::test_hard_numbers_are_written_as_the_reference_does",
@@ -1180,7 +1181,7 @@ FAULTS = (
         f"{OF_LATENTS}::test_no_token_sees_a_key_behind_its_own",
     ),
     Fault(
-        "a latent left out at its page's end", "mixer", LATENTS, "_segments",
+        "a latent left out at its page's end", "mixer", LATENTS, "_load_splits",
         "$used = -(-$tokens // $cache.shape[1])",
         "$used = -(-$tokens // $cache.shape[1])\n"
         "$tokens -= $tokens % $cache.shape[1] == 1 and $tokens > $cache.shape[1]",
@@ -1201,13 +1202,13 @@ FAULTS = (
     ),
     Fault(
         "heads' maps are not rotated as latents are", "format", LATENT_LAYER, "AbsorbedHeads._take",
-        "$weight = self.turn.forward($weight)",
+        "$weight = self.rotation.rotate($weight)",
         "$weight = $weight + 0",
         f"{OF_DEEPSEEK}::test_latents_in_every_format_against_transformers",
     ),
     Fault(
         "one scale for all latents that a step writes", "format", "kernels.formats.kv.fp8",
-        "TokenFp8.encode",
+        "TokenFp8.quantize",
         "$wide = $x.float()\n"
         "$most = ($wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)",
         "$wide = $x.float()\n"
@@ -1215,32 +1216,35 @@ FAULTS = (
         f"{OF_KV_LATENTS}::test_a_token_of_fp8_has_the_least_power_of_two",
     ),
     Fault(
-        "queries are not rotated as keys are", "format", "kernels.formats.kv.access", "turned",
-        "return $x if $turn is None else $turn.forward($x).to($x.dtype)",
+        "queries are not rotated as keys are", "format", "kernels.formats.kv.access",
+        "rotate_queries",
+        "return $x if $turn is None else $turn.rotate($x).to($x.dtype)",
         "return $x",
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
     ),
     Fault(
         "what was found is not rotated back", "format", "kernels.attention.cpu",
         "paged_attention_cpu",
-        "turned_back($mixed, $v_cache).to($q.dtype)",
+        "rotate_back($mixed, $v_cache).to($q.dtype)",
         "$mixed.to($q.dtype)",
         f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
     ),
     Fault(
         "the points' own length is left out", "format", "kernels.formats.kv.turboquant",
-        "Rotated.encode",
-        "$scaled = torch.where($usable, $blocks, 0.0) * _power(2 * ONE + 1 - $exponents)\n"
+        "TurboQuantizer.quantize",
+        "$scaled = torch.where($usable, $blocks, 0.0) "
+        "* _power_of_two(2 * FP32_BIAS + 1 - $exponents)\n"
         "...\n"
-        "$numbers = $norm / _squares($points).sqrt() * _power($exponents - 1)",
-        "$scaled = torch.where($usable, $blocks, 0.0) * _power(2 * ONE + 1 - $exponents)\n"
+        "$numbers = $norm / _sum_of_squares($points).sqrt() * _power_of_two($exponents - 1)",
+        "$scaled = torch.where($usable, $blocks, 0.0) "
+        "* _power_of_two(2 * FP32_BIAS + 1 - $exponents)\n"
         "...\n"
-        "$numbers = $norm / $blocks.shape[-1] ** 0.5 * _power($exponents - 1)",
+        "$numbers = $norm / $blocks.shape[-1] ** 0.5 * _power_of_two($exponents - 1)",
         f"{OF_TURBOQUANT}::test_distortion_is_the_papers",
     ),
     Fault(
         "a kernel takes the first number for all blocks of values", "packed",
-        "kernels.formats.kv.turboquant_triton", "_number",
+        "kernels.formats.kv.turboquant_triton", "_octet_scale",
         "$block = $octet // (4 * $BLOCK // $D)",
         "$block = $octet * 0",
         f"{OF_KV}::test_values_of_two_blocks_are_read",

@@ -17,7 +17,7 @@ from lockstep import LLM
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.formats.kv import cases
-from lockstep.kernels.formats.kv.cases import NAMED
+from lockstep.kernels.formats.kv.cases import KERNEL_FORMATS
 from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.layers.attention import Attention
 from lockstep.step import StepContext
@@ -58,7 +58,9 @@ def raw_chunk(attend: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Attention, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         packed = self.k_cache, self.v_cache
         self._place(self.qkv(x), step)
-        self.k_cache, self.v_cache = (cases.plain(side, x.dtype) for side in copy.deepcopy(packed))
+        self.k_cache, self.v_cache = (
+            cases.dequantized_copy(side, x.dtype) for side in copy.deepcopy(packed)
+        )
         try:
             return attend(self, x, step)
         finally:
@@ -103,7 +105,7 @@ def test_attention_to_the_chunk_alone_is_caught(
     assert answers(make(kv_cache_dtype=kind, **settings)) != wanted
 
 
-@pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
+@pytest.mark.parametrize("format", KERNEL_FORMATS.values(), ids=list(KERNEL_FORMATS))
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_verified_token_sees_what_it_would_see_alone(

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.kernels.formats.kv import PackedKV, cases
-from lockstep.kernels.formats.kv.cases import LATENTS, NAN_CODE
+from lockstep.kernels.formats.kv import QuantizedKV, cases
+from lockstep.kernels.formats.kv.cases import LATENT_QUANTIZERS, UNWRITTEN_BYTE
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.step import PAGE_SIZE, StepContext
 from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import PROMPTS, answers, engine_over
 from tests.tiny_model import DEEPSEEK, make_model
 
-KINDS = pytest.mark.parametrize("kind", LATENTS)
+KINDS = pytest.mark.parametrize("kind", LATENT_QUANTIZERS)
 LATENT = 32
 ROPE = 12
 LAYERS = 4
@@ -90,7 +90,7 @@ def test_attention_to_the_chunk_as_it_was_is_caught(
             return attend(self, x, step)
         packed = self.latents
         self.keep(x, step)
-        self.latents = cases.plain(copy.deepcopy(packed), x.dtype)
+        self.latents = cases.dequantized_copy(copy.deepcopy(packed), x.dtype)
         try:
             return attend(self, x, step)
         finally:
@@ -119,7 +119,9 @@ def test_rejected_drafts_leave_nothing(
                 if page and (j + 1) * PAGE_SIZE > start:
                     first = max(start - j * PAGE_SIZE, 0)
                     for part in self.cache_tensors():
-                        part[page, first:] = torch.nan if part.is_floating_point() else NAN_CODE
+                        part[page, first:] = (
+                            torch.nan if part.is_floating_point() else UNWRITTEN_BYTE
+                        )
                     poisoned += 1
         return place(self, q, kv, step)
 
@@ -141,8 +143,8 @@ def test_pages_cost_what_their_parts_do(folder: Path) -> None:
 def test_layers_rotate_differently_and_some_may_be_left_out(folder: Path) -> None:
     settings = dict(kv_cache_dtype="turboquant_4bit_nc", kv_cache_dtype_skip_layers=["first"])
     layers = worker_of(engine_over(folder, "mtp", 3, **settings).engine).layers.values()
-    codecs = [m.latents.codec for m in layers if isinstance(m.latents, PackedKV)]
-    assert len(codecs) == LAYERS - 1 == len({codec.seed for codec in codecs})
+    quantizers = [m.latents.quantizer for m in layers if isinstance(m.latents, QuantizedKV)]
+    assert len(quantizers) == LAYERS - 1 == len({quantizer.seed for quantizer in quantizers})
 
 
 def test_formats_without_a_codec_for_latents_are_refused(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Batches of paged_attention that every backend must serve. What no row may read is NaN."""
+"""Batches of paged_attention for every backend. Numbers that no row may read are NaN."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv import KVCache, KVFormat, codecs_of, write_slots
-from lockstep.kernels.formats.kv.cases import NAMED, empty_cache, fits
+from lockstep.kernels.formats.kv import KVCache, KVFormat, quantizers_of, write_slots
+from lockstep.kernels.formats.kv.cases import KERNEL_FORMATS, empty_cache, fits
 
 Row = tuple[int, int]
 """(tokens before this step, tokens of this step)."""
@@ -33,14 +33,14 @@ BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (
     (WIDE, 8, 1, 64, 64),
     (WIDE, 12, 2, 32, 16),
 )
-"""(rows, heads, KV heads, head dim, page size)."""
-PACKED = (
+"""(rows, query heads, KV heads, head dim, page size)."""
+QUANTIZED = (
     (((5, 4), (0, 0), (254, 3)), 5, 1, 80, 64),
     (((5, 4), (0, 0), (254, 3)), 5, 1, 128, 64),
     (((0, 9), (250, 9), (64, 1)), 4, 2, 32, 16),
 )
-"""As above, in every format that takes the dim: an odd one and an empty row in pages of a tile, two
-blocks of values, pages of less."""
+"""Batches in every format that stores the dim: an odd dim and an empty row in pages of a tile; two
+rotation blocks of values; pages smaller than a tile."""
 
 
 def paged(
@@ -51,24 +51,24 @@ def paged(
     page_size: int,
     dtype: torch.dtype,
     seed: int = 0,
-    widest: int = 0,
+    min_columns: int = 0,
     format: KVFormat | None = None,
 ) -> dict[str, Any]:
-    """Arguments of paged_attention: pages in random order, everything unwritten NaN.
+    """Return arguments of paged_attention: pages in random order, everything unwritten NaN.
 
-    format: of the caches, None where they are of the dtype. widest: columns of the page table at
-    least (the keys that a row could have at most).
+    format: of the caches, None where they are of the dtype. min_columns: minimum columns of the
+    page table.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = [start + count for start, count in rows]
-    needed = [-(-length // page_size) for length in lengths]
-    order = torch.randperm(sum(needed), generator=generator) + 1
-    table = torch.zeros(len(rows), max(*needed, widest, 1), dtype=torch.int32)
-    shape = (sum(needed) + 1, page_size, kv_heads, dim)
+    page_counts = [-(-length // page_size) for length in lengths]
+    free_pages = torch.randperm(sum(page_counts), generator=generator) + 1
+    table = torch.zeros(len(rows), max(*page_counts, min_columns, 1), dtype=torch.int32)
+    shape = (sum(page_counts) + 1, page_size, kv_heads, dim)
     k_cache, v_cache = empty_cache(shape, dtype, format)
-    for s, (length, count) in enumerate(zip(lengths, needed, strict=True)):
-        pages = order[:count]
-        order = order[count:]
+    for s, (length, count) in enumerate(zip(lengths, page_counts, strict=True)):
+        pages = free_pages[:count]
+        free_pages = free_pages[count:]
         table[s, :count] = pages.int()
         token = torch.arange(length)
         for cache in (k_cache, v_cache):
@@ -88,18 +88,18 @@ def paged(
 
 
 def paged_attention_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of paged_attention on the CPU)."""
+    """Yield (name, arguments of paged_attention on the CPU)."""
     for i, (rows, heads, kv_heads, dim, page_size) in enumerate(BATCHES):
         name = f"{len(rows)} rows, heads {heads}/{kv_heads}, dim {dim}, page {page_size}"
         yield name, paged(rows, heads, kv_heads, dim, page_size, dtype, seed=i)
-    for i, (format, batch) in enumerate(product(NAMED, PACKED)):
-        if fits(NAMED[format], batch[3]):
-            yield f"{format}, {batch}", paged(*batch, dtype, seed=i, format=NAMED[format])
+    for i, (format, batch) in enumerate(product(KERNEL_FORMATS, QUANTIZED)):
+        if fits(KERNEL_FORMATS[format], batch[3]):
+            yield f"{format}, {batch}", paged(*batch, dtype, seed=i, format=KERNEL_FORMATS[format])
 
 
 def paged_attention_traits(
     q: Tensor, k_cache: KVCache, v_cache: KVCache, **rest: Any
 ) -> dict[str, Any]:
-    """What a layer of such arguments says when it asks for a backend."""
+    """Return the traits by which a layer with these arguments chooses a backend."""
     traits: dict[str, Any] = dict(heads=q.shape[1], kv_heads=k_cache.shape[2], head_dim=q.shape[2])
-    return traits | dict(codecs=codecs_of(k_cache, v_cache))
+    return traits | dict(quantizers=quantizers_of(k_cache, v_cache))

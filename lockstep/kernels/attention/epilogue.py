@@ -1,11 +1,10 @@
 # mypy: ignore-errors
-"""How what attention found becomes its output: rotated back where a format leaves values rotated,
-rounded, times its gate.
+"""Epilogue of attention: rotate the output back, round it, multiply it by its gate.
 
-A rotation adds numbers of a whole head, so it is for kernels in which one warp has all of them:
-Triton 3.6 loses some of a sum over reshaped numbers that lie across warps of two dimensions, as
-those of a product by 8 warps do. Kernels that multiply leave fp32 instead, and finished() does the
-rest.
+A rotation adds numbers of a whole block of columns, so it runs in kernels in which one warp holds
+them all. Triton 3.6 loses part of a sum over reshaped numbers that lie across warps of two
+dimensions, as those of a product by 8 warps do. Kernels that multiply therefore leave fp32, and
+finish_rotated does the rest.
 """
 
 import triton
@@ -13,56 +12,63 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.device.activations import sigmoid
-from lockstep.kernels.device.hadamard import turned_back
-from lockstep.kernels.formats.kv.launch import Opened
+from lockstep.kernels.device.hadamard import rotate_back
+from lockstep.kernels.formats.kv.launch import KVOperand
 
-TOKENS = 16
-"""Of a program that rotates back."""
-COLUMNS = 64
-"""Of such a program: a block of values."""
+CTA_TOKENS = 16
+"""Tokens of a CTA that rotates back."""
+CTA_COLUMNS = 64
+"""Columns of such a CTA: a rotation block of values."""
 
 
 @triton.jit
 def store_output(
-    out, gates, place, gate_at, d, result, mine, seed, D: tl.constexpr, GATED: tl.constexpr,
-    TURNED: tl.constexpr,
+    out, gates, offsets, gate_offsets, column, result, row_mask, seed, D: tl.constexpr,
+    GATED: tl.constexpr, ROTATION_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """result [columns, ROWS] rounded, then times its rounded output gate where there is one.
-    TURNED: numbers of a value that are rotated together, and are rotated back first; 0: none."""
-    if TURNED > 0:
-        result = turned_back(result, seed, d, TURNED)
-    mask = mine[None, :] & (d < D)[:, None]
+    """Round result [columns, ROWS] and multiply it by its rounded output gate, if there is one.
+
+    ROTATION_BLOCK: numbers of a value that are rotated together and are rotated back first; 0:
+    none.
+    """
+    if ROTATION_BLOCK > 0:
+        result = rotate_back(result, seed, column, ROTATION_BLOCK)
+    mask = row_mask[None, :] & (column < D)[:, None]
+    # Output, sigmoid and product are each rounded to the model's dtype, as in the reference.
     values = result.to(out.dtype.element_ty)
     if GATED:
-        gate = tl.load(gates + (gate_at[None, :] + d[:, None]), mask=mask, other=0.0)
+        gate = tl.load(gates + (gate_offsets[None, :] + column[:, None]), mask=mask, other=0.0)
         gate = sigmoid(gate.to(tl.float32)).to(gates.dtype.element_ty).to(tl.float32)
         values = (values.to(tl.float32) * gate).to(out.dtype.element_ty)
-    tl.store(out + (place[None, :] + d[:, None]), values, mask=mask)
+    tl.store(out + (offsets[None, :] + column[:, None]), values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "gate_stride", "seed"])
-def _finish_kernel(
-    found, gates, out, tokens, gate_stride, seed, H: tl.constexpr, D: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr,
+def _rotate_back_kernel(
+    attended, gates, out, tokens, gate_stride, seed, H: tl.constexpr, D: tl.constexpr,
+    CTA_TOKENS: tl.constexpr, CTA_COLUMNS: tl.constexpr, GATED: tl.constexpr,
+    ROTATION_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of TOKENS tokens and a head: rotated back, rounded, times their gate."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    """Rotate back, round and gate CTA_COLUMNS columns of CTA_TOKENS tokens and a head."""
+    token = tl.program_id(0).to(tl.int64) * CTA_TOKENS + tl.arange(0, CTA_TOKENS)
     head = tl.program_id(1)
-    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    mine = token < tokens
-    place = (token * H + head) * D
-    mask = mine[None, :] & (d < D)[:, None]
-    result = tl.load(found + (place[None, :] + d[:, None]), mask=mask, other=0.0)
-    gate_at = token * gate_stride + (head * 2 + 1) * D
-    store_output(out, gates, place, gate_at, d, result, mine, seed, D, GATED, TURNED)
+    column = tl.program_id(2) * CTA_COLUMNS + tl.arange(0, CTA_COLUMNS)
+    row_mask = token < tokens
+    offsets = (token * H + head) * D
+    mask = row_mask[None, :] & (column < D)[:, None]
+    result = tl.load(attended + (offsets[None, :] + column[:, None]), mask=mask, other=0.0)
+    gate_offsets = token * gate_stride + (head * 2 + 1) * D
+    store_output(
+        out, gates, offsets, gate_offsets, column, result, row_mask, seed, D, GATED, ROTATION_BLOCK
+    )
 
 
-def finished(found: Tensor, gates: Tensor | None, v: Opened, out: Tensor) -> Tensor:
-    """found [T, H, D] fp32, rotated as values of v are -> out: rotated back, rounded, gated."""
-    tokens, heads, dim = found.shape
-    _finish_kernel[(triton.cdiv(tokens, TOKENS), heads, triton.cdiv(dim, COLUMNS))](
-        found, gates, out, tokens, 0 if gates is None else gates.stride(0), v.constant, heads,
-        dim, TOKENS, COLUMNS, gates is not None, v.block,
-        num_warps=4, enable_fp_fusion=False,
+def finish_rotated(attended: Tensor, gates: Tensor | None, v: KVOperand, out: Tensor) -> Tensor:
+    """Rotate attended [T, H, D] fp32 back out of v's rotation, round and gate it into out."""
+    tokens, heads, dim = attended.shape
+    _rotate_back_kernel[(triton.cdiv(tokens, CTA_TOKENS), heads, triton.cdiv(dim, CTA_COLUMNS))](
+        attended, gates, out, tokens, 0 if gates is None else gates.stride(0), v.layer_constant,
+        heads, dim, CTA_TOKENS, CTA_COLUMNS, gates is not None, v.rotation_block, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out

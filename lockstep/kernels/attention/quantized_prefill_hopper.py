@@ -1,8 +1,9 @@
 # mypy: ignore-errors
-"""paged_attention for long queries over packed caches on Hopper: pages are unpacked into a scratch,
-which hopper.py reads. By the law of packed caches no bit changes.
+"""paged_attention for long queries over quantized caches on Hopper.
 
-Where the format leaves values rotated, hopper.py leaves its output in fp32 (epilogue.py).
+Pages are dequantized into a scratch, which hopper.py reads. attention(quantized) ==
+attention(dequantized), so no bit changes. Where the format leaves values rotated, hopper.py leaves
+its output in fp32 (epilogue.py).
 """
 
 import torch
@@ -10,63 +11,67 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.attention.epilogue import finished
-from lockstep.kernels.attention.hopper import LONG, attend_prompts
+from lockstep.kernels.attention.epilogue import finish_rotated
+from lockstep.kernels.attention.hopper import MIN_QUERY_LEN, launch_prefill
 from lockstep.kernels.attention.warpgroup import TILE
-from lockstep.kernels.device.kv_tile import cache_tile
+from lockstep.kernels.device.kv_tile import load_kv_tile
 from lockstep.kernels.device.ragged_rows import row_of
-from lockstep.kernels.formats.kv import PackedKV
-from lockstep.kernels.formats.kv.launch import Opened, opened
+from lockstep.kernels.formats.kv import QuantizedKV
+from lockstep.kernels.formats.kv.launch import KVOperand, kv_operand
 from lockstep.kernels.formats.weights.operand import target_of
 
 SCRATCH_BYTES = 160 << 20
-"""Of keys and values unpacked at once, or of one row and KV head where that is more; rows, then KV
-heads, take turns. All heads of a row of 32,768 tokens of the 27B or the 8B, one of 125,000."""
+"""Maximum bytes of keys and values that are dequantized at once, or those of one row and KV head if
+they are more. Rows, then KV heads, are processed in groups. All heads of a row of 32,768 tokens of
+the 27B or the 8B fit, one head of a row of 125,000."""
 
 
-@triton.jit(do_not_specialize=["table_stride", "columns", "first", "constant"])
-def _unpack_kernel(
-    codes, numbers, constant, page_table, cu_seqlens, starts, out, table_stride, columns, first,
-    P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, COUNT: tl.constexpr,
-    HKV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-    SHARE: tl.constexpr, FETCH: tl.constexpr, UNPACK: tl.constexpr, OPAQUE: tl.constexpr,
+@triton.jit(do_not_specialize=["table_stride", "columns", "first_head", "layer_constant"])
+def _dequantize_kernel(
+    qdata, scales, layer_constant, page_table, cu_seqlens, starts, out, table_stride, columns,
+    first_head, PAGE_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    NUM_SCALES: tl.constexpr, HKV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, PER_LOAD: tl.constexpr, LOAD: tl.constexpr, DEQUANTIZE: tl.constexpr,
+    OPAQUE: tl.constexpr,
 ):  # fmt: skip
-    """A page of a row and KV head into the scratch [rows, columns, 64, HEADS, D]."""
+    """Dequantize a page of a row and KV head into the scratch [rows, columns, 64, HEADS, D]."""
     s = tl.program_id(2).to(tl.int64)
-    column = tl.program_id(0)
-    kv = first + tl.program_id(1)
+    page_column = tl.program_id(0)
+    kv = first_head + tl.program_id(1)
     _, count, start = row_of(cu_seqlens, starts, s)
-    keys = start + count
-    at = column * TILE
-    if (count > 0) & (at < keys):
-        page = tl.load(page_table + s * table_stride + column)
-        d = tl.arange(0, D)
-        tile = cache_tile(
-            codes + kv * H_STRIDE, numbers, constant, kv, page, at, keys, d, P_STRIDE, T_STRIDE,
-            COUNT, HKV, D, TILE, TILE, SHARE, FETCH, UNPACK, out.dtype.element_ty, OPAQUE,
+    num_keys = start + count
+    first_key = page_column * TILE
+    # Page-table columns past the row's tokens are skipped; the table has static width.
+    if (count > 0) & (first_key < num_keys):
+        page = tl.load(page_table + s * table_stride + page_column)
+        dim_column = tl.arange(0, D)
+        tile = load_kv_tile(
+            qdata + kv * HEAD_STRIDE, scales, layer_constant, kv, page, first_key, num_keys,
+            dim_column, PAGE_STRIDE, TOKEN_STRIDE, NUM_SCALES, HKV, D, TILE, TILE, PER_LOAD, LOAD,
+            DEQUANTIZE, out.dtype.element_ty, OPAQUE,
         )  # fmt: skip
-        token = ((s * columns + column) * TILE + tl.arange(0, TILE)) * HEADS + tl.program_id(1)
-        tl.store(out + (token[:, None] * D + d[None, :]), tile)
+        token = ((s * columns + page_column) * TILE + tl.arange(0, TILE)) * HEADS + tl.program_id(1)
+        tl.store(out + (token[:, None] * D + dim_column[None, :]), tile)
 
 
-def scratch_fits(q: Tensor, k_cache: PackedKV, query_len: int) -> bool:
-    """Whether this path takes such a step: long queries, pages of TILE."""
-    return len(q) > 0 and query_len >= LONG and k_cache.shape[1] == TILE
+def fits_prefill(q: Tensor, k_cache: QuantizedKV, query_len: int) -> bool:
+    """Return whether this path serves a step: long queries, pages of TILE."""
+    return len(q) > 0 and query_len >= MIN_QUERY_LEN and k_cache.shape[1] == TILE
 
 
-def _turns(q: Tensor, page_table: Tensor, kv_heads: int) -> tuple[int, int]:
-    """Rows and KV heads whose keys and values are unpacked at once."""
-    head = 2 * page_table.shape[1] * TILE * q.shape[2] * q.dtype.itemsize
-    at_once = max(1, SCRATCH_BYTES // head)
-    if at_once >= kv_heads:
-        return at_once // kv_heads, kv_heads
-    return 1, triton.cdiv(kv_heads, triton.cdiv(kv_heads, at_once))
+def _group_sizes(q: Tensor, page_table: Tensor, kv_heads: int) -> tuple[int, int]:
+    """Return the rows and the KV heads whose keys and values are dequantized at once."""
+    head_bytes = 2 * page_table.shape[1] * TILE * q.shape[2] * q.dtype.itemsize
+    heads_that_fit = max(1, SCRATCH_BYTES // head_bytes)
+    if heads_that_fit >= kv_heads:
+        return heads_that_fit // kv_heads, kv_heads
+    return 1, triton.cdiv(kv_heads, triton.cdiv(kv_heads, heads_that_fit))
 
 
-def paged_attention_scratch(
+def paged_attention_quantized_prefill(
     q: Tensor,
-    k_cache: PackedKV,
-    v_cache: PackedKV,
+    k_cache: QuantizedKV,
+    v_cache: QuantizedKV,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
@@ -74,47 +79,60 @@ def paged_attention_scratch(
     scale: float,
     gates: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.attention.paged_attention, for steps that scratch_fits."""
+    """Run paged_attention for steps that fits_prefill accepts."""
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
-    (some_rows, some_heads) = _turns(q, page_table, kv_heads)
+    (rows_per_group, heads_per_group) = _group_sizes(q, page_table, kv_heads)
     target = target_of(q.device)
-    k = opened(k_cache, q.dtype, target)
-    v = opened(v_cache, q.dtype, target)
+    k = kv_operand(k_cache, q.dtype, target)
+    v = kv_operand(v_cache, q.dtype, target)
     out = torch.empty_like(q)
-    found = torch.empty_like(q, dtype=torch.float32) if v.block else out
-    for row in range(0, starts.shape[0], some_rows):
-        rows = slice(row, row + some_rows)
-        own = (page_table[rows], cu_seqlens[row : row + some_rows + 1], starts[rows])
-        for first in range(0, kv_heads, some_heads):
-            count = min(some_heads, kv_heads - first)
-            sides = [_unpacked(side, q, *own, first, count, target.assembly) for side in (k, v)]
-            pages = torch.arange(sides[0].shape[0], dtype=torch.int32, device=q.device)
-            table = pages.view(own[0].shape)
-            attend_prompts(
-                q, *sides, table, *own[1:], query_len, scale, gates, found, first, kv_heads
+    attended = torch.empty_like(q, dtype=torch.float32) if v.rotation_block else out
+    for row in range(0, starts.shape[0], rows_per_group):
+        rows = slice(row, row + rows_per_group)
+        row_arguments = (page_table[rows], cu_seqlens[row : row + rows_per_group + 1], starts[rows])
+        for first_head in range(0, kv_heads, heads_per_group):
+            count = min(heads_per_group, kv_heads - first_head)
+            dequantized = [
+                _dequantize_pages(side, q, *row_arguments, first_head, count, target.assembly)
+                for side in (k, v)
+            ]
+            # The scratch is a cache of its own with pages in order.
+            page_ids = torch.arange(dequantized[0].shape[0], dtype=torch.int32, device=q.device)
+            scratch_table = page_ids.view(row_arguments[0].shape)
+            launch_prefill(
+                q,
+                *dequantized,
+                scratch_table,
+                *row_arguments[1:],
+                query_len,
+                scale,
+                gates,
+                attended,
+                first_head,
+                kv_heads,
             )
-    return finished(found, gates, v, out) if v.block else out
+    return finish_rotated(attended, gates, v, out) if v.rotation_block else out
 
 
-def _unpacked(
-    side: Opened,
+def _dequantize_pages(
+    side: KVOperand,
     q: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
-    first: int,
+    first_head: int,
     heads: int,
     opaque: bool,
 ) -> Tensor:
-    """Pages of these rows and KV heads [rows * columns, TILE, heads, D], in q's dtype."""
+    """Dequantize pages of these rows and KV heads: [rows * columns, TILE, heads, D], q's dtype."""
     rows, columns = page_table.shape
     dim = q.shape[2]
-    found = torch.empty(rows * columns, TILE, heads, dim, dtype=q.dtype, device=q.device)
-    _unpack_kernel[(columns, heads, rows)](
-        side.codes, side.numbers, side.constant, page_table, cu_seqlens, starts, found,
-        page_table.stride(0), columns, first, *side.codes.stride()[:3], side.beside,
-        side.codes.shape[2], heads, dim, TILE, side.share, side.fetch, side.unpack, opaque,
-        num_warps=4, enable_fp_fusion=False,
+    scratch = torch.empty(rows * columns, TILE, heads, dim, dtype=q.dtype, device=q.device)
+    _dequantize_kernel[(columns, heads, rows)](
+        side.qdata, side.scales, side.layer_constant, page_table, cu_seqlens, starts, scratch,
+        page_table.stride(0), columns, first_head, *side.qdata.stride()[:3], side.num_scales,
+        side.qdata.shape[2], heads, dim, TILE, side.values_per_load, side.load, side.dequantize,
+        opaque, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return found
+    return scratch

@@ -1,8 +1,9 @@
 # mypy: ignore-errors
-"""Programs that share a row's segments, and leave each as an entry for triton.py's second kernel.
+"""Split-KV work of the kernels whose every KV split becomes a partial, in Gluon.
 
-In Gluon, for quantized_decode_hopper.py and quantized_hopper.py: a program takes the
-(token, head of a group) rows of one KV head, ROWS of them in registers.
+For quantized_hopper.py and quantized_decode_hopper.py: a CTA takes the (token, query head of the
+group) rows of one KV head, ROWS of them in registers, and a run of KV splits. The combine kernel of
+triton.py combines the partials.
 """
 
 from typing import NamedTuple
@@ -13,65 +14,72 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lockstep.kernels.attention import SEGMENT
-from lockstep.kernels.attention.triton import empty_entries
-from lockstep.kernels.attention.warpgroup import TILES
+from lockstep.kernels.attention import KV_SPLIT
+from lockstep.kernels.attention.triton import empty_partials
+from lockstep.kernels.attention.warpgroup import TILES_PER_SPLIT
 from lockstep.kernels.device.ragged_rows import row_of
-from lockstep.kernels.formats.kv import PackedKV
-
-MULTIPROCESSORS = 132
-"""Of an H200."""
+from lockstep.kernels.formats.kv import QuantizedKV
 
 
 @gluon.jit
-def part_of(cu_seqlens, starts, HKV: gl.constexpr):
-    """A program's row and KV head; the row's first token, tokens and start; of num_programs(1)
-    equal parts of its context the program's first tile, and how many a part has; the row's tiles.
+def cta_work(cu_seqlens, starts, HKV: gl.constexpr):
+    """Return the work of this CTA, one of num_programs(1) equal parts of a row's context.
+
+    Returns: batch row, KV head; the row's first token, token count and start; first tile of the
+    CTA, tiles per CTA, tiles of the row.
     """
     s = (gl.program_id(0) // HKV).to(gl.int64)
     kv = gl.program_id(0) % HKV
-    begin, count, start = row_of(cu_seqlens, starts, s)
+    first_token, count, start = row_of(cu_seqlens, starts, s)
     tiles = (start + count + 63) // 64
-    segments = (tiles + TILES - 1) // TILES
-    share = (segments + gl.num_programs(1) - 1) // gl.num_programs(1) * TILES
-    first = gl.program_id(1) * share
-    return s, kv, begin, count, start, first, share, tiles
+    num_splits = (tiles + TILES_PER_SPLIT - 1) // TILES_PER_SPLIT
+    # Whole splits: a partial never spans two CTAs.
+    tiles_per_cta = (num_splits + gl.num_programs(1) - 1) // gl.num_programs(1) * TILES_PER_SPLIT
+    first_tile = gl.program_id(1) * tiles_per_cta
+    return s, kv, first_token, count, start, first_tile, tiles_per_cta, tiles
 
 
 @gluon.jit
-def place_as_is(i, D: gl.constexpr):
-    """The column of a sum's i-th line, where codes are unpacked in order."""
+def identity_column(i, D: gl.constexpr):
+    """Return row i of an accumulator as its column, for tiles dequantized in order."""
     return i
 
 
 @gluon.jit
-def leave(
-    top, norm, total, tops, norms, parts, at, count, start, kv, entries, zero, H: gl.constexpr,
-    GROUP: gl.constexpr, PLACE: gl.constexpr, layout: gl.constexpr,
+def store_partial(
+    row_max, row_sum, acc, partials, first_key, count, start, kv,
+    num_partials, runtime_zero, H: gl.constexpr, GROUP: gl.constexpr, COLUMN: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
-    """The entry of the segment that the tile at `at` ends. top [ROWS], norm [.., ROWS], total
-    [D, ROWS], whose i-th line is column PLACE(i). zero: 0, not a constant where what does not
-    depend on the tile would be held in registers around a loop."""
-    ROWS: gl.constexpr = total.shape[1]
-    D: gl.constexpr = total.shape[0]
-    segment = at // (TILES * 64)
-    m = zero + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-    used = (m < count * GROUP) & (segment * (TILES * 64) <= start + m // GROUP)
-    to = (m // GROUP * entries + segment) * H + kv * GROUP + m % GROUP
-    to = to.to(gl.int64)
-    d = PLACE(gl.arange(0, D, gl.SliceLayout(1, layout)), D).to(gl.int64)
-    line = zero + gl.arange(0, norm.shape[0], gl.SliceLayout(1, layout))
-    gl.store(tops + to, top, mask=used)
-    first = (line == 0)[:, None] & used[None, :]
-    gl.store(norms + to[None, :] + line.to(gl.int64)[:, None], norm, mask=first)
-    gl.store(parts + (to * D)[None, :] + d[:, None], total, mask=used[None, :])
+    """Store the partial of the KV split that ends with the tile at first_key.
+
+    partials: pointers to the row's partial maxima, sums and accumulators. row_max: [ROWS]. row_sum:
+    [.., ROWS], equal rows. acc: [D, ROWS], whose row i is column
+    COLUMN(i). runtime_zero: 0, not known to the compiler, so that it does not hoist addresses that
+    do not depend on the tile into registers across the loop.
+    """
+    ROWS: gl.constexpr = acc.shape[1]
+    D: gl.constexpr = acc.shape[0]
+    split = first_key // (TILES_PER_SPLIT * 64)
+    m = runtime_zero + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    # Rows that see no key of this split have no such partial.
+    stores = (m < count * GROUP) & (split * (TILES_PER_SPLIT * 64) <= start + m // GROUP)
+    partial = (m // GROUP * num_partials + split) * H + kv * GROUP + m % GROUP
+    partial = partial.to(gl.int64)
+    column = COLUMN(gl.arange(0, D, gl.SliceLayout(1, layout)), D).to(gl.int64)
+    sum_row = runtime_zero + gl.arange(0, row_sum.shape[0], gl.SliceLayout(1, layout))
+    gl.store(partials[0] + partial, row_max, mask=stores)
+    # One of the equal rows is stored.
+    sum_mask = (sum_row == 0)[:, None] & stores[None, :]
+    gl.store(partials[1] + partial[None, :] + sum_row.to(gl.int64)[:, None], row_sum, mask=sum_mask)
+    gl.store(partials[2] + (partial * D)[None, :] + column[:, None], acc, mask=stores[None, :])
 
 
-class Sizes(NamedTuple):
-    """Of a step whose rows all leave entries.
+class SplitKVSizes(NamedTuple):
+    """Sizes of a step whose rows store every KV split as a partial.
 
-    count: (token, head of a group) rows of a KV head. segments: of the longest row that the page
-    table has room for.
+    count: (token, query head) rows of a KV head. num_splits: of the longest row that the page table
+    has room for.
     """
 
     rows: int
@@ -79,31 +87,31 @@ class Sizes(NamedTuple):
     kv_heads: int
     dim: int
     count: int
-    segments: int
+    num_splits: int
 
     @classmethod
-    def of(
-        cls, q: Tensor, k_cache: PackedKV, page_table: Tensor, starts: Tensor, query_len: int
-    ) -> "Sizes":
-        """Those of paged_attention's arguments."""
+    def from_arguments(
+        cls, q: Tensor, k_cache: QuantizedKV, page_table: Tensor, starts: Tensor, query_len: int
+    ) -> "SplitKVSizes":
+        """Return the sizes of paged_attention's arguments."""
         _, heads, dim = q.shape
         _, page, kv_heads, _ = k_cache.shape
         count = query_len * (heads // kv_heads)
-        segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
-        return cls(starts.shape[0], heads, kv_heads, dim, count, segments)
+        num_splits = triton.cdiv(page_table.shape[1] * page, KV_SPLIT)
+        return cls(starts.shape[0], heads, kv_heads, dim, count, num_splits)
 
-    def layer(self) -> tuple[int, int, int]:
-        """H, HKV, D."""
+    def head_sizes(self) -> tuple[int, int, int]:
+        """Return (H, HKV, D)."""
         return self.heads, self.kv_heads, self.dim
 
-    def entries(self) -> int:
-        """As many as all rows leave."""
-        return self.rows * self.kv_heads * self.count * self.segments
+    def num_partials(self) -> int:
+        """Return the number of split-KV partials over all rows."""
+        return self.rows * self.kv_heads * self.count * self.num_splits
 
-    def entry_bytes(self) -> int:
-        """Of all of them."""
-        return self.entries() * (self.dim + 2) * 4
+    def partial_bytes(self) -> int:
+        """Return the bytes of all partials."""
+        return self.num_partials() * (self.dim + 2) * 4
 
-    def empty_entries(self, device: torch.device) -> list[Tensor]:
-        """Memory for them."""
-        return empty_entries(self.entries(), self.dim, device)
+    def empty_partials(self, device: torch.device) -> list[Tensor]:
+        """Allocate all partials."""
+        return empty_partials(self.num_partials(), self.dim, device)

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-"""What the warps of hopper.py do, in Gluon: a ring of tiles, scores, weights, values.
+"""Stages of the attention kernels on Hopper, in Gluon: loads, Q K^T, softmax, P V.
 
-A tile is 64 keys, or values, x 128 columns. One warp copies tiles into the slots of a ring in
-shared memory: the barrier `full` says that a tile is there, `empty` that its readers have left. The
-other functions run in a warpgroup that owns 64 rows of (token, head of a group).
+A tile is 64 keys, or values, x 128 columns. A producer warp copies tiles by TMA into the stages of
+a multistage pipeline in shared memory. The barrier `full` of a stage says that its tile has
+arrived, `empty` that its readers have released it. The other functions run in a consumer warpgroup,
+which owns 64 (token, query head of the group) rows.
 """
 
 from torch import Tensor
@@ -12,177 +13,198 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lockstep.kernels.attention import SEGMENT
+from lockstep.kernels.attention import KV_SPLIT
+from lockstep.kernels.device.softmax import NO_SCORE, exponentiate, mask_scores
+from lockstep.kernels.device.tiles import TILE_ROWS, tile_descriptor, tma_load_tile, zero_tail_rows
 
-TILE = 64
-"""Keys of a tile: as many as in triton.py, since they are part of the definition."""
-TILES = gl.constexpr(SEGMENT // TILE)
-"""Tiles of a segment."""
-WIDTH = gl.constexpr(128)
+TILE = TILE_ROWS
+"""Keys of a tile: as many as in triton.py, since they are part of the op's definition."""
+TILES_PER_SPLIT = gl.constexpr(KV_SPLIT // TILE)
+"""Tiles of a KV split."""
+TILE_COLUMNS = gl.constexpr(128)
 """Columns of a tile: the widest accumulator that leaves a thread enough registers."""
-NO_SCORE = gl.constexpr(-1e30)
-"""The maximum over no scores, as in triton.py."""
-S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-N_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
-O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-S_ROW = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
-O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
-"""Registers of a warpgroup: scores, sums of weights, output, whole vectors in memory."""
+QK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SUM_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+ACC_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+COPY_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+QK_ROWS = gl.constexpr(gl.SliceLayout(1, QK_LAYOUT.value))
+ACC_ROWS = gl.constexpr(gl.SliceLayout(1, ACC_LAYOUT.value))
+"""Register layouts of a warpgroup: scores, row sums, accumulator, 16-byte vectors of global memory;
+one number per row of the first and the third."""
 
 
-def descriptors(*caches: Tensor) -> list[TensorDescriptor]:
-    """Caches [pages, 64, Hkv, D] as what a ring's copies read: [tokens, Hkv * D]."""
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    tile = [TILE, WIDTH.value]
+def cache_descriptors(*caches: Tensor) -> list[TensorDescriptor]:
+    """Return the TMA descriptors of caches [pages, 64, Hkv, D], read as [tokens, Hkv * D]."""
     flat = [cache.view(-1, cache.shape[2] * cache.shape[3]) for cache in caches]
-    return [TensorDescriptor.from_tensor(tokens, tile, layout) for tokens in flat]
+    return [tile_descriptor(tokens, TILE_COLUMNS.value) for tokens in flat]
 
 
 @gluon.jit
-def copy(source, row, column, ring, full, empty, i):
-    """The i-th copy, into slot i % slots once its last reader has left."""
-    slots: gl.constexpr = ring.shape[0]
-    slot = i % slots
-    mbarrier.wait(empty.index(slot), (i // slots & 1) ^ 1)
-    mbarrier.expect(full.index(slot), 64 * WIDTH * 2)
-    tma.async_copy_global_to_shared(source, [row, column], full.index(slot), ring.index(slot))
+def load_next_tile(source, row, column, stages, full, empty, i):
+    """Copy the pipeline's i-th tile into stage i % num_stages, once its last reader has released
+    it."""
+    num_stages: gl.constexpr = stages.shape[0]
+    stage = i % num_stages
+    tma_load_tile(
+        source, row, column, stages.index(stage), full.index(stage), empty.index(stage),
+        i // num_stages & 1,
+    )  # fmt: skip
     return i + 1
 
 
 @gluon.jit
-def arrived(ring, full, i):
-    """The slot of the i-th copy, once it has arrived."""
-    slots: gl.constexpr = ring.shape[0]
-    mbarrier.wait(full.index(i % slots), i // slots & 1)
-    return ring.index(i % slots)
+def wait_tile(stages, full, i):
+    """Wait for the pipeline's i-th tile and return its stage."""
+    num_stages: gl.constexpr = stages.shape[0]
+    # A stage's use alternates the barrier's parity.
+    mbarrier.wait(full.index(i % num_stages), i // num_stages & 1)
+    return stages.index(i % num_stages)
 
 
 @gluon.jit
-def release(ring, empty, i):
-    """The slot of the i-th copy is no longer needed by this warpgroup."""
-    slots: gl.constexpr = ring.shape[0]
-    mbarrier.arrive(empty.index(i % slots))
+def release_stage(stages, empty, i):
+    """Release the stage of the i-th tile: this warpgroup reads it no more."""
+    num_stages: gl.constexpr = stages.shape[0]
+    mbarrier.arrive(empty.index(i % num_stages))
 
 
 @gluon.jit
-def load_queries(q, queries, row, count, kv, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):
-    """Query rows row .. row + 63 into shared memory."""
-    m = row + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
-    place = (m // GROUP * H + kv * GROUP + m % GROUP) * D
-    for part in gl.static_range(D // WIDTH):
-        at = place[:, None] + (part * WIDTH + d)[None, :]
-        queries.index(part).store(gl.load(q + at, mask=(m < count * GROUP)[:, None], other=0.0))
+def load_q_tile(
+    q, q_tiles, first_row, count, kv, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr
+):
+    """Load query rows first_row .. first_row + 63 into shared memory."""
+    m = first_row + gl.arange(0, 64, gl.SliceLayout(1, COPY_LAYOUT))
+    column = gl.arange(0, TILE_COLUMNS, gl.SliceLayout(0, COPY_LAYOUT))
+    offsets = (m // GROUP * H + kv * GROUP + m % GROUP) * D
+    for part in gl.static_range(D // TILE_COLUMNS):
+        offset = offsets[:, None] + (part * TILE_COLUMNS + column)[None, :]
+        q_tiles.index(part).store(gl.load(q + offset, mask=(m < count * GROUP)[:, None], other=0.0))
 
 
 @gluon.jit
-def zero_behind(slot, live, zeroed, use, OWN: gl.constexpr):
-    """Zero the rows of a slot from row `live` on, together with the other warpgroup.
+def zero_tail(stage, live, zeroed, use, WARPGROUP: gl.constexpr):
+    """Zero the rows of a tile from row `live` on, together with the other warpgroup.
 
-    Each warpgroup takes 32 rows, its OWN half, and waits for the other one: no warpgroup multiplies
-    a row while the other one writes it. zeroed: mbarrier of both; use: number of earlier uses.
+    Each warpgroup zeroes its half, 32 rows, and waits for the other one: no warpgroup multiplies a
+    row that the other one still writes. zeroed: mbarrier of both; use: number of earlier uses.
     """
     for part in gl.static_range(4):
-        rows = slot.slice(OWN * 32 + part * 8, 8)
-        row = OWN * 32 + part * 8 + gl.arange(0, 8, gl.SliceLayout(1, WIDE))[:, None]
-        values = rows.load(WIDE)
-        rows.store(gl.where(row < live, values, gl.zeros_like(values)))
+        first = WARPGROUP * 32 + part * 8
+        zero_tail_rows(stage.slice(first, 8), first, live, COPY_LAYOUT)
     fence_async_shared()  # wgmma of both warpgroups reads these rows through the async proxy
     mbarrier.arrive(zeroed)
     mbarrier.wait(zeroed, use & 1)
 
 
 @gluon.jit
-def start_scores(queries, ring, full, i, PARTS: gl.constexpr):
-    """Starts q k of a tile of keys [64, 64]; warpgroup_mma_wait ends it.
+def issue_qk(q_tiles, stages, full, i, PARTS: gl.constexpr):
+    """Issue Q K^T of a tile of keys [64, 64]; warpgroup_mma_wait completes it.
 
-    i >> 30 is 0: what depends on i is not held in registers around the loop.
+    i >> 30 is 0. It makes addresses depend on i, so that the compiler does not keep them in
+    registers across the loop.
     """
-    scores = gl.zeros((64, 64), gl.float32, S_LAYOUT)
+    scores = gl.zeros((64, 64), gl.float32, QK_LAYOUT)
     for part in gl.static_range(PARTS):
-        keys = arrived(ring, full, i + part).permute((1, 0))
-        q = queries.index(part + (i >> 30))
-        scores = warpgroup_mma(q, keys, scores, use_acc=part > 0, is_async=True)
+        num_keys = wait_tile(stages, full, i + part).permute((1, 0))
+        q = q_tiles.index(part + (i >> 30))
+        # One ascending chain over the head's columns, as tl.dot of triton.py.
+        scores = warpgroup_mma(q, num_keys, scores, use_acc=part > 0, is_async=True)
     return scores
 
 
 @gluon.jit
-def weigh(scores, scale, top, last, lowest, at, dtype: gl.constexpr):
-    """Online softmax of a tile: the new maximum, the factor of what was before, the weights."""
-    scores = scores * scale
-    if at + 63 > lowest:
-        key = at + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT))
-        scores = gl.where(key[None, :] <= last[:, None], scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 1))
-    return new_top, gl.exp2(top - new_top), gl.exp2(scores - new_top[:, None]).to(dtype)
+def softmax_step(scores, scale, row_max, last_key, min_last_key, first_key, dtype: gl.constexpr):
+    """Run online softmax on a tile. Returns: new row_max, factor of the state so far, p."""
+    scores = mask_scores(scores * scale, last_key, min_last_key, first_key, QK_LAYOUT)
+    return exponentiate(scores, row_max, dtype)
 
 
 @gluon.jit
-def times(x, by, layout: gl.constexpr):
-    """x [64, n] of a layout times by [64]."""
+def scale_rows(x, by, layout: gl.constexpr):
+    """Multiply x [64, n] of a layout by one number per row."""
     return x * gl.convert_layout(by, gl.SliceLayout(1, layout))[:, None]
 
 
 @gluon.jit
-def weigh_tile(scores, weights, ones, fades, t, scale, top, norm, last, lowest, at):
-    """The weights of tile t of a segment, into shared memory; their sums, started."""
-    top, fade, mine = weigh(scores, scale, top, last, lowest, at, weights.dtype)
-    weights.index(t).store(mine)
-    fades.index((t + 2) % 3).store(fade)
-    fence_async_shared()
-    norm = times(norm, fade, N_LAYOUT)
-    return top, warpgroup_mma(weights.index(t), ones.permute((1, 0)), norm, is_async=True)
+def row_sums(sums):
+    """Return the row sums [64] of a product with ones [64, 8], whose columns are equal."""
+    return gl.convert_layout(gl.max(sums, 1), QK_ROWS)
 
 
 @gluon.jit
-def segment_weights(
-    queries, weights, fades, ones, ring, full, empty, i, count, last, lowest, at, scale,
-    PARTS: gl.constexpr,
+def softmax_tile(
+    scores, p_tiles, ones, rescales, t, scale, row_max, row_sum, last_key, min_last_key, first_key
+):
+    """Store p of tile t of a split to shared memory and issue its row sums."""
+    row_max, rescale, p = softmax_step(
+        scores, scale, row_max, last_key, min_last_key, first_key, p_tiles.dtype
+    )
+    p_tiles.index(t).store(p)
+    # Three buffers for four tiles: tile 3 overwrites the factor of tile 0, which only multiplies an
+    # accumulator of zeros.
+    rescales.index((t + 2) % 3).store(rescale)
+    # wgmma reads p through the async proxy.
+    fence_async_shared()
+    row_sum = scale_rows(row_sum, rescale, SUM_LAYOUT)
+    # Row sums are a product with ones: the same order of additions as in triton.py.
+    return row_max, warpgroup_mma(p_tiles.index(t), ones.permute((1, 0)), row_sum, is_async=True)
+
+
+@gluon.jit
+def split_softmax(
+    q_tiles, p_tiles, rescales, ones, stages, full, empty, i, count, last_key, min_last_key,
+    first_key, scale, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a segment's tiles, into shared memory -> the ring's place, max, sum."""
-    top = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
-    norm = gl.zeros((64, 8), gl.float32, N_LAYOUT)
-    scores = warpgroup_mma_wait(0, deps=(start_scores(queries, ring, full, i, PARTS),))
+    """Run softmax on the tiles of a KV split; p goes to shared memory.
+
+    Returns: next pipeline index, row_max, row_sum.
+    """
+    row_max = gl.full((64,), NO_SCORE, gl.float32, QK_ROWS)
+    row_sum = gl.zeros((64, 8), gl.float32, SUM_LAYOUT)
+    scores = warpgroup_mma_wait(0, deps=(issue_qk(q_tiles, stages, full, i, PARTS),))
     for t in range(count - 1):
         for part in gl.static_range(PARTS):
-            release(ring, empty, i + part)
+            release_stage(stages, empty, i + part)
         i += PARTS
-        ahead = start_scores(queries, ring, full, i, PARTS)
-        top, norm = weigh_tile(
-            scores, weights, ones, fades, t, scale, top, norm, last, lowest, at + t * 64
-        )
-        norm, scores = warpgroup_mma_wait(0, deps=(norm, ahead))
+        # Overlaps the next tile's Q K^T on the tensor cores with this tile's softmax.
+        next_scores = issue_qk(q_tiles, stages, full, i, PARTS)
+        row_max, row_sum = softmax_tile(
+            scores, p_tiles, ones, rescales, t, scale, row_max, row_sum, last_key, min_last_key,
+            first_key + t * 64,
+        )  # fmt: skip
+        row_sum, scores = warpgroup_mma_wait(0, deps=(row_sum, next_scores))
     for part in gl.static_range(PARTS):
-        release(ring, empty, i + part)
+        release_stage(stages, empty, i + part)
     t = count - 1
-    top, norm = weigh_tile(
-        scores, weights, ones, fades, t, scale, top, norm, last, lowest, at + t * 64
-    )
-    return i + PARTS, top, warpgroup_mma_wait(0, deps=(norm,))
+    row_max, row_sum = softmax_tile(
+        scores, p_tiles, ones, rescales, t, scale, row_max, row_sum, last_key, min_last_key,
+        first_key + t * 64,
+    )  # fmt: skip
+    return i + PARTS, row_max, warpgroup_mma_wait(0, deps=(row_sum,))
 
 
 @gluon.jit
-def segment_values(
-    weights, fades, ring, full, empty, zeroed, i, count, at, keys, use, OWN: gl.constexpr
+def split_pv(
+    p_tiles, rescales, stages, full, empty, zeroed, i, count, first_key, num_keys, use,
+    WARPGROUP: gl.constexpr,
 ):  # fmt: skip
-    """Return the segment's output for the next 128 columns [64, 128]: a chain over its tiles.
+    """Return the split's accumulator for the next 128 columns [64, 128]: one chain over its tiles.
 
-    zeroed, use, OWN: see zero_behind.
+    zeroed, use, WARPGROUP: see zero_tail.
     """
-    total = gl.zeros((64, 128), gl.float32, O_LAYOUT)
+    acc = gl.zeros((64, 128), gl.float32, ACC_LAYOUT)
     for t in range(count):
-        values = arrived(ring, full, i + t)
-        if at + t * 64 + 64 > keys:
-            zero_behind(values, keys - at - t * 64, zeroed, use, OWN)
-        total = total * fades.index((t + 2) % 3).load(O_ROW)[:, None]  # at t = 0 total is 0
-        total = warpgroup_mma(weights.index(t), values, total, is_async=True)
-        total = warpgroup_mma_wait(0, deps=(total,))
-        release(ring, empty, i + t)
-    return total
+        values = wait_tile(stages, full, i + t)
+        if first_key + t * 64 + 64 > num_keys:
+            zero_tail(values, num_keys - first_key - t * 64, zeroed, use, WARPGROUP)
+        acc = acc * rescales.index((t + 2) % 3).load(ACC_ROWS)[:, None]  # at t = 0 acc is 0
+        acc = warpgroup_mma(p_tiles.index(t), values, acc, is_async=True)
+        # The stage may be released only once its product is complete.
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        release_stage(stages, empty, i + t)
+    return acc

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""How Triton kernels read tiles of one side of a cache, packed or not, and write packed heads."""
+"""Loads of key and value tiles from a cache, quantized or not, and stores of quantized heads."""
 
 import triton
 import triton.language as tl
@@ -8,57 +8,72 @@ from lockstep.kernels.device.reductions import spread
 
 
 @triton.jit
-def pages_of(pages, at, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """The page of tokens at .. at + TILE - 1 where they lie in one page, else of each [TILE]; the
-    null page from end on. pages: the row's line of the page table."""
-    if PAGE % TILE == 0:
-        return tl.load(pages + at // PAGE, mask=at < end, other=0)
-    else:
-        key = at + tl.arange(0, TILE)
-        return tl.load(pages + key // PAGE, mask=key < end, other=0)
+def pages_of_tile(page_table_row, first_key, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Return the page of tokens first_key .. first_key + TILE - 1 if they lie in one page, else the
+    page of each [TILE]; the null page from `end` on.
 
-
-@triton.jit
-def _load(
-    cache, page, at, keys, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Keys or values at .. at + TILE - 1 of a head, columns d: [TILE, columns], 0 from keys on."""
-    lanes = tl.arange(0, TILE)
-    mask = (at + lanes < keys)[:, None] & (d < D)[None, :]
-    if PAGE % TILE == 0:
-        cache += page.to(tl.int64) * P_STRIDE + at % PAGE * T_STRIDE
-        place = lanes[:, None] * T_STRIDE
-    else:
-        place = (page.to(tl.int64) * P_STRIDE + (at + lanes) % PAGE * T_STRIDE)[:, None]
-    return tl.load(cache + (place + d[None, :]), mask=mask, other=0.0)
-
-
-@triton.jit
-def _load_packed(
-    codes, numbers, constant, kv, page, at, keys, P_STRIDE: tl.constexpr,
-    T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr,
-    FETCH: tl.constexpr, UNPACK: tl.constexpr, DTYPE: tl.constexpr, OPAQUE: tl.constexpr,
-):  # fmt: skip
-    """The same of a packed cache: fetched and unpacked by the codec's device functions, rounded to
-    DTYPE. COUNT: numbers of a token and head. OPAQUE: a tile goes to shared memory as it was
-    unpacked. Else it would be loaded as a product takes it: byte by byte, and by mma.sync in other
-    groups of columns than those of DTYPE (kWidth 4), which adds them in another order.
+    page_table_row: pointer to the row's line of the page table.
     """
-    lanes = tl.arange(0, TILE)
-    live = (at + lanes < keys)[:, None]
+    # Tiles begin at multiples of TILE, so such a tile never straddles two pages.
+    if PAGE % TILE == 0:
+        return tl.load(page_table_row + first_key // PAGE, mask=first_key < end, other=0)
+    else:
+        key = first_key + tl.arange(0, TILE)
+        return tl.load(page_table_row + key // PAGE, mask=key < end, other=0)
+
+
+@triton.jit
+def _load_tile(
+    cache, page, first_key, num_keys, column, PAGE_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Load keys or values first_key .. first_key + TILE - 1 of a head: [TILE, columns], 0 from
+    num_keys on."""
+    token_offset = tl.arange(0, TILE)
+    mask = (first_key + token_offset < num_keys)[:, None] & (column < D)[None, :]
+    # One scalar page offset: the address arithmetic per token stays in 32 bits.
+    if PAGE % TILE == 0:
+        cache += page.to(tl.int64) * PAGE_STRIDE + first_key % PAGE * TOKEN_STRIDE
+        offsets = token_offset[:, None] * TOKEN_STRIDE
+    else:
+        offsets = (
+            page.to(tl.int64) * PAGE_STRIDE + (first_key + token_offset) % PAGE * TOKEN_STRIDE
+        )[:, None]
+    return tl.load(cache + (offsets + column[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_quantized_tile(
+    qdata, scales, layer_constant, kv, page, first_key, num_keys, PAGE_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr, NUM_SCALES: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, VALUES_PER_LOAD: tl.constexpr,
+    LOAD: tl.constexpr, DEQUANTIZE: tl.constexpr, DTYPE: tl.constexpr, OPAQUE: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of a quantized cache with the quantizer's device functions, rounded to DTYPE.
+
+    NUM_SCALES: scales of a token and head. OPAQUE: hide the dequantization from the compiler, so
+    that the tile goes to shared memory in DTYPE. Otherwise the compiler would load the operand byte
+    by byte, and mma.sync would take it in other groups of columns than those of DTYPE (kWidth 4),
+    which adds them in another order.
+    """
+    token_offset = tl.arange(0, TILE)
+    live = (first_key + token_offset < num_keys)[:, None]
     page = page.to(tl.int64)
     if PAGE % TILE == 0:
-        codes += page * P_STRIDE + at % PAGE * T_STRIDE + lanes[:, None] * T_STRIDE
+        qdata += (
+            page * PAGE_STRIDE
+            + first_key % PAGE * TOKEN_STRIDE
+            + token_offset[:, None] * TOKEN_STRIDE
+        )
     else:
-        codes += (page * P_STRIDE + (at + lanes) % PAGE * T_STRIDE)[:, None]
-    if COUNT > 0:
-        token = page * PAGE + (at + lanes) % PAGE
-        numbers += (token * (HKV * COUNT) + kv * COUNT)[:, None]
-    columns = tl.arange(0, max(BLOCK_D // SHARE, 1))[None, :]
-    tile = UNPACK(FETCH(codes, numbers, columns, live, D), columns, constant, D).to(DTYPE)
+        qdata += (page * PAGE_STRIDE + (first_key + token_offset) % PAGE * TOKEN_STRIDE)[:, None]
+    if NUM_SCALES > 0:
+        token = page * PAGE + (first_key + token_offset) % PAGE
+        scales += (token * (HKV * NUM_SCALES) + kv * NUM_SCALES)[:, None]
+    columns = tl.arange(0, max(BLOCK_D // VALUES_PER_LOAD, 1))[None, :]
+    tile = DEQUANTIZE(LOAD(qdata, scales, columns, live, D), columns, layer_constant, D).to(DTYPE)
     if OPAQUE:
+        # An opaque move of two bf16: the layout pass cannot push the conversion through it.
         tile = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
         )
@@ -66,29 +81,36 @@ def _load_packed(
 
 
 @triton.jit
-def cache_tile(
-    cache, numbers, constant, kv, page, at, keys, d, P_STRIDE: tl.constexpr,
-    T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr, FETCH: tl.constexpr,
-    UNPACK: tl.constexpr, DTYPE: tl.constexpr, OPAQUE: tl.constexpr,
+def load_kv_tile(
+    cache, scales, layer_constant, kv, page, first_key, num_keys, column, PAGE_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr, NUM_SCALES: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, VALUES_PER_LOAD: tl.constexpr, LOAD: tl.constexpr,
+    DEQUANTIZE: tl.constexpr, DTYPE: tl.constexpr, OPAQUE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a head (numbers, constant, FETCH, ..: as _launch.Opened has them) whose cache is
-    packed or, where FETCH is None, not."""
-    if FETCH is None:
-        return _load(cache, page, at, keys, d, P_STRIDE, T_STRIDE, D, PAGE, TILE)
+    """Load a tile of a head from a cache, quantized or, where LOAD is None, of the model's dtype.
+
+    scales, layer_constant, LOAD, ..: as KVOperand has them.
+    """
+    if LOAD is None:
+        return _load_tile(
+            cache, page, first_key, num_keys, column, PAGE_STRIDE, TOKEN_STRIDE, D, PAGE, TILE
+        )
     else:
-        return _load_packed(
-            cache, numbers, constant, kv, page, at, keys, P_STRIDE, T_STRIDE,
-            COUNT, HKV, D, d.shape[0], PAGE, TILE, SHARE, FETCH, UNPACK, DTYPE, OPAQUE,
+        return _load_quantized_tile(
+            cache, scales, layer_constant, kv, page, first_key, num_keys, PAGE_STRIDE, TOKEN_STRIDE,
+            NUM_SCALES, HKV, D, column.shape[0], PAGE, TILE, VALUES_PER_LOAD, LOAD, DEQUANTIZE,
+            DTYPE, OPAQUE,
         )  # fmt: skip
 
 
 @triton.jit
-def store_packed(
-    values, codes, numbers, constant, slot, head, live, COUNT: tl.constexpr, HKV: tl.constexpr,
+def store_quantized(
+    x, qdata, scales, layer_constant, slot, head, live, NUM_SCALES: tl.constexpr, HKV: tl.constexpr,
     D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Heads [HEADS, BLOCK] of a slot by the codec's STORE; codes point to the heads' first."""
-    if COUNT > 0:
-        numbers += (slot.to(tl.int64) * HKV + head) * COUNT
-    STORE(values, codes, numbers, constant, live, spread(HEADS, BLOCK), D)
+    """Quantize heads [HEADS, BLOCK] of a slot by the quantizer's STORE. qdata points to the heads'
+    first values."""
+    if NUM_SCALES > 0:
+        # Scales are [slots, HKV, NUM_SCALES].
+        scales += (slot.to(tl.int64) * HKV + head) * NUM_SCALES
+    STORE(x, qdata, scales, layer_constant, live, spread(HEADS, BLOCK), D)

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Where one warp holds the operands of mma.sync (m16n8k16), in Gluon.
+"""Register layouts of one warp's mma.sync (m16n8k16) operands, in Gluon.
 
-Columns of a head are taken in groups of 16, as everywhere. Within a group the tensor core of sm_90
-adds in any order to the same bits, so that a thread's numbers may be four neighbours: place s of a
-group holds column 4 (s % 8 // 2) + 2 (s // 8) + s % 2.
+Columns of a head are multiplied in groups of 16, as by every instruction path. Within a group the
+tensor core of sm_90 adds in any order to the same bits. A thread may therefore hold four
+neighbouring columns: position s of a group holds column 4 (s % 8 // 2) + 2 (s // 8) + s % 2.
 """
 
 from triton.experimental import gluon
@@ -11,32 +11,33 @@ from triton.experimental.gluon import language as gl
 
 from lockstep.kernels.device.dequantize import halves
 
-MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
+# One warp: accumulators of 16 x 8 per instruction.
+MMA_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+LEFT_OPERAND = gl.constexpr(gl.DotOperandLayout(0, MMA_LAYOUT.value, 2))
+RIGHT_OPERAND = gl.constexpr(gl.DotOperandLayout(1, MMA_LAYOUT.value, 2))
 
 
 @gluon.constexpr_function
 def log2(n):
-    """Of a power of two."""
+    """Return the exponent of a power of two."""
     return n.bit_length() - 1
 
 
 @gluon.constexpr_function
-def bases(rank, *steps):
-    """Bases of a layout: (dimension, step) each."""
+def layout_bases(rank, *steps):
+    """Return the bases of a linear layout from (dimension, step) pairs."""
     return [[step if i == dimension else 0 for i in range(rank)] for (dimension, step) in steps]
 
 
 @gluon.jit
-def column_of(place):
-    """The column that stands at a place of [.., D] operands."""
-    return place // 16 * 16 + place % 8 // 2 * 4 + place % 16 // 8 * 2 + place % 2
+def column_of(position):
+    """Return the column that a position of a [.., D] operand holds."""
+    return position // 16 * 16 + position % 8 // 2 * 4 + position % 16 // 8 * 2 + position % 2
 
 
 @gluon.jit
-def four_of(p0, p1):
-    """Two pairs of bf16 [...] -> [..., 2, 2], the pair last."""
+def join_pairs(p0, p1):
+    """Join two words of bf16 pairs [...] into [..., 2, 2], the pair last."""
     l0, h0 = halves(p0, gl.bfloat16)
     l1, h1 = halves(p1, gl.bfloat16)
     return gl.join(gl.join(l0, h0), gl.join(l1, h1))

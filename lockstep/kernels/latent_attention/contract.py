@@ -1,17 +1,17 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over paged latents, absorbed.
+"""Contracts and references of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-A token keeps one latent [C], the normed one, and one rotated key [R] that all heads share. With
-the up-projections absorbed into queries and outputs, every head attends to the same key
-[latent, rope] and takes the latent as its value: one KV head of width C + R, values of width C.
-The fold is paged_attention's, so a token's bits depend on its own prefix alone.
+A token caches one normed latent [C] and one rotary key [R] that all heads share. With the
+up-projections absorbed into queries and outputs, every head attends to the same key [latent, rope]
+and takes the latent as its value: one KV head of width C + R with values of width C. The reduction
+tree is paged_attention's, so the bits of a token depend on its own prefix alone.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.attention import SEGMENT
-from lockstep.kernels.formats.kv import KVCache, unpacked, write_slots
+from lockstep.kernels.attention import KV_SPLIT
+from lockstep.kernels.formats.kv import KVCache, dequantize, write_slots
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.registry import op
 from lockstep.kernels.row_tiles import tiled_mm
@@ -30,28 +30,37 @@ def latent_rope_and_cache(
     ropes: Tensor,
     eps: float,
 ) -> Tensor:
-    """q [T, H, N + R], of each head's dims the last R turn; kv [T, C + R]: the latent, then the key
-    that all heads share; weight [C]; cos, sin [positions, R / 2] fp32, contiguous; positions,
-    slot_mapping [T] int64; latents [pages, page_size, C], ropes [pages, page_size, R]
-    -> the turned part of q [T, H, R] of its dtype, contiguous. The latent's rms_norm and the turned
-    key are written to latents and ropes at slot_mapping, rounded to q's dtype; the latent then in
-    the format of latents where they are packed.
+    """Norm the latents, rotate queries and shared keys, and write latents and keys to the cache.
 
-    Neighbours (2j, 2j + 1) are a pair, turned in fp32 by the j-th angle of the token's position and
-    rounded, each to its own place (Su et al., RoFormer, 2021). H may be 0, where the cache alone is
-    wanted. Slots may repeat only if null.
+    The latent's rms_norm and the rotated key are rounded to q's dtype and written at slot_mapping;
+    a quantized cache then quantizes the latent. Neighbours (2 j, 2 j + 1) are a pair, rotated in
+    fp32 by the j-th angle of the token's position and rounded, each to its own place (Su et al.,
+    RoFormer, 2021).
+
+    Args:
+        q: [T, H, N + R], of each head the last R dims are rotated. H may be 0, where only the cache
+            is written.
+        kv: [T, C + R], the latent, then the key that all heads share.
+        weight: [C], of the norm.
+        cos, sin: [positions, R / 2] fp32, contiguous.
+        positions, slot_mapping: [T] int64. Only the null slot repeats.
+        latents: [pages, page_size, C], or quantized.
+        ropes: [pages, page_size, R].
+        eps: of the norm.
+
+    Returns: the rotated part of q [T, H, R] of its dtype, contiguous.
     """
-    width = ropes.shape[2]
+    rope_dim = ropes.shape[2]
     angles = tuple(table.index_select(0, positions) for table in (cos, sin))
     latent = rms_norm(kv[:, : latents.shape[2]], weight, eps)
-    key = _turn_pairs(kv[:, None, -width:], *angles)[:, 0]
+    key = _rotate_pairs(kv[:, None, -rope_dim:], *angles)[:, 0]
     write_slots(latents, slot_mapping, latent)
     write_slots(ropes, slot_mapping, key)
-    return _turn_pairs(q[..., -width:], *angles)
+    return _rotate_pairs(q[..., -rope_dim:], *angles)
 
 
-def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, R]; cos, sin [T, R / 2] of its positions -> turned in fp32, of x's dtype."""
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of x [T, H, R] in fp32 by cos, sin [T, R / 2]; the result has x's dtype."""
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos = cos[:, None]
     sin = sin[:, None]
@@ -70,68 +79,84 @@ def latent_attention(
     query_len: int,
     scale: float,
 ) -> Tensor:
-    """q_latent [T, H, C] (queries times the absorbed key projection), q_rope [T, H, R]; latents
-    [pages, page_size, C], ropes [pages, page_size, R], all of one dtype, or latents packed, which
-    is the same as unpacked to it; page_table [S, P] int32; cu_seqlens [S+1] int32; starts [S] int32
-    -> [T, H, C] of q's dtype: latents weighed by softmax, the input of the absorbed value
-    projection. Where latents lie in a rotation, q_latent must, and so does what is found.
+    """Attend with absorbed queries over their rows' cached latents and rotary keys.
 
-    Token i of row s sits at position starts[s] + i and sees keys 0 .. starts[s] + i, its own
-    among them (already written), and no key behind it: decoding, verification and prompts alike.
-    query_len: the most tokens a row brings (a static bound). A score is
-    (q_latent . latent + q_rope . rope) * scale, one sum over C + R, latent first. Keys are cut at
-    absolute multiples of SEGMENT and segments folded in ascending order, as in paged_attention.
+    Token i of row s is at position starts[s] + i and sees keys 0 .. starts[s] + i, its own
+    included, which is already in the cache. A score is (q_latent . latent + q_rope . rope) * scale,
+    one sum over C + R, latent first. Keys are cut into splits at absolute multiples of KV_SPLIT,
+    which are combined in ascending order, as in paged_attention. A quantized cache gives the bits
+    of the same cache dequantized. Where latents are rotated, q_latent is in the same rotation, and
+    so is the result.
+
+    Args:
+        q_latent: [T, H, C], queries times the absorbed key projection.
+        q_rope: [T, H, R].
+        latents: [pages, page_size, C], or quantized.
+        ropes: [pages, page_size, R].
+        page_table: [S, P] int32.
+        cu_seqlens: [S + 1] int32, the first token of each row in q.
+        starts: [S] int32, the tokens of each row that are cached already.
+        query_len: maximum tokens of a row, a static bound.
+        scale: factor of the scores.
+
+    Returns: [T, H, C] of q's dtype, the input of the absorbed value projection.
     """
     out = torch.empty_like(q_latent)
     bounds = cu_seqlens.tolist()
     queries = torch.cat([q_latent, q_rope], -1).float() * scale
-    latents = unpacked(latents, q_latent.dtype)
+    latents = dequantize(latents, q_latent.dtype)
     for s, start in enumerate(starts.tolist()):
         tokens = slice(bounds[s], bounds[s + 1])
         if tokens.start == tokens.stop:
             continue
         end = start + tokens.stop - tokens.start
-        values = _first_tokens(latents, page_table[s], end)
-        keys = torch.cat([values, _first_tokens(ropes, page_table[s], end)], -1)
+        values = _gather_tokens(latents, page_table[s], end)
+        keys = torch.cat([values, _gather_tokens(ropes, page_table[s], end)], -1)
         for h in range(out.shape[1]):
-            found = _attend(queries[tokens, h], keys, values, torch.arange(start, end))
-            out[tokens, h] = found.to(out.dtype)
+            attended = _attend(queries[tokens, h], keys, values, torch.arange(start, end))
+            out[tokens, h] = attended.to(out.dtype)
     return out
 
 
-def _first_tokens(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
-    """What a cache [pages, page_size, D] holds of a row's first tokens, zeros behind them up to a
-    whole segment: [segments * SEGMENT, D] fp32."""
+def _gather_tokens(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
+    """Gather a row's first tokens from a cache [pages, page_size, D].
+
+    Returns: [splits * KV_SPLIT, D] fp32, zero-padded to a whole split.
+    """
     used = -(-tokens // cache.shape[1])
-    found = cache[pages[:used].long()].flatten(0, 1)[:tokens].float()
-    return F.pad(found, (0, 0, 0, -tokens % SEGMENT))
+    gathered = cache[pages[:used].long()].flatten(0, 1)[:tokens].float()
+    return F.pad(gathered, (0, 0, 0, -tokens % KV_SPLIT))
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """q [N, C + R] scaled, at positions [N]; keys [segments * SEGMENT, C + R], values
-    [segments * SEGMENT, C] -> [N, C].
+    """Attend with scaled queries q [N, C + R] at positions [N].
 
-    Weights and sums of a segment are fp32; segments are added in fp64 and rounded once.
+    keys [splits * KV_SPLIT, C + R], values [splits * KV_SPLIT, C]. Weights and sums of a split are
+    fp32. Splits are added in fp64 and rounded once.
+
+    Returns: [N, C] fp32.
     """
-    lowest = torch.finfo(torch.float32).min  # of a segment in which a query sees no key
-    tops: list[Tensor] = []
-    norms: list[Tensor] = []
-    parts: list[Tensor] = []
-    for first in range(0, len(keys), SEGMENT):
-        segment = slice(first, first + SEGMENT)
-        scores = tiled_mm(q, keys[segment].t().contiguous())
-        unseen = torch.arange(first, first + SEGMENT) > positions[:, None]
-        scores = scores.masked_fill(unseen, -torch.inf)
-        top = scores.amax(-1, keepdim=True)
-        weights = torch.exp(scores - top.clamp_min(lowest))
-        tops.append(top)
-        norms.append(weights.sum(-1, keepdim=True))
-        parts.append(tiled_mm(weights, values[segment].contiguous()))
-    best = torch.stack(tops).amax(0)
-    total = torch.zeros(parts[0].shape, dtype=torch.float64)
-    norm = torch.zeros(len(q), 1, dtype=torch.float64)
-    for top, segment_norm, part in zip(tops, norms, parts, strict=True):
-        faded = torch.exp(top - best)
-        total += part * faded
-        norm += segment_norm * faded
-    return total.float() / norm.float()
+    # Maximum of a split in which a query sees no key: exp gives zeros, not NaN.
+    min_score = torch.finfo(torch.float32).min
+    maxima: list[Tensor] = []
+    sums: list[Tensor] = []
+    outputs: list[Tensor] = []
+    for first_key in range(0, len(keys), KV_SPLIT):
+        split = slice(first_key, first_key + KV_SPLIT)
+        # Row tiles keep a row's bits independent of the number of rows (row_tiles.py).
+        scores = tiled_mm(q, keys[split].t().contiguous())
+        hidden = torch.arange(first_key, first_key + KV_SPLIT) > positions[:, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
+        maximum = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - maximum.clamp_min(min_score))
+        maxima.append(maximum)
+        sums.append(weights.sum(-1, keepdim=True))
+        outputs.append(tiled_mm(weights, values[split].contiguous()))
+    all_max = torch.stack(maxima).amax(0)
+    total_output = torch.zeros(outputs[0].shape, dtype=torch.float64)
+    total_sum = torch.zeros(len(q), 1, dtype=torch.float64)
+    for maximum, split_sum, output in zip(maxima, sums, outputs, strict=True):
+        scale = torch.exp(maximum - all_max)
+        total_output += output * scale
+        total_sum += split_sum * scale
+    return total_output.float() / total_sum.float()

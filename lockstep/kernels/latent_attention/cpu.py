@@ -1,16 +1,16 @@
-"""latent_attention on a CPU: the reference's bits with all segments of a row in one product.
+"""latent_attention on a CPU: the reference's bits with all KV splits of a row in one product.
 
-Queries of all heads are rows of one product. They are taken in blocks whose number is one of the
-exact sizes of both products (lockstep.kernels.row_tiles); segments that no row of a block sees are
-left out.
+Queries of all heads are rows of one product. They are processed in blocks whose number is one of
+the exact tile sizes of both products (lockstep.kernels.row_tiles). Splits that no row of a block
+sees are left out.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.attention import SEGMENT
-from lockstep.kernels.attention.cpu import fold_segments
+from lockstep.kernels.attention import KV_SPLIT
+from lockstep.kernels.attention.cpu import combine_splits
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.formats.kv import KVCache, read_pages
 from lockstep.kernels.latent_attention import latent_attention
@@ -30,7 +30,7 @@ def latent_attention_cpu(
     query_len: int,
     scale: float,
 ) -> Tensor:
-    """See lockstep.kernels.latent_attention.latent_attention."""
+    """Run latent_attention in products of fixed row tiles."""
     out = torch.empty_like(q_latent)
     bounds = cu_seqlens.tolist()
     for s, start in enumerate(starts.tolist()):
@@ -38,40 +38,47 @@ def latent_attention_cpu(
         end = bounds[s + 1]
         if begin < end:
             tokens = start + end - begin
-            values = _segments(latents, page_table[s], tokens, out.dtype)
-            keys = torch.cat([values, _segments(ropes, page_table[s], tokens, out.dtype)], -1)
+            values = _load_splits(latents, page_table[s], tokens, out.dtype)
+            keys = torch.cat([values, _load_splits(ropes, page_table[s], tokens, out.dtype)], -1)
             queries = torch.cat([q_latent[begin:end], q_rope[begin:end]], -1).float() * scale
             out[begin:end] = _attend(queries, keys, values, start).to(out.dtype)
     return out
 
 
-def _segments(cache: KVCache, pages: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """What a cache holds of a row's first tokens, unpacked to dtype, zero-padded:
-    [segments, SEGMENT, D] fp32."""
-    used = -(-tokens // cache.shape[1])
-    found = read_pages(cache, pages[:used], dtype).flatten(0, 1)[:tokens].float()
-    return F.pad(found, (0, 0, 0, -tokens % SEGMENT)).unflatten(0, (-1, SEGMENT))
+def _load_splits(cache: KVCache, pages: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Load a row's first tokens, dequantized to dtype: [splits, KV_SPLIT, D] fp32, zero-padded."""
+    num_pages = -(-tokens // cache.shape[1])
+    gathered = read_pages(cache, pages[:num_pages], dtype).flatten(0, 1)[:tokens].float()
+    return F.pad(gathered, (0, 0, 0, -tokens % KV_SPLIT)).unflatten(0, (-1, KV_SPLIT))
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-    """One row: q [Q, H, C + R] scaled, at positions start.., keys and values of _segments
-    -> [Q, H, C]."""
+    """Attend with one row: q [Q, H, C + R] scaled, at positions from `start` on.
+
+    keys, values: of _load_splits.
+
+    Returns: [Q, H, C] fp32.
+    """
     heads = q.shape[1]
-    of_values = exact_sizes(SEGMENT, values.shape[2])
-    of_keys = exact_sizes(keys.shape[2], SEGMENT)
-    shared = tuple(size for size in of_keys if size in of_values)
-    if not shared:
+    value_sizes = exact_sizes(KV_SPLIT, values.shape[2])
+    key_sizes = exact_sizes(keys.shape[2], KV_SPLIT)
+    # Sizes whose bits are exact in both products, Q K^T and P V.
+    tile_sizes = tuple(size for size in key_sizes if size in value_sizes)
+    if not tile_sizes:
+        # No common exact size on several threads: one thread defines the bits.
         with one_thread():
             return _attend(q, keys, values, start)
     parts = []
-    flat = q.flatten(0, 1)
-    for at in range(0, len(flat), shared[-1]):
-        rows = flat[at : at + shared[-1]]
-        last = start + (at + torch.arange(len(rows))) // heads
-        seen = int(last[-1]) // SEGMENT + 1
-        short = padded_rows(len(rows), shared) - len(rows)
-        tile = F.pad(rows, (0, 0, 0, short))
-        last = F.pad(last, (0, short))
-        folded = fold_segments(tile[None], keys[None, :seen], values[None, :seen], last[None])
-        parts.append(folded[0, : len(rows)])
+    query_rows = q.flatten(0, 1)
+    for begin in range(0, len(query_rows), tile_sizes[-1]):
+        rows = query_rows[begin : begin + tile_sizes[-1]]
+        last_key = start + (begin + torch.arange(len(rows))) // heads
+        visible_splits = int(last_key[-1]) // KV_SPLIT + 1
+        padding = padded_rows(len(rows), tile_sizes) - len(rows)
+        tile = F.pad(rows, (0, 0, 0, padding))
+        last_key = F.pad(last_key, (0, padding))
+        attended = combine_splits(
+            tile[None], keys[None, :visible_splits], values[None, :visible_splits], last_key[None]
+        )
+        parts.append(attended[0, : len(rows)])
     return torch.cat(parts).unflatten(0, (-1, heads))

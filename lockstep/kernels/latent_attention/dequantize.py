@@ -1,10 +1,9 @@
 # mypy: ignore-errors
-"""Packed latents, unpacked ahead for a kernel that reads tiles of the model's dtype.
+"""Dequantization of latents ahead of a kernel that reads tiles of the model's dtype.
 
-attention/quantized_prefill_hopper.py does so with keys and values, by pages of one KV head each, a
-program a page. Here a captured step's page table may be far longer than its rows, and latents and
-rotary keys go side by side: programs stride over a row instead. What both read a tile with is
-shared.
+attention/quantized_prefill_hopper.py does the same with keys and values, one page of a KV head per
+CTA. Here a captured step's page table may be far longer than its rows, and latents and rotary keys
+are interleaved, so CTAs stride over a row. Both load tiles with device/kv_tile.py.
 """
 
 from collections.abc import Iterator
@@ -14,68 +13,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.device.kv_tile import cache_tile
+from lockstep.kernels.device.kv_tile import load_kv_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import KVCache
-from lockstep.kernels.formats.kv.launch import opened
+from lockstep.kernels.formats.kv.launch import kv_operand
 from lockstep.kernels.formats.weights.operand import target_of
 
-TOGETHER = 16
-"""Tokens that a program unpacks at once."""
+CTA_TOKENS = 16
+"""Tokens that a CTA dequantizes at once."""
 WARPS = 4
-PROGRAMS = 2048
-"""Programs that share the rows: 16 for each of an H200's multiprocessors. An estimate."""
-MOST_BYTES = 2 << 30
-"""Bytes that rows may take at once, unpacked."""
+TARGET_CTAS = 2048
+"""CTAs that share the rows: about 16 per multiprocessor of an H200, an estimate."""
+MAX_SCRATCH_BYTES = 2 << 30
+"""Maximum bytes of dequantized rows at once."""
 
 
-@triton.jit(do_not_specialize=["table_stride", "columns", "constant"])
-def _unpack_kernel(
-    codes, numbers, constant, ropes, page_table, cu_seqlens, starts, latents_out, ropes_out, table,
-    table_stride, columns,
-    L_PAGE: tl.constexpr, L_TOKEN: tl.constexpr, R_PAGE: tl.constexpr, R_TOKEN: tl.constexpr,
-    PAGE: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr, SHARE: tl.constexpr,
-    FETCH: tl.constexpr, UNPACK: tl.constexpr,
+@triton.jit(do_not_specialize=["table_stride", "columns", "layer_constant"])
+def _dequantize_kernel(
+    qdata, scales, layer_constant, ropes, page_table, cu_seqlens, starts, latents_out, ropes_out,
+    table, table_stride, columns, L_PAGE_STRIDE: tl.constexpr, L_TOKEN_STRIDE: tl.constexpr,
+    R_PAGE_STRIDE: tl.constexpr, R_TOKEN_STRIDE: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, TILE: tl.constexpr,
+    NUM_SCALES: tl.constexpr, PER_LOAD: tl.constexpr, LOAD: tl.constexpr, DEQUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    """Every so-manieth TILE of a row's tokens, as _tile_device reads them, and their page's new
-    number."""
+    """Dequantize every num_programs(1)-th TILE of a row's tokens, and store the new number of their
+    page."""
     s = tl.program_id(0).to(tl.int64)
     _, count, start = row_of(cu_seqlens, starts, s)
-    keys = start + count
+    num_keys = start + count
     c = tl.arange(0, BLOCK_C)
     r = tl.arange(0, BLOCK_R)
-    for at in range(tl.program_id(1) * TILE, keys, tl.num_programs(1) * TILE):
-        place = s * columns + at // PAGE
-        tl.store(table + place, place.to(tl.int32))
-        page = tl.load(page_table + s * table_stride + at // PAGE)
-        latent = cache_tile(
-            codes, numbers, constant, 0, page, at, keys, c, L_PAGE, L_TOKEN, COUNT, 1, C, PAGE,
-            TILE, SHARE, FETCH, UNPACK, latents_out.dtype.element_ty, False,
+    for first_key in range(tl.program_id(1) * TILE, num_keys, tl.num_programs(1) * TILE):
+        # Page numbers in the scratch: row by row, in order.
+        new_page = s * columns + first_key // PAGE
+        tl.store(table + new_page, new_page.to(tl.int32))
+        page = tl.load(page_table + s * table_stride + first_key // PAGE)
+        latent = load_kv_tile(
+            qdata, scales, layer_constant, 0, page, first_key, num_keys, c, L_PAGE_STRIDE,
+            L_TOKEN_STRIDE, NUM_SCALES, 1, C, PAGE, TILE, PER_LOAD, LOAD, DEQUANTIZE,
+            latents_out.dtype.element_ty, False,
         )  # fmt: skip
-        rope = cache_tile(
-            ropes, None, None, 0, page, at, keys, r, R_PAGE, R_TOKEN, 0, 1, R, PAGE, TILE, 1, None,
-            None, ropes_out.dtype.element_ty, False,
+        rope = load_kv_tile(
+            ropes, None, None, 0, page, first_key, num_keys, r, R_PAGE_STRIDE, R_TOKEN_STRIDE, 0, 1,
+            R, PAGE, TILE, 1, None, None, ropes_out.dtype.element_ty, False,
         )  # fmt: skip
-        token = (place * PAGE + at % PAGE + tl.arange(0, TILE))[:, None]
+        token = (new_page * PAGE + first_key % PAGE + tl.arange(0, TILE))[:, None]
         tl.store(latents_out + token * C + c[None], latent, mask=(c < C)[None])
         tl.store(ropes_out + token * R + r[None], rope, mask=(r < R)[None])
 
 
-def unpacked_groups(
+def dequantized_groups(
     latents: KVCache,
     ropes: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
-    most: int = MOST_BYTES,
+    max_bytes: int = MAX_SCRATCH_BYTES,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """latent_attention's arguments of these names for some rows after others, with latents of the
-    turned keys' dtype, on pages of their own: as many rows at once as `most` bytes hold, one at
-    least. Each group lies where the one before it lay. Latents that are not packed: all at once.
+    """Yield latent_attention's arguments of these names for groups of rows, with dequantized
+    latents.
 
-    Zeros stand from a row's last token to the end of its TOGETHER; what stands behind, nobody has
-    written.
+    Latents have the dtype of the rotary keys and lie in pages of a scratch, which the next group
+    reuses. A group has as many rows as max_bytes holds, at least one. Latents that are not
+    quantized are yielded unchanged, in one group.
+
+    Tokens from a row's last to the end of its CTA_TOKENS are zeros; those after it are unwritten.
     """
     if isinstance(latents, Tensor):
         yield latents, ropes, page_table, cu_seqlens, starts
@@ -84,21 +86,24 @@ def unpacked_groups(
     _, page, dim = latents.shape
     rope = ropes.shape[2]
     row_bytes = columns * page * (dim + rope) * ropes.itemsize
-    together = max(1, min(len(starts), most // row_bytes))
-    empty = ropes.new_empty
-    found = empty(together * columns, page, dim)
-    keys = empty(together * columns, page, rope)
-    table = empty(together, columns, dtype=torch.int32)
-    held = opened(latents, ropes.dtype, target_of(ropes.device))
-    for begin in range(0, len(starts), together):
-        own = starts[begin : begin + together]
-        bounds = cu_seqlens[begin : begin + len(own) + 1]
-        parallel = triton.cdiv(PROGRAMS, len(own))
-        _unpack_kernel[(len(own), min(parallel, triton.cdiv(columns * page, TOGETHER)))](
-            held.codes, held.numbers, held.constant, ropes, page_table[begin:], bounds, own, found,
-            keys, table, page_table.stride(0), columns,
-            *held.codes.stride()[:2], *ropes.stride()[:2], page, dim, rope,
-            triton.next_power_of_2(dim), triton.next_power_of_2(rope), TOGETHER, held.beside,
-            held.share, held.fetch, held.unpack, num_warps=WARPS, enable_fp_fusion=False,
+    rows_per_group = max(1, min(len(starts), max_bytes // row_bytes))
+    new_empty = ropes.new_empty
+    latent_scratch = new_empty(rows_per_group * columns, page, dim)
+    rope_scratch = new_empty(rows_per_group * columns, page, rope)
+    table = new_empty(rows_per_group, columns, dtype=torch.int32)
+    latent_operand = kv_operand(latents, ropes.dtype, target_of(ropes.device))
+    for begin in range(0, len(starts), rows_per_group):
+        group_starts = starts[begin : begin + rows_per_group]
+        bounds = cu_seqlens[begin : begin + len(group_starts) + 1]
+        # Enough CTAs for few rows, one per CTA_TOKENS at most.
+        parallel = triton.cdiv(TARGET_CTAS, len(group_starts))
+        parallel = min(parallel, triton.cdiv(columns * page, CTA_TOKENS))
+        _dequantize_kernel[(len(group_starts), parallel)](
+            latent_operand.qdata, latent_operand.scales, latent_operand.layer_constant, ropes,
+            page_table[begin:], bounds, group_starts, latent_scratch, rope_scratch, table,
+            page_table.stride(0), columns, *latent_operand.qdata.stride()[:2], *ropes.stride()[:2],
+            page, dim, rope, triton.next_power_of_2(dim), triton.next_power_of_2(rope), CTA_TOKENS,
+            latent_operand.num_scales, latent_operand.values_per_load, latent_operand.load,
+            latent_operand.dequantize, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-        yield found, keys, table[: len(own)], bounds, own
+        yield latent_scratch, rope_scratch, table[: len(group_starts)], bounds, group_starts

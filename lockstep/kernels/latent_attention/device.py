@@ -1,65 +1,55 @@
 # mypy: ignore-errors
-"""Device functions of latent attention: online softmax, folds."""
+"""Device functions of latent attention in Triton: blocks of query rows and the softmax state."""
 
 import triton
 import triton.language as tl
 
-NO_SCORE = tl.constexpr(-1e30)
-"""The maximum over no scores: finite, so that a difference of two is a number."""
+from lockstep.kernels.device.softmax import NO_SCORE, online_softmax
 
 
 @triton.jit
 def block_of(
     block, start, count,
-    H: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr, NEAR: tl.constexpr,
+    H: tl.constexpr, ROWS: tl.constexpr, KV_SPLIT: tl.constexpr, NEAR_SPLIT: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """ROWS places (token, head) of a row with tokens start .. start + count - 1, all in front of
-    FAR or all from there on: the first place, the end of the places of their kind, and the keys of
-    their segments: NEAR in front, else SEGMENT."""
-    near = tl.minimum(tl.maximum(FAR - start, 0), count) * H
-    blocks = (near + ROWS - 1) // ROWS
-    far = block >= blocks
-    row = tl.where(far, near + (block - blocks) * ROWS, block * ROWS)
-    stop = tl.where(far, count * H, near)
-    segment = tl.where(far, SEGMENT, NEAR)
-    return row, stop, segment
+    """Return the (token, head) rows of a block: all before position FAR, or all from there on.
 
-
-@triton.jit
-def weigh(
-    q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE: tl.constexpr
-):  # fmt: skip
-    """A tile of keys: online softmax over queries [ROWS, C] and [ROWS, R], that see keys up to last
-    [ROWS].
-
-    top: largest score [ROWS]; norm: sum of weights [ROWS, ONES], the same ONES times; total: the
-    output [ROWS, C].
+    Returns: first row, end of the rows of its kind, keys of their KV splits (NEAR_SPLIT before FAR,
+    else KV_SPLIT).
     """
+    near_rows = tl.minimum(tl.maximum(FAR - start, 0), count) * H
+    near_blocks = (near_rows + ROWS - 1) // ROWS
+    is_far = block >= near_blocks
+    first_row = tl.where(is_far, near_rows + (block - near_blocks) * ROWS, block * ROWS)
+    row_end = tl.where(is_far, count * H, near_rows)
+    split = tl.where(is_far, KV_SPLIT, NEAR_SPLIT)
+    return first_row, row_end, split
+
+
+@triton.jit
+def softmax_step(q_latent, q_rope, latent, rope, first_key, last_key, scale, row_max, row_sum, acc):
+    """Add a tile of keys to the online softmax state of queries [ROWS, C] and [ROWS, R].
+
+    latent, rope: keys of the tile, [TILE, C] and [TILE, R]; the latent is the value, too. last_key:
+    last key that each row sees, [ROWS]. row_max: [ROWS]. row_sum: [ROWS, ONES], ONES equal columns.
+    acc: [ROWS, C].
+    """
+    # One sum over C + R, latent first: the second product continues the first accumulator.
     scores = tl.dot(q_latent, latent.T, input_precision="ieee")
-    scores = tl.dot(q_rope, rope.T, scores, input_precision="ieee") * scale
-    seen = (at + tl.arange(0, TILE))[None, :] <= last[:, None]
-    scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    fade = tl.exp2(top - new_top)[:, None]
-    weights = tl.exp2(scores - new_top[:, None]).to(latent.dtype)
-    ones = tl.full((TILE, norm.shape[1]), 1.0, latent.dtype)
-    norm = tl.dot(weights, ones, norm * fade, input_precision="ieee")
-    total = tl.dot(weights, latent, total * fade, input_precision="ieee")
-    return new_top, norm, total
+    scores = tl.dot(q_rope, rope.T, scores, input_precision="ieee")
+    row_max, rescale, p = online_softmax(scores, scale, first_key, last_key, row_max, 1)
+    rescale = rescale[:, None]
+    p = p.to(latent.dtype)
+    # The row sum is a product with ones: the matrix unit adds it in the order of acc.
+    ones = tl.full((latent.shape[0], row_sum.shape[1]), 1.0, latent.dtype)
+    row_sum = tl.dot(p, ones, row_sum * rescale, input_precision="ieee")
+    acc = tl.dot(p, latent, acc * rescale, input_precision="ieee")
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def empty_fold(ROWS: tl.constexpr, ONES: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A fold over no keys: the largest score, the sums of weights, the output."""
-    top = tl.full((ROWS,), NO_SCORE, tl.float32)
-    return top, tl.zeros((ROWS, ONES), tl.float32), tl.zeros((ROWS, BLOCK_C), tl.float32)
-
-
-@triton.jit
-def fold(best, norms, sums, top, norm, total):
-    """One more part: each side scaled to the larger of the maxima."""
-    new_best = tl.maximum(best, top)
-    old = tl.exp2(best - new_best)[:, None]
-    new = tl.exp2(top - new_best)[:, None]
-    return new_best, norms * old + norm * new, sums * old + total * new
+def empty_state(ROWS: tl.constexpr, ONES: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return the softmax state over no keys: row_max, row_sum, acc."""
+    row_max = tl.full((ROWS,), NO_SCORE, tl.float32)
+    return row_max, tl.zeros((ROWS, ONES), tl.float32), tl.zeros((ROWS, BLOCK_C), tl.float32)

@@ -1,11 +1,13 @@
 # mypy: ignore-errors
-"""latent_attention on Hopper, in Gluon: the fold of triton.py, bit for bit.
+"""latent_attention on Hopper, in Gluon: triton.py's reduction tree, bit for bit.
 
-A program owns 64 (token, head) rows at a time. One warp copies tiles of 64 keys into two slots of
-shared memory, each once for both uses. One warpgroup makes scores and weights of a tile; two more
-weigh the tile as values, each 256 of the 512 columns, while the first one makes the scores of the
-next. Weights lie where the tile's rotated keys lay. The sums of a segment are in registers; those
-of a span and of all lie in memory, touched once a segment. See docs/kernels/latent_attention.md.
+A CTA processes 64 (token, head) rows at a time, one work item after another. It is
+warp-specialized: a producer warp copies tiles of 64 latents by TMA into two stages of shared
+memory, each once for both uses, as key and as value. One warpgroup computes Q K^T and softmax of a
+tile. Two more multiply p with the tile as values, each with 256 of the 512 columns, while the first
+one computes the scores of the next tile. p overwrites the tile's rotary keys. The accumulator of a
+split is in registers; those of a span and of all spans are in global memory, touched once per
+split. See docs/kernels/latent_attention.md.
 """
 
 from typing import Any
@@ -22,524 +24,563 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lockstep.kernels.architecture import HOPPER
+from lockstep.kernels.architecture import HOPPER, multiprocessor_count
 from lockstep.kernels.backends import resolve_architecture
-from lockstep.kernels.formats.kv import KVCache, PackedKV
-from lockstep.kernels.latent_attention import latent_attention
-from lockstep.kernels.latent_attention.dequantize import unpacked_groups
-from lockstep.kernels.latent_attention.triton import (
+from lockstep.kernels.device.softmax import (
     LOG2E,
+    NO_SCORE,
+    combine_sums,
+    exponentiate,
+    mask_scores,
+)
+from lockstep.kernels.device.tiles import (
+    FLAT,
+    SWIZZLED,
+    tile_descriptor,
+    tma_load_tile,
+    zero_tail_rows,
+)
+from lockstep.kernels.formats.kv import KVCache, QuantizedKV
+from lockstep.kernels.latent_attention import latent_attention
+from lockstep.kernels.latent_attention.dequantize import dequantized_groups
+from lockstep.kernels.latent_attention.triton import (
     Partition,
-    fold_entries,
+    choose_partition,
+    choose_tile,
+    combine_partials,
     latent_attention_triton,
-    partition,
     supports,
-    tile_of,
 )
 
-MULTIPROCESSORS = 132
-"""Of an H200: programs, each of which takes one block of rows after another."""
 LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 HALF = gl.constexpr(256)
-"""Columns of a latent, of its rotated key, of half a latent: what a warpgroup weighs, or both where
-two programs share the columns. In two accumulators: ptxas refuses 256 columns where a program has
-16 warps."""
-SLOTS = gl.constexpr(2)
-"""Tiles in shared memory, 72 KB each beside as much of queries."""
-NO_SCORE = gl.constexpr(-1e30)
-"""The maximum over no scores, as in triton.py."""
-S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-N_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
-S_ROW = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
-"""Registers of a warpgroup: scores, sums of weights."""
+"""Columns of a latent, of its rotary key, and of half a latent: those that a warpgroup accumulates,
+or both warpgroups where two CTAs share the columns. They are split over two accumulators: ptxas
+refuses 256 columns where a CTA has 16 warps."""
+NUM_STAGES = gl.constexpr(2)
+"""Pipeline stages in shared memory, 72 KB each, next to as many bytes of queries."""
+QK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SUM_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+QK_ROWS = gl.constexpr(gl.SliceLayout(1, QK_LAYOUT.value))
+"""Register layouts of the softmax warpgroup: scores, row sums, one number per row."""
 
 
 @gluon.constexpr_function
-def _output_layout(pieces):
-    """Registers of one of a warpgroup's two accumulators."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128 // pieces, 16])
+def _output_layout(column_parts):
+    """Return the register layout of one of a warpgroup's two accumulators."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128 // column_parts, 16])
 
 
 @gluon.jit
-def _item(
-    item, cu_seqlens, starts, blocks, parallel, H: gl.constexpr, PIECES: gl.constexpr,
-    SEGMENT: gl.constexpr, NEAR: gl.constexpr, FAR: gl.constexpr, SPAN: gl.constexpr,
-    FOLDS: gl.constexpr,
+def _work_item(
+    item, cu_seqlens, starts, blocks, parallel, H: gl.constexpr, COLUMN_PARTS: gl.constexpr,
+    KV_SPLIT: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR: gl.constexpr, SPAN: gl.constexpr,
+    COMBINES: gl.constexpr,
 ):  # fmt: skip
-    """Of an item: its row of the batch, the first of its (token, head) rows and the end of those of
-    their kind (block_of in device.py), its lane, its piece of the columns; the row's first token,
-    tokens and start; the end of the keys that the block sees, 0 where it has no tokens; the keys of
-    a segment and of a unit. Blocks that see most keys come first, and those of the same keys side
-    by side."""
-    piece = item % PIECES
-    block = blocks - 1 - item // PIECES % blocks
-    lane = item // (PIECES * blocks) % parallel
-    s = item // (PIECES * blocks * parallel)
+    """Decode a work item: 64 (token, head) rows of a batch row, a part of their columns, and a lane
+    of units.
+
+    Items that see most keys come first; items of the same keys are adjacent, so that they share
+    them in the L2.
+
+    Returns: batch row; first of its (token, head) rows and the end of the rows of its kind
+    (device.block_of); lane of units; part of the columns; the row's first token, token count and
+    start; end of the keys that the item sees, 0 where it has no tokens; keys of a split and of a
+    unit.
+    """
+    column_part = item % COLUMN_PARTS
+    block = blocks - 1 - item // COLUMN_PARTS % blocks
+    unit_lane = item // (COLUMN_PARTS * blocks) % parallel
+    s = item // (COLUMN_PARTS * blocks * parallel)
     first = gl.load(cu_seqlens + s)
     count = gl.load(cu_seqlens + s + 1) - first
     start = gl.load(starts + s)
-    near = gl.minimum(gl.maximum(FAR - start, 0), count) * H
-    in_front = (near + 63) // 64
-    far = block >= in_front
-    row = gl.where(far, near + (block - in_front) * 64, block * 64)
-    behind = gl.where(far, count * H, near)
-    end = start + (gl.minimum(row + 64, behind) - 1) // H + 1
-    end = gl.where(row < behind, end, 0)
-    segment = gl.where(far, SEGMENT, NEAR)
-    unit = segment
-    if FOLDS:
-        unit = segment * 0 + SPAN
-    return s, row, behind, lane, piece, first, count, start, end, segment, unit
+    near_rows = gl.minimum(gl.maximum(FAR - start, 0), count) * H
+    near_blocks = (near_rows + 63) // 64
+    is_far = block >= near_blocks
+    first_row = gl.where(is_far, near_rows + (block - near_blocks) * 64, block * 64)
+    row_end = gl.where(is_far, count * H, near_rows)
+    end = start + (gl.minimum(first_row + 64, row_end) - 1) // H + 1
+    end = gl.where(first_row < row_end, end, 0)
+    split = gl.where(is_far, KV_SPLIT, NEAR_SPLIT)
+    unit = split
+    if COMBINES:
+        unit = split * 0 + SPAN
+    return s, first_row, row_end, unit_lane, column_part, first, count, start, end, split, unit
 
 
 @gluon.jit
-def _copy(source, row, column, slot, full, empty, phase, COLUMNS: gl.constexpr):
-    """One piece of a tile [64, COLUMNS] into its slot once that is free."""
-    mbarrier.wait(empty, phase ^ 1)
-    mbarrier.expect(full, 64 * COLUMNS * 2)
-    tma.async_copy_global_to_shared(source, [row, column], full, slot)
-
-
-@gluon.jit
-def _fetch(
-    q_map, q_rope_map, latent_map, rope_map, queries, q_rope, q_full, q_empty, ring, ropes, full,
-    empty, page_table, cu_seqlens, starts, table_stride, items, blocks, parallel,
-    H: gl.constexpr, PIECES: gl.constexpr, SEGMENT: gl.constexpr, NEAR: gl.constexpr,
-    FAR: gl.constexpr, SPAN: gl.constexpr, FOLDS: gl.constexpr,
+def _load_tiles(
+    q_map, q_rope_map, latent_map, rope_map, q_tiles, q_rope, q_full, q_empty, latent_stages,
+    rope_stages, full, empty, page_table, cu_seqlens, starts, table_stride, items, blocks, parallel,
+    H: gl.constexpr, COLUMN_PARTS: gl.constexpr, KV_SPLIT: gl.constexpr, NEAR_SPLIT: gl.constexpr,
+    FAR: gl.constexpr, SPAN: gl.constexpr, COMBINES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that copies: of every item its queries, then its tiles in the order of their use."""
+    """Run the producer warp: per item the queries, then the tiles in the order of their use."""
     i = 0
-    k = 0
+    q_round = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        s, row, behind, lane, piece, first, count, start, end, segment, size = _item(
-            item, cu_seqlens, starts, blocks, parallel, H, PIECES, SEGMENT, NEAR, FAR, SPAN, FOLDS
+        (
+            s, first_row, row_end, unit_lane, column_part, first, count, start, end, split,
+            unit_size,
+        ) = _work_item(
+            item, cu_seqlens, starts, blocks, parallel, H, COLUMN_PARTS, KV_SPLIT, NEAR_SPLIT, FAR,
+            SPAN, COMBINES,
         )  # fmt: skip
-        if lane * size < end:
-            at_row = first * H + row
-            mbarrier.wait(q_empty, (k & 1) ^ 1)
+        if unit_lane * unit_size < end:
+            at_row = first * H + first_row
+            # The queries of the item before are no longer read.
+            mbarrier.wait(q_empty, (q_round & 1) ^ 1)
             mbarrier.expect(q_full, 64 * (LATENT + ROPE) * 2)
-            tma.async_copy_global_to_shared(q_map, [at_row, 0], q_full, queries.index(0))
-            tma.async_copy_global_to_shared(q_map, [at_row, HALF], q_full, queries.index(1))
+            tma.async_copy_global_to_shared(q_map, [at_row, 0], q_full, q_tiles.index(0))
+            tma.async_copy_global_to_shared(q_map, [at_row, HALF], q_full, q_tiles.index(1))
             tma.async_copy_global_to_shared(q_rope_map, [at_row, 0], q_full, q_rope.index(0))
-            k += 1
-            pages = page_table + s.to(gl.int64) * table_stride
-            for unit in range(lane * size, end, parallel * size):
-                for at in range(unit, gl.minimum(end, unit + size), 64):
-                    token = gl.load(pages + at // 64) * 64
-                    slot = i % SLOTS
-                    phase = i // SLOTS & 1
+            q_round += 1
+            page_table_row = page_table + s.to(gl.int64) * table_stride
+            for unit in range(unit_lane * unit_size, end, parallel * unit_size):
+                for first_key in range(unit, gl.minimum(end, unit + unit_size), 64):
+                    # Pages have 64 tokens: a tile is a page.
+                    token = gl.load(page_table_row + first_key // 64) * 64
+                    stage = i % NUM_STAGES
+                    phase = i // NUM_STAGES & 1
+                    # A barrier per half: P V of one half may release it before the other.
                     for half in gl.static_range(2):
-                        place = slot * 2 + half
-                        _copy(
-                            latent_map, token, half * HALF, ring.index(place), full.index(place),
-                            empty.index(place), phase, HALF,
+                        barrier = stage * 2 + half
+                        tma_load_tile(
+                            latent_map, token, half * HALF, latent_stages.index(barrier),
+                            full.index(barrier), empty.index(barrier), phase,
                         )  # fmt: skip
-                    place = SLOTS * 2 + slot
-                    _copy(
-                        rope_map, token, 0, ropes.index(slot), full.index(place),
-                        empty.index(place), phase, ROPE,
+                    barrier = NUM_STAGES * 2 + stage
+                    tma_load_tile(
+                        rope_map, token, 0, rope_stages.index(stage), full.index(barrier),
+                        empty.index(barrier), phase,
                     )  # fmt: skip
                     i += 1
 
 
 @gluon.jit
-def _start_scores(queries, q_rope, ring, ropes, full, i):
-    """Starts q k of the i-th tile [64, 64]; warpgroup_mma_wait ends it.
+def _issue_qk(q_tiles, q_rope, latent_stages, rope_stages, full, i):
+    """Issue Q K^T of the i-th tile [64, 64]; warpgroup_mma_wait completes it.
 
-    i >> 30 is 0: what depends on i is not held in registers around the loop.
+    i >> 30 is 0. It makes addresses depend on i, so that the compiler does not keep them in
+    registers across the loop.
     """
-    slot = i % SLOTS
-    phase = i // SLOTS & 1
-    scores = gl.zeros((64, 64), gl.float32, S_LAYOUT)
+    stage = i % NUM_STAGES
+    phase = i // NUM_STAGES & 1
+    scores = gl.zeros((64, 64), gl.float32, QK_LAYOUT)
     for half in gl.static_range(2):
-        mbarrier.wait(full.index(slot * 2 + half), phase)
-        keys = ring.index(slot * 2 + half).permute((1, 0))
-        q = queries.index(half + (i >> 30))
-        scores = warpgroup_mma(q, keys, scores, use_acc=half > 0, is_async=True)
-    mbarrier.wait(full.index(SLOTS * 2 + slot), phase)
-    keys = ropes.index(slot).permute((1, 0))
-    return warpgroup_mma(q_rope.index(i >> 30), keys, scores, is_async=True)
+        mbarrier.wait(full.index(stage * 2 + half), phase)
+        k_tile = latent_stages.index(stage * 2 + half).permute((1, 0))
+        q = q_tiles.index(half + (i >> 30))
+        scores = warpgroup_mma(q, k_tile, scores, use_acc=half > 0, is_async=True)
+    mbarrier.wait(full.index(NUM_STAGES * 2 + stage), phase)
+    k_tile = rope_stages.index(stage).permute((1, 0))
+    return warpgroup_mma(q_rope.index(i >> 30), k_tile, scores, is_async=True)
 
 
 @gluon.jit
-def _weigh(scores, ropes, fades, ready, ones, i, scale, top, norm, last, lowest, at):
-    """Online softmax of a tile: its weights into shared memory, their sums started."""
-    slot = i % SLOTS
-    scores = scores * scale
-    if at + 63 > lowest:
-        key = at + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT))
-        scores = gl.where(key[None, :] <= last[:, None], scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 1))
-    fade = gl.exp2(top - new_top)
-    weights = gl.exp2(scores - new_top[:, None]).to(ropes.dtype)
-    ropes.index(slot).store(weights)
-    fades.index(slot).store(fade)
-    fence_async_shared()
-    mbarrier.arrive(ready.index(slot))
-    norm = norm * gl.convert_layout(fade, gl.SliceLayout(1, N_LAYOUT))[:, None]
-    norm = warpgroup_mma(ropes.index(slot), ones.permute((1, 0)), norm, is_async=True)
-    return new_top, norm
-
-
-@gluon.jit
-def _segment_weights(
-    queries, q_rope, ring, ropes, full, empty, fades, ready, ones, i, tiles, last, lowest, at,
-    scale,
+def _softmax_tile(
+    scores, rope_stages, rescales, p_full, ones, i, scale, row_max, row_sum, last_key, min_last_key,
+    first_key,
 ):  # fmt: skip
-    """The weights of a segment's tiles -> the next tile, max, sum."""
-    top = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
-    norm = gl.zeros((64, 8), gl.float32, N_LAYOUT)
-    scores = _start_scores(queries, q_rope, ring, ropes, full, i)
+    """Run online softmax on a tile: store p to shared memory, issue its row sums."""
+    stage = i % NUM_STAGES
+    scores = mask_scores(scores * scale, last_key, min_last_key, first_key, QK_LAYOUT)
+    new_max, rescale, p = exponentiate(scores, row_max, rope_stages.dtype)
+    # p takes the place of the rotary keys, which Q K^T has just consumed.
+    rope_stages.index(stage).store(p)
+    rescales.index(stage).store(rescale)
+    # wgmma reads p through the async proxy.
+    fence_async_shared()
+    # The P V warpgroups may start on this tile.
+    mbarrier.arrive(p_full.index(stage))
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, SUM_LAYOUT))[:, None]
+    row_sum = warpgroup_mma(rope_stages.index(stage), ones.permute((1, 0)), row_sum, is_async=True)
+    return new_max, row_sum
+
+
+@gluon.jit
+def _split_softmax(
+    q_tiles, q_rope, latent_stages, rope_stages, full, empty, rescales, p_full, ones, i, tiles,
+    last_key, min_last_key, first_key, scale,
+):  # fmt: skip
+    """Run softmax on the tiles of a KV split. Returns: next pipeline index, row_max, row_sum."""
+    row_max = gl.full((64,), NO_SCORE, gl.float32, QK_ROWS)
+    row_sum = gl.zeros((64, 8), gl.float32, SUM_LAYOUT)
+    scores = _issue_qk(q_tiles, q_rope, latent_stages, rope_stages, full, i)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     for t in range(tiles - 1):
-        top, norm = _weigh(
-            scores, ropes, fades, ready, ones, i, scale, top, norm, last, lowest, at + t * 64
-        )
-        scores = _start_scores(queries, q_rope, ring, ropes, full, i + 1)
-        norm, scores = warpgroup_mma_wait(0, deps=(norm, scores))
-        mbarrier.arrive(empty.index(SLOTS * 2 + i % SLOTS))
-        i += 1
-    top, norm = _weigh(
-        scores, ropes, fades, ready, ones, i, scale, top, norm, last, lowest, at + (tiles - 1) * 64
-    )
-    norm = warpgroup_mma_wait(0, deps=(norm,))
-    mbarrier.arrive(empty.index(SLOTS * 2 + i % SLOTS))
-    return i + 1, top, gl.convert_layout(gl.max(norm, 1), S_ROW)
-
-
-@gluon.jit
-def _factors(best, norms, top, norm):
-    """Of a fold: the larger maximum, the sum of weights, the factors of either side."""
-    new_best = gl.maximum(best, top)
-    old = gl.exp2(best - new_best)
-    new = gl.exp2(top - new_best)
-    return new_best, norms * old + norm * new, old, new
-
-
-@gluon.jit
-def _weights(
-    queries, q_rope, q_full, q_empty, ring, ropes, full, empty, fades, ready, ones, factors, told,
-    heard, cu_seqlens, starts, tops, norms, scale, items, blocks, parallel, entries, Q,
-    H: gl.constexpr, PIECES: gl.constexpr, SEGMENT: gl.constexpr, NEAR: gl.constexpr,
-    FAR: gl.constexpr, SPAN: gl.constexpr, FOLDS: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
-    """The warpgroup that makes weights, and all that a row has one number of."""
-    i = 0
-    k = 0
-    g = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        s, row, behind, lane, piece, first, count, start, end, segment, size = _item(
-            item, cu_seqlens, starts, blocks, parallel, H, PIECES, SEGMENT, NEAR, FAR, SPAN, FOLDS
+        row_max, row_sum = _softmax_tile(
+            scores, rope_stages, rescales, p_full, ones, i, scale, row_max, row_sum, last_key,
+            min_last_key, first_key + t * 64,
         )  # fmt: skip
-        if lane * size < end:
-            m = row + gl.arange(0, 64, S_ROW)
-            last = start + m // H
-            lowest = start + row // H
-            mbarrier.wait(q_full, k & 1)
-            all_best = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
-            all_norms = gl.zeros((64,), gl.float32, S_ROW)
-            for unit in range(lane * size, end, parallel * size):
-                stop = gl.minimum(end, unit + size)
-                best = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
-                sums = gl.zeros((64,), gl.float32, S_ROW)
-                for at in range(unit, stop, segment):
-                    tiles = (gl.minimum(stop - at, segment) + 63) // 64
-                    i, top, norm = _segment_weights(
-                        queries, q_rope, ring, ropes, full, empty, fades, ready, ones, i, tiles,
-                        last, lowest, at, scale,
-                    )  # fmt: skip
-                    if FOLDS:
-                        best, sums, old, new = _factors(best, sums, top, norm)
-                        mbarrier.wait(heard, (g & 1) ^ 1)
-                        factors.index(0).store(old)
-                        factors.index(1).store(new)
-                        if WHOLE:
-                            if at + segment >= stop:
-                                new_best, new_norms, old, new = _factors(
-                                    all_best, all_norms, best, sums
-                                )
-                                all_best = new_best
-                                all_norms = new_norms
-                                one = gl.full((64,), 1.0, gl.float32, S_ROW)
-                                factors.index(2).store(old)
-                                factors.index(3).store(new)
-                                factors.index(4).store(gl.div_rn(one, all_norms))
-                        mbarrier.arrive(told)
-                        g += 1
-                    else:
-                        best = top
-                        sums = norm
-                if not WHOLE:
-                    used = (m < behind) & (unit <= last) & (piece == 0)
-                    entry = (s.to(gl.int64) * Q + m // H) * entries * H + unit // size * H + m % H
-                    gl.store(tops + entry, best, mask=used)
-                    gl.store(norms + entry, sums, mask=used)
-            mbarrier.arrive(q_empty)
-            k += 1
+        scores = _issue_qk(q_tiles, q_rope, latent_stages, rope_stages, full, i + 1)
+        row_sum, scores = warpgroup_mma_wait(0, deps=(row_sum, scores))
+        # Row sums have read p: one of three releases of the rope stage.
+        mbarrier.arrive(empty.index(NUM_STAGES * 2 + i % NUM_STAGES))
+        i += 1
+    row_max, row_sum = _softmax_tile(
+        scores, rope_stages, rescales, p_full, ones, i, scale, row_max, row_sum, last_key,
+        min_last_key, first_key + (tiles - 1) * 64,
+    )  # fmt: skip
+    row_sum = warpgroup_mma_wait(0, deps=(row_sum,))
+    mbarrier.arrive(empty.index(NUM_STAGES * 2 + i % NUM_STAGES))
+    return i + 1, row_max, gl.convert_layout(gl.max(row_sum, 1), QK_ROWS)
 
 
 @gluon.jit
-def _zero_behind(tile, live):
-    """Zeros in a warpgroup's columns of a tile from key `live` on."""
+def _softmax_warpgroup(
+    q_tiles, q_rope, q_full, q_empty, latent_stages, rope_stages, full, empty, rescales, p_full,
+    ones, factors, factors_full, factors_empty, cu_seqlens, starts, partial_max, partial_sum, scale,
+    items, blocks, parallel, num_partials, QUERY_LEN, H: gl.constexpr, COLUMN_PARTS: gl.constexpr,
+    KV_SPLIT: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR: gl.constexpr, SPAN: gl.constexpr,
+    COMBINES: gl.constexpr, FINISHES: gl.constexpr,
+):  # fmt: skip
+    """Run the softmax warpgroup, which also computes everything that is one number per row."""
+    i = 0
+    q_round = 0
+    split_round = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        (
+            s, first_row, row_end, unit_lane, column_part, first, count, start, end, split,
+            unit_size,
+        ) = _work_item(
+            item, cu_seqlens, starts, blocks, parallel, H, COLUMN_PARTS, KV_SPLIT, NEAR_SPLIT, FAR,
+            SPAN, COMBINES,
+        )  # fmt: skip
+        if unit_lane * unit_size < end:
+            m = first_row + gl.arange(0, 64, QK_ROWS)
+            last_key = start + m // H
+            min_last_key = start + first_row // H
+            mbarrier.wait(q_full, q_round & 1)
+            all_max = gl.full((64,), NO_SCORE, gl.float32, QK_ROWS)
+            all_sum = gl.zeros((64,), gl.float32, QK_ROWS)
+            for unit in range(unit_lane * unit_size, end, parallel * unit_size):
+                stop = gl.minimum(end, unit + unit_size)
+                unit_max = gl.full((64,), NO_SCORE, gl.float32, QK_ROWS)
+                unit_sum = gl.zeros((64,), gl.float32, QK_ROWS)
+                for first_key in range(unit, stop, split):
+                    tiles = (gl.minimum(stop - first_key, split) + 63) // 64
+                    i, row_max, row_sum = _split_softmax(
+                        q_tiles, q_rope, latent_stages, rope_stages, full, empty, rescales, p_full,
+                        ones, i, tiles, last_key, min_last_key, first_key, scale,
+                    )  # fmt: skip
+                    if COMBINES:
+                        unit_max, unit_sum, old_scale, new_scale = combine_sums(
+                            unit_max, unit_sum, row_max, row_sum
+                        )
+                        # Both P V warpgroups have read the factors of the split before.
+                        mbarrier.wait(factors_empty, (split_round & 1) ^ 1)
+                        factors.index(0).store(old_scale)
+                        factors.index(1).store(new_scale)
+                        if FINISHES:
+                            if first_key + split >= stop:
+                                all_max, all_sum, old_scale, new_scale = combine_sums(
+                                    all_max, all_sum, unit_max, unit_sum
+                                )
+                                one = gl.full((64,), 1.0, gl.float32, QK_ROWS)
+                                factors.index(2).store(old_scale)
+                                factors.index(3).store(new_scale)
+                                # Reciprocal of the row sum, correctly rounded, as in triton.py.
+                                factors.index(4).store(gl.div_rn(one, all_sum))
+                        mbarrier.arrive(factors_full)
+                        split_round += 1
+                    else:
+                        unit_max = row_max
+                        unit_sum = row_sum
+                if not FINISHES:
+                    # Of CTAs that share the columns one stores the row statistics.
+                    stores = (m < row_end) & (unit <= last_key) & (column_part == 0)
+                    query = s.to(gl.int64) * QUERY_LEN + m // H
+                    partial = query * num_partials * H + unit // unit_size * H + m % H
+                    gl.store(partial_max + partial, unit_max, mask=stores)
+                    gl.store(partial_sum + partial, unit_sum, mask=stores)
+            mbarrier.arrive(q_empty)
+            q_round += 1
+
+
+@gluon.jit
+def _zero_tail(tile, live):
+    """Zero this warpgroup's columns of a tile from key `live` on."""
     wide: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // tile.shape[1], tile.shape[1] // 8], [4, 1], [1, 0]
     )
     for part in gl.static_range(4):
-        rows = tile.slice(part * 16, 16)
-        row = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, wide))[:, None]
-        values = rows.load(wide)
-        rows.store(gl.where(row < live, values, gl.zeros_like(values)))
+        zero_tail_rows(tile.slice(part * 16, 16), part * 16, live, wide)
     fence_async_shared()
 
 
 @gluon.jit
-def _segment_values(
-    ring, weights, full, empty, fades, ready, i, tiles, at, keys, piece, OWN: gl.constexpr,
-    PIECES: gl.constexpr,
+def _split_pv(
+    latent_stages, p_tiles, full, empty, rescales, p_full, i, tiles, first_key, num_keys,
+    column_part, WARPGROUP: gl.constexpr, COLUMN_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's columns of the segment's output, [64, PART] left and right: a chain over its
-    tiles. Where the program has half of the columns, both warpgroups read the same half of a tile,
-    and both free all of it."""
-    PART: gl.constexpr = 128 // PIECES
-    layout: gl.constexpr = _output_layout(PIECES)
-    lines: gl.constexpr = gl.SliceLayout(1, layout)
-    left = gl.zeros((64, PART), gl.float32, layout)
-    right = gl.zeros((64, PART), gl.float32, layout)
+    """Return this warpgroup's columns of the split's accumulator, [64, COLUMNS] left and right.
+
+    A chain over the split's tiles. Where the CTA has half of the columns, both warpgroups read the
+    same half of a tile, and both release all of it.
+    """
+    COLUMNS: gl.constexpr = 128 // COLUMN_PARTS
+    layout: gl.constexpr = _output_layout(COLUMN_PARTS)
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    left = gl.zeros((64, COLUMNS), gl.float32, layout)
+    right = gl.zeros((64, COLUMNS), gl.float32, layout)
     for t in range(tiles):
-        slot = i % SLOTS
-        phase = i // SLOTS & 1
-        if PIECES == 1:
-            half = slot * 2 + OWN
-            values = ring.index(half)
+        stage = i % NUM_STAGES
+        phase = i // NUM_STAGES & 1
+        if COLUMN_PARTS == 1:
+            half = stage * 2 + WARPGROUP
+            values = latent_stages.index(half)
         else:
-            half = slot * 2 + piece
-            values = ring.index(half).slice(OWN * 128, 128, 1)
+            half = stage * 2 + column_part
+            values = latent_stages.index(half).slice(WARPGROUP * 128, 128, 1)
         mbarrier.wait(full.index(half), phase)
-        mbarrier.wait(ready.index(slot), phase)
-        if at + t * 64 + 64 > keys:
-            _zero_behind(values, keys - at - t * 64)
-        fade = fades.index(slot).load(lines)[:, None]
-        left *= fade
-        right *= fade
-        mine = weights.index(slot)
-        left = warpgroup_mma(mine, values.slice(0, PART, 1), left, is_async=True)
-        right = warpgroup_mma(mine, values.slice(PART, PART, 1), right, is_async=True)
+        # Also orders the rescale factor, which was stored before p.
+        mbarrier.wait(p_full.index(stage), phase)
+        # Only the row's last page holds stale tokens.
+        if first_key + t * 64 + 64 > num_keys:
+            _zero_tail(values, num_keys - first_key - t * 64)
+        rescale = rescales.index(stage).load(row_layout)[:, None]
+        left *= rescale
+        right *= rescale
+        p_tile = p_tiles.index(stage)
+        left = warpgroup_mma(p_tile, values.slice(0, COLUMNS, 1), left, is_async=True)
+        right = warpgroup_mma(p_tile, values.slice(COLUMNS, COLUMNS, 1), right, is_async=True)
         left, right = warpgroup_mma_wait(0, deps=(left, right))
-        mbarrier.arrive(empty.index(slot * 2 + OWN))
-        if PIECES > 1:
-            mbarrier.arrive(empty.index(slot * 2 + 1 - OWN))
-        mbarrier.arrive(empty.index(SLOTS * 2 + slot))
+        mbarrier.arrive(empty.index(stage * 2 + WARPGROUP))
+        if COLUMN_PARTS > 1:
+            mbarrier.arrive(empty.index(stage * 2 + 1 - WARPGROUP))
+        # p has been read: second and third release of the rope stage.
+        mbarrier.arrive(empty.index(NUM_STAGES * 2 + stage))
         i += 1
     return left, right
 
 
 @gluon.jit
-def _fold(total, kept, here, factors, FIRST: gl.constexpr):
-    """What lies at the pointers `kept`, if it does, and total [64, 128], each times its factor."""
-    before = gl.zeros_like(total)
-    if here:
-        before = gl.load(kept)
-    lines: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-    old = factors.index(FIRST).load(lines)
-    new = factors.index(FIRST + 1).load(lines)
-    return before * old[:, None] + total * new[:, None]
+def _rescale_and_add(acc, stored, has_stored, factors, FIRST: gl.constexpr):
+    """Rescale the accumulator stored at the pointers, if there is one, and acc [64, 128], and add
+    them."""
+    # Zeros for the first split: rescaled by a finite factor they add nothing.
+    previous = gl.zeros_like(acc)
+    if has_stored:
+        previous = gl.load(stored)
+    row_layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    old_scale = factors.index(FIRST).load(row_layout)
+    new_scale = factors.index(FIRST + 1).load(row_layout)
+    return previous * old_scale[:, None] + acc * new_scale[:, None]
 
 
 @gluon.jit
-def _end_segment(
-    total, kept, factors, at, unit, segment, stop, end, to, used, SPAN: gl.constexpr,
-    FOLDS: gl.constexpr, WHOLE: gl.constexpr,
+def _finish_split(
+    acc, accumulators, factors, first_key, unit, split, stop, end, out_rows, stores,
+    SPAN: gl.constexpr, COMBINES: gl.constexpr, FINISHES: gl.constexpr,
 ):  # fmt: skip
-    """Columns of a segment's output: into its span, of a span's: an entry, or into all.
+    """Combine columns of a split's accumulator into its span; at a span's end, store it as a
+    partial or combine it into that of all spans.
 
-    kept: of this program, the sums of a span and of all, in the order of registers. to: rows of
-    the entries, or of out.
+    accumulators: the CTA's accumulators of a span and of all spans, in register order. out_rows:
+    pointers to rows of the partials, or of out.
     """
-    layout: gl.constexpr = total.type.layout
-    lines: gl.constexpr = gl.SliceLayout(1, layout)
-    n = gl.arange(0, 64, lines)
-    c = gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
-    lying = (n // 8 * (LATENT * 8) + n % 8 * 8)[:, None] + (c // 8 * 64 + c % 8)[None, :]
-    if FOLDS:
-        span = kept + lying
-        total = _fold(total, span, at > unit, factors, 0)
-        if at + segment < stop:
-            gl.store(span, total)
-    if at + segment >= stop:
-        if WHOLE:
-            whole = kept + 64 * LATENT + lying
-            total = _fold(total, whole, unit > 0, factors, 2)
+    layout: gl.constexpr = acc.type.layout
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    lane_row = gl.arange(0, 64, row_layout)
+    c = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    offsets = (lane_row // 8 * (LATENT * 8) + lane_row % 8 * 8)[:, None] + (c // 8 * 64 + c % 8)[
+        None, :
+    ]
+    if COMBINES:
+        span_ptrs = accumulators + offsets
+        acc = _rescale_and_add(acc, span_ptrs, first_key > unit, factors, 0)
+        if first_key + split < stop:
+            gl.store(span_ptrs, acc)
+    # End of the unit.
+    if first_key + split >= stop:
+        if FINISHES:
+            all_ptrs = accumulators + 64 * LATENT + offsets
+            acc = _rescale_and_add(acc, all_ptrs, unit > 0, factors, 2)
             if unit + SPAN < end:
-                gl.store(whole, total)
+                gl.store(all_ptrs, acc)
             else:
-                total = total * factors.index(4).load(lines)[:, None]
-                rounded = total.to(to.dtype.element_ty)
-                gl.store(to[:, None] + c[None, :], rounded, mask=used[:, None])
+                acc = acc * factors.index(4).load(row_layout)[:, None]
+                rounded = acc.out_rows(out_rows.dtype.element_ty)
+                gl.store(out_rows[:, None] + c[None, :], rounded, mask=stores[:, None])
         else:
-            gl.store(to[:, None] + c[None, :], total, mask=used[:, None])
+            gl.store(out_rows[:, None] + c[None, :], acc, mask=stores[:, None])
 
 
 @gluon.jit
-def _values(
-    ring, weights, full, empty, fades, ready, factors, told, heard, cu_seqlens, starts, parts, out,
-    kept, items, blocks, parallel, entries, Q, OWN: gl.constexpr, H: gl.constexpr,
-    PIECES: gl.constexpr, SEGMENT: gl.constexpr, NEAR: gl.constexpr, FAR: gl.constexpr,
-    SPAN: gl.constexpr, FOLDS: gl.constexpr, WHOLE: gl.constexpr,
+def _pv_warpgroup(
+    latent_stages, p_tiles, full, empty, rescales, p_full, factors, factors_full, factors_empty,
+    cu_seqlens, starts, partial_acc, out, accumulators, items, blocks, parallel, num_partials,
+    QUERY_LEN, WARPGROUP: gl.constexpr, H: gl.constexpr, COLUMN_PARTS: gl.constexpr,
+    KV_SPLIT: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR: gl.constexpr, SPAN: gl.constexpr,
+    COMBINES: gl.constexpr, FINISHES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that weighs half OWN of the program's columns as values. kept [2, 64, 512]: of
-    this program.
+    """Run a P V warpgroup, which owns half WARPGROUP of the CTA's columns.
 
-    g >> 30 is 0: what depends on g is not held in registers around the loop.
+    accumulators [2, 64, 512]: the CTA's. split_round >> 30 is 0: see _issue_qk.
     """
     i = 0
-    g = 0
-    WIDTH: gl.constexpr = HALF // PIECES
-    PART: gl.constexpr = WIDTH // 2
-    lines: gl.constexpr = gl.SliceLayout(1, _output_layout(PIECES))
+    split_round = 0
+    WIDTH: gl.constexpr = HALF // COLUMN_PARTS
+    COLUMNS: gl.constexpr = WIDTH // 2
+    row_layout: gl.constexpr = gl.SliceLayout(1, _output_layout(COLUMN_PARTS))
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        s, row, behind, lane, piece, first, count, start, end, segment, size = _item(
-            item, cu_seqlens, starts, blocks, parallel, H, PIECES, SEGMENT, NEAR, FAR, SPAN, FOLDS
+        (
+            s, first_row, row_end, unit_lane, column_part, first, count, start, end, split,
+            unit_size,
+        ) = _work_item(
+            item, cu_seqlens, starts, blocks, parallel, H, COLUMN_PARTS, KV_SPLIT, NEAR_SPLIT, FAR,
+            SPAN, COMBINES,
         )  # fmt: skip
-        if lane * size < end:
-            column = piece * HALF + OWN * WIDTH
-            for unit in range(lane * size, end, parallel * size):
-                stop = gl.minimum(end, unit + size)
-                for at in range(unit, stop, segment):
-                    tiles = (gl.minimum(stop - at, segment) + 63) // 64
-                    left, right = _segment_values(
-                        ring, weights, full, empty, fades, ready, i, tiles, at, start + count,
-                        piece, OWN, PIECES,
+        if unit_lane * unit_size < end:
+            column = column_part * HALF + WARPGROUP * WIDTH
+            for unit in range(unit_lane * unit_size, end, parallel * unit_size):
+                stop = gl.minimum(end, unit + unit_size)
+                for first_key in range(unit, stop, split):
+                    tiles = (gl.minimum(stop - first_key, split) + 63) // 64
+                    left, right = _split_pv(
+                        latent_stages, p_tiles, full, empty, rescales, p_full, i, tiles, first_key,
+                        start + count, column_part, WARPGROUP, COLUMN_PARTS,
                     )  # fmt: skip
                     i += tiles
-                    m = row + (g >> 30) + gl.arange(0, 64, lines)
-                    used = m < behind
-                    if WHOLE:
-                        to = out + column + (first.to(gl.int64) * H + m) * LATENT
+                    m = first_row + (split_round >> 30) + gl.arange(0, 64, row_layout)
+                    stores = m < row_end
+                    if FINISHES:
+                        out_rows = out + column + (first.out_rows(gl.int64) * H + m) * LATENT
                     else:
-                        used = used & (unit <= start + m // H)
-                        entry = (s.to(gl.int64) * Q + m // H) * entries * H
-                        to = parts + column + (entry + unit // size * H + m % H) * LATENT
-                    if FOLDS:
-                        mbarrier.wait(told, g & 1)
-                    own = kept + column * 8 + (g >> 30)
-                    _end_segment(
-                        left, own, factors, at, unit, segment, stop, end, to, used, SPAN, FOLDS,
-                        WHOLE,
+                        stores = stores & (unit <= start + m // H)
+                        partial = (s.out_rows(gl.int64) * QUERY_LEN + m // H) * num_partials * H
+                        out_rows = (
+                            partial_acc
+                            + column
+                            + (partial + unit // unit_size * H + m % H) * LATENT
+                        )
+                    if COMBINES:
+                        mbarrier.wait(factors_full, split_round & 1)
+                    own_accumulators = accumulators + column * 8 + (split_round >> 30)
+                    _finish_split(
+                        left, own_accumulators, factors, first_key, unit, split, stop, end,
+                        out_rows, stores, SPAN, COMBINES, FINISHES,
                     )  # fmt: skip
-                    _end_segment(
-                        right, own + PART * 8, factors, at, unit, segment, stop, end, to + PART,
-                        used, SPAN, FOLDS, WHOLE,
+                    _finish_split(
+                        right, own_accumulators + COLUMNS * 8, factors, first_key, unit, split,
+                        stop, end, out_rows + COLUMNS, stores, SPAN, COMBINES, FINISHES,
                     )  # fmt: skip
-                    if FOLDS:
-                        mbarrier.arrive(heard)
-                    g += 1
+                    if COMBINES:
+                        mbarrier.arrive(factors_empty)
+                    split_round += 1
 
 
 @gluon.jit
 def _init_barriers(
-    full, empty, ready, q_full, q_empty, told, heard, PIECES: gl.constexpr
+    full, empty, p_full, q_full, q_empty, factors_full, factors_empty, COLUMN_PARTS: gl.constexpr
 ):  # fmt: skip
-    """Each barrier with the number of those that arrive at it."""
-    for slot in gl.static_range(SLOTS * 2):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=PIECES)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(SLOTS * 2 + slot), count=1)
-        mbarrier.init(empty.index(SLOTS * 2 + slot), count=3)
-        mbarrier.init(ready.index(slot), count=1)
+    """Initialize each barrier with its number of arrivals."""
+    for stage in gl.static_range(NUM_STAGES * 2):
+        # The producer's arrival; TMA adds the bytes.
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=COLUMN_PARTS)
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(NUM_STAGES * 2 + stage), count=1)
+        # Rope stages hold p: the softmax warpgroup and two P V warpgroups release them.
+        mbarrier.init(empty.index(NUM_STAGES * 2 + stage), count=3)
+        mbarrier.init(p_full.index(stage), count=1)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
-    mbarrier.init(told, count=1)
-    mbarrier.init(heard, count=2)
+    mbarrier.init(factors_full, count=1)
+    # Two P V warpgroups read the factors.
+    mbarrier.init(factors_empty, count=2)
 
 
 @gluon.jit(
-    do_not_specialize=["table_stride", "items", "blocks", "parallel", "entries", "Q"],
+    do_not_specialize=["table_stride", "items", "blocks", "parallel", "num_partials", "QUERY_LEN"],
 )
 def _latent_kernel(
-    q_map, q_rope_map, latent_map, rope_map, page_table, cu_seqlens, starts, out, tops, norms,
-    parts, kept, scale, table_stride, items, blocks, parallel, entries, Q,
-    H: gl.constexpr, PIECES: gl.constexpr, SEGMENT: gl.constexpr, NEAR: gl.constexpr,
-    FAR: gl.constexpr, SPAN: gl.constexpr, FOLDS: gl.constexpr, WHOLE: gl.constexpr,
+    q_map, q_rope_map, latent_map, rope_map, page_table, cu_seqlens, starts, out, partial_max,
+    norms, partial_acc, accumulators, scale, table_stride, items, blocks, parallel, num_partials,
+    QUERY_LEN, H: gl.constexpr, COLUMN_PARTS: gl.constexpr, KV_SPLIT: gl.constexpr,
+    NEAR_SPLIT: gl.constexpr, FAR: gl.constexpr, SPAN: gl.constexpr, COMBINES: gl.constexpr,
+    FINISHES: gl.constexpr,
 ):  # fmt: skip
-    """Every num_programs(0)-th item: 64 (token, head) rows of a row of the batch, one of PIECES
-    pieces of their columns, and every `parallel`-th of their units: segments or, where it FOLDS,
-    spans of keys. Each is left as an entry, or, where WHOLE, folded."""
+    """Attend with every num_programs(0)-th work item (persistent CTAs).
+
+    An item is 64 (token, head) rows of a batch row, one of COLUMN_PARTS parts of their columns, and
+    every `parallel`-th of their units: splits or, where it COMBINES, spans of keys. Each unit is
+    stored as a partial or, where it FINISHES, combined into the output.
+    """
     dtype: gl.constexpr = out.dtype.element_ty
-    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    queries = gl.allocate_shared_memory(dtype, [2, 64, HALF], square)
-    q_rope = gl.allocate_shared_memory(dtype, [1, 64, ROPE], square)
-    ring = gl.allocate_shared_memory(dtype, [SLOTS * 2, 64, HALF], square)
-    ropes = gl.allocate_shared_memory(dtype, [SLOTS, 64, ROPE], square)
-    ones = gl.allocate_shared_memory(dtype, [8, 64], square)
-    fades = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], flat)
-    factors = gl.allocate_shared_memory(gl.float32, [5, 64], flat)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS * 3, 1], barriers)
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS * 3, 1], barriers)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 64, HALF], SWIZZLED)
+    q_rope = gl.allocate_shared_memory(dtype, [1, 64, ROPE], SWIZZLED)
+    latent_stages = gl.allocate_shared_memory(dtype, [NUM_STAGES * 2, 64, HALF], SWIZZLED)
+    rope_stages = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, ROPE], SWIZZLED)
+    ones = gl.allocate_shared_memory(dtype, [8, 64], SWIZZLED)
+    rescales = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 64], FLAT)
+    factors = gl.allocate_shared_memory(gl.float32, [5, 64], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES * 3, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES * 3, 1], barriers)
+    p_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barriers)
     q_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    told = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    heard = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    _init_barriers(full, empty, ready, q_full, q_empty, told, heard, PIECES)
+    factors_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    factors_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    _init_barriers(full, empty, p_full, q_full, q_empty, factors_full, factors_empty, COLUMN_PARTS)
     ones.store(gl.full((8, 64), 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     fence_async_shared()
-    kept += gl.program_id(0).to(gl.int64) * (2 * 64 * LATENT)
+    accumulators += gl.program_id(0).to(gl.int64) * (2 * 64 * LATENT)
     gl.warp_specialize(
         [
-            (_weights, (
-                queries, q_rope, q_full, q_empty, ring, ropes, full, empty, fades, ready, ones,
-                factors, told, heard, cu_seqlens, starts, tops, norms, scale, items, blocks,
-                parallel, entries, Q, H, PIECES, SEGMENT, NEAR, FAR, SPAN, FOLDS, WHOLE,
+            (_softmax_warpgroup, (
+                q_tiles, q_rope, q_full, q_empty, latent_stages, rope_stages, full, empty, rescales,
+                p_full, ones, factors, factors_full, factors_empty, cu_seqlens, starts, partial_max,
+                norms, scale, items, blocks, parallel, num_partials, QUERY_LEN, H, COLUMN_PARTS,
+                KV_SPLIT, NEAR_SPLIT, FAR, SPAN, COMBINES, FINISHES,
             )),
-            (_values, (
-                ring, ropes, full, empty, fades, ready, factors, told, heard, cu_seqlens, starts,
-                parts, out, kept, items, blocks, parallel, entries, Q, 0, H, PIECES, SEGMENT, NEAR,
-                FAR, SPAN, FOLDS, WHOLE,
+            (_pv_warpgroup, (
+                latent_stages, rope_stages, full, empty, rescales, p_full, factors, factors_full,
+                factors_empty, cu_seqlens, starts, partial_acc, out, accumulators, items, blocks,
+                parallel, num_partials, QUERY_LEN, 0, H, COLUMN_PARTS, KV_SPLIT, NEAR_SPLIT, FAR,
+                SPAN, COMBINES, FINISHES,
             )),
-            (_values, (
-                ring, ropes, full, empty, fades, ready, factors, told, heard, cu_seqlens, starts,
-                parts, out, kept, items, blocks, parallel, entries, Q, 1, H, PIECES, SEGMENT, NEAR,
-                FAR, SPAN, FOLDS, WHOLE,
+            (_pv_warpgroup, (
+                latent_stages, rope_stages, full, empty, rescales, p_full, factors, factors_full,
+                factors_empty, cu_seqlens, starts, partial_acc, out, accumulators, items, blocks,
+                parallel, num_partials, QUERY_LEN, 1, H, COLUMN_PARTS, KV_SPLIT, NEAR_SPLIT, FAR,
+                SPAN, COMBINES, FINISHES,
             )),
-            (_fetch, (
-                q_map, q_rope_map, latent_map, rope_map, queries, q_rope, q_full, q_empty, ring,
-                ropes, full, empty, page_table, cu_seqlens, starts, table_stride, items, blocks,
-                parallel, H, PIECES, SEGMENT, NEAR, FAR, SPAN, FOLDS,
+            (_load_tiles, (
+                q_map, q_rope_map, latent_map, rope_map, q_tiles, q_rope, q_full, q_empty,
+                latent_stages, rope_stages, full, empty, page_table, cu_seqlens, starts,
+                table_stride, items, blocks, parallel, H, COLUMN_PARTS, KV_SPLIT, NEAR_SPLIT, FAR,
+                SPAN, COMBINES,
             )),
         ],
         [4, 4, 1],
+        # Registers per thread: P V warpgroups, twice, and the producer warp.
         [184, 184, 24],
     )  # fmt: skip
 
 
 def _supports(**traits: Any) -> str | None:
+    """Return None if this kernel serves a layer of these traits, else the reason why not."""
     if traits.get("latent", LATENT.value) != LATENT.value:
         return f"the latent is not {LATENT.value} wide"
     if traits.get("rope", ROPE.value) != ROPE.value:
         return f"rope is not {ROPE.value} wide"
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
-        return "weights are multiplied in bf16 or fp16"
-    why_not = supports(**traits)
-    if why_not is None and resolve_architecture(**traits) != HOPPER:
-        return "wgmma is Hopper's"
-    return why_not
+        return "p is multiplied in bf16 or fp16"
+    reason = supports(**traits)
+    if reason is None and resolve_architecture(**traits) != HOPPER:
+        return "wgmma exists on Hopper only"
+    return reason
 
 
-def pieces_of(items: int) -> int:
-    """Programs that share the columns of an item: two where half of a GPU would have none."""
-    return 2 if items * 2 <= MULTIPROCESSORS else 1
-
-
-def _described(rows: Tensor, columns: int) -> TensorDescriptor:
-    """rows [N, D], of which pieces [64, columns] are copied."""
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor.from_tensor(rows, [64, columns], layout)
+def column_parts_of(items: int, processors: int) -> int:
+    """Return the CTAs that share an item's columns: two where half of the GPU would be idle."""
+    return 2 if items * 2 <= processors else 1
 
 
 @latent_attention.backend("hopper", supports=_supports)
@@ -547,69 +588,74 @@ def latent_attention_hopper(
     q_latent: Tensor,
     q_rope: Tensor,
     latents: KVCache,
-    ropes: Tensor,
+    rope_stages: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
     query_len: int,
     scale: float,
-    divided: Partition | None = None,
+    partition: Partition | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.latent_attention.latent_attention. What does not fit goes through
-    triton.py. Packed latents are unpacked ahead.
+    """Run latent_attention. What does not fit goes through triton.py. Quantized latents are
+    dequantized ahead.
 
-    divided: how; as partition() says where it is left out.
+    partition: None for that of choose_partition.
     """
-    copied = isinstance(latents, PackedKV) or latents.is_contiguous() and ropes.is_contiguous()
-    if not (len(q_latent) and copied and latents.shape[1] == 64):
+    contiguous = (
+        isinstance(latents, QuantizedKV) or latents.is_contiguous() and rope_stages.is_contiguous()
+    )
+    if not (len(q_latent) and contiguous and latents.shape[1] == 64):
         return latent_attention_triton(
-            q_latent, q_rope, latents, ropes, page_table, cu_seqlens, starts, query_len, scale,
-            divided,
+            q_latent, q_rope, latents, rope_stages, page_table, cu_seqlens, starts, query_len,
+            scale, partition,
         )  # fmt: skip
     out = torch.empty_like(q_latent)
-    for rows in unpacked_groups(latents, ropes, page_table, cu_seqlens, starts):
-        _attend(out, q_latent, q_rope, *rows, query_len, scale, divided)
+    for group in dequantized_groups(latents, rope_stages, page_table, cu_seqlens, starts):
+        _launch(out, q_latent, q_rope, *group, query_len, scale, partition)
     return out
 
 
-def _attend(
+def _launch(
     out: Tensor,
     q_latent: Tensor,
     q_rope: Tensor,
     latents: Tensor,
-    ropes: Tensor,
+    rope_stages: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
     query_len: int,
     scale: float,
-    divided: Partition | None,
+    partition: Partition | None,
 ) -> None:
-    """Fills what `out` holds of these rows."""
+    """Fill the rows of `out` that these arguments describe."""
     rows = starts.shape[0]
     heads = q_latent.shape[1]
-    tile = tile_of(q_latent.dtype, HOPPER)
-    keys = page_table.shape[1] * latents.shape[1]
-    p = divided or partition(rows, query_len, heads, LATENT.value, keys, tile)
-    entries = triton.cdiv(keys, p.unit) if p.unit else 0
-    count = rows * query_len * heads * entries
+    tile = choose_tile(q_latent.dtype, HOPPER)
+    num_keys = page_table.shape[1] * latents.shape[1]
+    chosen = partition or choose_partition(rows, query_len, heads, LATENT.value, num_keys, tile)
+    num_partials = triton.cdiv(num_keys, chosen.unit) if chosen.unit else 0
+    count = rows * query_len * heads * num_partials
     blocks = tile.blocks(query_len, heads)
-    items = rows * blocks * p.parallel
-    pieces = pieces_of(items)
-    items *= pieces
-    programs = min(items, MULTIPROCESSORS)
+    items = rows * blocks * chosen.parallel
+    processors = multiprocessor_count(q_latent.device)
+    column_parts = column_parts_of(items, processors)
+    items *= column_parts
+    # Persistent: one CTA per multiprocessor; shared memory has no room for two.
+    ctas = min(items, processors)
     f32 = dict(dtype=torch.float32, device=q_latent.device)
-    left = [torch.empty(count * size, **f32) for size in (1, 1, LATENT.value)]
-    kept = torch.empty(programs * 2 * 64 * LATENT.value, **f32)
-    _latent_kernel[(programs,)](
-        _described(q_latent.view(-1, LATENT.value), HALF.value),
-        _described(q_rope.view(-1, ROPE.value), ROPE.value),
-        _described(latents.view(-1, LATENT.value), HALF.value),
-        _described(ropes.view(-1, ROPE.value), ROPE.value),
-        page_table, cu_seqlens, starts, out, *left, kept, scale * LOG2E, page_table.stride(0),
-        items, blocks, p.parallel, entries, query_len,
-        heads, pieces, *tile.law, p.unit != tile.near, not p.unit,
-        num_warps=4, enable_fp_fusion=False,
+    partials = [torch.empty(count * unit_size, **f32) for unit_size in (1, 1, LATENT.value)]
+    accumulators = torch.empty(ctas * 2 * 64 * LATENT.value, **f32)
+    _latent_kernel[(ctas,)](
+        tile_descriptor(q_latent.view(-1, LATENT.value), HALF.value),
+        tile_descriptor(q_rope.view(-1, ROPE.value), ROPE.value),
+        tile_descriptor(latents.view(-1, LATENT.value), HALF.value),
+        tile_descriptor(rope_stages.view(-1, ROPE.value), ROPE.value), page_table, cu_seqlens,
+        starts, out, *partials, accumulators, scale * LOG2E, page_table.stride(0), items, blocks,
+        chosen.parallel, num_partials, query_len, heads, column_parts, *tile.split_constants,
+        chosen.unit != tile.near_split, not chosen.unit, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    if entries:
-        fold_entries(left, cu_seqlens, starts, out, entries, query_len, p.unit, tile)
+    if num_partials:
+        combine_partials(
+            partials, cu_seqlens, starts, out, num_partials, query_len, chosen.unit, tile
+        )

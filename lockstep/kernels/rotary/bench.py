@@ -1,4 +1,4 @@
-"""rope_and_cache: norms, rotation and the write to the cache, every token to a slot."""
+"""Benchmark of rope_and_cache: norms, rotation and the write to the cache, a slot per token."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -20,12 +20,13 @@ from lockstep.step import PAGE_SIZE
 
 
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
-    """rope_and_cache of the model's attention."""
+    """Yield rope_and_cache of the model's attention."""
     if model.kv_heads:
         yield rope_and_cache, partial(_rope_and_cache, model, env, query_len)
 
 
 def _rope_and_cache(model: ModelShape, env: BenchEnv, query_len: int) -> OpBenchmark:
+    """Build the benchmark: as many tokens as exceed the L2."""
     backend, rope = env.choose(rope_and_cache, head_dim=model.head_dim)
     kv_heads = model.kv_heads
     dim = model.head_dim

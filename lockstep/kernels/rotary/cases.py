@@ -1,4 +1,4 @@
-"""Batches of rope_and_cache for every backend. What no one may read is NaN."""
+"""Batches of rope_and_cache for every backend. Numbers that no one may read are NaN."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv import KVCache, KVFormat, codecs_of
-from lockstep.kernels.formats.kv.cases import NAMED, empty_cache, fits
+from lockstep.kernels.formats.kv import KVCache, KVFormat, quantizers_of
+from lockstep.kernels.formats.kv.cases import KERNEL_FORMATS, empty_cache, fits
 
 LAYERS = (
     (5, 4, 2, 32, 8, True, 1.0),
@@ -19,23 +19,24 @@ LAYERS = (
     (2, 5, 3, 256, 64, False, 1.0),
     (5, 0, 2, 32, 8, True, 1.0),
 )
-"""(tokens, heads, KV heads, head dim, rotary width, gated, offset); the last token is null."""
+"""(tokens, query heads, KV heads, head dim, rotary width, gated, offset). The last token is null.
+"""
 WITHOUT = (
     ((5, 4, 2, 32, 32, False, 0.0), ("q_weight", "k_weight")),
     ((3, 5, 1, 80, 40, True, 0.0), ("q_weight", "k_weight")),
     ((4, 3, 3, 24, 24, False, 1.0), ("cos", "sin")),
     ((6, 4, 2, 32, 32, True, 0.0), ("q_weight", "k_weight", "cos", "sin")),
 )
-"""(layer as above, arguments that are None): no norm, no positions, neither."""
+"""(layer, arguments that are None): no norm, no rotary embedding, neither."""
 PAGES = 12
 PAGE_SIZE = 16
 POSITIONS = 500
 
 
-def beside_nan(x: Tensor) -> Tensor:
-    """The same numbers as a view of wider rows whose other columns are NaN."""
-    beside = torch.full((*x.shape[:-1], 5), float("nan"), dtype=x.dtype)
-    return torch.cat([x, beside], -1)[..., : x.shape[-1]]
+def view_beside_nan(x: Tensor) -> Tensor:
+    """Return the same numbers as a view of wider rows whose other columns are NaN."""
+    nan_columns = torch.full((*x.shape[:-1], 5), float("nan"), dtype=x.dtype)
+    return torch.cat([x, nan_columns], -1)[..., : x.shape[-1]]
 
 
 def rope(
@@ -49,11 +50,13 @@ def rope(
     dtype: torch.dtype,
     format: KVFormat | None = None,
 ) -> dict[str, Any]:
-    """Arguments of rope_and_cache: tokens in random slots of caches that are NaN elsewhere. format:
-    of the caches, None where they are of the dtype."""
+    """Return arguments of rope_and_cache: tokens in random slots of caches that are NaN elsewhere.
+
+    format: of the caches, None where they are of the dtype.
+    """
     generator = torch.Generator().manual_seed(dim)
 
-    def numbers(*shape: int) -> Tensor:
+    def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
     angles = torch.randn(POSITIONS, width // 2, generator=generator) * 3
@@ -64,9 +67,9 @@ def rope(
     shape = (PAGES, PAGE_SIZE, kv_heads, dim)
     k_cache, v_cache = empty_cache(shape, dtype, format)
     return dict(
-        qkv=beside_nan(numbers(tokens, (heads * (1 + gated) + 2 * kv_heads) * dim)),
-        q_weight=numbers(dim),
-        k_weight=numbers(dim),
+        qkv=view_beside_nan(random(tokens, (heads * (1 + gated) + 2 * kv_heads) * dim)),
+        q_weight=random(dim),
+        k_weight=random(dim),
         cos=angles.cos(),
         sin=angles.sin(),
         positions=positions,
@@ -80,23 +83,29 @@ def rope(
 
 
 def rope_and_cache_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of rope_and_cache on the CPU)."""
+    """Yield (name, arguments of rope_and_cache on the CPU)."""
     for layer in LAYERS:
         yield str(layer), rope(*layer, dtype)
-    for layer, absent in WITHOUT:
-        yield f"{layer} without {', '.join(absent)}", rope(*layer, dtype) | dict.fromkeys(absent)
-    for name, format in NAMED.items():
+    for layer, none_arguments in WITHOUT:
+        yield (
+            f"{layer} without {', '.join(none_arguments)}",
+            rope(*layer, dtype) | dict.fromkeys(none_arguments),
+        )
+    for name, format in KERNEL_FORMATS.items():
         for layer in LAYERS:
             if fits(format, layer[3]):
                 yield f"{name}, {layer}", rope(*layer, dtype, format)
-        layer, absent = WITHOUT[0]
-        yield f"{name} without norm", rope(*layer, dtype, format) | dict.fromkeys(absent)
-        layer, absent = WITHOUT[2]
+        layer, none_arguments = WITHOUT[0]
+        yield f"{name} without norm", rope(*layer, dtype, format) | dict.fromkeys(none_arguments)
+        layer, none_arguments = WITHOUT[2]
         if not fits(format, layer[3]):
             layer = (4, 3, 3, 64, 64, False, 1.0)
-        yield f"{name} without positions", rope(*layer, dtype, format) | dict.fromkeys(absent)
+        yield (
+            f"{name} without positions",
+            rope(*layer, dtype, format) | dict.fromkeys(none_arguments),
+        )
 
 
 def rope_and_cache_traits(k_cache: KVCache, v_cache: KVCache, **rest: Any) -> dict[str, Any]:
-    """What a layer of such arguments says when it asks for a backend."""
-    return dict(head_dim=k_cache.shape[3], codecs=codecs_of(k_cache, v_cache))
+    """Return the traits by which a layer with these arguments chooses a backend."""
+    return dict(head_dim=k_cache.shape[3], quantizers=quantizers_of(k_cache, v_cache))

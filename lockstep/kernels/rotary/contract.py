@@ -1,13 +1,13 @@
-"""rope_and_cache: from an attention layer's fused projection to its queries and its cache.
+"""Contract and reference of rope_and_cache: from a fused projection to queries and cache.
 
-A projection's row holds, head by head, D of q (then D of that head's output gate, where `gated`),
-then all k, then all v. H heads, 0 where keys and values alone are wanted; HKV key and value heads.
+A projection's row holds, per head, D of q (then D of that head's output gate, where `gated`), then
+all k, then all v. H query heads, 0 where only keys and values are wanted; HKV key and value heads.
 """
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv import KVCache, turned, write_slots
+from lockstep.kernels.formats.kv import KVCache, rotate_queries, write_slots
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.registry import op
 
@@ -27,16 +27,24 @@ def rope_and_cache(
     offset: float,
     gated: bool,
 ) -> Tensor:
-    """qkv [T, (H (1 + gated) + 2 HKV) D]; q_weight, k_weight [D]; cos, sin [positions, width / 2]
-    fp32, contiguous; positions, slot_mapping [T] int64; k_cache, v_cache [pages, page_size, HKV, D]
-    -> q [T, H, D] of qkv's dtype, contiguous; k and v are written to the caches at slot_mapping,
-    in the caches' format where they are packed. Where that rotates keys, q is rotated alike
-    (lockstep.kernels.formats.kv.turned), rounded once more.
+    """Norm and rotate queries and keys, and write keys and values to the cache at slot_mapping.
 
-    q and k: rms_norm over D (offset + weight), rounded; then the first `width` dims are rotated in
-    fp32 in NeoX pairs (j, j + width / 2) and rounded, the rest passes (Su et al., RoFormer, 2021).
-    Without q_weight and k_weight (both None) nothing is normed, without cos and sin nothing is
-    rotated. Slots may repeat only if null.
+    q and k: rms_norm over D with weights offset + weight, rounded; then the first `width` dims are
+    rotated in fp32 in NeoX pairs (j, j + width / 2) and rounded, the rest is unchanged (Su et al.,
+    RoFormer, 2021). A quantized cache then quantizes k and v. Where its format rotates keys, q gets
+    the same Hadamard rotation (formats.kv.rotate_queries) and is rounded once more.
+
+    Args:
+        qkv: [T, (H (1 + gated) + 2 HKV) D].
+        q_weight, k_weight: [D]; both None: no norm.
+        cos, sin: [positions, width / 2] fp32, contiguous; both None: no rotary embedding.
+        positions, slot_mapping: [T] int64. Only the null slot repeats.
+        k_cache, v_cache: [pages, page_size, HKV, D], or quantized.
+        eps: of the norm.
+        offset: added to the norm's weights.
+        gated: whether qkv holds output gates.
+
+    Returns: q [T, H, D] of qkv's dtype, contiguous.
     """
     kv_heads, dim = k_cache.shape[2:]
     q, k, v = _parts(qkv, kv_heads, dim, gated)
@@ -47,7 +55,7 @@ def rope_and_cache(
     q, k = placed.split([q.shape[1], kv_heads], dim=1)
     write_slots(k_cache, slot_mapping, k)
     write_slots(v_cache, slot_mapping, v)
-    q = turned(q, k_cache)
+    q = rotate_queries(q, k_cache)
     return q.contiguous()
 
 

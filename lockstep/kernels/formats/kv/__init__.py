@@ -1,49 +1,50 @@
-"""KV formats: how keys and values lie in pages where they are not of the model's dtype.
+"""KV formats: storage of keys and values in pages in another type than the model's.
 
-    attention(packed) == attention(unpacked), bit for bit
+    attention(quantized cache) == attention(dequantized cache), bit for bit
 
-A format is a codec for keys and one for values. A codec turns the D numbers of one token and head,
-as the model's dtype has them (keys are rotated by then), into codes and, in some, a few numbers
-beside them; nothing else enters, so that neither chunks nor batches nor rejected drafts leave a
-trace. Unpacking goes back to the model's dtype, elementwise. Attention always reads the cache, the
-tokens that a step brings included.
+A format is a quantizer for keys and one for values. A quantizer turns the D numbers of one token
+and head, in the model's dtype (keys after the rotary embedding), into quantized values (`qdata`)
+and, in some formats, a few scales. Nothing else enters, so the bits of a stored token do not depend
+on chunks, batches or rejected drafts. Dequantization is elementwise and returns to the model's
+dtype. Attention always reads the cache, the tokens that a step brings included.
 
-A codec may leave numbers in a rotation (Codec.turn). Then rope_and_cache gives queries rotated as
-the layer's keys are, and paged_attention rotates its sums back as the layer's values were.
+A quantizer may store numbers in a Hadamard rotation (KVQuantizer.rotation). Then rope_and_cache
+returns queries in the rotation of the layer's keys, and paged_attention rotates its output back out
+of the rotation of the layer's values.
 """
 
 from lockstep.kernels.formats.kv.access import (
-    codecs_of,
+    dequantize,
+    quantizers_of,
     read_pages,
-    turn_of,
-    turned,
-    turned_back,
-    unpacked,
+    rotate_back,
+    rotate_queries,
+    rotation_of,
     write_slots,
 )
 from lockstep.kernels.formats.kv.contract import (
-    Codec,
     KVCache,
-    KVDevice,
+    KVDeviceFunctions,
     KVFormat,
-    KVFragments,
-    PackedKV,
+    KVMmaFunctions,
+    KVQuantizer,
+    QuantizedKV,
 )
-from lockstep.kernels.formats.kv.hadamard import Turn
+from lockstep.kernels.formats.kv.hadamard import HadamardRotation
 
 __all__ = [
-    "Codec",
+    "HadamardRotation",
     "KVCache",
-    "KVDevice",
+    "KVDeviceFunctions",
     "KVFormat",
-    "KVFragments",
-    "PackedKV",
-    "Turn",
-    "codecs_of",
+    "KVMmaFunctions",
+    "KVQuantizer",
+    "QuantizedKV",
+    "dequantize",
+    "quantizers_of",
     "read_pages",
-    "turn_of",
-    "turned",
-    "turned_back",
-    "unpacked",
+    "rotate_back",
+    "rotate_queries",
+    "rotation_of",
     "write_slots",
 ]

@@ -1,53 +1,53 @@
-"""How references and CPU backends read and write one side of a cache, packed or not."""
+"""Reads and writes of one side of a cache, quantized or not, for references and CPU backends."""
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv.contract import Codec, KVCache, PackedKV
-from lockstep.kernels.formats.kv.hadamard import Turn
+from lockstep.kernels.formats.kv.contract import KVCache, KVQuantizer, QuantizedKV
+from lockstep.kernels.formats.kv.hadamard import HadamardRotation
 
 
-def codecs_of(*caches: KVCache) -> tuple[Codec, ...] | None:
-    """The trait `codecs` of a layer with such caches: None where they are not packed."""
-    return tuple(cache.codec for cache in caches if isinstance(cache, PackedKV)) or None
+def quantizers_of(*caches: KVCache) -> tuple[KVQuantizer, ...] | None:
+    """Return the trait `quantizers` of a layer with these caches; None: they are not quantized."""
+    return tuple(cache.quantizer for cache in caches if isinstance(cache, QuantizedKV)) or None
 
 
-def turn_of(cache: KVCache) -> Turn | None:
-    """The rotation that the numbers of such a cache lie in, None where they lie in none."""
-    return cache.codec.turn if isinstance(cache, PackedKV) else None
+def rotation_of(cache: KVCache) -> HadamardRotation | None:
+    """Return the rotation that the numbers of a cache are stored in, or None."""
+    return cache.quantizer.rotation if isinstance(cache, QuantizedKV) else None
 
 
-def turned(x: Tensor, cache: KVCache) -> Tensor:
-    """Queries x [..., D] rotated as the keys of such a cache are, and rounded to their dtype."""
-    turn = turn_of(cache)
-    return x if turn is None else turn.forward(x).to(x.dtype)
+def rotate_queries(q: Tensor, k_cache: KVCache) -> Tensor:
+    """Rotate queries q [..., D] as the keys of the cache are rotated, rounded to their dtype."""
+    rotation = rotation_of(k_cache)
+    return q if rotation is None else rotation.rotate(q).to(q.dtype)
 
 
-def turned_back(x: Tensor, cache: KVCache) -> Tensor:
-    """Sums x [..., D] fp32 of values of such a cache, out of the rotation that these lie in."""
-    turn = turn_of(cache)
-    return x if turn is None else turn.back(x)
+def rotate_back(x: Tensor, v_cache: KVCache) -> Tensor:
+    """Rotate weighted sums x [..., D] fp32 of the cache's values back out of their rotation."""
+    rotation = rotation_of(v_cache)
+    return x if rotation is None else rotation.rotate_back(x)
 
 
-def unpacked(cache: KVCache, dtype: torch.dtype) -> Tensor:
-    """All of it in the model's dtype, of its shape, in the rotation of its codec."""
+def dequantize(cache: KVCache, dtype: torch.dtype) -> Tensor:
+    """Dequantize a whole cache to the model's dtype; numbers stay in its rotation."""
     if isinstance(cache, Tensor):
         return cache
-    return cache.codec.decode(cache.codes, cache.numbers).to(dtype)
+    return cache.quantizer.dequantize(cache.qdata, cache.scales).to(dtype)
 
 
 def read_pages(cache: KVCache, pages: Tensor, dtype: torch.dtype) -> Tensor:
-    """The pages [N] of it, unpacked: [N, page_size, ..] of the model's dtype."""
+    """Dequantize the pages [N] of a cache: [N, page_size, ..] of the model's dtype."""
     if isinstance(cache, Tensor):
         return cache.index_select(0, pages)
-    found = [tensor.index_select(0, pages) for tensor in cache.tensors()]
-    return unpacked(PackedKV(cache.codec, cache.dim, *found), dtype)
+    selected = [tensor.index_select(0, pages) for tensor in cache.tensors()]
+    return dequantize(QuantizedKV(cache.quantizer, cache.dim, *selected), dtype)
 
 
 def write_slots(cache: KVCache, slots: Tensor, x: Tensor) -> None:
-    """Writes x [T, Hkv, D], or latents [T, C], to slots [T], which may repeat only if null."""
+    """Write x [T, Hkv, D], or latents [T, C], to slots [T], of which only the null slot repeats."""
     if isinstance(cache, Tensor):
         cache.view(-1, *x.shape[1:]).index_put_((slots,), x)
         return
-    for own, new in zip(cache.tensors(), cache.codec.encode(x), strict=True):
-        own.view(-1, *new.shape[1:]).index_put_((slots,), new)
+    for stored, new in zip(cache.tensors(), cache.quantizer.quantize(x), strict=True):
+        stored.view(-1, *new.shape[1:]).index_put_((slots,), new)

@@ -1,29 +1,29 @@
-"""bfloat16: numbers rounded to bf16, to the nearest, ties to even; for models of another dtype."""
+"""bfloat16: numbers rounded to bf16, to the nearest, ties to even, for models of another dtype."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv import Codec, KVFormat
+from lockstep.kernels.formats.kv import KVFormat, KVQuantizer
 
 
 @dataclass(frozen=True)
-class Bf16(Codec):
-    """The number itself in bf16."""
+class Bf16(KVQuantizer):
+    """Quantizer that stores the number itself in bf16."""
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16
 
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+    def quantize(self, x: Tensor) -> tuple[Tensor, ...]:
         return (x.to(torch.bfloat16),)
 
-    def decode(self, codes: Tensor, numbers: Tensor | None) -> Tensor:
-        return codes.float()
+    def dequantize(self, qdata: Tensor, scales: Tensor | None) -> Tensor:
+        return qdata.float()
 
     @property
-    def device_at(self) -> str | None:
+    def device_path(self) -> str | None:
         return "lockstep.kernels.formats.kv.bf16_triton:DEVICE"
 
 

@@ -1,26 +1,33 @@
 # mypy: ignore-errors
-"""bf16.py in Triton, by integer operations: its interpreter cuts numbers off where it casts."""
+"""Device functions of the bfloat16 format, in Triton.
+
+Rounding uses integer operations: Triton's interpreter truncates where it casts to bf16.
+"""
 
 import triton
 import triton.language as tl
 
-from lockstep.kernels.formats.kv import KVDevice
-from lockstep.kernels.formats.kv.unquantized_triton import fetch, unpack
+from lockstep.kernels.formats.kv import KVDeviceFunctions
+from lockstep.kernels.formats.kv.unquantized_triton import dequantize, load
 
-INFINITE = tl.constexpr(0x7F800000)
-"""The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""
-NAN = tl.constexpr(0x7FC0)
+INF_BITS = tl.constexpr(0x7F800000)
+"""Bits of +inf in fp32. Those of a NaN are larger, those of any other magnitude smaller."""
+NAN_BITS = tl.constexpr(0x7FC0)
 
 
 @triton.jit
-def store_bf16(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
-    """See KVDevice."""
-    bits = values.to(tl.int32, bitcast=True)
-    code = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    code = tl.where((bits & 0x7FFFFFFF) > INFINITE, NAN, code)
+def store_bf16(x, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
+    """Round heads to bf16, to the nearest, ties to even, and store them. See KVDeviceFunctions."""
+    bits = x.to(tl.int32, bitcast=True)
+    # Adding half of the last kept bit, less one, and that bit rounds ties to even.
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    # The carry could turn a NaN into -0 or inf.
+    rounded = tl.where((bits & 0x7FFFFFFF) > INF_BITS, NAN_BITS, rounded)
     tl.store(
-        codes + lanes, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=live & (lanes < D)
+        qdata + columns,
+        rounded.to(tl.int16).to(tl.bfloat16, bitcast=True),
+        mask=live & (columns < D),
     )
 
 
-DEVICE = KVDevice(store_bf16, 1, fetch, unpack)
+DEVICE = KVDeviceFunctions(store_bf16, 1, load, dequantize)

@@ -1,55 +1,74 @@
-"""Caches in every format for the cases of the ops that read and write them."""
+"""Caches in every format, for the test cases of the ops that read and write them."""
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv import Codec, KVCache, KVFormat, PackedKV, turn_of, unpacked
+from lockstep.kernels.formats.kv import (
+    KVCache,
+    KVFormat,
+    KVQuantizer,
+    QuantizedKV,
+    dequantize,
+    rotation_of,
+)
 from lockstep.kernels.formats.kv.fp8 import Fp8
 from lockstep.kernels.formats.kv.table import KV_FORMATS
-from lockstep.kernels.formats.kv.unquantized import Plain
+from lockstep.kernels.formats.kv.unquantized import Unquantized
 
-SCALED = KVFormat("fp8_e4m3 scaled", Fp8("e4m3", 0.03), Fp8("e4m3", 0.7))
-"""With static scales, as a checkpoint may have them."""
-NAMED = {f.name: f.of_layer("layers.3") for f in KV_FORMATS.values() if f.k.device_at}
-NAMED |= {SCALED.name: SCALED}
-"""The formats that kernels read, each once, as a layer has them."""
-LATENTS = {name: f.latent for name, f in NAMED.items() if f.latent and f.latent.device_at}
-"""The codecs of latents that kernels read, as a layer has them."""
-NAN_CODE = 0x7F
-"""What codes are filled with: NaN where they stand alone."""
+STATIC_SCALES = KVFormat("fp8_e4m3 scaled", Fp8("e4m3", 0.03), Fp8("e4m3", 0.7))
+"""fp8 with static scales, as a checkpoint may have them."""
+KERNEL_FORMATS = {f.name: f.for_layer("layers.3") for f in KV_FORMATS.values() if f.k.device_path}
+KERNEL_FORMATS |= {STATIC_SCALES.name: STATIC_SCALES}
+"""Formats that kernels read, each once, as a layer has them."""
+LATENT_QUANTIZERS = {
+    name: f.latent for name, f in KERNEL_FORMATS.items() if f.latent and f.latent.device_path
+}
+"""Quantizers of latents that kernels read, as a layer has them."""
+UNWRITTEN_BYTE = 0x7F
+"""Fill of integer values that nobody has written: a NaN in both fp8 types."""
 
 
 def fits(format: KVFormat | None, dim: int) -> bool:
-    """Whether heads of this dim can be stored so."""
-    return format is None or not (format.k.refusal(dim) or format.v.refusal(dim))
+    """Return whether the format can store heads of this dim."""
+    return format is None or not (
+        format.k.unsupported_reason(dim) or format.v.unsupported_reason(dim)
+    )
 
 
 def empty_cache(
     shape: tuple[int, ...], dtype: torch.dtype, format: KVFormat | None
 ) -> tuple[KVCache, KVCache]:
-    """Keys and values [pages, page_size, Hkv, D] that nobody has written: all NaN."""
+    """Return keys and values [pages, page_size, Hkv, D] that nobody has written: all NaN."""
     if format is None:
         return empty_side(shape, dtype, None), empty_side(shape, dtype, None)
     return empty_side(shape, dtype, format.k), empty_side(shape, dtype, format.v)
 
 
-def empty_side(shape: tuple[int, ...], dtype: torch.dtype, codec: Codec | None) -> KVCache:
-    """One side of a cache [pages, page_size, .., D] that nobody has written: all NaN."""
-    return torch.full(shape, torch.nan, dtype=dtype) if codec is None else _packed(shape, codec)
+def empty_side(
+    shape: tuple[int, ...], dtype: torch.dtype, quantizer: KVQuantizer | None
+) -> KVCache:
+    """Return one side [pages, page_size, .., D] of a cache that nobody has written: all NaN."""
+    if quantizer is None:
+        return torch.full(shape, torch.nan, dtype=dtype)
+    return _empty_quantized(shape, quantizer)
 
 
-def plain(cache: KVCache, dtype: torch.dtype) -> KVCache:
-    """The same cache unpacked: a tensor, or, where its numbers are rotated, one that says so."""
-    turn = turn_of(cache)
-    numbers = unpacked(cache, dtype)
-    return numbers if turn is None else PackedKV(Plain(dtype, turn), numbers.shape[-1], numbers)
+def dequantized_copy(cache: KVCache, dtype: torch.dtype) -> KVCache:
+    """Dequantize a cache to a tensor or, where its numbers are rotated, to an Unquantized cache."""
+    rotation = rotation_of(cache)
+    numbers = dequantize(cache, dtype)
+    if rotation is None:
+        return numbers
+    return QuantizedKV(Unquantized(dtype, rotation), numbers.shape[-1], numbers)
 
 
-def _packed(shape: tuple[int, ...], codec: Codec) -> PackedKV:
+def _empty_quantized(shape: tuple[int, ...], quantizer: KVQuantizer) -> QuantizedKV:
+    """Return a quantized side [pages, page_size, .., D] that nobody has written."""
     (*lead, dim) = shape
-    fill = torch.nan if codec.dtype.is_floating_point else NAN_CODE
-    codes = torch.full((*lead, codec.width(dim)), fill, dtype=codec.dtype)
-    numbers: Tensor | None = None
-    if codec.count(dim):
-        numbers = torch.full((*lead, codec.count(dim)), torch.nan, dtype=codec.number_dtype)
-    return PackedKV(codec, dim, codes, numbers)
+    fill = torch.nan if quantizer.dtype.is_floating_point else UNWRITTEN_BYTE
+    qdata = torch.full((*lead, quantizer.row_width(dim)), fill, dtype=quantizer.dtype)
+    scales: Tensor | None = None
+    if quantizer.num_scales(dim):
+        scales_shape = (*lead, quantizer.num_scales(dim))
+        scales = torch.full(scales_shape, torch.nan, dtype=quantizer.scale_dtype)
+    return QuantizedKV(quantizer, dim, qdata, scales)

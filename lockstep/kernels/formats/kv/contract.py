@@ -1,4 +1,4 @@
-"""What a KV format is, and one side of a cache in it."""
+"""Contract of a KV format: quantizers, their device functions, and quantized caches."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -8,178 +8,193 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv.hadamard import Turn
+from lockstep.kernels.formats.kv.hadamard import HadamardRotation
 
 
-class KVDevice(NamedTuple):
-    """A codec's device functions, in Triton; the kernels that call them pass them as constants.
+class KVDeviceFunctions(NamedTuple):
+    """Triton device functions of a quantizer. Kernels take them as constexpr arguments.
 
-    store(values, codes, numbers, constant, live, lanes, D): values [HEADS, BLOCK] fp32, 0 behind D,
-    of heads of which live [HEADS, 1] are there; codes and numbers point to each head's first
-    element [HEADS, 1]; lanes [1 or HEADS, BLOCK] count the columns.
-    fetch(codes, numbers, columns, live, D) -> a tuple of what it loaded, 0 where not live
-    [TILE, 1]; codes and numbers point to each token's first element [TILE, 1]; columns [1, N] count
-    from 0 to the head's numbers over `share`, at least one.
-    unpack(found, columns, constant, D) -> [TILE, N share] fp32: found is what fetch gave.
-    unpack_bf16: the same by inline assembly, in bf16 and with the same bits; None: there is none.
-    unpack_native: the same by instructions that sm_89 and later have; None: there is none.
-    numbers is None where the codec has none, constant where it is.
-    fetch and unpack serve Gluon too: they make no ranges, and join what has one layout.
+    store(x, qdata, scales, layer_constant, live, columns, D): quantize heads and store them.
+        x: [HEADS, BLOCK] fp32, 0 from column D on. live: mask [HEADS, 1] of the heads that exist.
+        qdata, scales: pointers to each head's first element, [HEADS, 1]. columns: column indices,
+        [1 or HEADS, BLOCK].
+    load(qdata, scales, columns, live, D): return a tuple of the raw words and scales of a tile,
+        0 where not live [TILE, 1]. qdata, scales: pointers to each token's first element,
+        [TILE, 1]. columns: [1, N], from 0 to D / values_per_load, at least one.
+    dequantize(loaded, columns, layer_constant, D): return [TILE, N * values_per_load] fp32.
+        loaded: what load returned.
+    dequantize_bf16: the same in bf16 by inline assembly, with the same bits; None: there is none.
+    dequantize_native: the same by conversion instructions of sm_89 and later; None: there is none.
+    values_per_load: values that one column of load yields, e.g. 4 for a word of four bytes.
+
+    scales is None for a quantizer without scales, layer_constant for one without a constant.
+    load and dequantize also run in Gluon kernels, so they create no ranges and join only tensors of
+    one layout.
     """
 
     store: Any
-    share: int
-    fetch: Any
-    unpack: Any
-    unpack_bf16: Any = None
-    unpack_native: Any = None
+    values_per_load: int
+    load: Any
+    dequantize: Any
+    dequantize_bf16: Any = None
+    dequantize_native: Any = None
 
 
-class KVFragments(NamedTuple):
-    """A codec's device functions that unpack in the registers of one warp's mma.sync, in Gluon, in
-    bf16. A tile of 64 tokens lies in shared memory as it does in a page: codes [planes, 64, W] in
-    int32, W = D / share; where there are numbers of 16 bits, numbers [N, 64] in int32, the words
-    that hold those of KV head kv.
+class KVMmaFunctions(NamedTuple):
+    """Gluon device functions that dequantize into the register operands of one warp's mma.sync.
 
-    keys(codes, numbers, i, kv, HKV, D) -> tokens 16 i .. 16 i + 15 [16, D], columns of 16 in the
-    order of _mma_layouts.column_of.
-    values(codes, numbers, i, kv, HKV, D) -> the columns [D, 16] of these tokens in any order.
-    place(i, D): the column that stands at i.
-    rows: (token, head of a group) rows up to which this is the fastest way.
+    The result is bf16. A tile of 64 tokens lies in shared memory as it does in a page: qdata
+    [num_planes, 64, W] int32 with W = D / values_per_word; where a quantizer has 16-bit scales,
+    scales [N, 64] int32, the words that hold those of KV head kv.
+
+    load_k(qdata, scales, i, kv, HKV, D): return tokens 16 i .. 16 i + 15 [16, D], each group of 16
+        columns in the order of mma_layouts.column_of.
+    load_v(qdata, scales, i, kv, HKV, D): return the columns [D, 16] of these tokens in any order.
+    v_column(i, D): return the column that row i of load_v holds.
+    max_rows: largest number of (token, query head) rows for which this path is the fastest.
     """
 
-    planes: int
-    share: int
-    keys: Any
-    values: Any
-    place: Any
-    rows: int
+    num_planes: int
+    values_per_word: int
+    load_k: Any
+    load_v: Any
+    v_column: Any
+    max_rows: int
 
 
 @dataclass(frozen=True)
-class Codec(ABC):
-    """How the D numbers of one token and head lie in a page. Its fields are all it depends on."""
+class KVQuantizer(ABC):
+    """Storage of the D numbers of one token and head in a page. It depends on its fields alone."""
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
+        """Dtype of the quantized values."""
 
     @property
-    def constant(self) -> float | int | None:
-        """A number of the layer that its device functions are given: what every code is multiplied
-        by, or a rotation's seed; None for nothing."""
+    def layer_constant(self) -> float | int | None:
+        """Constant of the layer that its device functions take: the static scale of every value,
+        or the seed of a rotation; None for neither."""
         return None
 
     @property
-    def turn(self) -> Turn | None:
-        """The rotation that decoded numbers are left in, None where they are in none."""
+    def rotation(self) -> HadamardRotation | None:
+        """Rotation that dequantized numbers are left in; None for none."""
         return None
 
     @property
-    def number_dtype(self) -> torch.dtype:
-        """Of the numbers beside the codes."""
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the scales."""
         return torch.float32
 
-    def count(self, dim: int) -> int:
-        """Numbers beside the codes of one token and head."""
+    def num_scales(self, dim: int) -> int:
+        """Return the number of scales of one token and head."""
         return 0
 
-    def width(self, dim: int) -> int:
-        """Codes of one token and head, in elements of `dtype`."""
+    def row_width(self, dim: int) -> int:
+        """Return the elements of `dtype` that one token and head takes."""
         return dim
 
-    def refusal(self, dim: int) -> str | None:
-        """Why heads of this dim cannot be stored, or None."""
+    def unsupported_reason(self, dim: int) -> str | None:
+        """Return why heads of this dim cannot be stored, or None."""
         return None
 
-    def of_layer(self, layer: str) -> Self:
-        """The same for the layer of this name, "layers.3": rotations differ by layer."""
+    def for_layer(self, layer: str) -> Self:
+        """Return the quantizer of the layer of this name, "layers.3". Rotations differ by layer."""
         return self
 
     @abstractmethod
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [..., D] of the model's dtype -> codes [..., width] and, if any, numbers [..., count].
+    def quantize(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Quantize x [..., D] of the model's dtype.
 
-        What is not finite must be found when it is decoded: as NaN.
+        Numbers that are not finite must become NaN when they are dequantized.
+
+        Returns: values [..., row_width] and, if the quantizer has any, scales [..., num_scales].
         """
 
     @abstractmethod
-    def decode(self, codes: Tensor, numbers: Tensor | None) -> Tensor:
-        """codes [..., width], numbers [..., count] -> [..., D] in fp32, to be rounded once. Rotated
-        by `turn`, where there is one."""
+    def dequantize(self, qdata: Tensor, scales: Tensor | None) -> Tensor:
+        """Dequantize values [..., row_width] with scales [..., num_scales].
+
+        Returns: [..., D] fp32, which the caller rounds once, in `rotation` if there is one.
+        """
 
     @property
-    def device_at(self) -> str | None:
-        """Module and name of its KVDevice, "a.b:C"; None where no kernel reads it."""
+    def device_path(self) -> str | None:
+        """Path of its KVDeviceFunctions, "module:name"; None where no kernel reads the format."""
         return None
 
     @property
-    def fragments_at(self) -> str | None:
-        """Module and name of its KVFragments; None where it has none."""
+    def mma_path(self) -> str | None:
+        """Path of its KVMmaFunctions, "module:name"; None where it has none."""
         return None
 
-    def device(self) -> KVDevice:
-        """Its device functions, where device_at says that there are any. Needs Triton."""
-        found: KVDevice = _named(self.device_at)
-        return found
+    def device_functions(self) -> KVDeviceFunctions:
+        """Import the device functions at device_path, which is not None. Needs Triton."""
+        functions: KVDeviceFunctions = _import_attribute(self.device_path)
+        return functions
 
-    def fragments(self) -> KVFragments:
-        """Those of fragments_at, where it says that there are any. Needs Triton."""
-        found: KVFragments = _named(self.fragments_at)
-        return found
+    def mma_functions(self) -> KVMmaFunctions:
+        """Import the device functions at mma_path, which is not None. Needs Triton."""
+        functions: KVMmaFunctions = _import_attribute(self.mma_path)
+        return functions
 
 
-def _named(at: str | None) -> Any:
-    """What stands at "module:name"."""
-    assert at is not None, "the codec has device functions"
-    (module, name) = at.split(":")
+def _import_attribute(path: str | None) -> Any:
+    """Import the attribute at a path "module:name"."""
+    assert path is not None, "the quantizer has device functions"
+    (module, name) = path.split(":")
     return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """A format: what keys and values are stored as. name: what numerics call it. scaled: whether a
-    checkpoint's static k_scale and v_scale are its codecs' field `scale`. latent: of a latent, key
-    and value at once; None: it stores none."""
+    """Storage format of a layer's cache.
+
+    name: the format's name in the numerics. k, v: quantizers of keys and of values.
+    has_static_scales: whether a checkpoint's k_scale and v_scale set the quantizers' field `scale`.
+    latent: quantizer of a latent, key and value at once; None: the format stores no latents.
+    """
 
     name: str
-    k: Codec
-    v: Codec
-    scaled: bool = False
-    latent: Codec | None = None
+    k: KVQuantizer
+    v: KVQuantizer
+    has_static_scales: bool = False
+    latent: KVQuantizer | None = None
 
-    def refusal(self, dim: int) -> str | None:
-        """Why heads of this dim cannot be stored, or None."""
-        return self.v.refusal(dim) or self.k.refusal(dim)
+    def unsupported_reason(self, dim: int) -> str | None:
+        """Return why heads of this dim cannot be stored, or None."""
+        return self.v.unsupported_reason(dim) or self.k.unsupported_reason(dim)
 
-    def of_layer(self, layer: str) -> "KVFormat":
-        """The same for the layer of this name."""
-        latent = None if self.latent is None else self.latent.of_layer(layer)
-        return replace(self, k=self.k.of_layer(layer), v=self.v.of_layer(layer), latent=latent)
+    def for_layer(self, layer: str) -> "KVFormat":
+        """Return the format of the layer of this name, "layers.3"."""
+        latent = None if self.latent is None else self.latent.for_layer(layer)
+        return replace(self, k=self.k.for_layer(layer), v=self.v.for_layer(layer), latent=latent)
 
 
 @dataclass(frozen=True)
-class PackedKV:
-    """Keys, or values, of one layer: codes [pages, page_size, Hkv, width] and, where the codec has
-    any, numbers [pages, page_size, Hkv, count], contiguous. dim: D. Latents: the same without
-    Hkv."""
+class QuantizedKV:
+    """Quantized keys, or values, of one layer.
 
-    codec: Codec
+    qdata: values [pages, page_size, Hkv, row_width], contiguous. scales: [pages, page_size, Hkv,
+    num_scales], contiguous, if the quantizer has any. dim: D. Latents have no Hkv dimension.
+    """
+
+    quantizer: KVQuantizer
     dim: int
-    codes: Tensor
-    numbers: Tensor | None = None
+    qdata: Tensor
+    scales: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
-        """[pages, page_size, Hkv, D], as of an unpacked cache."""
-        return torch.Size((*self.codes.shape[:-1], self.dim))
+        """Shape of the cache when it is dequantized: [pages, page_size, Hkv, D]."""
+        return torch.Size((*self.qdata.shape[:-1], self.dim))
 
     def tensors(self) -> list[Tensor]:
-        """What it holds, each indexed by page first."""
-        return [self.codes] if self.numbers is None else [self.codes, self.numbers]
+        """Return the tensors of the cache, each indexed by page first."""
+        return [self.qdata] if self.scales is None else [self.qdata, self.scales]
 
 
-KVCache = Tensor | PackedKV
-"""One side of a layer's cache, [pages, page_size, Hkv, D], or its latents, [pages, page_size, C],
-of the model's dtype, or packed."""
+KVCache = Tensor | QuantizedKV
+"""One side of a layer's cache, [pages, page_size, Hkv, D], or its latents, [pages, page_size, C]:
+in the model's dtype, or quantized."""

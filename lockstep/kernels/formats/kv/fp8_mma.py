@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-"""fp8.py, e4m3 without a scale, as operands of mma.sync, in Gluon: see KVFragments."""
+"""fp8_e4m3 without a scale as register operands of mma.sync, in Gluon: see KVMmaFunctions."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lockstep.kernels.device.mma_layouts import LEFT, bases, four_of, log2
-from lockstep.kernels.formats.kv import KVFragments
-from lockstep.kernels.formats.kv.fp8_triton import NATIVE_E4M3
+from lockstep.kernels.device.mma_layouts import LEFT_OPERAND, join_pairs, layout_bases, log2
+from lockstep.kernels.formats.kv import KVMmaFunctions
+from lockstep.kernels.formats.kv.fp8_triton import E4M3_TO_BF16_NATIVE_PTX
 
-PAIRS = gl.constexpr("""
+TOKEN_PAIRS_TO_BF16 = gl.constexpr("""
 {
     .reg .b32 x, y, s, t, u, v;
     .reg .b16 a, b, c, d, e, f, g, h;
@@ -39,53 +39,63 @@ PAIRS = gl.constexpr("""
     cvt.rn.bf16x2.f32 $3, p, o;
 }
 """)
-"""Four codes of each of two tokens -> four pairs of both tokens' numbers."""
+"""PTX block: a word of four e4m3 values of each of two tokens -> four bf16 pairs, each of both
+tokens' numbers of one column. mma.sync's A operand of P V wants pairs along the tokens."""
 
 
 @gluon.constexpr_function
-def _of_keys(words):
-    """Words [16, words]: four of a group of 16 columns in four lanes."""
-    lanes = bases(2, (1, 1), (1, 2), (0, 1), (0, 2), (0, 4))
-    registers = bases(2, (0, 8), *((1, 1 << i) for i in range(2, log2(words))))
+def _k_layout(words):
+    """Return the layout of key words [16, words]: a group of 16 columns, four words, lies in four
+    lanes."""
+    lanes = layout_bases(2, (1, 1), (1, 2), (0, 1), (0, 2), (0, 4))
+    registers = layout_bases(2, (0, 8), *((1, 1 << i) for i in range(2, log2(words))))
     return gl.DistributedLinearLayout(registers, lanes, [], [], [16, words])
 
 
 @gluon.constexpr_function
-def _of_values(words):
-    """Words [words, 16]: pairs of tokens in a thread."""
-    lanes = bases(2, (1, 2), (1, 4), (0, 1), (0, 2), (0, 4))
-    registers = bases(2, (1, 1), (0, 8), (1, 8), *((0, 1 << i) for i in range(4, log2(words))))
+def _v_layout(words):
+    """Return the layout of value words [words, 16]: a thread holds pairs of tokens."""
+    lanes = layout_bases(2, (1, 2), (1, 4), (0, 1), (0, 2), (0, 4))
+    registers = layout_bases(
+        2, (1, 1), (0, 8), (1, 8), *((0, 1 << i) for i in range(4, log2(words)))
+    )
     return gl.DistributedLinearLayout(registers, lanes, [], [], [words, 16])
 
 
 @gluon.jit
-def keys(codes, numbers, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.constexpr):
-    """See KVFragments."""
-    word = codes.index(0).slice(16 * i, 16).load(_of_keys(D // 4))
+def load_k(qdata, scales, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.constexpr):
+    """Load 16 keys as the left operand of Q K^T. See KVMmaFunctions."""
+    word = qdata.index(0).slice(16 * i, 16).load(_k_layout(D // 4))
     p0, p1 = gl.inline_asm_elementwise(
-        NATIVE_E4M3, "=&r,=&r,r", [word], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    four = gl.reshape(four_of(p0, p1), (16, D // 16, 4, 2, 2))
-    return gl.convert_layout(gl.reshape(gl.permute(four, (0, 1, 4, 2, 3)), (16, D)), LEFT)
+        E4M3_TO_BF16_NATIVE_PTX, "=&r,=&r,r", [word], dtype=(gl.int32, gl.int32), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    joined = gl.reshape(join_pairs(p0, p1), (16, D // 16, 4, 2, 2))
+    # Only registers are renamed: the permutation matches the operand's layout, so no shuffle is
+    # emitted.
+    return gl.convert_layout(gl.reshape(gl.permute(joined, (0, 1, 4, 2, 3)), (16, D)), LEFT_OPERAND)
 
 
 @gluon.jit
-def values(codes, numbers, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.constexpr):
-    """See KVFragments: number c of word w at c D / 4 + w."""
-    word = codes.index(0).slice(16 * i, 16).permute((1, 0)).load(_of_values(D // 4))
+def load_v(qdata, scales, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.constexpr):
+    """Load 16 values as the left operand of P V: value c of word w is row c D / 4 + w. See
+    KVMmaFunctions."""
+    word = qdata.index(0).slice(16 * i, 16).permute((1, 0)).load(_v_layout(D // 4))
     a, b, c, d = gl.inline_asm_elementwise(
-        PAIRS, "=&r,=&r,=&r,=&r,r,r", [word],
+        TOKEN_PAIRS_TO_BF16, "=&r,=&r,=&r,=&r,r,r", [word],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
-    four = gl.join(gl.join(a, c), gl.join(b, d))
-    return gl.convert_layout(gl.reshape(gl.permute(four, (2, 3, 0, 1)), (D, 16)), LEFT)
+    # Rows in the order (value of a word, word): any order serves, since v_column undoes it at the
+    # store.
+    joined = gl.join(gl.join(a, c), gl.join(b, d))
+    return gl.convert_layout(gl.reshape(gl.permute(joined, (2, 3, 0, 1)), (D, 16)), LEFT_OPERAND)
 
 
 @gluon.jit
-def place(i, D: gl.constexpr):
-    """See KVFragments."""
+def v_column(i, D: gl.constexpr):
+    """Return the column that row i of load_v holds. See KVMmaFunctions."""
     return i % (D // 4) * 4 + i // (D // 4)
 
 
-E4M3 = KVFragments(1, 4, keys, values, place, rows=16)
-"""rows: as in _turboquant_fragments.py, 118 and 127 us."""
+E4M3 = KVMmaFunctions(1, 4, load_k, load_v, v_column, max_rows=16)
+"""max_rows: as in turboquant_mma.py; 118 and 127 us for fp8."""

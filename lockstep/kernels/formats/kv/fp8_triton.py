@@ -1,27 +1,25 @@
 # mypy: ignore-errors
-"""fp8.py in Triton, by integer operations: any architecture, and the same bits on each.
+"""Device functions of the fp8 formats, in Triton.
 
-Where there is no scale, or a power of two, codes are unpacked to bf16 by assembly, four at a time.
+Stores use integer operations, which give the same bits on every architecture. Where there is no
+scale, or a power of two, inline assembly dequantizes four values at a time to bf16.
 """
 
 import triton
 import triton.language as tl
 
 from lockstep.kernels.device.dequantize import decode_e4m3, halves
-from lockstep.kernels.formats.kv import KVDevice
-from lockstep.kernels.formats.kv.bytes_triton import fetch_scaled, fetch_words, in_order
-from lockstep.kernels.formats.kv.fp8 import LARGE as LARGE_SIZE
-from lockstep.kernels.formats.kv.fp8 import LEAST as LEAST_EXPONENT
-from lockstep.kernels.formats.kv.fp8 import WHOLE as TO_WHOLE
+from lockstep.kernels.formats.kv import KVDeviceFunctions, fp8
+from lockstep.kernels.formats.kv.bytes_triton import interleave, load_words, load_words_and_scales
 
-INFINITE = tl.constexpr(0x7F800000)
-"""The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""
-SIGN = tl.constexpr(0x80)
-NAN = tl.constexpr(0x7F)
-LARGE = tl.constexpr(LARGE_SIZE)
-LEAST = tl.constexpr(LEAST_EXPONENT)
-WHOLE = tl.constexpr(TO_WHOLE)
-BITWISE = """
+INF_BITS = tl.constexpr(0x7F800000)
+"""Bits of +inf in fp32. Those of a NaN are larger, those of any other magnitude smaller."""
+SIGN_BIT = tl.constexpr(0x80)
+NAN_BITS = tl.constexpr(0x7F)
+OVERFLOW_BITS = tl.constexpr(fp8.OVERFLOW_BITS)
+MIN_EXPONENT = tl.constexpr(fp8.MIN_EXPONENT)
+ROUND_UP_BITS = tl.constexpr(fp8.ROUND_UP_BITS)
+E4M3_TO_BF16 = """
 {
     .reg .b32 m, n, a, b, none, large;
     mov.b32 large, 0x7b807b80;
@@ -42,11 +40,12 @@ BITWISE = """
     prmt.b32 b, n, 0, 0xbbaa;
     or.b32 b, b, none;
     fma.rn.bf16x2 $1, a, large, b;"""
-"""Opens a block: four codes of e4m3 -> their two pairs in bf16. A code's bits are those of a bf16
-that is 2^120 times smaller, subnormal ones too; -0 is added, or NaN where the code is one."""
-FOUR_E4M3 = tl.constexpr(BITWISE + "}")
+"""Opening of a PTX block: four e4m3 values -> two pairs of bf16, in $0 and $1. Shifted by 4, the
+bits of e4m3 are those of a bf16 that is 2^120 times smaller, subnormal numbers included; an fma
+restores the factor. Its addend is -0, or NaN where the value is one."""
+E4M3_TO_BF16_PTX = tl.constexpr(E4M3_TO_BF16 + "}")
 
-TO_FP32 = """
+E4M3_TO_FP32 = """
 {
     .reg .b16 l, h, a, b, c, d;
     .reg .b32 s, t;
@@ -60,27 +59,29 @@ TO_FP32 = """
     cvt.f32.f16 f, b;
     cvt.f32.f16 g, c;
     cvt.f32.f16 i, d;"""
-"""Opens a block: four codes of e4m3 -> fp32 in e, f, g, i, by conversions of sm_89 and later."""
-NATIVE = (
-    TO_FP32 % "$2"
+"""Opening of a PTX block: four e4m3 values -> fp32 in e, f, g, i, by the conversions of sm_89 and
+later."""
+E4M3_TO_BF16_NATIVE = (
+    E4M3_TO_FP32 % "$2"
     + """
     cvt.rn.bf16x2.f32 $0, f, e;
     cvt.rn.bf16x2.f32 $1, i, g;"""
 )
-"""Opens a block: four codes of e4m3 -> their two pairs in bf16, exact on the way."""
-NATIVE_E4M3 = tl.constexpr(NATIVE + "}")
-SCALED = """
+"""Opening of a PTX block: four e4m3 values -> two pairs of bf16, exact at each step."""
+E4M3_TO_BF16_NATIVE_PTX = tl.constexpr(E4M3_TO_BF16_NATIVE + "}")
+MULTIPLY_SCALE = """
     .reg .b32 zero;
     mov.b32 zero, 0x80008000;
     fma.rn.bf16x2 $0, $0, $3, zero;
     fma.rn.bf16x2 $1, $1, $3, zero;
 }
 """
-"""Ends such a block: both pairs times a number that stands twice in a word; -0 is added."""
-SCALED_E4M3 = tl.constexpr(BITWISE + SCALED)
-SCALED_NATIVE_E4M3 = tl.constexpr(NATIVE + SCALED)
-WIDE_E4M3 = tl.constexpr(
-    TO_FP32 % "$4"
+"""End of such a block: multiply both pairs by $3, a scale that a word holds twice. The addend -0
+keeps the sign of zeros."""
+SCALED_E4M3_PTX = tl.constexpr(E4M3_TO_BF16 + MULTIPLY_SCALE)
+SCALED_E4M3_NATIVE_PTX = tl.constexpr(E4M3_TO_BF16_NATIVE + MULTIPLY_SCALE)
+E4M3_TO_FP32_PTX = tl.constexpr(
+    E4M3_TO_FP32 % "$4"
     + """
     mov.f32 $0, e;
     mov.f32 $1, f;
@@ -89,175 +90,196 @@ WIDE_E4M3 = tl.constexpr(
 }
 """
 )
-"""Four codes of e4m3 -> four numbers in fp32."""
+"""PTX block: four e4m3 values -> four fp32 numbers."""
 
 
 @triton.jit
-def _encode(x, y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
-    """y = x / scale, fp32 -> codes in int32. MANTISSA, BIAS: of the type; MOST: the bits of its
-    largest number in fp32.
+def _round_to_fp8(x, scaled_x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr):
+    """Round scaled_x = x / scale, fp32, to fp8 -> int32.
 
-    Normal numbers are rounded by adding just under half of the last bit that stays, and one more
-    where that is odd; subnormal ones by adding a number of fp32 whose last bit is theirs.
+    Normal numbers are rounded by adding just under half of the last kept bit, and one more where
+    that bit is odd. Subnormal numbers are rounded by adding an fp32 number whose last bit is
+    theirs.
+
+    MANTISSA, BIAS: of the type. MAX_BITS: bits of its largest number in fp32.
     """
+    # Mantissa bits that are dropped.
     SHIFT: tl.constexpr = 23 - MANTISSA
+    # fp32 number whose unit in the last place is the subnormal step of the type.
     MAGIC: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
-    LEAST: tl.constexpr = (128 - BIAS) << 23
+    MIN_NORMAL: tl.constexpr = (128 - BIAS) << 23
     REBIAS: tl.constexpr = (127 - BIAS) << 23
     HALF: tl.constexpr = (1 << (SHIFT - 1)) - 1
-    infinite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= INFINITE
-    bits = y.to(tl.int32, bitcast=True)
-    size = tl.minimum(bits & 0x7FFFFFFF, MOST)
-    magic = tl.full(y.shape, MAGIC, tl.int32)
-    small = size.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
+    not_finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= INF_BITS
+    bits = scaled_x.to(tl.int32, bitcast=True)
+    # Saturates instead of overflowing to inf.
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, MAX_BITS)
+    magic = tl.full(scaled_x.shape, MAGIC, tl.int32)
+    small = magnitude.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
     small = small.to(tl.int32, bitcast=True) - MAGIC
-    large = (size - REBIAS + HALF + ((size >> SHIFT) & 1)) >> SHIFT
-    code = tl.where(size < LEAST, small, large) | ((bits >> 24) & SIGN)
-    return tl.where(infinite, NAN, code)
+    large = (magnitude - REBIAS + HALF + ((magnitude >> SHIFT) & 1)) >> SHIFT
+    # The sign of fp32 moves to bit 7.
+    value = tl.where(magnitude < MIN_NORMAL, small, large) | ((bits >> 24) & SIGN_BIT)
+    return tl.where(not_finite, NAN_BITS, value)
 
 
 @triton.jit
-def _scaled(values, constant):
-    """values / constant, correctly rounded; values where there is no constant."""
-    if constant is None:
-        return values
+def _divide_by_scale(x, layer_constant):
+    """Return x / layer_constant, correctly rounded; x where there is no constant."""
+    if layer_constant is None:
+        return x
     else:
-        return tl.div_rn(values, tl.zeros_like(values) + constant)
+        return tl.div_rn(x, tl.zeros_like(x) + layer_constant)
 
 
 @triton.jit
-def store_e4m3(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
-    """See KVDevice."""
-    code = _encode(values, _scaled(values, constant), 3, 7, 0x43E00000)
-    tl.store(codes + lanes, code.to(tl.uint8), mask=live & (lanes < D))
+def store_e4m3(x, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
+    """Quantize heads to e4m3 with the static scale and store them. See KVDeviceFunctions."""
+    value = _round_to_fp8(x, _divide_by_scale(x, layer_constant), 3, 7, 0x43E00000)
+    tl.store(qdata + columns, value.to(tl.uint8), mask=live & (columns < D))
 
 
 @triton.jit
-def store_e5m2(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
-    """See KVDevice."""
-    code = _encode(values, _scaled(values, constant), 2, 15, 0x47600000)
-    tl.store(codes + lanes, code.to(tl.uint8), mask=live & (lanes < D))
+def store_e5m2(x, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
+    """Quantize heads to e5m2 with the static scale and store them. See KVDeviceFunctions."""
+    value = _round_to_fp8(x, _divide_by_scale(x, layer_constant), 2, 15, 0x47600000)
+    tl.store(qdata + columns, value.to(tl.uint8), mask=live & (columns < D))
 
 
 @triton.jit
-def store_token_e4m3(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
-    """See KVDevice."""
-    own = live & (lanes < D)
-    most = tl.max(tl.where(own, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), 1)[:, None]
-    lost = most >= LARGE
-    exponent = tl.where(lost, 127, tl.maximum(((most + WHOLE) >> 23) - 8, LEAST))
-    scaled = tl.where(lost, 0.0, values * ((254 - exponent) << 23).to(tl.float32, bitcast=True))
-    code = _encode(scaled, scaled, 3, 7, 0x43E00000)
-    tl.store(codes + lanes, code.to(tl.uint8), mask=own)
+def store_token_e4m3(x, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
+    """Quantize latents to e4m3 with a power-of-two scale per token. See KVDeviceFunctions."""
+    in_head = live & (columns < D)
+    max_magnitude = tl.max(tl.where(in_head, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), 1)[
+        :, None
+    ]
+    overflow = max_magnitude >= OVERFLOW_BITS
+    exponent = tl.where(
+        overflow, 127, tl.maximum(((max_magnitude + ROUND_UP_BITS) >> 23) - 8, MIN_EXPONENT)
+    )
+    # 254 - e is the biased exponent of 2^-e: the division is an exact product.
+    scaled = tl.where(overflow, 0.0, x * ((254 - exponent) << 23).to(tl.float32, bitcast=True))
+    value = _round_to_fp8(scaled, scaled, 3, 7, 0x43E00000)
+    tl.store(qdata + columns, value.to(tl.uint8), mask=in_head)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
-    tl.store(numbers, tl.where(lost, float("nan"), scale), mask=live)
+    tl.store(scales, tl.where(overflow, float("nan"), scale), mask=live)
 
 
 @triton.jit
-def _four(word, DECODE: tl.constexpr):
-    """Words of four codes -> [T, 4 W] fp32."""
-    return in_order(
+def _dequantize_words(word, DECODE: tl.constexpr):
+    """Decode words of four values to [T, 4 W] fp32."""
+    return interleave(
         DECODE(word & 0xFF), DECODE((word >> 8) & 0xFF), DECODE((word >> 16) & 0xFF),
         DECODE((word >> 24) & 0xFF),
     )  # fmt: skip
 
 
 @triton.jit
-def _unpack(word, constant, DECODE: tl.constexpr):
-    """Words of four codes -> [T, 4 W] fp32, times the layer's scale where it has one."""
-    value = _four(word, DECODE)
-    return value if constant is None else value * constant
+def _dequantize(word, layer_constant, DECODE: tl.constexpr):
+    """Decode words of four values to [T, 4 W] fp32, times the layer's scale if it has one."""
+    value = _dequantize_words(word, DECODE)
+    return value if layer_constant is None else value * layer_constant
 
 
 @triton.jit
-def _pairs(p0, p1):
-    """Both pairs of each word -> [T, 4 W] in bf16."""
+def _interleave_pairs(p0, p1):
+    """Interleave the two bf16 pairs of each word [T, W] into [T, 4 W]."""
     l0, h0 = halves(p0, tl.bfloat16)
     l1, h1 = halves(p1, tl.bfloat16)
-    return in_order(l0, h0, l1, h1)
+    return interleave(l0, h0, l1, h1)
 
 
 @triton.jit
-def _unpack_pairs(word, TEXT: tl.constexpr):
-    """Words of four codes -> [T, 4 W] in bf16, by assembly that gives two pairs."""
+def _words_to_bf16(word, PTX: tl.constexpr):
+    """Convert words of four values to [T, 4 W] bf16, by assembly that returns two pairs."""
+    # outputs are early-clobber (&): written before inputs are read
     p0, p1 = tl.inline_asm_elementwise(
-        TEXT, "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        PTX, "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
-    return _pairs(p0, p1)
+    return _interleave_pairs(p0, p1)
 
 
 @triton.jit
-def unpack_e4m3(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack(found[0], constant, decode_e4m3)
+def dequantize_e4m3(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize e4m3 to fp32. See KVDeviceFunctions."""
+    return _dequantize(loaded[0], layer_constant, decode_e4m3)
 
 
 @triton.jit
-def unpack_e4m3_bf16(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    if constant is None:
-        return _unpack_pairs(found[0], FOUR_E4M3)
+def dequantize_e4m3_bf16(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize e4m3 to bf16 by integer assembly, for any architecture. See KVDeviceFunctions."""
+    if layer_constant is None:
+        return _words_to_bf16(loaded[0], E4M3_TO_BF16_PTX)
     else:
-        return unpack_e4m3(found, columns, constant, D).to(tl.bfloat16)
+        return dequantize_e4m3(loaded, columns, layer_constant, D).to(tl.bfloat16)
 
 
 @triton.jit
-def unpack_e4m3_native(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    if constant is None:
-        return _unpack_pairs(found[0], NATIVE_E4M3)
+def dequantize_e4m3_native(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize e4m3 to bf16 by the conversions of sm_89 and later. See KVDeviceFunctions."""
+    if layer_constant is None:
+        return _words_to_bf16(loaded[0], E4M3_TO_BF16_NATIVE_PTX)
     else:
+        # A scale that is no power of two must multiply in fp32: one rounding, as in the reference.
         v0, v1, v2, v3 = tl.inline_asm_elementwise(
-            WIDE_E4M3, "=&f,=&f,=&f,=&f,r", [found[0]],
+            E4M3_TO_FP32_PTX, "=&f,=&f,=&f,=&f,r", [loaded[0]],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
-        return (in_order(v0, v1, v2, v3) * constant).to(tl.bfloat16)
+        return (interleave(v0, v1, v2, v3) * layer_constant).to(tl.bfloat16)
 
 
 @triton.jit
-def unpack_token(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _four(found[0], decode_e4m3) * found[1]
+def dequantize_token(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize e4m3 with per-token scales to fp32. See KVDeviceFunctions."""
+    return _dequantize_words(loaded[0], decode_e4m3) * loaded[1]
 
 
 @triton.jit
-def _unpack_scaled(found, TEXT: tl.constexpr):
-    """What fetch_scaled gave -> [T, 4 W] in bf16, by assembly that takes the scale, too. A power of
-    two, or NaN, is its upper half in bf16."""
-    bits = found[1].to(tl.int32, bitcast=True)
-    number = ((bits >> 16) & 0xFFFF) | (bits & -65536)
+def _scaled_words_to_bf16(loaded, PTX: tl.constexpr):
+    """Convert words and their token's scale to [T, 4 W] bf16, by assembly with a product.
+
+    loaded: of load_words_and_scales.
+    """
+    bits = loaded[1].to(tl.int32, bitcast=True)
+    # A power of two, or NaN, is exact in its upper half: that half, twice in a word, is a bf16
+    # pair.
+    scale_pair = ((bits >> 16) & 0xFFFF) | (bits & -65536)
     p0, p1 = tl.inline_asm_elementwise(
-        TEXT, "=&r,=&r,r,r", [found[0], number], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-    )
-    return _pairs(p0, p1)
+        PTX, "=&r,=&r,r,r", [loaded[0], scale_pair], dtype=(tl.int32, tl.int32), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    return _interleave_pairs(p0, p1)
 
 
 @triton.jit
-def unpack_token_bf16(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack_scaled(found, SCALED_E4M3)
+def dequantize_token_bf16(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize e4m3 with per-token scales by integer assembly. See KVDeviceFunctions."""
+    return _scaled_words_to_bf16(loaded, SCALED_E4M3_PTX)
 
 
 @triton.jit
-def unpack_token_native(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack_scaled(found, SCALED_NATIVE_E4M3)
+def dequantize_token_native(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize e4m3 with per-token scales by native conversions. See KVDeviceFunctions."""
+    return _scaled_words_to_bf16(loaded, SCALED_E4M3_NATIVE_PTX)
 
 
 @triton.jit
-def _decode_e5m2(code):
-    """An e5m2 is the upper byte of an fp16: int32 -> fp32."""
-    return (code << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+def _decode_e5m2(value):
+    """Decode e5m2, the upper byte of an fp16: int32 -> fp32."""
+    return (value << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def unpack_e5m2(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack(found[0], constant, _decode_e5m2)
+def dequantize_e5m2(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize e5m2 to fp32. See KVDeviceFunctions."""
+    return _dequantize(loaded[0], layer_constant, _decode_e5m2)
 
 
-E4M3 = KVDevice(store_e4m3, 4, fetch_words, unpack_e4m3, unpack_e4m3_bf16, unpack_e4m3_native)
-E5M2 = KVDevice(store_e5m2, 4, fetch_words, unpack_e5m2)
-TOKEN_E4M3 = KVDevice(
-    store_token_e4m3, 4, fetch_scaled, unpack_token, unpack_token_bf16, unpack_token_native
+E4M3 = KVDeviceFunctions(
+    store_e4m3, 4, load_words, dequantize_e4m3, dequantize_e4m3_bf16, dequantize_e4m3_native
 )
+E5M2 = KVDeviceFunctions(store_e5m2, 4, load_words, dequantize_e5m2)
+TOKEN_E4M3 = KVDeviceFunctions(
+    store_token_e4m3, 4, load_words_and_scales, dequantize_token, dequantize_token_bf16,
+    dequantize_token_native,
+)  # fmt: skip

@@ -1,4 +1,8 @@
-"""Rotations of heads: random signs, then the Hadamard matrix, in one order of additions."""
+"""Hadamard rotation of heads: random signs, then Sylvester's matrix in one order of additions.
+
+The rotation spreads outliers of a head over all of its numbers, which then are close to normally
+distributed and quantize with less error (QuaRot, arXiv 2404.00456).
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -8,19 +12,19 @@ import torch
 from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
-WHOLE_HEAD = 512
-"""Block of keys and of latents: the largest of them that is rotated."""
-OF_VALUES = 64
-"""Block of values: kernels that end an output know 64 of its columns."""
-STEP = 0x9E3779B1
-"""Between the hashed numbers of two places of a head; odd, 2^32 over the golden ratio."""
+K_BLOCK = 512
+"""Numbers of keys and of latents that are rotated together: a whole head, which is no larger."""
+V_BLOCK = 64
+"""Numbers of values that are rotated together: the columns that a CTA of the combine kernel has."""
+HASH_STEP = 0x9E3779B1
+"""Distance between the hash inputs of neighbouring columns: odd, 2^32 over the golden ratio."""
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x [..., N] fp32, N a power of two -> Sylvester's matrix times x, not divided by anything.
+    """Multiply x [..., N] fp32, N a power of two, by Sylvester's matrix, without normalization.
 
-    log2(N) rounds: neighbours are added and subtracted; sums come first, then differences. So each
-    number is a tree of additions that depends on N alone.
+    log2(N) butterfly stages add and subtract neighbours; sums come first, then differences. The
+    tree of additions of each number depends on N alone.
     """
     for _ in range(x.shape[-1].bit_length() - 1):
         even = x[..., 0::2]
@@ -30,46 +34,48 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 @cache
-def signs(seed: int, dim: int, device: torch.device) -> Tensor:
-    """[D] fp32 of 1 and -1: the top bit of murmur3's finaliser over seed + place * STEP."""
-    x = (seed + torch.arange(dim, device=device) * STEP) & MASK32
+def random_signs(seed: int, dim: int, device: torch.device) -> Tensor:
+    """Return [D] fp32 of 1 and -1: the top bit of murmur3's finalizer of seed + column * step."""
+    x = (seed + torch.arange(dim, device=device) * HASH_STEP) & MASK32
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & MASK32
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & MASK32
     return 1.0 - 2.0 * (x >> 31).float()
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A rotation of heads: signs by the seed, then the Hadamard matrix over sqrt(block) of every
-    `block` numbers; of all of them where the head has fewer."""
+class HadamardRotation:
+    """Rotation of heads: random signs, then the Hadamard matrix over sqrt(N) of every N numbers.
+
+    seed: of the signs. block: N, or the whole head where the head is smaller.
+    """
 
     seed: int
     block: int
 
-    def size(self, dim: int) -> int:
-        """Numbers that are rotated together, in heads of this dim."""
+    def block_size(self, dim: int) -> int:
+        """Return the numbers that are rotated together in heads of this dim."""
         return min(self.block, dim)
 
-    def mixed(self, x: Tensor) -> Tensor:
-        """x [..., D] fp32 -> [..., D / size, size], rotated but for the division by sqrt(size)."""
-        signed = x * signs(self.seed, x.shape[-1], x.device)
-        return hadamard(signed.unflatten(-1, (-1, self.size(x.shape[-1]))))
+    def rotate_unscaled(self, x: Tensor) -> Tensor:
+        """Rotate x [..., D] fp32 without the division by sqrt(N) -> [..., D / N, N]."""
+        signed = x * random_signs(self.seed, x.shape[-1], x.device)
+        return hadamard(signed.unflatten(-1, (-1, self.block_size(x.shape[-1]))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> rotated, in fp32."""
-        return (self.mixed(x.float()) * self._factor(x.shape[-1])).flatten(-2)
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate x [..., D] in fp32."""
+        return (self.rotate_unscaled(x.float()) * self._scale(x.shape[-1])).flatten(-2)
 
-    def back(self, x: Tensor) -> Tensor:
-        """x [..., D] -> rotated back, in fp32."""
-        size = self.size(x.shape[-1])
-        turned = hadamard(x.float().unflatten(-1, (-1, size))) * self._factor(x.shape[-1])
-        return turned.flatten(-2) * signs(self.seed, x.shape[-1], x.device)
+    def rotate_back(self, x: Tensor) -> Tensor:
+        """Invert the rotation of x [..., D] in fp32."""
+        size = self.block_size(x.shape[-1])
+        blocks = hadamard(x.float().unflatten(-1, (-1, size))) * self._scale(x.shape[-1])
+        return blocks.flatten(-2) * random_signs(self.seed, x.shape[-1], x.device)
 
-    def _factor(self, dim: int) -> float:
-        """1 / sqrt(size) in fp32."""
-        return factor_of(self.size(dim))
+    def _scale(self, dim: int) -> float:
+        """Return 1 / sqrt(N) in fp32."""
+        return inverse_sqrt(self.block_size(dim))
 
 
-def factor_of(size: int) -> float:
-    """1 / sqrt(size), rounded to fp32."""
+def inverse_sqrt(size: int) -> float:
+    """Return 1 / sqrt(size), rounded to fp32."""
     return float(torch.tensor(1 / sqrt(size), dtype=torch.float32))

@@ -1,72 +1,85 @@
-"""What kernels are given of one side of a cache, packed or not, and whether they can read it."""
+"""Kernel arguments of one side of a cache, and whether kernels can read it."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv import Codec, KVCache, KVDevice
+from lockstep.kernels.formats.kv import KVCache, KVDeviceFunctions, KVQuantizer
 from lockstep.kernels.formats.weights.operand import NATIVE_FP8, Target
 
 
-class Opened(NamedTuple):
-    """Tensors and constants of a kernel's launch. store, fetch, unpack: device functions, None
-    where the cache is of the model's dtype; share: as in KVDevice; beside: numbers of a token and
-    head; block: numbers that are rotated together, 0 for none; the rest as in PackedKV."""
+class KVOperand(NamedTuple):
+    """Tensors and constants that a launch passes for one side of a cache.
 
-    codes: Tensor
-    numbers: Tensor | None = None
-    constant: float | int | None = None
-    beside: int = 0
-    block: int = 0
+    qdata: the quantized values, or the cache itself where it is of the model's dtype.
+    num_scales: scales of a token and head. rotation_block: numbers that are rotated together, 0 for
+    no rotation. store, load, dequantize: device functions, None where the cache is not quantized.
+    scales, layer_constant, values_per_load: as in QuantizedKV, KVQuantizer and KVDeviceFunctions.
+    """
+
+    qdata: Tensor
+    scales: Tensor | None = None
+    layer_constant: float | int | None = None
+    num_scales: int = 0
+    rotation_block: int = 0
     store: Any = None
-    share: int = 1
-    fetch: Any = None
-    unpack: Any = None
+    values_per_load: int = 1
+    load: Any = None
+    dequantize: Any = None
 
 
-def opened(cache: KVCache, dtype: torch.dtype, target: Target | None = None) -> Opened:
-    """What a launch passes on. dtype: the model's; target: None for a kernel that only stores."""
+def kv_operand(cache: KVCache, dtype: torch.dtype, target: Target | None = None) -> KVOperand:
+    """Return the launch arguments of a cache.
+
+    Args:
+        dtype: the model's.
+        target: what the kernel is compiled for; None for a kernel that only stores.
+    """
     if isinstance(cache, Tensor):
-        return Opened(cache)
-    codec = cache.codec
-    device = codec.device()
-    return Opened(
-        cache.codes,
-        cache.numbers,
-        codec.constant,
-        codec.count(cache.dim),
-        0 if codec.turn is None else codec.turn.size(cache.dim),
+        return KVOperand(cache)
+    quantizer = cache.quantizer
+    device = quantizer.device_functions()
+    return KVOperand(
+        cache.qdata,
+        cache.scales,
+        quantizer.layer_constant,
+        quantizer.num_scales(cache.dim),
+        0 if quantizer.rotation is None else quantizer.rotation.block_size(cache.dim),
         device.store,
-        device.share,
-        device.fetch,
-        _unpacker(device, dtype, target),
+        device.values_per_load,
+        device.load,
+        _select_dequantize(device, dtype, target),
     )
 
 
-def _unpacker(device: KVDevice, dtype: torch.dtype, target: Target | None) -> Any:
-    """The fastest way of unpacking that a target has."""
+def _select_dequantize(device: KVDeviceFunctions, dtype: torch.dtype, target: Target | None) -> Any:
+    """Return the fastest dequantization that the target supports."""
     if target is None or not target.assembly or dtype != torch.bfloat16:
-        return device.unpack
-    native = device.unpack_native if target.arch >= NATIVE_FP8 else None
-    return native or device.unpack_bf16 or device.unpack
+        return device.dequantize
+    native = device.dequantize_native if target.arch >= NATIVE_FP8 else None
+    return native or device.dequantize_bf16 or device.dequantize
 
 
-def token_bytes(*caches: KVCache) -> int:
-    """Bytes of one token and head in packed caches, 0 in others."""
-    packed = [
+def quantized_token_bytes(*caches: KVCache) -> int:
+    """Return the bytes of one token and head over the quantized caches among these."""
+    quantized = [
         tensor for cache in caches if not isinstance(cache, Tensor) for tensor in cache.tensors()
     ]
-    return sum(tensor.shape[-1] * tensor.dtype.itemsize for tensor in packed)
+    return sum(tensor.shape[-1] * tensor.dtype.itemsize for tensor in quantized)
 
 
-def unserved(dim: int, codecs: tuple[Codec, ...] | None = None, **traits: Any) -> str | None:
-    """Why kernels cannot read a layer's cache, or None: a codec without device functions, or one
-    that does not take heads of this dim."""
-    for codec in codecs or ():
-        if codec.device_at is None:
-            return f"{type(codec).__name__} has no device functions"
-        why_not = codec.refusal(dim)
-        if why_not is not None:
-            return why_not
+def unsupported_cache(
+    dim: int, quantizers: tuple[KVQuantizer, ...] | None = None, **traits: Any
+) -> str | None:
+    """Return why kernels cannot read a layer's cache, or None.
+
+    Reasons: a quantizer without device functions, or one that does not store heads of this dim.
+    """
+    for quantizer in quantizers or ():
+        if quantizer.device_path is None:
+            return f"{type(quantizer).__name__} has no device functions"
+        reason = quantizer.unsupported_reason(dim)
+        if reason is not None:
+            return reason
     return None

@@ -1,9 +1,9 @@
-"""The table of KV formats: what kv_cache_dtype may say besides auto."""
+"""Table of KV formats: the values of kv_cache_dtype besides auto."""
 
 import torch
 
 from lockstep.errors import ConfigError, choice_error
-from lockstep.kernels.formats.kv import Codec, KVFormat
+from lockstep.kernels.formats.kv import KVFormat, KVQuantizer
 from lockstep.kernels.formats.kv.bf16 import FORMAT as BFLOAT16
 from lockstep.kernels.formats.kv.fp8 import E4M3, E5M2
 from lockstep.kernels.formats.kv.int8 import FORMAT as INT8
@@ -20,66 +20,74 @@ KV_FORMATS: dict[str, KVFormat] = {
 
 
 def check_kv_cache_dtype(name: str) -> str:
-    """A kv_cache_dtype. Raises ValueError where there is none of this name."""
+    """Return a kv_cache_dtype unchanged. Raises ValueError for an unknown name."""
     if name not in kv_cache_dtypes():
         raise ValueError(name)
     return name
 
 
 def kv_cache_dtypes() -> tuple[str, ...]:
-    """What kv_cache_dtype may say."""
+    """Return the allowed values of kv_cache_dtype."""
     return ("auto", *KV_FORMATS)
 
 
 def kv_format(name: str, dtype: torch.dtype) -> KVFormat | None:
-    """The format of a kv_cache_dtype; None: the cache is of the model's dtype."""
+    """Return the format of a kv_cache_dtype; None: the cache is of the model's dtype."""
     if name == "auto" or name == str(dtype).removeprefix("torch."):
         return None
     return KV_FORMATS[name]
 
 
 def load_device_functions() -> None:
-    """Import the kernels' side of every format. Needs Triton."""
+    """Import the device functions of every format. Needs Triton."""
     for format in KV_FORMATS.values():
-        for codec in (format.k, format.v, format.latent):
-            if codec is not None and codec.device_at is not None:
-                codec.device()
-            if codec is not None and codec.fragments_at is not None:
-                codec.fragments()
+        for quantizer in (format.k, format.v, format.latent):
+            if quantizer is not None and quantizer.device_path is not None:
+                quantizer.device_functions()
+            if quantizer is not None and quantizer.mma_path is not None:
+                quantizer.mma_functions()
 
 
-def head_codecs(
+def head_quantizers(
     format: KVFormat | None, dim: int, setting: str = "kv_cache_dtype"
-) -> tuple[Codec, Codec] | None:
-    """How keys and values of heads of this dim are stored in a format. Raises ConfigError, naming
-    the setting that chose the format, where they are not."""
+) -> tuple[KVQuantizer, KVQuantizer] | None:
+    """Return the quantizers of keys and values of heads of this dim; None without a format.
+
+    Raises ConfigError, which names the setting that chose the format, if the format cannot store
+    such heads.
+    """
     if format is None:
         return None
-    why_not = format.refusal(dim)
-    if why_not is None:
+    reason = format.unsupported_reason(dim)
+    if reason is None:
         return format.k, format.v
-    usable = [name for name, one in KV_FORMATS.items() if one.refusal(dim) is None]
-    allowed = f"{', '.join(('auto', *usable))}, since {why_not}"
+    usable = [name for name, one in KV_FORMATS.items() if one.unsupported_reason(dim) is None]
+    allowed = f"{', '.join(('auto', *usable))}, since {reason}"
     remedy = "Choose one of them for this model."
     raise choice_error(ConfigError, setting, format.name, allowed, remedy)
 
 
-def latent_codec(
+def latent_quantizer(
     format: KVFormat | None, dim: int, setting: str = "kv_cache_dtype"
-) -> Codec | None:
-    """How latents of this dim are stored in a format. Raises ConfigError, naming the setting that
-    chose the format, where they are not."""
+) -> KVQuantizer | None:
+    """Return the quantizer of latents of this dim; None without a format.
+
+    Raises ConfigError, which names the setting that chose the format, if the format cannot store
+    such latents.
+    """
     if format is None:
         return None
-    why_not = "a latent is key and value at once, and this format has no codec for it"
+    reason = "a latent is key and value at once, and this format has no quantizer for it"
     if format.latent is not None:
-        refusal = format.latent.refusal(dim)
-        if refusal is None:
+        unsupported = format.latent.unsupported_reason(dim)
+        if unsupported is None:
             return format.latent
-        why_not = refusal
+        reason = unsupported
     usable = [
-        name for name, one in KV_FORMATS.items() if one.latent and not one.latent.refusal(dim)
+        name
+        for name, one in KV_FORMATS.items()
+        if one.latent and not one.latent.unsupported_reason(dim)
     ]
-    allowed = f"{', '.join(('auto', *usable))}, since {why_not}"
+    allowed = f"{', '.join(('auto', *usable))}, since {reason}"
     remedy = "Choose one of them for multi-head latent attention."
     raise choice_error(ConfigError, setting, format.name, allowed, remedy)

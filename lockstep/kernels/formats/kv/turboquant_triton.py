@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""turboquant.py in Triton.
+"""Device functions of the TurboQuant formats, in Triton.
 
-What is added is added in the reference's order, by splits and joins; square root and division are
-the correctly rounded ones. The launch forbids to contract multiplications with additions.
+Sums add in the reference's order, by splits and joins. Square roots and divisions are correctly
+rounded. Launches forbid contracting multiplications with additions (enable_fp_fusion=False).
 
-A code is unpacked by a tree of selections, whose leaves are the points. In bf16 by assembly: eight
-selectors of three bits, four bits apart, are what prmt takes; it looks up the lower and the upper
-bytes of four points at once, on which signs are put, and a second one pairs them. The product with
-the number beside the codes is rounded once in both.
+fp32: a tree of selections, whose leaves are the centroids, decodes a code. bf16: inline assembly.
+The instruction prmt takes eight 3-bit selectors, four bits apart, and looks up the lower or upper
+bytes of four centroids at once; signs are put on the upper bytes, and another prmt pairs lower and
+upper bytes. Both round the product with the scale once.
 """
 
 import torch
@@ -15,100 +15,120 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.dequantize import halves
-from lockstep.kernels.device.hadamard import flipped, flips, mixed
-from lockstep.kernels.formats.kv import KVDevice
-from lockstep.kernels.formats.kv.hadamard import OF_VALUES as IN_VALUES
-from lockstep.kernels.formats.kv.hadamard import WHOLE_HEAD as LARGEST
-from lockstep.kernels.formats.kv.turboquant import LEAST as LEAST_EXPONENT
-from lockstep.kernels.formats.kv.turboquant import MOST as MOST_EXPONENT
-from lockstep.kernels.formats.kv.turboquant import POINTS
+from lockstep.kernels.device.hadamard import flip_signs, hadamard_blocks, sign_bits
+from lockstep.kernels.formats.kv import KVDeviceFunctions, hadamard, turboquant
+from lockstep.kernels.formats.kv.turboquant import CENTROIDS
 
-LEAST = tl.constexpr(LEAST_EXPONENT)
-MOST = tl.constexpr(MOST_EXPONENT)
-P3 = tl.constexpr(POINTS[3])
-P4 = tl.constexpr(POINTS[4])
-WHOLE_HEAD = tl.constexpr(LARGEST)
-OF_VALUES = tl.constexpr(IN_VALUES)
+MIN_EXPONENT = tl.constexpr(turboquant.MIN_EXPONENT)
+MAX_EXPONENT = tl.constexpr(turboquant.MAX_EXPONENT)
+CENTROIDS_3 = tl.constexpr(CENTROIDS[3])
+CENTROIDS_4 = tl.constexpr(CENTROIDS[4])
+K_BLOCK = tl.constexpr(hadamard.K_BLOCK)
+V_BLOCK = tl.constexpr(hadamard.V_BLOCK)
 
 
-def _bytes_of(points, upper):
-    """One byte of each of up to four points in bf16, the first lowest."""
-    bits = torch.tensor(points, dtype=torch.bfloat16).view(torch.int16).tolist()
+def centroid_bytes(centroids, upper):
+    """Return one byte of each of up to four centroids in bf16, the first one lowest.
+
+    upper: 1 for the upper bytes, 0 for the lower ones.
+    """
+    bits = torch.tensor(centroids, dtype=torch.bfloat16).view(torch.int16).tolist()
     return sum((x >> 8 * upper & 0xFF) << 8 * i for i, x in enumerate(bits))
 
 
-def _eight_text(word, out, number, signs=None):
-    """PTX: the eight codes of a word -> four pairs, $out and the next three. signs: where they are
-    apart from the selectors."""
+def _word_ptx(word, out, scale, signs=None):
+    """Return PTX that decodes the eight codes of a word into four bf16 pairs, $out and the next
+    three.
+
+    signs: register of the signs where they are not part of the selectors.
+    """
     lines = [f"shr.u32 n, {word}, 16;"]
     for half, selectors in enumerate((word, "n")):
         lines += [f"prmt.b32 lo, l0, l1, {selectors};", f"prmt.b32 hi, h0, h1, {selectors};"]
         if signs:
             lines.append(f"shl.b32 s, {signs}, {4 * half};")
+            # hi ^= signs & 0x80 of each byte (truth table a & b ^ c = 0x6a).
             lines.append("lop3.b32 hi, s, 0x80808080, hi, 0x6a;")
         for pair, order in enumerate(("0x5140", "0x7362")):
             lines.append(f"prmt.b32 t, lo, hi, {order};")
-            lines.append(f"fma.rn.bf16x2 ${out + 2 * half + pair}, t, {number}, none;")
+            lines.append(f"fma.rn.bf16x2 ${out + 2 * half + pair}, t, {scale}, none;")
     return lines
 
 
-def _text(points, lines):
-    """PTX with the points' bytes in registers: lower ones in l0 and l1, upper ones in h0 and h1."""
+def _ptx_block(centroids, lines):
+    """Return a PTX block with the centroids' bytes in registers: lower ones in l0 and l1, upper
+    ones in h0 and h1."""
     table = [
-        f"mov.b32 {name}, {_bytes_of(points[first : first + 4], upper):#010x};"
+        f"mov.b32 {name}, {centroid_bytes(centroids[first : first + 4], upper):#010x};"
         for name, first, upper in (("l0", 0, 0), ("l1", 4, 0), ("h0", 0, 1), ("h1", 4, 1))
     ]
     registers = ".reg .b32 l0, l1, h0, h1, none, n, lo, hi, s, t, u;"
+    # none = -0 twice: the fma's addend keeps the sign of zeros.
     body = [registers, *table, "mov.b32 none, 0x80008000;", *lines]
     return tl.constexpr("\n".join(("{", *body, "}")))
 
 
-WORD_4 = _text(
-    POINTS[4], ["and.b32 u, $4, 0x77777777;", *_eight_text("u", 0, "$5", signs="$4")]
+WORD_4_PTX = _ptx_block(
+    CENTROIDS[4], ["and.b32 u, $4, 0x77777777;", *_word_ptx("u", 0, "$5", signs="$4")]
 )  # fmt: skip
-"""A word of 4-bit codes and the number, twice in a word -> its four pairs, in bf16."""
-SIGNED = (*POINTS[3], *(-point for point in POINTS[3]))
-WORD_3 = _text(SIGNED, ["and.b32 u, $4, 0x77777777;", *_eight_text("u", 0, "$5")])
-"""The same of a word of 3-bit codes with their signs; the fourth bits are passed by."""
+"""PTX: a word of 4-bit codes ($4) and a scale, twice in a word ($5) -> four bf16 pairs."""
+SIGNED_CENTROIDS = (*CENTROIDS[3], *(-centroid for centroid in CENTROIDS[3]))
+WORD_3_PTX = _ptx_block(SIGNED_CENTROIDS, ["and.b32 u, $4, 0x77777777;", *_word_ptx("u", 0, "$5")])
+"""PTX: the same for a word of 3-bit codes with their signs. The fourth bit of each is masked."""
 
 
 @triton.jit
-def _point(place, BITS: tl.constexpr):
-    """The point at a place of POINTS: place in int32; bits above the place's are passed by."""
-    one = (place & 1) != 0
-    two = (place & 2) != 0
+def _centroid(index, BITS: tl.constexpr):
+    """Return the centroid of an index, int32. Bits above the index are ignored."""
+    bit_0 = (index & 1) != 0
+    bit_1 = (index & 2) != 0
     if BITS == 3:
-        return tl.where(two, tl.where(one, P3[3], P3[2]), tl.where(one, P3[1], P3[0]))
+        return tl.where(
+            bit_1,
+            tl.where(bit_0, CENTROIDS_3[3], CENTROIDS_3[2]),
+            tl.where(bit_0, CENTROIDS_3[1], CENTROIDS_3[0]),
+        )
     else:
-        low = tl.where(two, tl.where(one, P4[3], P4[2]), tl.where(one, P4[1], P4[0]))
-        high = tl.where(two, tl.where(one, P4[7], P4[6]), tl.where(one, P4[5], P4[4]))
-        return tl.where((place & 4) != 0, high, low)
+        low = tl.where(
+            bit_1,
+            tl.where(bit_0, CENTROIDS_4[3], CENTROIDS_4[2]),
+            tl.where(bit_0, CENTROIDS_4[1], CENTROIDS_4[0]),
+        )
+        high = tl.where(
+            bit_1,
+            tl.where(bit_0, CENTROIDS_4[7], CENTROIDS_4[6]),
+            tl.where(bit_0, CENTROIDS_4[5], CENTROIDS_4[4]),
+        )
+        return tl.where((index & 4) != 0, high, low)
 
 
 @triton.jit
-def _places(size, norm, BITS: tl.constexpr):
-    """How many of the thresholds times norm are below size: fp32 -> int32."""
+def _nearest_index(magnitude, norm, BITS: tl.constexpr):
+    """Return the number of thresholds times norm that are below a magnitude, int32."""
     if BITS == 3:
-        found = (size > norm * ((P3[0] + P3[1]) / 2)).to(tl.int32)
-        found += (size > norm * ((P3[1] + P3[2]) / 2)).to(tl.int32)
-        return found + (size > norm * ((P3[2] + P3[3]) / 2)).to(tl.int32)
+        count = (magnitude > norm * ((CENTROIDS_3[0] + CENTROIDS_3[1]) / 2)).to(tl.int32)
+        count += (magnitude > norm * ((CENTROIDS_3[1] + CENTROIDS_3[2]) / 2)).to(tl.int32)
+        return count + (magnitude > norm * ((CENTROIDS_3[2] + CENTROIDS_3[3]) / 2)).to(tl.int32)
     else:
-        found = (size > norm * ((P4[0] + P4[1]) / 2)).to(tl.int32)
+        count = (magnitude > norm * ((CENTROIDS_4[0] + CENTROIDS_4[1]) / 2)).to(tl.int32)
+        # Thresholds ascend: the count of those below is the index of the nearest centroid.
         for i in tl.static_range(1, 7):
-            found += (size > norm * ((P4[i] + P4[i + 1]) / 2)).to(tl.int32)
-        return found
+            count += (magnitude > norm * ((CENTROIDS_4[i] + CENTROIDS_4[i + 1]) / 2)).to(tl.int32)
+        return count
 
 
 @triton.jit
 def _pair_sums(x, STEP: tl.constexpr):
-    """x [rows, N] fp32, N a power of two -> [rows, 1]: neighbours are added, then their sums; STEP
-    is 1.
+    """Return the sum of x [rows, N] fp32, N a power of two, as [rows, 1]: a binary tree of
+    neighbours. STEP is 1.
 
-    Sums stay in both places of a pair, so that all of a row are the sum in the end. Its maximum
-    lies as the row does. Sums of fewer and fewer places would end in a layout of their own, which
-    the compiler gives to all that is compared with them: a whole row in every thread.
+    Both elements of a pair keep the sum, so that all elements of a row are the total in the end,
+    and a maximum returns it in the row's layout. Sums over ever fewer elements would end in a
+    layout of their own, which the compiler gives to everything that is compared with them: a whole
+    row per thread.
     """
     if STEP == x.shape[1]:
+        # All elements are equal here, so the maximum is exact in any order.
         return tl.max(x, 1)[:, None]
     else:
         pairs = tl.reshape(x, (x.shape[0], x.shape[1] // (2 * STEP), 2, STEP))
@@ -117,171 +137,186 @@ def _pair_sums(x, STEP: tl.constexpr):
 
 
 @triton.jit
-def _power(exponent):
-    """2^(e - 127)."""
+def _power_of_two(exponent):
+    """Return 2^(e - 127) of biased exponents."""
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _store_words(place, sign, codes, live, HEADS: tl.constexpr, D: tl.constexpr,
+def _store_words(index, sign, qdata, live, HEADS: tl.constexpr, D: tl.constexpr,
                  BITS: tl.constexpr):  # fmt: skip
-    """Points' places and signs [.., N] int32 of heads, packed as bits.py says."""
+    """Pack indices and signs [.., N] int32 of heads as bit_packing.py does, and store them."""
     LANES: tl.constexpr = max(D // 32, 1)
     SLOTS: tl.constexpr = D // (8 * LANES)
-    place = tl.reshape(place, (HEADS, SLOTS, LANES, 8))
+    index = tl.reshape(index, (HEADS, SLOTS, LANES, 8))
     sign = tl.reshape(sign, (HEADS, SLOTS, LANES, 8))
-    at = tl.arange(0, 8)[None, None, None, :]
+    j = tl.arange(0, 8)[None, None, None, :]
+    # Octet slot * LANES + lane of the head is octet `slot` of the lane.
     slot = tl.arange(0, SLOTS)[None, :, None]
     lane = tl.arange(0, LANES)[None, None, :]
     if BITS == 4:
-        words = tl.sum((place << 4 * at) | (sign << (8 * (at % 4) + 7 - 4 * (at // 4))), 3)
-        tl.store(codes[:, :, None] + lane * SLOTS + slot, words, mask=live[:, :, None])
+        words = tl.sum((index << 4 * j) | (sign << (8 * (j % 4) + 7 - 4 * (j // 4))), 3)
+        tl.store(qdata[:, :, None] + lane * SLOTS + slot, words, mask=live[:, :, None])
     else:
-        code = place | (sign << 2)
-        words = tl.sum(code << 4 * at, 3)
+        code = index | (sign << 2)
+        words = tl.sum(code << 4 * j, 3)
         for plane in tl.static_range(min(SLOTS, 3)):
-            fourth = tl.sum(((code >> plane) & 1) << (4 * at + 3), 3)
+            # Bit `plane` of the fourth octet's codes fills the spare bits of this plane's words.
+            fourth = tl.sum(((code >> plane) & 1) << (4 * j + 3), 3)
             part = tl.where(slot == plane, words, tl.where(slot == 3, fourth, 0))
-            first = codes + plane * LANES + tl.arange(0, LANES)[None]
+            first = qdata + plane * LANES + tl.arange(0, LANES)[None]
             tl.store(first, tl.sum(part, 1), mask=live)
 
 
 @triton.jit
-def _store(values, codes, numbers, seed, live, D: tl.constexpr, BITS: tl.constexpr,
+def _store(heads, qdata, scales, seed, live, D: tl.constexpr, BITS: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
-    """See KVDevice: heads [HEADS, D] in blocks of BLOCK numbers, of all where D is less."""
-    HEADS: tl.constexpr = values.shape[0]
+    """Quantize heads [HEADS, D] in blocks of BLOCK numbers, or of all where D is less.
+
+    See KVDeviceFunctions.store.
+    """
+    HEADS: tl.constexpr = heads.shape[0]
     N: tl.constexpr = min(D, BLOCK)
-    COUNT: tl.constexpr = D // N
-    x = tl.reshape(values, (HEADS * COUNT, N))
+    NUM_BLOCKS: tl.constexpr = D // N
+    x = tl.reshape(heads, (HEADS * NUM_BLOCKS, N))
+    # Biased exponent of the largest magnitude; integer order puts inf and NaN on top.
     exponent = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)[:, None] >> 23
-    lost = exponent > MOST
-    usable = (exponent >= LEAST) & (exponent <= MOST)
+    overflow = exponent > MAX_EXPONENT
+    usable = (exponent >= MIN_EXPONENT) & (exponent <= MAX_EXPONENT)
     exponent = tl.where(usable, exponent, 127)
-    scaled = tl.where(usable, x, 0.0) * _power(255 - exponent)
+    # 254 + 1 - e: scaled to a largest number in [2, 4), so no square is subnormal or overflows.
+    scaled = tl.where(usable, x, 0.0) * _power_of_two(255 - exponent)
     norm = tl.sqrt_rn(_pair_sums(scaled * scaled, 1))
     d = tl.broadcast_to(tl.arange(0, D)[None], (HEADS, D))
-    flip = tl.reshape(flips(seed, d), (HEADS * COUNT, N))
-    turned = mixed(flipped(scaled, flip), N)
-    place = _places(tl.abs(turned), norm, BITS)
-    point = _point(place, BITS)
-    number = tl.div_rn(norm, tl.sqrt_rn(_pair_sums(point * point, 1))) * _power(exponent - 1)
-    number = tl.where(usable, number, 0.0).to(tl.int32, bitcast=True)
-    number = (number + 0x7FFF + ((number >> 16) & 1)) >> 16
-    number = tl.reshape(tl.where(lost, 0x7FC0, number), (HEADS, COUNT))
-    number = number.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    tl.store(numbers + tl.arange(0, COUNT)[None], number, mask=live)
-    _store_words(place, (turned < 0).to(tl.int32), codes, live, HEADS, D, BITS)
+    flip_mask = tl.reshape(sign_bits(seed, d), (HEADS * NUM_BLOCKS, N))
+    # Rotated without the division by sqrt(N), which cancels in the scale.
+    rotated = hadamard_blocks(flip_signs(scaled, flip_mask), N)
+    index = _nearest_index(tl.abs(rotated), norm, BITS)
+    centroid = _centroid(index, BITS)
+    scale = tl.div_rn(norm, tl.sqrt_rn(_pair_sums(centroid * centroid, 1))) * _power_of_two(
+        exponent - 1
+    )
+    scale = tl.where(usable, scale, 0.0).to(tl.int32, bitcast=True)
+    # Rounds to bf16, to the nearest, ties to even, by integers: the interpreter's cast truncates.
+    scale = (scale + 0x7FFF + ((scale >> 16) & 1)) >> 16
+    scale = tl.reshape(tl.where(overflow, 0x7FC0, scale), (HEADS, NUM_BLOCKS))
+    scale = scale.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(scales + tl.arange(0, NUM_BLOCKS)[None], scale, mask=live)
+    _store_words(index, (rotated < 0).to(tl.int32), qdata, live, HEADS, D, BITS)
 
 
 @triton.jit
-def _signed(word, at: tl.constexpr, number, BITS: tl.constexpr):
-    """Code `at` of a word, unpacked: fp32."""
-    value = _point(word >> 4 * at, BITS) * number
+def _decode(word, j: tl.constexpr, scale, BITS: tl.constexpr):
+    """Decode code j of a word to fp32."""
+    value = _centroid(word >> 4 * j, BITS) * scale
     if BITS == 4:
-        negative = (word >> (8 * (at % 4) + 7 - 4 * (at // 4))) & 1
+        negative = (word >> (8 * (j % 4) + 7 - 4 * (j // 4))) & 1
     else:
-        negative = (word >> (4 * at + 2)) & 1
-    return flipped(value, negative << 31)
+        negative = (word >> (4 * j + 2)) & 1
+    # Bit 31 of the mask flips the sign.
+    return flip_signs(value, negative << 31)
 
 
 @triton.jit
 def _join8(v0, v1, v2, v3, v4, v5, v6, v7):
-    """Eight of a word in their order: [..., 2, 2, 2]."""
+    """Join the eight numbers of a word in their order: [..., 2, 2, 2]."""
     even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
     odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
     return tl.join(even, odd)
 
 
 @triton.jit
-def _eight(word, number, BITS: tl.constexpr):
-    """The eight codes of words [T, W], unpacked: [T, W, 2, 2, 2] fp32."""
+def _decode_word(word, scale, BITS: tl.constexpr):
+    """Decode the eight codes of words [T, W]: [T, W, 2, 2, 2] fp32."""
     return _join8(
-        _signed(word, 0, number, BITS),
-        _signed(word, 1, number, BITS),
-        _signed(word, 2, number, BITS),
-        _signed(word, 3, number, BITS),
-        _signed(word, 4, number, BITS),
-        _signed(word, 5, number, BITS),
-        _signed(word, 6, number, BITS),
-        _signed(word, 7, number, BITS),
-    )
+        _decode(word, 0, scale, BITS), _decode(word, 1, scale, BITS), _decode(word, 2, scale, BITS),
+        _decode(word, 3, scale, BITS), _decode(word, 4, scale, BITS), _decode(word, 5, scale, BITS),
+        _decode(word, 6, scale, BITS), _decode(word, 7, scale, BITS),
+    )  # fmt: skip
 
 
 @triton.jit
-def _fetched_numbers(numbers, live, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The numbers beside a head's codes, by words of two: copies that run ahead take 4 bytes or
-    more, and a page holds whole words. Of one block, its word and the bit where it begins."""
+def _load_scales(scales, live, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the bf16 scales of a head as 32-bit words: asynchronous copies take 4 bytes or more.
+
+    A head of one block may begin in the middle of a word; the second result is then the bit where
+    it begins. A page holds whole words.
+    """
     if D > BLOCK:
-        words = numbers.to(tl.pointer_type(tl.int32), bitcast=True)
+        words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
         first = tl.load(words, mask=live, other=0)
         if D > 2 * BLOCK:
             return first, tl.load(words + 1, mask=live, other=0)
         else:
             return first, first
     else:
-        address = numbers.to(tl.int64)
+        # Round the address down to a word; bit 1 selects the half.
+        address = scales.to(tl.int64)
         word = (address & -4).to(tl.pointer_type(tl.int32))
         return tl.load(word, mask=live, other=0), (address & 2).to(tl.int32) * 8
 
 
 @triton.jit
-def _number(words, octet, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of a lane's octet, 0 .. 3: twice in a word. words: of _fetched_numbers."""
+def _octet_scale(words, octet, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the scale of a lane's octet, 0 .. 3, twice in a word. words: of _load_scales."""
     if D > BLOCK:
         block = octet // (4 * BLOCK // D)
         if D > 2 * BLOCK:
             word = tl.where(block < 2, words[0], words[1])
         else:
             word = words[0]
-        number = (word >> (block % 2 * 16)) & 0xFFFF
+        scale = (word >> (block % 2 * 16)) & 0xFFFF
     else:
-        number = (words[0] >> words[1]) & 0xFFFF
-    return number | (number << 16)
+        scale = (words[0] >> words[1]) & 0xFFFF
+    return scale | (scale << 16)
 
 
 @triton.jit
-def _joined(a, b, c, d, D: tl.constexpr):
-    """Four of each lane [T, D / 32] -> [T, D / 8]."""
+def _interleave(a, b, c, d, D: tl.constexpr):
+    """Interleave four words of each lane [T, D / 32] into [T, D / 8]."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], D // 8))
 
 
 @triton.jit
-def _fetch(codes, numbers, columns, live, D: tl.constexpr, BITS: tl.constexpr,
+def _load(qdata, scales, columns, live, D: tl.constexpr, BITS: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
-    """See KVDevice: words, then _fetched_numbers."""
-    found = ()
+    """Load words, then the scales of _load_scales. See KVDeviceFunctions.load."""
+    loaded = ()
     for plane in tl.static_range(1 if BITS == 4 else min(3, D // 8)):
-        at = codes + plane * max(D // 32, 1) + columns
-        found = found + (tl.load(at, mask=live, other=0),)
-    return found + _fetched_numbers(numbers, live, D, BLOCK)
+        word_ptrs = qdata + plane * max(D // 32, 1) + columns
+        loaded = loaded + (tl.load(word_ptrs, mask=live, other=0),)
+    return loaded + _load_scales(scales, live, D, BLOCK)
 
 
 @triton.jit
-def _words(found, columns, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Words of eight codes [T, D / 8] in the order in which octets are stored, and the number of
-    each, twice in a word."""
+def _words_and_scales(loaded, columns, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return words of eight codes [T, D / 8] in the stored order of octets, and the scale of each,
+    twice in a word."""
     if BITS == 4:
-        return found[0], _number(found[1:], columns % 4, D, BLOCK)
+        return loaded[0], _octet_scale(loaded[1:], columns % 4, D, BLOCK)
     elif D < 32:
-        words = tl.reshape(tl.join(found[0], found[1]), (found[0].shape[0], 2))
-        return words, _number(found[2:], 0, D, BLOCK)
+        words = tl.reshape(tl.join(loaded[0], loaded[1]), (loaded[0].shape[0], 2))
+        return words, _octet_scale(loaded[2:], 0, D, BLOCK)
     else:
-        a = found[0]
-        b = found[1]
-        c = found[2]
+        a = loaded[0]
+        b = loaded[1]
+        c = loaded[2]
+        # The fourth word is spread over bit 3 of each code of the other three.
         d = ((a >> 3) & 0x11111111) | ((b >> 2) & 0x22222222) | ((c >> 1) & 0x44444444)
+        # A zero of the words' shape broadcasts the scale to one per lane.
         none = a & 0
-        number = _joined(
-            _number(found[3:], 0, D, BLOCK) | none, _number(found[3:], 1, D, BLOCK) | none,
-            _number(found[3:], 2, D, BLOCK) | none, _number(found[3:], 3, D, BLOCK) | none, D,
+        scale = _interleave(
+            _octet_scale(loaded[3:], 0, D, BLOCK) | none,
+            _octet_scale(loaded[3:], 1, D, BLOCK) | none,
+            _octet_scale(loaded[3:], 2, D, BLOCK) | none,
+            _octet_scale(loaded[3:], 3, D, BLOCK) | none, D,
         )  # fmt: skip
-        return _joined(a, b, c, d, D), number
+        return _interleave(a, b, c, d, D), scale
 
 
 @triton.jit
-def _in_order(values, D: tl.constexpr):
-    """The numbers of _words [T, D / 8, 2, 2, 2] -> [T, D], octets in their own order."""
+def _transpose_octets(values, D: tl.constexpr):
+    """Reorder numbers of _words_and_scales [T, D / 8, 2, 2, 2] to [T, D] by column."""
     if D < 32:
         return tl.reshape(values, (values.shape[0], D))
     else:
@@ -290,16 +325,16 @@ def _in_order(values, D: tl.constexpr):
 
 
 @triton.jit
-def _unpack(found, columns, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """See KVDevice."""
-    words, number = _words(found, columns, D, BITS, BLOCK)
-    number = (number << 16).to(tl.float32, bitcast=True)
-    return _in_order(_eight(words, number, BITS), D)
+def _dequantize(loaded, columns, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Dequantize to fp32. See KVDeviceFunctions.dequantize."""
+    words, scale = _words_and_scales(loaded, columns, D, BITS, BLOCK)
+    scale = (scale << 16).to(tl.float32, bitcast=True)
+    return _transpose_octets(_decode_word(words, scale, BITS), D)
 
 
 @triton.jit
-def _pairs(p0, p1, p2, p3):
-    """Pairs of a word's eight numbers -> [T, W, 2, 2, 2] in bf16."""
+def _join_pairs(p0, p1, p2, p3):
+    """Join the bf16 pairs of a word's eight numbers: [T, W, 2, 2, 2]."""
     l0, h0 = halves(p0, tl.bfloat16)
     l1, h1 = halves(p1, tl.bfloat16)
     l2, h2 = halves(p2, tl.bfloat16)
@@ -308,114 +343,118 @@ def _pairs(p0, p1, p2, p3):
 
 
 @triton.jit
-def _unpack_bf16(found, columns, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """_unpack in bf16, two numbers by an instruction."""
-    TEXT: tl.constexpr = WORD_4 if BITS == 4 else WORD_3
-    words, number = _words(found, columns, D, BITS, BLOCK)
+def _dequantize_bf16(loaded, columns, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Dequantize to bf16 by assembly, two numbers per instruction."""
+    PTX: tl.constexpr = WORD_4_PTX if BITS == 4 else WORD_3_PTX
+    words, scale = _words_and_scales(loaded, columns, D, BITS, BLOCK)
     p0, p1, p2, p3 = tl.inline_asm_elementwise(
-        TEXT, "=&r,=&r,=&r,=&r,r,r", [words, number],
+        PTX, "=&r,=&r,=&r,=&r,r,r", [words, scale],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    return _in_order(_pairs(p0, p1, p2, p3), D)
+    return _transpose_octets(_join_pairs(p0, p1, p2, p3), D)
 
 
 @triton.jit
-def store_keys_3(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
-    """See KVDevice."""
-    _store(values, codes, numbers, constant, live, D, 3, WHOLE_HEAD)
+def store_keys_3(heads, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
+    """Quantize keys to 3 bits and store them. See KVDeviceFunctions."""
+    _store(heads, qdata, scales, layer_constant, live, D, 3, K_BLOCK)
 
 
 @triton.jit
-def store_keys_4(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
-    """See KVDevice."""
-    _store(values, codes, numbers, constant, live, D, 4, WHOLE_HEAD)
+def store_keys_4(heads, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
+    """Quantize keys to 4 bits and store them. See KVDeviceFunctions."""
+    _store(heads, qdata, scales, layer_constant, live, D, 4, K_BLOCK)
 
 
 @triton.jit
-def store_values_3(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
-    """See KVDevice."""
-    _store(values, codes, numbers, constant, live, D, 3, OF_VALUES)
+def store_values_3(heads, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
+    """Quantize values to 3 bits and store them. See KVDeviceFunctions."""
+    _store(heads, qdata, scales, layer_constant, live, D, 3, V_BLOCK)
 
 
 @triton.jit
-def store_values_4(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
-    """See KVDevice."""
-    _store(values, codes, numbers, constant, live, D, 4, OF_VALUES)
+def store_values_4(heads, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
+    """Quantize values to 4 bits and store them. See KVDeviceFunctions."""
+    _store(heads, qdata, scales, layer_constant, live, D, 4, V_BLOCK)
 
 
 @triton.jit
-def fetch_keys_3(codes, numbers, columns, live, D: tl.constexpr):
-    """See KVDevice."""
-    return _fetch(codes, numbers, columns, live, D, 3, WHOLE_HEAD)
+def load_keys_3(qdata, scales, columns, live, D: tl.constexpr):
+    """Load 3-bit keys. See KVDeviceFunctions."""
+    return _load(qdata, scales, columns, live, D, 3, K_BLOCK)
 
 
 @triton.jit
-def unpack_keys_3(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack(found, columns, D, 3, WHOLE_HEAD)
+def dequantize_keys_3(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize 3-bit keys to fp32. See KVDeviceFunctions."""
+    return _dequantize(loaded, columns, D, 3, K_BLOCK)
 
 
 @triton.jit
-def unpack_keys_3_bf16(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack_bf16(found, columns, D, 3, WHOLE_HEAD)
+def dequantize_keys_3_bf16(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize 3-bit keys to bf16. See KVDeviceFunctions."""
+    return _dequantize_bf16(loaded, columns, D, 3, K_BLOCK)
 
 
 @triton.jit
-def fetch_keys_4(codes, numbers, columns, live, D: tl.constexpr):
-    """See KVDevice."""
-    return _fetch(codes, numbers, columns, live, D, 4, WHOLE_HEAD)
+def load_keys_4(qdata, scales, columns, live, D: tl.constexpr):
+    """Load 4-bit keys. See KVDeviceFunctions."""
+    return _load(qdata, scales, columns, live, D, 4, K_BLOCK)
 
 
 @triton.jit
-def unpack_keys_4(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack(found, columns, D, 4, WHOLE_HEAD)
+def dequantize_keys_4(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize 4-bit keys to fp32. See KVDeviceFunctions."""
+    return _dequantize(loaded, columns, D, 4, K_BLOCK)
 
 
 @triton.jit
-def unpack_keys_4_bf16(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack_bf16(found, columns, D, 4, WHOLE_HEAD)
+def dequantize_keys_4_bf16(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize 4-bit keys to bf16. See KVDeviceFunctions."""
+    return _dequantize_bf16(loaded, columns, D, 4, K_BLOCK)
 
 
 @triton.jit
-def fetch_values_3(codes, numbers, columns, live, D: tl.constexpr):
-    """See KVDevice."""
-    return _fetch(codes, numbers, columns, live, D, 3, OF_VALUES)
+def load_values_3(qdata, scales, columns, live, D: tl.constexpr):
+    """Load 3-bit values. See KVDeviceFunctions."""
+    return _load(qdata, scales, columns, live, D, 3, V_BLOCK)
 
 
 @triton.jit
-def unpack_values_3(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack(found, columns, D, 3, OF_VALUES)
+def dequantize_values_3(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize 3-bit values to fp32. See KVDeviceFunctions."""
+    return _dequantize(loaded, columns, D, 3, V_BLOCK)
 
 
 @triton.jit
-def unpack_values_3_bf16(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack_bf16(found, columns, D, 3, OF_VALUES)
+def dequantize_values_3_bf16(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize 3-bit values to bf16. See KVDeviceFunctions."""
+    return _dequantize_bf16(loaded, columns, D, 3, V_BLOCK)
 
 
 @triton.jit
-def fetch_values_4(codes, numbers, columns, live, D: tl.constexpr):
-    """See KVDevice."""
-    return _fetch(codes, numbers, columns, live, D, 4, OF_VALUES)
+def load_values_4(qdata, scales, columns, live, D: tl.constexpr):
+    """Load 4-bit values. See KVDeviceFunctions."""
+    return _load(qdata, scales, columns, live, D, 4, V_BLOCK)
 
 
 @triton.jit
-def unpack_values_4(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack(found, columns, D, 4, OF_VALUES)
+def dequantize_values_4(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize 4-bit values to fp32. See KVDeviceFunctions."""
+    return _dequantize(loaded, columns, D, 4, V_BLOCK)
 
 
 @triton.jit
-def unpack_values_4_bf16(found, columns, constant, D: tl.constexpr):
-    """See KVDevice."""
-    return _unpack_bf16(found, columns, D, 4, OF_VALUES)
+def dequantize_values_4_bf16(loaded, columns, layer_constant, D: tl.constexpr):
+    """Dequantize 4-bit values to bf16. See KVDeviceFunctions."""
+    return _dequantize_bf16(loaded, columns, D, 4, V_BLOCK)
 
 
-KEYS_3 = KVDevice(store_keys_3, 32, fetch_keys_3, unpack_keys_3, unpack_keys_3_bf16)
-KEYS_4 = KVDevice(store_keys_4, 8, fetch_keys_4, unpack_keys_4, unpack_keys_4_bf16)
-VALUES_3 = KVDevice(store_values_3, 32, fetch_values_3, unpack_values_3, unpack_values_3_bf16)
-VALUES_4 = KVDevice(store_values_4, 8, fetch_values_4, unpack_values_4, unpack_values_4_bf16)
+KEYS_3 = KVDeviceFunctions(store_keys_3, 32, load_keys_3, dequantize_keys_3, dequantize_keys_3_bf16)
+KEYS_4 = KVDeviceFunctions(store_keys_4, 8, load_keys_4, dequantize_keys_4, dequantize_keys_4_bf16)
+VALUES_3 = KVDeviceFunctions(
+    store_values_3, 32, load_values_3, dequantize_values_3, dequantize_values_3_bf16
+)
+VALUES_4 = KVDeviceFunctions(
+    store_values_4, 8, load_values_4, dequantize_values_4, dequantize_values_4_bf16
+)

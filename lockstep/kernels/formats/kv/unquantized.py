@@ -1,40 +1,43 @@
-"""Numbers of the model's dtype, rotated as another codec rotates them: what it unpacks to."""
+"""Numbers of the model's dtype in a Hadamard rotation: what a rotated cache dequantizes to."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.kv import Codec, Turn
-from lockstep.kernels.formats.kv.hadamard import OF_VALUES
+from lockstep.kernels.formats.kv import HadamardRotation, KVQuantizer
+from lockstep.kernels.formats.kv.hadamard import V_BLOCK
 
 
 @dataclass(frozen=True)
-class Plain(Codec):
-    """model: the dtype. rotation: that the numbers lie in, of OF_VALUES or WHOLE_HEAD."""
+class Unquantized(KVQuantizer):
+    """Quantizer that only rotates, for tests.
 
-    model: torch.dtype
-    rotation: Turn
+    model_dtype: dtype of the numbers. head_rotation: rotation in blocks of V_BLOCK or K_BLOCK.
+    """
+
+    model_dtype: torch.dtype
+    head_rotation: HadamardRotation
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model
+        return self.model_dtype
 
     @property
-    def constant(self) -> int:
-        return self.rotation.seed
+    def layer_constant(self) -> int:
+        return self.head_rotation.seed
 
     @property
-    def turn(self) -> Turn:
-        return self.rotation
+    def rotation(self) -> HadamardRotation:
+        return self.head_rotation
 
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (self.rotation.forward(x).to(self.model),)
+    def quantize(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.head_rotation.rotate(x).to(self.model_dtype),)
 
-    def decode(self, codes: Tensor, numbers: Tensor | None) -> Tensor:
-        return codes.float()
+    def dequantize(self, qdata: Tensor, scales: Tensor | None) -> Tensor:
+        return qdata.float()
 
     @property
-    def device_at(self) -> str | None:
-        side = "VALUES" if self.rotation.block == OF_VALUES else "KEYS"
+    def device_path(self) -> str | None:
+        side = "VALUES" if self.head_rotation.block == V_BLOCK else "KEYS"
         return f"lockstep.kernels.formats.kv.unquantized_triton:{side}"
