@@ -1,4 +1,4 @@
-"""Softmax attention over paged KV; norms, rotary positions, biases and a gate where asked for."""
+"""Softmax attention over a paged KV cache, with the options of several families."""
 
 from torch import Tensor, nn
 
@@ -18,13 +18,19 @@ from lockstep.step import StepContext
 
 
 class Attention(nn.Module):
-    """x [T, H] -> [T, H]: projections, q and k norm, rotary, paged attention, gate, projection.
+    """Attention mixer: x [T, H] -> [T, H].
 
-    rotary: None where positions are not told. qk_norm: an RMS norm of every query and key head,
-    with `eps`, stored around 1 - norm_offset. bias, out_bias: of q, k and v; of the projection
-    behind. gated: q_proj gives, head by head, head_dim of q then head_dim of a gate, whose sigmoid
-    multiplies what the head found. scale: of the scores, head_dim^-0.5 where it is None.
-    hidden: H, or the widths of x and of what is returned, where they differ.
+    Projections, norms of q and k, rotary positions, paged attention, gate, output projection.
+
+    Args:
+        hidden: H, or the widths of input and output if they differ.
+        rotary: cos and sin tables; None for attention without positions.
+        qk_norm: apply an RMS norm with `eps` to every query and key head; the weights are stored
+            around 1 - norm_offset.
+        bias, out_bias: whether q, k, v and the output projection have biases.
+        gated: q_proj returns head_dim of q, then head_dim of a gate for each head; sigmoid(gate)
+            multiplies the head's output.
+        scale: factor of the scores, head_dim^-0.5 for None.
     """
 
     k_cache: KVCache
@@ -81,11 +87,11 @@ class Attention(nn.Module):
         self.attend = build.op(paged_attention, **sizes, quantizers=quantizers)
 
     def keep(self, x: Tensor, ctx: StepContext) -> None:
-        """Writes the keys and values of x [T, H] and makes nothing else. For drafters."""
+        """Write the cache entries of x [T, H] without computing any output. For drafters."""
         self._place(self.qkv.from_part(1, x), ctx)
 
     def _place(self, qkv: Tensor, ctx: StepContext) -> Tensor:
-        """Projections [T, N] -> their queries [T, H, D]; their keys and values are written."""
+        """Return queries [T, H, D] of the projections [T, N], and write their keys and values."""
         return self.rope(
             qkv,
             None if self.q_norm is None else self.q_norm.weight,
@@ -118,7 +124,7 @@ class Attention(nn.Module):
         return self.out(mixed.flatten(1))
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         table = self.qkv.weights() | self.out.weights()
         table.update(self.static.slots)
         if self.q_norm is not None and self.k_norm is not None:
@@ -130,7 +136,7 @@ class Attention(nn.Module):
         return kv_spec(self.kv_heads, self.head_dim, self.dtype, self.kv_format)
 
     def finish(self) -> None:
-        """Takes the checkpoint's static scales. To be called once, when weights are loaded."""
+        """Set the checkpoint's static KV scales. Call once after loading."""
         self.kv_format = self.static.applied(self.kv_format)
 
     def bind(self, storage: dict[str, Tensor]) -> None:

@@ -21,10 +21,13 @@ from lockstep.step import StepContext, flush_after
 
 
 class GatedDeltaNet(nn.Module):
-    """x [T, H] -> [T, H].
+    """Gated DeltaNet mixer: x [T, H] -> [T, H].
 
-    key_heads heads of key_dim, value_heads of value_dim; a causal convolution of `kernel` taps.
-    grouped: the checkpoint has projections by key head, as Qwen3-Next's (grouped_rows).
+    Args:
+        key_heads, key_dim: heads of q and k, and their width.
+        value_heads, value_dim: heads of v, and their width.
+        kernel: taps of the causal convolution.
+        grouped: the checkpoint orders the projections' rows by key head, as Qwen3-Next does.
     """
 
     state: RecurrentState
@@ -142,7 +145,7 @@ class GatedDeltaNet(nn.Module):
         return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=ctx.flush)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         return (
             self.in_proj.weights()
             | self.out.weights()
@@ -167,7 +170,11 @@ class GatedDeltaNet(nn.Module):
 
 
 def grouped_rows(groups: int, parts: tuple[int, ...]) -> Tensor:
-    """For each row of a weight that has its parts one behind the other, its row where they lie in
-    groups: part 0, 1, ... of group 0, then those of group 1. parts: rows of each in one group."""
+    """Return where each row of a weight [part 0 | part 1 | ...] is in a checkpoint that stores
+    groups.
+
+    Group g of the checkpoint holds its rows of part 0, then of part 1, and so on. parts: rows of
+    each part in one group.
+    """
     rows = torch.arange(groups * sum(parts)).view(groups, -1)
     return torch.cat([part.flatten() for part in rows.split(parts, dim=1)])

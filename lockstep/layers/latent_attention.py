@@ -18,19 +18,20 @@ from lockstep.quantization.weight_sink import FLOAT_DTYPES
 from lockstep.step import StepContext
 
 NORM_EPS = 1e-6
-"""Of both latent norms: DeepSeek's modeling code gives them no other, whatever rms_norm_eps is."""
+"""Epsilon of both latent norms; DeepSeek's modeling code does not use rms_norm_eps here."""
 
 
 class AbsorbedHeads(nn.Module):
-    """kv_b_proj, which takes a latent to every head's key and value, cut into two maps per head.
+    """kv_b_proj split into two maps per head, so that attention works on latents.
 
-    keys [H, C, N]: a query's N unturned dims become the C that are compared with a latent. values
-    [H, V, C]: a weighed latent becomes the head's output. The checkpoint's weight [H (N + V), C]
-    has N rows of keys, then V of values, head by head. One that is packed is unpacked when it is
-    loaded, since the keys' map is read along its rows.
+    keys [H, C, N] maps a query's N dims without position to the C dims of a latent. values [H, V,
+    C] maps an attention-weighted latent to the head's output. The checkpoint's weight [H (N + V),
+    C] has N rows of keys, then V rows of values for each head. A quantized one is dequantized after
+    loading, since the keys' map is read along its rows.
 
-    rotation: the Hadamard rotation of the cached latents, None for none. Every row is rotated when
-    it is loaded, so queries come out rotated, and the output need not be rotated back.
+    rotation: Hadamard rotation in which the cache stores latents, None for none. It is applied to
+    every row of the weight at load time, so that queries come out rotated and outputs need no
+    inverse.
     """
 
     def __init__(
@@ -59,15 +60,15 @@ class AbsorbedHeads(nn.Module):
         self.out = build.op(head_linear, inputs=latent, outputs=value)
 
     def absorb(self, q: Tensor) -> Tensor:
-        """q [T, H, N] -> what is compared with latents [T, H, C]."""
+        """Return the query in latent space: q [T, H, N] -> [T, H, C]."""
         return self.query(q, self.keys)
 
     def expand(self, latents: Tensor) -> Tensor:
-        """Weighed latents [T, H, C] -> the heads' outputs [T, H, V]."""
+        """Return the heads' outputs: attention-weighted latents [T, H, C] -> [T, H, V]."""
         return self.out(latents, self.values)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         if self.quantized_parts:
             return weight_sinks("kv_b_proj", self.quantized_parts[0], self.packing, self.read)
         shape = (self.read.whole_outputs, self.read.inputs)
@@ -77,7 +78,7 @@ class AbsorbedHeads(nn.Module):
         return {"kv_b_proj.weight": sink}
 
     def _take(self, weight: Tensor) -> None:
-        """Fills both maps from kv_b_proj [H (N + V), C]."""
+        """Fill both maps from kv_b_proj [H (N + V), C]."""
         if self.rotation is not None:
             weight = self.rotation.rotate(weight)
         heads = weight.unflatten(0, (-1, sum(self.widths)))
@@ -86,18 +87,21 @@ class AbsorbedHeads(nn.Module):
         self.values.data.copy_(values)
 
     def finish(self) -> None:
-        """To be called once, when the weights are weight_sinks."""
+        """Dequantize kv_b_proj into both maps. Call once after loading."""
         for packed in self.quantized_parts:
             self._take(packed.dequantize(self.dtype))
         self.quantized_parts = []
 
 
 class LatentAttention(nn.Module):
-    """x [T, H] -> [T, H]: projections, norms, rotary, attention over latents, projection.
+    """Multi-head latent attention mixer: x [T, H] -> [T, H].
 
-    q_rank: of the queries' own latent, None where one projection makes them. latent: dims of the
-    cached latent; plain, turned: dims of a head's query that do not turn by its position, and that
-    do; value: of a head's output. scale: of the scores.
+    Args:
+        q_rank: width of the queries' latent; None if one projection makes the queries.
+        latent: width of the cached latent (kv_lora_rank).
+        plain, turned: dims of a head's query without and with rotary position.
+        value: dims of a head's output.
+        scale: factor of the scores.
     """
 
     latents: KVCache
@@ -145,13 +149,14 @@ class LatentAttention(nn.Module):
         self.attend = build.op(latent_attention, heads=self.heads, **sizes, quantizers=quantizers)
 
     def keep(self, x: Tensor, ctx: StepContext) -> None:
-        """Writes the latents of x [T, H] and makes nothing else. For drafters."""
+        """Write the cache entries of x [T, H] without computing any output. For drafters."""
         kv = self.down.from_part(1, x)
         self._place(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, ctx)
 
     def _place(self, q: Tensor, kv: Tensor, ctx: StepContext) -> Tensor:
-        """Queries [T, H, N + R] -> their turned part [T, H, R]; the latents kv [T, C + R] are
-        written."""
+        """Return the rotated part [T, H, R] of queries [T, H, N + R], and write the latents kv [T,
+        C + R].
+        """
         return self.rope(
             q,
             kv,
@@ -185,7 +190,7 @@ class LatentAttention(nn.Module):
         return self.out(self.absorbed.expand(mixed).flatten(1))
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         table = self.down.weights() | self.absorbed.weights() | self.out.weights()
         table["kv_a_layernorm.weight"] = self.kv_norm.weight
         if self.q_norm is not None and self.q_up is not None:
@@ -194,8 +199,7 @@ class LatentAttention(nn.Module):
 
     @property
     def key_flops(self) -> int:
-        """Operations that a token and a key cost: a score of C + R and C of the output, per
-        head."""
+        """Operations per token and key: C + R (score) and C (output) multiply-adds per head."""
         return 2 * self.heads * (2 * self.latent + self.turned)
 
     def cache_spec(self) -> Spec:

@@ -17,11 +17,14 @@ from lockstep.step import StepContext, flush_after
 
 
 class Mamba2(nn.Module):
-    """x [T, H] -> [T, H].
+    """Mamba-2 mixer: x [T, H] -> [T, H].
 
-    heads of head_dim channels; groups of state_dim numbers, which the heads share evenly; a causal
-    convolution of `kernel` taps. bias, conv_bias: of both projections, of the convolution. limits:
-    between which time steps are held.
+    Args:
+        heads, head_dim: heads and their channels.
+        groups, state_dim: groups of B and C, which the heads share evenly, and their width.
+        kernel: taps of the causal convolution.
+        bias, conv_bias: whether both projections, and the convolution, have biases.
+        limits: range to which time steps are clamped.
     """
 
     state: RecurrentState
@@ -102,7 +105,7 @@ class Mamba2(nn.Module):
         return y.flatten(-2).flatten(0, 1)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         table = self.in_proj.weights() | self.out.weights()
         table.update(
             {

@@ -1,4 +1,4 @@
-"""The MLPs: gated, down(silu(gate x) * up x), and without a gate, down(max(up x, 0)^2)."""
+"""MLPs: gated, down(silu(gate x) * up x), and without a gate, down(max(up x, 0)^2)."""
 
 from torch import Tensor, nn
 
@@ -10,9 +10,9 @@ from lockstep.step import StepContext
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer, 2020). x [T, H] -> a delta of [T, H]; gate and up are one weight.
+    """SwiGLU (Shazeer, 2020): x [T, H] -> delta [T, H]. Gate and up are one weight.
 
-    partial: the delta may be partials, as ResidualLinear's are.
+    partial: the delta may be split-K partials, like that of ResidualLinear.
     """
 
     def __init__(
@@ -37,12 +37,14 @@ class GatedMLP(nn.Module):
         return self.down(self.act(self.gate_up(x)))
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the MLP -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         return self.gate_up.weights() | self.down.weights()
 
 
 class ReluMLP(nn.Module):
-    """Squared ReLU (So et al., Primer, 2021). x [T, H] -> a delta of [T, H], maybe partials."""
+    """Squared-ReLU MLP (So et al., Primer, 2021): x [T, H] -> delta [T, H], or its split-K
+    partials.
+    """
 
     def __init__(self, build: BuildContext, hidden: int, inner: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -54,5 +56,5 @@ class ReluMLP(nn.Module):
         return self.down(self.act(self.up(x)))
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the MLP -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         return self.up.weights() | self.down.weights()

@@ -108,7 +108,7 @@ class Sublayer:
         self.mixes = is_cached(body)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the layer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         own = {f"{self.name}.{name}": tensor for name, tensor in self.body.weights().items()}
         return {f"{self.norm_name}.weight": self.norm.weight} | own
 
@@ -166,7 +166,7 @@ class Block(nn.Module):
         return x, normed if sublayer.mixes else sublayer.body(normed, ctx)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the layer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         return {name: tensor for one in self.sublayers for name, tensor in one.weights().items()}
 
 
@@ -248,7 +248,7 @@ class Decoder(nn.Module, ABC):
         return self.head(hidden[ctx.logit_rows])
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name, less its prefix -> what it fills."""
+        """Map the checkpoint's tensors, by name less the prefix, to their destinations."""
         table: dict[str, Target] = {
             f"{self.embed_name}.weight": self.embed.sink,
             f"{self.norm_name}.weight": self.norm.weight,

@@ -32,7 +32,7 @@ WITHOUT_EFFECT = {
     "head_dim": "derived: qk_rope_head_dim, as transformers writes it",
     "qk_head_dim": "derived: qk_nope_head_dim + qk_rope_head_dim",
 }
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 TWINS = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and head in the MTP module, which shares the target's own."""
 
@@ -45,7 +45,7 @@ def draft_prefix(raw: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math."""
+    """Settings of config.json that the model is built from."""
 
     layers: int
     latents: LatentConfig
@@ -53,7 +53,11 @@ class Config(DecoderConfig):
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = ConfigReader(raw)
         c.only("pretraining_tp", 1, None, default=1)
         c.only(DRAFT_SETTING, 0, 1, None, default=0)

@@ -42,7 +42,7 @@ WITHOUT_EFFECT = {
     "sliding_window": "use_sliding_window is off",
     "max_window_layers": "use_sliding_window is off",
 }
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 
 
 class BlockCheckpoint(Checkpoint):
@@ -207,10 +207,10 @@ class BlockDraftModel(nn.Module):
             sublayers[0].body.keep(state, ctx)
 
     def finish(self) -> None:
-        """Nothing is left to do: what it shares with the target is the target's own."""
+        """Do nothing: the target finishes the layers that it shares."""
 
     def weights(self) -> dict[str, Target]:
-        """The checkpoint's names -> what they fill."""
+        """Map the checkpoint's tensors, by name, to their destinations."""
         table: dict[str, Target] = {
             "hidden_norm.weight": self.hidden_norm.weight,
             "norm.weight": self.norm.weight,

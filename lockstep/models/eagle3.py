@@ -87,7 +87,7 @@ WITHOUT_EFFECT = {
     **dict.fromkeys(("sliding_window", "max_window_layers"), _WINDOW),
     **dict.fromkeys(("head_dim", "qk_head_dim", "num_key_value_heads"), _LATENT),
 }  # fmt: skip
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 OFFSETS = "d2t"
 """The tensor [draft_vocab] int64 of what is added to a draft id to get the target's."""
 KNOWN = "t2d"
@@ -403,10 +403,10 @@ class Eagle3Head(nn.Module):
         return residual, torch.cat([self.embed_norm(self.embed(ids)), hidden], dim=-1)
 
     def finish(self) -> None:
-        """Nothing is left to do: what it shares with the target is the target's own."""
+        """Do nothing: the target finishes the layers that it shares."""
 
     def weights(self) -> dict[str, Target]:
-        """The checkpoint's names -> what they fill."""
+        """Map the checkpoint's tensors, by name, to their destinations."""
         table: dict[str, Target] = {
             f"{LAYER}.input_layernorm.weight": self.embed_norm.weight,
             f"{LAYER}.hidden_norm.weight": self.hidden_norm.weight,

@@ -30,7 +30,11 @@ class LatentConfig:
 
     @classmethod
     def read(cls, c: ConfigReader) -> "LatentConfig":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c.only("attention_bias", False, default=False)
         c.only("rope_interleave", True, None, default=True)
         plain = c.size("qk_nope_head_dim")

@@ -84,7 +84,7 @@ WITHOUT_EFFECT = {
         ("mtp_hybrid_override_pattern", "mtp_layers_block_type"), "there is no MTP module"
     ),
 }
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 EPS_NAMES = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
 OLDER_NAMES = {
     "mamba_n_groups": "n_groups",
@@ -133,7 +133,11 @@ class Config(StackConfig):
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = _with_later_names(ConfigReader(raw))
         kinds = _read_kinds(c)
         draft_kinds = _read_draft_kinds(c)

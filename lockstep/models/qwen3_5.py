@@ -29,7 +29,7 @@ WITHOUT_EFFECT = {
     "max_window_layers": "no layer has a window",
     "mlp_only_layers": "every layer of the dense models has a dense MLP",
 }
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,11 @@ class Config(DecoderConfig):
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = ConfigReader(raw)
         config = cls(**read_hybrid(c))
         c.refuse_unread(WITHOUT_EFFECT)
@@ -161,7 +165,7 @@ class Draft(MTPModule):
         yield attention_sublayer(at, c, c.rope.rotary(at)), target.mlp(at, None)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name, less DRAFT_PREFIX -> what it fills."""
+        """Map the checkpoint's tensors, by name less the prefix, to their destinations."""
         own = self.blocks[0].weights()
         return (
             {f"layers.0.{name}": tensor for name, tensor in own.items()}

@@ -138,7 +138,11 @@ class AutoRound(IntWeightFormat):
 
 
 def read(settings: Mapping[str, Any]) -> WeightFormat:
-    """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
+    """Return the weight format of a checkpoint's settings.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
     return read_strictly(settings, "auto-round", AutoRound)
 
 

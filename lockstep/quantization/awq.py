@@ -77,7 +77,11 @@ class AWQ(IntWeightFormat):
 
 
 def read(settings: Mapping[str, Any]) -> WeightFormat:
-    """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
+    """Return the weight format of a checkpoint's settings.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
     return read_strictly(settings, "awq", AWQ)
 
 

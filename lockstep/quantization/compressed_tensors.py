@@ -52,7 +52,11 @@ MAX_GROUP_SIZE = 1 << 20
 
 
 def read(settings: Mapping[str, Any]) -> "CompressedTensors":
-    """The format of these settings. Raises CheckpointError where they ask for what is not built."""
+    """Return the weight format of a checkpoint's settings.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
     return read_strictly(settings, "compressed-tensors", CompressedTensors)
 
 

@@ -28,7 +28,11 @@ UP_TO_A_DOT = r"(?:(?<=\.)|(?=\.|$))"
 
 
 def read(settings: Mapping[str, Any]) -> "Fp8":
-    """The format of these settings. Raises CheckpointError where they ask for what is not built."""
+    """Return the weight format of a checkpoint's settings.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
     return read_strictly(settings, "fp8", Fp8)
 
 

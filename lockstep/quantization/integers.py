@@ -24,13 +24,13 @@ from lockstep.quantization.weight_sink import WeightSink
 
 BITS = (4, 8)
 GROUPS = (-1, 32, 64, 128)
-"""Columns that share a scale; -1: all."""
+"""Supported numbers of columns that share a scale; -1: all columns."""
 SIDECARS = frozenset({"qweight", "qzeros", "scales", "g_idx"})
-"""The tensors of a packed module."""
+"""Tensors of a quantized layer."""
 SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-"""What scales may be, by their names in a file's header."""
+"""Supported dtypes of scales, by their safetensors names."""
 WORD = 32
-"""Bits of a word."""
+"""Bits of a word of codes."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Scheme:
 
     @property
     def in_order(self) -> bool:
-        """Whether column k is of group k // group; else a tensor says of which each is."""
+        """Whether column k belongs to group k // group; otherwise g_idx gives the groups."""
         return self.static or not self.act_order
 
     @property
     def name(self) -> str:
-        """What numerics call it: int4-g128, int8-channel."""
+        """Name in numerics, such as int4-g128 or int8-channel."""
         return f"int{self.bits}-" + ("channel" if self.group == -1 else f"g{self.group}")
 
     def overridden(self, c: SettingsReader, group_name: str = "group_size") -> "Scheme":
-        """This scheme, less what the settings of some modules say otherwise."""
+        """Return the scheme with the settings of some modules applied."""
         return replace(
             self,
             bits=c.only("bits", *BITS, default=self.bits),
@@ -69,9 +69,10 @@ class Scheme:
 
 @dataclass(frozen=True)
 class ModuleScheme:
-    """What settings say of a module: whether it is packed, and how if it is.
+    """Scheme of one module according to the settings, and whether it is quantized.
 
-    setting: the one that names it, which its tensors must not contradict; empty where none does.
+    setting: the setting that names the module, which its tensors must not contradict; "" if none
+    does.
     """
 
     scheme: Scheme
@@ -80,9 +81,9 @@ class ModuleScheme:
 
 
 class IntWeightFormat(WeightFormat):
-    """A format of integers: what IntWeight holds, in the checkpoint's own order.
+    """Integer weight format that IntWeight stores, in the checkpoint's column order.
 
-    _asked: what the settings say of modules, by their names; each is asked for twice or more.
+    _asked: cache of the settings' answer per module; each is needed more than once.
     """
 
     def __init__(self, name: str, scheme: Scheme) -> None:
@@ -92,12 +93,13 @@ class IntWeightFormat(WeightFormat):
 
     @abstractmethod
     def asked(self, module: CheckpointLinear) -> ModuleScheme:
-        """What the settings say of the module."""
+        """Return what the settings say about the module."""
 
     def scheme_of(self, module: CheckpointLinear) -> Scheme | None:
-        """How the module is packed; None: it is not.
+        """Return the scheme of a quantized module; None for a plain one.
 
-        Raises CheckpointError where tensors and settings contradict each other.
+        Raises:
+            CheckpointError: tensors and settings contradict each other.
         """
         asked = self._asked.get(module.names)
         if asked is None:
@@ -139,11 +141,11 @@ class IntWeightFormat(WeightFormat):
     def filled(
         self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
     ) -> dict[str, WeightSink]:
-        """What `slots` gives, less the bias that some files have where the model has none."""
+        """Return the sinks of the module, without that of a bias that the model does not have."""
 
 
 def _scale_dtype(module: CheckpointLinear) -> torch.dtype:
-    """Of the module's scales, as its file says; float16, as most are, where there is none."""
+    """Return the dtype of the module's scales; float16 without files."""
     info = (module.tensors or {}).get("scales")
     if info is None:
         return torch.float16
@@ -154,34 +156,33 @@ def _scale_dtype(module: CheckpointLinear) -> torch.dtype:
 
 
 def unpacked_words(words: Tensor, shifts: tuple[int, ...], bits: int, dim: int) -> Tensor:
-    """words [R, C] int32 -> the codes within them, in the order of `shifts`, side by side along dim
-    (0: [R * codes, C], 1: [R, C * codes]), uint8."""
+    """Unpack int32 words [R, C] to uint8 codes along dim (0: [R * codes, C], 1: [R, C * codes])."""
     places = torch.tensor(shifts, dtype=torch.int32, device=words.device)
     lines = places[:, None] if dim == 0 else places
     return ((words.unsqueeze(dim + 1) >> lines) & (2**bits - 1)).byte().flatten(dim, dim + 1)
 
 
 def ascending(bits: int) -> tuple[int, ...]:
-    """The first bit of each code of a word, the lowest first."""
+    """Return the first bit of each code of a word, lowest first."""
     return tuple(range(0, WORD, bits))
 
 
 def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]) -> None:
-    """Fills the codes. codes(begin, end): those of these rows, [end - begin, K] uint8."""
+    """Fill the codes of a weight. codes(begin, end) returns rows as uint8 [end - begin, K]."""
     (n, k) = weight.shape
     for begin, end in row_chunks(n, k, unit):
         weight.words[begin:end].copy_(pack_codes(codes(begin, end).contiguous(), weight.bits))
 
 
 def fill_scales(module: CheckpointLinear, weight: IntWeight, scales: Tensor) -> None:
-    """scales [G, N]: all finite."""
+    """Fill the scales from finite scales [G, N]."""
     if not bool(torch.isfinite(scales).all()):
         raise damaged_error(module, "scales", "holds infinities or NaN")
     weight.scales.copy_(scales.t())
 
 
 def fill_zeros(module: CheckpointLinear, weight: IntWeight, zeros: Tensor) -> None:
-    """zeros [G, N] uint8. A symmetric weight keeps none: all are in the middle."""
+    """Fill the zero points from uint8 [G, N]; those of a symmetric weight must be the middle."""
     if weight.zeros is not None:
         weight.zeros.copy_(zeros.t())
         return
@@ -192,8 +193,7 @@ def fill_zeros(module: CheckpointLinear, weight: IntWeight, zeros: Tensor) -> No
 
 
 def _no_bias(module: CheckpointLinear, weight: IntWeight) -> WeightSink:
-    """Files of older tools have biases of zeros where the model has none. A layer that has a bias
-    names its own."""
+    """Return a sink that accepts only zeros: older tools write biases that no model has."""
 
     def check(bias: Tensor) -> None:
         if bool(bias.any()):

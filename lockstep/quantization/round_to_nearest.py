@@ -34,11 +34,11 @@ SCHEMES = {
     "int4": Scheme(bits=4, group=128, symmetric=True),
 }
 METHODS = (FP8, *SCHEMES)
-"""What may be asked for."""
+"""Supported values of EngineConfig.quantization."""
 
 
 class RoundToNearest(WeightFormat):
-    """See the module. method: one of METHODS."""
+    """Weight format that quantizes a plain checkpoint while loading. method: one of METHODS."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -69,7 +69,7 @@ class RoundToNearest(WeightFormat):
         }
 
     def _rounded(self, tensor: Tensor) -> QuantizedWeight:
-        """tensor [N, K] of a float dtype -> what it is packed to."""
+        """Quantize rows of a float weight [N, K]."""
         if self.method == FP8:
             return quantize_fp8(tensor)
         scheme = SCHEMES[self.method]

@@ -1,7 +1,8 @@
-"""How a checkpoint stores a packed weight: its tensors, and what each of them fills.
+"""Storage of quantized weights in checkpoints: their tensors, and how they are loaded.
 
-A format (fp8.py, compressed_tensors.py, modelopt.py) says which storage a linear map has. Scales
-per tensor become scales per output, so that maps with a scale each can be fused.
+A format (fp8.py, compressed_tensors.py, modelopt.py) chooses the storage of each linear layer.
+Scales per tensor become scales per output column, so that layers with different scales can be
+fused.
 """
 
 from abc import ABC, abstractmethod
@@ -37,18 +38,18 @@ from lockstep.quantization.weight_format import (
 from lockstep.quantization.weight_sink import FLOAT_DTYPES, WeightSink
 
 FP8_BLOCK = 128
-"""Rows and columns that share a scale: DeepSeek-V3, arXiv 2412.19437, section 3.3.2."""
+"""Rows and columns of a block with one scale. Source: DeepSeek-V3, arXiv 2412.19437, 3.3.2."""
 FP4_GROUP = 16
 """Columns that share a scale in NVFP4."""
 FLOAT_NAMES = ("F32", "BF16", "F16")
-"""Dtypes of weights that are not packed, as safetensors spells them."""
+"""Dtypes of plain weights, as safetensors spells them."""
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SCALES_OF_KV = "--kv-cache-dtype chooses how keys and values lie, and fp8 takes the scales"
-"""What notes say of settings for the KV cache."""
+"""Reason that notes give for KV cache settings that are not followed."""
 KV_ALGORITHM = "kv_cache_quant_algo"
-"""ModelOpt's setting of what the KV cache's static scales are for."""
+"""ModelOpt's setting for the format of static KV scales."""
 KV_SCHEME = "kv_cache_scheme"
-"""That of compressed-tensors, and of later ModelOpt: an object."""
+"""Setting of compressed-tensors and later ModelOpt for the KV scales: an object."""
 SIDECARS = (
     "weight_packed",
     "weight_scale",
@@ -59,31 +60,35 @@ SIDECARS = (
     "weight_g_idx",
     "weight_shape",
 )
-"""Tensors that a packed linear map has and no other."""
+"""Tensors that only a quantized linear layer has."""
 
 
 class Storage(ABC):
-    """How the tensors of a linear map hold its weight."""
+    """Storage of one linear layer's weight in checkpoint tensors."""
 
     @abstractmethod
     def needs(self, module: CheckpointLinear) -> tuple[str, ...]:
-        """Suffixes of the tensors that there must be."""
+        """Return the suffixes of the required tensors."""
 
     @abstractmethod
     def layout(self, module: CheckpointLinear) -> Layout:
-        """How it lies on the device."""
+        """Return the layout on the device."""
 
     @abstractmethod
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
-        """Suffix -> the slot that fills these rows with it."""
+        """Map the suffix of each tensor to the sink that fills these rows."""
 
 
 class StoredWeightFormat(WeightFormat):
-    """A format whose maps have a Storage, or none where they are not packed."""
+    """Weight format whose quantized layers each have a Storage."""
 
     @abstractmethod
     def storage(self, module: CheckpointLinear) -> Storage | None:
-        """Raises CheckpointError where settings and tensors contradict each other."""
+        """Return the storage of a linear layer; None if it is plain.
+
+        Raises:
+            CheckpointError: settings and tensors contradict each other.
+        """
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         storage = self.storage(module)
@@ -98,12 +103,17 @@ class StoredWeightFormat(WeightFormat):
 def resolve_storage(
     module: CheckpointLinear, said: Storage | None, setting: str, *, of_all: bool = False
 ) -> Storage | None:
-    """How the module is stored: what its settings say, where its tensors agree.
+    """Return the storage that the settings give a linear layer, checked against its tensors.
 
-    setting: the one that says so, for messages; of_all: it is of all linear layers, and names none.
-    Some maps may be plain without being listed: see is_usually_unquantized, and EXPERT_PATH where
-    the setting is of all. Where there are no files NOT_NN_LINEAR are. Raises CheckpointError where
-    tensors say otherwise.
+    Args:
+        said: the storage according to the settings, None for a plain weight.
+        setting: the setting that says so, for messages.
+        of_all: the setting covers all linear layers and names none. Experts may then be plain
+            (EXPERT_PATH), as may layers that are usually unquantized. Without files NOT_NN_LINEAR
+            are plain.
+
+    Raises:
+        CheckpointError: the tensors contradict the settings.
     """
     if module.tensors is None:
         return None if module.path.rpartition(".")[2] in NOT_NN_LINEAR else said
@@ -129,8 +139,7 @@ def resolve_storage(
 
 
 def non_fp8_kv_setting(settings: SettingsReader) -> str | None:
-    """The setting by which static scales of the KV cache are of another format than fp8; None: they
-    are not, as far as it says."""
+    """Return the setting that says that static KV scales are not of fp8; None if none does."""
     algorithm = settings.raw.get(KV_ALGORITHM, "FP8")
     if not str(algorithm).upper().startswith("FP8"):
         return f"{settings.within}{KV_ALGORITHM}={brief(algorithm)}"
@@ -151,11 +160,11 @@ def enclosing_modules(name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Fp8Storage(Storage):
-    """`weight` e4m3fn [N, K] and scales that multiply it.
+    """FP8 weight: `weight` e4m3fn [N, K], and scales that multiply it.
 
-    scale: the scales' suffix; also: another that they may have. grains: what may share a scale:
-    "tensor", "channel" or "block", of FP8_BLOCK rows and columns. A block's scales are [R, C], or
-    [R, 1, C, 1].
+    scale: suffix of the scales; also: an alternative suffix. grains: units that may share a scale:
+    "tensor", "channel" or "block" of FP8_BLOCK rows and columns. Block scales are [R, C] or [R, 1,
+    C, 1].
     """
 
     scale: str
@@ -166,7 +175,7 @@ class Fp8Storage(Storage):
         return ("weight", self._suffix(module))
 
     def layout(self, module: CheckpointLinear) -> Layout:
-        """A scale for every output where blocks end within a map, so that it can be fused."""
+        """Return block scales if whole blocks fit the columns, else a scale per output column."""
         edges = [edge for pair in module.ranges for edge in pair]
         whole = all(edge % FP8_BLOCK == 0 for edge in (module.outputs, *edges))
         if "block" not in self.grains:
@@ -194,7 +203,7 @@ class Fp8Storage(Storage):
         }
 
     def _suffix(self, module: CheckpointLinear) -> str:
-        """That of the module's scales."""
+        """Return the suffix that the layer's scales have."""
         found = module.tensors or {}
         return self.also if self.also in found and self.scale not in found else self.scale
 
@@ -212,7 +221,7 @@ class Fp8Storage(Storage):
 
 
 def blocks(n: int, k: int) -> list[tuple[int, ...]]:
-    """Shapes of the scales of a weight [n, k] in blocks."""
+    """Return the possible shapes of the block scales of a weight [n, k]."""
     rows = -(-n // FP8_BLOCK)
     columns = -(-k // FP8_BLOCK)
     return [(rows, columns), (rows, 1, columns, 1)]
@@ -220,10 +229,11 @@ def blocks(n: int, k: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Fp4Storage(Storage):
-    """NVFP4: e2m1 codes in uint8 [N, K / 2], the lower four bits first; `weight_scale` e4m3
-    [N, K / 16]; and a number for the whole weight, a multiplier or a divisor.
+    """NVFP4 weight: e2m1 codes in uint8 [N, K / 2], low nibble first, `weight_scale` e4m3 [N, K /
+    16].
 
-    weight, factor: their suffixes. A divisor's reciprocal is taken once, in fp32.
+    One factor scales the whole weight, as a multiplier or a divisor; a divisor's reciprocal is
+    taken once, in fp32. weight, factor: suffixes of the codes and the factor.
     """
 
     weight: str
@@ -266,13 +276,13 @@ class Fp4Storage(Storage):
 
 @dataclass(frozen=True)
 class IntStorage(Storage):
-    """Integers of 4 or 8 bits with scales: words of codes along K, or int8.
+    """Integer weight of 4 or 8 bits with scales: words of codes along K, or int8.
 
     in_words: `weight_packed` int32 [N, ceil(K bits / 32)] of codes q + 2^(bits - 1), lowest bits
-    first, and `weight_shape`; else `weight` int8 [N, K]. group: columns that share a scale, -1 for
-    all, 0 where one serves the whole weight. `weight_zero_point`, where there is one, is what q is
-    counted from: int8 of the scales' shape, or packed like the weight, but along N. ordered: there
-    is a `weight_g_idx`, the group of each column.
+    first, and `weight_shape`; otherwise `weight` int8 [N, K]. group: columns that share a scale, -1
+    for all columns, 0 for one scale of the whole weight. symmetric: False if there is a
+    `weight_zero_point`: int8 of the scales' shape, or words along N. ordered: `weight_g_idx` gives
+    the group of each column.
     """
 
     bits: int
@@ -337,7 +347,7 @@ class IntStorage(Storage):
     def _zeros(
         self, module: CheckpointLinear, weight: IntWeight, scales: list[tuple[int, ...]]
     ) -> WeightSink:
-        """Old files have the zero points of words as int8."""
+        """Return the sink of zero points; older files store them as int8."""
         assert weight.zeros is not None
         zeros = weight.zeros
         (n, groups) = zeros.shape
@@ -388,28 +398,28 @@ def sink(
 
 
 def stored_as(module: CheckpointLinear, suffix: str, dtype: str) -> bool:
-    """Whether a tensor of the module is of this dtype, as safetensors spells it."""
+    """Return whether a tensor of the layer has this safetensors dtype."""
     info = None if module.tensors is None else module.tensors.get(suffix)
     return info is None or info.dtype == dtype
 
 
 def scale_dtype(info: TensorInfo | None) -> torch.dtype:
-    """That in which scales are kept: the checkpoint's; bf16 where it has none."""
+    """Return the dtype of stored scales: the checkpoint's, bf16 without files."""
     return torch.bfloat16 if info is None else SCALE_DTYPES.get(info.dtype, torch.float32)
 
 
 def by_row(scales: Tensor, n: int, block: int) -> Tensor:
-    """Scales [R, C] of blocks of rows -> [n, C]."""
+    """Expand scales [R, C] of row blocks to [n, C]."""
     return scales.repeat_interleave(block, 0)[:n]
 
 
 def nibbles(data: Tensor) -> Tensor:
-    """uint8 [N, B] -> codes of four bits [N, 2 B], the lower of a byte first."""
+    """Unpack uint8 [N, B] to 4-bit codes [N, 2 B], low nibble first."""
     return torch.stack((data & 15, data >> 4), -1).flatten(-2)
 
 
 def nibbled(weight: QuantizedWeight) -> Callable[[Tensor], None]:
-    """What fills the words of a weight from codes of 4 bits, lowest first, in bytes or words."""
+    """Return a function that fills a weight from 4-bit codes, lowest bits first."""
 
     def fill(found: Tensor) -> None:
         (n, k) = weight.shape
@@ -421,9 +431,9 @@ def nibbled(weight: QuantizedWeight) -> Callable[[Tensor], None]:
 
 
 def eight_bits(weight: QuantizedWeight, offset: int = 0) -> Callable[[Tensor], None]:
-    """What fills the words of a weight from codes of 8 bits, in bytes or words.
+    """Return a function that fills a weight from 8-bit codes in bytes or words.
 
-    offset: what is added to them, modulo 256: 128 makes codes of signed integers.
+    offset: added modulo 256; 128 turns signed integers into codes.
     """
 
     def fill(found: Tensor) -> None:
@@ -436,14 +446,14 @@ def eight_bits(weight: QuantizedWeight, offset: int = 0) -> Callable[[Tensor], N
 
 
 def along_n(words: Tensor, bits: int, n: int) -> Tensor:
-    """int32 [W, G], packed along N, the lowest bits first -> codes [n, G] uint8."""
+    """Unpack int32 [W, G] that packs codes along N, lowest bits first, to uint8 [n, G]."""
     data = words.t().contiguous().view(torch.uint8)
     codes = nibbles(data) if bits == 4 else data
     return codes[:, :n].t()
 
 
 def shaped(module: CheckpointLinear, found: Tensor) -> None:
-    """Holds a `weight_shape` against the module's."""
+    """Check `weight_shape` against the layer's shape."""
     if found.tolist() != [module.whole_outputs, module.inputs]:
         asked = [module.whole_outputs, module.inputs]
         fault = f"is {brief(found.tolist())}, config.json asks for {asked}"
@@ -451,7 +461,7 @@ def shaped(module: CheckpointLinear, found: Tensor) -> None:
 
 
 def order(module: CheckpointLinear, weight: IntWeight, found: Tensor) -> None:
-    """Takes over the group of each column; all -1: they are in order."""
+    """Copy the group of each column; all -1 means that columns are in order."""
     assert weight.g_idx is not None
     groups = weight.scales.shape[1]
     if bool((found == -1).all()):
