@@ -191,6 +191,6 @@ class BuildContext:
         self._take(prod(shape) * dtype.itemsize, shape)
 
     def _take(self, size: int, shape: tuple[int, ...]) -> None:
-        remedy = "Mend the sizes in config.json, or choose a smaller model or dtype."
+        remedy = "Correct the sizes in config.json, or choose a smaller model or dtype."
         name = f"a weight {list(shape)} of {self.layer or 'the model'}"
         self.room.take(size, name, remedy)

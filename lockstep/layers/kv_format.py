@@ -122,7 +122,7 @@ class StaticScales:
 
     def _error(self, key: str, found: str, allowed: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.name}.{key}={found} is not allowed; allowed: {allowed}. Mend the "
+            f"{self.name}.{key}={found} is not allowed; allowed: {allowed}. Correct the "
             "checkpoint, or choose another kv_cache_dtype."
         )
 

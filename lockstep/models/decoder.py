@@ -1,6 +1,6 @@
-"""What the decoders here have in common: settings, sublayers, blocks, stack and head.
+"""Common parts of decoders: settings, sublayers, blocks, the layer stack and the head.
 
-A model file declares each layer's sublayers: a norm and a body each, which is a mixer or an MLP.
+A model file declares the sublayers of each layer: a norm, and a mixer or MLP as the body.
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +24,11 @@ from lockstep.step import StepContext
 
 @dataclass(frozen=True)
 class StackConfig:
-    """The settings that every decoder has. norm_offset: 1 where norms are stored around zero;
-    intermediate_size: of dense MLPs, 0 where there are none."""
+    """Settings of every decoder.
+
+    norm_offset: 1 if norms are stored around zero. intermediate_size: width of dense MLPs, 0 for
+    none.
+    """
 
     norm_offset: ClassVar[float] = 0.0
 
@@ -41,7 +44,7 @@ class StackConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig(StackConfig):
-    """Those of one whose attention knows positions."""
+    """Settings of a decoder with rotary positions."""
 
     rope: Rope
 
@@ -53,11 +56,13 @@ def read_common(
     dense: bool = True,
     theta: float | None = None,
 ) -> dict[str, Any]:
-    """The fields of DecoderConfig from config.json.
+    """Read the fields of DecoderConfig from config.json.
 
-    head_dim, or hidden_size / heads where it is None, partial, the share of a head that turns, and
-    theta of rotary positions, unless it is None, count where the file does not say. dense: whether
-    there are dense MLPs.
+    Args:
+        head_dim: default; None for hidden_size / heads.
+        partial: default share of a head's dims that have rotary positions.
+        dense: whether there are dense MLPs.
+        theta: default of rope_theta; None if the file must have it.
     """
     c.only("hidden_act", "silu", default="silu")
     hidden_size = c.size("hidden_size")
@@ -83,7 +88,7 @@ def read_common(
 
 
 def read_attention_layers(c: ConfigReader) -> int:
-    """How many layers there are; each attends to all tokens, since windows are not built."""
+    """Return the number of layers; each has full attention, since windows are not supported."""
     c.only("use_sliding_window", False, default=False)
     layers = c.size("num_hidden_layers", most=MAX_LAYERS)
     c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
@@ -171,7 +176,7 @@ class Block(nn.Module):
 
 
 def mlp_sublayer(build: BuildContext, c: DecoderConfig, *, bias: bool = False) -> Sublayer:
-    """The gated MLP, under the names that most checkpoints give it."""
+    """Build the gated MLP under its usual checkpoint names."""
     mlp = GatedMLP(build.within("mlp"), c.hidden_size, c.intermediate_size, bias=bias)
     return Sublayer(build, c, "post_attention_layernorm", "mlp", mlp)
 
@@ -183,9 +188,10 @@ def attention_layers(
     mlp: Callable[[BuildContext, int], Sublayer],
     **attention: Any,
 ) -> Iterator[tuple[Sublayer, Sublayer]]:
-    """`count` layers of attention, under the names that most checkpoints give it, and then what
-    mlp(build, layer) makes. attention: the options of lockstep.layers.attention.Attention, less
-    rotary."""
+    """Yield `count` layers: attention under its usual checkpoint names, then mlp(build, layer).
+
+    attention: options of lockstep.layers.attention.Attention, except rotary.
+    """
     rotary = c.rope.rotary(build)
     for i in range(count):
         at = build.at(f"layers.{i}")
@@ -195,12 +201,12 @@ def attention_layers(
 
 
 class Decoder(nn.Module, ABC):
-    """The target: embedding, the layers that its file declares, final norm, head.
+    """Target model: embedding, layers, final norm and head.
 
-    embed_name, norm_name: what the checkpoint calls the embedding and the final norm.
-    snapshot_every: pages of a prompt between two snapshots of its state, unless the user says.
-    taps: the places whose residual a drafter reads: i is in front of layer i, and the number of
-    layers is behind the last one.
+    embed_name, norm_name: checkpoint names of the embedding and the final norm. snapshot_every:
+    default number of prompt pages between two snapshots of recurrent state. taps: auxiliary hidden
+    states for a drafter; i stands for the residual before layer i, the number of layers for that
+    after the last one.
     """
 
     snapshot_every: ClassVar[int] = 1
@@ -221,16 +227,17 @@ class Decoder(nn.Module, ABC):
         self.head = Head(build.at("head", path=""), vocab, c.hidden_size, tied)
 
     def attending(self) -> Sequence[int]:
-        """The numbers of the layers that attend: all, unless its file says otherwise."""
+        """Return the numbers of the attention layers: all, unless the architecture overrides it."""
         return range(self.config.layers)  # type: ignore[attr-defined]  # a file's own setting
 
     @abstractmethod
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """The sublayers of each layer, the first layer first."""
+        """Yield the sublayers of each layer, in order."""
 
     def forward(self, ctx: StepContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """-> hidden [T, H] after the final norm, aux_hidden_states: the residual [T, H] at every
-        tap."""
+        """Return the hidden states [T, H] after the final norm, and the auxiliary hidden states [T,
+        H].
+        """
         x = self.embed(ctx.token_ids)
         delta = None
         tapped = []
@@ -244,7 +251,7 @@ class Decoder(nn.Module, ABC):
         return hidden, tuple(tapped)
 
     def logits(self, hidden: Tensor, ctx: StepContext) -> Tensor:
-        """hidden [T, H] -> [N, V] at the step's logit rows."""
+        """Return logits [N, V] of the step's logit rows of hidden [T, H]."""
         return self.head(hidden[ctx.logit_rows])
 
     def weights(self) -> dict[str, Target]:

@@ -34,11 +34,11 @@ WITHOUT_EFFECT = {
 }
 """Settings of config.json that may be ignored, each with the reason."""
 TWINS = ("embed_tokens", "shared_head.head")
-"""Copies of the target's embedding and head in the MTP module, which shares the target's own."""
+"""Copies of the target's embedding and head in the MTP module, which shares the target's."""
 
 
 def draft_prefix(raw: dict[str, Any]) -> str:
-    """The MTP module is the layer behind the last one."""
+    """Return the prefix of the MTP module: the layer after the last one."""
     layers = ConfigReader(raw).size("num_hidden_layers", most=MAX_LAYERS)
     return f"layers.{layers}."
 
@@ -68,8 +68,11 @@ class Config(DecoderConfig):
 
 
 def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
-    """The mixture of all layers behind the first few. The file must say how it chooses and scales:
-    where it does not, DeepSeek's code, Kimi's and transformers each assume something else."""
+    """Read the mixture of all layers after the first dense ones.
+
+    The file must say how experts are chosen and scaled: the defaults of DeepSeek's code, Kimi's and
+    transformers differ.
+    """
     c.only("scoring_func", "sigmoid", default="sigmoid")
     c.only("topk_method", "noaux_tc", default="noaux_tc")
     c.only("moe_layer_freq", 1, default=1)
@@ -98,13 +101,13 @@ def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
 
 
 def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublayer:
-    """Latent attention."""
+    """Build a latent-attention sublayer."""
     mixer = c.latents.mixer(build.within("self_attn"), c.hidden_size, rotary)
     return Sublayer(build, c, "input_layernorm", "self_attn", mixer)
 
 
 def moe_sublayer(build: BuildContext, c: Config) -> Sublayer:
-    """The mixture."""
+    """Build a mixture-of-experts sublayer."""
     return c.mixture.half(build, c, shared_name="shared_experts")
 
 
@@ -114,8 +117,7 @@ class Model(Decoder):
     config: Config
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Latent attention over all tokens, then a dense MLP in the first layers, or the
-        mixture."""
+        """Yield latent attention, then a dense MLP (first layers) or the mixture."""
         c = self.config
         rotary = c.rope.rotary(build)
         for i in range(c.layers):
@@ -128,7 +130,7 @@ class Model(Decoder):
 
 
 class Draft(MTPModule):
-    """The MTP module: one layer over eh_proj([enorm(embedding), hnorm(hidden)])."""
+    """MTP module: one layer over eh_proj([enorm(embedding), hnorm(hidden)])."""
 
     def __init__(self, target: Model, build: BuildContext, ids: Tensor | None = None) -> None:
         path = f"layers.{target.config.layers}"
@@ -138,13 +140,15 @@ class Draft(MTPModule):
         self.twins = [name for name in TWINS if at.found(name)]
 
     def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Latent attention and the mixture."""
+        """Yield latent attention and the mixture."""
         c = target.config
         at = build.at(build.layer, f"layers.{c.layers}")
         yield attention_sublayer(at, c, c.rope.rotary(at)), moe_sublayer(at, c)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name, less draft_prefix -> what it fills. Twins are read and not kept."""
+        """Map the module's tensors to their destinations; copies of shared weights are read and
+        dropped.
+        """
         twin = WeightSink(self.embed_shape, FLOAT_DTYPES, torch.device("cpu"), lambda tensor: None)
         return (
             self.blocks[0].weights()

@@ -36,7 +36,7 @@ from lockstep.step import StepContext
 
 ARCHITECTURE = "DFlashDraftModel"
 MAX_BLOCK_SIZE = 1024
-"""Tokens of a block that no checkpoint comes near."""
+"""Maximum tokens of a block, far above any real checkpoint."""
 INNER = "dflash_config"
 WITHOUT_EFFECT = {
     "sliding_window": "use_sliding_window is off",
@@ -46,21 +46,28 @@ WITHOUT_EFFECT = {
 
 
 class BlockCheckpoint(Checkpoint):
-    """The folder of a draft model. raw: its settings."""
+    """Checkpoint of a draft model. raw: its settings."""
 
     prefixes = ("model.",)
 
     @classmethod
     def at(cls, folder: Path) -> "BlockCheckpoint":
-        """Raises CheckpointError where its config.json is not read."""
+        """Read the checkpoint of a folder.
+
+        Raises:
+            CheckpointError: config.json is missing or unsound.
+        """
         remedy = "Name the folder of a DFlash draft model: config.json and *.safetensors."
         return cls(folder, read_config(folder, remedy))
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math. block: tokens of a block, the row's last one among them;
-    mask: the token that stands where one is to be drafted; taps: as in Decoder."""
+    """Settings of a block draft model.
+
+    block: tokens of a block, the row's last token included. mask: token id of positions to draft.
+    taps: see Decoder.
+    """
 
     layers: int
     block: int
@@ -69,8 +76,11 @@ class Config(DecoderConfig):
 
     @classmethod
     def read(cls, own: BlockCheckpoint, target: Decoder) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing, not built, or not of this
-        target."""
+        """Read the settings.
+
+        Raises:
+            CheckpointError: a setting is missing, not supported, or does not fit the target.
+        """
         c = ConfigReader(own.raw, file=str(own.folder / "config.json"))
         c.only("speculators_model_type", None, default=None)
         inner = c.part(INNER)
@@ -111,8 +121,11 @@ class Config(DecoderConfig):
 
 
 def _taps(c: ConfigReader, layers: int, depth: int) -> tuple[int, ...]:
-    """The places behind the layers that target_layer_ids names, or behind as many as the draft
-    model has itself, spread from the second to the last but two. depth: layers of the target."""
+    """Return the auxiliary hidden states: those after the layers in target_layer_ids.
+
+    Without the setting there are as many as the draft model has layers, spread from the second
+    layer to the last but two. depth: layers of the target.
+    """
     last = max(depth - 3, 1)
     spread = [round(1 + i * (last - 1) / max(layers - 1, 1)) for i in range(layers)]
     found = c.get("target_layer_ids", list, spread if layers > 1 else [depth // 2])
@@ -124,9 +137,11 @@ def _taps(c: ConfigReader, layers: int, depth: int) -> tuple[int, ...]:
 
 
 class BlockAttention(Attention):
-    """x [S B, H] -> [S B, H]: every token of a block sees all of it, and all in front of it.
+    """Attention in which every token of a block attends to the whole block and all tokens before
+    it.
 
-    To the op a block is one token, its last one, with B times the heads: keys are read once.
+    To the op a block [S B, H] is one token, its last one, with B times the heads: keys are read
+    once.
     """
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
@@ -149,8 +164,11 @@ class BlockAttention(Attention):
 
 
 class BlockDraftModel(nn.Module):
-    """The draft module: hidden_norm(fc(taps)) makes the keys and values of computed tokens, and the
-    layers read a block. Shares embedding and head with the target."""
+    """Block draft model, which shares embedding and head with the target.
+
+    hidden_norm(fc(auxiliary hidden states)) gives the keys and values of computed tokens; the
+    layers read a block.
+    """
 
     def __init__(
         self, target: Decoder, build: BuildContext, c: Config, checkpoint: BlockCheckpoint
@@ -169,7 +187,7 @@ class BlockDraftModel(nn.Module):
         self.head = Head(build, Columns.of(c.vocab_size), c.hidden_size, target.head.loaded)
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Attention over blocks, then an MLP, in every layer."""
+        """Yield block attention and an MLP for every layer."""
         c = self.config
         rotary = c.rope.rotary(build)
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
@@ -181,15 +199,15 @@ class BlockDraftModel(nn.Module):
 
     @property
     def head_bytes(self) -> int:
-        """It shares the target's."""
+        """Bytes of a head of its own: 0, the target's is shared."""
         return 0
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """The residual at each tap [T, H] -> what keys and values are made of [T, H]."""
+        """Return the state [T, H] that keys and values are computed from."""
         return self.hidden_norm(self.fc(torch.cat(aux_hidden_states, dim=-1)))
 
     def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
-        """The tokens of blocks [T] -> hidden states [T, H]; state is not read."""
+        """Return hidden states [T, H] of the tokens of blocks [T]; state is not read."""
         x = self.embed(ids)
         delta = None
         for block in self.blocks:
@@ -197,11 +215,11 @@ class BlockDraftModel(nn.Module):
         return self.norm(x, delta)[1]
 
     def logits(self, state: Tensor) -> Tensor:
-        """state [S, H] -> [S, V]."""
+        """Return logits [S, V] of state [S, H]."""
         return self.head(state)
 
     def keep(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
-        """Writes the keys and values of computed tokens; ids are not read."""
+        """Write the keys and values of computed tokens; ids are not read."""
         for block in self.blocks:
             sublayers: Any = block.sublayers
             sublayers[0].body.keep(state, ctx)
@@ -221,5 +239,5 @@ class BlockDraftModel(nn.Module):
         return table
 
     def source(self) -> Source:
-        """Its own checkpoint."""
+        """Return the tensors of its own checkpoint."""
         return Source(self.checkpoint, weight_specs(self.weights()))

@@ -50,10 +50,9 @@ OTHER_NAMES = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-"""How the names of tensors may begin -> how they are called here."""
+"""Prefixes of tensor names in other layouts -> the prefix used here."""
 THETA = 10000.0
-"""Of rotary positions, where a head's file does not say: that of transformers' LlamaConfig, with
-which the authors' heads were trained."""
+"""Default rope_theta of a head: that of LlamaConfig, with which the authors trained."""
 SWITCHES = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -61,7 +60,7 @@ SWITCHES = {
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
 }
-"""Settings of eagle_config that another kind of head has otherwise, and what is built."""
+"""Settings of eagle_config that select other kinds of heads, with the supported value."""
 _SPECULATORS = "notes and training settings of the speculators library"
 _DENSE = "mixtures and draft modules of the target, whose config was copied; a head's MLP is dense"
 _LATENT = "derived, or of no use, where one latent serves all heads; other heads read it"
@@ -89,26 +88,30 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 """Settings of config.json that may be ignored, each with the reason."""
 OFFSETS = "d2t"
-"""The tensor [draft_vocab] int64 of what is added to a draft id to get the target's."""
+"""Tensor [draft_vocab] int64: what to add to a draft id to get the target's id."""
 KNOWN = "t2d"
-"""The tensor [vocab] bool of the target's tokens that the head knows."""
+"""Tensor [vocab] bool: the target's tokens that the head knows."""
 
 
 class HeadCheckpoint(Checkpoint):
-    """The folder of a head. raw: its settings, those of a speculators file laid flat."""
+    """Checkpoint of a head. raw: its settings, flattened if they are a speculators file's."""
 
     prefixes = ("model.",)
 
     @classmethod
     def at(cls, folder: Path) -> "HeadCheckpoint":
-        """Raises CheckpointError where its config.json is not read."""
+        """Read the checkpoint of a folder.
+
+        Raises:
+            CheckpointError: config.json is missing or unsound.
+        """
         remedy = "Name the folder of an EAGLE-3 head: config.json and *.safetensors."
         raw = read_config(folder, remedy)
         layer = ConfigReader(raw).get("transformer_layer_config", dict, {})
         return cls(folder, {**layer, **raw})
 
     def key(self, name: str) -> str:
-        """A tensor's name as it is called here."""
+        """Return a tensor's name in the layout used here."""
         name = super().key(name)
         for begin, ours in OTHER_NAMES.items():
             if name.startswith(begin):
@@ -128,8 +131,11 @@ class HeadCheckpoint(Checkpoint):
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math. vocab_size: the target's; taps: as in Decoder; latents: of
-    a head with latent attention, else None; logit_scale: a factor of its logits."""
+    """Settings of a head.
+
+    vocab_size: the target's. taps: see Decoder. latents: settings of latent attention, else None.
+    logit_scale: factor of the logits.
+    """
 
     layers: int
     draft_vocab_size: int
@@ -146,8 +152,14 @@ class Config(DecoderConfig):
 
     @classmethod
     def read(cls, head: HeadCheckpoint, target: Decoder, behind: bool = False) -> "Config":
-        """From config.json. behind: layers are named to tap what they leave, not what they read.
-        Raises CheckpointError on what is missing, not built, or not of this target."""
+        """Read the settings.
+
+        Args:
+            behind: layer numbers name the residual after a layer, not before it.
+
+        Raises:
+            CheckpointError: a setting is missing, not supported, or does not fit the target.
+        """
         c = ConfigReader(head.raw, file=str(head.folder / "config.json"))
         c.only("speculators_model_type", "eagle3", None, default=None)
         c.only("parallel_drafting", False, None, default=False)
@@ -187,7 +199,7 @@ class Config(DecoderConfig):
 
 
 def _attending(c: ConfigReader) -> dict[str, Any]:
-    """The fields of DecoderConfig, and `latents`."""
+    """Read the fields of DecoderConfig, and `latents`."""
     if c.raw.get("kv_lora_rank") is not None:
         return read_latent_common(c)
     return dict(latents=None, **read_common(c, theta=THETA))
@@ -211,9 +223,10 @@ def _taps(c: ConfigReader, inner: ConfigReader, layers: int, behind: bool) -> tu
 
 
 def draft_ids(checkpoint: HeadCheckpoint, config: Config) -> Tensor | None:
-    """The target's token that each of the head's is [V'] int64, on the CPU; None: the same one.
+    """Return the target's token id of each of the head's [V'] int64, on the CPU; None if equal.
 
-    Raises CheckpointError where d2t and t2d do not say so in one voice.
+    Raises:
+        CheckpointError: d2t and t2d are unsound or contradict each other.
     """
     count = config.draft_vocab_size
     offsets = checkpoint.array(OFFSETS)
@@ -249,7 +262,7 @@ def draft_ids(checkpoint: HeadCheckpoint, config: Config) -> Tensor | None:
 def attending(
     build: BuildContext, c: Config, widths: tuple[int, int], rotary: Rotary
 ) -> Attention | LatentAttention:
-    """The mixer of a layer. widths: of what it reads and of what it gives."""
+    """Build the mixer of a layer. widths: of its input and its output."""
     if c.latents is not None:
         return c.latents.mixer(build, widths, rotary)
     return Attention(
@@ -269,7 +282,7 @@ def attending(
 def later_layers(
     build: BuildContext, c: Config, rotary: Rotary
 ) -> Iterator[tuple[Sublayer, Sublayer]]:
-    """The sublayers of the layers behind the first, which read the state alone."""
+    """Yield the sublayers of the layers after the first, which read the state alone."""
     for index in range(1, c.layers):
         at = build.at(build.layer, f"layers.{index}")
         mixer = attending(at.within("self_attn"), c, (c.hidden_size, c.hidden_size), rotary)
@@ -278,10 +291,10 @@ def later_layers(
 
 
 class Eagle3Head(nn.Module):
-    """The draft module: h = fc(taps), a layer over [norm(embedding), norm(h)], further ones over
-    what that leaves, and a head.
+    """EAGLE-3 head: h = fc(auxiliary hidden states), a layer over [norm(embedding), norm(h)], more
+    layers, a head.
 
-    checkpoint: the head's folder; its files are not read where the build has no tensors.
+    checkpoint: the head's; its files are not read if the build has no tensors (dummy weights).
     """
 
     def __init__(
@@ -339,7 +352,7 @@ class Eagle3Head(nn.Module):
             raise CheckpointError(
                 f"{checkpoint.folder} has no lm_head.weight, and its config.json has "
                 "tie_word_embeddings=True; allowed: False there, for the target's head. "
-                "Mend config.json, or fetch a whole head."
+                "Correct config.json, or fetch a whole head."
             )
         # A head of its own is small: every rank holds all of it.
         existing = None if self.own_head else target.head.loaded
@@ -347,7 +360,9 @@ class Eagle3Head(nn.Module):
         self.head = Head(top, vocab, c.hidden_size, existing)
 
     def _known(self, build: BuildContext, c: Config) -> Tensor | None:
-        """The target's tokens that it knows, ascending; `order` is where its file has each."""
+        """Return the target's tokens that the head knows, ascending; `order` is their order in its
+        file.
+        """
         if build.tensors is None:
             count = c.draft_vocab_size
             return None if count == c.vocab_size else torch.arange(count, device=build.device)
@@ -359,11 +374,11 @@ class Eagle3Head(nn.Module):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a head of its own; 0 where it shares the target's."""
+        """Bytes of a head of its own; 0 if it shares the target's."""
         return self.head.stored.nbytes if self.own_head else 0
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """The residual at each tap [T, H] -> the first state [T, H']."""
+        """Return the first state [T, H'] from the auxiliary hidden states [T, H]."""
         taps = list(aux_hidden_states)
         if self.of_taps:
             taps = [norm(tap) for norm, tap in zip(self.of_taps, taps, strict=True)]
@@ -373,7 +388,7 @@ class Eagle3Head(nn.Module):
         return state if self.fc is None else self.fc(state)
 
     def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
-        """ids [T], state [T, H'] -> the next state [T, H']."""
+        """Return the next state [T, H'] of ids [T] and state [T, H']."""
         residual, mixed = self._mixed(ids, state)
         x, normed = self.mlp_norm(residual, self.attention(mixed, ctx))
         delta = self.mlp(normed, ctx)
@@ -383,21 +398,21 @@ class Eagle3Head(nn.Module):
         return out if self.config.norm_output else left
 
     def logits(self, state: Tensor) -> Tensor:
-        """state [S, H'] -> [S, V'] over `ids`."""
+        """Return logits [S, V'] over `ids` of state [S, H']."""
         if not self.config.norm_output:
             state = self.norm(state, None)[1]
         logits = self.head(state)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
     def keep(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
-        """Writes the keys and values of these tokens; a single layer makes nothing else."""
+        """Write the keys and values of these tokens, and no output if there is a single layer."""
         if self.blocks:
             self(ids, state, ctx)
         else:
             self.attention.keep(self._mixed(ids, state)[1], ctx)
 
     def _mixed(self, ids: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual [T, H'], and what the attention reads [T, 2 H'], the embedding first."""
+        """Return the residual [T, H'] and the attention's input [T, 2 H'], the embedding first."""
         hidden = self.hidden_norm(state)
         residual = hidden if self.config.norm_before_residual else state
         return residual, torch.cat([self.embed_norm(self.embed(ids)), hidden], dim=-1)
@@ -430,8 +445,11 @@ class Eagle3Head(nn.Module):
         return table
 
     def _ordered(self, target: Target) -> Target:
-        """What fills the head's rows in the order of `ids`. Raises CheckpointError where they are
-        packed and lie in another one."""
+        """Return the destination of the head's rows in the order of `ids`.
+
+        Raises:
+            CheckpointError: the rows are quantized and in another order.
+        """
         order = self.order
         if order is None or bool((order[1:] > order[:-1]).all()):
             return target
@@ -443,7 +461,7 @@ class Eagle3Head(nn.Module):
         return WeightSink.copy_into(target, partial(_rows, order=order))
 
     def source(self) -> Source:
-        """Its own checkpoint. d2t and t2d were read when it was built."""
+        """Return the tensors of its own checkpoint; d2t and t2d were read when it was built."""
         wanted = weight_specs(self.weights())
         return Source(self.checkpoint, wanted, lambda name: self.checkpoint.key(name) in READ)
 

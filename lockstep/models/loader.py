@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a filled model: every tensor used, every parameter filled."""
+"""Loader: checkpoint folder -> model; every tensor is used and every parameter filled."""
 
 import logging
 import time
@@ -26,15 +26,15 @@ from lockstep.quantization.weight_sink import FLOAT_DTYPES
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are loaded and those that are to be."""
+"""Callback with (bytes loaded, bytes in total)."""
 TIED_HEAD = "lm_head.weight"
 OF_SETTINGS = ".rotary_emb.inv_freq"
-"""How names end of tensors that older checkpoints have and config.json says: they are not read."""
+"""Suffix of tensors in older checkpoints that repeat settings of config.json; they are not read."""
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What was read of a checkpoint, and how long that took until all of it was in its place."""
+    """Bytes that were loaded, and the seconds that it took."""
 
     bytes: int
     seconds: float
@@ -46,23 +46,23 @@ class LoadResult:
 
 
 def build_model(raw: dict[str, Any], build: BuildContext) -> nn.Module:
-    """The target that config.json describes, to be filled."""
+    """Build the target that config.json describes; its weights are unfilled."""
     module = architecture(raw.get("model_type"))
     inner = ConfigReader(raw).raw.get("model_type")
     if architecture(inner) is not module:
         raise CheckpointError(
             f"config.json text_config.model_type={inner!r} is not allowed; allowed: that of the "
-            f"architecture {raw.get('model_type')!r} around it. Mend config.json."
+            f"architecture {raw.get('model_type')!r} around it. Correct config.json."
         )
     return module.Model(module.Config.read(raw), build)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors of one checkpoint, and what becomes of each.
+    """Tensors of one checkpoint and their destinations.
 
-    wanted: name, less its prefix -> what it fills; ignored: whether a tensor that is not wanted may
-    be there; embedding: of a tied head, which may stand in the files as well; None: of none.
+    wanted: spec of each tensor by name, less the prefix. ignored: whether a tensor that is not
+    wanted may exist. embedding: the target's, if its head is tied and may be in the files too.
     """
 
     checkpoint: Checkpoint
@@ -98,11 +98,15 @@ def load_weights(
     progress: Progress,
     packing: WeightFormat | None = None,
 ) -> LoadResult:
-    """Fills model and draft (None: there is none) from safetensors, and finishes them.
+    """Load model and draft module from safetensors, and finish their layers.
 
-    packing: the weight format that they were built with. A draft module whose source() is not None
-    has a checkpoint of its own.
-    Raises CheckpointError naming every tensor that is missing, spare, there twice, or does not fit.
+    Args:
+        draft: None without one. If its source() is not None, it has a checkpoint of its own.
+        packing: weight format that they were built with.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected, duplicate, or do not fit; it names them
+            all.
     """
     began = time.monotonic()
     own = None if draft is None else draft.source()
@@ -124,7 +128,7 @@ def load_weights(
 def target_source(
     checkpoint: Checkpoint, model: nn.Module, draft: Any, packing: WeightFormat | None
 ) -> Source:
-    """The checkpoint of a whole model, and of the draft module that stands in it, if any."""
+    """Return the tensors of a model, and of the draft module in the same checkpoint, if any."""
     module = checkpoint.architecture
     drafted = draft_prefix(module, checkpoint.raw)
     wanted = weight_specs(model.weights())
@@ -141,7 +145,7 @@ def target_source(
 
 
 def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
-    """Fills what a source fills. behind: of `total` bytes, those of the sources before it."""
+    """Load a source. behind: bytes of the sources before it, out of `total`."""
     wanted = source.wanted
     checkpoint = source.checkpoint
     filled: set[str] = set()
@@ -173,13 +177,12 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
         found = "; ".join(f"{kind} tensors ({len(names)}): {some(names)}" for kind, names in kinds)
         raise CheckpointError(
             f"{checkpoint.folder}: the checkpoint does not fit its config.json: {found}. "
-            "Mend config.json or the checkpoint."
+            "Correct config.json or the checkpoint."
         )
 
 
 def finish(*roots: nn.Module) -> None:
-    """Tells every layer that has something left to do that the weights are filled: an outer one
-    before those in it, the target before its draft module."""
+    """Finish all layers after loading: outer layers first, the target before its draft module."""
     for root in roots:
         for layer in list(root.modules()):
             if hasattr(layer, "finish"):
@@ -187,7 +190,7 @@ def finish(*roots: nn.Module) -> None:
 
 
 def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
-    """Random weights at the scale of trained ones, the same for the same seed on one device."""
+    """Fill weights with random values at the scale of trained ones, equal for equal seeds."""
     modules = [model] if draft is None else [model, draft]
     parameters = {id(p): p for m in modules for p in m.parameters()}
     kinds = Norm | GatedRMSNorm | GatedGroupNorm
@@ -212,7 +215,7 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
 def _ignored(
     checkpoint: Checkpoint, packing: WeightFormat | None, name: str, drafted: str | None
 ) -> bool:
-    """drafted: how names begin of a draft module that is not built; None: there is none."""
+    """Return whether a tensor is ignored. drafted: prefix of a draft module that is not built."""
     module = checkpoint.architecture
     if name.startswith(module.IGNORED) or name.endswith(OF_SETTINGS):
         return True

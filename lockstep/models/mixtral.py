@@ -15,7 +15,7 @@ from lockstep.models.moe_config import MoEConfig, read_routing
 PREFIXES = ("model.",)
 IGNORED = ()
 EXPERT = ("w1", "w3", "w2")
-"""Names of an expert's gate, up and down."""
+"""Names of an expert's gate, up and down projections."""
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ from lockstep.models.json_files import some
 from lockstep.models.weight_files import find_weight_files
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is done, the bytes that have come, and those that are to come."""
+"""Callback with (step, bytes that have arrived, bytes in total)."""
 DOWNLOADING = "downloading"
 ANSWER_SECONDS = 15.0
-"""Patience with the hub's answer about a model."""
+"""Timeout of the hub's answer about a model."""
 POLL_SECONDS = 0.2
-"""Time between two looks at how much has arrived."""
+"""Seconds between two progress updates."""
 SPARE_BYTES = 64 << 20
-"""Room that a download leaves on its disk, for file systems' own tables and small files."""
+"""Disk space that a download leaves free for the file system and small files."""
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ class Model(qwen3_5.Model):
     config: Config
 
     def mlp(self, build: BuildContext, layer: int | None) -> Sublayer:
-        """The mixture, or a dense MLP: in a layer where config.json says so, in the draft module
-        where the checkpoint has one there."""
+        """Build the mixture, or a dense MLP where config.json or the tensors say so."""
         c = self.config
         dense = layer in c.mixture.dense_layers
         if layer is None:

@@ -66,7 +66,7 @@ class Model(Decoder):
     config: Config
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Attention over all tokens, then the mixture, or a dense MLP where the file says so."""
+        """Yield attention, then the mixture, or a dense MLP where the file says so."""
         c = self.config
 
         def mlp(at: BuildContext, layer: int) -> Sublayer:

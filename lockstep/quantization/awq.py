@@ -39,9 +39,9 @@ from lockstep.quantization.weight_sink import WeightSink
 AWQ_BITS = 4
 CODES = WORD // AWQ_BITS
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of a word's outputs stands in each of its nibbles, the lowest first."""
+"""Output column in each nibble of a word, lowest nibble first."""
 SHIFTS = tuple(AWQ_BITS * ORDER.index(output) for output in range(CODES))
-"""The first bit of each of a word's outputs."""
+"""First bit of each output column in a word."""
 
 
 class AWQ(IntWeightFormat):
@@ -86,7 +86,7 @@ def read(settings: Mapping[str, Any]) -> WeightFormat:
 
 
 def awq_sinks(module: CheckpointLinear, weight: IntWeight) -> dict[str, WeightSink]:
-    """The slots of a module's tensors."""
+    """Return the sinks of a module's tensors."""
     n = module.whole_outputs
     groups = weight.scales.shape[1]
     words = -(-n // CODES)
@@ -105,7 +105,7 @@ def awq_sinks(module: CheckpointLinear, weight: IntWeight) -> dict[str, WeightSi
 
 
 def _fill_codes(weight: IntWeight, words: Tensor) -> None:
-    """words [K, N / 8]."""
+    """Fill the codes from words [K, N / 8]."""
 
     def codes(begin: int, end: int) -> Tensor:
         part = words[:, begin // CODES : -(-end // CODES)]
@@ -115,6 +115,6 @@ def _fill_codes(weight: IntWeight, words: Tensor) -> None:
 
 
 def _fill_zeros(module: CheckpointLinear, weight: IntWeight, words: Tensor) -> None:
-    """words [G, N / 8]."""
+    """Fill the zero points from words [G, N / 8]."""
     zeros = unpacked_words(words, SHIFTS, AWQ_BITS, dim=1)
     fill_zeros(module, weight, zeros[:, : module.outputs])

@@ -50,7 +50,7 @@ class BlockLayout:
     type: GgufType
 
     def dequantize(self, blocks: Tensor) -> Tensor:
-        """blocks [B, nbytes] uint8 -> weights [B, columns] fp32."""
+        """Dequantize blocks [B, nbytes] uint8 to weights [B, columns] fp32."""
         fields = self.split(blocks)
         grouped = self.type.values(fields.codes).view(len(blocks), -1, self.type.group)
         weights = grouped * _by_group(fields.scales, fields.steps)
@@ -185,13 +185,13 @@ _SPLITS: dict[str, tuple[int, int, int, Callable[[Tensor], BlockFields]]] = {
 LAYOUTS: dict[str, BlockLayout] = {
     kind: BlockLayout(*fields, GGUF_TYPES[kind]) for kind, fields in _SPLITS.items()
 }
-"""Type of a quantized tensor -> its block layout."""
+"""Block layout of each quantized tensor type."""
 PLAIN: dict[str, tuple[int, torch.dtype]] = {
     "F32": (0, torch.float32),
     "F16": (1, torch.float16),
     "BF16": (30, torch.bfloat16),
 }
-"""Type of a tensor that is not quantized -> its number in a file's tensor table, and its dtype."""
+"""Plain tensor type -> (number in a file's tensor table, dtype)."""
 
 
 def bytes_per_row(kind: str, columns: int) -> int:

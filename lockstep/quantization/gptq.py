@@ -47,7 +47,7 @@ from lockstep.quantization.weight_format import (
 from lockstep.quantization.weight_sink import WeightSink
 
 STORED_LESS = {"gptq": 1, "gptq_v2": 0}
-"""checkpoint_format -> what is taken off a zero point before it is stored."""
+"""checkpoint_format -> offset subtracted from stored zero points."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,17 @@ def read(settings: Mapping[str, Any]) -> WeightFormat:
 
 
 def _static(c: SettingsReader) -> bool:
-    """static_groups, which GPTQModel writes into `meta`."""
+    """Return static_groups, which GPTQModel writes into `meta`."""
     meta = c.raw.get("meta")
     own = SettingsReader(meta, f"{SETTINGS_PREFIX}meta.") if isinstance(meta, dict) else c
     return own.get("static_groups", bool, c.get("static_groups", bool, False))
 
 
 def _rule(c: SettingsReader, scheme: Scheme, text: str, options: SettingsReader) -> Rule:
-    """An entry of `dynamic`: -:pattern leaves modules as they are, +:pattern or pattern alone
-    changes how they are packed."""
+    """Return the rule of an entry of `dynamic`.
+
+    -:pattern leaves modules plain; +:pattern, or a pattern alone, changes their scheme.
+    """
     pattern = c.pattern("dynamic", text.removeprefix("-:").removeprefix("+:"))
     return Rule(text, pattern, None if text.startswith("-:") else scheme.overridden(options))
 
@@ -130,7 +132,7 @@ def _rule(c: SettingsReader, scheme: Scheme, text: str, options: SettingsReader)
 def gptq_sinks(
     module: CheckpointLinear, weight: IntWeight, scheme: Scheme, stored_less: int
 ) -> dict[str, WeightSink]:
-    """The slots of a module's tensors. stored_less: what was taken off its zero points."""
+    """Return the sinks of a module's tensors. stored_less: offset of stored zero points."""
     n = module.whole_outputs
     k = module.inputs
     groups = weight.scales.shape[1]
@@ -159,7 +161,7 @@ def gptq_sinks(
 
 
 def _fill_codes(weight: IntWeight, words: Tensor) -> None:
-    """words [K / c, N]."""
+    """Fill the codes from words [K / c, N]."""
     k = weight.k
     shifts = ascending(weight.bits)
 
@@ -172,7 +174,7 @@ def _fill_codes(weight: IntWeight, words: Tensor) -> None:
 def _fill_zeros(
     module: CheckpointLinear, weight: IntWeight, stored_less: int, words: Tensor
 ) -> None:
-    """words [G, N / c]."""
+    """Fill the zero points from words [G, N / c]."""
     shifts = ascending(weight.bits)
     each = sum(1 << shift for shift in shifts)
     zeros = unpacked_words(words + stored_less * each, shifts, weight.bits, dim=1)
@@ -181,12 +183,12 @@ def _fill_zeros(
 
 @lru_cache(maxsize=16)
 def _in_order(k: int, group: int, device: torch.device) -> Tensor:
-    """The group of each of k columns in order. Experts ask for one again and again."""
+    """Return the group of each of k ordered columns; cached, since every expert asks for it."""
     return torch.arange(k, device=device) // group
 
 
 def _fill_order(module: CheckpointLinear, weight: IntWeight, order: Tensor) -> None:
-    """order [K]: the group of each column. Each group has its columns, in whatever places."""
+    """Copy the group of each column from order [K], checked to fill every group."""
     plain = _in_order(weight.k, weight.group, order.device)
     if weight.g_idx is None:
         if not bool((order == plain).all()) and bool(order.any()):

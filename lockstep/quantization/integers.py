@@ -35,9 +35,12 @@ WORD = 32
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a weight is packed. group: columns that share a scale, -1 for all; symmetric: zeros are
-    all 2^(bits - 1); act_order: columns were packed in the order of their activations; static: in
-    groups that were chosen before, so that each is of the group of its place."""
+    """Quantization scheme of a weight.
+
+    group: columns that share a scale, -1 for all. symmetric: all zero points are 2^(bits - 1).
+    act_order: columns were quantized in the order of their activations. static: groups were formed
+    before that, so that each column keeps its group.
+    """
 
     bits: int
     group: int

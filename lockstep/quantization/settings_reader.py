@@ -10,7 +10,7 @@ from lockstep.quantization.weight_format import CheckpointLinear
 
 T = TypeVar("T")
 SETTINGS_PREFIX = "quantization_config."
-EDIT_REMEDY = "Mend config.json, or serve a checkpoint that was packed otherwise."
+EDIT_REMEDY = "Correct config.json, or serve a checkpoint that was packed otherwise."
 SUPPORTED_REMEDY = (
     "Weight formats are built for these only; serve a checkpoint that was packed otherwise."
 )

@@ -154,7 +154,7 @@ def contradiction_error(module: CheckpointLinear, said: str) -> CheckpointError:
     listed = ", ".join(sorted(found)[:8]) or "none"
     return CheckpointError(
         f"{module.path} has the tensors {listed[:600]}, but {said}. "
-        "Mend the settings, or fetch the checkpoint again."
+        "Correct the settings, or fetch the checkpoint again."
     )
 
 

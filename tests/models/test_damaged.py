@@ -228,6 +228,6 @@ def test_what_does_not_fit_into_memory_is_not_tried(
 
 def test_a_model_larger_than_memory_is_not_tried(tmp_path: Path) -> None:
     folder = make_model(tmp_path, hidden_size=1 << 22, vocab_size=1 << 24)
-    with pytest.raises(CapacityError, match="a weight .* needs .* GiB.*Mend the sizes"):
+    with pytest.raises(CapacityError, match="a weight .* needs .* GiB.*Correct the sizes"):
         build(folder, load_format="dummy")
     assert torch.get_default_dtype() == torch.float32

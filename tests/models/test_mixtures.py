@@ -243,7 +243,7 @@ def test_which_layers_have_experts() -> None:
 def test_the_rows_of_absurd_heads_are_not_counted_before_their_weights_fit() -> None:
     wide = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2**20)
     raw = {**NEXT, **wide, "vocab_size": VOCAB, "linear_key_head_dim": 2**24}
-    with pytest.raises(CapacityError, match="of layers.0 needs .* allowed: .* Mend the sizes"):
+    with pytest.raises(CapacityError, match="of layers.0 needs .* allowed: .* Correct the sizes"):
         build_model(raw, BuildContext("cpu", torch.float32, 1, 64))
 
 
