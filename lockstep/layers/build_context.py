@@ -68,20 +68,20 @@ class BuildContext:
     rank: Rank = Rank()
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
-    room: MemoryBudget = field(init=False)
+    memory_budget: MemoryBudget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.room = MemoryBudget(self.device)
+        self.memory_budget = MemoryBudget(self.device)
         self.max_model_len = self.max_model_len or self.max_positions
 
     def at(self, layer: str, path: str | None = None) -> "BuildContext":
         """Return a copy for another layer, whose module in the checkpoint is `path` (None: the
         layer's name).
         """
-        found = copy(self)
-        found.layer = layer if layer == self.layer else self.named + layer
-        found.path = layer if path is None else path
-        return found
+        copied = copy(self)
+        copied.layer = layer if layer == self.layer else self.named + layer
+        copied.path = layer if path is None else path
+        return copied
 
     def within(self, name: str) -> "BuildContext":
         """Return a copy for a submodule of the current module."""
@@ -94,11 +94,11 @@ class BuildContext:
         packing: WeightFormat | None,
     ) -> "BuildContext":
         """Return a copy that describes a module of another checkpoint."""
-        found = copy(self)
-        found.tensors = tensors
-        found.prefixes = prefixes
-        found.packing = packing
-        return found
+        copied = copy(self)
+        copied.tensors = tensors
+        copied.prefixes = prefixes
+        copied.packing = packing
+        return copied
 
     def module(self, name: str, outputs: int | Columns, inputs: int) -> CheckpointLinear:
         """Describe a linear layer of the current module as the checkpoint stores it.
@@ -110,9 +110,9 @@ class BuildContext:
         names = (*(prefix + path for prefix in self.prefixes), path)
         tensors = None if self.tensors is None else self.tensors.get(path, {})
         ranges = () if isinstance(outputs, int) else outputs.ranges(self.rank)
-        whole = outputs if isinstance(outputs, int) else outputs.total
+        total = outputs if isinstance(outputs, int) else outputs.total
         count = count_columns(outputs, self.rank)
-        return CheckpointLinear(path, names, count, inputs, tensors, whole, ranges)
+        return CheckpointLinear(path, names, count, inputs, tensors, total, ranges)
 
     def found(self, name: str) -> Mapping[str, TensorInfo]:
         """Return the checkpoint's tensors of a submodule by suffix; {} for dummy weights."""
@@ -124,8 +124,8 @@ class BuildContext:
         """
         if self.tensors is None:
             return {}
-        own = {"": self.tensors.get(self.path, {})}
-        return own | {name: self.found(name) for name in names}
+        tensors = {"": self.tensors.get(self.path, {})}
+        return tensors | {name: self.found(name) for name in names}
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         """Return how the weight of a linear map is packed; None: it is not."""
@@ -193,4 +193,4 @@ class BuildContext:
     def _take(self, size: int, shape: tuple[int, ...]) -> None:
         remedy = "Correct the sizes in config.json, or choose a smaller model or dtype."
         name = f"a weight {list(shape)} of {self.layer or 'the model'}"
-        self.room.take(size, name, remedy)
+        self.memory_budget.take(size, name, remedy)

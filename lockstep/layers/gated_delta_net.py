@@ -47,15 +47,17 @@ class GatedDeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         # A value head stays on the rank of its key head.
-        each = value_heads // key_heads
-        by_key_head = [(key_heads, width) for width in (key_dim, key_dim, each * value_dim)]
+        values_per_key = value_heads // key_heads
+        by_key_head = [
+            (key_heads, width) for width in (key_dim, key_dim, values_per_key * value_dim)
+        ]
         self.conv_columns = Columns(tuple(by_key_head))
-        self.head_columns = Columns.of(key_heads, each)
+        self.head_columns = Columns.of(key_heads, values_per_key)
         self.rank = build.rank
         whole_inner = value_heads * value_dim
         whole_key_heads = key_heads
         key_heads = len(build.rank.units(key_heads))
-        value_heads = key_heads * each
+        value_heads = key_heads * values_per_key
         self.key_heads = key_heads
         self.value_heads = value_heads
         self.key_dim = key_dim
@@ -70,21 +72,23 @@ class GatedDeltaNet(nn.Module):
         self.parts = (self.channels, inner, value_heads, value_heads)
         projections = {
             "in_proj_qkv": self.conv_columns,
-            "in_proj_z": Columns.of(whole_key_heads, each * value_dim),
+            "in_proj_z": Columns.of(whole_key_heads, values_per_key * value_dim),
             "in_proj_b": self.head_columns,
             "in_proj_a": self.head_columns,
         }
         orders = {}
         if grouped:
             projections = {
-                "in_proj_qkvz": Columns.of(whole_key_heads, 2 * (key_dim + each * value_dim)),
-                "in_proj_ba": Columns.of(whole_key_heads, 2 * each),
+                "in_proj_qkvz": Columns.of(
+                    whole_key_heads, 2 * (key_dim + values_per_key * value_dim)
+                ),
+                "in_proj_ba": Columns.of(whole_key_heads, 2 * values_per_key),
             }
             orders = {
                 "in_proj_qkvz": partial(
-                    grouped_rows, key_heads, (key_dim, key_dim, *[each * value_dim] * 2)
+                    grouped_rows, key_heads, (key_dim, key_dim, *[values_per_key * value_dim] * 2)
                 ),
-                "in_proj_ba": partial(grouped_rows, key_heads, (each, each)),
+                "in_proj_ba": partial(grouped_rows, key_heads, (values_per_key, values_per_key)),
             }
         self.in_proj = Linear(build, hidden, projections, orders=orders)
         taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it

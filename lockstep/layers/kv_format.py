@@ -94,20 +94,20 @@ class StaticScales:
         self.slots: dict[str, WeightSink] = {}
         if format is None or not format.has_static_scales:
             return
-        told: set[str] = set()
+        known_sides: set[str] = set()
         for module, name, sides in SCALE_TENSORS:
             info = tensors.get(module, {}).get(name)
-            own = set(sides) - told
-            if info is None or not own:
+            new_sides = set(sides) - known_sides
+            if info is None or not new_sides:
                 continue
-            told |= own
+            known_sides |= new_sides
             key = f"{module}.{name}".lstrip(".")
             if other is not None:
                 raise self._error(key, f"a scale under {other}", "scales of fp8")
             if prod(info.shape) != 1:
                 raise self._error(key, f"shape {list(info.shape)}", "one number")
             self.slots[key] = WeightSink(
-                None, FLOAT_DTYPES, torch.device("cpu"), self._taking(own, key)
+                None, FLOAT_DTYPES, torch.device("cpu"), self._taking(new_sides, key)
             )
 
     def _taking(self, sides: set[str], key: str) -> Any:
@@ -120,9 +120,9 @@ class StaticScales:
 
         return take
 
-    def _error(self, key: str, found: str, allowed: str) -> CheckpointError:
+    def _error(self, key: str, value: str, allowed: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.name}.{key}={found} is not allowed; allowed: {allowed}. Correct the "
+            f"{self.name}.{key}={value} is not allowed; allowed: {allowed}. Correct the "
             "checkpoint, or choose another kv_cache_dtype."
         )
 

@@ -46,17 +46,17 @@ class Mamba2(nn.Module):
     ) -> None:
         super().__init__()
         # Heads stay on the rank of their group, and the gated norm is of a group.
-        each = heads // groups
-        inner_part = (groups, each * head_dim)
+        heads_per_group = heads // groups
+        inner_part = (groups, heads_per_group * head_dim)
         state_part = (groups, state_dim)
         self.inner_columns = Columns((inner_part,))
         self.conv_columns = Columns((inner_part, state_part, state_part))
-        self.head_columns = Columns.of(groups, each)
+        self.head_columns = Columns.of(groups, heads_per_group)
         projected = Columns((inner_part, *self.conv_columns.parts, *self.head_columns.parts))
         self.rank = build.rank
         whole_inner = heads * head_dim
         groups = len(build.rank.units(groups))
-        heads = groups * each
+        heads = groups * heads_per_group
         self.sizes = (groups, heads, state_dim, head_dim)
         self.kernel = kernel
         self.limits = limits

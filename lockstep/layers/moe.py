@@ -149,12 +149,14 @@ class ExpertWeight(Weight):
             return
         first = self.reads[0]
         rows = weight.shape[0]
-        whole = self.packing.sinks(replace(first, outputs=rows, whole_outputs=rows), weight)
+        fused_sinks = self.packing.sinks(replace(first, outputs=rows, whole_outputs=rows), weight)
         for suffix in {name.rpartition(".")[2] for name in table}:
             names = [f"{name}.{suffix}" for name in self.names]
             if all(name in table for name in names):
                 parts = [WeightSink.of(table[name]) for name in names]
-                table |= zip(names, FusedExpertSink.sinks(whole.get(suffix), parts), strict=True)
+                table |= zip(
+                    names, FusedExpertSink.sinks(fused_sinks.get(suffix), parts), strict=True
+                )
 
     def _fused_sink(self, fill: Callable[[Tensor], object]) -> WeightSink:
         """Return the sink of one tensor [E, N, K]; its columns are cut within each expert."""
@@ -383,15 +385,15 @@ def _common_layout(build: BuildContext, modules: list[CheckpointLinear]) -> Layo
         CheckpointError: an expert has another format, or one that cannot be fused.
     """
     layouts = [build.layout(module) for module in modules]
-    if layouts[0] is not None and layouts[0].apart:
+    if layouts[0] is not None and layouts[0].fusion_key:
         raise CheckpointError(
             f"{modules[0].path} has its columns in an order of its own (desc_act or actorder); "
             "allowed: experts with columns in order, since those of a layer are one weight. "
             "Serve a checkpoint that was quantized without it."
         )
-    (usual, _), *others = Counter(layouts).most_common()
+    (usual, _), *other_layouts = Counter(layouts).most_common()
     for layout, module in zip(layouts, modules, strict=True):
-        if others and layout != usual:
+        if other_layouts and layout != usual:
             first = modules[layouts.index(usual)]
             raise CheckpointError(
                 f"{module.path} is stored as {_describe_layout(layout, module)}, other experts of "

@@ -22,7 +22,7 @@ class Rotary(nn.Module):
         super().__init__()
         width = 2 * len(inverse_frequencies)
         size = build.max_positions * width * 10  # cos and sin, and the angles they are made of
-        build.room.take(size, "the rotary table", "Lower max_model_len.")
+        build.memory_budget.take(size, "the rotary table", "Lower max_model_len.")
         positions = torch.arange(build.max_positions, dtype=torch.float64)
         angles = (positions[:, None] * inverse_frequencies.float()).float()
         cos = angles.cos() * factor

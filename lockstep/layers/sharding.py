@@ -77,8 +77,8 @@ class Columns:
         ranges = []
         offset = 0
         for units, width in self.parts:
-            held = rank.units(units, replicate=self.replicate)
-            ranges.append((offset + held.start * width, offset + held.stop * width))
+            share = rank.units(units, replicate=self.replicate)
+            ranges.append((offset + share.start * width, offset + share.stop * width))
             offset += units * width
         return tuple(ranges)
 

@@ -75,19 +75,19 @@ class AutoRound(IntWeightFormat):
         self._check_bits(c, scheme)
         act_bits = c.get("act_bits", int, PLAIN_BITS)
         if act_bits < PLAIN_BITS:
-            told = (
+            note = (
                 f"{SETTINGS_PREFIX}act_bits={act_bits} is not followed: activations are not rounded"
             )
-            self.notes = (told,)
+            self.notes = (note,)
         self.blocks = c.names("block_name_to_quantize") or c.names("to_quant_block_names")
         self.extra: dict[str, Scheme | None] = {}
         self.patterns: list[tuple[str, NamePattern, Scheme | None]] = []
         for name, options in c.parts("extra_config").items():
-            found = self._scheme(options)
+            entry = self._scheme(options)
             if SPECIAL.isdisjoint(name):
-                self.extra[name] = found
+                self.extra[name] = entry
             else:
-                self.patterns.append((name, c.pattern("extra_config", name), found))
+                self.patterns.append((name, c.pattern("extra_config", name), entry))
 
     def _scheme(self, c: SettingsReader) -> Scheme | None:
         """Return the scheme of an entry of extra_config; absent settings are those of the whole."""
@@ -99,9 +99,9 @@ class AutoRound(IntWeightFormat):
         if c.only("data_type", "int", "fp", "float", default="int") != "int":
             c.ignore("group_size", "sym", "packing_format")
             return None
-        found = replace(self.scheme.overridden(c), act_order=False)
-        self._check_bits(c, found)
-        return found
+        scheme = replace(self.scheme.overridden(c), act_order=False)
+        self._check_bits(c, scheme)
+        return scheme
 
     def _check_bits(self, c: SettingsReader, scheme: Scheme) -> None:
         if self.packing in AS_AWQ and scheme.bits != AWQ_BITS:
@@ -159,8 +159,8 @@ def _packing_format(c: SettingsReader) -> str:
     """Return the packing_format without a kernel name."""
     name = c.called("packing_format", "backend")
     written = c.get(name, str, "auto_round:auto_gptq")
-    found = ":".join(part for part in written.split(":") if part not in KERNELS)
+    packing = ":".join(part for part in written.split(":") if part not in KERNELS)
     known = (*STORED_LESS, *AS_AWQ)
-    if found not in known:
+    if packing not in known:
         raise c.error(name, written, ", ".join(map(repr, known)), SUPPORTED_REMEDY)
-    return found
+    return packing

@@ -57,8 +57,8 @@ class AWQ(IntWeightFormat):
         version = c.called("version", "checkpoint_format", "format")
         c.only(version, "gemm", "GEMM", default="gemm")
         c.only("pack_dtype", "int32", default="int32")
-        left = c.names("modules_to_not_convert")
-        self.left = re.compile("|".join(map(re.escape, left))) if left else None
+        excluded = c.names("modules_to_not_convert")
+        self.left = re.compile("|".join(map(re.escape, excluded))) if excluded else None
         self.head = c.get("lm_head", bool, False)
 
     def asked(self, module: CheckpointLinear) -> ModuleScheme:

@@ -141,12 +141,12 @@ class CompressedTensors(StoredWeightFormat):
         self.left_out = Targets.read(settings, "ignore")
         parts = settings.parts("config_groups")
         if not parts and not settings.has(KV_SCHEME):
-            told = "an object of groups of modules"
+            expected = "an object of groups of modules"
             raise settings.error(
-                "config_groups", settings.raw.get("config_groups"), told, EDIT_REMEDY
+                "config_groups", settings.raw.get("config_groups"), expected, EDIT_REMEDY
             )
-        found = [group(name, part, self.format) for name, part in parts.items()]
-        self.groups = [one for one in found if one is not None]
+        groups = [group(name, part, self.format) for name, part in parts.items()]
+        self.groups = [one for one in groups if one is not None]
         self.notes = tuple(notes(settings, parts))
         self.other_kv = non_fp8_kv_setting(settings)
 
@@ -154,8 +154,8 @@ class CompressedTensors(StoredWeightFormat):
         entry = self.left_out.find(module)
         if entry is not None:
             return resolve_storage(module, None, f"{SETTINGS_PREFIX}ignore ({entry[1]!r})")
-        found = [(one.targets.find(module), -index) for index, one in enumerate(self.groups)]
-        ranked = [(target, index) for target, index in found if target is not None]
+        matches = [(one.targets.find(module), -index) for index, one in enumerate(self.groups)]
+        ranked = [(target, index) for target, index in matches if target is not None]
         groups = f"{SETTINGS_PREFIX}config_groups"
         if not ranked:
             return resolve_storage(module, None, f"{groups}, of which no target names it,")
@@ -192,10 +192,10 @@ def strategy(weights: SettingsReader, *allowed: str) -> str:
     """
     if not weights.has("strategy"):
         size = weights.raw.get("group_size")
-        found = "tensor" if size is None else "channel" if size == -1 else "group"
-        if found not in allowed:
-            raise weights.error("strategy", found, ", ".join(map(repr, allowed)), SUPPORTED_REMEDY)
-        return found
+        unit = "tensor" if size is None else "channel" if size == -1 else "group"
+        if unit not in allowed:
+            raise weights.error("strategy", unit, ", ".join(map(repr, allowed)), SUPPORTED_REMEDY)
+        return unit
     return weights.only("strategy", *allowed)
 
 
@@ -255,12 +255,12 @@ FORMATS: Mapping[str, Callable[[SettingsReader], Storage]] = {
 
 def notes(settings: SettingsReader, groups: dict[str, SettingsReader]) -> list[str]:
     """Return notes on the settings that are not followed."""
-    found = [
+    messages = [
         f"{part.within}{name} is not used: activations are not rounded"
         for part in groups.values()
         for name in ("input_activations", "output_activations")
         if part.has(name)
     ]
     if settings.has(KV_SCHEME):
-        found.append(f"{SETTINGS_PREFIX}{KV_SCHEME} is not followed: {SCALES_OF_KV}")
-    return found
+        messages.append(f"{SETTINGS_PREFIX}{KV_SCHEME} is not followed: {SCALES_OF_KV}")
+    return messages

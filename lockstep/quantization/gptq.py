@@ -116,8 +116,8 @@ def read(settings: Mapping[str, Any]) -> WeightFormat:
 def _static(c: SettingsReader) -> bool:
     """Return static_groups, which GPTQModel writes into `meta`."""
     meta = c.raw.get("meta")
-    own = SettingsReader(meta, f"{SETTINGS_PREFIX}meta.") if isinstance(meta, dict) else c
-    return own.get("static_groups", bool, c.get("static_groups", bool, False))
+    reader = SettingsReader(meta, f"{SETTINGS_PREFIX}meta.") if isinstance(meta, dict) else c
+    return reader.get("static_groups", bool, c.get("static_groups", bool, False))
 
 
 def _rule(c: SettingsReader, scheme: Scheme, text: str, options: SettingsReader) -> Rule:
@@ -139,7 +139,7 @@ def gptq_sinks(
     codes = WORD // scheme.bits
     int32 = (torch.int32,)
     where = weight.device
-    found = {
+    sinks = {
         "qweight": WeightSink((-(-k // codes), n), int32, where, partial(_fill_codes, weight), 1),
         "qzeros": WeightSink(
             (groups, -(-n // codes)),
@@ -156,8 +156,8 @@ def gptq_sinks(
     if weight.g_idx is not None or "g_idx" in (module.tensors or ()):
         order = partial(_fill_order, module, weight)
         kept_at = torch.device("cpu") if weight.g_idx is None else where
-        found["g_idx"] = WeightSink((k,), (torch.int32, torch.int64), kept_at, order, None)
-    return found
+        sinks["g_idx"] = WeightSink((k,), (torch.int32, torch.int64), kept_at, order, None)
+    return sinks
 
 
 def _fill_codes(weight: IntWeight, words: Tensor) -> None:
@@ -176,8 +176,8 @@ def _fill_zeros(
 ) -> None:
     """Fill the zero points from words [G, N / c]."""
     shifts = ascending(weight.bits)
-    each = sum(1 << shift for shift in shifts)
-    zeros = unpacked_words(words + stored_less * each, shifts, weight.bits, dim=1)
+    ones = sum(1 << shift for shift in shifts)
+    zeros = unpacked_words(words + stored_less * ones, shifts, weight.bits, dim=1)
     fill_zeros(module, weight, zeros[:, : module.outputs])
 
 
@@ -192,8 +192,10 @@ def _fill_order(module: CheckpointLinear, weight: IntWeight, order: Tensor) -> N
     plain = _in_order(weight.k, weight.group, order.device)
     if weight.g_idx is None:
         if not bool((order == plain).all()) and bool(order.any()):
-            said = "moves columns between groups, but config.json has no desc_act, or static_groups"
-            raise damaged_error(module, "g_idx", said)
+            problem = (
+                "moves columns between groups, but config.json has no desc_act, or static_groups"
+            )
+            raise damaged_error(module, "g_idx", problem)
         return
     if not torch.equal(order.long().sort().values, plain):
         raise damaged_error(module, "g_idx", f"does not give each group its {weight.group} columns")

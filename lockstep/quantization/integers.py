@@ -104,25 +104,27 @@ class IntWeightFormat(WeightFormat):
         Raises:
             CheckpointError: tensors and settings contradict each other.
         """
-        asked = self._asked.get(module.names)
-        if asked is None:
-            asked = self._asked[module.names] = self.asked(module)
+        answer = self._asked.get(module.names)
+        if answer is None:
+            answer = self._asked[module.names] = self.asked(module)
         if module.tensors is None:
-            return asked.scheme if asked.packed else None
+            return answer.scheme if answer.packed else None
         packed = SIDECARS & module.tensors.keys()
         if packed and "weight" in module.tensors:
             raise contradiction_error(module, "a module has one or the other")
-        if asked.setting and (packed or module.tensors) and asked.packed != bool(packed):
-            word = "packed" if asked.packed else "not packed"
-            raise contradiction_error(module, f"config.json {asked.setting} says that it is {word}")
-        return asked.scheme if packed else None
+        if answer.setting and (packed or module.tensors) and answer.packed != bool(packed):
+            word = "packed" if answer.packed else "not packed"
+            raise contradiction_error(
+                module, f"config.json {answer.setting} says that it is {word}"
+            )
+        return answer.scheme if packed else None
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         scheme = self.scheme_of(module)
         if scheme is None:
             return None
         ordered = not scheme.in_order and 0 < scheme.group < module.inputs
-        found = Layout.of(
+        layout = Layout.of(
             IntWeight,
             bits=scheme.bits,
             group=scheme.group,
@@ -130,15 +132,15 @@ class IntWeightFormat(WeightFormat):
             zeros=not scheme.symmetric,
             g_idx=ordered,
         )
-        return replace(found, apart=module.path) if ordered else found
+        return replace(layout, fusion_key=module.path) if ordered else layout
 
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         scheme = self.scheme_of(module)
         assert isinstance(weight, IntWeight) and scheme is not None, "the layout said so"
-        found = self.filled(module, weight, scheme)
+        sinks = self.filled(module, weight, scheme)
         if "bias" in (module.tensors or ()):
-            found["bias"] = _no_bias(module, weight)
-        return found
+            sinks["bias"] = _no_bias(module, weight)
+        return sinks
 
     @abstractmethod
     def filled(
@@ -160,8 +162,8 @@ def _scale_dtype(module: CheckpointLinear) -> torch.dtype:
 
 def unpacked_words(words: Tensor, shifts: tuple[int, ...], bits: int, dim: int) -> Tensor:
     """Unpack int32 words [R, C] to uint8 codes along dim (0: [R * codes, C], 1: [R, C * codes])."""
-    places = torch.tensor(shifts, dtype=torch.int32, device=words.device)
-    lines = places[:, None] if dim == 0 else places
+    first_bits = torch.tensor(shifts, dtype=torch.int32, device=words.device)
+    lines = first_bits[:, None] if dim == 0 else first_bits
     return ((words.unsqueeze(dim + 1) >> lines) & (2**bits - 1)).byte().flatten(dim, dim + 1)
 
 
@@ -191,8 +193,10 @@ def fill_zeros(module: CheckpointLinear, weight: IntWeight, zeros: Tensor) -> No
         return
     middle = 2 ** (weight.bits - 1)
     if not bool((zeros == middle).all()):
-        said = f"holds zero points other than {middle}, but config.json says that it is symmetric"
-        raise damaged_error(module, "qzeros", said)
+        problem = (
+            f"holds zero points other than {middle}, but config.json says that it is symmetric"
+        )
+        raise damaged_error(module, "qzeros", problem)
 
 
 def _no_bias(module: CheckpointLinear, weight: IntWeight) -> WeightSink:

@@ -57,11 +57,11 @@ def read(settings: Mapping[str, Any]) -> "ModelOpt":
         CheckpointError: a setting is not supported.
     """
     inner = settings.get("quantization")
-    found = settings
+    merged = settings
     if isinstance(inner, dict):
-        found = inner | {name: value for name, value in settings.items() if value is not None}
-    only_keys = found.get("quant_algo", "") is None
-    return read_strictly(found, "modelopt", partial(ModelOpt, only_keys=only_keys))
+        merged = inner | {name: value for name, value in settings.items() if value is not None}
+    only_keys = merged.get("quant_algo", "") is None
+    return read_strictly(merged, "modelopt", partial(ModelOpt, only_keys=only_keys))
 
 
 class ModelOpt(StoredWeightFormat):
@@ -100,9 +100,9 @@ class ModelOpt(StoredWeightFormat):
         self.other_kv = non_fp8_kv_setting(settings)
 
     def storage(self, module: CheckpointLinear) -> Storage | None:
-        found = self.named.find(module)
-        if found is not None:
-            layer = self.layers[found]
+        name = self.named.find(module)
+        if name is not None:
+            layer = self.layers[name]
             kind = algorithm(layer)
             return resolve_storage(module, STORAGES[kind], f"{layer.within}quant_algo={kind!r}")
         entry = self.excluded.find(module)
@@ -174,8 +174,8 @@ class Entries:
 
 def notes(settings: SettingsReader) -> list[str]:
     """Return notes on the settings that are not followed."""
-    found = ["activations are not rounded, whatever quant_algo says of them"]
+    messages = ["activations are not rounded, whatever quant_algo says of them"]
     for name in (KV_ALGORITHM, KV_SCHEME):
         if settings.has(name):
-            found.append(f"{SETTINGS_PREFIX}{name} is not followed: {SCALES_OF_KV}")
-    return found
+            messages.append(f"{SETTINGS_PREFIX}{name} is not followed: {SCALES_OF_KV}")
+    return messages

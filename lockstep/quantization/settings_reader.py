@@ -32,8 +32,8 @@ class NamePattern:
 
     def __init__(self, text: str) -> None:
         self.compiled = re.compile(text)
-        found = ANYWHERE.fullmatch(text)
-        self.inside = None if found is None else re.sub(r"\\(\W)", r"\1", found[1])
+        match = ANYWHERE.fullmatch(text)
+        self.inside = None if match is None else re.sub(r"\\(\W)", r"\1", match[1])
 
     def begins(self, module: CheckpointLinear) -> bool:
         """Return whether it matches one of the module's names from the start."""
@@ -108,10 +108,10 @@ class SettingsReader:
     def names(self, name: str) -> tuple[str, ...]:
         """Return a list of names; the setting may nest lists, or be one comma-separated text."""
         value = self.raw.get(name, [])
-        found = value.split(",") if isinstance(value, str) else value
-        if not isinstance(found, list):
+        entries = value.split(",") if isinstance(value, str) else value
+        if not isinstance(entries, list):
             raise self.error(name, value, "a list of names", EDIT_REMEDY)
-        flat = [one for part in found for one in (part if isinstance(part, list) else [part])]
+        flat = [one for part in entries for one in (part if isinstance(part, list) else [part])]
         if not all(isinstance(one, str) for one in flat):
             raise self.error(name, value, "a list of names", EDIT_REMEDY)
         return tuple(one.strip() for one in flat if one.strip())

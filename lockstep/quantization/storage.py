@@ -101,12 +101,12 @@ class StoredWeightFormat(WeightFormat):
 
 
 def resolve_storage(
-    module: CheckpointLinear, said: Storage | None, setting: str, *, of_all: bool = False
+    module: CheckpointLinear, expected: Storage | None, setting: str, *, of_all: bool = False
 ) -> Storage | None:
     """Return the storage that the settings give a linear layer, checked against its tensors.
 
     Args:
-        said: the storage according to the settings, None for a plain weight.
+        expected: the storage according to the settings, None for a plain weight.
         setting: the setting that says so, for messages.
         of_all: the setting covers all linear layers and names none. Experts may then be plain
             (EXPERT_PATH), as may layers that are usually unquantized. Without files NOT_NN_LINEAR
@@ -116,15 +116,15 @@ def resolve_storage(
         CheckpointError: the tensors contradict the settings.
     """
     if module.tensors is None:
-        return None if module.path.rpartition(".")[2] in NOT_NN_LINEAR else said
+        return None if module.path.rpartition(".")[2] in NOT_NN_LINEAR else expected
     weight = module.tensors.get("weight")
     strange = weight is not None and weight.dtype not in FLOAT_NAMES
     packed = strange or any(suffix in module.tensors for suffix in SIDECARS)
-    if said is None:
+    if expected is None:
         if packed:
             raise contradiction_error(module, f"{setting} asks for a weight that is not packed")
         return None
-    needed = ", ".join(said.needs(module))
+    needed = ", ".join(expected.needs(module))
     if not packed:
         if (
             weight is None
@@ -133,9 +133,9 @@ def resolve_storage(
         ):
             return None
         raise contradiction_error(module, f"{setting} asks for {needed}")
-    if not all(suffix in module.tensors for suffix in said.needs(module)):
+    if not all(suffix in module.tensors for suffix in expected.needs(module)):
         raise contradiction_error(module, f"{setting} asks for {needed}")
-    return said
+    return expected
 
 
 def non_fp8_kv_setting(settings: SettingsReader) -> str | None:
@@ -177,10 +177,10 @@ class Fp8Storage(Storage):
     def layout(self, module: CheckpointLinear) -> Layout:
         """Return block scales if whole blocks fit the columns, else a scale per output column."""
         edges = [edge for pair in module.ranges for edge in pair]
-        whole = all(edge % FP8_BLOCK == 0 for edge in (module.outputs, *edges))
+        whole_blocks = all(edge % FP8_BLOCK == 0 for edge in (module.outputs, *edges))
         if "block" not in self.grains:
             return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)
-        return Layout.of(Fp8Weight, block_n=FP8_BLOCK if whole else 1, block_k=FP8_BLOCK)
+        return Layout.of(Fp8Weight, block_n=FP8_BLOCK if whole_blocks else 1, block_k=FP8_BLOCK)
 
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, Fp8Weight)
@@ -204,8 +204,8 @@ class Fp8Storage(Storage):
 
     def _suffix(self, module: CheckpointLinear) -> str:
         """Return the suffix that the layer's scales have."""
-        found = module.tensors or {}
-        return self.also if self.also in found and self.scale not in found else self.scale
+        tensors = module.tensors or {}
+        return self.also if self.also in tensors and self.scale not in tensors else self.scale
 
     def _scale(self, module: CheckpointLinear, weight: Fp8Weight, scales: Tensor) -> None:
         """Fill the scales from the checkpoint's, which are of the whole weight if by block."""
@@ -264,13 +264,15 @@ class Fp4Storage(Storage):
             ),
         }  # fmt: skip
 
-    def _factor(self, module: CheckpointLinear, weight: Fp4Weight, found: Tensor) -> None:
-        if self.divides and not bool(found > 0):
-            raise damaged_error(module, self.factor, f"is {float(found)}, expected more than 0")
-        factor = found.reciprocal() if self.divides else found
+    def _factor(self, module: CheckpointLinear, weight: Fp4Weight, stored: Tensor) -> None:
+        if self.divides and not bool(stored > 0):
+            raise damaged_error(module, self.factor, f"is {float(stored)}, expected more than 0")
+        factor = stored.reciprocal() if self.divides else stored
         if not bool(factor.abs() < FP4_FACTORS):
-            said = f"is {float(found)}, which multiplies by {float(factor)}, expected below 2^119"
-            raise damaged_error(module, self.factor, said)
+            problem = (
+                f"is {float(stored)}, which multiplies by {float(factor)}, expected below 2^119"
+            )
+            raise damaged_error(module, self.factor, problem)
         weight.factors.copy_(factor)
 
 
@@ -298,23 +300,23 @@ class IntStorage(Storage):
         return (*codes, "weight_scale", *zeros, *order)
 
     def layout(self, module: CheckpointLinear) -> Layout:
-        found = module.tensors or {}
+        tensors = module.tensors or {}
         options = dict(
             bits=self.bits,
             group=self.group if self.group > 0 else module.inputs,
-            scale_dtype=scale_dtype(found.get("weight_scale")),
+            scale_dtype=scale_dtype(tensors.get("weight_scale")),
             zeros=self._has(module, "weight_zero_point"),
             g_idx=self._has(module, "weight_g_idx"),
         )
         layout = Layout.of(IntWeight, **options)
-        return replace(layout, apart=module.path) if options["g_idx"] else layout
+        return replace(layout, fusion_key=module.path) if options["g_idx"] else layout
 
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, IntWeight)
         (n, k) = (module.whole_outputs, module.inputs)
         device = weight.device
         scales = [(n, *weight.scales.shape[1:])] if self.group else [(1,), (), (1, 1)]
-        found = {
+        sinks = {
             "weight_scale": sink(
                 module, "weight_scale", scales, FLOAT_DTYPES, device,
                 lambda x: weight.scales.copy_(x.view(-1, x.shape[-1] if x.dim() else 1)),
@@ -323,8 +325,8 @@ class IntStorage(Storage):
         if self.in_words:
             shape = (n, -(-k * self.bits // 32))
             fill = nibbled(weight) if self.bits == 4 else eight_bits(weight)
-            found["weight_packed"] = WeightSink(shape, (torch.int32,), device, fill)
-            found["weight_shape"] = WeightSink(
+            sinks["weight_packed"] = WeightSink(shape, (torch.int32,), device, fill)
+            sinks["weight_shape"] = WeightSink(
                 (2,),
                 (torch.int64, torch.int32),
                 torch.device("cpu"),
@@ -332,14 +334,14 @@ class IntStorage(Storage):
                 None,
             )
         else:
-            found["weight"] = WeightSink((n, k), (torch.int8,), device, eight_bits(weight, 128))
+            sinks["weight"] = WeightSink((n, k), (torch.int8,), device, eight_bits(weight, 128))
         if weight.zeros is not None:
-            found["weight_zero_point"] = self._zeros(module, weight, scales)
+            sinks["weight_zero_point"] = self._zeros(module, weight, scales)
         if weight.g_idx is not None:
-            found["weight_g_idx"] = WeightSink(
+            sinks["weight_g_idx"] = WeightSink(
                 (k,), (torch.int32, torch.int64), device, lambda x: order(module, weight, x), None
             )
-        return found
+        return sinks
 
     def _has(self, module: CheckpointLinear, suffix: str) -> bool:
         return suffix in (self.needs(module) if module.tensors is None else module.tensors)
@@ -356,15 +358,15 @@ class IntStorage(Storage):
         shapes: list[tuple[int, ...]] = [(words, groups)] if packed else scales
         middle = 2 ** (self.bits - 1)
 
-        def fill(found: Tensor) -> None:
+        def fill(stored: Tensor) -> None:
             if packed:
-                zeros.copy_(along_n(found, self.bits, n))
+                zeros.copy_(along_n(stored, self.bits, n))
                 return
-            codes = found.short() + middle
+            codes = stored.short() + middle
             if not bool(((codes >= 0) & (codes < 2**self.bits)).all()):
-                said = f"has zero points other than {-middle} to {middle - 1}"
-                raise damaged_error(module, "weight_zero_point", said)
-            zeros.copy_(codes.view(-1, found.shape[-1] if found.dim() else 1))
+                problem = f"has zero points other than {-middle} to {middle - 1}"
+                raise damaged_error(module, "weight_zero_point", problem)
+            zeros.copy_(codes.view(-1, stored.shape[-1] if stored.dim() else 1))
 
         dtype = torch.int32 if packed else torch.int8
         unit = 32 // self.bits if packed else 1
@@ -388,10 +390,10 @@ def sink(
     info = None if module.tensors is None else module.tensors.get(suffix)
     shape = info.shape if info is not None and info.shape in shapes else shapes[0]
 
-    def check(found: Tensor) -> None:
-        if not bool(found.float().isfinite().all()):
+    def check(tensor: Tensor) -> None:
+        if not bool(tensor.float().isfinite().all()):
             raise damaged_error(module, suffix, "has entries that are no finite numbers")
-        fill(found)
+        fill(tensor)
 
     axis = None if prod(shape) == 1 else shard_axis
     return WeightSink(shape, dtypes, device, check, axis, outputs_per_element)
@@ -421,10 +423,10 @@ def nibbles(data: Tensor) -> Tensor:
 def nibbled(weight: QuantizedWeight) -> Callable[[Tensor], None]:
     """Return a function that fills a weight from 4-bit codes, lowest bits first."""
 
-    def fill(found: Tensor) -> None:
+    def fill(stored: Tensor) -> None:
         (n, k) = weight.shape
         for begin, end in row_chunks(n, k):
-            codes = nibbles(found[begin:end].view(torch.uint8))[:, :k]
+            codes = nibbles(stored[begin:end].view(torch.uint8))[:, :k]
             weight.words[begin:end] = pack_codes(codes, 4)
 
     return fill
@@ -436,10 +438,10 @@ def eight_bits(weight: QuantizedWeight, offset: int = 0) -> Callable[[Tensor], N
     offset: added modulo 256; 128 turns signed integers into codes.
     """
 
-    def fill(found: Tensor) -> None:
+    def fill(stored: Tensor) -> None:
         (n, k) = weight.shape
         for begin, end in row_chunks(n, k):
-            codes = found[begin:end].view(torch.uint8)[:, :k]
+            codes = stored[begin:end].view(torch.uint8)[:, :k]
             weight.words[begin:end] = pack_codes(codes + offset if offset else codes, 8)
 
     return fill
@@ -452,21 +454,21 @@ def along_n(words: Tensor, bits: int, n: int) -> Tensor:
     return codes[:, :n].t()
 
 
-def shaped(module: CheckpointLinear, found: Tensor) -> None:
+def shaped(module: CheckpointLinear, stored: Tensor) -> None:
     """Check `weight_shape` against the layer's shape."""
-    if found.tolist() != [module.whole_outputs, module.inputs]:
-        asked = [module.whole_outputs, module.inputs]
-        fault = f"is {brief(found.tolist())}, config.json asks for {asked}"
+    if stored.tolist() != [module.whole_outputs, module.inputs]:
+        expected = [module.whole_outputs, module.inputs]
+        fault = f"is {brief(stored.tolist())}, config.json asks for {expected}"
         raise damaged_error(module, "weight_shape", fault)
 
 
-def order(module: CheckpointLinear, weight: IntWeight, found: Tensor) -> None:
+def order(module: CheckpointLinear, weight: IntWeight, groups_of_columns: Tensor) -> None:
     """Copy the group of each column; all -1 means that columns are in order."""
     assert weight.g_idx is not None
     groups = weight.scales.shape[1]
-    if bool((found == -1).all()):
-        found = torch.arange(weight.k, device=weight.device) // weight.group
-    if not bool(((found >= 0) & (found < groups)).all()):
+    if bool((groups_of_columns == -1).all()):
+        groups_of_columns = torch.arange(weight.k, device=weight.device) // weight.group
+    if not bool(((groups_of_columns >= 0) & (groups_of_columns < groups)).all()):
         fault = f"has entries that are no groups, of which there are {groups}"
         raise damaged_error(module, "weight_g_idx", fault)
-    weight.g_idx.copy_(found)
+    weight.g_idx.copy_(groups_of_columns)

@@ -78,13 +78,13 @@ class CheckpointLinear:
 class Layout:
     """Storage layout of a quantized weight on the device: its class and the options of `empty`.
 
-    apart: weights with different values are not fused. It stands for data that all rows of a
+    fusion_key: weights with different values are not fused. It stands for data that all rows of a
     quantized weight share, such as an order of columns.
     """
 
     kind: type[QuantizedWeight]
     options: tuple[tuple[str, Any], ...] = ()
-    apart: str = ""
+    fusion_key: str = ""
 
     @classmethod
     def of(cls, kind: type[QuantizedWeight], **options: Any) -> "Layout":
@@ -147,17 +147,17 @@ def is_usually_unquantized(module: CheckpointLinear) -> bool:
     return module.path.startswith("mtp.") or module.path.rpartition(".")[2] in UNQUANTIZED_NAMES
 
 
-def contradiction_error(module: CheckpointLinear, said: str) -> CheckpointError:
-    """Return the error for tensors that contradict the settings, which ask for `said`."""
+def contradiction_error(module: CheckpointLinear, requirement: str) -> CheckpointError:
+    """Return the error for tensors that contradict the settings, which ask for `requirement`."""
     tensors = (module.tensors or {}).values()
-    found = [f"{info.name} ({info.dtype} {list(info.shape)})" for info in tensors]
-    listed = ", ".join(sorted(found)[:8]) or "none"
+    tensors_found = [f"{info.name} ({info.dtype} {list(info.shape)})" for info in tensors]
+    listed = ", ".join(sorted(tensors_found)[:8]) or "none"
     return CheckpointError(
-        f"{module.path} has the tensors {listed[:600]}, but {said}. "
+        f"{module.path} has the tensors {listed[:600]}, but {requirement}. "
         "Correct the settings, or fetch the checkpoint again."
     )
 
 
-def damaged_error(module: CheckpointLinear, suffix: str, said: str) -> CheckpointError:
+def damaged_error(module: CheckpointLinear, suffix: str, problem: str) -> CheckpointError:
     """Return the error for a tensor with impossible contents."""
-    return CheckpointError(f"{module.path}.{suffix} {said}. Fetch the checkpoint again.")
+    return CheckpointError(f"{module.path}.{suffix} {problem}. Fetch the checkpoint again.")

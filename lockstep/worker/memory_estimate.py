@@ -84,7 +84,7 @@ class DryEngine:
                 kv=kv_layers(config, dtype),
                 state_dtype=state_dtype(config),
             )
-            self.build.room.bounded = False
+            self.build.memory_budget.bounded = False
             self.model = build_model(checkpoint.raw, self.build)
             self.draft = build_draft(config, checkpoint, self.model, self.build)
             layers = memory.mixers(self.model, self.draft)

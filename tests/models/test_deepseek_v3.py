@@ -256,7 +256,7 @@ def counted(base: Base) -> tuple[int, int]:
     """Parameters of the target, and of its MTP module without what it shares; in neither the
     correction biases, which no optimiser trains."""
     build = BuildContext("cpu", torch.bfloat16, 1, 64)
-    build.room.bounded = False
+    build.memory_budget.bounded = False
     with FakeTensorMode():
         model = Model(Config.read(base), build)
         draft = Draft(model, build)

@@ -117,7 +117,7 @@ def source_of(checkpoint: Checkpoint) -> Source:
             prefixes=checkpoint.prefixes,
             packing=packing,
         )
-        build.room.bounded = False
+        build.memory_budget.bounded = False
         model = build_model(checkpoint.raw, build)
         draft = build_draft(config, checkpoint, model, build)
         return target_source(checkpoint, model, draft, packing)
