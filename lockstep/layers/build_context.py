@@ -104,7 +104,7 @@ class BuildContext:
         """Describe a linear layer of the current module as the checkpoint stores it.
 
         Args:
-            outputs: columns that every rank holds whole, or Columns that are cut across ranks.
+            outputs: columns that are whole on every rank, or Columns that are cut across ranks.
         """
         path = f"{self.path}.{name}" if self.path else name
         names = (*(prefix + path for prefix in self.prefixes), path)

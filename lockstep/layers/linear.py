@@ -18,12 +18,12 @@ from lockstep.layers.sharding import Columns, count_columns, row_sink
 from lockstep.quantization import CheckpointLinear, Layout, WeightFormat, WeightSink
 
 PROBED_LAYERS = 4
-"""Layers of one shape whose weights a cuBLAS probe reads in turn: more than a GPU's cache holds."""
+"""Layers of one shape whose weights a cuBLAS probe cycles through, to exceed a GPU's cache."""
 MAX_DEQUANTIZED = 1 << 22
 """Maximum elements that are dequantized at load time, so that they share a GEMM with plain weights.
 
-Reading so many in 16 bits takes an H200 1.0 us (8-bit codes) to 1.5 us (4-bit codes) longer than
-reading the codes; a launch of its own takes 2.8 us.
+Reading that many elements in 16 bits takes an H200 1.0 us (8-bit codes) to 1.5 us (4-bit codes)
+longer than reading the codes; a separate launch takes 2.8 us.
 """
 Target = Tensor | WeightSink
 """Destination of a checkpoint tensor: a parameter of the same shape, or a sink."""
@@ -92,7 +92,7 @@ class Weight(nn.Module):
 
     @property
     def quantized_parts(self) -> list[QuantizedWeight]:
-        """All quantized storage, that which is dequantized after loading included."""
+        """Return all quantized storage, including what is dequantized after loading."""
         return [*self.load_buffers.values(), *([] if self.quantized is None else [self.quantized])]
 
     def stored_rows(self, begin: int, end: int) -> Tensor | QuantizedWeight:
@@ -132,7 +132,7 @@ class Weight(nn.Module):
 
 
 class Gemm(Weight):
-    """One matrix product: x [T, K] -> x W^T [T, N] over a weight of one storage format.
+    """Matrix product: x [T, K] -> x W^T [T, N] over a weight of one storage format.
 
     keeps_plain: whether the plain weight stays next to a CPU's prepacked copy, since an embedding
     or a drafter's head shares it.
@@ -202,8 +202,8 @@ def _describe(row_groups: Sequence[RowGroup], dequantized: bool) -> str:
 def row_groups_of(build: BuildContext, modules: Sequence[CheckpointLinear]) -> list[RowGroup]:
     """Return the row groups of fused linear layers.
 
-    Neighbours share a group if their formats are equal, or are once every output column has scales
-    of its own.
+    Neighbours share a group if their formats are equal, or become equal with a scale per output
+    column.
     """
     parts = [(build.layout(module), module.outputs) for module in modules]
     groups = groupby(parts, lambda part: part[0] and part[0].by_rows())
@@ -274,7 +274,7 @@ class Linear(nn.Module):
 
     Args:
         outputs: name of each weight in the checkpoint, within the module -> its output columns.
-            A plain number is held whole by every rank, Columns are cut across ranks.
+            A plain number is whole on every rank, Columns are cut across ranks.
         orders: name -> returns, for each row of the layer, the row of the checkpoint's weight that
             it is; called once.
     """
@@ -403,7 +403,7 @@ class ResidualLinear(PartialLinear):
 class Embedding(nn.Module):
     """ids [T] -> [T, H]. Draft ids of -1 are clamped by the row table, so every id is in range.
 
-    A rank holds a range of the vocabulary; the rows of other ranks come by the exchange.
+    A rank stores a range of the vocabulary; the rows of other ranks come by the exchange.
     """
 
     def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
@@ -424,7 +424,7 @@ class Embedding(nn.Module):
 class Head(Gemm):
     """Language model head: x [T, H] -> logits [T, V] of x's dtype.
 
-    existing: the embedding's weight (tied), or another head's, instead of a weight of its own.
+    existing: the embedding's weight (tied), or another head's, instead of allocating one.
     vocab: Columns are cut across ranks, a plain number of rows is whole on every rank.
     """
 
@@ -445,7 +445,7 @@ class Head(Gemm):
         super().__init__(build, hidden, groups, existing=existing, total=total)
 
     def weights(self) -> dict[str, Target]:
-        """Map the tensors of a weight of its own to their destinations."""
+        """Map the tensors of an untied head to their destinations."""
         rows = self.stored_rows(0, self.shape[0])
         return weight_sinks("lm_head", rows, self.packing, self.module)
 

@@ -45,7 +45,7 @@ class Routing:
     correction bias [experts] fp32 is added to the scores for the choice.
 
     Raises:
-        ConfigError: the groups do not hold top_k experts.
+        ConfigError: the groups do not contain top_k experts.
     """
 
     experts: int
@@ -70,7 +70,7 @@ class Routing:
 
 
 class ExpertWeight(Weight):
-    """One linear layer of all experts: E weights [N, K], stored as E * N rows of one format.
+    """Linear layer of all experts: E weights [N, K], stored as E * N rows of one format.
 
     A plain weight is [E, N, K].
 
@@ -370,7 +370,7 @@ def _is_one_gemm(build: BuildContext, inputs: int, outputs: Mapping[str, int | C
 def _describe_expert(
     build: BuildContext, name: str, columns: Columns, k: int, fused: TensorInfo | None
 ) -> CheckpointLinear:
-    """Describe an expert's linear layer: a tensor of its own, or a part of `fused`."""
+    """Describe an expert's linear layer: a separate tensor, or a part of `fused`."""
     module = build.module(name, columns, k)
     if fused is None:
         return module

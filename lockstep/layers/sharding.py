@@ -1,4 +1,4 @@
-"""Tensor parallelism by output columns: which columns of a weight each rank holds.
+"""Tensor parallelism by output columns: the columns of a weight that each rank stores.
 
 Every output column keeps its whole K on one rank, so no sum crosses ranks and the answer does not
 depend on their number. Norms, routers and the latents of MLA stay whole on every rank.
@@ -17,13 +17,13 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of a tensor-parallel group: its index and the size of the group."""
+    """Process of a tensor-parallel group: its index and the size of the group."""
 
     index: int = 0
     size: int = 1
 
     def units(self, count: int, *, replicate: bool = False) -> range:
-        """Return the units (heads, columns) out of `count` that this rank holds.
+        """Return the units (heads, columns) out of `count` of this rank.
 
         Args:
             count: units of the whole model.
@@ -53,7 +53,7 @@ def _divides(count: int, ranks: int, replicate: bool) -> bool:
 class Columns:
     """Output columns of one weight, as consecutive parts that are cut separately.
 
-    parts: (units, columns per unit) of each part. A rank holds the same share of the units of every
+    parts: (units, columns per unit) of each part. A rank has the same share of the units of every
     part, for example its heads of q, then its heads of k and v. replicate: see Rank.units.
     """
 
@@ -71,7 +71,7 @@ class Columns:
         return sum(units * width for units, width in self.parts)
 
     def ranges(self, rank: Rank) -> Ranges:
-        """Return (begin, end) of the columns that a rank holds; () if it holds all of them."""
+        """Return (begin, end) of the columns of a rank; () for all of them."""
         if rank.size == 1:
             return ()
         ranges = []
@@ -88,7 +88,7 @@ class Columns:
 
 
 def count_columns(columns: int | Columns, rank: Rank) -> int:
-    """Return how many columns a rank holds. A plain number of columns is whole on every rank."""
+    """Return the number of columns of a rank. A plain number of columns is whole on every rank."""
     if isinstance(columns, int):
         return columns
     ranges = columns.ranges(rank)
@@ -97,7 +97,7 @@ def count_columns(columns: int | Columns, rank: Rank) -> int:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One tensor of a checkpoint and where it goes.
+    """Specification of one checkpoint tensor and its destination.
 
     name: of the tensor, less the architecture's prefix. shape: of the whole tensor in the
     checkpoint, None for any. shard_axis: axis of the output columns, along which it is cut across

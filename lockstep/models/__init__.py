@@ -52,7 +52,7 @@ def draft_prefix(module: ModuleType, raw: dict[str, Any]) -> str | None:
     """
     if not hasattr(module, "Draft"):
         return None
-    found: str = (
+    prefix: str = (
         module.draft_prefix(raw) if hasattr(module, "draft_prefix") else module.DRAFT_PREFIX
     )
-    return found
+    return prefix

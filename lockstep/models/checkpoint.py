@@ -59,8 +59,8 @@ class Checkpoint:
     @cached_property
     def prefixes(self) -> tuple[str, ...]:
         """Prefixes that tensor names may have."""
-        found: tuple[str, ...] = self.architecture.PREFIXES
-        return found
+        prefixes: tuple[str, ...] = self.architecture.PREFIXES
+        return prefixes
 
     @cached_property
     def weight_files(self) -> Sequence[WeightFile | GGUFWeightFile]:
@@ -110,22 +110,26 @@ class Checkpoint:
         Raises:
             CheckpointError: the settings cannot be read.
         """
-        own = self._own_file()
+        file_settings = self._own_file()
         for settings in (self.raw, self.raw.get("text_config", {})):
             for name in SETTINGS:
-                found = settings.get(name)
-                if found is None:
+                candidate = settings.get(name)
+                if candidate is None:
                     continue
-                if not isinstance(found, dict):
+                if not isinstance(candidate, dict):
                     field = f"config.json {name}"
                     raise choice_error(
-                        CheckpointError, field, found, OBJECT, "Correct config.json."
+                        CheckpointError, field, candidate, OBJECT, "Correct config.json."
                     )
-                told = _with_method(found)
-                if own is None or not is_same_format(own["quant_method"], told.get("quant_method")):
-                    return told
-                return own | {key: value for key, value in told.items() if value is not None}
-        return own
+                config_settings = _with_method(candidate)
+                if file_settings is None or not is_same_format(
+                    file_settings["quant_method"], config_settings.get("quant_method")
+                ):
+                    return config_settings
+                return file_settings | {
+                    key: value for key, value in config_settings.items() if value is not None
+                }
+        return file_settings
 
     def _own_file(self) -> dict[str, Any] | None:
         """Return the settings in the first of OWN_FILES that exists; None if there is none."""

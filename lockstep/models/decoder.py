@@ -73,11 +73,11 @@ def read_common(
         c.need(hidden_size % heads == 0, "hidden_size", "multiples of num_attention_heads")
         head_dim = hidden_size // heads
     head_dim = c.size("head_dim", head_dim)
-    told = dense or c.raw.get("intermediate_size") is not None
+    has_width = dense or c.raw.get("intermediate_size") is not None
     return dict(
         vocab_size=c.size("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=c.size("intermediate_size") if told else 0,
+        intermediate_size=c.size("intermediate_size") if has_width else 0,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -114,8 +114,10 @@ class Sublayer:
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""
-        own = {f"{self.name}.{name}": tensor for name, tensor in self.body.weights().items()}
-        return {f"{self.norm_name}.weight": self.norm.weight} | own
+        body_weights = {
+            f"{self.name}.{name}": tensor for name, tensor in self.body.weights().items()
+        }
+        return {f"{self.norm_name}.weight": self.norm.weight} | body_weights
 
 
 class Block(nn.Module):
@@ -241,13 +243,13 @@ class Decoder(nn.Module, ABC):
         x = self.embed(ctx.token_ids)
         delta = None
         tapped = []
-        for place, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks):
             x, delta, entered = block(x, delta, ctx)
-            if place in self.taps:
+            if index in self.taps:
                 tapped.append(entered)
-        left, hidden = self.norm(x, delta)
+        residual, hidden = self.norm(x, delta)
         if len(self.blocks) in self.taps:
-            tapped.append(left)
+            tapped.append(residual)
         return hidden, tuple(tapped)
 
     def logits(self, hidden: Tensor, ctx: StepContext) -> Tensor:

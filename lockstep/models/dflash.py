@@ -128,12 +128,12 @@ def _taps(c: ConfigReader, layers: int, depth: int) -> tuple[int, ...]:
     """
     last = max(depth - 3, 1)
     spread = [round(1 + i * (last - 1) / max(layers - 1, 1)) for i in range(layers)]
-    found = c.get("target_layer_ids", list, spread if layers > 1 else [depth // 2])
-    whole = 0 < len(found) <= MAX_LAYERS and all(type(i) is int for i in found)
-    ascending = whole and all(a < b for a, b in zip(found, found[1:], strict=False))
-    sound = ascending and 0 <= found[0] and found[-1] < depth
+    layer_ids = c.get("target_layer_ids", list, spread if layers > 1 else [depth // 2])
+    is_list = 0 < len(layer_ids) <= MAX_LAYERS and all(type(i) is int for i in layer_ids)
+    ascending = is_list and all(a < b for a, b in zip(layer_ids, layer_ids[1:], strict=False))
+    sound = ascending and 0 <= layer_ids[0] and layer_ids[-1] < depth
     c.need(sound, "target_layer_ids", f"ascending numbers of layers, 0 to {depth - 1}")
-    return tuple(i + 1 for i in found)
+    return tuple(i + 1 for i in layer_ids)
 
 
 class BlockAttention(Attention):
@@ -159,8 +159,8 @@ class BlockAttention(Attention):
             1,
             self.scale,
         )
-        found = mixed.view(rows, self.kv_heads, -1, group, self.head_dim).transpose(1, 2)
-        return self.out(found.reshape(x.shape[0], -1))
+        outputs = mixed.view(rows, self.kv_heads, -1, group, self.head_dim).transpose(1, 2)
+        return self.out(outputs.reshape(x.shape[0], -1))
 
 
 class BlockDraftModel(nn.Module):
@@ -193,13 +193,13 @@ class BlockDraftModel(nn.Module):
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
         for i in range(c.layers):
             at = build.at(f"layers.{i}")
-            own = at.within("self_attn")
-            mixer = BlockAttention(own, *sizes, rotary=rotary, qk_norm=True, eps=c.eps)
+            attention = at.within("self_attn")
+            mixer = BlockAttention(attention, *sizes, rotary=rotary, qk_norm=True, eps=c.eps)
             yield Sublayer(at, c, "input_layernorm", "self_attn", mixer), mlp_sublayer(at, c)
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a head of its own: 0, the target's is shared."""
+        """Bytes of an own head: 0, the target's is shared."""
         return 0
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
@@ -239,5 +239,5 @@ class BlockDraftModel(nn.Module):
         return table
 
     def source(self) -> Source:
-        """Return the tensors of its own checkpoint."""
+        """Return the tensors of the module's checkpoint."""
         return Source(self.checkpoint, weight_specs(self.weights()))

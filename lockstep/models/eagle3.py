@@ -211,15 +211,15 @@ def _taps(c: ConfigReader, inner: ConfigReader, layers: int, behind: bool) -> tu
         inner.only(name, value, None, default=None)
     name = "eagle_aux_hidden_state_layer_ids"
     where = inner if inner.raw.get(name) else c
-    given = where.get(name, list, [])
-    found = given or [2, layers // 2, layers - 3]
-    last = layers - 1 if behind and given else layers
+    named_layers = where.get(name, list, [])
+    layer_ids = named_layers or [2, layers // 2, layers - 3]
+    last = layers - 1 if behind and named_layers else layers
     allowed = f"ascending numbers of layers, 0 to {last}"
-    whole = len(found) <= MAX_LAYERS and all(type(i) is int for i in found)
-    where.need(whole, name, allowed)
-    ascending = all(a < b for a, b in zip(found, found[1:], strict=False))
-    where.need(ascending and found[0] >= 0 and found[-1] <= last, name, allowed)
-    return tuple(i + bool(given and behind) for i in found)
+    is_list = len(layer_ids) <= MAX_LAYERS and all(type(i) is int for i in layer_ids)
+    where.need(is_list, name, allowed)
+    ascending = all(a < b for a, b in zip(layer_ids, layer_ids[1:], strict=False))
+    where.need(ascending and layer_ids[0] >= 0 and layer_ids[-1] <= last, name, allowed)
+    return tuple(i + bool(named_layers and behind) for i in layer_ids)
 
 
 def draft_ids(checkpoint: HeadCheckpoint, config: Config) -> Tensor | None:
@@ -346,8 +346,8 @@ class Eagle3Head(nn.Module):
             Block(*sublayers) for sublayers in later_layers(build, c, rotary)
         )
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
-        whole = fits and c.draft_vocab_size == c.vocab_size
-        self.own_head = not whole or build.tensors is None or "lm_head" in build.tensors
+        full_vocabulary = fits and c.draft_vocab_size == c.vocab_size
+        self.own_head = not full_vocabulary or build.tensors is None or "lm_head" in build.tensors
         if c.tied and not self.own_head:
             raise CheckpointError(
                 f"{checkpoint.folder} has no lm_head.weight, and its config.json has "
@@ -374,7 +374,7 @@ class Eagle3Head(nn.Module):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a head of its own; 0 if it shares the target's."""
+        """Bytes of an own head; 0 if it shares the target's."""
         return self.head.stored.nbytes if self.own_head else 0
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
@@ -394,8 +394,8 @@ class Eagle3Head(nn.Module):
         delta = self.mlp(normed, ctx)
         for block in self.blocks:
             x, delta, _ = block(x, delta, ctx)
-        left, out = self.norm(x, delta)
-        return out if self.config.norm_output else left
+        residual_out, out = self.norm(x, delta)
+        return out if self.config.norm_output else residual_out
 
     def logits(self, state: Tensor) -> Tensor:
         """Return logits [S, V'] over `ids` of state [S, H']."""
@@ -461,7 +461,7 @@ class Eagle3Head(nn.Module):
         return WeightSink.copy_into(target, partial(_rows, order=order))
 
     def source(self) -> Source:
-        """Return the tensors of its own checkpoint; d2t and t2d were read when it was built."""
+        """Return the tensors of the head's checkpoint; d2t and t2d are read at build time."""
         wanted = weight_specs(self.weights())
         return Source(self.checkpoint, wanted, lambda name: self.checkpoint.key(name) in READ)
 

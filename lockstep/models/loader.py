@@ -109,16 +109,16 @@ def load_weights(
             all.
     """
     began = time.monotonic()
-    own = None if draft is None else draft.source()
-    within = draft if own is None else None
+    draft_source = None if draft is None else draft.source()
+    within = draft if draft_source is None else None
     sources = [target_source(checkpoint, model, within, packing)]
-    sources += [own] if own is not None else []
+    sources += [draft_source] if draft_source is not None else []
     total = sum(source.bytes for source in sources)
-    behind = 0
+    loaded = 0
     for source in sources:
         source.warn_of_files_left_out()
-        _read(source, behind, total, progress)
-        behind += source.bytes
+        _read(source, loaded, total, progress)
+        loaded += source.bytes
     finish(*(root for root in (model, draft) if root is not None))
     if model.embed.weight.is_cuda:
         torch.cuda.synchronize()
@@ -144,7 +144,7 @@ def target_source(
     )
 
 
-def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
+def _read(source: Source, loaded: int, total: int, progress: Progress) -> None:
     """Load a source. behind: bytes of the sources before it, out of `total`."""
     wanted = source.wanted
     checkpoint = source.checkpoint
@@ -152,7 +152,7 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
     twins: list[tuple[str, Tensor]] = []
     faults: dict[str, list[str]] = {"missing": [], "spare": [], "doubled": [], "unfit": []}
     for weight_file in checkpoint.weight_files:
-        done = behind
+        done = loaded
         with weight_file.open(values=True) as (file, names):
             for name in names:
                 key = checkpoint.key(name)
@@ -168,8 +168,8 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
                     twins.append((name, file.read(name, FLOAT_DTYPES)))
                 elif not source.ignored(name):
                     faults["spare"].append(name)
-        behind += weight_file.path.stat().st_size
-        progress(behind, total)
+        loaded += weight_file.path.stat().st_size
+        progress(loaded, total)
     faults["missing"] = sorted(set(wanted) - filled)
     faults["unfit"] += [f for twin in twins for f in _differs(*twin, source.embedding)]
     if any(faults.values()):

@@ -228,11 +228,11 @@ def _one_voice(c: ConfigReader, names: tuple[str, ...]) -> tuple[str, tuple[str,
     Raises:
         CheckpointError: another setting names other types.
     """
-    told = [name for name in names if c.raw.get(name) is not None] or [names[0]]
-    kinds = _kinds_of(c, told[0])
-    for other in told[1:]:
-        c.need(_kinds_of(c, other) == kinds, other, f"the blocks of {told[0]}")
-    return told[0], kinds
+    named = [name for name in names if c.raw.get(name) is not None] or [names[0]]
+    kinds = _kinds_of(c, named[0])
+    for other in named[1:]:
+        c.need(_kinds_of(c, other) == kinds, other, f"the blocks of {named[0]}")
+    return named[0], kinds
 
 
 def _kinds_of(c: ConfigReader, field: str) -> tuple[str, ...]:
@@ -273,14 +273,16 @@ def _read_mamba(c: ConfigReader) -> Mamba:
 
 def _read_limits(c: ConfigReader) -> tuple[float, float]:
     """Read time_step_limit; transformers 5 writes infinity as {"__float__": "Infinity"}."""
-    found = [
+    limits = [
         inf if limit == {"__float__": "Infinity"} else limit
         for limit in c.get("time_step_limit", list, [0.0, inf])
     ]
     kinds = (int, float)
-    sound = len(found) == 2 and all(type(limit) in kinds for limit in found)
-    c.need(sound and 0 <= found[0] <= found[1], "time_step_limit", "two numbers, ascending from 0")
-    return float(found[0]), float(found[1])
+    sound = len(limits) == 2 and all(type(limit) in kinds for limit in limits)
+    c.need(
+        sound and 0 <= limits[0] <= limits[1], "time_step_limit", "two numbers, ascending from 0"
+    )
+    return float(limits[0]), float(limits[1])
 
 
 def _read_experts(c: ConfigReader) -> Experts:

@@ -63,8 +63,8 @@ class PullRequest:
 
         Raise ConfigError where it is none of these.
         """
-        found = HUB_FILE.fullmatch(name)
-        if found is None and not HUB_ID.fullmatch(name):
+        match = HUB_FILE.fullmatch(name)
+        if match is None and not HUB_ID.fullmatch(name):
             exists = Path(name).exists()
             raise ConfigError(
                 f"model={brief(name)} is not allowed; allowed: a hub id, such as Qwen/Qwen3-8B, or "
@@ -72,7 +72,7 @@ class PullRequest:
                 + ("It is a path that is here already: serve it." if exists else "Change it.")
             )
         folder = None if local_dir is None else Path(local_dir)
-        model, file = (name, None) if found is None else (found["model"], found["file"])
+        model, file = (name, None) if match is None else (match["model"], match["file"])
         return cls(model, revision, folder, file, tuple(include))
 
     def fetch(self, names: Sequence[str]) -> Path:

@@ -66,7 +66,7 @@ def _by_group(base: Tensor, steps: Tensor | None) -> Tensor:
 
 
 def _bits(data: Tensor, bits: int, width: int) -> Tensor:
-    """Split bytes into codes of so many bits: [B, n] -> [B, n * 8 / bits], uint8.
+    """Split bytes into codes of this many bits: [B, n] -> [B, n * 8 / bits], uint8.
 
     Runs of `width` bytes give first their lowest bits, then the next ones, and so on.
     """
@@ -195,7 +195,7 @@ PLAIN: dict[str, tuple[int, torch.dtype]] = {
 
 
 def bytes_per_row(kind: str, columns: int) -> int:
-    """Return the bytes of a row of so many columns.
+    """Return the bytes of a row of this many columns.
 
     Raises CheckpointError for a type that is not built, and for columns that are no whole blocks.
     """

@@ -52,8 +52,8 @@ class CheckpointLinear:
     path: name less the architecture's prefix, e.g. layers.0.mlp.down_proj. names: the names with
     each possible prefix, which the lists in a checkpoint's settings refer to. tensors: the
     checkpoint's tensors by suffix ("qweight"), None without files (dummy weights). outputs: columns
-    of this rank. whole_outputs: columns in the checkpoint (0: outputs). ranges: which of them the
-    rank holds, () for all.
+    of this rank. whole_outputs: columns in the checkpoint (0: outputs). ranges: those of
+    this rank, () for all.
     """
 
     path: str
@@ -78,7 +78,7 @@ class CheckpointLinear:
 class Layout:
     """Storage layout of a quantized weight on the device: its class and the options of `empty`.
 
-    fusion_key: weights with different values are not fused. It stands for data that all rows of a
+    fusion_key: weights with different values are not fused. It identifies data that all rows of a
     quantized weight share, such as an order of columns.
     """
 

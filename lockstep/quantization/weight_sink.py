@@ -24,8 +24,8 @@ class WeightSink:
     shape: of the whole tensor in the checkpoint, None for any. dtypes: that it may have. device:
     where `fill` wants it. fill: writes the tensor (this rank's slice of it) into the model.
     shard_axis: axis that runs over the output columns, None if there is none (a scale of the whole
-    weight). outputs_per_element: output columns that one element along that axis holds, 8 for
-    4-bit codes in int32 words. ranges: output columns that this rank holds.
+    weight). outputs_per_element: output columns per element of that axis, 8 for
+    4-bit codes in int32 words. ranges: output columns of this rank.
     """
 
     shape: tuple[int, ...] | None
@@ -49,8 +49,8 @@ class WeightSink:
 
         Args:
             transform: applied to the checkpoint's tensor before it is copied.
-            ranges: rows of the checkpoint's tensor that the target holds.
-            whole: rows of the checkpoint's tensor, if the target holds a part of them.
+            ranges: rows of the checkpoint's tensor of the target.
+            whole: rows of the checkpoint's tensor, if the target has a part of them.
         """
         data = target.data
         shape = (whole if ranges and whole is not None else data.shape[0], *data.shape[1:])
