@@ -31,14 +31,14 @@ def tune_linears(
     from lockstep.kernels.linear import tuning
     from lockstep.kernels.linear.triton import launch
 
-    table = {**tuning.load(), **tuning.load(path)}
+    table = {**tuning.load_table(), **tuning.load_table(path)}
     arch = "sm" + "".join(map(str, torch.cuda.get_device_capability()))
     shapes = sorted({(n, k) for model in models for _, n, k in model.weights})
     residual = {(n, k) for model in models for _, n, k in model.weights if n == model.hidden}
     times: dict[str, dict[int, float]] = {}
     for done, (n, k) in enumerate(shapes):
         progress(f"{n}x{k}", done, len(shapes))
-        weights = tuning.some_weights(n, k, dtype)
+        weights = tuning.random_weights(n, k, dtype)
         key = f"{arch}/{str(dtype).removeprefix('torch.')}/{n}x{k}"
         run = partial(launch, allow_partials=(n, k) in residual)
         table[key] = {}
@@ -47,5 +47,5 @@ def tune_linears(
             seconds, tile = tuning.tune(run, tokens, weights, choose_split_k(n, k, "cuda"))[0]
             table[key][first] = tile
             times[key][first] = 1e6 * seconds
-        tuning.save(table, path)
+        tuning.save_table(table, path)
     return times

@@ -20,7 +20,7 @@ from lockstep.kernels.architecture import sm_number
 from lockstep.kernels.bench_types import ModelShape
 from lockstep.kernels.formats.weights.bench import LAYOUTS
 from lockstep.kernels.linear import choose_split_k, quantized_tuning, tuning
-from lockstep.kernels.linear.quantized_tuning import PackedTile, bucket
+from lockstep.kernels.linear.quantized_tuning import QuantizedTile, bucket
 
 TUNED = ("int4", "fp8 by blocks", "nvfp4", "int4 asymmetric, fp16 scales")
 """Layouts that are tuned; others follow the rule."""
@@ -38,7 +38,7 @@ class Job:
     n: int
     k: int
     tokens: int
-    tiles: tuple[PackedTile, ...]
+    tiles: tuple[QuantizedTile, ...]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Tuned:
 
     job: Job
     key: str
-    times: list[tuple[float, PackedTile]]
-    refused: dict[PackedTile, str]
+    times: list[tuple[float, QuantizedTile]]
+    refused: dict[QuantizedTile, str]
 
     def __str__(self) -> str:
         best = f"{self.times[0][0]:.1f} us {self.times[0][1]}" if self.times else "none serves"
@@ -68,12 +68,12 @@ def jobs(
         for layout, (n, k) in product(layouts, shapes):
             weight = LAYOUTS[layout](n, k, "meta")
             parts = choose_split_k(n, k, "cuda", quantized=True)
-            tiles = quantized_tuning.worth_timing(count, weight, parts, arch, processors)
+            tiles = quantized_tuning.tiles_to_time(count, weight, parts, arch, processors)
             found.append(Job(layout, n, k, count, tuple(tiles)))
         yield found
 
 
-def compile_tile(todo: Sequence[Job], tile: PackedTile, dtype: torch.dtype) -> None:
+def compile_tile(todo: Sequence[Job], tile: QuantizedTile, dtype: torch.dtype) -> None:
     """Launches a tile once for each of these, so that its kernels are in Triton's cache; refusals
     are named later."""
     from lockstep.kernels.linear.quantized import refusal
@@ -89,7 +89,7 @@ def compile_tile(todo: Sequence[Job], tile: PackedTile, dtype: torch.dtype) -> N
 def _compile(pool: Executor, todo: Sequence[Job], dtype: torch.dtype) -> None:
     """All their tiles. One process takes a tile for all K of a layout, since most of these differ
     in nothing that a kernel is compiled for."""
-    groups: dict[tuple[str, PackedTile], dict[tuple[int, int], Job]] = {}
+    groups: dict[tuple[str, QuantizedTile], dict[tuple[int, int], Job]] = {}
     for job in todo:
         parts = choose_split_k(job.n, job.k, "cuda", quantized=True)
         for tile in job.tiles:
@@ -117,7 +117,7 @@ def tune_packed(
     """
     if not torch.cuda.is_available():
         raise ConfigError("tune needs a CUDA device, and none is visible to torch; leave it out.")
-    table = {**quantized_tuning.load(), **quantized_tuning.load(path)}
+    table = {**quantized_tuning.load_table(), **quantized_tuning.load_table(path)}
     workers = min(COMPILERS, os.cpu_count() or 1)
     residual = {(n, k) for model in models for _, n, k in model.weights if n == model.hidden}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -128,19 +128,21 @@ def tune_packed(
                 if tuned.times:
                     row = table.setdefault(tuned.key, {})
                     row[bucket(job.tokens)] = tuned.times[0][1]
-                    tuning.save(table, path)
+                    tuning.save_table(table, path)
                 yield tuned
 
 
 def _tune(job: Job, dtype: torch.dtype, residual: bool) -> Tuned:
     """residual: the reader adds the parts of K."""
-    from lockstep.kernels.linear.quantized import refusal, right_bits, run_tile
+    from lockstep.kernels.linear.quantized import expected_output, refusal, run_tile
 
-    weights = quantized_tuning.some_weights(partial(LAYOUTS[job.layout], job.n, job.k, "cuda"))
+    weights = quantized_tuning.random_weights(partial(LAYOUTS[job.layout], job.n, job.k, "cuda"))
     parts = choose_split_k(job.n, job.k, "cuda", quantized=True)
     x = torch.randn(job.tokens, job.k, dtype=dtype, device="cuda")
-    wrong = partial(refusal, parts, x, weights[0], right_bits(parts, x, weights[0]))
+    wrong = partial(refusal, parts, x, weights[0], expected_output(parts, x, weights[0]))
     run = partial(run_tile, parts, residual)
     found, refused = quantized_tuning.tune(run, wrong, x, weights, job.tiles)
     times = [(1e6 * seconds, tile) for seconds, tile in found]
-    return Tuned(job, quantized_tuning.key(weights[0], dtype, sm_number("cuda")), times, refused)
+    return Tuned(
+        job, quantized_tuning.table_key(weights[0], dtype, sm_number("cuda")), times, refused
+    )

@@ -3,7 +3,7 @@
 import torch
 
 from lockstep.cache.specs import Law, Part, Spec
-from lockstep.kernels.recurrent.history import max_replayed, ring_slots, state_grid
+from lockstep.kernels.recurrent.history import history_length, max_replayed, state_grid
 
 
 def state_spec(
@@ -21,8 +21,8 @@ def state_spec(
     step; dtype: of the model; state_dtype: of the state in memory.
     """
     key_heads, value_heads, key_dim, value_dim = sizes
-    raw = ring_slots(window, kernel - 1)
-    slots = ring_slots(window, max_replayed(window, flush, state_grid(state_dtype)))
+    raw = history_length(window, kernel - 1)
+    slots = history_length(window, max_replayed(window, flush, state_grid(state_dtype)))
     f32 = torch.float32
     return Spec(
         Law.STATE,

@@ -1,4 +1,4 @@
-"""Build context: device, dtype and checkpoint of a model that is being built."""
+"""BuildContext context: device, dtype and checkpoint of a model that is being built."""
 
 from collections.abc import Callable, Mapping
 from copy import copy

@@ -462,8 +462,8 @@ def probe(build: BuildContext, model: nn.Module, rows: Sequence[int]) -> None:
             continue
         weights = [gemm.weight for gemm in same if gemm.weight is not None]
         probed.probe(rows, weights, same[0].split_k, same[0].allow_partials)
-        served = ", ".join(str(count) for count, why in probed.found.items() if why is None)
-        refused = [f"at {count} rows {why}" for count, why in probed.found.items() if why]
+        served = ", ".join(str(count) for count, why in probed.verdicts.items() if why is None)
+        refused = [f"at {count} rows {why}" for count, why in probed.verdicts.items() if why]
         for choice in build.choices:
             if choice.size != f"{n}x{k}" or choice.backend != "triton":
                 continue

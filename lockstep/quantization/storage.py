@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.errors import brief
 from lockstep.kernels.formats.weights import (
-    FP4_FACTORS,
+    MAX_FP4_FACTOR,
     Fp4Weight,
     Fp8Weight,
     IntWeight,
@@ -268,7 +268,7 @@ class Fp4Storage(Storage):
         if self.divides and not bool(stored > 0):
             raise damaged_error(module, self.factor, f"is {float(stored)}, expected more than 0")
         factor = stored.reciprocal() if self.divides else stored
-        if not bool(factor.abs() < FP4_FACTORS):
+        if not bool(factor.abs() < MAX_FP4_FACTOR):
             problem = (
                 f"is {float(stored)}, which multiplies by {float(factor)}, expected below 2^119"
             )

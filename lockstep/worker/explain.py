@@ -17,7 +17,6 @@ from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.layers.attention import Attention
 from lockstep.layers.latent_attention import LatentAttention
-from lockstep.layers.linear import Gemm
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.weight_files import has_weights
@@ -143,21 +142,23 @@ def _tiled(
     """(op, size, tokens -> tile) of what a module launches."""
     from lockstep.kernels.attention import KV_SPLIT
     from lockstep.kernels.attention.triton import choose_partition
+    from lockstep.kernels.compile_target import CompileTarget
     from lockstep.kernels.linear.quantized import tile_of as packed_tile
-    from lockstep.kernels.linear.quantized_tuning import UNPACK
+    from lockstep.kernels.linear.quantized_tuning import DEQUANTIZE_FIRST
     from lockstep.kernels.linear.tuning import lookup
 
     number = card.number
-    if isinstance(module, Gemm):
+    gpu = CompileTarget(number, inline_ptx=True)
+    if isinstance(module, Product):
         (n, k) = module.shape
         weight = module.stored
         packed = isinstance(weight, QuantizedWeight)
 
         def linear_tile(tokens: int) -> Any:
-            tile = UNPACK
+            tile = DEQUANTIZE_FIRST
             if isinstance(weight, QuantizedWeight):
-                tile = packed_tile(tokens, weight, module.split_k, dtype, number)
-            return lookup(tokens, n, k, dtype, f"sm{number}") if tile == UNPACK else tile
+                tile = packed_tile(tokens, weight, module.split_k, dtype, gpu)
+            return lookup(tokens, n, k, dtype, f"sm{number}") if tile == DEQUANTIZE_FIRST else tile
 
         yield "linear", f"{n}x{k}" + " packed" * packed, linear_tile
     elif isinstance(module, MoE):
@@ -182,25 +183,30 @@ def _tiled(
 
 def _expert_tiles(layer: MoE, number: int, dtype: torch.dtype) -> Iterator[tuple[str, str, Any]]:
     """_tiled of a mixture's experts."""
+    from lockstep.kernels.compile_target import CompileTarget
     from lockstep.kernels.experts import pipeline
-    from lockstep.kernels.experts.tiles import are_few, fitting, packed_fitting, tiles_of
-    from lockstep.kernels.formats.weights.operand import Target
+    from lockstep.kernels.experts.tiles import (
+        fit_dense_tile,
+        fit_quantized_tile,
+        serves_few,
+        tiles_of,
+    )
 
     count = layer.experts
     top_k = layer.top_k
-    target = Target(number, assembly=True)
+    target = CompileTarget(number, inline_ptx=True)
     rings = {
         "up": lambda weight, tokens: pipeline.up_tile(weight, tokens, target),
         "down": lambda weight, _: pipeline.down_tile(weight, top_k, target),
     }
 
     def tile(name: str, weight: Tensor | QuantizedWeight, tokens: int) -> Any:
-        few = are_few(tokens, top_k, count, isinstance(layer.down.stored, QuantizedWeight))
+        few = serves_few(tokens, top_k, count, isinstance(layer.down.stored, QuantizedWeight))
         found = tiles_of(tokens * top_k, count, dtype, few)
         if not isinstance(weight, QuantizedWeight) or dtype == torch.float32:
-            return fitting(getattr(found, name), dtype, number)
+            return fit_dense_tile(getattr(found, name), dtype, number)
         through = rings[name](weight, tokens) if few else None
-        return through or packed_fitting(getattr(found, f"packed_{name}"), weight, number)
+        return through or fit_quantized_tile(getattr(found, f"packed_{name}"), weight, number)
 
     for name, own in (("up", layer.up), ("down", layer.down)):
         packed = " packed" * isinstance(own.stored, QuantizedWeight)

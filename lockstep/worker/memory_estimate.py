@@ -178,7 +178,7 @@ def _assume_scales(*roots: nn.Module | None) -> None:
         for module in root.modules() if root is not None else ():
             if isinstance(module, Weight):
                 for part in module.quantized_parts:
-                    vars(part).setdefault("in_parts", True)
+                    vars(part).setdefault("has_split_factors", True)
 
 
 def planner_of(config: EngineConfig, limits: StepLimits, dry_engine: DryEngine) -> Planner:

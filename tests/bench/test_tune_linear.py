@@ -26,7 +26,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, int
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(tuning, "tune", tune)
-    monkeypatch.setattr(tuning, "some_weights", lambda n, k, dtype: [torch.empty(n, k)])
+    monkeypatch.setattr(tuning, "random_weights", lambda n, k, dtype: [torch.empty(n, k)])
     return timed
 
 
@@ -36,11 +36,11 @@ def test_the_best_tile_of_every_weight_is_written(
     path = tmp_path / "tuning.json"
     model = MODELS["small"]
     kept = {"sm90/bfloat16/7x7": {1: OTHER}}
-    tuning.save(kept, path)
+    tuning.save_table(kept, path)
     times = tune_linears([model], torch.bfloat16, path)
-    found = tuning.load.__wrapped__(path)
+    found = tuning.load_table.__wrapped__(path)
     for _, n, k in model.weights:
-        key = tuning._key(n, k, torch.bfloat16, "sm90")
+        key = tuning._table_key(n, k, torch.bfloat16, "sm90")
         assert found[key] == dict.fromkeys(tuning.BUCKETS, BEST)
         assert times[key][1] == pytest.approx(1.0) and times[key][769] == pytest.approx(2048)
     assert found["sm90/bfloat16/7x7"] == {1: OTHER}
@@ -58,10 +58,10 @@ def test_a_cut_off_run_leaves_what_it_measured(
         next(calls)
         return [torch.empty(n, k)]
 
-    monkeypatch.setattr(tuning, "some_weights", weights)
+    monkeypatch.setattr(tuning, "random_weights", weights)
     with pytest.raises(StopIteration):
         tune_linears([MODELS["small"]], torch.bfloat16, path)
-    assert len(tuning.load.__wrapped__(path)) == 2 + len(tuning.load())
+    assert len(tuning.load_table.__wrapped__(path)) == 2 + len(tuning.load_table())
 
 
 def test_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from lockstep.bench.tune_packed import _compile as compile_all
 from lockstep.errors import ConfigError
 from lockstep.kernels.formats.weights.bench import LAYOUTS
 from lockstep.kernels.linear import quantized_tuning, tuning
-from lockstep.kernels.linear.quantized_tuning import PackedTile
+from lockstep.kernels.linear.quantized_tuning import QuantizedTile
 
-BEST = PackedTile(16, 64, 128, registers=96)
-OTHER = PackedTile(64, 64, 128)
+BEST = QuantizedTile(16, 64, 128, registers=96)
+OTHER = QuantizedTile(64, 64, 128)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measured(job: Job, dtype: torch.dtype, residual: bool) -> Tuned:
         weight = LAYOUTS[job.layout](job.n, job.k, "meta")
-        key = quantized_tuning.key(weight, dtype, 90)
+        key = quantized_tuning.table_key(weight, dtype, 90)
         return Tuned(job, key, [(float(job.tokens), BEST), (1e6, OTHER)], {})
 
     card = SimpleNamespace(multi_processor_count=132)
@@ -40,9 +40,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_best_tile_of_every_shape_is_written_at_once(tmp_path: Path, pretended: None) -> None:
     path = tmp_path / "tuning.json"
-    known = quantized_tuning.load()
+    known = quantized_tuning.load_table()
     kept = {"sm90/bfloat16/nvfp4/7x7": {1: OTHER}}
-    tuning.save(kept, path)
+    tuning.save_table(kept, path)
     model = MODELS["small"]
     shapes = {(n, k) for _, n, k in model.weights[:-1]}
     each = len(tuner.TUNED) * len(shapes)
@@ -53,7 +53,7 @@ def test_the_best_tile_of_every_shape_is_written_at_once(tmp_path: Path, pretend
         assert written[tuned.key][str(quantized_tuning.bucket(tuned.job.tokens))]
         assert len(written.keys() - known.keys()) == 1 + min(done, each)
     assert tokens == [1] * each + [64] * each
-    found = quantized_tuning.load.__wrapped__(path)
+    found = quantized_tuning.load_table.__wrapped__(path)
     assert found.pop("sm90/bfloat16/nvfp4/7x7") == {1: OTHER}
     new = [row for key, row in found.items() if key not in known]
     assert len(new) == each and all(row == {1: BEST, 33: BEST} for row in new)
@@ -65,12 +65,12 @@ def test_one_process_compiles_a_tile_of_a_layout(pretended: None) -> None:
     (todo,) = tuner.jobs([MODELS["Qwen3.6-27B"]], (1,), ("int4",))
     made = []
 
-    def submit(run: Any, group: list[Job], tile: PackedTile, dtype: torch.dtype) -> Any:
+    def submit(run: Any, group: list[Job], tile: QuantizedTile, dtype: torch.dtype) -> Any:
         made.append((tile, {job.k for job in group}))
         return SimpleNamespace(result=lambda: None)
 
     compile_all(SimpleNamespace(submit=submit), todo, torch.bfloat16)
-    wanted: dict[PackedTile, set[int]] = {}
+    wanted: dict[QuantizedTile, set[int]] = {}
     for job in todo:
         for tile in job.tiles:
             wanted.setdefault(tile, set()).add(job.k)

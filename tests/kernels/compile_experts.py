@@ -26,8 +26,8 @@ from tests.kernels.compile_quantized import LEFT, Compiled, spills_of
 ARCH = 90
 TOKENS = (1, 1024)
 """Of the form for few tokens, and of the other."""
-RINGS = {"few_kernel", "down_kernel"}
-PRODUCTS = {"_up_kernel", "_down_sum_kernel", "_down_kernel", *RINGS}
+RINGS = {"up_pipeline_kernel", "down_pipeline_kernel"}
+PRODUCTS = {"up_kernel", "down_combine_kernel", "down_kernel", *RINGS}
 EXPERTS = 256
 HIDDEN = 2048
 INNER = 512

@@ -26,8 +26,8 @@ from lockstep.kernels.attention import quantized_hopper
 from lockstep.kernels.attention import triton as attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import load
+from lockstep.kernels.compile_target import CompileTarget
 from lockstep.kernels.formats.kv.cases import KERNEL_FORMATS, LATENT_QUANTIZERS
-from lockstep.kernels.formats.weights.operand import Target
 from lockstep.kernels.latent_attention import triton as latent_attention
 from lockstep.kernels.latent_attention.cases import paged_latents
 from tests.kernels import compile_launches
@@ -67,7 +67,7 @@ def widths(arch: int, call: Callable[[], object], whole: bool) -> tuple[set[str]
     compile_launches.HOPPER = GPUTarget("cuda", arch, 32)
     architecture.sm_number = lambda device: arch
     for kernels in (attention, latent_attention):
-        kernels.target_of = lambda device: Target(arch, assembly=True)
+        kernels.compile_target = lambda device: CompileTarget(arch, inline_ptx=True)
     launches = compile_launches.Launches()
     compiled = triton.compile
     knobs.runtime.add_stages_inspection_hook = None if whole else stop_at_layouts
@@ -123,13 +123,13 @@ def few(arch: int) -> list[tuple[str, Callable[[], object], bool]]:
 
 def compile_unpacking_warps() -> None:
     """Hopper's kernel with warps that unpack alone, which Gluon compiles: down to machine code."""
-    target = Target(architecture.HOPPER, assembly=True)
+    target = CompileTarget(architecture.HOPPER, inline_ptx=True)
     launches = compile_launches.Launches()
     JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
     knobs.runtime.add_stages_inspection_hook = None
     given = paged(((300, 4),), 24, 4, 256, 64, torch.bfloat16, format=KERNEL_FORMATS["fp8_e4m3"])
     shape = quantized_hopper.choose_shape(1, 24, 4, 256, 2, target.processors)
-    with mock.patch.object(quantized_hopper, "target_of", lambda device: target):
+    with mock.patch.object(quantized_hopper, "compile_target", lambda device: target):
         quantized_hopper.paged_attention_quantized_hopper(**given, shape=shape)
     code = dict(launches.code)
     assert "wgmma.mma_async" in code["_split_kv_kernel"]

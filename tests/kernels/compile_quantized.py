@@ -24,10 +24,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.architecture import HOPPER, shared_memory_limit
+from lockstep.kernels.compile_target import CompileTarget, uses_mma_sync
 from lockstep.kernels.formats.weights.cases import layouts, random_weights
-from lockstep.kernels.formats.weights.operand import Target, multiplies_by_mma_sync, shared_by
+from lockstep.kernels.formats.weights.operand import shared_memory_bytes
 from lockstep.kernels.linear.quantized import launch
-from lockstep.kernels.linear.quantized_tuning import block_tile, candidates, cut, lookup
+from lockstep.kernels.linear.quantized_tuning import candidates, compiler_tile, fit_tile, lookup
 from tests.kernels.compile_launches import OPTIONS, source_kind, type_of
 from tests.kernels.layouts import compile_held
 
@@ -116,17 +117,17 @@ def main() -> None:
             if name in names:
                 tile = lookup(16, weight, 1, x.dtype, arch)
                 if not tile.laid_out:
-                    tile = block_tile(tile, weight, 1, arch)
-                launch(x, weight, 1, tile, Target(arch, assembly=True))
+                    tile = compiler_tile(tile, weight, 1, arch)
+                launch(x, weight, 1, tile, CompileTarget(arch, inline_ptx=True))
                 made = compiled.made[-1]
                 code = made.asm["ttgir"]
                 found = LEFT.findall(code)
                 assert found and set(found) == {"2"}, (arch, name, set(found))
-                if arch == 90 and tile.warpgroup:
+                if arch == 90 and tile.wgmma:
                     assert "warp_group_dot" in code, name
                     assert "ttg.local_store" not in code, f"{name} goes through shared memory"
-                sync = multiplies_by_mma_sync(arch)
-                stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, sync)
+                sync = uses_mma_sync(arch)
+                stage, fixed = shared_memory_bytes(tile.n, tile.m, tile.k, weight, sync)
                 counted = (tile.stages - 1) * stage + fixed
                 shared = made.metadata.shared
                 assert shared <= min(shared_memory_limit(arch), counted + MARGIN), (
@@ -149,14 +150,24 @@ def compile_alone(arch: int, names: tuple[str, ...]) -> None:
         every = arch == 90 and name == names[0]
         for tokens in (1, 16, 32) if every else (1,):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
-            found = [tile for tile in candidates(tokens, 1, weight.bits) if tile.lanes]
+            found = [tile for tile in candidates(tokens, 1, weight.bits) if tile.gemv]
             for tile in found if every else found[:1]:
-                launch(x, weight, 1, cut(tile, weight, 1, arch), Target(arch, assembly=True))
+                launch(
+                    x,
+                    weight,
+                    1,
+                    fit_tile(tile, weight, 1, arch),
+                    CompileTarget(arch, inline_ptx=True),
+                )
                 made = compiled.made[-1]
                 code = made.asm["ptx"]
                 assert made.metadata.shared == 0, (arch, name, tile)
                 assert "sizePerThread = [1]" in made.asm["ttgir"], (arch, name, tile)
-                assert "v4.b32" in code and "mma.sync.aligned.m16n8k16" in code, (arch, name, tile)
+                assert "v4.b32" in code and "mma.sync.aligned.m16n8k16" in code, (
+                    arch,
+                    name,
+                    tile,
+                )
                 print(arch, name, tile, *spills_of(made.asm["cubin"]), flush=True)
 
 
@@ -167,24 +178,24 @@ def compile_ring(found: Mapping[str, tuple[int, ...]]) -> None:
     are shared, their sums pass through memory two at a time."""
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
-    few = Target(HOPPER, assembly=True, processors=2)
+    few = CompileTarget(HOPPER, inline_ptx=True, num_sms=2)
     for name, weight in random_weights(4 * N, K):
         for tokens in found.get(name, ()):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
-            rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.ring]
+            rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.pipeline]
             largest = max(rings, key=lambda tile: (tile.m * tile.n, tile.m))
             for share in (0, 1):
-                tile = replace(cut(largest, weight, 1, HOPPER), share=share)
-                assert tile.ring, (name, tile)
+                tile = replace(fit_tile(largest, weight, 1, HOPPER), stream_k=share)
+                assert tile.pipeline, (name, tile)
                 launch(x, weight, 1, tile, few)
                 made = compiled.made[-1]
                 code = made.asm["ptx"]
-                product = "mma.sync" if tile.sync else "wgmma.mma_async"
+                product = "mma.sync" if tile.mma_sync else "wgmma.mma_async"
                 assert product in code and "ld.shared.v4" in code, (name, tile)
                 assert ("atom.global.acquire" in code) == bool(share), (name, tile)
                 assert not share or "st.global.v2.b32" in code, (name, tile)
                 machine = said_of(made.asm["cubin"], knobs.nvidia.nvdisasm.path)
-                assert tile.sync or machine.count(WAITS) == 1, (name, tile)
+                assert tile.mma_sync or machine.count(WAITS) == 1, (name, tile)
                 print(HOPPER, name, tile, *spills_of(made.asm["cubin"]), flush=True)
 
 

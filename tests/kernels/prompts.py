@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.recurrent.cases import Dims, Raw, empty_state
-from lockstep.kernels.recurrent.history import past_slots
+from lockstep.kernels.recurrent.history import past_indices
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.kernels.registry import Op
 from tests.kernels.backends import Backend, same_bits
@@ -62,5 +62,5 @@ class ChunkedLaw:
             assert same_bits(part, whole), cuts
             for slot, position in ((2, 300), (3, 256)):
                 assert same_bits(other.recurrent[slot], state.recurrent[slot])
-                last = past_slots(position, dims.r, state.conv.shape[1])
+                last = past_indices(position, dims.r, state.conv.shape[1])
                 assert same_bits(other.conv[slot][last], state.conv[slot][last])

@@ -66,7 +66,7 @@ NAMED_BARRIER = (
 )
 ALLOWED = (
     Allowed(
-        ("ring_kernel", "shared_ring_kernel", "_latent_kernel", "_prefill_kernel")
+        ("pipeline_kernel", "stream_k_kernel", "_latent_kernel", "_prefill_kernel")
         + ("_split_kv_kernel",),
         "def {}(",
         (
@@ -137,18 +137,19 @@ def run_shared_tiles() -> None:
     """Launch the kernel whose CTAs share tiles, which takes more outputs than the cases have."""
     import torch
 
+    from lockstep.kernels.compile_target import compile_target
     from lockstep.kernels.formats.weights.cases import random_weights
-    from lockstep.kernels.linear.quantized import launch, target_of
-    from lockstep.kernels.linear.quantized_tuning import candidates, cut
+    from lockstep.kernels.linear.quantized import launch
+    from lockstep.kernels.linear.quantized_tuning import candidates, fit_tile
     from tests.kernels.backends import Backend
 
     backend = Backend("quantized", "cuda", torch.bfloat16)
     weight = backend.place(dict(random_weights(1024, 1024))["int4 asymmetric"])
     for tokens in (8, 64):
         x = torch.randn(tokens, 1024, dtype=torch.bfloat16, device="cuda")
-        ring = next(tile for tile in candidates(tokens, 1, weight.bits) if tile.ring)
-        tile = replace(cut(ring, weight, 1, HOPPER), share=1)
-        launch(x, weight, 1, tile, replace(target_of(x.device), processors=3))
+        tile = next(tile for tile in candidates(tokens, 1, weight.bits) if tile.pipeline)
+        tile = replace(fit_tile(tile, weight, 1, HOPPER), stream_k=1)
+        launch(x, weight, 1, tile, replace(compile_target(x.device), num_sms=3))
     torch.cuda.synchronize()
 
 

@@ -27,7 +27,7 @@ def test_a_scratch_holds_what_pages_unpack_to(format: KVFormat) -> None:
     row_arguments = (batch["page_table"], batch["cu_seqlens"], batch["starts"])
     for side in (batch["k_cache"], batch["v_cache"]):
         expected = dequantize(side, torch.float16)
-        operand = kv_operand(side, torch.float16, kernel.target_of(torch.device("cpu")))
+        operand = kv_operand(side, torch.float16, kernel.compile_target(torch.device("cpu")))
         actual = kernel._dequantize_pages(operand, batch["q"], *row_arguments, 1, 1, False)
         actual = actual.unflatten(0, batch["page_table"].shape)
         for s, keys in enumerate((70, 0, 69)):
@@ -42,7 +42,7 @@ def test_sums_are_rotated_back_before_they_are_rounded(gated: bool) -> None:
     format = KERNEL_FORMATS["turboquant_4bit_nc"]
     actual = torch.randn(21, 2, 128, generator=torch.Generator().manual_seed(0))
     cache = paged(((0, 1),), 2, 2, 128, 64, torch.float16, format=format)["v_cache"]
-    side = kv_operand(cache, torch.float16, kernel.target_of(torch.device("cpu")))
+    side = kv_operand(cache, torch.float16, kernel.compile_target(torch.device("cpu")))
     gates = random_gates(actual.half()) if gated else None
     out = kernel.finish_rotated(actual, gates, side, torch.empty(21, 2, 128, dtype=torch.float16))
     expected = rotate_back(actual, cache).half()

@@ -16,10 +16,10 @@ from lockstep.kernels.recurrent import cpu
 from lockstep.kernels.recurrent.cases import Dims, random_state
 from lockstep.kernels.recurrent.convolution import causal_convolution
 from lockstep.kernels.recurrent.history import (
+    history_length,
     max_replayed,
     next_folded,
-    past_slots,
-    ring_slots,
+    past_indices,
     state_grid,
 )
 from tests.kernels.backends import OPS as EVERY_OP
@@ -82,7 +82,7 @@ def test_steps_with_every_number_of_tokens_to_replay(
     slots = [5, 2, 4][:rows]
     layer = weights(dims, torch.float32, 3)
     starts = torch.tensor([700, 64, 33][:rows], dtype=torch.int32)
-    for most in range(dims.most + 1):
+    for most in range(dims.max_replayed + 1):
         for length in (1, dims.w):
             arguments = dict(
                 **inputs(dims, (rows, length), torch.float32, 2),
@@ -128,10 +128,10 @@ def test_convolution(taps: int) -> None:
 
 
 def test_ring_places_are_positions_modulo_the_ring() -> None:
-    length = ring_slots(4, 3)
-    places = cpu.ring_places(length, (2, 5), (9, 3), range(-3, 2)).view(5, 2)
+    length = history_length(4, 3)
+    places = cpu.flat_indices(length, (2, 5), (9, 3), range(-3, 2)).view(5, 2)
     for row, (slot, start) in enumerate(((2, 9), (5, 3))):
-        expected = past_slots(start + 2, 5, length) + slot * length
+        expected = past_indices(start + 2, 5, length) + slot * length
         assert torch.equal(places[:, row], expected)
 
 
@@ -143,10 +143,10 @@ def test_a_window_overwrites_nothing_that_is_read_beside_it(
 ) -> None:
     most = max_replayed(window, flush, grid)
     for before in (3, most):
-        length = ring_slots(window, before)
+        length = history_length(window, before)
         for start in range(2 * length):
-            written = set(past_slots(start + window, window, length).tolist())
-            read = past_slots(start, before, length).tolist()
+            written = set(past_indices(start + window, window, length).tolist())
+            read = past_indices(start, before, length).tolist()
             assert len(set(read)) == before and written.isdisjoint(read)
 
 

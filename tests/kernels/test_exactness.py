@@ -210,7 +210,7 @@ def test_step_row_alone(backend, kept):
     layer = backend.place(weights(dims, backend.dtype, 13))
     slots = torch.tensor([3, 1, 0, 5, 4])
     starts = torch.tensor([5, 77, 0, 1000, 64], dtype=torch.int32)
-    folded = starts - torch.tensor([0, 2, 0, dims.most, 1], dtype=torch.int32)
+    folded = starts - torch.tensor([0, 2, 0, dims.max_replayed, 1], dtype=torch.int32)
     filled = [torch.randn(x.shape, generator=torch.Generator().manual_seed(8)) for x in
               empty_state(dims, 6, backend.dtype).tensors()]  # fmt: skip
 
@@ -243,9 +243,14 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
     where = dict(slots=torch.tensor([3, 1]), starts=torch.tensor([5, 77], dtype=torch.int32))
     where["folded"] = torch.tensor([2, 75], dtype=torch.int32)
     found = []
-    for division in (dict(PARTS=1), dict(PARTS=2, MOST_TOKENS=1), dict(PARTS=4, HEADS=2, NEAR=1)):
+    divisions: list[dict[str, int]] = [
+        dict(CTAS_PER_HEAD=1),
+        dict(CTAS_PER_HEAD=2, MAX_TOKENS=1),
+        dict(CTAS_PER_HEAD=4, HEADS=2, PREFETCH=1),
+    ]
+    for division in divisions:
         for name, value in division.items():
-            shared = name in ("PARTS", "NEAR")
+            shared = name in ("CTAS_PER_HEAD", "PREFETCH")
             place = "recurrent.step" if shared else "gated_delta_rule.triton"
             monkeypatch.setattr(f"lockstep.kernels.{place}.{name}", value)
         state = backend.place(random_state(replace(dims, w=8), 4, [1, 3], backend.dtype, 8))

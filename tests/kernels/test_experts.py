@@ -9,6 +9,7 @@ import torch
 
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_memory_limit
+from lockstep.kernels.compile_target import CompileTarget, compile_target, uses_mma_sync
 from lockstep.kernels.experts import experts
 from lockstep.kernels.experts.tiles import (
     FEW,
@@ -17,20 +18,15 @@ from lockstep.kernels.experts.tiles import (
     SORTED,
     Tile,
     Tiles,
-    alike,
-    are_few,
-    fitting,
-    packed_fitting,
+    fit_dense_tile,
+    fit_quantized_tile,
+    same_tiles,
+    serves_few,
     tiles_of,
 )
 from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight
 from lockstep.kernels.formats.weights.cases import layouts, random_weights
-from lockstep.kernels.formats.weights.operand import (
-    Target,
-    multiplies_by_mma_sync,
-    shared_by,
-    target_of,
-)
+from lockstep.kernels.formats.weights.operand import shared_memory_bytes
 from lockstep.kernels.linear import linear, tree_sum
 from lockstep.kernels.route import route
 from tests.kernels.backends import Backend, backends, same_bits
@@ -95,7 +91,7 @@ def test_a_row_has_its_bits_in_any_batch(backend):
     """Alone, among few and among many, which is another form."""
     a = mixture(backend, **(REAL if backend.on_gpu else SMALL))
     whole = backend.run(experts, a)
-    sizes = [are_few(tokens, 4, 16) for tokens in (1, 2, 6, 9)]
+    sizes = [serves_few(tokens, 4, 16) for tokens in (1, 2, 6, 9)]
     assert sizes == [True, True, False, False]
     for begin, end in ((0, 1), (3, 5), (2, 8), (4, 4)):
         assert same_bits(backend.run(experts, rows(a, begin, end)), whole[begin:end]), (begin, end)
@@ -166,7 +162,7 @@ def test_no_form_and_no_tile_changes_a_bit(backend, one):
     if backend.dtype == torch.float32:
         every = [FLOAT]
     elif backend.interpreted:
-        every = [alike(Tile(64, 16, 32, 4, 5)), alike(Tile(128, 128, 32, 8, 3))]
+        every = [same_tiles(Tile(64, 16, 32, 4, 5)), same_tiles(Tile(128, 128, 32, 8, 3))]
     whole = launch_few(*given, every[0])
     for tiles in every:
         assert same_bits(launch_sorted(*given, tiles), whole), tiles
@@ -251,17 +247,25 @@ def test_one_expert_is_a_gated_mlp_of_linear(backend):
 
 def test_tiles_grow_with_the_tokens():
     for tokens, block in ((1, 16), (64, 16), (256, 16), (512, 32), (1024, 64), (8192, 128)):
-        found = tiles_of(8 * tokens, 256, torch.bfloat16, are_few(tokens, 8, 256))
+        found = tiles_of(8 * tokens, 256, torch.bfloat16, serves_few(tokens, 8, 256))
         assert {tile.tokens for tile in found} == {block}
     assert {tiles_of(8 * t, 256, torch.float32, t == 1) for t in (1, 64, 8192)} == {FLOAT}
 
 
 def test_packed_experts_are_sorted_sooner():
     """Nano's 6 slots fill 8 places, of 128 experts; 35B-A3B's are 8 of 256."""
-    assert [are_few(tokens, 6, 128, quantized=True) for tokens in (1, 2, 3)] == [True, True, False]
-    assert [are_few(tokens, 8, 256, quantized=True) for tokens in (1, 4, 5)] == [True, True, False]
-    assert are_few(10, 6, 128) and are_few(16, 8, 256)
-    assert are_few(1, 8, 16, quantized=True)
+    assert [serves_few(tokens, 6, 128, quantized=True) for tokens in (1, 2, 3)] == [
+        True,
+        True,
+        False,
+    ]
+    assert [serves_few(tokens, 8, 256, quantized=True) for tokens in (1, 4, 5)] == [
+        True,
+        True,
+        False,
+    ]
+    assert serves_few(10, 6, 128) and serves_few(16, 8, 256)
+    assert serves_few(1, 8, 16, quantized=True)
 
 
 def packed_mixture(
@@ -341,8 +345,8 @@ def test_packed_experts_in_both_forms(backend, name):
                 continue
             same = tiles
             if backend.interpreted and backend.dtype != torch.float32 and "desc_act" not in name:
-                wide = zip((tiles.packed_up, tiles.packed_down), ("up", "down"), strict=True)
-                fitted = [packed_fitting(tile, packed[part], HOPPER) for tile, part in wide]
+                wide = zip((tiles.quantized_up, tiles.quantized_down), ("up", "down"), strict=True)
+                fitted = [fit_quantized_tile(tile, packed[part], HOPPER) for tile, part in wide]
                 same = Tiles(*fitted, *fitted)
             want = launch(*(plain[part] for part in order), same)
             have = launch(*(packed[part] for part in order), tiles)
@@ -379,8 +383,10 @@ def test_a_ring_has_the_bits_of_unpacked_weights(tokens, slots, act):
         up.dequantize(x.dtype).view(count, rows, hidden),
         down.dequantize(x.dtype).view(count, hidden, inner),
     )
-    assert pipeline.up_tile(up, tokens, target_of(device)) is not None
-    assert (pipeline.down_tile(down, slots, target_of(device)) is None) == (slots < pipeline.FEWEST)
+    assert pipeline.up_tile(up, tokens, compile_target(device)) is not None
+    assert (pipeline.down_tile(down, slots, compile_target(device)) is None) == (
+        slots < pipeline.MIN_SLOTS
+    )
     want = launch_few(x, *plain, *given)
     for _ in range(5):
         assert same_bits(launch_few(x, up, down, *given), want)
@@ -390,12 +396,12 @@ def test_where_experts_pass_through_a_ring():
     from lockstep.kernels.experts import pipeline
 
     weight = Fp8Weight.empty(128, 1856, 1, 1856, device="meta")
-    hopper = Target(HOPPER, assembly=True)
+    hopper = CompileTarget(HOPPER, inline_ptx=True)
     assert pipeline.up_tile(weight, 8, hopper) == Tile(64, 8, 128, 4, 4)
     assert pipeline.up_tile(weight, 9, hopper) == Tile(64, 16, 128, 4, 3)
     assert pipeline.down_tile(weight, 10, hopper) == Tile(128, 16, 128, 4, 2)
     others = [replace(hopper, arch=arch) for arch in ARCHITECTURES if arch != HOPPER]
-    interpreter = replace(hopper, assembly=False)
+    interpreter = replace(hopper, inline_ptx=False)
     assert not any(pipeline.up_tile(weight, 1, target) for target in (*others, interpreter))
     small = IntWeight.empty(128, 1856, group=32, device="meta")
     plain = torch.empty(128, 1856, device="meta")
@@ -407,10 +413,10 @@ def test_where_experts_pass_through_a_ring():
 
 def test_bulk_copies_are_for_hopper_alone():
     """Elsewhere a tile of no more than 128 rows stands for one of 256."""
-    assert fitting(MANY.down, torch.bfloat16, HOPPER) == MANY.down
+    assert fit_dense_tile(MANY.down, torch.bfloat16, HOPPER) == MANY.down
     for arch in ARCHITECTURES:
         if arch != HOPPER:
-            found = fitting(MANY.down, torch.bfloat16, arch)
+            found = fit_dense_tile(MANY.down, torch.bfloat16, arch)
             assert (found.rows, found.tma) == (128, False)
 
 
@@ -419,17 +425,19 @@ def test_tiles_for_packed_weights_hold_whole_blocks_of_their_order():
     for tile in {tile for tiles in EVERY for tile in tiles[2:]}:
         for k, group, columns in ((2048, 128, tile.k), (200, 128, 128), (1536, 384, 128)):
             weight = IntWeight.empty(8, k, group=group, device="meta")
-            assert packed_fitting(tile, weight, HOPPER) == replace(tile, k=columns)
+            assert fit_quantized_tile(tile, weight, HOPPER) == replace(tile, k=columns)
 
 
 def test_tiles_of_nvfp4_are_narrow_where_products_read_them_from_shared_memory():
     """Triton lays out no 128 rows for sm_100 (tests/kernels/architectures.py compiles them)."""
     weight = Fp4Weight.empty(256, 2048, device="meta")
-    found = {arch: packed_fitting(MANY.packed_up, weight, arch).rows for arch in ARCHITECTURES}
+    found = {
+        arch: fit_quantized_tile(MANY.quantized_up, weight, arch).rows for arch in ARCHITECTURES
+    }
     assert found.pop(100) == 64
-    assert set(found.values()) == {MANY.packed_up.rows}
+    assert set(found.values()) == {MANY.quantized_up.rows}
     other = Fp8Weight.empty(256, 2048, 128, 128, device="meta")
-    assert packed_fitting(MANY.packed_up, other, 100).rows == MANY.packed_up.rows
+    assert fit_quantized_tile(MANY.quantized_up, other, 100).rows == MANY.quantized_up.rows
 
 
 def test_tiles_fit_every_architecture():
@@ -437,12 +445,12 @@ def test_tiles_fit_every_architecture():
     weight = Fp8Weight.empty(256, 2048, 128, 128, device="meta")
     for arch, tiles in product(ARCHITECTURES, EVERY):
         for tile in tiles[:2]:
-            found = fitting(tile, torch.bfloat16, arch)
+            found = fit_dense_tile(tile, torch.bfloat16, arch)
             loaded = 2 * (found.rows + found.tokens) * found.k
             assert (found.stages - 1) * loaded <= shared_memory_limit(arch)
         for tile in tiles[2:]:
-            found = packed_fitting(tile, weight, arch)
-            sync = multiplies_by_mma_sync(arch)
-            stage, fixed = shared_by(found.rows, found.tokens, found.k, weight, sync)
+            found = fit_quantized_tile(tile, weight, arch)
+            sync = uses_mma_sync(arch)
+            stage, fixed = shared_memory_bytes(found.rows, found.tokens, found.k, weight, sync)
             assert (found.stages - 1) * stage + fixed <= shared_memory_limit(arch)
-    assert packed_fitting(MANY.packed_up, weight, 86).stages < MANY.packed_up.stages
+    assert fit_quantized_tile(MANY.quantized_up, weight, 86).stages < MANY.quantized_up.stages

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.kernels.compile_target import CompileTarget
 from lockstep.kernels.formats.weights import GGUF_TYPES, GgufWeight
-from lockstep.kernels.formats.weights.gguf_ptx import halves_text, steps_text, word_text
-from lockstep.kernels.formats.weights.operand import Target, operand_of
+from lockstep.kernels.formats.weights.gguf_ptx import steps_ptx, widen_ptx, word_ptx
+from lockstep.kernels.formats.weights.operand import quantized_operand
 from tests.kernels import ptx
 
 NAMES = [name for name, kind in GGUF_TYPES.items() if kind.bits <= 6 and name != "Q4_0"]
@@ -38,7 +39,7 @@ def random_scales(name: str, seed: int) -> Tensor:
     kind = GGUF_TYPES[name]
     if kind.exponents:
         return torch.exp2(torch.randint(-126, 120, (WORDS,), generator=generator).float())
-    if not kind.steps:
+    if not kind.two_level_scales:
         return base
     # Steps beside a minimum have six bits; the product with the code must be exact there.
     low, high = (0, 64) if kind.minima else (-128, 128)
@@ -50,15 +51,15 @@ def random_scales(name: str, seed: int) -> Tensor:
 def test_words_are_dequantized_as_the_type_says(name: str, dtype: torch.dtype) -> None:
     kind = GGUF_TYPES[name]
     weight = GgufWeight.empty(16, 256, name)
-    form = operand_of(weight, dtype, 0, Target(90, True))[1]
+    form = quantized_operand(weight, dtype, 0, CompileTarget(90, True))[1]
     word, high = random_words(1), random_words(2)
     scales = [random_scales(name, 3), random_scales(name, 4)]
     minima = [random_scales(name, 5), random_scales(name, 6)]
-    text = word_text(
-        form.bits, form.high, form.zero, form.table_low, form.table_high, kind.minima,
+    text = word_ptx(
+        form.bits, form.high_bits, form.zero_point, form.table_low, form.table_high, kind.minima,
         dtype == torch.bfloat16,
     )  # fmt: skip
-    given = [part.numpy().view(np.uint32) for part in ([word, high] if form.high else [word])]
+    given = [part.numpy().view(np.uint32) for part in ([word, high] if form.high_bits else [word])]
     given += [part.numpy() for part in scales]
     given += [(-part).numpy() for part in minima] if kind.minima else []
     made = run(text, 4, given)
@@ -66,7 +67,7 @@ def test_words_are_dequantized_as_the_type_says(name: str, dtype: torch.dtype) -
         halves = torch.from_numpy(made[pair].view(np.int16).reshape(-1, 2).copy()).view(dtype)
         for j in range(2):
             low = word >> (16 * j + form.bits * pair) & (2**form.bits - 1)
-            upper = high >> (16 * j + form.high * pair) & (2**form.high - 1)
+            upper = high >> (16 * j + form.high_bits * pair) & (2**form.high_bits - 1)
             values = kind.values((low | upper << form.bits).byte())
             want = values * scales[pair // 2]
             want = (want - minima[pair // 2] if kind.minima else want).to(dtype)
@@ -76,12 +77,12 @@ def test_words_are_dequantized_as_the_type_says(name: str, dtype: torch.dtype) -
 def test_steps_and_halves_are_widened() -> None:
     word = random_words(7)
     bases = random_scales("Q4_1", 8)
-    made = run(steps_text(), 4, [word.numpy().view(np.uint32), bases.numpy()])
+    made = run(steps_ptx(), 4, [word.numpy().view(np.uint32), bases.numpy()])
     steps = word.view(torch.int8).view(-1, 4).float()
     for i in range(4):
         assert torch.equal(torch.from_numpy(made[i]), steps[:, i] * bases)
     for dtype in (torch.bfloat16, torch.float16):
-        text = halves_text(dtype == torch.bfloat16)
+        text = widen_ptx(dtype == torch.bfloat16)
         made = run(text, 2, [word.numpy().view(np.uint32)])
         for i in range(2):
             found = torch.from_numpy(made[i].view(np.float32).copy())

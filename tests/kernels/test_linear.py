@@ -12,10 +12,10 @@ from lockstep.kernels.linear.tuning import (
     Tile,
     bucket,
     candidates,
-    load,
+    load_table,
     lookup,
-    save,
-    some_weights,
+    random_weights,
+    save_table,
     tune,
 )
 from tests.kernels.backends import backends, same_bits
@@ -112,17 +112,17 @@ def test_segments_belong_to_the_weight():
 
 def test_sums_stay_in_registers():
     """A tile gives way where a program's sums would not fit."""
-    from lockstep.kernels.linear.triton import _fitting
+    from lockstep.kernels.linear.triton import _fit_accumulators
 
     wide = Tile(128, 256, 64, 8, 4, tma=True)
     square = replace(wide, n=128)
-    assert _fitting(wide, 1, True) == wide
-    assert _fitting(wide, 2, True) == square
-    assert _fitting(wide, 4, True) == replace(square, split=2)
-    assert _fitting(replace(wide, m=256, n=128), 2, True) == square
-    assert _fitting(replace(wide, split=2), 2, True) == replace(wide, split=2)
-    assert _fitting(replace(wide, split=2), 4, False) == replace(square, n=64)
-    assert _fitting(Tile(128, 144, 64, 8, 6), 1, True) == Tile(128, 128, 64, 8, 6)
+    assert _fit_accumulators(wide, 1, True) == wide
+    assert _fit_accumulators(wide, 2, True) == square
+    assert _fit_accumulators(wide, 4, True) == replace(square, split=2)
+    assert _fit_accumulators(replace(wide, m=256, n=128), 2, True) == square
+    assert _fit_accumulators(replace(wide, split=2), 2, True) == replace(wide, split=2)
+    assert _fit_accumulators(replace(wide, split=2), 4, False) == replace(square, n=64)
+    assert _fit_accumulators(Tile(128, 144, 64, 8, 6), 1, True) == Tile(128, 128, 64, 8, 6)
 
 
 def test_buckets_and_defaults():
@@ -149,14 +149,16 @@ def test_few_outputs_have_small_tiles_by_rule():
 
 def test_table(tmp_path):
     path = tmp_path / "tuning.json"
-    assert load(path) == {}
+    assert load_table(path) == {}
     tiles = {1: Tile(16, 32, 128, 4, 5, split=2), 257: Tile(128, 256, 64, 8, 3, tma=True)}
-    save({"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}, other := tmp_path / "other.json")
-    assert load(other) == {"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}
+    save_table(
+        {"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}, other := tmp_path / "other.json"
+    )
+    assert load_table(other) == {"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}
 
 
 def test_committed_table_holds_candidates():
-    for key, row in load().items():
+    for key, row in load_table().items():
         n, k = map(int, key.rpartition("/")[2].split("x"))
         for first, tile in row.items():
             tokens = TIMED[BUCKETS.index(first)]
@@ -196,6 +198,6 @@ def test_no_tile_changes_a_bit(backend, count):
 def test_tuned_tiles_agree_and_come_sorted():
     from lockstep.kernels.linear.triton import launch
 
-    times = tune(launch, 16, some_weights(512, 2048, torch.bfloat16), 2)
+    times = tune(launch, 16, random_weights(512, 2048, torch.bfloat16), 2)
     assert [seconds for seconds, _ in times] == sorted(seconds for seconds, _ in times)
     assert {tile for _, tile in times} == set(candidates(16, 512, 2048, torch.bfloat16, 2))

@@ -63,14 +63,14 @@ def test_the_norm_is_of_gated_groups() -> None:
     torch.testing.assert_close(gated_group_norm(x, gate, weight, 1e-5), expected)
 
 
-def test_time_steps_are_held_within_their_limits() -> None:
+def test_time_steps_are_clamped_to_their_limits() -> None:
     """As transformers clamps those of a prompt."""
     layer = weights(SMALL, torch.float32, 1)
-    from lockstep.kernels.mamba2 import time_steps
+    from lockstep.kernels.mamba2 import discretize
 
     dt = torch.linspace(-9, 9, 20)[:, None].expand(-1, 2)
-    step, g = time_steps(dt, layer)
-    assert step.min() == torch.tensor(layer.shortest) and step.max() == torch.tensor(layer.longest)
+    step, g = discretize(dt, layer)
+    assert step.min() == torch.tensor(layer.dt_min) and step.max() == torch.tensor(layer.dt_max)
     torch.testing.assert_close(g, -torch.exp(layer.a_log) * step)
 
 
@@ -84,7 +84,7 @@ def test_steps_with_every_number_of_tokens_to_replay(
     dims = Dims(2, 6, 32, 48, w=4, flush=flush, state=state)
     slots = [5, 2, 4][:rows]
     starts = torch.tensor([700, 64, 33][:rows], dtype=torch.int32)
-    for most in range(dims.most + 1):
+    for most in range(dims.max_replayed + 1):
         for length in (1, dims.w):
             arguments = dict(
                 **inputs(dims, (rows, length), torch.float32, 2),
@@ -172,9 +172,9 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
     layer = backend.place(weights(dims, backend.dtype, 12))
     found = []
     for parts, near, tokens in ((1, 4, 4), (2, 4, 1), (4, 1, 4)):
-        for name, value in (("PARTS", parts), ("NEAR", near)):
+        for name, value in (("CTAS_PER_HEAD", parts), ("PREFETCH", near)):
             monkeypatch.setattr(f"lockstep.kernels.recurrent.step.{name}", value)
-        monkeypatch.setattr("lockstep.kernels.mamba2.triton.MOST_TOKENS", tokens)
+        monkeypatch.setattr("lockstep.kernels.mamba2.triton.MAX_TOKENS", tokens)
         state = backend.place(random_state(dims, 4, [1, 3], backend.dtype, 8))
         out = backend.run(mamba2_step, dict(**data, weights=layer, state=state, **where))
         found.append([out] + [part[[1, 3]] for part in state.tensors()])

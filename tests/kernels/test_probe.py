@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.kernels.backends import load
 from lockstep.kernels.linear import choose_split_k, linear, probe, tree_sum
-from lockstep.kernels.linear.probe import Probed, Run, trials
+from lockstep.kernels.linear.probe import Probed, RunLinear, trials
 from tests.kernels.backends import same_bits
 
 N = 96
@@ -57,8 +57,8 @@ def backwards(x: Tensor, weight: Tensor, split_k: int = 1, allow_partials: bool 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU: a backend takes the time it says, and a capture is a call."""
-    monkeypatch.setattr(probe, "SMALLEST", 1)
-    monkeypatch.setattr(probe, "_replayed", lambda backend, *arguments: backend(*arguments))
+    monkeypatch.setattr(probe, "MIN_NUMEL", 1)
+    monkeypatch.setattr(probe, "_run_captured", lambda backend, *arguments: backend(*arguments))
 
     def seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
         cells = {type(c.cell_contents): c.cell_contents for c in run.__closure__ or ()}
@@ -75,8 +75,8 @@ def weights(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> list[Te
 
 def placed(rows: int, columns: int) -> Tensor:
     """Zeros that lie as torch places them on a GPU."""
-    spare = torch.zeros(rows * columns + probe.ALIGNED, dtype=torch.bfloat16)
-    skip = -spare.data_ptr() % probe.ALIGNED // 2
+    spare = torch.zeros(rows * columns + probe.ALIGNMENT, dtype=torch.bfloat16)
+    skip = -spare.data_ptr() % probe.ALIGNMENT // 2
     return spare[skip : skip + rows * columns].view(rows, columns)
 
 
@@ -87,13 +87,13 @@ def test_a_face_with_other_bits_is_refused(count: int, dtype: torch.dtype) -> No
     for liar in (cut_in_two, backwards):
         probed = Probed(Watched(honest, 2.0), Watched(liar))
         probed.probe((40, 64), weights(dtype), count)
-        assert set(probed.found) == {40, 64}
-        assert all(why and why.startswith("other bits in") for why in probed.found.values())
+        assert set(probed.verdicts) == {40, 64}
+        assert all(why and why.startswith("other bits in") for why in probed.verdicts.values())
 
 
 @pytest.mark.parametrize("liar", [cut_in_two, backwards])
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_cancels_shows_another_order_in_most_outputs(liar: Run, count: int) -> None:
+def test_what_cancels_shows_another_order_in_most_outputs(liar: RunLinear, count: int) -> None:
     """Rounding to 16 bits hides most of what an order of addition leaves; not here."""
     shares = {
         name: (honest(x, w, count) != liar(x, w, count)).float().mean().item()
@@ -112,7 +112,7 @@ def test_a_lie_at_one_number_of_rows_refuses_that_one() -> None:
 
     probed = Probed(Watched(honest, 2.0), Watched(sometimes))
     probed.probe((40, 48, 64), weights(), 1)
-    assert [probed.found[rows] is None for rows in (40, 48, 64)] == [True, False, True]
+    assert [probed.verdicts[rows] is None for rows in (40, 48, 64)] == [True, False, True]
 
 
 @pytest.mark.usefixtures("pretended")
@@ -127,7 +127,7 @@ def test_what_was_not_probed_or_lies_elsewhere_is_the_exact_face() -> None:
     for part in (x, wide):
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
     probed.probe((40,), [weight], 1)
-    assert probed.found == {40: None}
+    assert probed.verdicts == {40: None}
     shifted = placed(41, K).flatten()[8 : 40 * K + 8].view(40, K).copy_(x[:40])
     strided = wide[:40, :K]
     other = weight.t().contiguous().t()
@@ -142,13 +142,13 @@ def test_what_was_not_probed_or_lies_elsewhere_is_the_exact_face() -> None:
 def test_slower_small_few_and_fp32_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Probed(Watched(honest, 1.0), Watched(honest, 0.99))
     slow.probe((40,), weights(), 1)
-    assert slow.found[40] is not None and slow.found[40].startswith("slower, 1 us against 1")
+    assert slow.verdicts[40] is not None and slow.verdicts[40].startswith("slower, 1 us against 1")
     few = Probed(Watched(honest, 2.0), Watched(honest))
     few.probe((1, 32), weights(), 1)
     few.probe((64,), weights(torch.float32), 1)
-    monkeypatch.setattr(probe, "SMALLEST", N * K + 1)
+    monkeypatch.setattr(probe, "MIN_NUMEL", N * K + 1)
     few.probe((64,), weights(), 1)
-    assert few.found == {}
+    assert few.verdicts == {}
 
 
 @pytest.mark.usefixtures("pretended")
@@ -158,7 +158,7 @@ def test_too_little_memory_refuses() -> None:
 
     probed = Probed(Watched(honest, 2.0), Watched(hungry))
     probed.probe((40, 64), weights(), 1)
-    assert probed.found == dict.fromkeys((40, 64), "too little memory to probe")
+    assert probed.verdicts == dict.fromkeys((40, 64), "too little memory to probe")
 
 
 @pytest.mark.gpu
@@ -188,10 +188,10 @@ def test_cublas_where_a_probe_lets_it(n: int, k: int) -> None:
     probed = Probed(exact, cublas)
     count = choose_split_k(n, k, "cuda")
     probed.probe(ROWS, own, count)
-    for rows, why in probed.found.items():
+    for rows, why in probed.verdicts.items():
         print(f"{rows}x{n}x{k}/{count}:", why or "cuBLAS")
         x = torch.randn(rows, k, device="cuda").bfloat16()
         assert same_bits(probed(x, own[-1], count), exact(x, own[-1], count))
         alone = exact(x[3:4].contiguous(), own[-1], count)
         assert same_bits(probed(x, own[-1], count)[3:4], alone)
-    assert set(probed.found) == set(ROWS)
+    assert set(probed.verdicts) == set(ROWS)

@@ -14,11 +14,11 @@ from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, IntWeight
 from lockstep.kernels.formats.weights.cases import random_weights
 from lockstep.kernels.linear import quantized_ptx as texts
 from lockstep.kernels.linear.quantized_tuning import (
-    PackedTile,
-    block_tile,
+    QuantizedTile,
     candidates,
-    cut,
-    ring_serves,
+    compiler_tile,
+    fit_tile,
+    pipeline_supports,
 )
 from tests.kernels import ptx
 from tests.kernels.backends import Backend, same_bits
@@ -85,9 +85,9 @@ def placed(code: Tensor, bit: int, other: int) -> Any:
 INT4 = [
     ("INT4", torch.bfloat16, torch.bfloat16),
     ("INT4", torch.float16, torch.float16),
-    ("SPLIT", torch.float16, torch.bfloat16),
-    ("WIDE", torch.float32, torch.bfloat16),
-    ("WIDE", torch.bfloat16, torch.float16),
+    ("SPLIT_SCALE", torch.float16, torch.bfloat16),
+    ("GENERIC_INT4", torch.float32, torch.bfloat16),
+    ("GENERIC_INT4", torch.bfloat16, torch.float16),
 ]
 
 
@@ -103,13 +103,15 @@ def test_every_code_zero_and_scale_of_int4(
     code, zero, scale = all_codes(4, 17, some)
     want = ((code - zero).float() * scale.float()).to(dtype)
     assembly = text(name, dtype)
-    wide = name == "WIDE"
+    wide = name == "GENERIC_INT4"
     first = scale.float().numpy() if wide else doubled(scale.to(dtype))
     least = 8388608.0 if wide else 128.0 if dtype == torch.bfloat16 else 1024.0
     second = (least + zero).float().numpy() if wide else doubled((-least - zero).to(dtype))
     given = [first, first, second, second]
-    if name == "SPLIT":
-        found = run(str(texts.PARTS.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)])
+    if name == "SPLIT_SCALE":
+        found = run(
+            str(texts.SPLIT_SCALE.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)]
+        )
         offset = doubled((zero / -64).to(dtype))
         given = [part for part in (found[0].numpy().view(np.uint32), offset) for _ in range(2)]
         given += [found[1].numpy().view(np.uint32)] * 2
@@ -147,14 +149,14 @@ def test_every_code_and_scale_of_8_bits(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", list(KINDS))
 def test_every_code_and_scale_of_nvfp4(dtype: torch.dtype) -> None:
     """16 codes x 256 scales x factors, at each of the eight places of both words."""
-    from lockstep.kernels.formats.weights.weights import FP4_VALUES
+    from lockstep.kernels.formats.weights.fp4 import FP4_VALUES
 
     factors = torch.tensor([1.0, 0.0123, -3.7e-5, 5.1e4, 1e-30])
     code, scale, factor = all_codes(4, 256, factors)
     wide = scale.to(torch.uint8).view(torch.float8_e4m3fn).float()
     values = torch.cat([torch.tensor(FP4_VALUES), -torch.tensor(FP4_VALUES)])
     want = ((values[code] * wide) * factor).to(dtype)
-    others = run(str(texts.PAIRS_OF_FP8.value), 2, [(scale * 0x01010101).numpy().astype(np.uint32)])
+    others = run(str(texts.E4M3_TO_FP16.value), 2, [(scale * 0x01010101).numpy().astype(np.uint32)])
     prepared = [part.numpy().view(np.uint32) for part in others for _ in range(2)]
     given = [*prepared, (factor * 64).numpy(), (factor * 64).numpy()]
     for word, pair, half in product(range(2), range(4), range(2)):
@@ -173,7 +175,10 @@ def parts_of(factors: Tensor) -> tuple[Any, Any]:
     served = np.zeros(len(factors), bool)
     for steps in (0, 1, -1, 2, -2):
         tried = doubled((lo.view(torch.int16) + steps).view(torch.bfloat16))
-        wrong = run(str(texts.WRONG.value), 1, [wide.numpy(), doubled(hi), tried])[0].numpy() != 0
+        wrong = (
+            run(str(texts.FACTOR_MISMATCH.value), 1, [wide.numpy(), doubled(hi), tried])[0].numpy()
+            != 0
+        )
         found = np.where(served | wrong, found, tried)
         served |= ~wrong
     assert served.all()
@@ -184,7 +189,7 @@ def parts_of(factors: Tensor) -> tuple[Any, Any]:
 def test_every_code_and_scale_of_nvfp4_in_parts() -> None:
     """16 codes x 127 scales x factors, at each of the eight places: what the product in fp32 rounds
     to, rounded to bf16. Some factors need other parts than the nearest."""
-    from lockstep.kernels.formats.weights.weights import FP4_VALUES
+    from lockstep.kernels.formats.weights.fp4 import FP4_VALUES
 
     some = torch.rand(100, generator=torch.Generator().manual_seed(1)) + 1e-3
     nudged = torch.tensor([0x3F80A000, 0x3F81AA55]).int().view(torch.float32)
@@ -198,13 +203,13 @@ def test_every_code_and_scale_of_nvfp4_in_parts() -> None:
         both = (scale << 8 * (2 * word + pair // 2)).numpy().astype(np.uint32)
         ready = [
             part.numpy().view(np.uint32)
-            for part in run(str(texts.EVEN_AND_ODD_FP8.value), 2, [both])
+            for part in run(str(texts.E4M3_TO_BF16_BY_PARITY.value), 2, [both])
         ]
         given = [part for part in (*ready, hi[place], lo[place]) for _ in range(2)]
         for half in range(2):
             words = [np.zeros(len(code), np.uint32)] * 2
             words[word] = placed(code, 4 * pair + 16 * half, 0x5A3C9600)
-            got = run(str(texts.FP4_IN_PARTS.value), 8, [*words, *given])[4 * word + pair]
+            got = run(str(texts.SPLIT_FACTOR_FP4_BF16.value), 8, [*words, *given])[4 * word + pair]
             assert same(pairs(got, torch.bfloat16)[:, half], want), (word, pair, half)
 
 
@@ -226,20 +231,20 @@ def test_which_factors_and_scales_are_in_parts(factor: float, scale: int, served
     weight.scales.fill_(0x30)
     weight.factors[2] = factor
     weight.scales[3, 5] = scale
-    assert weight.in_parts == served
-    assert weight.rows(0, 2).in_parts == served, "rows are read as the whole weight is"
+    assert weight.has_split_factors == served
+    assert weight.rows(0, 2).has_split_factors == served, "rows are read as the whole weight is"
 
 
-TILE = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True)
+TILE = QuantizedTile(8, 64, 128, 4, 6, 1, 48, pipeline=True, mma_sync=True)
 
 
 def test_other_tiles_stand_in() -> None:
     """On other GPUs, where K is not of whole blocks in every segment, and where a block has more
     scales than one."""
     whole = IntWeight.empty(64, 1024, device="meta")
-    assert ring_serves(whole, 2, HOPPER)
-    assert cut(TILE, whole, 2, HOPPER).split == 2
-    assert ring_serves(IntWeight.empty(64, 1152, device="meta"), 2, HOPPER)
+    assert pipeline_supports(whole, 2, HOPPER)
+    assert fit_tile(TILE, whole, 2, HOPPER).split == 2
+    assert pipeline_supports(IntWeight.empty(64, 1152, device="meta"), 2, HOPPER)
     for weight, split_k, arch in (
         (whole, 1, 80),
         (whole, 1, 100),
@@ -247,9 +252,9 @@ def test_other_tiles_stand_in() -> None:
         (IntWeight.empty(64, 1152, device="meta"), 4, HOPPER),
         (Fp4Weight.empty(64, 1000, device="meta"), 1, HOPPER),
     ):
-        assert not ring_serves(weight, split_k, arch)
-        other = cut(TILE, weight, split_k, arch)
-        assert other == block_tile(TILE, weight, split_k, arch)
+        assert not pipeline_supports(weight, split_k, arch)
+        other = fit_tile(TILE, weight, split_k, arch)
+        assert other == compiler_tile(TILE, weight, split_k, arch)
         assert other.laid_out
 
 
@@ -262,27 +267,27 @@ def test_warps_that_work_alone_stand_in_for_a_few_tokens() -> None:
         GgufWeight.empty(64, 1024, "Q6_K", device="meta"),
         GgufWeight.empty(64, 1024, "Q2_K", device="meta"),
     ):
-        assert not ring_serves(weight, 2, HOPPER)
-        few = cut(TILE, weight, 2, HOPPER)
-        assert few.lanes and (few.m, few.split) == (8, 2)
-        assert cut(wide, weight, 2, HOPPER) == block_tile(wide, weight, 2, HOPPER)
+        assert not pipeline_supports(weight, 2, HOPPER)
+        few = fit_tile(TILE, weight, 2, HOPPER)
+        assert few.gemv and (few.m, few.split) == (8, 2)
+        assert fit_tile(wide, weight, 2, HOPPER) == compiler_tile(wide, weight, 2, HOPPER)
 
 
 def test_slots_are_cut_to_the_segments() -> None:
     """Two blocks of a slot where they divide a segment, else twice as many slots of one."""
-    wide = PackedTile(8, 64, 256, 4, 3, 2, 48, ring=True, sync=True)
-    assert cut(wide, IntWeight.empty(64, 1024, device="meta"), 2, HOPPER) == wide
+    wide = QuantizedTile(8, 64, 256, 4, 3, 2, 48, pipeline=True, mma_sync=True)
+    assert fit_tile(wide, IntWeight.empty(64, 1024, device="meta"), 2, HOPPER) == wide
     for k in (768, 1152, 1280):
-        narrow = cut(wide, IntWeight.empty(64, k, device="meta"), 2, HOPPER)
+        narrow = fit_tile(wide, IntWeight.empty(64, k, device="meta"), 2, HOPPER)
         assert (narrow.k, narrow.stages) == (128, 6)
 
 
 def test_shares_are_cut_to_the_tiles() -> None:
     """As many programs for each multiprocessor as there are tiles for, at most; one is too few."""
-    shared = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True, share=5)
+    shared = QuantizedTile(8, 64, 128, 4, 6, 1, 48, pipeline=True, mma_sync=True, stream_k=5)
     for n, split_k, share in ((34816, 1, 4), (5120, 4, 2), (12800, 1, 0), (1000000, 1, 5)):
         weight = IntWeight.empty(n, 1024, device="meta")
-        assert cut(shared, weight, split_k, HOPPER).share == share
+        assert fit_tile(shared, weight, split_k, HOPPER).stream_k == share
 
 
 SERVED = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "fp8 by outputs", "fp8", "nvfp4")
@@ -296,21 +301,21 @@ TOKENS = (1, 7, 8, 16, 31, 64, 65, 128, 200, 300)
 @pytest.mark.parametrize("name", SERVED)
 def test_bits_of_every_tile(name: str, dtype: torch.dtype) -> None:
     """Random numbers, every candidate, against the weight unpacked ahead."""
-    from lockstep.kernels.linear.quantized import right_bits, run_tile
+    from lockstep.kernels.linear.quantized import expected_output, run_tile
 
     backend: Any = Backend("quantized", "cuda", dtype)
     for n, k, split_k in SIZES:
         weight = backend.place(dict(random_weights(n, k))[name])
         for tokens in TOKENS:
             x = torch.randn(tokens, k, dtype=dtype, device="cuda")
-            want = right_bits(split_k, x, weight)
+            want = expected_output(split_k, x, weight)
             tiles = {
-                cut(tile, weight, split_k, HOPPER)
+                fit_tile(tile, weight, split_k, HOPPER)
                 for tile in candidates(tokens, split_k, weight.bits)
-                if tile.ring
+                if tile.pipeline
             }
             for tile in tiles:
-                assert tile.ring
+                assert tile.pipeline
                 got = run_tile(split_k, False, x, weight, tile)
                 assert same_bits(got, want), (n, k, tokens, tile)
 
@@ -321,23 +326,23 @@ def test_bits_of_every_tile(name: str, dtype: torch.dtype) -> None:
 def test_parts_of_weights_and_of_rows(name: str, sync: bool) -> None:
     """Rows of a weight cut within a block of scales; x and out are columns of wider tensors; a row
     of x with NaN leaves the others alone."""
-    from lockstep.kernels.linear.quantized import launch, right_bits, target_of
+    from lockstep.kernels.linear.quantized import compile_target, expected_output, launch
 
     backend: Any = Backend("quantized", "cuda", torch.bfloat16)
     part = backend.place(dict(random_weights(300, 512))[name]).rows(101, 264)
-    tile = PackedTile(8, 64, 128, 4, 3, 2, 64, ring=True, sync=sync)
+    tile = QuantizedTile(8, 64, 128, 4, 3, 2, 64, pipeline=True, mma_sync=sync)
     wide = torch.randn(8, 520, dtype=torch.bfloat16, device="cuda")
     for first in (0, 1, 8):
         x = wide[:, first : first + 512]
-        want = right_bits(2, x.contiguous(), part)
+        want = expected_output(2, x.contiguous(), part)
         out = torch.zeros(8, 200, dtype=x.dtype, device="cuda")
-        launch(x, part, 2, tile, target_of(x.device), out=out[:, 8:171])
+        launch(x, part, 2, tile, compile_target(x.device), out=out[:, 8:171])
         assert same_bits(out[:, 8:171].contiguous(), want)
         assert not out[:, :8].any() and not out[:, 171:].any()
     spoilt = wide[:, :512].clone()
     spoilt[3] = float("nan")
-    want = right_bits(1, wide[:, :512].contiguous(), part)
-    got = launch(spoilt, part, 1, tile, target_of(wide.device))
+    want = expected_output(1, wide[:, :512].contiguous(), part)
+    got = launch(spoilt, part, 1, tile, compile_target(wide.device))
     kept = [0, 1, 2, 4, 5, 6, 7]
     assert same_bits(got[kept], want[kept])
     assert got[3].isnan().all()
@@ -351,16 +356,16 @@ def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
     soon as it is free: without a fence, some 1 in 1,000 results of mma.sync were of other blocks.
     """
     from lockstep.kernels.formats.weights.bench import LAYOUTS
-    from lockstep.kernels.linear.quantized import right_bits, run_tile
+    from lockstep.kernels.linear.quantized import expected_output, run_tile
 
     weight = LAYOUTS[name](34816, 5120, "cuda")
     weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
     x = torch.randn(tokens, 5120, dtype=torch.bfloat16, device="cuda")
-    want = right_bits(1, x, weight)
+    want = expected_output(1, x, weight)
     for tile in candidates(tokens, 1, weight.bits):
-        if tile.ring:
+        if tile.pipeline:
             for _ in range(20):
-                got = run_tile(1, False, x, weight, cut(tile, weight, 1, HOPPER))
+                got = run_tile(1, False, x, weight, fit_tile(tile, weight, 1, HOPPER))
                 assert same_bits(got, want), tile
 
 
@@ -371,17 +376,17 @@ def test_programs_that_share_tiles(name: str, tokens: int) -> None:
     """Shares that end in the middle of tiles, with whole tiles between, in two split_k and in one,
     launch after launch: the bits of the weight unpacked ahead."""
     from lockstep.kernels.formats.weights.bench import LAYOUTS
-    from lockstep.kernels.linear.quantized import launch, right_bits, target_of
+    from lockstep.kernels.linear.quantized import compile_target, expected_output, launch
 
     for n, split_k in ((20000, 1), (9000, 2)):
         weight = LAYOUTS[name](n, 2560, "cuda")
         weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
         x = torch.randn(tokens, 2560, dtype=torch.bfloat16, device="cuda")
-        want = right_bits(split_k, x, weight)
-        target = target_of(x.device)
+        want = expected_output(split_k, x, weight)
+        target = compile_target(x.device)
         for tile in candidates(tokens, split_k, weight.bits):
-            if tile.share:
-                few = replace(target, processors=40)
+            if tile.stream_k:
+                few = replace(target, num_sms=40)
                 for _ in range(5):
                     assert same_bits(launch(x, weight, split_k, tile, few), want), tile
 
@@ -389,14 +394,14 @@ def test_programs_that_share_tiles(name: str, tokens: int) -> None:
 @pytest.mark.gpu
 def test_factors_that_are_not_in_parts() -> None:
     from lockstep.kernels.formats.weights.bench import LAYOUTS
-    from lockstep.kernels.linear.quantized import right_bits, run_tile
+    from lockstep.kernels.linear.quantized import expected_output, run_tile
 
     weight = LAYOUTS["nvfp4"](1000, 1024, "cuda")
     weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
     weight.factors[7] = 1.7083332538604736
-    assert not weight.in_parts
+    assert not weight.has_split_factors
     x = torch.randn(8, 1024, dtype=torch.bfloat16, device="cuda")
     for tile in candidates(8, 2, weight.bits):
-        if tile.ring:
-            got = run_tile(2, False, x, weight, cut(tile, weight, 2, HOPPER))
-            assert same_bits(got, right_bits(2, x, weight)), tile
+        if tile.pipeline:
+            got = run_tile(2, False, x, weight, fit_tile(tile, weight, 2, HOPPER))
+            assert same_bits(got, expected_output(2, x, weight)), tile

@@ -13,22 +13,23 @@ from lockstep.kernels.architecture import (
     HOPPER,
     shared_memory_limit,
 )
+from lockstep.kernels.compile_target import CompileTarget, uses_mma_sync
 from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight
-from lockstep.kernels.formats.weights.operand import multiplies_by_mma_sync, shared_by
+from lockstep.kernels.formats.weights.operand import shared_memory_bytes
 from lockstep.kernels.linear import choose_split_k, linear, quantized_tuning, tuning
 from lockstep.kernels.linear.quantized_tuning import (
     BUCKETS,
-    MOST_BY_RULE,
+    DEQUANTIZE_FIRST,
+    MAX_TOKENS_BY_RULE,
     TIMED,
-    UNPACK,
-    PackedTile,
+    QuantizedTile,
     bucket,
     candidates,
-    cut,
-    key,
+    fit_tile,
     lookup,
+    table_key,
+    tiles_to_time,
     tune,
-    worth_timing,
 )
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.test_linear import graded
@@ -38,11 +39,11 @@ TRITON = [backend for backend in backends() if backend.values[0].name == "triton
 TUNED = {"int4": 4, "int4 asymmetric": 4, "fp8 by blocks": 8, "nvfp4": 4}
 """Layouts, and the bits of a weight in them."""
 CUTS = {
-    (tile.lanes, tile.ring, tile.sync, tile.m, tile.n, tile.k, bits): tile
+    (tile.gemv, tile.pipeline, tile.mma_sync, tile.m, tile.n, tile.k, bits): tile
     for tokens in TIMED
     for bits in sorted(set(TUNED.values()))
     for tile in candidates(tokens, 2, bits)
-    if tile != UNPACK
+    if tile != DEQUANTIZE_FIRST
 }
 """A tile of each kernel and size: warps, stages and registers are the compiler's alone."""
 
@@ -55,11 +56,13 @@ def test_no_tile_changes_a_bit(
 ) -> None:
     """Rows that no tile divides, two split_k; a GPU takes all layouts, an interpreter one. In fp32
     the op takes no tile: the weight is unpacked ahead."""
-    from lockstep.kernels.linear.quantized import launch, target_of, tile_of
+    from lockstep.kernels.compile_target import compile_target
+    from lockstep.kernels.linear.quantized import launch, tile_of
 
     if backend.dtype == torch.float32:
         weight = whole_numbers("int4", 40, 1024)
-        assert tile_of(5, weight, 2, backend.dtype, HOPPER) == UNPACK
+        hopper = CompileTarget(HOPPER, inline_ptx=True)
+        assert tile_of(5, weight, 2, backend.dtype, hopper) == DEQUANTIZE_FIRST
         backend = replace(backend, dtype=torch.float16)
     names = [name for name, bits in TUNED.items() if bits == cut[-1]]
     one = sorted(CUTS).index(cut) % len(names)
@@ -67,21 +70,21 @@ def test_no_tile_changes_a_bit(
         weight = backend.place(whole_numbers(name, 40, 1024))
         x = backend.place(graded(5, 1024, 2, 3).to(backend.dtype))
         want = linear.backends["triton"].run(x, weight.dequantize(x.dtype), 2)
-        assert same_bits(launch(x, weight, 2, CUTS[cut], target_of(x.device)), want), name
+        assert same_bits(launch(x, weight, 2, CUTS[cut], compile_target(x.device)), want), name
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", TRITON)
 def test_other_bits_are_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is not timed; of the rest the fastest is first."""
-    from lockstep.kernels.linear.quantized import refusal, right_bits, run_tile
+    from lockstep.kernels.linear.quantized import expected_output, refusal, run_tile
 
     if backend.dtype == torch.float32:
         backend = replace(backend, dtype=torch.float16)
     weight = backend.place(whole_numbers("int4", 40, 256))
     x = backend.place(graded(5, 256, 1, 3).to(backend.dtype))
-    want = right_bits(1, x, weight)
-    tiles = [PackedTile(16, 64, 128), PackedTile(16, 64, 256), UNPACK]
+    want = expected_output(1, x, weight)
+    tiles = [QuantizedTile(16, 64, 128), QuantizedTile(16, 64, 256), DEQUANTIZE_FIRST]
     spent = iter((3.0, 1.0, 2.0))
     monkeypatch.setattr(tuning, "seconds", lambda run, weights: next(spent))
     wrong = partial(refusal, 1, x, weight, want)
@@ -99,48 +102,48 @@ def test_candidates_are_few_and_fit() -> None:
             for tile in tiles:
                 if not tile.laid_out:
                     assert tile.m % 8 == tile.n % (16 * tile.warps) == 0
-                    assert tile.k == 128 or (tile.ring and tile.k == 256)
+                    assert tile.k == 128 or (tile.pipeline and tile.k == 256)
                 else:
-                    assert tile == UNPACK or (tile.m >= 16 and tile.k % 128 == 0)
-            assert (tiles[0] == UNPACK) == (tokens > MOST_BY_RULE)
+                    assert tile == DEQUANTIZE_FIRST or (tile.m >= 16 and tile.k % 128 == 0)
+            assert (tiles[0] == DEQUANTIZE_FIRST) == (tokens > MAX_TOKENS_BY_RULE)
 
 
 def test_a_ring_fits_the_architecture() -> None:
     """Words and x of all slots, for weights of 4 and of 8 bits; 256 tokens for 4 bits alone."""
     for tokens in TIMED:
         for bits in (4, 8):
-            rings = [tile for tile in candidates(tokens, 1, bits) if tile.ring]
+            rings = [tile for tile in candidates(tokens, 1, bits) if tile.pipeline]
             assert rings
             for tile in rings:
                 blocks = tile.stages * tile.k // 128
                 assert blocks * (16 * bits * tile.n + 256 * tile.m) < shared_memory_limit(HOPPER)
-                assert tile.sync or tile.stages >= 3
-    assert max(tile.m for tile in candidates(256, 1, 4) if tile.ring) == 256
-    assert max(tile.m for tile in candidates(256, 1, 8) if tile.ring) == 128
+                assert tile.mma_sync or tile.stages >= 3
+    assert max(tile.m for tile in candidates(256, 1, 4) if tile.pipeline) == 256
+    assert max(tile.m for tile in candidates(256, 1, 8) if tile.pipeline) == 128
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[int, PackedTile]]]:
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[int, QuantizedTile]]]:
     """The committed table's stand-in: empty."""
-    made: dict[str, dict[int, PackedTile]] = {}
-    for cached in (quantized_tuning._tile, quantized_tuning._measured):
+    made: dict[str, dict[int, QuantizedTile]] = {}
+    for cached in (quantized_tuning._choose_tile, quantized_tuning._measured_rows):
         cached.cache_clear()
-    monkeypatch.setattr(quantized_tuning, "load", lambda: made)
+    monkeypatch.setattr(quantized_tuning, "load_table", lambda: made)
     yield made
-    for cached in (quantized_tuning._tile, quantized_tuning._measured):
+    for cached in (quantized_tuning._choose_tile, quantized_tuning._measured_rows):
         cached.cache_clear()
 
 
 def test_committed_shares_are_fewer_than_tiles() -> None:
     """Else a launch would not share, and another kernel than the one that was timed would run."""
     shared = 0
-    for name, row in quantized_tuning.load().items():
+    for name, row in quantized_tuning.load_table().items():
         n, k = map(int, name.rpartition("/")[2].split("x"))
         parts = choose_split_k(n, k, "cuda", quantized=True)
-        sharing = {first: tile for first, tile in row.items() if tile.share}
+        sharing = {first: tile for first, tile in row.items() if tile.stream_k}
         for first, tile in sharing.items():
             high = -(-TIMED[BUCKETS.index(first)] // tile.m)
-            programs = tile.share * H100_MULTIPROCESSORS // (high * parts)
+            programs = tile.stream_k * H100_MULTIPROCESSORS // (high * parts)
             assert 0 < programs < -(-n // tile.n), (name, first)
             shared += 1
     assert shared > 50
@@ -150,61 +153,63 @@ def int4(n: int, k: int) -> IntWeight:
     return IntWeight.empty(n, k, device="meta")
 
 
-def test_a_bucket_serves_what_its_tile_holds(table: dict[str, dict[int, PackedTile]]) -> None:
+def test_a_bucket_serves_what_its_tile_holds(table: dict[str, dict[int, QuantizedTile]]) -> None:
     weight = int4(8192, 4096)
     found = partial(lookup, weight=weight, split_k=1, dtype=torch.bfloat16)
-    few = PackedTile(16, 64, 128)
-    table[key(weight, torch.bfloat16, 90)] = {5: few, 65: UNPACK}
+    few = QuantizedTile(16, 64, 128)
+    table[table_key(weight, torch.bfloat16, 90)] = {5: few, 65: DEQUANTIZE_FIRST}
     for tokens in (5, 8, 16):
         assert found(tokens, arch=90) == few
     for tokens in (4, 17, 33):
         assert found(tokens, arch=90) == candidates(tokens, 1)[0]
     for tokens in (65, 200):
-        assert found(tokens, arch=90) == UNPACK
-    assert found(9, arch=80) == PackedTile(16, 64, 128)
-    assert found(8, arch=100) == PackedTile(16, 64, 128)
+        assert found(tokens, arch=90) == DEQUANTIZE_FIRST
+    assert found(9, arch=80) == QuantizedTile(16, 64, 128)
+    assert found(8, arch=100) == QuantizedTile(16, 64, 128)
     assert [bucket(tokens) for tokens in TIMED] == list(BUCKETS)
 
 
 def test_many_tokens_pass_through_a_ring_or_the_weight_is_unpacked_ahead(
-    table: dict[str, dict[int, PackedTile]],
+    table: dict[str, dict[int, QuantizedTile]],
 ) -> None:
     """A tile of fewer tokens does not stand for them, nor one that the compiler lays out."""
     weight = int4(8192, 4096)
     found = partial(lookup, weight=weight, split_k=1, dtype=torch.bfloat16)
-    row = table.setdefault(key(weight, torch.bfloat16, 90), {129: PackedTile(256, 64, 128)})
-    for tokens in (257, MOST_BY_RULE):
-        assert found(tokens, arch=90).ring
-        assert found(tokens, arch=80) == found(tokens, arch=120) == UNPACK
+    row = table.setdefault(
+        table_key(weight, torch.bfloat16, 90), {129: QuantizedTile(256, 64, 128)}
+    )
+    for tokens in (257, MAX_TOKENS_BY_RULE):
+        assert found(tokens, arch=90).pipeline
+        assert found(tokens, arch=80) == found(tokens, arch=120) == DEQUANTIZE_FIRST
         by_32 = IntWeight.empty(8192, 4096, group=32, device="meta")
-        assert found(tokens, weight=by_32, arch=90) == UNPACK
-    assert found(MOST_BY_RULE + 1, arch=90) == UNPACK
-    for cached in (quantized_tuning._tile, quantized_tuning._measured):
+        assert found(tokens, weight=by_32, arch=90) == DEQUANTIZE_FIRST
+    assert found(MAX_TOKENS_BY_RULE + 1, arch=90) == DEQUANTIZE_FIRST
+    for cached in (quantized_tuning._choose_tile, quantized_tuning._measured_rows):
         cached.cache_clear()
-    wide = PackedTile(128, 256, 128, 8, 3, 1, 168, ring=True)
+    wide = QuantizedTile(128, 256, 128, 8, 3, 1, 168, pipeline=True)
     row[513] = wide
     assert found(600, arch=90) == wide
-    assert found(600, arch=80) == UNPACK
+    assert found(600, arch=80) == DEQUANTIZE_FIRST
 
 
 def test_programs_share_tiles_where_two_warps_multiply_on_a_scheduler() -> None:
     """One program of eight warps, or two of four; not where there are fewer tiles than programs."""
-    wide = PackedTile(128, 128, 128, 8, 4, 1, 120, ring=True, share=1)
-    narrow = replace(wide, n=64, warps=4, share=2)
-    assert cut(wide, int4(34816, 5120), 1, HOPPER).share == 1
-    assert cut(narrow, int4(34816, 5120), 1, HOPPER).share == 2
-    assert cut(replace(narrow, share=1), int4(34816, 5120), 1, HOPPER).share == 0
-    assert cut(wide, int4(16384, 5120), 1, HOPPER).share == 0
-    assert cut(wide, int4(5120, 6144), 4, HOPPER).share == 1
+    wide = QuantizedTile(128, 128, 128, 8, 4, 1, 120, pipeline=True, stream_k=1)
+    narrow = replace(wide, n=64, warps=4, stream_k=2)
+    assert fit_tile(wide, int4(34816, 5120), 1, HOPPER).stream_k == 1
+    assert fit_tile(narrow, int4(34816, 5120), 1, HOPPER).stream_k == 2
+    assert fit_tile(replace(narrow, stream_k=1), int4(34816, 5120), 1, HOPPER).stream_k == 0
+    assert fit_tile(wide, int4(16384, 5120), 1, HOPPER).stream_k == 0
+    assert fit_tile(wide, int4(5120, 6144), 4, HOPPER).stream_k == 1
 
 
 def test_a_shape_that_was_not_timed_is_as_its_nearest(
-    table: dict[str, dict[int, PackedTile]],
+    table: dict[str, dict[int, QuantizedTile]],
 ) -> None:
     """Of the same layout, and with as many split_k."""
-    tiles = [PackedTile(16, 64, 128, stages=stages) for stages in (2, 3, 4)]
+    tiles = [QuantizedTile(16, 64, 128, stages=stages) for stages in (2, 3, 4)]
     for tile, (n, k) in zip(tiles, ((16384, 4096), (32768, 8192), (4096, 4096)), strict=True):
-        table[key(int4(n, k), torch.bfloat16, 90)] = {1: tile}
+        table[table_key(int4(n, k), torch.bfloat16, 90)] = {1: tile}
     found = partial(lookup, 1, dtype=torch.bfloat16, arch=90)
     assert found(int4(16480, 4096), split_k=1) == tiles[0]
     assert found(int4(34816, 5120), split_k=1) == tiles[1]
@@ -214,18 +219,18 @@ def test_a_shape_that_was_not_timed_is_as_its_nearest(
 
 
 def test_tiles_are_cut_to_the_weight_and_the_architecture() -> None:
-    wide = PackedTile(16, 64, 512, stages=4, split=2)
+    wide = QuantizedTile(16, 64, 512, stages=4, split=2)
     weight = Fp8Weight.empty(256, 4096, 128, 128, device="meta")
-    assert cut(wide, weight, 2, 90) == replace(wide, stages=4)
-    assert cut(wide, weight, 2, 86).stages == 1
-    assert cut(wide, int4(256, 640), 1, 90) == replace(wide, k=128, split=1)
-    assert cut(UNPACK, weight, 1, 86) == UNPACK
+    assert fit_tile(wide, weight, 2, 90) == replace(wide, stages=4)
+    assert fit_tile(wide, weight, 2, 86).stages == 1
+    assert fit_tile(wide, int4(256, 640), 1, 90) == replace(wide, k=128, split=1)
+    assert fit_tile(DEQUANTIZE_FIRST, weight, 1, 86) == DEQUANTIZE_FIRST
     for arch in ARCHITECTURES:
         for tokens in TIMED:
             tile = lookup(tokens, weight, 1, torch.bfloat16, arch)
             if not tile.laid_out:
                 continue
-            stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, multiplies_by_mma_sync(arch))
+            stage, fixed = shared_memory_bytes(tile.n, tile.m, tile.k, weight, uses_mma_sync(arch))
             assert (tile.stages - 1) * stage + fixed <= shared_memory_limit(arch)
 
 
@@ -234,17 +239,17 @@ def test_few_candidates_are_timed() -> None:
     for n, k, parts in ((34816, 5120, 1), (5120, 17408, 2), (2048, 512, 1)):
         for weight in (int4(n, k), Fp8Weight.empty(n, k, 128, 128, device="meta")):
             for tokens in TIMED:
-                tiles = worth_timing(tokens, weight, parts, 90, 132)
+                tiles = tiles_to_time(tokens, weight, parts, 90, 132)
                 assert 1 <= len(tiles) == len(set(tiles)) <= 20
-                assert tokens > 32 or {tile.lanes for tile in tiles} == {False, True}
-                assert {tile.ring for tile in tiles} == {False, True}
+                assert tokens > 32 or {tile.gemv for tile in tiles} == {False, True}
+                assert {tile.pipeline for tile in tiles} == {False, True}
                 made = candidates(tokens, parts, weight.bits)
-                assert set(tiles) <= {cut(tile, weight, parts, 90) for tile in made}
-                assert tokens <= 64 or UNPACK in tiles
-    narrow = worth_timing(1, int4(2048, 640), 1, 90, 132)
+                assert set(tiles) <= {fit_tile(tile, weight, parts, 90) for tile in made}
+                assert tokens <= 64 or DEQUANTIZE_FIRST in tiles
+    narrow = tiles_to_time(1, int4(2048, 640), 1, 90, 132)
     assert {tile.k for tile in narrow} <= {128}
-    assert max(tile.stages for tile in narrow if tile.ring) > 4
-    tight = worth_timing(64, Fp8Weight.empty(4096, 4096, 128, 128, device="meta"), 2, 86, 82)
+    assert max(tile.stages for tile in narrow if tile.pipeline) > 4
+    tight = tiles_to_time(64, Fp8Weight.empty(4096, 4096, 128, 128, device="meta"), 2, 86, 82)
     assert len(tight) < len(candidates(64, 2))
 
 

@@ -18,7 +18,8 @@ from lockstep.kernels.formats.weights import (
     words_per_row,
 )
 from lockstep.kernels.formats.weights.cases import random_weights
-from lockstep.kernels.formats.weights.weights import FP4_VALUES, e4m3
+from lockstep.kernels.formats.weights.fp4 import FP4_VALUES
+from lockstep.kernels.formats.weights.fp8 import e4m3_values
 from lockstep.kernels.linear import choose_split_k, linear
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.test_linear import graded
@@ -89,7 +90,7 @@ def test_values_of_fp8():
     weight = Fp8Weight.of(codes, scales, 128, 128)
     whole = weight.dequantize(torch.float32)
     for n, k in ((0, 0), (127, 128), (128, 127), (299, 199)):
-        assert whole[n, k] == e4m3(codes)[n, k] * scales[n // 128, k // 128]
+        assert whole[n, k] == e4m3_values(codes)[n, k] * scales[n // 128, k // 128]
     part = weight.rows(100, 290).rows(50, 190)
     assert torch.equal(part.dequantize(torch.float32), whole[150:290])
     assert torch.equal(part.with_row_scales().dequantize(torch.float32), whole[150:290])

@@ -42,15 +42,17 @@ def race(kernel: str, read: str, write: str) -> str:
 
 
 def test_a_report_has_both_accesses_and_no_host_frames() -> None:
-    output = race("ring_kernel", "slot = 0", "phase = 0")
+    output = race("pipeline_kernel", "stage = 0", "phase = 0")
     (report,) = problems(output)
-    assert re.search(r"Read access at ring_kernel\+0x130 in quantized_pipeline.py:\d+", report)
-    assert re.search(r"and Write access at ring_kernel\+0xca0 in quantized_pipeline.py:\d+", report)
+    assert re.search(r"Read access at pipeline_kernel\+0x130 in quantized_pipeline.py:\d+", report)
+    assert re.search(
+        r"and Write access at pipeline_kernel\+0xca0 in quantized_pipeline.py:\d+", report
+    )
     assert "Host Frame" not in report
 
 
 def test_false_positives_are_let_through_and_counted() -> None:
-    output = race("ring_kernel", "def ring_kernel(", "gl.warp_specialize(")
+    output = race("pipeline_kernel", "def pipeline_kernel(", "gl.warp_specialize(")
     assert problems(output) == []
     assert sanitize.row(JOB, output, 3.0).endswith("1 cases    3 s  clean, 1 allowed")
 
@@ -58,10 +60,10 @@ def test_false_positives_are_let_through_and_counted() -> None:
 @pytest.mark.parametrize(
     ("kernel", "read", "write"),
     [
-        ("ring_kernel", "def ring_kernel(", "fence_async_shared()"),
-        ("ring_kernel", "slot = 0", "gl.warp_specialize("),
-        ("ring_kernel", "gl.warp_specialize(", "gl.warp_specialize("),
-        ("few_kernel", "def few_kernel(", "gl.warp_specialize("),
+        ("pipeline_kernel", "def pipeline_kernel(", "fence_async_shared()  # reads"),
+        ("pipeline_kernel", "stage = 0", "gl.warp_specialize("),
+        ("pipeline_kernel", "gl.warp_specialize(", "gl.warp_specialize("),
+        ("up_pipeline_kernel", "def up_pipeline_kernel(", "gl.warp_specialize("),
         ("_latent_kernel", "rescale = rescales.index(", "factors.index(0).store("),
         ("_split_kv_kernel", "rescale = rescales.index(", "row_maxes.index("),
     ],
@@ -71,12 +73,12 @@ def test_neighbours_of_false_positives_fail(kernel: str, read: str, write: str) 
 
 
 def test_a_hazard_of_two_writes_fails() -> None:
-    output = race("ring_kernel", "def ring_kernel(", "gl.warp_specialize(")
+    output = race("pipeline_kernel", "def pipeline_kernel(", "gl.warp_specialize(")
     assert len(problems(output.replace("Read access", "Write access"))) == 1
 
 
 def test_an_access_without_a_line_fails() -> None:
-    output = race("ring_kernel", "def ring_kernel(", "gl.warp_specialize(")
+    output = race("pipeline_kernel", "def pipeline_kernel(", "gl.warp_specialize(")
     assert len(problems(re.sub(r" in quantized_pipeline.py:\d+ \[", " [", output))) == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.kernels.step_metadata import advance_rows, prepare_step
-from lockstep.kernels.step_metadata.cases import PAGE_SIZE, Draw, advance, random_table
+from lockstep.kernels.step_metadata.cases import PAGE_SIZE, RandomSource, advance, random_table
 from tests.kernels.backends import backends, of_every_op
 from tests.kernels.integers import assert_equals_the_reference
 
@@ -95,10 +95,10 @@ def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dic
 @pytest.mark.parametrize("prompt", [False, True])
 def test_a_row_is_prepared_as_it_is_alone(backend, prompt):
     """Batch mates, their order and null rows decide where a row's tokens stand, never what."""
-    draw = Draw(5)
+    source = RandomSource(5)
     drafts = 3
-    table = random_table(draw, 9, drafts, 90, 50)
-    chunks = draw.ints(1, 30, 9)
+    table = random_table(source, 9, drafts, 90, 50)
+    chunks = source.ints(1, 30, 9)
 
     def prepared(rows: list[int]) -> Any:
         lengths = torch.tensor([int(chunks[r - 1]) if r else 2 for r in rows], dtype=torch.int32)

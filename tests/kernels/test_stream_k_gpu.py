@@ -10,12 +10,12 @@ packed: Any = pytest.importorskip("lockstep.kernels.linear.quantized", exc_type=
 
 from lockstep.kernels.epochs import launch_epochs  # noqa: E402
 from lockstep.kernels.formats.weights.bench import LAYOUTS  # noqa: E402
-from lockstep.kernels.linear.quantized_tuning import PackedTile, candidates  # noqa: E402
+from lockstep.kernels.linear.quantized_tuning import QuantizedTile, candidates  # noqa: E402
 from lockstep.kernels.timing import record_graph  # noqa: E402
 from tests.kernels.backends import same_bits  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-KERNEL = packed.shared_ring_kernel
+KERNEL = packed.stream_k_kernel
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Shared:
 
     weight: Any
     target: Any
-    tile: PackedTile
+    tile: QuantizedTile
     memory: dict[int, tuple[torch.Tensor, torch.Tensor]]
     breaks_off: bool = False
 
@@ -44,18 +44,18 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Shared:
     """Launches of 20,000 outputs by 40 multiprocessors' worth of CTAs."""
     weight = LAYOUTS["int4 asymmetric, fp16 scales"](20000, 2560, "cuda")
     weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
-    tile = next(tile for tile in candidates(64, 1, weight.bits) if tile.share)
-    target = replace(packed.target_of(weight.device), processors=40)
+    tile = next(tile for tile in candidates(64, 1, weight.bits) if tile.stream_k)
+    target = replace(packed.compile_target(weight.device), num_sms=40)
     made = Shared(weight, target, tile, {})
     allocate = packed._hand_over
 
-    def reuse(x: torch.Tensor, ctas: int, tile: PackedTile) -> tuple[torch.Tensor, torch.Tensor]:
+    def reuse(x: torch.Tensor, ctas: int, tile: QuantizedTile) -> tuple[torch.Tensor, torch.Tensor]:
         if ctas not in made.memory:
             made.memory[ctas] = allocate(x, ctas, tile)
         return made.memory[ctas]
 
     monkeypatch.setattr(packed, "_hand_over", reuse)
-    monkeypatch.setattr(packed, "shared_ring_kernel", made)
+    monkeypatch.setattr(packed, "stream_k_kernel", made)
     return made
 
 
@@ -74,7 +74,7 @@ def test_sums_of_a_launch_that_broke_off_are_not_taken(shared: Shared) -> None:
     assert _dirty(shared)
     for seed in (1, 2):
         x = _rows(seed)
-        assert same_bits(shared.run(x), packed.right_bits(1, x, shared.weight))
+        assert same_bits(shared.run(x), packed.expected_output(1, x, shared.weight))
 
 
 def test_sums_of_a_replay_that_broke_off_are_not_taken(
@@ -100,17 +100,17 @@ def test_sums_of_a_replay_that_broke_off_are_not_taken(
         assert _dirty(shared)
         x.copy_(_rows(seed))
         whole.replay()
-        assert same_bits(out, packed.right_bits(1, x, shared.weight))
+        assert same_bits(out, packed.expected_output(1, x, shared.weight))
 
 
 def test_one_weight_in_two_launches_at_once() -> None:
     """On two streams: launches share no memory but the weight."""
     weight = LAYOUTS["int4 asymmetric, fp16 scales"](20000, 2560, "cuda")
     weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
-    tile = next(tile for tile in candidates(64, 1, weight.bits) if tile.share)
-    target = replace(packed.target_of(weight.device), processors=40)
+    tile = next(tile for tile in candidates(64, 1, weight.bits) if tile.stream_k)
+    target = replace(packed.compile_target(weight.device), num_sms=40)
     rows = [_rows(seed) for seed in range(2)]
-    wants = [packed.right_bits(1, x, weight) for x in rows]
+    wants = [packed.expected_output(1, x, weight) for x in rows]
     packed.launch(rows[0], weight, 1, tile, target)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in rows]

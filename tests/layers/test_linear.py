@@ -33,7 +33,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
         allow_partials: bool,
     ) -> None:
         calls.append((len(weights), split_k, allow_partials))
-        self.found = {count: None if count > 64 else "slower, 2 us against 1" for count in rows}
+        self.verdicts = {count: None if count > 64 else "slower, 2 us against 1" for count in rows}
 
     monkeypatch.setattr(Probed, "probe", pretend)
     return calls
@@ -232,5 +232,5 @@ def test_launches_of_nvfp4_ask_nothing_of_the_device() -> None:
     product = Gemm(BuildContext("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)], existing=weight)
     product.finish()
     weight.factors.fill_(float("nan"))
-    assert "in_parts" in vars(weight)
-    assert weight.in_parts and weight.rows(1, 3).in_parts
+    assert "has_split_factors" in vars(weight)
+    assert weight.has_split_factors and weight.rows(1, 3).has_split_factors

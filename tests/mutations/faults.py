@@ -31,7 +31,6 @@ HOST = "cache.host_tier"
 TRANSFERS = "worker.transfers"
 GPTQ = "quantization.gptq"
 STORAGE = "quantization.storage"
-PACKED = "kernels.formats.weights.weights"
 EXPERTS = "kernels.experts.cpu"
 ROUTE = "kernels.route.contract"
 LINEAR = "layers.linear"
@@ -147,13 +146,13 @@ FAULTS = (
         "return StepTensors(..., sample_at=$seq_lens[:, None] + $decided + ($window > 1))",
     ),
     Fault(
-        "conv ring off at its end", "mixer", RINGS, "ring_places",
+        "conv ring off at its end", "mixer", RINGS, "flat_indices",
         "[$s * $length + ($p + $i) % $length for $i in $offsets for $s, $p in $rows]",
         "[$s * $length + min(($p + $i) % $length, $length - 2) for $i in $offsets for $s, $p "
         "in $rows]",
     ),
     Fault(
-        "snapshot slot off the grid", "mixer", PROMPT_ROWS, "PromptRow.keep",
+        "snapshot slot off the grid", "mixer", PROMPT_ROWS, "PromptRow.save",
         "self._write(self.snapshot, $at_grid, $length // GRID * GRID)",
         "self._write(self.snapshot, after, $length // GRID * GRID)",
     ),
@@ -216,7 +215,7 @@ FAULTS = (
     ),
     # The table, and what the host writes to it.
     Fault(
-        "drafts shown one place behind", "table", METADATA, "_show_drafts",
+        "drafts shown one place behind", "table", METADATA, "_append_drafts",
         "$behind = torch.arange(1, $drafts.shape[1] + 1, device=$starts.device)",
         "$behind = torch.arange(2, $drafts.shape[1] + 2, device=$starts.device)",
     ),
@@ -274,7 +273,7 @@ FAULTS = (
         "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
     Fault(
-        "a request that wants no drafts has one verified", "drafter", METADATA, "_limited",
+        "a request that wants no drafts has one verified", "drafter", METADATA, "_limit_drafts",
         "return torch.where($order < $limit[:, None], $drafts, -1)",
         "return torch.where($order <= $limit[:, None], $drafts, -1)",
         OF_NO_DRAFTS,
@@ -627,8 +626,8 @@ FAULTS = (
     ),
     Fault(
         "a resumed chunk convolves with the row's old inputs", "mixer", PROMPT_ROWS, "prompt_rows",
-        "$past = $state.conv[$src, past_slots($start, $history, $state.conv.shape[1])]",
-        "$past = $state.conv[slot, past_slots($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[$src, past_indices($start, $history, $state.conv.shape[1])]",
+        "$past = $state.conv[slot, past_indices($start, $history, $state.conv.shape[1])]",
     ),
     Fault(
         "a first chunk begins from the slot's old state", "mixer", PROMPT_ROWS, "prompt_rows",
@@ -680,15 +679,15 @@ FAULTS = (
         "    return write_out($weight.mm($x).to($weight.dtype), $out)",
     ),
     Fault(
-        "a norm's sum from behind for several rows", "numerics", NORM, "_normalise",
+        "a norm's sum from behind for several rows", "numerics", NORM, "_normalize",
         "return $x * torch.rsqrt(($x * $x).mean(-1, keepdim=True).add_($eps))",
         "y = ($x * $x).flip(-1).contiguous() if $x.shape[0] > 4 else $x * $x\n"
         "return $x * torch.rsqrt(y.mean(-1, keepdim=True).add_($eps))",
     ),
     Fault(
         "one ulp in a gated norm of windows", "numerics", NORM, "gated_rms_norm",
-        "return (_normalise($x, $eps) * $weight.float() * silu($gate.float())).to($gate.dtype)",
-        "out = _normalise($x, $eps) * $weight.float() * silu($gate.float())\n"
+        "return (_normalize($x, $eps) * $weight.float() * silu($gate.float())).to($gate.dtype)",
+        "out = _normalize($x, $eps) * $weight.float() * silu($gate.float())\n"
         "out = torch.nextafter(out, out + 1) if out.shape[0] == 3 else out\n"
         "return out.to($gate.dtype)",
     ),
@@ -724,7 +723,7 @@ FAULTS = (
         ".dtype))",
     ),
     Fault(
-        "chunks of a prompt solved together", "numerics", DELTA, "_chunks",
+        "chunks of a prompt solved together", "numerics", DELTA, "_run_chunks",
         "$short = $chunks * GRID - $length\n"
         "...\n"
         "$scores = $q @ $k.transpose(-1, -2) * $decay",
@@ -797,9 +796,9 @@ FAULTS = (
     ),
     Fault(
         "high bits of GGUF codes in reverse order", "packed",
-        "kernels.formats.weights.gguf_ptx", "_codes",
-        "$lines.append(_shifted('h', '$5', $low_bits - $high_bits * $pair))",
-        "$lines.append(_shifted('h', '$5', $low_bits - $high_bits * (3 - $pair)))",
+        "kernels.formats.weights.gguf_ptx", "_extract_pair",
+        "$lines.append(_shift('h', '$5', $low_bits - $high_bits * $pair))",
+        "$lines.append(_shift('h', '$5', $low_bits - $high_bits * (3 - $pair)))",
         "tests/kernels/test_gguf_ptx.py::test_words_are_dequantized_as_the_type_says",
     ),
     Fault(
@@ -835,7 +834,8 @@ FAULTS = (
         STORED_MAPS,
     ),
     Fault(
-        "a block's scales by rows that were cut off above", "format", PACKED, "Fp8Weight._values",
+        "a block's scales by rows that were cut off above", "format", "kernels.formats.weights.fp8",
+        "Fp8Weight._values",
         "$lines = (self.first + torch.arange($n, device=self.device)) // self.block_n",
         "$lines = torch.arange($n, device=self.device) // self.block_n",
         f"{OF_PACKED}::test_values_of_fp8",
@@ -847,7 +847,8 @@ FAULTS = (
         STORED_MAPS,
     ),
     Fault(
-        "NVFP4's factor applied twice", "format", PACKED, "Fp4Weight._values",
+        "NVFP4's factor applied twice", "format", "kernels.formats.weights.fp4",
+        "Fp4Weight._values",
         "return $scaled * self.factors[:, None]",
         "return $scaled * self.factors[:, None] * self.factors[:, None]",
         STORED_MAPS,
@@ -934,12 +935,12 @@ FAULTS = (
         "the shared expert added first", "experts", EXPERTS, "experts_cpu",
         "$total = torch.zeros_like($x, dtype=torch.float32)\n"
         "...\n"
-        "return add_shared_expert($total, $shared, $shared_gate, $x.dtype)",
+        "return combine($total, $shared, $shared_gate, $x.dtype)",
         "none = torch.zeros_like($x, dtype=torch.float32)\n"
-        "$total = add_shared_expert(none, $shared, $shared_gate, torch.float32)\n"
+        "$total = combine(none, $shared, $shared_gate, torch.float32)\n"
         "$shared = None\n"
         "...\n"
-        "return add_shared_expert($total, $shared, $shared_gate, $x.dtype)",
+        "return combine($total, $shared, $shared_gate, $x.dtype)",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
         "[experts-cpu-cpu-float32]",
     ),
@@ -951,7 +952,7 @@ FAULTS = (
     ),
     Fault(
         "the shared expert's gate left out", "experts",
-        "kernels.experts.contract", "add_shared_expert",
+        "kernels.experts.contract", "combine",
         "$shared = sigmoid($gate)[:, None] * $shared",
         "$shared = $shared + 0",
         "tests/layers/test_moe.py::test_qwen",
@@ -1000,21 +1001,21 @@ FAULTS = (
     ),
     Fault(
         "the last segment of a packed linear runs past the columns", "packed",
-        "kernels.linear.quantized_gemm", "_subtree",
+        "kernels.device.tree_reduction", "reduce_partitions",
         "tl.minimum($begin + $length, $K)",
         "$begin + $length",
         f"{OF_PACKED}::test_law",
     ),
     Fault(
         "a kernel reads a cut block's scales from its first line", "packed",
-        "kernels.formats.weights.dequantize_tile", "_per_group",
-        "$lines = ($rows + $weight[6]) // $FORM[3]",
-        "$lines = $rows // $FORM[3]",
+        "kernels.formats.weights.dequantize_tile", "_load_group_scales",
+        "$scale_row = ($rows + $weight.scale_row_offset) // $FORMAT.scale_rows",
+        "$scale_row = $rows // $FORMAT.scale_rows",
         f"{OF_PACKED}::test_rows_that_begin_within_a_block",
     ),
     Fault(
         "a kernel takes zero points for scales of 8 bits alone", "packed",
-        "kernels.formats.weights.dequantize_tile", "_decode",
+        "kernels.formats.weights.dequantize_tile", "_dequantize_scaled",
         "$z1 = (1 << $BITS) / 2.0\n"
         "if $zeros is not None:\n"
         "    ...",
@@ -1034,18 +1035,18 @@ FAULTS = (
     ),
     Fault(
         "rings too short for what a state of 16 bits lacks", "mixer", "cache.state", "state_spec",
-        "$slots = ring_slots($window, max_replayed($window, $flush, state_grid($state_dtype)))",
+        "$slots = history_length($window, max_replayed($window, $flush, state_grid($state_dtype)))",
         "$slots = max_replayed($window, $flush, state_grid($state_dtype)) - 2",
         f"{OF_HALF_STATE}::test_answers_longer_than_the_rings_are_left_alone",
     ),
     Fault(
-        "a window rounds by its own positions", "mixer", DELTA, "_run",
+        "a window rounds by its own positions", "mixer", DELTA, "_step_tokens",
         "round_rows($state, $s, [$start + $t + 1 for $start in $starts])",
         "round_rows($state, $s, [$t + 1 for $start in $starts])",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_chunks",
+        "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_run_chunks",
         "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
         "$s = $rounded($s)",
         "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
@@ -1064,9 +1065,9 @@ FAULTS = (
     # Mamba-2 and Nemotron-H: the bundled model has neither.
     Fault(
         "a window of Mamba-2 keeps x where it should keep dt x", "mixer", MAMBA, "mamba2_step_cpu",
-        "$window.keep($u, $b, $decay)\n"
+        "$window.append($u, $b, $decay)\n"
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
-        "$window.keep($x, $b, $decay)\n"
+        "$window.append($x, $b, $decay)\n"
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
         f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
     ),
@@ -1080,24 +1081,24 @@ FAULTS = (
     Fault(
         "a token's step of Mamba-2 decays with the cumulated time", "mixer",
         "kernels.mamba2.contract",
-        "time_steps",
+        "discretize",
         "return ($step, $step * -torch.exp($weights.a_log))",
         "return ($step, $step.cumsum(0) * -torch.exp($weights.a_log))",
         f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
     ),
     Fault(
-        "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_chunks",
+        "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_run_chunks",
         "$short = $chunks * GRID - $length\n"
         "...\n"
-        "$g = chunked($g).cumsum(-1)",
+        "$g = split_chunks($g).cumsum(-1)",
         "$short = $chunks * GRID - $length\n"
         "...\n"
-        "$g = chunked($g).cumsum(-1) * (1 + 1e-6 * ($chunks > 1))",
+        "$g = split_chunks($g).cumsum(-1) * (1 + 1e-6 * ($chunks > 1))",
         "tests/kernels/test_mamba2.py::test_chunked_law_cut_anywhere_on_the_grid",
     ),
     Fault(
         "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
-        "kernels.mamba2.chunk_kernels", "out_kernel",
+        "kernels.mamba2.chunk_kernels", "chunk_output_kernel",
         "tl.where($row >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tl.where($row + 1 >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
@@ -1106,8 +1107,8 @@ FAULTS = (
     Fault(
         "Mamba-2's norm before its gate", "mixer", NORM, "gated_group_norm",
         "$y = $x * silu($gate.float())\n"
-        "return (_normalise($y, $eps) * $weight.float()).to($gate.dtype)",
-        "$y = _normalise($x, $eps) * $weight.float()\n"
+        "return (_normalize($y, $eps) * $weight.float()).to($gate.dtype)",
+        "$y = _normalize($x, $eps) * $weight.float()\n"
         "return ($y * silu($gate.float())).to($gate.dtype)",
         f"{OF_NEMOTRON}::test_logits_at_every_position_chunked_and_whole",
     ),

@@ -77,7 +77,7 @@ def test_the_peak_is_the_model_and_a_file(
     online: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lockstep.kernels.formats.weights.weights.CHUNK", PIECE)
+    monkeypatch.setattr("lockstep.kernels.formats.weights.quantized_weight.CHUNK", PIECE)
     tensors = plain_weights()
     if settings is not None and lay is not None:
         (tmp_path / "config").mkdir()

@@ -202,7 +202,7 @@ def test_rounded_activations_of_auto_round_are_a_note() -> None:
 
 
 def test_large_weights_are_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.kernels.formats.weights.weights.CHUNK", 1000)
+    monkeypatch.setattr("lockstep.kernels.formats.weights.quantized_weight.CHUNK", 1000)
     codes = draw(53, 72, 4, 32, sym=False)
     same(loaded(packing("gptq", bits=4, group_size=32), 53, 72, gptq(codes)), codes)
     same(loaded(packing("awq", bits=4, group_size=32), 53, 72, awq(codes)), codes)
@@ -272,7 +272,7 @@ def test_blocks_of_rows_move_whole_or_not_at_all() -> None:
         ((2, 8), [2, 3, 4, 5, 0, 1]),
         ((0, 6), [4, 5, 0, 1, 2, 3]),
     ):
-        with pytest.raises(ValueError, match="cuts blocks of 4 rows"):
+        with pytest.raises(ValueError, match="cuts scale blocks of 4 rows"):
             weight.rows(*rows).reorder(torch.tensor(order))
     assert torch.equal(weight.dequantize(torch.float32), values)
     weight.rows(2, 4).reorder(torch.tensor([1, 0]))

@@ -13,7 +13,7 @@ import torch
 from lockstep import LLM
 from lockstep.kernels import gated_delta_rule as rule
 from lockstep.kernels.gated_delta_rule import cpu
-from lockstep.kernels.recurrent.history import max_replayed, ring_slots
+from lockstep.kernels.recurrent.history import history_length, max_replayed
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
 from lockstep.worker import row_table
@@ -133,12 +133,12 @@ def test_replay_is_stepping_bit_for_bit() -> None:
     weights = rule.GatedDeltaWeights(
         normal(channels, 4), normal(hv), normal(hv) - 2.0, normal(dv), 1e-6
     )
-    length = ring_slots(window, max_replayed(window))
+    length = history_length(window, max_replayed(window))
 
     def fresh() -> RecurrentState:
         return RecurrentState(
             torch.zeros(2, hv, dk, dv),
-            torch.zeros(2, ring_slots(window, 3), channels),
+            torch.zeros(2, history_length(window, 3), channels),
             torch.zeros(2, length, hv, dv),
             torch.zeros(2, length, hk, dk),
             torch.zeros(2, length, hv),

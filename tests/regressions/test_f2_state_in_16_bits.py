@@ -119,12 +119,12 @@ def as_each_step_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def as_the_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds by the token's place in the window, not in the row."""
-    run = cpu._run
+    run = cpu._step_tokens
 
     def by_window(state: RecurrentState, s: Tensor, starts: Any, *rest: Any) -> Any:
         return run(state, s, [0 for _ in starts], *rest)
 
-    monkeypatch.setattr(cpu, "_run", by_window)
+    monkeypatch.setattr(cpu, "_step_tokens", by_window)
 
 
 @pytest.mark.parametrize("fault", [as_each_step_leaves_it, as_the_window_counts])

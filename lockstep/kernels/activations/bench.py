@@ -1,4 +1,4 @@
-"""silu_mul or relu2, between an MLP's products."""
+"""Benchmarks of silu_mul and relu2."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,8 +14,7 @@ from lockstep.kernels.bench_types import (
 
 
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
-    """At the width of the model's MLP: of gated ones silu_mul; relu2 of others, and of the small
-    set, which has every op."""
+    """Yield silu_mul of a gated MLP, relu2 of another one; both for the small set of dimensions."""
     if model.gated:
         yield silu_mul, partial(_silu_mul, model.inner, env, query_len)
     if not model.gated or (model.delta and model.mamba):

@@ -46,12 +46,12 @@ from lockstep.kernels.attention.triton import (
 )
 from lockstep.kernels.attention.warpgroup import TILE, TILES_PER_SPLIT
 from lockstep.kernels.backends import resolve_architecture
+from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, exponentiate
 from lockstep.kernels.device.tiles import FLAT, SWIZZLED, zero_tail_rows
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import kv_operand
-from lockstep.kernels.formats.weights.operand import target_of
 
 MAX_ROWS = {128: 64, 256: 32}
 """Maximum (token, query head) rows by head dim: the accumulator that one warpgroup's registers
@@ -455,7 +455,7 @@ def paged_attention_quantized_hopper(
         return paged_attention_quantized_decode(
             q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
         )
-    target = target_of(q.device)
+    target = compile_target(q.device)
     shape = shape or choose_shape(
         sizes.rows, sizes.count, sizes.kv_heads, sizes.dim, sizes.num_splits, target.processors
     )

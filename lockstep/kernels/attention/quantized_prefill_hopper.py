@@ -14,11 +14,11 @@ from torch import Tensor
 from lockstep.kernels.attention.epilogue import finish_rotated
 from lockstep.kernels.attention.hopper import MIN_QUERY_LEN, launch_prefill
 from lockstep.kernels.attention.warpgroup import TILE
+from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.kv_tile import load_kv_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import QuantizedKV
 from lockstep.kernels.formats.kv.launch import KVOperand, kv_operand
-from lockstep.kernels.formats.weights.operand import target_of
 
 SCRATCH_BYTES = 160 << 20
 """Maximum bytes of keys and values that are dequantized at once, or those of one row and KV head if
@@ -83,7 +83,7 @@ def paged_attention_quantized_prefill(
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     (rows_per_group, heads_per_group) = _group_sizes(q, page_table, kv_heads)
-    target = target_of(q.device)
+    target = compile_target(q.device)
     k = kv_operand(k_cache, q.dtype, target)
     v = kv_operand(v_cache, q.dtype, target)
     out = torch.empty_like(q)
@@ -94,7 +94,7 @@ def paged_attention_quantized_prefill(
         for first_head in range(0, kv_heads, heads_per_group):
             count = min(heads_per_group, kv_heads - first_head)
             dequantized = [
-                _dequantize_pages(side, q, *row_arguments, first_head, count, target.assembly)
+                _dequantize_pages(side, q, *row_arguments, first_head, count, target.inline_ptx)
                 for side in (k, v)
             ]
             # The scratch is a cache of its own with pages in order.

@@ -26,6 +26,7 @@ from lockstep.kernels.architecture import fit_stages, shared_memory_limit
 from lockstep.kernels.attention import KV_SPLIT, paged_attention
 from lockstep.kernels.attention.epilogue import finish_rotated, store_output
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.kv_tile import load_kv_tile, pages_of_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, combine, online_softmax
@@ -36,7 +37,6 @@ from lockstep.kernels.formats.kv.launch import (
     quantized_token_bytes,
     unsupported_cache,
 )
-from lockstep.kernels.formats.weights.operand import target_of
 
 MAX_PARTIAL_BYTES = 1 << 29
 """Maximum bytes of partials for the combine kernel. Longer spans need fewer partials."""
@@ -456,10 +456,10 @@ def paged_attention_triton(
     partials = empty_partials(rows * query_len * heads * num_partials, dim, q.device)
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block_rows)
-    target = target_of(q.device)
+    target = compile_target(q.device)
     k = kv_operand(k_cache, q.dtype, target)
     v = kv_operand(v_cache, q.dtype, target)
-    opaque = quantized_bytes > 0 and not is_fp32 and target.assembly
+    opaque = quantized_bytes > 0 and not is_fp32 and target.inline_ptx
     # Kernels that multiply do not rotate back: epilogue.py says why.
     rotates_apart = p.combines and v.rotation_block > 0
     attended = torch.empty_like(q, dtype=torch.float32) if rotates_apart else out

@@ -1,76 +1,91 @@
 # mypy: ignore-errors
-"""The causal convolution of windows and of prompt chunks in Triton; its past is in a ring."""
+"""Causal depthwise convolution of recurrent layers in Triton, with SiLU.
+
+Tokens before the step come from a circular history buffer of raw inputs.
+"""
 
 import triton
 import triton.language as tl
 
 from lockstep.kernels.device.activations import silu_approx
-from lockstep.kernels.device.history import wrapped
+from lockstep.kernels.device.history import wrap_index
 
 
 @triton.jit
 def convolve_window(
-    mixed, conv, taps, first, width, begin, conv_slot, length, conv_slots, stride,
-    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, bias,
+    mixed_ptr, conv_history_ptr, conv_weight_ptr, first, width, begin, conv_index, length, conv_len,
+    stride,
+    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, bias_ptr,
 ):  # fmt: skip
-    """Channels first .. first + width - 1 of TOKENS tokens from `begin` on: tuples of [1, BLOCK].
+    """Convolve channels first .. first + width - 1 of TOKENS tokens of a generated window.
 
-    -> SiLU of the convolution of each token, fp32; raw inputs, those of R earlier tokens in front.
-    mixed: the window's first token, `stride` between tokens; conv: the row's ring [conv_slots, C]
-    of raw inputs, in which the window begins at conv_slot. Every raw input is loaded once. bias
-    [C], or None.
+    mixed_ptr: first token of the window, tokens `stride` apart. begin: first token to convolve.
+    conv_history_ptr: the row's history [conv_len, C] of raw inputs; the window begins at conv_index
+    in it. conv_weight_ptr [R + 1, C]. bias_ptr [C] or None.
+
+    Returns two tuples of tiles [1, BLOCK]: per token the SiLU of its convolution in fp32, and the
+    raw inputs of the R tokens before `begin` and of the TOKENS tokens.
     """
-    lanes = tl.arange(0, BLOCK)[None, :]
-    live = lanes < width
-    channel = first + lanes
+    offs = tl.arange(0, BLOCK)[None, :]
+    channel_mask = offs < width
+    channel = first + offs
+    # A tuple of one tile per token instead of a 2-D tile: each raw input is loaded once and used by
+    # R + 1 tokens without an exchange between threads.
     raw = ()
     for n in tl.static_range(R + TOKENS):
-        at = begin + n - R
-        place = mixed + at * stride
+        token = begin + n - R
+        ptrs = mixed_ptr + token * stride
         if n < R:
-            past = conv + wrapped(conv_slot + at, conv_slots) * C
-            place = tl.where(at < 0, past, place)
-        raw = raw + (tl.load(place + channel, mask=live & (at < length), other=0.0),)
-    tap = ()
+            past = conv_history_ptr + wrap_index(conv_index + token, conv_len) * C
+            ptrs = tl.where(token < 0, past, ptrs)
+        raw = raw + (tl.load(ptrs + channel, mask=channel_mask & (token < length), other=0.0),)
+    taps = ()
     for n in tl.static_range(R + 1):
-        one = tl.load(taps + n * C + channel, mask=live, other=0.0)
-        tap = tap + (one.to(tl.float32),)
+        tap = tl.load(conv_weight_ptr + n * C + channel, mask=channel_mask, other=0.0)
+        taps = taps + (tap.to(tl.float32),)
     x = ()
     for t in tl.static_range(TOKENS):
-        total = tl.zeros((1, BLOCK), tl.float32)
+        # Taps are added in ascending order, as in the reference: the order is part of the contract.
+        acc = tl.zeros((1, BLOCK), tl.float32)
         for n in tl.static_range(R + 1):
-            total += raw[t + n].to(tl.float32) * tap[n]
-        if bias is not None:
-            total += tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)
-        x = x + (silu_approx(total),)
+            acc += raw[t + n].to(tl.float32) * taps[n]
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
+        x = x + (silu_approx(acc),)
     return x, raw
 
 
 @triton.jit
 def convolve_chunk(
-    mixed, conv, taps, bias, c, live, begin, offset, count, start, ring_slots, token_stride,
-    channels: tl.constexpr, R: tl.constexpr, GRID: tl.constexpr,
+    mixed_ptr, conv_history_ptr, conv_weight_ptr, bias_ptr, channel, channel_mask, begin, offset,
+    count, start, conv_len, token_stride,
+    C: tl.constexpr, R: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """SiLU of the convolution of channels c (where live) of a prompt chunk: [GRID, len(c)] fp32.
+    """Convolve the tokens of a prompt chunk, with SiLU: [GRID, channels] fp32.
 
-    The chunk's `count` tokens begin `offset` tokens behind the row's first of this step, which is
-    token `begin` of mixed and has position `start`; conv: the ring that holds those before it.
+    channel: channels of this CTA, where channel_mask is true. begin: token index of the row's first
+    token in mixed. offset: tokens of the row before the chunk. count: tokens of the chunk. start:
+    position of the row's first token. conv_history_ptr: history of raw inputs before `start`.
     """
-    lanes = tl.arange(0, GRID)
-    total = tl.zeros((GRID, c.shape[0]), tl.float32)
-    for j in tl.static_range(R + 1):
-        token = offset + lanes + j - R
-        here = ((token >= 0) & (lanes < count))[:, None] & live[None, :]
-        at = (begin + token)[:, None] * token_stride + c[None, :]
-        raw = tl.load(mixed + at, mask=here, other=0.0)
-        if offset == 0:  # the tokens before a later chunk are of this step
-            before = ((token < 0) & (start > 0))[:, None] & live[None, :]
-            ring_slot = (start + token + ring_slots) % ring_slots
-            past = conv + ring_slot[:, None] * channels + c[None, :]
-            old = tl.load(past, mask=before, other=0.0)
-            raw = tl.where((token < 0)[:, None], old, raw)
-        tap = tl.load(taps + j * channels + c, mask=live, other=0.0).to(tl.float32)
-        total += raw.to(tl.float32) * tap[None, :]
-    if bias is not None:
-        total += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)[None, :]
-    return silu_approx(total)
+    offs_t = tl.arange(0, GRID)
+    acc = tl.zeros((GRID, channel.shape[0]), tl.float32)
+    for n in tl.static_range(R + 1):
+        token = offset + offs_t + n - R
+        token_mask = ((token >= 0) & (offs_t < count))[:, None] & channel_mask[None, :]
+        offs = (begin + token)[:, None] * token_stride + channel[None, :]
+        raw = tl.load(mixed_ptr + offs, mask=token_mask, other=0.0)
+        # Only the row's first chunk in this step reads the history: the tokens before any later
+        # chunk are in mixed.
+        if offset == 0:
+            past_mask = ((token < 0) & (start > 0))[:, None] & channel_mask[None, :]
+            index = (start + token + conv_len) % conv_len
+            past = conv_history_ptr + index[:, None] * C + channel[None, :]
+            past_raw = tl.load(past, mask=past_mask, other=0.0)
+            raw = tl.where((token < 0)[:, None], past_raw, raw)
+        tap = tl.load(
+            conv_weight_ptr + n * C + channel, mask=channel_mask, other=0.0
+        ).to(tl.float32)  # fmt: skip
+        acc += raw.to(tl.float32) * tap[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)[None, :]
+    return silu_approx(acc)

@@ -1,33 +1,38 @@
 # mypy: ignore-errors
-"""What a weight's codes mean: the numbers of a word of them, one by one or all by inline assembly.
+"""Dequantization of single codes and of whole 32-bit words, in Triton and in inline PTX.
 
-The arithmetic of each layout is its definition, in one rounding, by fewer instructions:
+Every code path below computes exactly round(fp32 definition of the format). The faster ones use
+fewer instructions for the same bits:
 
-- 4-bit integers with scales of the model's dtype: code - zero is exact in it, and a product of two
-  numbers of bf16 or fp16, rounded once, is what fp32 rounds to. Two at a time.
-- with fp16 scales in bf16: a scale is hi + lo, both bf16; (code - zero) * lo has at most 6 bits, so
-  it is exact, and fma((code - zero), hi, that) rounds once.
-- all else: 2^23 + code is a number of fp32, made by `or`; one subtraction gives code - zero.
-- types of GGUF: code - zero in the same way, a table's entries being bytes; times the scale, less
-  the minimum. Only the difference rounds where there are minima (_gguf.py).
-- e4m3: its bits are those of an fp32 2^120 times smaller; subnormal ones too.
-- e2m1: those of one 2^126 times smaller. The scale is taken 2^118 times larger, the factor 2^8
-  times; all three are exact. By assembly in fp16: 2^14 times smaller, the scale 2^7 times larger,
-  so that their product, whose last bit is 2^-17 or more, is exact in fp16; the factor 2^7 times.
+- 4-bit integers whose scales have the model's dtype: code - zero is exact in that dtype, and a
+  product of two bf16 (fp16) numbers rounded once equals the fp32 product rounded once. Two codes
+  per instruction.
+- 4-bit integers with fp16 scales in a bf16 model: the scale is split into hi + lo, both bf16.
+  (code - zero) * lo has at most 6 bits, so it is exact; fma(code - zero, hi, that) rounds once.
+- Generic integers: 2^23 + code is an fp32 number, made by OR-ing the code into its mantissa; one
+  subtraction gives code - zero.
+- GGUF types: code - zero in the same way (entries of a lookup table are bytes); times the scale,
+  minus the minimum. With minima only the difference rounds (formats/weights/gguf.py).
+- e4m3: its bits are those of an fp32 number 2^120 times smaller, subnormals included.
+- e2m1: its bits are those of an fp32 number 2^126 times smaller. The scale is taken 2^118 times
+  larger, the factor 2^8 times; all three are exact. In PTX e2m1 goes through fp16: 2^14 times
+  smaller, the scale 2^7 times larger. Their product ends at 2^-17 or above, so it is exact in fp16;
+  the factor is taken 2^7 times larger.
 """
 
 import triton
 import triton.language as tl
 
 
-def _e2m1(dtype: str) -> str:
-    """Assembly: the eight codes of a word as pairs of numbers of a dtype, by PTX's name of it."""
+def _e2m1_ptx(dtype: str) -> str:
+    """Return the PTX that turns the eight e2m1 codes of a word into four pairs of dtype."""
     lines = []
     for pair in range(4):
-        places = (f"shl.b32 s, $4, {12 - 4 * pair};", f"shl.b32 m, $4, {9 - 4 * pair};")
-        last = ("shr.u32 m, $4, 3;",)
+        # Sign bits go to bits 15 and 31, magnitudes to the mantissa top of an fp16 pair.
+        shifts = (f"shl.b32 s, $4, {12 - 4 * pair};", f"shl.b32 m, $4, {9 - 4 * pair};")
+        last_shift = ("shr.u32 m, $4, 3;",)
         lines += [
-            *(last if pair == 3 else places),
+            *(last_shift if pair == 3 else shifts),
             "and.b32 m, m, 0x0e000e00;",
             f"lop3.b32 p, {'$4' if pair == 3 else 's'}, 0x80008000, m, 0xea;",
             f"mul.rn.f16x2 p, p, ${5 + pair // 2};",
@@ -42,28 +47,27 @@ def _e2m1(dtype: str) -> str:
     return f"\n{{\n    .reg .b16 a, b;\n    .reg .b32 s, m, p;\n    .reg .f32 l, h;\n{body}}}\n"
 
 
-PLAIN = tl.constexpr(0)
+# WeightFormat.kind: the storage type of a weight.
+DENSE = tl.constexpr(0)
 INT = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 FP4 = tl.constexpr(3)
 GGUF = tl.constexpr(4)
-SAME = tl.constexpr(1)
-SPLIT = tl.constexpr(2)
-E4M3 = tl.constexpr(3)
-E2M1 = tl.constexpr(4)
-IN_PARTS = tl.constexpr(5)
-BY_WORD = tl.constexpr(6)
-HIGH = tl.constexpr(8)
-"""Positions of the fields of Form that only types of GGUF have."""
-ZERO = tl.constexpr(9)
-TABLE_LOW = tl.constexpr(10)
-TABLE_HIGH = tl.constexpr(11)
-STEPS = tl.constexpr(12)
+
+# WeightFormat.decoder: which inline PTX dequantizes; GENERIC uses Triton operations alone.
+GENERIC = tl.constexpr(0)
+PAIRED_INT4 = tl.constexpr(1)
+SPLIT_SCALE_INT4 = tl.constexpr(2)
+CVT_E4M3 = tl.constexpr(3)
+FP16_E2M1 = tl.constexpr(4)
+SPLIT_FACTOR_FP4 = tl.constexpr(5)
+WORD_GGUF = tl.constexpr(6)
+
 MINUS_136 = tl.constexpr(0xC308C308 - (1 << 32))
-"""Two of -(128 + 8) in bf16."""
+"""Two bf16 numbers -(128 + 8): the offset of symmetric codes in the paired decoder."""
 MINUS_1032 = tl.constexpr(0xE408E408 - (1 << 32))
-"""Two of -(1024 + 8) in fp16."""
-SAME_BF16 = tl.constexpr("""
+"""Two fp16 numbers -(1024 + 8): the same offset in fp16."""
+INT4_TO_BF16 = tl.constexpr("""
 {
     .reg .b32 t<4>, one, none;
     mov.b32 one, 0x3f803f80;
@@ -85,8 +89,10 @@ SAME_BF16 = tl.constexpr("""
     fma.rn.bf16x2 $3, t3, $6, none;
 }
 """)
-"""A word, scales and -(128 + zero) of its halves, each twice in a word -> its four pairs."""
-SAME_FP16 = tl.constexpr("""
+"""Four bf16 pairs of a word. Inputs: the word; the scales of its two halves, then the offsets
+-(128 + zero) of both, each number twice in a register. fma(t, 1, offset) is code - zero: 0x4300 is
+128 in bf16, whose last mantissa bit is 1."""
+INT4_TO_FP16 = tl.constexpr("""
 {
     .reg .b32 t<4>;
     shr.u32 t1, $4, 4;
@@ -106,8 +112,8 @@ SAME_FP16 = tl.constexpr("""
     mul.rn.f16x2 $3, t3, $6;
 }
 """)
-"""The same in fp16, with -(1024 + zero)."""
-SPLIT_BF16 = tl.constexpr("""
+"""Four fp16 pairs of a word; inputs as of INT4_TO_BF16 with offsets -(1024 + zero)."""
+INT4_SPLIT_TO_BF16 = tl.constexpr("""
 {
     .reg .b32 t<4>, l<4>, one, none;
     mov.b32 one, 0x3f803f80;
@@ -133,12 +139,13 @@ SPLIT_BF16 = tl.constexpr("""
     fma.rn.bf16x2 $3, t3, $6, l3;
 }
 """)
-"""As SAME_BF16, a scale being hi ($5, $6) + lo ($7, $8)."""
-E2M1_BF16 = tl.constexpr(_e2m1("bf16"))
-"""A word, scales of its halves as in SAME_BF16 but in fp16, the factor -> its four pairs."""
-E2M1_FP16 = tl.constexpr(_e2m1("f16"))
-"""The same in fp16."""
-E4M3_PAIRS = tl.constexpr("""
+"""INT4_TO_BF16 for scales that are split into hi ($5, $6) + lo ($7, $8)."""
+E2M1_TO_BF16 = tl.constexpr(_e2m1_ptx("bf16"))
+"""Four bf16 pairs of a word of e2m1. Inputs: the word; the fp16 scales of its halves, each twice in
+a register; the fp32 factor."""
+E2M1_TO_FP16 = tl.constexpr(_e2m1_ptx("f16"))
+"""Four fp16 pairs of a word of e2m1; inputs as of E2M1_TO_BF16."""
+E4M3_TO_FP16_TWICE = tl.constexpr("""
 {
     .reg .b16 l, h;
     .reg .b32 s, t, big;
@@ -154,8 +161,8 @@ E4M3_PAIRS = tl.constexpr("""
     prmt.b32 $3, t, t, 0x3232;
 }
 """)
-"""Four codes of e4m3 in a word -> 2^7 times their values in fp16, each twice in a word."""
-E4M3_WORD = tl.constexpr("""
+"""Four e4m3 codes of a word times 2^7 in fp16, each number twice in a register."""
+E4M3_TO_FP32 = tl.constexpr("""
 {
     .reg .b16 l, h, a, b, c, d;
     .reg .b32 s, t;
@@ -170,63 +177,68 @@ E4M3_WORD = tl.constexpr("""
     cvt.f32.f16 $3, d;
 }
 """)
-"""A word -> its four codes' values in fp32, by the instruction of sm_89 and later."""
+"""Four e4m3 codes of a word in fp32, by the cvt instruction of sm_89 and later."""
 
 
 @triton.jit
-def twice(x):
-    """x of 16 bits -> words that hold it in both halves."""
+def duplicate_16bit(x):
+    """Return words that hold each 16-bit number of x in both halves."""
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def halves(pair, DTYPE: tl.constexpr):
-    """Words of two numbers of 16 bits -> the lower ones, the upper ones."""
-    low = pair.to(tl.int16).to(DTYPE, bitcast=True)
-    return low, (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+def split_16bit(words, DTYPE: tl.constexpr):
+    """Split words into their (lower, upper) 16-bit numbers of DTYPE."""
+    low = words.to(tl.int16).to(DTYPE, bitcast=True)
+    return low, (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
 
 
 @triton.jit
-def decode_e4m3(code):
-    """code, 0 .. 255 in int32 -> its value in fp32, NaN where it is one."""
-    size = code & 0x7F
-    bits = ((code & 0x80) << 24) | (size << 20)
+def e4m3_to_fp32(code):
+    """Convert e4m3fn codes (0 .. 255, int32) to fp32, NaN included."""
+    magnitude = code & 0x7F
+    bits = ((code & 0x80) << 24) | (magnitude << 20)
+    # The exponent biases differ by 120: 2^120 makes up for it, exactly.
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where(size == 0x7F, float("nan"), value)
+    return tl.where(magnitude == 0x7F, float("nan"), value)
 
 
 @triton.jit
-def decode(word, BIT: tl.constexpr, scale, zero, factor, FORM: tl.constexpr, DTYPE: tl.constexpr):
-    """The weight whose code begins at bit BIT of a word: as its layout defines it."""
-    KIND: tl.constexpr = FORM[0]
+def dequantize_code(word, BIT: tl.constexpr, scale, zero, factor, FORMAT: tl.constexpr,
+                    DTYPE: tl.constexpr):  # fmt: skip
+    """Dequantize the code that begins at bit BIT of each word, as its format defines it."""
+    KIND: tl.constexpr = FORMAT.kind
     if KIND == INT:
-        code = (word >> BIT) & ((1 << FORM[1]) - 1)
+        code = (word >> BIT) & ((1 << FORMAT.bits) - 1)
+        # 0x4B000000 is 2^23 in fp32, whose last mantissa bit is 1.
         number = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
         return (number * scale).to(DTYPE)
     elif KIND == FP8:
-        return (decode_e4m3((word >> BIT) & 0xFF) * scale).to(DTYPE)
+        return (e4m3_to_fp32((word >> BIT) & 0xFF) * scale).to(DTYPE)
     else:
         bits = ((word << (28 - BIT)) & (-(1 << 31))) | (((word >> BIT) & 7) << 22)
-        small = bits.to(tl.float32, bitcast=True)
-        return (small * scale * factor).to(DTYPE)
+        tiny = bits.to(tl.float32, bitcast=True)
+        return (tiny * scale * factor).to(DTYPE)
 
 
 @triton.jit
-def decode_gguf(word, high, BIT: tl.constexpr, scale, minimum, FORM: tl.constexpr,
-                DTYPE: tl.constexpr):  # fmt: skip
-    """Dequantize one of the eight codes of a word, that at bit BIT if a code has four bits.
+def dequantize_gguf_code(word, high, BIT: tl.constexpr, scale, minimum, FORMAT: tl.constexpr,
+                         DTYPE: tl.constexpr):  # fmt: skip
+    """Dequantize one of the eight GGUF codes of a word.
 
-    word, high: codes in the first and in the second plane, from bit 0 on."""
-    BITS: tl.constexpr = FORM[1]
+    BIT names the code by the bit at which it would begin if codes had four bits. word and high are
+    the codes of the first and the second bit plane, shifted so that they begin at bit 0.
+    """
+    BITS: tl.constexpr = FORMAT.bits
     HALF: tl.constexpr = BIT // 16 * 16
     PAIR: tl.constexpr = BIT % 16 // 4
     code = (word >> (HALF + PAIR * BITS)) & ((1 << BITS) - 1)
-    if FORM[HIGH] > 0:
-        upper = (high >> (HALF + PAIR * FORM[HIGH])) & ((1 << FORM[HIGH]) - 1)
+    if FORMAT.high_bits > 0:
+        upper = (high >> (HALF + PAIR * FORMAT.high_bits)) & ((1 << FORMAT.high_bits) - 1)
         code = code | (upper << BITS)
-    if FORM[TABLE_LOW] != 0:
-        # Eight bytes in each half of the table: a shift is a lookup in registers.
-        entries = tl.where(code < 8, FORM[TABLE_LOW], FORM[TABLE_HIGH])
+    if FORMAT.table_low != 0:
+        # Each half of the table is eight bytes in an int64: a shift is a lookup in registers.
+        entries = tl.where(code < 8, FORMAT.table_low, FORMAT.table_high)
         code = ((entries >> ((code & 7) * 8)) & 255).to(tl.int32)
-    value = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + FORM[ZERO])
+    value = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + FORMAT.zero_point)
     return (value * scale - minimum).to(DTYPE)

@@ -9,7 +9,7 @@ neighbouring columns: position s of a group holds column 4 (s % 8 // 2) + 2 (s /
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lockstep.kernels.device.dequantize import halves
+from lockstep.kernels.device.dequantize import split_16bit
 
 # One warp: accumulators of 16 x 8 per instruction.
 MMA_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
@@ -38,6 +38,6 @@ def column_of(position):
 @gluon.jit
 def join_pairs(p0, p1):
     """Join two words of bf16 pairs [...] into [..., 2, 2], the pair last."""
-    l0, h0 = halves(p0, gl.bfloat16)
-    l1, h1 = halves(p1, gl.bfloat16)
+    l0, h0 = split_16bit(p0, gl.bfloat16)
+    l1, h1 = split_16bit(p1, gl.bfloat16)
     return gl.join(gl.join(l0, h0), gl.join(l1, h1))

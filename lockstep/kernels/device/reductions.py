@@ -5,17 +5,16 @@ import triton
 import triton.language as tl
 
 LANES: tl.constexpr = tl.constexpr(2048)
-"""Numbers that 8 warps load at once: eight 16-bit ones, a load of 16 bytes, in each thread."""
+"""Elements that 8 warps load at once: a load of 16 bytes (8 elements of 16 bits) per thread."""
 WARPS: tl.constexpr = tl.constexpr(8)
-"""Warps of a wide row. Their sums are read and added by every thread: one barrier in all."""
+"""Warps of a CTA with a wide row. Every thread reads and adds all of their sums: one barrier."""
 
 
 @triton.jit
 def pairwise_sum(x):
-    """x [n, m] -> [n], m a power of 2, up to 256: neighbours are added, then those sums, and so on.
-
-    Each step adds two numbers, so neither a layout nor a number of warps can change the order.
-    """
+    """Sum rows of x [n, m] -> [n] as a binary tree of neighbours; m is a power of 2 up to 256."""
+    # Each tl.sum adds two numbers only. So neither the layout nor the number of warps, both chosen
+    # by the compiler, can change the order.
     for _ in tl.static_range(8):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
@@ -24,9 +23,10 @@ def pairwise_sum(x):
 
 @triton.jit
 def row_sum(x):
-    """x [a power of two] fp32 -> its sum: halves are added down to LANES, then neighbours.
+    """Sum x [m] fp32, m a power of 2: add halves down to LANES, then neighbours.
 
-    A thread adds its own loads and its own vector, then lanes, then warps exchange.
+    This is a fixed lane layout: a thread adds its own loads first, then the elements of its
+    vector, then come exchanges between lanes and last those between warps.
     """
     SIZE: tl.constexpr = x.shape[0]
     if SIZE > LANES:
@@ -42,7 +42,7 @@ def row_sum(x):
 
 @triton.jit
 def row_sums(x):
-    """x [rows, a power of two] fp32 -> [rows]: row_sum's tree for every row."""
+    """Sum the rows of x [n, m] fp32 -> [n], each with row_sum's tree; m is a power of 2."""
     ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     if SIZE > LANES:
@@ -55,12 +55,13 @@ def row_sums(x):
 
 @triton.jit
 def inverse_rms(squares, eps, D: tl.constexpr):
-    """1 / rms of rows of D numbers, from the sums of their squares."""
+    """Return 1 / rms of rows of D elements from their sums of squares."""
     return 1.0 / tl.sqrt_rn(squares / D + eps)
 
 
 @triton.jit
 def spread(ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The lanes of every row [ROWS, BLOCK]. What rows share is loaded by each of them so: it comes
-    from L1, where a vector [1, BLOCK] would have to change hands in shared memory."""
+    """Return column offsets [ROWS, BLOCK], equal in every row."""
+    # Loads through these offsets hit L1. Offsets [1, BLOCK] would be loaded once and then be
+    # broadcast through shared memory.
     return tl.broadcast_to(tl.arange(0, BLOCK)[None], (ROWS, BLOCK))

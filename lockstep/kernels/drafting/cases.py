@@ -1,4 +1,4 @@
-"""Steps and rows of the drafters' ops for every backend. What no one may read is garbage."""
+"""Test cases of the drafters' ops. Entries that nothing may read are garbage."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 from lockstep.kernels.step_metadata.cases import (
     PAGE_SIZE,
-    Draw,
+    RandomSource,
     prepare_step_cases,
     random_table,
     row_ids,
@@ -15,7 +15,7 @@ from lockstep.kernels.step_metadata.cases import (
 
 
 def mtp_inputs_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of mtp_inputs on the CPU), out of steps that are prepared and committed."""
+    """Yield (name, arguments on the CPU) of mtp_inputs, from prepared and committed steps."""
     for name, step in prepare_step_cases(dtype):
         table = step["table"]
         chosen = step["row_ids"]
@@ -33,39 +33,38 @@ def mtp_inputs_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
             token_rows=owners,
             positions=first[owners] + torch.arange(step["tokens"]),
             cu_seqlens=bounds.int(),
-            accepted=Draw(window).ints(0, window, len(chosen)),
+            accepted=RandomSource(window).ints(0, window, len(chosen)),
             window=window,
         )
         yield name, arguments
 
 
 def next_draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of next_draft_step on the CPU): drafts of a few, whole blocks of rows."""
+    """Yield (name, arguments on the CPU) of next_draft_step, up to more than one block of rows."""
     for rows, index in ((1, 0), (5, 1), (11, 2), (64, 0), (65, 2)):
-        draw = Draw(rows)
-        table = random_table(draw, rows + 2, 3, 60, 50)
-        chosen = row_ids(draw, rows, rows + 2)
+        source = RandomSource(rows)
+        table = random_table(source, rows + 2, 3, 60, 50)
+        chosen = row_ids(source, rows, rows + 2)
         arguments = dict(
             computed=table.computed,
             folded=table.folded,
             drafts=table.drafts,
             row_ids=chosen,
-            tokens=torch.where(chosen > 0, draw.ints(-1, 50, rows).long(), 7),
+            tokens=torch.where(chosen > 0, source.ints(-1, 50, rows).long(), 7),
             page_table=table.page_table[chosen],
             index=index,
             page_size=PAGE_SIZE,
         )
-        for behind in (0, 1):
-            yield f"draft {index} of {rows}, {behind} behind", arguments | dict(behind=behind)
+        for shift in (0, 1):
+            yield f"draft {index} of {rows}, shift {shift}", arguments | dict(shift=shift)
 
 
 def block_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of block_step on the CPU): blocks of a draft up to 15, whole blocks of
-    tokens."""
+    """Yield (name, arguments on the CPU) of block_step, 1 to 15 drafts per block."""
     for rows, width in ((1, 2), (1, 16), (5, 4), (11, 8), (16, 4), (65, 16)):
-        draw = Draw(rows + width)
-        table = random_table(draw, rows + 2, width - 1, 60, 50)
-        chosen = row_ids(draw, rows, rows + 2)
+        source = RandomSource(rows + width)
+        table = random_table(source, rows + 2, width - 1, 60, 50)
+        chosen = row_ids(source, rows, rows + 2)
         yield (
             f"{rows} blocks of {width}",
             dict(
@@ -81,17 +80,17 @@ def block_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def ngram_lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of ngram_lookup on the CPU): rows of few tokens, matches near and far."""
-    for rows, drafts, count, length, vocab, least, most in (
+    """Yield (name, arguments on the CPU) of ngram_lookup: matches near and far."""
+    for rows, drafts, count, length, vocab, min_n, max_n in (
         (5, 3, 3, 60, 3, 2, 4),
         (3, 7, 5, 60, 2, 1, 5),
         (4, 2, 2, 5000, 9, 3, 6),
         (6, 1, 1, 60, 400, 1, 1),
         (5, 3, 0, 60, 3, 1, 4),
     ):
-        draw = Draw(length + vocab)
-        table = random_table(draw, rows + 2, drafts, length, vocab)
-        chosen = row_ids(draw, rows, rows + 2)
+        source = RandomSource(length + vocab)
+        table = random_table(source, rows + 2, drafts, length, vocab)
+        chosen = row_ids(source, rows, rows + 2)
         if length > 1000:  # the first row's only match lies in another block than its end
             row = table.tokens[chosen[0]]
             row[:4600] = torch.arange(100, 4700)
@@ -103,19 +102,21 @@ def ngram_lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
             computed=table.computed,
             drafts=table.drafts[:, :count],
             row_ids=chosen,
-            least=least,
-            most=most,
+            min_n=min_n,
+            max_n=max_n,
         )
-        name = f"{count} behind {least} to {most} of {vocab} in {length}"
-        for room, oldest in ((0, 0), (1, 0), (50, 0), (70, 33), (3000, 2999)):
-            place = torch.tensor([oldest])
-            ring = dict(texts=ring_of_texts(draw, room, vocab, oldest), oldest=place)
-            yield f"{name}, a ring of {room} from {oldest} on", arguments | ring
+        name = f"{count} after {min_n} to {max_n} of {vocab} in {length}"
+        for num_texts, oldest in ((0, 0), (1, 0), (50, 0), (70, 33), (3000, 2999)):
+            oldest_index = torch.tensor([oldest])
+            texts = dict(
+                texts=circular_texts(source, num_texts, vocab, oldest), oldest=oldest_index
+            )
+            yield f"{name}, {num_texts} texts from {oldest} on", arguments | texts
 
 
-def ring_of_texts(draw: Draw, room: int, vocab: int, oldest: int) -> torch.Tensor:
-    """A ring full of short texts, the newest of which ends in front of the oldest token."""
-    texts = draw.ints(0, vocab, room, dtype=torch.int64)
-    texts[draw.ints(0, 9, room) == 0] = -1
+def circular_texts(source: RandomSource, num_texts: int, vocab: int, oldest: int) -> torch.Tensor:
+    """Return a circular buffer of short texts; the newest ends just before the oldest token."""
+    texts = source.ints(0, vocab, num_texts, dtype=torch.int64)
+    texts[source.ints(0, 9, num_texts) == 0] = -1
     texts[oldest - 1 : oldest or None] = -1
     return texts

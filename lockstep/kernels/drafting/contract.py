@@ -1,9 +1,9 @@
-"""What leads drafters through a step and its rows: integers only, one pass over the rows each.
+"""Integer ops of drafters, each one pass over the rows.
 
-mtp_inputs and next_draft_step lead a draft module from the step that was verified to its own steps
-of one token a row, and block_step one that fills a block of each row at once; ngram_lookup drafts
-from a row's own history and other texts. R rows of the table (row 0 is the null row), L tokens of a
-row, S rows and T tokens of the step, K drafts of a row, P pages.
+mtp_inputs and next_draft_step take a draft module from the verified step to its own steps of one
+token per row. block_step does so for a module that fills a block of tokens at once. ngram_lookup
+drafts from a row's own history and from other texts. Shapes: R rows of the table (row 0 is the null
+row), L tokens per row, S rows and T tokens of the step, K drafts per row, P pages.
 """
 
 from dataclasses import dataclass
@@ -24,20 +24,21 @@ def mtp_inputs(
     accepted: Tensor,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A step that is committed, as a draft module reads it: history [R, L] int64, the rest as in
-    Step and Verdict; W = window -> after [T] int64: the token behind each of the step's; last [S]
-    int64: index into T of each row's last committed position; sample_at [S, 1] int64: where the
-    draft made there will stand.
+    """Compute the inputs of a draft module from a committed step.
+
+    history [R, L] int64; the others as in Step and Verdict; window: W. Returns next_tokens [T]
+    int64: the token after each token of the step; last [S] int64: index into T of each row's last
+    committed token; sample_at [S, 1] int64: position of the draft that is sampled there.
     """
-    where = (positions + 1).clamp_max_(history.shape[1] - 1)
-    after = history[row_ids[token_rows], where]
+    columns = (positions + 1).clamp_max_(history.shape[1] - 1)
+    next_tokens = history[row_ids[token_rows], columns]
     last = (cu_seqlens[1:].long() + (accepted - window)).clamp_min_(0)
-    return after, last, positions[last, None] + 2
+    return next_tokens, last, positions[last, None] + 2
 
 
 @dataclass
 class DraftTensors:
-    """A step of one token per row, S tokens: fields of lockstep.step.StepContext."""
+    """Step of one token per row: fields of lockstep.step.StepContext, with T = S."""
 
     token_ids: Tensor
     positions: Tensor
@@ -59,16 +60,17 @@ def next_draft_step(
     tokens: Tensor,
     page_table: Tensor,
     index: int,
-    behind: int,
+    shift: int,
     page_size: int,
 ) -> DraftTensors:
-    """Keeps tokens [S] int64 (-1: none) as the rows' draft number `index` in drafts [R, K], and
-    makes the step that reads them, 0 for none: its position lies index + behind places behind
-    computed [R]; folded [R]: as in Step; page_table [S, P]. sample_at: where the draft after them
-    will stand.
+    """Store tokens as draft number `index` of the rows, and build the step that reads them.
+
+    tokens [S] int64 (-1: none, read as 0) go to drafts [R, K]. The step's positions are computed
+    [R] + index + shift. folded [R]: as in Step. page_table [S, P]. sample_at: position of the draft
+    after these tokens.
     """
     drafts[row_ids, index] = tokens
-    starts = computed[row_ids] + index + behind
+    starts = computed[row_ids] + index + shift
     positions = starts.long()
     column = (positions // page_size).clamp_max_(page_table.shape[1] - 1)
     page = page_table.gather(1, column[:, None])[:, 0]
@@ -82,14 +84,16 @@ def next_draft_step(
         seq_lens=starts + 1,
         cu_seqlens=rows.int(),
         token_rows=rows[:-1],
-        sample_at=positions[:, None] + 2 - behind,
+        sample_at=positions[:, None] + 2 - shift,
     )
 
 
 @dataclass
 class BlockTensors:
-    """A step of S blocks of T tokens in all: fields of lockstep.step.StepContext. starts, seq_lens
-    and cu_seqlens are those of one token a block, its last."""
+    """Step of S blocks with T tokens in total: fields of lockstep.step.StepContext.
+
+    starts, seq_lens and cu_seqlens describe one token per block, its last.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -111,11 +115,11 @@ def block_step(
     mask: int,
     page_size: int,
 ) -> BlockTensors:
-    """The step of one block of `width` tokens per row: its last known token, which history [R, L]
-    has at computed [R], and token `mask` at each place behind it; page_table [S, P].
+    """Build the step of one block of `width` tokens per row: its last token, then mask tokens.
 
-    A token stands at its own position, and attends from the block's last one, so that it sees the
-    whole block. sample_at [S, width - 1] int64: where the drafts of the masked places will stand.
+    The last known token is history [R, L] at computed [R]. mask: the mask token's id. page_table
+    [S, P]. Each token has its own position but attends as the block's last token does, so that it
+    sees the whole block. sample_at [S, width - 1] int64: positions of the drafts.
     """
     rows = row_ids.shape[0]
     first = computed[row_ids]
@@ -147,42 +151,44 @@ def ngram_lookup(
     oldest: Tensor,
     drafts: Tensor,
     row_ids: Tensor,
-    least: int,
-    most: int,
+    min_n: int,
+    max_n: int,
 ) -> None:
-    """Writes drafts [R, K] int64 of the rows [S]: the tokens behind an earlier occurrence of the
-    longest n-gram, least <= n <= most, that ends the computed + 1 known ones of history [R, L]; -1
-    where there are none (Saxena, prompt lookup decoding, 2023). drafts may be the first columns of
-    wider lines.
+    """Draft the tokens that followed an earlier occurrence of the row's last n-gram.
 
-    texts [N] int64: a ring of other texts, each with -1 behind it, which begins with its oldest
-    token at oldest [1] int64; N may be 0. Of occurrences of one length the row's own come before
-    those in the ring, and later ones before earlier ones. The null row is
-    not looked up in the ring.
+    The longest n-gram with min_n <= n <= max_n at the end of the computed + 1 known tokens of
+    history [R, L] is looked up (Saxena, prompt lookup decoding, 2023). drafts [R, K] int64 of the
+    rows [S] are written, -1 where there is no token; drafts may be columns of a wider tensor.
+
+    texts [N] int64: circular buffer of other texts, each terminated by -1. Its oldest token is at
+    oldest [1] int64. N may be 0. Among matches of one length the row's own history is preferred to
+    texts, and later matches to earlier ones. The null row is not looked up in texts.
     """
     count = drafts.shape[1]
-    others = texts.roll(-int(oldest))
+    ordered_texts = texts.roll(-int(oldest))
     for row in row_ids.tolist():
-        own = history[row, : int(computed[row]) + 1]
-        text = torch.cat([others, own]) if row else own
-        place = _behind_match(text, min(most, len(own)), least)
-        ahead = text[place : place + count] if place else text[:0]
-        ends = (ahead < 0).nonzero().flatten()
-        ahead = ahead[: int(ends[0])] if len(ends) else ahead
+        known = history[row, : int(computed[row]) + 1]
+        text = torch.cat([ordered_texts, known]) if row else known
+        index = _find_match_end(text, min(max_n, len(known)), min_n)
+        continuation = text[index : index + count] if index else text[:0]
+        ends = (continuation < 0).nonzero().flatten()
+        continuation = continuation[: int(ends[0])] if len(ends) else continuation
         drafts[row] = -1
-        drafts[row, : len(ahead)] = ahead
+        drafts[row, : len(continuation)] = continuation
 
 
-def _behind_match(text: Tensor, most: int, least: int) -> int:
-    """The place behind the latest earlier occurrence of the longest n-gram that ends the text, or
-    0. text: [N] int64."""
-    found = 0
-    behind = torch.arange(1, len(text), device=text.device)
-    for n in range(1, most + 1):
-        behind = behind[behind >= n]
-        behind = behind[text[behind - n] == text[-n]]
-        if not len(behind):
+def _find_match_end(text: Tensor, max_n: int, min_n: int) -> int:
+    """Return the index after the best earlier occurrence of the n-gram that ends text [N], or 0.
+
+    The best occurrence has the longest n-gram; of equal ones the latest counts.
+    """
+    match_end = 0
+    ends = torch.arange(1, len(text), device=text.device)
+    for n in range(1, max_n + 1):
+        ends = ends[ends >= n]
+        ends = ends[text[ends - n] == text[-n]]
+        if not len(ends):
             break
-        if n >= least:
-            found = int(behind[-1])
-    return found
+        if n >= min_n:
+            match_end = int(ends[-1])
+    return match_end

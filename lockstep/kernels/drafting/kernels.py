@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""The drafters' ops in Triton: a program per row or per block of rows, one launch each.
-ngram_lookup has two, the first with a program per block of a text.
+"""The drafters' ops in Triton: one launch per op, a CTA per row or per block of rows.
 
-A row of the table is written by one program, but for row 0, where all that programs write is the
-same. Nothing is added atomically, and no argument but the drafts and the blocks of text of
-ngram_lookup is specialised.
+ngram_lookup has two launches: a CTA per block of text finds matches, then a CTA per row copies the
+best continuation. A row of the table is written by one CTA. The exception is the null row, to which
+all CTAs write equal values. There are no atomics. Only ngram_lookup's numbers of drafts and blocks
+are specialised.
 """
 
 import triton
@@ -15,45 +15,45 @@ from lockstep.kernels.device.paging import slot_at
 
 @triton.jit(do_not_specialize=["rows", "tokens", "length", "window"])
 def mtp_inputs_kernel(
-    history, row_ids, token_rows, positions, cu_seqlens, accepted, after, last, sample_at,
+    history, row_ids, token_rows, positions, cu_seqlens, accepted, next_tokens, last, sample_at,
     rows, tokens, length, window, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens, and as many rows."""
+    """Compute mtp_inputs of BLOCK tokens and of BLOCK rows."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < tokens
     row = tl.load(row_ids + tl.load(token_rows + at, mask=live, other=0))
-    where = tl.minimum(tl.load(positions + at, mask=live, other=0) + 1, length - 1)
-    tl.store(after + at, tl.load(history + row * length + where), mask=live)
+    column = tl.minimum(tl.load(positions + at, mask=live, other=0) + 1, length - 1)
+    tl.store(next_tokens + at, tl.load(history + row * length + column), mask=live)
     live = at < rows
     end = tl.load(cu_seqlens + at + 1, mask=live, other=1)
-    place = tl.maximum(end - window + tl.load(accepted + at, mask=live, other=0), 0)
-    tl.store(last + at, place.to(tl.int64), mask=live)
-    tl.store(sample_at + at, tl.load(positions + place, mask=live, other=0) + 2, mask=live)
+    index = tl.maximum(end - window + tl.load(accepted + at, mask=live, other=0), 0)
+    tl.store(last + at, index.to(tl.int64), mask=live)
+    tl.store(sample_at + at, tl.load(positions + index, mask=live, other=0) + 2, mask=live)
 
 
-@triton.jit(do_not_specialize=["rows", "most_drafts", "index", "behind", "columns", "page_size"])
+@triton.jit(do_not_specialize=["rows", "max_drafts", "index", "shift", "columns", "page_size"])
 def next_draft_step_kernel(
     computed, folded, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping,
-    starts, held, seq_lens, cu_seqlens, token_rows, sample_at, rows, most_drafts, index, behind,
+    starts, folded_out, seq_lens, cu_seqlens, token_rows, sample_at, rows, max_drafts, index, shift,
     columns, page_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows: keep a draft each, and stand on it."""
+    """Store one draft token per row and advance the row's position (BLOCK rows per CTA)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < rows
     row = tl.load(row_ids + at, mask=live, other=0)
     draft = tl.load(tokens + at, mask=live, other=0)
-    tl.store(drafts + row * most_drafts + index, draft, mask=live)
+    tl.store(drafts + row * max_drafts + index, draft, mask=live)
     tl.store(token_ids + at, tl.maximum(draft, 0), mask=live)
-    start = tl.load(computed + row) + index + behind
+    start = tl.load(computed + row) + index + shift
     pages = page_table + tl.where(live, at, 0).to(tl.int64) * columns
     tl.store(slot_mapping + at, slot_at(pages, start, columns, page_size), mask=live)
     tl.store(positions + at, start.to(tl.int64), mask=live)
-    tl.store(sample_at + at, start.to(tl.int64) + 2 - behind, mask=live)
+    tl.store(sample_at + at, start.to(tl.int64) + 2 - shift, mask=live)
     tl.store(starts + at, start, mask=live)
-    tl.store(held + at, tl.load(folded + row), mask=live)
+    tl.store(folded_out + at, tl.load(folded + row), mask=live)
     tl.store(seq_lens + at, start + 1, mask=live)
     tl.store(token_rows + at, at.to(tl.int64), mask=live)
-    tl.store(cu_seqlens + at, at, mask=at <= rows)
+    tl.store(cu_seqlens + at, at, mask=at <= rows)  # rows + 1 entries
 
 
 @triton.jit(
@@ -64,7 +64,7 @@ def block_step_kernel(
     cu_seqlens, token_rows, sample_at, rows, length, width, mask_token, columns, page_size,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens of the rows' blocks."""
+    """Write BLOCK tokens of the rows' draft blocks."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tokens = rows * width
     live = at < tokens
@@ -79,88 +79,101 @@ def block_step_kernel(
     pages = page_table + s.to(tl.int64) * columns
     tl.store(slot_mapping + at, slot_at(pages, position, columns, page_size), mask=live)
     tl.store(token_rows + at, s.to(tl.int64), mask=live)
-    ahead = live & (order == 0)
-    tl.store(starts + s, first + width - 1, mask=ahead)
-    tl.store(seq_lens + s, first + width, mask=ahead)
-    tl.store(cu_seqlens + at, at, mask=at <= rows)
+    first_token = live & (order == 0)
+    tl.store(starts + s, first + width - 1, mask=first_token)
+    tl.store(seq_lens + s, first + width, mask=first_token)
+    tl.store(cu_seqlens + at, at, mask=at <= rows)  # rows + 1 entries
     drafted = live & (order > 0)
     tl.store(sample_at + s * (width - 1) + order - 1, position.to(tl.int64), mask=drafted)
 
 
 @triton.jit
 def _longest_match(
-    text, origin, size, first, ends, history, known, shift, least, most, BLOCK: tl.constexpr
+    text, origin, size, first, limit, history, known, shift, min_n, max_n, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Over BLOCK places from `first` on of a ring `text` of `size` tokens that begins at origin,
-    the best of those below `ends` at which what ends history[:known] has stood:
-    (n << 32 | shift + place), 0 for none."""
-    behind = first + tl.arange(0, BLOCK)
-    alike = (behind > 0) & (behind < ends)
+    """Return the best match in BLOCK positions of a circular text: (n << 32 | end + shift), or 0.
+
+    A position `end` matches with n if the n tokens before it equal the last n of history[:known].
+    text: buffer of `size` tokens whose oldest token is at origin. first: first position of the
+    block. limit: positions from there on do not count.
+    """
+    # All positions of the block are compared backwards in parallel, token by token, until none of
+    # them matches any more.
+    end = first + tl.arange(0, BLOCK)
+    equal = (end > 0) & (end < limit)
     n = tl.zeros((BLOCK,), tl.int32)
-    at = (origin + behind) % size
+    at = (origin + end) % size
     back = 1
-    going = tl.where(first < ends, most, 0)
-    while going > 0:
-        inside = alike & (behind >= back)
-        place = at - back + tl.where(at < back, size, 0)
-        token = tl.load(text + place, mask=inside, other=-1)
-        alike = inside & (token == tl.load(history + known - back))
-        n += alike.to(tl.int32)
+    active = tl.where(first < limit, max_n, 0)
+    while active > 0:
+        inside = equal & (end >= back)
+        index = at - back + tl.where(at < back, size, 0)
+        token = tl.load(text + index, mask=inside, other=-1)
+        equal = inside & (token == tl.load(history + known - back))
+        n += equal.to(tl.int32)
         back += 1
-        more = (back <= most) & (back <= known)
-        going = tl.max(alike.to(tl.int32), 0) * more.to(tl.int32)
-    found = (n.to(tl.int64) << 32) | (behind + shift).to(tl.int64)
-    return tl.max(tl.where(n >= least, found, 0), 0)
+        more = (back <= max_n) & (back <= known)
+        active = tl.max(equal.to(tl.int32), 0) * more.to(tl.int32)
+    # One 64-bit maximum chooses the longest n-gram and then the latest position.
+    match = (n.to(tl.int64) << 32) | (end + shift).to(tl.int64)
+    return tl.max(tl.where(n >= min_n, match, 0), 0)
 
 
-@triton.jit(do_not_specialize=["length", "room", "least", "most"])
+@triton.jit(do_not_specialize=["length", "num_texts", "min_n", "max_n"])
 def match_kernel(
-    history, computed, texts, oldest, row_ids, matches, length, room, least, most,
+    history, computed, texts, oldest, row_ids, matches, length, num_texts, min_n, max_n,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK places of one row's history, or, behind the blocks of it, of the ring: the best match
-    there. The longest n-gram wins, then the row's own history, then the latest; all in one number,
-    n above the place in [ring, history]."""
+    """Find the best match in one block of a row's history, or of texts.
+
+    Blocks of texts come after those of the history. A match is one number that orders all
+    matches: n in the upper half, the position in [texts, history] in the lower. So the longest
+    n-gram wins, then the row's own history, then the latest position.
+    """
     row = tl.load(row_ids + tl.program_id(0))
     block = tl.program_id(1)
     known = tl.load(computed + row) + 1
     history += row * length
-    least = tl.maximum(least, 1)
-    own = tl.cdiv(length, BLOCK)
-    if block < own:
-        found = _longest_match(
-            history, 0, length, block * BLOCK, known, history, known, room, least, most, BLOCK
+    min_n = tl.maximum(min_n, 1)
+    history_blocks = tl.cdiv(length, BLOCK)
+    if block < history_blocks:
+        match = _longest_match(
+            history, 0, length, block * BLOCK, known, history, known, num_texts, min_n, max_n, BLOCK
         )
     else:
         origin = tl.load(oldest).to(tl.int32)
-        ends = tl.where(row > 0, room, 0)
-        first = (block - own) * BLOCK
-        found = _longest_match(
-            texts, origin, room, first, ends, history, known, 0, least, most, BLOCK
+        limit = tl.where(row > 0, num_texts, 0)
+        first = (block - history_blocks) * BLOCK
+        match = _longest_match(
+            texts, origin, num_texts, first, limit, history, known, 0, min_n, max_n, BLOCK
         )
-    tl.store(matches + tl.program_id(0) * tl.num_programs(1) + block, found)
+    tl.store(matches + tl.program_id(0) * tl.num_programs(1) + block, match)
 
 
-@triton.jit(do_not_specialize=["length", "room", "stride", "count", "blocks"])
+@triton.jit(do_not_specialize=["length", "num_texts", "stride", "count", "blocks"])
 def follow_kernel(
-    history, computed, texts, oldest, drafts, row_ids, matches, length, room, stride, count, blocks,
+    history, computed, texts, oldest, drafts, row_ids, matches, length, num_texts, stride, count,
+    blocks,
     BLOCKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One row: the tokens behind the best of its matches."""
+    """Write the tokens after the best match of one row to its drafts."""
     row = tl.load(row_ids + tl.program_id(0))
     known = tl.load(computed + row) + 1
     history += row * length
     origin = tl.load(oldest).to(tl.int32)
-    size = tl.maximum(room, 1)
+    size = tl.maximum(num_texts, 1)
     lane = tl.arange(0, BLOCKS)
-    found = tl.load(matches + tl.program_id(0) * blocks + lane, mask=lane < blocks, other=0)
-    place = (tl.max(found, 0) & 0x7FFFFFFF).to(tl.int32)
+    match = tl.load(matches + tl.program_id(0) * blocks + lane, mask=lane < blocks, other=0)
+    index = (tl.max(match, 0) & 0x7FFFFFFF).to(tl.int32)
     lane = tl.arange(0, LANES)
-    mine = place > room
-    real = mine & (place - room + lane < known)
-    ahead = tl.load(history + place - room + lane, mask=real, other=-1)
-    real = (place > 0) & (place + lane < room)
-    told = tl.load(texts + (origin + place + lane) % size, mask=real, other=-1)
-    ahead = tl.where(mine, ahead, told)
-    end = tl.min(tl.where(ahead < 0, lane, LANES), 0)
-    tl.store(drafts + row * stride + lane, tl.where(lane < end, ahead, -1), mask=lane < count)
+    in_history = index > num_texts
+    real = in_history & (index - num_texts + lane < known)
+    continuation = tl.load(history + index - num_texts + lane, mask=real, other=-1)
+    real = (index > 0) & (index + lane < num_texts)
+    from_texts = tl.load(texts + (origin + index + lane) % size, mask=real, other=-1)
+    continuation = tl.where(in_history, continuation, from_texts)
+    # A -1 ends a text: no draft follows it.
+    end = tl.min(tl.where(continuation < 0, lane, LANES), 0)
+    tl.store(
+        drafts + row * stride + lane, tl.where(lane < end, continuation, -1), mask=lane < count
+    )

@@ -1,4 +1,4 @@
-"""Launchers of the ops of lockstep.kernels.drafting in Triton."""
+"""Launchers of the drafters' ops in Triton."""
 
 import torch
 import triton
@@ -22,9 +22,9 @@ from lockstep.kernels.drafting.kernels import (
 )
 
 ROW_BLOCK = 64
-"""Rows, or tokens, of a program."""
+"""Rows or tokens of a CTA."""
 HISTORY_BLOCK = 2048
-"""Places of a row's history, or of the ring, that one program looks at."""
+"""Positions of a row's history, or of texts, that one CTA searches."""
 
 
 @mtp_inputs.backend("triton", supports=gpu_trait)
@@ -37,10 +37,10 @@ def mtp_inputs_triton(
     accepted: Tensor,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See lockstep.kernels.drafting.mtp_inputs."""
+    """Launch mtp_inputs_kernel: see lockstep.kernels.drafting.mtp_inputs."""
     rows = row_ids.shape[0]
     tokens = positions.shape[0]
-    after = torch.empty_like(positions)
+    next_tokens = torch.empty_like(positions)
     last = torch.empty_like(row_ids)
     sample_at = row_ids.new_empty(rows, 1)
     mtp_inputs_kernel[(triton.cdiv(max(rows, tokens), ROW_BLOCK),)](
@@ -50,7 +50,7 @@ def mtp_inputs_triton(
         positions=positions,
         cu_seqlens=cu_seqlens,
         accepted=accepted,
-        after=after,
+        next_tokens=next_tokens,
         last=last,
         sample_at=sample_at,
         rows=rows,
@@ -60,7 +60,7 @@ def mtp_inputs_triton(
         BLOCK=ROW_BLOCK,
         num_warps=2,
     )
-    return after, last, sample_at
+    return next_tokens, last, sample_at
 
 
 @next_draft_step.backend("triton", supports=gpu_trait)
@@ -72,10 +72,10 @@ def next_draft_step_triton(
     tokens: Tensor,
     page_table: Tensor,
     index: int,
-    behind: int,
+    shift: int,
     page_size: int,
 ) -> DraftTensors:
-    """See lockstep.kernels.drafting.next_draft_step. tokens and page_table are contiguous."""
+    """Launch next_draft_step_kernel: see its contract. tokens and page_table are contiguous."""
     rows = row_ids.shape[0]
     out = DraftTensors(
         token_ids=torch.empty_like(row_ids),
@@ -99,15 +99,15 @@ def next_draft_step_triton(
         positions=out.positions,
         slot_mapping=out.slot_mapping,
         starts=out.starts,
-        held=out.folded,
+        folded_out=out.folded,
         seq_lens=out.seq_lens,
         cu_seqlens=out.cu_seqlens,
         token_rows=out.token_rows,
         sample_at=out.sample_at,
         rows=rows,
-        most_drafts=drafts.shape[1],
+        max_drafts=drafts.shape[1],
         index=index,
-        behind=behind,
+        shift=shift,
         columns=page_table.shape[1],
         page_size=page_size,
         BLOCK=ROW_BLOCK,
@@ -126,7 +126,7 @@ def block_step_triton(
     mask: int,
     page_size: int,
 ) -> BlockTensors:
-    """See lockstep.kernels.drafting.block_step. page_table is contiguous."""
+    """Launch block_step_kernel: see its contract. page_table is contiguous."""
     rows = row_ids.shape[0]
     tokens = rows * width
     out = BlockTensors(
@@ -165,17 +165,17 @@ def ngram_lookup_triton(
     oldest: Tensor,
     drafts: Tensor,
     row_ids: Tensor,
-    least: int,
-    most: int,
+    min_n: int,
+    max_n: int,
 ) -> None:
-    """See lockstep.kernels.drafting.ngram_lookup."""
+    """Launch match_kernel and follow_kernel: see lockstep.kernels.drafting.ngram_lookup."""
     count = drafts.shape[1]
     if not count:
         return
     rows = row_ids.shape[0]
     length = history.shape[1]
-    room = texts.shape[0]
-    blocks = triton.cdiv(length, HISTORY_BLOCK) + triton.cdiv(room, HISTORY_BLOCK)
+    num_texts = texts.shape[0]
+    blocks = triton.cdiv(length, HISTORY_BLOCK) + triton.cdiv(num_texts, HISTORY_BLOCK)
     matches = row_ids.new_empty(rows, blocks)
     match_kernel[(rows, blocks)](
         history=history,
@@ -185,9 +185,9 @@ def ngram_lookup_triton(
         row_ids=row_ids,
         matches=matches,
         length=length,
-        room=room,
-        least=least,
-        most=most,
+        num_texts=num_texts,
+        min_n=min_n,
+        max_n=max_n,
         BLOCK=HISTORY_BLOCK,
         num_warps=8,
     )
@@ -200,7 +200,7 @@ def ngram_lookup_triton(
         row_ids=row_ids,
         matches=matches,
         length=length,
-        room=room,
+        num_texts=num_texts,
         stride=drafts.stride(0),
         count=count,
         blocks=blocks,

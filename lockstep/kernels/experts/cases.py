@@ -1,5 +1,8 @@
-"""Mixtures that every backend must serve: odd widths, no rows, few tokens and many, one expert for
-all, a shared expert with and without its gate; packed weights."""
+"""Mixtures that every backend must serve.
+
+Odd widths, no rows, few tokens and many, one expert for all tokens, a shared expert with and
+without its gate; quantized weights.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,35 +26,37 @@ SHAPES = (
     (1, 40, 24, 5, 2, "partials"),
     (6, 33, 16, 7, 3, "partials"),
 )
-"""(tokens, H, I, experts, top_k, what is special)."""
+"""(tokens, H, I, experts, top_k, variant)."""
 GATED = ("gated", "partials")
-"""Those with a gate of the shared expert; "partials": what that gave is a linear's."""
-PACKED = (
+"""Variants with a gate of the shared expert; in "partials" its output is a linear's partials."""
+QUANTIZED = (
     ("int4", "int4"),
     ("fp8 by blocks", "fp8 by blocks"),
     ("nvfp4", "int8"),
     ("Q4_K", "Q6_K"),
 )
-"""Layouts of up and down."""
-PACKED_SHAPES = ((2, 136, 72, 3, 2, "gated"), (7, 40, 24, 4, 3, ""), (5, 136, 72, 3, 2, "relu2"))
-"""As SHAPES: some columns past a block of 128; blocks of rows that several experts share."""
+"""Weight formats of up and down."""
+QUANTIZED_SHAPES = ((2, 136, 72, 3, 2, "gated"), (7, 40, 24, 4, 3, ""), (5, 136, 72, 3, 2, "relu2"))
+"""Like SHAPES: some columns past a block of 128; scale blocks shared by several experts."""
 
 
 def experts_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of experts on the CPU). "relu2": the act, without a gate. "one": all
-    tokens go to one expert, by an id that is too large. The shared gates lie apart, as beside a
-    router's logits."""
+    """Yield (name, arguments of experts on the CPU).
+
+    Variants: "relu2" has that activation, without a gate; "one" sends all tokens to one expert, by
+    an id out of range. Shared gates are strided, as in one product with a router's logits.
+    """
     generator = torch.Generator().manual_seed(3)
     for shape in SHAPES:
         yield _case(dtype, generator, *shape)
-    for shape in PACKED_SHAPES:
+    for shape in QUANTIZED_SHAPES:
         hidden, inner, count = shape[1:4]
         rows = inner if shape[5] == "relu2" else 2 * inner
         ups = dict(random_weights(count * rows, hidden))
         downs = dict(random_weights(count * hidden, inner))
-        for up, down in PACKED:
-            name, made = _case(dtype, generator, *shape)
-            yield f"{up}, {down} {name}", made | dict(up=ups[up], down=downs[down])
+        for up, down in QUANTIZED:
+            name, arguments = _case(dtype, generator, *shape)
+            yield f"{up}, {down} {name}", arguments | dict(up=ups[up], down=downs[down])
 
 
 def _case(
@@ -62,14 +67,16 @@ def _case(
     inner: int,
     count: int,
     top_k: int,
-    special: str,
+    variant: str,
 ) -> tuple[str, dict[str, Any]]:
+    """Return (name, arguments) of one shape."""
+
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    rows = inner if special == "relu2" else 2 * inner
+    rows = inner if variant == "relu2" else 2 * inner
     ids, weights, *_ = route(random(tokens, count), top_k)
-    if special == "one":
+    if variant == "one":
         ids.fill_(count + 3)
     arguments = dict(
         x=random(tokens, hidden).to(dtype),
@@ -77,19 +84,19 @@ def _case(
         down=(random(count, hidden, inner) * inner**-0.5).to(dtype),
         ids=ids,
         weights=weights,
-        shared=random(tokens, hidden).to(dtype) if special in ("shared", "gated") else None,
-        shared_gate=random(tokens, 5).to(dtype)[:, 2] if special in GATED else None,
-        act="relu2" if special == "relu2" else "silu_mul",
+        shared=random(tokens, hidden).to(dtype) if variant in ("shared", "gated") else None,
+        shared_gate=random(tokens, 5).to(dtype)[:, 2] if variant in GATED else None,
+        act="relu2" if variant == "relu2" else "silu_mul",
     )
-    if special == "partials":
+    if variant == "partials":
         arguments["shared"] = random(4, tokens, hidden)
-    return f"{tokens}x{hidden}/{inner}/{count}/{top_k} {special}".rstrip(), arguments
+    return f"{tokens}x{hidden}/{inner}/{count}/{top_k} {variant}".rstrip(), arguments
 
 
 def experts_traits(
     up: torch.Tensor | QuantizedWeight, down: torch.Tensor | QuantizedWeight, ids: torch.Tensor,
     **rest: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a layer of such arguments says when it asks for a backend."""
-    packed = isinstance(up, QuantizedWeight) or isinstance(down, QuantizedWeight)
-    return dict(experts=count_experts(up, down), top_k=ids.shape[1], quantized=packed)
+    """Return the traits by which a layer with such arguments chooses a backend."""
+    quantized = isinstance(up, QuantizedWeight) or isinstance(down, QuantizedWeight)
+    return dict(experts=count_experts(up, down), top_k=ids.shape[1], quantized=quantized)

@@ -1,4 +1,4 @@
-"""experts on a CPU: by expert, its tokens together in row tiles that give the reference's bits.
+"""experts on a CPU: tokens grouped by expert, in row tiles that give the reference's bits here.
 
 It is fast where up and down are transposed views of [E, K, N] storage.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.kernels.activations import ACTS, Act
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.experts import add_shared_expert, count_experts, expert_weight, experts
+from lockstep.kernels.experts import combine, count_experts, expert_weight, experts
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import dequantized
 from lockstep.kernels.row_tiles import tiled_linear
@@ -25,17 +25,17 @@ def experts_cpu(
     shared_gate: Tensor | None = None,
     act: Act = "silu_mul",
 ) -> Tensor:
-    """See lockstep.kernels.experts.experts."""
+    """See lockstep.kernels.experts.contract.experts."""
     tokens, slots = ids.shape
     number = count_experts(up, down)
-    flat = ids.flatten().long().clamp(0, number - 1)
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=number).tolist()
-    y = x.new_empty(tokens * slots, x.shape[1])
 
     def multiply(x: Tensor, weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
         return tiled_linear(x, dequantized(expert_weight(weight, expert, number), x.dtype))
 
+    flat = ids.flatten().long().clamp(0, number - 1)
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=number).tolist()
+    y = x.new_empty(tokens * slots, x.shape[1])
     begin = 0
     for expert, count in enumerate(counts):
         pairs = order[begin : begin + count]
@@ -43,7 +43,8 @@ def experts_cpu(
         if count:
             inner = ACTS[act](multiply(x[pairs // slots], up, expert))
             y[pairs] = multiply(inner, down, expert)
+    # Slot by slot: the order of the sum is part of the op.
     total = torch.zeros_like(x, dtype=torch.float32)
-    for slot, own in enumerate(y.view(tokens, slots, x.shape[1]).unbind(1)):
-        total += weights[:, slot, None].float() * own.float()
-    return add_shared_expert(total, shared, shared_gate, x.dtype)
+    for slot, slot_y in enumerate(y.view(tokens, slots, x.shape[1]).unbind(1)):
+        total += weights[:, slot, None].float() * slot_y.float()
+    return combine(total, shared, shared_gate, x.dtype)

@@ -1,4 +1,4 @@
-"""Batches of both Gated DeltaNet laws that every backend must serve. Unused slots are NaN."""
+"""Test cases of gated_delta_step and gated_delta_chunk. Slots that nothing may read are NaN."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ LAYERS = (
 
 
 def weights(dims: Dims, dtype: torch.dtype, seed: int) -> GatedDeltaWeights:
-    """A layer's weights: log decays mostly between -1 and 0."""
+    """Return random weights of a layer, with log decays mostly between -1 and 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -39,7 +39,7 @@ def weights(dims: Dims, dtype: torch.dtype, seed: int) -> GatedDeltaWeights:
 
 
 def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
-    """mixed, z, b and a, of shape [*tokens, ...]."""
+    """Return random mixed, z, b and a of shape [*tokens, ...]."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -53,28 +53,28 @@ def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -
 def chunk_inputs(
     dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int
 ) -> dict[str, Tensor]:
-    """Those of a prompt, whose gate is no input of the op."""
-    found = inputs(dims, tokens, dtype, seed)
-    found.pop("z")
-    return found
+    """Return random inputs of a prompt: without z, since the chunked op does not gate."""
+    raw = inputs(dims, tokens, dtype, seed)
+    raw.pop("z")
+    return raw
 
 
 def gated_delta_step_cases(
     dtype: torch.dtype, layers: tuple[Dims, ...] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """See step_cases; of LAYERS where no others are given."""
+    """Yield step_cases of `layers`, by default LAYERS."""
     return step_cases(inputs, weights, dtype, LAYERS if layers is None else layers)
 
 
 def gated_delta_chunk_cases(
     dtype: torch.dtype, layers: tuple[Dims, ...] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """See chunk_cases; of LAYERS where no others are given."""
+    """Yield chunk_cases of `layers`, by default LAYERS."""
     return chunk_cases(chunk_inputs, weights, dtype, LAYERS if layers is None else layers)
 
 
 def gated_delta_step_traits(state: RecurrentState, **rest: Any) -> dict[str, Any]:
-    """What a layer of such arguments says when it asks for a backend."""
+    """Return the traits with which a layer of these arguments chooses a backend."""
     key_heads, key_dim = state.k.shape[2:]
     value_heads, value_dim = state.u.shape[2:]
     return dict(key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, value_heads=value_heads)

@@ -1,11 +1,15 @@
 # mypy: ignore-errors
-"""gated_delta_chunk in Triton, on the absolute grid.
+"""gated_delta_chunk in Triton: the chunked form on the absolute 64-token grid.
 
-chunk_inputs_kernel and chunk_inner_kernel make, for each chunk and head, what does not need the
-state before it. chunk_state_kernel carries the state from chunk to chunk, in fp32 with numbers of
-its dtype in memory, two products a chunk, with a program per (row, head, value block).
-chunk_out_kernel makes the outputs, a program per chunk again. What lists the chunks and keeps raw
-inputs stands in recurrent/chunk_kernels.py. No length is a compile-time constant.
+1. chunk_inputs_kernel: convolution, SiLU and l2 norm, per (chunk, head).
+2. intra_chunk_kernel: the WY representation u, w by the UT transform, and causal scores, per
+   (chunk, value head). Neither kernel needs a state, so all chunks run in parallel.
+3. chunk_state_kernel (recurrent/chunk_kernels.py), inter-chunk: carries the state from chunk to
+   chunk, per (row, value head, block of V).
+4. chunk_output_kernel: outputs from the state before the chunk and the chunk's own tokens, again
+   in parallel over chunks.
+
+No length is a compile-time constant.
 """
 
 import triton
@@ -13,76 +17,82 @@ import triton.language as tl
 
 from lockstep.kernels.device.convolution import convolve_chunk
 from lockstep.kernels.gated_delta_rule.gating import gates
-from lockstep.kernels.recurrent.chunk_kernels import (
-    load_across,
-)
+from lockstep.kernels.recurrent.chunk_kernels import load_by_sectors
 
 
 @triton.jit
-def head_channels(unit, lanes, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """Channels of head `unit` of [all q | all k | all v] at lanes, and which lanes it has."""
-    is_value = unit >= 2 * HK
-    first = tl.where(is_value, 2 * HK * K + (unit - 2 * HK) * V, unit * K)
-    return first + lanes, lanes < tl.where(is_value, V, K)
+def head_channels(head, offs, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Return the channels of a head of [all q | all k | all v] at offs, and the mask of offs.
+
+    head: 0 .. 2 HK + HV - 1, counting the heads of q, then of k, then of v.
+    """
+    is_value = head >= 2 * HK
+    first = tl.where(is_value, 2 * HK * K + (head - 2 * HK) * V, head * K)
+    return first + offs, offs < tl.where(is_value, V, K)
 
 
 @triton.jit
 def chunk_inputs_kernel(
-    mixed, taps, conv, cu_seqlens, starts, state_src, chunks, heads, token_stride, ring_slots,
+    mixed_ptr, conv_weight_ptr, conv_history_ptr, cu_seqlens_ptr, starts_ptr, state_src_ptr,
+    chunks_ptr, inputs_ptr, token_stride, conv_len,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, EPS: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head of q, k or v): convolution, SiLU and l2 norm of GRID tokens."""
+    """Convolve GRID tokens of one (chunk, head of q, k or v); normalize q and k; into inputs."""
     chunk = tl.program_id(0).to(tl.int64)
-    unit = tl.program_id(1)
-    count = tl.load(chunks + chunk * 3 + 2)
+    head = tl.program_id(1)
+    count = tl.load(chunks_ptr + chunk * 3 + 2)
+    # The host launches the maximum number of chunks, since it does not know the lengths.
     if count == 0:
         return
-    s = tl.load(chunks + chunk * 3)
-    offset = tl.load(chunks + chunk * 3 + 1)
-    c, live = head_channels(unit, tl.arange(0, BLOCK), HK, K, V)
-    channels: tl.constexpr = 2 * HK * K + HV * V
-    begin = tl.load(cu_seqlens + s).to(tl.int64)
-    start = tl.load(starts + s)
-    lanes = tl.arange(0, GRID)
-    conv += tl.load(state_src + s).to(tl.int64) * ring_slots * channels
+    row = tl.load(chunks_ptr + chunk * 3)
+    offset = tl.load(chunks_ptr + chunk * 3 + 1)
+    channel, channel_mask = head_channels(head, tl.arange(0, BLOCK), HK, K, V)
+    C: tl.constexpr = 2 * HK * K + HV * V
+    begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+    start = tl.load(starts_ptr + row)
+    offs_t = tl.arange(0, GRID)
+    conv_history_ptr += tl.load(state_src_ptr + row).to(tl.int64) * conv_len * C
     y = convolve_chunk(
-        mixed, conv, taps, None, c, live, begin, offset, count, start, ring_slots, token_stride,
-        channels, R, GRID,
+        mixed_ptr, conv_history_ptr, conv_weight_ptr, None, channel, channel_mask, begin, offset,
+        count, start, conv_len, token_stride, C, R, GRID,
     )  # fmt: skip
-    if unit < 2 * HK:
+    if head < 2 * HK:
         y = y * (1.0 / tl.sqrt_rn(tl.sum(y * y, 1) + EPS))[:, None]
-        y = tl.where(unit < HK, y * K**-0.5, y)
-    at = (begin + offset + lanes)[:, None] * channels + c[None, :]
-    tl.store(heads + at, y, mask=(lanes < count)[:, None] & live[None, :])
+        y = tl.where(head < HK, y * K**-0.5, y)
+    offs = (begin + offset + offs_t)[:, None] * C + channel[None, :]
+    tl.store(inputs_ptr + offs, y, mask=(offs_t < count)[:, None] & channel_mask[None, :])
 
 
 @triton.jit
-def _unit_inverse(inner, SIDE: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + inner)^-1 for strictly lower inner [GRID, GRID].
+def ut_transform(a, SIDE: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr):
+    """Compute (I + a)^-1 of a strictly lower triangular a [GRID, GRID]: the UT transform.
 
-    Blocks of SIDE on the diagonal by forward substitution, all at once; with D their inverses and
-    N = D times what is left of them, N^(GRID / SIDE) = 0, so (I - N)(I + N^2) D is the inverse.
+    Diagonal blocks of SIDE rows are inverted by forward substitution, all blocks at once. Let D be
+    the block diagonal of these inverses and N = D times the rest of a. N is nilpotent,
+    N^(GRID / SIDE) = 0, so the inverse is (I - N + N^2 - N^3) D for four blocks.
     """
-    blocks: tl.constexpr = GRID // SIDE
-    t = tl.arange(0, GRID)
-    row = t[:, None]
-    col = t[None, :]
-    b = tl.arange(0, blocks)
+    BLOCKS: tl.constexpr = GRID // SIDE
+    offs_t = tl.arange(0, GRID)
+    row = offs_t[:, None]
+    col = offs_t[None, :]
+    b = tl.arange(0, BLOCKS)
     r = tl.arange(0, SIDE)
-    same = b[:, None, None, None] == b[None, None, :, None]
-    diagonal = tl.reshape(inner, (blocks, SIDE, blocks, SIDE))
-    diagonal = tl.sum(tl.where(same, diagonal, 0.0), 2)
-    solved = tl.zeros((blocks, SIDE, SIDE), tl.float32)
-    for at in range(SIDE):
-        above = tl.sum(tl.where(r[None, :, None] == at, diagonal, 0.0), 1)
-        unit = tl.where(r[None, :] == at, 1.0, 0.0)
-        new_row = unit - tl.sum(above[:, :, None] * solved, 1)
-        solved = tl.where(r[None, :, None] == at, new_row[:, None, :], solved)
-    wide = tl.where(same, solved[:, :, None, :], 0.0)
-    d = tl.reshape(wide, (GRID, GRID))
-    left = tl.where(row // SIDE > col // SIDE, inner, 0.0)
-    n = tl.dot(d, left, input_precision=PRECISION)
+    on_diagonal = b[:, None, None, None] == b[None, None, :, None]
+    diagonal = tl.reshape(a, (BLOCKS, SIDE, BLOCKS, SIDE))
+    diagonal = tl.sum(tl.where(on_diagonal, diagonal, 0.0), 2)
+    solved = tl.zeros((BLOCKS, SIDE, SIDE), tl.float32)
+    # Row i of the inverse is e_i minus row i of a times the rows above. The sums follow the layout,
+    # so the number of warps (INTRA_WARPS) is part of the numerics.
+    for i in range(SIDE):
+        a_row = tl.sum(tl.where(r[None, :, None] == i, diagonal, 0.0), 1)
+        unit = tl.where(r[None, :] == i, 1.0, 0.0)
+        new_row = unit - tl.sum(a_row[:, :, None] * solved, 1)
+        solved = tl.where(r[None, :, None] == i, new_row[:, None, :], solved)
+    block_diagonal = tl.where(on_diagonal, solved[:, :, None, :], 0.0)
+    d = tl.reshape(block_diagonal, (GRID, GRID))
+    rest = tl.where(row // SIDE > col // SIDE, a, 0.0)
+    n = tl.dot(d, rest, input_precision=PRECISION)
     square = tl.dot(n, n, input_precision=PRECISION)
     cube = tl.dot(n, square, input_precision=PRECISION)
     series = tl.where(row == col, 1.0, 0.0) - n + square - cube
@@ -90,147 +100,109 @@ def _unit_inverse(inner, SIDE: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.c
 
 
 @triton.jit
-def chunk_inner_kernel(
-    heads, b, a, a_log, dt_bias, cu_seqlens, chunks, u, w, scores, growth, b_stride, a_stride,
+def intra_chunk_kernel(
+    inputs_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, cu_seqlens_ptr, chunks_ptr, u_ptr, w_ptr,
+    scores_ptr, g_cumsum_ptr, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
     SIDE: tl.constexpr, SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, value head): u and w of the WY form, causal scores, cumulated log decay."""
+    """Compute the WY representation u, w, causal scores and g_cumsum of one (chunk, value head).
+
+    u [T, HV, V], w [T, HV, K], scores [N, HV, GRID, GRID], g_cumsum [N, HV, GRID] (log decay,
+    cumulated from the chunk's first token).
+    """
     chunk = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
-    count = tl.load(chunks + chunk * 3 + 2)
+    head = tl.program_id(1)
+    count = tl.load(chunks_ptr + chunk * 3 + 2)
     if count == 0:
         return
-    s = tl.load(chunks + chunk * 3)
-    offset = tl.load(chunks + chunk * 3 + 1)
-    begin = tl.load(cu_seqlens + s).to(tl.int64) + offset
-    kh = h // (HV // HK)
-    t = tl.arange(0, GRID)
-    i = tl.arange(0, BLOCK_K)
-    j = tl.arange(0, BLOCK_V)
-    live = t < count
-    token = begin + t
-    raw_a = tl.load(a + token * a_stride + h, mask=live, other=0.0)
-    raw_b = tl.load(b + token * b_stride + h, mask=live, other=0.0)
-    g, beta = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))
-    grown = tl.cumsum(tl.where(live, g, 0.0), 0)
-    beta = tl.where(live, beta, 0.0)
-    tl.store(growth + (chunk * HV + h) * GRID + t, grown)
-    channels: tl.constexpr = 2 * HK * K + HV * V
-    of_token = heads + token[:, None] * channels
-    mask_k = live[:, None] & (i < K)[None, :]
-    mask_v = live[:, None] & (j < V)[None, :]
-    row = t[:, None]
-    col = t[None, :]
-    decay = tl.exp(tl.where(row >= col, grown[:, None] - grown[None, :], float("-inf")))
-    k = tl.load(of_token + (HK + kh) * K + i[None, :], mask=mask_k, other=0.0)
-    q = tl.load(of_token + kh * K + i[None, :], mask=mask_k, other=0.0)
-    seen = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-    tl.store(scores + ((chunk * HV + h) * GRID + row) * GRID + col, seen)
-    inner = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
-    inverse = _unit_inverse(tl.where(row > col, inner, 0.0), SIDE, GRID, PRECISION)
-    first = heads + begin * channels
-    k = load_across(first + (HK + kh) * K, channels, live, K, GRID, BLOCK_K, SECTOR)
-    new_w = tl.dot(inverse, k * (beta * tl.exp(grown))[:, None], input_precision=PRECISION)
-    tl.store(w + (token[:, None] * HV + h) * K + i[None, :], new_w, mask=mask_k)
-    v = load_across(first + 2 * HK * K + h * V, channels, live, V, GRID, BLOCK_V, SECTOR)
-    new_u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
-    tl.store(u + (token[:, None] * HV + h) * V + j[None, :], new_u, mask=mask_v)
+    row = tl.load(chunks_ptr + chunk * 3)
+    offset = tl.load(chunks_ptr + chunk * 3 + 1)
+    begin = tl.load(cu_seqlens_ptr + row).to(tl.int64) + offset
+    k_head = head // (HV // HK)
+    offs_t = tl.arange(0, GRID)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = tl.arange(0, BLOCK_V)
+    token_mask = offs_t < count
+    token = begin + offs_t
+    raw_a = tl.load(a_ptr + token * a_stride + head, mask=token_mask, other=0.0)
+    raw_b = tl.load(b_ptr + token * b_stride + head, mask=token_mask, other=0.0)
+    g, beta = gates(raw_a, raw_b, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
+    # Tokens past the end: no decay, beta 0 and k 0 make them exact no-ops on the state.
+    g_cumsum = tl.cumsum(tl.where(token_mask, g, 0.0), 0)
+    beta = tl.where(token_mask, beta, 0.0)
+    tl.store(g_cumsum_ptr + (chunk * HV + head) * GRID + offs_t, g_cumsum)
+    C: tl.constexpr = 2 * HK * K + HV * V
+    inputs_rows = inputs_ptr + token[:, None] * C
+    mask_k = token_mask[:, None] & (offs_k < K)[None, :]
+    mask_v = token_mask[:, None] & (offs_v < V)[None, :]
+    t_row = offs_t[:, None]
+    t_col = offs_t[None, :]
+    # The mask is applied before exp: differences above the diagonal are positive and may overflow.
+    log_decay = tl.where(t_row >= t_col, g_cumsum[:, None] - g_cumsum[None, :], float("-inf"))
+    decay = tl.exp(log_decay)
+    k = tl.load(inputs_rows + (HK + k_head) * K + offs_k[None, :], mask=mask_k, other=0.0)
+    q = tl.load(inputs_rows + k_head * K + offs_k[None, :], mask=mask_k, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
+    tl.store(scores_ptr + ((chunk * HV + head) * GRID + t_row) * GRID + t_col, scores)
+    a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
+    inverse = ut_transform(tl.where(t_row > t_col, a, 0.0), SIDE, GRID, PRECISION)
+    first_row = inputs_ptr + begin * C
+    # k again, by sectors: here it is a right operand of tl.dot (see load_by_sectors).
+    k = load_by_sectors(
+        first_row + (HK + k_head) * K, C, token_mask, K, GRID, BLOCK_K, SECTOR
+    )  # fmt: skip
+    w = tl.dot(inverse, k * (beta * tl.exp(g_cumsum))[:, None], input_precision=PRECISION)
+    tl.store(w_ptr + (token[:, None] * HV + head) * K + offs_k[None, :], w, mask=mask_k)
+    v = load_by_sectors(
+        first_row + 2 * HK * K + head * V, C, token_mask, V, GRID, BLOCK_V, SECTOR
+    )  # fmt: skip
+    u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
+    tl.store(u_ptr + (token[:, None] * HV + head) * V + offs_v[None, :], u, mask=mask_v)
 
 
 @triton.jit
-def chunk_state_kernel(
-    heads, u, w, growth, recurrent, states, cu_seqlens, starts, state_src, state_slots,
-    snapshot_slots, firsts, slot_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One (row, value head, block of V): the state carried from chunk to chunk.
-
-    Leaves the state before each chunk in `states`, and turns u into what the chunk writes.
-    """
-    s = tl.program_id(0) // HV
-    h = tl.program_id(0) % HV
-    begin = tl.load(cu_seqlens + s).to(tl.int64)
-    length = (tl.load(cu_seqlens + s + 1) - begin).to(tl.int32)
-    slot = tl.load(state_slots + s).to(tl.int64)
-    if (length == 0) | (slot == 0):
-        return
-    snapshot = tl.load(snapshot_slots + s).to(tl.int64)
-    kh = h // (HV // HK)
-    first = tl.load(firsts + s).to(tl.int64)
-    t = tl.arange(0, GRID)
-    i = tl.arange(0, BLOCK_K)
-    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (i < K)[:, None] & (j < V)[None, :]
-    place = i[:, None] * V + j[None, :]
-    recurrent += h * K * V + place
-    source = tl.load(state_src + s).to(tl.int64) * slot_stride
-    DTYPE: tl.constexpr = recurrent.dtype.element_ty
-    state = tl.load(recurrent + source, mask=inside & (tl.load(starts + s) > 0), other=0.0)
-    state = state.to(tl.float32)
-    if (snapshot > 0) & (length < GRID):
-        tl.store(recurrent + snapshot * slot_stride, state.to(DTYPE), mask=inside)
-    for c in range(tl.cdiv(length, GRID)):
-        live = c * GRID + t < length
-        token = (begin + c * GRID + t)[:, None]
-        mask_k = live[:, None] & (i < K)[None, :]
-        mask_v = live[:, None] & (j < V)[None, :]
-        block = (first + c) * HV + h
-        tl.store(states + block * K * V + place, state.to(DTYPE), mask=inside)
-        old_w = tl.load(w + (token * HV + h) * K + i[None, :], mask=mask_k, other=0.0)
-        written = u + (token * HV + h) * V + j[None, :]
-        new = tl.load(written, mask=mask_v, other=0.0)
-        new -= tl.dot(old_w, state, input_precision=PRECISION)
-        tl.store(written, new, mask=mask_v)
-        of_k = heads + token * (2 * HK * K + HV * V) + (HK + kh) * K + i[None, :]
-        k = tl.load(of_k, mask=mask_k, other=0.0)
-        grown = tl.load(growth + block * GRID + t)
-        end = tl.load(growth + block * GRID + GRID - 1)
-        left = tl.trans(k * tl.exp(end - grown)[:, None])
-        state = state * tl.exp(end) + tl.dot(left, new, input_precision=PRECISION)
-        state = state.to(DTYPE).to(tl.float32)
-        if (snapshot > 0) & (c + 1 == length // GRID):
-            tl.store(recurrent + snapshot * slot_stride, state.to(DTYPE), mask=inside)
-    tl.store(recurrent + slot * slot_stride, state.to(DTYPE), mask=inside)
-
-
-@triton.jit
-def chunk_out_kernel(
-    heads, u, scores, growth, states, cu_seqlens, chunks, out,
+def chunk_output_kernel(
+    inputs_ptr, v_new_ptr, scores_ptr, g_cumsum_ptr, chunk_states_ptr, cu_seqlens_ptr, chunks_ptr,
+    out_ptr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
     SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, value head, block of V): outputs, from the state before it and its own tokens."""
+    """Compute outputs [T, HV, V] of one (chunk, value head, block of V).
+
+    The inter-chunk part is q exp(g_cumsum) S, the intra-chunk part scores v_new.
+    """
     chunk = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
-    count = tl.load(chunks + chunk * 3 + 2)
+    head = tl.program_id(1)
+    count = tl.load(chunks_ptr + chunk * 3 + 2)
     if count == 0:
         return
-    s = tl.load(chunks + chunk * 3)
-    offset = tl.load(chunks + chunk * 3 + 1)
-    begin = tl.load(cu_seqlens + s).to(tl.int64) + offset
-    kh = h // (HV // HK)
-    block = chunk * HV + h
-    t = tl.arange(0, GRID)
-    i = tl.arange(0, BLOCK_K)
-    j = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    live = t < count
-    token = (begin + t)[:, None]
-    mask_k = live[:, None] & (i < K)[None, :]
-    mask_v = live[:, None] & (j < V)[None, :]
-    of_q = heads + token * (2 * HK * K + HV * V) + kh * K + i[None, :]
-    q = tl.load(of_q, mask=mask_k, other=0.0)
-    grown = tl.load(growth + block * GRID + t)
-    first = tl.program_id(2) * BLOCK_V
-    before = states + block * K * V + first
-    state = load_across(before, V, i < K, V - first, BLOCK_K, BLOCK_V, SECTOR).to(tl.float32)
-    o = tl.dot(q * tl.exp(grown)[:, None], state, input_precision=PRECISION)
-    seen = tl.load(scores + (block * GRID + t[:, None]) * GRID + t[None, :])
-    written = u + (begin * HV + h) * V + first
-    new = load_across(written, HV * V, live, V - first, GRID, BLOCK_V, SECTOR)
-    o += tl.dot(seen, new, input_precision=PRECISION)
-    place = (token * HV + h) * V + j[None, :]
-    tl.store(out + place, o, mask=mask_v)
+    row = tl.load(chunks_ptr + chunk * 3)
+    offset = tl.load(chunks_ptr + chunk * 3 + 1)
+    begin = tl.load(cu_seqlens_ptr + row).to(tl.int64) + offset
+    k_head = head // (HV // HK)
+    block = chunk * HV + head
+    offs_t = tl.arange(0, GRID)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    token_mask = offs_t < count
+    token = (begin + offs_t)[:, None]
+    mask_k = token_mask[:, None] & (offs_k < K)[None, :]
+    mask_v = token_mask[:, None] & (offs_v < V)[None, :]
+    q_ptrs = inputs_ptr + token * (2 * HK * K + HV * V) + k_head * K + offs_k[None, :]
+    q = tl.load(q_ptrs, mask=mask_k, other=0.0)
+    g_cumsum = tl.load(g_cumsum_ptr + block * GRID + offs_t)
+    first_v = tl.program_id(2) * BLOCK_V
+    states = chunk_states_ptr + block * K * V + first_v
+    state = load_by_sectors(
+        states, V, offs_k < K, V - first_v, BLOCK_K, BLOCK_V, SECTOR
+    ).to(tl.float32)  # fmt: skip
+    o = tl.dot(q * tl.exp(g_cumsum)[:, None], state, input_precision=PRECISION)
+    scores = tl.load(scores_ptr + (block * GRID + offs_t[:, None]) * GRID + offs_t[None, :])
+    v_rows = v_new_ptr + (begin * HV + head) * V + first_v
+    v_new = load_by_sectors(v_rows, HV * V, token_mask, V - first_v, GRID, BLOCK_V, SECTOR)
+    o += tl.dot(scores, v_new, input_precision=PRECISION)
+    out_offs = (token * HV + head) * V + offs_v[None, :]
+    tl.store(out_ptr + out_offs, o, mask=mask_v)

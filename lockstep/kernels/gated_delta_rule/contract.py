@@ -1,10 +1,12 @@
-"""gated_delta_step and gated_delta_chunk: the two laws of a Gated DeltaNet mixer.
+"""gated_delta_step and gated_delta_chunk: recurrent form and chunked form of Gated DeltaNet.
 
-Both take the raw projections and do gates, convolution, SiLU, l2 norm and recurrence (Yang et al.,
-Gated Delta Networks, 2024; layout of Qwen3.5 checkpoints). Generated tokens go through the
-token-by-token update; prompt tokens through the chunked (WY) form on the absolute 64-token grid.
-HK key heads of K, HV value heads of V; value head h reads key head h // (HV / HK).
-C = 2 HK K + HV V channels, ordered [all q | all k | all v]. W window tokens, R conv kernel - 1.
+Both ops take the raw projections and compute gates, convolution, SiLU, l2 norm and recurrence
+(Yang et al., Gated Delta Networks, 2024; layout of Qwen3.5 checkpoints). Generated tokens take the
+recurrent form, token by token. Prompt tokens take the chunked form (WY representation, UT
+transform) on the absolute 64-token grid.
+
+HK key heads of K, HV value heads of V; value head h reads key head h // (HV / HK). C = 2 HK K + HV
+V channels, ordered [all q | all k | all v]. W: maximum window tokens. R: convolution kernel - 1.
 """
 
 from dataclasses import dataclass
@@ -14,22 +16,22 @@ from torch import Tensor
 
 from lockstep.kernels.activations import sigmoid, softplus
 from lockstep.kernels.gated_delta_rule.reference import (
-    _chunk,
-    _delta_rule,
+    chunk_delta_rule,
+    delta_rule,
     heads_of,
 )
 from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.history import next_folded, past_slots
+from lockstep.kernels.recurrent.history import next_folded, past_indices
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
-from lockstep.kernels.recurrent.state import RecurrentState, on_grid, replay
+from lockstep.kernels.recurrent.state import RecurrentState, replay, round_on_grid
 from lockstep.kernels.registry import op
 from lockstep.step import GRID
 
 
 @dataclass(frozen=True)
 class GatedDeltaWeights:
-    """A layer's own weights: conv [C, R + 1]; a_log, dt_bias [HV] fp32; norm [V], with its eps."""
+    """Weights of a layer: conv [C, R + 1]; a_log, dt_bias [HV] fp32; norm [V], with its eps."""
 
     conv: Tensor
     a_log: Tensor
@@ -39,7 +41,7 @@ class GatedDeltaWeights:
 
 
 def gates(b: Tensor, a: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
-    """Raw b, a [..., HV] -> g, the log decay, and beta [..., HV], both fp32."""
+    """Compute the log decay g and the write strength beta [..., HV] in fp32 from raw b, a."""
     g = -torch.exp(weights.a_log) * softplus(a.float() + weights.dt_bias)
     return g, sigmoid(b.float())
 
@@ -57,39 +59,41 @@ def gated_delta_step(
     folded: Tensor,
     flush: int = 1,
 ) -> Tensor:
-    """Generated tokens: replay those that the state lacks, run the new window, and norm.
+    """Step generated tokens: replay the tokens that the state lacks, then run the new window.
 
-    mixed [S, Q, C], z [S, Q, HV, V], b, a [S, Q, HV] raw; slots [S] int64; starts [S] int32 the
-    window's first positions; folded [S] int32: how many tokens the state holds, up to
-    max(flush, grid) - 1 + W fewer than starts -> [S, Q, HV, V] of z's dtype, after the gated norm.
+    mixed [S, Q, C], z [S, Q, HV, V], b, a [S, Q, HV]: raw projections.
+    slots [S] int64; starts [S] int32: first positions of the window. folded [S] int32: tokens that
+    the state in memory holds, at most max(flush, grid) - 1 + W fewer than starts. Q <= W.
 
-    A state behind a multiple of its grid of tokens is rounded to its dtype, in replay and window
-    alike; outputs are of the state before that. The state is read once, and written once where
-    next_folded(starts, folded, flush, grid) is more than folded: as it is behind so many tokens. No
-    bit depends on flush. Q <= W. Slots may repeat only if null; a null row's results are undefined.
+    A state at a multiple of its grid is rounded to its dtype, both in replay and in the window;
+    outputs use the state before rounding. The state is read once. It is written once if
+    next_folded(starts, folded, flush, grid) is larger than folded, as of that token. No bit depends
+    on flush. Slots may repeat only if they are null; results of a null row are undefined.
+
+    Returns [S, Q, HV, V] in z's dtype, after the gated norm.
     """
     out = torch.empty_like(z)
-    ring_length = state.conv.shape[1]
+    conv_len = state.conv.shape[1]
     history = weights.conv.shape[1] - 1
     written = next_folded(starts, folded, flush, state.grid)
     rows = zip(slots.tolist(), starts.tolist(), folded.tolist(), written.tolist(), strict=True)
-    for row, (slot, start, held, due) in enumerate(rows):
-        s = replay(state, slot, state.recurrent[slot].float(), held, due)
-        if due > held:
+    for row, (slot, start, first, target) in enumerate(rows):
+        s = replay(state, slot, state.recurrent[slot].float(), first, target)
+        if target > first:
             state.recurrent[slot] = s
-        s = replay(state, slot, s, due, start)
-        past = state.conv[slot, past_slots(start, history, ring_length)]
+        s = replay(state, slot, s, target, start)
+        past = state.conv[slot, past_indices(start, history, conv_len)]
         q, k, v = heads_of(causal_convolution(torch.cat([past, mixed[row]]), weights.conv), state)
         g, beta = gates(b[row], a[row], weights)
         for t in range(mixed.shape[1]):
-            s, u, o = _delta_rule(s, q[t], k[t], v[t], torch.exp(g[t]), beta[t])
-            s = on_grid(state, s, start + t + 1)
+            s, u, o = delta_rule(s, q[t], k[t], v[t], torch.exp(g[t]), beta[t])
+            s = round_on_grid(state, s, start + t + 1)
             out[row, t] = gated_rms_norm(o, z[row, t], weights.norm, weights.eps)
-            state.conv[slot, (start + t) % ring_length] = mixed[row, t]
-            ring_slot = (start + t) % state.k.shape[1]
-            state.u[slot, ring_slot] = u
-            state.k[slot, ring_slot] = k[t]
-            state.decay[slot, ring_slot] = torch.exp(g[t])
+            state.conv[slot, (start + t) % conv_len] = mixed[row, t]
+            index = (start + t) % state.k.shape[1]
+            state.u[slot, index] = u
+            state.k[slot, index] = k[t]
+            state.decay[slot, index] = torch.exp(g[t])
     return out
 
 
@@ -106,30 +110,34 @@ def gated_delta_chunk(
     state_slots: Tensor,
     snapshot_slots: Tensor,
 ) -> Tensor:
-    """Prompt tokens: the chunked form on the absolute grid; between chunks the state is fp32, with
-    numbers of its dtype in memory.
+    """Run prompt tokens in the chunked form on the absolute grid.
 
-    mixed [T, C], b, a [T, HV] raw; cu_seqlens [S+1], the rest [S], all int32
-    -> o [T, HV, V] fp32, before the gated norm. Row s begins at position starts[s], a multiple of
-    the grid, from the state in slot state_src[s] (zeros where starts[s] == 0), and leaves its state
-    in state_slots[s]; the state at its last grid point goes to snapshot_slots[s] where that is not
-    0. A row without tokens, or whose state slot is 0, does nothing. A state is rounded to its dtype
-    at every grid point and at the row's end.
+    mixed [T, C], b, a [T, HV]: raw projections.
+    cu_seqlens [S+1]; starts, state_src, state_slots, snapshot_slots [S], all int32. Row s begins at
+    position starts[s], a multiple of the grid. It resumes from the state in slot state_src[s], or
+    from zeros where starts[s] is 0, and saves its state to state_slots[s]. The state at its last
+    grid point is saved to snapshot_slots[s] where that is not 0. A row without tokens or with state
+    slot 0 does nothing.
+
+    The state is fp32 inside of a chunk. It is rounded to its dtype in memory after every chunk,
+    i.e. at every grid point and at the row's end.
+
+    Returns o [T, HV, V] fp32, before the gated norm.
     """
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
     history = weights.conv.shape[1] - 1
-    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
-    for row in prompt_rows(mixed, state, history, *places):
-        own = row.tokens
+    row_arguments = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
+    for row in prompt_rows(mixed, state, history, *row_arguments):
+        span = row.tokens
         q, k, v = heads_of(causal_convolution(row.raw, weights.conv), state)
-        g, beta = gates(b[own], a[own], weights)
+        g, beta = gates(b[span], a[span], weights)
         s = at_grid = row.before
         for first in range(0, len(v), GRID):
             chunk = slice(first, first + GRID)
-            o, s = _chunk(q[chunk], k[chunk], v[chunk], g[chunk], beta[chunk], s)
-            out[own][chunk] = o
+            o, s = chunk_delta_rule(q[chunk], k[chunk], v[chunk], g[chunk], beta[chunk], s)
+            out[span][chunk] = o
             s = state.rounded(s)
             if first + GRID == len(v) // GRID * GRID:
                 at_grid = s
-        row.keep(at_grid, s)
+        row.save(at_grid, s)
     return out

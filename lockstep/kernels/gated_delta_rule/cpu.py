@@ -1,8 +1,8 @@
-"""Both laws on a CPU: the references' bits from few torch calls, whose number is what costs there.
+"""gated_delta_step and gated_delta_chunk on a CPU, with the references' bits in few torch calls.
 
-The step works token-major, [Q, S, ...], so that one call serves all rows and heads of a token; the
-chunked form makes all of a row's chunks at once and walks the state alone through them. Times are
-in docs/kernels/gated_delta_rule.md.
+The recurrent form works token-major, [Q, S, ...], so that one call serves all rows and heads of a
+token. The chunked form computes all of a row's chunks at once; only the state goes from chunk to
+chunk. Times are in docs/kernels/gated_delta_rule.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,22 +23,22 @@ from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent.cpu import (
     Tokens,
     Window,
-    by_token,
     causal_convolution,
+    rank_one_update,
     replay,
     round_rows,
-    write,
+    split_tokens,
 )
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
-from lockstep.kernels.recurrent.state import RecurrentState, expand
+from lockstep.kernels.recurrent.state import RecurrentState, expand_heads
 from lockstep.step import GRID
 
 EPS = torch.tensor(L2_EPS)
-"""As a tensor, which is added sooner than a number (lockstep.kernels.activations.ONE)."""
+"""L2_EPS as a tensor, which torch adds faster than a number (lockstep.kernels.activations.ONE)."""
 
 
 def _heads(mixed: Tensor, state: RecurrentState) -> tuple[Tensor, Tensor, Tensor]:
-    """lockstep.kernels.gated_delta_rule.heads_of, as views of mixed, which is written over."""
+    """Compute heads_of in place: the results are views of mixed, which is overwritten."""
     hk, hv, dk, dv = state.sizes()
     qk, v = mixed.split([2 * hk * dk, hv * dv], dim=-1)
     qk = qk.unflatten(-1, (2 * hk, dk))
@@ -60,20 +60,22 @@ def gated_delta_step_cpu(
     folded: Tensor,
     flush: int = 1,
 ) -> Tensor:
-    """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
+    """Run the window of all rows at once: see gated_delta_rule.gated_delta_step."""
     mixed, z, b, a = (x.transpose(0, 1) for x in (mixed, z, b, a))
     window = Window(mixed, state, slots, starts, folded, weights.conv.shape[1] - 1)
     q, k, v = _heads(causal_convolution(window.raw, weights.conv), state)
     g, beta = gates(b, a, weights)
     s = replay(state, slots, starts, folded, window.replayed, flush)
     decay = torch.exp(g)
-    each = (by_token(x, b.shape[2]) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
-    o, u = _run(state, s, window.first, *each)
-    window.keep(u, k, decay)
+    by_token = (
+        split_tokens(x, b.shape[2]) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1))
+    )
+    o, u = _step_tokens(state, s, window.first, *by_token)
+    window.append(u, k, decay)
     return gated_rms_norm(o.view(z.shape), z, weights.norm, weights.eps).transpose(0, 1)
 
 
-def _run(
+def _step_tokens(
     state: RecurrentState,
     s: Tensor,
     starts: Sequence[int],
@@ -83,15 +85,18 @@ def _run(
     decay: Tokens,
     beta: Tokens,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, token by token, in place on s [S, HV, K, V], N = S * HV: q, k [N, 1, K],
-    v [N, 1, V], decay, beta [N, 1, 1] -> o, u [Q * N, 1, V]."""
+    """Run the recurrence token by token, updating s [S, HV, K, V] in place.
+
+    q, k [N, 1, K], v [N, 1, V], decay, beta [N, 1, 1] per token, N = S * HV. Returns o, u [Q * N,
+    1, V].
+    """
     out: list[Tensor] = []
     u: list[Tensor] = []
     flat = s.flatten(0, 1)
     for t, (q_t, k_t, v_t, decay_t, beta_t) in enumerate(zip(q, k, v, decay, beta, strict=True)):
         flat.mul_(decay_t)
         u.append((v_t - torch.bmm(k_t, flat)).mul_(beta_t))
-        write(flat, k_t, u[-1])
+        rank_one_update(flat, k_t, u[-1])
         out.append(torch.bmm(q_t, flat))
         round_rows(state, s, [start + t + 1 for start in starts])
     return torch.cat(out), torch.cat(u)
@@ -110,20 +115,20 @@ def gated_delta_chunk_cpu(
     state_slots: Tensor,
     snapshot_slots: Tensor,
 ) -> Tensor:
-    """See lockstep.kernels.gated_delta_rule.gated_delta_chunk."""
+    """Run prompt chunks row by row: see gated_delta_rule.gated_delta_chunk."""
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
     history = weights.conv.shape[1] - 1
     g, beta = gates(b, a, weights)
-    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
-    for row in prompt_rows(mixed, state, history, *places):
-        own = row.tokens
+    row_arguments = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
+    for row in prompt_rows(mixed, state, history, *row_arguments):
+        span = row.tokens
         heads = _heads(causal_convolution(row.raw, weights.conv), state)
-        out[own], at_grid, s = _chunks(*heads, g[own], beta[own], row.before, state.rounded)
-        row.keep(at_grid, s)
+        out[span], at_grid, s = _run_chunks(*heads, g[span], beta[span], row.before, state.rounded)
+        row.save(at_grid, s)
     return out
 
 
-def _chunks(
+def _run_chunks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -132,45 +137,46 @@ def _chunks(
     s: Tensor,
     rounded: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One row's chunks: q, k [T, HK, K], v [T, HV, V], g, beta [T, HV], s [HV, K, V]
-    -> o [T, HV, V], the state at the last grid point, the state after the last token.
+    """Run the chunks of one row by their WY representation.
 
-    rounded: a state as memory has it, which it is behind every chunk.
-    Tokens past the end have k = 0, beta = 0 and no decay: exact no-ops on the state.
+    q, k [T, HK, K], v [T, HV, V], g, beta [T, HV], s [HV, K, V]. rounded: rounds a state to its
+    dtype in memory. Returns o [T, HV, V], the state at the last grid point and the state after the
+    last token.
     """
     length, hv = v.shape[:2]
-    whole = length // GRID
+    whole_chunks = length // GRID
     chunks = -(-length // GRID)
-    short = chunks * GRID - length
+    missing = chunks * GRID - length
 
-    def chunked(x: Tensor) -> Tensor:
-        """[T, HV, ...] -> [chunks, HV, GRID, ...]."""
-        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, short))
+    def split_chunks(x: Tensor) -> Tensor:
+        """Pad [T, HV, ...] and split it into [chunks, HV, GRID, ...]."""
+        # k = 0, beta = 0 and log decay 0 make the padding tokens exact no-ops.
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
         return x.view(chunks, GRID, *x.shape[1:]).transpose(1, 2)
 
-    q = chunked(expand(q, hv))
-    k = chunked(expand(k, hv))
-    v = chunked(v)
-    g = chunked(g).cumsum(-1)
-    beta = chunked(beta)[..., None]
+    q = split_chunks(expand_heads(q, hv))
+    k = split_chunks(expand_heads(k, hv))
+    v = split_chunks(v)
+    g = split_chunks(g).cumsum(-1)
+    beta = split_chunks(beta)[..., None]
     causal = torch.ones(GRID, GRID, dtype=torch.bool).tril()
     decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill(~causal, -torch.inf))
-    inner = ((k * beta) @ k.transpose(-1, -2) * decay).tril(-1) + torch.eye(GRID)
+    triangular = ((k * beta) @ k.transpose(-1, -2) * decay).tril(-1) + torch.eye(GRID)
     grown = torch.exp(g)[..., None]
     solved = torch.linalg.solve_triangular(
-        inner, torch.cat([v * beta, k * beta * grown], -1), upper=False, unitriangular=True
+        triangular, torch.cat([v * beta, k * beta * grown], -1), upper=False, unitriangular=True
     )
     u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores = (q @ k.transpose(-1, -2)) * decay
     q = q * grown
-    left = k * torch.exp(g[..., -1:] - g)[..., None]
+    k_decayed = k * torch.exp(g[..., -1:] - g)[..., None]
     out = torch.empty_like(v)
     at_grid = s
     for c in range(chunks):
-        new = u[c] - w[c] @ s
-        out[c] = q[c] @ s + scores[c] @ new
-        s = s * torch.exp(g[c, :, -1])[:, None, None] + left[c].transpose(-1, -2) @ new
+        v_new = u[c] - w[c] @ s
+        out[c] = q[c] @ s + scores[c] @ v_new
+        s = s * torch.exp(g[c, :, -1])[:, None, None] + k_decayed[c].transpose(-1, -2) @ v_new
         s = rounded(s)
-        if c + 1 == whole:
+        if c + 1 == whole_chunks:
             at_grid = s
     return out.transpose(1, 2).reshape(chunks * GRID, hv, -1)[:length], at_grid, s

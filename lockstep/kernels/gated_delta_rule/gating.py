@@ -9,6 +9,6 @@ from lockstep.kernels.device.activations import sigmoid_approx, softplus
 
 @triton.jit
 def gates(a, b, a_log, dt_bias):
-    """Raw a, b and a head's parameters -> g, the log decay, and beta, fp32."""
-    rise = softplus(a.to(tl.float32) + dt_bias)
-    return -tl.exp(a_log) * rise, sigmoid_approx(b.to(tl.float32))
+    """Compute the log decay g and the write strength beta in fp32 from raw a, b of one head."""
+    dt = softplus(a.to(tl.float32) + dt_bias)
+    return -tl.exp(a_log) * dt, sigmoid_approx(b.to(tl.float32))

@@ -1,71 +1,78 @@
-"""The delta rule of one token, and its chunked form."""
+"""Math of Gated DeltaNet: the delta rule of one token, and its chunked form."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.recurrent.state import RecurrentState, expand, write
+from lockstep.kernels.recurrent.state import RecurrentState, expand_heads, rank_one_update
 from lockstep.step import GRID
 
 L2_EPS = 1e-6
-"""Added to the sum of squares of q and k before the root, as in Qwen3.5's l2norm."""
+"""Epsilon added to the sum of squares of q and k, as in Qwen3.5's l2norm."""
 
 
 def heads_of(mixed: Tensor, state: RecurrentState) -> tuple[Tensor, Tensor, Tensor]:
-    """Convolved mixed [..., C] fp32 -> q, k [..., HK, K] of length 1 (q times K^-1/2 then), and
-    v [..., HV, V]."""
+    """Split convolved mixed [..., C] fp32 into q, k [..., HK, K] and v [..., HV, V].
+
+    q and k are l2-normalized; q is then scaled by K^-1/2.
+    """
     hk, hv, dk, dv = state.sizes()
     q, k, v = mixed.split([hk * dk, hk * dk, hv * dv], dim=-1)
-    q = _l2_normalised(q.unflatten(-1, (hk, dk))) * dk**-0.5
-    k = _l2_normalised(k.unflatten(-1, (hk, dk)))
+    q = _l2_normalize(q.unflatten(-1, (hk, dk))) * dk**-0.5
+    k = _l2_normalize(k.unflatten(-1, (hk, dk)))
     return q, k, v.unflatten(-1, (hv, dv))
 
 
-def _l2_normalised(x: Tensor) -> Tensor:
+def _l2_normalize(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
 
-def _delta_rule(
+def delta_rule(
     s: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One token: s [HV, K, V], q, k [HK, K], v [HV, V], decay, beta [HV]
-    -> the state after it, u and o [HV, V]: the gated delta rule."""
-    q = expand(q, len(s))[:, None]
-    k = expand(k, len(s))[:, None]
+    """Apply the gated delta rule to one token.
+
+    s [HV, K, V], q, k [HK, K], v [HV, V], decay, beta [HV]. Returns the state after the token, u
+    and o [HV, V].
+    """
+    q = expand_heads(q, len(s))[:, None]
+    k = expand_heads(k, len(s))[:, None]
     s = s * decay[:, None, None]
     u = (v[:, None] - k @ s) * beta[:, None, None]
-    s = write(s, k, u)
+    s = rank_one_update(s, k, u)
     return s, u[:, 0], (q @ s)[:, 0]
 
 
-def _chunk(
+def chunk_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Up to GRID tokens at once, by the WY form: q, k [T, HK, K],
-    v [T, HV, V], g, beta [T, HV], s [HV, K, V] -> o [T, HV, V], the state after them.
+    """Run one chunk of up to GRID tokens by its WY representation.
 
-    A short chunk is filled up with k = 0, beta = 0 and no decay: exact no-ops.
+    q, k [T, HK, K], v [T, HV, V], g, beta [T, HV], s [HV, K, V]. Returns o [T, HV, V] and the state
+    after the chunk.
     """
     tokens, heads = v.shape[:2]
 
-    def filled(x: Tensor) -> Tensor:
-        """[T, HV, ...] -> [HV, GRID, ...]."""
+    def pad_chunk(x: Tensor) -> Tensor:
+        """Pad [T, HV, ...] to GRID tokens and transpose it to [HV, GRID, ...]."""
+        # k = 0, beta = 0 and log decay 0 make the padding tokens exact no-ops.
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, GRID - tokens)).transpose(0, 1)
 
-    q = filled(expand(q, heads))
-    k = filled(expand(k, heads))
-    v = filled(v)
-    g = filled(g).cumsum(-1)
-    beta = filled(beta)[..., None]
+    q = pad_chunk(expand_heads(q, heads))
+    k = pad_chunk(expand_heads(k, heads))
+    v = pad_chunk(v)
+    g = pad_chunk(g).cumsum(-1)
+    beta = pad_chunk(beta)[..., None]
     causal = torch.ones(GRID, GRID, dtype=torch.bool).tril()
     decay = torch.exp((g[:, :, None] - g[:, None, :]).masked_fill(~causal, -torch.inf))
+    # UT transform: u and w of the WY representation solve (I + A) [u | w] = [v | k exp(g)] beta.
     grown = torch.exp(g)[..., None]
-    inner = ((k * beta) @ k.transpose(1, 2) * decay).tril(-1) + torch.eye(GRID)
+    triangular = ((k * beta) @ k.transpose(1, 2) * decay).tril(-1) + torch.eye(GRID)
     right = torch.cat([v * beta, k * beta * grown], -1)
-    solved = torch.linalg.solve_triangular(inner, right, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(triangular, right, upper=False, unitriangular=True)
     u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    new = u - w @ s
-    o = (q * grown) @ s + (q @ k.transpose(1, 2) * decay) @ new
-    left = k * torch.exp(g[:, -1:] - g)[..., None]
-    s = s * torch.exp(g[:, -1])[:, None, None] + left.transpose(1, 2) @ new
+    v_new = u - w @ s
+    o = (q * grown) @ s + (q @ k.transpose(1, 2) * decay) @ v_new
+    k_decayed = k * torch.exp(g[:, -1:] - g)[..., None]
+    s = s * torch.exp(g[:, -1])[:, None, None] + k_decayed.transpose(1, 2) @ v_new
     return o.transpose(0, 1)[:tokens], s

@@ -1,4 +1,4 @@
-"""head_linear: what absorbs queries, and what expands outputs."""
+"""head_linear: MLA's query absorption and output expansion."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,7 +10,7 @@ from lockstep.kernels.head_linear import head_linear
 
 
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
-    """Both maps of a model with latent attention."""
+    """Yield both maps of a model with latent attention."""
     if model.latent:
         plain = model.latent.plain
         latent = model.latent.latent

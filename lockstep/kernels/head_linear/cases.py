@@ -1,4 +1,4 @@
-"""Shapes of head_linear for every backend."""
+"""Cases of head_linear for every backend."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,24 +16,24 @@ SIZES = (
     (0, 2, 16, 16),
 )
 """(tokens, heads, inputs, outputs)."""
-BESIDE = 6
-"""Columns of each head's row that are not read."""
+PADDING = 6
+"""Unread columns after each head's row: x is a view of wider rows."""
 
 
 def head_linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of head_linear on the CPU). x is a view of wider rows, NaN beside."""
+    """Yield (name, arguments of head_linear on the CPU); unread columns of x are NaN."""
     for tokens, heads, inputs, outputs in SIZES:
         generator = torch.Generator().manual_seed(inputs + outputs)
 
         def numbers(*shape: int, generator: torch.Generator = generator) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
-        wide = torch.full((tokens, heads, inputs + BESIDE), float("nan"), dtype=dtype)
+        wide = torch.full((tokens, heads, inputs + PADDING), float("nan"), dtype=dtype)
         wide[..., :inputs] = numbers(tokens, heads, inputs)
         weight = numbers(heads, outputs, inputs) * inputs**-0.5
         yield f"{tokens}x{heads}x{inputs} -> {outputs}", dict(x=wide[..., :inputs], weight=weight)
 
 
 def head_linear_traits(x: Tensor, weight: Tensor) -> dict[str, Any]:
-    """What a layer of such arguments says when it asks for a backend."""
+    """Return the traits by which a layer with such arguments chooses a backend."""
     return dict(inputs=weight.shape[2], outputs=weight.shape[1])

@@ -1,4 +1,4 @@
-"""head_linear: y_h = x_h W_h^T, a small linear map for every head. MLA's absorbed projections."""
+"""head_linear: y_h = x_h W_h^T, one small linear map per head. MLA's absorbed projections."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,15 @@ from lockstep.kernels.row_tiles import tile_mm
 
 @op
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, H, K], its last stride 1; weight [H, N, K] of x's dtype -> [T, H, N], contiguous.
+    """Compute x_h W_h^T for every head: [T, H, N], contiguous.
 
-    Per head what linear is with one segment: one fp32 accumulation over K in ascending order,
-    rounded once. On a CPU it is taken by tiles of rows (lockstep.kernels.row_tiles). A row's bits
-    do not depend on T.
+    Per head it is linear with one partition: one fp32 accumulation over K in ascending order,
+    rounded once. On a CPU it runs in row tiles (lockstep.kernels.row_tiles). A row's bits do not
+    depend on T.
+
+    Args:
+        x: [T, H, K], its last stride 1.
+        weight: [H, N, K] of x's dtype.
     """
-    found = [tile_mm(x[:, h].float(), own.float().t()).to(x.dtype) for h, own in enumerate(weight)]
-    return torch.stack(found, 1)
+    outputs = [tile_mm(x[:, h].float(), w.float().t()).to(x.dtype) for h, w in enumerate(weight)]
+    return torch.stack(outputs, 1)

@@ -1,4 +1,4 @@
-"""head_linear on a CPU: head by head in row tiles that give the reference's bits here.
+"""head_linear on a CPU: head by head, in row tiles that give the reference's bits here.
 
 It is fast where weight is a transposed view of [H, K, N] storage.
 """
@@ -13,5 +13,5 @@ from lockstep.kernels.row_tiles import tiled_linear
 
 @head_linear.backend("cpu", supports=cpu_trait)
 def head_linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    """See lockstep.kernels.head_linear.head_linear."""
-    return torch.stack([tiled_linear(x[:, h], own) for h, own in enumerate(weight)], 1)
+    """See lockstep.kernels.head_linear.contract.head_linear."""
+    return torch.stack([tiled_linear(x[:, h], w) for h, w in enumerate(weight)], 1)

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.kv_tile import load_kv_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import kv_operand
-from lockstep.kernels.formats.weights.operand import target_of
 
 CTA_TOKENS = 16
 """Tokens that a CTA dequantizes at once."""
@@ -91,7 +91,7 @@ def dequantized_groups(
     latent_scratch = new_empty(rows_per_group * columns, page, dim)
     rope_scratch = new_empty(rows_per_group * columns, page, rope)
     table = new_empty(rows_per_group, columns, dtype=torch.int32)
-    latent_operand = kv_operand(latents, ropes.dtype, target_of(ropes.device))
+    latent_operand = kv_operand(latents, ropes.dtype, compile_target(ropes.device))
     for begin in range(0, len(starts), rows_per_group):
         group_starts = starts[begin : begin + rows_per_group]
         bounds = cu_seqlens[begin : begin + len(group_starts) + 1]

@@ -24,12 +24,12 @@ from lockstep.kernels import architecture
 from lockstep.kernels.architecture import HOPPER, fit_stages
 from lockstep.kernels.attention import KV_SPLIT
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.kv_tile import load_kv_tile, pages_of_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, combine
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import kv_operand, quantized_token_bytes, unsupported_cache
-from lockstep.kernels.formats.weights.operand import target_of
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.latent_attention.device import (
     block_of,
@@ -423,7 +423,7 @@ def latent_attention_triton(
     partials = [torch.empty(count * size, **f32) for size in (1, 1, latent)]
     block_c = triton.next_power_of_2(max(latent, 16))
     block_r = triton.next_power_of_2(max(rope, 16))
-    target = target_of(q_latent.device)
+    target = compile_target(q_latent.device)
     latent_operand = kv_operand(latents, q_latent.dtype, target)
     quantized_bytes = quantized_token_bytes(latents)
     size = q_latent.element_size()

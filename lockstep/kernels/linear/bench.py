@@ -1,4 +1,4 @@
-"""linear: every weight of a model, walking through several of its shape."""
+"""linear: every weight of a model, each measurement walking through several of its shape."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,18 +8,20 @@ from torch import Tensor
 from lockstep.kernels.bench_types import BenchEnv, Cost, LazyBenchmark, ModelShape, OpBenchmark
 from lockstep.kernels.linear import linear
 
-MOST_WEIGHTS = 64
+MAX_WEIGHTS = 64
+"""Distinct weights of a measurement at most."""
 
 
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
-    """linear at each weight of the model."""
+    """Yield linear at each weight of the model."""
     for name, n, k in model.weights:
         yield linear, partial(_linear, name, n, k, env, query_len)
 
 
 def _linear(name: str, n: int, k: int, env: BenchEnv, query_len: int) -> OpBenchmark:
+    """Measure linear at one weight through the model's own layer."""
     size = env.dtype.itemsize
-    variants = min(-(-env.chain_bytes // (n * k * size)) + 1, MOST_WEIGHTS)
+    variants = min(-(-env.chain_bytes // (n * k * size)) + 1, MAX_WEIGHTS)
     backend, layers = env.linears(n, k, variants, env.max_rows * query_len)
     x = env.random(env.max_rows * query_len, k)
 

@@ -1,9 +1,9 @@
-"""Which backend serves a linear at a number of rows: compared and timed once, before any capture.
+"""Choice of linear's backend by number of rows: compared and timed once, before any capture.
 
-A backend that is fast but promises no tree (cuBLAS) may serve a weight's shape at a number of rows
-where it gave the bits of the exact one on inputs made to tell trees apart, on this very GPU,
-eagerly and from a graph. Where nothing was probed the exact one serves. docs/kernels/linear.md
-says what a probe shows and what it does not.
+A backend that is fast but promises no reduction tree (cuBLAS) may serve a weight's shape at a
+number of rows where it gave the bits of the exact backend on inputs made to distinguish trees, on
+this very GPU, eagerly and from a graph. Where nothing was probed the exact backend serves.
+docs/kernels/linear.md says what a probe proves and what it does not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,31 +14,32 @@ from torch import Tensor
 from lockstep.kernels.linear.tuning import seconds
 from lockstep.kernels.timing import record_graph
 
-Run = Callable[..., Tensor]
-FASTER = 0.98
-"""The fast one serves where it takes at most this share of the exact one's time."""
-FEWEST = 33
-"""Rows. Below, only the weights' bytes count, and the exact one reads them at full speed."""
-SMALLEST = 4 << 20
-"""Numbers in a weight. Smaller ones take as long as a launch."""
-ALIGNED = 256
-"""Bytes. A library may read the alignment of its operands; a fresh tensor of torch has more."""
+RunLinear = Callable[..., Tensor]
+MAX_TIME_RATIO = 0.98
+"""The fast backend serves where it takes at most this share of the exact one's time."""
+MIN_ROWS = 33
+"""Rows. With fewer, reading the weights is the bound, and the exact backend reads at full speed."""
+MIN_NUMEL = 4 << 20
+"""Elements of a weight. Smaller ones take as long as a launch."""
+ALIGNMENT = 256
+"""Bytes. cuBLAS may choose a kernel by its operands' alignment; fresh tensors of torch have
+this."""
 SPREADS = {torch.bfloat16: (0, 8, 40), torch.float16: (0, 2, 4)}
-"""Trials take normal numbers times 2^-spread .. 2^spread."""
+"""Exponent ranges of the trials: normal numbers times 2^-spread .. 2^spread."""
 SLICE = 4096
-"""Rows of a trial's operands that are made at once."""
+"""Rows of a trial's operands that are drawn at once."""
 
 
 class Probed:
-    """linear for weights of one shape: `exact`, or `fast` at rows where a probe let it.
+    """linear for weights of one shape: `exact`, or `fast` at numbers of rows that passed a probe.
 
-    found: rows -> None where `fast` serves, else why not.
+    verdicts: rows -> None where `fast` serves, else the reason why not.
     """
 
-    def __init__(self, exact: Run, fast: Run) -> None:
+    def __init__(self, exact: RunLinear, fast: RunLinear) -> None:
         self.exact = exact
         self.fast = fast
-        self.found: dict[int, str | None] = {}
+        self.verdicts: dict[int, str | None] = {}
 
     def __call__(
         self,
@@ -48,10 +49,10 @@ class Probed:
         allow_partials: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See lockstep.kernels.linear.linear. The backends agree in every bit, so this is speed."""
+        """See lockstep.kernels.linear.contract.linear. Both backends agree in every bit."""
         if out is not None:
             return self.exact(x, weight, split_k, allow_partials, out)
-        fast = self.found.get(x.shape[0], "") is None and _placed(x) and _placed(weight)
+        fast = self.verdicts.get(x.shape[0], "") is None and _is_aligned(x) and _is_aligned(weight)
         return (self.fast if fast else self.exact)(x, weight, split_k, allow_partials)
 
     def probe(
@@ -61,54 +62,59 @@ class Probed:
         split_k: int,
         allow_partials: bool = False,
     ) -> None:
-        """Finds who serves at these numbers of rows, by the model's own weights [N, K].
+        """Decide which backend serves at these numbers of rows, on the model's own weights [N, K].
 
-        All have one shape; a few are enough, so that the L2 cache does not serve the timing.
-        partial: as the layers call it, which counts for the time.
+        All weights have one shape; a few are enough to keep L2 from serving the timing.
+        allow_partials: as the layers call it, which counts for the time.
         """
-        if weights[0].numel() < SMALLEST or weights[0].dtype not in SPREADS:
+        if weights[0].numel() < MIN_NUMEL or weights[0].dtype not in SPREADS:
             return
-        fresh = [count for count in rows if count >= FEWEST and count not in self.found]
+        fresh = [count for count in rows if count >= MIN_ROWS and count not in self.verdicts]
         try:
-            found = {
-                count: self._slower(count, weights, split_k, allow_partials) for count in fresh
+            verdicts = {
+                count: self._time_backends(count, weights, split_k, allow_partials)
+                for count in fresh
             }
-            self._compare(found, weights[0], split_k)
+            self._compare(verdicts, weights[0], split_k)
         except torch.OutOfMemoryError:
-            found = dict.fromkeys(fresh, "too little memory to probe")
-        self.found.update(found)
+            verdicts = dict.fromkeys(fresh, "too little memory to probe")
+        self.verdicts.update(verdicts)
 
-    def _slower(
+    def _time_backends(
         self, count: int, weights: Sequence[Tensor], split_k: int, allow_partials: bool
     ) -> str | None:
-        x = _spread(weights[0].new_empty(count, weights[0].shape[1]), 0, 0)
+        x = _fill_random(weights[0].new_empty(count, weights[0].shape[1]), 0, 0)
 
-        def took(run: Run) -> float:
+        def microseconds(run: RunLinear) -> float:
             return 1e6 * seconds(lambda weight: run(x, weight, split_k, allow_partials), weights)
 
-        rounds = [(took(self.fast), took(self.exact)) for _ in range(2)]
+        rounds = [(microseconds(self.fast), microseconds(self.exact)) for _ in range(2)]
         fast, exact = map(min, zip(*rounds, strict=True))
-        return None if fast <= FASTER * exact else f"slower, {fast:.0f} us against {exact:.0f}"
+        return (
+            None if fast <= MAX_TIME_RATIO * exact else f"slower, {fast:.0f} us against {exact:.0f}"
+        )
 
-    def _compare(self, found: dict[int, str | None], weight: Tensor, split_k: int) -> None:
-        """Refuses each number of rows at which any trial tells the backends apart."""
-        most = max((count for count, why in found.items() if why is None), default=0)
-        for name, x, w in trials(most, weight, split_k):
-            for count in [count for count, why in found.items() if why is None]:
+    def _compare(self, verdicts: dict[int, str | None], weight: Tensor, split_k: int) -> None:
+        """Reject each number of rows at which a trial distinguishes the backends."""
+        max_rows = max((count for count, why in verdicts.items() if why is None), default=0)
+        for name, x, w in trials(max_rows, weight, split_k):
+            for count in [count for count, why in verdicts.items() if why is None]:
                 arguments = (x[:count], w, split_k)
-                want = self.exact(*arguments)
-                gots = (self.fast(*arguments), _replayed(self.fast, *arguments))
-                wrong = max(_differing(got, want) for got in gots)
+                expected = self.exact(*arguments)
+                outputs = (self.fast(*arguments), _run_captured(self.fast, *arguments))
+                wrong = max(_count_differences(output, expected) for output in outputs)
                 if wrong:
-                    found[count] = f"other bits in {wrong} of {want.numel()} outputs ({name})"
+                    verdicts[count] = (
+                        f"other bits in {wrong} of {expected.numel()} outputs ({name})"
+                    )
 
 
 def trials(rows: int, weight: Tensor, split_k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(what it is, x [rows, K], a weight [N, K]) on which another order of addition shows.
+    """Yield (name, x [rows, K], weight [N, K]) on which another order of addition shows.
 
-    Halves of each segment that cancel, so that only the rounding of the partial sums is left, which
-    no other order repeats; products of ever more magnitudes; the model's own weight. No trials of
-    no rows.
+    Halves of each partition cancel, so that only the rounding of partial sums is left, which no
+    other order repeats; products span more and more magnitudes; then the model's own weight. With
+    no rows there are no trials.
     """
     if not rows:
         return
@@ -116,16 +122,20 @@ def trials(rows: int, weight: Tensor, split_k: int) -> Iterator[tuple[str, Tenso
     other = torch.empty_like(weight)
     spreads = SPREADS[weight.dtype]
     for seed, operand in enumerate((x, other)):
-        halves = _spread(operand, spreads[1], seed).unflatten(1, (split_k, 2, -1))
+        halves = _fill_random(operand, spreads[1], seed).unflatten(1, (split_k, 2, -1))
         halves[:, :, 1] = (2 * seed - 1) * halves[:, :, 0]
     yield "cancelling", x, other
     for seed, spread in enumerate(spreads, 2):
-        yield f"exponents to {spread}", _spread(x, spread, seed), _spread(other, spread, seed + 8)
-    yield "the model's weight", _spread(x, 0, 1), weight
+        yield (
+            f"exponents to {spread}",
+            _fill_random(x, spread, seed),
+            _fill_random(other, spread, seed + 8),
+        )
+    yield "the model's weight", _fill_random(x, 0, 1), weight
 
 
-def _spread(out: Tensor, spread: int, seed: int) -> Tensor:
-    """Fills out [R, K]: normal numbers times 2^-spread .. 2^spread, the same ones per seed."""
+def _fill_random(out: Tensor, spread: int, seed: int) -> Tensor:
+    """Fill out [R, K] with normal numbers times 2^-spread .. 2^spread, equal for equal seeds."""
     generator = torch.Generator(out.device).manual_seed(seed)
     for part in out.split(SLICE):
         scales = torch.empty(part.shape, device=out.device)
@@ -134,18 +144,18 @@ def _spread(out: Tensor, spread: int, seed: int) -> Tensor:
     return out
 
 
-def _placed(x: Tensor) -> bool:
-    """Whether x lies as a probe's operands do."""
-    return x.is_contiguous() and x.data_ptr() % ALIGNED == 0
+def _is_aligned(x: Tensor) -> bool:
+    """Return whether x is laid out like a probe's operands."""
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
-def _differing(a: Tensor, b: Tensor) -> int:
-    """How many numbers of 16 bits differ in their bits."""
+def _count_differences(a: Tensor, b: Tensor) -> int:
+    """Return how many 16-bit numbers differ in their bits."""
     return int((a.view(torch.int16) != b.view(torch.int16)).sum())
 
 
-def _replayed(run: Run, *arguments: object) -> Tensor:
-    """What a backend leaves when captured: a capture has its own stream and workspace."""
+def _run_captured(run: RunLinear, *arguments: object) -> Tensor:
+    """Run a backend from a captured graph: a capture has its own stream and workspace."""
     graph, out = record_graph(lambda: run(*arguments))
     graph.replay()
     return out

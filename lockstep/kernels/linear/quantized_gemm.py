@@ -1,57 +1,52 @@
 # mypy: ignore-errors
-"""The kernel of linear with a packed weight: weights are the left operand. See packed.py."""
+"""GEMM with a quantized weight whose tiles the Triton compiler lays out, for any GPU since Ampere.
+
+The weight is the left operand. See quantized.py.
+"""
 
 import triton
 import triton.language as tl
 
-from lockstep.kernels.formats.weights.dequantize_tile import chain
-from lockstep.kernels.linear.triton_uneven import place
+from lockstep.kernels.device.swizzle import swizzled_tile
+from lockstep.kernels.device.tree_reduction import reduce_partitions
+from lockstep.kernels.formats.weights.dequantize_tile import accumulate_partition
 
 
 @triton.jit
-def _subtree(
-    x, weight, live, rows, begin, length, K, COUNT: tl.constexpr, FORM: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DTYPE: tl.constexpr,
+def _accumulate(
+    begin, end, weight, rows, x_ptrs, row_mask, FORMAT: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """COUNT split_k of `length` columns from `begin` on, added pairwise in registers; the last one
-    of K may be shorter."""
-    if COUNT == 1:
-        return chain(
-            weight, rows, x, live, begin, tl.minimum(begin + length, K), FORM, EVEN,
-            BLOCK_N, BLOCK_M, BLOCK_K, DTYPE, APART=False,
-        )  # fmt: skip
-    else:
-        left = _subtree(
-            x, weight, live, rows, begin, length, K, COUNT // 2, FORM, EVEN,
-            BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
-        )  # fmt: skip
-        right = _subtree(
-            x, weight, live, rows, begin + COUNT // 2 * length, length, K, COUNT // 2, FORM,
-            EVEN, BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
-        )  # fmt: skip
-        return left + right
+    """Accumulate one split-K partition. Its last columns are masked inside the loop."""
+    acc = accumulate_partition(
+        weight, rows, x_ptrs, row_mask, begin, end, FORMAT, EVEN, BLOCK_N, BLOCK_M, BLOCK_K,
+        x_ptrs.dtype.element_ty, PEEL_TAIL=False,
+    )  # fmt: skip
+    return (acc,)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def packed_kernel(
-    x, weight, out, tokens, N, K, length, x_stride, out_stride,
-    COUNT: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+def quantized_gemm_kernel(
+    x_ptr, weight, out_ptr, tokens, N, K, length, x_stride, out_stride,
+    COUNT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [parts, tokens, N], rows out_stride apart.
+    """Compute one tile of out [parts, tokens, N]; rows are out_stride apart.
 
-    Rows of the weight past its end are copies of the last one: computed and not stored.
+    COUNT: split-K partitions of `length` columns that this CTA adds up.
     """
-    part, row_m, row_n = place(tl.program_id(0), tokens, N, GROUP, BLOCK_M, BLOCK_N)
-    m = row_m + tl.arange(0, BLOCK_M)
-    n = row_n + tl.arange(0, BLOCK_N)
-    live = (m < tokens)[:, None]
+    pid = tl.program_id(0)
+    part, first_m, first_n = swizzled_tile(pid, tokens, N, GROUP, BLOCK_M, BLOCK_N)
+    m = first_m + tl.arange(0, BLOCK_M)
+    n = first_n + tl.arange(0, BLOCK_N)
+    row_mask = (m < tokens)[:, None]
+    # Rows past the end repeat the last one: computed, never stored. That is cheaper than masking.
     rows = tl.minimum(n, N - 1).to(tl.int64)
-    x += m.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
-    total = _subtree(
-        x, weight, live, rows, part * COUNT * length, length, K, COUNT, FORM, EVEN,
-        BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
+    x_ptr += m.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
+    (acc,) = reduce_partitions(
+        _accumulate,
+        (weight, rows, x_ptr, row_mask, FORMAT, EVEN, BLOCK_N, BLOCK_M, BLOCK_K),
+        part * COUNT * length, length, K, COUNT,
     )  # fmt: skip
-    out += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-    tl.store(out, total.T.to(out.dtype.element_ty), mask=live & (n < N)[None, :])
+    out_ptr += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    tl.store(out_ptr, acc.T.to(out_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])

@@ -1,24 +1,27 @@
 # mypy: ignore-errors
-"""Assembly that dequantizes two words of a row at a time, for quantized_pipeline.py.
+"""Inline PTX that dequantizes two words of a row at a time, for quantized_pipeline.py.
 
-A result is two columns side by side of the model's dtype, in one register. Numbers of a group, or
-of an output, come as the kernel has prepared them, each once for both words.
+A result register holds two neighbouring columns in the model's dtype. Scales, zero points and
+factors come as the kernel has prepared them; an operand is shared by both words.
 """
 
 import torch
 from triton.experimental.gluon import language as gl
 
 
-def _text(outputs: int, inputs: str, lines: list[str]) -> tuple[gl.constexpr, gl.constexpr]:
-    """Assembly and its constraints: `outputs` words from operands of these kinds."""
+def _with_constraints(
+    outputs: int, inputs: str, lines: list[str]
+) -> tuple[gl.constexpr, gl.constexpr]:
+    """Return (PTX, constraints) of `outputs` result registers and of operands of these kinds."""
     kinds = ["=&r"] * outputs + list(inputs)
     return gl.constexpr("\n".join(["{", *lines, "}"])), gl.constexpr(",".join(kinds))
 
 
-def _int4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, scales and -(2^m + zero) -> eight pairs of this kind.
+def _int4_ptx(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Return the PTX of 4-bit integers with scales of the model's dtype: eight pairs.
 
-    A code in the lowest bits of 2^m, 128 in bf16 and 1024 in fp16, is 2^m + code.
+    Operands: two words, the scale, -(2^m + zero). OR-ing a code into the lowest bits of 2^m (128 in
+    bf16, 1024 in fp16) makes 2^m + code.
     """
     wide = kind == "bf16"
     magic = "0x43004300" if wide else "0x64006400"
@@ -36,16 +39,16 @@ def _int4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
             else:
                 lines.append("add.rn.f16x2 d, t, $12;")
                 lines.append(f"mul.rn.f16x2 {out}, d, $10;")
-    return _text(8, "r" * 6, lines)
+    return _with_constraints(8, "r" * 6, lines)
 
 
-def _split() -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, 2^6 times the scales, -zero / 2^6, and 2^6 times what scales lack in bf16 -> eight
-    pairs of bf16.
+def _split_scale_int4_ptx() -> tuple[gl.constexpr, gl.constexpr]:
+    """Return the PTX of 4-bit integers with fp16 scales in a bf16 model: eight pairs.
 
-    A code in the lowest bits of a subnormal number of bf16 is code / 2^133. One that begins at bit
-    4, where the exponent does at bit 7, is code / 2^129: the first numbers that are not subnormal
-    are as far apart. So two pairs need no shift; 2^127 and 2^123 make both code / 2^6.
+    Operands: two words, 2^6 * hi of the scale, -zero / 2^6, 2^6 * lo of the scale. A code in the
+    lowest bits of a bf16 subnormal is code / 2^133. One that begins at bit 4 is code / 2^129: the
+    exponent begins at bit 7, and the smallest normal numbers are equally spaced. So two of four
+    pairs need no shift; factors 2^127 and 2^123 make both code / 2^6.
     """
     lines = [
         ".reg .b32 w, t, d, l, low, high, none;",
@@ -60,16 +63,16 @@ def _split() -> tuple[gl.constexpr, gl.constexpr]:
                 lines.append(f"shr.u32 w, {source}, 8;")
                 source = "w"
             mask = "0x00f000f0" if pair % 2 else "0x000f000f"
-            up = "high" if pair % 2 else "low"
+            factor = "high" if pair % 2 else "low"
             lines.append(f"and.b32 t, {source}, {mask};")
-            lines.append(f"fma.rn.bf16x2 d, t, {up}, $12;")
+            lines.append(f"fma.rn.bf16x2 d, t, {factor}, $12;")
             lines.append("fma.rn.bf16x2 l, d, $14, none;")
             lines.append(f"fma.rn.bf16x2 ${4 * word + pair}, d, $10, l;")
-    return _text(8, "r" * 8, lines)
+    return _with_constraints(8, "r" * 8, lines)
 
 
-def _scaled(kind: str, low: str, high: str, scale: str, out: int) -> list[str]:
-    """Two numbers of fp32, times a scale -> pair $out of this kind."""
+def _scale_pair(kind: str, low: str, high: str, scale: str, out: int) -> list[str]:
+    """Return the PTX lines that scale two fp32 numbers and round them to the pair $out."""
     return [
         f"mul.rn.f32 {low}, {low}, {scale};",
         f"mul.rn.f32 {high}, {high}, {scale};",
@@ -77,8 +80,8 @@ def _scaled(kind: str, low: str, high: str, scale: str, out: int) -> list[str]:
     ]
 
 
-def _wide_int4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, their scale and 2^23 + zero in fp32 -> eight pairs of this kind."""
+def _generic_int4_ptx(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Return the PTX of 4-bit integers: two words, fp32 scale, 2^23 + zero -> eight pairs."""
     lines = [".reg .b32 w;", ".reg .f32 l, h;"]
     for word in range(2):
         for pair in range(4):
@@ -87,12 +90,12 @@ def _wide_int4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
                 lines.append("lop3.b32 w, w, 0xf, 0x4b000000, 0xea;")
                 lines.append(f"mov.b32 {number}, w;")
                 lines.append(f"sub.rn.f32 {number}, {number}, $12;")
-            lines += _scaled(kind, "l", "h", "$10", 4 * word + pair)
-    return _text(8, "rrffff", lines)
+            lines += _scale_pair(kind, "l", "h", "$10", 4 * word + pair)
+    return _with_constraints(8, "rrffff", lines)
 
 
-def _fp8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words of e4m3 and their scale in fp32 -> four pairs of this kind."""
+def _fp8_ptx(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Return the PTX of e4m3: two words and their fp32 scale -> four pairs."""
     lines = [
         ".reg .b16 l, h, a, b, c, d;",
         ".reg .b32 s, t;",
@@ -105,39 +108,39 @@ def _fp8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
         lines.append("mov.b32 {a, b}, s;")
         lines.append("mov.b32 {c, d}, t;")
         lines += [f"cvt.f32.f16 {to}, {of};" for to, of in zip("efgi", "abcd", strict=True)]
-        lines += _scaled(kind, "e", "g", "$6", 2 * word)
-        lines += _scaled(kind, "f", "i", "$6", 2 * word + 1)
-    return _text(4, "rrff", lines)
+        lines += _scale_pair(kind, "e", "g", "$6", 2 * word)
+        lines += _scale_pair(kind, "f", "i", "$6", 2 * word + 1)
+    return _with_constraints(4, "rrff", lines)
 
 
-def _int8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, their scale and 2^23 + zero in fp32 -> four pairs of this kind."""
+def _int8_ptx(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Return the PTX of 8-bit integers: two words, fp32 scale, 2^23 + zero -> four pairs."""
     lines = [".reg .b32 t;", ".reg .f32 e, f, g, i;"]
     for word in range(2):
         for byte, name in enumerate("efgi"):
             lines.append(f"prmt.b32 t, ${4 + word}, 0x4b000000, 0x744{byte};")
             lines.append(f"mov.b32 {name}, t;")
             lines.append(f"sub.rn.f32 {name}, {name}, $8;")
-        lines += _scaled(kind, "e", "g", "$6", 2 * word)
-        lines += _scaled(kind, "f", "i", "$6", 2 * word + 1)
-    return _text(4, "rrffff", lines)
+        lines += _scale_pair(kind, "e", "g", "$6", 2 * word)
+        lines += _scale_pair(kind, "f", "i", "$6", 2 * word + 1)
+    return _with_constraints(4, "rrffff", lines)
 
 
-def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, the scales in fp16 of the two groups of columns of each, and 2^6 times the factor
-    -> eight pairs of this kind.
+def _fp4_ptx(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Return the PTX of NVFP4: eight pairs.
 
-    A code of e2m1 whose sign is at bit 7 of a byte and whose size begins at bit 2 is one of e4m3,
-    2^6 times smaller. With a scale the product, whose last bit is 2^-16 or more, is exact in fp16.
+    Operands: two words, for each the fp16 scales of its two groups of 16 columns, 2^6 * factor. An
+    e2m1 code with its sign at bit 7 of a byte and its magnitude from bit 2 on is an e4m3 code 2^6
+    times smaller. Its product with a scale ends at 2^-16 or above, so it is exact in fp16.
     """
     lines = [".reg .b16 l, h, a, b;", ".reg .b32 s, m, c, t, u;", ".reg .f32 e, f;"]
     for word in range(2):
         source = f"${8 + word}"
         scales = f"${10 + 2 * word}"
-        for place in range(2):
-            signs = source if place else "s"
-            lines.append(f"shr.u32 m, {source}, 2;" if place else f"shl.b32 m, {source}, 2;")
-            if not place:
+        for parity in range(2):
+            signs = source if parity else "s"
+            lines.append(f"shr.u32 m, {source}, 2;" if parity else f"shl.b32 m, {source}, 2;")
+            if not parity:
                 lines.append(f"shl.b32 s, {source}, 4;")
             lines.append("and.b32 m, m, 0x1c1c1c1c;")
             lines.append(f"lop3.b32 c, {signs}, 0x80808080, m, 0xea;")
@@ -151,16 +154,17 @@ def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
                 lines.append("mov.b32 {a, b}, u;")
                 lines.append(f"cvt.f32.f16 e, {'lh'[group]};")
                 lines.append(f"cvt.f32.f16 f, {'ab'[group]};")
-                lines += _scaled(kind, "e", "f", "$14", 4 * word + 2 * group + place)
-    return _text(8, "rrrrrrff", lines)
+                lines += _scale_pair(kind, "e", "f", "$14", 4 * word + 2 * group + parity)
+    return _with_constraints(8, "rrrrrrff", lines)
 
 
-def _fp4_in_parts() -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, 2^7 times the scales in bf16 of the first groups of columns of both, and of the
-    second ones, and the two parts of 2^119 times the factor (see WRONG) -> eight pairs of bf16.
+def _split_factor_fp4_ptx() -> tuple[gl.constexpr, gl.constexpr]:
+    """Return the PTX of NVFP4 with a factor that splits into bf16 hi + lo: eight pairs of bf16.
 
-    A code of e2m1 whose sign is at bit 15 and whose size begins at bit 6 is one of bf16, 2^126
-    times smaller. Times a scale it is a multiple of 2^-129, of at most 6 bits, so it is exact.
+    Operands: two words; 2^7 * the bf16 scales of the first groups of both words, then of their
+    second groups; hi and lo of 2^119 * factor (FACTOR_MISMATCH says which lo serves). An e2m1 code
+    with its sign at bit 15 and its magnitude from bit 6 on is a bf16 number 2^126 times smaller.
+    Times a scale it is a multiple of 2^-129 with at most 6 bits, so it is exact.
     """
     lines = [".reg .b32 g, s, m, v, l;", ".reg .b16 x, y;"]
     for word in range(2):
@@ -180,16 +184,19 @@ def _fp4_in_parts() -> tuple[gl.constexpr, gl.constexpr]:
             lines.append("mul.rn.bf16x2 v, v, g;")
             lines.append("mul.rn.bf16x2 l, v, $16;")
             lines.append(f"fma.rn.bf16x2 ${4 * word + pair}, v, $14, l;")
-    return _text(8, "r" * 10, lines)
+    return _with_constraints(8, "r" * 10, lines)
 
 
 MANTISSAS = sorted({a * b for a in (1.0, 1.5) for b in (1 + i / 8 for i in range(8))})
-"""Of a product of a code of e2m1 and one of e4m3: 14."""
+"""The 14 mantissas that a product of an e2m1 and an e4m3 code can have."""
 
 
-def _wrong() -> gl.constexpr:
-    """A factor, and hi and lo in bf16, each twice -> 0 if fma(p, hi, p * lo), each rounded, is p
-    times the factor, rounded to fp32 and then to bf16, for all p of MANTISSAS, else another number.
+def _factor_mismatch_ptx() -> gl.constexpr:
+    """Return the PTX that tests a split of a factor: 0 if it serves, else another number.
+
+    Operands: the fp32 factor; hi and lo in bf16, each twice in a register. The split serves if, for
+    all p of MANTISSAS, fma(p, hi, p * lo), both rounded to bf16, equals p * factor rounded to fp32
+    and then to bf16.
     """
     lines = [".reg .b32 w, l, p;", ".reg .f32 f, g;", "mov.b32 $0, 0;"]
     for low, high in zip(MANTISSAS[::2], MANTISSAS[1::2], strict=True):
@@ -204,22 +211,22 @@ def _wrong() -> gl.constexpr:
     return gl.constexpr("\n".join(["{", *lines, "}"]))
 
 
-WIDE_BF16, TAKES_WIDE = _wide_int4("bf16")
-WIDE_FP16, _ = _wide_int4("f16")
-INT4_BF16, TAKES_INT4 = _int4("bf16")
-INT4_FP16, _ = _int4("f16")
-SPLIT_BF16, TAKES_SPLIT = _split()
-FP8_BF16, TAKES_FP8 = _fp8("bf16")
-FP8_FP16, _ = _fp8("f16")
-INT8_BF16, TAKES_INT8 = _int8("bf16")
-INT8_FP16, _ = _int8("f16")
-FP4_BF16, TAKES_FP4 = _fp4("bf16")
-FP4_IN_PARTS, TAKES_FP4_IN_PARTS = _fp4_in_parts()
-WRONG = _wrong()
-FP4_FP16, _ = _fp4("f16")
-TWICE_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
-TWICE_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
-PAIRS_OF_FP8 = gl.constexpr("""
+GENERIC_INT4_BF16, GENERIC_INT4_CONSTRAINTS = _generic_int4_ptx("bf16")
+GENERIC_INT4_FP16, _ = _generic_int4_ptx("f16")
+INT4_BF16, INT4_CONSTRAINTS = _int4_ptx("bf16")
+INT4_FP16, _ = _int4_ptx("f16")
+SPLIT_SCALE_BF16, SPLIT_SCALE_CONSTRAINTS = _split_scale_int4_ptx()
+FP8_BF16, FP8_CONSTRAINTS = _fp8_ptx("bf16")
+FP8_FP16, _ = _fp8_ptx("f16")
+INT8_BF16, INT8_CONSTRAINTS = _int8_ptx("bf16")
+INT8_FP16, _ = _int8_ptx("f16")
+FP4_BF16, FP4_CONSTRAINTS = _fp4_ptx("bf16")
+SPLIT_FACTOR_FP4_BF16, SPLIT_FACTOR_CONSTRAINTS = _split_factor_fp4_ptx()
+FACTOR_MISMATCH = _factor_mismatch_ptx()
+FP4_FP16, _ = _fp4_ptx("f16")
+DUPLICATE_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
+DUPLICATE_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
+E4M3_TO_FP16 = gl.constexpr("""
 {
     .reg .b16 l, h;
     mov.b32 {l, h}, $2;
@@ -227,8 +234,8 @@ PAIRS_OF_FP8 = gl.constexpr("""
     cvt.rn.f16x2.e4m3x2 $1, h;
 }
 """)
-"""Four codes of e4m3 in a word -> their values in fp16, two in a word."""
-EVEN_AND_ODD_FP8 = gl.constexpr("""
+"""Four e4m3 codes of a word in fp16, two in a register."""
+E4M3_TO_BF16_BY_PARITY = gl.constexpr("""
 {
     .reg .b32 t, big;
     mov.b32 big, 0x7f007f00;
@@ -240,9 +247,9 @@ EVEN_AND_ODD_FP8 = gl.constexpr("""
     mul.rn.bf16x2 $1, t, big;
 }
 """)
-"""Four codes of e4m3 in a word, of no sign and not NaN -> 2^7 times their values in bf16: the first
-and the third, the second and the fourth. Their bits are those of numbers 2^120 times smaller."""
-PARTS = gl.constexpr("""
+"""Four unsigned e4m3 codes of a word, none NaN, times 2^7 in bf16: the first and the third, then
+the second and the fourth. Their bits are those of bf16 numbers 2^120 times smaller."""
+SPLIT_SCALE = gl.constexpr("""
 {
     .reg .b32 h;
     .reg .f32 f, g;
@@ -257,5 +264,5 @@ PARTS = gl.constexpr("""
     cvt.rn.bf16x2.f32 $1, g, g;
 }
 """)
-"""2^6 times a number of fp16: its nearest in bf16 and what that lacks, no NaN where it is infinite,
-both twice."""
+"""2^6 times an fp16 scale as hi + lo in bf16, each twice in a register. lo is clamped, so that it
+is not NaN where the scale is infinite."""

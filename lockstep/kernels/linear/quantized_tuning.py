@@ -1,7 +1,7 @@
-"""Which tile makes a linear with a packed weight fast: a table, a rule where it is silent, a tuner.
+"""Tiles of linear with a quantized weight: a measured table, a rule where it is silent, a tuner.
 
 A tile never changes a bit (tests/kernels/test_quantized_tuning.py). Keys of the table are
-"arch/dtype/layout/NxK" and, inside, the first token count of a bucket.
+"arch/dtype/format/NxK" and, inside, the first token count of a bucket.
 """
 
 from bisect import bisect_right
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.architecture import H100_MULTIPROCESSORS, HOPPER, shared_memory_limit
+from lockstep.kernels.compile_target import uses_mma_sync
 from lockstep.kernels.formats.weights import (
+    K_BLOCK,
     Fp4Weight,
     Fp8Weight,
     GgufWeight,
     IntWeight,
     QuantizedWeight,
 )
-from lockstep.kernels.formats.weights.dequantize_tile import BLOCK
 from lockstep.kernels.formats.weights.operand import (
-    columns_of,
-    group_of,
-    multiplies_by_mma_sync,
-    shared_by,
-    stages_of,
+    fit_block_k,
+    fit_stages,
+    group_size_of,
+    shared_memory_bytes,
 )
 from lockstep.kernels.linear import choose_split_k, partition_length, tuning
 
@@ -37,50 +37,52 @@ BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
 """The first token count of each bucket."""
 TIMED = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """The last token count of each bucket, which it is tuned at."""
-MOST = TIMED[-1]
-"""Tokens. More have the weight unpacked ahead."""
-MOST_BY_RULE = 512
-"""The same through a ring where the table is silent
+MAX_TOKENS = TIMED[-1]
+"""Tokens. With more, the weight is dequantized into memory first."""
+MAX_TOKENS_BY_RULE = 512
+"""The same bound of the pipeline kernels where the table is silent
 (docs/decisions/0033-shares-of-many-tokens.md)."""
-MOST_LAID_OUT = 256
-"""The same for tiles that the compiler lays out; estimated."""
-MOST_WEIGHTS = 64
-"""Of one layout and shape, for a measurement."""
+MAX_COMPILER_TOKENS = 256
+"""The same bound of tiles that the compiler lays out; an estimate."""
+MAX_WEIGHTS = 64
+"""Distinct weights of one format and shape that a measurement walks through at most."""
 REGISTERS = 1 << 16
-"""Of a multiprocessor since Ampere."""
-OWN_REGISTERS = 112
-"""Of a thread, beside its accumulators, where the compiler may choose: int4 takes 122 with a tile
-of 16 tokens (docs/kernels/quantized_weights.md)."""
-LANE_REGISTERS = 40
-"""The same of the kernel whose warps work alone, for each 16 outputs of a warp, beside the words
-that wait and its sums: int4 takes 95 with one tile of 16 and four blocks ahead."""
-PROGRAMS = 32
-"""That a multiprocessor holds at most, since Ampere."""
-LANE_STEP = 33 / 1.75e9
-"""Seconds of a chain of single mma.sync instructions per 16 columns: their latency; estimated."""
+"""Registers of a multiprocessor since Ampere."""
+BASE_REGISTERS = 112
+"""Registers of a thread besides its accumulators, where the compiler may choose: int4 takes 122
+with a tile of 16 tokens (docs/kernels/quantized_weights.md)."""
+GEMV_REGISTERS = 40
+"""The same of the register-only GEMV, for each 16 outputs of a warp, besides prefetched words and
+accumulators: int4 takes 95 with one tile of 16 and four blocks ahead."""
+MAX_CTAS = 32
+"""CTAs that a multiprocessor holds at most, since Ampere."""
+GEMV_STEP = 33 / 1.75e9
+"""Seconds per k16 step of a chain of single mma.sync instructions: their latency; an estimate."""
 STEP = 125 / 1.75e9
-"""Seconds of a chain per 16 columns: measured with int4, at one and at two programs on a
-multiprocessor of an H200, 1.75 GHz."""
+"""Seconds per k16 step of a tile that the compiler lays out: measured with int4, with one and with
+two CTAs on a multiprocessor of an H200, 1.75 GHz."""
 BANDWIDTH = 4.3e12
 """Bytes per second of an H200's memory."""
 SLACK = 1.5
-"""Tiles that the estimate makes so many times as slow as the best one are not timed."""
+"""Candidates whose estimate is so many times the best one's are not timed."""
 
 
 @dataclass(frozen=True)
-class PackedTile:
-    """How a launch is cut. It decides the speed and nothing else.
+class QuantizedTile:
+    """Tile and kernel of a launch. It decides the speed and nothing else.
 
-    m, n, k: tokens, outputs and columns per block, powers of two, m 16 or more (8 would be another
-    tree), k 128 or more; split: programs along K. registers: the most per thread, so that more
-    programs fit a multiprocessor, 0: as the compiler likes. On Hopper n below 64, or fewer than 4
-    warps, are multiplied by mma.sync, which has the same tree. lanes: the kernel whose warps work
-    alone (quantized_gemv.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
-    a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
-    through a ring (quantized_pipeline.py): m a multiple of 8, n one of 16 x warps, warps one of 4,
-    k 128 or 256, stages its slots, registers of a thread on average, and split_k as with lanes.
-    sync: it multiplies by mma.sync, else by wgmma. share: programs for each multiprocessor, which
-    share all tiles of a ring evenly; 0: a program for each tile.
+    m, n, k: tokens, outputs and columns per block. split: CTAs along K. registers: bound per
+    thread, so that more CTAs fit a multiprocessor; 0: the compiler chooses. At most one of the
+    kernels below is chosen; otherwise the compiler lays the tile out (quantized_gemm.py): powers of
+    two, m 16 or more (8 would be another tree), k 128 or more. On Hopper n below 64, or fewer than
+    4 warps, run on mma.sync, which has the same tree.
+
+    gemv: the register-only GEMV (quantized_gemv.py): m a multiple of 8, n one of 16 x warps, k 128,
+    stages the blocks that a warp prefetches; each split-K partition has its own CTAs.
+    pipeline: the TMA pipeline (quantized_pipeline.py): m a multiple of 8, n one of 16 x warps,
+    warps a multiple of 4, k 128 or 256, registers on average over all warps; partitions as with
+    gemv. mma_sync: the pipeline multiplies by mma.sync, else by wgmma. stream_k: CTAs per
+    multiprocessor that share all tiles of a pipeline evenly (stream_k.py); 0: a CTA per tile.
     """
 
     m: int
@@ -90,53 +92,56 @@ class PackedTile:
     stages: int = 3
     split: int = 1
     registers: int = 0
-    lanes: bool = False
-    ring: bool = False
-    sync: bool = False
-    share: int = 0
+    gemv: bool = False
+    pipeline: bool = False
+    mma_sync: bool = False
+    stream_k: int = 0
 
     @property
     def laid_out(self) -> bool:
-        """Whether the compiler lays it out, as on any GPU; the other kernels are assembly."""
-        return not (self.lanes or self.ring)
+        """Whether the compiler lays the tile out, as on any GPU; the other kernels need inline
+        PTX."""
+        return not (self.gemv or self.pipeline)
 
     @property
-    def warpgroup(self) -> bool:
-        """Whether Hopper multiplies such a tile, laid out by the compiler, by wgmma."""
+    def wgmma(self) -> bool:
+        """Whether Triton multiplies this compiler-laid-out tile by wgmma on Hopper."""
         return self.n >= 64 and self.warps % 4 == 0 and self.laid_out
 
 
-UNPACK = PackedTile(0, 0, 0)
-"""Stands for unpacking into memory, and the dense backend."""
-Table = dict[str, dict[int, PackedTile]]
-Run = Callable[[Tensor, QuantizedWeight, PackedTile], Tensor]
+DEQUANTIZE_FIRST = QuantizedTile(0, 0, 0)
+"""Stands for dequantizing into memory and running the dense backend."""
+Table = dict[str, dict[int, QuantizedTile]]
+RunTile = Callable[[Tensor, QuantizedWeight, QuantizedTile], Tensor]
 
 
 def bucket(tokens: int) -> int:
-    """The first token count of the bucket that holds `tokens`."""
+    """Return the first token count of the bucket that holds `tokens`."""
     return BUCKETS[max(bisect_right(BUCKETS, tokens), 1) - 1]
 
 
-def _lanes(m: int, split_k: int, bits: int) -> list[PackedTile]:
-    """Where x is short, many warps of 16 outputs, else fewer of 32 and 64, that load x less often.
+def _gemv_tiles(m: int, split_k: int, bits: int) -> list[QuantizedTile]:
+    """Return tiles of the register-only GEMV for up to m tokens.
 
-    cuts: (16 outputs of a warp, warps of a program, blocks ahead with 4 bits: half with 8).
+    Few tokens take many warps of 16 outputs; more take fewer warps of 32 and 64, which load x less
+    often. shapes: (multiples of 16 outputs per warp, warps per CTA, blocks prefetched with 4 bits;
+    half as many with 8).
     """
-    cuts = {
+    shapes = {
         8: ((1, 1, 4), (1, 1, 8), (1, 1, 6), (1, 4, 4)),
         16: ((2, 1, 2), (1, 1, 4), (1, 1, 8)),
         32: ((2, 1, 2), (1, 1, 4), (2, 1, 4)),
     }
     tiles = [
-        PackedTile(m, 16 * high * warps, 128, warps, 4 * ahead // bits, split_k, lanes=True)
-        for high, warps, ahead in cuts[m]
+        QuantizedTile(m, 16 * height * warps, 128, warps, 4 * ahead // bits, split_k, gemv=True)
+        for height, warps, ahead in shapes[m]
     ]
     if m == 8:
         tiles.append(replace(tiles[0], registers=112))  # 18 warps fit: gate_up of 27B has 16.5
     return tiles
 
 
-RING_CUTS = {
+PIPELINE_TILES = {
     8: (
         (8, 64, 256, 4, 3, 48, True),
         (8, 64, 128, 4, 6, 48, True),
@@ -162,249 +167,289 @@ RING_CUTS = {
         (128, 64, 128, 4, 3, 96, False),
         (128, 256, 128, 8, 4, 168, False),
     ),
-    MOST: (
+    MAX_TOKENS: (
         (256, 128, 128, 8, 3, 168, False),
         (128, 128, 128, 8, 4, 120, False),
         (128, 256, 128, 8, 4, 168, False),
     ),
 }
-"""By the most tokens: (tokens, outputs and columns of a block, warps, slots with 4 bits, registers,
-sync). Up to 64 tokens those that were never the fastest are gone
-(docs/decisions/0016-packed-ring.md); of 65 to 256 tokens, 0018-wide-rings.md."""
+"""Maximum tokens -> (m, n, k, warps, stages with 4 bits, registers, mma_sync) of the pipeline.
+Tiles that were never the fastest are gone: up to 64 tokens docs/decisions/0016-packed-ring.md, from
+65 to 256 tokens 0018-wide-rings.md."""
 
 
-SINGLY = 8
-"""Tokens of the smallest tile of the register-only kernel."""
-SHARING_WARPS = 8
-"""Warps that multiply on a multiprocessor whose programs share tiles, at least: two for each
-scheduler. With one, a multiprocessor is slower than with shares that are uneven."""
-SHARED_FIRST = 128
-"""Tokens of tiles from which on shares were the fastest nearly everywhere
+MIN_GEMV_TOKENS = 8
+"""Tokens of the smallest tile of the register-only GEMV."""
+MIN_STREAM_K_WARPS = 8
+"""Minimum consumer warps on a multiprocessor that runs stream-K: two per scheduler. With one, even
+work ranges are slower than an uneven wave of tiles."""
+STREAM_K_FIRST = 128
+"""Tokens of a tile from which on stream-K was nearly always the fastest
 (docs/decisions/0033-shares-of-many-tokens.md)."""
-RING_WARPS = 4
-"""Of a program through a ring, beside those that multiply: one is at work."""
-BARRIERS = 1024
-"""Bytes of shared memory beside a ring's slots, at most."""
+PRODUCER_WARPS = 4
+"""Warps of the producer partition, besides the consumer warps; one of them issues copies."""
+BARRIER_BYTES = 1024
+"""Shared memory of a pipeline besides its stages, an upper bound."""
 
 
-def _slot_bytes(m: int, n: int, bits: int) -> int:
-    """Shared memory of 128 columns in a ring: words and x."""
+def _block_bytes(m: int, n: int, bits: int) -> int:
+    """Return the shared memory of one block of 128 columns: words and x."""
     return 16 * bits * n + 256 * m
 
 
-def _ring(tokens: int, split_k: int, bits: int) -> list[PackedTile]:
-    """Tiles through a ring, with about as many bytes of slots whatever the bits of a weight; wgmma
-    leaves a slot one later, so three at least: where they do not fit, there is no such tile."""
+def _pipeline_tiles(tokens: int, split_k: int, bits: int) -> list[QuantizedTile]:
+    """Return tiles of the pipeline kernels, each with and without stream-K.
+
+    Stages hold about as many bytes whatever the bits of a weight. wgmma releases a stage one
+    iteration late, so it needs three at least: a tile whose three stages do not fit is left out.
+    """
     tiles = []
-    most = next(count for count in RING_CUTS if count >= tokens)
-    for m, n, k, warps, slots, registers, sync in RING_CUTS[most]:
-        share = -(-slots * _slot_bytes(m, n, 4) // _slot_bytes(m, n, bits))
-        slots = max(2 if sync else 3, share)
-        if slots * k // int(BLOCK) * _slot_bytes(m, n, bits) + BARRIERS > shared_memory_limit(
-            HOPPER
-        ):
+    max_tokens = next(count for count in PIPELINE_TILES if count >= tokens)
+    for m, n, k, warps, stages_4bit, registers, mma_sync in PIPELINE_TILES[max_tokens]:
+        block_bytes = _block_bytes(m, n, bits)
+        stages = max(2 if mma_sync else 3, -(-stages_4bit * _block_bytes(m, n, 4) // block_bytes))
+        if stages * k // K_BLOCK * block_bytes + BARRIER_BYTES > shared_memory_limit(HOPPER):
             continue
-        tile = PackedTile(m, n, k, warps, slots, split_k, registers, ring=True, sync=sync)
-        shared = replace(tile, share=_ring_held(tile, bits))
-        tiles += [shared, tile] if m >= SHARED_FIRST else [tile, shared]
+        tile = QuantizedTile(
+            m, n, k, warps, stages, split_k, registers, pipeline=True, mma_sync=mma_sync
+        )  # fmt: skip
+        stream_k = replace(tile, stream_k=_pipeline_ctas_per_sm(tile, bits))
+        tiles += [stream_k, tile] if m >= STREAM_K_FIRST else [tile, stream_k]
     return tiles
 
 
-def _ring_held(tile: PackedTile, bits: int) -> int:
-    """How many programs through a ring a multiprocessor of Hopper holds."""
-    slots = tile.stages * tile.k // int(BLOCK) * _slot_bytes(tile.m, tile.n, bits)
-    threads = 32 * (tile.warps + RING_WARPS)
-    return min(
-        shared_memory_limit(HOPPER) // (slots + BARRIERS), REGISTERS // (threads * tile.registers)
+def _pipeline_ctas_per_sm(tile: QuantizedTile, bits: int) -> int:
+    """Return how many CTAs of a pipeline tile a Hopper multiprocessor holds."""
+    stage_bytes = tile.stages * tile.k // K_BLOCK * _block_bytes(tile.m, tile.n, bits)
+    threads = 32 * (tile.warps + PRODUCER_WARPS)
+    by_memory = shared_memory_limit(HOPPER) // (stage_bytes + BARRIER_BYTES)
+    return min(by_memory, REGISTERS // (threads * tile.registers))
+
+
+def _tiles_up_to_32(tokens: int, split_k: int, bits: int) -> list[QuantizedTile]:
+    """Return tiles for 1 .. 32 tokens: a CTA's chain is slow, so many must fit a multiprocessor."""
+    gemv = _gemv_tiles(8 if tokens <= 8 else 16 if tokens <= 16 else 32, split_k, bits)
+    return [*_compiler_tiles_up_to_32(tokens, split_k), *gemv]
+
+
+def _compiler_tiles_up_to_32(tokens: int, split_k: int) -> list[QuantizedTile]:
+    """Return compiler-laid-out tiles for 1 .. 32 tokens."""
+    m = 16 if tokens <= 16 else 32
+    tiles = [
+        QuantizedTile(m, 64, 256, 4, 3, split_k, 128),
+        QuantizedTile(m, 64, 256, 4, 3, split_k, 96),
+        QuantizedTile(m, 64, 256, 4, 4, split_k),
+        QuantizedTile(m, 64, 512, 4, 2, split_k),
+        QuantizedTile(m, 64, 128, 4, 4, split_k, 96),
+        QuantizedTile(m, 32, 128, 2, 4, split_k, 128),
+    ]
+    return tiles
+
+
+def _compiler_tiles_up_to_64(split_k: int) -> list[QuantizedTile]:
+    """Return compiler-laid-out tiles for 33 .. 64 tokens: each dequantizes its weights once."""
+    return [
+        QuantizedTile(64, 64, 128, 4, 3, split_k, 128),
+        QuantizedTile(64, 64, 128, 4, 2, split_k, 96),
+        QuantizedTile(64, 64, 128, 4, 4, split_k),
+        QuantizedTile(64, 64, 256, 4, 2, split_k),
+        QuantizedTile(64, 128, 128, 4, 3, split_k),
+        QuantizedTile(64, 128, 128, 8, 4, split_k),
+        QuantizedTile(64, 128, 128, 8, 2, split_k, 80),
+    ]
+
+
+def _compiler_tiles_up_to_256(tokens: int, split_k: int) -> list[QuantizedTile]:
+    """Return compiler-laid-out tiles for 65 .. 256 tokens; the tallest dequantize once."""
+    tiles = [
+        QuantizedTile(128, 64, 128, 4, 2, split_k),
+        QuantizedTile(128, 64, 128, 4, 3, split_k),
+        QuantizedTile(128, 128, 128, 8, 4, split_k),
+        QuantizedTile(128, 128, 128, 8, 2, split_k, 128),
+        QuantizedTile(64, 64, 128, 4, 3, split_k, 128),
+    ]
+    if tokens > 128:
+        tiles.append(QuantizedTile(256, 64, 128, 4, 2, split_k))
+        tiles.append(QuantizedTile(256, 128, 128, 8, 2, split_k))
+    return tiles
+
+
+def _compiler_tiles(tokens: int, split_k: int) -> list[QuantizedTile]:
+    """Return the compiler-laid-out tiles worth timing on Hopper."""
+    if tokens <= 32:
+        return _compiler_tiles_up_to_32(tokens, split_k)
+    return (
+        _compiler_tiles_up_to_64(split_k)
+        if tokens <= 64
+        else _compiler_tiles_up_to_256(tokens, split_k)
     )
 
 
-def _few(tokens: int, split_k: int, bits: int) -> list[PackedTile]:
-    """At most 32 tokens: the chain of one program is slow, so many run on each multiprocessor."""
-    lanes = _lanes(8 if tokens <= 8 else 16 if tokens <= 16 else 32, split_k, bits)
-    return [*_blocks(tokens, split_k), *lanes]
+def candidates(tokens: int, split_k: int, bits: int = 4) -> list[QuantizedTile]:
+    """Return at most twenty tiles worth timing on Hopper, for weights of so many bits.
 
-
-def _blocks(tokens: int, split_k: int) -> list[PackedTile]:
-    """At most 32 tokens, in tiles that the compiler lays out."""
-    m = 16 if tokens <= 16 else 32
-    tiles = [
-        PackedTile(m, 64, 256, 4, 3, split_k, 128),
-        PackedTile(m, 64, 256, 4, 3, split_k, 96),
-        PackedTile(m, 64, 256, 4, 4, split_k),
-        PackedTile(m, 64, 512, 4, 2, split_k),
-        PackedTile(m, 64, 128, 4, 4, split_k, 96),
-        PackedTile(m, 32, 128, 2, 4, split_k, 128),
-    ]
-    return tiles
-
-
-def _some(split_k: int) -> list[PackedTile]:
-    """33 .. 64 tokens: an unpacked weight serves them all."""
-    return [
-        PackedTile(64, 64, 128, 4, 3, split_k, 128),
-        PackedTile(64, 64, 128, 4, 2, split_k, 96),
-        PackedTile(64, 64, 128, 4, 4, split_k),
-        PackedTile(64, 64, 256, 4, 2, split_k),
-        PackedTile(64, 128, 128, 4, 3, split_k),
-        PackedTile(64, 128, 128, 8, 4, split_k),
-        PackedTile(64, 128, 128, 8, 2, split_k, 80),
-    ]
-
-
-def _hundreds(tokens: int, split_k: int) -> list[PackedTile]:
-    """65 .. 256 tokens: tiles as high as the tokens unpack a weight once."""
-    tiles = [
-        PackedTile(128, 64, 128, 4, 2, split_k),
-        PackedTile(128, 64, 128, 4, 3, split_k),
-        PackedTile(128, 128, 128, 8, 4, split_k),
-        PackedTile(128, 128, 128, 8, 2, split_k, 128),
-        PackedTile(64, 64, 128, 4, 3, split_k, 128),
-    ]
-    if tokens > 128:
-        tiles.append(PackedTile(256, 64, 128, 4, 2, split_k))
-        tiles.append(PackedTile(256, 128, 128, 8, 2, split_k))
-    return tiles
-
-
-def _laid_out(tokens: int, split_k: int) -> list[PackedTile]:
-    """Tiles that the compiler lays out."""
+    The first one serves where nothing was timed: a pipeline tile, which was the fastest of nearly
+    every format and shape (docs/decisions/0016-packed-ring.md, 0033); above MAX_TOKENS_BY_RULE
+    DEQUANTIZE_FIRST.
+    """
+    pipeline = _pipeline_tiles(tokens, split_k, bits)
     if tokens <= 32:
-        return _blocks(tokens, split_k)
-    return _some(split_k) if tokens <= 64 else _hundreds(tokens, split_k)
-
-
-def candidates(tokens: int, split_k: int, bits: int = 4) -> list[PackedTile]:
-    """Tiles worth timing on Hopper, at most twenty, for weights of so many bits; the first serves
-    where nothing was timed: one through a ring, which was the fastest of nearly every layout and
-    shape (docs/decisions/0016-packed-ring.md, 0033), above MOST_BY_RULE UNPACK."""
-    ring = _ring(tokens, split_k, bits)
-    if tokens <= 32:
-        return [*ring, *_few(tokens, split_k, bits)]
+        return [*pipeline, *_tiles_up_to_32(tokens, split_k, bits)]
     if tokens <= 64:
-        return [*ring, *_some(split_k)]
-    if tokens <= MOST_LAID_OUT:
-        return [*ring, *_hundreds(tokens, split_k), UNPACK]
-    return [*ring, UNPACK] if tokens <= MOST_BY_RULE else [UNPACK, *ring]
+        return [*pipeline, *_compiler_tiles_up_to_64(split_k)]
+    if tokens <= MAX_COMPILER_TOKENS:
+        return [*pipeline, *_compiler_tiles_up_to_256(tokens, split_k), DEQUANTIZE_FIRST]
+    return (
+        [*pipeline, DEQUANTIZE_FIRST]
+        if tokens <= MAX_TOKENS_BY_RULE
+        else [DEQUANTIZE_FIRST, *pipeline]
+    )
 
 
-def _modest(tokens: int) -> PackedTile:
-    """A tile for any GPU since Ampere, laid out by the compiler; above MOST_LAID_OUT UNPACK."""
-    if tokens > MOST_LAID_OUT:
-        return UNPACK
+def _fallback_tile(tokens: int) -> QuantizedTile:
+    """Return a compiler-laid-out tile for any GPU since Ampere, within MAX_COMPILER_TOKENS."""
+    if tokens > MAX_COMPILER_TOKENS:
+        return DEQUANTIZE_FIRST
     m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
-    return PackedTile(m, 64, 128, stages=3 if m <= 64 else 2)
+    return QuantizedTile(m, 64, 128, stages=3 if m <= 64 else 2)
 
 
-def lanes_serve(weight: QuantizedWeight, split_k: int, arch: int) -> bool:
-    """Whether warps that work alone can multiply a weight, with the bits of the dense backend: by
-    mma.sync where it is that backend's product, or has its bits, as on Hopper; in whole blocks of
-    columns; and where the scales of NVFP4 can be read eight at a time, those of GGUF types as
-    words."""
-    same = arch == HOPPER or multiplies_by_mma_sync(arch)
-    whole = weight.k % (split_k * int(BLOCK)) == 0
-    if not (same and whole):
+def gemv_supports(weight: QuantizedWeight, split_k: int, arch: int) -> bool:
+    """Return whether the register-only GEMV can run a weight with the bits of the dense backend.
+
+    Its mma.sync must be the dense backend's product or have its bits, as on Hopper; partitions must
+    be whole blocks of columns; scales of NVFP4 must be readable eight at a time, those of GGUF
+    types as words.
+    """
+    same_bits = arch == HOPPER or uses_mma_sync(arch)
+    whole_blocks = weight.k % (split_k * K_BLOCK) == 0
+    if not (same_bits and whole_blocks):
         return False
     if isinstance(weight, GgufWeight):
-        return all(_in_words(numbers) for numbers in (weight.scales, weight.minima))
+        return all(_readable_as_words(numbers) for numbers in (weight.scales, weight.minima))
     if isinstance(weight, Fp4Weight):
-        return weight.scales.stride(0) % 8 == 0 and _begins_at(weight.scales, 8)
+        return weight.scales.stride(0) % 8 == 0 and _is_aligned(weight.scales, 8)
     return True
 
 
-def _in_words(numbers: Tensor | None) -> bool:
-    """Return whether rows of numbers can be read as words of 32 bits."""
+def _readable_as_words(numbers: Tensor | None) -> bool:
+    """Return whether rows of scales can be read as 32-bit words."""
     if numbers is None:
         return True
-    return numbers.stride(0) * numbers.element_size() % 4 == 0 and _begins_at(numbers, 4)
+    return numbers.stride(0) * numbers.element_size() % 4 == 0 and _is_aligned(numbers, 4)
 
 
-def ring_serves(weight: QuantizedWeight, split_k: int, arch: int) -> bool:
-    """Whether a weight can pass through a ring: on Hopper, in whole blocks of columns per segment,
-    each with one scale, or the eight of NVFP4 in two words."""
-    if arch != HOPPER or weight.k % int(BLOCK) or partition_length(weight.k, split_k) % int(BLOCK):
+def pipeline_supports(weight: QuantizedWeight, split_k: int, arch: int) -> bool:
+    """Return whether the pipeline kernels can run a weight: on Hopper, in whole blocks per
+    partition.
+
+    Each block has one scale, or the eight scales of NVFP4 in two words.
+    """
+    if arch != HOPPER or weight.k % K_BLOCK or partition_length(weight.k, split_k) % K_BLOCK:
         return False
-    return ring_reads(weight)
+    return pipeline_can_read(weight)
 
 
-def ring_reads(weight: QuantizedWeight) -> bool:
-    """Whether words, scales and zeros lie as a ring reads them."""
-    if not _begins_at(weight.words, 16) or weight.words.stride(0) % 4:
+def pipeline_can_read(weight: QuantizedWeight) -> bool:
+    """Return whether words and scales are aligned and grouped as the pipeline kernels need."""
+    if not _is_aligned(weight.words, 16) or weight.words.stride(0) % 4:
         return False
     if isinstance(weight, Fp4Weight):
-        return weight.scales.stride(0) % 4 == 0 and _begins_at(weight.scales, 4)
-    return group_of(weight) % int(BLOCK) == 0
+        return weight.scales.stride(0) % 4 == 0 and _is_aligned(weight.scales, 4)
+    return group_size_of(weight) % K_BLOCK == 0
 
 
-def _begins_at(tensor: Tensor, size: int) -> bool:
-    """Whether a tensor begins at a multiple of `size` bytes, as its allocation does. Its address
-    would say so too, but one of a GPU that is not there has none."""
+def _is_aligned(tensor: Tensor, size: int) -> bool:
+    """Return whether a tensor begins at a multiple of `size` bytes of its allocation.
+
+    Tensors of a planned GPU have no address, so the address is not asked.
+    """
     return tensor.storage_offset() * tensor.element_size() % size == 0
 
 
-def block_tile(tile: PackedTile, weight: QuantizedWeight, split_k: int, arch: int) -> PackedTile:
-    """What stands for a tile of assembly where that does not serve, or none can run."""
-    other = _laid_out(tile.m, split_k)[0] if arch == HOPPER else _modest(tile.m)
-    return cut(other, weight, split_k, arch)
+def compiler_tile(
+    tile: QuantizedTile, weight: QuantizedWeight, split_k: int, arch: int
+) -> QuantizedTile:
+    """Return the compiler-laid-out tile that replaces one of the inline PTX kernels."""
+    replacement = _compiler_tiles(tile.m, split_k)[0] if arch == HOPPER else _fallback_tile(tile.m)
+    return fit_tile(replacement, weight, split_k, arch)
 
 
-def _without_ring(tile: PackedTile, weight: QuantizedWeight, split_k: int, arch: int) -> PackedTile:
-    """Return the tile that replaces a ring which does not serve: on Hopper, up to SINGLY tokens,
-    one of the register-only kernel, which 28 of the table's 32 entries for 1 to 4 tokens are that
-    are no rings."""
-    if tile.m <= SINGLY and arch == HOPPER:
-        return _cut_lanes(_lanes(SINGLY, split_k, weight.bits)[0], weight, split_k, arch)
-    return block_tile(tile, weight, split_k, arch)
+def _replace_pipeline(
+    tile: QuantizedTile, weight: QuantizedWeight, split_k: int, arch: int
+) -> QuantizedTile:
+    """Return the tile that replaces a pipeline tile which the weight does not support.
+
+    On Hopper, up to MIN_GEMV_TOKENS tokens, that is a GEMV tile: of the table's 32 entries for 1 to
+    4 tokens that are no pipelines, 28 are GEMV.
+    """
+    if tile.m <= MIN_GEMV_TOKENS and arch == HOPPER:
+        return _fit_gemv(
+            _gemv_tiles(MIN_GEMV_TOKENS, split_k, weight.bits)[0], weight, split_k, arch
+        )
+    return compiler_tile(tile, weight, split_k, arch)
 
 
-def _cut_lanes(tile: PackedTile, weight: QuantizedWeight, split_k: int, arch: int) -> PackedTile:
-    """No more blocks ahead than a segment has."""
-    if not lanes_serve(weight, split_k, arch):
-        return block_tile(tile, weight, split_k, arch)
-    ahead = min(tile.stages, weight.k // split_k // int(BLOCK))
+def _fit_gemv(
+    tile: QuantizedTile, weight: QuantizedWeight, split_k: int, arch: int
+) -> QuantizedTile:
+    """Return the GEMV tile with no more blocks prefetched than a partition has."""
+    if not gemv_supports(weight, split_k, arch):
+        return compiler_tile(tile, weight, split_k, arch)
+    ahead = min(tile.stages, weight.k // split_k // K_BLOCK)
     if (ahead, tile.split) == (tile.stages, split_k):
         return tile
     return replace(tile, stages=ahead, split=split_k)
 
 
-def _shared(tile: PackedTile, weight: QuantizedWeight, split_k: int) -> int:
-    """Programs for each multiprocessor that may share a weight's tiles: no more than there are
-    tiles, of SHARING_WARPS together, and only of split_k that are equally long."""
-    if weight.k % (split_k * int(BLOCK)):
+def _stream_k_ctas(tile: QuantizedTile, weight: QuantizedWeight, split_k: int, num_sms: int) -> int:
+    """Return the CTAs per multiprocessor that run stream-K, 0 where it does not pay.
+
+    There are no more CTAs than tiles, and at least MIN_STREAM_K_WARPS warps; partitions must be
+    equally long.
+    """
+    if weight.k % (split_k * K_BLOCK):
         return 0
     tiles = -(-weight.shape[0] // tile.n) * split_k
-    share = min(tile.share, tiles // H100_MULTIPROCESSORS)
-    return share if share * tile.warps >= SHARING_WARPS else 0
+    ctas = min(tile.stream_k, tiles // num_sms)
+    return ctas if ctas * tile.warps >= MIN_STREAM_K_WARPS else 0
 
 
-def cut(tile: PackedTile, weight: QuantizedWeight, split_k: int, arch: int) -> PackedTile:
-    """A tile as a launch takes it: columns that suit the weight, and as many of the stages as the
-    architecture has shared memory for."""
-    if tile == UNPACK:
+def fit_tile(
+    tile: QuantizedTile,
+    weight: QuantizedWeight,
+    split_k: int,
+    arch: int,
+    num_sms: int = H100_MULTIPROCESSORS,
+) -> QuantizedTile:
+    """Return the tile as it is launched: its kernel supports the weight and its stages fit.
+
+    num_sms: multiprocessors of the GPU.
+    """
+    if tile == DEQUANTIZE_FIRST:
         return tile
-    if tile.lanes:
-        return _cut_lanes(tile, weight, split_k, arch)
-    if tile.ring and ring_serves(weight, split_k, arch):
+    if tile.gemv:
+        return _fit_gemv(tile, weight, split_k, arch)
+    if tile.pipeline and pipeline_supports(weight, split_k, arch):
         if weight.k % (split_k * tile.k):
-            tile = replace(tile, k=int(BLOCK), stages=tile.stages * tile.k // int(BLOCK))
-        shared = _shared(tile, weight, split_k)
-        if (tile.split, tile.share) == (split_k, shared):
+            tile = replace(tile, k=K_BLOCK, stages=tile.stages * tile.k // K_BLOCK)
+        ctas = _stream_k_ctas(tile, weight, split_k, num_sms)
+        if (tile.split, tile.stream_k) == (split_k, ctas):
             return tile
-        return replace(tile, split=split_k, share=shared)
-    if tile.ring:
-        return _without_ring(tile, weight, split_k, arch)
-    k = columns_of(weight, tile.k, partition_length(weight.k, split_k))
-    sync = not tile.warpgroup
-    stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)
+        return replace(tile, split=split_k, stream_k=ctas)
+    if tile.pipeline:
+        return _replace_pipeline(tile, weight, split_k, arch)
+    k = fit_block_k(weight, tile.k, partition_length(weight.k, split_k))
+    stages = fit_stages(tile.stages, tile.n, tile.m, k, weight, arch, not tile.wgmma)
     split = min(tile.split, split_k)
     if (k, stages, split) == (tile.k, tile.stages, tile.split):
         return tile
     return replace(tile, k=k, stages=stages, split=split)
 
 
-def layout_of(weight: QuantizedWeight) -> str:
-    """What of a layout decides a tile's speed: bits, columns per scale, types."""
-    group = group_of(weight)
+def format_key(weight: QuantizedWeight) -> str:
+    """Return the name of what decides a tile's speed: bits, columns per scale, dtypes."""
+    group = group_size_of(weight)
     if isinstance(weight, Fp4Weight):
         return "nvfp4"
     if isinstance(weight, Fp8Weight):
@@ -412,163 +457,189 @@ def layout_of(weight: QuantizedWeight) -> str:
     if isinstance(weight, GgufWeight):
         return weight.type_name
     assert isinstance(weight, IntWeight)
-    kind = "asymmetric" if weight.zeros is not None else "symmetric"
+    symmetry = "asymmetric" if weight.zeros is not None else "symmetric"
     scales = str(weight.scales.dtype).removeprefix("torch.")
-    return f"int{weight.bits}-{group}-{kind}-{scales}"
+    return f"int{weight.bits}-{group}-{symmetry}-{scales}"
 
 
-def key(weight: QuantizedWeight, dtype: torch.dtype, arch: int) -> str:
-    """Where the table keeps the tiles of such a weight."""
+def table_key(weight: QuantizedWeight, dtype: torch.dtype, arch: int) -> str:
+    """Return the table's key of a weight in a model of dtype."""
     n, k = weight.shape
     name = str(dtype).removeprefix("torch.")
-    return f"sm{arch}/{name}/{layout_of(weight)}/{n}x{k}"
+    return f"sm{arch}/{name}/{format_key(weight)}/{n}x{k}"
 
 
 @cache
-def load(path: Path = TABLE) -> Table:
-    """The table in a file; empty where there is none."""
-    return tuning.read(path, PackedTile)
+def load_table(path: Path = TABLE) -> Table:
+    """Return the table of a file; an empty one where there is no file."""
+    return tuning.read_table(path, QuantizedTile)
 
 
 def _distance(shape: str, other: str) -> float:
-    """Between two shapes "NxK": the ratios of both sizes, in powers of two."""
+    """Return the distance of two shapes "NxK": the sum of |log2| of the ratios of their sizes."""
     pairs = zip(shape.split("x"), other.split("x"), strict=True)
     return sum(abs(log2(int(a) / int(b))) for a, b in pairs)
 
 
 @cache
-def _measured(name: str, split_k: int) -> list[dict[int, PackedTile]]:
-    """The table's tiles for a key, then those of other shapes of the same layout whose K is cut
-    into as many split_k, the nearest first."""
+def _measured_rows(name: str, split_k: int) -> list[dict[int, QuantizedTile]]:
+    """Return the table's row for a key, then rows of other shapes, the nearest first.
+
+    Other shapes have the same format and as many split-K partitions.
+    """
     kind, _, shape = name.rpartition("/")
-    found = []
-    for own, row in load().items():
-        other_kind, _, other = own.rpartition("/")
+    rows = []
+    for key, row in load_table().items():
+        other_kind, _, other = key.rpartition("/")
         n, k = map(int, other.split("x"))
-        if own == name or (
+        if key == name or (
             other_kind == kind and choose_split_k(n, k, "cuda", quantized=True) == split_k
         ):
-            found.append((_distance(shape, other), own, row))
-    return [row for _, _, row in sorted(found, key=lambda one: one[:2])]
+            rows.append((_distance(shape, other), key, row))
+    return [row for _, _, row in sorted(rows, key=lambda entry: entry[:2])]
 
 
-def _serving(row: dict[int, PackedTile], first: int) -> PackedTile | None:
-    """What was timed for a bucket. One of fewer tokens serves too if its tile holds as many as
-    these, and if even they are unpacked ahead."""
-    below = max((count for count in row if count <= first), default=0)
-    tile = row.get(below)
-    if tile is None or below == first or tile == UNPACK:
+def _tile_for_bucket(row: dict[int, QuantizedTile], first: int) -> QuantizedTile | None:
+    """Return the tile that was timed for a bucket, or for one of fewer tokens if it serves too.
+
+    It does if it holds the bucket's tokens, or if even fewer tokens dequantize first.
+    """
+    timed = max((count for count in row if count <= first), default=0)
+    tile = row.get(timed)
+    if tile is None or timed == first or tile == DEQUANTIZE_FIRST:
         return tile
     return tile if tile.m >= TIMED[BUCKETS.index(first)] else None
 
 
 @cache
-def _tile(first: int, name: str, split_k: int, arch: int, bits: int) -> PackedTile:
-    """By the table, else by the rule."""
-    timed = (_serving(row, first) for row in _measured(name, split_k))
-    found = next((tile for tile in timed if tile is not None), None)
-    if found is not None:
-        return found
+def _choose_tile(first: int, name: str, split_k: int, arch: int, bits: int) -> QuantizedTile:
+    """Return the tile of a bucket from the table, else from the rule."""
+    timed = (_tile_for_bucket(row, first) for row in _measured_rows(name, split_k))
+    tile = next((tile for tile in timed if tile is not None), None)
+    if tile is not None:
+        return tile
     if arch == HOPPER:
         return candidates(first, split_k, bits)[0]
-    return _modest(first)
+    return _fallback_tile(first)
 
 
 def lookup(
-    tokens: int, weight: QuantizedWeight, split_k: int, dtype: torch.dtype, arch: int
-) -> PackedTile:
-    """The tile for `tokens` rows against a packed weight on a GPU of this architecture."""
-    tile = _tile(bucket(tokens), key(weight, dtype, arch), split_k, arch, weight.bits)
-    if tokens > MOST_LAID_OUT and not ring_serves(weight, split_k, arch):
-        return UNPACK
-    return cut(tile, weight, split_k, arch)
+    tokens: int,
+    weight: QuantizedWeight,
+    split_k: int,
+    dtype: torch.dtype,
+    arch: int,
+    num_sms: int = H100_MULTIPROCESSORS,
+) -> QuantizedTile:
+    """Return the tile for `tokens` rows on a GPU of an architecture with num_sms
+    multiprocessors."""
+    key = table_key(weight, dtype, arch)
+    tile = _choose_tile(bucket(tokens), key, split_k, arch, weight.bits)
+    if tokens > MAX_COMPILER_TOKENS and not pipeline_supports(weight, split_k, arch):
+        return DEQUANTIZE_FIRST
+    return fit_tile(tile, weight, split_k, arch, num_sms)
 
 
-def _lanes_held(tile: PackedTile, bits: int) -> int:
-    """How many such programs a multiprocessor holds."""
-    high = tile.n // (16 * tile.warps)
-    registers = high * (LANE_REGISTERS + 2 * bits * tile.stages + tile.m // 2) + 16 + 8
+def _gemv_ctas_per_sm(tile: QuantizedTile, bits: int) -> int:
+    """Return how many CTAs of a GEMV tile a multiprocessor holds."""
+    height = tile.n // (16 * tile.warps)
+    registers = height * (GEMV_REGISTERS + 2 * bits * tile.stages + tile.m // 2) + 16 + 8
     registers = tile.registers or registers
-    return max(1, min(PROGRAMS, REGISTERS // (32 * tile.warps * registers)))
+    return max(1, min(MAX_CTAS, REGISTERS // (32 * tile.warps * registers)))
 
 
-def estimate(
-    tokens: int, weight: QuantizedWeight, tile: PackedTile, arch: int, processors: int
+def estimate_seconds(
+    tokens: int, weight: QuantizedWeight, tile: QuantizedTile, arch: int, num_sms: int
 ) -> float:
-    """Seconds of a launch on a GPU of so many multiprocessors, at least: its bytes, or the waves of
-    its programs, each of which is a chain that waits for its products."""
+    """Return a lower bound of a launch's seconds on a GPU with num_sms multiprocessors.
+
+    It is the time of its bytes, or of its waves of CTAs, each a chain that waits for its products.
+    """
     n, k = weight.shape
-    programs = -(-tokens // tile.m) * -(-n // tile.n) * tile.split
-    if tile.ring:
+    ctas = -(-tokens // tile.m) * -(-n // tile.n) * tile.split
+    if tile.pipeline:
         return weight.nbytes / BANDWIDTH
-    if tile.lanes:
-        held = _lanes_held(tile, weight.bits)
-        waves = max(1.0, programs / (held * processors))
-        return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * LANE_STEP)
-    stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, not tile.warpgroup)
+    if tile.gemv:
+        ctas_per_sm = _gemv_ctas_per_sm(tile, weight.bits)
+        waves = max(1.0, ctas / (ctas_per_sm * num_sms))
+        return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * GEMV_STEP)
+    stage, fixed = shared_memory_bytes(tile.n, tile.m, tile.k, weight, not tile.wgmma)
     shared = (tile.stages - 1) * stage + fixed
     threads = 32 * tile.warps
-    registers = tile.registers or OWN_REGISTERS + tile.m * tile.n // threads
-    held = max(1, min(shared_memory_limit(arch) // shared, REGISTERS // (registers * threads)))
-    waves = max(1.0, programs / (held * processors))
+    registers = tile.registers or BASE_REGISTERS + tile.m * tile.n // threads
+    ctas_per_sm = max(
+        1, min(shared_memory_limit(arch) // shared, REGISTERS // (registers * threads))
+    )
+    waves = max(1.0, ctas / (ctas_per_sm * num_sms))
     return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * STEP)
 
 
-def worth_timing(
-    tokens: int, weight: QuantizedWeight, split_k: int, arch: int, processors: int
-) -> list[PackedTile]:
-    """The candidates as they are launched, each once, that keep their stages on the architecture
-    and are not far behind by the estimate, among those of the same kernel."""
-    found: list[PackedTile] = []
+def tiles_to_time(
+    tokens: int, weight: QuantizedWeight, split_k: int, arch: int, num_sms: int
+) -> list[QuantizedTile]:
+    """Return the candidates as they are launched, each once.
+
+    Left out are those that lose stages on the architecture, and those whose estimate is more than
+    SLACK times the best one of the same kernel.
+    """
+    tiles: list[QuantizedTile] = []
     for tile in candidates(tokens, split_k, weight.bits):
-        own = cut(tile, weight, split_k, arch)
-        if own.stages == tile.stages and own not in found:
-            found.append(own)
-    cost = {
-        tile: estimate(tokens, weight, tile, arch, processors) for tile in found if tile != UNPACK
+        fitted = fit_tile(tile, weight, split_k, arch, num_sms)
+        if fitted.stages == tile.stages and fitted not in tiles:
+            tiles.append(fitted)
+    costs = {
+        tile: estimate_seconds(tokens, weight, tile, arch, num_sms)
+        for tile in tiles
+        if tile != DEQUANTIZE_FIRST
     }
-    most = {
-        kernel: SLACK * min((cost[tile] for tile in cost if _kernel(tile) == kernel), default=inf)
-        for kernel in {_kernel(tile) for tile in found}
+    bounds = {
+        kernel: SLACK * min((costs[t] for t in costs if _kernel_of(t) == kernel), default=inf)
+        for kernel in {_kernel_of(tile) for tile in tiles}
     }
-    return [tile for tile in found if cost.get(tile, 0.0) <= most[_kernel(tile)]]
+    return [tile for tile in tiles if costs.get(tile, 0.0) <= bounds[_kernel_of(tile)]]
 
 
-def _kernel(tile: PackedTile) -> tuple[bool, bool]:
-    """Which kernel a tile is of."""
-    return tile.lanes, tile.ring
+def _kernel_of(tile: QuantizedTile) -> tuple[bool, bool]:
+    """Return which kernel runs a tile, as a key: (gemv, pipeline)."""
+    return tile.gemv, tile.pipeline
 
 
-def some_weights(empty: Callable[[], QuantizedWeight]) -> list[QuantizedWeight]:
-    """Random weights on the GPU, as many bytes of them as the tuner of dense ones takes."""
+def random_weights(empty: Callable[[], QuantizedWeight]) -> list[QuantizedWeight]:
+    """Return random weights on the GPU, as many bytes of them as the tuner of dense ones takes.
+
+    empty: allocates one weight.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
-    found = [empty()]
-    count = min(MOST_WEIGHTS, -(-tuning.SPREAD // found[0].nbytes))
-    found += [empty() for _ in range(count - 1)]
-    for weight in found:
+    weights = [empty()]
+    count = min(MAX_WEIGHTS, -(-tuning.SPREAD // weights[0].nbytes))
+    weights += [empty() for _ in range(count - 1)]
+    for weight in weights:
         weight.fill_dummy(generator)
-    return found
+    return weights
 
 
 def tune(
-    run: Run,
-    refusal: Callable[[PackedTile], str | None],
+    run: RunTile,
+    refusal: Callable[[QuantizedTile], str | None],
     x: Tensor,
     weights: Sequence[QuantizedWeight],
-    tiles: Sequence[PackedTile],
-) -> tuple[list[tuple[float, PackedTile]], dict[PackedTile, str]]:
-    """(seconds, tile) of each tile, fastest first; and why others must not be used."""
+    tiles: Sequence[QuantizedTile],
+) -> tuple[list[tuple[float, QuantizedTile]], dict[QuantizedTile, str]]:
+    """Time each tile that is not refused.
+
+    Returns: [(seconds, tile)], the fastest first; and the reason of each refused tile.
+    """
     refused = {}
-    found = []
+    times = []
     for tile in tiles:
         reason = refusal(tile)
         if reason is not None:
             refused[tile] = reason
             continue
-        call = partial(_timed, run, x, tile)
-        found.append((tuning.seconds(call, weights), tile))
-    return sorted(found, key=lambda pair: pair[0]), refused
+        call = partial(_run_once, run, x, tile)
+        times.append((tuning.seconds(call, weights), tile))
+    return sorted(times, key=lambda pair: pair[0]), refused
 
 
-def _timed(run: Run, x: Tensor, tile: PackedTile, weight: QuantizedWeight) -> object:
+def _run_once(run: RunTile, x: Tensor, tile: QuantizedTile, weight: QuantizedWeight) -> object:
     return run(x, weight, tile)

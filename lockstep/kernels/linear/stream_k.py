@@ -1,14 +1,19 @@
 # mypy: ignore-errors
-"""The kernel of quantized_pipeline.py for programs that share tiles evenly.
+"""Stream-K GEMM with a quantized weight: the kernel of quantized_pipeline.py with even work ranges.
 
-Where tiles are not many times as many as multiprocessors, some of these have one more than others.
-So each program has as many slots of tiles, one after the other: it may begin and end within a tile.
-What begins a tile comes first, and its sums are left for the next program, which goes on from them
-last, so that it hardly waits; the order of columns within a sum stays. A program waits for one of a
-lower number alone, which a GPU starts first.
+Where there are few more tiles than multiprocessors, some of these compute one tile more than
+others. Stream-K gives each CTA an equal range of k-iterations instead (an iteration is one pipeline
+stage), taken from the concatenation of all tiles: a range may begin and end within a tile.
 
-A CTA marks the partial sums that it leaves with the epoch of the launch (lockstep.kernels.epochs).
-Sums and marks of a launch that broke off have another epoch, so no later launch takes them.
+A CTA walks its range from the last tile to the first. The last one, which it begins and the next
+CTA finishes, comes first; its partial accumulators are handed over to that CTA, which continues
+from them in its own last tile, so that it hardly waits. The order of columns within an accumulator
+stays ascending: no fix-up addition, no change of bits. A CTA waits for one of a lower number alone,
+which the GPU starts first, so a wait cannot deadlock.
+
+The flags of handed-over accumulators hold the epoch of the launch (lockstep.kernels.epochs).
+Accumulators and flags of a launch that was aborted have another epoch, so no later launch reads
+them.
 """
 
 from triton.experimental import gluon
@@ -17,250 +22,284 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from lockstep.kernels.device.dequantize import FP4
 from lockstep.kernels.device.gluon_compat import barrier
-from lockstep.kernels.linear.quantized_pipeline import (
-    BLOCK,
+from lockstep.kernels.device.pipeline import (
     HALF,
-    LOADING,
-    beside,
-    bring,
-    fetch,
-    multiply_slot,
-    next_slot,
-    parts_of,
-    sums_layout,
+    K_BLOCK,
+    allocate_pipeline,
+    fill_stage,
+    next_stage,
+)
+from lockstep.kernels.linear.quantized_pipeline import (
+    PRODUCER_REGISTERS,
+    accumulator_layout,
+    load_scales,
+    multiply_stage,
+    prepare_factor,
+    scale_offsets,
     words_layout,
 )
 
-MIX = gl.constexpr(-7046029254386353131)
+EPOCH_FACTOR = gl.constexpr(-7046029254386353131)
 """Odd factor of the epochs (2^64 over the golden ratio). Distinct epochs stay distinct, and none of
 them is a small number, such as other kernels leave in the same memory."""
 
 
 @gluon.jit
-def _epoch(generation, serial):
+def _launch_epoch(generation_ptr, serial):
     """Return the epoch of this launch: int64, never 0, the same in all CTAs."""
-    return (gl.load(generation) + (serial.to(gl.int64) << 32)) * MIX
+    return (gl.load(generation_ptr) + (serial.to(gl.int64) << 32)) * EPOCH_FACTOR
 
 
 @gluon.jit
-def _share(each, more, slots):
-    """What a program has of the tiles of its tokens and segment, of so many slots each: (its first
-    slot, its last and one, its last tile, its tiles, whole or in part)."""
-    program = gl.program_id(0)
-    begin = program * each + gl.minimum(program, more)
-    end = begin + each + (program < more).to(gl.int32)
-    tile = (end - 1) // slots
-    return begin, end, tile, tile - begin // slots + 1
+def _work_range(iterations, remainder, tile_iterations):
+    """Return the work range of this CTA: (begin, end, last tile, number of tiles touched).
+
+    begin and end count k-iterations; a tile has tile_iterations of them. The first `remainder` CTAs
+    take iterations + 1, the others `iterations`.
+    """
+    cta = gl.program_id(0)
+    begin = cta * iterations + gl.minimum(cta, remainder)
+    end = begin + iterations + (cta < remainder).to(gl.int32)
+    tile = (end - 1) // tile_iterations
+    return begin, end, tile, tile - begin // tile_iterations + 1
 
 
 @gluon.jit
-def _piece(tile, begin, end, slots):
-    """The first slot of a tile that a program has, and its last and one."""
-    return gl.maximum(begin - tile * slots, 0), gl.minimum(end - tile * slots, slots)
+def _tile_range(tile, begin, end, tile_iterations):
+    """Return the k-iterations (low, high) of a tile that lie within a work range."""
+    low = gl.maximum(begin - tile * tile_iterations, 0)
+    return low, gl.minimum(end - tile * tile_iterations, tile_iterations)
 
 
 @gluon.jit
-def _load(
-    x_map, w_map, x_ring, w_ring, full, empty, m, each, more, slots, COUNT: gl.constexpr
+def _produce(
+    x_desc, w_desc, x_buffers, w_buffers, full, empty, m, iterations, remainder, tile_iterations,
+    BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """The warp that has blocks brought, COUNT into each slot once that is free."""
-    SLOTS: gl.constexpr = full.shape[0]
-    ROWS: gl.constexpr = w_ring.shape[1]
-    begin, end, top, tiles = _share(each, more, slots)
-    slot = 0
+    """Producer partition: copy the blocks of the work range, in the consumers' order."""
+    STAGES: gl.constexpr = full.shape[0]
+    ROWS: gl.constexpr = w_buffers.shape[1]
+    begin, end, last_tile, tiles = _work_range(iterations, remainder, tile_iterations)
+    stage = 0
     phase = 1
     for i in range(tiles):
-        low, high = _piece(top - i, begin, end, slots)
-        n = (top - i) * ROWS
+        low, high = _tile_range(last_tile - i, begin, end, tile_iterations)
+        n = (last_tile - i) * ROWS
         for j in range(low, high):
-            first = gl.program_id(2) * slots + j
-            bring(x_map, w_map, x_ring, w_ring, full, empty, slot, phase, n, m, first, COUNT, COUNT)
-            slot, phase = next_slot(slot, phase, SLOTS)
+            first = gl.program_id(2) * tile_iterations + j
+            fill_stage(
+                x_desc, w_desc, x_buffers, w_buffers, full, empty, stage, phase, n, m, first,
+                BLOCKS, BLOCKS,
+            )  # fmt: skip
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def _in_line(sums):
-    """Sums [ROWS, TOKENS] in the order of memory that keeps what a warp has of 8 rows and 8 tokens
-    together: it loads and stores whole lines."""
-    ROWS: gl.constexpr = sums.shape[0]
-    TOKENS: gl.constexpr = sums.shape[1]
-    blocks = sums.reshape([ROWS // 8, 8, TOKENS // 8, 8]).permute((0, 2, 1, 3))
+def _flatten_accumulators(acc):
+    """Flatten acc [ROWS, TOKENS] so that a warp's 8 x 8 fragments are contiguous in memory.
+
+    It then loads and stores whole cache lines.
+    """
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    blocks = acc.reshape([ROWS // 8, 8, TOKENS // 8, 8]).permute((0, 2, 1, 3))
     return blocks.reshape([ROWS * TOKENS])
 
 
 @gluon.jit
-def _from_line(line, ROWS: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
-    """Sums [ROWS, TOKENS] again."""
-    blocks = line.reshape([ROWS // 8, TOKENS // 8, 8, 8]).permute((0, 2, 1, 3))
+def _restore_accumulators(flat, ROWS: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
+    """Undo _flatten_accumulators: acc [ROWS, TOKENS] in `layout`."""
+    blocks = flat.reshape([ROWS // 8, TOKENS // 8, 8, 8]).permute((0, 2, 1, 3))
     return gl.convert_layout(blocks.reshape([ROWS, TOKENS]), layout, assert_trivial=True)
 
 
 @gluon.jit
-def _places(program, none, like):
-    """Where a program's sums lie, as _in_line has them. none: a 0 that is not known when compiled,
-    so that these are not held in registers around a loop."""
+def _partial_offsets(cta, runtime_zero, like):
+    """Return the offsets of a CTA's partial accumulators, flattened as `like` is.
+
+    runtime_zero: added so that the compiler does not hoist the addresses out of the tile loop,
+    where they would occupy registers.
+    """
     COUNT: gl.constexpr = like.shape[0]
-    return (program + none) * COUNT + gl.arange(0, COUNT, like.type.layout)
+    return (cta + runtime_zero) * COUNT + gl.arange(0, COUNT, like.type.layout)
 
 
 @gluon.jit
-def _begun(
-    sums, flags, epoch, program, low, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+def _initial_accumulators(
+    partials_ptr, flags_ptr, epoch, cta, low, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Return the sums of a tile's slots before `low`, once the CTA before this one left them."""
+    """Return zeros, or the accumulators of iterations before `low` that the previous CTA stored."""
     acc = gl.zeros((ROWS, TOKENS), gl.float32, layout)
     if low > 0:
-        # Reset what was waited for: a graph without `advance` repeats the epoch when replayed.
-        none = epoch * 0
-        while gl.atomic_cas(flags + program - 1, epoch, none, sem="acquire") != epoch:
+        # Reset the flag: a captured graph repeats the epoch when it is replayed without `advance`.
+        runtime_zero = epoch * 0
+        while gl.atomic_cas(flags_ptr + cta - 1, epoch, runtime_zero, sem="acquire") != epoch:
             pass
-        places = _places(program - 1, low >> 30, _in_line(acc))
-        line = gl.load(sums + places, cache_modifier=".cg")
-        acc = _from_line(line, ROWS, TOKENS, layout)
+        offsets = _partial_offsets(cta - 1, low >> 30, _flatten_accumulators(acc))
+        # .cg: another multiprocessor wrote them, and L1 is not coherent.
+        flat = gl.load(partials_ptr + offsets, cache_modifier=".cg")
+        acc = _restore_accumulators(flat, ROWS, TOKENS, layout)
     return acc
 
 
 @gluon.jit
-def _leave(
-    total, out, sums, flags, epoch, program, high, slots, tokens, N, n, m, out_stride,
-    layout: gl.constexpr,
+def _store_tile(
+    acc, out_ptr, partials_ptr, flags_ptr, epoch, cta, high, tile_iterations, tokens, N, n, m,
+    out_stride, layout: gl.constexpr,
 ):  # fmt: skip
-    """Store the sums of a tile: its results, or what the next program goes on from."""
-    ROWS: gl.constexpr = total.shape[0]
-    TOKENS: gl.constexpr = total.shape[1]
-    if high == slots:
-        own = n + (high >> 30) + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    """Store the outputs of a finished tile, or hand the accumulators over to the next CTA."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    if high == tile_iterations:
+        # high >> 30 is a runtime zero, as in _partial_offsets.
+        outputs = n + (high >> 30) + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
         token = m + (high >> 30) + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))[None, :]
-        mask = (own < N) & (token < tokens)
-        place = gl.program_id(2).to(gl.int64) * tokens * N + token.to(gl.int64) * out_stride
-        gl.store(out + (place + own), total.to(out.dtype.element_ty), mask=mask)
+        mask = (outputs < N) & (token < tokens)
+        offsets = gl.program_id(2).to(gl.int64) * tokens * N + token.to(gl.int64) * out_stride
+        gl.store(out_ptr + (offsets + outputs), acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        line = _in_line(total)
-        gl.store(sums + _places(program, high >> 30, line), line)
-        barrier()
-        gl.atomic_xchg(flags + program, epoch, sem="release")
+        flat = _flatten_accumulators(acc)
+        gl.store(partials_ptr + _partial_offsets(cta, high >> 30, flat), flat)
+        barrier()  # all warps have stored before one thread releases the flag
+        gl.atomic_xchg(flags_ptr + cta, epoch, sem="release")
 
 
 @gluon.jit
-def _pass(
-    acc, found, scales, zeros, factor, x_ring, w_ring, full, empty, slot, phase, block, low, high,
-    FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr, DTYPE: gl.constexpr,
+def _accumulate_range(
+    acc, scales, scales_ptr, zeros_ptr, factor, x_buffers, w_buffers, full, empty, stage, phase,
+    block, low, high,
+    FORMAT: gl.constexpr, BLOCKS: gl.constexpr, MMA_SYNC: gl.constexpr, DTYPE: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Slots low .. high - 1 of a tile: (its sums, the next slot of the ring, its phase)."""
-    SLOTS: gl.constexpr = full.shape[0]
-    ROWS: gl.constexpr = w_ring.shape[1]
+    """Accumulate k-iterations low .. high of a tile: (acc, next stage, its phase)."""
+    STAGES: gl.constexpr = full.shape[0]
+    ROWS: gl.constexpr = w_buffers.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    whole: gl.constexpr = words_layout(BLOCK, FORM[1], WARPS, ROWS)
-    half: gl.constexpr = words_layout(HALF, FORM[1], WARPS, ROWS)
-    before = 0
+    w_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    block_layout: gl.constexpr = words_layout(K_BLOCK, FORMAT.bits, WARPS, ROWS)
+    half_layout: gl.constexpr = words_layout(HALF, FORMAT.bits, WARPS, ROWS)
+    previous = 0
     for j in range(low, high - 1):
-        acc, found = multiply_slot(
-            acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, block,
-            FORM, COUNT, DTYPE, whole, half, left, False,
+        acc, scales = multiply_stage(
+            acc, scales, scales_ptr, zeros_ptr, factor, x_buffers, w_buffers, full, stage, phase,
+            block, FORMAT, BLOCKS, DTYPE, block_layout, half_layout, w_layout, False,
         )  # fmt: skip
-        fence_async_shared()  # loads of this slot are over
-        barrier()
-        if SYNC:
-            mbarrier.arrive(empty.index(slot))  # all warps have left it
+        fence_async_shared()  # reads of this stage precede the copy engine's next write
+        barrier()  # of all consumer warps, since one thread arrives for them
+        if MMA_SYNC:
+            mbarrier.arrive(empty.index(stage))
         else:
-            mbarrier.arrive(empty.index(before), pred=j > low)  # what multiplies is left: this
-        before = slot
-        slot, phase = next_slot(slot, phase, SLOTS)
-        block += COUNT
-    # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
-    total, found = multiply_slot(
-        acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, block,
-        FORM, COUNT, DTYPE, whole, half, left, True,
+            # The last wgmma of this stage still reads it: release the stage before.
+            mbarrier.arrive(empty.index(previous), pred=j > low)
+        previous = stage
+        stage, phase = next_stage(stage, phase, STAGES)
+        block += BLOCKS
+    # Peeled: with the final wait inside the loop ptxas reads accumulators too early.
+    total, scales = multiply_stage(
+        acc, scales, scales_ptr, zeros_ptr, factor, x_buffers, w_buffers, full, stage, phase,
+        block, FORMAT, BLOCKS, DTYPE, block_layout, half_layout, w_layout, True,
     )  # fmt: skip
     fence_async_shared()
     barrier()
-    if not SYNC:
-        mbarrier.arrive(empty.index(before), pred=high > low + 1)
-    mbarrier.arrive(empty.index(slot))
-    slot, phase = next_slot(slot, phase, SLOTS)
-    return total, slot, phase
+    if not MMA_SYNC:
+        mbarrier.arrive(empty.index(previous), pred=high > low + 1)
+    mbarrier.arrive(empty.index(stage))
+    stage, phase = next_stage(stage, phase, STAGES)
+    return total, stage, phase
 
 
 @gluon.jit
-def _multiply(
-    scales, zeros, factors, out, sums, flags, generation, serial, x_ring, w_ring, full, empty,
-    tokens, N, first, m, each, more, slots, scale_stride, out_stride, FORM: gl.constexpr,
-    COUNT: gl.constexpr, SYNC: gl.constexpr, DTYPE: gl.constexpr,
+def _consume(
+    scales_ptr, zeros_ptr, factors_ptr, out_ptr, partials_ptr, flags_ptr, generation_ptr, serial,
+    x_buffers, w_buffers, full, empty, tokens, N, scale_row_offset, m, iterations, remainder,
+    tile_iterations, scale_stride, out_stride, FORMAT: gl.constexpr, BLOCKS: gl.constexpr,
+    MMA_SYNC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The warps that unpack and multiply: of a program's tiles the last one first, which another
-    program goes on with; then the first one, which another one began, does not wait for long."""
-    ROWS: gl.constexpr = w_ring.shape[1]
-    TOKENS: gl.constexpr = x_ring.shape[1]
+    """Consumer partition: dequantize and multiply the tiles of the work range, the last one first.
+
+    The last tile's accumulators are what another CTA may wait for; the first tile, which another
+    CTA began, is ready by the time that this one reaches it.
+    """
+    ROWS: gl.constexpr = w_buffers.shape[1]
+    TOKENS: gl.constexpr = x_buffers.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = sums_layout(WARPS, TOKENS, SYNC)
-    half: gl.constexpr = words_layout(HALF, FORM[1], WARPS, ROWS)
-    program = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
-    program = program * gl.num_programs(0) + gl.program_id(0)
-    begin, end, top, tiles = _share(each, more, slots)
-    epoch = _epoch(generation, serial)  # here, not before the partitions: copies need not wait
-    slot = 0
+    layout: gl.constexpr = accumulator_layout(WARPS, TOKENS, MMA_SYNC)
+    half_layout: gl.constexpr = words_layout(HALF, FORMAT.bits, WARPS, ROWS)
+    cta = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
+    cta = cta * gl.num_programs(0) + gl.program_id(0)
+    begin, end, last_tile, tiles = _work_range(iterations, remainder, tile_iterations)
+    # Loaded here, not before the partitions split: the copies need not wait for it.
+    epoch = _launch_epoch(generation_ptr, serial)
+    stage = 0
     phase = 0
     for i in range(tiles):
-        low, high = _piece(top - i, begin, end, slots)
-        n = (top - i) * ROWS
-        rows = gl.minimum(n + gl.arange(0, ROWS, gl.SliceLayout(1, half)), N - 1).to(gl.int64)
-        numbers = beside(rows, first, scale_stride, FORM)
-        own_scales = scales + numbers
-        own_zeros = zeros
-        if zeros is not None:
-            own_zeros = zeros + numbers
+        low, high = _tile_range(last_tile - i, begin, end, tile_iterations)
+        n = (last_tile - i) * ROWS
+        rows = gl.minimum(n + gl.arange(0, ROWS, gl.SliceLayout(1, half_layout)), N - 1)
+        rows = rows.to(gl.int64)
+        offsets = scale_offsets(rows, scale_row_offset, scale_stride, FORMAT)
+        tile_scales_ptr = scales_ptr + offsets
+        tile_zeros_ptr = zeros_ptr
+        if zeros_ptr is not None:
+            tile_zeros_ptr = zeros_ptr + offsets
         factor = None
-        if FORM[0] == FP4:
-            factor = parts_of(gl.load(factors + rows), FORM)
-        block = (gl.program_id(2) * slots + low) * COUNT
-        found = fetch(own_scales, own_zeros, block, True, FORM)
-        acc = _begun(sums, flags, epoch, program, low, ROWS, TOKENS, layout)
-        total, slot, phase = _pass(
-            acc, found, own_scales, own_zeros, factor, x_ring, w_ring, full, empty, slot, phase,
-            block, low, high, FORM, COUNT, SYNC, DTYPE, layout,
+        if FORMAT.kind == FP4:
+            factor = prepare_factor(gl.load(factors_ptr + rows), FORMAT)
+        block = (gl.program_id(2) * tile_iterations + low) * BLOCKS
+        scales = load_scales(tile_scales_ptr, tile_zeros_ptr, block, True, FORMAT)
+        acc = _initial_accumulators(partials_ptr, flags_ptr, epoch, cta, low, ROWS, TOKENS, layout)
+        total, stage, phase = _accumulate_range(
+            acc, scales, tile_scales_ptr, tile_zeros_ptr, factor, x_buffers, w_buffers, full,
+            empty, stage, phase, block, low, high, FORMAT, BLOCKS, MMA_SYNC, DTYPE, layout,
         )  # fmt: skip
-        _leave(
-            total, out, sums, flags, epoch, program, high, slots, tokens, N, n, m, out_stride,
-            layout,
+        _store_tile(
+            total, out_ptr, partials_ptr, flags_ptr, epoch, cta, high, tile_iterations, tokens, N,
+            n, m, out_stride, layout,
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["serial", "tokens", "each", "more", "slots", "first", "scale_stride"])
-def shared_ring_kernel(
-    x_map, w_map, scales, zeros, factors, out, sums, flags, generation, serial, tokens, N, each,
-    more, slots, first, scale_stride, out_stride, FORM: gl.constexpr, SLOTS: gl.constexpr,
-    COUNT: gl.constexpr, SYNC: gl.constexpr, DTYPE: gl.constexpr,
+@gluon.jit(
+    do_not_specialize=[
+        "serial", "tokens", "iterations", "remainder", "tile_iterations", "scale_row_offset",
+        "scale_stride",
+    ]
+)  # fmt: skip
+def stream_k_kernel(
+    x_desc, w_desc, scales_ptr, zeros_ptr, factors_ptr, out_ptr, partials_ptr, flags_ptr,
+    generation_ptr, serial, tokens, N, iterations, remainder, tile_iterations, scale_row_offset,
+    scale_stride, out_stride, FORMAT: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr,
+    MMA_SYNC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """A share of the tiles of some tokens and a segment, of out [parts, tokens, N], rows out_stride
-    apart: `each` slots, or one more in the first `more` programs, of `slots` in a tile, of COUNT
-    blocks each. sums [CTAs, ROWS, TOKENS] fp32: the partial sums that a CTA leaves of a tile's
-    first slots. flags [CTAs] int64: the epoch once they are there. Both may hold anything before
-    the launch. generation, serial: see lockstep.kernels.epochs. The others: see ring_kernel."""
-    ROWS: gl.constexpr = w_map.block_type.shape[0]
-    TOKENS: gl.constexpr = x_map.block_type.shape[0]
-    WORDS: gl.constexpr = w_map.block_type.shape[1]
-    w_ring = gl.allocate_shared_memory(gl.int32, [SLOTS * COUNT, ROWS, WORDS], w_map.layout)
-    x_ring = gl.allocate_shared_memory(DTYPE, [2 * SLOTS * COUNT, TOKENS, HALF], x_map.layout)
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
+    """Compute a work range of the tiles of some tokens and one split-K partition.
+
+    out [parts, tokens, N], rows out_stride apart. The other arguments: see pipeline_kernel.
+
+    Args:
+        iterations, remainder, tile_iterations: see _work_range. An iteration is BLOCKS blocks.
+        partials_ptr: [CTAs, ROWS, TOKENS] fp32, accumulators handed over to the next CTA.
+        flags_ptr: [CTAs] int64, the epoch once they are stored. Both may hold anything at launch.
+        generation_ptr, serial: see lockstep.kernels.epochs.
+    """
+    ROWS: gl.constexpr = w_desc.block_type.shape[0]
+    TOKENS: gl.constexpr = x_desc.block_type.shape[0]
+    x_buffers, w_buffers, full, empty = allocate_pipeline(
+        x_desc, w_desc, ROWS, STAGES, BLOCKS, DTYPE
+    )
     m = gl.program_id(1) * TOKENS
     gl.warp_specialize(
         [
-            (_multiply, (
-                scales, zeros, factors, out, sums, flags, generation, serial, x_ring, w_ring, full,
-                empty, tokens, N, first, m, each, more, slots, scale_stride, out_stride, FORM,
-                COUNT, SYNC, DTYPE,
+            (_consume, (
+                scales_ptr, zeros_ptr, factors_ptr, out_ptr, partials_ptr, flags_ptr,
+                generation_ptr, serial, x_buffers, w_buffers, full, empty, tokens, N,
+                scale_row_offset, m, iterations, remainder, tile_iterations, scale_stride,
+                out_stride, FORMAT, BLOCKS, MMA_SYNC, DTYPE,
             )),
-            (_load, (x_map, w_map, x_ring, w_ring, full, empty, m, each, more, slots, COUNT)),
+            (_produce, (
+                x_desc, w_desc, x_buffers, w_buffers, full, empty, m, iterations, remainder,
+                tile_iterations, BLOCKS,
+            )),
         ],
         [1],
-        [LOADING],
+        [PRODUCER_REGISTERS],
     )  # fmt: skip

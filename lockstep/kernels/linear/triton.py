@@ -1,11 +1,9 @@
-# mypy: ignore-errors
-"""linear in Triton: the tree is the op's, the tile is tuned (lockstep.kernels.linear.tuning).
+"""linear in Triton: the reduction tree is the op's, the tile is tuned (linear/tuning.py).
 
-A program makes one tile of the output, over all of K or over a subtree of its split_k; in the
-second case it leaves an fp32 partial, and the reader, or a small pass, adds the partials along the
-rest of the tree. Tiles whose width is no power of two are made in triton_uneven.py.
-On Hopper every tile gives the same bits in bf16 and fp16, mma.sync and wgmma alike, weights on
-either side; in fp32 the products run on the FMA units. See docs/kernels/linear.md.
+A CTA computes one output tile over all of K, or over a subtree of its split-K partitions. In the
+second case it leaves an fp32 partial, and the consumer, or a small pass, adds the partials along
+the rest of the tree. On Hopper every tile gives the same bits in bf16 and fp16, mma.sync and wgmma
+alike, weights on either side; in fp32 the products run on FMA units. See docs/kernels/linear.md.
 """
 
 from dataclasses import replace
@@ -13,135 +11,33 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels import architecture
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear import linear, pad_partitions, partition_length, triton_uneven
-from lockstep.kernels.linear.triton_uneven import place, widths
+from lockstep.kernels.linear import linear, pad_partitions, partition_length
+from lockstep.kernels.linear.dense_gemm import dense_gemm_kernel, reduce_partials_kernel
 from lockstep.kernels.linear.tuning import Tile, lookup
+from lockstep.kernels.linear.uneven_gemm import uneven_gemm_kernel
 
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
-ACCUMULATORS = 128
-"""Registers per thread that the sums of a tree may take: ptxas spills 144 bytes with 192."""
-SQUARE = 128
-"""Rows and columns of the tile that stands for a larger one whose sums do not fit."""
-FOLD = 1024
-"""Numbers that a program of the second pass adds."""
+MAX_ACCUMULATORS = 128
+"""Registers per thread that the accumulators of a tree may take: with 192 ptxas spills 144
+bytes."""
+MAX_UNEVEN_ACCUMULATORS = 192
+"""The same of the kernel for uneven widths."""
+MIN_WIDTH = 16
+"""Columns of the narrowest part of an uneven tile."""
+FALLBACK_SIDE = 128
+"""Rows and columns of the tile that replaces a larger one whose accumulators do not fit."""
+REDUCE_BLOCK = 1024
+"""Outputs that a CTA of the reduction pass adds."""
 
 
-@triton.jit
-def partition_product(
-    x, weight, live, m, n, begin, end,
-    SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One accumulator over columns begin .. end, ascending: [BLOCK_M, BLOCK_N] fp32.
-
-    x and weight are descriptors, or pointers to column 0 of the block's rows; live [BLOCK_M, 1]
-    says which rows of x there are.
-    """
-    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
-    for at in range(begin, end, BLOCK_K):
-        if TMA:
-            a = x.load([m, at])
-            w = weight.load([n, at])
-        elif EVEN:
-            a = tl.load(x + at, mask=live, other=0.0)
-            w = tl.load(weight + at)
-        else:
-            inside = (at + tl.arange(0, BLOCK_K) < end)[None, :]
-            a = tl.load(x + at, mask=live & inside, other=0.0)
-            w = tl.load(weight + at, mask=inside, other=0.0)
-        a = a.to(w.dtype)
-        if SWAP:
-            total = tl.dot(w, a.T, total, input_precision="ieee")
-        else:
-            total = tl.dot(a, w.T, total, input_precision="ieee")
-    return total.T if SWAP else total
-
-
-@triton.jit
-def _subtree(
-    x, weight, live, m, n, begin, length, K, COUNT: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """COUNT split_k of `length` columns from `begin` on, added pairwise in registers; the last one
-    of K may be shorter."""
-    if COUNT == 1:
-        return partition_product(
-            x, weight, live, m, n, begin, tl.minimum(begin + length, K),
-            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    else:
-        left = _subtree(
-            x, weight, live, m, n, begin, length, K, COUNT // 2,
-            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        right = _subtree(
-            x, weight, live, m, n, begin + COUNT // 2 * length, length, K, COUNT // 2,
-            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        return left + right
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _linear_kernel(
-    x, weight, x_map, w_map, out, tokens, N, K, length, x_stride, w_stride, out_stride,
-    COUNT: tl.constexpr, GROUP: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One tile of out [parts, tokens, N], rows out_stride apart.
-
-    Rows of the weight past its end are copies of the last one: computed and not stored.
-    """
-    pid = tl.program_id(0)
-    part, row_m, row_n = place(pid, tokens, N, GROUP, BLOCK_M, BLOCK_N)
-    begin = part * COUNT * length
-    m = row_m + tl.arange(0, BLOCK_M)
-    n = row_n + tl.arange(0, BLOCK_N)
-    live = (m < tokens)[:, None]
-    to_n = weight + tl.minimum(n, N - 1).to(tl.int64) * w_stride
-    if not TMA:
-        k = tl.arange(0, BLOCK_K)[None, :]
-        to_m = x + m.to(tl.int64) * x_stride
-        x_map = to_m[:, None] + k
-        w_map = to_n[:, None] + k
-    total = _subtree(
-        x_map, w_map, live, row_m, row_n, begin, length, K, COUNT,
-        SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    out += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-    mask = live & (n < N)[None, :]
-    tl.store(out, total.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def tree_load(parts, at, size, live, COUNT: tl.constexpr):
-    """The sum of COUNT partials, `size` numbers apart, pairwise: tree_sum of those at `at`."""
-    if COUNT == 1:
-        return tl.load(parts + at, mask=live, other=0.0)
-    else:
-        left = tree_load(parts, at, size, live, COUNT // 2)
-        right = tree_load(parts + COUNT // 2 * size, at, size, live, COUNT // 2)
-        return left + right
-
-
-@triton.jit(do_not_specialize=["size"])
-def _fold_kernel(parts, out, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """out [size] = parts [SPLIT, size] along the tree, rounded once."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tree_load(parts, at, size.to(tl.int64), at < size, SPLIT)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
-
-
-def aligned(x: Tensor) -> bool:
-    """Whether the bulk copy engine can read these rows: 16-byte strides and start."""
+def is_tma_aligned(x: Tensor) -> bool:
+    """Return whether TMA can read the rows of x: start and strides are multiples of 16 bytes."""
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
@@ -153,93 +49,126 @@ def launch(
     allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """linear by a given tile. The tile decides the speed and nothing else.
+    """Run linear with a given tile, which decides the speed and nothing else.
 
-    Programs that fill `out` share no K: its rows may be strided, a second pass's may not.
+    With `out` every CTA covers all of K: out's rows may be strided, those of partials may not.
     """
     tokens = x.shape[0]
     n = weight.shape[0]
     if not tokens:
         return weight.new_empty(0, n) if out is None else out
     length = partition_length(x.shape[1], split_k)
-    whole = length % tile.k == 0 or split_k == 1
-    tma = tile.tma and whole and aligned(x) and aligned(weight)
-    if not tma:  # its copies are zeros behind K
+    even = length % tile.k == 0 or split_k == 1
+    tma = tile.tma and even and is_tma_aligned(x) and is_tma_aligned(weight)
+    if not tma:  # TMA itself fills columns past K with zeros
         x, weight = pad_partitions(x, weight, split_k)
-    tile = _fitting(replace(tile, tma=tma), split_k, out is None)
+    tile = _fit_accumulators(replace(tile, tma=tma), split_k, out is None)
     split = tile.split
     count = split_k // split
     if split > 1:
         out = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
     elif out is None:
         out = weight.new_empty(tokens, n)
-    if len(widths(tile.n)) > 1:
-        triton_uneven.launch(x, weight, out, count, length, tile, GROUP)
+    if len(power_of_two_widths(tile.n)) > 1:
+        _launch_uneven(x, weight, out, count, length, tile)
     else:
         _launch_even(x, weight, out, count, length, tile)
-    return out if allow_partials or split == 1 else fold(out, weight.dtype)
+    return out if allow_partials or split == 1 else reduce_partials(out, weight.dtype)
 
 
-def _fits(tile: Tile, count: int) -> bool:
-    """Whether the sums of `count` split_k, walked as a tree, stay in registers."""
-    if len(widths(tile.n)) > 1:
-        return tile.tma and triton_uneven.fits(tile, count)
-    return count.bit_length() * tile.m * tile.n <= ACCUMULATORS * 32 * tile.warps
+def power_of_two_widths(n: int) -> list[int]:
+    """Return the powers of two that add up to n, largest first: 144 -> [128, 16]."""
+    return [1 << bit for bit in reversed(range(n.bit_length())) if n >> bit & 1]
 
 
-def _fitting(tile: Tile, split_k: int, shared: bool) -> Tile:
-    """The tile, or one whose sums fit: smaller, or with more programs along K where they share it.
+def _accumulators_fit(tile: Tile, count: int) -> bool:
+    """Return whether the accumulators of a tree over `count` partitions fit into registers."""
+    widths = power_of_two_widths(tile.n)
+    accumulators = count.bit_length() * tile.m * tile.n
+    if len(widths) == 1:
+        return accumulators <= MAX_ACCUMULATORS * 32 * tile.warps
+    supported = tile.tma and not tile.swap and len(widths) <= 3 and widths[-1] >= MIN_WIDTH
+    return supported and accumulators <= MAX_UNEVEN_ACCUMULATORS * 32 * tile.warps
 
-    8,192 tokens, TFLOP/s: 5120 x 6144 in two split_k runs at 677 with 128 x 128, at 604 with
-    128 x 256 whose left halves wait in memory; in four at 450 so. Narrow weights of 27B in four run
-    at 404 with 128 x 96.
+
+def _fit_accumulators(tile: Tile, split_k: int, may_split: bool) -> Tile:
+    """Return the tile, or one whose accumulators fit: smaller, or with more CTAs along K.
+
+    may_split: several CTAs may share K. 8,192 tokens, TFLOP/s: 5120 x 6144 with two partitions runs
+    at 677 with 128 x 128, at 604 with 128 x 256 whose left subtrees are spilled to memory; with
+    four partitions at 450 so. Narrow weights of 27B with four run at 404 with 128 x 96.
     """
-    least = min(tile.split, split_k) if shared else 1
-    splits = [least << i for i in range((split_k // least).bit_length())] if shared else [1]
-    high = min(tile.m, SQUARE)
-    wide = min(tile.n, SQUARE)
+    min_split = min(tile.split, split_k) if may_split else 1
+    doublings = (split_k // min_split).bit_length()
+    splits = [min_split << i for i in range(doublings)] if may_split else [1]
+    m = min(tile.m, FALLBACK_SIDE)
+    n = min(tile.n, FALLBACK_SIDE)
     for split in splits:
-        for other in (tile, replace(tile, m=high, n=wide)):
-            if _fits(other, split_k // split):
-                return replace(other, split=split)
-    return replace(tile, m=high, n=min(widths(tile.n)[0], SQUARE // 2), split=least)
+        for candidate in (tile, replace(tile, m=m, n=n)):
+            if _accumulators_fit(candidate, split_k // split):
+                return replace(candidate, split=split)
+    n = min(power_of_two_widths(tile.n)[0], FALLBACK_SIDE // 2)
+    return replace(tile, m=m, n=n, split=min_split)
+
+
+def _grid(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> tuple[int]:
+    """Return the launch grid: one CTA per tile of out [T, N] or of partials [P, T, N]."""
+    tokens = x.shape[0]
+    n = weight.shape[0]
+    parts = out.numel() // (tokens * n)
+    return (triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * parts,)
 
 
 def _launch_even(
     x: Tensor, weight: Tensor, out: Tensor, count: int, length: int, tile: Tile
 ) -> None:
-    """Fills out [T, N], or partials [P, T, N] fp32."""
-    (tokens, k) = x.shape
-    n = weight.shape[0]
-    programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * out.numel() // (tokens * n)
-    maps: list[TensorDescriptor | None] = [None, None]
+    """Fill out [T, N], or partials [P, T, N] fp32, with a tile whose width is a power of two."""
+    tokens, k = x.shape
+    descriptors: list[TensorDescriptor | None] = [None, None]
     if tile.tma:
         blocks = ((x, tile.m), (weight, tile.n))
-        maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
-    _linear_kernel[(programs,)](
-        x, weight, *maps, out, tokens, n, k, length, x.stride(0), weight.stride(0),
-        out.stride(-2), count, GROUP, tile.swap, tile.tma, length % tile.k == 0,
-        tile.m, tile.n, tile.k,
+        descriptors = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
+    dense_gemm_kernel[_grid(x, weight, out, tile)](
+        x, weight, *descriptors, out, tokens, weight.shape[0], k, length,
+        x.stride(0), weight.stride(0), out.stride(-2), count, GROUP,
+        tile.swap, tile.tma, length % tile.k == 0, tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Partials [P, T, N] fp32 -> [T, N], for a reader that does not add."""
-    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+def _launch_uneven(
+    x: Tensor, weight: Tensor, out: Tensor, count: int, length: int, tile: Tile
+) -> None:
+    """Fill out [T, N], or partials [P, T, N] fp32, with a tile of up to three widths."""
+    tokens, k = x.shape
+    n0, n1, n2 = (*power_of_two_widths(tile.n), 0)[:3]
+    blocks = ((x, tile.m), (weight, n0), (weight, n1), (weight, n2 or MIN_WIDTH))
+    descriptors = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
+    uneven_gemm_kernel[_grid(x, weight, out, tile)](
+        *descriptors, out, tokens, weight.shape[0], k, length, out.stride(-2), count, GROUP,
+        tile.m, n0, n1, n2, tile.k, MIN_WIDTH,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def reduce_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add partials [P, T, N] fp32 along the tree: [T, N] of dtype."""
+    out = torch.empty(partials.shape[1:], dtype=dtype, device=partials.device)
     size = out.numel()
-    grid = (triton.cdiv(size, FOLD),)
-    _fold_kernel[grid](parts, out, size, parts.shape[0], FOLD, enable_fp_fusion=False)
+    grid = (triton.cdiv(size, REDUCE_BLOCK),)
+    reduce_partials_kernel[grid](
+        partials, out, size, partials.shape[0], REDUCE_BLOCK, enable_fp_fusion=False
+    )  # fmt: skip
     return out
 
 
-def _arch(device: torch.device) -> str:
-    """E.g. "sm90"; "cpu" under the interpreter."""
+def _arch_name(device: torch.device) -> str:
+    """Return e.g. "sm90", or "cpu" under Triton's interpreter."""
     return f"sm{architecture.sm_number(device)}" if device.type == "cuda" else device.type
 
 
 def _supports(**traits: Any) -> str | None:
-    return "the weight is packed" if traits.get("quantized") else gpu_trait(**traits)
+    return "the weight is quantized" if traits.get("quantized") else gpu_trait(**traits)
 
 
 @linear.backend("triton", supports=_supports)
@@ -250,6 +179,7 @@ def linear_triton(
     allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.linear.linear. Last strides must be 1."""
-    tile = lookup(x.shape[0], *weight.shape, weight.dtype, _arch(x.device))
+    """See lockstep.kernels.linear.contract.linear. Last strides must be 1."""
+    n, k = weight.shape
+    tile = lookup(x.shape[0], n, k, weight.dtype, _arch_name(x.device))
     return launch(x, weight, split_k, tile, allow_partials, out)

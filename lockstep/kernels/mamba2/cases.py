@@ -1,4 +1,4 @@
-"""Batches of both Mamba-2 laws that every backend must serve. Unused slots are NaN."""
+"""Test cases of mamba2_step and mamba2_chunk. Slots that nothing may read are NaN."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,12 +20,12 @@ LAYERS = (
     Dims(1, 2, 16, 16, w=16),
     Dims(1, 2, 16, 16, w=16, flush=5, state=torch.bfloat16),
 )
-"""G, H, N and P of each. Every other one has no bias in its convolution, and limits of dt."""
-LIMITS = (0.05, 0.6)
+"""G, H, N and P of each. Every other layer has limits of dt and no bias in its convolution."""
+DT_LIMITS = (0.05, 0.6)
 
 
 def weights(dims: Dims, dtype: torch.dtype, seed: int) -> Mamba2Weights:
-    """A layer's weights: log decays mostly between -1 and 0."""
+    """Return random weights of a layer, with log decays mostly between -1 and 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -38,12 +38,12 @@ def weights(dims: Dims, dtype: torch.dtype, seed: int) -> Mamba2Weights:
         a_log=normal(dims.hv),
         dt_bias=normal(dims.hv) - 1.0,
         d=1.0 + 0.3 * normal(dims.hv),
-        **({} if plain else dict(shortest=LIMITS[0], longest=LIMITS[1])),
+        **({} if plain else dict(dt_min=DT_LIMITS[0], dt_max=DT_LIMITS[1])),
     )
 
 
 def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
-    """mixed and dt, of shape [*tokens, ...]."""
+    """Return random mixed and dt of shape [*tokens, ...]."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -55,19 +55,19 @@ def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -
 def mamba2_step_cases(
     dtype: torch.dtype, layers: tuple[Dims, ...] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """See step_cases; of LAYERS where no others are given."""
+    """Yield step_cases of `layers`, by default LAYERS."""
     return step_cases(inputs, weights, dtype, LAYERS if layers is None else layers)
 
 
 def mamba2_chunk_cases(
     dtype: torch.dtype, layers: tuple[Dims, ...] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """See chunk_cases; of LAYERS where no others are given."""
+    """Yield chunk_cases of `layers`, by default LAYERS."""
     return chunk_cases(inputs, weights, dtype, LAYERS if layers is None else layers)
 
 
 def mamba2_step_traits(state: RecurrentState, **rest: Any) -> dict[str, Any]:
-    """What a layer of such arguments says when it asks for a backend."""
+    """Return the traits with which a layer of these arguments chooses a backend."""
     groups, state_dim = state.k.shape[2:]
     heads, head_dim = state.u.shape[2:]
     return dict(groups=groups, heads=heads, state_dim=state_dim, head_dim=head_dim)

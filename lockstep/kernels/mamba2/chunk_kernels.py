@@ -1,173 +1,145 @@
 # mypy: ignore-errors
-"""mamba2_chunk in Triton, on the absolute grid (the SSD form of Dao and Gu, 2024).
+"""mamba2_chunk in Triton: the chunked (SSD) form on the absolute 64-token grid.
 
-chunk_inputs_kernel is the convolution. scores_kernel makes, for each chunk and group, C B^T,
-and the time steps and cumulated log decays of its heads. state_kernel carries the state from chunk
-to chunk, in fp32 with numbers of its dtype in memory, one product a chunk, a program per (row,
-head, block of P). out_kernel makes the outputs, a program per chunk again. No length is a
-compile-time constant.
+1. chunk_inputs_kernel: convolution and SiLU, per (chunk, block of channels).
+2. chunk_scores_kernel, intra-chunk: C B^T, time steps and cumulated log decays, per (chunk, group).
+   Neither kernel needs a state, so all chunks run in parallel.
+3. chunk_state_kernel (recurrent/chunk_kernels.py), inter-chunk: carries the state from chunk to
+   chunk, per (row, head, block of P).
+4. chunk_output_kernel: outputs from the state before the chunk and the chunk's own tokens, again
+   in parallel over chunks.
+
+No length is a compile-time constant. Names are those of lockstep.kernels.recurrent: HK = G groups,
+HV = H heads, K = N state dims, V = P channels of a head.
 """
 
 import triton
 import triton.language as tl
 
 from lockstep.kernels.device.convolution import convolve_chunk
-from lockstep.kernels.mamba2.discretization import time_steps
-from lockstep.kernels.recurrent.chunk_kernels import (
-    load_across,
-)
+from lockstep.kernels.mamba2.discretization import discretize
+from lockstep.kernels.recurrent.chunk_kernels import load_by_sectors
 
 
-@triton.jit(do_not_specialize=["token_stride", "ring_slots"])
+@triton.jit(do_not_specialize=["token_stride", "conv_len"])
 def chunk_inputs_kernel(
-    mixed, taps, bias, conv, cu_seqlens, starts, state_src, chunks, heads, token_stride, ring_slots,
+    mixed_ptr, conv_weight_ptr, bias_ptr, conv_history_ptr, cu_seqlens_ptr, starts_ptr,
+    state_src_ptr, chunks_ptr, inputs_ptr, token_stride, conv_len,
     C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, block of channels): convolution and SiLU of GRID tokens, into heads [T, C]."""
+    """Convolve GRID tokens of one (chunk, block of channels), with SiLU, into inputs [T, C]."""
     chunk = tl.program_id(0).to(tl.int64)
-    count = tl.load(chunks + chunk * 3 + 2)
+    count = tl.load(chunks_ptr + chunk * 3 + 2)
+    # The host launches the maximum number of chunks, since it does not know the lengths.
     if count == 0:
         return
-    s = tl.load(chunks + chunk * 3)
-    offset = tl.load(chunks + chunk * 3 + 1)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = c < C
-    begin = tl.load(cu_seqlens + s).to(tl.int64)
-    conv += tl.load(state_src + s).to(tl.int64) * ring_slots * C
+    row = tl.load(chunks_ptr + chunk * 3)
+    offset = tl.load(chunks_ptr + chunk * 3 + 1)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel_mask = channel < C
+    begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+    conv_history_ptr += tl.load(state_src_ptr + row).to(tl.int64) * conv_len * C
     y = convolve_chunk(
-        mixed, conv, taps, bias, c, live, begin, offset, count, tl.load(starts + s), ring_slots,
-        token_stride, C, R, GRID,
+        mixed_ptr, conv_history_ptr, conv_weight_ptr, bias_ptr, channel, channel_mask, begin,
+        offset, count, tl.load(starts_ptr + row), conv_len, token_stride, C, R, GRID,
     )  # fmt: skip
-    lanes = tl.arange(0, GRID)
-    at = (begin + offset + lanes)[:, None] * C + c[None, :]
-    tl.store(heads + at, y, mask=(lanes < count)[:, None] & live[None, :])
+    offs_t = tl.arange(0, GRID)
+    offs = (begin + offset + offs_t)[:, None] * C + channel[None, :]
+    tl.store(inputs_ptr + offs, y, mask=(offs_t < count)[:, None] & channel_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["dt_stride", "shortest", "longest"])
-def scores_kernel(
-    heads, dt, a_log, dt_bias, cu_seqlens, chunks, scores, steps, growth, dt_stride, shortest,
-    longest,
+@triton.jit(do_not_specialize=["dt_stride", "dt_min", "dt_max"])
+def chunk_scores_kernel(
+    inputs_ptr, raw_dt_ptr, a_log_ptr, dt_bias_ptr, cu_seqlens_ptr, chunks_ptr, scores_ptr, dt_ptr,
+    g_cumsum_ptr, dt_stride, dt_min, dt_max,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, group): scores = C B^T; steps and growth, the cumulated log decay, of its heads.
+    """Compute scores = C B^T of one (chunk, group), and dt and g_cumsum of the group's heads.
 
-    Tokens past the end have a step of 0 and no decay.
+    scores [N, G, GRID, GRID] without mask or decay, since decays differ between heads. dt, g_cumsum
+    [N, H, GRID]: time step, and log decay cumulated from the chunk's first token.
     """
     chunk = tl.program_id(0).to(tl.int64)
-    g = tl.program_id(1)
-    count = tl.load(chunks + chunk * 3 + 2)
+    group = tl.program_id(1)
+    count = tl.load(chunks_ptr + chunk * 3 + 2)
     if count == 0:
         return
-    s = tl.load(chunks + chunk * 3)
-    begin = tl.load(cu_seqlens + s).to(tl.int64) + tl.load(chunks + chunk * 3 + 1)
-    t = tl.arange(0, GRID)
-    i = tl.arange(0, BLOCK_K)
-    live = t < count
-    token = begin + t
-    of_b = heads + token[:, None] * (2 * HK * K + HV * V) + HV * V + g * K + i[None, :]
-    mask = live[:, None] & (i < K)[None, :]
-    b = tl.load(of_b, mask=mask, other=0.0)
-    c = tl.load(of_b + HK * K, mask=mask, other=0.0)
-    seen = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-    tl.store(scores + ((chunk * HK + g) * GRID + t[:, None]) * GRID + t[None, :], seen)
+    row = tl.load(chunks_ptr + chunk * 3)
+    begin = tl.load(cu_seqlens_ptr + row).to(tl.int64) + tl.load(chunks_ptr + chunk * 3 + 1)
+    offs_t = tl.arange(0, GRID)
+    offs_k = tl.arange(0, BLOCK_K)
+    token_mask = offs_t < count
+    token = begin + offs_t
+    inputs_rows = inputs_ptr + token[:, None] * (2 * HK * K + HV * V)
+    b_ptrs = inputs_rows + HV * V + group * K + offs_k[None, :]
+    mask = token_mask[:, None] & (offs_k < K)[None, :]
+    b = tl.load(b_ptrs, mask=mask, other=0.0)
+    c = tl.load(b_ptrs + HK * K, mask=mask, other=0.0)
+    scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    scores_rows = scores_ptr + ((chunk * HK + group) * GRID + offs_t[:, None]) * GRID
+    tl.store(scores_rows + offs_t[None, :], scores)
     for n in range(HV // HK):
-        h = g * (HV // HK) + n
-        raw = tl.load(dt + token * dt_stride + h, mask=live, other=0.0)
-        step, decay = time_steps(raw, tl.load(a_log + h), tl.load(dt_bias + h), shortest, longest)
-        at = (chunk * HV + h) * GRID + t
-        tl.store(steps + at, tl.where(live, step, 0.0))
-        tl.store(growth + at, tl.cumsum(tl.where(live, decay, 0.0), 0))
+        head = group * (HV // HK) + n
+        raw_dt = tl.load(raw_dt_ptr + token * dt_stride + head, mask=token_mask, other=0.0)
+        dt, log_decay = discretize(
+            raw_dt, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head), dt_min, dt_max
+        )
+        # Tokens past the end: a time step of 0 and no decay make them exact no-ops on the state.
+        offs = (chunk * HV + head) * GRID + offs_t
+        tl.store(dt_ptr + offs, tl.where(token_mask, dt, 0.0))
+        tl.store(g_cumsum_ptr + offs, tl.cumsum(tl.where(token_mask, log_decay, 0.0), 0))
 
 
 @triton.jit
-def state_kernel(
-    heads, steps, growth, recurrent, states, cu_seqlens, starts, state_src, state_slots,
-    snapshot_slots, firsts, slot_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One (row, head, block of P): the state carried from chunk to chunk, that before each left in
-    `states`."""
-    s = tl.program_id(0) // HV
-    h = tl.program_id(0) % HV
-    begin = tl.load(cu_seqlens + s).to(tl.int64)
-    length = (tl.load(cu_seqlens + s + 1) - begin).to(tl.int32)
-    slot = tl.load(state_slots + s).to(tl.int64)
-    if (length == 0) | (slot == 0):
-        return
-    snapshot = tl.load(snapshot_slots + s).to(tl.int64)
-    first = tl.load(firsts + s).to(tl.int64)
-    t = tl.arange(0, GRID)
-    i = tl.arange(0, BLOCK_K)
-    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (i < K)[:, None] & (j < V)[None, :]
-    place = i[:, None] * V + j[None, :]
-    recurrent += h * K * V + place
-    source = tl.load(state_src + s).to(tl.int64) * slot_stride
-    DTYPE: tl.constexpr = recurrent.dtype.element_ty
-    state = tl.load(recurrent + source, mask=inside & (tl.load(starts + s) > 0), other=0.0)
-    state = state.to(tl.float32)
-    if (snapshot > 0) & (length < GRID):
-        tl.store(recurrent + snapshot * slot_stride, state.to(DTYPE), mask=inside)
-    for n in range(tl.cdiv(length, GRID)):
-        live = (n * GRID + t < length)[:, None]
-        of_token = heads + (begin + n * GRID + t)[:, None] * (2 * HK * K + HV * V)
-        block = (first + n) * HV + h
-        tl.store(states + block * K * V + place, state.to(DTYPE), mask=inside)
-        of_b = of_token + HV * V + h // (HV // HK) * K + i[None, :]
-        b = tl.load(of_b, mask=live & (i < K)[None, :], other=0.0)
-        x = tl.load(of_token + h * V + j[None, :], mask=live & (j < V)[None, :], other=0.0)
-        u = x * tl.load(steps + block * GRID + t)[:, None]
-        grown = tl.load(growth + block * GRID + t)
-        end = tl.load(growth + block * GRID + GRID - 1)
-        left = tl.trans(b * tl.exp(end - grown)[:, None])
-        state = state * tl.exp(end) + tl.dot(left, u, input_precision=PRECISION)
-        state = state.to(DTYPE).to(tl.float32)
-        if (snapshot > 0) & (n + 1 == length // GRID):
-            tl.store(recurrent + snapshot * slot_stride, state.to(DTYPE), mask=inside)
-    tl.store(recurrent + slot * slot_stride, state.to(DTYPE), mask=inside)
-
-
-@triton.jit
-def out_kernel(
-    heads, steps, growth, scores, states, d, cu_seqlens, chunks, out,
+def chunk_output_kernel(
+    inputs_ptr, dt_ptr, g_cumsum_ptr, scores_ptr, chunk_states_ptr, d_ptr, cu_seqlens_ptr,
+    chunks_ptr, out_ptr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
     SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head, block of P): outputs, from the state before it and its own tokens."""
+    """Compute outputs [T, H, P] of one (chunk, head, block of P).
+
+    The inter-chunk part is C exp(g_cumsum) S, the intra-chunk part scores * decay @ (dt x), the
+    skip D x.
+    """
     chunk = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
-    count = tl.load(chunks + chunk * 3 + 2)
+    head = tl.program_id(1)
+    count = tl.load(chunks_ptr + chunk * 3 + 2)
     if count == 0:
         return
-    s = tl.load(chunks + chunk * 3)
-    begin = tl.load(cu_seqlens + s).to(tl.int64) + tl.load(chunks + chunk * 3 + 1)
-    g = h // (HV // HK)
-    block = chunk * HV + h
-    t = tl.arange(0, GRID)
-    i = tl.arange(0, BLOCK_K)
-    first = tl.program_id(2) * BLOCK_V
-    j = first + tl.arange(0, BLOCK_V)
-    live = t < count
-    token = (begin + t)[:, None]
-    channels: tl.constexpr = 2 * HK * K + HV * V
-    of_token = heads + token * channels
-    of_c = of_token + HV * V + (HK + g) * K + i[None, :]
-    c = tl.load(of_c, mask=live[:, None] & (i < K)[None, :], other=0.0)
-    grown = tl.load(growth + block * GRID + t)
-    before = states + block * K * V + first
-    state = load_across(before, V, i < K, V - first, BLOCK_K, BLOCK_V, SECTOR).to(tl.float32)
-    y = tl.dot(c * tl.exp(grown)[:, None], state, input_precision=PRECISION)
-    row = t[:, None]
-    col = t[None, :]
-    decay = tl.exp(tl.where(row >= col, grown[:, None] - grown[None, :], float("-inf")))
-    seen = tl.load(scores + ((chunk * HK + g) * GRID + row) * GRID + col) * decay
-    brought = heads + begin * channels + h * V + first
-    x = load_across(brought, channels, live, V - first, GRID, BLOCK_V, SECTOR)
-    u = x * tl.load(steps + block * GRID + t)[:, None]
-    y += tl.dot(seen, u, input_precision=PRECISION)
-    mask = live[:, None] & (j < V)[None, :]
-    y += tl.load(d + h) * tl.load(of_token + h * V + j[None, :], mask=mask, other=0.0)
-    tl.store(out + (token * HV + h) * V + j[None, :], y, mask=mask)
+    row = tl.load(chunks_ptr + chunk * 3)
+    begin = tl.load(cu_seqlens_ptr + row).to(tl.int64) + tl.load(chunks_ptr + chunk * 3 + 1)
+    group = head // (HV // HK)
+    block = chunk * HV + head
+    offs_t = tl.arange(0, GRID)
+    offs_k = tl.arange(0, BLOCK_K)
+    first_v = tl.program_id(2) * BLOCK_V
+    offs_v = first_v + tl.arange(0, BLOCK_V)
+    token_mask = offs_t < count
+    token = (begin + offs_t)[:, None]
+    C: tl.constexpr = 2 * HK * K + HV * V
+    inputs_rows = inputs_ptr + token * C
+    c_ptrs = inputs_rows + HV * V + (HK + group) * K + offs_k[None, :]
+    c = tl.load(c_ptrs, mask=token_mask[:, None] & (offs_k < K)[None, :], other=0.0)
+    g_cumsum = tl.load(g_cumsum_ptr + block * GRID + offs_t)
+    states = chunk_states_ptr + block * K * V + first_v
+    state = load_by_sectors(
+        states, V, offs_k < K, V - first_v, BLOCK_K, BLOCK_V, SECTOR
+    ).to(tl.float32)  # fmt: skip
+    y = tl.dot(c * tl.exp(g_cumsum)[:, None], state, input_precision=PRECISION)
+    t_row = offs_t[:, None]
+    t_col = offs_t[None, :]
+    # The mask is applied before exp: differences above the diagonal are positive and may overflow.
+    log_decay = tl.where(t_row >= t_col, g_cumsum[:, None] - g_cumsum[None, :], float("-inf"))
+    decay = tl.exp(log_decay)
+    scores = tl.load(scores_ptr + ((chunk * HK + group) * GRID + t_row) * GRID + t_col) * decay
+    x_rows = inputs_ptr + begin * C + head * V + first_v
+    x = load_by_sectors(x_rows, C, token_mask, V - first_v, GRID, BLOCK_V, SECTOR)
+    dt_x = x * tl.load(dt_ptr + block * GRID + offs_t)[:, None]
+    y += tl.dot(scores, dt_x, input_precision=PRECISION)
+    mask = token_mask[:, None] & (offs_v < V)[None, :]
+    d = tl.load(d_ptr + head)
+    y += d * tl.load(inputs_rows + head * V + offs_v[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + (token * HV + head) * V + offs_v[None, :], y, mask=mask)

@@ -1,15 +1,14 @@
-"""mamba2_step and mamba2_chunk: the two laws of a Mamba-2 mixer.
+"""mamba2_step and mamba2_chunk: recurrent form and chunked form of Mamba-2.
 
-They stand between its projections and its gated norm.
+Both ops take the raw projections and compute convolution, SiLU, time steps and recurrence; the
+gated norm comes after them (Dao and Gu, Transformers are SSMs, 2024; layout of Nemotron-H
+checkpoints). Generated tokens take the recurrent form, token by token. Prompt tokens take the
+chunked form (SSD) on the absolute 64-token grid.
 
-Both take the raw projections and do convolution, SiLU, time steps and recurrence (Dao and Gu,
-Transformers are SSMs, 2024; layout of Nemotron-H checkpoints). Generated tokens go through the
-token-by-token update; prompt tokens through the chunked (SSD) form on the absolute 64-token grid.
-H heads of P channels, G groups of N state numbers; head h reads B and C of group h // (H / G).
-C = H P + 2 G N channels, ordered [all x | all B | all C]. W window tokens, R conv kernel - 1.
-
-In lockstep.kernels.recurrent's words B is a key, C a query, dt x what is written: HK = G, HV = H,
-K = N and V = P.
+H heads of P channels, G groups of N state dims; head h reads B and C of group h // (H / G). C = H P
++ 2 G N channels, ordered [all x | all B | all C]. W: maximum window tokens. R: convolution
+kernel - 1. In the names of lockstep.kernels.recurrent, B is the key, C the query and dt x is u: HK
+= G, HV = H, K = N and V = P.
 """
 
 from dataclasses import dataclass
@@ -19,33 +18,34 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.activations import softplus
-from lockstep.kernels.mamba2.reference import _chunk, _ssm, heads_of
+from lockstep.kernels.mamba2.reference import chunk_ssm, heads_of, ssm_step
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.history import next_folded, past_slots
+from lockstep.kernels.recurrent.history import next_folded, past_indices
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
-from lockstep.kernels.recurrent.state import RecurrentState, on_grid, replay
+from lockstep.kernels.recurrent.state import RecurrentState, replay, round_on_grid
 from lockstep.kernels.registry import op
 from lockstep.step import GRID
 
 
 @dataclass(frozen=True)
 class Mamba2Weights:
-    """A layer's own weights: conv [C, R + 1], conv_bias [C] or None; a_log, dt_bias, d [H] fp32.
+    """Weights of a layer: conv [C, R + 1], conv_bias [C] or None; a_log, dt_bias, d [H] fp32.
 
-    shortest, longest: between which a time step is held."""
+    dt_min, dt_max: limits of the time step.
+    """
 
     conv: Tensor
     conv_bias: Tensor | None
     a_log: Tensor
     dt_bias: Tensor
     d: Tensor
-    shortest: float = 0.0
-    longest: float = inf
+    dt_min: float = 0.0
+    dt_max: float = inf
 
 
-def time_steps(dt: Tensor, weights: Mamba2Weights) -> tuple[Tensor, Tensor]:
-    """Raw dt [..., H] -> the time step and g, the log decay [..., H], both fp32."""
-    step = softplus(dt.float() + weights.dt_bias).clamp(weights.shortest, weights.longest)
+def discretize(dt: Tensor, weights: Mamba2Weights) -> tuple[Tensor, Tensor]:
+    """Compute the time step and the log decay g [..., H] in fp32 from raw dt [..., H]."""
+    step = softplus(dt.float() + weights.dt_bias).clamp(weights.dt_min, weights.dt_max)
     return step, step * -torch.exp(weights.a_log)
 
 
@@ -60,43 +60,47 @@ def mamba2_step(
     folded: Tensor,
     flush: int = 1,
 ) -> Tensor:
-    """Generated tokens: replay those that the state lacks and run the new window.
+    """Step generated tokens: replay the tokens that the state lacks, then run the new window.
 
-    mixed [S, Q, C], dt [S, Q, H] raw; slots [S] int64; starts [S] int32 the window's first
-    positions; folded [S] int32: how many tokens the state holds, up to max(flush, grid) - 1 + W
-    fewer than starts -> y [S, Q, H, P] fp32, before the gated norm.
+    mixed [S, Q, C], dt [S, Q, H]: raw projections.
+    slots [S] int64; starts [S] int32: first positions of the window. folded [S] int32: tokens that
+    the state in memory holds, at most max(flush, grid) - 1 + W fewer than starts. Q <= W.
 
-    A state behind a multiple of its grid of tokens is rounded to its dtype, in replay and window
-    alike; outputs are of the state before that. The state is read once, and written once where
-    next_folded(starts, folded, flush, grid) is more than folded: as it is behind so many tokens. No
-    bit depends on flush. Q <= W. Slots may repeat only if null; a null row's results are undefined.
+    A state at a multiple of its grid is rounded to its dtype, both in replay and in the window;
+    outputs use the state before rounding. The state is read once. It is written once if
+    next_folded(starts, folded, flush, grid) is larger than folded, as of that token. No bit depends
+    on flush. Slots may repeat only if they are null; results of a null row are undefined.
+
+    Returns y [S, Q, H, P] fp32, before the gated norm.
     """
     rows, length = dt.shape[:2]
     out = torch.empty(rows, length, *state.u.shape[2:])
-    ring_length = state.conv.shape[1]
+    conv_len = state.conv.shape[1]
     history = weights.conv.shape[1] - 1
     written = next_folded(starts, folded, flush, state.grid)
-    places = zip(slots.tolist(), starts.tolist(), folded.tolist(), written.tolist(), strict=True)
-    for row, (slot, start, held, due) in enumerate(places):
-        s = replay(state, slot, state.recurrent[slot].float(), held, due)
-        if due > held:
+    row_arguments = zip(
+        slots.tolist(), starts.tolist(), folded.tolist(), written.tolist(), strict=True
+    )
+    for row, (slot, start, first, target) in enumerate(row_arguments):
+        s = replay(state, slot, state.recurrent[slot].float(), first, target)
+        if target > first:
             state.recurrent[slot] = s
-        s = replay(state, slot, s, due, start)
-        past = state.conv[slot, past_slots(start, history, ring_length)]
+        s = replay(state, slot, s, target, start)
+        past = state.conv[slot, past_indices(start, history, conv_len)]
         raw = torch.cat([past, mixed[row]])
         x, b, c = heads_of(causal_convolution(raw, weights.conv, weights.conv_bias), state)
-        step, g = time_steps(dt[row], weights)
+        step, g = discretize(dt[row], weights)
         decay = torch.exp(g)
         for t in range(length):
             u = x[t] * step[t, :, None]
-            s, y = _ssm(s, b[t], c[t], u, decay[t])
-            s = on_grid(state, s, start + t + 1)
+            s, y = ssm_step(s, b[t], c[t], u, decay[t])
+            s = round_on_grid(state, s, start + t + 1)
             out[row, t] = y + weights.d[:, None] * x[t]
-            state.conv[slot, (start + t) % ring_length] = mixed[row, t]
-            ring_slot = (start + t) % state.k.shape[1]
-            state.u[slot, ring_slot] = u
-            state.k[slot, ring_slot] = b[t]
-            state.decay[slot, ring_slot] = decay[t]
+            state.conv[slot, (start + t) % conv_len] = mixed[row, t]
+            index = (start + t) % state.k.shape[1]
+            state.u[slot, index] = u
+            state.k[slot, index] = b[t]
+            state.decay[slot, index] = decay[t]
     return out
 
 
@@ -112,31 +116,35 @@ def mamba2_chunk(
     state_slots: Tensor,
     snapshot_slots: Tensor,
 ) -> Tensor:
-    """Prompt tokens: the chunked form on the absolute grid; between chunks the state is fp32, with
-    numbers of its dtype in memory.
+    """Run prompt tokens in the chunked form on the absolute grid.
 
-    mixed [T, C], dt [T, H] raw; cu_seqlens [S+1], the rest [S], all int32
-    -> y [T, H, P] fp32, before the gated norm. Row s begins at position starts[s], a multiple of
-    the grid, from the state in slot state_src[s] (zeros where starts[s] == 0), and leaves its state
-    in state_slots[s]; the state at its last grid point goes to snapshot_slots[s] where that is not
-    0. A row without tokens, or whose state slot is 0, does nothing. A state is rounded to its dtype
-    at every grid point and at the row's end.
+    mixed [T, C], dt [T, H]: raw projections.
+    cu_seqlens [S+1]; starts, state_src, state_slots, snapshot_slots [S], all int32. Row s begins at
+    position starts[s], a multiple of the grid. It resumes from the state in slot state_src[s], or
+    from zeros where starts[s] is 0, and saves its state to state_slots[s]. The state at its last
+    grid point is saved to snapshot_slots[s] where that is not 0. A row without tokens or with state
+    slot 0 does nothing.
+
+    The state is fp32 inside of a chunk. It is rounded to its dtype in memory after every chunk,
+    i.e. at every grid point and at the row's end.
+
+    Returns y [T, H, P] fp32, before the gated norm.
     """
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
     history = weights.conv.shape[1] - 1
-    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
-    for row in prompt_rows(mixed, state, history, *places):
-        own = row.tokens
+    row_arguments = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
+    for row in prompt_rows(mixed, state, history, *row_arguments):
+        span = row.tokens
         x, b, c = heads_of(causal_convolution(row.raw, weights.conv, weights.conv_bias), state)
-        step, g = time_steps(dt[own], weights)
+        step, g = discretize(dt[span], weights)
         s = at_grid = row.before
         for first in range(0, len(x), GRID):
             chunk = slice(first, first + GRID)
             u = x[chunk] * step[chunk, :, None]
-            y, s = _chunk(b[chunk], c[chunk], u, g[chunk], s)
-            out[own][chunk] = y + weights.d[:, None] * x[chunk]
+            y, s = chunk_ssm(b[chunk], c[chunk], u, g[chunk], s)
+            out[span][chunk] = y + weights.d[:, None] * x[chunk]
             s = state.rounded(s)
             if first + GRID == len(x) // GRID * GRID:
                 at_grid = s
-        row.keep(at_grid, s)
+        row.save(at_grid, s)
     return out

@@ -1,5 +1,4 @@
-"""Both laws on a CPU: the references' bits from few torch calls, as lockstep.kernels.recurrent.cpu
-has them for every recurrence."""
+"""mamba2_step and mamba2_chunk on a CPU, with the references' bits in few torch calls."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,22 +9,22 @@ from torch import Tensor
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.mamba2 import (
     Mamba2Weights,
+    discretize,
     heads_of,
     mamba2_chunk,
     mamba2_step,
-    time_steps,
 )
 from lockstep.kernels.recurrent.cpu import (
     Tokens,
     Window,
-    by_token,
     causal_convolution,
+    rank_one_update,
     replay,
     round_rows,
-    write,
+    split_tokens,
 )
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
-from lockstep.kernels.recurrent.state import RecurrentState, expand
+from lockstep.kernels.recurrent.state import RecurrentState, expand_heads
 from lockstep.step import GRID
 
 
@@ -40,22 +39,22 @@ def mamba2_step_cpu(
     folded: Tensor,
     flush: int = 1,
 ) -> Tensor:
-    """See lockstep.kernels.mamba2.mamba2_step."""
+    """Run the window of all rows at once: see lockstep.kernels.mamba2.mamba2_step."""
     mixed = mixed.transpose(0, 1)
     dt = dt.transpose(0, 1)
     window = Window(mixed, state, slots, starts, folded, weights.conv.shape[1] - 1)
     x, b, c = heads_of(causal_convolution(window.raw, weights.conv, weights.conv_bias), state)
-    step, g = time_steps(dt, weights)
+    step, g = discretize(dt, weights)
     s = replay(state, slots, starts, folded, window.replayed, flush)
     u = x * step[..., None]
     decay = torch.exp(g)
-    each = (by_token(t, dt.shape[2]) for t in (b, c, u, decay[..., None]))
-    y = _run(state, s, window.first, *each)
-    window.keep(u, b, decay)
+    by_token = (split_tokens(t, dt.shape[2]) for t in (b, c, u, decay[..., None]))
+    y = _step_tokens(state, s, window.first, *by_token)
+    window.append(u, b, decay)
     return y.view(x.shape).add_(weights.d[:, None] * x).transpose(0, 1)
 
 
-def _run(
+def _step_tokens(
     state: RecurrentState,
     s: Tensor,
     starts: Sequence[int],
@@ -64,13 +63,15 @@ def _run(
     u: Tokens,
     decay: Tokens,
 ) -> Tensor:
-    """The recurrence in place on s [S, H, N, P]: b, c [S * H, 1, N], u [S * H, 1, P],
-    decay [S * H, 1, 1] of each token -> y [Q * S * H, 1, P]."""
+    """Run the recurrence token by token, updating s [S, H, N, P] in place.
+
+    b, c [S * H, 1, N], u [S * H, 1, P], decay [S * H, 1, 1] per token. Returns y [Q * S * H, 1, P].
+    """
     out: list[Tensor] = []
     flat = s.flatten(0, 1)
     for t, (b_t, c_t, u_t, decay_t) in enumerate(zip(b, c, u, decay, strict=True)):
         flat.mul_(decay_t)
-        write(flat, b_t, u_t)
+        rank_one_update(flat, b_t, u_t)
         out.append(torch.bmm(c_t, flat))
         round_rows(state, s, [start + t + 1 for start in starts])
     return torch.cat(out)
@@ -88,55 +89,56 @@ def mamba2_chunk_cpu(
     state_slots: Tensor,
     snapshot_slots: Tensor,
 ) -> Tensor:
-    """See lockstep.kernels.mamba2.mamba2_chunk."""
+    """Run prompt chunks row by row: see lockstep.kernels.mamba2.mamba2_chunk."""
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
     history = weights.conv.shape[1] - 1
-    step, g = time_steps(dt, weights)
-    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
-    for row in prompt_rows(mixed, state, history, *places):
-        own = row.tokens
+    step, g = discretize(dt, weights)
+    row_arguments = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
+    for row in prompt_rows(mixed, state, history, *row_arguments):
+        span = row.tokens
         x, b, c = heads_of(causal_convolution(row.raw, weights.conv, weights.conv_bias), state)
-        u = x * step[own, :, None]
-        y, at_grid, s = _chunks(b, c, u, g[own], row.before, state.rounded)
-        out[own] = y + weights.d[:, None] * x
-        row.keep(at_grid, s)
+        u = x * step[span, :, None]
+        y, at_grid, s = _run_chunks(b, c, u, g[span], row.before, state.rounded)
+        out[span] = y + weights.d[:, None] * x
+        row.save(at_grid, s)
     return out
 
 
-def _chunks(
+def _run_chunks(
     b: Tensor, c: Tensor, u: Tensor, g: Tensor, s: Tensor, rounded: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One row's chunks: b, c [T, G, N], u [T, H, P], g [T, H], s [H, N, P]
-    -> y [T, H, P] without the skip, the state at the last grid point, that after the last token.
+    """Run the chunks of one row.
 
-    rounded: a state as memory has it, which it is behind every chunk. Tokens past the end have
-    b = 0, u = 0 and no decay: exact no-ops on the state.
+    b, c [T, G, N], u [T, H, P], g [T, H], s [H, N, P]. rounded: rounds a state to its dtype in
+    memory. Returns y [T, H, P] without the skip connection, the state at the last grid point and
+    the state after the last token.
     """
     length, heads = u.shape[:2]
-    whole = length // GRID
+    whole_chunks = length // GRID
     chunks = -(-length // GRID)
-    short = chunks * GRID - length
+    missing = chunks * GRID - length
 
-    def chunked(x: Tensor) -> Tensor:
-        """[T, H, ...] -> [chunks, H, GRID, ...]."""
-        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, short))
+    def split_chunks(x: Tensor) -> Tensor:
+        """Pad [T, H, ...] and split it into [chunks, H, GRID, ...]."""
+        # b = 0, u = 0 and log decay 0 make the padding tokens exact no-ops.
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
         return x.view(chunks, GRID, *x.shape[1:]).transpose(1, 2)
 
-    b = chunked(expand(b, heads))
-    c = chunked(expand(c, heads))
-    u = chunked(u)
-    g = chunked(g).cumsum(-1)
+    b = split_chunks(expand_heads(b, heads))
+    c = split_chunks(expand_heads(c, heads))
+    u = split_chunks(u)
+    g = split_chunks(g).cumsum(-1)
     causal = torch.ones(GRID, GRID, dtype=torch.bool).tril()
     decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill(~causal, -torch.inf))
     scores = (c @ b.transpose(-1, -2)) * decay
     c = c * torch.exp(g)[..., None]
-    left = b * torch.exp(g[..., -1:] - g)[..., None]
+    b_decayed = b * torch.exp(g[..., -1:] - g)[..., None]
     out = torch.empty_like(u)
     at_grid = s
     for i in range(chunks):
         out[i] = c[i] @ s + scores[i] @ u[i]
-        s = s * torch.exp(g[i, :, -1])[:, None, None] + left[i].transpose(-1, -2) @ u[i]
+        s = s * torch.exp(g[i, :, -1])[:, None, None] + b_decayed[i].transpose(-1, -2) @ u[i]
         s = rounded(s)
-        if i + 1 == whole:
+        if i + 1 == whole_chunks:
             at_grid = s
     return out.transpose(1, 2).reshape(chunks * GRID, heads, -1)[:length], at_grid, s

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Time steps of Mamba-2 in Triton."""
+"""Discretization of Mamba-2 in Triton: time steps and decays."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,11 @@ from lockstep.kernels.device.activations import softplus
 
 
 @triton.jit
-def time_steps(dt, a_log, dt_bias, shortest, longest):
-    """Raw dt and a head's parameters -> the time step and g, the log decay, fp32."""
-    step = softplus(dt.to(tl.float32) + dt_bias)
-    step = tl.minimum(tl.maximum(step, shortest), longest)
-    return step, step * -tl.exp(a_log)
+def discretize(dt, a_log, dt_bias, dt_min, dt_max):
+    """Compute the time step and the log decay g of one head in fp32 from raw dt.
+
+    dt_min, dt_max: limits of the time step.
+    """
+    dt = softplus(dt.to(tl.float32) + dt_bias)
+    dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+    return dt, dt * -tl.exp(a_log)

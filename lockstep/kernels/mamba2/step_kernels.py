@@ -1,101 +1,107 @@
 # mypy: ignore-errors
-"""mamba2_step in Triton: the state is read once and written at most once.
+"""mamba2_step in Triton: the kernel before the recurrence.
 
-Two kernels a call. step_inputs_kernel makes what the window's tokens bring and fills the rings of
-raw inputs, B and decays; recurrent/step_kernel.py replays, writes and steps.
+step_inputs_kernel computes the inputs of a window's tokens once for all CTAs that read them, and
+appends raw inputs, B and decay to the history. The recurrence is recurrent/step_kernel.py.
 """
 
 import triton
 import triton.language as tl
 
 from lockstep.kernels.device.convolution import convolve_window
-from lockstep.kernels.device.history import wrapped
-from lockstep.kernels.mamba2.discretization import time_steps
+from lockstep.kernels.device.history import wrap_index
+from lockstep.kernels.mamba2.discretization import discretize
 
 
 @triton.jit
-def _unit_inputs(
-    mixed, taps, bias, conv, heads, kept, channel, unit_width, begin, conv_slot, ring_slot, length,
-    conv_slots, ring_slots, stride, kept_stride,
+def _channel_inputs(
+    mixed_ptr, conv_weight_ptr, bias_ptr, conv_history_ptr, inputs_ptr, history_ptr, channel, width,
+    begin, conv_index, history_index, length, conv_len, history_len, stride, history_stride,
     C: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens of the unit_width channels from `channel` on, to `heads` and to the ring of raw
-    inputs; to `kept`, a ring, where it is not None."""
-    lanes = tl.arange(0, BLOCK)[None, :]
+    """Compute TOKENS tokens of `width` channels from `channel` on, into inputs.
+
+    Saves their raw inputs, and the results too if history_ptr is not None.
+    """
+    offs = tl.arange(0, BLOCK)[None, :]
     x, raw = convolve_window(
-        mixed, conv, taps, channel, unit_width, begin, conv_slot, length, conv_slots, stride, C, R,
-        BLOCK, TOKENS, bias,
+        mixed_ptr, conv_history_ptr, conv_weight_ptr, channel, width, begin, conv_index, length,
+        conv_len, stride, C, R, BLOCK, TOKENS, bias_ptr,
     )  # fmt: skip
     for n in tl.static_range(TOKENS):
         t = begin + n
-        to = wrapped(ring_slot + t, ring_slots)
-        place = conv + wrapped(conv_slot + t, conv_slots) * C
-        mask = (lanes < unit_width) & (t < length)
-        if kept is not None:
-            tl.store(kept + to * kept_stride + lanes, x[n], mask=mask)
-        tl.store(heads + t * WIDTH + lanes, x[n], mask=mask)
-        tl.store(place + channel + lanes, raw[R + n], mask=mask)
+        index = wrap_index(history_index + t, history_len)
+        conv_ptr = conv_history_ptr + wrap_index(conv_index + t, conv_len) * C
+        mask = (offs < width) & (t < length)
+        if history_ptr is not None:
+            tl.store(history_ptr + index * history_stride + offs, x[n], mask=mask)
+        tl.store(inputs_ptr + t * WIDTH + offs, x[n], mask=mask)
+        tl.store(conv_ptr + channel + offs, raw[R + n], mask=mask)
 
 
 @triton.jit(
-    do_not_specialize=["length", "conv_slots", "ring_slots", "dt_stride", "shortest", "longest"],
-    do_not_specialize_on_alignment=["dt", "slots", "starts"],
+    do_not_specialize=["length", "conv_len", "history_len", "dt_stride", "dt_min", "dt_max"],
+    do_not_specialize_on_alignment=["dt_ptr", "slots_ptr", "starts_ptr"],
 )
 def step_inputs_kernel(
-    mixed, dt, taps, bias, a_log, dt_bias, conv, ring_k, ring_decay, slots, starts, heads,
-    length, conv_slots, ring_slots, stride, dt_stride, shortest, longest,
+    mixed_ptr, dt_ptr, conv_weight_ptr, bias_ptr, a_log_ptr, dt_bias_ptr, conv_history_ptr,
+    k_history_ptr, decay_history_ptr, slots_ptr, starts_ptr, inputs_ptr,
+    length, conv_len, history_len, stride, dt_stride, dt_min, dt_max,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, group of C, group of B or head of x): its window's inputs; for a head of x decay
-    and time step too.
+    """Compute the window's inputs of one (row, group of C, group of B or head of x).
 
-    heads [S * Q, C + 2 HV]: all C, all B, all x, and (decay, time step) of each head.
+    inputs [S * Q, C + 2 HV] fp32: all C, all B, all x, then (decay, time step) of each head, in the
+    order that recurrent_step_kernel reads: C is its q, B its k, x its v, the time step its beta.
     """
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = C + 2 * HV
-    s = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1)
-    slot = tl.load(slots + s).to(tl.int64)
-    start = tl.load(starts + s).to(tl.int32)
-    conv_slot = start % conv_slots
-    ring_slot = start % ring_slots
-    token = s * length
-    mixed += token * stride
-    conv += slot * conv_slots * C
-    ring_k += slot * ring_slots * (HK * K)
-    heads += token * WIDTH
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    start = tl.load(starts_ptr + row).to(tl.int32)
+    conv_index = start % conv_len
+    history_index = start % history_len
+    token = row * length
+    mixed_ptr += token * stride
+    conv_history_ptr += slot * conv_len * C
+    k_history_ptr += slot * history_len * (HK * K)
+    inputs_ptr += token * WIDTH
+    # Channels of mixed are ordered [x | B | C]; those of inputs [C | B | x].
     for begin in range(0, length, TOKENS):
         if unit < HK:
-            _unit_inputs(
-                mixed, taps, bias, conv, heads + unit * K, None, HV * V + (HK + unit) * K, K, begin,
-                conv_slot, ring_slot, length, conv_slots, ring_slots, stride, 0, C, WIDTH, R,
-                BLOCK_K, TOKENS,
+            _channel_inputs(
+                mixed_ptr, conv_weight_ptr, bias_ptr, conv_history_ptr, inputs_ptr + unit * K, None,
+                HV * V + (HK + unit) * K, K, begin, conv_index, history_index, length, conv_len,
+                history_len, stride, 0, C, WIDTH, R, BLOCK_K, TOKENS,
             )  # fmt: skip
         elif unit < 2 * HK:
             g = unit - HK
-            _unit_inputs(
-                mixed, taps, bias, conv, heads + unit * K, ring_k + g * K, HV * V + g * K, K, begin,
-                conv_slot, ring_slot, length, conv_slots, ring_slots, stride, HK * K, C, WIDTH, R,
-                BLOCK_K, TOKENS,
+            _channel_inputs(
+                mixed_ptr, conv_weight_ptr, bias_ptr, conv_history_ptr, inputs_ptr + unit * K,
+                k_history_ptr + g * K, HV * V + g * K, K, begin, conv_index, history_index, length,
+                conv_len, history_len, stride, HK * K, C, WIDTH, R, BLOCK_K, TOKENS,
             )  # fmt: skip
         else:
-            h = unit - 2 * HK
+            head = unit - 2 * HK
             t = begin + tl.arange(0, TOKENS)
-            live = t < length
-            raw = tl.load(dt + (token + t) * dt_stride + h, mask=live, other=0.0)
-            _unit_inputs(
-                mixed, taps, bias, conv, heads + 2 * HK * K + h * V, None, h * V, V, begin,
-                conv_slot, ring_slot, length, conv_slots, ring_slots, stride, 0, C, WIDTH, R,
-                BLOCK_V, TOKENS,
+            token_mask = t < length
+            raw = tl.load(dt_ptr + (token + t) * dt_stride + head, mask=token_mask, other=0.0)
+            _channel_inputs(
+                mixed_ptr, conv_weight_ptr, bias_ptr, conv_history_ptr,
+                inputs_ptr + 2 * HK * K + head * V, None, head * V, V, begin, conv_index,
+                history_index, length, conv_len, history_len, stride, 0, C, WIDTH, R, BLOCK_V,
+                TOKENS,
             )  # fmt: skip
-            step, grown = time_steps(
-                raw, tl.load(a_log + h), tl.load(dt_bias + h), shortest, longest
+            dt, log_decay = discretize(
+                raw, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head), dt_min, dt_max
             )
-            decay = tl.exp(grown)
-            to = wrapped(ring_slot + t, ring_slots)
-            of_gates = heads + C + 2 * h + t * WIDTH
-            tl.store(of_gates, decay, mask=live)
-            tl.store(of_gates + 1, step, mask=live)
-            tl.store(ring_decay + slot * ring_slots * HV + h + to * HV, decay, mask=live)
+            decay = tl.exp(log_decay)
+            index = wrap_index(history_index + t, history_len)
+            gate_ptrs = inputs_ptr + C + 2 * head + t * WIDTH
+            tl.store(gate_ptrs, decay, mask=token_mask)
+            tl.store(gate_ptrs + 1, dt, mask=token_mask)
+            decay_ptrs = decay_history_ptr + slot * history_len * HV + head + index * HV
+            tl.store(decay_ptrs, decay, mask=token_mask)

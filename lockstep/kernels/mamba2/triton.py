@@ -11,31 +11,51 @@ from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.mamba2 import Mamba2Weights, mamba2_chunk, mamba2_step
 from lockstep.kernels.mamba2.chunk_kernels import (
     chunk_inputs_kernel,
-    out_kernel,
-    scores_kernel,
-    state_kernel,
+    chunk_output_kernel,
+    chunk_scores_kernel,
 )
 from lockstep.kernels.mamba2.step_kernels import step_inputs_kernel
 from lockstep.kernels.recurrent.chunk import (
-    keep_raw_inputs,
+    PromptRows,
+    carry_states,
+    dot_precision,
     list_chunks,
-    precision_of,
+    save_raw_inputs,
 )
 from lockstep.kernels.recurrent.state import RecurrentState
-from lockstep.kernels.recurrent.step import SECTOR, WIDEST, blocks_of, flat, launch_walk, sizes_of
+from lockstep.kernels.recurrent.step import (
+    MAX_DIM,
+    SECTOR,
+    block_sizes,
+    flatten_tokens,
+    head_sizes,
+    launch_recurrent_step,
+)
 from lockstep.step import GRID
+
+MAX_TOKENS = 4
+"""Maximum window tokens whose inputs a CTA computes at once."""
+# The tiles of the chunked form were not measured: they are those of Gated DeltaNet.
+CHANNELS = 128
+"""Channels of a CTA of the convolution."""
+STATE_VALUES = 32
+"""Columns (channels of P) of a CTA that carries the state."""
+OUT_VALUES = 64
+"""Columns (channels of P) of a CTA that computes outputs."""
+INPUT_WARPS = 8
+"""Warps of a CTA of the convolution."""
+WARPS = 4
+"""Warps of every other CTA."""
+STATE_STAGES = 3
+"""Pipeline stages (chunks of B and x) of the kernel that carries the state, where they fit."""
 
 
 def supports(**traits: Any) -> str | None:
-    """None where these kernels serve a layer of these traits, else the reason why not."""
+    """Return None if these kernels serve a layer of these traits, else the reason why not."""
     for name in ("state_dim", "head_dim"):
-        if not 1 <= traits.get(name, WIDEST) <= WIDEST:
-            return f"{name} {traits[name]} is not in 1 .. {WIDEST}"
+        if not 1 <= traits.get(name, MAX_DIM) <= MAX_DIM:
+            return f"{name} {traits[name]} is not in 1 .. {MAX_DIM}"
     return gpu_trait(**traits)
-
-
-MOST_TOKENS = 4
-"""Window tokens whose inputs are made at once; in windows of fewer, as many as there are."""
 
 
 @mamba2_step.backend("triton", supports=supports)
@@ -49,53 +69,38 @@ def mamba2_step_triton(
     folded: Tensor,
     flush: int = 1,
 ) -> Tensor:
-    """See lockstep.kernels.mamba2.mamba2_step."""
+    """Run the window in two kernels: see lockstep.kernels.mamba2.mamba2_step."""
     rows, length, channels = mixed.shape
-    sizes = sizes_of(state)
-    groups, count, _, p = state.sizes()
-    out = torch.empty(rows, length, count, p, dtype=torch.float32, device=mixed.device)
+    sizes = head_sizes(state)
+    groups, heads, _, p = state.sizes()
+    out = torch.empty(rows, length, heads, p, dtype=torch.float32, device=mixed.device)
     if not out.numel():
         return out
-    mixed = flat(mixed)
+    mixed = flatten_tokens(mixed)
     dt = dt.flatten(0, 1)
-    taps = weights.conv.t().contiguous()
-    heads = out.new_empty(rows, length, channels + 2 * count)
-    step_inputs_kernel[(rows, 2 * groups + count)](
-        mixed, dt, taps, weights.conv_bias, weights.a_log, weights.dt_bias, state.conv, state.k,
-        state.decay, slots, starts, heads, length, state.conv.shape[1], state.k.shape[1],
-        mixed.stride(0), dt.stride(0), weights.shortest, weights.longest, **sizes,
-        **blocks_of(sizes, WIDEST),
-        R=len(taps) - 1, TOKENS=min(MOST_TOKENS, triton.next_power_of_2(length)),
+    conv_weight = weights.conv.t().contiguous()
+    inputs = out.new_empty(rows, length, channels + 2 * heads)
+    step_inputs_kernel[(rows, 2 * groups + heads)](
+        mixed, dt, conv_weight, weights.conv_bias, weights.a_log, weights.dt_bias, state.conv,
+        state.k, state.decay, slots, starts, inputs, length, state.conv.shape[1], state.k.shape[1],
+        mixed.stride(0), dt.stride(0), weights.dt_min, weights.dt_max, **sizes,
+        **block_sizes(sizes, MAX_DIM),
+        R=len(conv_weight) - 1, TOKENS=min(MAX_TOKENS, triton.next_power_of_2(length)),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    launch_walk(state, heads, out, slots, starts, folded, flush, weights.d, corrects=False)
+    launch_recurrent_step(
+        state, inputs, out, slots, starts, folded, flush, weights.d, delta_rule=False
+    )
     return out
 
 
-# Not measured: as in the delta rule's kernels, whose shapes these are.
-CHANNELS = 128
-"""Channels of a program of the convolution."""
-STATE_VALUES = 32
-"""Channels of P of a program of the state's walk."""
-OUT_VALUES = 64
-"""Channels of P of a program of the outputs."""
-INPUT_WARPS = 8
-"""Warps of a program of the convolution."""
-WARPS = 4
-"""Of every other program."""
-STATE_STAGES = 3
-"""Chunks of B and x in shared memory, of which two are under way while one is multiplied, where so
-many fit."""
-
-
-def _state_stages(blocks: dict[str, int], precision: str, itemsize: int, arch: int) -> int:
-    """Stages of state_kernel: beside its chunks, the factors of its product are in shared memory.
-
-    What Triton 3.6 asks for: B, once for one tf32 product; twice, and dt x once, for three.
-    """
+def _state_stages(blocks: dict[str, int], precision: str, itemsize: int, number: int) -> int:
+    """Return the pipeline stages of the kernel that carries the state on an architecture."""
     b, x = GRID * blocks["BLOCK_K"] * itemsize, GRID * blocks["BLOCK_V"] * itemsize
-    factors = 2 * b + x if precision == "tf32x3" else b
-    return architecture.fit_stages(STATE_STAGES, b + x + 2 * GRID * itemsize, factors, arch)
+    # The operands of tl.dot are in shared memory beside the stages. Triton 3.6 allocates B once for
+    # one tf32 product; for three it allocates B twice, and dt x once.
+    operands = 2 * b + x if precision == "tf32x3" else b
+    return architecture.fit_stages(STATE_STAGES, b + x + 2 * GRID * itemsize, operands, number)
 
 
 @mamba2_chunk.backend("triton", supports=supports)
@@ -110,48 +115,46 @@ def mamba2_chunk_triton(
     state_slots: Tensor,
     snapshot_slots: Tensor,
 ) -> Tensor:
-    """See lockstep.kernels.mamba2.mamba2_chunk. No length is read on the host."""
+    """Run prompt chunks without reading a length on the host: see mamba2.mamba2_chunk."""
     tokens, channels = mixed.shape
-    rows = starts.shape[0]
-    sizes = sizes_of(state)
-    groups, count, n, p = state.sizes()
-    taps = weights.conv.t().contiguous()
-    history = len(taps) - 1
+    rows = PromptRows(cu_seqlens, starts, state_src, state_slots, snapshot_slots)
+    sizes = head_sizes(state)
+    groups, heads, _, p = state.sizes()
+    conv_weight = weights.conv.t().contiguous()
+    history = len(conv_weight) - 1
     f32: dict[str, Any] = dict(dtype=torch.float32, device=mixed.device)
-    out = torch.empty(tokens, count, p, **f32)
-    if not out.numel() or not rows:
+    out = torch.empty(tokens, heads, p, **f32)
+    if not out.numel() or not len(starts):
         return out
-    chunks, firsts = list_chunks(out, cu_seqlens, state_slots)
-    most = len(chunks)
-    heads = torch.empty(tokens, channels, **f32)
-    scores = torch.empty(most, groups, GRID, GRID, **f32)
-    steps, growth = (torch.empty(most, count, GRID, **f32) for _ in range(2))
-    states = torch.empty(most, count, n, p, dtype=state.recurrent.dtype, device=mixed.device)
+    chunks, first_chunks = list_chunks(out, cu_seqlens, state_slots)
+    n = len(chunks)
+    inputs = torch.empty(tokens, channels, **f32)
+    scores = torch.empty(n, groups, GRID, GRID, **f32)
+    steps, g_cumsum = (torch.empty(n, heads, GRID, **f32) for _ in range(2))
     exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
-    products: dict[str, Any] = dict(PRECISION=precision_of(mixed.dtype), num_warps=WARPS, **exact)
-    chunk_inputs_kernel[(most, triton.cdiv(channels, CHANNELS))](
-        mixed, taps, weights.conv_bias, state.conv, cu_seqlens, starts, state_src, chunks, heads,
-        mixed.stride(0), state.conv.shape[1], C=channels, R=history, BLOCK=CHANNELS,
+    precision = dot_precision(mixed.dtype)
+    products: dict[str, Any] = dict(PRECISION=precision, num_warps=WARPS, **exact)
+    chunk_inputs_kernel[(n, triton.cdiv(channels, CHANNELS))](
+        mixed, conv_weight, weights.conv_bias, state.conv, cu_seqlens, starts, state_src, chunks,
+        inputs, mixed.stride(0), state.conv.shape[1], C=channels, R=history, BLOCK=CHANNELS,
         num_warps=INPUT_WARPS, **exact,
     )  # fmt: skip
-    scores_kernel[(most, groups)](
-        heads, dt, weights.a_log, weights.dt_bias, cu_seqlens, chunks, scores, steps, growth,
-        dt.stride(0), weights.shortest, weights.longest, **sizes, **blocks_of(sizes, WIDEST),
+    chunk_scores_kernel[(n, groups)](
+        inputs, dt, weights.a_log, weights.dt_bias, cu_seqlens, chunks, scores, steps, g_cumsum,
+        dt.stride(0), weights.dt_min, weights.dt_max, **sizes, **block_sizes(sizes, MAX_DIM),
         **products,
     )  # fmt: skip
-    blocks = blocks_of(sizes, STATE_VALUES)
-    arch = architecture.sm_number(mixed.device)
-    stages = _state_stages(blocks, products["PRECISION"], heads.itemsize, arch)
-    state_kernel[(rows * count, triton.cdiv(p, blocks["BLOCK_V"]))](
-        heads, steps, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,
-        snapshot_slots, firsts, state.recurrent.stride(0), **sizes, **blocks, num_stages=stages,
-        **products,
+    blocks = block_sizes(sizes, STATE_VALUES)
+    number = architecture.sm_number(mixed.device)
+    stages = _state_stages(blocks, precision, inputs.itemsize, number)
+    chunk_states = carry_states(
+        inputs, None, steps, g_cumsum, state, rows, first_chunks, k_channel=heads * p, v_channel=0,
+        options=blocks | products | dict(num_stages=stages),
     )  # fmt: skip
-    blocks = blocks_of(sizes, OUT_VALUES)
-    out_kernel[(most, count, triton.cdiv(p, blocks["BLOCK_V"]))](
-        heads, steps, growth, scores, states, weights.d, cu_seqlens, chunks, out,
+    blocks = block_sizes(sizes, OUT_VALUES)
+    chunk_output_kernel[(n, heads, triton.cdiv(p, blocks["BLOCK_V"]))](
+        inputs, steps, g_cumsum, scores, chunk_states, weights.d, cu_seqlens, chunks, out,
         **sizes, **blocks, SECTOR=SECTOR, **products,
     )  # fmt: skip
-    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
-    keep_raw_inputs(mixed, state, history, *places)
+    save_raw_inputs(mixed, state, history, rows)
     return out

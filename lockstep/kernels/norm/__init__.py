@@ -1,4 +1,4 @@
-"""rms_norm, add_rms_norm, gated_rms_norm, gated_group_norm: one tree a width, any batch."""
+"""Norms: rms_norm, add_rms_norm, gated_rms_norm and gated_group_norm."""
 
 from lockstep.kernels.norm.contract import (
     add_rms_norm,

@@ -1,4 +1,4 @@
-"""Norms: of hidden states, with what is added to them, and of recurrent layers' outputs."""
+"""Benchmarks of the norms of hidden states and of recurrent layers' outputs."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +19,7 @@ from lockstep.kernels.recurrent.cases import Dims
 
 
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
-    """Those that the model has."""
+    """Yield benchmarks of the norms that the model has."""
     yield rms_norm, partial(_rms_norm, model.hidden, env, query_len)
     yield add_rms_norm, partial(_add_rms_norm, model.hidden, env, query_len)
     if model.delta:
@@ -45,12 +45,12 @@ def _add_rms_norm(width: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     weight = env.ones(width)
     token = 4 * width * env.dtype.itemsize
     tokens = env.rows_per_chain(token * query_len) * query_len
-    given = [env.random(tokens, width), env.random(tokens + 1, width)[1:]]
+    arguments = [env.random(tokens, width), env.random(tokens + 1, width)[1:]]
 
     def run(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         return norm(x, delta, weight, EPS, 0.0)
 
-    return benchmark_per_token(add_rms_norm, f"{width}", query_len, backend, run, given, token)
+    return benchmark_per_token(add_rms_norm, f"{width}", query_len, backend, run, arguments, token)
 
 
 def _gated_rms_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
@@ -59,13 +59,13 @@ def _gated_rms_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     token = dims.hv * dims.v * (4 + 2 * env.dtype.itemsize)
     tokens = env.rows_per_chain(token * query_len) * query_len
     x = env.random(tokens, dims.hv, dims.v, dtype=torch.float32)
-    given = [x, env.random(tokens, dims.hv, dims.v)]
+    arguments = [x, env.random(tokens, dims.hv, dims.v)]
     size = f"{dims.hv}x{dims.v}"
 
     def run(x: Tensor, gate: Tensor) -> Tensor:
         return norm(x, gate, weight, EPS)
 
-    return benchmark_per_token(gated_rms_norm, size, query_len, backend, run, given, token)
+    return benchmark_per_token(gated_rms_norm, size, query_len, backend, run, arguments, token)
 
 
 def _gated_group_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
@@ -75,10 +75,10 @@ def _gated_group_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     token = dims.hk * width * (4 + 2 * env.dtype.itemsize)
     tokens = env.rows_per_chain(token * query_len) * query_len
     x = env.random(tokens, dims.hk, width, dtype=torch.float32)
-    given = [x, env.random(tokens, dims.hk, width)]
+    arguments = [x, env.random(tokens, dims.hk, width)]
     size = f"{dims.hk}x{width}"
 
     def run(x: Tensor, gate: Tensor) -> Tensor:
         return norm(x, gate, weight, EPS)
 
-    return benchmark_per_token(gated_group_norm, size, query_len, backend, run, given, token)
+    return benchmark_per_token(gated_group_norm, size, query_len, backend, run, arguments, token)

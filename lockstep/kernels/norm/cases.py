@@ -1,4 +1,4 @@
-"""Shapes of the norms that every backend must serve: odd widths, strided heads, no rows."""
+"""Test cases of the norms: odd widths, strided heads, no rows."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ SHAPES = ((0, 8), (1, 80), (5, 33), (3, 2560), (4, 3, 64), (2, 5, 128))
 
 
 def rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of rms_norm on the CPU); the last is a strided view."""
+    """Yield (name, arguments on the CPU) of rms_norm; the last case is a strided view."""
     generator = torch.Generator().manual_seed(1)
     for shape in SHAPES:
         weight = torch.randn(shape[-1], generator=generator).to(dtype)
@@ -23,23 +23,23 @@ def rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def add_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of add_rms_norm on the CPU): rms_norm's, and deltas with NaN beside them.
+    """Yield (name, arguments on the CPU) of add_rms_norm.
 
-    Then partials of a linear in a delta's place.
+    Deltas are strided, with NaN between rows. Each case is repeated with split-K partials.
     """
     generator = torch.Generator().manual_seed(3)
     for name, arguments in rms_norm_cases(dtype):
         x = arguments["x"]
         delta = torch.randn(x.shape, generator=generator).to(dtype)
-        beside = torch.full((*x.shape[:-1], 5), float("nan"), dtype=dtype)
-        delta = torch.cat([delta, beside], -1)[..., : x.shape[-1]]
+        padding = torch.full((*x.shape[:-1], 5), float("nan"), dtype=dtype)
+        delta = torch.cat([delta, padding], -1)[..., : x.shape[-1]]
         yield name, dict(arguments, delta=delta)
         parts = torch.randn(2, *x.shape, generator=generator)
         yield f"{name} in parts", dict(arguments, delta=parts)
 
 
 def gated_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of gated_rms_norm on the CPU): x is fp32, the gate a slice."""
+    """Yield (name, arguments on the CPU) of gated_rms_norm, with the gate a slice."""
     generator = torch.Generator().manual_seed(2)
     for tokens, heads, width in ((0, 2, 16), (1, 3, 24), (5, 4, 128)):
         x = torch.randn(tokens, heads, width, generator=generator)
@@ -50,7 +50,7 @@ def gated_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, An
 
 
 def gated_group_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of gated_group_norm on the CPU): x is fp32, the gate a slice."""
+    """Yield (name, arguments on the CPU) of gated_group_norm, with the gate a slice."""
     generator = torch.Generator().manual_seed(5)
     for tokens, groups, width in ((0, 2, 16), (1, 3, 24), (5, 2, 80), (3, 1, 1200)):
         x = torch.randn(tokens, groups, width, generator=generator)
@@ -61,7 +61,7 @@ def gated_group_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, 
 
 
 def rms_norm_traits(x: Tensor, **rest: Any) -> dict[str, Any]:
-    """What a layer of such arguments says when it asks for a backend."""
+    """Return the traits with which a layer of these arguments chooses a backend."""
     return dict(width=x.shape[-1])
 
 

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""All norms in Triton: one program per row, or some narrow rows.
+"""Norms in Triton: a CTA per row, or per group of narrow rows.
 
-The tree that sums a row is written out (row_sum), so that it is a function of the width alone:
-neither the compiler's layouts, nor alignment, nor what else a kernel reads can change a bit.
+Sums use row_sum and row_sums of device/reductions.py, whose tree depends on the row's width alone.
+Neither the compiler's layouts, nor alignment, nor the rest of a kernel can change a bit.
 """
 
 import triton
@@ -10,11 +10,12 @@ import triton.language as tl
 
 from lockstep.kernels.device.activations import silu_approx
 from lockstep.kernels.device.reductions import inverse_rms, row_sum, row_sums, spread
-from lockstep.kernels.linear.triton import tree_load
+from lockstep.kernels.device.tree_reduction import load_tree_sum
 
 
 @triton.jit
-def _normalised(x, eps, D: tl.constexpr):
+def _normalize(x, eps, D: tl.constexpr):
+    """Compute x / rms(x) of one row in fp32."""
     x = x.to(tl.float32)
     return x * inverse_rms(row_sum(x * x), eps, D)
 
@@ -24,12 +25,13 @@ def rms_norm_kernel(
     x, weight, out, inner, outer_stride, inner_stride, eps, offset,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Norm one row: x / rms(x) * (offset + weight)."""
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
+    offs = tl.arange(0, BLOCK)
+    scale = offset + tl.load(weight + offs, mask=offs < D, other=0.0).to(tl.float32)
     x += row // inner * outer_stride + row % inner * inner_stride
-    values = _normalised(tl.load(x + lanes, mask=lanes < D, other=0.0), eps, D)
-    tl.store(out + row * D + lanes, (values * scale).to(out.dtype.element_ty), mask=lanes < D)
+    values = _normalize(tl.load(x + offs, mask=offs < D, other=0.0), eps, D)
+    tl.store(out + row * D + offs, (values * scale).to(out.dtype.element_ty), mask=offs < D)
 
 
 @triton.jit
@@ -37,18 +39,23 @@ def add_rms_norm_kernel(
     x, parts, weight, total, out, inner, x_outer, x_inner, part, part_outer, part_inner, eps,
     offset, PARTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x + the rounded sum of PARTS tensors `part` numbers apart, and its norm."""
+    """Add delta to one row of x and norm the sum.
+
+    delta: the rounded tree sum of PARTS split-K partials, `part` elements apart.
+    """
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
+    offs = tl.arange(0, BLOCK)
+    scale = offset + tl.load(weight + offs, mask=offs < D, other=0.0).to(tl.float32)
     x += row // inner * x_outer + row % inner * x_inner
     parts += row // inner * part_outer + row % inner * part_inner
-    added = tl.load(x + lanes, mask=lanes < D, other=0.0).to(tl.float32)
-    delta = tree_load(parts, lanes, part, lanes < D, PARTS).to(total.dtype.element_ty)
+    added = tl.load(x + offs, mask=offs < D, other=0.0).to(tl.float32)
+    # Rounded to the residual's dtype before the addition, as two separate ops would.
+    delta = load_tree_sum(parts, offs, part, offs < D, PARTS).to(total.dtype.element_ty)
     added = (added + delta.to(tl.float32)).to(total.dtype.element_ty)
-    tl.store(total + row * D + lanes, added, mask=lanes < D)
-    values = _normalised(added, eps, D) * scale
-    tl.store(out + row * D + lanes, values.to(out.dtype.element_ty), mask=lanes < D)
+    tl.store(total + row * D + offs, added, mask=offs < D)
+    # The norm reads the rounded sum: that is what the next layer's residual is.
+    values = _normalize(added, eps, D) * scale
+    tl.store(out + row * D + offs, values.to(out.dtype.element_ty), mask=offs < D)
 
 
 @triton.jit
@@ -56,18 +63,22 @@ def _values_and_gate(
     x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A program's ROWS of `rows` rows: numbers [ROWS, 1], lanes, which are live, place within a
-    token, and x and gate in fp32."""
+    """Load x and gate of ROWS of `rows` rows in fp32.
+
+    Returns row ids [ROWS, 1], column offsets, mask, index of the row in its token, x and gate.
+    """
+    # Rows [outer, inner] need not be contiguous: both strides are arguments, so views of a fused
+    # projection are read without a copy.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    lanes = spread(ROWS, BLOCK)
-    live = (row < rows) & (lanes < D)
+    offs = spread(ROWS, BLOCK)
+    mask = (row < rows) & (offs < D)
     outer = (row // inner).to(tl.int64)
-    place = row % inner
-    x += outer * outer_stride + place * inner_stride
-    gate += outer * gate_outer + place * gate_inner
-    values = tl.load(x + lanes, mask=live, other=0.0).to(tl.float32)
-    z = tl.load(gate + lanes, mask=live, other=0.0).to(tl.float32)
-    return row, lanes, live, place, values, z
+    inner_index = row % inner
+    x += outer * outer_stride + inner_index * inner_stride
+    gate += outer * gate_outer + inner_index * gate_inner
+    values = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(gate + offs, mask=mask, other=0.0).to(tl.float32)
+    return row, offs, mask, inner_index, values, z
 
 
 @triton.jit
@@ -75,15 +86,16 @@ def gated_rms_norm_kernel(
     x, gate, weight, out, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of `rows` rows."""
-    row, lanes, live, place, values, z = _values_and_gate(
+    """Norm ROWS of `rows` rows: x / rms(x) * weight * silu(gate)."""
+    row, offs, mask, inner_index, values, z = _values_and_gate(
         x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, D, BLOCK, ROWS
     )
-    scale = tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
+    # Loaded for every row, from L1: a vector [1, D] would be exchanged through shared memory.
+    scale = tl.load(weight + offs, mask=offs < D, other=0.0).to(tl.float32)
     values = values * inverse_rms(row_sums(values * values), eps, D)[:, None]
     values = values * scale * silu_approx(z)
     out += row.to(tl.int64) * D
-    tl.store(out + lanes, values.to(out.dtype.element_ty), mask=live)
+    tl.store(out + offs, values.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -91,12 +103,16 @@ def gated_group_norm_kernel(
     x, gate, weight, out, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of `rows` rows; a row of D is one of `inner` groups of a token."""
-    row, lanes, live, place, values, z = _values_and_gate(
+    """Norm ROWS of `rows` rows, each one of `inner` groups of a token: y / rms(y) * weight.
+
+    y = x * silu(gate).
+    """
+    row, offs, mask, inner_index, values, z = _values_and_gate(
         x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, D, BLOCK, ROWS
     )
-    scale = tl.load(weight + place * D + lanes, mask=live, other=0.0).to(tl.float32)
+    # Each group has weights of its own.
+    scale = tl.load(weight + inner_index * D + offs, mask=mask, other=0.0).to(tl.float32)
     values = values * silu_approx(z)
     values = values * inverse_rms(row_sums(values * values), eps, D)[:, None] * scale
     out += row.to(tl.int64) * D
-    tl.store(out + lanes, values.to(out.dtype.element_ty), mask=live)
+    tl.store(out + offs, values.to(out.dtype.element_ty), mask=mask)

@@ -16,17 +16,20 @@ from lockstep.kernels.norm.kernels import (
     rms_norm_kernel,
 )
 
-WIDEST = 16384
-"""Numbers of a row that one program takes."""
-THREAD_NUMBERS = 8
-"""Numbers of a thread: a load of 16 bytes where they have 16 bits."""
-NUMBERS_TOGETHER = 1024
-"""Numbers of narrow rows in one program. An H200 starts 1.6 programs a ns, and no more: times in
+MAX_WIDTH = 16384
+"""Maximum width of a row: one CTA norms it."""
+THREAD_ELEMENTS = 8
+"""Elements per thread: a load of 16 bytes for 16-bit elements."""
+CTA_ELEMENTS = 1024
+"""Elements of narrow rows per CTA. An H200 starts at most 1.6 CTAs per ns: times in
 docs/kernels/norm.md."""
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """x [..., D] as [outer, inner, D] without a copy where strides allow: (x, inner, strides)."""
+    """View x [..., D] as [outer, inner, D], copying only if the last stride is not 1.
+
+    Returns the view, inner, and the strides of both dimensions.
+    """
     if x.dim() != 3:
         x = x.reshape(-1, 1, x.shape[-1])
     if x.stride(2) != 1:
@@ -35,25 +38,26 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def row_layout(width: int, rows: int = 1) -> dict[str, Any]:
-    """The launch options for `rows` rows of `width` numbers; they change no bit."""
+    """Return the launch options of a CTA with `rows` rows of `width`. They change no bit."""
     block = triton.next_power_of_2(width)
-    warps = max(1, min(WARPS.value, rows * block // THREAD_NUMBERS // 32))
+    warps = max(1, min(WARPS.value, rows * block // THREAD_ELEMENTS // 32))
     return dict(D=width, BLOCK=block, num_warps=warps, enable_fp_fusion=False)
 
 
-def rows_together(width: int) -> int:
-    """Rows in a program of the gated norms."""
-    return max(1, NUMBERS_TOGETHER // triton.next_power_of_2(width))
+def rows_per_cta(width: int) -> int:
+    """Return the rows per CTA of the gated norms."""
+    return max(1, CTA_ELEMENTS // triton.next_power_of_2(width))
 
 
 def _supports(**traits: Any) -> str | None:
+    """Return None if one CTA can norm rows of this width, else the reason why not."""
     width = traits.get("width", 1)
-    return f"width {width} is above {WIDEST}" if width > WIDEST else gpu_trait(**traits)
+    return f"width {width} is above {MAX_WIDTH}" if width > MAX_WIDTH else gpu_trait(**traits)
 
 
 @rms_norm.backend("triton", supports=_supports)
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """See lockstep.kernels.norm.rms_norm."""
+    """Run one CTA per row: see lockstep.kernels.norm.rms_norm."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, inner, *strides = _rows(x)
     if x.numel():
@@ -67,7 +71,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) 
 def add_rms_norm_triton(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """See lockstep.kernels.norm.add_rms_norm. Partials are contiguous."""
+    """Run one CTA per row: see lockstep.kernels.norm.add_rms_norm. Partials are contiguous."""
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     rows, inner, *strides = _rows(x)
     parts = delta if delta.dim() > x.dim() else delta[None]
@@ -83,26 +87,26 @@ def add_rms_norm_triton(
 
 @gated_rms_norm.backend("triton", supports=_supports)
 def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See lockstep.kernels.norm.gated_rms_norm."""
-    return _gated(gated_rms_norm_kernel, x, gate, weight, eps)
+    """Run a few rows per CTA: see lockstep.kernels.norm.gated_rms_norm."""
+    return _launch_gated(gated_rms_norm_kernel, x, gate, weight, eps)
 
 
 @gated_group_norm.backend("triton", supports=_supports)
 def gated_group_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See lockstep.kernels.norm.gated_group_norm. x, gate [T, G, D]; weight is contiguous."""
-    return _gated(gated_group_norm_kernel, x, gate, weight, eps)
+    """Run a few rows per CTA: see norm.gated_group_norm. x, gate [T, G, D]; weight contiguous."""
+    return _launch_gated(gated_group_norm_kernel, x, gate, weight, eps)
 
 
-def _gated(kernel: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What a kernel of gated norms makes, a few rows a program."""
+def _launch_gated(kernel: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Launch a kernel of the gated norms with a few rows per CTA."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, inner, *strides = _rows(x)
     gates, _, *gate_strides = _rows(gate)
     if x.numel():
         count = rows.shape[0] * inner
-        together = rows_together(x.shape[-1])
-        kernel[(triton.cdiv(count, together),)](
+        cta_rows = rows_per_cta(x.shape[-1])
+        kernel[(triton.cdiv(count, cta_rows),)](
             rows, gates, weight, out, count, inner, *strides, *gate_strides, eps,
-            ROWS=together, **row_layout(x.shape[-1], together),
+            ROWS=cta_rows, **row_layout(x.shape[-1], cta_rows),
         )  # fmt: skip
     return out

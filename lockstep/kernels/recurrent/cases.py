@@ -1,4 +1,4 @@
-"""What the cases of every recurrence are made of: sizes, states, and what must not be read."""
+"""Sizes, states and rows of the test cases of all recurrences."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.recurrent.history import max_replayed, ring_slots, state_grid
+from lockstep.kernels.recurrent.history import history_length, max_replayed, state_grid
 from lockstep.kernels.recurrent.state import RecurrentState
 
 
 @dataclass(frozen=True)
 class Dims:
-    """Heads and widths of a layer: HK, HV, K, V, R (conv kernel - 1), W (window), flush; and the
-    dtype of its recurrent state in memory. Of Mamba-2 HK, HV, K and V are G, H, N and P."""
+    """Dimensions of a recurrent layer: HK, HV, K, V, R (convolution kernel - 1), W (max window).
+
+    For Mamba-2, HK, HV, K and V are G, H, N and P. flush: see next_folded. state: dtype of the
+    state in memory.
+    """
 
     hk: int
     hv: int
@@ -27,29 +30,30 @@ class Dims:
 
     @property
     def channels(self) -> int:
+        """Channels of the convolution."""
         return 2 * self.hk * self.k + self.hv * self.v
 
     @property
     def grid(self) -> int:
-        """The state's grid."""
+        """Grid of the state: see state_grid."""
         return state_grid(self.state)
 
     @property
-    def most(self) -> int:
-        """The most tokens that a state lacks."""
+    def max_replayed(self) -> int:
+        """Maximum number of tokens that a state may lack."""
         return max_replayed(self.w, self.flush, self.grid)
 
 
 def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -> RecurrentState:
-    """A state of `slots` slots; conv is of `dtype`, recurrent as dims say, the rest fp32."""
+    """Return a state of `slots` slots filled with one value. dtype: of conv."""
 
     def full(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((slots, *shape), fill, dtype=dtype)
 
-    length = ring_slots(dims.w, dims.most)
+    length = history_length(dims.w, dims.max_replayed)
     return RecurrentState(
         recurrent=full(dims.hv, dims.k, dims.v, dtype=dims.state),
-        conv=full(ring_slots(dims.w, dims.r), dims.channels, dtype=dtype),
+        conv=full(history_length(dims.w, dims.r), dims.channels, dtype=dtype),
         u=full(length, dims.hv, dims.v),
         k=full(length, dims.hk, dims.k),
         decay=full(length, dims.hv),
@@ -59,7 +63,7 @@ def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -
 def random_state(
     dims: Dims, slots: int, used: list[int], dtype: torch.dtype, seed: int
 ) -> RecurrentState:
-    """A state whose `used` slots hold plausible numbers and whose other slots hold NaN."""
+    """Return a state with plausible numbers in the `used` slots and NaN in all others."""
     state = empty_state(dims, slots, dtype, fill=float("nan"))
     generator = torch.Generator().manual_seed(seed)
     for part in state.tensors():
@@ -70,22 +74,24 @@ def random_state(
 
 
 def poison(state: RecurrentState, slot: int, start: int, history: int, lacking: int) -> None:
-    """NaN in every ring slot that a window at `start` must not read."""
+    """Write NaN to every history entry that a window at `start` must not read."""
     for part in state.tensors()[1:]:
         live = history if part is state.conv else lacking
-        ring_slots = torch.arange(start, start + part.shape[1] - live) % part.shape[1]
-        part[slot, ring_slots] = float("nan")
+        indices = torch.arange(start, start + part.shape[1] - live) % part.shape[1]
+        part[slot, indices] = float("nan")
 
 
-def step_places(dims: Dims, dtype: torch.dtype, seed: int) -> dict[str, Any]:
-    """state, slots, starts and folded of a step: states that lack no token to as many as may be,
-    windows and replays across their grid, slots out of order, rings that wrap around, NaN where
-    nothing may be read."""
+def step_rows(dims: Dims, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+    """Return state, slots, starts and folded of a step.
+
+    States lack from no token to the maximum; windows and replays cross the grid; slots are out of
+    order; histories wrap around; entries that nothing may read are NaN.
+    """
     slots = [4, 1, 6, 3, 2]
     lacking = [0, 1, 2, dims.w, dims.w - 1]
     starts = [1, 2, 77, 1000, 64]
     if dims.grid > 1:
-        lacking = [0, 1, dims.most, dims.w, dims.grid]
+        lacking = [0, 1, dims.max_replayed, dims.w, dims.grid]
         starts = [14, 20, 66, 1007, 64]
     state = random_state(dims, 8, slots, dtype, seed)
     for slot, start, count in zip(slots, starts, lacking, strict=True):
@@ -95,9 +101,11 @@ def step_places(dims: Dims, dtype: torch.dtype, seed: int) -> dict[str, Any]:
     return dict(state=state, slots=torch.tensor(slots), starts=first, folded=folded)
 
 
-def chunk_places() -> dict[str, Tensor]:
-    """The rows of a prompt step: fresh and resumed ones, an empty one, a null one, rows shorter
-    than the convolution, snapshots. They resume from slots 2, 3, 4 and 9 of 12."""
+def chunk_rows() -> dict[str, Tensor]:
+    """Return the rows of a prompt step, which resume from slots 2, 3, 4 and 9 of 12.
+
+    Fresh and resumed rows, an empty row, a null row, rows shorter than the convolution, snapshots.
+    """
     lengths = [70, 0, 128, 2, 5, 64, 1]
     rows = dict(
         starts=[0, 64, 64, 128, 0, 0, 0],
@@ -113,28 +121,28 @@ def chunk_places() -> dict[str, Tensor]:
 
 
 Raw = Callable[[Dims, tuple[int, ...], torch.dtype, int], dict[str, Tensor]]
-"""dims, tokens, dtype and seed -> a layer's inputs, of shape [*tokens, ...]."""
+"""Generator of a layer's inputs [*tokens, ...] from dims, tokens, dtype and seed."""
 Weights = Callable[[Dims, torch.dtype, int], Any]
+"""Generator of a layer's weights from dims, dtype and seed."""
 
 
 def step_cases(
     inputs: Raw, weights: Weights, dtype: torch.dtype, layers: Sequence[Dims]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of a stepping law on the CPU): see step_places."""
+    """Yield (name, arguments on the CPU) of a recurrent-form op: see step_rows."""
     for i, dims in enumerate(layers):
         for length in (1, dims.w):
-            places = step_places(dims, dtype, i)
-            rows = len(places["slots"])
-            raw = inputs(dims, (rows, length), dtype, i)
-            yield f"{dims}, Q={length}", dict(**raw, weights=weights(dims, dtype, i), **places)
+            rows = step_rows(dims, dtype, i)
+            raw = inputs(dims, (len(rows["slots"]), length), dtype, i)
+            yield f"{dims}, Q={length}", dict(**raw, weights=weights(dims, dtype, i), **rows)
 
 
 def chunk_cases(
     inputs: Raw, weights: Weights, dtype: torch.dtype, layers: Sequence[Dims]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of a chunked law on the CPU): see chunk_places."""
+    """Yield (name, arguments on the CPU) of a chunked-form op: see chunk_rows."""
     for i, dims in enumerate(layers):
-        places = chunk_places()
-        raw = inputs(dims, (int(places["cu_seqlens"][-1]),), dtype, i)
+        rows = chunk_rows()
+        raw = inputs(dims, (int(rows["cu_seqlens"][-1]),), dtype, i)
         state = random_state(dims, 12, [2, 3, 4, 9], dtype, i)
-        yield str(dims), dict(**raw, weights=weights(dims, dtype, i), state=state, **places)
+        yield str(dims), dict(**raw, weights=weights(dims, dtype, i), state=state, **rows)

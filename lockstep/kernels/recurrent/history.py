@@ -1,55 +1,54 @@
-"""Rings of recent tokens: a token's ring slot is its position modulo the ring's length.
+"""Circular history buffers: recent tokens of a row, stored at position modulo buffer length.
 
-What a recurrent mixer needs of the tokens before a step (raw inputs of its convolution, and what
-replays tokens into the state) stays in such rings, one per row. Nothing is moved or cleaned up
-after rejected drafts: the next window overwrites them.
+A recurrent mixer needs recent tokens twice: raw inputs for its convolution, and (u, k, decay) to
+replay tokens into the state. A step overwrites the oldest entries and nothing is ever moved. So
+rejected drafts need no rewind: the next window overwrites them.
 
-A row's state in memory holds its first `folded` tokens, an absolute position; a step replays those
-behind it. Where a state may be written, and is rounded if it has 16 bits, is absolute as well: at
-multiples of its grid, and at the ends of prompt chunks. So no bit depends on which step wrote it.
+A row's state in memory holds its first `folded` tokens, an absolute position. A step replays the
+tokens from there on. Where a state may be written, and is rounded if it has 16 bits, is absolute
+too: at multiples of its grid, and at the ends of prompt chunks. So no bit depends on which step
+wrote it.
 """
 
 import torch
 from torch import Tensor
 
 ROUNDING_INTERVAL = 16
-"""Tokens from one rounding of a 16-bit state to the next. More tokens would need longer rings and
-longer replays; fewer would round more often."""
+"""Tokens between two roundings of a 16-bit state. A larger interval needs longer histories and
+replays; a smaller one rounds more often."""
 
 
 def state_grid(dtype: torch.dtype) -> int:
-    """A state of this dtype is written at multiples of so many tokens. fp32: anywhere."""
+    """Return the grid of a state: it is written at multiples of so many tokens; 1 for fp32."""
     return 1 if dtype == torch.float32 else ROUNDING_INTERVAL
 
 
-def ring_slots(window: int, before: int) -> int:
-    """The length of a ring: a window's tokens never overwrite what is read beside them.
+def history_length(window: int, before: int) -> int:
+    """Return the length of a history in which a window never overwrites what it still reads.
 
-    window: most tokens of a step; before: tokens in front of a window that are read with it: inputs
-    of a convolution, or what is replayed.
+    window: maximum tokens of a step. before: tokens before a window that the step reads, for its
+    convolution or to replay them.
     """
     return window + before
 
 
 def max_replayed(window: int, flush: int = 1, grid: int = 1) -> int:
-    """The most tokens that a state may lack. flush, grid: as in next_folded.
-
-    Where it lacks as many as the larger of both, one of them ends on the grid, and it is written;
-    so a step leaves at most one less of them, and its window.
-    """
+    """Return the maximum number of tokens that a state may lack. flush, grid: see next_folded."""
+    # A state that lacks max(flush, grid) tokens has a grid point among them, so it is written. A
+    # step therefore leaves at most one token less, plus its own window.
     return max(flush, grid) - 1 + window
 
 
 def next_folded(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
-    """The `folded` that a generated step leaves behind: integers of any shape.
+    """Return `folded` after a generated step, for integers of any shape.
 
-    Where the state lacks at least `flush` of the tokens before starts, the step writes it as it is
-    behind the last of them that ends on the grid, if there is one.
+    If the state lacks `flush` or more of the tokens before starts, the step writes the state as of
+    the last multiple of the grid, if that is later than `folded`.
     """
     last = starts // grid * grid
     return torch.where((starts - folded >= flush) & (last > folded), last, folded)
 
 
-def past_slots(position: int, count: int, length: int) -> Tensor:
-    """The ring slots of the `count` tokens before `position`, in a ring of `length`: int64."""
+def past_indices(position: int, count: int, length: int) -> Tensor:
+    """Return the int64 indices of the `count` tokens before `position` in a history of `length`."""
     return torch.arange(position - count, position) % length

@@ -1,4 +1,4 @@
-"""The rows of a prompt step, one after another: what each goes on from, and what it leaves."""
+"""Rows of a prompt step on a CPU, one after another: what each resumes from and what it saves."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,17 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.kernels.recurrent.history import past_slots
+from lockstep.kernels.recurrent.history import past_indices
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row that has tokens and a state slot.
+    """Row of a prompt step that has n > 0 tokens and a state slot.
 
-    tokens: which of the step's are its own, n of them. raw [R + n, C]: the R raw inputs before
-    them, then theirs. before [HV, K, V] fp32: the state before them, a copy.
+    start: position of its first token. slot, snapshot: slots to save to; snapshot 0 is none.
+    tokens: the row's slice of the step's tokens. raw [R + n, C]: raw inputs, R of them before the
+    first token. before [HV, K, V] fp32: copy of the state before the first token.
     """
 
     state: RecurrentState
@@ -27,20 +28,19 @@ class PromptRow:
     raw: Tensor
     before: Tensor
 
-    def keep(self, at_grid: Tensor, after: Tensor) -> None:
-        """Leaves the state after the last token in the row's slot, and that at its last grid point
-        in its snapshot's, if it has one."""
+    def save(self, at_grid: Tensor, after: Tensor) -> None:
+        """Save the state after the last token, and the state at the last grid point as snapshot."""
         length = self.tokens.stop - self.tokens.start
         self._write(self.slot, after, length)
         if self.snapshot:
             self._write(self.snapshot, at_grid, length // GRID * GRID)
 
-    def _write(self, slot: int, s: Tensor, behind: int) -> None:
-        """The state behind so many of the row's tokens, and the raw inputs before it."""
+    def _write(self, slot: int, s: Tensor, count: int) -> None:
+        """Write the state s after the row's first `count` tokens, with the raw inputs before it."""
         history = len(self.raw) - (self.tokens.stop - self.tokens.start)
-        place = past_slots(self.start + behind, history, self.state.conv.shape[1])
+        indices = past_indices(self.start + count, history, self.state.conv.shape[1])
         self.state.recurrent[slot] = s
-        self.state.conv[slot, place] = self.raw[behind : behind + history]
+        self.state.conv[slot, indices] = self.raw[count : count + history]
 
 
 def prompt_rows(
@@ -53,7 +53,7 @@ def prompt_rows(
     state_slots: Tensor,
     snapshot_slots: Tensor,
 ) -> Iterator[PromptRow]:
-    """Those of a chunked law's arguments that do something. history: R."""
+    """Yield the rows of a chunked op's arguments that have tokens and a state slot. history: R."""
     bounds = cu_seqlens.tolist()
     rows = (x.tolist() for x in (starts, state_src, state_slots, snapshot_slots))
     for i, (start, src, slot, snapshot) in enumerate(zip(*rows, strict=True)):
@@ -63,7 +63,8 @@ def prompt_rows(
         past = mixed.new_zeros(history, mixed.shape[1])
         before = torch.zeros(state.recurrent.shape[1:])
         if start:
-            past = state.conv[src, past_slots(start, history, state.conv.shape[1])]
+            past = state.conv[src, past_indices(start, history, state.conv.shape[1])]
+            # A copy, since src may be the slot that the row saves to.
             before = state.recurrent[src].to(torch.float32, copy=True)
         raw = torch.cat([past, mixed[tokens]])
         yield PromptRow(state, start, slot, snapshot, tokens, raw, before)

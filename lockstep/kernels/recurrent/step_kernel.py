@@ -1,89 +1,96 @@
 # mypy: ignore-errors
-"""A generated window through a recurrent state in Triton: replay, write, step.
+"""The recurrent form in Triton: a window of generated tokens through a recurrent state.
 
-The state is read once and written at most once. walk_kernel holds some columns of a head's state in
-registers, replays the tokens that it lacks, writes it where that is due, and steps through the
-window. Tokens, window, ring length and flush are run-time values.
+recurrent_step_kernel reads the state once and writes it at most once. It holds some columns of a
+head's state in registers, replays the tokens that the state lacks from the history, writes the
+state if that is due, and steps through the new tokens. Window length, history length, replayed
+tokens and flush interval are run-time values.
 
-A state is a tuple of SLICES tensors [K_LANES, WARPS, COLUMNS]: a warp owns COLUMNS values of V and
-all of K, so that a sum over K stays inside it; slice r holds rows r * K_LANES and following. A
-tuple, so that addresses are one base and a constant. See docs/kernels/gated_delta_rule.md, where
-the times are: those of the delta rule.
+A state is a tuple of SLICES tiles [K_LANES, WARPS, COLUMNS]. A warp owns COLUMNS columns (of V) and
+all of K, so a sum over K needs no exchange between warps. Slice r holds rows r * K_LANES and
+following. It is a tuple, not a 4-D tile, so that every address is a base plus a constant.
+
+docs/kernels/gated_delta_rule.md has the times; those in this file are of the delta rule.
 """
 
 import triton
 import triton.language as tl
 
-from lockstep.kernels.device.history import next_folded, next_slot, wrapped
+from lockstep.kernels.device.history import next_folded, next_index, wrap_index
 
 
 @triton.jit
-def bring_near(
-    ring_k, ring_u, q, k, v, width, first, ring_slot, count, ring_slots, length,
+def prefetch_tokens(
+    k_history_ptr, u_history_ptr, q_ptr, k_ptr, v_ptr, width, first_v, history_index, count,
+    history_len, length,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MOST: tl.constexpr, SECTOR: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MAX_TOKENS: tl.constexpr, SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Brings what the last MOST of `count` replayed and the first MOST new tokens need into L1.
+    """Prefetch into L1 the last replayed tokens and the first new ones, MAX_TOKENS of each.
 
-    It loads one float of each SECTOR. A load whose value is not used is dropped by the compiler,
-    and a volatile one leaves nothing in L1; so a NaN is stored back to where it was read, which
-    changes nothing.
+    count: tokens that are replayed. length: new tokens. One float of each SECTOR is loaded.
     """
-    n = tl.arange(0, MOST)[:, None]
-    i = (tl.arange(0, BLOCK_K // SECTOR) * SECTOR)[None, :]
-    j = first + (tl.arange(0, (BLOCK_V + SECTOR - 1) // SECTOR) * SECTOR)[None, :]
-    back = wrapped(ring_slot - 1 - tl.minimum(n, tl.maximum(count - 1, 0)), ring_slots)
+    n = tl.arange(0, MAX_TOKENS)[:, None]
+    offs_k = (tl.arange(0, BLOCK_K // SECTOR) * SECTOR)[None, :]
+    offs_v = first_v + (tl.arange(0, (BLOCK_V + SECTOR - 1) // SECTOR) * SECTOR)[None, :]
+    back = wrap_index(history_index - 1 - tl.minimum(n, tl.maximum(count - 1, 0)), history_len)
     t = tl.minimum(n, length - 1) * width
-    in_k = (n >= 0) & (i < K)
-    in_v = (n >= 0) & (j < V)
-    of_k = ring_k + back * (HK * K) + i
-    of_u = ring_u + back * (HV * V) + j
-    places = ((of_k, in_k), (of_u, in_v), (q + t + i, in_k), (k + t + i, in_k), (v + t + j, in_v))
-    words = ()
-    for p in tl.static_range(len(places)):
-        words = words + (tl.load(places[p][0], mask=places[p][1], other=0.0),)
-    for p in tl.static_range(len(places)):
-        tl.store(places[p][0], words[p], mask=places[p][1] & (words[p] != words[p]))
+    in_k = (n >= 0) & (offs_k < K)
+    in_v = (n >= 0) & (offs_v < V)
+    k_history = k_history_ptr + back * (HK * K) + offs_k
+    u_history = u_history_ptr + back * (HV * V) + offs_v
+    tiles = (
+        (k_history, in_k), (u_history, in_v), (q_ptr + t + offs_k, in_k),
+        (k_ptr + t + offs_k, in_k), (v_ptr + t + offs_v, in_v),
+    )  # fmt: skip
+    values = ()
+    for p in tl.static_range(len(tiles)):
+        values = values + (tl.load(tiles[p][0], mask=tiles[p][1], other=0.0),)
+    # The compiler drops a load whose value is unused, and a volatile load leaves nothing in L1. So
+    # the value is "used" by a store that happens only for NaN, and then rewrites that same NaN.
+    for p in tl.static_range(len(tiles)):
+        tl.store(tiles[p][0], values[p], mask=tiles[p][1] & (values[p] != values[p]))
 
 
 @triton.jit
 def _fma(x, y, z):
+    # Explicit: enable_fp_fusion is off, so that the compiler cannot choose where to fuse.
     return tl.fma(tl.broadcast_to(x, z.shape), tl.broadcast_to(y, z.shape), z)
 
 
 @triton.jit
 def _load_slices(
-    place, live, step,
-    SLICES: tl.constexpr, K_LANES: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr = False,
+    ptrs, in_v, row_stride,
+    SLICES: tl.constexpr, K_LANES: tl.constexpr, K: tl.constexpr, STREAMING: tl.constexpr = False,
 ):  # fmt: skip
-    """A tuple of SLICES slices of K_LANES of the K rows at `place`, `step` numbers apart; fp32.
+    """Load K rows as a tuple of SLICES fp32 tiles of K_LANES rows.
 
-    ONCE: it is not read again, so it is the first to leave the caches.
+    row_stride: elements between slices. STREAMING: the data is read once, so evict it first.
     """
-    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    POLICY: tl.constexpr = "evict_first" if STREAMING else ""
     lane = tl.arange(0, K_LANES)[:, None, None]
-    new = tl.load(place, mask=live & (lane < K), other=0.0, eviction_policy=POLICY)
+    new = tl.load(ptrs, mask=in_v & (lane < K), other=0.0, eviction_policy=POLICY)
     x = (new.to(tl.float32),)
     for r in tl.static_range(1, SLICES):
-        mask = live & (lane + r * K_LANES < K)
-        new = tl.load(place + r * step, mask=mask, other=0.0, eviction_policy=POLICY)
+        mask = in_v & (lane + r * K_LANES < K)
+        new = tl.load(ptrs + r * row_stride, mask=mask, other=0.0, eviction_policy=POLICY)
         x = x + (new.to(tl.float32),)
     return x
 
 
 @triton.jit
-def _store_slices(place, state, lane, in_v, K: tl.constexpr, V: tl.constexpr):
-    """The state to memory, in its dtype there."""
+def _store_slices(ptrs, state, lane, in_v, K: tl.constexpr, V: tl.constexpr):
+    """Store the state, rounded to its dtype in memory."""
     K_LANES: tl.constexpr = lane.shape[0]
     for r in tl.static_range(len(state)):
         mask = (lane + r * K_LANES < K) & in_v
-        new = state[r].to(place.dtype.element_ty)
-        tl.store(place + r * (K_LANES * V), new, mask=mask)
+        new = state[r].to(ptrs.dtype.element_ty)
+        tl.store(ptrs + r * (K_LANES * V), new, mask=mask)
 
 
 @triton.jit
-def _rounded(state, DTYPE: tl.constexpr):
-    """The state with numbers of its dtype in memory."""
+def _round_state(state, DTYPE: tl.constexpr):
+    """Round the state to DTYPE and widen it to fp32 again."""
     new = (state[0].to(DTYPE).to(tl.float32),)
     for r in tl.static_range(1, len(state)):
         new = new + (state[r].to(DTYPE).to(tl.float32),)
@@ -92,19 +99,20 @@ def _rounded(state, DTYPE: tl.constexpr):
 
 @triton.jit
 def _sum_over_k(x, state):
-    """x^T S of slices [K_LANES, 1, 1] and a state -> [1, WARPS, COLUMNS].
-
-    A lane's own slices are added in a chain of fused multiply-adds, then the lanes.
-    """
-    total = x[0] * state[0]
+    """Compute x^T S of slices x [K_LANES, 1, 1] and a state -> [1, WARPS, COLUMNS]."""
+    # The order of additions is fixed: a thread adds its own slices as a chain of fused
+    # multiply-adds, then tl.sum adds the K_LANES lanes of the warp. LAYERS of
+    # tests/kernels/compiles.py hold the lane layout to be equal in all binaries.
+    acc = x[0] * state[0]
     for r in tl.static_range(1, len(state)):
-        total = _fma(x[r], state[r], total)
-    return tl.sum(total, 0, keep_dims=True)
+        acc = _fma(x[r], state[r], acc)
+    return tl.sum(acc, 0, keep_dims=True)
 
 
 @triton.jit
-def _updated(state, decay, k, u):
-    """S decay + k u^T: the one expression of stepping and replay."""
+def _update_state(state, decay, k, u):
+    """Compute S * decay + k u^T."""
+    # Replay and step call this one expression, so that both give the same bits.
     new = (_fma(k[0], u, state[0] * decay),)
     for r in tl.static_range(1, len(state)):
         new = new + (_fma(k[r], u, state[r] * decay),)
@@ -112,188 +120,205 @@ def _updated(state, decay, k, u):
 
 
 @triton.jit
-def _store_columns(place, x, lane, inside):
-    """Stores x [1, WARPS, COLUMNS], which all lanes of K hold, from the first of them."""
-    place = place + tl.zeros_like(lane)
-    first = inside & (lane == 0)
-    tl.store(place, tl.broadcast_to(x, place.shape).to(place.dtype.element_ty), mask=first)
+def _store_columns(ptrs, x, lane, in_v):
+    """Store x [1, WARPS, COLUMNS], of which every lane of K holds a copy, from the first lane."""
+    ptrs = ptrs + tl.zeros_like(lane)
+    first_lane = in_v & (lane == 0)
+    tl.store(ptrs, tl.broadcast_to(x, ptrs.shape).to(ptrs.dtype.element_ty), mask=first_lane)
 
 
 @triton.jit
-def _kept(
-    ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot,
+def _load_token(
+    k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v, index,
     SLICES: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """decay, k and u of a token in the rings. Never masked: one behind the last may be read."""
-    k = _load_slices(ring_k + ring_slot * (HK * K) + lane, True, lane.shape[0], SLICES,
+    """Load decay, k and u of one token from the history."""
+    # Never masked by the number of tokens: the software pipeline of _replay loads up to two tokens
+    # more than it uses, and every index is inside of the buffer.
+    k = _load_slices(k_history_ptr + index * (HK * K) + lane, True, lane.shape[0], SLICES,
                      lane.shape[0], K)  # fmt: skip
-    u = tl.load(ring_u + ring_slot * (HV * V) + j, mask=in_v, other=0.0)
-    return tl.load(ring_decay + ring_slot * HV), k, u
+    u = tl.load(u_history_ptr + index * (HV * V) + offs_v, mask=in_v, other=0.0)
+    return tl.load(decay_history_ptr + index * HV), k, u
 
 
 @triton.jit
 def _replay(
-    state, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, count, ring_slots,
+    state, k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v, index, count,
+    history_len,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """The state after `count` tokens out of the rings, from ring_slot on; the next two are loading.
-
-    Two tokens a turn (a and b), so that no register that was loaded is moved.
-    """
+    """Replay `count` tokens of the history, from `index` on, into the state."""
     SLICES: tl.constexpr = len(state)
-    decay_a, k_a, u_a = _kept(
-        ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, SLICES, HK, HV, K, V
-    )
-    ring_slot = next_slot(ring_slot, ring_slots)
-    decay_b, k_b, u_b = _kept(
-        ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, SLICES, HK, HV, K, V
-    )
+    # Software pipeline of two stages, a and b: while one token updates the state, the next two are
+    # loading. Unrolled by two, so that no loaded register is moved from one stage to the other.
+    decay_a, k_a, u_a = _load_token(
+        k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v, index, SLICES,
+        HK, HV, K, V,
+    )  # fmt: skip
+    index = next_index(index, history_len)
+    decay_b, k_b, u_b = _load_token(
+        k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v, index, SLICES,
+        HK, HV, K, V,
+    )  # fmt: skip
     for n in range(0, count, 2):
-        state = _updated(state, decay_a, k_a, u_a)
-        ring_slot = next_slot(ring_slot, ring_slots)
-        decay_a, k_a, u_a = _kept(
-            ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, SLICES, HK, HV, K, V
-        )
+        state = _update_state(state, decay_a, k_a, u_a)
+        index = next_index(index, history_len)
+        decay_a, k_a, u_a = _load_token(
+            k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v, index, SLICES,
+            HK, HV, K, V,
+        )  # fmt: skip
         if n + 1 < count:
-            state = _updated(state, decay_b, k_b, u_b)
-        ring_slot = next_slot(ring_slot, ring_slots)
-        decay_b, k_b, u_b = _kept(
-            ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, SLICES, HK, HV, K, V
-        )
+            state = _update_state(state, decay_b, k_b, u_b)
+        index = next_index(index, history_len)
+        decay_b, k_b, u_b = _load_token(
+            k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v, index, SLICES,
+            HK, HV, K, V,
+        )  # fmt: skip
     return state
 
 
 @triton.jit
 def _replay_and_write(
-    state, place, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, folded, start, ring_slots,
-    flush,
+    state, state_ptrs, k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v,
+    history_index, folded, start, history_len, flush,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     STATE_GRID: tl.constexpr,
 ):  # fmt: skip
-    """The state behind `start` tokens, those from `folded` on out of the rings; written as
-    next_folded says. A state with a grid is replayed from one of its points to the next, and
-    rounded there."""
+    """Replay tokens folded .. start - 1 from the history; write the state if next_folded is larger.
+
+    A 16-bit state is replayed from one multiple of STATE_GRID to the next and rounded there.
+    """
     written = next_folded(start, folded, flush, STATE_GRID)
     if STATE_GRID == 1:
         count = start - folded
-        ring_slot = wrapped(ring_slot - count, ring_slots)
+        history_index = wrap_index(history_index - count, history_len)
         state = _replay(
-            state, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, count, ring_slots,
-            HK, HV, K, V,
+            state, k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v,
+            history_index, count, history_len, HK, HV, K, V,
         )  # fmt: skip
         if written > folded:
-            _store_slices(place, state, lane, in_v, K, V)
+            _store_slices(state_ptrs, state, lane, in_v, K, V)
     else:
+        # Rounding points are absolute positions. So the bits do not depend on which step replays.
         for point in range(folded // STATE_GRID, tl.cdiv(start, STATE_GRID)):
             first = tl.maximum(folded, point * STATE_GRID)
             end = tl.minimum(start, (point + 1) * STATE_GRID)
-            begin = wrapped(ring_slot - (start - first), ring_slots)
+            begin = wrap_index(history_index - (start - first), history_len)
             state = _replay(
-                state, ring_k, ring_u, ring_decay, lane, j, in_v, begin, end - first, ring_slots,
-                HK, HV, K, V,
+                state, k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v, begin,
+                end - first, history_len, HK, HV, K, V,
             )  # fmt: skip
             if end % STATE_GRID == 0:
-                state = _rounded(state, place.dtype.element_ty)
+                state = _round_state(state, state_ptrs.dtype.element_ty)
             if (end == written) & (written > folded):
-                _store_slices(place, state, lane, in_v, K, V)
+                _store_slices(state_ptrs, state, lane, in_v, K, V)
     return state
 
 
 @triton.jit
 def _step_through_window(
-    state, of_q, of_k, of_v, of_gates, width, o, ring_u, lane, j, in_v, ring_slot, start, length,
-    ring_slots, skip, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    STATE_GRID: tl.constexpr, DTYPE: tl.constexpr, CORRECTS: tl.constexpr,
+    state, q_ptr, k_ptr, v_ptr, gates_ptr, width, out_ptr, u_history_ptr, lane, offs_v, in_v,
+    history_index, start, length, history_len, d,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    STATE_GRID: tl.constexpr, DTYPE: tl.constexpr, DELTA_RULE: tl.constexpr,
 ):  # fmt: skip
-    """The new tokens, one after another. What a token needs first is loaded a turn ahead. skip: the
-    head's D, or None."""
+    """Step through the new tokens one after another: store their outputs, and u to the history.
+
+    gates_ptr: (decay, beta) of each token. d: the head's skip weight D, or None.
+    """
     K_LANES: tl.constexpr = lane.shape[0]
     SLICES: tl.constexpr = len(state)
-    k = _load_slices(of_k + lane, True, K_LANES, SLICES, K_LANES, K)
-    v = tl.load(of_v + j, mask=in_v, other=0.0)
-    decay = tl.load(of_gates)
-    beta = tl.load(of_gates + 1)
+    # What a token needs first (k, v, decay, beta) is loaded one iteration ahead.
+    k = _load_slices(k_ptr + lane, True, K_LANES, SLICES, K_LANES, K)
+    v = tl.load(v_ptr + offs_v, mask=in_v, other=0.0)
+    decay = tl.load(gates_ptr)
+    beta = tl.load(gates_ptr + 1)
     for t in range(length):
+        # The last iteration loads its own token again: in bounds, and without a branch.
         ahead = tl.minimum(t + 1, length - 1) * width
-        q = _load_slices(of_q + t * width + lane, True, K_LANES, SLICES, K_LANES, K)
-        if CORRECTS:
+        q = _load_slices(q_ptr + t * width + lane, True, K_LANES, SLICES, K_LANES, K)
+        if DELTA_RULE:
             u = (v - _sum_over_k(k, state) * decay) * beta
         else:
             u = v * beta
-        state = _updated(state, decay, k, u)
-        if skip is not None:
-            past = v * skip
-        k = _load_slices(of_k + ahead + lane, True, K_LANES, SLICES, K_LANES, K)
-        v = tl.load(of_v + ahead + j, mask=in_v, other=0.0)
-        decay = tl.load(of_gates + ahead)
-        beta = tl.load(of_gates + ahead + 1)
-        place = o + t * (HV * V) + j
-        found = _sum_over_k(q, state)
-        if skip is not None:
-            found += past
-        _store_columns(place, found, lane, in_v)
-        _store_columns(ring_u + ring_slot * (HV * V) + j, u, lane, in_v)
+        state = _update_state(state, decay, k, u)
+        if d is not None:
+            skip = v * d
+        k = _load_slices(k_ptr + ahead + lane, True, K_LANES, SLICES, K_LANES, K)
+        v = tl.load(v_ptr + ahead + offs_v, mask=in_v, other=0.0)
+        decay = tl.load(gates_ptr + ahead)
+        beta = tl.load(gates_ptr + ahead + 1)
+        out_ptrs = out_ptr + t * (HV * V) + offs_v
+        o = _sum_over_k(q, state)
+        if d is not None:
+            o += skip
+        _store_columns(out_ptrs, o, lane, in_v)
+        _store_columns(u_history_ptr + history_index * (HV * V) + offs_v, u, lane, in_v)
         if STATE_GRID > 1:
             if (start + t + 1) % STATE_GRID == 0:
-                state = _rounded(state, DTYPE)
-        ring_slot = next_slot(ring_slot, ring_slots)
+                state = _round_state(state, DTYPE)
+        history_index = next_index(history_index, history_len)
 
 
 @triton.jit(
-    do_not_specialize=["length", "ring_slots", "flush"],
-    do_not_specialize_on_alignment=["slots", "starts", "folded"],
+    do_not_specialize=["length", "history_len", "flush"],
+    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "folded_ptr"],
 )
-def walk_kernel(
-    recurrent, ring_u, ring_k, ring_decay, slots, starts, folded, heads, o, skip, length,
-    ring_slots, flush,
+def recurrent_step_kernel(
+    state_ptr, u_history_ptr, k_history_ptr, decay_history_ptr, slots_ptr, starts_ptr, folded_ptr,
+    inputs_ptr, out_ptr, d_ptr, length, history_len, flush,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     SLICES: tl.constexpr, K_LANES: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
-    NEAR: tl.constexpr, SECTOR: tl.constexpr, STATE_GRID: tl.constexpr, CORRECTS: tl.constexpr,
-    BESIDE: tl.constexpr,
+    PREFETCH: tl.constexpr, SECTOR: tl.constexpr, STATE_GRID: tl.constexpr,
+    DELTA_RULE: tl.constexpr, ADJACENT_CTAS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, value head, WARPS * COLUMNS values): replay, write, step, on inputs made before.
+    """Replay, write and step for one (row, value head, WARPS * COLUMNS columns of V).
 
-    heads [S * Q, 2 HK K + HV V + 2 HV]: all q, all k, all v, and (decay, beta) of each value head.
-    CORRECTS: u is (v - k^T S) beta, else v beta. skip: D [HV], o is q^T S + D v; None: q^T S.
-    BESIDE: programs of a head, where they stand beside each other; 1 where the grid's second
-    dimension counts them.
+    inputs [S * Q, 2 HK K + HV V + 2 HV]: all q, all k, all v, then (decay, beta) of each value
+    head. DELTA_RULE: u is (v - k^T S decay) beta, else v beta. d [HV]: the output is q^T S + D v;
+    None: q^T S. ADJACENT_CTAS: CTAs of a head with consecutive ids in grid dimension 0; 1 if grid
+    dimension 1 counts them.
     """
     C: tl.constexpr = 2 * HK * K + HV * V
-    program = (tl.program_id(0) // BESIDE).to(tl.int64)
-    first = (tl.program_id(0) % BESIDE + tl.program_id(1)) * (WARPS * COLUMNS)
-    s = program // HV
-    h = (program % HV).to(tl.int32)
-    kh = h // (HV // HK)
-    token = s * length
+    pid = (tl.program_id(0) // ADJACENT_CTAS).to(tl.int64)
+    first_v = (tl.program_id(0) % ADJACENT_CTAS + tl.program_id(1)) * (WARPS * COLUMNS)
+    row = pid // HV
+    head = (pid % HV).to(tl.int32)
+    k_head = head // (HV // HK)
+    token = row * length
     width = C + 2 * HV
     lane = tl.arange(0, K_LANES)[:, None, None]
     column = tl.arange(0, COLUMNS)[None, None, :]
-    j = first + (tl.arange(0, WARPS) * COLUMNS)[None, :, None] + column
-    in_v = tl.full(j.shape, True, tl.int1) if V % (WARPS * COLUMNS) == 0 else j < V
-    slot = tl.load(slots + s).to(tl.int64)
-    start = tl.load(starts + s).to(tl.int32)
-    held = tl.load(folded + s).to(tl.int32)
-    place = recurrent + (slot * HV + h) * (K * V) + lane * V + j
-    state = _load_slices(place, in_v, K_LANES * V, SLICES, K_LANES, K, True)
-    ring_slot = start % ring_slots
-    ring_k += slot * ring_slots * (HK * K) + kh * K
-    ring_u += slot * ring_slots * (HV * V) + h * V
-    ring_decay += slot * ring_slots * HV + h
-    heads += token * width
-    of_q = heads + kh * K
-    of_k = heads + (HK + kh) * K
-    of_v = heads + 2 * HK * K + h * V
-    bring_near(
-        ring_k, ring_u, of_q, of_k, of_v, width, first, ring_slot, start - held, ring_slots, length,
-        HK, HV, K, V, SLICES * K_LANES, WARPS * COLUMNS, NEAR, SECTOR,
+    offs_v = first_v + (tl.arange(0, WARPS) * COLUMNS)[None, :, None] + column
+    # A constant mask where V is a multiple of the tile, so that loads of the state stay vectors.
+    in_v = tl.full(offs_v.shape, True, tl.int1) if V % (WARPS * COLUMNS) == 0 else offs_v < V
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    start = tl.load(starts_ptr + row).to(tl.int32)
+    folded = tl.load(folded_ptr + row).to(tl.int32)
+    state_ptrs = state_ptr + (slot * HV + head) * (K * V) + lane * V + offs_v
+    # The state is most of the traffic: its loads are issued before everything else.
+    state = _load_slices(state_ptrs, in_v, K_LANES * V, SLICES, K_LANES, K, True)
+    history_index = start % history_len
+    k_history_ptr += slot * history_len * (HK * K) + k_head * K
+    u_history_ptr += slot * history_len * (HV * V) + head * V
+    decay_history_ptr += slot * history_len * HV + head
+    inputs_ptr += token * width
+    q_ptr = inputs_ptr + k_head * K
+    k_ptr = inputs_ptr + (HK + k_head) * K
+    v_ptr = inputs_ptr + 2 * HK * K + head * V
+    prefetch_tokens(
+        k_history_ptr, u_history_ptr, q_ptr, k_ptr, v_ptr, width, first_v, history_index,
+        start - folded, history_len, length,
+        HK, HV, K, V, SLICES * K_LANES, WARPS * COLUMNS, PREFETCH, SECTOR,
     )  # fmt: skip
     state = _replay_and_write(
-        state, place, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, held, start, ring_slots,
-        flush, HK, HV, K, V, STATE_GRID,
+        state, state_ptrs, k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v,
+        history_index, folded, start, history_len, flush, HK, HV, K, V, STATE_GRID,
     )  # fmt: skip
-    through = tl.load(skip + h) if skip is not None else None
+    d = tl.load(d_ptr + head) if d_ptr is not None else None
     _step_through_window(
-        state, of_q, of_k, of_v, heads + C + 2 * h, width, o + (token * HV + h) * V, ring_u,
-        lane, j, in_v, ring_slot, start, length, ring_slots, through, HV, K, V, STATE_GRID,
-        recurrent.dtype.element_ty, CORRECTS,
+        state, q_ptr, k_ptr, v_ptr, inputs_ptr + C + 2 * head, width,
+        out_ptr + (token * HV + head) * V, u_history_ptr,
+        lane, offs_v, in_v, history_index, start, length, history_len, d, HV, K, V, STATE_GRID,
+        state_ptr.dtype.element_ty, DELTA_RULE,
     )  # fmt: skip

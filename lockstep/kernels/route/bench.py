@@ -1,4 +1,4 @@
-"""route: a mixture's choice for each token, as Qwen's models make it."""
+"""route: the routing of each token, as Qwen's models do it."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,11 +16,11 @@ from lockstep.kernels.bench_types import (
 from lockstep.kernels.route import route
 
 PAIR_BYTES = 4
-"""Of an id; a weight has the model's dtype."""
+"""Bytes of an id; a weight has the model's dtype."""
 
 
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
-    """route of the model's experts, if it has any."""
+    """Yield route of the model's experts, if it has any."""
     if model.moe:
         yield route, partial(_route, model.moe, env, query_len)
 

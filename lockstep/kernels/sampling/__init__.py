@@ -1,11 +1,4 @@
-"""sample: the one token that the target emits at each position.
-
-argmax over processed logits / T + Gumbel(seed, position, token id), ties by the smaller id;
-temperature 0 is plain argmax. -1 where there is no such token: a logit is NaN or +inf, or nothing
-is left to choose from. Every row is its own: parameters, masks and noise come from the row's
-row of the table and the absolute position, never from the batch. Penalties count the drafts in
-front of a position, so a draft changes nothing but the time at which a token is known.
-"""
+"""sample: the token that the target emits at each position, and the parameters of its rows."""
 
 from lockstep.kernels.sampling.contract import (
     sample,

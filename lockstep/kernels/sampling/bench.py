@@ -1,4 +1,4 @@
-"""sample: greedy rows, rows that draw, rows that filter too."""
+"""Benchmarks of sample: greedy rows, rows with temperature, rows with top-p too."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,13 +9,13 @@ from torch import Tensor
 from lockstep.kernels.bench_types import BenchEnv, Cost, LazyBenchmark, ModelShape, OpBenchmark
 from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
 
-ASKED = {0: "greedy", NOISE: "T 0.8", NOISE | FILTERS: "T 0.8, top_p 0.95"}
-"""Flags of all rows -> what they ask for."""
+SETTINGS = {0: "greedy", NOISE: "T 0.8", NOISE | FILTERS: "T 0.8, top_p 0.95"}
+"""Flags of all rows, and the name of the setting."""
 
 
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
-    """sample over the model's vocabulary."""
-    for flags in ASKED:
+    """Yield sample over the model's vocabulary with each of SETTINGS."""
+    for flags in SETTINGS:
         yield sample, partial(_sample, model.vocab, flags, env, query_len)
 
 
@@ -35,12 +35,12 @@ def _sample(vocab: int, flags: int, env: BenchEnv, query_len: int) -> OpBenchmar
     history = torch.zeros(env.max_rows + 1, 64, dtype=torch.int64, device=env.device)
 
     def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
-        given = [x[begin:end] for x in (logits, positions, drafts, row_ids)]
-        return lambda: run(*given, history, state)
+        arguments = [x[begin:end] for x in (logits, positions, drafts, row_ids)]
+        return lambda: run(*arguments, history, state)
 
     return OpBenchmark(
         op=sample.name,
-        size=f"{ASKED[flags]}, {vocab}",
+        size=f"{SETTINGS[flags]}, {vocab}",
         query_len=query_len,
         backend=backend,
         rows=rows,

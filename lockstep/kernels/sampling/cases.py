@@ -1,4 +1,4 @@
-"""Batches of sample that every backend must serve: each parameter alone, all together, ties."""
+"""Test cases of sample: each parameter alone, all together, ties, invalid logits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ from lockstep.kernels.sampling import (
 )
 
 ALL = BIAS | PENALTIES | MIN_TOKENS | BAD_WORDS | FILTERS | NOISE | ALLOWED
-WANTS = (
+ROW_FLAGS = (
     0,
     BIAS,
     PENALTIES,
@@ -38,11 +38,11 @@ WANTS = (
 
 
 def random_rows(vocab: int, seed: int = 0) -> SamplingState:
-    """A row of the table for each of WANTS, with numbers for every parameter."""
+    """Return a row for each of ROW_FLAGS, with values for every parameter."""
     generator = torch.Generator().manual_seed(seed)
-    rows = len(WANTS) + 1
+    rows = len(ROW_FLAGS) + 1
     state = SamplingState.empty(rows, vocab, 16, (3, 8), "cpu")
-    state.flags[1:] = torch.tensor(WANTS, dtype=torch.int32)
+    state.flags[1:] = torch.tensor(ROW_FLAGS, dtype=torch.int32)
     state.temperature[1:] = torch.linspace(0.3, 1.5, rows - 1)
     state.min_p[1:] = 0.01
     state.top_p[1:] = 0.8
@@ -66,14 +66,14 @@ def random_rows(vocab: int, seed: int = 0) -> SamplingState:
 
 
 def batch(vocab: int, queries: int, seed: int = 0) -> dict[str, Any]:
-    """Arguments of sample: every row once, out of order, the null row among them."""
+    """Return arguments of sample: every row once, in random order, including the null row."""
     generator = torch.Generator().manual_seed(seed)
     state = random_rows(vocab, seed)
     rows = state.flags.shape[0]
     history = torch.randint(0, vocab, (rows, 40), generator=generator)
     positions = torch.randint(8, 12, (rows, 1), generator=generator) + torch.arange(queries)
     logits = torch.randn(rows, queries, vocab, generator=generator).to(torch.bfloat16).float()
-    for row in range(1, rows):  # a word whose front stands in the history, one of a single token
+    for row in range(1, rows):  # a word whose prefix is in the history, a word of one token
         at = int(positions[row, 0])
         state.bad_words[row, 0, -3:-1] = history[row, at - 2 : at]
         state.bad_words[row, 1, -1] = 3
@@ -94,12 +94,12 @@ def batch(vocab: int, queries: int, seed: int = 0) -> dict[str, Any]:
 
 
 def sample_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of sample on the CPU); logits are fp32 whatever the dtype."""
+    """Yield (name, arguments on the CPU) of sample; logits are fp32 for every dtype."""
     for queries in (1, 4):
         yield f"vocab 100, Q={queries}", batch(100, queries, seed=queries)
     yield "100 tokens of 200", among(batch(200, 1), 100)
     yield "vocab 100, Q=16", batch(100, 16, seed=16)
-    yield "nothing said of what is allowed", {**batch(100, 2), "allowed": None}
+    yield "no mask", {**batch(100, 2), "allowed": None}
     yield "vocab 5000, Q=3", batch(5000, 3, seed=3)
     yield "4200 tokens of 9000", among(batch(9000, 1, seed=1), 4200)
     for vocab, queries in ((100, 2), (5000, 8)):
@@ -117,28 +117,28 @@ FAULTS: dict[str, tuple[slice | int, float, bool]] = {
     "nothing left": (slice(None), -torch.inf, False),
     "one left": (slice(9, None), -torch.inf, True),
 }
-"""What is put where in a logit row, and whether it still has a token."""
+"""(indices, value, whether the logit row still has a token) of each kind of invalid logits."""
 
 
 def faulty(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same batch where every other logit row has one of FAULTS; the rest is as it was."""
+    """Return the batch with one of FAULTS in every other logit row."""
     logits = arguments["logits"].clone()
     rows, queries, _ = logits.shape
-    for place in range(0, rows * queries, 2):
-        where, value, _ = list(FAULTS.values())[place // 2 % len(FAULTS)]
-        logits[place // queries, place % queries, where] = value
+    for index in range(0, rows * queries, 2):
+        where, value, _ = list(FAULTS.values())[index // 2 % len(FAULTS)]
+        logits[index // queries, index % queries, where] = value
     return {**arguments, "logits": logits}
 
 
 def among(arguments: dict[str, Any], kept: int) -> dict[str, Any]:
-    """The same batch where only the logits of some tokens are known, the last one among them."""
+    """Return the batch with the logits of `kept` random tokens only, the last token included."""
     vocab = arguments["logits"].shape[-1]
     generator = torch.Generator().manual_seed(kept)
-    others = torch.randperm(vocab - 1, generator=generator)[: kept - 1]
-    ids = torch.cat([others, torch.tensor([vocab - 1])]).sort().values
+    kept_ids = torch.randperm(vocab - 1, generator=generator)[: kept - 1]
+    ids = torch.cat([kept_ids, torch.tensor([vocab - 1])]).sort().values
     return {**arguments, "logits": arguments["logits"][..., ids].contiguous(), "ids": ids}
 
 
 def sample_traits(logits: Tensor, **rest: Any) -> dict[str, Any]:
-    """What the sampler says when it asks for a backend."""
+    """Return the traits with which the sampler chooses a backend."""
     return dict(vocab=logits.shape[-1])

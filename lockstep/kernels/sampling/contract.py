@@ -1,10 +1,9 @@
 """sample: the one token that the target emits at each position.
 
-argmax over processed logits / T + Gumbel(seed, position, token id), ties by the smaller id;
-temperature 0 is plain argmax. -1 where there is no such token: a logit is NaN or +inf, or nothing
-is left to choose from. Every row is its own: parameters, masks and noise come from the row's
-row of the table and the absolute position, never from the batch. Penalties count the drafts in
-front of a position, so a draft changes nothing but the time at which a token is known.
+The token is the argmax of processed logits / T + Gumbel(seed, position, token id); ties go to the
+smaller id, and temperature 0 is a plain argmax. It is -1 if a logit is NaN or +inf, or if no token
+is left. Parameters, masks and noise depend on the row and the absolute position, never on the
+batch. Penalties count the drafts before a position. So a draft only changes when a token is known.
 """
 
 import torch
@@ -26,34 +25,39 @@ def sample(
     ids: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """logits [S, Q, V], taken as fp32; positions [S, Q] int64: where the sampled token will stand;
-    drafts [S, Q-1] int64 (-1: none); row_ids [S] int64; history [R, L] int64: each row's tokens,
-    drafts written in front of the positions; ids [V] int64, ascending: the tokens whose logits
-    these are, where they are not the whole vocabulary; allowed [S, Q, ceil(tokens / 32)] int32:
-    bits, lowest first, of the tokens that may come there, read of rows with the flag ALLOWED, all
-    of them where it is None -> [S, Q] int64, -1 for none.
+    """Sample one token per position -> [S, Q] int64, -1 for none.
 
-    Order of processing, as in vLLM: allowed, bias and allowed ids, bad words, min_tokens,
+    logits [S, Q, V]: taken as fp32. positions [S, Q] int64: positions of the sampled tokens. drafts
+    [S, Q-1] int64 (-1: none). row_ids [S] int64. history [R, L] int64: each row's tokens, with the
+    drafts written before the positions. ids [V] int64, ascending: the token of each logit; None:
+    the whole vocabulary. allowed [S, Q, ceil(tokens / 32)] int32: bitmask of allowed tokens, lowest
+    bit first, read for rows with the flag ALLOWED; None: all are allowed.
+
+    Order of processing, as in vLLM: allowed tokens, bias and allowed ids, bad words, min_tokens,
     repetition, frequency and presence penalties, temperature, min_p, top_k, top_p, noise. Ties at
-    the top-k threshold are kept; top-p keeps the likeliest tokens up to the one that reaches top_p.
+    the top-k threshold are kept. Top-p keeps the likeliest tokens up to the one that reaches top_p.
 
-    A logit row has no token where one of its logits is NaN or +inf, allowed or not, and where its
-    largest score, noise included, is not finite: all are banned, or leave fp32's range.
+    A logit row has no token if one of its logits is NaN or +inf, allowed or not, or if its largest
+    score, noise included, is not finite: then all tokens are banned or overflow fp32.
     """
     logits = logits.float()
+    # Greedy rows without flags are done after this one argmax; the loop redoes all other rows.
     best, top = _best(logits)
-    sound = top < torch.inf
+    valid = top < torch.inf
     tokens = best if ids is None else ids[best]
     flags = state.flags[row_ids]
     for s in torch.nonzero(flags).flatten().tolist():
         row = row_ids[s : s + 1]
-        use = int(flags[s])
-        words = allowed[s] if use & ALLOWED and allowed is not None else None
-        if words is not None and use == ALLOWED and _are_allowed(tokens[s], words):
+        row_flags = int(flags[s])
+        words = allowed[s] if row_flags & ALLOWED and allowed is not None else None
+        if words is not None and row_flags == ALLOWED and _are_allowed(tokens[s], words):
             continue
         top[s] = -torch.inf
-        for part, x, kept in _parts(logits[s], words, ids):
-            given = (part, positions[s], drafts[s], row, history, state, use, kept, logits.shape[2])
-            best, top[s, part] = _best(_process(x, *given))
-            tokens[s, part] = best if kept is None else kept[best]
-    return torch.where(sound & top.isfinite(), tokens, -1)
+        for part, x, token_ids in _parts(logits[s], words, ids):
+            scores = _process(
+                x, part, positions[s], drafts[s], row, history, state, row_flags, token_ids,
+                logits.shape[2],
+            )  # fmt: skip
+            best, top[s, part] = _best(scores)
+            tokens[s, part] = best if token_ids is None else token_ids[best]
+    return torch.where(valid & top.isfinite(), tokens, -1)

@@ -25,70 +25,73 @@ from lockstep.kernels.sampling.device_score import (
 LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)
 NOTHING = tl.constexpr(-2139095041)
-"""The key of -inf."""
+"""Key of -inf."""
 GROUP = 32
+"""Adjacent tokens that share a peak."""
 TILE = 128
+"""Groups in the tile of candidates."""
 
 
 @triton.jit
-def best_of(x, place):
-    """The largest of x, and its smallest place."""
+def best_of(x, index):
+    """Return the largest of x and its smallest index."""
     top = tl.max(x, 0)
-    return top, tl.min(tl.where(x == top, place, HIGHEST), 0)
+    return top, tl.min(tl.where(x == top, index, HIGHEST), 0)
 
 
 @triton.jit
-def better_of(x, spot, best, place):
-    """The better of two per lane; of equal ones the one that came first. NaN is never better."""
+def better_of(x, spot, best, index):
+    """Return the better of two scores per lane, the earlier of equal ones. NaN is never better."""
     wins = x > best
-    return tl.where(wins, x, best), tl.where(wins, spot, place)
+    return tl.where(wins, x, best), tl.where(wins, spot, index)
 
 
 @triton.jit
 def key_of(x):
-    """fp32 -> int32 in the same order; -0 and 0 are one."""
+    """Map fp32 to int32 keys of the same order."""
+    # Adding 0.0 turns -0 into 0, so that both have one key. Negative floats have reversed order.
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _count(scores, least, size, BLOCK: tl.constexpr):
-    """How many of `size` scores have a key of at least `least`."""
-    least = least.to(tl.int32)
+def _count(scores, min_key, size, BLOCK: tl.constexpr):
+    """Count the scores, of `size`, whose key is min_key or larger."""
+    min_key = min_key.to(tl.int32)
     total = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, size, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + place, mask=place < size, other=0.0)
-        total += ((key_of(x) >= least) & (place < size)).to(tl.int32)
+        index = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + index, mask=index < size, other=0.0)
+        total += ((key_of(x) >= min_key) & (index < size)).to(tl.int32)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _mass(scores, top, least, size, BLOCK: tl.constexpr):
-    """Sum of exp(score - top) over scores with a key of at least `least`."""
-    least = least.to(tl.int32)
+def _mass(scores, top, min_key, size, BLOCK: tl.constexpr):
+    """Sum exp(score - top) over scores whose key is min_key or larger."""
+    min_key = min_key.to(tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, size, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + place, mask=place < size, other=float("-inf"))
-        total += tl.where((key_of(x) >= least) & (place < size), tl.exp(x - top), 0.0)
+        index = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + index, mask=index < size, other=float("-inf"))
+        total += tl.where((key_of(x) >= min_key) & (index < size), tl.exp(x - top), 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
 def _ties(scores, key, last, BLOCK: tl.constexpr):
-    """How many of the scores up to place `last` have this key."""
+    """Count the scores up to index `last` that have this key."""
     total = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, last + 1, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + place, mask=place <= last, other=0.0)
-        total += ((key_of(x) == key) & (place <= last)).to(tl.int32)
+        index = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + index, mask=index <= last, other=0.0)
+        total += ((key_of(x) == key) & (index <= last)).to(tl.int32)
     return tl.sum(total, 0)
 
 
 @triton.jit
 def _nth(scores, n, low, high, size, BLOCK: tl.constexpr):
-    """The key of the n-th largest score, known to lie from low to high; low where there is none."""
+    """Return the key of the n-th largest score, by bisection; low if there is none."""
     while low < high:
         middle = (low + high + 1) >> 1
         enough = _count(scores, middle, size, BLOCK) >= n
@@ -99,8 +102,10 @@ def _nth(scores, n, low, high, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nucleus(scores, top, low, wanted, size, BLOCK: tl.constexpr):
-    """Top-p: the smallest key from `low` up with less than the wanted mass above it, and the last
-    place kept at that key, so that the mass is reached."""
+    """Return the top-p threshold: the smallest key >= low with less than the wanted mass above it.
+
+    Also returns the last index that is kept at that key, so that the mass is reached.
+    """
     high = key_of(top).to(tl.int64)
     above = tl.full((), 0.0, tl.float32)
     while low < high:
@@ -125,7 +130,7 @@ def _nucleus(scores, top, low, wanted, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bound(keys, n, highest):
-    """The smallest key that at most n of keys [LANES] int32 reach; the n-th largest, as a rule."""
+    """Return the smallest key that at most n of keys [LANES] int32 reach."""
     low = tl.full((), LOWEST, tl.int64)
     high = highest + 1
     while low < high:
@@ -141,24 +146,24 @@ def _gather(
     logit_row, inside, groups, tile, spots,
     VOCAB: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the scores of the groups of lanes inside, TILE at most, to the tile, in order."""
+    """Copy the scores of the selected groups, at most TILE, to the tile in ascending order."""
     order = tl.cumsum(inside.to(tl.int32), 0) - 1
     count = tl.sum(inside.to(tl.int32), 0)
     tl.store(groups + order, tl.arange(0, LANES), mask=inside)
-    tl.debug_barrier()
+    tl.debug_barrier()  # groups were written by other threads
     slot = tl.arange(0, TILE)
     group = tl.load(groups + slot, mask=slot < count, other=0)
     spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     live = (slot < count)[:, None] & (spot < VOCAB)
-    place = slot[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(tile + place, scores_at(logit_row, spot, live))
-    tl.store(spots + place, tl.where(live, spot, 0))
-    tl.debug_barrier()
+    index = slot[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(tile + index, scores_at(logit_row, spot, live))
+    tl.store(spots + index, tl.where(live, spot, 0))
+    tl.debug_barrier()  # the tile is read in another layout
 
 
 @triton.jit
 def _whole_mass(masses, peak, top, BLOCKS: tl.constexpr, LANES: tl.constexpr):
-    """The mass of a logit row by that of its blocks, each in front of its own largest score."""
+    """Combine the masses of a logit row's blocks, each relative to its block's largest score."""
     lane = tl.arange(0, LANES)
     peaks = tl.max(tl.reshape(peak, (LANES, peak.shape[0] // LANES)), 1)
     mass = tl.load(masses + lane, mask=lane < BLOCKS, other=0.0)
@@ -167,18 +172,18 @@ def _whole_mass(masses, peak, top, BLOCKS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _limits(logit_row):
-    """min_p, top_k and top_p of a logit row's row."""
+    """Return min_p, top_k and top_p of a logit row."""
     of = logit_row.of
     row = logit_row.row
     return number_of(of, row, MIN_P), integer_of(of, row, TOP_K), number_of(of, row, TOP_P)
 
 
 @triton.jit
-def _floor(top, least):
-    """The smallest key that min_p leaves."""
+def _floor(top, min_p):
+    """Return the smallest key that passes min_p."""
     floor = tl.full((), LOWEST, tl.int64)
-    if least > 0:
-        floor = key_of(top + tl.log(least)).to(tl.int64)
+    if min_p > 0:
+        floor = key_of(top + tl.log(min_p)).to(tl.int64)
     return floor
 
 
@@ -188,16 +193,19 @@ def tile_left(
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """min_p, then top_k, then top_p of a logit row by its tile -> whether the tile holds all that
-    they leave; the key from which its tokens may be picked; the last place kept at that key."""
+    """Apply min_p, top_k and top_p to the tile of a logit row.
+
+    Returns whether the tile holds all tokens that pass, the threshold key, and the last index that
+    is kept at the threshold.
+    """
     SIZE: tl.constexpr = TILE * GROUP
-    least, k, p = _limits(logit_row)
+    min_p, k, p = _limits(logit_row)
     lane = tl.arange(0, LANES)
     peak = tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf"))
     keys = key_of(peak)
     top = tl.max(peak, 0)
     highest = key_of(top).to(tl.int64)
-    floor = _floor(top, least)
+    floor = _floor(top, min_p)
     bound = tl.maximum(tl.maximum(_bound(keys, TILE, highest), floor), NOTHING + 1)
     _gather(logit_row, keys >= bound.to(tl.int32), groups, tile, spots, VOCAB, LANES, GROUP, TILE)
     holds = (floor >= bound) | (bound == NOTHING + 1)
@@ -210,7 +218,7 @@ def tile_left(
     if p < 1:
         low = floor
         wanted = p * _mass(tile, top, floor, SIZE, SIZE)
-        if (holds == 0) & (least <= 0) & ((k <= 0) | (k >= VOCAB)):
+        if (holds == 0) & (min_p <= 0) & ((k <= 0) | (k >= VOCAB)):
             low = bound
             wanted = p * _whole_mass(masses, peak, top, BLOCKS, BLOCK_LANES)
             holds = _mass(tile, top, bound, SIZE, SIZE) >= wanted
@@ -221,9 +229,12 @@ def tile_left(
 
 @triton.jit
 def logit_row_left(scores, top, logit_row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The same by all of a logit row's scores, the largest of which is top -> key, last place."""
-    least, k, p = _limits(logit_row)
-    floor = _floor(top, least)
+    """Apply min_p, top_k and top_p to all scores of a logit row, the largest of which is top.
+
+    Returns the threshold key, and the last index that is kept at the threshold.
+    """
+    min_p, k, p = _limits(logit_row)
+    floor = _floor(top, min_p)
     if (k > 0) & (k < VOCAB):
         highest = key_of(top).to(tl.int64)
         floor = tl.maximum(floor, _nth(scores, k, floor, highest, VOCAB, BLOCK))

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""The scores of one logit row's tokens, at any places of it.
+"""Scores of tokens of one logit row, at any indices.
 
-Scores are made of the logits wherever they are read, never kept: elementwise fp32, so that a token
-has one score however the logit row is cut.
+Scores are recomputed from logits wherever they are read, and not stored. They are elementwise in
+fp32, so a token has one score however the logit row is split over CTAs.
 """
 
 from dataclasses import fields
@@ -43,12 +43,11 @@ FREQUENCY = tl.constexpr(COLUMNS["frequency"])
 
 
 Parameters = NamedTuple("Parameters", [(part.name, Any) for part in fields(SamplingState)])
-"""The tensors of lockstep.kernels.sampling.SamplingState."""
+"""Tensors of lockstep.kernels.sampling.SamplingState."""
 
 
 class Batch(NamedTuple):
-    """The other tensors that sample is given; kept: None, or the token of each place; allowed:
-    None, or the bits of the tokens that may come."""
+    """Other tensor arguments of sample. kept: token of each logit, or None for all tokens."""
 
     logits: Any
     positions: Any
@@ -60,11 +59,14 @@ class Batch(NamedTuple):
 
 
 class LogitRow(NamedTuple):
-    """The logits of one row at one position, number `at` of a batch, and that row with its flags.
+    """Logits of one row at one position: logit row `at` of a batch.
 
-    Sizes: queries of a row, vocab of a logit row; tokens of a row's masks, length of its history;
-    stops, words, longest and lanes: stop ids, bad words, the tokens of one, rounded up. A LogitRow
-    is made where it is handed on: under a name Triton would take its sizes for tensors.
+    of: parameters. row: row of the table. use: its flags. Sizes: queries per row, length of a row's
+    history, tokens of the vocabulary, vocab (logits per row), stops (stop ids), words (bad words),
+    longest (tokens of a bad word), lanes (longest, rounded up to a power of 2).
+
+    Construct a LogitRow inside of the call that takes it: if it were assigned to a variable, Triton
+    would turn its constant sizes into tensors.
     """
 
     batch: Any
@@ -84,19 +86,19 @@ class LogitRow(NamedTuple):
 
 @triton.jit
 def integer_of(state, row, COLUMN: tl.constexpr):
-    """A row's parameter of 32 bits."""
+    """Load a 32-bit integer parameter of a row."""
     return tl.load(state.scalars + row * ROW_WORDS + COLUMN)
 
 
 @triton.jit
 def number_of(state, row, COLUMN: tl.constexpr):
-    """A row's parameter in fp32."""
+    """Load an fp32 parameter of a row."""
     return integer_of(state, row, COLUMN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _ban_words(x, ids, logit_row):
-    """-inf for the last token of each word whose other tokens stand in front of the position."""
+    """Ban the last token of each bad word whose other tokens precede the position."""
     L = logit_row.longest
     history = logit_row.batch.history + logit_row.row * logit_row.length
     lane = tl.arange(0, logit_row.lanes)
@@ -117,7 +119,7 @@ def _ban_words(x, ids, logit_row):
 
 @triton.jit
 def _ban_stops(x, ids, logit_row):
-    """-inf for the stop ids in front of the row's min_position."""
+    """Ban the stop ids before the row's min_position."""
     if tl.load(logit_row.batch.positions + logit_row.at) < integer_of(
         logit_row.of, logit_row.row, MIN_POSITION
     ):
@@ -128,8 +130,8 @@ def _ban_stops(x, ids, logit_row):
 
 
 @triton.jit
-def _penalised(x, ids, live, logit_row):
-    """By the row's tokens and the drafts in front of the logit row's position."""
+def _penalize(x, ids, live, logit_row):
+    """Apply penalties by the row's counts and by the drafts before the position."""
     of = logit_row.of
     masks = logit_row.row * logit_row.tokens + ids
     n = tl.load(of.counts + masks, mask=live, other=0)
@@ -145,27 +147,30 @@ def _penalised(x, ids, live, logit_row):
 
 @triton.jit
 def _allowed_only(x, ids, live, logit_row):
-    """-inf for the tokens whose bit is not set."""
+    """Ban the tokens whose bit is not set in the mask."""
     words = logit_row.batch.allowed + logit_row.at * ((logit_row.tokens + 31) // 32)
     word = tl.load(words + ids // 32, mask=live, other=0)
     return tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
 
 
 @triton.jit
-def tokens_at(logit_row, places, live):
-    """The tokens at these places of a logit row."""
+def tokens_at(logit_row, indices, live):
+    """Return the token ids at these indices of a logit row."""
     if logit_row.batch.kept is not None:
-        places = tl.load(logit_row.batch.kept + places, mask=live, other=0).to(tl.int32)
-    return places
+        indices = tl.load(logit_row.batch.kept + indices, mask=live, other=0).to(tl.int32)
+    return indices
 
 
 @triton.jit
-def scores_at(logit_row, places, live):
-    """The scores of the tokens there, before filters and noise; -inf where not live; inf, whatever
-    the row asks for, where the logit is NaN or inf: so the logit row's largest score tells."""
-    ids = tokens_at(logit_row, places, live)
+def scores_at(logit_row, indices, live):
+    """Return the scores at these indices, before filters and noise; -inf where not live.
+
+    A NaN or +inf logit gives +inf, even if its token is banned. So the largest score of a logit row
+    shows that it has no token.
+    """
+    ids = tokens_at(logit_row, indices, live)
     logits = logit_row.batch.logits + logit_row.at * logit_row.vocab
-    x = tl.load(logits + places, mask=live, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + indices, mask=live, other=float("-inf")).to(tl.float32)
     sound = x < float("inf")
     if logit_row.batch.allowed is not None:
         if logit_row.use & USES_ALLOWED:
@@ -179,7 +184,7 @@ def scores_at(logit_row, places, live):
     if logit_row.use & USES_MIN_TOKENS:
         x = _ban_stops(x, ids, logit_row)
     if logit_row.use & USES_PENALTIES:
-        x = _penalised(x, ids, live, logit_row)
+        x = _penalize(x, ids, live, logit_row)
     if logit_row.use & USES_NOISE:
         x = tl.div_rn(x, tl.zeros_like(x) + number_of(logit_row.of, logit_row.row, TEMPERATURE))
     return tl.where(sound, x, float("inf"))
@@ -187,7 +192,7 @@ def scores_at(logit_row, places, live):
 
 @triton.jit
 def _mix(x):
-    """murmur3's fmix32 on uint32."""
+    """Apply murmur3's fmix32 to uint32."""
     x = x ^ (x >> 16)
     x = x * 0x85EBCA6B
     x = x ^ (x >> 13)
@@ -196,16 +201,17 @@ def _mix(x):
 
 
 @triton.jit
-def noise_at(logit_row, places, live):
-    """lockstep.kernels.sampling.gumbel of the tokens there."""
-    ids = tokens_at(logit_row, places, live)
-    zero = tl.zeros_like(places).to(tl.uint32)
+def noise_at(logit_row, indices, live):
+    """Return Gumbel noise at these indices: see lockstep.kernels.sampling.gumbel."""
+    ids = tokens_at(logit_row, indices, live)
+    zero = tl.zeros_like(indices).to(tl.uint32)
     position = tl.load(logit_row.batch.positions + logit_row.at)
     low = integer_of(logit_row.of, logit_row.row, SEED).to(tl.uint32, bitcast=True)
     high = integer_of(logit_row.of, logit_row.row, SEED + 1).to(tl.uint32, bitcast=True)
     key = _mix((zero + low) ^ 0x9E3779B9)
     key = _mix(key ^ high)
     key = _mix(key ^ position.to(tl.uint32))
+    # 23 bits, so that (bits + 0.5) / 2^23 is exact in fp32 and in (0, 1): both logs are finite.
     bits = _mix(_mix(key ^ ids.to(tl.uint32)) ^ key) >> 9
     uniform = (bits.to(tl.float32) + 0.5) * (1.0 / 8388608.0)
     return -tl.log(-tl.log(uniform))

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""sample in Triton: score, then choose; no sort, no host read, one logit row per position.
+"""sample in Triton: score, then choose. No sort and no host read; one logit row per position.
 
 A position's flags are read on the device. Rows without flags go straight from their logits to the
 argmax in one pass; of rows that filter the first pass finds where large scores lie, and what they
@@ -31,20 +31,19 @@ from lockstep.kernels.sampling.device_score import (
 USES_FILTERS = tl.constexpr(FILTERS)
 USES_NOISE = tl.constexpr(NOISE)
 NONE = tl.constexpr(-1)
-UNTOLD = tl.constexpr(-2)
-"""No token; one that no tile could tell, and that is still to be found."""
+UNDECIDED = tl.constexpr(-2)
+"""Results: no token, and a logit row whose tile of candidates did not suffice."""
 
 
 @triton.jit
 def _filters(use):
-    """Whether a row with these flags filters: nothing is filtered where nothing is drawn."""
+    """Return whether a row filters. Greedy rows do not: the argmax passes every filter."""
     return (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE)
 
 
 @triton.jit
 def _plain_best(logits, begin, VOCAB: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr):
-    """The best of SPAN logits as they are, inf for NaN, and the first spot of the GRAIN logits that
-    hold it."""
+    """Return the largest of SPAN logits, inf for NaN, and the first index of its GRAIN logits."""
     spot = begin + tl.arange(0, SPAN)
     x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf")).to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))
@@ -57,8 +56,11 @@ def _best_score(
     logit_row, begin, peaks, masses, VOCAB: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The best of SPAN scores and its spot, with noise; for rows that filter, their peaks too, and
-    each BLOCK's mass in front of its largest."""
+    """Return the best of SPAN scores and its index.
+
+    Rows that do not filter add noise. Rows that filter store the peak of each GROUP, and per BLOCK
+    the mass: the sum of exp(score - largest score of the block).
+    """
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_spot = tl.zeros((BLOCK,), tl.int32) + begin
     for offset in range(begin, begin + SPAN, BLOCK):
@@ -79,12 +81,12 @@ def _best_score(
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens"])
 def score_kernel(
-    batch, state, peaks, masses, values, places, queries, length, tokens,
+    batch, state, peaks, masses, values, best_indices, queries, length, tokens,
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     WORD_LANES: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One logit row's SPAN logits: their best, or, for rows that filter, their peaks and masses."""
+    """Score SPAN logits of one logit row: store their best, and peaks and masses for filters."""
     at = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tl.load(batch.row_ids + at // queries)
@@ -101,26 +103,29 @@ def score_kernel(
         )  # fmt: skip
     part += at * tl.num_programs(1)
     tl.store(values + part, top)
-    tl.store(places + part, first)
+    tl.store(best_indices + part, first)
 
 
 @triton.jit
 def _pick(scores, spots, logit_row, threshold, last, size, BLOCK: tl.constexpr):
-    """The best of what the filters left of `size` scores, with noise; spots: None, or where in the
-    logit row each stands."""
+    """Return the index of the best score, noise included, that passed the filters.
+
+    scores: `size` scores. spots: index of each in the logit row, or None. A score passes if its key
+    is above threshold, or equals it up to index `last`.
+    """
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_spot = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, size, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        live = place < size
-        spot = place
+        index = begin + tl.arange(0, BLOCK)
+        live = index < size
+        spot = index
         if spots is not None:
-            spot = tl.load(spots + place, mask=live, other=0)
-        x = tl.load(scores + place, mask=live, other=float("-inf"))
+            spot = tl.load(spots + index, mask=live, other=0)
+        x = tl.load(scores + index, mask=live, other=float("-inf"))
         key = key_of(x)
         noise = noise_at(logit_row, spot, live)
-        left = live & ((key > threshold) | ((key == threshold) & (place <= last)))
-        x = tl.where(left, x + noise, float("-inf"))
+        passes = live & ((key > threshold) | ((key == threshold) & (index <= last)))
+        x = tl.where(passes, x + noise, float("-inf"))
         best, best_spot = better_of(x, spot, best, best_spot)
     return best_of(best, best_spot)[1]
 
@@ -131,12 +136,12 @@ def _best_left(
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The spot of the best that the filters leave, with noise; UNTOLD if the tile cannot tell."""
+    """Return the index of the best token that passes the filters; UNDECIDED if not in the tile."""
     holds, threshold, last = tile_left(
         logit_row, peaks, masses, groups, tile, spots,
         VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
     )  # fmt: skip
-    chosen = tl.full((), UNTOLD, tl.int32)
+    chosen = tl.full((), UNDECIDED, tl.int32)
     if holds:
         chosen = _pick(tile, spots, logit_row, threshold, last, TILE * GROUP, TILE * GROUP)
     return chosen
@@ -144,22 +149,26 @@ def _best_left(
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens"])
 def choose_kernel(
-    batch, state, peaks, masses, values, places, groups, tile, spots, out,
+    batch, state, peaks, masses, values, best_indices, groups, tile, spots, out,
     queries, length, tokens,
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     WORD_LANES: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, GRAIN: tl.constexpr,
     GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One logit row: the best of its parts; or, for rows that filter, of the tokens left in the
-    tile, UNTOLD where it does not hold them all; NONE where the largest score is not finite."""
+    """Choose the token of one logit row.
+
+    Without filters it is the best of the row's parts. With filters it is the best in the tile, or
+    UNDECIDED if the tile does not hold all tokens that pass. NONE if the largest score is not
+    finite.
+    """
     at = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, PART_LANES)
     row = tl.load(batch.row_ids + at // queries)
     use = integer_of(state, row, FLAGS)
     value = tl.load(values + at * PARTS + lanes, mask=lanes < PARTS, other=float("-inf"))
-    place = tl.load(places + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
-    top, chosen = best_of(value, place)
+    index = tl.load(best_indices + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
+    top, chosen = best_of(value, index)
     if use == 0:
         spot = chosen + tl.arange(0, GRAIN)
         x = tl.load(batch.logits + at * VOCAB + spot, mask=spot < VOCAB, other=float("-inf"))
@@ -183,16 +192,16 @@ def choose_kernel(
 
 @triton.jit
 def _best_of_logit_row(logit_row, scores, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The spot of the best that the filters leave of a logit row whose scores are written down."""
+    """Return the index of the best token that passes the filters, from all scores."""
     SPAN: tl.constexpr = BLOCK // 2  # masks take registers that a filter uses for scores
     best = tl.full((SPAN,), float("-inf"), tl.float32)
-    tl.debug_barrier()
+    tl.debug_barrier()  # the previous logit row may still read this memory
     for begin in range(0, VOCAB, SPAN):
         spot = begin + tl.arange(0, SPAN)
         x = scores_at(logit_row, spot, spot < VOCAB)
         tl.store(scores + spot, x, mask=spot < VOCAB)
         best = tl.maximum(best, x)
-    tl.debug_barrier()
+    tl.debug_barrier()  # every thread reads scores that others have written
     threshold, last = logit_row_left(scores, tl.max(best, 0), logit_row, VOCAB, BLOCK)
     return _pick(scores, None, logit_row, threshold, last, VOCAB, BLOCK)
 
@@ -203,18 +212,18 @@ def whole_kernel(
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     WORD_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The logit rows that no tile could tell, one after the other in each program's own memory."""
-    own = tl.program_id(0).to(tl.int64)
+    """Choose the tokens of UNDECIDED logit rows. Each CTA reuses a buffer of scores."""
+    cta = tl.program_id(0).to(tl.int64)
     for begin in range(0, logit_rows, tl.num_programs(0)):
-        at = begin + own
-        if tl.load(out + at, mask=at < logit_rows, other=NONE) == UNTOLD:
+        at = begin + cta
+        if tl.load(out + at, mask=at < logit_rows, other=NONE) == UNDECIDED:
             row = tl.load(batch.row_ids + at // queries)
             chosen = _best_of_logit_row(
                 LogitRow(
                     batch, state, at, row, integer_of(state, row, FLAGS), queries, length, tokens,
                     VOCAB, STOPS, W, L, WORD_LANES,
                 ),
-                scores + own * VOCAB, VOCAB, BLOCK,
+                scores + cta * VOCAB, VOCAB, BLOCK,
             )  # fmt: skip
             if batch.kept is not None:
                 chosen = tl.load(batch.kept + chosen)

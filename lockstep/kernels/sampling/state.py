@@ -13,16 +13,15 @@ BAD_WORDS = 8
 FILTERS = 16
 NOISE = 32
 ALLOWED = 64
-"""Bits of `flags`: what a row uses. A row that uses nothing is a plain argmax."""
+"""Bits of `flags`: features that a row uses. A row without flags is a plain argmax."""
 
 
 @dataclass(frozen=True)
 class RowParameters:
-    """The numbers that a row samples by. Each is declared here alone: its name, a default that asks
-    for nothing and, by its type, the words that it takes in SamplingState.scalars.
+    """Scalar sampling parameters of one row, with defaults that change nothing.
 
-    flags: bits of BIAS .. ALLOWED; top_k: 0 is off; min_position: in front of it the row's stop ids
-    are not allowed.
+    A field's type gives its 32-bit words in SamplingState.scalars. flags: bits BIAS .. ALLOWED.
+    top_k: 0 is off. min_position: before this position the row's stop ids are not allowed.
     """
 
     seed: int = field(default=0, metadata={"format": "q"})
@@ -37,7 +36,7 @@ class RowParameters:
     frequency: float = 0.0
 
     def words(self) -> Tensor:
-        """[WORDS] int32: a row of SamplingState.scalars.
+        """Pack the parameters as a row of SamplingState.scalars: [WORDS] int32.
 
         Raises struct.error or OverflowError where a value does not fit.
         """
@@ -49,24 +48,24 @@ _DTYPES = {"q": torch.int64, "i": torch.int32, "f": torch.float32}
 _FORMATS = {
     f.name: f.metadata.get("format", "i" if f.type is int else "f") for f in fields(RowParameters)
 }
-"""Name -> its letter in the language of the struct module."""
+"""Format character of each parameter, for the struct module."""
 _PLAIN = "=" + "".join(_FORMATS.values())
 _FORMAT = _PLAIN + "4x" * (struct.calcsize(_PLAIN) // 4 % 2)
 WORDS = struct.calcsize(_FORMAT) // 4
-"""32-bit words of a row: an even number, so that a seed is a whole 64-bit number in every row."""
+"""32-bit words of a row. An even number aligns the 64-bit seed of every row."""
 COLUMNS = {name: struct.calcsize(_PLAIN[: i + 1]) // 4 for i, name in enumerate(_FORMATS)}
-"""Name -> the first of its words."""
+"""First word of each parameter."""
 
 
 @dataclass
 class SamplingState:
-    """What the rows of the table sample by: R rows, V tokens; row 0 is the null row's.
+    """Sampling parameters of all rows of the table: R rows, V tokens; row 0 is the null row.
 
-    scalars [R, WORDS] int32: RowParameters, one upload a row; each of its names is an attribute, a
-    view [R] of its column. bias [R, V] fp32 (-inf: not allowed); counts [R, V] int32 of generated
-    tokens; in_prompt [R, V] bool; stop_ids [R, N] int64 (-1: none); bad_words [R, W, L] int64, W
-    words of up to L tokens, right-aligned, -1 in front: the last token of each is not allowed after
-    the others.
+    scalars [R, WORDS] int32: RowParameters, packed so that a row takes one upload. Each parameter
+    is also an attribute, a view [R] of its column. bias [R, V] fp32 (-inf: not allowed). counts [R,
+    V] int32: generated tokens. in_prompt [R, V] bool. stop_ids [R, N] int64 (-1: none). bad_words
+    [R, W, L] int64: W words of up to L tokens, right-aligned and padded with -1; a word's last
+    token is banned after its other tokens.
     """
 
     scalars: Tensor
@@ -77,7 +76,7 @@ class SamplingState:
     bad_words: Tensor
 
     def __getattr__(self, name: str) -> Tensor:
-        """A column of the scalars, made at its first use. Raises AttributeError."""
+        """Return a parameter's column of scalars, created at its first use."""
         if name not in COLUMNS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         dtype = _DTYPES[_FORMATS[name]]
@@ -89,7 +88,7 @@ class SamplingState:
     def empty(
         cls, rows: int, vocab: int, stop_ids: int, bad_words: tuple[int, int], device: str
     ) -> "SamplingState":
-        """Rows that ask for nothing: greedy, no penalties, no masks."""
+        """Return rows with default parameters: greedy, no penalties, no masks."""
 
         def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
@@ -104,9 +103,9 @@ class SamplingState:
         )
 
     def parts(self) -> dict[str, Tensor]:
-        """Name -> each tensor, indexed by row first."""
+        """Return all tensors by name, each indexed by row first."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def tensors(self) -> list[Tensor]:
-        """All parts."""
+        """Return all tensors."""
         return list(self.parts().values())

@@ -19,23 +19,29 @@ from lockstep.kernels.sampling.device_score import (
 from lockstep.kernels.sampling.kernels import choose_kernel, score_kernel, whole_kernel
 
 SPAN = 8192
-"""Logits of a program in a batch of MANY logit rows or more."""
+"""Logits per CTA in a batch of MANY logit rows or more."""
 BLOCK = 2048
-"""Logits of a program in a smaller batch, and those that any program reads at once."""
+"""Logits per CTA in a smaller batch, and logits that a CTA reads at once."""
 MANY = 16
+"""Logit rows from which on a batch is large enough to fill the GPU with CTAs of SPAN logits."""
 LOGIT_ROW_BLOCK = 16384
-"""Scores of a whole logit row that are read at once."""
+"""Scores of a whole logit row that a CTA reads at once."""
 GRAIN = 8
-"""Logits that lie in one lane."""
+"""Adjacent logits per lane."""
 WHOLE = 64
-"""Logit rows whose scores are in memory at once."""
-MOST = 1 << 20
-"""The largest vocabulary."""
+"""Maximum CTAs, and score buffers, that process UNDECIDED logit rows."""
+MAX_VOCAB = 1 << 20
+"""Maximum vocabulary size."""
 
 
 def _supports(**traits: Any) -> str | None:
+    """Return None if the kernels serve this vocabulary, else the reason why not."""
     vocab = traits.get("vocab", 1)
-    return f"vocab {vocab} is above {MOST}" if vocab > MOST else gpu_trait(device=traits["device"])
+    return (
+        f"vocab {vocab} is above {MAX_VOCAB}"
+        if vocab > MAX_VOCAB
+        else gpu_trait(device=traits["device"])
+    )
 
 
 @sample.backend("triton", supports=_supports)
@@ -49,7 +55,7 @@ def sample_triton(
     ids: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.sampling.sample. All but row_ids and ids are contiguous."""
+    """Launch the three kernels: see sampling.sample. All but row_ids and ids are contiguous."""
     rows, queries, vocab = logits.shape
     logit_rows = rows * queries
     groups = triton.cdiv(vocab, GROUP)
@@ -74,20 +80,20 @@ def sample_triton(
     common = dict(VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=longest)
     common |= dict(WORD_LANES=power(longest), enable_fp_fusion=False)
     sizes = dict(BLOCKS=blocks, GROUPS=groups, GROUP=GROUP, GRAIN=GRAIN, **common)
-    found = (floats(groups), floats(blocks), floats(parts), ints(parts))
+    partials = (floats(groups), floats(blocks), floats(parts), ints(parts))
     score_kernel[(logit_rows, parts)](
-        batch, parameters, *found, *numbers, SPAN=span, BLOCK=BLOCK, num_warps=8, **sizes
+        batch, parameters, *partials, *numbers, SPAN=span, BLOCK=BLOCK, num_warps=8, **sizes
     )
     tile = (ints(TILE), floats(TILE * GROUP), ints(TILE * GROUP))
     block_lanes = power(blocks)
     choose_kernel[(logit_rows,)](
-        batch, parameters, *found, *tile, out, *numbers, PARTS=parts, PART_LANES=power(parts),
+        batch, parameters, *partials, *tile, out, *numbers, PARTS=parts, PART_LANES=power(parts),
         LANES=block_lanes * BLOCK // GROUP, BLOCK_LANES=block_lanes, TILE=TILE, num_warps=16,
         **sizes,
     )  # fmt: skip
-    whole = min(logit_rows, WHOLE)
-    whole_kernel[(whole,)](
-        batch, parameters, floats(vocab, whole), out, logit_rows, *numbers,
+    num_ctas = min(logit_rows, WHOLE)
+    whole_kernel[(num_ctas,)](
+        batch, parameters, floats(vocab, num_ctas), out, logit_rows, *numbers,
         BLOCK=max(2, min(LOGIT_ROW_BLOCK, power(vocab))), num_warps=16, **common,
     )  # fmt: skip
     return out

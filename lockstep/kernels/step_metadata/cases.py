@@ -1,4 +1,7 @@
-"""Random tables and steps for every backend. What no one may read is garbage."""
+"""Test cases of prepare_step and advance_rows: random tables and steps.
+
+Entries that nothing may read are GARBAGE.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,76 +13,78 @@ from lockstep.kernels.step_metadata import RowTensors
 
 GARBAGE = 1 << 30
 PAGE_SIZE = 4
-MOST_DRAFTS = 15
-"""Columns of drafts in a table: the widest window's."""
+MAX_DRAFTS = 15
+"""Draft columns of a table."""
 SIZES = ((1, 1, 60), (5, 4, 2100), (3, 8, 60), (11, 2, 300), (2, 16, 60))
-"""(rows of the step, query length, tokens that a row of the table holds)."""
+"""(rows of the step, query length, tokens per row of the table)."""
 
 
-class Draw:
-    """Numbers from one seed."""
+class RandomSource:
+    """Random integers from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
 
     def ints(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """From low to high - 1."""
+        """Return random integers from low to high - 1."""
         return torch.randint(low, high, shape, generator=self.generator).to(dtype)
 
-    def order(self, n: int) -> Tensor:
-        """0 .. n - 1 in any order."""
+    def permutation(self, n: int) -> Tensor:
+        """Return a random permutation of 0 .. n - 1."""
         return torch.randperm(n, generator=self.generator)
 
 
-def random_table(draw: Draw, rows: int, drafts: int, length: int, vocab: int) -> RowTensors:
-    """A table of `rows` rows and the null row; tokens that are not known yet are garbage."""
-    room = length - 3 * (drafts + 1)
-    computed = draw.ints(0, room, rows + 1)
-    tokens = draw.ints(0, vocab, rows + 1, length, dtype=torch.int64)
+def random_table(
+    source: RandomSource, rows: int, drafts: int, length: int, vocab: int
+) -> RowTensors:
+    """Return a table of `rows` rows and the null row. Unknown tokens are GARBAGE."""
+    max_computed = length - 3 * (drafts + 1)
+    computed = source.ints(0, max_computed, rows + 1)
+    tokens = source.ints(0, vocab, rows + 1, length, dtype=torch.int64)
     tokens[torch.arange(length) > computed[:, None]] = GARBAGE
-    found = RowTensors(
+    table = RowTensors(
         tokens=tokens,
-        prompt_len=draw.ints(1, room, rows + 1),
+        prompt_len=source.ints(1, max_computed, rows + 1),
         computed=computed,
-        folded=(computed - draw.ints(0, 30, rows + 1)).clamp_min(0),
-        drafts=draw.ints(-1, vocab, rows + 1, drafts, dtype=torch.int64),
-        draft_limit=draw.ints(0, drafts + 1, rows + 1),
-        page_table=draw.ints(1, 1000, rows + 1, -(-length // PAGE_SIZE)),
-        state_slots=draw.ints(1, 99, rows + 1),
+        folded=(computed - source.ints(0, 30, rows + 1)).clamp_min(0),
+        drafts=source.ints(-1, vocab, rows + 1, drafts, dtype=torch.int64),
+        draft_limit=source.ints(0, drafts + 1, rows + 1),
+        page_table=source.ints(1, 1000, rows + 1, -(-length // PAGE_SIZE)),
+        state_slots=source.ints(1, 99, rows + 1),
     )
-    for tensor in (found.prompt_len, found.computed, found.folded, found.state_slots):
+    for tensor in (table.prompt_len, table.computed, table.folded, table.state_slots):
         tensor[0] = 0
-    found.page_table[0] = 0
-    found.tokens[0, 0] = 0
-    return found
+    table.page_table[0] = 0
+    table.tokens[0, 0] = 0
+    return table
 
 
-def row_ids(draw: Draw, rows: int, table: int) -> Tensor:
-    """Rows of the table in any order; from the third row on, the last fifth is null."""
-    chosen = draw.order(table)[:rows] + 1
+def row_ids(source: RandomSource, rows: int, table: int) -> Tensor:
+    """Return random rows of the table; with three rows or more, the last fifth are null."""
+    chosen = source.permutation(table)[:rows] + 1
     chosen[max(rows - rows // 5 - (rows > 2), 1) :] = 0
     return chosen
 
 
 def prepare_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of prepare_step on the CPU): generated steps, and chunks of prompts."""
+    """Yield (name, arguments on the CPU) of prepare_step: generated steps and prompt chunks."""
     for rows, query_len, length in SIZES:
-        draw = Draw(rows)
-        table = random_table(draw, rows + 2, MOST_DRAFTS, length, 50)
-        chosen = row_ids(draw, rows, rows + 2)
+        source = RandomSource(rows)
+        table = random_table(source, rows + 2, MAX_DRAFTS, length, 50)
+        chosen = row_ids(source, rows, rows + 2)
         common = dict(table=table, row_ids=chosen, page_size=PAGE_SIZE)
-        sources = draw.ints(0, 2, rows) * draw.ints(1, 99, rows)
+        sources = source.ints(0, 2, rows) * source.ints(1, 99, rows)
         sizes = dict(tokens=rows * query_len, query_len=query_len)
         name = f"{rows}x{query_len}"
         yield name, dict(common, query_lens=None, state_src=torch.zeros_like(sources), **sizes)
-        chunks = draw.ints(1, 3 * query_len, rows)
+        chunks = source.ints(1, 3 * query_len, rows)
         if length > 1000:
             chunks[0] = 600
             table.computed[chosen[0]] = 900
         sizes = dict(tokens=int(chunks.sum()), query_len=int(chunks.max()))
         yield f"prompts, {name}", dict(common, query_lens=chunks, state_src=sources, **sizes)
     null = dict(common, row_ids=torch.zeros(1, dtype=torch.int64), state_src=sources[:1] * 0)
-    yield "tokens of nobody", dict(null, query_lens=sources[:1] * 0, tokens=9, query_len=9)
+    yield "padding only", dict(null, query_lens=sources[:1] * 0, tokens=9, query_len=9)
 
 
 def advance(
@@ -91,17 +96,17 @@ def advance(
     seed: int = 0,
     state_grid: int = 1,
 ) -> dict[str, Any]:
-    """Arguments of advance_rows: few token ids, so that tokens repeat and drafts agree."""
-    draw = Draw(seed + rows)
-    table = random_table(draw, rows + 2, MOST_DRAFTS, length, vocab)
-    chosen = row_ids(draw, rows, rows + 2)
-    tokens = draw.ints(0, vocab, rows, width, dtype=torch.int64)
+    """Return arguments of advance_rows. A small vocabulary makes tokens repeat and drafts match."""
+    source = RandomSource(seed + rows)
+    table = random_table(source, rows + 2, MAX_DRAFTS, length, vocab)
+    chosen = row_ids(source, rows, rows + 2)
+    tokens = source.ints(0, vocab, rows, width, dtype=torch.int64)
     drafts = tokens[:, :-1].clone()
-    wrong = draw.ints(0, 3, *drafts.shape) == 0
-    drafts[wrong] = draw.ints(-1, vocab, *drafts.shape, dtype=torch.int64)[wrong]
-    tokens[draw.ints(0, 8, *tokens.shape) == 0] = -1
+    wrong = source.ints(0, 3, *drafts.shape) == 0
+    drafts[wrong] = source.ints(-1, vocab, *drafts.shape, dtype=torch.int64)[wrong]
+    tokens[source.ints(0, 8, *tokens.shape) == 0] = -1
     starts = table.computed[chosen]
-    counts = draw.ints(0, 5, rows + 3, vocab)
+    counts = source.ints(0, 5, rows + 3, vocab)
     counts[0] = 0
     return dict(
         table=table,
@@ -109,7 +114,7 @@ def advance(
         row_ids=chosen,
         tokens=tokens,
         drafts=drafts,
-        seq_lens=starts + (draw.ints(1, 2 * width + 1, rows) if prompt else width),
+        seq_lens=starts + (source.ints(1, 2 * width + 1, rows) if prompt else width),
         flush=8,
         state_grid=state_grid,
         prompt=prompt,
@@ -117,9 +122,9 @@ def advance(
 
 
 def advance_rows_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of advance_rows on the CPU)."""
+    """Yield (name, arguments on the CPU) of advance_rows."""
     for rows, width, length in SIZES:
         for grid in (1, 16):
-            some = advance(rows, width, length, prompt=False, state_grid=grid)
-            yield f"{rows}x{width}, grid {grid}", some
+            arguments = advance(rows, width, length, prompt=False, state_grid=grid)
+            yield f"{rows}x{width}, grid {grid}", arguments
         yield f"prompts, {rows}", advance(rows, 1, length, prompt=True)

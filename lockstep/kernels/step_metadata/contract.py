@@ -1,9 +1,9 @@
-"""What stands between the table and a step: integers only, one pass over the rows each.
+"""prepare_step and advance_rows: integer ops between the row table and a step.
 
-prepare_step reads a step out of the table, advance_rows commits a verdict to it. R rows of the
-table (row 0 is the null row), L tokens and P pages of a row, S rows and T tokens of the step, Q its
-query length, W positions per row whose token is decided: W = Q where rows bring drafts, 1 where
-they bring a chunk of a prompt.
+prepare_step reads a step's metadata from the table; advance_rows commits the step's results.
+Shapes: R rows of the table (row 0 is the null row), L tokens and P pages per row; S rows and T
+tokens of the step, Q its query length. W positions per row get a token: W = Q for generated tokens
+with drafts, W = 1 for prompt chunks.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ from lockstep.kernels.registry import op
 
 @dataclass(eq=False)
 class RowTensors:
-    """The table, but for sampling. tokens [R, L] int64: prompt, then generated, then drafts;
-    drafts [R, K] int64 (-1: none); page_table [R, P]; prompt_len, computed, folded (tokens that the
-    row's state in memory holds), draft_limit (the most of its drafts that a step brings),
-    state_slots [R]; int32 unless noted. Contiguous.
+    """Row table, except for sampling parameters. Contiguous, int32 unless noted.
+
+    tokens [R, L] int64: prompt, generated tokens, then drafts. prompt_len [R]. computed [R]: tokens
+    in the KV cache. folded [R]: tokens that the recurrent state in memory holds. drafts [R, K]
+    int64 (-1: none). draft_limit [R]: maximum drafts per step. page_table [R, P]. state_slots [R].
     """
 
     tokens: Tensor
@@ -36,7 +37,7 @@ class RowTensors:
 
 @dataclass
 class StepTensors:
-    """What the table says of a step: fields of lockstep.step.StepContext, of its shapes and dtypes.
+    """Metadata of a step: fields of lockstep.step.StepContext, with its shapes and dtypes.
 
     ends [S] int64: index into T of each row's last token.
     """
@@ -67,11 +68,12 @@ def prepare_step(
     query_len: int,
     page_size: int,
 ) -> StepTensors:
-    """row_ids [S] int64; query_lens, state_src [S] int32 (0: the row's own slot); T = tokens.
+    """Read the metadata of a step of T = tokens tokens from the table.
 
-    query_lens None: every row brings query_len tokens, its last one and drafts, which are written
-    behind it in table.tokens (0 for none); those past the row's limit are none. Else chunks of
-    prompts, no drafts; tokens past the last row's end count to it.
+    row_ids [S] int64. query_lens [S] int32: tokens of each prompt chunk; tokens past the last row's
+    end (padding) belong to the last row. None: every row has query_len tokens, its last token and
+    drafts. Drafts past the row's draft_limit become -1. Drafts are written to table.tokens after
+    the last token, 0 for none. state_src [S] int32: slot to resume from; 0 is the row's own slot.
     """
     uniform = query_lens is None
     window = query_len if uniform else 1
@@ -86,9 +88,10 @@ def prepare_step(
     pages = table.page_table[row_ids]
     column = (positions // page_size).clamp_max_(pages.shape[1] - 1)
     slots = table.state_slots[row_ids].long()
-    drafts = _limited(table.drafts[row_ids, : window - 1], table.draft_limit[row_ids])
-    _show_drafts(table.tokens, row_ids, starts, drafts)
-    where = positions.clamp_max(table.tokens.shape[1] - 1)
+    drafts = _limit_drafts(table.drafts[row_ids, : window - 1], table.draft_limit[row_ids])
+    _append_drafts(table.tokens, row_ids, starts, drafts)
+    # Padding may lie past the table's last column; what it reads there is never used.
+    columns = positions.clamp_max(table.tokens.shape[1] - 1)
     decided = torch.arange(1 - window, 1, device=starts.device)
     return StepTensors(
         starts=starts,
@@ -102,23 +105,23 @@ def prepare_step(
         sample_at=seq_lens[:, None] + decided,
         token_rows=token_rows,
         positions=positions,
-        token_ids=table.tokens[row_ids[token_rows], where],
+        token_ids=table.tokens[row_ids[token_rows], columns],
         slot_mapping=pages[token_rows, column] * page_size + positions % page_size,
         ends=(cu[1:].long() - 1).clamp_min_(0),
     )
 
 
-def _limited(drafts: Tensor, limit: Tensor) -> Tensor:
-    """The drafts [S, W-1], but for those past each row's limit [S]: they become -1."""
+def _limit_drafts(drafts: Tensor, limit: Tensor) -> Tensor:
+    """Replace drafts [S, W-1] past each row's limit [S] by -1."""
     order = torch.arange(drafts.shape[1], device=drafts.device)
     return torch.where(order < limit[:, None], drafts, -1)
 
 
-def _show_drafts(tokens: Tensor, row_ids: Tensor, starts: Tensor, drafts: Tensor) -> None:
-    """Writes drafts behind the row's last token, so that a step reads one history."""
+def _append_drafts(tokens: Tensor, row_ids: Tensor, starts: Tensor, drafts: Tensor) -> None:
+    """Write drafts after the row's last token, so that a step reads all tokens from one place."""
     if drafts.shape[1]:
-        behind = torch.arange(1, drafts.shape[1] + 1, device=starts.device)
-        tokens[row_ids[:, None], starts[:, None] + behind] = drafts.clamp_min(0)
+        offsets = torch.arange(1, drafts.shape[1] + 1, device=starts.device)
+        tokens[row_ids[:, None], starts[:, None] + offsets] = drafts.clamp_min(0)
 
 
 @op(writes=("table", "counts"))
@@ -133,39 +136,40 @@ def advance_rows(
     state_grid: int,
     prompt: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Commits a row's tokens up to the first draft that is not the target's own token there.
+    """Commit a step's results to the table. Returns accepted [S] int32 and results [S, W+2] int64.
 
-    tokens [S, W] int64: the target's, -1 where it has none; drafts [S, W-1] int64; seq_lens [S]
-    int32; counts [R, V] int32 of generated tokens; flush, state_grid: of the rows' recurrent state
-    -> accepted [S] int32: leading drafts that equal their token; results [S, W+2] int64 for the
-    host: the tokens, accepted, drafted.
+    counts [R, V] int32: generated tokens per row, for penalties. tokens [S, W] int64: tokens of the
+    target; -1 for none. drafts [S, W-1] int64. seq_lens [S]: lengths including the step's tokens.
+    flush, state_grid: see next_folded. prompt: whether rows were prompt chunks.
 
-    A prompt chunk commits all its tokens, and its state holds them; it emits only where it ends the
-    prompt. A generated step wrote the state as next_folded says. Of the W tokens, written behind
-    what was committed, the first 1 + accepted count as generated. Rows that emit nothing, and the
-    null row, keep their tokens.
-    A token of -1 equals no draft, stands in the row as 0, and is not counted; the results keep it.
-    No row of the step keeps a draft: what its drafter does not write from here on is none.
+    accepted: number of leading drafts that equal their token. results, for the host: tokens,
+    accepted, number of drafts.
+
+    A prompt chunk commits all of its tokens, and its state holds them; it emits a token only if it
+    ends the prompt. A generated step has written the state as next_folded says. The first 1 +
+    accepted of its W tokens count as generated. Rows that emit nothing, and the null row, keep
+    their tokens. A token of -1 equals no draft, is stored as 0 and is not counted; results keep it.
+    The rows' drafts are cleared: a drafter writes new ones after this op.
     """
-    agreed = ((drafts == tokens[:, :-1]) & (drafts >= 0)).int()
-    accepted = agreed.cumprod(1).sum(1, dtype=torch.int32)
+    matches = ((drafts == tokens[:, :-1]) & (drafts >= 0)).int()
+    accepted = matches.cumprod(1).sum(1, dtype=torch.int32)
     width = tokens.shape[1]
     real = row_ids > 0
-    known = seq_lens - (width - 1) + accepted
-    folded = known
+    computed = seq_lens - (width - 1) + accepted
+    folded = computed
     if not prompt:
         folded = next_folded(seq_lens - width, table.folded[row_ids], flush, state_grid)
-    table.computed[row_ids] = torch.where(real, known, 0)
+    table.computed[row_ids] = torch.where(real, computed, 0)
     table.folded[row_ids] = torch.where(real, folded, 0)
     table.drafts[row_ids] = -1
     emits = (real & (seq_lens >= table.prompt_len[row_ids]))[:, None]
     order = torch.arange(width, device=tokens.device)
-    where = (seq_lens[:, None] - (width - 1) + order).clamp_max_(table.tokens.shape[1] - 1)
-    kept = table.tokens[row_ids[:, None], where]
-    shown = tokens.clamp_min(0)
-    table.tokens[row_ids[:, None], where] = torch.where(emits, shown, kept)
+    columns = (seq_lens[:, None] - (width - 1) + order).clamp_max_(table.tokens.shape[1] - 1)
+    old = table.tokens[row_ids[:, None], columns]
+    stored = tokens.clamp_min(0)
+    table.tokens[row_ids[:, None], columns] = torch.where(emits, stored, old)
     counted = (emits & (order <= accepted[:, None]) & (tokens >= 0)).int()
-    flat = (row_ids[:, None] * counts.shape[1] + shown).flatten()
+    flat = (row_ids[:, None] * counts.shape[1] + stored).flatten()
     counts.view(-1).index_add_(0, flat, counted.flatten())
     drafted = (drafts >= 0).sum(1, keepdim=True)
     return accepted, torch.cat([tokens, accepted[:, None], drafted], dim=1)

@@ -1,8 +1,9 @@
 # mypy: ignore-errors
-"""A step's metadata in Triton: one launch an op, a program per row or per block of tokens.
+"""prepare_step and advance_rows in Triton: one launch per op, a CTA per row or block of tokens.
 
-A row of the table belongs to one program, but for row 0, where all that programs write is the same.
-Nothing is added atomically and no argument but a window's width is specialised.
+A row of the table is written by one CTA. The exception is the null row, to which all CTAs write
+equal values. There are no atomics. Only the window width is specialised, so that a new batch shape
+compiles nothing.
 """
 
 import triton
@@ -14,10 +15,11 @@ from lockstep.kernels.device.paging import slot_at
 
 @triton.jit
 def _row_bounds(query_lens, query_len, s, BLOCK: tl.constexpr):
-    """First token in the step, and tokens, of row s."""
+    """Return the first token in the step and the number of tokens of row s."""
     first = s * query_len
     length = query_len
     if query_lens is not None:
+        # Each CTA adds the lengths of all rows before it: no scan kernel, no second launch.
         lengths = tl.zeros((BLOCK,), tl.int32)
         for begin in range(0, s, BLOCK):
             before = begin + tl.arange(0, BLOCK)
@@ -29,30 +31,32 @@ def _row_bounds(query_lens, query_len, s, BLOCK: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "tokens", "query_len", "window", "length", "most_drafts", "columns", "page_size",
+        "rows", "tokens", "query_len", "window", "length", "max_drafts", "columns", "page_size",
     ]
 )  # fmt: skip
 def prepare_kernel(
-    row_ids, query_lens, sources, history, computed, held, kept, limits, tables, row_slots,
+    row_ids, query_lens, sources, history, computed, table_folded, table_drafts, limits, tables,
+    row_slots,
     starts, seq_lens, cu_seqlens, state_slots, state_src, folded, page_table, drafts, sample_at,
     token_rows, positions, token_ids, slot_mapping, ends,
-    rows, tokens, query_len, window, length, most_drafts, columns, page_size,
+    rows, tokens, query_len, window, length, max_drafts, columns, page_size,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens and BLOCK page columns of one row; its numbers, by its first program."""
+    """Write BLOCK tokens and BLOCK page-table columns of one row; its first CTA writes scalars."""
     s = tl.program_id(0)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ids + s)
     start = tl.load(computed + row)
     first, count = _row_bounds(query_lens, query_len, s, BLOCK)
     history = history + row * length
-    kept = kept + row * most_drafts
+    table_drafts = table_drafts + row * max_drafts
     tables = tables + row * columns
+    # Padding tokens of the step belong to its last row.
     live = lane < tl.where(s == rows - 1, tokens - first, count)
     position = start + lane
     drafted = live & (lane > 0) & (lane < window)
     wanted = drafted & (lane <= tl.load(limits + row))
-    draft = tl.load(kept + lane - 1, mask=wanted, other=-1)
+    draft = tl.load(table_drafts + lane - 1, mask=wanted, other=-1)
     token = tl.load(history + tl.minimum(position, length - 1), mask=live & ~drafted, other=0)
     slot = slot_at(tables, tl.where(live, position, 0), columns, page_size)
     tl.store(history + position, tl.maximum(draft, 0), mask=drafted)
@@ -66,54 +70,56 @@ def prepare_kernel(
     page = tl.load(tables + lane, mask=lane < columns, other=0)
     tl.store(page_table + s.to(tl.int64) * columns + lane, page, mask=lane < columns)
     if tl.program_id(1) == 0:
-        own = tl.load(row_slots + row)
+        row_slot = tl.load(row_slots + row)
         source = tl.load(sources + s)
         tl.store(starts + s, start)
         tl.store(seq_lens + s, known)
         tl.store(cu_seqlens + s + 1, first + count)
-        tl.store(state_slots + s, own.to(tl.int64))
-        tl.store(state_src + s, tl.where(source > 0, source, own).to(tl.int64))
-        tl.store(folded + s, tl.load(held + row))
+        tl.store(state_slots + s, row_slot.to(tl.int64))
+        tl.store(state_src + s, tl.where(source > 0, source, row_slot).to(tl.int64))
+        tl.store(folded + s, tl.load(table_folded + row))
         tl.store(ends + s, tl.maximum(first + count - 1, 0).to(tl.int64))
         if s == 0:
             tl.store(cu_seqlens, 0)
 
 
-@triton.jit(do_not_specialize=["length", "most_drafts", "vocab", "flush", "state_grid"])
+@triton.jit(do_not_specialize=["length", "max_drafts", "vocab", "flush", "state_grid"])
 def advance_kernel(
     row_ids, tokens, drafts, seq_lens, history, prompt_len, computed, folded, next_drafts, counts,
-    accepted, results, length, most_drafts, vocab, flush, state_grid,
+    accepted, results, length, max_drafts, vocab, flush, state_grid,
     PROMPT: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One row. A token that is emitted twice is counted by both of its lanes, with one number."""
+    """Commit the results of one row."""
     s = tl.program_id(0)
     lane = tl.arange(0, LANES)
     row = tl.load(row_ids + s)
     live = lane < W
     token = tl.load(tokens + s * W + lane, mask=live, other=0)
     draft = tl.load(drafts + s * (W - 1) + lane, mask=lane < W - 1, other=-1)
-    alike = (lane < W - 1) & (draft == token) & (draft >= 0)
-    agreed = tl.min(tl.where(alike, W - 1, lane), 0)
+    equal = (lane < W - 1) & (draft == token) & (draft >= 0)
+    num_accepted = tl.min(tl.where(equal, W - 1, lane), 0)
     known = tl.load(seq_lens + s) - (W - 1)
     real = row > 0
-    held = known + agreed
+    new_folded = known + num_accepted
     if not PROMPT:
-        held = next_folded(known - 1, tl.load(folded + row), flush, state_grid)
-    tl.store(computed + row, tl.where(real, known + agreed, 0))
-    tl.store(folded + row, tl.where(real, held, 0))
-    for begin in range(0, most_drafts, LANES):
+        new_folded = next_folded(known - 1, tl.load(folded + row), flush, state_grid)
+    tl.store(computed + row, tl.where(real, known + num_accepted, 0))
+    tl.store(folded + row, tl.where(real, new_folded, 0))
+    for begin in range(0, max_drafts, LANES):
         column = begin + lane
-        tl.store(next_drafts + row * most_drafts + column, -1, mask=column < most_drafts)
-    tl.store(accepted + s, agreed)
+        tl.store(next_drafts + row * max_drafts + column, -1, mask=column < max_drafts)
+    tl.store(accepted + s, num_accepted)
     results += s * (W + 2)
     tl.store(results + lane, token, mask=live)
-    tl.store(results + W, agreed.to(tl.int64))
+    tl.store(results + W, num_accepted.to(tl.int64))
     tl.store(results + W + 1, tl.sum((draft >= 0).to(tl.int64), 0))
     emits = real & (known + (W - 1) >= tl.load(prompt_len + row))
-    where = tl.minimum(known + lane, length - 1)
-    tl.store(history + row * length + where, tl.maximum(token, 0), mask=live & emits)
-    counted = emits & (lane <= agreed) & (token >= 0)
-    alike = (token[:, None] == token[None, :]) & (lane <= agreed)[None, :]
+    column = tl.minimum(known + lane, length - 1)
+    tl.store(history + row * length + column, tl.maximum(token, 0), mask=live & emits)
+    # A token that occurs twice in the window is counted by both of its lanes. Both store the same
+    # sum, so the order of the stores does not matter.
+    counted = emits & (lane <= num_accepted) & (token >= 0)
+    equal = (token[:, None] == token[None, :]) & (lane <= num_accepted)[None, :]
     counts += row * vocab + token
-    n = tl.load(counts, mask=counted, other=0) + tl.sum(alike.to(tl.int32), 1)
+    n = tl.load(counts, mask=counted, other=0) + tl.sum(equal.to(tl.int32), 1)
     tl.store(counts, n, mask=counted)

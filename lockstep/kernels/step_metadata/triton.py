@@ -1,4 +1,4 @@
-"""Launchers of the ops of lockstep.kernels.step_metadata in Triton."""
+"""Launchers of prepare_step and advance_rows in Triton."""
 
 import triton
 from torch import Tensor
@@ -8,7 +8,7 @@ from lockstep.kernels.step_metadata import RowTensors, StepTensors, advance_rows
 from lockstep.kernels.step_metadata.kernels import advance_kernel, prepare_kernel
 
 BLOCK = 256
-"""Tokens or page columns of a program of prepare_step."""
+"""Tokens or page-table columns of a CTA of prepare_step."""
 
 
 @prepare_step.backend("triton", supports=gpu_trait)
@@ -21,7 +21,7 @@ def prepare_step_triton(
     query_len: int,
     page_size: int,
 ) -> StepTensors:
-    """See lockstep.kernels.step_metadata.prepare_step."""
+    """Launch prepare_kernel: see lockstep.kernels.step_metadata.prepare_step."""
     rows = row_ids.shape[0]
     columns = table.page_table.shape[1]
     window = query_len if query_lens is None else 1
@@ -48,15 +48,15 @@ def prepare_step_triton(
         slot_mapping=longs(tokens),
         ends=longs(rows),
     )
-    widest = max(query_len if query_lens is None else tokens, columns)
-    prepare_kernel[(rows, triton.cdiv(widest, BLOCK))](
+    width = max(query_len if query_lens is None else tokens, columns)
+    prepare_kernel[(rows, triton.cdiv(width, BLOCK))](
         row_ids=row_ids,
         query_lens=query_lens,
         sources=state_src,
         history=table.tokens,
         computed=table.computed,
-        held=table.folded,
-        kept=table.drafts,
+        table_folded=table.folded,
+        table_drafts=table.drafts,
         limits=table.draft_limit,
         tables=table.page_table,
         row_slots=table.state_slots,
@@ -66,7 +66,7 @@ def prepare_step_triton(
         query_len=query_len,
         window=window,
         length=table.tokens.shape[1],
-        most_drafts=table.drafts.shape[1],
+        max_drafts=table.drafts.shape[1],
         columns=columns,
         page_size=page_size,
         BLOCK=BLOCK,
@@ -87,7 +87,7 @@ def advance_rows_triton(
     state_grid: int,
     prompt: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See lockstep.kernels.step_metadata.advance_rows. tokens and drafts are contiguous."""
+    """Launch advance_kernel: see step_metadata.advance_rows. tokens, drafts are contiguous."""
     rows, width = tokens.shape
     accepted = seq_lens.new_empty(rows)
     results = tokens.new_empty(rows, width + 2)
@@ -105,7 +105,7 @@ def advance_rows_triton(
         accepted=accepted,
         results=results,
         length=table.tokens.shape[1],
-        most_drafts=table.drafts.shape[1],
+        max_drafts=table.drafts.shape[1],
         vocab=counts.shape[1],
         flush=flush,
         state_grid=state_grid,

@@ -8,7 +8,7 @@ scale, or a power of two, inline assembly dequantizes four values at a time to b
 import triton
 import triton.language as tl
 
-from lockstep.kernels.device.dequantize import decode_e4m3, halves
+from lockstep.kernels.device.dequantize import e4m3_to_fp32, split_16bit
 from lockstep.kernels.formats.kv import KVDeviceFunctions, fp8
 from lockstep.kernels.formats.kv.bytes_triton import interleave, load_words, load_words_and_scales
 
@@ -184,8 +184,8 @@ def _dequantize(word, layer_constant, DECODE: tl.constexpr):
 @triton.jit
 def _interleave_pairs(p0, p1):
     """Interleave the two bf16 pairs of each word [T, W] into [T, 4 W]."""
-    l0, h0 = halves(p0, tl.bfloat16)
-    l1, h1 = halves(p1, tl.bfloat16)
+    l0, h0 = split_16bit(p0, tl.bfloat16)
+    l1, h1 = split_16bit(p1, tl.bfloat16)
     return interleave(l0, h0, l1, h1)
 
 
@@ -202,7 +202,7 @@ def _words_to_bf16(word, PTX: tl.constexpr):
 @triton.jit
 def dequantize_e4m3(loaded, columns, layer_constant, D: tl.constexpr):
     """Dequantize e4m3 to fp32. See KVDeviceFunctions."""
-    return _dequantize(loaded[0], layer_constant, decode_e4m3)
+    return _dequantize(loaded[0], layer_constant, e4m3_to_fp32)
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def dequantize_e4m3_native(loaded, columns, layer_constant, D: tl.constexpr):
 @triton.jit
 def dequantize_token(loaded, columns, layer_constant, D: tl.constexpr):
     """Dequantize e4m3 with per-token scales to fp32. See KVDeviceFunctions."""
-    return _dequantize_words(loaded[0], decode_e4m3) * loaded[1]
+    return _dequantize_words(loaded[0], e4m3_to_fp32) * loaded[1]
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.kernels.compile_target import NATIVE_FP8, CompileTarget
 from lockstep.kernels.formats.kv import KVCache, KVDeviceFunctions, KVQuantizer
-from lockstep.kernels.formats.weights.operand import NATIVE_FP8, Target
 
 
 class KVOperand(NamedTuple):
@@ -29,7 +29,9 @@ class KVOperand(NamedTuple):
     dequantize: Any = None
 
 
-def kv_operand(cache: KVCache, dtype: torch.dtype, target: Target | None = None) -> KVOperand:
+def kv_operand(
+    cache: KVCache, dtype: torch.dtype, target: CompileTarget | None = None
+) -> KVOperand:
     """Return the launch arguments of a cache.
 
     Args:
@@ -53,9 +55,11 @@ def kv_operand(cache: KVCache, dtype: torch.dtype, target: Target | None = None)
     )
 
 
-def _select_dequantize(device: KVDeviceFunctions, dtype: torch.dtype, target: Target | None) -> Any:
+def _select_dequantize(
+    device: KVDeviceFunctions, dtype: torch.dtype, target: CompileTarget | None
+) -> Any:
     """Return the fastest dequantization that the target supports."""
-    if target is None or not target.assembly or dtype != torch.bfloat16:
+    if target is None or not target.inline_ptx or dtype != torch.bfloat16:
         return device.dequantize
     native = device.dequantize_native if target.arch >= NATIVE_FP8 else None
     return native or device.dequantize_bf16 or device.dequantize

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lockstep.kernels.device.dequantize import halves
+from lockstep.kernels.device.dequantize import split_16bit
 from lockstep.kernels.device.hadamard import flip_signs, hadamard_blocks, sign_bits
 from lockstep.kernels.formats.kv import KVDeviceFunctions, hadamard, turboquant
 from lockstep.kernels.formats.kv.turboquant import CENTROIDS
@@ -335,10 +335,10 @@ def _dequantize(loaded, columns, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.
 @triton.jit
 def _join_pairs(p0, p1, p2, p3):
     """Join the bf16 pairs of a word's eight numbers: [T, W, 2, 2, 2]."""
-    l0, h0 = halves(p0, tl.bfloat16)
-    l1, h1 = halves(p1, tl.bfloat16)
-    l2, h2 = halves(p2, tl.bfloat16)
-    l3, h3 = halves(p3, tl.bfloat16)
+    l0, h0 = split_16bit(p0, tl.bfloat16)
+    l1, h1 = split_16bit(p1, tl.bfloat16)
+    l2, h2 = split_16bit(p2, tl.bfloat16)
+    l3, h3 = split_16bit(p3, tl.bfloat16)
     return _join8(l0, h0, l1, h1, l2, h2, l3, h3)
 
 

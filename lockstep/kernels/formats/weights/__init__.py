@@ -1,44 +1,40 @@
-"""Packed weights: weights of 4 or 8 bits as they lie on the device, and their unpacking.
+"""Quantized weights: how they are stored on the device, and their dequantization.
 
-    op(packed) == op(unpack(packed)), bit for bit
+    op(quantized) == op(dequantize(quantized)), bit for bit
 
-Unpacking is elementwise, to the model's dtype; activations are never rounded. So a format adds no
-numerics beyond its values.
+Dequantization is elementwise, to the model's dtype; activations are never rounded. So a format adds
+no numerics beyond its values.
 """
 
 from lockstep.kernels.formats.weights.contract import dequantize_weight
+from lockstep.kernels.formats.weights.fp4 import MAX_FP4_FACTOR, Fp4Weight
+from lockstep.kernels.formats.weights.fp8 import Fp8Weight
 from lockstep.kernels.formats.weights.gguf import GGUF_TYPES, GgufType, GgufWeight
+from lockstep.kernels.formats.weights.integer import IntWeight
 from lockstep.kernels.formats.weights.quantize import quantize_fp8, quantize_int
-from lockstep.kernels.formats.weights.weights import (
-    FP4_FACTORS,
-    Fp4Weight,
-    Fp8Weight,
-    IntWeight,
-    QuantizedWeight,
-    row_chunks,
-)
+from lockstep.kernels.formats.weights.quantized_weight import QuantizedWeight, row_chunks
 from lockstep.kernels.formats.weights.word_order import (
-    BLOCK,
+    K_BLOCK,
     pack_codes,
     unpack_codes,
     words_per_row,
 )
 
 __all__ = [
-    "BLOCK",
-    "FP4_FACTORS",
     "Fp4Weight",
     "Fp8Weight",
     "GGUF_TYPES",
     "GgufType",
     "GgufWeight",
     "IntWeight",
+    "K_BLOCK",
+    "MAX_FP4_FACTOR",
     "QuantizedWeight",
-    "unpack_codes",
+    "dequantize_weight",
     "pack_codes",
-    "row_chunks",
     "quantize_fp8",
     "quantize_int",
-    "dequantize_weight",
+    "row_chunks",
+    "unpack_codes",
     "words_per_row",
 ]

@@ -1,4 +1,5 @@
-"""Packed weights: linear on a GPU with each matrix of a layer in each layout, and unpacking one.
+"""Benchmarks of quantized weights: linear at each matrix of a model in each format, on a GPU; and
+dequantization of the largest matrix.
 
 lockstep bench kernels --model Qwen3.6-27B --op linear
 """
@@ -20,7 +21,8 @@ from lockstep.kernels.formats.weights import (
 )
 from lockstep.kernels.linear import choose_split_k, linear
 
-MOST_WEIGHTS = 64
+MAX_WEIGHTS = 64
+"""Distinct weights that a measurement walks through at most."""
 Empty = Callable[[int, int, str], QuantizedWeight]
 LAYOUTS: dict[str, Empty] = {
     "int4": lambda n, k, device: IntWeight.empty(n, k, device=device),
@@ -39,10 +41,10 @@ LAYOUTS: dict[str, Empty] = {
 
 
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
-    """dequantize_weight of the largest matrix; on a GPU linear at each matrix but the head."""
+    """Yield dequantize_weight of the largest matrix and, on a GPU, linear at all but the head."""
     (_, n, k) = max(model.weights[:-1], key=lambda weight: weight[1] * weight[2])
     if query_len == 1:
-        yield dequantize_weight, partial(_unpack, n, k, env)
+        yield dequantize_weight, partial(_dequantize, n, k, env)
     if env.device != "cuda":
         return
     for layout in LAYOUTS:
@@ -51,26 +53,27 @@ def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[Laz
 
 
 def _weights(layout: str, n: int, k: int, env: BenchEnv) -> list[QuantizedWeight]:
-    """As many that calls walk through memory."""
+    """Return enough weights that successive calls read memory and not the L2 cache."""
     generator = torch.Generator(env.device).manual_seed(0)
     first = LAYOUTS[layout](n, k, env.device)
-    count = min(-(-env.chain_bytes // first.nbytes) + 1, MOST_WEIGHTS)
-    found = [first, *(LAYOUTS[layout](n, k, env.device) for _ in range(count - 1))]
-    for weight in found:
+    count = min(-(-env.chain_bytes // first.nbytes) + 1, MAX_WEIGHTS)
+    weights = [first, *(LAYOUTS[layout](n, k, env.device) for _ in range(count - 1))]
+    for weight in weights:
         weight.fill_dummy(generator)
-    return found
+    return weights
 
 
 def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: int) -> OpBenchmark:
+    """Measure linear at one matrix in one format."""
     weights = _weights(layout, n, k, env)
     x = env.random(env.max_rows * query_len, k)
     backend, run = env.choose(linear, n=n, k=k, quantized=type(weights[0]).__name__)
-    parts = choose_split_k(n, k, env.device, quantized=True)
+    split_k = choose_split_k(n, k, env.device, quantized=True)
 
     def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
         weight = weights[variant % len(weights)]
         rows = x[begin * query_len : end * query_len]
-        return lambda: run(rows, weight, parts)
+        return lambda: run(rows, weight, split_k)
 
     def cost(rows: int) -> Cost:
         tokens = rows * query_len
@@ -89,7 +92,8 @@ def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: in
     )
 
 
-def _unpack(n: int, k: int, env: BenchEnv) -> OpBenchmark:
+def _dequantize(n: int, k: int, env: BenchEnv) -> OpBenchmark:
+    """Measure dequantize_weight of an int4 weight."""
     weights = _weights("int4", n, k, env)
     out = torch.empty(n, k, dtype=env.dtype, device=env.device)
     backend, run = env.choose(dequantize_weight)

@@ -1,4 +1,4 @@
-"""Packed weights that every backend must serve: each layout, odd sizes, partial groups, g_idx."""
+"""Quantized weights that every backend must serve: formats, odd sizes, partial groups, g_idx."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,15 +14,15 @@ from lockstep.kernels.formats.weights import (
 )
 
 SIZES = ((40, 256), (33, 200))
-"""(N, K); the second fills neither a block of columns nor a group."""
+"""(N, K); the second is a multiple of neither K_BLOCK nor a group."""
 GGUF = ("Q2_K", "Q3_K", "Q4_1", "Q4_K", "Q5_1", "Q6_K", "IQ4_XS", "MXFP4")
-"""Types of GGUF that differ in how they are stored."""
+"""GGUF types that differ in how they are stored."""
 WHOLE = ("int4", "fp8 by blocks", "nvfp4", "Q4_K", "Q6_K")
-"""Layouts of the first size; all have the second."""
+"""Formats that are run at the first size; the second size has all of them."""
 
 
 def layouts(n: int, k: int) -> Iterator[tuple[str, QuantizedWeight]]:
-    """(name, an empty weight [n, k]) of each layout, as checkpoints have them."""
+    """Yield (name, an unfilled weight [n, k]) in each format that checkpoints have."""
     half = torch.float16
     yield "int4", IntWeight.empty(n, k)
     yield "int4 asymmetric", IntWeight.empty(n, k, zeros=True, scale_dtype=half)
@@ -41,7 +41,7 @@ def layouts(n: int, k: int) -> Iterator[tuple[str, QuantizedWeight]]:
 
 
 def random_weights(n: int, k: int, seed: int = 0) -> Iterator[tuple[str, QuantizedWeight]]:
-    """The same, filled; g_idx in random order."""
+    """Yield the weights of `layouts`, filled; g_idx is in random order."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in layouts(n, k):
         weight.fill_dummy(generator)
@@ -52,7 +52,7 @@ def random_weights(n: int, k: int, seed: int = 0) -> Iterator[tuple[str, Quantiz
 
 
 def dequantize_weight_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of dequantize_weight on the CPU)."""
+    """Yield (name, arguments of dequantize_weight on the CPU)."""
     for n, k in SIZES:
         for name, weight in random_weights(n, k):
             if k % 128 == 0 and name not in WHOLE:

@@ -1,12 +1,12 @@
-"""dequantize_weight: the op that writes a weight's values into memory."""
+"""dequantize_weight: the op that writes the values of a quantized weight into memory."""
 
 from torch import Tensor
 
-from lockstep.kernels.formats.weights.weights import QuantizedWeight
+from lockstep.kernels.formats.weights.quantized_weight import QuantizedWeight
 from lockstep.kernels.registry import op
 
 
 @op(writes=("out",))
 def dequantize_weight(weight: QuantizedWeight, out: Tensor) -> None:
-    """weight [N, K] -> out [N, K] of the model's dtype, in place; out's rows may be strided."""
+    """Write the values of weight [N, K] to out [N, K] of the model's dtype. Rows may be strided."""
     out.copy_(weight.dequantize(out.dtype))

@@ -1,23 +1,24 @@
 # mypy: ignore-errors
-"""Assembly that dequantizes a word of a GgufWeight: eight columns of a row.
+"""Inline PTX that dequantizes a word of a GgufWeight: eight columns of a row.
 
-The arithmetic is decode_gguf's: a code becomes 2^23 + code by its bits, one subtraction makes it a
-number, and the product with the scale is exact wherever a minimum follows (fma rounds once).
+The arithmetic is that of dequantize_gguf_code: OR-ing a code into the bits of 2^23 makes 2^23 +
+code, one subtraction makes the number, and the product with the scale is exact wherever a minimum
+follows, so that an fma rounds once.
 """
 
 import triton
 
 
 @triton.constexpr_function
-def _both(mask):
-    """Return a mask of both halves of a word."""
+def _half_masks(mask):
+    """Return a 16-bit mask repeated in both halves of a word, as a PTX literal."""
     return f"{mask * 0x10001:#010x}"
 
 
 @triton.constexpr_function
-def _number(register, source, byte, zero):
-    """Return lines that make an fp32 of a byte of a register, less `zero`."""
-    # 0x4b000000 is 2^23, whose last bit is 1.
+def _byte_to_fp32(register, source, byte, zero):
+    """Return PTX lines that convert a byte of a register to fp32 and subtract `zero`."""
+    # 0x4b000000 is 2^23 in fp32, whose last mantissa bit is 1; prmt inserts the byte there.
     return [
         f"prmt.b32 t, {source}, 0x4b000000, 0x744{byte};",
         f"mov.b32 {register}, t;",
@@ -26,10 +27,13 @@ def _number(register, source, byte, zero):
 
 
 @triton.constexpr_function
-def _looked_up(table_low, table_high):
-    """Return lines that replace codes of four bits by bytes of a table: the word's lower four in
-    `p`, its upper four in `u`. prmt reads eight entries; a second one chooses by each code's last
-    bit."""
+def _table_lookup(table_low, table_high):
+    """Return PTX lines that replace 4-bit codes by bytes of a 16-entry table.
+
+    The lower four codes of the word end in `p`, the upper four in `u`. A prmt looks up eight
+    entries by the low three bits of four codes, for each half of the table; a third prmt selects
+    between the two results by each code's highest bit.
+    """
     parts = [table >> shift & 0xFFFFFFFF for table in (table_low, table_high) for shift in (0, 32)]
     lines = [".reg .b32 a, b, s, m, p, u, k<4>;"]
     lines += [f"mov.b32 k{i}, {part:#010x};" for i, part in enumerate(parts)]
@@ -46,44 +50,44 @@ def _looked_up(table_low, table_high):
 
 
 @triton.constexpr_function
-def _shifted(register, source, by):
-    """Return the line that shifts left, or right where `by` is below 0."""
+def _shift(register, source, by):
+    """Return the PTX line that shifts left by `by` bits, or right where `by` is negative."""
     if by > 0:
         return f"shl.b32 {register}, {source}, {by};"
     return f"shr.u32 {register}, {source}, {-by};"
 
 
 @triton.constexpr_function
-def _codes(pair, low_bits, high_bits):
-    """Return lines that leave the two codes of a pair in the halves of `c`."""
+def _extract_pair(pair, low_bits, high_bits):
+    """Return PTX lines that put the two codes of a pair into the halves of `c`."""
     lines = [
-        _shifted("c", "$4", -low_bits * pair),
-        f"and.b32 c, c, {_both(2**low_bits - 1)};",
+        _shift("c", "$4", -low_bits * pair),
+        f"and.b32 c, c, {_half_masks(2**low_bits - 1)};",
     ]
     if high_bits:
-        mask = _both((2**high_bits - 1) << low_bits)
-        lines.append(_shifted("h", "$5", low_bits - high_bits * pair))
+        mask = _half_masks((2**high_bits - 1) << low_bits)
+        lines.append(_shift("h", "$5", low_bits - high_bits * pair))
         lines.append(f"lop3.b32 c, h, {mask}, c, 0xea;")
     return lines
 
 
 @triton.constexpr_function
-def word_text(low_bits, high_bits, zero, table_low, table_high, minima, bf16):
-    """Return the assembly of one word -> four pairs of neighbouring columns.
+def word_ptx(low_bits, high_bits, zero, table_low, table_high, minima, bf16):
+    """Return the PTX that dequantizes one word to four pairs of neighbouring columns.
 
-    Operands: the word of the first plane, that of the second one if there is one, both with their
-    codes from bit 0 on; the scales of the first and the last 16 columns; their minima if there are
-    any.
+    Operands: the word of the first bit plane and that of the second (where high_bits), both with
+    their codes from bit 0 on; the scales of the first and the last 16 columns; the negated minima
+    of both (where minima).
     """
     table = table_low != 0
     scales = 6 if high_bits else 5
     lines = [".reg .b32 t, c, h;", ".reg .f32 f, g;"]
-    lines += _looked_up(table_low, table_high) if table else []
+    lines += _table_lookup(table_low, table_high) if table else []
     for pair in range(4):
         scale = f"${scales + pair // 2}"
-        lines += [] if table else _codes(pair, low_bits, high_bits)
-        lines += _number("f", "p", pair, zero) if table else _number("f", "c", 0, zero)
-        lines += _number("g", "u", pair, zero) if table else _number("g", "c", 2, zero)
+        lines += [] if table else _extract_pair(pair, low_bits, high_bits)
+        lines += _byte_to_fp32("f", "p", pair, zero) if table else _byte_to_fp32("f", "c", 0, zero)
+        lines += _byte_to_fp32("g", "u", pair, zero) if table else _byte_to_fp32("g", "c", 2, zero)
         for register in "fg":
             if minima:
                 minimum = f"${scales + 2 + pair // 2}"
@@ -95,25 +99,25 @@ def word_text(low_bits, high_bits, zero, table_low, table_high, minima, bf16):
 
 
 @triton.constexpr_function
-def word_operands(high_bits, minima):
-    """Return the constraints of word_text."""
+def word_constraints(high_bits, minima):
+    """Return the operand constraints of word_ptx."""
     words = ",r" * (2 if high_bits else 1)
     return "=&r,=&r,=&r,=&r" + words + ",f" * (4 if minima else 2)
 
 
 @triton.constexpr_function
-def steps_text():
-    """Return the assembly of a word of four int8 and a base -> four products in fp32."""
+def steps_ptx():
+    """Return the PTX that multiplies the four int8 of a word by a base: four fp32 numbers."""
     lines = [".reg .b32 t, x;", ".reg .f32 f;", "lop3.b32 x, $4, 0x80808080, 0, 0x3c;"]
     for byte in range(4):
-        lines += _number("f", "x", byte, 128)
+        lines += _byte_to_fp32("f", "x", byte, 128)
         lines.append(f"mul.rn.f32 ${byte}, f, $5;")
     return "\n".join(["{", *lines, "}"])
 
 
 @triton.constexpr_function
-def halves_text(bf16):
-    """Return the assembly of a word of two numbers of 16 bits -> both in fp32."""
+def widen_ptx(bf16):
+    """Return the PTX that widens the two 16-bit numbers of a word to fp32."""
     if bf16:
         lines = [".reg .b32 t;", "shl.b32 t, $2, 16;", "mov.b32 $0, t;"]
         lines += ["and.b32 t, $2, 0xffff0000;", "mov.b32 $1, t;"]

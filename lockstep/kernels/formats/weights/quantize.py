@@ -1,20 +1,22 @@
-"""Weights packed on the fly: round to nearest, ties to even, no calibration."""
+"""Quantization on the fly: round to nearest, ties to even, without calibration."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.formats.weights.weights import Fp8Weight, IntWeight
+from lockstep.kernels.formats.weights.fp8 import Fp8Weight
+from lockstep.kernels.formats.weights.integer import IntWeight
 
-FP8_LARGEST = 448.0
-"""Of e4m3fn."""
+MAX_E4M3 = 448.0
+"""Largest finite value of e4m3fn."""
 
 
 def quantize_int(weight: Tensor, bits: int = 4, group: int = 128) -> IntWeight:
-    """weight [N, K] of a float dtype -> symmetric integers, with scales of that dtype.
+    """Quantize a float weight [N, K] to symmetric integers with scales of its dtype.
 
-    group: columns that share a scale, -1 for all: int8 per channel is bits 8, group -1. A group's
-    largest magnitude is 2^(bits - 1) - 1 steps, and codes are made with the rounded scale.
+    group: columns per scale, -1 for all of K (int8 per channel is bits 8, group -1). The largest
+    magnitude of a group becomes the code 2^(bits - 1) - 1; codes are computed from the rounded
+    scale.
     """
     n, k = weight.shape
     group = k if group == -1 else group
@@ -27,14 +29,14 @@ def quantize_int(weight: Tensor, bits: int = 4, group: int = 128) -> IntWeight:
 
 
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """weight [N, K] of a float dtype -> e4m3fn with an fp32 scale per output."""
+    """Quantize a float weight [N, K] to e4m3fn with an fp32 scale per output."""
     wide = weight.float()
-    scales = wide.abs().amax(1, keepdim=True) / FP8_LARGEST
-    codes = (wide / _divisors(scales)).clamp(-FP8_LARGEST, FP8_LARGEST)
+    scales = wide.abs().amax(1, keepdim=True) / MAX_E4M3
+    codes = (wide / _divisors(scales)).clamp(-MAX_E4M3, MAX_E4M3)
     return Fp8Weight.of(codes.to(torch.float8_e4m3fn), scales, 1, weight.shape[1])
 
 
 def _divisors(scales: Tensor) -> Tensor:
-    """The scales in fp32, subnormal ones too, with 1 for those of nothing but zeros."""
+    """Return the scales in fp32, with 1 in place of 0 (a group of zeros)."""
     wide = scales.float()
     return wide.where(wide > 0, 1.0)

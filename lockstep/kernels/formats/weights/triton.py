@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""dequantize_weight in Triton: a program per tile, elementwise."""
+"""dequantize_weight in Triton: one CTA per tile, elementwise."""
 
 import torch
 import triton
@@ -7,98 +7,105 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.device.dequantize import FP8, decode_e4m3
-from lockstep.kernels.formats.weights import QuantizedWeight, dequantize_weight
-from lockstep.kernels.formats.weights.dequantize_tile import BLOCK, load_tile
-from lockstep.kernels.formats.weights.operand import TYPES, Target, group_of, irregular, operand_of
-from lockstep.kernels.formats.weights.weights import IntWeight
+from lockstep.kernels.compile_target import CompileTarget
+from lockstep.kernels.device.dequantize import FP8, e4m3_to_fp32
+from lockstep.kernels.formats.weights import IntWeight, QuantizedWeight, dequantize_weight
+from lockstep.kernels.formats.weights.dequantize_tile import K_BLOCK, load_tile
+from lockstep.kernels.formats.weights.operand import (
+    TL_DTYPES,
+    group_size_of,
+    has_irregular_groups,
+    quantized_operand,
+)
 
-ROWS = 16
-"""Outputs of a tile."""
+BLOCK_N = 16
+"""Weight rows of a tile."""
 ANY_ARCH = 80
-"""Elementwise code by ordinary operations, and no matrix unit's operand."""
+"""Generic Triton operations alone, and no tensor core operand: one target serves all GPUs."""
 
 
 @triton.jit
-def _unpack_kernel(
-    weight, out, N, K, out_stride,
-    FORM: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def _dequantize_kernel(
+    weight, out_ptr, N, K, out_stride,
+    FORMAT: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of out [N, K]; scales lie in regular groups."""
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = tl.program_id(1) * COLUMNS
-    rows = tl.minimum(n, N - 1).to(tl.int64)
-    tile = load_tile(weight, rows, at, K, FORM, COLUMNS, EVEN, DTYPE)
-    columns = at + tl.arange(0, COLUMNS)
+    """Write one tile of out [N, K] of a weight with regular groups."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K
+    rows = tl.minimum(n, N - 1).to(tl.int64)  # load_tile masks no rows: repeat the last one
+    tile = load_tile(weight, rows, k, K, FORMAT, BLOCK_K, EVEN, DTYPE)
+    columns = k + tl.arange(0, BLOCK_K)
     mask = (n < N)[:, None] & (columns < K)[None, :]
-    tl.store(out + rows[:, None] * out_stride + columns[None, :], tile, mask=mask)
+    tl.store(out_ptr + rows[:, None] * out_stride + columns[None, :], tile, mask=mask)
 
 
 @triton.jit
 def _gather_kernel(
-    weight, g_idx, out, N, K, groups, out_stride, GROUP: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+    weight, g_idx_ptr, out_ptr, N, K, groups, out_stride, GROUP: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of out [N, K] whose columns take their scales from anywhere."""
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """Write one tile of out [N, K] of a weight whose columns gather their scales from any group."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (n < N)[:, None] & (k < K)[None, :]
     rows = tl.minimum(n, N - 1).to(tl.int64)[:, None]
-    inside = k % BLOCK
+    # The inverse of word_order.py: column -> its word and its first bit.
+    inside = k % K_BLOCK
     span = inside // (128 // BITS)
     lane = inside // 2 % 4
     pair = inside // 8 % (16 // BITS)
-    at = k // BLOCK * (BLOCK * BITS // 32) + BITS * lane + span
+    word_index = k // K_BLOCK * (K_BLOCK * BITS // 32) + BITS * lane + span
     bit = (k % 2 * 16 + pair * BITS)[None, :]
-    word = tl.load(weight[0] + rows * weight[4] + at[None, :], mask=mask, other=0)
-    if g_idx is None:
+    word_ptrs = weight.words + rows * weight.row_stride + word_index[None, :]
+    word = tl.load(word_ptrs, mask=mask, other=0)
+    if g_idx_ptr is None:
         group = k // GROUP
     else:
-        group = tl.load(g_idx + k, mask=k < K, other=0)
-    if FORM[3] == 1:
-        lines = rows
+        group = tl.load(g_idx_ptr + k, mask=k < K, other=0)
+    if FORMAT.scale_rows == 1:
+        scale_row = rows
     else:
-        lines = (rows + weight[6]) // FORM[3]
-    place = lines * weight[5] + group[None, :]
-    scale = tl.load(weight[1] + place, mask=mask, other=0).to(tl.float32)
-    if FORM[0] == FP8:
-        value = (decode_e4m3((word >> bit) & 0xFF) * scale).to(DTYPE)
+        scale_row = (rows + weight.scale_row_offset) // FORMAT.scale_rows
+    offsets = scale_row * weight.scale_stride + group[None, :]
+    scale = tl.load(weight.scales + offsets, mask=mask, other=0).to(tl.float32)
+    if FORMAT.kind == FP8:
+        value = (e4m3_to_fp32((word >> bit) & 0xFF) * scale).to(DTYPE)
     else:
         zero = (1 << BITS) / 2.0
-        if weight[2] is not None:
-            zero = tl.load(weight[2] + place, mask=mask, other=0).to(tl.float32)
+        if weight.zeros is not None:
+            zero = tl.load(weight.zeros + offsets, mask=mask, other=0).to(tl.float32)
         code = (word >> bit) & ((1 << BITS) - 1)
         number = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
         value = (number * scale).to(DTYPE)
-    tl.store(out + rows * out_stride + k[None, :], value, mask=mask)
+    tl.store(out_ptr + rows * out_stride + k[None, :], value, mask=mask)
 
 
 @dequantize_weight.backend("triton", supports=gpu_trait)
 def dequantize_weight_triton(weight: QuantizedWeight, out: Tensor) -> None:
-    """See lockstep.kernels.formats.weights.dequantize_weight."""
+    """See lockstep.kernels.formats.weights.contract.dequantize_weight."""
     n, k = weight.shape
-    columns = int(BLOCK)
-    target = Target(ANY_ARCH, assembly=False)
-    operand, form = operand_of(weight, out.dtype, columns, target)
-    grid = (triton.cdiv(n, ROWS), triton.cdiv(k, columns))
-    if irregular(weight):
+    block_k = int(K_BLOCK)
+    target = CompileTarget(ANY_ARCH, inline_ptx=False)
+    operand, form = quantized_operand(weight, out.dtype, block_k, target)
+    grid = (triton.cdiv(n, BLOCK_N), triton.cdiv(k, block_k))
+    if has_irregular_groups(weight):
         g_idx = weight.g_idx if isinstance(weight, IntWeight) else None
         _gather_kernel[grid](
             operand, g_idx, out, n, k, operand.scales.shape[1], out.stride(0),
-            group_of(weight) or k, weight.bits, ROWS, columns, columns, tuple(form),
-            TYPES[out.dtype], enable_fp_fusion=False,
+            group_size_of(weight) or k, weight.bits, BLOCK_N, block_k, block_k, form,
+            TL_DTYPES[out.dtype], enable_fp_fusion=False,
         )  # fmt: skip
         return
-    _unpack_kernel[grid](
-        operand, out, n, k, out.stride(0), tuple(form), k % columns == 0, ROWS, columns,
-        TYPES[out.dtype], enable_fp_fusion=False,
+    _dequantize_kernel[grid](
+        operand, out, n, k, out.stride(0), form, k % block_k == 0, BLOCK_N, block_k,
+        TL_DTYPES[out.dtype], enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def in_memory(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight unpacked, on its device: [N, K]."""
+def dequantize_to_memory(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Dequantize a weight into a new tensor [N, K] on its device."""
     dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     dequantize_weight_triton(weight, dense)
     return dense

@@ -1,0 +1,118 @@
+"""IntWeight: 4-bit and 8-bit integers with scales and zero points per group."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.formats.weights.quantized_weight import DUMMY_SCALE, QuantizedWeight
+from lockstep.kernels.formats.weights.word_order import pack_codes, words_per_row
+
+
+@dataclass(frozen=True)
+class IntWeight(QuantizedWeight):
+    """Integers of 4 or 8 bits with scales per group along K: round((code - zero) * scale).
+
+    scales: [N, G] fp16, bf16 or fp32, as in the checkpoint. zeros: zero points [N, G], whole
+    numbers below 2^bits in the scales' dtype (so that one loader serves both); None: all are
+    2^(bits - 1). group: column k belongs to group k // group; the last group may be partial. g_idx:
+    [K] int32, the group of each column instead (GPTQ's desc_act). width: bits of a code.
+    """
+
+    scales: Tensor
+    zeros: Tensor | None
+    g_idx: Tensor | None
+    group: int
+    width: int = 4
+
+    @property
+    def bits(self) -> int:
+        return self.width
+
+    @classmethod
+    def empty(
+        cls,
+        n: int,
+        k: int,
+        bits: int = 4,
+        group: int = 128,
+        *,
+        scale_dtype: torch.dtype = torch.bfloat16,
+        zeros: bool = False,
+        g_idx: bool = False,
+        device: str | torch.device = "cpu",
+    ) -> Self:
+        """Allocate a weight [n, k]. group: -1 for all of K; zeros, g_idx: whether it has them."""
+        group = k if group == -1 else group
+        scales = torch.empty(n, -(-k // group), dtype=scale_dtype, device=device)
+        return cls(
+            words=torch.empty(n, words_per_row(k, bits), dtype=torch.int32, device=device),
+            k=k,
+            scales=scales,
+            zeros=torch.empty_like(scales) if zeros else None,
+            g_idx=torch.empty(k, dtype=torch.int32, device=device) if g_idx else None,
+            group=group,
+            width=bits,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        g_idx: Tensor | None = None,
+        group: int = 128,
+        bits: int = 4,
+    ) -> Self:
+        """Pack codes [N, K] uint8. zeros may have any dtype; group: -1 for all of K."""
+        k = codes.shape[1]
+        zeros = None if zeros is None else zeros.to(scales.dtype)
+        return cls(
+            pack_codes(codes, bits), k, scales, zeros, g_idx, k if group == -1 else group, bits
+        )
+
+    def rows(self, begin: int, end: int) -> Self:
+        zeros = None if self.zeros is None else self.zeros[begin:end]
+        scales = self.scales[begin:end]
+        words = self.words[begin:end]
+        return type(self)(words, self.k, scales, zeros, self.g_idx, self.group, self.width)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.words.random_(-(2**31), 2**31, generator=generator)
+        middle = 2 ** (self.bits - 1)
+        spread = (2**self.bits) / 12**0.5
+        wanted = DUMMY_SCALE * self.k**-0.5 / spread
+        self.scales.copy_(
+            torch.empty(self.scales.shape, device=self.device).uniform_(
+                0.8 * wanted, 1.2 * wanted, generator=generator
+            )
+        )
+        if self.zeros is not None:
+            self.zeros.random_(middle - 1, middle + 2, generator=generator)
+        if self.g_idx is not None:
+            self.g_idx.copy_(torch.arange(self.k, device=self.device) // self.group)
+
+    def groups(self) -> Tensor:
+        """Return the group of each column: [K] int64."""
+        if self.g_idx is not None:
+            return self.g_idx.long()
+        return torch.arange(self.k, device=self.device) // self.group
+
+    def _values(self, codes: Tensor) -> Tensor:
+        groups = self.groups()
+        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.float()[:, groups]
+        return (codes.float() - zeros) * self.scales.float()[:, groups]
+
+    def gather(self, ids: Tensor) -> Self:
+        zeros = None if self.zeros is None else self.zeros[ids]
+        words = self.words[ids]
+        scales = self.scales[ids]
+        return type(self)(words, self.k, scales, zeros, self.g_idx, self.group, self.width)
+
+    def reorder(self, order: Tensor) -> None:
+        self.words.copy_(self.words[order])
+        self.scales.copy_(self.scales[order])
+        if self.zeros is not None:
+            self.zeros.copy_(self.zeros[order])
