@@ -149,7 +149,7 @@ def _tiled(
 
     number = card.number
     gpu = CompileTarget(number, inline_ptx=True)
-    if isinstance(module, Product):
+    if isinstance(module, Gemm):
         (n, k) = module.shape
         weight = module.stored
         packed = isinstance(weight, QuantizedWeight)
