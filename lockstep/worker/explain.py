@@ -17,6 +17,7 @@ from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.layers.attention import Attention
 from lockstep.layers.latent_attention import LatentAttention
+from lockstep.layers.linear import Gemm
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.weight_files import has_weights
