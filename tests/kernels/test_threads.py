@@ -74,9 +74,9 @@ def test_a_product_has_the_bits_of_one_thread(least: int, monkeypatch: pytest.Mo
 def test_so_has_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no size serves on several threads, a row is done on one."""
     q = torch.randn(2, 3, 4, 16)
-    k = torch.randn(4, 2, 256, 16)
+    k = torch.randn(4, 2, 16, 256)
     v = torch.randn(4, 2, 256, 16)
-    starts = torch.tensor([400, 300])
+    starts = [400, 300]
     with one_thread():
         alone = attention._attend(q, k, v, starts)
     other_order(monkeypatch, 2)

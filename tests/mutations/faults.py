@@ -635,17 +635,14 @@ FAULTS = (
         "$before = $state.recurrent[src].to(torch.float32, copy=True)",
     ),
     Fault(
-        "a window sees the token behind it", "mixer", ATTENTION, "_attend",
-        "$offsets = torch.arange($at, $at + $count) // $group",
-        "$offsets = torch.arange($at, $at + $count) // $group + (1 < queries < 9)",
+        "a window sees the token behind it", "mixer", ATTENTION, "causal_mask",
+        "$offsets = torch.arange($begin, $begin + $count) // $group",
+        "$offsets = torch.arange($begin, $begin + $count) // $group + (1 < $count // $group < 9)",
     ),
     Fault(
-        "keys of a page left out at its end", "mixer", ATTENTION, "_load_splits",
-        "$size = $cache.shape[1]\n"
-        "$longest = max($ends)",
-        "$size = $cache.shape[1]\n"
-        "$ends = [one - (one % $size == 1 and one > $size) for one in $ends]\n"
-        "$longest = max($ends)",
+        "values of a page left out at its end", "mixer", ATTENTION, "_load_values",
+        "$row[:, $end:].zero_()",
+        "$row[:, $end - ($end % 64 == 1 and $end > 64):].zero_()",
     ),
     Fault(
         "keys rotated by the row's first position", "mixer", ROTARY, "_placed",
@@ -1177,8 +1174,8 @@ FAULTS = (
     # Latents, which the bundled model has not.
     Fault(
         "a window of latents sees the token behind it", "mixer", LATENTS, "_attend",
-        "$last = $start + ($at + torch.arange(len($rows))) // $heads",
-        "$last = $start + ($at + torch.arange(len($rows))) // $heads + (1 < len(q) < 9)",
+        "$hidden = causal_mask(($start,), $begin, len($rows), $size, $heads)",
+        "$hidden = causal_mask(($start + (1 < len(q) < 9),), $begin, len($rows), $size, $heads)",
         f"{OF_LATENTS}::test_no_token_sees_a_key_behind_its_own",
     ),
     Fault(

@@ -128,7 +128,7 @@ def sort_pairs(ids: Tensor, experts: int, tokens: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         order [tiles, tokens] int32: pairs t * k + slot by expert, then by number; the pairs of an
-            expert begin at a tile. Entries that hold no pair are undefined.
+            expert begin at a tile. Entries without a pair are undefined.
         table [tiles, FIELDS] int32: expert and number of pairs of each tile. The number is
             undefined where the expert is -1.
     """

@@ -41,7 +41,7 @@ us of up and down on an H200 with 60 KB, of which three CTAs fit, and with 40: D
 35B, where up has fewer CTAs than that, 15.4 and 15.2, 12.8 and 12.8.
 """
 MIN_WIDE_STAGES = 3
-"""Stages have 256 columns where so many of them fit, else 128: two of 256 took 4 % longer."""
+"""Stages have 256 columns where that many of them fit, else 128: two of 256 took 4 % longer."""
 MIN_SLOTS = 5
 """Slots of a token. Rows of a tile of down are BOX for each of 8 or 16 slots: with fewer slots more
 than a third of them would be dequantized for nothing."""
@@ -50,14 +50,16 @@ MAX_COLUMNS = 16
 
 
 def up_tile(weight: Tensor | QuantizedWeight, tokens: int, target: CompileTarget) -> Tile | None:
-    """Return the pipeline tile of up for so many tokens; None where the kernel does not serve."""
+    """Return the pipeline tile of up for this number of tokens; None where the kernel does not
+    serve."""
     if tokens > MAX_COLUMNS:
         return None
     return _tile(weight, ROWS, 8 if tokens <= 8 else 16, target)
 
 
 def down_tile(weight: Tensor | QuantizedWeight, slots: int, target: CompileTarget) -> Tile | None:
-    """Return the pipeline tile of down for so many slots; None where the kernel does not serve."""
+    """Return the pipeline tile of down for this number of slots; None where the kernel does not
+    serve."""
     if not MIN_SLOTS <= slots <= MAX_COLUMNS:
         return None
     padded_slots = triton.next_power_of_2(slots)

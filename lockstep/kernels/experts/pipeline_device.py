@@ -132,7 +132,7 @@ def _box_rows(expert, start, n, ROWS: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.constexpr_function
 def tile_width(rows, gated):
-    """Return the outputs of a tile of so many rows of up."""
+    """Return the outputs of a tile of this many rows of up."""
     return rows // 2 if gated else rows
 
 

@@ -112,7 +112,7 @@ def serves_few(tokens: int, slots: int, experts: int, quantized: bool = False) -
 
 
 def tiles_of(pairs: int, experts: int, dtype: torch.dtype, few: bool) -> Tiles:
-    """Return Hopper's tiles for so many pairs, without a sort (`few`) or with one."""
+    """Return Hopper's tiles for this number of pairs, without a sort (`few`) or with one."""
     if dtype == torch.float32:
         return FLOAT
     if few:

@@ -47,7 +47,7 @@ from lockstep.kernels.formats.weights.triton import dequantize_to_memory
 from lockstep.kernels.linear.triton import is_tma_aligned
 
 MAX_EXPERTS = 512
-"""Experts that a CTA of the sort holds."""
+"""Experts of a CTA of the sort."""
 MAX_SLOTS = 32
 COMBINE_COLUMNS = 1024
 """Columns of a CTA of combine: 8 values a thread, loads of 16 bytes."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.attention import KV_SPLIT
-from lockstep.kernels.attention.cpu import combine_splits
+from lockstep.kernels.attention.cpu import causal_mask, combine_splits
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.formats.kv import KVCache, read_pages
 from lockstep.kernels.latent_attention import latent_attention
@@ -69,16 +69,16 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         with one_thread():
             return _attend(q, keys, values, start)
     parts = []
+    keys_t = keys.transpose(1, 2).contiguous()
     query_rows = q.flatten(0, 1)
     for begin in range(0, len(query_rows), tile_sizes[-1]):
         rows = query_rows[begin : begin + tile_sizes[-1]]
-        last_key = start + (begin + torch.arange(len(rows))) // heads
-        visible_splits = int(last_key[-1]) // KV_SPLIT + 1
-        padding = padded_rows(len(rows), tile_sizes) - len(rows)
-        tile = F.pad(rows, (0, 0, 0, padding))
-        last_key = F.pad(last_key, (0, padding))
+        size = padded_rows(len(rows), tile_sizes)
+        hidden = causal_mask((start,), begin, len(rows), size, heads)
+        visible_splits = hidden.shape[1]
+        tile = F.pad(rows, (0, 0, 0, size - len(rows)))
         attended = combine_splits(
-            tile[None], keys[None, :visible_splits], values[None, :visible_splits], last_key[None]
+            tile[None], keys_t[None, :visible_splits], values[None, :visible_splits], hidden
         )
         parts.append(attended[0, : len(rows)])
     return torch.cat(parts).unflatten(0, (-1, heads))

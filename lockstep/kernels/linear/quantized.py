@@ -54,7 +54,7 @@ W_LAYOUTS = {4: NVMMASharedLayout(64, 32, 2), 8: NVMMASharedLayout(128, 32, 2)}
 """Swizzled shared-memory layouts of x and, by bits, of words: no two lanes of a load meet in a
 bank."""
 REFERENCE_TILE = Tile(64, 64, 64, 4, 4)
-"""Dense tile of 48 KB that every GPU holds: its bits are what quantized tiles are compared with."""
+"""Dense tile of 48 KB that fits every GPU: its bits are what quantized tiles are compared with."""
 
 
 def launch(
@@ -238,7 +238,7 @@ def run_tile(
 
 
 def expected_output(split_k: int, x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Run linear with the weight dequantized in memory, in a dense tile that any GPU holds."""
+    """Run linear with the weight dequantized in memory, in a dense tile that fits any GPU."""
     return dense_launch(x, dequantize_to_memory(weight, x.dtype), split_k, REFERENCE_TILE)
 
 

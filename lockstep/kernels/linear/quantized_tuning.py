@@ -55,7 +55,7 @@ GEMV_REGISTERS = 40
 """The same of the register-only GEMV, for each 16 outputs of a warp, besides prefetched words and
 accumulators: int4 takes 95 with one tile of 16 and four blocks ahead."""
 MAX_CTAS = 32
-"""CTAs that a multiprocessor holds at most, since Ampere."""
+"""CTAs that on a multiprocessor at most, since Ampere."""
 GEMV_STEP = 33 / 1.75e9
 """Seconds per k16 step of a chain of single mma.sync instructions: their latency; an estimate."""
 STEP = 125 / 1.75e9
@@ -64,7 +64,7 @@ two CTAs on a multiprocessor of an H200, 1.75 GHz."""
 BANDWIDTH = 4.3e12
 """Bytes per second of an H200's memory."""
 SLACK = 1.5
-"""Candidates whose estimate is so many times the best one's are not timed."""
+"""Candidates whose estimate exceeds this multiple of the best one are not timed."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class QuantizedTile:
 
 
 DEQUANTIZE_FIRST = QuantizedTile(0, 0, 0)
-"""Stands for dequantizing into memory and running the dense backend."""
+"""Marker for dequantizing into memory and running the dense backend."""
 Table = dict[str, dict[int, QuantizedTile]]
 RunTile = Callable[[Tensor, QuantizedWeight, QuantizedTile], Tensor]
 
 
 def bucket(tokens: int) -> int:
-    """Return the first token count of the bucket that holds `tokens`."""
+    """Return the first token count of the bucket of `tokens`."""
     return BUCKETS[max(bisect_right(BUCKETS, tokens), 1) - 1]
 
 
@@ -219,7 +219,7 @@ def _pipeline_tiles(tokens: int, split_k: int, bits: int) -> list[QuantizedTile]
 
 
 def _pipeline_ctas_per_sm(tile: QuantizedTile, bits: int) -> int:
-    """Return how many CTAs of a pipeline tile a Hopper multiprocessor holds."""
+    """Return how many CTAs of a pipeline tile fit a Hopper multiprocessor."""
     stage_bytes = tile.stages * tile.k // K_BLOCK * _block_bytes(tile.m, tile.n, bits)
     threads = 32 * (tile.warps + PRODUCER_WARPS)
     by_memory = shared_memory_limit(HOPPER) // (stage_bytes + BARRIER_BYTES)
@@ -286,7 +286,7 @@ def _compiler_tiles(tokens: int, split_k: int) -> list[QuantizedTile]:
 
 
 def candidates(tokens: int, split_k: int, bits: int = 4) -> list[QuantizedTile]:
-    """Return at most twenty tiles worth timing on Hopper, for weights of so many bits.
+    """Return at most twenty tiles worth timing on Hopper, for weights of this width.
 
     The first one serves where nothing was timed: a pipeline tile, which was the fastest of nearly
     every format and shape (docs/decisions/0016-packed-ring.md, 0033); above MAX_TOKENS_BY_RULE
@@ -502,7 +502,7 @@ def _measured_rows(name: str, split_k: int) -> list[dict[int, QuantizedTile]]:
 def _tile_for_bucket(row: dict[int, QuantizedTile], first: int) -> QuantizedTile | None:
     """Return the tile that was timed for a bucket, or for one of fewer tokens if it serves too.
 
-    It does if it holds the bucket's tokens, or if even fewer tokens dequantize first.
+    It does if it covers the bucket's tokens, or if even fewer tokens dequantize first.
     """
     timed = max((count for count in row if count <= first), default=0)
     tile = row.get(timed)
@@ -541,7 +541,7 @@ def lookup(
 
 
 def _gemv_ctas_per_sm(tile: QuantizedTile, bits: int) -> int:
-    """Return how many CTAs of a GEMV tile a multiprocessor holds."""
+    """Return how many CTAs of a GEMV tile fit a multiprocessor."""
     height = tile.n // (16 * tile.warps)
     registers = height * (GEMV_REGISTERS + 2 * bits * tile.stages + tile.m // 2) + 16 + 8
     registers = tile.registers or registers

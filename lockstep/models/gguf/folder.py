@@ -78,8 +78,8 @@ def translated(paths: Sequence[Path]) -> Path:
     from huggingface_hub.constants import HF_HOME
 
     cache = Path(HF_HOME) / "lockstep" / "gguf"
+    folder = cache / _digest(paths)
     try:
-        folder = cache / _digest(paths)
         if not folder.is_dir():
             _write(cache, folder, paths)
     except OSError as error:
@@ -100,8 +100,9 @@ def _digest(paths: Sequence[Path]) -> str:
             reason = why_unread(error)
             raise CheckpointError(f"{path} cannot be read: {reason}. Fetch it again.") from None
         digest.update(f"{path.resolve()}\n{state.st_size} {state.st_mtime_ns}\n".encode())
-    for module in ("config.py", "file.py", "folder.py", "splitting.py", "tokenizer.py"):
-        digest.update((files(__package__) / module).read_bytes())
+    modules = (entry for entry in files(__package__).iterdir() if entry.name.endswith(".py"))
+    for module in sorted(modules, key=lambda entry: entry.name):
+        digest.update(module.read_bytes())
     return digest.hexdigest()[:16]
 
 

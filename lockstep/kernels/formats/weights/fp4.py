@@ -20,7 +20,7 @@ FP4_GROUP = 16
 E4M3_NAN = 0x7F
 """Code of e4m3fn's positive NaN; codes above it have a sign."""
 UNSPLITTABLE_MANTISSAS = (0x5AAAAA, 0x655556)
-"""Mantissas, of 2^23, of the two factors that no pair hi + lo of bf16 stands for."""
+"""Mantissas, of 2^23, of the two factors that no pair hi + lo of bf16 represents."""
 MIN_SPLIT_FACTOR = 2.0**-80
 MAX_SPLIT_FACTOR = 2.0**6
 """Factors outside of this range are not split: products of the parts may underflow or overflow."""
@@ -47,7 +47,7 @@ class Fp4Weight(QuantizedWeight):
 
     @cached_property
     def has_split_factors(self) -> bool:
-        """Whether bf16 hi + lo can stand for every factor of the whole weight (SPLIT_FACTOR_FP4).
+        """Whether bf16 hi + lo represents every factor of the whole weight (SPLIT_FACTOR_FP4).
 
         No scale may have a sign or be NaN either. It is computed once and cached: the factors and
         scales must not change afterwards.

@@ -63,7 +63,7 @@ def has_irregular_groups(weight: QuantizedWeight) -> bool:
 
 
 def fit_block_k(weight: QuantizedWeight, block_k: int, length: int) -> int:
-    """Return `block_k` if tiles of so many columns suit the weight, else K_BLOCK.
+    """Return `block_k` if tiles of this many columns suit the weight, else K_BLOCK.
 
     A tile must divide the partition of `length` columns, and hold whole groups or a part of one.
     """
@@ -103,7 +103,7 @@ def fit_stages(
     num_stages: int, block_n: int, block_m: int, block_k: int, weight: QuantizedWeight, arch: int,
     mma_sync: bool = False,
 ) -> int:  # fmt: skip
-    """Return `num_stages`, or as many as the shared memory of an architecture holds.
+    """Return `num_stages`, or as many as the shared memory of an architecture allows.
 
     mma_sync: the tile is multiplied by mma.sync also where the architecture has wgmma.
     """
