@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine for programs with an event loop, over the server's process machinery."""
+"""AsyncLLM: engine for programs with an event loop, in a separate process as the server's."""
 
 import asyncio
 import uuid
@@ -29,9 +29,9 @@ from lockstep.text.settings import TextSettings
 from lockstep.worker.executor import Facts
 
 STEP_SECONDS = 120.0
-"""Time limit of a step; the engine's process is restarted after it."""
+"""Time limit of a step, after which the engine's process is restarted."""
 MAX_ID = 256
-"""Characters of a request's id."""
+"""Maximum characters of a request's id."""
 REMEDY = "Make a new AsyncLLM."
 GENERATE = ("prompt", "sampling_params", "request_id", "priority")
 
@@ -74,7 +74,7 @@ class AsyncLLM:
     def _adopt(
         self, transport: ThreadTransport | ProcessTransport, facts: Facts, text: TextSettings
     ) -> None:
-        """Read the text side, and begin to serve."""
+        """Read the text side and start serving."""
         try:
             self.processor = processor_of(facts, text)
         except BaseException:
@@ -99,22 +99,22 @@ class AsyncLLM:
 
     @property
     def config(self) -> EngineConfig:
-        """Settings that the engine was built from."""
+        """Return the settings of the engine."""
         return self._facts.config
 
     @property
     def fingerprint(self) -> str:
-        """The numerics that answers depend on, as the server's system_fingerprint."""
+        """Return the hash of the numerics, as the server's system_fingerprint."""
         return self._facts.fingerprint
 
     @property
     def is_running(self) -> bool:
-        """True while requests are served."""
+        """Return whether requests are served."""
         return self._client.is_alive and not self._client.restarting
 
     @property
     def errored(self) -> bool:
-        """True once the engine has ended."""
+        """Return whether the engine has ended."""
         return not self._client.is_alive
 
     async def check_health(self) -> None:
@@ -123,8 +123,10 @@ class AsyncLLM:
             raise EngineDeadError(f"the engine has stopped. {REMEDY}")
 
     async def get_tokenizer(self) -> ModelTokenizer:
-        """Return the tokenizer, with the chat template. Raises RequestError where
-        skip_tokenizer_init left it out."""
+        """Return the tokenizer, with the chat template.
+
+        Raises RequestError where skip_tokenizer_init is set.
+        """
         return ModelTokenizer(self.processor)
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
@@ -146,12 +148,13 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the answer as it grows; the last output is `finished`.
 
-        An output contains what sampling_params.output_kind says: all so far, what is new since the
-        last one (completions without news are left out), or, once, the whole answer. What comes
-        while the caller is busy is one output. A caller that stops iterating aborts the request.
+        sampling_params.output_kind decides whether an output contains everything so far, only what
+        is new (completions without new tokens are left out), or, once, the whole answer. Updates
+        that arrive while the caller is busy are merged. A caller that stops iterating aborts the
+        request.
 
-        Raises RequestError where the request is wrong or its id is taken, ComputeError where a
-        step of it failed, EngineDeadError where the engine has ended.
+        Raises RequestError where the request is wrong or its id is in use, ComputeError where a
+        step failed, EngineDeadError where the engine has ended.
         """
         outputs = await self.add_request(
             uuid.uuid4().hex if request_id is None else request_id,
@@ -223,7 +226,7 @@ class AsyncLLM:
         return True
 
     def shutdown(self) -> None:
-        """End the engine after its present step; open requests end with EngineDeadError."""
+        """End the engine after its current step; open requests end with EngineDeadError."""
         self._stop()
 
     async def __aenter__(self) -> Self:
@@ -243,9 +246,9 @@ AsyncLLMEngine = AsyncLLM
 
 
 class OutputStream:
-    """The outputs of one request, for one reader. It ends with the output that is finished.
+    """Outputs of one request, for one reader. The finished output is the last.
 
-    groups: where the request is known by its id while it is open.
+    groups: open requests by id.
     """
 
     def __init__(
@@ -278,13 +281,13 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output, of all updates that wait."""
+        """Return the next output, merged from all waiting updates."""
         while self._open:
-            news: dict[int, list[TextUpdate]] = {}
-            self._push(*await self._updates.get(), news)
+            updates: dict[int, list[TextUpdate]] = {}
+            self._push(*await self._updates.get(), updates)
             while not self._updates.empty():
-                self._push(*self._updates.get_nowait(), news)
-            output = self._output(news)
+                self._push(*self._updates.get_nowait(), updates)
+            output = self._output(updates)
             if output is not None:
                 return output
         self._close()
@@ -294,35 +297,35 @@ class OutputStream:
         """Abort the request if it has not ended."""
         self._close()
 
-    def _push(self, index: int, update: Update, news: dict[int, list[TextUpdate]]) -> None:
-        """Take an update. Raises what ended the request."""
+    def _push(self, index: int, update: Update, updates: dict[int, list[TextUpdate]]) -> None:
+        """Take an update. Raises the error that ended the request."""
         try:
-            settled = self._group.push(index, update)
+            text_update = self._group.push(index, update)
         except Exception:
             self._close()
             raise
-        if settled is None:
+        if text_update is None:
             return
-        news.setdefault(index, []).append(settled)
-        if settled.finish_reason is not None and index in self._open:
+        updates.setdefault(index, []).append(text_update)
+        if text_update.finish_reason is not None and index in self._open:
             del self._open[index]
             if isinstance(update, TokenUpdate) and update.finish_reason is None:
                 self._client.abort(self._group.requests[index].id)  # a stop string ended it
         if not self._open:
             self._groups.pop(self._group.id, None)
 
-    def _output(self, news: dict[int, list[TextUpdate]]) -> RequestOutput | None:
-        """Return what the reader wants to see after these updates; None: nothing yet."""
+    def _output(self, updates: dict[int, list[TextUpdate]]) -> RequestOutput | None:
+        """Return the output after these updates; None where the reader wants none yet."""
         if self._kind is RequestOutputKind.FINAL_ONLY:
             return self._group.output if self._group.output.finished else None
-        if not news:
+        if not updates:
             return None
         if self._kind is RequestOutputKind.CUMULATIVE:
             return self._group.snapshot()
-        return self._group.delta(news)
+        return self._group.delta(updates)
 
     def _close(self) -> None:
-        """Abort what still runs, and forget the request."""
+        """Abort unfinished completions and drop the request."""
         self._groups.pop(self._group.id, None)
         for index in self._open:
             self._client.abort(self._group.requests[index].id)

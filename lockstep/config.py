@@ -198,8 +198,8 @@ class EngineConfig(Settings):
         return cls(**settings)
 
     @property
-    def num_drafts(self) -> int:
-        """Return K, the maximum draft tokens per row and step."""
+    def max_drafts(self) -> int:
+        """Return K, the maximum drafts per row and step."""
         speculative = self.speculative_config
         return speculative.num_speculative_tokens if speculative else 0
 

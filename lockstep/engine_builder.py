@@ -1,4 +1,4 @@
-"""Construction of engines: the one place that joins the control plane and a worker."""
+"""Construction of engines: the only module that joins the control plane and a worker."""
 
 from lockstep.config import EngineConfig, Plan
 from lockstep.engine.engine import Engine

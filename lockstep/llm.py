@@ -1,4 +1,4 @@
-"""LLM: the engine for programs that have all their prompts at hand."""
+"""LLM: offline inference for programs that have all their prompts at hand."""
 
 import threading
 import uuid
@@ -47,7 +47,7 @@ CHATS = (
 
 
 def processor_of(facts: Facts, text: TextSettings) -> Processor:
-    """The text side of an engine: the tokenizer and the chat template of its checkpoint."""
+    """Return the text side of an engine: tokenizer and chat template of its checkpoint."""
     plan = facts.plan
     tokenizer = None if facts.config.skip_tokenizer_init else Tokenizer(plan.model_path)
     return Processor.for_model(
@@ -58,11 +58,10 @@ def processor_of(facts: Facts, text: TextSettings) -> Processor:
 def hosted_engine(
     config: EngineConfig, text: TextSettings, progress: Progress
 ) -> tuple[Engine, MakeGrammar]:
-    """Return the engine of these settings, and what makes grammars of recipes; for a process of its
-    own, whose threads give way to the client's.
+    """Build an engine and its grammar factory in a process of their own.
 
-    What the first grammar would have to wait for is made here, so that no step shares the
-    interpreter with that.
+    The engine's threads give way to the client's. Data that the first grammar needs is built here,
+    so that no step competes with it for the interpreter.
     """
     give_way(pick_device(config))
     engine = build_engine(config, progress)
@@ -77,18 +76,18 @@ def _unseen(what: str, done: int, of: int) -> None:
 
 
 class LLM:
-    """A model and its tokenizer.
+    """Model and tokenizer for offline inference.
 
         llm = LLM()
         print(llm.generate("def main(", SamplingParams(max_tokens=20))[0].outputs[0].text)
 
     Settings are EngineConfig's and TextSettings', and the flags of `vllm serve` by their names:
-    those that have no effect here are warnings, others errors with a remedy. Where
-    speculative_config is left out, a draft module that the checkpoint has drafts ("auto").
-    `progress(what, done, of)` is called while loading, in bytes, and while warming up, in shapes.
+    those without effect here give warnings, others errors with a remedy. Without
+    speculative_config, a draft module that the checkpoint has drafts ("auto"). `progress(what,
+    done, of)` is called while loading, in bytes, and while warming up, in shapes.
 
-    Any thread may call generate() and chat(): one thread of the LLM's own runs the engine, which
-    batches the requests of all callers. close(), or the end of a `with` block, ends it.
+    Any thread may call generate() and chat(): a thread of the LLM runs the engine, which batches
+    the requests of all callers. close(), or the end of a `with` block, ends it.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class LLM:
 
     @classmethod
     def over(cls, engine: Engine) -> "LLM":
-        """Return an LLM around an engine that is built."""
+        """Return an LLM around a built engine."""
         llm = cls.__new__(cls)
         llm._adopt(engine, TextSettings())
         return llm
@@ -119,7 +118,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine. Its methods may be called while no generate() or chat() runs.
+        """Return the engine. Its methods may be called while no generate() or chat() runs.
 
         Raises EngineDeadError once the LLM is closed.
         """
@@ -129,17 +128,22 @@ class LLM:
 
     @property
     def llm_engine(self) -> Engine:
-        """The engine, by vLLM's name."""
+        """Return the engine, by vLLM's name."""
         return self.engine
 
     def get_tokenizer(self) -> ModelTokenizer:
-        """Return the tokenizer, with the chat template. Raises RequestError where
-        skip_tokenizer_init left it out."""
+        """Return the tokenizer, with the chat template.
+
+        Raises RequestError where skip_tokenizer_init is set.
+        """
         return ModelTokenizer(self.processor)
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """Return what requests get that name no sampling parameters, as over HTTP: the checkpoint's
-        generation_config, and max_tokens as /v1/completions has it. Raises RequestError."""
+        """Return the default sampling parameters, as over HTTP.
+
+        They are the checkpoint's generation_config, with the max_tokens of /v1/completions. Raises
+        RequestError.
+        """
         return self.processor.bounded_params({"max_tokens": SamplingParams.max_tokens, **changes})
 
     def generate(
@@ -154,14 +158,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}).
 
-        Outputs come in the order of the prompts. `on_progress` sees each output as it grows, in
-        the calling thread. use_tqdm: where stderr is a terminal, a bar there counts the prompts
-        that are answered.
+        Outputs have the order of the prompts. on_progress: called in this thread with each output
+        as it grows. use_tqdm: show a bar on stderr that counts answered prompts, where stderr is a
+        terminal.
 
-        An exception in the caller, such as KeyboardInterrupt, aborts this call's requests alone.
+        An exception in the caller, such as KeyboardInterrupt, aborts only this call's requests.
 
-        Raises RequestError naming the parameter where a request is wrong; then none is run.
-        ComputeError where a step of one failed, EngineDeadError where the engine has ended.
+        Raises RequestError naming the parameter where a request is wrong; then none runs.
+        ComputeError where a step failed, EngineDeadError where the engine has ended.
         """
         check_keywords(others, GENERATE, CALL)
         many = _as_list(prompts)
@@ -178,7 +182,9 @@ class LLM:
         shown: Collection[int] = (),
         readers: Sequence[ReplyReader | None] = (),
     ) -> list[RequestOutput]:
-        """Answer prompts, each with its parameters. shown: special tokens that give text."""
+        """Answer prompts with one set of parameters each. shown: special tokens that become
+        text.
+        """
         _check_switch("use_tqdm", use_tqdm)
         count = len(prompts)
         ranks = _per_prompt("priority", priority or 0, count, int, "a whole number")
@@ -217,16 +223,16 @@ class LLM:
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, rendered with the checkpoint's chat template.
+        """Answer one conversation or conversations, rendered with the checkpoint's chat template.
 
         tools, tool_choice and parallel_tool_calls mean what they do over HTTP. Once a completion
-        has ended, its `content`, `reasoning` and `tool_calls` hold what the parsers read in it;
-        `text` holds all as the model wrote it, tags that are special tokens too. Without
+        has ended, its `content`, `reasoning` and `tool_calls` are the parsers' results; `text` is
+        everything that the model wrote, including tags that are special tokens. Without
         sampling_params an answer may fill the context, as over HTTP. Raises what generate() does.
         """
         check_keywords(others, CHATS, CHAT)
         many = isinstance(messages, list) and messages and isinstance(messages[0], list)
-        several: list[Any] = list(messages) if many else [messages]
+        conversations: list[Any] = list(messages) if many else [messages]
         variables = self._variables(
             chat_template_kwargs, add_generation_prompt, continue_final_message
         )
@@ -235,25 +241,24 @@ class LLM:
         processor = self.processor
         tools = None if choice.mode == "none" else tools
         params = self._params(
-            sampling_params, len(several), lambda: processor.bounded_params({"max_tokens": None})
+            sampling_params,
+            len(conversations),
+            lambda: processor.bounded_params({"max_tokens": None}),
         )
-        rendered = [processor.conversation(m, tools=tools, **variables) for m in several]
-        for own in params:
-            own.structured_outputs = processor.form(
-                own.structured_outputs, tools, tool_choice, parallel_tool_calls
+        rendered = [processor.conversation(m, tools=tools, **variables) for m in conversations]
+        for one in params:
+            one.structured_outputs = processor.form(
+                one.structured_outputs, tools, tool_choice, parallel_tool_calls
             )
         readers = [
-            ReplyReader(processor, prompt, tools, own, parallel_tool_calls)
-            for prompt, own in zip(rendered, params, strict=True)
+            ReplyReader(processor, prompt, tools, one, parallel_tool_calls)
+            for prompt, one in zip(rendered, params, strict=True)
         ]
         shown = processor.marker_ids(tools)
         return self._answer(rendered, params, priority, on_progress, use_tqdm, shown, readers)
 
     def beam_search(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: no other parameter of a request makes its answer depend on other answers.
-
-        Raises RequestError, always.
-        """
+        """Raise RequestError: a beam's answer would depend on other answers."""
         raise RequestError(
             "beam_search is not supported: a beam's answer depends on the others, and drafts do "
             "not apply. Call generate() with temperature=0, or with n and logprobs, and choose by "
@@ -263,15 +268,15 @@ class LLM:
     if not TYPE_CHECKING:  # a type checker shall still find misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError, with the remedy for a method of vLLM's that is not here."""
+            """Raise AttributeError, with a remedy for vLLM's methods that do not exist here."""
             if name in METHODS:
                 raise AttributeError(f"LLM has no {name}: {METHODS[name]}")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def close(self) -> None:
-        """End the engine after its present step and release its memory.
+        """End the engine after its current step and release its memory.
 
-        Calls that run in other threads end with EngineDeadError, as do calls after this one.
+        Calls that run in other threads end with EngineDeadError, as do later calls.
         """
         with self._starting:
             self._engine = None
@@ -306,16 +311,18 @@ class LLM:
 
     def _params(
         self,
-        given: SamplingParams | Sequence[SamplingParams] | None,
+        params_or_list: SamplingParams | Sequence[SamplingParams] | None,
         count: int,
         default: Callable[[], SamplingParams],
     ) -> list[SamplingParams]:
-        """Return the sampling parameters of each prompt, checked copies of what was given."""
-        chosen = default() if given is None else given
+        """Return the sampling parameters of each prompt, checked and copied."""
+        chosen = default() if params_or_list is None else params_or_list
         params = _per_prompt("sampling_params", chosen, count, SamplingParams, "SamplingParams")
-        return [own.clone() for own in params]
+        return [one.clone() for one in params]
 
-    def _variables(self, given: Any, add_prompt: bool, continues: bool) -> dict[str, Any]:
+    def _variables(
+        self, chat_template_kwargs: Any, add_prompt: bool, continues: bool
+    ) -> dict[str, Any]:
         """Return the chat template's variables. Raises RequestError."""
         _check_switch("add_generation_prompt", add_prompt)
         _check_switch("continue_final_message", continues)
@@ -324,7 +331,7 @@ class LLM:
                 "continue_final_message=True needs add_generation_prompt=False; set it.",
                 "continue_final_message",
             )
-        variables = {} if given is None else check_kwargs(given)
+        variables = {} if chat_template_kwargs is None else check_kwargs(chat_template_kwargs)
         return {
             "add_generation_prompt": add_prompt,
             "continue_final_message": continues,
@@ -333,9 +340,9 @@ class LLM:
 
 
 class _Call:
-    """Call of generate() or chat(), in the thread that made it.
+    """Call of generate() or chat(), in the thread of its caller.
 
-    show: takes how many prompts are answered, and of how many.
+    show: called with the number of answered prompts and their total.
     """
 
     def __init__(
@@ -354,7 +361,7 @@ class _Call:
         self._num_finished = 0
 
     def run(self) -> None:
-        """Serve all requests to their ends; an exception aborts those that are left."""
+        """Serve all requests until they end; an exception aborts the unfinished ones."""
         self._show(0, len(self._groups))
         try:
             requests = [
@@ -392,7 +399,7 @@ class _Call:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
-    """One prompt or several as a list; what is no prompt at all is left for the processor."""
+    """Return one prompt or several as a list; the processor rejects what is no prompt."""
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence):
         return [prompts]  # type: ignore[list-item]
     if prompts and isinstance(prompts[0], Number):

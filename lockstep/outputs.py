@@ -1,11 +1,12 @@
-"""What a request gives back, shaped like vLLM's outputs."""
+"""Outputs of a request, shaped like vLLM's."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 TokenSource = Literal["draft", "bonus", "plain"]
-"""How a token came: as a draft that was accepted; as the target's own behind drafts that a step
-verified; or as the only token of a step that verified none."""
+"""Source of a token: an accepted draft; the target's bonus token after verified drafts; or the only
+token of a step without drafts.
+"""
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Logprob:
 
 @dataclass
 class RequestMetrics:
-    """What one request cost. Times in seconds of time.monotonic.
+    """Metrics of one request. Times are seconds of time.monotonic().
 
     scheduled_time: when it first got a row.
     """
@@ -35,20 +36,20 @@ class RequestMetrics:
     scheduled_time: float | None = None
 
     def copy(self) -> "RequestMetrics":
-        """As it is now."""
+        """Return a copy."""
         return RequestMetrics(**vars(self))
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens emitted per step: 1 + accepted."""
+        """Return the mean tokens emitted per step: 1 + accepted drafts."""
         return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else 1.0
 
 
 @dataclass
 class ToolCall:
-    """A tool call; `arguments` is JSON text where the call is complete, else the beginning of one.
+    """Tool call. `arguments` is JSON text, or the beginning of it where the call is incomplete.
 
-    id: the model's own, or one made for it. complete: False where the text was cut within the call.
+    id: the model's own, or a generated one. complete: False where the text ended inside the call.
     """
 
     name: str
@@ -59,13 +60,12 @@ class ToolCall:
 
 @dataclass
 class CompletionOutput:
-    """One of a request's `n` completions.
+    """Completion of a request, one of `n`.
 
-    finish_reason: stop, length, abort, or error, and then `error` says what went wrong.
-    cumulative_logprob: sum over the tokens so far, None where no log-probabilities were asked for.
-    content, reasoning, tool_calls: what the parsers read in the text of a chat's answer, once it
-    has ended; None and empty before that, and for answers that belong to no chat. parser_errors:
-    why what looked like a call was none.
+    finish_reason: stop, length, abort or error; error: then the message. cumulative_logprob: sum
+    over the tokens so far, None without log-probabilities. content, reasoning, tool_calls: results
+    of the parsers once a chat answer has ended; None and empty before, and outside of chats.
+    parser_errors: why text that looked like a tool call is none.
     """
 
     index: int = 0
@@ -89,7 +89,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request's answer so far."""
+    """Answer of a request so far."""
 
     request_id: str
     prompt: str | None
@@ -101,5 +101,5 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that the prefix cache held."""
+        """Return the prompt tokens that the prefix cache had."""
         return self.metrics.num_cached_tokens

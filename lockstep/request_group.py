@@ -1,4 +1,4 @@
-"""The requests of one prompt, and the RequestOutput that the engine's updates make of them."""
+"""Requests of one prompt, and the RequestOutput that the engine's updates build."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -17,9 +17,9 @@ from lockstep.text.processor import Processor, Prompt, Rendered, TextUpdate, nam
 
 @dataclass(frozen=True)
 class ReplyReader:
-    """Reads a chat's answer: reasoning and tool calls are taken out of the text.
+    """Parser of a chat's answer: it separates reasoning and tool calls from the text.
 
-    tools: those that the model may call. parallel_calls: whether calls after the first one count.
+    tools: tools that the model may call. parallel_calls: keep calls after the first one.
     """
 
     processor: Processor
@@ -29,7 +29,7 @@ class ReplyReader:
     parallel_calls: bool = True
 
     def read(self, request_id: str, done: CompletionOutput) -> None:
-        """Fill in what the parsers find in the text of a completion that has ended."""
+        """Fill the parsers' results into a completion that has ended."""
         form = self.params.structured_outputs
         parser: ReplyParser = self.processor.reply_parser(self.prompt.text, self.tools, form)
         end = self.processor.text_end(done.finish_reason, done.stop_reason, self.params)
@@ -45,7 +45,7 @@ class ReplyReader:
 class RequestGroup:
     """The n requests of one prompt. `output` is what they have generated so far.
 
-    shown: special tokens that give text. reader: reads completions that have ended, for a chat.
+    shown: special tokens that become text. reader: parses completions that have ended, for a chat.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class RequestGroup:
         )
 
     def push(self, index: int, update: Update) -> TextUpdate | None:
-        """Take an update of one completion; returns what it settles, None once that has ended.
+        """Take an update of one completion -> its final text and tokens; None after its end.
 
-        Raises what ended the request: ComputeError where a step of it failed, or the engine's own.
+        Raises ComputeError where a step failed, or the engine's own error.
         """
         if isinstance(update, Exception):
             raise update
@@ -93,7 +93,7 @@ class RequestGroup:
         if update.prompt_logprobs is not None and self.output.prompt_logprobs is None:
             name_tokens(self._tokenizer, update.prompt_logprobs)
             self.output.prompt_logprobs = update.prompt_logprobs
-        settled = text.push(
+        text_update = text.push(
             update.token_ids, update.logprobs, update.finish_reason, update.stop_reason
         )
         text.output.error = update.error
@@ -102,23 +102,23 @@ class RequestGroup:
             self.output.finished = self._num_open == 0
             if self._reader is not None:
                 self._reader.read(self.id, text.output)
-        return settled
+        return text_update
 
     def snapshot(self) -> RequestOutput:
-        """Return the output as it is now; later updates do not change it."""
+        """Return a copy of the output."""
         return replace(self.output, outputs=[_copy(one) for one in self.output.outputs])
 
-    def delta(self, news: Mapping[int, Sequence[TextUpdate]]) -> RequestOutput:
-        """Return an output of what these updates settled alone, by the completions' indices."""
-        return replace(self.output, outputs=[self._delta(i, news[i]) for i in sorted(news)])
+    def delta(self, updates: Mapping[int, Sequence[TextUpdate]]) -> RequestOutput:
+        """Return an output of these updates only, by the completions' indices."""
+        return replace(self.output, outputs=[self._delta(i, updates[i]) for i in sorted(updates)])
 
-    def _delta(self, index: int, news: Sequence[TextUpdate]) -> CompletionOutput:
+    def _delta(self, index: int, updates: Sequence[TextUpdate]) -> CompletionOutput:
         done = self._texts[index].output
-        scores = [entry for settled in news for entry in settled.logprobs or ()]
+        scores = [entry for update in updates for entry in update.logprobs or ()]
         return replace(
             done,
-            text="".join(settled.delta for settled in news),
-            token_ids=[token for settled in news for token in settled.token_ids],
+            text="".join(update.delta for update in updates),
+            token_ids=[token for update in updates for token in update.token_ids],
             logprobs=None if done.logprobs is None else scores,
         )
 
@@ -130,7 +130,7 @@ def _copy(done: CompletionOutput) -> CompletionOutput:
 
 
 def _text_of(prompt: Prompt) -> str | None:
-    """Return the text of a prompt that is one."""
+    """Return a prompt's text, None where it has token ids."""
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt", "")
     if isinstance(prompt, Rendered):

@@ -1,4 +1,4 @@
-"""What every layer receives: the static shape of a step and its device tensors.
+"""Data of one step that every layer receives: its static shape and its device tensors.
 
 A step is one ragged batch of rows. T tokens, S rows, Q query length, P pages of a row.
 """
@@ -8,32 +8,32 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 GRID = 64
-"""Prompt chunks, snapshots and pages meet on this absolute token grid."""
+"""Token grid on which prompt chunks, snapshots and pages end, counted from position 0."""
 PAGE_SIZE = GRID
-"""Tokens of a page: a prefix hit ends where both a page and a snapshot of recurrent state do."""
+"""Tokens of a page: a prefix hit ends where both a page and a snapshot of state end."""
 
 
 def flush_after(device: str) -> int:
-    """Tokens that a row's recurrent state lacks from which on a generated step writes it.
+    """Return how many tokens a recurrent state may lack before a decode step writes it.
 
-    Replaying them costs a GPU less than writing the state each time; a CPU, more.
-    H200, 64 rows, us a layer, at 4, 5, 6 and 8: 89.0, 87.4, 87.8 and 89.9 for one token a row,
-    146.0, 141.3, 141.2 and 142.3 for four.
+    Replaying tokens costs a GPU less than writing the state each time; a CPU, more. H200, 64 rows,
+    us per layer at 4, 5, 6 and 8: 89.0, 87.4, 87.8 and 89.9 for one token per row, 146.0, 141.3,
+    141.2 and 142.3 for four.
     """
     return 5 if device.startswith("cuda") else 1
 
 
 NEVER = 2**31 - 1
-"""The `flush` of a step that writes no state: what it reads may be taken back."""
+"""Value of `flush` for a step that writes no state, since its tokens may be rejected."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """The static sizes of a step: what a captured program is keyed by.
+    """Static shape of a step: the key of a captured program.
 
-    rows: S, null rows included. tokens: T, all rows together. query_len: the most tokens a row
-    brings; a step that is not a prompt step is uniform, tokens == rows * query_len.
-    next_drafts: how many drafts are made behind it, for the next step.
+    rows: S, null rows included. tokens: T over all rows. query_len: maximum tokens of a row; a step
+    that is no prompt step is uniform: tokens == rows * query_len. next_drafts: drafts per row that
+    the step proposes for the next one.
     """
 
     rows: int
@@ -44,8 +44,11 @@ class StepShape:
 
     @classmethod
     def uniform(cls, rows: int, query_len: int) -> "StepShape":
-        """Every row brings `query_len` tokens: its last token and query_len - 1 drafts; as many
-        drafts are made behind it."""
+        """Return the shape of a step in which every row brings its last token and query_len - 1
+        drafts.
+
+        The step proposes as many drafts for the next one.
+        """
         return cls(rows, rows * query_len, query_len, next_drafts=query_len - 1)
 
 
@@ -115,10 +118,12 @@ class StepContext:
 
 @dataclass
 class Verdict:
-    """What the target decided. tokens [S, Q] (int64): the token it emits after each position, -1
-    where it has none (kernels.sampling);
-    accepted [S] (int32): leading drafts that equal it. A row emits tokens[s, : accepted[s] + 1].
-    results [S, Q + 2] (int64): tokens, accepted and drafted side by side, for the host.
+    """Decision of the target.
+
+    tokens [S, Q] (int64): the token that it emits after each position, -1 for none
+    (kernels.sampling). accepted [S] (int32): number of leading drafts that equal it; a row emits
+    tokens[s, : accepted[s] + 1]. results [S, Q + 2] (int64): tokens, accepted and drafted in one
+    tensor for the host.
     """
 
     tokens: Tensor

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine
 from lockstep.engine.engine import Engine
-from lockstep.engine.engine_process import PULSE_SECONDS
+from lockstep.engine.engine_process import HEARTBEAT_SECONDS
 from lockstep.engine.stats import Stats
 from lockstep.errors import ConfigError, EngineDeadError
 from lockstep.kernels.compiler_signals import run_empty_pass
@@ -104,7 +104,7 @@ def wait_until(condition: Callable[[], bool], what: str = "") -> None:
 
 def wait_until_empty(client: AsyncEngine) -> Stats:
     """Returns once no request is open and the engine holds nothing of any: its stats then."""
-    time.sleep(2 * PULSE_SECONDS)  # a process tells its stats at pulses only
+    time.sleep(2 * HEARTBEAT_SECONDS)  # a process tells its stats at pulses only
     deadline = time.monotonic() + PATIENCE
     while True:
         stats = client.stats()

@@ -163,7 +163,7 @@ def test_compare_fails_where_tokens_differ(model: str, monkeypatch: pytest.Monke
 
     def tampered(llm: LLM, *arguments: object) -> object:
         figures, outputs = measure(llm, *arguments)  # type: ignore[arg-type]
-        if llm.engine.config.num_drafts:
+        if llm.engine.config.max_drafts:
             outputs[0].outputs[0].token_ids[-1] += 1
         return figures, outputs
 

@@ -14,6 +14,7 @@ from lockstep.errors import CapacityError, CheckpointError, ConfigError
 from lockstep.spec import DRAFTERS, OLDER_NAMES, drafter_module, read
 from lockstep.spec.config import MAX_DRAFTS, SpeculativeConfig
 from lockstep.worker import memory
+from lockstep.worker.executor import executor_of
 from tests.tiny_model import make_model
 
 KV_FORMATS = "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head, "
@@ -195,9 +196,9 @@ def test_what_is_allowed_is_taken(chosen: dict[str, Any]) -> None:
     for name, value in chosen.items():
         if name == "speculative_config":
             value = read(value)
-            assert value and config.num_drafts == value.num_speculative_tokens
+            assert value and config.max_drafts == value.num_speculative_tokens
         assert getattr(config, name) == (tuple(value) if name == "row_buckets" else value)
-    assert chosen.get("speculative_config") or config.num_drafts == 0
+    assert chosen.get("speculative_config") or config.max_drafts == 0
 
 
 def test_a_model_may_be_a_path(tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_the_cache_takes_the_bytes_that_it_is_given(folder: str) -> None:
 def test_overrides_reach_the_model_and_the_numerics(folder: str) -> None:
     usual = build(folder).engine
     found = build(folder, hf_overrides={"rms_norm_eps": 0.5}).engine
-    assert found.checkpoint.raw["rms_norm_eps"] == 0.5
+    assert executor_of(found).checkpoint.raw["rms_norm_eps"] == 0.5
     assert "/hf-overrides-" in found.numerics and found.fingerprint != usual.fingerprint
     assert build(folder, hf_overrides={}).engine.numerics == usual.numerics
 

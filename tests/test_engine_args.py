@@ -95,6 +95,6 @@ def test_drafts_are_those_of_the_checkpoint_unless_told_otherwise(tmp_path: Path
     for asked, method in (({}, "mtp"), ({"speculative_config": "auto"}, "mtp")):
         config, _ = EngineArgs(model, load_format="dummy", **asked).read()
         assert config.speculative_config is not None and config.speculative_config.method == method
-        assert config.num_drafts == 3
+        assert config.max_drafts == 3
     config, _ = EngineArgs(model, load_format="dummy", speculative_config=None).read()
     assert config.speculative_config is None

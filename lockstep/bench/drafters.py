@@ -39,7 +39,7 @@ class CountedDraftLength(FixedDraftLength):
 
     def clear(self) -> None:
         """Begins to count anew."""
-        self.reached = [0] * (self.count + 1)
+        self.reached = [0] * (self.num_drafts + 1)
 
     def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
         """Counts the rows of a step that drafts were made for."""
@@ -96,7 +96,7 @@ def compare_drafters(
         due = due or tokens
         line = DrafterLine(
             name=name,
-            num_speculative_tokens=counted.count,
+            num_speculative_tokens=counted.num_drafts,
             accepted_at=counted.shares,
             acceptance_length=figures.acceptance_length,
             ms_per_step=figures.ms_per_step,

@@ -1,1 +1,1 @@
-"""The cache: pages and slots, shared by prefix, in four verbs. Knows ids, never tensors."""
+"""Cache of attention pages and recurrent state, shared by prompt prefix."""

@@ -1,9 +1,9 @@
-"""The cache in four verbs, in tokens: admit, reserve, commit, release.
+"""Cache in four verbs, in tokens: admit, reserve, commit, release.
 
-All device work is ordered, so what a launched schedule writes may be shared by the next one. Inside
-one schedule nothing that it reads or writes may change hands: snapshots and places in host memory
-stay pinned until settle(), which says what moves to the host before the schedule's steps write, and
-what comes back before its prompt step reads.
+Device work is ordered, so the next schedule may share what a launched schedule writes. Inside one
+schedule nothing that it reads or writes may change owners: snapshots and host pages stay pinned
+until settle(), which returns the copies to the host, before the schedule's steps write, and the
+copies back, before its prompt step reads.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from lockstep.errors import ConfigError
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """num_pages and num_state_slots count the null one; num_state_slots 0: no recurrent state.
+    """Sizes of a cache.
 
-    snapshot_every: pages of a prompt between two snapshots of its state; its last page that is
-    whole has one besides, and the last one that was cached without a snapshot. host_pages: of host
-    memory, for what is evicted; 0: it is dropped. slot_host_pages: host pages that a snapshot
-    takes.
+    num_pages, num_state_slots: the null page and the null slot included; num_state_slots 0: no
+    recurrent state. snapshot_every: pages of a prompt between two snapshots of its state; the last
+    whole page has one too, and so has the last page that was cached without one. host_pages: size
+    of the host tier; 0 drops evicted pages. slot_host_pages: host pages per snapshot.
     """
 
     num_pages: int
@@ -33,21 +33,24 @@ class CacheConfig:
     slot_host_pages: int = 1
 
     def __post_init__(self) -> None:
-        least = self.max_num_seqs + 1
+        min_slots = self.max_num_seqs + 1
         if self.num_pages < 2:
             raise ConfigError(
                 f"num_pages={self.num_pages} is not allowed; allowed: 2 or more (page 0 is the "
                 "null page). Give the cache more memory."
             )
-        if self.num_state_slots and self.num_state_slots < least:
+        if self.num_state_slots and self.num_state_slots < min_slots:
             raise ConfigError(
                 f"num_state_slots={self.num_state_slots} is not allowed; allowed: 0 (no recurrent "
-                f"state) or at least {least} (max_num_seqs and the null slot). Lower max_num_seqs."
+                f"state) or at least {min_slots} (max_num_seqs and the null slot). Lower "
+                "max_num_seqs."
             )
 
 
 class Cache:
-    """Who owns which page and slot. `hit_tokens` of `query_tokens` prompt tokens were cached."""
+    """Owner records of pages and slots. Of `query_tokens` prompt tokens, `hit_tokens` were
+    cached.
+    """
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
@@ -64,35 +67,37 @@ class Cache:
 
     @property
     def host_hit_tokens(self) -> int:
-        """Those of hit_tokens whose pages came back from host memory."""
+        """Return those hit_tokens whose pages came back from host memory."""
         return self.paged.pool.host.num_back * self.config.page_size
 
     @property
     def host_query_tokens(self) -> int:
-        """Those of query_tokens that were looked up in host memory: no page here had them."""
+        """Return those query_tokens that were looked up in host memory: no page here had them."""
         looked_up = self.query_tokens - self.hit_tokens + self.host_hit_tokens
         return looked_up if self.host.size else 0
 
     @property
     def capacity(self) -> int:
-        """Tokens that one sequence can have if it is alone."""
+        """Return the maximum tokens of one sequence that has all pages."""
         return self.paged.pool.total * self.config.page_size
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that `tokens` tokens fill or begin."""
+        """Return the number of pages that `tokens` tokens occupy."""
         return -(-tokens // self.config.page_size)
 
     def admit(self, seq: CacheSeq, tokens: int, spare: int = 0) -> int | None:
-        """Gives a sequence a slot and pages for `tokens`; returns how many tokens are cached.
+        """Give a sequence a slot and pages for `tokens` tokens; return how many tokens are cached.
 
-        The hit is the longest that every group can resume, and leaves a token to compute. None, and
-        nothing changed, if memory does not suffice with `spare` pages left over.
+        The hit is the longest prefix that every group can resume, and leaves one token to compute.
+        Returns None, and changes nothing, if memory does not suffice with `spare` pages left over.
         """
         hit = self._hit(seq)
+        # Idle pages of the hit count as available, but will not be once they are shared.
         missing = self.pages_for(tokens) - hit + self.paged.pool.cost(self.paged.keys(seq, hit))
         lacks_slot = self.state is not None and not self.state.pool.available
         if lacks_slot or missing + spare > self.paged.pool.available:
             return None
+        # Pin first: taking fresh pages below may evict what the hit needs.
         for group in self.groups:
             group.pool.pin(group.keys(seq, hit))
         for group in self.groups:
@@ -106,19 +111,24 @@ class Cache:
         return cached
 
     def _hit(self, seq: CacheSeq) -> int:
-        """The joint prefix hit, in pages. A row comes before the snapshot that it could resume."""
+        """Return the joint prefix hit in pages.
+
+        Getting a slot for the row has priority over keeping the snapshot that it would resume.
+        """
         if not (self.config.enable_prefix_caching and seq.reuse):
             return 0
+        # The last prompt token is always computed: its logits give the first answer token.
         hit = self.paged.hit(seq, (len(seq.prompt) - 1) // self.config.page_size)
         if self.state is None:
             return hit
         resumed = self.state.hit(seq, hit)
         seq.branch = hit * self.config.page_size if resumed < hit else 0
+        # Sharing the snapshot must leave a slot for the row itself.
         taken = self.state.pool.cost(self.state.keys(seq, resumed))
         return resumed if taken < self.state.pool.available else 0
 
     def readmit(self, seq: CacheSeq, tokens: int, spare: int = 0) -> bool:
-        """Fresh pages and a fresh slot for a sequence that comes back from the host."""
+        """Give fresh pages and a fresh slot to a sequence that comes back from host memory."""
         if self.pages_for(tokens) + spare > self.paged.pool.available:
             return False
         if self.state:
@@ -130,18 +140,24 @@ class Cache:
         return True
 
     def reserve(self, seq: CacheSeq, tokens: int) -> bool:
-        """Pages to cover `tokens` tokens in all; False, and nothing changed, if there are none."""
+        """Grow a sequence to cover `tokens` tokens; return False, and change nothing, if pages are
+        short.
+        """
         return self.paged.reserve(seq, tokens)
 
     def prompt_end(self, seq: CacheSeq, start: int) -> int:
-        """Where a chunk that begins at `start` ends at the latest: the prompt's end, or where
-        cached pages end whose state is to be kept."""
+        """Return the maximum end of a chunk that begins at `start`.
+
+        That is the prompt's end, or the end of cached pages whose state needs a snapshot.
+        """
         return seq.branch if start < seq.branch else len(seq.prompt)
 
     def wants_snapshot(self, seq: CacheSeq, start: int, tokens: int) -> bool:
-        """Whether the state after `tokens` (whole pages) of a prompt's tokens is to be kept, by a
-        chunk that begins at `start`: it passes a multiple of snapshot_every pages, or is the last
-        of whole pages, or of those that were cached without it."""
+        """Return whether a chunk from `start` should keep the state after `tokens` tokens.
+
+        It should where it crosses a multiple of snapshot_every pages, ends the prompt's whole
+        pages, or ends the pages that are cached without a snapshot.
+        """
         size = self.config.page_size
         span = size * self.config.snapshot_every
         passes = tokens // span > start // span
@@ -149,22 +165,22 @@ class Cache:
         return tokens > start and (passes or tokens in ends)
 
     def snapshot(self, seq: CacheSeq, tokens: int) -> int:
-        """A slot for the state after `tokens` (whole pages) prompt tokens, or 0 for none."""
+        """Return a slot for the state after `tokens` prompt tokens (whole pages); 0 for none."""
         if self.state is None or not self.config.enable_prefix_caching:
             return 0
         return self.state.snapshot(seq, tokens)
 
     def commit(self, seq: CacheSeq, tokens: int) -> None:
-        """The first `tokens` tokens are final: their full pages may be shared from now on.
+        """Mark the first `tokens` tokens as final: their full pages may be shared from now on.
 
-        With recurrent state only prompt pages are, since only prompt-law state can resume there.
+        With recurrent state only prompt pages are shared, since only states of the chunked form can
+        be resumed.
         """
         if self.config.enable_prefix_caching:
             self.paged.commit(seq, min(tokens, len(seq.prompt)) if self.state else tokens)
 
     def settle(self) -> tuple[Moves, Moves]:
-        """Ends a schedule: nothing is pinned for it any more. -> what it moves to the host, and
-        back, by the names of pools that move anything."""
+        """End a schedule and unpin everything -> copies to the host and back, by pool name."""
         self.host.settle()
         if self.state:
             self.state.settle()
@@ -175,21 +191,23 @@ class Cache:
         return out, back
 
     def release(self, seq: CacheSeq) -> None:
-        """Gives back all that a sequence has; what is cached of it stays until evicted."""
+        """Release everything that a sequence owns; cached content stays until it is evicted."""
         self.paged.release(seq)
         if self.state:
             self.state.release(seq)
         self.seqs.discard(seq)
 
     def forget(self) -> None:
-        """Drops everything that is cached for reuse; what sequences own stays theirs."""
+        """Drop all cached content; what sequences own stays theirs."""
         self.settle()
         self.host.forget()
         for group in self.groups:
             group.pool.forget()
 
     def check(self) -> None:
-        """Asserts the invariants: one place per id, references equal owners, pins balanced."""
+        """Assert the invariants: every id has one state, references equal owners, pins are
+        balanced.
+        """
         self.host.check()
         self.paged.pool.check(self.paged.owners(self.seqs))
         for seq in self.seqs:

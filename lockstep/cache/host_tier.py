@@ -1,141 +1,141 @@
-"""Host memory behind the pools: what is evicted there goes here, and comes back when it is wanted.
-
-It is counted in host pages, of as many bytes as a page has; a snapshot takes several. All pools
-share it: what was used longest ago makes room, whichever pool it came from. Ids alone, no tensors.
-"""
+"""Host tier of the cache: evicted pages and snapshots in host memory."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 Key = bytes
+"""Key of cached content: a hash of everything that determines it."""
 PAGES = "pages"
 SLOTS = "slots"
 """Names of the pools, and of the units in them."""
 Name = tuple[str, Key]
-"""What something is found by: the pool that it came from, and its key there."""
+"""Name of an entry: its pool and its key there."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A page or slot of the device, and the host pages that its bytes fill, in their order."""
+    """Copy between a page or slot of the device and the host pages of its bytes, in order."""
 
     unit: int
-    place: tuple[int, ...]
+    host_pages: tuple[int, ...]
 
 
 Moves = dict[str, list[Move]]
-"""What moves one way in a schedule, by the name of its pool."""
+"""Copies of one direction in a schedule, by pool name."""
 
 
 class HostPool:
-    """`size` host pages. A place is a tuple of them; what is in it never changes under its name.
+    """`size` host pages. An entry occupies a tuple of them; its content never changes.
 
-    leaving: what the schedule in the making moves here. Of several that would go to one place it
-    has the last alone, so its moves may be made in any order. held: host pages of what is pinned.
+    evictions: copies to the host of the current schedule. Only the latest copy to a host page is
+    kept, so the copies may run in any order. num_pinned: host pages of pinned entries.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.free = list(range(size))
-        self.places: OrderedDict[Name, tuple[int, ...]] = OrderedDict()
-        self.leaving: dict[Name, Move] = {}
+        self.entries: OrderedDict[Name, tuple[int, ...]] = OrderedDict()
+        self.evictions: dict[Name, Move] = {}
         self.pinned: set[Name] = set()
-        self.held = 0
+        self.num_pinned = 0
 
     @property
     def used(self) -> int:
-        """Host pages that hold something."""
+        """Return the number of occupied host pages."""
         return self.size - len(self.free)
 
     def touch(self, name: Name) -> bool:
-        """Whether something is here; from now on it is the latest that was used."""
-        known = name in self.places
-        if known:
-            self.places.move_to_end(name)
-        return known
+        """Mark an entry as used last; return whether it exists."""
+        exists = name in self.entries
+        if exists:
+            self.entries.move_to_end(name)
+        return exists
 
     def pin(self, name: Name) -> None:
-        """Keeps what is here in its place until settle()."""
+        """Keep an entry until settle()."""
         self.touch(name)
         if name not in self.pinned:
             self.pinned.add(name)
-            self.held += len(self.places[name])
+            self.num_pinned += len(self.entries[name])
 
     def store(self, name: Name, length: int) -> tuple[int, ...]:
-        """A place of `length` host pages, where what was used longest ago leaves; () if what is
-        pinned leaves too few."""
-        if length > self.size - self.held:
+        """Return `length` host pages for a new entry; () if pinned entries leave too few.
+
+        Entries are evicted least recently used first.
+        """
+        if length > self.size - self.num_pinned:
             return ()
         while len(self.free) < length:
-            oldest = next(known for known in self.places if known not in self.pinned)
-            self.free.extend(self.places.pop(oldest))
-            self.leaving.pop(oldest, None)
-        place = tuple(self.free.pop() for _ in range(length))
-        self.places[name] = place
-        return place
+            oldest = next(entry for entry in self.entries if entry not in self.pinned)
+            self.free.extend(self.entries.pop(oldest))
+            # Its copy must not overwrite the new entry, which may get the same host pages.
+            self.evictions.pop(oldest, None)
+        host_pages = tuple(self.free.pop() for _ in range(length))
+        self.entries[name] = host_pages
+        return host_pages
 
     def settle(self) -> None:
-        """Lets go of what is pinned."""
+        """Unpin all entries."""
         self.pinned.clear()
-        self.held = 0
+        self.num_pinned = 0
 
     def forget(self) -> None:
-        """Nothing is here any more."""
+        """Drop all entries."""
         self.settle()
-        self.places.clear()
+        self.entries.clear()
         self.free = list(range(self.size))
 
     def check(self) -> None:
-        """Asserts that every host page is free or in one place."""
-        places = [page for place in self.places.values() for page in place]
-        assert sorted([*self.free, *places]) == list(range(self.size)), "a host page is lost"
-        assert self.pinned <= set(self.places), "what is pinned is gone"
-        ahead = {name: move.place for name, move in self.leaving.items()}
-        assert ahead.items() <= self.places.items(), "a move goes to another's place"
+        """Assert that every host page is free or belongs to one entry."""
+        occupied = [page for host_pages in self.entries.values() for page in host_pages]
+        assert sorted([*self.free, *occupied]) == list(range(self.size)), "a host page is lost"
+        assert self.pinned <= set(self.entries), "a pinned entry is gone"
+        targets = {name: move.host_pages for name, move in self.evictions.items()}
+        assert targets.items() <= self.entries.items(), "a copy goes to another entry's pages"
 
 
 @dataclass
-class HostShelf:
-    """What one pool has in host memory. name: the pool's; pages: host pages of each of its units.
+class HostStore:
+    """Host tier of one pool. name: of the pool. pages: host pages per unit.
 
-    back: moves from there that the schedule in the making asks for. num_out, num_back: units moved
-    so far.
+    fetches: copies back to the device of the current schedule. num_out, num_back: units copied so
+    far.
     """
 
     pool: HostPool
     name: str
     pages: int = 1
-    back: list[Move] = field(default_factory=list)
+    fetches: list[Move] = field(default_factory=list)
     num_out: int = 0
     num_back: int = 0
 
     def keep(self, unit: int, key: Key) -> None:
-        """A unit is evicted: its bytes go to the host, unless they are there or find no room."""
+        """Copy an evicted unit to the host, unless it is there or the host has no space."""
         if self.pool.touch((self.name, key)):
             return
-        place = self.pool.store((self.name, key), self.pages)
-        if place:
-            self.pool.leaving[self.name, key] = Move(unit, place)
+        host_pages = self.pool.store((self.name, key), self.pages)
+        if host_pages:
+            self.pool.evictions[self.name, key] = Move(unit, host_pages)
 
     def has(self, key: Key) -> bool:
-        """Whether the host has what is cached under a key."""
-        return (self.name, key) in self.pool.places
+        """Return whether the host has the content of a key."""
+        return (self.name, key) in self.pool.entries
 
     def pin(self, key: Key) -> None:
-        """Keeps what the host has under a key until the schedule ends."""
+        """Pin the content of a key until the schedule ends."""
         self.pool.pin((self.name, key))
 
     def bring(self, unit: int, key: Key) -> None:
-        """What is pinned under a key is to be copied into a unit; the host keeps it too."""
-        self.back.append(Move(unit, self.pool.places[self.name, key]))
+        """Copy the pinned content of a key into a unit; the host keeps it too."""
+        self.fetches.append(Move(unit, self.pool.entries[self.name, key]))
         self.num_back += 1
 
     def settle(self, out: Moves, back: Moves) -> None:
-        """Ends a schedule: its moves, if there are any, stand in `out` and `back` from now on."""
-        leaving = [name for name in self.pool.leaving if name[0] == self.name]
-        if leaving:
-            out[self.name] = [self.pool.leaving.pop(name) for name in leaving]
-            self.num_out += len(leaving)
-        if self.back:
-            back[self.name] = self.back
-            self.back = []
+        """End a schedule: put its copies, if there are any, into `out` and `back`."""
+        evicted = [name for name in self.pool.evictions if name[0] == self.name]
+        if evicted:
+            out[self.name] = [self.pool.evictions.pop(name) for name in evicted]
+            self.num_out += len(evicted)
+        if self.fetches:
+            back[self.name] = self.fetches
+            self.fetches = []

@@ -1,9 +1,9 @@
-"""What attention keeps: keys and values, or latents, as the KV format has them."""
+"""Storage of attention layers: keys and values, or latents, in the KV cache format."""
 
 import torch
 from torch import Tensor
 
-from lockstep.cache.specs import Law, Part, Spec
+from lockstep.cache.specs import Part, Spec, StorageKind
 from lockstep.kernels.formats.kv import KVCache, KVFormat, KVQuantizer, QuantizedKV
 
 SIDES = ("k", "v")
@@ -12,27 +12,33 @@ ROPE = "rope"
 
 
 def kv_spec(kv_heads: int, dim: int, dtype: torch.dtype, format: KVFormat | None) -> Spec:
-    """Keys and values of one layer: kv_heads x dim each, per token. format: None where they are of
-    the dtype."""
+    """Return the storage of one layer's keys and values: kv_heads x dim each, per token.
+
+    format: None for values in `dtype`.
+    """
     parts = [
         part
         for side in SIDES
         for part in _parts(side, (kv_heads,), dim, dtype, _codec(format, side))
     ]
-    return Spec(Law.PAGED, tuple(parts))
+    return Spec(StorageKind.PAGED, tuple(parts))
 
 
 def latent_spec(dim: int, rope: int, dtype: torch.dtype, quantizer: KVQuantizer | None) -> Spec:
-    """Latents of one layer: per token one of `dim` numbers, as the codec has it, None where it is
-    of the dtype, and beside it a turned key of `rope` numbers, of the dtype always."""
-    turned = Part(ROPE, (rope,), dtype)
-    return Spec(Law.PAGED, (*_parts(LATENT, (), dim, dtype, quantizer), turned))
+    """Return the storage of one layer's latents.
+
+    Per token: a latent of `dim` values, quantized or in `dtype` without a quantizer, and a rotated
+    key of `rope` values, always in `dtype`.
+    """
+    # The rotated key is short and sensitive to rounding: it is never quantized.
+    rotated = Part(ROPE, (rope,), dtype)
+    return Spec(StorageKind.PAGED, (*_parts(LATENT, (), dim, dtype, quantizer), rotated))
 
 
 def kv_caches(
     storage: dict[str, Tensor], dim: int, format: KVFormat | None
 ) -> tuple[KVCache, KVCache]:
-    """Keys and values over the tensors that kv_spec allocated."""
+    """Return keys and values over the tensors that kv_spec allocated."""
     k, v = (_cache(storage, side, dim, _codec(format, side)) for side in SIDES)
     return k, v
 
@@ -40,12 +46,12 @@ def kv_caches(
 def latent_caches(
     storage: dict[str, Tensor], dim: int, quantizer: KVQuantizer | None
 ) -> tuple[KVCache, Tensor]:
-    """Latents and turned keys over the tensors that latent_spec allocated."""
+    """Return latents and rotated keys over the tensors that latent_spec allocated."""
     return _cache(storage, LATENT, dim, quantizer), storage[ROPE]
 
 
 def kv_tensors(cache: KVCache) -> list[Tensor]:
-    """The tensors of one side, each indexed by page first."""
+    """Return the tensors of keys or values, each indexed by page first."""
     return [cache] if isinstance(cache, Tensor) else cache.tensors()
 
 
@@ -56,28 +62,28 @@ def _codec(format: KVFormat | None, side: str) -> KVQuantizer | None:
 def _parts(
     side: str, lead: tuple[int, ...], dim: int, dtype: torch.dtype, quantizer: KVQuantizer | None
 ) -> list[Part]:
-    """A side of dim numbers for each of `lead` per token."""
+    """Return the parts of `dim` values for each of `lead` per token."""
     if quantizer is None:
         return [Part(side, (*lead, dim), dtype)]
     parts = [Part(side, (*lead, quantizer.row_width(dim)), quantizer.dtype)]
     count = quantizer.num_scales(dim)
     if count:
-        parts.append(Part(_beside(side), (*lead, count), quantizer.scale_dtype))
+        parts.append(Part(_scales_name(side), (*lead, count), quantizer.scale_dtype))
     return parts
 
 
 def _cache(
     storage: dict[str, Tensor], side: str, dim: int, quantizer: KVQuantizer | None
 ) -> KVCache:
-    """A side over the tensors of its parts."""
-    codes = storage[side]
+    """Return keys or values over the tensors of their parts."""
+    values = storage[side]
     return (
-        codes
+        values
         if quantizer is None
-        else QuantizedKV(quantizer, dim, codes, storage.get(_beside(side)))
+        else QuantizedKV(quantizer, dim, values, storage.get(_scales_name(side)))
     )
 
 
-def _beside(side: str) -> str:
-    """The name of the part with the numbers beside a side's codes."""
+def _scales_name(side: str) -> str:
+    """Return the name of the part with a quantizer's scales and zero points."""
     return f"{side}_numbers"

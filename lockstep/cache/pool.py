@@ -1,21 +1,22 @@
-"""A pool of pages or slots: free, idle (unreferenced but cached) or referenced, never two of them.
+"""Pool of page or slot ids: each is free, idle (cached without owner) or referenced.
 
-Ids run from 1; 0 is the null page or slot and is never given out.
+Ids run from 1; 0 is the null page or slot and is never handed out.
 """
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
-from lockstep.cache.host_tier import HostPool, HostShelf, Key
+from lockstep.cache.host_tier import HostPool, HostStore, Key
 
 
 class Pool:
-    """`size` ids including the null one. Idle ids are evicted least recently used first, to host
-    memory where there is some."""
+    """`size` ids, the null one included. Idle ids are evicted least recently used first, to the
+    host tier if there is one.
+    """
 
-    def __init__(self, size: int, host: HostShelf | None = None) -> None:
+    def __init__(self, size: int, host: HostStore | None = None) -> None:
         self.size = size
-        self.host = host or HostShelf(HostPool(0), "")
+        self.host = host or HostStore(HostPool(0), "")
         self.free = deque(range(1, size))
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.refs: dict[int, int] = {}
@@ -24,25 +25,25 @@ class Pool:
 
     @property
     def total(self) -> int:
-        """Ids that can be given out at all."""
+        """Return the number of ids that can be handed out."""
         return max(self.size - 1, 0)
 
     @property
     def available(self) -> int:
-        """Ids that take() can give now."""
+        """Return the number of ids that take() can hand out now."""
         return len(self.free) + len(self.idle)
 
     @property
     def used(self) -> int:
-        """Ids that somebody references."""
+        """Return the number of referenced ids."""
         return len(self.refs)
 
     def take(self) -> int:
-        """An id for one exclusive owner, evicting if need be; 0 if all are referenced."""
+        """Return an id for one exclusive owner, evicting if necessary; 0 if all are referenced."""
         if self.free:
             taken = self.free.popleft()
         elif self.idle:
-            taken, _ = self.idle.popitem(last=False)
+            taken, _ = self.idle.popitem(last=False)  # least recently used
             key = self.key_of.pop(taken)
             del self.by_key[key]
             self.host.keep(taken, key)
@@ -52,12 +53,12 @@ class Pool:
         return taken
 
     def share(self, taken: int) -> None:
-        """One more owner of a cached id, who may only read it."""
+        """Add a read-only owner to a cached id."""
         self.idle.pop(taken, None)
         self.refs[taken] = self.refs.get(taken, 0) + 1
 
     def drop(self, taken: int) -> None:
-        """One owner less. The last one leaves it idle if it is cached, else free."""
+        """Remove an owner. Without owners an id is idle if it is cached, else free."""
         self.refs[taken] -= 1
         if self.refs[taken]:
             return
@@ -68,26 +69,30 @@ class Pool:
             self.free.append(taken)
 
     def publish(self, taken: int, key: Key) -> None:
-        """Makes a referenced id findable; its content is final. The first under a key stays."""
+        """Cache the final content of a referenced id under a key. The first id of a key stays."""
         if key not in self.by_key and taken not in self.key_of:
             self.by_key[key] = taken
             self.key_of[taken] = key
 
     def find(self, key: Key) -> int:
-        """The id published under a key, or 0."""
+        """Return the id cached under a key, or 0."""
         return self.by_key.get(key, 0)
 
     def holds(self, key: Key) -> bool:
-        """Whether something is cached under a key, here or in host memory."""
+        """Return whether content is cached under a key, here or in host memory."""
         return key in self.by_key or self.host.has(key)
 
     def cost(self, keys: Sequence[Key]) -> int:
-        """How many ids fewer are available once what is cached under these keys has an owner."""
+        """Return by how much `available` falls once the content of these keys has owners."""
         return sum(self.find(key) not in self.refs for key in keys)
 
     def pin(self, keys: Sequence[Key]) -> None:
-        """Holds what is cached under these keys: here by one more owner, in host memory until the
-        schedule ends. To be done for all before anything is taken. The first was used last."""
+        """Pin the content of these keys, before anything is taken.
+
+        Here by one more owner, in host memory until the schedule ends. The first key counts as used
+        last.
+        """
+        # In reverse, so that a prefix is evicted after the pages that continue it.
         for key in reversed(keys):
             if key in self.by_key:
                 self.share(self.by_key[key])
@@ -95,7 +100,7 @@ class Pool:
                 self.host.pin(key)
 
     def bring(self, keys: Sequence[Key]) -> list[int]:
-        """The ids of what was pinned; what only the host has comes back into fresh ones."""
+        """Return the ids of pinned content; content in host memory is fetched into fresh ids."""
         return [self.find(key) or self._fetch(key) for key in keys]
 
     def _fetch(self, key: Key) -> int:
@@ -105,15 +110,15 @@ class Pool:
         return taken
 
     def forget(self) -> None:
-        """Nothing is cached any more: idle ids are free, referenced ones keep their owners."""
+        """Drop all cached content: idle ids become free, referenced ones keep their owners."""
         self.free.extend(self.idle)
         for table in (self.idle, self.by_key, self.key_of):
             table.clear()
 
     def check(self, owners: Counter[int]) -> None:
-        """Asserts that every id is in one place, and that references are exactly `owners`."""
-        places = [*self.free, *self.idle, *self.refs]
-        assert sorted(places) == list(range(1, self.size)), "an id is lost, doubled, or null"
+        """Assert that every id has one state, and that references are exactly `owners`."""
+        ids = [*self.free, *self.idle, *self.refs]
+        assert sorted(ids) == list(range(1, self.size)), "an id is lost, doubled, or null"
         assert dict(owners) == self.refs, f"references {self.refs} but owners {dict(owners)}"
         assert {i: k for k, i in self.by_key.items()} == self.key_of, "key maps disagree"
         assert all(i in self.key_of for i in self.idle), "an idle id without a key"

@@ -1,4 +1,4 @@
-"""What a layer needs from the cache, and the tensors it gets. Nobody else computes bytes."""
+"""Storage that a layer needs from the cache, and the tensors that it gets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-class Law(Enum):
-    """How what is kept grows: PAGED, with every token, in pages; STATE, not at all, in slots."""
+class StorageKind(Enum):
+    """Storage kind: PAGED grows with every token, in pages; STATE has a fixed size, in slots."""
 
     PAGED = "paged"
     STATE = "state"
@@ -19,9 +19,10 @@ class Law(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a layer. shape: per token where the law is PAGED, per slot where it is STATE.
+    """Tensor of a layer.
 
-    ring: of a state, lines by token, of which a step touches those of its window only.
+    shape: per token for PAGED, per slot for STATE. ring: a circular history buffer with one line
+    per token; a step touches only the lines of its own tokens.
     """
 
     name: str
@@ -31,34 +32,36 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one token, or of one slot."""
+        """Return the bytes of one token, or of one slot."""
         return prod(self.shape) * self.dtype.itemsize
 
     def touched(self, query_len: int) -> int:
-        """Bytes of one slot that a step of `query_len` tokens reads, and writes."""
+        """Return the bytes of one slot that a step of `query_len` tokens reads and writes."""
         if not self.ring:
             return self.nbytes
-        lines = self.shape[0]
+        lines = self.shape[0]  # history lines, one per token
         return self.nbytes // lines * min(query_len, lines)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What one layer keeps: parts under a law. The mixer declares it, for KV with its format."""
+    """Storage of one layer: parts of one storage kind. The mixer declares it."""
 
-    law: Law
+    kind: StorageKind
     parts: tuple[Part, ...]
 
     def unit_bytes(self, page_size: int) -> int:
-        """Bytes of one page of this layer, or of one slot."""
+        """Return the bytes of one page of this layer, or of one slot."""
         return prod(self._line(page_size)) * sum(part.nbytes for part in self.parts)
 
     def step_bytes(self, query_len: int) -> int:
-        """Bytes of one row's state that a step of `query_len` tokens reads, and writes."""
+        """Return the bytes of one row's state that a step of `query_len` tokens reads and
+        writes.
+        """
         return sum(part.touched(query_len) for part in self.parts)
 
     def allocate(self, units: int, page_size: int, device: str) -> dict[str, Tensor]:
-        """Part name -> [pages, page_size, *shape] or [slots, *shape], zeroed."""
+        """Allocate zeroed tensors: part name -> [pages, page_size, *shape] or [slots, *shape]."""
         lead = (units, *self._line(page_size))
         return {
             part.name: torch.zeros((*lead, *part.shape), dtype=part.dtype, device=device)
@@ -66,31 +69,31 @@ class Spec:
         }
 
     def _line(self, page_size: int) -> tuple[int, ...]:
-        """What stands between a unit and a part's own shape."""
-        return (page_size,) if self.law is Law.PAGED else ()
+        """Return the dimensions between the unit and a part's own shape."""
+        return (page_size,) if self.kind is StorageKind.PAGED else ()
 
 
-def unit_bytes(specs: Sequence[Spec], law: Law, page_size: int) -> int:
-    """Bytes of one page, or of one slot, over the specs under this law."""
-    return sum(spec.unit_bytes(page_size) for spec in specs if spec.law is law)
+def unit_bytes(specs: Sequence[Spec], kind: StorageKind, page_size: int) -> int:
+    """Return the bytes of one page, or of one slot, summed over the specs of this kind."""
+    return sum(spec.unit_bytes(page_size) for spec in specs if spec.kind is kind)
 
 
 class Cached(Protocol):
-    """A mixer that keeps something between steps."""
+    """Mixer that keeps data between steps."""
 
     def cache_spec(self) -> Spec:
-        """What this layer needs."""
+        """Return the storage that this layer needs."""
         ...
 
     def bind(self, storage: dict[str, Tensor]) -> None:
-        """Hands the layer the tensors that its spec allocated, by the names of its parts."""
+        """Give the layer the tensors of its spec, by part name."""
         ...
 
     def cache_tensors(self) -> list[Tensor]:
-        """The bound tensors, each indexed by page or slot first."""
+        """Return the bound tensors, each indexed by page or slot first."""
         ...
 
 
 def is_cached(module: object) -> TypeGuard[Cached]:
-    """Whether a layer is such a mixer."""
+    """Return whether a layer keeps data between steps."""
     return hasattr(module, "cache_spec")

@@ -1,8 +1,8 @@
-"""What a recurrent mixer keeps: its state, and rings of its recent tokens."""
+"""Storage of recurrent mixers: the state, and circular history buffers of recent tokens."""
 
 import torch
 
-from lockstep.cache.specs import Law, Part, Spec
+from lockstep.cache.specs import Part, Spec, StorageKind
 from lockstep.kernels.recurrent.history import history_length, max_replayed, state_grid
 
 
@@ -15,17 +15,18 @@ def state_spec(
     dtype: torch.dtype,
     state_dtype: torch.dtype,
 ) -> Spec:
-    """The parts of lockstep.kernels.recurrent.state.RecurrentState, per slot.
+    """Return the parts of lockstep.kernels.recurrent.state.RecurrentState, per slot.
 
-    sizes: HK, HV, K, V; channels: of the convolution, of `kernel` taps; window: most tokens of a
-    step; dtype: of the model; state_dtype: of the state in memory.
+    sizes: HK, HV, K, V. channels: of the convolution, which has `kernel` taps. window: maximum
+    tokens of a step. dtype: of the model. state_dtype: of the state in memory.
     """
     key_heads, value_heads, key_dim, value_dim = sizes
+    # The convolution needs the inputs of its kernel - 1 previous tokens.
     raw = history_length(window, kernel - 1)
     slots = history_length(window, max_replayed(window, flush, state_grid(state_dtype)))
     f32 = torch.float32
     return Spec(
-        Law.STATE,
+        StorageKind.STATE,
         (
             Part("recurrent", (value_heads, key_dim, value_dim), state_dtype),
             Part("conv", (raw, channels), dtype, ring=True),

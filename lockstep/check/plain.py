@@ -145,7 +145,7 @@ def _first_fault(
             wrong = naive.wrong_logprobs(scores[index], token, found, params.logprobs)
         if wrong is not None:
             return index, wrong
-    room = request.most_tokens - len(request.prompt_token_ids)
+    room = request.max_total_tokens - len(request.prompt_token_ids)
     wrong = naive.wrong_end(answer.tokens, answer.ending, request.eos_token_ids, params, room)
     if wrong is None and params.prompt_logprobs is not None:
         wrong = _wrong_prompt(answer, request)

@@ -88,11 +88,11 @@ class Rules:
             for move in made.evicted.get(name, ()):
                 if move.unit not in left:
                     raise WorldError(f"{name}: {move.unit} was not cached when it was evicted")
-                for index, page in enumerate(move.place):
+                for index, page in enumerate(move.host_pages):
                     self._host[page] = (name, left[move.unit], index)
             known = group.pool.key_of
             for move in made.fetched.get(name, ()):
-                found = [self._host.get(page) for page in move.place]
+                found = [self._host.get(page) for page in move.host_pages]
                 if found != [(name, known[move.unit], index) for index in range(len(found))]:
                     raise WorldError(f"{name}: {move.unit} is fetched from where another thing is")
 

@@ -1,4 +1,4 @@
-"""The client: many asynchronous callers of one engine, wherever that runs."""
+"""Client of an engine: many asynchronous callers share one engine over a transport."""
 
 import asyncio
 import contextlib
@@ -27,12 +27,14 @@ SHUT_DOWN = "it was shut down"
 
 @dataclass(frozen=True)
 class Receiver:
-    """Whom a transport tells, from a thread of its own.
+    """Callbacks of a transport, called in its thread.
 
-    deliver: updates of requests. lost(forget): the engine is gone with all that it held, another
-    one follows. Once forget() has dropped what the transport was asked for, it is asked again for
-    what can be served from the beginning; returns how many requests ended instead. ended: no more
-    comes, and why; the flag says whether the engine ended by itself.
+    deliver: receives the updates of requests.
+    lost: called with forget() when the engine is gone and another one will follow. It calls
+    forget(), which drops the transport's queued commands, submits again the requests that can start
+    over, and returns how many requests ended instead.
+    ended: called once with the reason when no more updates follow; the flag is True where the
+    engine ended without stop().
     """
 
     deliver: Deliver
@@ -41,24 +43,24 @@ class Receiver:
 
 
 class Transport(Protocol):
-    """The way to an engine. submit and abort keep their order, and never wait."""
+    """Connection to an engine. submit() and abort() keep their order and never block."""
 
     @property
     def stalled_for(self) -> float:
-        """Seconds since the step that runs now began; 0 between steps."""
+        """Return the seconds since the current step began; 0 between steps."""
         ...
 
     @property
     def restarting(self) -> bool:
-        """Whether there is no engine now, and one will be."""
+        """Return whether the engine is being restarted."""
         ...
 
     def start(self, receiver: Receiver) -> None:
-        """Begins to serve."""
+        """Start serving."""
         ...
 
     def stop(self) -> None:
-        """Ends after the present step, and returns when the receiver was told."""
+        """Stop after the current step; return once the receiver has been notified."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -66,65 +68,70 @@ class Transport(Protocol):
         ...
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; one that is not known is no matter."""
+        """Abort a request; an unknown id has no effect."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes, after the commands before this one."""
+        """Drop all cached prefixes, after the commands queued before."""
         ...
 
     def stats(self) -> Stats:
-        """A copy of the counters; histogram lists are handed over and start anew."""
+        """Return a copy of the counters; the histogram lists move into it and start anew."""
         ...
 
 
 Update = TokenUpdate | Exception
-"""What comes of a request: an update, or what the engine raised, which is the last."""
+"""Message to a listener: new tokens, or the exception that ended the request."""
 Listener = Callable[[Update], None]
-NEWS_OF_A_TURN = 2
-"""Updates that listeners hear in one turn of their event loop: what they write for them goes out at
-its end, and what others ask, which takes some turns, is heard in between."""
+UPDATES_PER_ITERATION = 2
+"""Updates delivered per iteration of an event loop.
+
+What listeners write goes out at the end of an iteration, and incoming requests are read between two
+iterations: small batches keep both latencies low.
+"""
 
 
-class _Post:
-    """Updates that wait for the listeners of one event loop, in order."""
+class _LoopQueue:
+    """Queue of updates for the listeners of one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._news: deque[tuple[_Open, Update]] = deque()
-        self._is_telling = False
+        self._updates: deque[tuple[_OpenRequest, Update]] = deque()
+        self._is_delivering = False
 
-    def put(self, news: Iterable[tuple["_Open", Update]]) -> None:
-        """Queue updates, from any thread. A closed loop has no listeners any more."""
-        self._news.extend(news)
+    def put(self, updates: Iterable[tuple["_OpenRequest", Update]]) -> None:
+        """Queue updates, from any thread. A closed loop drops them."""
+        self._updates.extend(updates)
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        # A second chain of calls would let listeners hear twice as many updates in a turn.
-        if not self._is_telling:
-            self._tell()
+        # A second chain of calls would deliver two batches per iteration of the loop.
+        if not self._is_delivering:
+            self._deliver_batch()
 
-    def _tell(self) -> None:
-        """Call the listeners of the next NEWS_OF_A_TURN updates, then again in the next turn."""
-        batch = [self._news.popleft() for _ in range(min(len(self._news), NEWS_OF_A_TURN))]
-        # The chain ends in a turn of its own: a put() of this turn must not tell in it again.
-        self._is_telling = bool(batch)
+    def _deliver_batch(self) -> None:
+        """Call the listeners of the next updates, then schedule the next batch."""
+        batch = [
+            self._updates.popleft() for _ in range(min(len(self._updates), UPDATES_PER_ITERATION))
+        ]
+        # The flag is cleared in the next iteration: put() must not deliver twice in this one.
+        self._is_delivering = bool(batch)
         if batch:
-            self.loop.call_soon(self._tell)
+            self.loop.call_soon(self._deliver_batch)
         for opened, item in batch:
             opened.context.run(opened.listener, item)
 
 
 class Inbox:
-    """Updates that wait for one thread, in order; that thread calls deliver()."""
+    """Queue of updates for one thread, which calls deliver()."""
 
     def __init__(self) -> None:
-        self._batches: SimpleQueue[list[tuple[_Open, Update]]] = SimpleQueue()
+        self._batches: SimpleQueue[list[tuple[_OpenRequest, Update]]] = SimpleQueue()
 
-    def put(self, news: Iterable[tuple["_Open", Update]]) -> None:
+    def put(self, updates: Iterable[tuple["_OpenRequest", Update]]) -> None:
         """Queue the updates of one step, from any thread."""
-        self._batches.put(list(news))
+        self._batches.put(list(updates))
 
     def deliver(self) -> None:
         """Wait for the updates of one step and call their listeners; a signal ends the wait."""
@@ -133,15 +140,16 @@ class Inbox:
 
 
 @dataclass
-class _Open:
-    """A request that has not ended, and who hears of it, by which post and in which context.
+class _OpenRequest:
+    """Request that has not ended, with its listener.
 
-    is_final: it cannot be asked anew, should the engine be lost.
+    queue: where its updates go. is_final: it cannot start over if the engine is lost. context:
+    context variables of the caller, for the listener.
     """
 
     request: Request
     listener: Listener
-    post: _Post | Inbox
+    queue: _LoopQueue | Inbox
     is_final: bool = False
     metrics: RequestMetrics = field(init=False)
     context: Context = field(default_factory=copy_context)
@@ -151,7 +159,7 @@ class _Open:
 
 
 class Stream:
-    """The updates of one request, in order; raises what the engine raised."""
+    """Updates of one request, in order. Iteration raises what the engine raised."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Update] = asyncio.Queue()
@@ -168,14 +176,16 @@ class Stream:
 
 
 class AsyncEngine:
-    """Client of one engine, from start() to shutdown(). abort and stats may come from any thread,
-    and so may submit with an inbox; without one, submit and stream belong to an event loop.
+    """Client of one engine, from start() to shutdown().
 
-    A step that raises ends the requests that it worked on, and the engine goes on. Where an engine
-    is lost and another follows, requests that had given no token yet are queued again, once, in
-    their order; the same seed gives the same answer. Where none follows, all streams end, and then
-    `on_end` is called, once, in the transport's thread, with the reason in plain words; not after
-    shutdown(). remedy: what the error of an engine that has stopped advises.
+    abort() and stats() may be called from any thread, and so may submit() with an inbox. Without
+    one, submit() and stream() belong to an event loop.
+
+    A step that raises ends the requests that it computed, and the engine goes on. Where the engine
+    is lost and restarted, requests without tokens are queued again, once, in their order; the same
+    seed gives the same answer. Where it is not restarted, all requests end, and `on_end` is called
+    once, in the transport's thread, with the reason; not after shutdown(). remedy: advice in the
+    error of a stopped engine.
     """
 
     def __init__(
@@ -187,38 +197,38 @@ class AsyncEngine:
         self.transport = transport
         self.on_end = on_end
         self._remedy = remedy
-        self._open: dict[str, _Open] = {}
-        self._posts: dict[asyncio.AbstractEventLoop, _Post] = {}
-        self._door = threading.Lock()
+        self._open: dict[str, _OpenRequest] = {}
+        self._queues: dict[asyncio.AbstractEventLoop, _LoopQueue] = {}
+        self._lock = threading.Lock()
         self._ended: str | None = NOT_STARTED
 
     def start(self) -> None:
-        """Opens the way to the engine."""
+        """Start the transport."""
         self._ended = None
         self.transport.start(Receiver(self._deliver, self._lost, self._close))
 
     def shutdown(self) -> None:
-        """Ends the engine after its current step; open requests end with EngineDeadError."""
+        """Stop the engine after its current step; open requests end with EngineDeadError."""
         self.transport.stop()
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken."""
+        """Return whether the engine accepts requests."""
         return self._ended is None
 
     @property
     def restarting(self) -> bool:
-        """Whether requests wait for an engine that is being started again."""
+        """Return whether requests wait for an engine that is being restarted."""
         return self.is_alive and self.transport.restarting
 
     @property
     def stalled_for(self) -> float:
-        """Seconds since the step that now runs began; 0 between steps. Waits for no lock."""
+        """Return the seconds since the current step began; 0 between steps. Takes no lock."""
         return self.transport.stalled_for
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._open)
 
     def submit(
@@ -232,11 +242,11 @@ class AsyncEngine:
         Raises EngineDeadError, and RequestError where a request of the same id is open; then none
         is queued.
         """
-        with self._door:
-            post = inbox or self._post_of(asyncio.get_running_loop())
+        with self._lock:
+            queue = inbox or self._queue_of(asyncio.get_running_loop())
             if self._ended is not None:
                 raise self._dead()
-            opened: dict[str, _Open] = {}
+            opened: dict[str, _OpenRequest] = {}
             for request, listener in requests:
                 if request.id in self._open or request.id in opened:
                     raise RequestError(
@@ -244,7 +254,7 @@ class AsyncEngine:
                         "request. Choose another.",
                         "request_id",
                     )
-                opened[request.id] = _Open(request, listener, post)
+                opened[request.id] = _OpenRequest(request, listener, queue)
             self._open.update(opened)
             self.transport.submit([request for request, _ in requests])
 
@@ -255,14 +265,14 @@ class AsyncEngine:
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; the last that is heard of it is an update with finish_reason abort."""
-        with self._door:
+        """Abort a request. Its listener gets a last update with finish_reason abort."""
+        with self._lock:
             ended = self._open.pop(request_id, None)
             if ended is None:
                 return
             self.transport.abort(request_id)
         last = TokenUpdate([], None, "abort", None, ended.metrics.copy())
-        _hand_out([(ended, last)])
+        _put_updates([(ended, last)])
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, those in host memory too, before requests submitted later.
@@ -272,24 +282,26 @@ class AsyncEngine:
         self.transport.reset_prefix_cache()
 
     def stats(self) -> Stats:
-        """A copy of the counters; histogram lists are handed over and start anew."""
+        """Return a copy of the counters; the histogram lists move into it and start anew."""
         return self.transport.stats()
 
-    def _post_of(self, loop: asyncio.AbstractEventLoop) -> _Post:
-        """Return the one post of an event loop; the posts of closed loops are dropped."""
-        if loop not in self._posts:
-            self._posts = {one: post for one, post in self._posts.items() if not one.is_closed()}
-            self._posts[loop] = _Post(loop)
-        return self._posts[loop]
+    def _queue_of(self, loop: asyncio.AbstractEventLoop) -> _LoopQueue:
+        """Return the queue of an event loop; the queues of closed loops are dropped."""
+        if loop not in self._queues:
+            self._queues = {
+                one: queue for one, queue in self._queues.items() if not one.is_closed()
+            }
+            self._queues[loop] = _LoopQueue(loop)
+        return self._queues[loop]
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine has stopped: {self._ended}. {self._remedy}")
 
-    def _deliver(self, news: Sequence[Delivery]) -> None:
-        """What came of requests, to those that are still open."""
-        heard: list[tuple[_Open, Update]] = []
-        with self._door:
-            for request_id, item in news:
+    def _deliver(self, updates: Sequence[Delivery]) -> None:
+        """Deliver updates to requests that are still open."""
+        delivered: list[tuple[_OpenRequest, Update]] = []
+        with self._lock:
+            for request_id, item in updates:
                 opened = self._open.get(request_id)
                 if opened is None:
                     continue
@@ -298,15 +310,15 @@ class AsyncEngine:
                 else:
                     opened.is_final = True
                     opened.metrics = item.metrics
-                heard.append((opened, item))
-        _hand_out(heard)
+                delivered.append((opened, item))
+        _put_updates(delivered)
 
     def _lost(self, forget: Callable[[], None]) -> int:
-        """The engine is gone: what had begun to answer ends with an error, all else waits again.
+        """Handle the loss of the engine: end requests that have tokens, submit the others again.
 
-        It does so once: the request that an engine was lost by may be among them.
+        A request is submitted again only once, since it may be the cause of the loss.
         """
-        with self._door:
+        with self._lock:
             forget()
             ended = [opened for opened in self._open.values() if opened.is_final]
             for opened in ended:
@@ -314,28 +326,28 @@ class AsyncEngine:
             for opened in self._open.values():
                 opened.is_final = True
             self.transport.submit([opened.request for opened in self._open.values()])
-        _hand_out([(opened, _restarted(opened)) for opened in ended])
+        _put_updates([(opened, _restarted(opened)) for opened in ended])
         return len(ended)
 
     def _close(self, why: str, by_itself: bool) -> None:
-        """Ends every request, those that were not even taken among them."""
-        with self._door:
+        """End every request, including those that the engine has not received."""
+        with self._lock:
             self._ended = why
-            left = list(self._open.values())
+            unfinished = list(self._open.values())
             self._open.clear()
-        _hand_out([(opened, self._dead()) for opened in left])
+        _put_updates([(opened, self._dead()) for opened in unfinished])
         if by_itself and self.on_end is not None:
             self.on_end(why)
 
 
-def _restarted(opened: _Open) -> TokenUpdate:
+def _restarted(opened: _OpenRequest) -> TokenUpdate:
     return TokenUpdate([], None, "error", None, opened.metrics.copy(), error=ENGINE_RESTARTED)
 
 
-def _hand_out(news: Sequence[tuple[_Open, Update]]) -> None:
-    """Wakes each event loop once."""
-    by_post: dict[_Post | Inbox, list[tuple[_Open, Update]]] = defaultdict(list)
-    for opened, item in news:
-        by_post[opened.post].append((opened, item))
-    for post, items in by_post.items():
-        post.put(items)
+def _put_updates(updates: Sequence[tuple[_OpenRequest, Update]]) -> None:
+    """Put updates into the queues of their requests; each event loop is woken once."""
+    by_queue: dict[_LoopQueue | Inbox, list[tuple[_OpenRequest, Update]]] = defaultdict(list)
+    for opened, item in updates:
+        by_queue[opened.queue].append((opened, item))
+    for queue, items in by_queue.items():
+        queue.put(items)

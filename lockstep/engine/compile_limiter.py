@@ -1,28 +1,27 @@
-"""Grammars that are compiled before their requests have a row: at most so many at a time."""
+"""Limit on grammars that are compiled before their requests have tokens."""
 
 import threading
 
 
-class Ahead:
-    """Who is ahead: requests whose grammar is compiled, or being compiled, and that have given no
-    token yet. May be called from any thread.
+class CompileLimiter:
+    """Limit on requests with a compiled grammar and no tokens yet. Thread-safe.
 
-    A compiled grammar may take 13 MB, and as many requests may wait as the server lets wait.
+    A compiled grammar may take 13 MB, and the server's queue may be long.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._ids: set[str] = set()
         self._changed = threading.Condition()
 
     def enter(self, request_id: str) -> None:
-        """Waits until fewer than `most` others are ahead."""
+        """Wait until fewer than `limit` other requests have entered, then enter."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._ids) < self._most)
+            self._changed.wait_for(lambda: len(self._ids) < self._limit)
             self._ids.add(request_id)
 
     def leave(self, request_id: str) -> None:
-        """The request has given tokens, or has ended. Of no effect where it is not ahead."""
+        """Leave once a request has tokens or has ended; no effect where it has not entered."""
         with self._changed:
             if request_id in self._ids:
                 self._ids.remove(request_id)

@@ -1,6 +1,7 @@
-"""The engine: requests in, tokens out. One iteration schedules, launches, then reads.
+"""Engine: requests in, tokens out. An iteration schedules, launches, then reads results.
 
-The host runs `steps_in_flight` steps ahead of what it has read; the device holds the truth.
+The host runs `steps_in_flight` steps ahead of the results that it has read; the row table on the
+device is the truth.
 """
 
 import threading
@@ -21,7 +22,7 @@ from lockstep.scheduling.request import Request, check_ids
 from lockstep.scheduling.schedule import Schedule
 
 MAX_FAILURES = 5
-"""Steps that may fail in a row: a fault that comes again and again is not of one request."""
+"""Consecutive steps that may fail: a fault that repeats is not caused by one request."""
 STEP_FAILED = (
     "the engine failed in a step that worked on this request. Send the request again; "
     "the log names the cause."
@@ -30,7 +31,10 @@ STEP_FAILED = (
 
 @dataclass(frozen=True)
 class Counted:
-    """How far a request was when it was last counted; at: time.monotonic, None before that."""
+    """Progress of a request when its statistics were last counted.
+
+    at: time.monotonic() of that moment; None before the first.
+    """
 
     at: float | None = None
     tokens: int = 0
@@ -39,10 +43,10 @@ class Counted:
 
 
 class Engine:
-    """A model that serves requests.
+    """Control plane of one model: it owns a scheduler and an executor.
 
-    Belongs to one thread (AsyncEngine's, for instance), but for drain_stats, which may come from
-    any: whatever it counts changes under a lock that no step holds while the device works.
+    All methods belong to one thread, except check() and drain_stats(). Counters change under a lock
+    that is never taken while the device is waited for.
     """
 
     def __init__(
@@ -76,8 +80,7 @@ class Engine:
         return self.executor.facts
 
     def check(self, request: Request) -> None:
-        """Raise RequestError or CapacityError if the request can never be served. Any thread may
-        call it."""
+        """Raise RequestError or CapacityError if the request can never be served. Thread-safe."""
         check_ids(request, self.vocab_size)
         drafting = self.config.speculative_config
         if request.grammar and drafting and drafting.synthetic_acceptance is not None:
@@ -91,18 +94,18 @@ class Engine:
         self.scheduler.check(request)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises what check() raises, and RequestError for an id that is taken."""
+        """Queue a request. Raises what check() raises, and RequestError for an id in use."""
         self.check(request)
         with self._counting:
             self.scheduler.add(request)
             self.stats.prompt_tokens_total += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request wherever it is; what it has emitted stays. None if it is not known."""
+        """Abort a request in any phase; its tokens stay. Returns None for an unknown id."""
         return self._end(request_id, "abort")
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes, those in host memory too. Running requests keep their pages."""
+        """Drop all cached prefixes, in host memory too. Running requests keep their pages."""
         with self._counting:
             self.scheduler.cache.forget()
 
@@ -115,11 +118,11 @@ class Engine:
         return request
 
     def has_work(self) -> bool:
-        """Whether step() has anything to do."""
+        """Return whether step() has anything to do."""
         return bool(self._in_flight) or self.scheduler.has_work()
 
     def step(self) -> list[Request]:
-        """One iteration; returns the requests that got tokens or finished."""
+        """Run one iteration and return the requests that got tokens or finished."""
         with self._counting:
             schedule = self.scheduler.schedule()
             self.stats.steps_total += bool(schedule.decode)
@@ -130,15 +133,16 @@ class Engine:
             pending = self.executor.execute(schedule, self.scheduler.fill_masks)
             if schedule.has_steps:
                 self._in_flight.append((schedule, pending))
+        # Without new steps nothing else would read the ones in flight.
         idle = not (schedule.decode or schedule.prompt)
         if self._in_flight and (idle or len(self._in_flight) >= self.plan.steps_in_flight):
             return self._read()
         return []
 
     def _read(self) -> list[Request]:
-        """Reads the oldest schedule's steps and gives their tokens to their requests."""
+        """Read the results of the oldest schedule and give them to the requests."""
         schedule, pending = self._in_flight.popleft()
-        results = pending.result()
+        results = pending.result()  # waits for the device; takes no lock
         self._failures = 0
         with self._counting:
             if results.decode_ms is not None:
@@ -177,12 +181,12 @@ class Engine:
             stats.requests_success_total[request.finish_reason] += 1
 
     def drain_stats(self) -> Stats:
-        """A copy of the counters, taken in any thread; histogram lists start anew."""
+        """Return a copy of the counters, from any thread; histogram lists start anew."""
         with self._counting:
             return self.refresh_stats().drain()
 
     def refresh_stats(self) -> Stats:
-        """The counters, gauges of the scheduler and the cache included."""
+        """Return the counters, with the gauges of the scheduler and the cache."""
         stats = self.stats
         scheduler = self.scheduler
         cache = self.scheduler.cache
@@ -200,22 +204,23 @@ class Engine:
         return stats
 
     def _count_moves(self, cache: Cache) -> None:
-        """What was evicted to host memory and came back, as the cache has counted it."""
+        """Copy the cache's counters of host memory into the statistics."""
         stats = self.stats
         sizes = {PAGES: self.plan.page_bytes, SLOTS: self.plan.slot_bytes}
-        shelves = [(g.pool.host, sizes[g.pool.host.name]) for g in cache.groups]
+        host_pools = [(g.pool.host, sizes[g.pool.host.name]) for g in cache.groups]
         stats.host_pages = cache.host.size
         stats.host_pages_used = cache.host.used
         stats.host_hits_total = cache.host_hit_tokens
         stats.host_queries_total = cache.host_query_tokens
-        stats.offloaded_total = sum(shelf.num_out for shelf, _ in shelves)
-        stats.offloaded_bytes_total = sum(shelf.num_out * size for shelf, size in shelves)
-        stats.fetched_total = sum(shelf.num_back for shelf, _ in shelves)
-        stats.fetched_bytes_total = sum(shelf.num_back * size for shelf, size in shelves)
+        stats.offloaded_total = sum(pool.num_out for pool, _ in host_pools)
+        stats.offloaded_bytes_total = sum(pool.num_out * size for pool, size in host_pools)
+        stats.fetched_total = sum(pool.num_back for pool, _ in host_pools)
+        stats.fetched_bytes_total = sum(pool.num_back * size for pool, size in host_pools)
 
     def explain(self) -> dict[str, Any]:
-        """The plan; per layer: op, backend, and why the others were refused; and notes: what the
-        checkpoint's weight format asks for and is not done."""
+        """Return the plan, per layer the op, its backend and why others were refused, and notes
+        about the checkpoint's weight format.
+        """
         return {
             "plan": {k: str(v) if k == "model_path" else v for k, v in vars(self.plan).items()},
             "fingerprint": self.fingerprint,
@@ -223,9 +228,9 @@ class Engine:
         }
 
     def run(self, requests: list[Request], on_update: Callable[[Request], None]) -> None:
-        """Serves requests to their ends, calling on_update for each that got tokens or finished.
+        """Serve requests until they end; on_update is called for each that got tokens or finished.
 
-        All or none: if one is refused, none of them runs. If a step or on_update raises, all end.
+        If one request is refused, none runs. If a step or on_update raises, all end.
         """
         added = []
         try:
@@ -245,16 +250,18 @@ class Engine:
             raise
 
     def clear(self) -> None:
-        """Ends every request, and forgets what is cached: a step that failed may not have run."""
+        """End every request and drop the prefix cache: after a failed step its content is
+        unknown.
+        """
         for request_id in list(self.scheduler.entries):
             self.abort(request_id)
         self._forget()
 
     def recover(self) -> list[Request]:
-        """After a step that raised: ends with "error" what has begun, so that all else goes on.
+        """Recover from a step that raised: end the requests that have begun, with "error".
 
-        What the device holds of a row is not known then, so every request ends that has a row or
-        had one, and no prefix is remembered; those that wait keep waiting. Raises EngineDeadError
+        The content of their rows on the device is unknown then, so requests that have or had a row
+        end and no cached prefix is kept; waiting requests keep waiting. Raises EngineDeadError
         where an empty step fails as well, or steps fail again and again.
         """
         self._failures += 1
@@ -273,7 +280,7 @@ class Engine:
         return ended
 
     def _forget(self) -> None:
-        """Drops the steps in flight and what is cached for reuse."""
+        """Drop the steps in flight and the prefix cache."""
         self._in_flight.clear()
         self.scheduler.forget_launched()
         with self._counting:

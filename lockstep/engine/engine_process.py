@@ -1,4 +1,4 @@
-"""An engine's process: what runs in it, from its first line to its last."""
+"""Main program of an engine's process."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lockstep.engine.compile_limiter import Ahead
+from lockstep.engine.compile_limiter import CompileLimiter
 from lockstep.engine.engine import Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop, keep_from_collection
 from lockstep.engine.messages import (
@@ -21,8 +21,8 @@ from lockstep.engine.messages import (
     Ended,
     EngineRequest,
     Failed,
+    Heartbeat,
     Progress,
-    Pulse,
     Ready,
     Report,
     ResetPrefixCache,
@@ -34,21 +34,21 @@ from lockstep.errors import LockstepError
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
 
-PULSE_SECONDS = 0.25
-"""Between two signs of life."""
+HEARTBEAT_SECONDS = 0.25
+"""Interval between two heartbeats."""
 IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-"""Those that a terminal or a supervisor sends to all of a group: the server decides what ends."""
+"""Signals that terminals and supervisors send to a whole process group: only the server reacts."""
 
 STEPS_NICENESS = 5
-"""What is added to the niceness of threads whose steps are a CPU's own work."""
+"""Niceness added to threads whose steps run on the CPU."""
 
 MakeGrammar = Callable[[Any], Grammar]
 MakeEngine = Callable[[Callable[[str, int, int], None]], tuple[Engine, MakeGrammar]]
-"""Given a function that is told of progress: the engine, and what makes grammars of recipes."""
+"""Function that builds the engine and its grammar factory. Its argument reports progress."""
 
 
 class _Host:
-    """The engine's side of the pipe."""
+    """Engine side of the pipe to the server."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -56,64 +56,70 @@ class _Host:
         self._ended = threading.Event()
         self._compiling: dict[str, Future[None]] = {}
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="lockstep-compile")
-        self._ahead: Ahead
+        self._compile_limiter: CompileLimiter
         self._engine: Engine
         self._loop: EngineLoop
         self._make_grammar: MakeGrammar
         threading.Thread(target=self._read, name="lockstep-inbox", daemon=True).start()
 
     def run(self, make: MakeEngine) -> None:
-        """Builds the engine and serves until it is told to stop, or cannot go on."""
+        """Build the engine and serve until a Stop command, or until the engine cannot go on."""
         try:
-            self._engine, self._make_grammar = make(self._tell_progress)
+            self._engine, self._make_grammar = make(self._report_progress)
         except Exception as error:
             if not isinstance(error, LockstepError):
                 error.add_note(f"in the engine's process:\n{traceback.format_exc()}")
             self._report(Failed(_portable(error)))
             return
-        self._ahead = Ahead(self._engine.plan.max_num_seqs)
+        self._compile_limiter = CompileLimiter(self._engine.plan.max_num_seqs)
         self._loop = EngineLoop(self._engine, self._deliver)
         keep_from_collection()
         self._report(Ready(self._engine.facts, self._engine.executor.device_rates()))
-        pulses = threading.Thread(target=self._pulse, name="lockstep-pulse", daemon=True)
-        pulses.start()
+        heartbeats = threading.Thread(
+            target=self._send_heartbeats, name="lockstep-heartbeat", daemon=True
+        )
+        heartbeats.start()
         why = self._loop.run()
         self._ended.set()
-        pulses.join()
+        heartbeats.join()
         if why is not None:
             self._report(Ended(why))
 
     def _report(self, message: Report) -> None:
-        """Sends a message, from the thread that has it: another one would have to wait for a core
-        and for the interpreter while the next step runs. Where the pipe is full, it waits for the
-        reader; where nobody reads any more, it is dropped."""
+        """Send a message from the calling thread.
+
+        A sender thread would have to wait for a core and for the interpreter while the next step
+        runs. Blocks while the pipe is full; drops the message where nobody reads.
+        """
         with self._sending, contextlib.suppress(OSError):
             self._connection.send(message)
 
-    def _tell_progress(self, what: str, done: int, of: int) -> None:
+    def _report_progress(self, what: str, done: int, of: int) -> None:
         self._report(Progress(what, done, of))
 
-    def _deliver(self, news: Sequence[Delivery]) -> None:
-        for request_id, _ in news:
-            self._ahead.leave(request_id)
-        sent = [(i, _portable(x) if isinstance(x, Exception) else x) for i, x in news]
+    def _deliver(self, updates: Sequence[Delivery]) -> None:
+        for request_id, _ in updates:
+            self._compile_limiter.leave(request_id)
+        sent = [(i, _portable(x) if isinstance(x, Exception) else x) for i, x in updates]
         self._report(Updates(sent))
 
-    def _pulse(self) -> None:
-        """Tells at regular times that the process lives; once more at the end, for the counters."""
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats, and a last one at the end for the counters."""
         over = False
         while not over:
-            over = self._ended.wait(PULSE_SECONDS)
-            self._report(Pulse(self._stats(), self._loop.stalled_for))
+            over = self._ended.wait(HEARTBEAT_SECONDS)
+            self._report(Heartbeat(self._stats(), self._loop.stalled_for))
 
     def _stats(self) -> Stats:
-        """The engine's. What waits for its grammar waits, too."""
-        found = self._engine.drain_stats()
-        return replace(found, num_waiting=found.num_waiting + len(self._compiling))
+        """Return the engine's counters; requests whose grammar compiles count as waiting."""
+        stats = self._engine.drain_stats()
+        return replace(stats, num_waiting=stats.num_waiting + len(self._compiling))
 
     def _read(self) -> None:
-        """Takes commands; none comes before the engine stands. Nobody wants an engine whose server
-        is gone, whatever it is doing."""
+        """Execute commands; the server sends none before Ready.
+
+        Ends the process at once when the server is gone.
+        """
         while True:
             try:
                 command = self._connection.recv()
@@ -149,7 +155,7 @@ class _Host:
         compilation.add_done_callback(lambda _: self._compiling.pop(request.id, None))
 
     def _compile(self, request: Request, recipe: object) -> None:
-        self._ahead.enter(request.id)
+        self._compile_limiter.enter(request.id)
         try:
             request.grammar = self._make_grammar(recipe)
         except Exception as error:
@@ -158,20 +164,20 @@ class _Host:
         self._loop.submit([request])
 
     def _abort(self, request_id: str) -> None:
-        """Behind the request, wherever that is."""
-        made = self._compiling.get(request_id)
-        if made is None:
+        """Abort the request; if its grammar is still compiling, abort right after compilation."""
+        compilation = self._compiling.get(request_id)
+        if compilation is None:
             self._end(request_id)
-        elif not made.cancel():
-            made.add_done_callback(lambda _: self._end(request_id))
+        elif not compilation.cancel():
+            compilation.add_done_callback(lambda _: self._end(request_id))
 
     def _end(self, request_id: str) -> None:
         self._loop.abort(request_id)
-        self._ahead.leave(request_id)
+        self._compile_limiter.leave(request_id)
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or what it says where it cannot be pickled."""
+    """Return the error, or a RuntimeError of its text where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -180,24 +186,24 @@ def _portable(error: Exception) -> Exception:
 
 
 def give_way(device: str) -> None:
-    """Where the model runs on the CPU, lets the server have a core as soon as it wants one: this
-    thread, and those that it starts from now on, run behind it. A step takes as long as it takes;
-    whoever waits for an answer waits for the server. On a GPU, steps wait for these threads.
+    """Lower the priority of this thread and its later threads where the model runs on the CPU.
 
-    On Linux niceness is a thread's own, and weighs processes of one session or control group.
+    The server then gets a core as soon as it wants one. On a GPU the steps wait for these threads,
+    so they keep their priority. On Linux, niceness belongs to a thread and applies within a session
+    or control group.
     """
     if device == "cpu":
         os.nice(STEPS_NICENESS)
 
 
 def run_engine(connection: Connection, make: MakeEngine) -> None:
-    """All that an engine's process does. Its server's end of the pipe being closed ends it."""
+    """Run an engine's process. It ends when the server's end of the pipe is closed."""
     # Imported here: the engine's own modules do without the kernels' packages.
     from lockstep.kernels.compiler_signals import reclaim_signal_handlers
 
     reclaim_signal_handlers()
-    for one in IGNORED_SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     _Host(connection).run(make)
-    os._exit(0)  # all is said; taking the interpreter apart takes seconds, and gives nothing back
+    os._exit(0)  # shutting the interpreter down takes seconds and frees nothing that matters

@@ -16,10 +16,11 @@ class PendingResults(Protocol):
 
 
 class Executor(Protocol):
-    """One worker in process, or one per rank. Every worker receives the same schedules.
+    """Executor of a model: one worker in process, or one per rank.
 
-    Schedules and results are plain data. Workers execute schedules in the order of the calls.
-    plan: sizes that fit the memory of every rank, made once before the first schedule.
+    Every worker receives the same schedules. Schedules and results are plain data. Workers execute
+    schedules in the order of the calls. plan: sizes that fit the memory of every rank, made once
+    before the first schedule.
     """
 
     @property

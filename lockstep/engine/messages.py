@@ -1,4 +1,4 @@
-"""What an engine's process and the server's tell each other: plain data, pickled."""
+"""Messages between an engine's process and the server: plain data, pickled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lockstep.scheduling.request import Request
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A request as plain data. grammar: the recipe of its grammar, None without one."""
+    """Request as plain data. grammar: the recipe of its grammar, None without one."""
 
     id: str
     prompt_token_ids: list[int]
@@ -60,7 +60,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class Submit:
-    """Queues requests, which are added between the same two steps."""
+    """Command that queues requests; they are added between the same two steps."""
 
     requests: tuple[EngineRequest, ...]
 
@@ -75,19 +75,19 @@ _METRICS = TokenUpdate._fields.index("metrics")
 
 @dataclass(frozen=True)
 class Abort:
-    """Ends a request."""
+    """Command that aborts a request."""
 
     id: str
 
 
 @dataclass(frozen=True)
 class ResetPrefixCache:
-    """Drops all cached prefixes."""
+    """Command that drops all cached prefixes."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Ends the engine after its present step."""
+    """Command that ends the engine after its current step."""
 
 
 Command = Submit | Abort | ResetPrefixCache | Stop
@@ -95,7 +95,7 @@ Command = Submit | Abort | ResetPrefixCache | Stop
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the start is: `done` of `of` in `what`."""
+    """Report of startup progress: `done` of `of` in `what`."""
 
     what: str
     done: int
@@ -104,14 +104,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Failed:
-    """The start failed."""
+    """Report that startup failed."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine stands. rates: of its device, where they are known."""
+    """Report that the engine serves. facts, rates: data of its executor, passed on unread."""
 
     facts: Any
     rates: Any
@@ -119,40 +119,40 @@ class Ready:
 
 @dataclass(frozen=True)
 class Updates:
-    """What a step brought to some of its requests."""
+    """Report of the updates of one step."""
 
-    news: Sequence[Delivery]
+    updates: Sequence[Delivery]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By plain values alone: pickle takes 5 us for an object of a class, and each step tells of
-        every row."""
-        return _updates, ([(request_id, _plain(item)) for request_id, item in self.news],)
+        """Pickle plain tuples: an object of a class costs 5 us, and a step reports every row."""
+        return _updates, ([(request_id, _plain(item)) for request_id, item in self.updates],)
 
 
 def _plain(item: TokenUpdate | Exception) -> tuple[Any, ...] | Exception:
-    """An update as its fields, with its metrics as theirs."""
+    """Return an update as a tuple of its fields, with its metrics as a tuple too."""
     if isinstance(item, Exception):
         return item
     return (*item[:_METRICS], tuple(vars(item.metrics).values()), *item[_METRICS + 1 :])
 
 
-def _updates(news: Sequence[tuple[str, tuple[Any, ...] | Exception]]) -> Updates:
-    """The message of such values."""
-    return Updates([(request_id, _item(told)) for request_id, told in news])
+def _updates(updates: Sequence[tuple[str, tuple[Any, ...] | Exception]]) -> Updates:
+    """Return the message that `Updates.__reduce__` wrote."""
+    return Updates([(request_id, _item(data)) for request_id, data in updates])
 
 
-def _item(told: tuple[Any, ...] | Exception) -> TokenUpdate | Exception:
-    """The reverse of _plain."""
-    if isinstance(told, Exception):
-        return told
-    metrics = RequestMetrics(*told[_METRICS])
-    return TokenUpdate._make((*told[:_METRICS], metrics, *told[_METRICS + 1 :]))
+def _item(data: tuple[Any, ...] | Exception) -> TokenUpdate | Exception:
+    """Return the update of a tuple; the reverse of _plain()."""
+    if isinstance(data, Exception):
+        return data
+    metrics = RequestMetrics(*data[_METRICS])
+    return TokenUpdate._make((*data[:_METRICS], metrics, *data[_METRICS + 1 :]))
 
 
 @dataclass(frozen=True)
-class Pulse:
-    """A sign of life. busy_for: seconds since the present step began. Histogram lists of stats
-    start anew with each."""
+class Heartbeat:
+    """Report that the process lives. busy_for: seconds since the current step began. The histogram
+    lists of stats start anew with each.
+    """
 
     stats: Stats
     busy_for: float
@@ -160,9 +160,9 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Ended:
-    """The engine cannot go on."""
+    """Report that the engine cannot go on."""
 
     why: str
 
 
-Report = Progress | Failed | Ready | Updates | Pulse | Ended
+Report = Progress | Failed | Ready | Updates | Heartbeat | Ended

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: started, watched, and started again when it is lost."""
+"""Transport to an engine in a separate process, which is watched and restarted when lost."""
 
 import contextlib
 import logging
@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 
 from lockstep.engine.async_engine import SHUT_DOWN, Receiver
 from lockstep.engine.engine_process import (
+    HEARTBEAT_SECONDS,
     IGNORED_SIGNALS,
-    PULSE_SECONDS,
     MakeEngine,
     run_engine,
 )
@@ -24,8 +24,8 @@ from lockstep.engine.messages import (
     Command,
     Ended,
     Failed,
+    Heartbeat,
     Progress,
-    Pulse,
     Ready,
     Report,
     ResetPrefixCache,
@@ -39,19 +39,21 @@ from lockstep.scheduling.request import Request
 
 log = logging.getLogger("lockstep.engine")
 
-MOST_RESTARTS = 3
+MAX_RESTARTS = 3
 RESTART_WINDOW = 600.0
-"""Seconds in which that many restarts may be: a fault that comes again soon is not cured by one."""
+"""Seconds in which MAX_RESTARTS restarts may happen: a fault that soon repeats is not cured by
+one.
+"""
 STOP_SECONDS = 30.0
-"""How long stop() waits for the step that runs, before it kills the process."""
+"""Seconds that stop() waits for the current step before it kills the process."""
 REAP_SECONDS = 10.0
-"""How long a killed process may take to be gone."""
+"""Seconds that a killed process may take to end."""
 
 ShowProgress = Callable[[str, int, int], None]
 
 
 class _Child:
-    """One engine's process, from its start to its end."""
+    """Process of one engine."""
 
     def __init__(self, make: MakeEngine) -> None:
         context = get_context("spawn")
@@ -69,7 +71,7 @@ class _Child:
         theirs.close()
 
     def reports(self, every: float | None) -> Iterator[Report | None]:
-        """What it tells, until it is gone; None whenever nothing came for so many seconds."""
+        """Yield reports until the process ends; None whenever `every` seconds pass without one."""
         while True:
             try:
                 yield self.connection.recv() if self.connection.poll(every) else None
@@ -77,12 +79,12 @@ class _Child:
                 return
 
     def kill(self) -> None:
-        """Ends it at once, whatever it is doing."""
+        """Kill the process."""
         self.process.kill()
 
     def bury(self) -> str:
-        """Ends what is left of it; says how it ended."""
-        self.process.join(PULSE_SECONDS)
+        """Kill and reap the process, and return how it ended."""
+        self.process.join(HEARTBEAT_SECONDS)
         self.kill()
         self.process.join(REAP_SECONDS)
         code = self.process.exitcode
@@ -95,7 +97,7 @@ class _Child:
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """What is started in here does not see them, until it says what to do with them."""
+    """Block signals in child processes started inside, until they install their handlers."""
     resource_tracker.ensure_running()  # multiprocessing starts it first, and unblocks them then
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
@@ -105,8 +107,7 @@ def _blocked_signals() -> Iterator[None]:
 
 
 class _Outbox:
-    """Sends messages from a thread of its own, in their order. Where nobody reads any more they are
-    dropped."""
+    """Sender thread of commands, in order. Commands are dropped once nobody reads them."""
 
     def __init__(
         self, connection: Connection, messages: "queue.SimpleQueue[Command | None]"
@@ -117,11 +118,11 @@ class _Outbox:
         self._thread.start()
 
     def put(self, message: Command) -> None:
-        """Queues a message."""
+        """Queue a command."""
         self._messages.put(message)
 
     def close(self, seconds: float | None = None) -> None:
-        """Returns when all was sent, or so many seconds have passed."""
+        """Wait until all commands are sent, at most `seconds`."""
         self._messages.put(None)
         self._thread.join(seconds)
 
@@ -136,12 +137,12 @@ class _Outbox:
 
 
 class ProcessTransport:
-    """Owns an engine's process, and the one that follows it. See Transport.
+    """Transport to an engine's process and its successors. See Transport.
 
-    Making it starts the process and returns when the engine stands; it raises what the engine
-    raised. `make` is pickled. show: is told how far the start is. step_seconds: a step that runs
-    longer, or a process that gives no sign of life for so long, is ended and started again; the
-    start itself is not bounded. `facts`: those of the engine; `rates`: of its device, if known.
+    The constructor starts the process and returns when the engine is ready; it raises what the
+    engine raised. `make` is pickled. show: called with the progress of the startup. step_seconds: a
+    process whose step takes longer, or that sends no heartbeat for that long, is killed and
+    restarted; the startup has no limit. `facts` and `rates`: data of the engine's executor.
     """
 
     def __init__(
@@ -156,10 +157,10 @@ class ProcessTransport:
         self._counting = threading.Lock()
         self._gone = Stats()
         self._stats = Stats()
-        self._heard = time.monotonic()
+        self._last_report = time.monotonic()
         self._busy_for = 0.0
         self._stopping = False
-        self._starts: deque[float] = deque(maxlen=MOST_RESTARTS)
+        self._starts: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._receiver: Receiver | None = None
         self._thread = threading.Thread(target=self._supervise, name="lockstep-engine", daemon=True)
         self.restarting = False
@@ -175,16 +176,16 @@ class ProcessTransport:
 
     @property
     def pid(self) -> int | None:
-        """The process's number; None before it has one."""
+        """Return the process id; None before the process has one."""
         return self._child.process.pid
 
     @property
     def stalled_for(self) -> float:
-        """See Transport; a silence longer than the pulses' counts too."""
+        """See Transport; missing heartbeats count too."""
         if self.restarting:
             return 0.0
-        silence = time.monotonic() - self._heard
-        return self._busy_for + (silence if silence > 2 * PULSE_SECONDS else 0.0)
+        silence = time.monotonic() - self._last_report
+        return self._busy_for + (silence if silence > 2 * HEARTBEAT_SECONDS else 0.0)
 
     def start(self, receiver: Receiver) -> None:
         """See Transport."""
@@ -220,27 +221,29 @@ class ProcessTransport:
         self._commands.put(ResetPrefixCache())
 
     def stats(self) -> Stats:
-        """See Transport; as of the last pulse, all engines together."""
+        """See Transport; counters as of the last heartbeat, summed over all engines."""
         with self._counting:
-            found = self._stats.after(self._gone)
+            stats = self._stats.after(self._gone)
             self._stats.drain()
             self._gone.drain()
-            return found
+            return stats
 
     def _until_ready(self, show: ShowProgress) -> Ready:
-        """Raises what the start raised, or EngineDeadError where the process ended by itself."""
+        """Wait for Ready. Raises the startup's error, or EngineDeadError where the process
+        ended.
+        """
         for report in self._child.reports(None):
             if isinstance(report, Progress):
                 show(report.what, report.done, report.of)
             elif isinstance(report, Failed):
                 raise report.error
             elif isinstance(report, Ready):
-                self._heard = time.monotonic()
+                self._last_report = time.monotonic()
                 return report
         raise EngineDeadError(f"the engine did not start: {self._child.bury()}.")
 
     def _supervise(self) -> None:
-        """Serves by one engine after the other."""
+        """Serve with one engine after the other."""
         assert self._receiver is not None
         fault = self._serve()
         while not self._stopping and self._may_restart():
@@ -248,13 +251,13 @@ class ProcessTransport:
         self._receiver.ended(SHUT_DOWN if self._stopping else fault, not self._stopping)
 
     def _serve(self) -> str:
-        """Hands on what the engine tells until it is lost, or has stopped; says how that came."""
+        """Deliver an engine's reports until it stops or is lost, and return the reason."""
         child = self._child
         outbox = _Outbox(child.connection, self._commands)
-        if self._stopping:  # the queue that held the word may be gone
+        if self._stopping:  # _forget() may have dropped the queued Stop
             outbox.put(Stop())
         fault = None
-        for report in child.reports(PULSE_SECONDS):
+        for report in child.reports(HEARTBEAT_SECONDS):
             if report is not None:
                 fault = self._take(report) or fault
             if self.stalled_for > self._step_seconds:
@@ -266,29 +269,29 @@ class ProcessTransport:
         return fault or how
 
     def _take(self, report: Report) -> str | None:
-        """Hands a report on; why the engine cannot go on, if that is what it says."""
+        """Handle a report; return why the engine cannot go on, if the report says so."""
         assert self._receiver is not None
-        self._heard = time.monotonic()
+        self._last_report = time.monotonic()
         if isinstance(report, Updates):
             self._busy_for = 0.0
-            self._receiver.deliver(report.news)
-        elif isinstance(report, Pulse):
+            self._receiver.deliver(report.updates)
+        elif isinstance(report, Heartbeat):
             self._busy_for = report.busy_for
             with self._counting:
                 self._stats = report.stats.after(self._stats.only_histograms())
         return report.why if isinstance(report, Ended) else None
 
     def _may_restart(self) -> bool:
-        """Whether the bound leaves room for another start; counts it."""
+        """Count a restart and return whether the limit allows it."""
         now = time.monotonic()
-        if len(self._starts) == MOST_RESTARTS and now - self._starts[0] < RESTART_WINDOW:
-            log.error("%d restarts in %g s: no more", MOST_RESTARTS, RESTART_WINDOW)
+        if len(self._starts) == MAX_RESTARTS and now - self._starts[0] < RESTART_WINDOW:
+            log.error("%d restarts in %g s: no more", MAX_RESTARTS, RESTART_WINDOW)
             return False
         self._starts.append(now)
         return True
 
     def _restart(self, fault: str) -> str:
-        """Starts an engine in the place of one that is lost, and serves; how that one ended."""
+        """Start a successor of a lost engine and serve; return how it ended."""
         assert self._receiver is not None
         log.error("the engine is lost (%s) and started again", fault)
         self.restarting = True
@@ -309,5 +312,5 @@ class ProcessTransport:
         return self._serve()
 
     def _forget(self) -> None:
-        """Drops what the lost engine was asked for."""
+        """Drop the commands queued for the lost engine."""
         self._commands = queue.SimpleQueue()

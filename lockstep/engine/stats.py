@@ -1,4 +1,4 @@
-"""What the engine counts, as plain numbers that a server can export."""
+"""Counters of an engine, as plain numbers for export."""
 
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
@@ -10,8 +10,7 @@ HISTOGRAMS = ("ttft_seconds", "itl_seconds", "e2e_seconds", "iteration_tokens", 
 
 
 class DecodeStep(NamedTuple):
-    """A decode step: seconds as the device measured them; its rows, the drafts that each brought,
-    and the tokens that all of them together had in the cache."""
+    """Decode step: device time in seconds, rows, drafts per row, and cached tokens of all rows."""
 
     seconds: float
     rows: int
@@ -21,13 +20,13 @@ class DecodeStep(NamedTuple):
 
 @dataclass
 class Stats:
-    """Totals since the start and gauges of now. Histogram lists are drained by whoever reads.
+    """Totals since the start, current gauges, and histogram lists that readers drain.
 
-    drafts_total: rows of steps that brought drafts; accepted_at: how often those at each place were
-    accepted. restarts_total: engines that were lost and started again. host_pages: of host memory
-    behind the cache. offloaded, fetched: pages and snapshots that were copied there, and back.
-    iteration_tokens: of each step, tokens of prompts and generated ones.
-    host_hits_total: those of the prefix_hits_total tokens whose pages came back.
+    drafts_total: rows of steps with drafts. accepted_at: accepted drafts by their index in a row.
+    restarts_total: engines that were lost and restarted. host_pages: size of the host tier of the
+    cache. offloaded, fetched: pages and snapshots copied to the host tier and back.
+    iteration_tokens: prompt and generated tokens of each step. host_hits_total: those
+    prefix_hits_total tokens whose pages came back from the host tier.
     """
 
     num_running: int = 0
@@ -64,14 +63,14 @@ class Stats:
     KEEP = 10_000
 
     def observe(self, name: str, value: Any) -> None:
-        """Adds to a histogram; the oldest go when nobody reads."""
+        """Append to a histogram list; the oldest values go when nobody drains it."""
         values = getattr(self, name)
         values.append(value)
         if len(values) > self.KEEP:
-            del values[: self.KEEP // 2]
+            del values[: self.KEEP // 2]  # in bulk, so that the cost per value is constant
 
     def drain(self) -> "Stats":
-        """A copy that shares nothing with these; the histogram lists move into it."""
+        """Return a copy that shares nothing; the histogram lists move into it."""
         drained = {name: getattr(self, name) for name in HISTOGRAMS}
         for name in HISTOGRAMS:
             setattr(self, name, [])
@@ -79,8 +78,7 @@ class Stats:
         return replace(self, requests_success_total=counts, **drained)
 
     def after(self, earlier: "Stats") -> "Stats":
-        """Totals and histogram lists on top of those of an engine that was there before; gauges as
-        they are."""
+        """Add the totals and histogram lists of an earlier engine; gauges stay as they are."""
         totals = [f.name for f in fields(self) if f.name.endswith("_total")]
         added = {name: getattr(earlier, name) + getattr(self, name) for name in totals}
         lists = {name: getattr(earlier, name) + getattr(self, name) for name in HISTOGRAMS}
@@ -90,5 +88,5 @@ class Stats:
         return replace(self, accepted_at=tuple(a + b for a, b in pairs), **added, **lists)
 
     def only_histograms(self) -> "Stats":
-        """The histogram lists, without totals and gauges."""
+        """Return the histogram lists without totals and gauges."""
         return Stats(**{name: getattr(self, name) for name in HISTOGRAMS})

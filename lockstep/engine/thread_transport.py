@@ -1,4 +1,4 @@
-"""An engine in a thread of this process."""
+"""Transport to an engine in a thread of this process."""
 
 import threading
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from lockstep.engine.stats import Stats
 from lockstep.scheduling.request import Request
 
 STOP_SECONDS = 30.0
-"""How long stop() waits for the step that runs."""
+"""Seconds that stop() waits for the current step."""
 DEAD_THREAD_SECONDS = 0.1
 """Interval at which settle() checks that the engine's thread still runs."""
 
 
 class ThreadTransport:
-    """Owns an engine from start() to stop(). See Transport."""
+    """Transport that owns an engine from start() to stop(). See Transport."""
 
     restarting = False
 
@@ -32,7 +32,7 @@ class ThreadTransport:
         return self.loop.stalled_for
 
     def start(self, receiver: Receiver) -> None:
-        """Starts the engine's thread."""
+        """Start the engine's thread."""
         self._receiver = receiver
         self._thread.start()
 
@@ -44,8 +44,10 @@ class ThreadTransport:
             self._thread.join(STOP_SECONDS)
 
     def settle(self) -> None:
-        """Wait until all submits and aborts so far took effect and, where no request is left, until
-        no step is in flight."""
+        """Wait until all submits and aborts so far took effect and no step is in flight.
+
+        Where another request keeps the engine busy, steps may be in flight.
+        """
         settled = self.loop.settle()
         while self._thread.is_alive() and not settled.wait(DEAD_THREAD_SECONDS):
             continue
@@ -66,9 +68,9 @@ class ThreadTransport:
         """See Transport."""
         return self.engine.drain_stats()
 
-    def _deliver(self, news: Sequence[Delivery]) -> None:
+    def _deliver(self, updates: Sequence[Delivery]) -> None:
         assert self._receiver is not None
-        self._receiver.deliver(news)
+        self._receiver.deliver(updates)
 
     def _run(self) -> None:
         assert self._receiver is not None

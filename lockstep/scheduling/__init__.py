@@ -1,1 +1,1 @@
-"""Decides what runs next: requests, schedules, chunks of prompts, numbers of drafts. No torch."""
+"""Scheduling: requests, schedules, prompt chunks and draft lengths. No torch."""

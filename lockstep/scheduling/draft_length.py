@@ -1,9 +1,9 @@
-"""The draft length policy: how many drafts a step brings, chosen before every step.
+"""Draft length policies: they choose the number of drafts per row before every step.
 
-No answer depends on it, only the speed. The adaptive policy compares, per number of rows, what a
-step of k drafts costs in ms with the tokens that it is expected to emit. It keeps a balance, in ms:
-what all steps so far have won or lost against steps without drafts. It drafts only as far as the
-balance allows, so that in the long run no workload loses more than TRIAL_BUDGET of its time to
+The choice changes the speed, never an answer. The adaptive policy compares, per number of rows, the
+cost in ms of a step of k drafts with the tokens that it is expected to emit. It keeps a balance in
+ms: what all steps so far have gained or lost against steps without drafts. It drafts only as far as
+the balance allows, so in the long run no workload loses more than TRIAL_BUDGET of its time to
 drafting, however wrong the expected acceptance is. Measured in
 docs/decisions/0008-adaptive-drafts.md.
 """
@@ -19,96 +19,102 @@ TRIAL_BUDGET = 0.006
 """Share of the time of steps without drafts that trials of drafting may cost."""
 TRIAL_STEPS = 6
 """Steps of a trial. All of them may lose."""
-MOST_SAVED_LOSSES = 8
-"""The balance holds at most the loss of so many steps that draft the most and accept nothing."""
+MAX_SAVED_LOSSES = 8
+"""Bound of the balance, in losses of a step with max_drafts of which none is accepted."""
 ACCEPTANCE_MEMORY = 48
 """Steps after which the weight of an observed acceptance has fallen to 1 / e."""
 PRIOR_ACCEPTANCE = 0.5
 """Assumed acceptance of the first draft before any was observed."""
 PRIOR_ROWS = 2.0
-"""Rows of observation that the assumed acceptance counts as."""
+"""Rows of observation that the assumed acceptance draft_lengths as."""
 SWITCH_FACTOR = 1.02
-"""Another draft length is taken where it is expected to be faster by this factor."""
+"""Expected speed-up from which another draft length is chosen."""
 COST_SAMPLES = 3
 """Steps whose median gives the cost of a draft length."""
 BASELINE_SHARE = 0.005
 """Share of the tokens that may be lost to steps without drafts which only measure their cost."""
 BASELINE_INTERVAL = 16
-"""Least steps between two such measurements."""
+"""Minimum number of steps between two such measurements."""
 OWN_RATE = 0.25
-"""Share of a new cost of one draft length that is believed at once."""
+"""Share of a cost's change that is applied at once to its own draft length."""
 SHARED_RATE = 0.5
-"""The same of a change that all draft lengths share, such as longer contexts."""
-MOST_JUMP = 0.1
-"""A new cost may differ from the known one by at most this share of it."""
+"""Share of a cost's change that is applied to all draft lengths, such as longer contexts."""
+MAX_JUMP = 0.1
+"""Maximum relative change of a cost by one measurement."""
 
 
 class DraftLengthPolicy(Protocol):
-    """Chooses the number of drafts before a step, and observes the step afterwards.
+    """Policy that chooses the number of drafts before a step, and observes the step afterwards.
 
-    least: the fewest that a step may bring.
+    min_drafts: the smallest number that it chooses.
     """
 
     @property
-    def least(self) -> int: ...
+    def min_drafts(self) -> int: ...
 
     def choose(self, rows: int) -> int:
-        """Drafts of the next step, of `rows` rows."""
+        """Return the drafts per row of the next step, of `rows` rows."""
         ...
 
-    def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
-        """A step that could bring `count` drafts, and brought `made`, took `ms`.
+    def observe(
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
+    ) -> None:
+        """Observe a step with `num_drafted` drafts per row, for which `num_drafts` were chosen.
 
-        accepted: how many of each row's drafts were.
+        accepted: accepted drafts per row. ms: time of the step.
         """
         ...
 
 
 @dataclass
 class FixedDraftLength:
-    """The same number of drafts in every step."""
+    """Policy with the same number of drafts in every step."""
 
-    count: int
+    num_drafts: int
 
     @property
-    def least(self) -> int:
-        """K."""
-        return self.count
+    def min_drafts(self) -> int:
+        """Return K."""
+        return self.num_drafts
 
     def choose(self, rows: int) -> int:
-        """K."""
-        return self.count
+        """Return K."""
+        return self.num_drafts
 
-    def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
-        """Nothing is learned."""
+    def observe(
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
+    ) -> None:
+        """Ignore the step."""
 
 
 @dataclass
 class RandomDraftLength:
-    """A random one at every step: proves that no transition changes an answer."""
+    """Policy with a random number in every step: shows that no transition changes an answer."""
 
-    counts: tuple[int, ...]
-    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    draft_lengths: tuple[int, ...]
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     @property
-    def least(self) -> int:
-        """The smallest of them."""
-        return min(self.counts)
+    def min_drafts(self) -> int:
+        """Return the smallest number."""
+        return min(self.draft_lengths)
 
     def choose(self, rows: int) -> int:
-        """Any of them."""
-        return self.draw.choice(self.counts)
+        """Return a random number."""
+        return self.rng.choice(self.draft_lengths)
 
-    def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
-        """Nothing is learned."""
+    def observe(
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
+    ) -> None:
+        """Ignore the step."""
 
 
 @dataclass
 class Cost:
-    """ms of a step of one number of rows and drafts.
+    """Cost in ms of a step of one number of rows and drafts.
 
-    null: measured on null rows at warm-up. extra: what real rows take beyond that, a running
-    estimate. seen: how many steps of real rows were measured.
+    null: measured on null rows at warm-up. extra: running estimate of what real rows add. seen:
+    number of measured steps with real rows.
     """
 
     null: float
@@ -117,35 +123,37 @@ class Cost:
 
 
 @dataclass
-class Run:
-    """Consecutive steps of one draft length: how many were measured, and ms of the latest."""
+class Streak:
+    """Streak of consecutive steps with one draft length. latest: ms of the latest steps."""
 
-    count: int
+    num_drafts: int
     steps: int = 0
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=COST_SAMPLES))
 
 
 @dataclass
 class Costs:
-    """ms of a step by rows and draft length, of those too that real rows never had.
+    """Costs in ms by rows and draft length, also of combinations that no step has had.
 
-    estimates: what ms() found, by rows, until a step of them is observed.
+    estimates: cached results of ms(), by rows, until a step of these rows is observed.
     """
 
     table: dict[int, dict[int, Cost]]
-    runs: dict[int, Run] = field(default_factory=dict)
+    streaks: dict[int, Streak] = field(default_factory=dict)
     estimates: dict[int, dict[int, float]] = field(default_factory=dict)
 
     @classmethod
     def measured(cls, nulls: dict[tuple[int, int], float]) -> "Costs":
-        """(rows, count) -> ms of a step of null rows."""
+        """Return the costs of steps of null rows: (rows, drafts) -> ms."""
         table: dict[int, dict[int, Cost]] = {}
-        for (rows, count), ms in sorted(nulls.items()):
-            table.setdefault(rows, {})[count] = Cost(ms)
+        for (rows, num_drafts), ms in sorted(nulls.items()):
+            table.setdefault(rows, {})[num_drafts] = Cost(ms)
         return cls(table)
 
     def at(self, rows: int) -> dict[int, Cost]:
-        """Costs of this many rows by draft length, interpolated where none were measured."""
+        """Return the costs of this many rows by draft length, interpolated where none were
+        measured.
+        """
         if rows not in self.table:
             below = max((r for r in self.table if r < rows), default=min(self.table))
             above = min((r for r in self.table if r > rows), default=max(self.table))
@@ -157,40 +165,44 @@ class Costs:
             }
         return self.table[rows]
 
-    def observe(self, rows: int, count: int, ms: float) -> None:
-        """The first steps of a run set its draft length apart from the others. Later ones move the
-        costs of all, since contexts grow for all: so none is out of date when it is used again."""
+    def observe(self, rows: int, num_drafts: int, ms: float) -> None:
+        """Update costs from a step.
+
+        The first steps of a streak move its own draft length. Later ones move all lengths, since
+        contexts grow for all: so no cost is out of date when its length is chosen again.
+        """
         costs = self.at(rows)
-        run = self.runs.get(rows)
+        streak = self.streaks.get(rows)
         self.estimates.pop(rows, None)
-        if run is None or run.count != count:
-            run = Run(count)
-            self.runs[rows] = run
-        run.latest.append(ms)
-        run.steps += 1
-        cost = costs[count]
+        if streak is None or streak.num_drafts != num_drafts:
+            streak = Streak(num_drafts)
+            self.streaks[rows] = streak
+        streak.latest.append(ms)
+        streak.steps += 1
+        cost = costs[num_drafts]
         cost.seen += 1
         known = cost.null + cost.extra
-        new = min(max(median_low(run.latest) - known, -MOST_JUMP * known), MOST_JUMP * known)
+        # Clamped: one disturbed step must not move a cost far.
+        new = min(max(median_low(streak.latest) - known, -MAX_JUMP * known), MAX_JUMP * known)
         if cost.seen <= COST_SAMPLES:
-            cost.extra = min(run.latest) - cost.null
-        elif run.steps == COST_SAMPLES:
+            cost.extra = min(streak.latest) - cost.null
+        elif streak.steps == COST_SAMPLES:
             cost.extra += OWN_RATE * new
-        elif run.steps > COST_SAMPLES:
+        elif streak.steps > COST_SAMPLES:
             for other in costs.values():
                 other.extra += SHARED_RATE * new if other.seen else 0.0
 
     def ms(self, rows: int) -> dict[int, float]:
-        """Draft length -> ms."""
+        """Return draft length -> estimated ms."""
         if rows not in self.estimates:
             self.estimates[rows] = self._estimate(rows)
         return self.estimates[rows]
 
     def _estimate(self, rows: int) -> dict[int, float]:
-        """Draft length -> ms.
+        """Return draft length -> estimated ms.
 
-        What real rows add is taken from the nearest length with enough measurements. A length with
-        too few takes the smaller of both, since one disturbed first step would end all trials.
+        The extra cost of real rows comes from the nearest length with enough measurements. A length
+        with too few takes the smaller of both, since one disturbed first step would end all trials.
         """
         costs = self.at(rows)
         seen = [k for k, cost in costs.items() if cost.seen]
@@ -206,27 +218,27 @@ class Costs:
 
 
 class Acceptance:
-    """Running share of drafts accepted at each place, given that all before it were."""
+    """Running share of accepted drafts by index, given that all earlier ones were accepted."""
 
-    def __init__(self, most: int) -> None:
-        self.tried = [0.0] * most
-        self.taken = [0.0] * most
+    def __init__(self, max_drafts: int) -> None:
+        self.tried = [0.0] * max_drafts
+        self.taken = [0.0] * max_drafts
 
-    def observe(self, made: int, accepted: list[int]) -> None:
-        """One step's rows, which had `made` drafts each."""
+    def observe(self, num_drafted: int, accepted: list[int]) -> None:
+        """Observe the rows of a step, which had `num_drafted` drafts each."""
         tried = len(accepted)
         for i in range(len(self.tried)):
-            taken = tried - accepted.count(i) if i < made else 0
-            self.tried[i] += (tried if i < made else 0) - self.tried[i] / ACCEPTANCE_MEMORY
+            taken = tried - accepted.count(i) if i < num_drafted else 0
+            self.tried[i] += (tried if i < num_drafted else 0) - self.tried[i] / ACCEPTANCE_MEMORY
             self.taken[i] += taken - self.taken[i] / ACCEPTANCE_MEMORY
             tried = taken
 
-    def length(self, count: int) -> float:
-        """Tokens that a step of `count` drafts is expected to emit per row."""
+    def length(self, num_drafts: int) -> float:
+        """Return the tokens that a step of `num_drafts` drafts is expected to emit per row."""
         total = 1.0
         chance = 1.0
         rate = PRIOR_ACCEPTANCE
-        for tried, taken in zip(self.tried[:count], self.taken[:count], strict=True):
+        for tried, taken in zip(self.tried[:num_drafts], self.taken[:num_drafts], strict=True):
             rate = (taken + PRIOR_ROWS * rate) / (tried + PRIOR_ROWS)
             chance *= rate
             total += chance
@@ -234,93 +246,102 @@ class Acceptance:
 
 
 class AdaptiveDraftLength:
-    """The draft length with the most expected tokens per ms, as far as the balance allows."""
+    """Policy with the most expected tokens per ms, as far as the balance allows.
 
-    def __init__(self, counts: tuple[int, ...], costs: Costs) -> None:
-        self.counts = counts
+    steps_left: of the current trial. due: by rows, steps until the cost without drafts is measured
+    again; negative during a measurement.
+    """
+
+    def __init__(self, draft_lengths: tuple[int, ...], costs: Costs) -> None:
+        self.draft_lengths = draft_lengths
         self.costs = costs
-        self.acceptance = Acceptance(counts[-1])
+        self.acceptance = Acceptance(draft_lengths[-1])
         self.balance = 0.0
         self.mark = 0.0
-        self.count = counts[1]
-        self.left = TRIAL_STEPS
+        self.num_drafts = draft_lengths[1]
+        self.steps_left = TRIAL_STEPS
         self.due: dict[int, int] = {}
 
     @property
-    def least(self) -> int:
-        """No drafts, since a policy that adapts compares with that."""
-        return self.counts[0]
+    def min_drafts(self) -> int:
+        """Return 0: the policy compares with steps without drafts."""
+        return self.draft_lengths[0]
 
     def choose(self, rows: int) -> int:
-        """0 where the balance allows no trial, and now and then to measure what 0 costs."""
+        """Return 0 where the balance allows no trial or the cost without drafts is due, else a
+        length.
+        """
         if self.due.setdefault(rows, 0) <= 0:
             return 0
         ms = self.costs.ms(rows)
         best = self._best(ms)
-        over = not (best or self.left or self.balance > self.mark)
-        if self.count and (over or self.balance < -self._loss(ms)):
-            self.count = 0
+        over = not (best or self.steps_left or self.balance > self.mark)
+        if self.num_drafts and (over or self.balance < -self._loss(ms)):
+            self.num_drafts = 0
             self.balance = min(self.balance, 0.0)
-        elif self.count or self.balance >= self._price(ms):
-            if not self.left:
-                self.left = TRIAL_STEPS
+        elif self.num_drafts or self.balance >= self._price(ms):
+            if not self.steps_left:
+                self.steps_left = TRIAL_STEPS
                 self.mark = self.balance
-            self.count = best or self.count or self._least(ms)
-            self.left -= 1
-        return self.count
+            self.num_drafts = best or self.num_drafts or self._cheapest_trial(ms)
+            self.steps_left -= 1
+        return self.num_drafts
 
-    def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
-        """Learns costs and acceptance, and adds what the step has won or lost to the balance."""
-        self.costs.observe(rows, count, ms)
-        self._watch(rows, count)
-        if made:
-            self.acceptance.observe(made, accepted)
+    def observe(
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
+    ) -> None:
+        """Update costs and acceptance, and add the step's gain or loss to the balance."""
+        self.costs.observe(rows, num_drafts, ms)
+        self._count_due(rows, num_drafts)
+        if num_drafted:
+            self.acceptance.observe(num_drafted, accepted)
         cost = self.costs.ms(rows)
+        # Time that the same tokens would have taken without drafts.
         without = cost[0] * (1 + sum(accepted) / max(1, len(accepted)))
-        self.balance += without - cost[count] + TRIAL_BUDGET * without
-        self.balance = min(self.balance, MOST_SAVED_LOSSES * self._loss(cost))
+        self.balance += without - cost[num_drafts] + TRIAL_BUDGET * without
+        self.balance = min(self.balance, MAX_SAVED_LOSSES * self._loss(cost))
 
-    def _watch(self, rows: int, count: int) -> None:
-        """Counts down to the next measurement without drafts; below 0, the steps of it so far."""
+    def _count_due(self, rows: int, num_drafts: int) -> None:
+        """Count down to the next measurement without drafts, or num_drafts its steps below 0."""
         due = self.due.get(rows, 0)
         if due > 0:
-            self.due[rows] = due - 1 if count else self._stale(rows)
-        elif count == 0:
-            self.due[rows] = due - 1 if due > 1 - COST_SAMPLES else self._stale(rows)
+            self.due[rows] = due - 1 if num_drafts else self._steps_until_due(rows)
+        elif num_drafts == 0:
+            self.due[rows] = due - 1 if due > 1 - COST_SAMPLES else self._steps_until_due(rows)
 
-    def _stale(self, rows: int) -> int:
-        """Steps until a measurement without drafts is due. The step after it has no drafts yet."""
+    def _steps_until_due(self, rows: int) -> int:
+        """Return the steps until a measurement without drafts is due."""
         ms = self.costs.ms(rows)
-        best = max(self.acceptance.length(k) / ms[k] for k in self.counts)
+        best = max(self.acceptance.length(k) / ms[k] for k in self.draft_lengths)
         return max(
             BASELINE_INTERVAL, int((COST_SAMPLES + 1) * (1 - 1 / (ms[0] * best)) / BASELINE_SHARE)
         )
 
     def _best(self, ms: dict[int, float]) -> int:
-        rates = {k: self.acceptance.length(k) / ms[k] for k in self.counts}
+        rates = {k: self.acceptance.length(k) / ms[k] for k in self.draft_lengths}
         best = max(rates, key=lambda k: rates[k])
-        return best if rates[best] > SWITCH_FACTOR * rates[self.count] else self.count
+        return best if rates[best] > SWITCH_FACTOR * rates[self.num_drafts] else self.num_drafts
 
-    def _least(self, ms: dict[int, float]) -> int:
-        """The draft length of the cheapest trial."""
-        return min(self.counts[1:], key=lambda k: ms[k])
+    def _cheapest_trial(self, ms: dict[int, float]) -> int:
+        """Return the draft length of the cheapest trial."""
+        return min(self.draft_lengths[1:], key=lambda k: ms[k])
 
     def _price(self, ms: dict[int, float]) -> float:
-        """ms that a trial may lose."""
-        return TRIAL_STEPS * max(ms[self._least(ms)] - ms[0], TRIAL_BUDGET * ms[0])
+        """Return the ms that a trial may lose."""
+        return TRIAL_STEPS * max(ms[self._cheapest_trial(ms)] - ms[0], TRIAL_BUDGET * ms[0])
 
     def _loss(self, ms: dict[int, float]) -> float:
-        """ms that a step loses at most, where nothing is accepted."""
+        """Return the ms that a step loses at most, where nothing is accepted."""
         return max(*ms.values(), (1 + TRIAL_BUDGET) * ms[0]) - ms[0]
 
 
 def draft_length_policy(
-    adaptive: bool, counts: tuple[int, ...], taken: dict[tuple[int, int], float]
+    adaptive: bool, draft_lengths: tuple[int, ...], step_ms: dict[tuple[int, int], float]
 ) -> DraftLengthPolicy:
-    """The policy that adapts, or that always takes the most drafts.
+    """Return the adaptive policy, or the one that always takes the maximum.
 
-    taken: (rows, count) -> ms of a step of null rows.
+    step_ms: (rows, drafts) -> ms of a step of null rows.
     """
     if not adaptive:
-        return FixedDraftLength(counts[-1])
-    return AdaptiveDraftLength(counts, Costs.measured(taken))
+        return FixedDraftLength(draft_lengths[-1])
+    return AdaptiveDraftLength(draft_lengths, Costs.measured(step_ms))

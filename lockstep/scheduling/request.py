@@ -1,4 +1,4 @@
-"""One running completion: what was asked, what has come, why it ended."""
+"""Request: scheduler's state of one completion."""
 
 import time
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ NO_TOKEN = (
 
 @dataclass(eq=False)
 class Request:
-    """A request with n=1; fan-out happens above.
+    """State of a request with n=1; n > 1 becomes several requests above the engine.
 
-    priority: lower runs sooner, under the policy "priority". seed: always set, even when the user
-    gave none. max_len: most tokens of prompt and answer together; the scheduler sets it.
-    finish_reason: stop, length, abort or error once it ended; error: then what went wrong, to be
-    told to whoever asked. stop_reason: the stop token id asked for. cache_salt: only requests of
-    the same one find each other's prefixes. grammar: what the answer must match. speculate: whether
-    its drafts are verified; the tokens are the same. token_sources: of each token of the answer.
+    priority: lower runs sooner, under the policy "priority". seed: always set, even where the user
+    gave none. max_len: maximum tokens of prompt and answer together; set by the scheduler.
+    finish_reason: stop, length, abort or error once it has ended; error: then the message for the
+    client. stop_reason: the stop token id of the user that ended it. cache_salt: prefixes are
+    shared among requests of the same salt only. grammar: constraint of the answer. speculate:
+    verify drafts; the tokens are the same without. token_sources: one per token of the answer.
     """
 
     id: str
@@ -53,7 +53,7 @@ class Request:
 
     @property
     def grammar_fault(self) -> str | None:
-        """Why the grammar allows no token any more, if that is so."""
+        """Return why the grammar allows no token any more; None as long as it does."""
         return None if self.grammar is None else self.grammar.fault
 
     @property
@@ -63,29 +63,29 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer so far."""
+        """Return the number of tokens of prompt and answer so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens of prompt and answer at which it ends with "length"."""
-        asked = self.params.max_tokens
-        if asked is None:
+    def max_total_tokens(self) -> int:
+        """Return the number of tokens of prompt and answer at which it ends with "length"."""
+        max_tokens = self.params.max_tokens
+        if max_tokens is None:
             return self.max_len
-        return min(self.max_len, len(self.prompt_token_ids) + asked)
+        return min(self.max_len, len(self.prompt_token_ids) + max_tokens)
 
     def append(
         self, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None = None
     ) -> int:
-        """Takes tokens up to the one that ends the request; returns how many were taken.
+        """Append tokens up to the one that ends the request; return how many were appended.
 
-        A stop token ends it once `min_tokens` tokens came before it, and is itself taken. -1, which
-        is no token, ends it with an error.
+        A stop token ends it once `min_tokens` tokens came before, and is appended. -1, which is no
+        token, ends it with an error.
         """
         for index, token in enumerate(tokens):
             if self.finish_reason is not None:
                 return index
-            if token < 0:
+            if token < 0:  # the target had no token: NaN logits, or everything masked
                 self.finish_reason = "error"
                 self.error = self.grammar_fault or NO_TOKEN
                 return index
@@ -96,6 +96,7 @@ class Request:
         return len(tokens)
 
     def _judge(self, token: int) -> None:
+        """Set finish_reason where the latest token ends the request."""
         if len(self.output_token_ids) > self.params.min_tokens:
             if token in (self.params.stop_token_ids or ()):
                 self.finish_reason = "stop"
@@ -104,7 +105,7 @@ class Request:
             if token in self.eos_token_ids and not self.params.ignore_eos:
                 self.finish_reason = "stop"
                 return
-        if self.num_tokens >= self.most_tokens:
+        if self.num_tokens >= self.max_total_tokens:
             self.finish_reason = "length"
 
 

@@ -1,14 +1,14 @@
-"""The scheduler: who runs, who waits, who moves to the host. Torch-free; runs ahead of results.
+"""Scheduler: decides which requests run, wait or move to host memory. Torch-free.
 
-Waiting and preempted requests are in one queue, by priority and then by arrival. Its head is served
-or all others wait, so nobody is overtaken forever. The cost of a schedule depends on the rows that
-run, not on the length of the queue. When memory runs short, the row
-that would be last in that queue moves to host memory; nothing is ever computed twice.
+schedule() runs ahead of the results. Waiting and preempted requests share one queue, ordered by
+priority and then by arrival. Its head is served or all others wait, so no request starves. The cost
+of a schedule depends on the running rows, not on the length of the queue. When pages run short, the
+running row that is last in that order moves to host memory; nothing is computed twice.
 
 A request ends with "length" at max_model_len tokens, at max_tokens, or when it alone would fill the
 whole pool of pages. Pages are reserved up to that length only, so a lone row always fits: there is
-no deadlock, and where a request ends does not depend on how many tokens are drafted. What is
-written past that length goes to the null page and is never read for a token that counts.
+no deadlock, and where a request ends does not depend on the number of drafts. Tokens written past
+that length go to the null page and are never read for a token that counts.
 """
 
 from collections.abc import Sequence
@@ -37,13 +37,12 @@ from lockstep.scheduling.waiting_queue import WaitingQueue
 
 @dataclass(eq=False)
 class Entry:
-    """The scheduler's side of a request.
+    """Scheduling state of a request.
 
-    key: (priority, arrival number), the order of service; victims of preemption are chosen from its
-    end. row: 0 while it waits. max_committed: the most
-    tokens that the device may have committed after all launched steps. in_flight: launched steps
-    that emit and are not read yet. saved: pages in host memory. last_chunk_tick: the schedule that
-    gave it its latest chunk of the prompt, -1 before any.
+    key: (priority, arrival number), the order of service; preemption takes victims from its end.
+    row: 0 while it waits. max_committed: upper bound of the tokens that the device has committed
+    after all launched steps. in_flight: launched steps that emit and are not read yet. saved: pages
+    in host memory. last_chunk_tick: schedule of its latest prompt chunk, -1 before any.
     """
 
     request: Request
@@ -61,29 +60,32 @@ class Entry:
 
     @property
     def in_prompt(self) -> bool:
-        """Whether prompt tokens are still to be scheduled."""
+        """Return whether prompt tokens are still to be scheduled."""
         return self.max_committed < self.length
 
     @property
     def will_finish(self) -> bool:
-        """Whether the steps in flight end it whatever they emit."""
+        """Return whether the steps in flight end the request whatever they emit."""
         request = self.request
-        return request.num_tokens + self.in_flight >= request.most_tokens
+        return request.num_tokens + self.in_flight >= request.max_total_tokens
 
     def need(self, reach: int) -> int:
-        """Tokens that pages must cover before its next step, which goes `reach` tokens on."""
-        return min(max(self.max_committed, self.length) + reach, self.request.most_tokens)
+        """Return the tokens that pages must cover before its next step, which writes `reach`
+        tokens.
+        """
+        return min(max(self.max_committed, self.length) + reach, self.request.max_total_tokens)
 
 
 class Scheduler:
-    """Makes schedules and takes results. schedule() may run ahead of update() by any number.
+    """Scheduler of one cache. schedule() may run ahead of update() by any number of steps.
 
-    query_len: the most tokens that a decoding row brings to a step (K + 1). row_buckets: numbers of
-    rows that decode steps are padded to, ascending; None pads nothing. draft_policy: how many
-    drafts a step brings; None: query_len - 1 in every one. drafts_in_pages: whether drafts are made
-    in the rows' pages, one window behind the step's own.
+    query_len: maximum tokens that a decoding row brings to a step (K + 1). row_buckets: numbers of
+    rows that decode steps are padded to, ascending; None pads nothing. draft_policy: chooses the
+    drafts per step; None: always query_len - 1. drafts_in_pages: a draft module writes drafts to
+    the rows' pages, one window after the step's own tokens. dropped, answers: fields of the next
+    schedule.
 
-    Where layers recur, chunks of prompts end on the grid of the cache's pages.
+    With recurrent layers, prompt chunks end on multiples of the page size.
     """
 
     def __init__(
@@ -142,22 +144,24 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests with a row."""
+        """Return the number of requests with a row."""
         return len(self.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not begun."""
+        """Return the number of requests that have not begun."""
         return len(self.queue) - len(self.preempted)
 
     @property
     def num_swapped(self) -> int:
-        """Preempted requests, in host memory."""
+        """Return the number of preempted requests in host memory."""
         return len(self.preempted)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError or CapacityError if the request can never be served. Reads nothing
-        that changes, so any thread may call it."""
+        """Raise RequestError or CapacityError if the request can never be served.
+
+        Reads no mutable state, so any thread may call it.
+        """
         length = len(request.prompt_token_ids)
         capacity = self.cache.capacity
         if not 1 <= length < self.max_model_len:
@@ -174,7 +178,7 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises what check() raises, and RequestError for an id that is taken."""
+        """Queue a request. Raises what check() raises, and RequestError for an id in use."""
         if request.id in self.entries:
             raise RequestError(
                 f"request_id={request.id!r} is not allowed; allowed: ids of no running request. "
@@ -185,6 +189,7 @@ class Scheduler:
         request.max_len = min(self.max_model_len, self.cache.capacity)
         self.arrivals += 1
         rank = request.priority if self.policy == "priority" else 0
+        # Prompt log-probabilities need every position computed, so no prefix is reused.
         reuse = request.params.prompt_logprobs is None
         salt = salt_of(request.cache_salt)
         seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, salt, reuse)
@@ -193,7 +198,9 @@ class Scheduler:
         self.entries[request.id] = entry
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
-        """Ends a request in any phase; steps in flight are ignored. None if it is not known."""
+        """End a request in any phase; results in flight are ignored. Returns None for an unknown
+        id.
+        """
         entry = self.entries.get(request_id)
         if entry is None:
             return None
@@ -202,12 +209,12 @@ class Scheduler:
         return entry.request
 
     def begun(self) -> list[str]:
-        """Return the ids of requests that have a row, or had one and are in host memory."""
+        """Return the ids of requests that have a row, or are preempted."""
         begun = [*self.running, *self.preempted.values()]
         return [entry.request.id for entry in sorted(begun, key=lambda e: e.key)]
 
     def force_preempt(self, request_id: str) -> None:
-        """Preempts a request at the next schedule, if it runs then. One that is over stays over."""
+        """Preempt a request at the next schedule, if it runs then."""
         if request_id in self.entries:
             self.forced.add(request_id)
 
@@ -216,7 +223,7 @@ class Scheduler:
         return bool(self.entries or self.dropped or self.answers)
 
     def schedule(self) -> Schedule:
-        """The next iteration. What it launches counts as done for the schedules after it."""
+        """Return the next schedule. Later schedules treat its steps as done."""
         self.ticks += 1
         plan = Schedule(self.ticks, self.dropped, self.answers)
         self.dropped = []
@@ -229,6 +236,7 @@ class Scheduler:
             if not entry.in_prompt and not entry.will_finish:
                 plan.decode.append(entry.row)
                 rows[entry.row] = entry
+                # An upper bound until update() knows how many drafts were accepted.
                 entry.max_committed += self.query_len
                 entry.in_flight += 1
                 self._mask(plan, entry)
@@ -240,17 +248,18 @@ class Scheduler:
         return plan
 
     def context(self, schedule: Schedule) -> int:
-        """Tokens that the rows of its decode step had in the cache; asked before update()."""
+        """Return the cached tokens of all rows of a decode step. Call before update()."""
         rows = self.launched.get(schedule.tick, {})
         return sum(rows[row].request.num_tokens - 1 for row in schedule.decode)
 
     def update(self, schedule: Schedule, results: Results) -> list[Request]:
-        """Gives a schedule's results to its requests; returns those that got tokens."""
+        """Give the results of a schedule to its requests; return those that got tokens."""
         rows = self.launched.pop(schedule.tick, {})
         if results.decode_ms is not None:
             accepted = [results.rows[row].num_accepted for row in schedule.decode]
             kind = (schedule.padded_rows, schedule.num_drafts, schedule.drafts_ready)
             self.draft_policy.observe(*kind, accepted, results.decode_ms)
+        # A request may have ended, and its row may have a new owner, since the launch.
         alive = {row: e for row, e in rows.items() if self.entries.get(e.request.id) is e}
         touched = []
         for row in schedule.decode:
@@ -273,16 +282,17 @@ class Scheduler:
         return touched
 
     def _count_drafts(self, result: RowResult) -> None:
+        """Count the accepted drafts of a row by their index."""
         self.drafted_rows += result.num_drafted > 0
-        for place in range(result.num_accepted):
-            self.accepted_at[place] += 1
+        for index in range(result.num_accepted):
+            self.accepted_at[index] += 1
 
     def forget_launched(self) -> None:
-        """No results will come of what was launched and not read."""
+        """Drop the launched schedules whose results will not be read."""
         self.launched.clear()
 
     def _give(self, entry: Entry, result: RowResult) -> Request:
-        """A row's tokens to its request, which may end by them."""
+        """Give a row's tokens to its request, which may end by them."""
         request = entry.request
         entry.in_flight -= 1
         taken = request.append(result.tokens, result.logprobs)
@@ -295,17 +305,17 @@ class Scheduler:
                 self.answers.append(request.output_token_ids)
         return request
 
-    def _choose_drafts(self, plan: Schedule, wanted: bool) -> None:
-        """How many drafts the decode step brings, and how many rows it is padded to.
+    def _choose_drafts(self, plan: Schedule, wants_drafts: bool) -> None:
+        """Choose the drafts and the padded rows of the decode step.
 
-        wanted: whether any of its rows wants drafts; where none does, there is nothing to choose.
+        wants_drafts: any row wants drafts; without one there is nothing to choose.
         """
         count = len(plan.decode)
         if not count:
             return
         plan.padded_rows = next((b for b in self.row_buckets or () if b >= count), count)
         policy = self.draft_policy
-        plan.num_drafts = policy.choose(plan.padded_rows) if wanted else policy.least
+        plan.num_drafts = policy.choose(plan.padded_rows) if wants_drafts else policy.min_drafts
         plan.drafts_ready = min(plan.num_drafts, self.drafts_ready)
         self.drafts_ready = plan.num_drafts
 
@@ -326,10 +336,11 @@ class Scheduler:
             self.queue.remove(entry)
 
     def _preempt(self, plan: Schedule, entry: Entry) -> None:
-        """Moves a row to the host: only the pages that hold committed tokens."""
-        used = self.cache.pages_for(min(entry.max_committed, entry.request.most_tokens))
+        """Move a row to host memory: only the pages that hold committed tokens."""
+        used = self.cache.pages_for(min(entry.max_committed, entry.request.max_total_tokens))
         pages = entry.seq.pages[:used]
         plan.swap_out.append(Swap(entry.row, entry.request.id, pages, entry.seq.slot))
+        # The row's pages go to others, so its grants of this schedule are void.
         plan.grants = [grant for grant in plan.grants if grant.row != entry.row]
         self._leave_row(entry)
         entry.saved = used
@@ -339,17 +350,17 @@ class Scheduler:
         self.queue.push(entry)
 
     def _preempt_forced(self, plan: Schedule) -> None:
-        """Preempts for tests' sake: what was asked for, and every Nth time one row in turn."""
+        """Preempt for tests: requested rows, and one row of the running ones every Nth schedule."""
         victims = [entry for entry in self.running if entry.request.id in self.forced]
         self.forced.clear()
         if self.preempt_every and self.ticks % self.preempt_every == 0 and self.running:
-            turn = self.ticks // self.preempt_every % len(self.running)
-            victims = list({*victims, self.running[turn]})
+            index = self.ticks // self.preempt_every % len(self.running)
+            victims = list({*victims, self.running[index]})
         for entry in sorted(victims, key=lambda e: e.key):
             self._preempt(plan, entry)
 
     def _reserve(self, plan: Schedule) -> None:
-        """Pages for all decoding rows, first in the queue's order first; the last ones give way."""
+        """Reserve pages for all decoding rows in the queue's order; the last rows are preempted."""
         for entry in sorted(self.running, key=lambda e: e.key):
             if not entry.row or entry.in_prompt or entry.will_finish:
                 continue
@@ -365,7 +376,7 @@ class Scheduler:
     def _serve_queue(self, plan: Schedule) -> None:
         """Start requests from the head of the queue until one does not fit.
 
-        The cost depends on the rows that run and start, never on how many requests wait.
+        The cost depends on the rows that run and start, never on the number of waiting requests.
         """
         overdue = sum(e.in_prompt and e.last_chunk_tick < self.ticks - 1 for e in self.running)
         fresh = self.budget // self.grain - overdue
@@ -385,9 +396,9 @@ class Scheduler:
             self.queue.push(entry)
 
     def _make_room_and_start(self, plan: Schedule, entry: Entry, victims: list[Entry]) -> bool:
-        """Start a request, preempting rows of lower priority for it; whether it has a row now.
+        """Start a request, preempting rows of lower priority for it; return whether it has a row.
 
-        victims: extended by the rows that were preempted, even where that was not enough.
+        victims: extended by the preempted rows, even where they were not enough.
         """
         while not self._start(plan, entry):
             victim = max(self.running, key=lambda e: e.key, default=None)
@@ -398,7 +409,7 @@ class Scheduler:
         return True
 
     def _start(self, plan: Schedule, entry: Entry) -> bool:
-        """Gives the head a row, pages and a slot; one page per running row stays spare."""
+        """Give the head a row, pages and a slot; one page per running row stays spare."""
         if not self.free_rows:
             return False
         seq = entry.seq
@@ -452,27 +463,27 @@ class Scheduler:
         return grammar
 
     def _plan_prompt(self, plan: Schedule) -> dict[int, Entry]:
-        """Chunks of the prompts that waited longest, all in one ragged step; their rows.
+        """Plan chunks of the prompts that waited longest, in one ragged step; return its rows.
 
-        A prompt gets a grain at least. Chunks end on the grid where state recurs, else anywhere,
-        and where the cache wants a snapshot for prompts that begin alike.
+        A prompt gets a grain at least. Chunks end on the page grid where state recurs, else
+        anywhere, and where the cache wants a snapshot for prompts with a common prefix.
         """
         size = self.cache.config.page_size
         prompts = [entry for entry in self.running if entry.in_prompt]
         ranked = sorted(prompts, key=lambda e: (e.last_chunk_tick >= 0, e.last_chunk_tick, e.key))
         chosen = ranked[: self.budget // self.grain]
         stops = [self.cache.prompt_end(e.seq, e.max_committed) for e in chosen]
-        left = [stop - e.max_committed for stop, e in zip(stops, chosen, strict=True)]
-        lengths = split_budget(left, self.budget, self.align)
+        remaining = [stop - e.max_committed for stop, e in zip(stops, chosen, strict=True)]
+        lengths = split_budget(remaining, self.budget, self.align)
         for entry, length in zip(chosen, lengths, strict=True):
             start = entry.max_committed
             end = start + length
             point = end // size * size
-            wanted = self.cache.wants_snapshot(entry.seq, start, point)
-            slot = self.cache.snapshot(entry.seq, point) if wanted else 0
+            wants_snapshot = self.cache.wants_snapshot(entry.seq, start, point)
+            slot = self.cache.snapshot(entry.seq, point) if wants_snapshot else 0
             last = end == entry.length
             plan.prompt.append(PromptChunk(entry.row, start, length, last, entry.seq.source, slot))
-            entry.seq.source = 0
+            entry.seq.source = 0  # later chunks continue from the row's own state
             entry.max_committed = end
             entry.last_chunk_tick = self.ticks
             entry.in_flight += last

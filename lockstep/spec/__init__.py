@@ -8,9 +8,9 @@ A drafter's file has
                                 why it cannot draft for this checkpoint, or None
     build(options, checkpoint, target, build) -> DraftModule
                                 the module, whose weights are not loaded yet
-    passes(rows, tokens, count) -> tuple[int, ...]
+    passes(rows, tokens, num_drafts) -> tuple[int, ...]
                                 the tokens of each of its passes over the module's weights, in a
-                                step of `rows` rows and `tokens` tokens that makes `count` drafts
+                                step of `rows` rows and `tokens` tokens that makes as many drafts
 """
 
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ def drafter_module(method: str) -> ModuleType:
 
 
 def read(value: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:
-    """The Options of a method, from vLLM's dict.
+    """Return the Options of a method, from vLLM's dict.
 
     Raises ConfigError on a missing or unknown method, and on a key that the method does not have.
     """
@@ -77,36 +77,39 @@ def read(value: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConf
 
 
 def with_method(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a speculative_config, with the name that its method has here: vLLM has older
-    ones, and a model without a method is a draft model. Raises ConfigError where it has neither."""
+    """Return the keys of a speculative_config with the name that its method has here.
+
+    vLLM has older names, and a model without a method is a draft model. Raises ConfigError where it
+    has neither.
+    """
     if "method" not in value and "model" in value:
         value = {"method": "draft_model", **value}
     if "method" not in value:
         raise ConfigError('speculative_config has no "method"; name a drafter, e.g. "mtp".')
-    asked = SpeculativeConfig(value["method"]).method
-    return {**value, "method": OLDER_NAMES.get(asked, asked)}
+    method = SpeculativeConfig(value["method"]).method
+    return {**value, "method": OLDER_NAMES.get(method, method)}
 
 
 def refusals(checkpoint: "Checkpoint") -> dict[str, str | None]:
-    """Method -> why it cannot draft for this checkpoint; None: it can."""
-    found: dict[str, str | None] = {}
+    """Return method -> why it cannot draft for this checkpoint; None where it can."""
+    reasons: dict[str, str | None] = {}
     for name in DRAFTERS:
         module = drafter_module(name)
-        found[name] = module.refusal(checkpoint) if module.NEEDS_MODULE else None
-    return found
+        reasons[name] = module.refusal(checkpoint) if module.NEEDS_MODULE else None
+    return reasons
 
 
 Passes = Callable[[int, int, int], tuple[int, ...]]
-"""The `passes` of a drafter's file."""
+"""Type of `passes` in a drafter's file."""
 
 
-def no_passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
-    """Those of a step that drafts without a module."""
+def no_passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
+    """Return the passes of a step that drafts without a module: none."""
     return ()
 
 
 def passes_of(options: SpeculativeConfig | None) -> Passes:
-    """Those of a method's module."""
+    """Return the `passes` of a method's module."""
     module = None if options is None else drafter_module(options.method)
     return module.passes if module is not None and module.NEEDS_MODULE else no_passes
 

@@ -1,10 +1,10 @@
-"""A chain of drafts: one module, applied K times, each time to the draft that it has just made.
+"""Chain drafting: one module, applied K times, each time to the draft that it has just proposed.
 
-Over the step that was just verified the module fills its own KV from true inputs; then it runs on
-from the rows' last committed positions, feeding itself. Positions past a mismatch are overwritten
-by the next step. Of a module that recurs the first pass alone writes states, as the target does in
-that step; those behind it replay what a state lacks. Where nothing is drafted it only keeps the
-keys and values, so that later drafts see no gap.
+Over the verified step the module fills its own KV from true inputs; then it continues from the
+rows' last committed positions on its own drafts. The next step overwrites positions after a
+mismatch. In a recurrent module only the first pass writes states, as the target does in that step;
+later passes replay what a state lacks. Where nothing is drafted, the module only writes keys and
+values, so that later drafts see no gap.
 """
 
 from dataclasses import replace
@@ -16,19 +16,19 @@ from lockstep.spec.drafter import DraftContext, no_drafts
 from lockstep.step import NEVER, StepContext, StepShape, Verdict
 
 
-def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
-    """Tokens of each pass of the module, as lockstep.spec says."""
-    return (tokens, *[rows] * (count - 1))
+def passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
+    """Return the tokens of each pass of the module, see lockstep.spec."""
+    return (tokens, *[rows] * (num_drafts - 1))
 
 
 class ChainDrafter:
-    """K drafts from one DraftModule, which reads at a position the token after it.
+    """Drafter of K drafts from one DraftModule, which reads the next token at each position.
 
-    behind: places between the position at which a token is read, and that of a module which reads
-    the token after it.
+    shift: offset of the position at which a draft is read, against a module that reads the next
+    token.
     """
 
-    behind = 0
+    shift = 0
 
     def __init__(self, context: DraftContext) -> None:
         self.context = context
@@ -42,43 +42,46 @@ class ChainDrafter:
         aux_hidden_states: tuple[Tensor, ...],
         verdict: Verdict,
     ) -> None:
-        """Writes as many drafts per row as the step asks for. Sampled rows draft with the noise of
-        the position itself."""
+        """Write the drafts of the next step. Sampled rows use the noise of the position itself."""
         c = self.context
         rows = step.row_ids
-        count = step.shape.next_drafts
+        num_drafts = step.shape.next_drafts
         where = (step.token_rows, step.positions, step.cu_seqlens)
         window = verdict.tokens.shape[1]
-        after, last, at = self.mtp_inputs(c.tokens, rows, *where, verdict.accepted, window)
+        next_tokens, last, at = self.mtp_inputs(c.tokens, rows, *where, verdict.accepted, window)
         state = c.module.begin(hidden, aux_hidden_states)
-        if not count:
-            self.keep(step, after, state)
+        # The module must still write KV: later drafts attend to these positions.
+        if not num_drafts:
+            self.keep(step, next_tokens, state)
             return
-        state = self.first(step, after, last, state)
-        for k in range(count):
-            if k:
+        state = self.first(step, next_tokens, last, state)
+        for k in range(num_drafts):
+            if k:  # the first states come from the pass over the verified step
                 state = c.module(step.token_ids, state, step)
             logits = c.module.logits(state)[:, None]
             tokens = c.sample(logits, at, no_drafts(rows), rows)[:, 0]
-            step = self.on(step, tokens, k, self.behind)
+            step = self.on(step, tokens, k, self.shift)
             at = step.sample_at
 
-    def keep(self, step: StepContext, after: Tensor, state: Tensor) -> None:
-        """The keys and values of the step's tokens; after [T]: the token behind each."""
-        self.context.module.keep(after, state, step)
+    def keep(self, step: StepContext, next_tokens: Tensor, state: Tensor) -> None:
+        """Write the keys and values of the step's tokens. next_tokens [T]: one after each token."""
+        self.context.module.keep(next_tokens, state, step)
 
-    def first(self, step: StepContext, after: Tensor, last: Tensor, state: Tensor) -> Tensor:
-        """keep(), and the states [S, ...] of the first drafts. last [S]: index into T of each row's
-        last committed position."""
-        found: Tensor = self.context.module(after, state, step)[last]
-        return found
+    def first(self, step: StepContext, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
+        """Do what keep() does, and return the states [S, ...] of the first drafts.
 
-    def on(self, step: StepContext, tokens: Tensor, k: int, behind: int) -> StepContext:
-        """Keeps the rows' drafts number k, tokens [S]: the step of one token each that they are."""
+        last [S]: index into T of each row's last committed position.
+        """
+        states: Tensor = self.context.module(next_tokens, state, step)[last]
+        return states
+
+    def on(self, step: StepContext, tokens: Tensor, k: int, shift: int) -> StepContext:
+        """Store draft number k of each row, tokens [S]; return the step of one token each."""
         c = self.context
         table = step.page_table
-        made = self.next_draft_step(
-            c.computed, c.folded, c.drafts, step.row_ids, tokens, table, k, behind, c.page_size
+        tensors = self.next_draft_step(
+            c.computed, c.folded, c.drafts, step.row_ids, tokens, table, k, shift, c.page_size
         )
         shape = StepShape.uniform(step.shape.rows, 1)
-        return replace(step, shape=shape, logit_rows=slice(None), flush=NEVER, **vars(made))
+        # Drafts may be rejected, so their pass must not write recurrent state.
+        return replace(step, shape=shape, logit_rows=slice(None), flush=NEVER, **vars(tensors))

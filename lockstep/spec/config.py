@@ -1,4 +1,4 @@
-"""speculative_config: the keys that every drafter has. A drafter's file adds its own."""
+"""Keys of speculative_config that every drafter has. A drafter's file adds its own."""
 
 from dataclasses import MISSING, dataclass
 from typing import Annotated, ClassVar
@@ -8,19 +8,19 @@ from pydantic import Field
 from lockstep.settings import Settings, setting
 
 MAX_DRAFTS = 15
-"""Most drafts of a row and step: with the token before them, a window of 16."""
+"""Maximum drafts per row and step: with the token before them, a window of 16."""
 AUTO = "auto"
-"""speculative_config: the draft module that comes with the checkpoint, if it has one."""
+"""Value of speculative_config that selects the checkpoint's own draft module, if it has one."""
 AUTO_DRAFTS = 3
-"""K of such a module."""
+"""K of the checkpoint's own draft module."""
 LENGTHS = (0, 1, 3, 7)
-"""The numbers of drafts, below K, that an adaptive step may bring."""
+"""Numbers of drafts below K that an adaptive step may have."""
 EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 3}'
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig(Settings):
-    """How drafts are made, in vLLM's keys. lockstep.spec.read makes the class of its method."""
+    """Drafting settings, in vLLM's keys. lockstep.spec.read makes the class of the method."""
 
     within: ClassVar[str] = "speculative_config "
 
@@ -49,12 +49,16 @@ class SpeculativeConfig(Settings):
 
     @property
     def synthetic_length(self) -> float | None:
-        """The mean acceptance length that synthetic_acceptance implies with K drafts in a step."""
+        """Return the mean acceptance length that synthetic_acceptance implies with K drafts."""
         p = self.synthetic_acceptance
         return None if p is None else sum(p**i for i in range(self.num_speculative_tokens + 1))
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """The numbers of drafts that a step may bring, ascending."""
-        most = self.num_speculative_tokens
-        return (*(k for k in LENGTHS if k < most), most) if self.adaptive else (most,)
+        """Return the numbers of drafts that a step may have, ascending."""
+        max_drafts = self.num_speculative_tokens
+        return (
+            (*(k for k in LENGTHS if k < max_drafts), max_drafts)
+            if self.adaptive
+            else (max_drafts,)
+        )

@@ -1,7 +1,6 @@
-"""DFlash: a draft model that makes all drafts of a step in one pass (lockstep.models.dflash).
+"""DFlash: a draft model that proposes all drafts of a step in one pass (lockstep.models.dflash).
 
-The row's last token and a masked one for every draft are read as a block, whose tokens see each
-other.
+The row's last token and one mask token per draft form a block, whose tokens attend to each other.
 """
 
 from dataclasses import replace
@@ -24,35 +23,38 @@ Options = FolderOptions
 
 
 def refusal(checkpoint: Checkpoint) -> str | None:
-    """Why this checkpoint alone cannot be drafted for."""
+    """Return why this checkpoint alone has no drafts."""
     return "it needs a draft model for blocks, which speculative_config names as its model"
 
 
 def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext) -> DraftModule:
-    """The folder's model, not loaded yet. Raises CheckpointError where it is not built, or not of
-    this target, and ConfigError where its blocks are too short for K drafts."""
-    own = BlockCheckpoint.at(options.folder)
-    config = Config.read(own, target)
+    """Build the folder's model without weights.
+
+    Raises CheckpointError where it cannot be built or belongs to another target, and ConfigError
+    where its blocks are too short for K drafts.
+    """
+    draft = BlockCheckpoint.at(options.folder)
+    config = Config.read(draft, target)
     if options.num_speculative_tokens >= config.block:
         raise ConfigError(
             f"speculative_config num_speculative_tokens={options.num_speculative_tokens} is not "
             f"allowed; allowed: 1 to {config.block - 1}, one less than the block_size of "
-            f"{own.folder}. Lower it."
+            f"{draft.folder}. Lower it."
         )
-    tensors = None if build.tensors is None else own.tensors()
-    packing = read_weight_format(own.quantization(), None)
-    apart = build.reading(tensors, own.prefixes, packing)
-    apart.named = "draft."
-    return BlockDraftModel(target, apart, config, own)
+    tensors = None if build.tensors is None else draft.tensors()
+    packing = read_weight_format(draft.quantization(), None)
+    context = build.reading(tensors, draft.prefixes, packing)
+    context.named = "draft."
+    return BlockDraftModel(target, context, config, draft)
 
 
-def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
-    """The blocks; what the step's tokens take besides is little."""
-    return (rows * (count + 1),)
+def passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
+    """Return the tokens of the block pass; the step's own tokens cost little."""
+    return (rows * (num_drafts + 1),)
 
 
 class BlockDrafter:
-    """All drafts of a step from one pass of its module over a block of each row."""
+    """Drafter of all drafts of a step in one pass of its module over a block per row."""
 
     def __init__(self, context: DraftContext) -> None:
         self.context = context
@@ -65,36 +67,42 @@ class BlockDrafter:
         aux_hidden_states: tuple[Tensor, ...],
         verdict: Verdict,
     ) -> None:
-        """Writes as many drafts per row as the step asks for. Sampled rows draft with the noise of
-        the position itself; penalties count no other draft of the block."""
+        """Write the drafts of the next step.
+
+        Sampled rows use the noise of the position itself; penalties do not count other drafts of
+        the block.
+        """
         c = self.context
         state = c.module.begin(hidden, aux_hidden_states)
-        c.module.keep(step.token_ids, state, step)
-        count = step.shape.next_drafts
-        if not count:
+        c.module.keep(step.token_ids, state, step)  # KV of the verified tokens
+        num_drafts = step.shape.next_drafts
+        if not num_drafts:
             return
         rows = step.row_ids
-        block = self.block_of(step, count + 1)
-        found = c.module(block.token_ids, state, block).unflatten(0, (-1, count + 1))[:, 1:]
-        logits = c.module.logits(found.flatten(0, 1)).unflatten(0, (-1, count))
-        others = rows.new_full((rows.shape[0], count - 1), -1)
-        c.drafts[rows, :count] = c.sample(logits, block.sample_at, others, rows)
+        block = self.block_of(step, num_drafts + 1)
+        states = c.module(block.token_ids, state, block).unflatten(0, (-1, num_drafts + 1))[:, 1:]
+        logits = c.module.logits(states.flatten(0, 1)).unflatten(0, (-1, num_drafts))
+        # All drafts of a block are sampled at once, so none can count another in penalties.
+        no_tokens = rows.new_full((rows.shape[0], num_drafts - 1), -1)
+        c.drafts[rows, :num_drafts] = c.sample(logits, block.sample_at, no_tokens, rows)
 
     def block_of(self, step: StepContext, width: int) -> StepContext:
-        """The step of the rows' blocks of `width` tokens."""
+        """Return the step of the rows' blocks of `width` tokens."""
         c = self.context
         table = step.page_table
         mask = c.module.config.mask
-        made = self.block_step(c.computed, c.tokens, step.row_ids, table, width, mask, c.page_size)
+        tensors = self.block_step(
+            c.computed, c.tokens, step.row_ids, table, width, mask, c.page_size
+        )
         return replace(
             step,
             shape=StepShape.uniform(step.shape.rows, width),
             logit_rows=slice(None),
             flush=NEVER,
-            **vars(made),
+            **vars(tensors),
         )
 
 
 def create(context: DraftContext) -> BlockDrafter:
-    """The drafter of this file."""
+    """Return the drafter."""
     return BlockDrafter(context)

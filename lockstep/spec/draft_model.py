@@ -1,10 +1,10 @@
-"""A draft model: a smaller checkpoint with the same tokenizer, which drafts in a chain (Leviathan
-et al., arXiv 2211.17192).
+"""Draft model: a smaller checkpoint with the same tokenizer, which drafts in a chain (Leviathan et
+al., arXiv 2211.17192).
 
-It reads every token at that token's own position, as it would alone; its keys and values stand on
-the target's pages, so that prefixes found there are its own as well. A model that recurs has its
-state in the rows' slots, where snapshots hold both. What is kept of a row, and how many tokens its
-state holds, is the same for both, since both see every step.
+It reads every token at that token's own position, as it would alone. Its keys and values use the
+target's page tables, so cached prefixes serve both. A recurrent draft model keeps its state in the
+rows' slots, and snapshots hold both states. Both models see every step, so committed tokens and
+folded tokens of a row are the same for both.
 """
 
 from dataclasses import replace
@@ -37,20 +37,20 @@ NO_MODELS = {
     "Eagle3Speculator": "eagle3",
     "LlamaForCausalLMEagle3": "eagle3",
 }
-"""What architectures may name that is no whole model -> the method that drafts with it."""
+"""Architectures of drafters that are not whole models -> the method that uses them."""
 HEAD_SETTING = "draft_vocab_size"
-"""A setting of heads alone: the authors' name a whole model's architecture."""
+"""Setting that only EAGLE-3 heads have: their authors name a whole model's architecture."""
 
 
 def refusal(checkpoint: Checkpoint) -> str | None:
-    """Why this checkpoint alone cannot be drafted for."""
+    """Return why this checkpoint alone has no drafts."""
     return "it needs a smaller model, which speculative_config names as its model"
 
 
 class DraftModel(nn.Module):
-    """A whole model as a DraftModule: no state goes from one draft to the next but its cache.
+    """Whole model as a DraftModule: only its cache carries over from one draft to the next.
 
-    vocab: the target's tokens. Of those it knows the first ones, all that it has.
+    vocab: number of the target's tokens; the draft model knows the first `known` of them.
     """
 
     def __init__(
@@ -71,53 +71,56 @@ class DraftModel(nn.Module):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of its head."""
+        """Return the bytes of its head."""
         return int(self.model.head.stored.nbytes)
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """Nothing of the target's hidden states is read."""
+        """Ignore the target's hidden states."""
         return hidden
 
     def forward(self, ids: Tensor, state: Tensor, step: StepContext) -> Tensor:
-        """ids [T] -> its hidden states [T, H]. Tokens that it lacks are read as its last one."""
-        found: Tensor = self.model(replace(step, token_ids=ids.clamp_max(self.known - 1)))[0]
-        return found
+        """Compute hidden states [T, H] of ids [T]. Unknown tokens are read as its last one."""
+        hidden: Tensor = self.model(replace(step, token_ids=ids.clamp_max(self.known - 1)))[0]
+        return hidden
 
     def logits(self, state: Tensor) -> Tensor:
-        """Hidden states [S, H] -> [S, V'] over `ids`."""
+        """Compute logits [S, V'] over `ids` from hidden states [S, H]."""
         logits: Tensor = self.model.head(state)
+        # Padding tokens of the smaller model's head are no tokens of the target.
         return logits[:, : self.known].contiguous()
 
     def keep(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
-        """All of it but the head runs: every layer keeps something."""
+        """Run all layers: each writes its part of the cache."""
         self(ids, state, step)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def source(self) -> Source:
-        """Its own checkpoint."""
+        """Return its own checkpoint."""
         return target_source(self.checkpoint, self.model, None, self.packing)
 
 
 def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext) -> DraftModule:
-    """The folder's model, not loaded yet. Raises CheckpointError where it cannot be built, and
-    ConfigError where it has another tokenizer."""
+    """Build the folder's model without weights.
+
+    Raises CheckpointError where it cannot be built, and ConfigError where its tokenizer differs.
+    """
     folder = options.folder
     check_whole(folder)
-    own = Checkpoint.read(folder)
-    if build.tensors is not None:
-        check_tokenizers(own, checkpoint)
-    packing = read_weight_format(own.quantization(), None)
-    tensors = None if build.tensors is None else own.tensors()
-    apart = build.reading(tensors, own.prefixes, packing)
-    apart.named = "draft."
-    model = build_model(own.raw, apart)
-    return DraftModel(own, model, packing, target.config.vocab_size, build.device)
+    draft = Checkpoint.read(folder)
+    if build.tensors is not None:  # random weights need no tokenizer
+        check_tokenizers(draft, checkpoint)
+    packing = read_weight_format(draft.quantization(), None)
+    tensors = None if build.tensors is None else draft.tensors()
+    context = build.reading(tensors, draft.prefixes, packing)
+    context.named = "draft."
+    model = build_model(draft.raw, context)
+    return DraftModel(draft, model, packing, target.config.vocab_size, build.device)
 
 
 def check_whole(folder: Path) -> None:
-    """Raises ConfigError where the folder holds what another method drafts with."""
+    """Raise ConfigError where the folder has a module for another method."""
     remedy = "Name the folder of a whole model: config.json and *.safetensors."
     c = ConfigReader(read_config(folder, remedy))
     named = c.get("architectures", list, [])
@@ -131,51 +134,55 @@ def check_whole(folder: Path) -> None:
         )
 
 
-def check_tokenizers(own: Checkpoint, target: Checkpoint) -> None:
-    """Raises ConfigError unless both folders' tokenizer.json give every token one number."""
+def check_tokenizers(draft: Checkpoint, target: Checkpoint) -> None:
+    """Raise ConfigError unless both folders' tokenizer.json map tokens to equal ids."""
     texts = []
-    for checkpoint in (own, target):
-        found = token_texts(checkpoint.folder)
-        if found is None:
+    for checkpoint in (draft, target):
+        tokens = token_texts(checkpoint.folder)
+        if tokens is None:
             raise ConfigError(
                 f"speculative_config model cannot be compared: {checkpoint.folder} has no "
                 "tokenizer.json; allowed: a draft model and a target with equal ones. Add it."
             )
-        texts.append(found)
+        texts.append(tokens)
     differing = sorted(set(texts[0].items()) ^ set(texts[1].items()))
     if differing:
         number = differing[0][0]
         here, there = (text.get(number) for text in texts)
         raise ConfigError(
-            f"speculative_config model={str(own.folder)!r} has another tokenizer than "
+            f"speculative_config model={str(draft.folder)!r} has another tokenizer than "
             f"{target.folder}: token {number} is {here!r} there and {there!r} here; allowed: the "
             "same tokenizer. Choose a draft model of the same family."
         )
 
 
-def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
-    """The step's tokens, the rows' last ones, and all drafts but the last."""
-    return (tokens, *[rows] * count)
+def passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
+    """Return the tokens of each pass: the step's, the rows' last tokens, all drafts but the
+    last.
+    """
+    return (tokens, *[rows] * num_drafts)
 
 
 class DraftModelDrafter(ChainDrafter):
-    """Its module reads each token at the token's own position."""
+    """Chain drafter whose module reads each token at the token's own position."""
 
-    behind = 1
+    shift = 1
 
-    def keep(self, step: StepContext, after: Tensor, state: Tensor) -> None:
-        """The keys and values of the step's tokens, each at its own position."""
+    def keep(self, step: StepContext, next_tokens: Tensor, state: Tensor) -> None:
+        """Write the keys and values of the step's tokens, each at its own position."""
         self.context.module.keep(step.token_ids, state, step)
 
-    def first(self, step: StepContext, after: Tensor, last: Tensor, state: Tensor) -> Tensor:
-        """keep(), then the step of the rows' last tokens; its place of drafts is overwritten by the
-        first of them."""
-        self.keep(step, after, state)
-        one = self.on(step, after[last], 0, behind=0)
-        found: Tensor = self.context.module(one.token_ids, state[last], one)
-        return found
+    def first(self, step: StepContext, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
+        """Do what keep() does, then run the rows' last tokens.
+
+        Draft 0 contains the last token until the first draft overwrites it.
+        """
+        self.keep(step, next_tokens, state)
+        one = self.on(step, next_tokens[last], 0, shift=0)
+        states: Tensor = self.context.module(one.token_ids, state[last], one)
+        return states
 
 
 def create(context: DraftContext) -> DraftModelDrafter:
-    """The drafter of this file."""
+    """Return the drafter."""
     return DraftModelDrafter(context)

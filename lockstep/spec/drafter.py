@@ -1,4 +1,4 @@
-"""What a drafter is given, and what a module that drafts looks like."""
+"""Interfaces of drafters: their context, and the modules that draft."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,57 +13,57 @@ from lockstep.step import StepContext, Verdict
 
 
 class DraftModule(Protocol):
-    """A module that proposes the token behind each token that it is fed.
+    """Module that proposes the token after each token that it reads.
 
-    It is fed, at a position, the token after it and a state: first what begin() makes of the
-    target's hidden states, then what forward() returned. Its keys and values stand on the target's
-    pages. ids [V']: the target's tokens that its head knows, ascending; None: all of them. taps:
-    the places whose residual it asks for, ascending (lockstep.models.decoder.Decoder).
+    At a position it reads the next token and a state: first what begin() makes of the target's
+    hidden states, then what forward() returned. Its keys and values use the target's page tables.
+    ids [V']: the target's tokens that its head knows, ascending; None for all. taps: indices of the
+    auxiliary hidden states that it reads, ascending (lockstep.models.decoder.Decoder).
     """
 
     ids: Tensor | None
     taps: tuple[int, ...]
 
     def source(self) -> Source | None:
-        """The checkpoint of its own that it is filled from; None: weights() are the target's."""
+        """Return the checkpoint that it is loaded from; None where its weights are the target's."""
         ...
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """The target's hidden states [T, H], and those that were asked for -> states [T, ...]."""
+        """Return states [T, ...] from the target's hidden states [T, H] and auxiliary ones."""
         ...
 
     def __call__(self, ids: Tensor, state: Tensor, step: StepContext) -> Tensor:
-        """Tokens [T] and states [T, ...] -> the next states [T, ...]; keys and values are kept."""
+        """Return the next states [T, ...] from tokens [T] and states [T, ...]; writes KV."""
         ...
 
     def logits(self, state: Tensor) -> Tensor:
-        """States [S, ...] -> [S, V'] over `ids`."""
+        """Return logits [S, V'] over `ids` from states [S, ...]."""
         ...
 
     def keep(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
-        """Writes the keys and values of these tokens alone, where no draft is wanted."""
+        """Write only the keys and values of these tokens, in steps without drafts."""
         ...
 
     def finish(self) -> None:
-        """Called once, when its weights and the target's are loaded."""
+        """Prepare the module once, after its weights and the target's are loaded."""
         ...
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a head of its own; 0 where it shares the target's."""
+        """Return the bytes of its separate head; 0 where it shares the target's."""
         ...
 
 
 @dataclass
 class DraftContext:
-    """What a drafter may use. drafts [R, K], tokens [R, L], computed, folded [R]: of the table.
+    """Context of a drafter. drafts [R, K], tokens [R, L], computed, folded [R]: tensors of the row
+    table.
 
-    config: the Options of its method. module: the draft module, where the drafter has built one.
-    sample(logits [S, 1, V'], positions [S, 1], no drafts [S, 0], row_ids [S]) -> [S, 1], where V'
-    are the tokens that the module's head knows.
-    op: the function that serves an op on this device. on_answer: whatever is put there is called
-    with the tokens of every answer that has come to its end, between steps, but for those of
-    requests with a cache_salt.
+    config: Options of its method. module: the draft module, if the method has one. sample(logits
+    [S, 1, V'], positions [S, 1], no drafts [S, 0], row_ids [S]) -> [S, 1], where V' are the tokens
+    that the module's head knows. op: returns the backend of an op on this device. on_answer:
+    callbacks that get the tokens of every complete answer, between steps; not of requests with a
+    cache_salt.
     """
 
     config: Any
@@ -79,7 +79,7 @@ class DraftContext:
 
 
 class NoDrafter:
-    """Proposes nothing, ever."""
+    """Drafter that proposes nothing."""
 
     def propose(
         self,
@@ -88,9 +88,9 @@ class NoDrafter:
         aux_hidden_states: tuple[Tensor, ...],
         verdict: Verdict,
     ) -> None:
-        """Leaves the table's (empty) drafts alone."""
+        """Do nothing."""
 
 
 def no_drafts(rows: Tensor) -> Tensor:
-    """[S, 0]: sampling with no draft in front."""
+    """Return [S, 0]: no draft before the sampled position."""
     return torch.empty(rows.shape[0], 0, dtype=torch.int64, device=rows.device)

@@ -19,7 +19,7 @@ NEEDS_MODULE = True
 
 @dataclass(frozen=True)
 class Options(FolderOptions):
-    """The keys of this method."""
+    """Keys of this method."""
 
     taps_behind_layers: bool = setting(
         False,
@@ -30,22 +30,25 @@ class Options(FolderOptions):
 
 
 def refusal(checkpoint: Checkpoint) -> str | None:
-    """Why this checkpoint alone cannot be drafted for."""
+    """Return why this checkpoint alone has no drafts."""
     return "it needs a head, which speculative_config names as its model"
 
 
 def build(
     options: Options, checkpoint: Checkpoint, target: Any, build: BuildContext
 ) -> DraftModule:
-    """The head of the folder, not loaded yet. Raises CheckpointError where it is not built, or not
-    of this target, and ConfigError where there is no such folder."""
+    """Build the folder's head without weights.
+
+    Raises CheckpointError where it cannot be built or belongs to another target, and ConfigError
+    where the folder is missing.
+    """
     head = HeadCheckpoint.at(options.folder)
     config = Config.read(head, target, options.taps_behind_layers)
     tensors = None if build.tensors is None else head.tensors()
-    own = build.reading(tensors, head.prefixes, read_weight_format(head.quantization(), None))
-    return Eagle3Head(target, own, config, head)
+    context = build.reading(tensors, head.prefixes, read_weight_format(head.quantization(), None))
+    return Eagle3Head(target, context, config, head)
 
 
 def create(context: DraftContext) -> ChainDrafter:
-    """The drafter of this file."""
+    """Return the drafter."""
     return ChainDrafter(context)

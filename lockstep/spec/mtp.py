@@ -1,4 +1,4 @@
-"""MTP: the checkpoint's own next-token module, which drafts in a chain."""
+"""MTP: the checkpoint's own multi-token prediction module, which drafts in a chain."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,20 +15,22 @@ from lockstep.settings import setting
 from lockstep.spec.chain import ChainDrafter, passes
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import ModuleOptions
-from lockstep.spec.vocabulary import HEAD_GRAIN, MOST_TOKENS, draft_vocab_size, frequent_tokens
+from lockstep.spec.vocabulary import HEAD_GRAIN, MAX_TOKENS, draft_vocab_size, frequent_tokens
 
 __all__ = ["NEEDS_MODULE", "Options", "build", "create", "passes", "refusal"]
 
 NEEDS_MODULE = True
 SETTING = "mtp_num_hidden_layers"
-"""What config.json says of the module: its number of layers. Qwen3-Next's says nothing, and an
-architecture may have another name for it, DRAFT_SETTING."""
-HeadSize = Annotated[int, Field(ge=HEAD_GRAIN, le=MOST_TOKENS, multiple_of=HEAD_GRAIN)]
+"""Setting of config.json with the module's number of layers.
+
+Qwen3-Next has no such setting; an architecture may name another one in DRAFT_SETTING.
+"""
+HeadSize = Annotated[int, Field(ge=HEAD_GRAIN, le=MAX_TOKENS, multiple_of=HEAD_GRAIN)]
 
 
 @dataclass(frozen=True)
 class Options(ModuleOptions):
-    """The keys of this method."""
+    """Keys of this method."""
 
     draft_vocab_size: Literal["auto", "full"] | HeadSize = setting(
         "auto",
@@ -40,35 +42,38 @@ class Options(ModuleOptions):
 
 
 def refusal(checkpoint: Checkpoint) -> str | None:
-    """Why this checkpoint cannot be drafted for; None if it can."""
+    """Return why this checkpoint has no drafts; None if it has."""
     return None if _has_module(checkpoint) else "the checkpoint has no MTP module"
 
 
 def _has_module(checkpoint: Checkpoint) -> bool:
-    """As config.json and the tensors say; where there are none of these, as the first says.
+    """Return whether the checkpoint has an MTP module.
 
-    Where it says nothing the tensors decide. Tools that save by transformers write the setting, but
-    none of the module's tensors.
+    A setting of 0 means no. Otherwise the tensors decide; without weight files the setting alone
+    does. Tools that save through transformers write the setting but none of the module's tensors.
     """
     prefix = draft_prefix(checkpoint.architecture, checkpoint.raw)
     if prefix is None:
         return False
-    said = checkpoint.raw.get("text_config", checkpoint.raw).get(_setting(checkpoint))
-    if said == 0 or not has_weights(checkpoint.folder):
-        return bool(said)
+    num_layers = checkpoint.raw.get("text_config", checkpoint.raw).get(_setting(checkpoint))
+    if num_layers == 0 or not has_weights(checkpoint.folder):
+        return bool(num_layers)
     return any(checkpoint.key(name).startswith(prefix) for name in checkpoint.names())
 
 
 def _setting(checkpoint: Checkpoint) -> str:
-    """What config.json calls the module's number of layers."""
+    """Return the name of the setting with the module's number of layers."""
     return getattr(checkpoint.architecture, "DRAFT_SETTING", SETTING)
 
 
 def build(
     options: Options, checkpoint: Checkpoint, target: Any, build: BuildContext
 ) -> DraftModule:
-    """The checkpoint's module, not loaded yet. Raises CheckpointError where it has none, and
-    ConfigError where draft_vocab_size does not fit its vocabulary."""
+    """Build the checkpoint's module without weights.
+
+    Raises CheckpointError where it has none, and ConfigError where draft_vocab_size does not fit
+    its vocabulary.
+    """
     if refusal(checkpoint) is not None:
         raise CheckpointError(
             "speculative_config method='mtp' needs a checkpoint with an MTP module, and this one "
@@ -85,5 +90,5 @@ def build(
 
 
 def create(context: DraftContext) -> ChainDrafter:
-    """The drafter of this file."""
+    """Return the drafter."""
     return ChainDrafter(context)

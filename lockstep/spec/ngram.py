@@ -1,4 +1,6 @@
-"""Prompt lookup (Saxena, 2023): what followed the last tokens the last time they stood there."""
+"""Prompt lookup (Saxena, 2023): drafts are the tokens after the latest earlier match of an
+n-gram.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -14,39 +16,40 @@ from lockstep.spec.drafter import DraftContext
 from lockstep.step import StepContext, Verdict
 
 NEEDS_MODULE = False
-MOST_LOOKUP = 16
-"""Tokens of the longest n-gram that may be looked up."""
+MAX_LOOKUP = 16
+"""Maximum tokens of an n-gram."""
 
 
 @dataclass(frozen=True)
 class Options(SpeculativeConfig):
-    """The keys of this method."""
+    """Keys of this method."""
 
-    prompt_lookup_max: Annotated[int, Field(ge=1, le=MOST_LOOKUP)] = setting(
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=MAX_LOOKUP)] = setting(
         4,
         "tokens of the longest n-gram that is looked up",
         remedy="Choose the longest n-gram anew.",
     )
-    prompt_lookup_min: Annotated[int, Field(ge=1, le=MOST_LOOKUP)] = setting(
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=MAX_LOOKUP)] = setting(
         2,
         "tokens of the shortest n-gram that is looked up, at most prompt_lookup_max",
         remedy="Choose it no larger than prompt_lookup_max.",
     )
 
     def adapter(self, name: str) -> TypeAdapter[Any]:
-        """prompt_lookup_min goes up to prompt_lookup_max, which is checked before it."""
+        """Bound prompt_lookup_min by prompt_lookup_max, which is checked before it."""
         if name == "prompt_lookup_min":
             return strict_adapter(Annotated[int, Field(ge=1, le=self.prompt_lookup_max)])
         return super().adapter(name)
 
 
 class NgramDrafter:
-    """Looks the longest n-gram of prompt_lookup_max..min tokens up in the row's own history."""
+    """Drafter that looks up n-grams of prompt_lookup_max..min tokens in the row's own history."""
 
     def __init__(self, context: DraftContext) -> None:
         self.context = context
         self.ngram_lookup = context.op(ngram_lookup)
         device = context.tokens.device
+        # The op also serves the suffix drafter, which has texts of complete answers.
         self.no_texts = torch.zeros(0, dtype=torch.int64, device=device)
         self.oldest = torch.zeros(1, dtype=torch.int64, device=device)
         self.shortest: int = context.config.prompt_lookup_min
@@ -59,8 +62,7 @@ class NgramDrafter:
         aux_hidden_states: tuple[Tensor, ...],
         verdict: Verdict,
     ) -> None:
-        """Writes as many drafts per row as the step asks for: the tokens after the latest earlier
-        match, else -1."""
+        """Write the drafts of the next step: the tokens after the latest earlier match, else -1."""
         c = self.context
         drafts = c.drafts[:, : step.shape.next_drafts]
         rows = step.row_ids
@@ -69,5 +71,5 @@ class NgramDrafter:
 
 
 def create(context: DraftContext) -> NgramDrafter:
-    """The drafter of this file."""
+    """Return the drafter."""
     return NgramDrafter(context)

@@ -1,4 +1,4 @@
-"""Options of the drafters that draft with a module, and of those whose module has a folder."""
+"""Options of drafters with a module, and of those whose module has its own folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from lockstep.spec.config import SpeculativeConfig
 
 @dataclass(frozen=True)
 class ModuleOptions(SpeculativeConfig):
-    """The keys of a drafter with a module."""
+    """Keys of a drafter with a module."""
 
     kv_cache_dtype: Annotated[str, AfterValidator(check_kv_cache_dtype)] | None = setting(
         None,
@@ -26,7 +26,7 @@ class ModuleOptions(SpeculativeConfig):
 
 @dataclass(frozen=True)
 class FolderOptions(ModuleOptions):
-    """The keys of a drafter whose module is a checkpoint of its own."""
+    """Keys of a drafter whose module has its own checkpoint."""
 
     model: Annotated[str, Field(min_length=1), TEXT_OF_PATH] = setting(
         "",
@@ -37,5 +37,5 @@ class FolderOptions(ModuleOptions):
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's folder, fetched if need be. Raises ConfigError."""
+        """Return the checkpoint's folder, downloaded if necessary. Raises ConfigError."""
         return folder_of(self.model, field="speculative_config model")

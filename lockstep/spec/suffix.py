@@ -1,8 +1,8 @@
-"""Suffix lookup: what followed the longest end of the text where it last stood, in the row's own
-history or in an answer that has ended (Oliaro et al., SuffixDecoding, arXiv 2411.04975).
+"""Suffix lookup: drafts are the tokens after an earlier match of the text's longest suffix, in the
+row's own history or in complete answers (Oliaro et al., SuffixDecoding, arXiv 2411.04975).
 
-Of all occurrences the longest counts, and of those the latest; nothing is counted, so that one pass
-over the texts is enough.
+The longest match wins, then the latest; matches are not counted, so one pass over the texts is
+enough.
 """
 
 from collections.abc import Sequence
@@ -21,32 +21,32 @@ from lockstep.spec.drafter import DraftContext
 from lockstep.step import StepContext, Verdict
 
 NEEDS_MODULE = False
-MOST_DEPTH = 64
-"""Tokens of the longest suffix that may be looked up."""
-MOST_KEPT = 1 << 20
-"""Tokens of the most answers that may be kept."""
+MAX_DEPTH = 64
+"""Maximum tokens of a suffix."""
+MAX_TOKENS = 1 << 20
+"""Maximum tokens of stored answers."""
 
 
 @dataclass(frozen=True)
 class Options(SpeculativeConfig):
-    """The keys of this method."""
+    """Keys of this method."""
 
-    suffix_decoding_max_tree_depth: Annotated[int, Field(ge=1, le=MOST_DEPTH)] = setting(
+    suffix_decoding_max_tree_depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = setting(
         24, "tokens of the longest suffix that is looked up"
     )
-    suffix_lookup_min: Annotated[int, Field(ge=1, le=MOST_DEPTH)] = setting(
+    suffix_lookup_min: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = setting(
         2, "tokens of the shortest suffix that is looked up; above the longest, it is that one"
     )
-    suffix_cache_tokens: Annotated[int, Field(ge=0, le=MOST_KEPT)] = setting(
+    suffix_cache_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = setting(
         65536, "tokens of ended answers that are kept, the latest ones; 0: the row's own text alone"
     )
 
 
 class SuffixDrafter:
-    """Looks the end of each row's text up in it and in a ring of answers.
+    """Drafter that looks each row's suffix up in its own text and in a circular buffer of answers.
 
-    texts [N] int64: answers, each with -1 behind it, the latest in the place of the oldest; -1
-    where there is none yet. oldest [1] int64: where the next one goes.
+    texts [N] int64: answers, each followed by -1; the newest overwrites the oldest; -1 where
+    unused. oldest [1] int64: write position.
     """
 
     def __init__(self, context: DraftContext) -> None:
@@ -55,25 +55,26 @@ class SuffixDrafter:
         options: Options = context.config
         self.longest = options.suffix_decoding_max_tree_depth
         self.shortest = min(options.suffix_lookup_min, self.longest)
-        self.room = options.suffix_cache_tokens
+        self.capacity = options.suffix_cache_tokens
         self.next = 0
         device = context.tokens.device
-        self.texts = torch.full((self.room,), -1, dtype=torch.int64, device=device)
+        self.texts = torch.full((self.capacity,), -1, dtype=torch.int64, device=device)
         self.oldest = torch.zeros(1, dtype=torch.int64, device=device)
         context.on_answer.append(self.learn)
 
     @torch.inference_mode()
     def learn(self, answer: Sequence[int]) -> None:
-        """Keeps the tokens of an answer, as many of the last ones as there is room for; in the
-        order of device work."""
-        if self.room == 0:
+        """Store the last tokens of an answer, in the order of device work."""
+        if self.capacity == 0:
             return
-        kept = torch.tensor([*answer[max(len(answer) - self.room + 1, 0) :], -1])
-        behind = min(len(kept), self.room - self.next)
-        for part, place in ((kept[:behind], self.next), (kept[behind:], 0)):
+        kept = torch.tensor([*answer[max(len(answer) - self.capacity + 1, 0) :], -1])
+        # The answer wraps around the end of the circular buffer.
+        num_until_end = min(len(kept), self.capacity - self.next)
+        for part, start in ((kept[:num_until_end], self.next), (kept[num_until_end:], 0)):
             if len(part):
-                copy_to_device(part, self.texts[place : place + len(part)])
-        self.next = (self.next + len(kept)) % self.room
+                copy_to_device(part, self.texts[start : start + len(part)])
+        self.next = (self.next + len(kept)) % self.capacity
+        # In the steps' stream, after the tokens: a captured lookup reads both consistently.
         copy_to_device(self.next, self.oldest)
 
     def propose(
@@ -83,7 +84,7 @@ class SuffixDrafter:
         aux_hidden_states: tuple[Tensor, ...],
         verdict: Verdict,
     ) -> None:
-        """Writes as many drafts per row as the step asks for, -1 where nothing is found."""
+        """Write the drafts of the next step, -1 where nothing matches."""
         c = self.context
         self.ngram_lookup(
             c.tokens,
@@ -98,5 +99,5 @@ class SuffixDrafter:
 
 
 def create(context: DraftContext) -> SuffixDrafter:
-    """The drafter of this file."""
+    """Return the drafter."""
     return SuffixDrafter(context)

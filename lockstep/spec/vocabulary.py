@@ -1,7 +1,8 @@
-"""Which tokens a drafter may propose: the most frequent ones, so that its head is short.
+"""Reduced draft vocabulary: a drafter proposes only the most frequent tokens, so its head is short.
 
-Byte-level BPE learns its merges in order of frequency, so the tokens of the first merges come up
-most; tokens that were added to the vocabulary (ends, roles, tool calls) are few and always kept.
+Byte-level BPE learns its merges in order of frequency, so the tokens of the first merges are the
+most frequent; tokens that were added to the vocabulary (ends, roles, tool calls) are few and always
+kept.
 """
 
 import json
@@ -12,31 +13,31 @@ from lockstep.errors import CheckpointError, ConfigError, choice_error
 
 HEAD_GRAIN = 64
 """A reduced draft head has a multiple of this many tokens."""
-MOST_TOKENS = 1 << 24
-"""Tokens of a vocabulary that no model comes near."""
+MAX_TOKENS = 1 << 24
+"""Upper bound of a vocabulary's tokens."""
 AUTO_SIZE = 32_768
-"""Tokens of an "auto" draft head, where it is reduced."""
+"""Tokens of a reduced "auto" draft head."""
 AUTO_ABOVE = 65_536
-"""Tokens of a vocabulary above which "auto" reduces the head."""
+"""Vocabulary size above which "auto" reduces the head."""
 
 
-def draft_vocab_size(asked: int | str, vocab: int) -> int:
-    """Tokens that the draft head knows of `vocab`, as asked. Raises ConfigError."""
-    if asked == "auto":
+def draft_vocab_size(setting: int | str, vocab: int) -> int:
+    """Return the tokens that the draft head knows of `vocab`. Raises ConfigError."""
+    if setting == "auto":
         return AUTO_SIZE if vocab > AUTO_ABOVE else vocab
-    if asked == "full":
+    if setting == "full":
         return vocab
-    if int(asked) > vocab:
+    if int(setting) > vocab:
         allowed = f"auto, full, or multiples of {HEAD_GRAIN} up to {vocab}, the model's vocabulary"
         field = "speculative_config draft_vocab_size"
-        raise choice_error(ConfigError, field, asked, allowed, "Lower it.")
-    return int(asked)
+        raise choice_error(ConfigError, field, setting, allowed, "Lower it.")
+    return int(setting)
 
 
 def frequent_tokens(folder: Path, size: int, vocab: int) -> list[int]:
-    """`size` token ids below `vocab`, ascending: all added tokens, then the most frequent ones.
+    """Return `size` token ids below `vocab`, ascending: added tokens, then the most frequent ones.
 
-    Without a tokenizer.json in the folder, or one that is no BPE, the lowest ids count as frequent.
+    Without a BPE tokenizer.json in the folder, the lowest ids count as frequent.
     """
     try:
         tokenizer = _json(folder / "tokenizer.json")
@@ -52,7 +53,8 @@ def frequent_tokens(folder: Path, size: int, vocab: int) -> list[int]:
 
 
 def token_texts(folder: Path) -> dict[int, str] | None:
-    """Token id -> its text in the folder's tokenizer.json, added tokens too; None: there is none.
+    """Return token id -> text of the folder's tokenizer.json, added tokens too; None without a
+    file.
 
     Raises CheckpointError where the file cannot be read.
     """
@@ -63,7 +65,7 @@ def token_texts(folder: Path) -> dict[int, str] | None:
         tokenizer = _json(path)
         vocab = (tokenizer.get("model") or {}).get("vocab") or {}
         if isinstance(vocab, list):
-            vocab = {piece[0]: number for number, piece in enumerate(vocab)}
+            vocab = {entry[0]: number for number, entry in enumerate(vocab)}
         texts = {int(number): str(text) for text, number in vocab.items()}
         added = tokenizer.get("added_tokens") or ()
         return texts | {int(token["id"]): str(token["content"]) for token in added}
@@ -74,7 +76,7 @@ def token_texts(folder: Path) -> dict[int, str] | None:
 
 
 def _added(folder: Path, tokenizer: dict[str, Any]) -> list[int]:
-    """The ends of an answer first, then every token that was added to the vocabulary."""
+    """Return the end tokens of an answer, then every token that was added to the vocabulary."""
     config = _json(folder / "config.json")
     generation = _json(folder / "generation_config.json")
     ends: list[int] = []
@@ -91,14 +93,15 @@ def _added(folder: Path, tokenizer: dict[str, Any]) -> list[int]:
 
 
 def _by_merges(model: dict[str, Any]) -> list[int]:
-    """The ids of a BPE model: its alphabet, then what its merges make, in their order."""
+    """Return the ids of a BPE model: its alphabet, then what its merges produce, in order."""
     ids = model.get("vocab") or {}
     merges = model.get("merges") or []
     if not merges or not isinstance(ids, dict):
         return []
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-    made = [ids["".join(pair)] for pair in pairs if "".join(pair) in ids]
-    return [*sorted(set(ids.values()) - set(made)), *made]
+    merged = [ids["".join(pair)] for pair in pairs if "".join(pair) in ids]
+    # Merges are learned in order of frequency.
+    return [*sorted(set(ids.values()) - set(merged)), *merged]
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The device side: the table, the step, its capture, and the object that launches schedules."""
+"""Worker: device side of an engine. Model startup, row table, step program, capture, copies."""

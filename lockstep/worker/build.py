@@ -1,4 +1,4 @@
-"""The parts of an engine: checkpoint, device, limits of a step, numerics, model and program."""
+"""Builders of a worker's parts: device, step limits, numerics, model and program."""
 
 import json
 from collections.abc import Callable
@@ -38,29 +38,31 @@ from lockstep.worker.synthetic_sampler import SyntheticSampler
 
 Progress = Callable[[str, int, int], None]
 GPU_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Rows that a GPU's steps are padded to: a graph for each and number of drafts."""
+"""Row counts that a GPU's steps are padded to: one graph for each, per number of drafts."""
 CPU_ROWS = 16
-"""Rows of a CPU, where the user names no number: more make no step faster."""
+"""Default max_num_seqs of a CPU: more rows make no step faster."""
 TOKENS = 2048
-"""Prompt tokens of a step, where the user names no number and memory suffices."""
+"""Default prompt tokens of a step, where memory suffices."""
 GPU_ROWS = 256
-"""Rows of a GPU, where the user names no number and memory suffices."""
+"""Default max_num_seqs of a GPU, where memory suffices."""
 GPU_STEPS_IN_FLIGHT = 2
-"""The host schedules a step while the device works on the one before."""
+"""Default steps in flight: the host schedules a step while the device runs the previous one."""
 
 
 # What is chosen before anything is built.
 
 
 def find_model(model: str | None, weights: bool = True) -> Path:
-    """The checkpoint folder of a path, a hub id, or the bundled model. weights: as in fetch()."""
+    """Return the checkpoint folder of a path, a hub id, or the bundled model. weights: see
+    fetch().
+    """
     if model is None:
         return Path(str(files("lockstep") / "assets" / "model"))
     return folder_of(model, weights)
 
 
 def pick_device(config: EngineConfig) -> str:
-    """cpu or cuda. Raises ConfigError where cuda is asked for and absent."""
+    """Return cpu or cuda. Raises ConfigError where cuda is configured and absent."""
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -69,7 +71,7 @@ def pick_device(config: EngineConfig) -> str:
 
 
 def pick_dtype(config: EngineConfig, raw: dict[str, Any], device: str) -> torch.dtype:
-    """auto: float32 on a CPU, else the checkpoint's own."""
+    """Return the activation dtype; auto is float32 on a CPU, else the checkpoint's own."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if device == "cpu":
@@ -82,14 +84,14 @@ def pick_dtype(config: EngineConfig, raw: dict[str, Any], device: str) -> torch.
 
 def pick_length(config: EngineConfig, raw: dict[str, Any]) -> int:
     """Return max_model_len, at most what the checkpoint's positions and their scaling allow."""
-    most = longest_sequence(ConfigReader(raw))
-    if config.max_model_len is not None and config.max_model_len > most:
+    max_length = longest_sequence(ConfigReader(raw))
+    if config.max_model_len is not None and config.max_model_len > max_length:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is not allowed; allowed: 2 to {most} "
+            f"max_model_len={config.max_model_len} is not allowed; allowed: 2 to {max_length} "
             "(max_position_embeddings of the checkpoint, times the factor of its scaling). Lower "
             "it, or scale positions by rope_parameters in hf_overrides."
         )
-    return config.max_model_len or most
+    return config.max_model_len or max_length
 
 
 def pick_row_buckets(config: EngineConfig, device: str, rows: int) -> tuple[int, ...]:
@@ -114,10 +116,12 @@ def step_limits(
     checkpoint: Checkpoint,
     device: str,
     packing: WeightFormat | None,
-    told: str | None = None,
+    assumed_numerics: str | None = None,
 ) -> StepLimits:
-    """Return the largest steps: as the user chose, else as a device with enough memory has
-    them. told: the numerics of a device that is not there. Raises ConfigError or CheckpointError.
+    """Return the largest steps: the user's sizes, or the defaults for ample memory.
+
+    assumed_numerics: numerics of a device that is not present. Raises ConfigError or
+    CheckpointError.
     """
     dtype = pick_dtype(config, checkpoint.raw, device)
     drafting = config.speculative_config
@@ -130,13 +134,13 @@ def step_limits(
         max_model_len=pick_length(config, checkpoint.raw),
         max_num_seqs=rows,
         max_num_batched_tokens=config.max_num_batched_tokens or TOKENS,
-        query_len=config.num_drafts + 1,
+        query_len=config.max_drafts + 1,
         page_size=PAGE_SIZE,
         row_buckets=pick_row_buckets(config, device, rows),
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
-        numerics=(told or numerics(device, dtype, packing, *_kept_as(config, dtype)))
+        numerics=(assumed_numerics or numerics(device, dtype, packing, *_kept_as(config, dtype)))
         + _synthetic(config)
         + _overridden(config),
         quantization=None if packing is None else packing.name,
@@ -150,10 +154,11 @@ def numerics(
     kv: str | None = None,
     state: torch.dtype = torch.float32,
 ) -> str:
-    """All that bits may depend on besides weights and request: printed, and the fingerprint.
+    """Return everything but weights and request that answers may depend on.
 
-    On a GPU Triton's version too: the trees of its sums follow the layouts that it chooses. kv: the
-    format of the KV cache, None for the dtype; state: the recurrent state's dtype.
+    It is printed at start and hashed into the fingerprint. On a GPU it includes Triton's version,
+    since reduction trees follow the layouts that Triton chooses. kv: KV cache format, None for the
+    dtype; state: dtype of the recurrent state.
     """
     if device == "cuda":
         import triton
@@ -174,7 +179,7 @@ def numerics(
 
 
 def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
-    """What numerics call the KV format, with the layers that it leaves out; None: the dtype."""
+    """Return the KV cache format for the numerics, with skipped layers; None for the dtype."""
     format = kv_format(config.kv_cache_dtype, dtype)
     if format is None:
         return None
@@ -183,31 +188,31 @@ def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
 
 
 def kv_layers(config: EngineConfig, dtype: torch.dtype) -> LayerKVFormats:
-    """How the model's layers keep keys and values."""
+    """Return the KV cache format of each attention layer."""
     format = kv_format(config.kv_cache_dtype, dtype)
     return LayerKVFormats(format, config.kv_cache_dtype_skip_layers)
 
 
 def _kept_as(config: EngineConfig, dtype: torch.dtype) -> tuple[str | None, torch.dtype]:
-    """What numerics call the formats of KV and recurrent state."""
+    """Return the KV cache format and the recurrent state's dtype for the numerics."""
     return _kv_name(config, dtype), state_dtype(config)
 
 
 def state_dtype(config: EngineConfig) -> torch.dtype:
-    """Of the state that recurrent layers keep between steps."""
+    """Return the dtype of the state that recurrent layers keep between steps."""
     chosen = config.mamba_ssm_cache_dtype
     return torch.float32 if chosen == "auto" else getattr(torch, chosen)
 
 
 def _synthetic(config: EngineConfig) -> str:
-    """What synthetic acceptance adds to the numerics: its answers are not the model's."""
+    """Return the numerics suffix of synthetic acceptance: its answers are not the model's."""
     drafting = config.speculative_config
     chosen = drafting.synthetic_acceptance if drafting else None
     return "" if chosen is None else f"/synthetic-acceptance-{chosen:g}"
 
 
 def _overridden(config: EngineConfig) -> str:
-    """What hf_overrides add to the numerics: the weights are read by other settings."""
+    """Return the numerics suffix of hf_overrides: they change how weights are used."""
     if not config.hf_overrides:
         return ""
     spelled = json.dumps(config.hf_overrides, sort_keys=True, default=str)
@@ -218,7 +223,7 @@ def _overridden(config: EngineConfig) -> str:
 
 
 def prepare_device(device: str) -> None:
-    """What must be set before the first op: no library may round sums as it likes."""
+    """Configure libraries before the first op: none may choose another reduction tree."""
     load_backends()
     if device == "cpu":
         memory.keep_freed_memory()
@@ -230,7 +235,10 @@ def prepare_device(device: str) -> None:
 def build_models(
     config: EngineConfig, checkpoint: Checkpoint, build: BuildContext, progress: Progress
 ) -> tuple[nn.Module, Any, LoadResult | None]:
-    """The target and its draft module or None, with their weights; None loaded: random ones."""
+    """Build the target and its draft module, and load their weights.
+
+    Returns (target, draft module or None, None for random weights).
+    """
     model = build_model(checkpoint.raw, build)
     draft = build_draft(config, checkpoint, model, build)
     if config.load_format == "dummy":
@@ -243,9 +251,9 @@ def build_models(
 def build_draft(
     config: EngineConfig, checkpoint: Checkpoint, model: nn.Module, build: BuildContext
 ) -> Any:
-    """The configured drafter's module, not loaded yet; None where it has none.
+    """Build the configured drafter's module without weights; None where it has none.
 
-    Its sums may be cut as it likes: no draft changes an answer.
+    Its ops may use any reduction tree: no draft changes an answer.
     """
     options = config.speculative_config
     drafting = drafter_module(options.method) if options else None
@@ -253,8 +261,8 @@ def build_draft(
         return None
     inexact = build.at("draft")
     inexact.exact = False
-    asked = getattr(options, "kv_cache_dtype", None)
-    format = kv_format(asked or config.kv_cache_dtype, build.dtype)
+    kv_cache_dtype = getattr(options, "kv_cache_dtype", None)
+    format = kv_format(kv_cache_dtype or config.kv_cache_dtype, build.dtype)
     inexact.kv = LayerKVFormats(format, setting="speculative_config kv_cache_dtype")
     draft = drafting.build(options, checkpoint, model, inexact)
     model.taps = draft.taps
@@ -262,7 +270,7 @@ def build_draft(
 
 
 def draft_costs(model: Any, draft: Any) -> dict[str, Any]:
-    """Return what a Plan says of the draft module."""
+    """Return the fields of a Plan that describe the draft module."""
     if draft is None:
         return {}
     known = model.config.vocab_size if draft.ids is None else len(draft.ids)
@@ -270,7 +278,7 @@ def draft_costs(model: Any, draft: Any) -> dict[str, Any]:
 
 
 def probe_linears(build: BuildContext, model: nn.Module, limits: StepLimits) -> None:
-    """Lets every linear choose its fastest exact backend at the token counts of generated steps."""
+    """Let every linear choose its fastest exact backend at the token counts of decode steps."""
     counts = {rows * (k + 1) for rows in limits.row_buckets for k in limits.draft_lengths}
     probe(build, model, sorted(counts))
 
@@ -283,7 +291,10 @@ def build_program(
     draft: Any,
     hooks: CheckHooks,
 ) -> Program:
-    """Table, sampler and drafter around the models. Raises ConfigError on a hook without a K."""
+    """Build row table, sampler and drafter around the models.
+
+    Raises ConfigError on a drafter hook without a speculative_config.
+    """
     options = config.speculative_config
     vocab = model.config.vocab_size
     table = RowTable(limits, build, vocab)
@@ -314,15 +325,15 @@ def build_program(
 
 
 def largest_prompts(limits: StepLimits) -> list[int]:
-    """Return the lengths of the prompts in the largest step: rows as long as rows may be."""
-    most = limits.max_model_len
+    """Return the prompt lengths of the largest step: as many full-length rows as fit."""
+    max_length = limits.max_model_len
     tokens = limits.max_num_batched_tokens
-    lengths = [min(most, tokens - at) for at in range(0, tokens, most)]
+    lengths = [min(max_length, tokens - at) for at in range(0, tokens, max_length)]
     return lengths[: limits.max_num_seqs]
 
 
 def largest_prompt_step(limits: StepLimits) -> tuple[list[int], StepShape]:
-    """Return the largest prompts and the shape of the step that they are in."""
+    """Return the largest prompts and the shape of their step."""
     lengths = largest_prompts(limits)
     sizes = len(lengths), sum(lengths), max(lengths)
     return lengths, StepShape(*sizes, prompt=True, next_drafts=limits.query_len - 1)

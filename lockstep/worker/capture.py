@@ -1,9 +1,9 @@
-"""capture(fn): something called just like fn that replays CUDA graphs.
+"""CUDA graph capture: functions that replay graphs, one per key.
 
 The first call with a key runs eagerly, so that every kernel is compiled and every lazy buffer
-exists, then records; later calls replay. Tensor arguments are copied into the graph's own, and the
-results are the graph's own tensors, overwritten by its next call. What no graph can repeat is an
-error that names its op (guard.py).
+exists, then records; later calls replay. Tensor arguments are copied into the graph's own; results
+are the graph's own tensors, overwritten by its next call. What no graph can repeat raises an error
+that names its op (capture_checks.py).
 """
 
 import gc
@@ -30,12 +30,12 @@ from lockstep.worker.capture_checks import (
 from lockstep.worker.program import RunStep
 
 WAITS = "synchronizing"
-"""What torch says, among other words, where it was told not to wait."""
+"""Word in torch's error about a forbidden synchronization."""
 
 
 @dataclass
 class Recording:
-    """One recorded call: its graph, the tensors it reads, and what it returns."""
+    """Recorded call: its graph, the tensors that it reads, and its result."""
 
     graph: torch.cuda.CUDAGraph
     arguments: tuple[Any, ...]
@@ -43,10 +43,10 @@ class Recording:
 
 
 class Captured:
-    """A function with a graph per key. Calls whose key `wanted` refuses run eagerly.
+    """Function with a graph per key. Calls whose key `wanted` rejects run eagerly.
 
-    name: what the errors call it. Raises CaptureError where a call compiles a kernel, takes memory
-    outside of the pool, or waits for the device; the process lives on.
+    name: for error messages. Raises CaptureError where a call compiles a kernel, allocates outside
+    of the pool, or waits for the device; the process stays usable.
     """
 
     def __init__(
@@ -70,20 +70,21 @@ class Captured:
         if recording is None:
             recording = self._record(key, arguments)
             self.recordings[key] = recording
-        for mine, given in zip(recording.arguments, arguments, strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(given)
-            elif isinstance(mine, StepContext):
-                for own, new in zip(mine.token_inputs, given.token_inputs, strict=True):
-                    if own is not None:
-                        own.copy_(new)
+        for graph_argument, argument in zip(recording.arguments, arguments, strict=True):
+            if isinstance(graph_argument, Tensor):
+                graph_argument.copy_(argument)
+            elif isinstance(graph_argument, StepContext):
+                inputs = zip(graph_argument.token_inputs, argument.token_inputs, strict=True)
+                for graph_input, value in inputs:
+                    if graph_input is not None:
+                        graph_input.copy_(value)
         recording.graph.replay()
         return recording.result
 
     def _record(self, key: Hashable, arguments: tuple[Any, ...]) -> Recording:
-        mine = tuple(map(_clone, arguments))
+        graph_arguments = tuple(map(_clone, arguments))
         epochs = launch_epochs(torch.device("cuda", torch.cuda.current_device()))
-        self._run_eagerly(key, mine)
+        self._run_eagerly(key, graph_arguments)
         stream = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         result = None
@@ -95,7 +96,7 @@ class Captured:
                     try:
                         with capture_checks(self.pool):
                             epochs.advance()  # each replay has epochs of its own
-                            result = self.fn(*mine)
+                            result = self.fn(*graph_arguments)
                     except RuntimeError as error:
                         fault = error
         except RuntimeError as error:
@@ -103,11 +104,12 @@ class Captured:
             recover_capture(stream, self.pool)
         if fault is not None:
             raise self._error(key, fault) from fault
-        return Recording(graph, mine, result)
+        return Recording(graph, graph_arguments, result)
 
     def _run_eagerly(self, key: Hashable, arguments: tuple[Any, ...]) -> None:
-        """Call the function outside of the default stream, as the capture will, and so compile its
-        kernels."""
+        """Call the function once outside of the default stream, as the capture will, to compile
+        it.
+        """
         side = _warm_up_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         try:
@@ -153,7 +155,7 @@ def _clone(argument: Any) -> Any:
 def _warm_up_stream(device: int) -> torch.cuda.Stream:
     """Return the stream of all calls before a capture on a device.
 
-    cuBLAS keeps a workspace of 32 MiB for every stream that it has run on: a stream for each of 8
+    cuBLAS keeps a workspace of 32 MiB for every stream that it has run on: one stream for each of 8
     graphs took 258 MB outside of the planned memory (H200, 2026-11-28).
     """
     return torch.cuda.Stream(device)
@@ -161,7 +163,7 @@ def _warm_up_stream(device: int) -> torch.cuda.Stream:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected: an older engine's graphs, destroyed in a capture, would end it."""
+    """Suspend garbage collection: destroying an older engine's graphs would end a capture."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -172,7 +174,7 @@ def uncollected() -> Iterator[None]:
 
 
 def capture_halves(run_step: RunStep, pool: Any) -> RunStep:
-    """run_step with a graph of each half per uniform shape; prompt steps run eagerly."""
+    """Return run_step with a graph of each half per uniform shape; prompt steps run eagerly."""
 
     def uniform(key: Any) -> bool:
         return not key[0].prompt
@@ -187,7 +189,7 @@ def capture_halves(run_step: RunStep, pool: Any) -> RunStep:
 
 
 def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> None:
-    """Everything in the blocks but their mixers becomes graphs, at these numbers of tokens."""
+    """Capture everything in the blocks except mixers, at these numbers of tokens."""
     counts = frozenset(token_counts)
 
     def wanted(key: Any) -> bool:

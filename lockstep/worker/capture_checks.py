@@ -1,8 +1,8 @@
-"""What a step must not do while it is recorded, caught where it is done, and who did it.
+"""Checks during capture: forbidden operations raise at their own line.
 
-A replay repeats kernels on the memory that they were recorded with, and nothing else: what compiles
-a kernel, takes memory that the graph does not own, or waits for the device would happen once, at
-the recording, and be missing or be wrong ever after.
+A replay repeats kernels on the memory that they were recorded with, and nothing else. Compiling a
+kernel, allocating outside of the graph's pool or waiting for the device would happen at the
+recording only, and replays would be wrong.
 """
 
 import ctypes
@@ -24,24 +24,24 @@ from torch.utils._pytree import tree_leaves
 from lockstep.kernels import Op
 
 LIBRARIES = ("torch", "triton", "contextlib", "ctypes", __name__, "lockstep.worker.dry_run")
-"""Modules whose frames do not say which line of a step is at fault."""
+"""Modules whose frames do not show the faulty line of a step."""
 PACKAGE = Path(__file__).parents[1]
 
 
 class Fault(RuntimeError):
-    """A step did what no graph can repeat. The message says what, as a verb and its object."""
+    """Operation that no graph can repeat. The message is a verb with its object."""
 
 
 @contextmanager
 def capture_checks(pool: Any) -> Iterator[None]:
-    """While a step is recorded into a graph of this pool: raises at the line of a fault."""
+    """Raise at the line of a forbidden operation while a step is recorded into this pool."""
     with no_compiling(), no_waiting(), OwnMemory(pool, torch.cuda.current_stream()):
         yield
 
 
 @contextmanager
 def no_compiling() -> Iterator[None]:
-    """Triton raises Fault instead of compiling; what is compiled already runs."""
+    """Make Triton raise Fault instead of compiling; compiled kernels run."""
     with ExitStack() as stack:
         if find_spec("triton"):
             from triton import knobs
@@ -56,9 +56,9 @@ def no_compiling() -> Iterator[None]:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """torch raises instead of waiting for the device: in .item(), .cpu(), nonzero and the like.
+    """Make torch raise instead of waiting for the device, in .item(), .cpu(), nonzero and the like.
 
-    Not in torch.cuda.synchronize(), which CUDA refuses by itself during a capture.
+    torch.cuda.synchronize() is not covered; CUDA refuses it itself during a capture.
     """
     before = torch.cuda.get_sync_debug_mode()
     _set_sync_debug_mode(2)
@@ -75,11 +75,11 @@ def _set_sync_debug_mode(mode: int) -> None:
 
 
 class OwnMemory(TorchDispatchMode):
-    """Raises Fault where a torch op's new result lives outside of a graph's pool.
+    """Raises Fault where a torch op's new result is outside of a graph's pool.
 
-    Other streams' memory and the host's are given to others while the graph still uses them, and
-    what runs on another stream is not recorded at all. A number on the host (a 0-dim tensor) is
-    part of a kernel's arguments and allowed.
+    Memory of other streams and of the host may be reused while the graph still needs it, and work
+    on another stream is not recorded. A number on the host (a 0-dim tensor) becomes a kernel
+    argument and is allowed.
     """
 
     def __init__(self, pool: Any, stream: Any) -> None:
@@ -94,33 +94,33 @@ class OwnMemory(TorchDispatchMode):
         if self.stream is not None and torch.cuda.current_stream() != self.stream:
             raise Fault("runs on a stream outside of the recorded one, on memory of that stream")
         out = func(*args, **(kwargs or {}))
-        given = {address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for made in tree_leaves(out):
-            if isinstance(made, Tensor) and address(made) not in given:
-                self._check(made)
+        inputs = {address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for result in tree_leaves(out):
+            if isinstance(result, Tensor) and address(result) not in inputs:
+                self._check(result)
         return out
 
-    def _check(self, made: Tensor) -> None:
-        size = made.untyped_storage().nbytes()
-        at = address(made)
-        if size == 0 or (made.device.type == "cpu" and made.dim() == 0):
+    def _check(self, tensor: Tensor) -> None:
+        size = tensor.untyped_storage().nbytes()
+        at = address(tensor)
+        if size == 0 or (tensor.device.type == "cpu" and tensor.dim() == 0):
             return
-        if made.device.type != "cuda" or not (self._owns(at) or self._owns(at, look=True)):
-            raise Fault(f"takes {size:,} bytes on {made.device} outside of the graph's pool")
+        if tensor.device.type != "cuda" or not (self._owns(at) or self._owns(at, look=True)):
+            raise Fault(f"takes {size:,} bytes on {tensor.device} outside of the graph's pool")
 
     def _owns(self, at: int, look: bool = False) -> bool:
         if look:
-            found = segments_of(self.pool)
-            self.spans = [(s["address"], s["address"] + s["total_size"]) for s in found]
+            segments = segments_of(self.pool)
+            self.spans = [(s["address"], s["address"] + s["total_size"]) for s in segments]
         return any(begin <= at < end for begin, end in self.spans)
 
 
 def segments_of(pool: tuple[int, int]) -> list[dict[str, Any]]:
-    """The memory of a graph's pool, as torch describes it.
+    """Return the memory segments of a graph's pool.
 
-    torch gives back a reference to each number of the pool's id, and never took one (2.11;
-    github.com/pytorch/pytorch/pull/196366). Numbers above 256 are then freed while they are in use:
-    the process crashes some time after its 257th pool. So each is referred to once more here.
+    torch returns references to the numbers of the pool's id without taking them (2.11;
+    github.com/pytorch/pytorch/pull/196366). Numbers above 256 are then freed while in use, and the
+    process crashes some time after its 257th pool. So each gets one more reference here.
     """
     for number in pool:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
@@ -128,18 +128,18 @@ def segments_of(pool: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor's storage begins; 0 where it has none."""
+    """Return the address of a tensor's storage; 0 where it has none."""
     return tensor.untyped_storage().data_ptr()
 
 
 def describe_fault(error: BaseException) -> str:
-    """Who raised it and where, as far as the frames tell.
+    """Return which op and line raised an error, as far as the frames show.
 
     `op linear of blocks.3.mlp.down (kernels/linear/triton.py:188 in launch: out = x.item())`
     """
     frames = list(walk_tb(error.__traceback__))
-    own = [pair for pair in frames if not _of_library(pair[0])] or frames
-    frame, line = own[-1]
+    step_frames = [pair for pair in frames if not _of_library(pair[0])] or frames
+    frame, line = step_frames[-1]
     path = Path(frame.f_code.co_filename)
     shown = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path
     source = linecache.getline(str(path), line).strip()
@@ -150,12 +150,13 @@ def describe_fault(error: BaseException) -> str:
 
 
 def _of_library(frame: FrameType) -> bool:
+    """Return whether a frame belongs to LIBRARIES."""
     name = str(frame.f_globals.get("__name__", ""))
-    return any(name == own or name.startswith(own + ".") for own in LIBRARIES)
+    return any(name == library or name.startswith(library + ".") for library in LIBRARIES)
 
 
 def _op(frame: FrameType) -> str | None:
-    """The op whose backend this frame runs: a backend's file holds the op that it serves."""
+    """Return the op whose backend this frame runs: a backend's file imports its op."""
     code: CodeType = frame.f_code
     for value in list(frame.f_globals.values()):
         if isinstance(value, Op):
@@ -166,7 +167,7 @@ def _op(frame: FrameType) -> str | None:
 
 
 def _layer(frames: list[FrameType]) -> str | None:
-    """The innermost module that is running, by its name in the outermost one."""
+    """Return the innermost running module, by its name in the outermost one."""
     running = [m for f in frames if isinstance(m := f.f_locals.get("self"), nn.Module)]
     if not running:
         return None
@@ -174,10 +175,10 @@ def _layer(frames: list[FrameType]) -> str | None:
 
 
 def recover_capture(stream: Any, pool: Any) -> None:
-    """After a capture that CUDA itself broke off, where torch leaves out the end of its own.
+    """Clean up after a capture that CUDA aborted, where torch leaves its own end out.
 
-    The capture's stream would stay current, its pool open, and the random generator would hold
-    itself for recorded and raise at its next use. No other graph can be recorded into that pool.
+    Otherwise the capture's stream stays current, its pool stays open, and the random generator
+    raises at its next use. No other graph can be recorded into that pool.
     """
     torch.cuda.set_stream(stream)
     with suppress(RuntimeError):  # where this torch had closed it

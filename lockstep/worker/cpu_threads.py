@@ -1,6 +1,6 @@
-"""by_work(run_step): something called just like it that runs small steps on one CPU thread.
+"""Steps with little work on one CPU thread.
 
-torch cuts an op among all its threads, and they meet at its end. A step has tens of ops a layer,
+torch divides an op among all its threads, which meet at its end. A step has tens of ops per layer,
 and waking a sleeping thread for each costs more than a small op itself (docs/decisions/0009).
 """
 
@@ -13,11 +13,11 @@ from lockstep.step import GRID, StepShape
 from lockstep.worker.program import Forwarded, Outcome, RunStep
 
 LITTLE = 5e8
-"""Operations in a layer; a step of fewer is faster on one thread."""
+"""Operations per layer below which one thread is faster."""
 
 
 def by_work(run_step: RunStep, model: nn.Module) -> RunStep:
-    """run_step on one thread where the step has little work, else on as many as torch has."""
+    """Return run_step with small steps on one thread and others on torch's number of threads."""
     per_token = layer_work(model)
 
     def threads_of(shape: StepShape) -> AbstractContextManager[None]:
@@ -35,15 +35,15 @@ def by_work(run_step: RunStep, model: nn.Module) -> RunStep:
 
 
 def layer_work(model: nn.Module) -> int:
-    """Operations of one layer for one token: two a parameter, the mean over all layers."""
+    """Return the operations of one layer for one token: two per parameter, mean over all layers."""
     blocks = model.get_submodule("blocks")
     return 2 * sum(p.numel() for p in blocks.parameters()) // len(list(blocks.children()))
 
 
 def is_little(per_token: int, tokens: int) -> bool:
-    """Whether a step of so many tokens is faster on one thread.
+    """Return whether a step of `tokens` tokens is faster on one thread.
 
-    More than GRID tokens are more ops, not larger ones: recurrent layers walk through them in
-    chunks, and attention and products in tiles.
+    More than GRID tokens mean more ops, not larger ones: recurrent layers walk through them in
+    chunks, and attention and linears in tiles.
     """
     return per_token * min(tokens, GRID) < LITTLE

@@ -1,4 +1,4 @@
-"""How fast a device moves bytes and multiplies, at best: what floors are computed with."""
+"""Peak rates of a device, from which step floors are computed."""
 
 from dataclasses import dataclass
 from math import inf
@@ -8,32 +8,33 @@ import torch
 from lockstep.worker.step_timer import StepTimer
 
 COPIED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""Of a copy: more than caches hold. A GPU's hold up to 126 MiB (B200)."""
+"""Bytes of the measured copy: more than caches hold. A GPU's hold up to 126 MiB (B200)."""
 COPIES = 5
 
 
 @dataclass(frozen=True)
 class Rates:
-    """memory: bytes/s, read and written ones both counted. matrix: flop/s of products; infinite
-    where nobody measured them, so that bytes alone decide."""
+    """Peak rates. memory: bytes/s, reads and writes counted. matrix: FLOP/s of matrix products;
+    infinite where unknown, so that bytes alone decide.
+    """
 
     memory: float
     matrix: float = inf
 
     def seconds(self, moved: float, flops: float) -> float:
-        """The least time: bytes and flops go on at once, so the longer of the two decides."""
+        """Return the minimum time: memory and matrix units overlap, so the slower one decides."""
         return max(moved / self.memory, flops / self.matrix)
 
 
 H200 = Rates(memory=4.3e12, matrix=790e12)
-"""Of a copy, and of bf16 products on random data, as measured."""
+"""Rates of an H200, measured with a copy and with bf16 products of random data."""
 
 
 def rates_of(device: str) -> Rates | None:
-    """Those of this machine's device, "cpu" or "cuda": an H200's as above.
+    """Return the rates of this machine's device, "cpu" or "cuda".
 
-    Of any other the memory's alone, by the best of a few copies made now, which take some ten ms;
-    None where an engine has left no room for them.
+    For devices other than an H200 only memory is measured, by the best of a few copies (tens of
+    ms). None where an engine has left no memory for the copies.
     """
     if device == "cuda" and "H200" in torch.cuda.get_device_name():
         return H200
@@ -47,6 +48,7 @@ def rates_of(device: str) -> Rates | None:
 
 
 def _measured(device: str) -> Rates:
+    """Measure the memory rate of a device."""
     size = COPIED_BYTES[device]
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)

@@ -1,8 +1,8 @@
-"""Dry runs of a step: what it allocates, counted on tensors without memory (FakeTensorMode).
+"""Dry runs of a step: its allocations, counted on tensors without memory (FakeTensorMode).
 
-A step never waits for the device and never reads a tensor on the host, so all its allocations
-follow from its static shape. The host side of every op runs as it is, for a GPU that may not be
-there; only the kernels' launches are left out.
+A step never waits for the device and never reads a tensor on the host, so its allocations follow
+from its static shape. The host side of every op runs unchanged, for a GPU that may be absent; only
+kernel launches are left out.
 """
 
 import weakref
@@ -32,8 +32,8 @@ BLOCK_BYTES = 512
 class AllocationCounter(TorchDispatchMode):
     """Counts the bytes of tensors that are created while it is active.
 
-    live: bytes of those that still exist; peak: the most that existed at once. Storages that were
-    there before, weights for instance, are not counted.
+    live: bytes of those that still exist. peak: maximum of live. Older storages, such as weights,
+    do not count.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 class _WithoutDevice(TorchFunctionMode):
-    """Answers what torch would ask the device itself about a tensor without memory."""
+    """Answers questions of torch to the device about tensors without memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -110,7 +110,7 @@ def _indexed(x: Tensor, index: Any) -> Tensor:
 
 @contextmanager
 def dry(card: Architecture) -> Iterator[None]:
-    """Run steps without a device: kernels are not launched, and are planned for this card."""
+    """Run steps without a device: kernels are not launched, and tiles are those of this card."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -123,7 +123,7 @@ def dry(card: Architecture) -> Iterator[None]:
 
 
 def allocated(make: Callable[[], Any]) -> int:
-    """Return the bytes of the tensors that exist because of what `make` returns."""
+    """Return the bytes of the tensors that `make` creates and returns."""
     counter = AllocationCounter()
     with counter:
         result = make()
@@ -133,10 +133,10 @@ def allocated(make: Callable[[], Any]) -> int:
 
 
 def step_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
-    """Run a step dry -> (the most bytes it has at once, bytes of what it returns).
+    """Run a step dry -> (peak bytes, bytes of its results).
 
-    Raises CaptureError, which names the op, where the step reads a tensor on the host or asks for
-    what only a device has.
+    Raises CaptureError, which names the op, where the step reads a tensor on the host or needs a
+    device.
     """
     counter = AllocationCounter()
     with counter:

@@ -45,7 +45,7 @@ class LaunchedSchedule:
 
 
 class InProcessExecutor:
-    """One worker that runs in the caller's process. See `lockstep.engine.executor.Executor`.
+    """Executor with one worker in the caller's process. See `lockstep.engine.executor.Executor`.
 
     step_ms: (rows, drafts) -> ms of a step of null rows, measured at warm-up.
     """

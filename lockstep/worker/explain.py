@@ -1,4 +1,4 @@
-"""A GPU that is not there: backends, tiles and memory of an engine, from config.json alone."""
+"""Explanation of a GPU that is absent: backends, tiles and memory plan from config.json alone."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -45,9 +45,9 @@ STEP_NOTE = (
 
 
 def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[str, Any]:
-    """What lockstep explain says of a GPU of this architecture with `total` bytes, None: any.
+    """Return what `lockstep explain` prints for a GPU of this architecture with `total` bytes.
 
-    Raises ConfigError, also where Triton is not installed, or CheckpointError.
+    total: None for unlimited memory. Raises ConfigError, also without Triton, or CheckpointError.
     """
     card = architecture_by_name(arch)
     if find_spec("triton") is None:
@@ -58,16 +58,16 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
     load_backends()
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
     packing = read_weight_format(checkpoint.quantization(), config.quantization)
-    limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
+    limits = step_limits(config, checkpoint, "cuda", packing, assumed_numerics=card.name)
     known = has_weights(checkpoint.folder)
     dry_engine = DryEngine(config, checkpoint, limits, packing, card, known)
     limits, planned = plan(config, limits, dry_engine, total)
     build = dry_engine.build
     with dry_engine.mode:
         dry_engine.program(limits, build)
-    said = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared_memory}
+    device = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared_memory}
     return {
-        **said,
+        **device,
         "layers": [vars(choice) for choice in build.choices],
         "tiles": list(tiles(card, limits, build.dtype, dry_engine.model)),
         "plan": planned,
@@ -78,10 +78,9 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
 def plan(
     config: EngineConfig, limits: StepLimits, dry_engine: DryEngine, total: int | None
 ) -> tuple[StepLimits, dict[str, Any]]:
-    """Plan the memory of a GPU with `total` bytes -> the limits of its steps, and bytes by part.
+    """Plan the memory of a GPU with `total` bytes -> (step limits, bytes by part and sizes).
 
-    total None: of any GPU; the plan is the preferred one then. needed_bytes: memory of the smallest
-    GPU on which anything fits.
+    total None: the preferred plan. needed_bytes: memory of the smallest GPU that fits the model.
     """
     planner = planner_of(config, limits, dry_engine)
     share = 1.0 if config.kv_cache_memory_bytes else config.gpu_memory_utilization
@@ -123,8 +122,10 @@ def plan(
 def tiles(
     card: Architecture, limits: StepLimits, dtype: torch.dtype, model: nn.Module
 ) -> Iterator[dict[str, Any]]:
-    """(op, size, tokens, tile) of the kernels whose tiles depend on the architecture: one row, all
-    rows, and the largest prompt step."""
+    """Yield (op, size, tokens, tile) of kernels whose tiles depend on the architecture.
+
+    Tokens: of one row, of all rows, and of the largest prompt step.
+    """
     steps = {limits.query_len, limits.max_num_seqs * limits.query_len}
     counts = sorted(steps | {sum(largest_prompts(limits))})
     seen: set[tuple[str, str]] = set()
@@ -140,7 +141,7 @@ def tiles(
 def _tiled(
     module: nn.Module, card: Architecture, limits: StepLimits, dtype: torch.dtype
 ) -> Iterator[tuple[str, str, Any]]:
-    """(op, size, tokens -> tile) of what a module launches."""
+    """Yield (op, size, function of tokens -> tile) of the kernels of a module."""
     from lockstep.kernels.attention import KV_SPLIT
     from lockstep.kernels.attention.triton import choose_partition
     from lockstep.kernels.compile_target import CompileTarget
@@ -183,7 +184,7 @@ def _tiled(
 
 
 def _expert_tiles(layer: MoE, number: int, dtype: torch.dtype) -> Iterator[tuple[str, str, Any]]:
-    """_tiled of a mixture's experts."""
+    """Yield what _tiled() does for the experts of an MoE layer."""
     from lockstep.kernels.compile_target import CompileTarget
     from lockstep.kernels.experts import pipeline
     from lockstep.kernels.experts.tiles import (
@@ -203,35 +204,41 @@ def _expert_tiles(layer: MoE, number: int, dtype: torch.dtype) -> Iterator[tuple
 
     def tile(name: str, weight: Tensor | QuantizedWeight, tokens: int) -> Any:
         few = serves_few(tokens, top_k, count, isinstance(layer.down.stored, QuantizedWeight))
-        found = tiles_of(tokens * top_k, count, dtype, few)
+        tile_set = tiles_of(tokens * top_k, count, dtype, few)
         if not isinstance(weight, QuantizedWeight) or dtype == torch.float32:
-            return fit_dense_tile(getattr(found, name), dtype, number)
+            return fit_dense_tile(getattr(tile_set, name), dtype, number)
         through = rings[name](weight, tokens) if few else None
-        return through or fit_quantized_tile(getattr(found, f"packed_{name}"), weight, number)
+        return through or fit_quantized_tile(getattr(tile_set, f"packed_{name}"), weight, number)
 
-    for name, own in (("up", layer.up), ("down", layer.down)):
-        packed = " packed" * isinstance(own.stored, QuantizedWeight)
-        yield "experts", f"{name} of {top_k} of {count}{packed}", partial(tile, name, own.stored)
+    for name, experts in (("up", layer.up), ("down", layer.down)):
+        packed = " packed" * isinstance(experts.stored, QuantizedWeight)
+        yield (
+            "experts",
+            f"{name} of {top_k} of {count}{packed}",
+            partial(tile, name, experts.stored),
+        )
 
 
 def _latent_tiles(
     layer: LatentAttention, number: int, limits: StepLimits, dtype: torch.dtype
 ) -> Iterator[tuple[str, str, Any]]:
-    """_tiled of latent attention, whose tile the architecture decides alone."""
+    """Yield what _tiled() does for latent attention; the architecture alone decides its tile."""
     from lockstep.kernels.latent_attention.triton import choose_partition, choose_tile
 
     keys = limits.row_columns * PAGE_SIZE
-    own = choose_tile(dtype, number)
+    latent_tile = choose_tile(dtype, number)
 
     def tile(tokens: int) -> Any:
-        return choose_partition(*_step_of(tokens, limits), layer.heads, layer.latent, keys, own)
+        return choose_partition(
+            *_step_of(tokens, limits), layer.heads, layer.latent, keys, latent_tile
+        )
 
     size = f"{layer.heads} heads of {layer.latent} + {layer.turned}"
     yield "latent_attention", size, tile
 
 
 def _step_of(tokens: int, limits: StepLimits) -> tuple[int, int]:
-    """(rows, tokens of each) of a step of so many tokens: of a prompt's, one row."""
+    """Return (rows, query length) of a step of `tokens` tokens; prompts are one row."""
     if tokens > limits.max_num_seqs * limits.query_len:
         return 1, tokens
     return max(1, min(limits.max_num_seqs, tokens // limits.query_len)), limits.query_len

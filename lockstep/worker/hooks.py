@@ -1,4 +1,4 @@
-"""What checks may put in the place of an engine's parts. Users have no setting for any of it."""
+"""Replacements of engine parts for checks. Users have no setting for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,11 @@ from lockstep.worker.program import Drafter
 
 @dataclass(frozen=True)
 class CheckHooks:
-    """Parts that a check gives an engine. No answer may depend on any of them.
+    """Engine parts that a check replaces. No answer may depend on them.
 
-    drafter: makes the drafter, instead of the configured method's; the number of drafts stays that
-    of speculative_config, which must be set.
-    draft_policy: from the numbers of drafts that a step may bring, ascending, who chooses among
-    them, instead of what speculative_config says.
-    preempt_every: a running row is moved to host memory every so many steps, each in turn; 0: none.
+    drafter: makes the drafter instead of the configured method; speculative_config must be set and
+    gives K. draft_policy: makes the draft length policy, from the draft lengths of a step in
+    ascending order. preempt_every: preempt one row every Nth schedule; 0 for never.
     """
 
     drafter: Callable[[DraftContext], Drafter] | None = None
@@ -25,4 +23,4 @@ class CheckHooks:
 
 
 NO_HOOKS = CheckHooks()
-"""The engine as users have it."""
+"""Hooks of users' engines: none."""

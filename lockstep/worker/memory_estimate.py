@@ -1,7 +1,7 @@
-"""An engine's memory on a GPU, estimated from config.json alone: what the planner chooses by.
+"""Estimate of an engine's memory on a GPU from config.json alone, for the memory planner.
 
-The model is built as an engine builds it, on tensors that have no memory (FakeTensorMode), and its
-largest steps are run dry.
+The model is built as an engine builds it, on tensors without memory (FakeTensorMode), and its
+largest steps run dry.
 """
 
 from copy import copy
@@ -38,20 +38,20 @@ from lockstep.worker.memory_planner import Planner, Typed
 from lockstep.worker.program import Program
 
 FAKE_GPU = "cuda:0"
-"""With its number: torch without CUDA would look for the current GPU otherwise."""
+"""Device of fake tensors. Without its index, torch without CUDA would look for the current GPU."""
 OVERHEAD_BYTES = 1 << 30
-"""CUDA's context, loaded kernels, cuBLAS' workspace and unused parts of the allocator's blocks. On
-an H200 they took 0.74 GiB with an engine of Qwen3.6-27B."""
+"""Bytes of CUDA's context, loaded kernels, cuBLAS' workspace and unused parts of the allocator's
+blocks. On an H200 they took 0.74 GiB with an engine of Qwen3.6-27B.
+"""
 GRAPH_BYTES = 2 << 20
-"""The driver's own bytes of the two graphs of a shape: parameters of about 1,000 kernels."""
+"""Bytes of the driver for the two graphs of a shape: parameters of about 1,000 kernels."""
 
 
 class DryEngine:
-    """A model and its steps on tensors without memory: the planner's Costs.
+    """Model and steps on tensors without memory: costs for the planner.
 
-    fixed: bytes that rows and prompts do not change, by name.
-
-    weights_known: whether the checkpoint's files are there, which say what they pack.
+    fixed: bytes by name that rows and prompts do not change. weights_known: the checkpoint's files
+    are present, which say what is quantized.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DryEngine:
                 kv=kv_layers(config, dtype),
                 state_dtype=state_dtype(config),
             )
-            self.build.memory_budget.bounded = False
+            self.build.memory_budget.bounded = False  # fake tensors take no memory
             self.model = build_model(checkpoint.raw, self.build)
             self.draft = build_draft(config, checkpoint, self.model, self.build)
             layers = memory.mixers(self.model, self.draft)
@@ -99,21 +99,23 @@ class DryEngine:
 
     @property
     def page(self) -> int:
-        """Bytes of a page over all layers."""
+        """Return the bytes of a page over all layers."""
         return self.cache_bytes.page
 
     @property
     def slot(self) -> int:
-        """Bytes of a slot of recurrent state over all layers, 0 where no layer recurs."""
+        """Return the bytes of a slot of recurrent state over all layers; 0 without recurrent
+        layers.
+        """
         return self.cache_bytes.slot
 
     def program(self, limits: StepLimits, build: BuildContext) -> Program:
-        """The program of a step on tensors without memory."""
+        """Return a program on tensors without memory."""
         placed = replace(limits, device=FAKE_GPU)
         return build_program(self.config, placed, build, self.model, self.draft, NO_HOOKS)
 
     def _working(self, rows: int, tokens: int) -> dict[str, int]:
-        """Bytes of the row table, the largest prompt step and the graphs, by name."""
+        """Return the bytes of the row table, the largest prompt step and the graphs, by name."""
         limits = sized(self.limits, self.config, rows, tokens)
         build = copy(self.build)
         build.choices = []  # these are recorded for the final sizes alone

@@ -1,17 +1,17 @@
-"""The memory planner: rows, prompt tokens of a step, snapshots and pages that fit into a GPU.
+"""Memory planner: rows, prompt tokens of a step, snapshots and pages that fit into a GPU.
 
-The user's own settings are taken as they are. What he left out is the first entry of a fixed ladder
-whose bytes fit. So a plan follows from settings, bytes and costs alone, and more memory never gives
-less of anything that the ladder decides. No answer depends on any of it.
+The user's settings are fixed. For the others, the planner takes the first entry of a fixed ladder
+that fits. So a plan follows from settings, bytes and costs alone, and more memory never gives less
+of anything that the ladder decides. No answer depends on it.
 
 The ladder shrinks in this order:
 
-1. rows, from 256 down to 16: requests beyond them wait, and steps of few rows are less efficient;
+1. rows, from 256 down to 16: requests beyond them wait, and small steps are less efficient;
 2. prompt tokens of a step, from 2,048 to 512: long prompts take longer;
 3. rows, from 16 down to 4;
 4. prompt tokens, to 256;
 5. rows, from 4 down to 1;
-6. the snapshot of each row: a follow-up turn computes its whole prompt again;
+6. the snapshot of each row: a follow-up request computes its whole prompt again;
 7. prompt tokens, to 64, the grid of recurrent layers.
 """
 
@@ -24,18 +24,19 @@ from lockstep.errors import CapacityError
 from lockstep.step import PAGE_SIZE
 
 ROWS = (256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
-"""Numbers of rows, the preferred one first."""
+"""Numbers of rows in order of preference."""
 TOKENS = (2048, 1024, 512, 256, 128, 64)
-"""Prompt tokens of a step, the preferred number first; the last is the grid of recurrent layers."""
+"""Prompt tokens of a step in order of preference; the last is the grid of recurrent layers."""
 LADDER = ((16, 2048), (16, 512), (4, 512), (4, 256), (1, 256))
 """The smallest (rows, tokens) of stages 1 to 5."""
 ASSUMED_CONTEXT = 1024
-"""Tokens that a running request has in the cache on average, as chats have: pages for as many are
-set aside for every row. Longer requests take the pages of others, which wait."""
+"""Assumed mean context of a running request in tokens, as in chats: pages for it are reserved for
+every row. Longer requests use pages of other rows, which wait.
+"""
 MAX_SNAPSHOTS_PER_ROW = 2
-"""Snapshots of recurrent state, where memory is left over."""
+"""Snapshots of recurrent state per row with ample memory."""
 SNAPSHOT_SHARE = 0.2
-"""Share of the memory left over that goes to further snapshots; the rest goes to pages."""
+"""Share of spare memory for more snapshots; the rest goes to pages."""
 PAGES_PER_ROW = 4
 """Upper bound of pages, as a multiple of those of all rows at max_model_len."""
 NAMES = {
@@ -45,36 +46,38 @@ NAMES = {
     "pages": "num_gpu_blocks",
     "cache_bytes": "kv_cache_memory_bytes",
 }
-"""Field of Typed -> the setting that it comes from."""
+"""Field of Typed -> name of the setting."""
 GB = 1e9
 
 
 class Costs(Protocol):
-    """Bytes of an engine, by what is chosen."""
+    """Bytes of an engine by the planner's choices."""
 
     @property
     def fixed(self) -> dict[str, int]:
-        """Bytes that nothing chosen changes, by name: weights, the CUDA context."""
+        """Return the bytes that no choice changes, by name: weights, the CUDA context."""
         ...
 
     @property
     def page(self) -> int:
-        """Bytes of a page over all layers."""
+        """Return the bytes of a page over all layers."""
         ...
 
     @property
     def slot(self) -> int:
-        """Bytes of a slot of recurrent state over all layers, 0 where no layer recurs."""
+        """Return the bytes of a slot of recurrent state over all layers; 0 without recurrent
+        layers.
+        """
         ...
 
     def working(self, rows: int, tokens: int) -> dict[str, int]:
-        """Bytes of the row table, the largest step and its graphs, by name."""
+        """Return the bytes of the row table, the largest step and its graphs, by name."""
         ...
 
 
 @dataclass(frozen=True)
 class Typed:
-    """Settings that the user typed; None where the planner chooses. snapshots: in total."""
+    """Settings of the user; None where the planner chooses. snapshots: in total."""
 
     rows: int | None = None
     tokens: int | None = None
@@ -83,7 +86,7 @@ class Typed:
     cache_bytes: int | None = None
 
     def named(self) -> tuple[str, ...]:
-        """The settings with their values, by the names that users type."""
+        """Return the user's settings as `name=value`."""
         return tuple(
             f"{NAMES[name]}={value}" for name, value in vars(self).items() if value is not None
         )
@@ -91,7 +94,7 @@ class Typed:
 
 @dataclass(frozen=True)
 class Entry:
-    """Entry of the ladder. snapshots: those of all rows that must fit."""
+    """Entry of the ladder. snapshots: minimum, over all rows."""
 
     rows: int
     tokens: int
@@ -100,11 +103,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory plan: the chosen entry, the bytes of each part, and what more memory would buy.
+    """Memory plan: the chosen entry, bytes by part, and what more memory would allow.
 
-    parts: bytes by name, pages and state included; available: bytes for all parts together; notes:
-    sentences for people; short: bytes that are missing, 0 where the plan fits; typed: what the user
-    typed, for the message.
+    parts: bytes by name, pages and state included. available: bytes for all parts. notes: sentences
+    for people. short: missing bytes, 0 where the plan fits. typed: the user's settings, for the
+    error message.
     """
 
     entry: Entry
@@ -118,14 +121,15 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Bytes of all parts."""
+        """Return the bytes of all parts."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Planner for requests of up to `columns` pages each. prefix_caching: whether prefixes are
-    kept for reuse, for which recurrent layers need snapshots."""
+    """Planner for requests of up to `columns` pages each. prefix_caching: prefixes are cached, for
+    which recurrent layers need snapshots.
+    """
 
     typed: Typed
     costs: Costs
@@ -133,7 +137,7 @@ class Planner:
     prefix_caching: bool = True
 
     def ladder(self) -> list[Entry]:
-        """The entries in order, with the typed settings in place of their own."""
+        """Return the entries in order, with the user's settings instead of their own."""
         pairs = list(_pairs())
         small = [(1, tokens) for tokens in TOKENS if tokens < LADDER[-1][1]]
         entries = [self._entry(*pair, True) for pair in pairs]
@@ -141,9 +145,9 @@ class Planner:
         return list(dict.fromkeys(entries))
 
     def plan(self, available: int) -> MemoryPlan:
-        """Choose the first entry that fits into `available` bytes; the last one where none does.
+        """Return the plan of the first entry that fits into `available` bytes.
 
-        The last one's plan then has `short` set, with its least bytes as parts.
+        Where none fits, return the minimum plan of the last entry, with `short` set.
         """
         entries = self.ladder()
         index = self._first_fit(entries, available)
@@ -153,7 +157,7 @@ class Planner:
         return self._filled(entry, available, tuple(self._notes(entries, index, available)))
 
     def unfilled(self, entry: Entry, available: int = 0) -> MemoryPlan:
-        """The least plan of an entry, whether it fits or not."""
+        """Return the minimum plan of an entry, whether it fits or not."""
         parts = self.least(entry)
         short = sum(parts.values()) - available
         if self.typed.cache_bytes is not None:
@@ -163,16 +167,18 @@ class Planner:
         return MemoryPlan(entry, *size, parts, available, short=max(short, 0), typed=typed)
 
     def least(self, entry: Entry) -> dict[str, int]:
-        """The fewest bytes of an entry, by part."""
+        """Return the minimum bytes of an entry, by part."""
         parts = dict(self.costs.fixed) | self.costs.working(entry.rows, entry.tokens)
         return parts | self._cache(*self.least_size(entry))
 
     def least_size(self, entry: Entry) -> tuple[int, int]:
-        """The fewest pages and slots of an entry, the null ones included."""
+        """Return the minimum pages and slots of an entry, the null ones included."""
         return self._pages(entry.rows), self._slots(entry)
 
     def lacking(self, entry: Entry, budget: int) -> int:
-        """Bytes that a cache of `budget` bytes lacks for an entry; negative where some are left."""
+        """Return the bytes that a cache of `budget` bytes lacks for an entry; negative for spare
+        bytes.
+        """
         return sum(self._cache(*self.least_size(entry)).values()) - budget
 
     def _entry(self, rows: int, tokens: int, snapshots: bool) -> Entry:
@@ -218,8 +224,9 @@ class Planner:
         return parts["pages"] + parts.get("state", 0)
 
     def _pages(self, rows: int) -> int:
-        """Pages that must fit: the null page, and one request of the whole length, or the assumed
-        context of every row where the planner chooses how many rows there are."""
+        """Return the minimum pages: the null page, and the larger of one full-length request and
+        the assumed context of every row (where the planner chooses the rows).
+        """
         if self.typed.pages is not None:
             return self.typed.pages
         mean = min(-(-ASSUMED_CONTEXT // PAGE_SIZE), self.columns)
@@ -227,11 +234,11 @@ class Planner:
         return 1 + max(self.columns, of_rows)
 
     def _slots(self, entry: Entry) -> int:
-        """The null slot, one for each row, and the snapshots; none where no layer recurs."""
+        """Return the null slot, one per row, and the snapshots; 0 without recurrent layers."""
         return 1 + entry.rows + entry.snapshots if self.costs.slot else 0
 
     def _filled(self, entry: Entry, available: int, notes: tuple[str, ...]) -> MemoryPlan:
-        """The plan of an entry, with what is left over given to snapshots and pages."""
+        """Return the plan of an entry, with spare bytes given to snapshots and pages."""
         parts = self.least(entry)
         cached = self._cache_of(parts)
         spare = available - sum(parts.values())
@@ -242,7 +249,7 @@ class Planner:
         return MemoryPlan(entry, *size, parts, available, notes)
 
     def fill(self, entry: Entry, spare: int) -> tuple[int, int]:
-        """Pages and slots of an entry with `spare` bytes more than its least."""
+        """Return pages and slots of an entry with `spare` bytes beyond its minimum."""
         pages, slots = self.least_size(entry)
         if self._wants_snapshots and self.typed.snapshots is None:
             max_more = MAX_SNAPSHOTS_PER_ROW * entry.rows - entry.snapshots
@@ -255,7 +262,7 @@ class Planner:
         return pages, slots
 
     def _notes(self, entries: list[Entry], index: int, available: int) -> Iterator[str]:
-        """Sentences that say what was chosen, and what more memory would buy."""
+        """Yield sentences about what was chosen, and what more memory would allow."""
         entry = entries[index]
         chosen = [
             f"{name}={value}"
@@ -278,7 +285,7 @@ class Planner:
 
 
 def _pairs() -> Iterator[tuple[int, int]]:
-    """(rows, tokens) of stages 1 to 5."""
+    """Yield (rows, tokens) of stages 1 to 5."""
     yield ROWS[0], TOKENS[0]
     corners = ((ROWS[0], TOKENS[0]), *LADDER)
     for (rows, tokens), (fewer, less) in pairwise(corners):
@@ -313,7 +320,7 @@ def shortage(plan: MemoryPlan) -> CapacityError:
 
 
 def why_not(plan: MemoryPlan) -> str:
-    """Say why a plan does not fit, in figures that add up, and what to change."""
+    """Return why a plan does not fit, in figures that add up, and what to change."""
     entry = plan.entry
     typed = f", or change {', '.join(plan.typed)}" if plan.typed else ""
     return (

@@ -1,6 +1,6 @@
-"""A step: forward, then decide. The whole device side, in two halves.
+"""Program of a step: forward, then decide. Both halves run on the device.
 
-Between them the host may bring what only the tokens of the step before can tell: grammars' masks.
+Between them the host may upload what depends on the previous step's tokens: grammar masks.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from lockstep.worker.row_table import RowTable
 from lockstep.worker.sampler import Sampler
 
 Outcome = tuple[StepContext, Tensor, Tensor, Verdict]
-"""A step, its hidden states [T, H], its raw logits [N, V], and the verdict."""
+"""StepContext, hidden states [T, H], raw logits [N, V], and verdict."""
 
 
 @dataclass(eq=False)
 class Forwarded:
-    """What forward leaves for decide: hidden [T, H], logits [N, V], raw.
+    """Result of forward for decide: hidden [T, H], raw logits [N, V].
 
-    Compared by identity: the tensors of a graph are the same ones at every replay.
+    Compared by identity: a graph returns the same tensors at every replay.
     """
 
     step: StepContext
@@ -34,19 +34,19 @@ class Forwarded:
 
 
 class Target(Protocol):
-    """A model, as a step needs it."""
+    """Interface of a model to a step."""
 
     def __call__(self, step: StepContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """-> hidden [T, H], aux_hidden_states."""
+        """Return hidden states [T, H] and auxiliary hidden states."""
         ...
 
     def logits(self, hidden: Tensor, step: StepContext) -> Tensor:
-        """-> [N, V] at the step's logit rows."""
+        """Return logits [N, V] at the step's logit rows."""
         ...
 
 
 class Drafter(Protocol):
-    """Fills the table's drafts for the next step."""
+    """Interface of a drafter: it fills the table's drafts for the next step."""
 
     def propose(
         self,
@@ -55,14 +55,14 @@ class Drafter(Protocol):
         aux_hidden_states: tuple[Tensor, ...],
         verdict: Verdict,
     ) -> None:
-        """Called at the end of every step: the table is advanced, its rows have no drafts."""
+        """Propose drafts at the end of a step: the table is advanced, its rows have no drafts."""
         ...
 
 
 class Program:
-    """One step, from the table to the table. Captured or not, this is all there is to it.
+    """Program of one step, from the row table back to the row table, captured or not.
 
-    on_answer: called with the tokens of answers that have come to their end, as drafters asked.
+    on_answer: callbacks of drafters, called with the tokens of complete answers.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Program:
         self.on_answer = on_answer
 
     def forward(self, shape: StepShape) -> Forwarded:
-        """The logits of the step of the table's inputs."""
+        """Compute the logits of the step that the table's inputs describe."""
         step = self.table.prepare(shape)
         hidden, aux_hidden_states = self.model(step)
         return Forwarded(step, hidden, aux_hidden_states, self.model.logits(hidden, step))
 
     def decide(self, forwarded: Forwarded) -> Outcome:
-        """The target's tokens, committed, and the drafts of the next step."""
+        """Sample the target's tokens, commit them, and propose drafts for the next step."""
         step = forwarded.step
         tokens = self.sampler.sample_target(forwarded.logits, step)
         verdict = self.table.accept_and_commit(step, tokens)
@@ -95,17 +95,17 @@ class Program:
 
 
 def nothing() -> None:
-    """Where nothing has to be done between the halves of a step."""
+    """Do nothing between the halves of a step."""
 
 
 class RunStep(NamedTuple):
-    """Runs a step by its halves, each captured or not."""
+    """StepContext function made of its two halves, each captured or not."""
 
     forward: Callable[[StepShape], Forwarded]
     decide: Callable[[Forwarded], Outcome]
 
     def __call__(self, shape: StepShape, between: Callable[[], None] = nothing) -> Outcome:
-        """between: called once forward is launched and decide is not."""
+        """Run a step. between: called after forward is launched and before decide is."""
         forwarded = self.forward(shape)
         between()
         return self.decide(forwarded)

@@ -1,14 +1,14 @@
-"""The floor of a step: the bytes and flops that it must move at least, and how long they take.
+"""Roofline of a step: minimum bytes and FLOPs, and the minimum time that follows.
 
-A model is walked as it was built, once: its weights are its parameters and buffers, what it keeps
-between steps is what its layers state in cache_spec(). What comes of it, StepCosts, is plain data,
-from which the floor of any step follows.
+A built model is walked once: its weights are its parameters and buffers, and its layers declare in
+cache_spec() what they keep between steps. The result, StepCosts, is plain data from which the floor
+of any step follows.
 
-Counted: every weight once per pass; the KV of the context read, that of the step's tokens written;
-recurrent state read and written once, and the lines of one window. Of a mixture, the experts that
-are really read: tokens are taken to choose independently and evenly, as distinct_experts says; real
-texts choose less evenly, and tokens of one row more alike. Activations are neglected, and
-so are the flops that are not products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
+Counted: every weight once per pass; KV of the context read, KV of the step's tokens written;
+recurrent state read and written once, and the history lines of the step's tokens. For MoE, the
+experts that are read: tokens are assumed to choose independently and evenly (distinct_experts);
+real texts choose less evenly, and tokens of one row more alike. Activations are neglected, and so
+are FLOPs other than products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from math import prod
 
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Law, Spec, is_cached, unit_bytes
+from lockstep.cache.specs import Spec, StorageKind, is_cached, unit_bytes
 from lockstep.layers.latent_attention import AbsorbedHeads
 from lockstep.layers.linear import Embedding, Gemm, Head
 from lockstep.layers.moe import ExpertWeight
@@ -27,12 +27,12 @@ from lockstep.worker.device_rates import H200, Rates
 from lockstep.worker.memory import mixers
 
 GATHERED = (Embedding, Rotary)
-"""Layers that read one line of their table per token, not the table."""
+"""Layers that read one line of their table per token."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One line of the table: what it moves and multiplies."""
+    """Line of the roofline table: bytes moved and FLOPs."""
 
     name: str
     bytes: int
@@ -43,37 +43,40 @@ class Part:
 
     @property
     def memory_ms(self) -> float:
-        """Time of its bytes on an H200."""
+        """Return the time of its bytes on an H200."""
         return 1e3 * self.bytes / H200.memory
 
     @property
     def matrix_ms(self) -> float:
-        """Time of its flops on an H200."""
+        """Return the time of its FLOPs on an H200."""
         return 1e3 * self.flops / H200.matrix
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The parts of one pass, or of several alike."""
+    """Parts of one pass, or of several equal ones."""
 
     parts: tuple[Part, ...]
 
     @property
     def total(self) -> Part:
-        """All parts as one."""
+        """Return the sum of all parts."""
         return sum(self.parts, Part("total", 0))
 
     @property
     def ms(self) -> float:
-        """The least time on an H200."""
+        """Return the minimum time on an H200."""
         total = self.total
         return 1e3 * H200.seconds(total.bytes, total.flops)
 
 
 @dataclass(frozen=True)
 class StepFloor:
-    """A step of `rows` rows that bring `query_len` tokens each, behind `context` tokens: verify is
-    the target's pass, drafts the draft module's passes (no parts where nothing is drafted with)."""
+    """Floor of a step of `rows` rows with `query_len` tokens each after `context` cached tokens.
+
+    verify: the target's pass. drafts: the draft module's passes, without parts where there is no
+    module.
+    """
 
     rows: int
     query_len: int
@@ -83,14 +86,16 @@ class StepFloor:
 
     @property
     def ms(self) -> float:
-        """The floor of the whole step, on an H200."""
+        """Return the floor of the whole step on an H200."""
         return self.verify.ms + self.drafts.ms
 
 
 @dataclass(frozen=True)
 class WeightCost:
-    """Weights of one name that a pass reads as a whole. flops: of a column, which is a token, or
-    where of_logits is set a row of logits."""
+    """Weights of one name that a pass reads as a whole.
+
+    flops: per token, or per row of logits where of_logits is set.
+    """
 
     name: str
     bytes: int
@@ -98,7 +103,7 @@ class WeightCost:
     of_logits: bool = False
 
     def part(self, tokens: int, logits: int) -> Part:
-        """What a pass of so many tokens and rows of logits moves and multiplies."""
+        """Return bytes and FLOPs of a pass of `tokens` tokens and `logits` rows of logits."""
         columns = logits if self.of_logits else tokens
         return Part(self.name, self._read(tokens), self.flops * columns)
 
@@ -108,7 +113,7 @@ class WeightCost:
 
 @dataclass(frozen=True)
 class GatheredCost(WeightCost):
-    """Tables of so many lines, of which a token reads one."""
+    """Table of `lines` lines, of which a token reads one."""
 
     lines: int = 1
 
@@ -118,7 +123,7 @@ class GatheredCost(WeightCost):
 
 @dataclass(frozen=True)
 class ExpertCost(WeightCost):
-    """Linear maps of a mixture's experts, of which a token goes to top_k."""
+    """Linears of a mixture's experts, of which a token uses top_k."""
 
     experts: int = 1
     top_k: int = 1
@@ -130,8 +135,9 @@ class ExpertCost(WeightCost):
 
 @dataclass(frozen=True)
 class PassCosts:
-    """What a pass over a module needs. specs: what its mixers keep; key_flops: of a token with each
-    key of its context."""
+    """Costs of a pass over a module. specs: storage of its mixers. key_flops: FLOPs per token and
+    key of its context.
+    """
 
     weights: tuple[WeightCost, ...]
     specs: tuple[Spec, ...]
@@ -139,7 +145,7 @@ class PassCosts:
 
     @classmethod
     def of(cls, root: nn.Module) -> "PassCosts":
-        """Those of a module, by the outermost layers that have weights."""
+        """Return the costs of a module, by its outermost layers with weights."""
         layers = mixers(root, None).values()
         return cls(
             tuple(_merged(_weights(root))),
@@ -148,17 +154,22 @@ class PassCosts:
         )
 
     def parts(self, rows: int, tokens: int, logits: int, context: int) -> tuple[Part, ...]:
-        """Of a pass of `tokens` tokens, evenly of `rows` rows with `context` tokens in the cache
-        each, that makes `logits` rows of logits."""
+        """Return the parts of a pass of `tokens` tokens.
+
+        The tokens belong evenly to `rows` rows with `context` cached tokens each; `logits`: rows of
+        logits.
+        """
         read = _summed(cost.part(tokens, logits) for cost in self.weights)
         return read + self._kept(rows, tokens, context)
 
     def _kept(self, rows: int, tokens: int, context: int) -> tuple[Part, ...]:
-        """What the mixers keep between steps: KV read and written, state read and written."""
-        each = tokens // rows
-        seen = context // 2 if each == context else context  # of a prompt, half on average
-        token = unit_bytes(self.specs, Law.PAGED, 1)
-        moved = sum(spec.step_bytes(each) for spec in self.specs if spec.law is Law.STATE)
+        """Return the parts of KV and state that mixers read and write."""
+        query_len = tokens // rows
+        seen = context // 2 if query_len == context else context  # of a prompt, half on average
+        token = unit_bytes(self.specs, StorageKind.PAGED, 1)
+        moved = sum(
+            spec.step_bytes(query_len) for spec in self.specs if spec.kind is StorageKind.STATE
+        )
         parts = (
             Part("KV read", token * context * rows, self.key_flops * tokens * seen),
             Part("KV written", token * tokens),
@@ -169,8 +180,7 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Those of a target and of its draft module, None where there is none. passes: of the module in
-    a step, as lockstep.spec says."""
+    """Costs of a target and of its draft module, None without one. passes: see lockstep.spec."""
 
     target: PassCosts
     draft: PassCosts | None
@@ -178,12 +188,14 @@ class StepCosts:
 
     @classmethod
     def of(cls, model: nn.Module, draft: nn.Module | None, passes: Passes) -> "StepCosts":
-        """Those of a model and of what it drafts with, as they were built."""
+        """Return the costs of a built model and draft module."""
         return cls(PassCosts.of(model), None if draft is None else PassCosts.of(draft), passes)
 
     def step(self, rows: int, drafts: int, context: int) -> StepFloor:
-        """A generated step: `rows` rows with `context` tokens in the cache each, that bring so many
-        drafts and make as many."""
+        """Return the floor of a decode step.
+
+        `rows` rows with `context` cached tokens each verify `drafts` drafts and propose as many.
+        """
         tokens = rows * (drafts + 1)
         verify = Floor(self.target.parts(rows, tokens, tokens, context))
         passes: list[Part] = []
@@ -193,20 +205,20 @@ class StepCosts:
         return StepFloor(rows, drafts + 1, context, verify, Floor(_summed(passes)))
 
     def prompt(self, tokens: int) -> Floor:
-        """One prompt of `tokens` tokens that starts with an empty cache.
+        """Return the floor of one prompt of `tokens` tokens with an empty cache.
 
-        Its keys and values are written, and read at least once by the tokens behind them.
+        Its keys and values are written, and read at least once by later tokens.
         """
         return Floor(self.target.parts(1, tokens, 1, tokens))
 
 
 MANY = 1 << 20
-"""Tokens of a context that show what one of them adds."""
+"""Context length from which the cost per cached token is computed."""
 
 
 @dataclass(frozen=True)
 class _Line:
-    """Bytes and flops of a pass as they grow with the tokens in the cache of all rows."""
+    """Bytes and FLOPs of a pass as a line over the cached tokens of all rows."""
 
     bytes: int
     flops: int
@@ -215,14 +227,16 @@ class _Line:
 
     @classmethod
     def through(cls, empty: Part, full: Part, tokens: int) -> "_Line":
-        """Through a pass with nothing in the cache and one with so many tokens."""
+        """Return the line through a pass with an empty cache and one with `tokens` cached
+        tokens.
+        """
         more_bytes = (full.bytes - empty.bytes) / tokens
         more_flops = (full.flops - empty.flops) / tokens
         return cls(empty.bytes, empty.flops, more_bytes, more_flops)
 
 
 class StepFloors:
-    """The floors of an engine's steps on its device, quickly: for a server that has thousands."""
+    """Cached floors of an engine's steps, for a server that reports thousands."""
 
     def __init__(self, costs: StepCosts, rates: Rates) -> None:
         self.costs = costs
@@ -230,8 +244,9 @@ class StepFloors:
         self._lines: dict[tuple[int, int], tuple[_Line, ...]] = {}
 
     def seconds(self, rows: int, drafts: int, context: int) -> float:
-        """That of a step of `rows` rows with so many drafts each, and `context` tokens in the cache
-        of all of them together."""
+        """Return the floor of a step of `rows` rows, `drafts` drafts each, and `context` cached
+        tokens in total.
+        """
         kind = (rows, drafts)
         if kind not in self._lines:
             self._lines[kind] = self._made(rows, drafts)
@@ -250,13 +265,15 @@ class StepFloors:
 
 
 def distinct_experts(experts: int, top_k: int, tokens: int) -> float:
-    """The expected number of experts that `tokens` tokens go to, each to top_k of them, chosen
-    evenly: an expert is missed by all of them with probability (1 - top_k / experts)^tokens."""
+    """Return the expected number of experts that `tokens` tokens use, top_k each, chosen evenly.
+
+    All tokens miss an expert with probability (1 - top_k / experts)^tokens.
+    """
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
 def _weights(root: nn.Module) -> Iterator[WeightCost]:
-    """The cost of every weight below."""
+    """Yield the cost of every weight of a module."""
     for label, module in _labelled(root):
         of_logits = isinstance(module, Head)
         if isinstance(module, Gemm):
@@ -280,15 +297,15 @@ def _tensor(label: str, module: nn.Module, tensor: Tensor, of_logits: bool) -> W
 
 
 def _merged(costs: Iterable[WeightCost]) -> Iterator[WeightCost]:
-    """Those that differ in nothing but bytes and flops as one."""
-    found: dict[WeightCost, WeightCost] = {}
+    """Merge costs that differ in nothing but bytes and FLOPs."""
+    merged: dict[WeightCost, WeightCost] = {}
     for cost in costs:
         kind = replace(cost, bytes=0, flops=0)
-        so_far = found.get(kind, kind)
-        found[kind] = replace(
+        so_far = merged.get(kind, kind)
+        merged[kind] = replace(
             cost, bytes=so_far.bytes + cost.bytes, flops=so_far.flops + cost.flops
         )
-    yield from found.values()
+    yield from merged.values()
 
 
 def _own(module: nn.Module) -> list[Tensor]:
@@ -296,7 +313,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def _labelled(root: nn.Module, label: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module below, under the class name of the outermost layer that it is part of."""
+    """Yield every submodule with the class name of the outermost layer that contains it."""
     for child in root.children():
         layer = is_cached(child) or type(child).__module__.startswith("lockstep.layers")
         below = label or (type(child).__name__ if layer or _own(child) else "")
@@ -305,8 +322,8 @@ def _labelled(root: nn.Module, label: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _summed(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The parts, added by name."""
-    found: dict[str, Part] = {}
+    """Add parts by name."""
+    sums: dict[str, Part] = {}
     for part in parts:
-        found[part.name] = found[part.name] + part if part.name in found else part
-    return tuple(found.values())
+        sums[part.name] = sums[part.name] + part if part.name in sums else part
+    return tuple(sums.values())

@@ -1,8 +1,8 @@
-"""The table: one device row per request, and the truth for lengths, tokens and drafts.
+"""Row table: one device row per request, the truth for lengths, tokens and drafts.
 
-`prepare` makes a step out of it, `accept_and_commit` commits the target's tokens to it. Each is one
-op without a host sync, so they belong to the captured step. Row 0 is the null row: it always has
-nothing committed, page 0 and state slot 0.
+`prepare` makes a step of it, `accept_and_commit` commits the target's tokens to it. Each is one op
+without a host sync, so both belong to the captured step. Row 0 is the null row: it has no committed
+tokens, page 0 and state slot 0.
 """
 
 import torch
@@ -18,25 +18,27 @@ from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STO
 from lockstep.step import StepContext, StepShape, Verdict, flush_after
 
 WORD_BITS = 32
-"""Tokens in a word of `allowed`."""
+"""Tokens per word of `allowed`."""
 
 
 class StepInputs:
-    """What the host says of a step: fixed columns, one entry per row of the step.
+    """Host inputs of a step: fixed columns, one entry per row of the step.
 
-    row_ids int64, 0 where a row pads the step; query_lens, state_src (0: the row's own slot) and
-    snapshot_slots, int32, are read by prompt steps only. One storage: one copy brings them all.
+    row_ids int64, 0 for padding rows; query_lens, state_src (0: the row's own slot) and
+    snapshot_slots, int32, are read by prompt steps only. All columns share one storage, so one copy
+    uploads them.
     """
 
     def __init__(self, rows: int, device: str) -> None:
         self.rows = rows
+        # int64 row ids take two int32 columns of the shared storage.
         self.storage = torch.zeros(5 * rows, dtype=torch.int32, device=device)
-        row_ids, *others = self.storage.split([2 * rows, rows, rows, rows])
+        row_ids, *columns = self.storage.split([2 * rows, rows, rows, rows])
         self.row_ids = row_ids.view(torch.int64)
-        self.query_lens, self.state_src, self.snapshot_slots = others
+        self.query_lens, self.state_src, self.snapshot_slots = columns
 
     def fill(self, **columns: list[int]) -> None:
-        """Writes each column's head and zeroes the rest: what is not named is null."""
+        """Upload columns; entries that are not given become null."""
         host = StepInputs(self.rows, "cpu")
         for name, values in columns.items():
             getattr(host, name)[: len(values)] = torch.tensor(values)
@@ -44,10 +46,11 @@ class StepInputs:
 
 
 class RowTable(RowTensors):
-    """R = max_num_seqs + 1 rows. Each holds max_model_len tokens and a few windows of drafts.
+    """Table of R = max_num_seqs + 1 rows, each with max_model_len tokens and a few windows of
+    drafts.
 
-    allowed [N, ceil(V / 32)] int32: for each logit row of a step the bits of the tokens that a
-    grammar lets come there; what stands there for rows without a grammar is not read.
+    allowed [N, ceil(V / 32)] int32: per logit row of a step, bits of the tokens that a grammar
+    allows; not read for rows without a grammar.
     """
 
     def __init__(self, plan: StepLimits, build: BuildContext, vocab: int) -> None:
@@ -70,6 +73,7 @@ class RowTable(RowTensors):
         bad_words = (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
         self.sampling = SamplingState.empty(rows, vocab, MAX_STOP_IDS + 4, bad_words, device)
         self.inputs = StepInputs(rows, device)
+        # All bits set: a row whose mask was never uploaded allows every token.
         decided = plan.max_num_seqs * plan.query_len
         words = -(-vocab // WORD_BITS)
         self.allowed = torch.full((decided, words), -1, dtype=torch.int32, device=device)
@@ -81,31 +85,31 @@ class RowTable(RowTensors):
         self.advance_op = build.op(advance_rows)
 
     def row_tensors(self) -> list[Tensor]:
-        """What makes a row besides pages and state: moved to the host when it is preempted."""
-        own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]
-        return own + [self.draft_limit] + self.sampling.tensors()
+        """Return the tensors of a row, without pages and state, that move when it is preempted."""
+        tensors = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]
+        return tensors + [self.draft_limit] + self.sampling.tensors()
 
     def prepare(self, shape: StepShape) -> StepContext:
-        """The step that the inputs ask for, at the rows' own lengths."""
-        given = self.inputs
+        """Return the step that the inputs describe, at the rows' own lengths."""
+        inputs = self.inputs
         rows = shape.rows
-        row_ids = given.row_ids[:rows]
-        sources = given.state_src[:rows]
-        lengths = given.query_lens[:rows] if shape.prompt else None
+        row_ids = inputs.row_ids[:rows]
+        sources = inputs.state_src[:rows]
+        lengths = inputs.query_lens[:rows] if shape.prompt else None
         sizes = (shape.tokens, shape.query_len, self.page_size)
-        found = vars(self.prepare_op(self, row_ids, lengths, sources, *sizes))
-        ends = found.pop("ends")
+        metadata = vars(self.prepare_op(self, row_ids, lengths, sources, *sizes))
+        ends = metadata.pop("ends")
         return StepContext(
             shape=shape,
             row_ids=row_ids,
-            snapshot_slots=given.snapshot_slots[:rows],
+            snapshot_slots=inputs.snapshot_slots[:rows],
             flush=self.flush,
             logit_rows=ends if shape.prompt else slice(None),
-            **found,
+            **metadata,
         )
 
     def accept_and_commit(self, step: StepContext, tokens: Tensor) -> Verdict:
-        """Commits the target's tokens [S, Q] as far as the drafts of the step agree with them."""
+        """Commit the target's tokens [S, Q] as far as the step's drafts equal them."""
         accepted, results = self.advance_op(
             self,
             self.sampling.counts,

@@ -1,4 +1,4 @@
-"""Rows of the table as the host writes them: a request admitted, moved out, moved back in."""
+"""Writes of the host to the row table: admission, preemption and resumption of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,15 @@ from lockstep.scheduling.schedule import RowSpec
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.transfers import Transfers
 
-MOST_BIAS = 1e30
-"""Beyond it logits make no difference to a sum in fp32, and the sum stays a number."""
+MAX_BIAS = 1e30
+"""Bound of a logit bias: larger ones change nothing, and fp32 sums stay finite."""
 FURTHEST = 2**31 - 1
-"""No row is that long: a position behind all others."""
+"""Position after the end of every row."""
 
 
 @dataclass
 class HostRow:
-    """A preempted row in host memory: its tensors of the table, and the places of its pages and of
-    its state."""
+    """Preempted row in host memory: tensors of the table, pages and state."""
 
     table: list[Tensor]
     pages: list[list[Tensor]]
@@ -29,33 +28,34 @@ class HostRow:
 
 
 def write_row(table: RowTable, row: int, spec: RowSpec, start: int) -> None:
-    """The row of a request that begins with its first `start` tokens cached."""
+    """Write the row of a request whose first `start` tokens are cached."""
     prompt = torch.tensor(spec.prompt_token_ids, dtype=torch.int64)
     copy_to_device(prompt, table.tokens[row, : len(prompt)])
     copy_to_device(len(prompt), table.prompt_len[row])
     copy_to_device(start, table.computed[row])
     copy_to_device(start, table.folded[row])
-    copy_to_device(-1, table.drafts[row])
-    most = table.drafts.shape[1] if spec.speculate else 0
-    copy_to_device(most, table.draft_limit[row])
+    copy_to_device(-1, table.drafts[row])  # drafts of the row's previous request
+    max_drafts = table.drafts.shape[1] if spec.speculate else 0
+    copy_to_device(max_drafts, table.draft_limit[row])
     write_sampling(table.sampling, row, spec, prompt)
 
 
 def write_place(table: RowTable, row: int, pages: list[int], slot: int) -> None:
-    """Where the row's cache is."""
+    """Write the page table and the state slot of a row."""
+    # Columns past the granted pages point to the null page.
     copy_to_device(0, table.page_table[row])
     write_pages(table, row, 0, pages)
     copy_to_device(slot, table.state_slots[row])
 
 
 def write_pages(table: RowTable, row: int, column: int, pages: list[int]) -> None:
-    """Pages granted to a row, from this column on."""
+    """Write granted pages to a row's page table, from one column on."""
     ids = torch.tensor(pages, dtype=torch.int32)
     copy_to_device(ids, table.page_table[row, column : column + len(pages)])
 
 
 def write_sampling(state: s.SamplingState, row: int, spec: RowSpec, prompt: Tensor) -> None:
-    """The sampling parameters of a request as a row of the tensors."""
+    """Write the sampling parameters of a request to its row."""
     p = spec.params
     vocab = state.bias.shape[1]
     flags = 0
@@ -97,7 +97,7 @@ def write_sampling(state: s.SamplingState, row: int, spec: RowSpec, prompt: Tens
 
 
 def remove_masks(state: s.SamplingState, row: int) -> None:
-    """Let a row sample without masks, in the steps decided after this point of the stream."""
+    """Make a row sample without masks, in steps decided after this point of the stream."""
     state.flags[row].bitwise_and_(~s.ALLOWED)
 
 
@@ -108,7 +108,7 @@ def _bias(spec: RowSpec, vocab: int) -> Tensor:
         bias.fill_(-torch.inf)
         bias[torch.tensor(list(p.allowed_token_ids), dtype=torch.int64)] = 0.0
     for token, value in (p.logit_bias or {}).items():
-        bias[int(token)] += min(max(float(value), -MOST_BIAS), MOST_BIAS)
+        bias[int(token)] += min(max(float(value), -MAX_BIAS), MAX_BIAS)
     return bias
 
 
@@ -119,6 +119,7 @@ def _padded(values: list[int], length: int) -> Tensor:
 def _words(words: Sequence[Sequence[int]], shape: torch.Size) -> Tensor:
     out = torch.full(shape, -1, dtype=torch.int64)
     for i, word in enumerate(words):
+        # Right-aligned: the last column is the token that would complete the word.
         out[i, shape[1] - len(word) :] = torch.tensor(list(word), dtype=torch.int64)
     return out
 
@@ -126,7 +127,7 @@ def _words(words: Sequence[Sequence[int]], shape: torch.Size) -> Tensor:
 def save_row(
     table: RowTable, row: int, pages: list[int], slot: int, transfers: Transfers
 ) -> HostRow:
-    """Everything of a row, copied to host memory in the order of device work. slot: 0 for none."""
+    """Copy a row to host memory in the order of device work. slot: 0 for none."""
     return HostRow(
         [copy_to_host(tensor[row]) for tensor in table.row_tensors()],
         transfers.save(transfers.pages, pages),
@@ -142,7 +143,7 @@ def restore_row(
     slot: int,
     transfers: Transfers,
 ) -> None:
-    """The row as it was saved, in its new place. Pages past the saved ones are fresh."""
+    """Copy a saved row into a new row. Pages past the saved ones are fresh."""
     for tensor, kept in zip(table.row_tensors(), saved.table, strict=True):
         copy_to_device(kept, tensor[row])
     write_place(table, row, pages, slot)

@@ -1,4 +1,4 @@
-"""The sampler: logits to the target's own tokens. Verifying zero drafts is sampling."""
+"""Sampler: logits to the target's tokens. Verifying zero drafts is sampling."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from lockstep.worker.row_table import RowTable
 
 
 class Sampler:
-    """The target has one token for every position, whatever drafts stand there."""
+    """Sampler of the target. Every position has one target token, whatever its draft is."""
 
     def __init__(self, table: RowTable, build: BuildContext, vocab: int) -> None:
         self.table = table
@@ -26,32 +26,38 @@ class Sampler:
         ids: Tensor | None = None,
         allowed: Tensor | None = None,
     ) -> Tensor:
-        """logits [S, Q, V] of the tokens `ids` [V] (None: all), positions [S, Q] of the sampled
-        tokens, allowed as in `kernels.sampling` -> tokens [S, Q]."""
+        """Sample tokens [S, Q].
+
+        logits [S, Q, V] of the tokens `ids` [V] (None for all), positions [S, Q] of the sampled
+        tokens, allowed: see `kernels.sampling`.
+        """
         table = self.table
-        given = (logits, positions, drafts, row_ids, table.tokens, table.sampling, ids, allowed)
-        return self.sample_op(*given)
+        arguments = (logits, positions, drafts, row_ids, table.tokens, table.sampling, ids, allowed)
+        return self.sample_op(*arguments)
 
     def sample_target(self, logits: Tensor, step: StepContext) -> Tensor:
-        """logits [N, V] at the step's logit rows -> the token to emit at each, [S, N / S]."""
+        """Sample the target's token at each logit row: logits [N, V] -> [S, N / S]."""
         rows, width = step.sample_at.shape
         logits = logits.view(rows, width, -1)
         allowed = self.table.allowed[: rows * width].view(rows, width, -1)
         return self.sample(logits, step.sample_at, step.drafts, step.row_ids, allowed=allowed)
 
 
-def logprobs(logits: Tensor, tokens: list[int], most: int) -> list[dict[int, Logprob]]:
-    """logits [N, V] raw, the N chosen tokens -> per position: the token and the `most` likeliest.
+def logprobs(logits: Tensor, tokens: list[int], count: int) -> list[dict[int, Logprob]]:
+    """Return per position the log-probabilities of the chosen token and of the `count` likeliest.
 
-    One log_softmax per row, so that the bits depend on that row alone; ties in rank count once.
+    logits [N, V] are raw. One log_softmax per row, so that the bits depend on that row alone; equal
+    values share a rank.
     """
-    found = []
+    entries = []
+    # On the CPU: ranks and values do not depend on the GPU's reduction kernels.
     for row, token in zip(logits.float().cpu(), tokens, strict=True):
         scores = torch.log_softmax(row, -1)
         rank = int((scores > scores[token]).sum()) + 1
         entry = {token: Logprob(float(scores[token]), rank)}
-        values, ids = scores.topk(most) if most else (scores[:0], scores[:0])
-        for place, (value, index) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
-            entry.setdefault(int(index), Logprob(value, place + 1))
-        found.append(entry)
-    return found
+        values, ids = scores.topk(count) if count else (scores[:0], scores[:0])
+        likeliest = zip(values.tolist(), ids.tolist(), strict=True)
+        for next_rank, (value, index) in enumerate(likeliest, 1):
+            entry.setdefault(int(index), Logprob(value, next_rank))
+        entries.append(entry)
+    return entries

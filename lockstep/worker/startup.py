@@ -68,11 +68,11 @@ def smallest_fit(fits: Sequence[MemoryFit], config: EngineConfig) -> MemoryFit:
 
 
 class WorkerStartup:
-    """One rank between the loading of its model and its first step.
+    """Startup of one rank, from loading its model to its first step.
 
-    The order of calls is: the constructor loads the model, fit_memory() measures, plan() fixes the
-    sizes for all ranks, start() allocates the cache and warms up. loaded: None for random weights.
-    notes: what the checkpoint's weight format asks for and is not done.
+    Call order: the constructor loads the model, fit_memory() measures, plan() fixes the sizes for
+    all ranks, start() allocates the cache and warms up. loaded: None for random weights. notes:
+    what the checkpoint's weight format asks for and is not done.
     """
 
     @torch.inference_mode()
@@ -175,7 +175,7 @@ class WorkerStartup:
 
 @dataclass(frozen=True)
 class Planned:
-    """A memory plan with its planner, and the bytes that it was made for."""
+    """Memory plan with its planner, and the bytes that it was made for."""
 
     planner: Planner
     plan: MemoryPlan
@@ -184,7 +184,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Used:
-    """Bytes by part, as measured, and sentences about what was chosen."""
+    """Measured bytes by part, and sentences about what was chosen."""
 
     parts: dict[str, int]
     notes: tuple[str, ...]
@@ -193,15 +193,15 @@ class Used:
 def configured_cache(
     config: EngineConfig, limits: StepLimits, build: BuildContext, cost: memory.CacheBytes
 ) -> memory.CacheSize:
-    """Return the cache as the config says, or as a CPU has room for. Raises CapacityError."""
-    size = memory.asked_size(config, limits, cost)
+    """Return the configured cache size, or what fits into a CPU's memory. Raises CapacityError."""
+    size = memory.configured_size(config, limits, cost)
     if limits.device == "cpu":
         memory.check_cache(build.memory_budget, cost, size)
     return size
 
 
 def _sizes_are_set(config: EngineConfig) -> bool:
-    """Return whether nothing is left to choose and nothing to measure."""
+    """Return whether the user set all sizes, so that nothing has to be measured."""
     typed = (config.max_num_seqs, config.max_num_batched_tokens, config.num_gpu_blocks)
     return None not in typed
 
@@ -226,7 +226,7 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class Fitting:
-    """Fit of the program and the cache into the memory that a loaded model leaves."""
+    """Fit of program and cache into the memory that a loaded model leaves."""
 
     config: EngineConfig
     build: BuildContext
@@ -271,7 +271,7 @@ class Fitting:
     def _measure(self, limits: StepLimits, program: Program) -> tuple[dict[str, int], int]:
         """Run the largest steps on null rows -> (bytes by part, bytes left for the cache).
 
-        The second is negative where the parts take more than the share of the GPU.
+        The second is negative where the parts exceed the configured share of the GPU.
         """
         memory.allocate(self.layers, num_pages=2, num_slots=2, device=limits.device)
         program.table.inputs.fill()
@@ -311,7 +311,7 @@ class Fitting:
 
 
 def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
-    """Run a step -> (the most bytes that it reserved on the GPU, bytes of its results)."""
+    """Run a step -> (peak bytes reserved on the GPU, bytes of its results)."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -327,5 +327,5 @@ def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
 
 
 def host_room(build: BuildContext) -> MemoryBudget:
-    """Return the host's memory: on a CPU, the device's."""
+    """Return the budget of host memory: on a CPU, the device's."""
     return build.memory_budget if build.device == "cpu" else MemoryBudget("cpu")

@@ -1,7 +1,8 @@
-"""Synthetic acceptance: drafts accepted by coin, so that dummy weights give comparable figures.
+"""Synthetic acceptance: drafts are accepted at random, so that random weights give comparable
+figures.
 
-It changes what is emitted, so it stands in the place of the sampler only where an engine of random
-weights is asked for it (SpeculativeConfig.synthetic_acceptance).
+It changes what is emitted, so it replaces the sampler only where an engine of random weights is
+configured so (SpeculativeConfig.synthetic_acceptance).
 """
 
 import torch
@@ -18,10 +19,10 @@ STRIDE = 7919
 
 
 class SyntheticSampler(Sampler):
-    """A draft behind accepted ones is accepted with this probability: the coin of (seed, position).
+    """Sampler that accepts each next draft with probability p, from a hash of (seed, position).
 
-    So is one that the target emits by itself. Coins are drawn once from the counter-based hash; a
-    seed is a place among them to begin at.
+    Drafts equal to the target's token are decided by the same hash. The hashes are drawn once; a
+    seed selects where a row starts in them.
     """
 
     def __init__(
@@ -29,15 +30,16 @@ class SyntheticSampler(Sampler):
     ) -> None:
         super().__init__(table, build, vocab)
         zero = torch.zeros(1, dtype=torch.int64, device=build.device)
-        places = torch.arange(COINS, device=build.device)
-        self.coins = uniform(zero, places, zero)[:, 0] < probability
+        indices = torch.arange(COINS, device=build.device)
+        self.coins = uniform(zero, indices, zero)[:, 0] < probability
 
     def sample_target(self, logits: Tensor, step: StepContext) -> Tensor:
-        """The drafts that are to be accepted, then what the target emits."""
+        """Return the drafts that are accepted, then the target's tokens."""
         tokens = super().sample_target(logits, step)
         drafts = step.drafts
         begins = self.table.sampling.seed[step.row_ids] * STRIDE
         coins = self.coins[(begins[:, None] + step.sample_at[:, :-1]) % COINS] & (drafts >= 0)
+        # A draft counts only if all drafts before it were accepted.
         chain = coins.int().cumprod(1, dtype=torch.int32)
         tokens[:, :-1] = torch.where(chain > 0, drafts, tokens[:, :-1])
         return tokens

@@ -1,11 +1,11 @@
-"""Pages and slots between device and host memory: of preempted rows, and of what the cache evicts.
+"""Copies of pages and slots between device and host: preempted rows and evicted prefixes.
 
-A unit, a page or a slot, is what it holds in all layers, one after the other: its bytes as they
-lie. On a GPU they go through a staging buffer. Out: gathered into it among the steps, then copied
-to pinned memory by a stream of its own, so that the step that writes the page next waits for the
-gathering alone. Back: copied into it by that stream, also while a step runs, then scattered among
-the steps, which wait for these copies alone. The copies themselves are in one order, so that
-nothing reads host memory that is still on its way. On a CPU all is done when it is called.
+A unit (a page or a slot) is the concatenation of its bytes in all layers. On a GPU, copies go
+through a staging buffer. To the host: a kernel gathers units into the buffer in the steps' stream,
+and a copy stream copies it to pinned memory, so the step that overwrites a page waits for the
+gather only. Back: the copy stream fills the buffer, also while a step runs, and a kernel scatters
+it in the steps' stream, which waits for these copies only. All copies share one stream, so no copy
+reads host memory that is still being written. On a CPU every call is synchronous.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,20 +20,20 @@ from lockstep.cache.host_tier import PAGES, SLOTS, Move, Moves
 from lockstep.kernels.stream_copies import copy_to_device
 
 STAGING_BYTES = 32 << 20
-"""Of a staging buffer."""
+"""Bytes of a staging buffer."""
 BUFFERS = 2
-"""Copies from one go on while the other is filled."""
+"""Staging buffers: one is copied while the other is filled."""
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""Bytes move as the widest of these that every part of a page and a slot is a multiple of."""
+"""Word types; units are copied in the widest that divides every part."""
 Mark = Any
-"""A point in the order of a stream's work; None on a CPU."""
+"""Event in a stream; None on a CPU."""
 Copy = tuple[Tensor, Tensor]
-"""To, from."""
+"""Destination and source of a copy."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Parts of a unit that lie side by side in it: [units, words] each. begin, end: its words."""
+    """Adjacent parts of a unit: [units, words] each. begin, end: word range in the unit."""
 
     parts: list[Tensor]
     begin: int
@@ -41,21 +41,21 @@ class Span:
 
     @property
     def words(self) -> int:
-        """Of one unit."""
+        """Return the words of one unit."""
         return self.end - self.begin
 
     def columns(self, lines: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each part, and its words of lines [units, words]."""
+        """Yield each part with its columns of staging lines [units, words]."""
         yield from zip(self.parts, lines.split([p.shape[1] for p in self.parts], 1), strict=True)
 
 
 class Units:
-    """All pages, or all slots, of tensors that are indexed by unit first.
+    """Units of one kind, pages or slots: tensors that are indexed by unit first.
 
-    words: of one unit, of the type `word`. spans: its parts, as many together as `most` bytes hold.
+    words: length of a unit, in type `word`. spans: its parts, grouped into at most max_bytes each.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], word: torch.dtype, most: int) -> None:
+    def __init__(self, tensors: Sequence[Tensor], word: torch.dtype, max_bytes: int) -> None:
         self.word = word
         self.words = 0
         self.spans: list[Span] = []
@@ -63,66 +63,68 @@ class Units:
             begin = self.words
             self.words += part.shape[1]
             last = self.spans[-1] if self.spans else None
-            if last and (self.words - last.begin) * self.word.itemsize <= most:
+            if last and (self.words - last.begin) * self.word.itemsize <= max_bytes:
                 self.spans[-1] = Span([*last.parts, part], last.begin, self.words)
             else:
                 self.spans.append(Span([part], begin, self.words))
 
     @property
     def nbytes(self) -> int:
-        """Of one unit."""
+        """Return the bytes of one unit."""
         return self.words * self.word.itemsize
 
 
 class CopyStream:
-    """Where copies between host and device are made, beside the steps; on a CPU, among them. pins:
-    whether host memory has to be pinned for that."""
+    """Stream of copies between host and device, overlapped with the steps; synchronous on a CPU.
+
+    pins: host memory must be pinned.
+    """
 
     def __init__(self, device: str) -> None:
         self.stream = torch.cuda.Stream() if device == "cuda" else None
         self.pins = device == "cuda"
 
     def mark(self) -> Mark:
-        """Behind what the steps' stream has to do by now."""
+        """Record an event after the work queued so far in the steps' stream."""
         return torch.cuda.current_stream().record_event() if self.stream else None
 
-    def copy(self, copies: Sequence[Copy], behind: Mark) -> Mark:
-        """Makes copies behind a mark and behind all copies before. -> the mark behind them."""
+    def copy(self, copies: Sequence[Copy], after: Mark) -> Mark:
+        """Run copies after an event and after all earlier copies -> event after them."""
         if self.stream is None:
             for to, source in copies:
                 to.copy_(source)
             return None
-        self.stream.wait_event(behind)
+        self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
             for to, source in copies:
                 to.copy_(source, non_blocking=True)
             return self.stream.record_event()
 
     def wait(self, mark: Mark) -> None:
-        """What the steps' stream is given from now on comes behind a mark."""
+        """Make later work of the steps' stream wait for an event."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_event(mark)
 
 
 @dataclass
 class Staging:
-    """A buffer [words] int64. idle: behind its last use."""
+    """Staging buffer [words] int64. idle: event after its last use."""
 
     buffer: Tensor
     idle: Mark
 
     def lines(self, units: int, words: int, word: torch.dtype) -> Tensor:
-        """Its beginning as [units, words]."""
+        """Return its head as [units, words]."""
         return self.buffer.view(word)[: units * words].view(units, words)
 
 
 class Transfers:
-    """Moves pages and slots. A place in host memory is a row of tensors whose bytes, one after the
-    other, are a unit's; the last may be longer than what is left.
+    """Copier of pages and slots.
 
-    paged, state: the tensors of pages and slots. host: where what is evicted goes, tensors [host
-    pages, bytes of a page] uint8, one after the other and equally long but for the last. most:
-    bytes of a staging buffer; they are made when something moves for the first time.
+    Host memory of a unit is a list of tensors that hold its bytes in order; the last may be longer.
+    paged, state: tensors of pages and of slots. host: host tier, tensors [host pages, bytes of a
+    page] uint8, equally long except the last. max_bytes: of a staging buffer; buffers are allocated
+    at first use.
     """
 
     def __init__(
@@ -131,99 +133,104 @@ class Transfers:
         state: Sequence[Tensor],
         host: Sequence[Tensor],
         stream: CopyStream,
-        most: int = STAGING_BYTES,
+        max_bytes: int = STAGING_BYTES,
     ) -> None:
         sizes = [t[0].nbytes for t in (*paged, *state)]
         word = next(w for w in WORDS if not any(size % w.itemsize for size in sizes))
-        self.pages = Units(paged, word, most)
-        self.slots = Units(state, word, most)
+        self.pages = Units(paged, word, max_bytes)
+        self.slots = Units(state, word, max_bytes)
         self.units = {PAGES: self.pages, SLOTS: self.slots}
         self.host = host
         self.stream = stream
-        self.most = most
-        self._turn: Iterator[Staging] | None = None
+        self.max_bytes = max_bytes
+        self._buffers: Iterator[Staging] | None = None
 
     def save(self, units: Units, ids: Sequence[int]) -> list[list[Tensor]]:
-        """Copies units into host memory of their own. -> the place of each."""
-        count = max(self.most // max(units.nbytes, 1), 1)
-        places = []
+        """Copy units into new host memory -> host tensors of each."""
+        count = max(self.max_bytes // max(units.nbytes, 1), 1)
+        host_tensors = []
         for begin in range(0, len(ids), count):
             size = (len(ids[begin : begin + count]), units.words)
             lines = torch.empty(size, dtype=units.word, pin_memory=self.stream.pins)
-            places += [[line] for line in lines]
-        self.out(units, ids, places)
-        return places
+            host_tensors += [[line] for line in lines]
+        self.out(units, ids, host_tensors)
+        return host_tensors
 
     def evict(self, moves: Moves) -> None:
-        """Copies pages and slots to their host pages, as they are now in the order of the steps."""
+        """Copy pages and slots to their host pages, in the order of the steps."""
         for name, chosen in moves.items():
-            self.out(self.units[name], *self._placed(self.units[name], chosen))
+            self.out(self.units[name], *self._resolve(self.units[name], chosen))
 
     def fetch(self, moves: Moves) -> None:
-        """Copies what is in host pages into pages and slots, for the steps that come from now
-        on."""
+        """Copy host pages into pages and slots, before later steps."""
         for name, chosen in moves.items():
-            self.back(self.units[name], *self._placed(self.units[name], chosen))
+            self.back(self.units[name], *self._resolve(self.units[name], chosen))
 
-    def _placed(self, units: Units, moves: Sequence[Move]) -> tuple[list[int], list[list[Tensor]]]:
-        """The units of moves, and their places."""
+    def _resolve(self, units: Units, moves: Sequence[Move]) -> tuple[list[int], list[list[Tensor]]]:
+        """Return the units of moves, and the host tensors of each."""
         host = [tensor.view(units.word) for tensor in self.host]
         count = len(host[0]) if host else 1
-        places = [[host[p // count][p % count] for p in move.place] for move in moves]
-        return [move.unit for move in moves], places
+        host_tensors = [[host[p // count][p % count] for p in move.host_pages] for move in moves]
+        return [move.unit for move in moves], host_tensors
 
-    def out(self, units: Units, ids: Sequence[int], places: Sequence[Sequence[Tensor]]) -> None:
-        """Copies units to their places, as they are now in the order of the steps."""
-        for span, index, chosen in self._pieces(units, ids, places):
+    def out(
+        self, units: Units, ids: Sequence[int], host_tensors: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Copy units to host tensors, in the order of the steps."""
+        for span, index, chosen in self._batches(units, ids, host_tensors):
             staging = self._next_staging(index.device)
             lines = staging.lines(len(chosen), span.words, units.word)
+            # The copy stream may still read the buffer from its previous use.
             self.stream.wait(staging.idle)
             for part, column in span.columns(lines):
                 torch.index_select(part, 0, index, out=column)
             staging.idle = self.stream.copy(_pairs(span, lines, chosen), self.stream.mark())
 
-    def back(self, units: Units, ids: Sequence[int], places: Sequence[Sequence[Tensor]]) -> None:
-        """Copies what is in places into units, for the steps that come from now on."""
-        for span, index, chosen in self._pieces(units, ids, places):
+    def back(
+        self, units: Units, ids: Sequence[int], host_tensors: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Copy host tensors into units, before later steps."""
+        for span, index, chosen in self._batches(units, ids, host_tensors):
             staging = self._next_staging(index.device)
             lines = staging.lines(len(chosen), span.words, units.word)
             copies = [(line, host) for host, line in _pairs(span, lines, chosen)]
+            # The scatter waits for this copy only, not for copies of other buffers.
             self.stream.wait(self.stream.copy(copies, staging.idle))
             for part, column in span.columns(lines):
                 part.index_copy_(0, index, column)
             staging.idle = self.stream.mark()
 
-    def _pieces(
-        self, units: Units, ids: Sequence[int], places: Sequence[Sequence[Tensor]]
+    def _batches(
+        self, units: Units, ids: Sequence[int], host_tensors: Sequence[Sequence[Tensor]]
     ) -> Iterator[tuple[Span, Tensor, Sequence[Sequence[Tensor]]]]:
-        """What a staging buffer holds at once, in turn: a span, the units' ids, their places."""
+        """Yield what fits into a staging buffer: span, unit ids on the device, host tensors."""
         for span in units.spans:
-            count = max(self.most // (span.words * units.word.itemsize), 1)
+            count = max(self.max_bytes // (span.words * units.word.itemsize), 1)
             for begin in range(0, len(ids), count):
                 chosen = torch.tensor(ids[begin : begin + count])
                 index = torch.empty_like(chosen, device=span.parts[0].device)
                 copy_to_device(chosen, index)
-                yield span, index, places[begin : begin + count]
+                yield span, index, host_tensors[begin : begin + count]
 
     def _next_staging(self, device: torch.device) -> Staging:
-        """The buffer that was used longest ago."""
-        if self._turn is None:
+        """Return the staging buffer that was used longest ago."""
+        if self._buffers is None:
             spans = [*self.pages.spans, *self.slots.spans]
             longest = max(span.words for span in spans) * self.pages.word.itemsize
-            words = -(-max(self.most, longest) // torch.int64.itemsize)
+            words = -(-max(self.max_bytes, longest) // torch.int64.itemsize)
             buffers = [torch.empty(words, dtype=torch.int64, device=device) for _ in range(BUFFERS)]
-            self._turn = cycle([Staging(buffer, self.stream.mark()) for buffer in buffers])
-        return next(self._turn)
+            self._buffers = cycle([Staging(buffer, self.stream.mark()) for buffer in buffers])
+        return next(self._buffers)
 
 
 def _pairs(
-    span: Span, lines: Tensor, places: Sequence[Sequence[Tensor]]
+    span: Span, lines: Tensor, host_tensors: Sequence[Sequence[Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(host, line): the tensors of the places that a span's lines lie in, and what is in each."""
+    """Return pairs of a host tensor and the part of a staging line that belongs to it."""
     pairs = []
-    for line, place in zip(lines, places, strict=True):
+    for line, tensors in zip(lines, host_tensors, strict=True):
         at = 0
-        for host in place:
+        for host in tensors:
             first = max(span.begin, at)
             last = min(span.end, at + len(host))
             if first < last:

@@ -7,7 +7,7 @@ from math import isnan
 import torch
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Law
+from lockstep.cache.specs import StorageKind
 from lockstep.config import Plan, StepLimits
 from lockstep.kernels.stream_copies import copy_to_host
 from lockstep.outputs import Logprob
@@ -104,8 +104,8 @@ class Worker:
             self.uncaptured = by_work(self.uncaptured, model)
         self.run_step = self.uncaptured
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
-        self.paged = memory.tensors(self.layers, Law.PAGED)
-        self.state = memory.tensors(self.layers, Law.STATE)
+        self.paged = memory.tensors(self.layers, StorageKind.PAGED)
+        self.state = memory.tensors(self.layers, StorageKind.STATE)
         host = memory.host_memory(plan.host_pages, plan.page_bytes, plan.device)
         self.transfers = Transfers(self.paged, self.state, host, CopyStream(plan.device))
 
@@ -179,13 +179,13 @@ class Worker:
         """Swap rows out and in, admit rows and grant pages, in this order."""
         table = self.table
         for swap in schedule.swap_out:
-            place = (swap.pages, swap.state_slot)
-            host = rows.save_row(table, swap.row, *place, self.transfers)
+            cache = (swap.pages, swap.state_slot)
+            host = rows.save_row(table, swap.row, *cache, self.transfers)
             self.saved[swap.request_id] = SavedRow(self.specs[swap.row], host)
         for swap in schedule.swap_in:
             saved = self.saved.pop(swap.request_id)
-            place = (swap.pages, swap.state_slot)
-            rows.restore_row(table, swap.row, saved.host, *place, self.transfers)
+            cache = (swap.pages, swap.state_slot)
+            rows.restore_row(table, swap.row, saved.host, *cache, self.transfers)
             self.specs[swap.row] = saved.spec
         for admission in schedule.admissions:
             rows.write_row(table, admission.row, admission.spec, admission.start)

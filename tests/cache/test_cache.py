@@ -185,3 +185,16 @@ def test_config_is_refused_by_name() -> None:
         CacheConfig(1)
     with pytest.raises(ConfigError, match="num_state_slots=3"):
         CacheConfig(9, num_state_slots=3, max_num_seqs=4)
+
+
+def test_digests_key_the_pages_that_hold_their_tokens_and_all_that_follow() -> None:
+    """Placeholder tokens are equal; what they stand for decides which pages two prompts share."""
+    tokens = list(range(4 * PAGE))
+    plain = CacheSeq(tokens)
+    image = CacheSeq(tokens, digests={PAGE + 1: b"first image"})
+    other = CacheSeq(tokens, digests={PAGE + 1: b"second image"})
+    moved = CacheSeq(tokens, digests={PAGE + 2: b"first image"})
+    keys = [[seq.key(page, PAGE) for page in range(4)] for seq in (plain, image, other, moved)]
+    assert len({tuple(line[:1]) for line in keys}) == 1, "nothing differs before the image"
+    for page in (1, 2, 3):
+        assert len({line[page] for line in keys}) == 4

@@ -40,10 +40,10 @@ def test_what_is_evicted_comes_back_to_where_it_is_wanted() -> None:
     assert run_prompt(cache, first)[0] == 0
     cached, out, back = run_prompt(cache, [2] * 9)
     assert cached == 0 and len(out[PAGES]) == 2 and not back
-    kept = {move.place for move in out[PAGES]}
+    kept = {move.host_pages for move in out[PAGES]}
     cached, out, back = run_prompt(cache, first)
     assert cached == 8 and cache.host_hit_tokens == 8 and cache.hit_tokens == 8
-    assert {move.place for move in back[PAGES]} == kept and len(out[PAGES]) == 2
+    assert {move.host_pages for move in back[PAGES]} == kept and len(out[PAGES]) == 2
     assert len({move.unit for move in back[PAGES]}) == 2
 
 
@@ -85,7 +85,7 @@ def test_a_place_is_filled_once_in_a_schedule() -> None:
         group.take()
     cache.host.check()
     out, _ = cache.settle()
-    filled = [page for moves in out.values() for move in moves for page in move.place]
+    filled = [page for moves in out.values() for move in moves for page in move.host_pages]
     assert len(filled) == len(set(filled)) == 2
 
 
@@ -99,7 +99,7 @@ def test_a_snapshot_comes_back_with_its_pages() -> None:
     assert len(back[PAGES]) == 2
     (snapshot,) = back[SLOTS]
     assert snapshot.unit == seq.source != seq.slot
-    assert len(snapshot.place) == 2
+    assert len(snapshot.host_pages) == 2
     cache.check()
 
 
@@ -127,10 +127,10 @@ def test_what_can_not_be_admitted_moves_nothing() -> None:
     cache = make(pages=4, host=9, slots=4, rows=1)
     run_prompt(cache, [1] * 9)
     run_prompt(cache, [2] * 16)
-    before = list(cache.host.places)
+    before = list(cache.host.entries)
     assert cache.admit(CacheSeq([1] * 9), 9, spare=2) is None
     assert cache.settle() == ({}, {})
-    assert list(cache.host.places) == before
+    assert list(cache.host.entries) == before
     cache.check()
 
 
@@ -209,7 +209,7 @@ def test_a_walk_of_the_host_pool_beside_a_dict(seed: int) -> None:
         elif what < 0.9:
             pool.settle()
             model.held.clear()
-        assert list(pool.places) == list(model.kept)
+        assert list(pool.entries) == list(model.kept)
         assert pool.used == sum(model.kept.values())
         pool.check()
     pool.forget()

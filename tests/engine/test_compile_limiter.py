@@ -2,12 +2,12 @@
 
 import threading
 
-from lockstep.engine.compile_limiter import Ahead
+from lockstep.engine.compile_limiter import CompileLimiter
 from tests.served import PATIENCE
 
 
 def test_the_next_waits_for_room() -> None:
-    ahead = Ahead(2)
+    ahead = CompileLimiter(2)
     ahead.enter("a")
     ahead.enter("b")
     inside = threading.Event()
@@ -27,7 +27,7 @@ def test_the_next_waits_for_room() -> None:
 
 
 def test_who_left_leaves_once() -> None:
-    ahead = Ahead(1)
+    ahead = CompileLimiter(1)
     for name in "abc":
         ahead.enter(name)
         ahead.leave(name)

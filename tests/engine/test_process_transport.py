@@ -15,14 +15,14 @@ import pytest
 
 from lockstep.engine.async_engine import (
     ENGINE_RESTARTED,
-    NEWS_OF_A_TURN,
+    UPDATES_PER_ITERATION,
     AsyncEngine,
     Receiver,
     Stream,
 )
 from lockstep.engine.engine_process import STEPS_NICENESS, give_way
 from lockstep.engine.messages import Updates
-from lockstep.engine.process_transport import MOST_RESTARTS, ProcessTransport
+from lockstep.engine.process_transport import MAX_RESTARTS, ProcessTransport
 from lockstep.engine.stats import Stats
 from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import ConfigError, EngineDeadError, RequestError
@@ -190,7 +190,7 @@ def test_an_engine_that_is_lost_too_often_ends(settings: dict[str, Any]) -> None
     told: list[str] = []
     client = AsyncEngine(ProcessTransport(partial(served.faulty, settings), STEP_SECONDS))
     client.on_end = told.append
-    client.transport._starts.extend([time.monotonic()] * (MOST_RESTARTS - 1))
+    client.transport._starts.extend([time.monotonic()] * (MAX_RESTARTS - 1))
     assert client.transport._may_restart(), "this one is the last"
     client.start()
 
@@ -283,7 +283,7 @@ def test_what_came_is_told_in_turns() -> None:
     transport = FakeTransport()
     client = AsyncEngine(transport)
     client.start()
-    names = [str(number) for number in range(3 * NEWS_OF_A_TURN)]
+    names = [str(number) for number in range(3 * UPDATES_PER_ITERATION)]
     heard: list[tuple[str, int]] = []
 
     def update(number: int) -> TokenUpdate:
@@ -330,11 +330,11 @@ def test_a_turn_of_the_loop_tells_a_bounded_number_of_updates() -> None:
                 await asyncio.sleep(0)
 
     run(work())
-    assert by_turn.most_common(1)[0][1] == NEWS_OF_A_TURN
+    assert by_turn.most_common(1)[0][1] == UPDATES_PER_ITERATION
     client.shutdown()
 
 
-def test_event_loops_that_take_turns_have_one_post_each() -> None:
+def test_event_loops_that_alternate_have_one_queue_each() -> None:
     transport = FakeTransport()
     client = AsyncEngine(transport)
     client.start()
@@ -358,7 +358,7 @@ def test_event_loops_that_take_turns_have_one_post_each() -> None:
     for loop in loops:
         loop.close()
     run(submit("another loop"))
-    assert len(client._posts) == 1, "closed loops are dropped"
+    assert len(client._queues) == 1, "closed loops are dropped"
     client.shutdown()
 
 
@@ -369,7 +369,7 @@ def test_what_a_step_brought_is_the_same_behind_the_pipe() -> None:
     update = TokenUpdate([1], logprobs, "length", 7, metrics, [None], "why", ("plain",))
     refused = RequestError("too long", "prompt")
     found = pickle.loads(pickle.dumps(Updates([("a", update), ("b", refused)])))
-    (first, (name, error)) = found.news
+    (first, (name, error)) = found.updates
     assert first == ("a", update)
     assert type(first[1]) is TokenUpdate
     assert (name, type(error), str(error)) == ("b", RequestError, "too long")

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.models import KIMI_K2
-from lockstep.cache.specs import Law, unit_bytes
+from lockstep.cache.specs import StorageKind, unit_bytes
 from lockstep.layers.build_context import BuildContext
 from lockstep.models import architecture
 from lockstep.worker.memory import mixers
@@ -107,9 +107,9 @@ def test_bytes_of_a_token_and_of_a_row(name: str) -> None:
         build.memory_budget.bounded = False
         model = built.Model(built.Config.read(raw), build)
     specs = [layer.cache_spec() for layer in mixers(model, None).values()]
-    kept = [part for spec in specs for part in spec.parts if spec.law is Law.STATE]
+    kept = [part for spec in specs for part in spec.parts if spec.kind is StorageKind.STATE]
     states = sum(p.nbytes for p in kept if p.name == "recurrent")
     raws = sum(p.nbytes // p.shape[0] * RAW_INPUTS for p in kept if p.name == "conv")
     token, row = told()[name]
-    assert unit_bytes(specs, Law.PAGED, 1) == token
+    assert unit_bytes(specs, StorageKind.PAGED, 1) == token
     assert round((states + raws) / 2**20, 1) == row

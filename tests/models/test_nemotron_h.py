@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from lockstep import LLM
 from lockstep.bench.floor import sketch
-from lockstep.cache.specs import Law, unit_bytes
+from lockstep.cache.specs import StorageKind, unit_bytes
 from lockstep.errors import CheckpointError
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.mamba2 import Mamba2
@@ -256,8 +256,8 @@ def test_parameters_and_bytes_of_real_models(
     model = sketch(tmp_path, torch.bfloat16, None).model
     assert sum(p.numel() for p in model.parameters()) == parameters
     specs = [layer.cache_spec() for layer in mixers(model, None).values()]
-    kept = [part for spec in specs for part in spec.parts if spec.law is Law.STATE]
+    kept = [part for spec in specs for part in spec.parts if spec.kind is StorageKind.STATE]
     states = sum(p.nbytes for p in kept if p.name == "recurrent")
     raws = sum(p.nbytes // p.shape[0] * 3 for p in kept if p.name == "conv")
     assert states + raws == slot
-    assert unit_bytes(specs, Law.PAGED, 1) == token
+    assert unit_bytes(specs, StorageKind.PAGED, 1) == token

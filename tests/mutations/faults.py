@@ -264,8 +264,8 @@ FAULTS = (
     ),
     Fault(
         "a bias allows a token that is not", "worker", ROWS, "_bias",
-        "$bias[int($token)] += min(max(float($value), -MOST_BIAS), MOST_BIAS)",
-        "$bias[int($token)] = min(max($value, -MOST_BIAS), MOST_BIAS)",
+        "$bias[int($token)] += min(max(float($value), -MAX_BIAS), MAX_BIAS)",
+        "$bias[int($token)] = min(max($value, -MAX_BIAS), MAX_BIAS)",
     ),
     Fault(
         "folded left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
@@ -381,8 +381,9 @@ FAULTS = (
         "tests/kernels/test_sampling.py::test_the_first_of_the_largest_is_found_among_many",
     ),
     Fault(
-        "a grammar is compiled whoever waits", "engine", "engine.compile_limiter", "Ahead.enter",
-        "self._changed.wait_for(lambda: len(self._ids) < self._most)",
+        "a grammar is compiled whoever waits", "engine", "engine.compile_limiter",
+        "CompileLimiter.enter",
+        "self._changed.wait_for(lambda: len(self._ids) < self._limit)",
         "self._changed.wait_for(lambda: True)",
         "tests/engine/test_compile_limiter.py::test_the_next_waits_for_room",
     ),
@@ -493,25 +494,25 @@ FAULTS = (
         "    ...",
     ),
     Fault(
-        "moves of a schedule are made again", "cache", HOST, "HostShelf.settle",
-        "[self.pool.leaving.pop($name) for $name in $leaving]",
-        "[self.pool.leaving[$name] for $name in $leaving]",
+        "moves of a schedule are made again", "cache", HOST, "HostStore.settle",
+        "[self.pool.evictions.pop($name) for $name in $evicted]",
+        "[self.pool.evictions[$name] for $name in $evicted]",
     ),
     Fault(
         "two moves of a schedule go to one place", "cache", HOST, "HostPool.store",
-        "self.leaving.pop($oldest, None)",
+        "self.evictions.pop($oldest, None)",
         "",
         f"{OF_HOST}::test_a_place_is_filled_once_in_a_schedule",
     ),
     Fault(
         "a host page keeps the name of what it held", "cache", HOST, "HostPool.store",
-        "self.free.extend(self.places.pop($oldest))",
-        "self.free.extend(self.places[$oldest])",
+        "self.free.extend(self.entries.pop($oldest))",
+        "self.free.extend(self.entries[$oldest])",
     ),
     Fault(
-        "a place of one pool is found by the other", "cache", HOST, "HostShelf.has",
-        "return (self.name, $key) in self.pool.places",
-        "return any((known == $key for _, known in self.pool.places))",
+        "a place of one pool is found by the other", "cache", HOST, "HostStore.has",
+        "return (self.name, $key) in self.pool.entries",
+        "return any((known == $key for _, known in self.pool.entries))",
     ),
     Fault(
         "what is to come back makes room in host memory", "cache", HOST, "HostPool.pin",
@@ -1286,15 +1287,15 @@ FAULTS = (
     Fault(
         "an answer's end is not kept between answers", "drafter", "spec.suffix",
         "SuffixDrafter.learn",
-        "torch.tensor([*$answer[max(len($answer) - self.room + 1, 0):], -1])",
-        "torch.tensor([*$answer[max(len($answer) - self.room + 1, 0):], $answer[-1]])",
+        "torch.tensor([*$answer[max(len($answer) - self.capacity + 1, 0):], -1])",
+        "torch.tensor([*$answer[max(len($answer) - self.capacity + 1, 0):], $answer[-1]])",
         OF_RING,
     ),
     Fault(
         "a draft model reads the token behind each place", "drafter", "spec.draft_model",
         "DraftModelDrafter.keep",
         "self.context.module.keep($step.token_ids, $state, $step)",
-        "self.context.module.keep(after, $state, $step)",
+        "self.context.module.keep(next_tokens, $state, $step)",
         OF_DRAFT_MODEL,
     ),
     Fault(

@@ -62,7 +62,7 @@ class Device:
         for move in moves:
             kept = content(move.unit)
             assert move.unit > 0
-            for part, page in enumerate(move.place):
+            for part, page in enumerate(move.host_pages):
                 self.host[page] = (part, kept)
 
     def fetch(self, place: tuple[int, ...]) -> object:
@@ -100,9 +100,9 @@ class Device:
             self.rows[g.row].pages += g.pages
         decoded = self._decode(plan)
         for move in plan.fetched.get(PAGES, ()):
-            self.kv[move.unit] = list(self.fetch(move.place))
+            self.kv[move.unit] = list(self.fetch(move.host_pages))
         for move in plan.fetched.get(SLOTS, ()):
-            self.state[move.unit] = self.fetch(move.place)
+            self.state[move.unit] = self.fetch(move.host_pages)
         return Results({**decoded, **self._prompt(plan)})
 
     def _decode(self, plan: Schedule) -> dict[int, RowResult]:
@@ -163,7 +163,7 @@ class Device:
         return len(self.state) > 1
 
     def _read(self, row: Row) -> None:
-        length = min(row.computed, row.request.most_tokens)
+        length = min(row.computed, row.request.max_total_tokens)
         found = [t for p in row.pages for t in self.kv[p]][:length]
         assert found == self.truth[row.request].tokens[:length], "a row reads another's tokens"
 
@@ -180,7 +180,7 @@ def expected(request: Request, truth: Truth) -> list[int]:
         stops = token == EOS and not request.params.ignore_eos
         if stops and len(out) > request.params.min_tokens:
             break
-        if len(request.prompt_token_ids) + len(out) >= request.most_tokens:
+        if len(request.prompt_token_ids) + len(out) >= request.max_total_tokens:
             break
     return out
 

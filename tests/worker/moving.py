@@ -89,7 +89,7 @@ class Walk:
         """Units go to their places."""
         for name, moves in chosen.items():
             for move in moves:
-                self.model[move.place] = content(self.device[name], move.unit)
+                self.model[move.host_pages] = content(self.device[name], move.unit)
         self.transfers.evict(chosen)
         for name, moves in chosen.items():
             for move in moves:
@@ -97,11 +97,11 @@ class Walk:
 
     def back(self, chosen: Moves) -> None:
         """What is in places comes back; it is looked at by the step behind."""
-        known = {n: [m for m in moves if m.place in self.model] for n, moves in chosen.items()}
+        known = {n: [m for m in moves if m.host_pages in self.model] for n, moves in chosen.items()}
         self.transfers.fetch(known)
         for name, moves in known.items():
             for move in moves:
-                pair = (content(self.device[name], move.unit), self.model[move.place])
+                pair = (content(self.device[name], move.unit), self.model[move.host_pages])
                 self.found.append(pair)
 
     def check(self) -> None:

@@ -86,7 +86,7 @@ def engine(folder: Path, **settings: Any) -> DryEngine:
         max_model_len=512, **settings,
     )  # fmt: skip
     checkpoint = Checkpoint.read(folder, None)
-    limits = step_limits(config, checkpoint, "cuda", None, told="sm_86")
+    limits = step_limits(config, checkpoint, "cuda", None, assumed_numerics="sm_86")
     return DryEngine(
         config, checkpoint, limits, None, architecture_by_name("sm_86"), weights_known=False
     )

@@ -42,7 +42,7 @@ def planned(folder: Path, **settings: Any) -> Planned:
     settings = {"max_model_len": 512, "load_format": "dummy", **settings}
     config = EngineConfig.read(model=str(folder), **settings)
     checkpoint = Checkpoint.read(folder, None)
-    limits = step_limits(config, checkpoint, "cuda", None, told="sm_86")
+    limits = step_limits(config, checkpoint, "cuda", None, assumed_numerics="sm_86")
     load_backends()
     return plan_memory(config, checkpoint, limits, None)
 
@@ -93,7 +93,7 @@ def limits_of() -> Any:
     """Limits of a step on a GPU."""
     config = EngineConfig.read()
     checkpoint = Checkpoint.read(startup.find_model(None), None)
-    return step_limits(config, checkpoint, "cuda", None, told="sm_86")
+    return step_limits(config, checkpoint, "cuda", None, assumed_numerics="sm_86")
 
 
 @pytest.mark.usefixtures("gpu")

@@ -73,7 +73,7 @@ def test_what_keeps_nothing_moves_nothing() -> None:
     assert moves.slots.nbytes == 0 and moves.save(moves.slots, []) == []
     moves.evict({PAGES: [], SLOTS: []})
     moves.fetch({})
-    assert moves._turn is None
+    assert moves._buffers is None
 
 
 def test_bytes_move_as_the_widest_words_that_all_parts_are_made_of() -> None:

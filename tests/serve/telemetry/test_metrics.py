@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.cache.specs import Law, Part, Spec
+from lockstep.cache.specs import Part, Spec, StorageKind
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.outputs import RequestMetrics
 from lockstep.serve.app import create_app
@@ -22,7 +22,9 @@ from tests.serve.telemetry.records import ended
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "deploy/grafana/lockstep.json"
 SAMPLE = re.compile(r"^([a-z_]+:[a-z_0-9]+)[{ ]", re.MULTILINE)
-COSTS = PassCosts((WeightCost("all", 3),), (Spec(Law.PAGED, (Part("k", (1,), torch.uint8),)),), 0)
+COSTS = PassCosts(
+    (WeightCost("all", 3),), (Spec(StorageKind.PAGED, (Part("k", (1,), torch.uint8),)),), 0
+)
 FLOORS = StepFloors(StepCosts(COSTS, None), Rates(1000.0))
 """Of a model whose steps move 3 bytes, and one for each token in the cache, at 1,000 bytes/s."""
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.cache.specs import Law, Part, Spec
+from lockstep.cache.specs import Part, Spec, StorageKind
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import ConfigError
 from lockstep.serve.telemetry.metrics import Metrics, Prefix
@@ -33,7 +33,7 @@ def reading(metrics: Metrics, stats: Stats, at: float) -> Reading:
 def watched(request: pytest.FixtureRequest) -> Frame:
     """Of two seconds in which 40 tokens came, of 10 steps of one row, under both names."""
     prefix: Prefix = request.param
-    costs = PassCosts((WeightCost("all", 6),), (Spec(Law.PAGED, (KV,)),), 0)
+    costs = PassCosts((WeightCost("all", 6),), (Spec(StorageKind.PAGED, (KV,)),), 0)
     metrics = Metrics("my-model", prefix, StepFloors(StepCosts(costs, None), Rates(1e6)))
     early = counted(
         generation_tokens_total=100,
