@@ -29,7 +29,7 @@ from lockstep.engine.process_transport import ProcessTransport
 from lockstep.llm import processor_of
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
-from lockstep.serve.engine_factory import served_engine
+from lockstep.serve.engine_factory import engine_factory
 from lockstep.serve.server import Address, Options, serve
 from lockstep.text.settings import TextSettings
 
@@ -106,7 +106,7 @@ def main() -> None:
     assert VOCABULARY > FIRST_ID and asked.rounds > 1
     settings = {"max_num_seqs": asked.streams, **asked.settings}
     config = EngineConfig.read(model=asked.model, **settings)
-    make = partial(served_engine, config, TextSettings(), "text")
+    make = partial(engine_factory, config, TextSettings(), "text")
     transport = ProcessTransport(make, STEP_SECONDS)
     engine = AsyncEngine(transport)
     engine.start()

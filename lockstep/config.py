@@ -36,6 +36,7 @@ _ONE = "Choose one of them."
 
 def _known_format(name: str) -> str:
     """Return the name of a known kv_cache_dtype; imports torch, which --help must not need."""
+    # Imported here: the formats import torch, which takes a second.
     from lockstep.kernels.formats.kv.table import check_kv_cache_dtype
 
     return name if name == "auto" else check_kv_cache_dtype(name)
@@ -174,6 +175,7 @@ class EngineConfig(Settings):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an invalid setting or an invalid combination."""
+        # The class is frozen, so that checked values replace the fields by this call.
         object.__setattr__(self, "speculative_config", spec.read(self.speculative_config))
         super().__post_init__()
         if self.num_gpu_blocks is not None and self.kv_cache_memory_bytes is not None:
@@ -184,6 +186,7 @@ class EngineConfig(Settings):
         speculative = self.speculative_config
         if speculative is None or speculative.synthetic_acceptance is None:
             return
+        # With real weights synthetic acceptance would emit tokens that the model never chose.
         if self.load_format != "dummy":
             raise ConfigError(
                 f"synthetic_acceptance={speculative.synthetic_acceptance} is not allowed with "

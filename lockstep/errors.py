@@ -88,6 +88,7 @@ def install_extra(name: str) -> str:
 def brief(value: object, depth: int = 2) -> str:
     """Return a value for a message, bounded in length: plain types are written, others named."""
     if isinstance(value, str):
+        # A message must stay short, whatever a client sends.
         return repr(value[:60]) + "..." * (len(value) > 60)
     if isinstance(value, int) and value.bit_length() > 128:
         return f"<whole number of {value.bit_length()} bits>"

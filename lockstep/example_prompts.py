@@ -79,5 +79,6 @@ def _conversation_ids(llm: LLM, turns: list[str], tools: list[dict[str, Any]]) -
 
 def _random_ids(llm: LLM, seed: int, length: int) -> list[int]:
     """Return a random pattern of 40 ids, repeated so that an n-gram drafter finds matches."""
+    # A fixed seed: the prompts must be the same in every run that is compared.
     pattern = random.Random(seed).choices(range(llm.engine.vocab_size), k=40)
     return (pattern * (length // 40 + 1))[:length]

@@ -28,6 +28,7 @@ def check_keywords(
     """
     for name, value in keywords.items():
         if name not in foreign:
+            # A misspelt name of another engine is also a misspelt name here.
             near = get_close_matches(name, [*known, *foreign], n=1)
             meant = f"Did you mean {near[0]}? " if near else ""
             raise _error(

@@ -49,6 +49,7 @@ def progress_bar() -> Iterator[Progress]:
         TimeElapsedColumn(),
     )
     console = Console(stderr=True, highlight=False)
+    # Log files must not be filled with control sequences.
     off = not console.is_terminal
     with Bar(*columns, console=console, transient=True, disable=off) as bar:
         doing = "starting"

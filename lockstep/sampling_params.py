@@ -59,6 +59,7 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         """Check the fields. Raises RequestError."""
+        # A pydantic model class is replaced by its schema, as in vLLM.
         if hasattr(self.json, "model_json_schema"):
             object.__setattr__(self, "json", self.json.model_json_schema())
         present = [name for name in STRUCTURES if _is_set(getattr(self, name))]
@@ -244,6 +245,7 @@ class SamplingParams:
             ("thinking_token_budget", -1, 2**31 - 1),
         ):
             self._check_range(name, low, high)
+        # Sizes first: no later check reads an unbounded list.
         self._check_sizes()
         self._check_kinds()
         self._check_entries()
@@ -333,6 +335,7 @@ class SamplingParams:
             ("bad_words", self.bad_words, "characters", MAX_BAD_WORD_CHARACTERS),
             ("bad_words", self.bad_words_ids, "tokens", MAX_BAD_WORD_TOKENS),
         ):
+            # An empty list of ids would ban every token, so that only strings may be empty here.
             for word in words or ():
                 if len(word) > limit or (kind == "tokens" and not len(word)):
                     raise RequestError(
@@ -411,6 +414,7 @@ def _is_list_of_ids(value: Any) -> bool:
     """Return whether a value is a list of lists of ids; too long lists are checked elsewhere."""
     if not _is_list_of(value, Sequence):
         return False
+    # The message about the length is clearer than one about the type.
     return all(len(ids) > MAX_BAD_WORD_TOKENS or is_ids(ids) for ids in value)
 
 

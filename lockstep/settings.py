@@ -94,9 +94,11 @@ def size_in(unit: int) -> BeforeValidator:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Raise ConfigError if a file that a setting names cannot be written. Leaves no file behind."""
+    """Raise ConfigError if a file that a setting names cannot be written. A new file is removed
+    again."""
     existed = exists(path)
     try:
+        # Opening for append neither truncates nor changes an existing file.
         path.open("ab").close()
     except OSError as error:
         allowed = f"a file that can be written ({why_unread(error)})"
@@ -142,6 +144,7 @@ class Settings:
             try:
                 checked = adapter.validate_python(value)
             except (ValidationError, OverflowError, UnicodeError):
+                # The JSON schema has the bounds of the type, so that they are declared once.
                 allowed = allowed_by(one) or describe(adapter.json_schema())
                 remedy = one.metadata["remedy"]
                 name = f"{self.within}{one.name}"

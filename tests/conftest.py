@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep import LLM
-from tests.asking import assert_idle, make_engine
+from tests.bundled_model import assert_idle, make_engine
 
 SEARCH = (10_000, 10, 1_000)
 """gc's thresholds. To search all objects as often as Python does by itself took a tenth of the time
@@ -20,8 +20,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_finish() -> None:
-    """What collecting has made stays: no search for garbage need look at its million objects. All
-    others are searched behind each file's tests."""
+    """Exclude the objects of collection from garbage collection."""
     gc.freeze()
     gc.enable()
     gc.set_threshold(*SEARCH)
@@ -29,7 +28,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
-    """Behind a file's tests their engines go, and what is left, modules above all, stays."""
+    """Collect garbage after each file's tests, and freeze what remains."""
     done = yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
@@ -39,18 +38,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="module")
 def engine() -> LLM:
-    """The bundled model, drafting with its own module."""
+    """Return the bundled model with its own draft module."""
     return make_engine("mtp")
 
 
 @pytest.fixture
 def llm(engine: LLM) -> Any:
-    """The engine; afterwards nothing of a request is left in it."""
+    """Return the engine; assert afterwards that no request is left in it."""
     yield engine
     assert_idle(engine)
 
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    """The bundled model without drafts."""
+    """Return the bundled model without drafts."""
     return make_engine(None)

@@ -24,13 +24,12 @@ ALLOWED = {"__init__.py": 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")'}
 
 
 def relative(path: Path) -> str:
-    """lockstep/a/b.py, for messages."""
+    """Return the path within the repository, for messages."""
     return str(path.relative_to(ROOT))
 
 
 def test_files_keep_the_rules() -> None:
-    """Each is parsed once, and its tree not kept: millions of objects that the collector of garbage
-    would go through."""
+    """Parse each file once and drop its tree, to keep garbage collection fast."""
     faults: list[str] = []
     for path in [*FILES, *TESTS]:
         text = path.read_text()
@@ -42,27 +41,26 @@ def test_files_keep_the_rules() -> None:
 
 
 def rules_broken(path: Path, text: str, tree: ast.Module) -> Iterator[str]:
-    """What a file of the package holds that none may, and what it lacks."""
+    """Yield violations of the rules in a file of the package."""
     text = text.replace(ALLOWED.get(str(path.relative_to(SOURCE)), ""), "")
-    for found in FORBIDDEN.finditer(text):
-        line = text.count("\n", 0, found.start()) + 1
-        yield f"{relative(path)}:{line}: {found[0]}"
+    for result in FORBIDDEN.finditer(text):
+        line = text.count("\n", 0, result.start()) + 1
+        yield f"{relative(path)}:{line}: {result[0]}"
     if text.strip() and not ast.get_docstring(tree):
         yield f"{relative(path)}: no module docstring"
 
 
 def long_functions(path: Path, tree: ast.Module) -> Iterator[str]:
-    """Those that do not fit a screen: what they do, behind their arguments and their docstrings. An
-    op takes its tensors one by one, and a command its options: these are no lines to follow."""
-    for found in ast.walk(tree):
-        if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lines = lines_of(found)
+    """Yield functions of more than SCREEN lines after their docstring. Arguments do not count."""
+    for result in ast.walk(tree):
+        if isinstance(result, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = lines_of(result)
             if lines > SCREEN:
-                yield f"{relative(path)}:{found.lineno}: {found.name} takes {lines}"
+                yield f"{relative(path)}:{result.lineno}: {result.name} takes {lines}"
 
 
 def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """From the first line behind the docstring to the last."""
+    """Return the lines of a function's body without its docstring."""
     documented = ast.get_docstring(function) is not None and len(function.body) > 1
     first = function.body[1 if documented else 0]
     assert function.end_lineno is not None
@@ -70,7 +68,7 @@ def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a new interpreter, which knows `block(*names)`: importing them fails."""
+    """Run code in a new interpreter in which block(*names) makes imports fail."""
     block = "import sys\ndef block(*names): sys.modules.update(dict.fromkeys(names))\n"
     return subprocess.run(
         [sys.executable, "-c", block + code], capture_output=True, text=True, cwd=ROOT, timeout=120

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep import LLM, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind
 from lockstep.errors import EngineDeadError, RequestError
-from tests.asking import GREEDY, PROMPTS, SEEDED, TEXT, answer
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, TEXT, answer
 from tests.tiny_model import make_model
 
 PATIENCE = 90
@@ -32,9 +32,9 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
-async def read(llm: AsyncLLM, *asked: Any, **options: Any) -> list[RequestOutput]:
+async def read(llm: AsyncLLM, *messages: Any, **options: Any) -> list[RequestOutput]:
     """All outputs of a request."""
-    return [output async for output in llm.generate(*asked, **options)]
+    return [output async for output in llm.generate(*messages, **options)]
 
 
 def test_many_requests_at_once_get_the_answers_of_llm(client: AsyncLLM, plain: LLM) -> None:
@@ -42,13 +42,13 @@ def test_many_requests_at_once_get_the_answers_of_llm(client: AsyncLLM, plain: L
     expected = [answer(out) for out in plain.generate(PROMPTS, params)]
 
     async def work() -> list[list[RequestOutput]]:
-        asked = enumerate(zip(PROMPTS, params, strict=True))
-        return await asyncio.gather(*(read(client, *one, f"r{i}") for i, one in asked))
+        messages = enumerate(zip(PROMPTS, params, strict=True))
+        return await asyncio.gather(*(read(client, *one, f"r{i}") for i, one in messages))
 
-    came = run(work())
-    assert [answer(outs[-1]) for outs in came] == expected
-    assert [outs[-1].request_id for outs in came] == ["r0", "r1", "r2", "r3"]
-    for outs in came:
+    received = run(work())
+    assert [answer(outs[-1]) for outs in received] == expected
+    assert [outs[-1].request_id for outs in received] == ["r0", "r1", "r2", "r3"]
+    for outs in received:
         assert [out.finished for out in outs] == [*[False] * (len(outs) - 1), True]
         lengths = [len(out.outputs[0].token_ids) for out in outs]
         assert lengths == sorted(lengths) and len(outs) > 1, "an output changed after it was given"
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_told_and_harms_nobody(client: AsyncLLM) -> None:
         await stream.aclose()
 
     run(twice())
-    for asked, options, field in (
+    for messages, options, field in (
         ((TEXT, GREEDY, ""), {}, "request_id"),
         ((TEXT, GREEDY, 7), {}, "request_id"),
         ((TEXT, {"n": 1}, "x"), {}, "sampling_params"),
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_told_and_harms_nobody(client: AsyncLLM) -> None:
         ((TEXT, GREEDY, "x"), {"prority": 1}, "prority"),
     ):
         with pytest.raises(RequestError) as caught:
-            run(read(client, *asked, **options))
+            run(read(client, *messages, **options))
         assert caught.value.field == field
     assert run(read(client, TEXT, GREEDY))[-1].finished
 

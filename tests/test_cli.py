@@ -65,7 +65,7 @@ def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (("foo",), "command 'foo' is not known; allowed: serve, generate.*lockstep --help"),
         (("serv",), "Did you mean serve"),
@@ -76,8 +76,8 @@ def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
         (("bench", "serve", "--rates", "x"), "Did you mean --rate"),
     ],
 )
-def test_errors_of_usage_are_one_line(words: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as raised:
+def test_errors_of_usage_are_one_line(words: tuple[str, ...], reported: str) -> None:
+    with pytest.raises(ConfigError, match=reported) as raised:
         app(list(words), prog_name="lockstep", standalone_mode=False)
     assert "\n" not in str(raised.value)
 
@@ -123,7 +123,7 @@ def test_the_page_of_settings_is_what_they_declare() -> None:
 
 
 def test_generate_prints_the_text_it_streams(model: str) -> None:
-    asked = (
+    request = (
         "generate",
         "-p",
         "hello fox",
@@ -133,29 +133,29 @@ def test_generate_prints_the_text_it_streams(model: str) -> None:
         "0",
         *dummy(model),
     )
-    streamed = run(*asked)
-    whole = run(*asked, "--json")
-    assert streamed.exit_code == whole.exit_code == 0
-    answer = json.loads(whole.stdout)
+    streamed = run(*request)
+    complete = run(*request, "--json")
+    assert streamed.exit_code == complete.exit_code == 0
+    answer = json.loads(complete.stdout)
     assert streamed.stdout == answer["text"] + "\n"
     assert len(answer["token_ids"]) == 12 and answer["finish_reason"] == "length"
     assert answer["system_fingerprint"].startswith("ls-")
 
 
 def test_generate_takes_its_prompt_from_a_pipe_and_the_seed_from_the_flag(model: str) -> None:
-    asked = ("generate", "--seed", "7", "--max-tokens", "8", "--json", *dummy(model))
-    piped = json.loads(run(*asked, input="hello fox").stdout)
-    given = json.loads(run(*asked, "-p", "hello fox").stdout)
+    request = ("generate", "--seed", "7", "--max-tokens", "8", "--json", *dummy(model))
+    piped = json.loads(run(*request, input="hello fox").stdout)
+    given = json.loads(run(*request, "-p", "hello fox").stdout)
     assert piped["token_ids"] == given["token_ids"] and piped["seed"] == 7
 
 
 def test_compare_shows_both_and_that_they_agree(model: str) -> None:
-    asked = ("generate", "-p", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
-    shown = run(*asked)
+    request = ("generate", "-p", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
+    shown = run(*request)
     assert shown.exit_code == 0 and "the tokens agree" in shown.stdout
-    found = json.loads(run(*asked, "--json").stdout)
-    assert found["agree"] and found["plain"]["acceptance_length"] == 1.0
-    assert found["drafted"]["tokens"] == found["plain"]["tokens"] == 8
+    result = json.loads(run(*request, "--json").stdout)
+    assert result["agree"] and result["plain"]["acceptance_length"] == 1.0
+    assert result["drafted"]["tokens"] == result["plain"]["tokens"] == 8
 
 
 def test_compare_fails_where_tokens_differ(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,42 +173,42 @@ def test_compare_fails_where_tokens_differ(model: str, monkeypatch: pytest.Monke
 
 
 def test_explain_names_ops_backends_and_the_plan(model: str) -> None:
-    found = json.loads(run("explain", "--json", *dummy(model)).stdout)
-    assert {"paged_attention", "gated_delta_step", "linear"} <= {c["op"] for c in found["layers"]}
-    assert found["plan"]["max_num_seqs"] == 4 and found["plan"]["query_len"] == 4
+    result = json.loads(run("explain", "--json", *dummy(model)).stdout)
+    assert {"paged_attention", "gated_delta_step", "linear"} <= {c["op"] for c in result["layers"]}
+    assert result["plan"]["max_num_seqs"] == 4 and result["plan"]["query_len"] == 4
     shown = run("explain", *dummy(model))
     assert shown.exit_code == 0 and "paged_attention" in shown.stdout
     assert re.search(r"cache_bytes +│ [\d.]+ [kMG]B", shown.stdout)
-    why = {reason for choice in found["layers"] for reason in choice["refused"].items()}
+    why = {reason for choice in result["layers"] for reason in choice["refused"].items()}
     assert shown.stdout.count("\nrefused ") == len(why)
 
 
 def test_layers_in_a_row_are_a_span() -> None:
-    places = ["layers.0", "layers.1", "layers.2", "layers.4", "mtp.layers.5", "norm", "layers.9"]
-    assert spans(places) == "layers.0-2, layers.4, mtp.layers.5, norm, layers.9"
+    indices = ["layers.0", "layers.1", "layers.2", "layers.4", "mtp.layers.5", "norm", "layers.9"]
+    assert spans(indices) == "layers.0-2, layers.4, mtp.layers.5, norm, layers.9"
 
 
 def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     """Hopper's kernel is refused with a reason; a request of the whole length fits, or does not."""
-    asked = ("explain", "--arch", "sm_86", "--model", model, "--max-num-seqs", "4")
-    found = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "24e9").stdout)
-    chosen = {one["op"]: one for one in found["layers"]}
+    request = ("explain", "--arch", "sm_86", "--model", model, "--max-num-seqs", "4")
+    result = json.loads(run(*request, "--json", "--gpu-memory-bytes", "24e9").stdout)
+    chosen = {one["op"]: one for one in result["layers"]}
     assert chosen["paged_attention"]["backend"] == "triton"
     assert "hopper" in chosen["paged_attention"]["refused"]
     assert {"linear", "sample", "prepare_step"} <= chosen.keys()
-    assert {"linear", "paged_attention"} == {one["op"] for one in found["tiles"]}
-    plan = found["plan"]
+    assert {"linear", "paged_attention"} == {one["op"] for one in result["tiles"]}
+    plan = result["plan"]
     assert plan["fits"] and plan["weights_bytes"] > 0 and plan["num_pages"] > 64
-    small = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "1e9").stdout)["plan"]
+    small = json.loads(run(*request, "--json", "--gpu-memory-bytes", "1e9").stdout)["plan"]
     assert not small["fits"] and small["why"] and small["weights_bytes"] == plan["weights_bytes"]
-    same = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "24GB").stdout)
+    same = json.loads(run(*request, "--json", "--gpu-memory-bytes", "24GB").stdout)
     assert same["plan"] == plan
-    roomy = run(*asked, "--gpu-memory-bytes", "24e9").stdout.splitlines()[-1]
+    roomy = run(*request, "--gpu-memory-bytes", "24e9").stdout.splitlines()[-1]
     assert roomy == f"It fits: a cache of {plan['cache_tokens']:,} tokens."
-    tight = run(*asked, "--gpu-memory-bytes", "1e9").stdout.splitlines()[-1]
+    tight = run(*request, "--gpu-memory-bytes", "1e9").stdout.splitlines()[-1]
     assert "other programs" not in tight  # on a card that is not there are none
     assert tight.startswith("It does not fit: ") and small["why"] in tight
-    shown = run(*asked)
+    shown = run(*request)
     assert shown.exit_code == 0 and "needed_bytes" in shown.stdout
     assert shown.stdout.splitlines()[-1].startswith("--gpu-memory-bytes")
 
@@ -216,16 +216,16 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
 def test_explain_counts_a_draft_head_of_some_tokens(model: str) -> None:
     """Of a GPU that is not there, its rows of the target's head are only counted."""
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
-    asked = ("explain", "--arch", "sm_86", "--model", model, "--json", "--speculative-config")
-    whole = json.loads(run(*asked, json.dumps(drafts)).stdout)["plan"]
+    request = ("explain", "--arch", "sm_86", "--model", model, "--json", "--speculative-config")
+    complete = json.loads(run(*request, json.dumps(drafts)).stdout)["plan"]
     drafts["draft_vocab_size"] = 128
-    some = json.loads(run(*asked, json.dumps(drafts)).stdout)["plan"]
-    assert some["weights_bytes"] > whole["weights_bytes"]
+    some = json.loads(run(*request, json.dumps(drafts)).stdout)["plan"]
+    assert some["weights_bytes"] > complete["weights_bytes"]
 
 
 def test_explain_counts_a_state_of_16_bits(model: str) -> None:
-    asked = ("explain", "--arch", "sm_86", "--model", model, "--json")
-    plans = [json.loads(run(*asked, "--mamba-ssm-cache-dtype", kept).stdout)["plan"]
+    request = ("explain", "--arch", "sm_86", "--model", model, "--json")
+    plans = [json.loads(run(*request, "--mamba-ssm-cache-dtype", kept).stdout)["plan"]
              for kept in ("auto", "bfloat16")]  # fmt: skip
     assert [plan["state_dtype"] for plan in plans] == ["float32", "bfloat16"]
     assert plans[0]["slot_bytes"] != plans[1]["slot_bytes"]
@@ -236,13 +236,13 @@ def test_explain_counts_latents_in_a_kv_format(tmp_path: Path) -> None:
     sizes = dict(kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=16)
     folder = str(make_model(tmp_path / "latent", DEEPSEEK, **sizes, torch_dtype="bfloat16"))
     spec = json.dumps({"method": "ngram"})
-    asked = ("explain", "--arch", "sm_90", "--model", folder, "--speculative-config", spec)
+    request = ("explain", "--arch", "sm_90", "--model", folder, "--speculative-config", spec)
     for kind, size in (("auto", 1152), ("fp8", 644), ("turboquant_4bit_nc", 386)):
-        found = json.loads(run(*asked, "--kv-cache-dtype", kind, "--json").stdout)
-        assert found["plan"]["page_bytes"] == 3 * 64 * size
-        chosen = {one["op"]: one["backend"] for one in found["layers"]}
+        result = json.loads(run(*request, "--kv-cache-dtype", kind, "--json").stdout)
+        assert result["plan"]["page_bytes"] == 3 * 64 * size
+        chosen = {one["op"]: one["backend"] for one in result["layers"]}
         assert chosen["latent_attention"] == "hopper"
-        assert "latent_attention" in {one["op"] for one in found["tiles"]}
+        assert "latent_attention" in {one["op"] for one in result["tiles"]}
 
 
 def test_explain_names_the_architectures_that_it_knows(model: str) -> None:
@@ -259,9 +259,9 @@ def test_bench_ends_with_one_line_of_json(model: str) -> None:
         *("bench", "--input-len", "70", "--output-len", "6", "--batch-size", "2"),
         *("--num-iters-warmup", "0", "--num-iters", "2", *dummy(model)),
     )
-    found = json.loads(shown.stdout.splitlines()[-1])
-    assert found["tokens"] == 12 and found["prompt_tokens"] == 140 and found["runs"] == 2
-    assert found["speculative_config"]["method"] == "mtp"
+    result = json.loads(shown.stdout.splitlines()[-1])
+    assert result["tokens"] == 12 and result["prompt_tokens"] == 140 and result["runs"] == 2
+    assert result["speculative_config"]["method"] == "mtp"
 
 
 def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,14 +269,14 @@ def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cases, "LONG_PROMPT", 300)
     engines = [Setup("ngram", 2, "cold", "none")]
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: engines)
-    asked = ("check", "--quick", "--load-format", "dummy", "--skip-tokenizer-init", model)
-    shown = run(*asked)
+    request = ("check", "--quick", "--load-format", "dummy", "--skip-tokenizer-init", model)
+    shown = run(*request)
     assert shown.exit_code == 0 and "11/11" in shown.stdout and "bit for bit" in shown.stdout
-    found = json.loads(run(*asked, "--quantization", "int8", "--json").stdout)
-    assert (found["cases"], found["failed"]) == (11, 0) and "int8" in found["numerics"]
+    result = json.loads(run(*request, "--quantization", "int8", "--json").stdout)
+    assert (result["cases"], result["failed"]) == (11, 0) and "int8" in result["numerics"]
     engines[:] = [Setup("ngram", 2, "preempted", "none")]
     monkeypatch.setattr(tokens, "took_place", lambda answers: Counter())
-    assert run(*asked).exit_code == 1
+    assert run(*request).exit_code == 1
 
 
 @pytest.mark.parametrize("coding", ["utf-8", "ascii"])
@@ -319,12 +319,12 @@ def test_a_prompt_in_the_place_of_the_model_is_told_where_it_belongs() -> None:
 
 
 def test_generate_without_a_prompt_shows_question_and_answer(model: str) -> None:
-    asked = ("generate", "--max-tokens", "4", "--temperature", "0", *dummy(model))
-    shown = run(*asked)
-    found = json.loads(run(*asked, "--json").stdout)
-    assert found["prompt"] == CONVERSATIONS[0][0][-1]
-    assert f"question: {found['prompt']}" in shown.stderr
-    assert shown.stdout == found["text"] + "\n"
+    request = ("generate", "--max-tokens", "4", "--temperature", "0", *dummy(model))
+    shown = run(*request)
+    result = json.loads(run(*request, "--json").stdout)
+    assert result["prompt"] == CONVERSATIONS[0][0][-1]
+    assert f"question: {result['prompt']}" in shown.stderr
+    assert shown.stdout == result["text"] + "\n"
 
 
 def test_chat_keeps_the_conversation(model: str) -> None:
@@ -361,7 +361,7 @@ def test_chat_asks_for_the_result_of_a_tool_call(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--speculative-config", "mtp"), "speculative_config='mtp' is not allowed"),
         (("--speculative-config", '{"method": "oracle"}'), "method='oracle' is not allowed"),
@@ -375,7 +375,7 @@ def test_chat_asks_for_the_result_of_a_tool_call(
 )
 def test_errors_are_one_line_and_status_2(
     arguments: tuple[str, ...],
-    said: str,
+    message: str,
     model: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -384,7 +384,7 @@ def test_errors_are_one_line_and_status_2(
     with pytest.raises(SystemExit) as ended:
         main()
     shown = capsys.readouterr().err
-    assert ended.value.code == 2 and said in shown and "Traceback" not in shown
+    assert ended.value.code == 2 and message in shown and "Traceback" not in shown
     assert len(shown) < 1000
 
 

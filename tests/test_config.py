@@ -94,8 +94,8 @@ BAD_DRAFTS: list[tuple[str, Any, str]] = [
 
 def assert_says_all(message: str, field: str, value: Any, allowed: str) -> None:
     """The message has the field with the value, what is allowed, and then a remedy."""
-    head, found, rest = message.partition(" is not allowed; allowed: ")
-    assert head == f"{field}={value!r}" and found, message
+    head, result, rest = message.partition(" is not allowed; allowed: ")
+    assert head == f"{field}={value!r}" and result, message
     assert allowed in rest, message
     remedy = rest.split(allowed, 1)[1].split(". ", 1)[1]
     assert len(remedy) > 8 and remedy.endswith("."), message
@@ -148,25 +148,25 @@ def test_unknown_names_are_refused_with_all_known_ones() -> None:
 
 
 def test_every_field_has_a_bad_value_above_and_a_help() -> None:
-    told = {field for field, _, _ in BAD}
+    reported = {field for field, _, _ in BAD}
     for field in dataclasses.fields(EngineConfig):
-        assert field.name in told
+        assert field.name in reported
     options = [drafter_module(name).Options for name in DRAFTERS]
     for settings in (EngineConfig, *options):
         assert all(field.metadata["help"] for field in dataclasses.fields(settings))
 
 
 def test_a_drafter_has_its_own_keys_and_no_other_ones() -> None:
-    for method, foreign, own in (
+    for method, foreign, expected in (
         ("ngram", "draft_vocab_size", "prompt_lookup_max"),
         ("mtp", "prompt_lookup_max", "draft_vocab_size"),
     ):
         with pytest.raises(ConfigError) as caught:
             EngineConfig.read(speculative_config={"method": method, foreign: 64})
-        assert_says_all(str(caught.value), "speculative_config key", foreign, own)
+        assert_says_all(str(caught.value), "speculative_config key", foreign, expected)
         assert f"method={method!r}" in str(caught.value)
         value = 64 if method == "mtp" else 5
-        EngineConfig.read(speculative_config={"method": method, own: value})
+        EngineConfig.read(speculative_config={"method": method, expected: value})
 
 
 @pytest.mark.parametrize("value", [0, 32, 100, 2**30, 64.0, True, "short", None])
@@ -270,9 +270,9 @@ def test_the_cache_takes_the_bytes_that_it_is_given(folder: str) -> None:
 
 def test_overrides_reach_the_model_and_the_numerics(folder: str) -> None:
     usual = build(folder).engine
-    found = build(folder, hf_overrides={"rms_norm_eps": 0.5}).engine
-    assert executor_of(found).checkpoint.raw["rms_norm_eps"] == 0.5
-    assert "/hf-overrides-" in found.numerics and found.fingerprint != usual.fingerprint
+    result = build(folder, hf_overrides={"rms_norm_eps": 0.5}).engine
+    assert executor_of(result).checkpoint.raw["rms_norm_eps"] == 0.5
+    assert "/hf-overrides-" in result.numerics and result.fingerprint != usual.fingerprint
     assert build(folder, hf_overrides={}).engine.numerics == usual.numerics
 
 
@@ -310,6 +310,6 @@ def test_the_plan_follows_from_the_config(folder: str, k: int, length: int) -> N
 
 
 def test_the_plan_is_all_that_is_told(folder: str) -> None:
-    told = build(folder).engine.explain()
-    assert set(told["plan"]) == {field.name for field in dataclasses.fields(Plan)}
-    assert told["plan"]["model_path"] == folder
+    reported = build(folder).engine.explain()
+    assert set(reported["plan"]) == {field.name for field in dataclasses.fields(Plan)}
+    assert reported["plan"]["model_path"] == folder

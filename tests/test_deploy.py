@@ -56,14 +56,14 @@ POD = OBJECTS["Deployment"]["spec"]["template"]["spec"]
 
 def unit() -> dict[str, dict[str, list[str]]]:
     """The systemd unit: sections of keys, which may stand several times."""
-    found: dict[str, dict[str, list[str]]] = {}
+    result: dict[str, dict[str, list[str]]] = {}
     for line in (DEPLOY / "systemd/lockstep.service").read_text().splitlines():
         if line.startswith("["):
-            section = found.setdefault(line.strip("[]"), {})
+            section = result.setdefault(line.strip("[]"), {})
         elif line and not line.startswith("#"):
             key, _, value = line.partition("=")
             section.setdefault(key, []).append(value)
-    return found
+    return result
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -230,7 +230,7 @@ def test_a_wrong_field_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [pytest.param(found, id=where) for where, found in commands()]
+    "arguments", [pytest.param(result, id=where) for where, result in commands()]
 )
 def test_the_server_knows_every_option(arguments: list[str]) -> None:
     flags = [argument for argument in arguments if argument.startswith("--")]
@@ -257,8 +257,8 @@ def test_probes_ask_what_needs_no_key() -> None:
         probe = CONTAINER[name]
         seconds = probe["periodSeconds"] * probe["failureThreshold"]
         assert seconds >= 900, "models take long to load, and are when an engine is started again"
-    (asked,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", DOCKERFILE)
-    assert asked[0] == str(PORT) and asked[1] in OPEN_PATHS
+    (messages,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", DOCKERFILE)
+    assert messages[0] == str(PORT) and messages[1] in OPEN_PATHS
 
 
 def test_running_requests_may_end() -> None:
@@ -339,10 +339,10 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     assert source["url"] == "http://prometheus:9090" and source["type"] == "prometheus"
     (provider,) = read("grafana/provisioning/dashboards/lockstep.yaml")["providers"]
     mounts = [mount.split(":") for mount in COMPOSE["services"]["grafana"]["volumes"]]
-    places = {place: source for source, place, *_ in mounts}
+    indices = {index: source for source, index, *_ in mounts}
     dashboard = f"{provider['options']['path']}/lockstep.json"
-    assert places[dashboard] == "./grafana/lockstep.json"
-    assert places["/etc/grafana/provisioning"] == "./grafana/provisioning" and folder.is_dir()
+    assert indices[dashboard] == "./grafana/lockstep.json"
+    assert indices["/etc/grafana/provisioning"] == "./grafana/provisioning" and folder.is_dir()
     environment = COMPOSE["services"]["grafana"]["environment"]
     assert environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == dashboard
 

@@ -1,4 +1,4 @@
-"""What the pages promise: links that lead somewhere, every option, code that runs, true figures."""
+"""Checks of the documentation: links, options, code blocks, figures, generated parts."""
 
 import ast
 import json
@@ -40,31 +40,28 @@ IMAGE_TEXT_PX = 12
 
 
 def relative(path: Path) -> str:
-    """docs/a.md, for ids."""
+    """Return the path within the repository, for test ids."""
     return str(path.relative_to(ROOT))
 
 
 def blocks(page: Path, language: str = "python") -> list[str]:
-    """The blocks of this language in a page."""
+    """Return the code blocks of a language in a page."""
     return [m[2] for m in FENCE.finditer(page.read_text()) if m[1] == language]
 
 
 def code(page: Path, language: str = "python") -> str:
-    """The first block of this language in a page."""
+    """Return the first code block of a language."""
     return blocks(page, language)[0]
 
 
 def command_lines(page: Path) -> list[list[str]]:
-    """Every `lockstep ...` of a page, as words: those of its blocks, and those within sentences.
-
-    N, K and P stand for numbers.
-    """
+    """Return every `lockstep ...` command of a page as words. N, K and P become 1."""
     shell = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     text = FENCE.sub("", page.read_text())
-    inline = [found.replace("\n", " ") for found in re.findall(r"`(lockstep [^`]+)`", text)]
+    inline = [result.replace("\n", " ") for result in re.findall(r"`(lockstep [^`]+)`", text)]
     lines = [line for line in (*shell, *inline) if line.startswith("lockstep ")]
-    found = [shlex.split(line, comments=True)[1:] for line in lines]
-    return [["1" if word in ("N", "K", "P") else word for word in words] for words in found]
+    result = [shlex.split(line, comments=True)[1:] for line in lines]
+    return [["1" if word in ("N", "K", "P") else word for word in words] for words in result]
 
 
 NAMING = ("CHANGELOG.md", "vllm_flags.md")
@@ -78,19 +75,19 @@ COMMANDS = [
 
 
 def code_with(page: Path, word: str) -> str:
-    """The first block of a shell that holds a word."""
+    """Return the first shell block with a word."""
     return next(block for block in blocks(page, "sh") if word in block)
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def idle(command: Any) -> Any:
-    """The command, and all below it, so that they read their words and do nothing."""
+    """Return the command tree with callbacks that do nothing."""
     for below in getattr(command, "commands", {}).values():
         idle(below)
     command.callback = lambda **values: None
@@ -98,19 +95,19 @@ def idle(command: Any) -> Any:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of this page may be called."""
+    """Return the anchors of a page's headings."""
     heads = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 def broken(page: Path) -> Iterator[str]:
-    """Links of a page that lead nowhere."""
+    """Yield links of a page without a target."""
     for target in LINK.findall(FENCE.sub("", page.read_text())):
         if target.startswith(("http://", "https://")):
             continue
         path, _, anchor = target.partition("#")
-        found = (page.parent / path).resolve() if path else page
-        if not found.is_file() or (anchor and anchor not in anchors(found)):
+        result = (page.parent / path).resolve() if path else page
+        if not result.is_file() or (anchor and anchor not in anchors(result)):
             yield target
 
 
@@ -132,11 +129,11 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_serving_names_every_option() -> None:
-    told = set(re.findall(r"--[a-z][\w-]*", (DOCS / "serving.md").read_text()))
+    reported = set(re.findall(r"--[a-z][\w-]*", (DOCS / "serving.md").read_text()))
     known = get_command(app).commands["serve"].params  # type: ignore[attr-defined]
     flags = {f for p in known for f in (*p.opts, *p.secondary_opts) if f.startswith("--")}
-    assert not flags - told, "docs/serving.md does not tell these"
-    assert not told - flags - {"--help"}, "lockstep serve does not know these"
+    assert not flags - reported, "docs/serving.md does not tell these"
+    assert not reported - flags - {"--help"}, "lockstep serve does not know these"
 
 
 def test_every_dependency_has_a_reason() -> None:
@@ -161,7 +158,7 @@ def test_commands_are_found() -> None:
     assert ("docs/quickstart.md", ["generate", "--compare"]) in COMMANDS
 
 
-@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda found: str(found)[:60])
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda result: str(result)[:60])
 def test_commands_are_understood(page: str, words: list[str]) -> None:
     """Every option of a command line is one of its command, and JSON on it is JSON."""
     idle(get_command(app)).main(args=words, prog_name="lockstep", standalone_mode=False)
@@ -187,7 +184,7 @@ def test_structured_output_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", command_lines(DOCS / "quickstart.md")[:4], ids=" ".join)
 def test_commands_of_the_quickstart_run(words: list[str], tmp_path: Path) -> None:
-    """Those of the bundled model, as written."""
+    """Run the commands for the bundled model as written."""
     assert words[0] in ("generate", "check", "explain")
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", *words],
@@ -203,7 +200,7 @@ def test_commands_of_the_quickstart_run(words: list[str], tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[str]:
-    """The address of `lockstep serve`, once it answers."""
+    """Yield the address of a running `lockstep serve`."""
     port = free_port()
     serve = [sys.executable, "-m", "lockstep", "serve", "--port", str(port)]
     with subprocess.Popen(serve, env=os.environ | {"PYTHONPATH": str(ROOT)}) as server:
@@ -257,24 +254,24 @@ def test_the_drafter_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     prompts = [{"prompt_token_ids": ids} for ids in short_prompts(plain)[:2]]
     params = SamplingParams(temperature=0, max_tokens=48)
     wanted = plain.generate(prompts, params)
-    found = drafting.generate(prompts, params)
-    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
-    assert sum(o.metrics.num_accepted_tokens for o in found) > 0
+    result = drafting.generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in result] == [o.outputs[0].token_ids for o in wanted]
+    assert sum(o.metrics.num_accepted_tokens for o in result) > 0
 
 
 def script(name: str) -> ModuleType:
-    """A script of docs/."""
-    found = spec_from_file_location(name, DOCS / f"{name}.py")
-    assert found is not None and found.loader is not None
-    module = module_from_spec(found)
+    """Import a script of docs/."""
+    result = spec_from_file_location(name, DOCS / f"{name}.py")
+    assert result is not None and result.loader is not None
+    module = module_from_spec(result)
     sys.modules[name] = module
-    found.loader.exec_module(module)
+    result.loader.exec_module(module)
     return module
 
 
 @pytest.fixture(scope="module")
 def plots() -> ModuleType:
-    """docs/plots.py."""
+    """Return docs/plots.py as a module."""
     return script("plots")
 
 
@@ -284,7 +281,7 @@ def test_counts_are_those_of_the_code_and_the_results() -> None:
     assert not list(counts.stale())
     wrong = counts.Count("README.md", "lockstep check --quick, ", " cases", lambda: "7")
     counts.COUNTS = (wrong, counts.Count("README.md", "no such text", "", lambda: "7"))
-    assert [said for _, said, _ in counts.stale()] == [counts.QUICK(), "nothing"]
+    assert [message for _, message, _ in counts.stale()] == [counts.QUICK(), "nothing"]
 
 
 def test_the_picture_of_the_packages_is_current() -> None:
@@ -312,7 +309,7 @@ def test_the_plot_shows_the_results(plots: ModuleType, monkeypatch: pytest.Monke
 
 
 def figures(text: str) -> set[str]:
-    """Whole and decimal numbers, without those within names and dates."""
+    """Return the numbers in a text, without those in names and dates."""
     return set(re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)", text))
 
 
@@ -321,14 +318,14 @@ def test_figures_of_the_readme_are_results(head: str) -> None:
     """Every figure of these sections that is no number of rows, drafts or cores."""
     section = (ROOT / "README.md").read_text().partition(head)[2].partition("\n## ")[0]
     known = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-    told = figures(FENCE.sub("", section)) - {"1", "2", "3", "8", "64"}
-    assert len(told) > 5
-    assert not told - figures(known)
+    reported = figures(FENCE.sub("", section)) - {"1", "2", "3", "8", "64"}
+    assert len(reported) > 5
+    assert not reported - figures(known)
 
 
 @pytest.mark.parametrize("image", sorted((DOCS / "images").glob("*.svg")), ids=relative)
 def test_images_read_on_any_background(image: Path) -> None:
-    """A picture has a ground of its own, and no text below 12 px at its own size."""
+    """A picture has its own background and no text below 12 px."""
     text = image.read_text()
     width = re.search(r'<svg[^>]* width="([\d.]+)(pt)?"', text, re.DOTALL)
     assert width is not None

@@ -40,17 +40,17 @@ def test_what_a_keyword_sets(given: dict[str, Any], settings: dict[str, Any] | N
 
 
 def test_a_flag_without_effect_is_a_warning_in_pythons_words() -> None:
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as reported:
         assert (
             keyword_values({"max_seq_len_to_capture": 8192, "enable_chunked_prefill": False}) == {}
         )
-    lines = [str(one.message) for one in told]
+    lines = [str(one.message) for one in reported]
     assert lines[0].startswith("max_seq_len_to_capture has no effect: graphs")
     assert "cut at max_num_batched_tokens" in lines[1]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not.*tensor_parallel_size"),
         ({"enable_lora": True}, "enable_lora=True is not supported: merge the adapter"),
@@ -65,8 +65,8 @@ def test_a_flag_without_effect_is_a_warning_in_pythons_words() -> None:
     ],
     ids=str,
 )
-def test_a_keyword_that_is_refused_says_what_to_do(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_a_keyword_that_is_refused_says_what_to_do(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         keyword_values(given)
     assert "_" not in str(caught.value).split()[0][:1]
 
@@ -75,14 +75,14 @@ def test_each_flag_of_serve_is_taken_or_explained() -> None:
     """A value of no type that a flag expects: no flag fails in another way."""
     for flag in all_flags():
         name = flag.name.replace("-", "_")
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as reported:
             warnings.simplefilter("always")
             try:
                 taken = keyword_values({name: "sonder"})
             except ConfigError as error:
                 assert str(error).startswith(name) and len(str(error)) > len(name) + 20
                 continue
-        assert bool(taken) != bool(told) or (flag.kind is Kind.ACTS and not flag.setting), name
+        assert bool(taken) != bool(reported) or (flag.kind is Kind.ACTS and not flag.setting), name
 
 
 def test_options_of_the_server_are_known() -> None:
@@ -92,8 +92,8 @@ def test_options_of_the_server_are_known() -> None:
 
 def test_drafts_are_those_of_the_checkpoint_unless_told_otherwise(tmp_path: Path) -> None:
     model = str(make_model(tmp_path))
-    for asked, method in (({}, "mtp"), ({"speculative_config": "auto"}, "mtp")):
-        config, _ = EngineArgs(model, load_format="dummy", **asked).read()
+    for messages, method in (({}, "mtp"), ({"speculative_config": "auto"}, "mtp")):
+        config, _ = EngineArgs(model, load_format="dummy", **messages).read()
         assert config.speculative_config is not None and config.speculative_config.method == method
         assert config.max_drafts == 3
     config, _ = EngineArgs(model, load_format="dummy", speculative_config=None).read()

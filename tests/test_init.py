@@ -1,4 +1,4 @@
-"""What importing the package does to the process: OpenMP's threads wait without spinning."""
+"""Effects of importing the package on the process: OpenMP's threads wait without spinning."""
 
 import os
 import subprocess

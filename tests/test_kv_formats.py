@@ -76,10 +76,10 @@ def answer(llm: LLM) -> Any:
 def names(llm: LLM) -> dict[str, str]:
     """The format of each attention layer's cache."""
     layers = worker_of(llm.engine).layers
-    found = {n: m.k_cache for n, m in layers.items() if hasattr(m, "k_cache")}
+    result = {n: m.k_cache for n, m in layers.items() if hasattr(m, "k_cache")}
     return {
         n: str(c.quantizer) if isinstance(c, QuantizedKV) else str(c.dtype).removeprefix("torch.")
-        for n, c in found.items()
+        for n, c in result.items()
     }
 
 
@@ -96,8 +96,8 @@ def test_layers_that_are_left_out_keep_the_models_dtype(folder: Path) -> None:
             folder, kv_cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=skipped
         )
         assert list(names(llm).values()) == kinds
-        told = "-skip-" + ".".join(sorted({str(one) for one in skipped})) if skipped else ""
-        assert f"/kv-int8_per_token_head{told}/" in llm.engine.numerics
+        reported = "-skip-" + ".".join(sorted({str(one) for one in skipped})) if skipped else ""
+        assert f"/kv-int8_per_token_head{reported}/" in llm.engine.numerics
     assert answer(llm) == answer(engine(folder))
     with pytest.raises(ConfigError, match="'4' is not allowed; allowed: first, last, 3, 7"):
         engine(folder, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[4])
@@ -126,12 +126,12 @@ def test_a_draft_model_whose_heads_do_not_fit_names_its_own_setting(tmp_path: Pa
     target = make_model(tmp_path / "target", QWEN3, head_dim=32)
     small = make_model(tmp_path / "small", QWEN3, head_dim=24)
     spec = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}
-    for asked, own in (
+    for messages, own in (
         ("turboquant_3bit_nc", {}),
         ("fp8", {"kv_cache_dtype": "turboquant_3bit_nc"}),
     ):
         with pytest.raises(ConfigError, match="speculative_config kv_cache_dtype='turboquant_3bit"):
-            engine(target, kv_cache_dtype=asked, speculative_config=spec | own)
+            engine(target, kv_cache_dtype=messages, speculative_config=spec | own)
     own = {"kv_cache_dtype": "fp8"}
     engine(target, kv_cache_dtype="turboquant_3bit_nc", speculative_config=spec | own)
 
@@ -227,7 +227,7 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo='NVFP4'"),
         ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme=.'num_bits': 4"),
@@ -238,7 +238,7 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
     ],
 )
 def test_scales_of_another_format_are_refused_where_fp8_would_take_them(
-    folder: Path, tmp_path: Path, settings: dict[str, Any], said: str | None
+    folder: Path, tmp_path: Path, settings: dict[str, Any], message: str | None
 ) -> None:
     """ModelOpt's of NVFP4 are a sixth of what fp8 takes them for: numbers would be cut off."""
     tensors = weights_of(build(folder, load_format="dummy", speculative_config=MTP))
@@ -252,10 +252,10 @@ def test_scales_of_another_format_are_refused_where_fp8_would_take_them(
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": None, **settings}
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine(tmp_path, load_format="auto", kv_cache_dtype="int8_per_token_head")
-    if said is None:
+    if message is None:
         engine(tmp_path, load_format="auto", kv_cache_dtype="fp8")
         return
-    with pytest.raises(CheckpointError, match=f"k_scale=a scale under .*{said}.*scales of fp8"):
+    with pytest.raises(CheckpointError, match=f"k_scale=a scale under .*{message}.*scales of fp8"):
         engine(tmp_path, load_format="auto", kv_cache_dtype="fp8")
 
 
@@ -264,8 +264,8 @@ def test_one_scale_for_both_sides_and_which_counts() -> None:
 
     def scales(**modules: dict[str, float]) -> dict[str, float]:
         tensors = {
-            module.replace("own", ""): {name: TensorInfo(name, (1,), "F32") for name in found}
-            for module, found in modules.items()
+            module.replace("own", ""): {name: TensorInfo(name, (1,), "F32") for name in result}
+            for module, result in modules.items()
         }
         static = StaticScales("layers.0.self_attn", E4M3, tensors)
         for key, slot in static.slots.items():
@@ -283,11 +283,11 @@ def test_one_scale_for_both_sides_and_which_counts() -> None:
 
 def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each once, the model's dtype first, with a page of its own."""
-    asked = []
+    messages = []
 
     def stand_in(size: str, settings: dict[str, Any], *rest: Any) -> Report:
-        asked.append(settings["kv_cache_dtype"])
-        return Report(size, f"kv-{asked[-1]}")
+        messages.append(settings["kv_cache_dtype"])
+        return Report(size, f"kv-{messages[-1]}")
 
     monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", stand_in)
     page = tmp_path / "page.html"
@@ -295,16 +295,16 @@ def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_p
         app, ["check", "--kv-cache-dtype", "all", "--json", "--report", str(page)]
     )
     assert done.exit_code == 0, done.output
-    assert asked == [
+    assert messages == [
         "auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "turboquant_k8v4",
         "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
     ]  # fmt: skip
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"page-{k}.html" for k in asked)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"page-{k}.html" for k in messages)
 
 
-@pytest.mark.parametrize("asked", ["all", "turboquant_k8v4"])
+@pytest.mark.parametrize("messages", ["all", "turboquant_k8v4"])
 def test_check_names_the_formats_that_a_model_does_not_take(
-    monkeypatch: pytest.MonkeyPatch, asked: str
+    monkeypatch: pytest.MonkeyPatch, messages: str
 ) -> None:
     """Of every format; one that was asked for by its name is an error."""
     checked = []
@@ -316,8 +316,8 @@ def test_check_names_the_formats_that_a_model_does_not_take(
         return Report(size, "none")
 
     monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", stand_in)
-    done = CliRunner().invoke(app, ["check", "--kv-cache-dtype", asked, "--json"])
-    told = done.stderr + str(done.exception)
-    assert "kv_cache_dtype='turboquant_k8v4' is not allowed" in told
-    assert (done.exit_code == 0) == (asked == "all") == ("left out:" in told)
-    assert len(checked) == (8 if asked == "all" else 0)
+    done = CliRunner().invoke(app, ["check", "--kv-cache-dtype", messages, "--json"])
+    reported = done.stderr + str(done.exception)
+    assert "kv_cache_dtype='turboquant_k8v4' is not allowed" in reported
+    assert (done.exit_code == 0) == (messages == "all") == ("left out:" in reported)
+    assert len(checked) == (8 if messages == "all" else 0)

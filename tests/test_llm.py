@@ -18,7 +18,7 @@ from lockstep.errors import RequestError
 from lockstep.outputs import CompletionOutput, RequestOutput
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from lockstep.worker.build import find_model
-from tests.asking import (
+from tests.bundled_model import (
     GREEDY,
     PROMPTS,
     QUESTION,
@@ -92,11 +92,11 @@ def test_a_drawn_seed_is_returned_and_gives_the_answer_again(llm: LLM) -> None:
 def test_a_conversation_and_several(llm: LLM) -> None:
     tool = {"type": "function", "function": {"name": "get_time", "parameters": {}}}
     single = llm.chat(QUESTION, GREEDY)
-    several = llm.chat([QUESTION, QUESTION[:1]], GREEDY)
-    assert len(single) == 1 and len(several) == 2
-    assert answer(single[0]) == answer(several[0])
-    told = [llm.tokenizer.decode(o.prompt_token_ids, False) for o in several]  # type: ignore
-    assert [t.count("<|im_start|>") for t in told] == [4, 2]
+    multiple = llm.chat([QUESTION, QUESTION[:1]], GREEDY)
+    assert len(single) == 1 and len(multiple) == 2
+    assert answer(single[0]) == answer(multiple[0])
+    reported = [llm.tokenizer.decode(o.prompt_token_ids, False) for o in multiple]  # type: ignore
+    assert [t.count("<|im_start|>") for t in reported] == [4, 2]
     tooled = llm.chat(QUESTION, GREEDY, tools=[tool])[0]
     assert "get_time" in llm.tokenizer.decode(tooled.prompt_token_ids)  # type: ignore
     thinking = llm.chat(QUESTION, GREEDY, chat_template_kwargs={"enable_thinking": True})[0]
@@ -123,10 +123,10 @@ def test_calls_that_must_come(llm: LLM) -> None:
     (must,) = llm.chat(QUESTION, params, tools=TOOLS, tool_choice="required")
     assert calls_of(llm, must)
     named = {"type": "function", "function": {"name": "ping"}}
-    several = llm.chat(
+    multiple = llm.chat(
         [QUESTION, QUESTION[:1]], params, tools=TOOLS, tool_choice=named, parallel_tool_calls=False
     )
-    assert [calls_of(llm, out) for out in several] == [[("ping", {})]] * 2
+    assert [calls_of(llm, out) for out in multiple] == [[("ping", {})]] * 2
     plain = replace(ENDS, seed=0)
     (none,) = llm.chat(QUESTION, plain, tools=TOOLS, tool_choice="none")
     assert answer(none) == answer(llm.chat(QUESTION, plain)[0])
@@ -186,9 +186,9 @@ def test_a_value_of_any_size_is_named_shortly(llm: LLM) -> None:
 
 
 def test_the_answer_ends_where_the_model_does(llm: LLM) -> None:
-    for length, room in ((511, 1), (505, 7)):
+    for length, space in ((511, 1), (505, 7)):
         out = one(llm, [5] * length, max_tokens=None)
-        assert (len(out.token_ids), out.finish_reason) == (room, "length")
+        assert (len(out.token_ids), out.finish_reason) == (space, "length")
 
 
 def test_a_caller_that_fails_midway_leaves_nothing_behind(llm: LLM) -> None:
@@ -225,22 +225,22 @@ def test_a_bar_counts_the_answers_where_stderr_is_a_terminal(
     quiet = llm.generate(PROMPTS[:3], short)
     assert not capsys.readouterr().err
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal then
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     sound = progress.progress_bar
 
     @contextmanager
     def watched() -> Iterator[progress.Progress]:
         with sound() as show:
-            yield lambda *one: (told.append(one), show(*one))  # type: ignore[func-returns-value]
+            yield lambda *one: (reported.append(one), show(*one))  # type: ignore[func-returns-value]
 
     monkeypatch.setattr("lockstep.llm.progress_bar", watched)
     shown = llm.generate(PROMPTS[:3], short)
     assert "answers" in capsys.readouterr().err
-    assert told[0] == ("answers", 0, 3) and told[-1] == ("answers", 3, 3)
+    assert reported[0] == ("answers", 0, 3) and reported[-1] == ("answers", 3, 3)
     assert [answer(out) for out in shown] == [answer(out) for out in quiet]
-    told.clear()
+    reported.clear()
     llm.generate(PROMPTS[:3], short, use_tqdm=False)
-    assert not told and not capsys.readouterr().err
+    assert not reported and not capsys.readouterr().err
     with pytest.raises(RequestError, match="use_tqdm=3 is not allowed; allowed: True or False"):
         llm.generate(TEXT, short, use_tqdm=3)  # type: ignore[arg-type]
 
@@ -259,7 +259,7 @@ def test_without_a_tokenizer_ids_go_in_and_out(plain: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "reported"),
     [
         ("", "the prompt has 0 tokens; allowed: 1 to 511"),
         ([[]], "the prompt has 0 tokens; allowed: 1 to 511"),
@@ -282,11 +282,13 @@ def test_without_a_tokenizer_ids_go_in_and_out(plain: LLM) -> None:
     ],
     ids=lambda v: str(v)[:24],
 )
-def test_bad_prompts_are_refused_and_the_engine_lives_on(llm: LLM, wrong: Any, told: str) -> None:
+def test_bad_prompts_are_refused_and_the_engine_lives_on(
+    llm: LLM, wrong: Any, reported: str
+) -> None:
     many = [TEXT, *wrong, TEXT] if isinstance(wrong, list) else wrong  # the bad one in the middle
     with pytest.raises(RequestError) as caught:
         llm.generate(many, GREEDY)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
     assert caught.value.field == "prompt"
     assert_idle(llm)
     assert len(one(llm, max_tokens=3).token_ids) == 3
@@ -352,10 +354,12 @@ def test_a_tokenizer_has_what_transformers_has(llm: LLM) -> None:
         tokenizer.encode("\ud800")
 
 
-@pytest.mark.parametrize(("name", "said"), [("embed", "generate text"), ("sleep", "close()")])
-def test_methods_of_vllm_that_are_not_here_say_what_to_do(llm: LLM, name: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "message"), [("embed", "generate text"), ("sleep", "close()")])
+def test_methods_of_vllm_that_are_not_here_say_what_to_do(
+    llm: LLM, name: str, message: str
+) -> None:
     assert not hasattr(llm, name)
-    with pytest.raises(AttributeError, match=f"LLM has no {name}: .*{re.escape(said)}"):
+    with pytest.raises(AttributeError, match=f"LLM has no {name}: .*{re.escape(message)}"):
         getattr(llm, name)
     with pytest.raises(AttributeError, match="no attribute 'embeds'"):
         llm.embeds  # type: ignore[attr-defined]  # noqa: B018
@@ -390,21 +394,21 @@ def test_prompts_as_vllm_has_them(llm: LLM) -> None:
 
 def test_the_end_of_a_prompt_is_read_where_that_is_asked_for(llm: LLM) -> None:
     ids = [5 + i % 90 for i in range(700)]
-    for asked, left in ((7, 7), (-1, 512 - 16)):
-        (out,) = llm.generate([ids], replace(GREEDY, truncate_prompt_tokens=asked))
-        assert out.prompt_token_ids == ids[-left:]
-        assert answer(out) == answer(llm.generate([ids[-left:]], GREEDY)[0])
+    for messages, remaining in ((7, 7), (-1, 512 - 16)):
+        (out,) = llm.generate([ids], replace(GREEDY, truncate_prompt_tokens=messages))
+        assert out.prompt_token_ids == ids[-remaining:]
+        assert answer(out) == answer(llm.generate([ids[-remaining:]], GREEDY)[0])
 
 
 def test_keywords_that_are_none_are_explained(llm: LLM) -> None:
-    for call, said, name in (
+    for call, message, name in (
         (lambda: llm.generate(TEXT, lora_request="x"), "merge the adapter", "lora_request"),
         (lambda: llm.generate(TEXT, priorty=1), "Did you mean priority", "priorty"),
         (lambda: llm.chat(QUESTION, chat_template="x"), r"give chat_template to LLM", None),
         (lambda: llm.chat(QUESTION, continue_final_message=True), "set it", None),
         (lambda: llm.beam_search(TEXT, beam_width=2), "temperature=0", None),
     ):
-        with pytest.raises(RequestError, match=said) as caught:
+        with pytest.raises(RequestError, match=message) as caught:
             call()
         assert "_answer" not in str(caught.value) and name in (None, caught.value.field)
     assert llm.generate(TEXT, GREEDY, lora_request=None, priority=None)[0].finished

@@ -16,13 +16,13 @@ from lockstep import LLM
 from lockstep.errors import ComputeError, EngineDeadError, RequestError
 from lockstep.outputs import RequestOutput
 from lockstep.worker.executor import worker_of
-from tests import asking
-from tests.asking import PROMPTS, QUESTION, answer, assert_idle, make_engine
+from tests import bundled_model
+from tests.bundled_model import PROMPTS, QUESTION, answer, assert_idle, make_engine
 from tests.tiny_model import make_model
 
 PATIENCE = 60
-GREEDY = replace(asking.GREEDY, max_tokens=8)
-SEEDED = replace(asking.SEEDED, max_tokens=8)
+GREEDY = replace(bundled_model.GREEDY, max_tokens=8)
+SEEDED = replace(bundled_model.SEEDED, max_tokens=8)
 LONG = replace(GREEDY, max_tokens=300)
 IDS = {"prompt_token_ids": [5, 6, 7, 8]}
 
@@ -63,8 +63,8 @@ def test_each_thread_gets_its_own_answers(llm: LLM, pool: ThreadPoolExecutor) ->
         lambda: llm.chat([QUESTION, QUESTION[:1]], GREEDY),
     ]
     expected = [[answer(out) for out in call()] for call in calls]
-    came = results([pool.submit(call) for call in calls for _ in range(2)])
-    for index, outs in enumerate(came):
+    received = results([pool.submit(call) for call in calls for _ in range(2)])
+    for index, outs in enumerate(received):
         assert all(out.finished for out in outs)
         assert [answer(out) for out in outs] == expected[index // 2]
     assert_idle(llm)

@@ -35,17 +35,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "lockstep", source / "lockstep", ignore=ignored)
-    made = []
+    created = []
     for kind in ("build_sdist", "build_wheel"):
         words = (sys.executable, "-c", BUILD.format(kind), source / "dist")
-        made.append(source / "dist" / run(*words, cwd=source).splitlines()[-1])
-    return made[0], made[1]
+        created.append(source / "dist" / run(*words, cwd=source).splitlines()[-1])
+    return created[0], created[1]
 
 
 def package_files() -> set[str]:
     """Files of the package in the checkout."""
-    found = (path for path in (ROOT / "lockstep").rglob("*") if path.is_file())
-    return {str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts}
+    result = (path for path in (ROOT / "lockstep").rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in result if "__pycache__" not in path.parts}
 
 
 def test_sdist_and_wheel_hold_every_file(built: tuple[Path, Path]) -> None:

@@ -1,4 +1,4 @@
-"""What every sampling parameter does to the bundled model, and which values are refused."""
+"""Effect of every sampling parameter on the bundled model, and refused values."""
 
 import math
 import time
@@ -12,7 +12,7 @@ import torch
 from lockstep import LLM, SamplingParams
 from lockstep.errors import RequestError
 from lockstep.outputs import CompletionOutput, Logprob
-from tests.asking import (
+from tests.bundled_model import (
     GREEDY,
     PROMPTS,
     QUESTION,
@@ -35,36 +35,36 @@ def greedy(engine: LLM) -> CompletionOutput:
 def test_a_stop_string_ends_the_text_where_it_begins(
     llm: LLM, greedy: CompletionOutput, include: bool
 ) -> None:
-    whole = greedy.text
-    stop = whole[9:13]
+    complete = greedy.text
+    stop = complete[9:13]
     cut = one(llm, stop=["never there", stop], include_stop_str_in_output=include)
-    place = whole.index(stop) + (len(stop) if include else 0)
-    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole[:place], "stop", stop)
+    index = complete.index(stop) + (len(stop) if include else 0)
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (complete[:index], "stop", stop)
     assert len(cut.token_ids) < 16
     assert stop in llm.tokenizer.decode(cut.token_ids)  # type: ignore[union-attr]
     assert stop not in llm.tokenizer.decode(cut.token_ids[:-1])  # type: ignore[union-attr]
-    assert one(llm, stop="never there").text == whole
-    assert one(llm, stop=whole[-3:] + "never there").text == whole, "nothing is held back"
+    assert one(llm, stop="never there").text == complete
+    assert one(llm, stop=complete[-3:] + "never there").text == complete, "nothing is held back"
 
 
 def test_a_stop_string_of_one_leaves_the_others_running(llm: LLM) -> None:
-    whole = [o.outputs[0] for o in llm.generate(PROMPTS[:3], GREEDY)]
-    stop = whole[1].text[5:8]
+    complete = [o.outputs[0] for o in llm.generate(PROMPTS[:3], GREEDY)]
+    stop = complete[1].text[5:8]
     params = [GREEDY, replace(GREEDY, stop=stop), GREEDY]
     before = llm.engine.stats.requests_success_total["abort"]
     outs = [o.outputs[0] for o in llm.generate(PROMPTS[:3], params)]
     assert llm.engine.stats.requests_success_total["abort"] == before + 1, (
         "it is not run to its end"
     )
-    assert [o.text for o in outs[::2]] == [o.text for o in whole[::2]]
-    assert [o.token_ids for o in outs[::2]] == [o.token_ids for o in whole[::2]]
-    assert outs[1].text == whole[1].text[: whole[1].text.index(stop)]
+    assert [o.text for o in outs[::2]] == [o.text for o in complete[::2]]
+    assert [o.token_ids for o in outs[::2]] == [o.token_ids for o in complete[::2]]
+    assert outs[1].text == complete[1].text[: complete[1].text.index(stop)]
 
 
 def test_a_stop_token_ends_the_answer_and_gives_no_text(llm: LLM, greedy: CompletionOutput) -> None:
     ids = greedy.token_ids
-    place = 6
-    stop = ids[place]
+    index = 6
+    stop = ids[index]
     cut = one(llm, stop_token_ids=[4000, stop])
     first = ids.index(stop)
     assert cut.token_ids == ids[: first + 1]
@@ -82,22 +82,22 @@ def test_the_end_token_ends_unless_it_is_ignored_or_too_early(llm: LLM) -> None:
     on = llm.chat(QUESTION, replace(ends, ignore_eos=True))[0].outputs[0]
     assert on.finish_reason == "length" and len(on.token_ids) == 40
     assert on.token_ids[: len(ended.token_ids)] == ended.token_ids
-    least = len(ended.token_ids) + 7
-    late = llm.chat(QUESTION, replace(ends, min_tokens=least))[0].outputs[0]
-    assert not set(late.token_ids[:least]) & llm.processor.eos_ids
+    minimum = len(ended.token_ids) + 7
+    late = llm.chat(QUESTION, replace(ends, min_tokens=minimum))[0].outputs[0]
+    assert not set(late.token_ids[:minimum]) & llm.processor.eos_ids
     assert late.token_ids[: len(ended.token_ids) - 1] == ended.token_ids[:-1]
-    assert len(late.token_ids) > least or late.finish_reason == "length"
+    assert len(late.token_ids) > minimum or late.finish_reason == "length"
 
 
 def test_min_tokens_holds_stop_tokens_back(llm: LLM, greedy: CompletionOutput) -> None:
     tokens = greedy.token_ids
     stop = tokens[0]
-    held = one(llm, stop_token_ids=[stop], min_tokens=10)
-    assert stop not in held.token_ids[:10] and len(held.token_ids) > 10
+    kept = one(llm, stop_token_ids=[stop], min_tokens=10)
+    assert stop not in kept.token_ids[:10] and len(kept.token_ids) > 10
     assert one(llm, stop_token_ids=[stop]).token_ids == [stop]
-    place = next(i for i in range(3, 16) if tokens[i] not in tokens[:i])
-    just = one(llm, stop_token_ids=[tokens[place]], min_tokens=place)
-    assert just.token_ids == tokens[: place + 1], "as soon as that many tokens came before it"
+    index = next(i for i in range(3, 16) if tokens[i] not in tokens[:i])
+    just = one(llm, stop_token_ids=[tokens[index]], min_tokens=index)
+    assert just.token_ids == tokens[: index + 1], "as soon as that many tokens came before it"
 
 
 def test_logprobs_hold_the_token_and_the_likeliest(llm: LLM, greedy: CompletionOutput) -> None:
@@ -124,9 +124,9 @@ def test_prompt_logprobs_are_the_models_own(llm: LLM) -> None:
     for token, entry in zip(ids[1:], scores[1:], strict=True):
         assert entry is not None and token in entry
         assert {1, 2} <= {x.rank for x in entry.values()}
-    for token, entry, told in zip(out.token_ids, scores[-16:], out.logprobs, strict=True):
+    for token, entry, reported in zip(out.token_ids, scores[-16:], out.logprobs, strict=True):
         assert entry is not None
-        assert entry[token].logprob == pytest.approx(told[token].logprob, abs=2e-3)
+        assert entry[token].logprob == pytest.approx(reported[token].logprob, abs=2e-3)
     assert one(llm, ids).logprobs is None
     assert llm.generate(ids, GREEDY)[0].prompt_logprobs is None
 
@@ -135,13 +135,13 @@ def test_prompt_logprobs_do_not_see_chunks_or_the_prefix_cache(plain: LLM) -> No
     ids = (plain.tokenizer.encode(TEXT) * 80)[:300]  # type: ignore[union-attr]
     ask = replace(GREEDY, max_tokens=3, prompt_logprobs=1, logprobs=1)
     chunked = make_engine(None, max_num_batched_tokens=64)
-    whole = answer(plain.generate(ids, ask)[0])
-    assert len(whole[1]) == 300
-    assert answer(chunked.generate(ids, ask)[0]) == whole
+    complete = answer(plain.generate(ids, ask)[0])
+    assert len(complete[1]) == 300
+    assert answer(chunked.generate(ids, ask)[0]) == complete
     again = chunked.generate(ids, GREEDY)[0], chunked.generate(ids, GREEDY)[0]
     assert again[1].metrics.num_cached_tokens >= 64
     assert answer(again[0]) == answer(again[1])
-    assert answer(chunked.generate(ids, ask)[0]) == whole
+    assert answer(chunked.generate(ids, ask)[0]) == complete
 
 
 def test_only_allowed_tokens_come(llm: LLM) -> None:
@@ -161,8 +161,8 @@ def test_bad_words_never_come(llm: LLM, greedy: CompletionOutput) -> None:
     assert tuple(pair) not in pairs
     assert clean[: first + 1] == tokens[: first + 1], "its first token alone is no bad word"
     assert clean[first + 1] != pair[1]
-    whole = one(llm, PROMPTS[1])
-    word = next(w for w in whole.text.split() if w.isidentifier())
+    complete = one(llm, PROMPTS[1])
+    word = next(w for w in complete.text.split() if w.isidentifier())
     assert word not in one(llm, PROMPTS[1], bad_words=[word]).text.split()
 
 
@@ -179,8 +179,8 @@ def test_logit_bias_moves_tokens(llm: LLM, greedy: CompletionOutput) -> None:
     assert tokens[0] not in one(llm, logit_bias={tokens[0]: -100.0}).token_ids
     assert one(llm, logit_bias={tokens[0]: 0.0}).token_ids == tokens
     assert one(llm, logit_bias={77: 2**70}).token_ids == [77] * 16, "wider than an int64"
-    told = one(llm, logprobs=0, logit_bias={77: 100.0}).logprobs
-    assert told[0][77].logprob < -1, "log-probabilities are of the raw logits"
+    reported = one(llm, logprobs=0, logit_bias={77: 100.0}).logprobs
+    assert reported[0][77].logprob < -1, "log-probabilities are of the raw logits"
 
 
 BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
@@ -295,7 +295,7 @@ def test_huge_parameters_are_refused_at_once(name: str, make: Callable[[], Any])
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "said"),
+    ("given", "field", "text_said"),
     [
         ({"best_of": 3}, "best_of", "ask for n and choose"),
         ({"logits_processors": [print]}, "logits_processors", "use logit_bias"),
@@ -309,9 +309,9 @@ def test_huge_parameters_are_refused_at_once(name: str, make: Callable[[], Any])
     ids=str,
 )
 def test_keywords_of_other_engines_are_explained(
-    given: dict[str, Any], field: str, said: str
+    given: dict[str, Any], field: str, text_said: str
 ) -> None:
-    with pytest.raises(RequestError, match=said) as caught:
+    with pytest.raises(RequestError, match=text_said) as caught:
         SamplingParams(**given)
     assert caught.value.field == field
 

@@ -18,15 +18,17 @@ from lockstep.settings import read_named, why_unread
 
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
+    from lockstep.serve.app import CrossOrigin
+    from lockstep.serve.http.access import AccessRules
     from lockstep.serve.server import Address, Options
-    from lockstep.serve.telemetry.traces import Traces
+    from lockstep.serve.telemetry.traces import SpanRecorder
     from lockstep.text.processor import Processor
     from lockstep.worker.device_rates import Rates
     from lockstep.worker.executor import Facts
 
-    Served = tuple[Transport, Processor, Facts, Rates | None]
+    LoadedEngine = tuple[Transport, Processor, Facts, Rates | None]
 
-MOST_KEYS = 1000
+MAX_KEYS = 1000
 
 
 @engine_options
@@ -44,10 +46,10 @@ def serve(
     from lockstep.serve.requests.service import Limits
     from lockstep.serve.server import Address, Options
 
-    named = server.allowed_hosts
-    hosts = tuple(name.strip() for name in named.split(",")) if named else None
+    names = server.allowed_hosts
+    hosts = tuple(name.strip() for name in names.split(",")) if names else None
     options = Options(
-        rules=_rules(
+        rules=_access_rules(
             hosts or default_hosts(server.host),
             server.api_key,
             server.api_key_file,
@@ -55,10 +57,10 @@ def serve(
             server.root_path,
         ),
         limits=Limits(
-            queued=server.max_queued_requests,
-            seconds=server.request_timeout,
-            step_seconds=server.step_timeout,
-            logprobs=server.max_logprobs,
+            max_queued=server.max_queued_requests,
+            max_seconds=server.request_timeout,
+            max_step_seconds=server.step_timeout,
+            max_logprobs=server.max_logprobs,
         ),
         docs=not server.no_docs,
         playground=not server.no_playground,
@@ -66,31 +68,31 @@ def serve(
         cache_reset=server.enable_reset_prefix_cache,
         drain_seconds=server.shutdown_timeout,
         keep_alive_seconds=server.timeout_keep_alive,
-        connections=server.limit_concurrency,
+        max_connections=server.limit_concurrency,
         log_level=server.uvicorn_log_level,
-        tls=_tls(server),
-        pages=_pages(server),
-        metrics=server.metrics_names,
-        logs=server.log_format,
+        tls=_tls_settings(server),
+        cross_origin=_cross_origin(server),
+        metrics_prefix=server.metrics_names,
+        log_format=server.log_format,
         log_requests=server.enable_log_requests,
         log_stats=not server.disable_log_stats,
     )
-    names = server.served_model_name or (settings["model"] or "lockstep",)
+    model_names = server.served_model_name or (settings["model"] or "lockstep",)
     address = Address(server.host, server.port, server.uds)
     in_thread = server.disable_frontend_multiprocessing
-    with _traces(server.otlp_traces_endpoint) as traces:
-        _run(settings | text, address, options, names, in_thread, traces)
+    with _span_recorder(server.otlp_traces_endpoint) as traces:
+        _run(settings | text, address, options, model_names, in_thread, traces)
 
 
 @contextlib.contextmanager
-def _traces(endpoint: str | None) -> "Iterator[Traces | None]":
-    """What sends spans there, None where nobody wants them. Raises ConfigError."""
+def _span_recorder(endpoint: str | None) -> "Iterator[SpanRecorder | None]":
+    """Yield the recorder of spans for a collector; None without one. Raises ConfigError."""
     if endpoint is None:
         yield None
         return
-    from lockstep.serve.telemetry.traces import Traces, otlp_exporter
+    from lockstep.serve.telemetry.traces import SpanRecorder, otlp_exporter
 
-    with contextlib.closing(Traces(otlp_exporter(endpoint))) as traces:
+    with contextlib.closing(SpanRecorder(otlp_exporter(endpoint))) as traces:
         yield traces
 
 
@@ -98,11 +100,11 @@ def _run(
     settings: dict[str, Any],
     address: "Address",
     options: "Options",
-    names: tuple[str, ...],
+    model_names: tuple[str, ...],
     in_thread: bool,
-    traces: "Traces | None",
+    traces: "SpanRecorder | None",
 ) -> None:
-    """Binds first, so that nobody loads a model in vain."""
+    """Load the model and serve it. The address is bound first, since loading takes long."""
     from lockstep.engine.async_engine import AsyncEngine
     from lockstep.serve.http.access import is_loopback
     from lockstep.serve.server import serve as run
@@ -110,20 +112,20 @@ def _run(
     from lockstep.worker.roofline import StepFloors
 
     listener = address.bind()
-    for name in address.unused():
+    for name in address.unused_options():
         note(f"--{name} has no effect with --uds.", "yellow")
     if not (options.rules.keys or address.uds or is_loopback(address.host)):
         note(f"host={address.host} is open to the network, without a key: set --api-key.", "yellow")
     try:
         if in_thread:
-            served = _in_thread(settings)
+            loaded = _load_in_thread(settings)
         else:
-            served = _in_process(settings, options)
+            loaded = _load_in_process(settings, options)
     except BaseException:
         listener.close()
         raise
-    transport, processor, facts, rates = served
-    limits = replace(options.limits, running=facts.plan.max_num_seqs)
+    transport, processor, facts, rates = loaded
+    limits = replace(options.limits, max_running=facts.plan.max_num_seqs)
     options = replace(options, limits=limits)
     client = AsyncEngine(transport)
     client.start()
@@ -132,7 +134,7 @@ def _run(
             client,
             processor,
             listener,
-            model_names=names,
+            model_names=model_names,
             fingerprint=facts.fingerprint,
             address=address,
             options=options,
@@ -145,8 +147,8 @@ def _run(
         end_at_next_interrupt()
 
 
-def _in_thread(settings: dict[str, Any]) -> "Served":
-    """An engine in a thread of this process."""
+def _load_in_thread(settings: dict[str, Any]) -> "LoadedEngine":
+    """Load an engine that runs in a thread of this process."""
     from lockstep.engine.thread_transport import ThreadTransport
     from lockstep.worker.device_rates import rates_of
 
@@ -155,17 +157,17 @@ def _in_thread(settings: dict[str, Any]) -> "Served":
     return ThreadTransport(llm.engine), llm.processor, llm.engine.facts, rates
 
 
-def _in_process(settings: dict[str, Any], options: "Options") -> "Served":
-    """An engine in a process of its own; here is only its text side."""
+def _load_in_process(settings: dict[str, Any], options: "Options") -> "LoadedEngine":
+    """Start a process with an engine, and load its tokenizer here."""
     from lockstep.engine.process_transport import ProcessTransport
     from lockstep.engine_args import EngineArgs
     from lockstep.llm import processor_of
-    from lockstep.serve.engine_factory import served_engine
+    from lockstep.serve.engine_factory import engine_factory
 
     config, text = EngineArgs(**settings).read()
-    make = partial(served_engine, config, text, options.logs)
+    make_engine = partial(engine_factory, config, text, options.log_format)
     with progress_bar() as show:
-        transport = ProcessTransport(make, options.limits.step_seconds, show)
+        transport = ProcessTransport(make_engine, options.limits.max_step_seconds, show)
     show_start(transport.facts)
     try:
         processor = processor_of(transport.facts, text)
@@ -175,31 +177,33 @@ def _in_process(settings: dict[str, Any], options: "Options") -> "Served":
     return transport, processor, transport.facts, transport.rates
 
 
-def _rules(
+def _access_rules(
     hosts: tuple[str, ...],
     keys: Sequence[str] | None,
     key_file: str | None,
     mebibytes: float,
-    root: str = "",
-) -> Any:
-    from lockstep.serve.http.access import MEBIBYTE, Rules
+    root_path: str = "",
+) -> "AccessRules":
+    """Return the rules of access. Raises ConfigError for an invalid key."""
+    from lockstep.serve.http.access import MEBIBYTE, AccessRules
 
-    found = [*(keys or ()), *(read_keys(key_file) if key_file is not None else ())]
-    if any(not key.strip() or not key.isprintable() for key in found) or len(found) > MOST_KEYS:
+    all_keys = [*(keys or ()), *(read_keys(key_file) if key_file is not None else ())]
+    is_invalid = any(not key.strip() or not key.isprintable() for key in all_keys)
+    if is_invalid or len(all_keys) > MAX_KEYS:
         raise ConfigError(
             f"api_key is not allowed to be empty or to hold control characters; allowed: up to "
-            f"{MOST_KEYS} keys of printable characters. Mend it or leave it out."
+            f"{MAX_KEYS} keys of printable characters. Correct --api-key, or leave it out."
         )
-    return Rules(
+    return AccessRules(
         hosts=hosts,
-        keys=tuple(key.strip() for key in found),
-        body_bytes=int(mebibytes * MEBIBYTE),
-        root_path=root,
+        keys=tuple(key.strip() for key in all_keys),
+        max_body_bytes=int(mebibytes * MEBIBYTE),
+        root_path=root_path,
     )
 
 
 def read_keys(path: str) -> list[str]:
-    """The keys of a file with a key a line. Raises ConfigError."""
+    """Return the keys of a file with one key per line. Raises ConfigError."""
     try:
         lines = read_named(path).splitlines()
     except (OSError, ValueError) as error:
@@ -213,38 +217,41 @@ def read_keys(path: str) -> list[str]:
     return keys
 
 
-def _pages(server: ServerSettings) -> Any:
-    """What web pages of other origins may do. Raises ConfigError where that would be anything."""
-    from lockstep.serve.app import Pages
+def _cross_origin(server: ServerSettings) -> "CrossOrigin":
+    """Return the permissions of web pages of other origins.
+
+    Raises ConfigError for credentials with any origin.
+    """
+    from lockstep.serve.app import CrossOrigin
 
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError(
             "allow_credentials=True is not allowed with allowed_origins='*': any web page could "
             "ask in its reader's name. Name the origins, or leave one of them out."
         )
-    found = Pages(server.allowed_origins, allow_credentials=server.allow_credentials)
-    given: dict[str, Any] = {
+    permissions = CrossOrigin(server.allowed_origins, allow_credentials=server.allow_credentials)
+    changes: dict[str, Any] = {
         "allow_methods": server.allowed_methods,
         "allow_headers": server.allowed_headers,
     }
-    return replace(found, **{name: value for name, value in given.items() if value})
+    return replace(permissions, **{name: value for name, value in changes.items() if value})
 
 
-def _tls(server: ServerSettings) -> dict[str, Any]:
-    """uvicorn's settings; {} without TLS. Raises ConfigError, before a model is loaded."""
+def _tls_settings(server: ServerSettings) -> dict[str, Any]:
+    """Return uvicorn's settings of TLS; {} without TLS. Raises ConfigError."""
     from lockstep.serve.server import check_tls
 
     if server.ssl_certfile is None:
         if server.ssl_keyfile or server.ssl_ca_certs or server.ssl_cert_reqs:
             raise ConfigError("ssl_certfile is missing; TLS needs --ssl-certfile.")
         return {}
-    found = {
+    required = {
         "ssl_certfile": server.ssl_certfile,
         "ssl_keyfile": server.ssl_keyfile,
         "ssl_keyfile_password": server.ssl_keyfile_password,
         "ssl_cert_reqs": server.ssl_cert_reqs,
     }
-    more = {"ssl_ca_certs": server.ssl_ca_certs, "ssl_ciphers": server.ssl_ciphers}
-    settings = found | {name: value for name, value in more.items() if value}
+    optional = {"ssl_ca_certs": server.ssl_ca_certs, "ssl_ciphers": server.ssl_ciphers}
+    settings = required | {name: value for name, value in optional.items() if value}
     check_tls(settings)
     return settings

@@ -22,7 +22,7 @@ from lockstep.cli.show import print_json
 from lockstep.errors import ConfigError, brief
 
 if TYPE_CHECKING:
-    from lockstep.serve.telemetry.metrics_reader import Frame, Period, Source
+    from lockstep.serve.telemetry.metrics_reader import Frame, MetricsReader, Period
 
 Wait = Callable[[float], bool]
 USUAL_URL = "http://127.0.0.1:8000"
@@ -52,7 +52,7 @@ def top(
     Reads its /metrics. q or Ctrl-C ends it.
     """
     from lockstep.cli.serve import read_keys
-    from lockstep.serve.telemetry.metrics_reader import Source
+    from lockstep.serve.telemetry.metrics_reader import MetricsReader
 
     if not (once or json or sys.stdout.isatty()):
         raise ConfigError(
@@ -65,45 +65,45 @@ def top(
             f"URL={brief(address)} and --url={brief(url)} are two servers; allowed: one. Leave one "
             "of them out."
         )
-    source = Source(address or url or USUAL_URL, key)
+    reader = MetricsReader(address or url or USUAL_URL, key)
     try:
         if json or once:
-            _print(source, interval, once, json)
+            _print(reader, interval, once, json)
         else:
-            watch(source, interval)
+            watch(reader, interval)
     except KeyboardInterrupt:
         return
 
 
-def _print(source: "Source", interval: float, once: bool, json: bool) -> None:
+def _print(reader: "MetricsReader", interval: float, once: bool, json: bool) -> None:
     """Frames one below the other."""
 
     def show(frame: "Frame") -> bool:
         if json:
             print_json(asdict(frame))
         else:
-            Console(highlight=False).print(view(frame, source.url))
+            Console(highlight=False).print(view(frame, reader.url))
         return not once
 
-    _follow(source, interval, show)
+    _follow(reader, interval, show)
 
 
-def watch(source: "Source", interval: float) -> None:
+def watch(reader: "MetricsReader", interval: float) -> None:
     """Show frames one over the other until q is typed; while there is no answer, say so.
 
     Raises ConfigError where the server does not answer at all.
     """
-    source.read()
+    reader.read()
     with _q_typed() as q_typed, Live(screen=True, auto_refresh=False) as live:
 
         def show(frame: "Frame") -> bool:
-            live.update(view(frame, source.url), refresh=True)
+            live.update(view(frame, reader.url), refresh=True)
             return True
 
         ended = False
         while not ended:
             try:
-                _follow(source, interval, show, q_typed)
+                _follow(reader, interval, show, q_typed)
                 ended = True
             except ConfigError as error:
                 live.update(Text(str(error), style="yellow"), refresh=True)
@@ -141,7 +141,7 @@ def _pause(seconds: float) -> bool:
 
 
 def _follow(
-    source: "Source",
+    reader: "MetricsReader",
     interval: float,
     show: Callable[["Frame"], bool],
     wait: Wait = _pause,
@@ -149,9 +149,9 @@ def _follow(
     """Show a frame per interval, until `show` wants no more or `wait` ends. Raises ConfigError."""
     from lockstep.serve.telemetry.metrics_reader import frame
 
-    before = source.read()
+    before = reader.read()
     while not wait(interval):
-        after = source.read()
+        after = reader.read()
         if not show(frame(before, after)):
             return
         before = after

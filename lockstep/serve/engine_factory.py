@@ -1,4 +1,4 @@
-"""The server's engine as its own process makes it."""
+"""Factory of the engine in the engine's process."""
 
 from collections.abc import Callable
 
@@ -6,16 +6,16 @@ from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.engine.engine_process import MakeGrammar
 from lockstep.llm import hosted_engine
-from lockstep.serve.telemetry.logs import LogFormat, write_logs
+from lockstep.serve.telemetry.logs import LogFormat, configure_logs
 from lockstep.text.settings import TextSettings
 
 
-def served_engine(
+def engine_factory(
     config: EngineConfig,
     text: TextSettings,
-    logs: LogFormat,
+    log_format: LogFormat,
     progress: Callable[[str, int, int], None],
 ) -> tuple[Engine, MakeGrammar]:
-    """Return hosted_engine() of these settings, in a process that logs as the server does."""
-    write_logs(logs)
+    """Return hosted_engine() of these settings; the process logs in the format of the server."""
+    configure_logs(log_format)
     return hosted_engine(config, text, progress)

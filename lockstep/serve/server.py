@@ -1,4 +1,4 @@
-"""Running the server: sockets, TLS, signals, and the lines that show how to ask."""
+"""The server process: sockets, TLS, signals, shutdown, and the startup message."""
 
 import asyncio
 import contextlib
@@ -21,14 +21,15 @@ from fastapi import FastAPI
 
 from lockstep.engine.engine_loop import keep_from_collection
 from lockstep.errors import ConfigError, EngineDeadError
-from lockstep.serve.app import Pages, create_app
-from lockstep.serve.http.access import Rules
+from lockstep.serve.app import CrossOrigin, create_app
+from lockstep.serve.http.access import AccessRules
 from lockstep.serve.http.connections import MAX_DROPPED_BYTES, BoundedProtocol
-from lockstep.serve.requests.service import Client, Limits, Service
-from lockstep.serve.telemetry.logs import LogFormat, log_request, write_logs
+from lockstep.serve.requests.engine_client import EngineClient
+from lockstep.serve.requests.service import Limits, Service
+from lockstep.serve.telemetry.logs import LogFormat, configure_logs, log_request
 from lockstep.serve.telemetry.metrics import Metrics, Prefix
-from lockstep.serve.telemetry.throughput import Throughput
-from lockstep.serve.telemetry.traces import Traces
+from lockstep.serve.telemetry.throughput import ThroughputLogger
+from lockstep.serve.telemetry.traces import SpanRecorder
 from lockstep.settings import why_unread
 from lockstep.text.processor import Processor
 from lockstep.worker.roofline import StepFloors
@@ -36,34 +37,37 @@ from lockstep.worker.roofline import StepFloors
 log = logging.getLogger("lockstep.serve")
 
 BACKLOG = 2048
-"""Connections that wait to be taken, as in uvicorn; more of them time out or are reset."""
+"""Maximum connections that wait to be accepted, as in uvicorn. More time out or are reset."""
 SPARE_DESCRIPTORS = 64
-"""Descriptors that are not for connections: files, the engine, logs."""
+"""File descriptors that are reserved for files, the engine and logs."""
 TLS_FILES = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-END_SECONDS = 5.0
-"""How long clients have to read the last event of a stream that was ended."""
-TICK_SECONDS = 0.05
-"""Time between two looks at what a server that is shutting down waits for."""
+FLUSH_SECONDS = 5.0
+"""Time that clients have to read the last event of a stream that the server ended."""
+POLL_SECONDS = 0.05
+"""Polling interval of a server that is shutting down."""
 STATS_SECONDS = 10.0
-"""Time between two lines of throughput."""
+"""Interval of log lines of throughput."""
 KEEP_ALIVE_SECONDS = 75.0
-"""Longer than the 60 s for which most proxies keep an idle connection: a server that closes first
-lets a proxy send a request into a connection that is gone."""
-CLOSE = (b"connection", b"close")
+"""Longer than the 60 s for which most proxies keep an idle connection. If the server closed first,
+a proxy could send a request into a closed connection."""
+CLOSE_HEADER = (b"connection", b"close")
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server listens: a host and a port, or a Unix socket's path."""
+    """Address that the server listens on: a host and a port, or the path of a Unix socket."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None
 
     def bind(self) -> socket.socket:
-        """An open socket; clients that connect wait until serve() takes them. ConfigError."""
+        """Return a listening socket. Clients that connect wait until serve() accepts them.
+
+        Raises ConfigError.
+        """
         if self.uds is not None:
-            return _bound_path(self.uds)
+            return _bind_path(self.uds)
         if not 0 <= self.port <= 65535:
             raise ConfigError(
                 f"port={self.port} is not allowed; allowed: 0 to 65535, 0 for any that is free. "
@@ -84,14 +88,14 @@ class Address:
             ) from error
         return listener
 
-    def unused(self) -> list[str]:
-        """What was chosen and a Unix socket has no use for."""
-        usual = Address()
-        chosen = (("host", self.host != usual.host), ("port", self.port != usual.port))
-        return [name for name, other in chosen if other and self.uds is not None]
+    def unused_options(self) -> list[str]:
+        """Return the names of options that were set and have no effect on a Unix socket."""
+        default = Address()
+        is_set = (("host", self.host != default.host), ("port", self.port != default.port))
+        return [name for name, differs in is_set if differs and self.uds is not None]
 
     def url(self, listener: socket.socket, tls: bool) -> str:
-        """The address as a client on this machine writes it."""
+        """Return the URL for a client on this machine."""
         if self.uds is not None:
             return "http://localhost"
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
@@ -99,8 +103,8 @@ class Address:
         return f"{'https' if tls else 'http'}://{shown}:{listener.getsockname()[1]}"
 
 
-def _bound_path(path: str) -> socket.socket:
-    """A Unix socket at the path, in the place of one that nobody listens on any more."""
+def _bind_path(path: str) -> socket.socket:
+    """Return a Unix socket at the path; it replaces a socket that no process listens on."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
@@ -123,16 +127,19 @@ def _remove_if_dead(path: str) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """How the server runs.
+    """Options of the server.
 
-    tls: uvicorn's ssl_* settings. drain_seconds: how long running requests may go on after SIGTERM.
-    keep_alive_seconds: how long an idle connection is kept. connections: most connections at once;
-    descriptors bound it too. pages: what web pages of other origins may do. metrics: what stands in
-    front of their names. logs: the form of the log's lines; log_requests: it has one for every
-    request; log_stats: one of throughput every STATS_SECONDS while there is work.
+    drain_seconds: time that running requests have to end after SIGTERM.
+    keep_alive_seconds: time for which an idle connection is kept.
+    max_connections: limit of open connections; file descriptors limit it, too.
+    tls: uvicorn's ssl_* settings.
+    cross_origin: permissions of web pages of other origins.
+    metrics_prefix: beginning of the names in /metrics.
+    log_requests: log a line for every request.
+    log_stats: log a line of throughput every STATS_SECONDS while there is work.
     """
 
-    rules: Rules = field(default_factory=Rules)
+    rules: AccessRules = field(default_factory=AccessRules)
     limits: Limits = field(default_factory=Limits)
     docs: bool = True
     playground: bool = True
@@ -140,18 +147,18 @@ class Options:
     cache_reset: bool = False
     drain_seconds: float = 30.0
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS
-    connections: int = 4096
+    max_connections: int = 4096
     log_level: str = "warning"
     tls: dict[str, Any] = field(default_factory=dict)
-    pages: Pages = field(default_factory=Pages)
-    metrics: Prefix = "lockstep"
-    logs: LogFormat = "text"
+    cross_origin: CrossOrigin = field(default_factory=CrossOrigin)
+    metrics_prefix: Prefix = "lockstep"
+    log_format: LogFormat = "text"
     log_requests: bool = False
     log_stats: bool = True
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server that lets requests end, and ends those that do not."""
+    """uvicorn's server with a shutdown that waits for requests, and then ends the rest."""
 
     def __init__(
         self, config: uvicorn.Config, service: Service, metrics: Metrics, options: Options
@@ -163,23 +170,26 @@ class _Server(uvicorn.Server):
         self.log_stats = options.log_stats
         self.failure: str | None = None
 
-    def fail(self, why: str) -> None:
-        """The engine has ended: so does the server, and the process says so."""
-        self.failure = why
+    def fail(self, reason: str) -> None:
+        """End the server because the engine has ended."""
+        self.failure = reason
         self.should_exit = True
 
     async def run_on(
-        self, listener: socket.socket, client: Client, on_start: Callable[[], None]
+        self, listener: socket.socket, client: EngineClient, on_start: Callable[[], None]
     ) -> None:
-        """Serves until the end, which may be the engine's. on_start: called once requests are
-        taken."""
+        """Serve until a signal, or until the engine ends.
+
+        on_start: called when the server accepts requests.
+        """
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_Overflows())
+        loop.set_exception_handler(_DescriptorErrorHandler())
 
-        def failed(why: str) -> None:
-            loop.call_soon_threadsafe(self.fail, why)
+        def on_engine_end(reason: str) -> None:
+            loop.call_soon_threadsafe(self.fail, reason)
 
-        client.on_end = failed
+        client.on_end = on_engine_end
+        # The engine may have ended before on_end was set.
         if not client.is_alive:
             self.fail("it ended while the server started")
         serving = asyncio.create_task(self.serve(sockets=[listener]))
@@ -194,56 +204,57 @@ class _Server(uvicorn.Server):
 
     async def _log_throughput(self) -> None:
         """Write a line of throughput every STATS_SECONDS while there is work."""
-        lines = Throughput(self.metrics.read(self.service.client.stats()))
+        throughput = ThroughputLogger(self.metrics.read(self.service.client.stats()))
         while True:
             await asyncio.sleep(STATS_SECONDS)
-            lines.log(self.metrics.read(self.service.client.stats()), STATS_SECONDS)
+            throughput.log(self.metrics.read(self.service.client.stats()), STATS_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals ask for the end; the process then ends by itself, not by the signal."""
+        """Handle signals as requests to shut down, without raising them again afterwards."""
         with super().capture_signals():
             yield
             self._captured_signals.clear()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let running requests end in their time, then end them, and close what is left.
+        """Wait for running requests up to drain_seconds, then end them and close all connections.
 
-        Until they have ended, new connections are accepted: a balancer may still send requests
-        here, which get a 503 with Retry-After where a refused connection would be an error.
+        Meanwhile, new connections are accepted: a load balancer may still send requests, and a 503
+        with Retry-After is better for it than a refused connection.
         """
-        self.service.close_doors()
+        self.service.stop_admission()
         self._close_after_answers()
         connections: set[Any] = self.server_state.connections
-        waited_for = [one.cycle for one in connections if one.is_busy]
+        busy_cycles = [connection.cycle for connection in connections if connection.is_busy]
         loop = asyncio.get_running_loop()
-        alarm = loop.call_later(self.drain_seconds, self.service.end_all)
-        end = loop.time() + self.drain_seconds + END_SECONDS
-        self._tell_what_runs()
+        timer = loop.call_later(self.drain_seconds, self.service.end_all)
+        end = loop.time() + self.drain_seconds + FLUSH_SECONDS
+        self._log_running_requests()
         while not (
-            self.force_exit or all(c.response_complete or c.disconnected for c in waited_for)
+            self.force_exit
+            or all(cycle.response_complete or cycle.disconnected for cycle in busy_cycles)
         ):
             if loop.time() > end:
                 break
-            await asyncio.sleep(TICK_SECONDS)
-        alarm.cancel()
-        await asyncio.sleep(TICK_SECONDS)  # what connected meanwhile is accepted and answered
+            await asyncio.sleep(POLL_SECONDS)
+        timer.cancel()
+        await asyncio.sleep(POLL_SECONDS)  # new connections are accepted and answered
         if self.force_exit:
             await self._abandon()
         await super().shutdown(sockets)
 
     def _close_after_answers(self) -> None:
-        """Announce with every answer from here on that its connection closes."""
-        headers = [*self.server_state.default_headers, CLOSE]
+        """Announce in every response from now on that its connection closes."""
+        headers = [*self.server_state.default_headers, CLOSE_HEADER]
         self.server_state.default_headers = headers
         connections: set[Any] = self.server_state.connections
-        for one in connections:
-            if one.is_busy:
-                one.cycle.default_headers = headers
-                one.cycle.keep_alive = False
+        for connection in connections:
+            if connection.is_busy:
+                connection.cycle.default_headers = headers
+                connection.cycle.keep_alive = False
 
-    def _tell_what_runs(self) -> None:
-        count = self.service.num_running
+    def _log_running_requests(self) -> None:
+        count = self.service.num_active
         if count:
             log.warning(
                 "shutting down: %d request(s) may run for %g s more (--shutdown-timeout); "
@@ -254,19 +265,19 @@ class _Server(uvicorn.Server):
 
     async def _abandon(self) -> None:
         """End all requests and connections at once."""
-        log.warning("shutting down without waiting: %d request(s) ended", self.service.num_running)
+        log.warning("shutting down without waiting: %d request(s) ended", self.service.num_active)
         self.service.end_all()
-        await asyncio.sleep(TICK_SECONDS)  # streams get their last event
-        for one in list(self.server_state.connections):
-            one.transport.abort()
-        # Applications end by themselves then; uvicorn logs a traceback of each it has to cancel.
-        deadline = asyncio.get_running_loop().time() + END_SECONDS
+        await asyncio.sleep(POLL_SECONDS)  # streams get their last event
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        # Applications end without their connection; uvicorn would cancel them with a traceback.
+        deadline = asyncio.get_running_loop().time() + FLUSH_SECONDS
         while self.server_state.tasks and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
 
 def serve(
-    client: Client,
+    client: EngineClient,
     processor: Processor,
     listener: socket.socket,
     *,
@@ -276,19 +287,23 @@ def serve(
     options: Options,
     floors: StepFloors | None = None,
     cache: Mapping[str, str] | None = None,
-    traces: Traces | None = None,
+    traces: SpanRecorder | None = None,
     show: Callable[[str], Any] = print,
 ) -> None:
-    """Serves until interrupted. `client` is started; the caller shuts it down afterwards.
-    model_names: that clients may use; answers bear the first. floors: of the engine's steps, shown
-    beside their times. cache: its sizes and settings, as /metrics tells them. traces: where a span
-    of every request goes.
+    """Serve until interrupted.
 
-    Raises EngineDeadError if the engine ended by itself, and ConfigError where TLS cannot be had.
+    client: already started; the caller shuts it down afterwards.
+    model_names: names that clients may use; responses have the first one.
+    floors: roofline times of the engine's steps, for /metrics.
+    cache: sizes and settings of the cache, for /metrics.
+    traces: recorder of a span for every request.
+    show: prints the startup message.
+
+    Raises EngineDeadError if the engine ended unexpectedly, and ConfigError if TLS fails.
     """
     model_name, *aliases = model_names
-    write_logs(options.logs, options.log_requests)
-    metrics = Metrics(model_name, options.metrics, floors, cache)
+    configure_logs(options.log_format, options.log_requests)
+    metrics = Metrics(model_name, options.metrics_prefix, floors, cache)
     on_record = [metrics.observe, log_request, *([traces.record] if traces else ())]
     service = Service(
         client, processor, model_name, fingerprint, options.limits, aliases, on_record
@@ -297,7 +312,7 @@ def serve(
         service,
         options.rules,
         options.docs,
-        options.pages,
+        options.cross_origin,
         metrics,
         options.playground,
         options.tokenizer_info,
@@ -308,11 +323,13 @@ def serve(
 
     def announce() -> None:
         url = address.url(listener, bool(options.tls))
-        chats = processor.template is not None
-        show(how_to_ask(url, model_name, chats, address.uds, bool(options.rules.keys)))
+        has_template = processor.template is not None
+        has_keys = bool(options.rules.keys)
+        show(startup_message(url, model_name, has_template, address.uds, has_keys))
         if options.playground and address.uds is None:
             show(f"  {url}/ is a playground, for a browser")
 
+    # Objects that live as long as the server need not be scanned by every garbage collection.
     keep_from_collection()
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
         uvloop.run(server.run_on(listener, client, announce))
@@ -321,13 +338,15 @@ def serve(
 
 
 def _config(app: FastAPI, options: Options) -> uvicorn.Config:
-    """uvicorn's settings, loaded."""
+    """Return uvicorn's settings, loaded."""
 
     class Protocol(BoundedProtocol):
-        # A quarter more may be open for a moment: those that are refused.
-        most = max(1, min(options.connections, (raise_descriptors() - SPARE_DESCRIPTORS) * 4 // 5))
-        # Whoever sends a body of an allowed size reads the answer that refuses it.
-        max_dropped_bytes = max(MAX_DROPPED_BYTES, options.rules.body_bytes)
+        # For a moment, a quarter more can be open: connections that are being refused.
+        max_connections = max(
+            1, min(options.max_connections, (raise_descriptors() - SPARE_DESCRIPTORS) * 4 // 5)
+        )
+        # A client that sends a body of an allowed size can read the response that refuses it.
+        max_dropped_bytes = max(MAX_DROPPED_BYTES, options.rules.max_body_bytes)
 
     config = uvicorn.Config(
         app,
@@ -336,10 +355,12 @@ def _config(app: FastAPI, options: Options) -> uvicorn.Config:
         lifespan="off",
         log_level=options.log_level,
         log_config=None,
-        backlog=min(BACKLOG, Protocol.most // 2 + 1),  # all of them are taken in one go
+        backlog=min(
+            BACKLOG, Protocol.max_connections // 2 + 1
+        ),  # uvicorn accepts all of them at once
         server_header=False,
         timeout_keep_alive=options.keep_alive_seconds,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=int(END_SECONDS),
+        timeout_graceful_shutdown=int(FLUSH_SECONDS),
         **options.tls,
     )
     config.load()
@@ -347,7 +368,7 @@ def _config(app: FastAPI, options: Options) -> uvicorn.Config:
 
 
 def check_tls(tls: Mapping[str, Any]) -> None:
-    """Raises ConfigError where uvicorn could not use these settings of its own: {} is no TLS."""
+    """Raise ConfigError for ssl_* settings that uvicorn could not use. {} is no TLS."""
     if not tls:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -368,7 +389,7 @@ def check_tls(tls: Mapping[str, Any]) -> None:
 
 
 def _why_unusable(tls: Mapping[str, Any], error: Exception) -> str:
-    """Return which TLS file cannot be read, and why; else what OpenSSL says of all of them."""
+    """Return which TLS file cannot be read, and why; otherwise the error of OpenSSL."""
     for name in TLS_FILES:
         if tls.get(name):
             try:
@@ -379,49 +400,58 @@ def _why_unusable(tls: Mapping[str, Any], error: Exception) -> str:
 
 
 def raise_descriptors() -> int:
-    """Lets the process have as many descriptors as it may; returns how many."""
+    """Raise the limit of file descriptors as far as allowed, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        return most
-    return most if soft == resource.RLIM_INFINITY else soft
+    limit = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
+    return limit if soft == resource.RLIM_INFINITY else soft
 
 
-class _Overflows:
-    """A loop's exception handler that tells of missing descriptors once a minute."""
+class _DescriptorErrorHandler:
+    """Exception handler of an event loop that logs missing file descriptors once a minute."""
 
     def __init__(self) -> None:
-        self._next = 0.0
+        self._next_log = 0.0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
-        elif loop.time() >= self._next:
-            self._next = loop.time() + 60
+        elif loop.time() >= self._next_log:
+            self._next_log = loop.time() + 60
             log.warning("no descriptors are left for new connections; they wait")
 
 
-def how_to_ask(
-    url: str, model_name: str, chats: bool = True, uds: str | None = None, keys: bool = False
+def startup_message(
+    url: str,
+    model_name: str,
+    has_template: bool = True,
+    uds: str | None = None,
+    has_keys: bool = False,
 ) -> str:
-    """The model, the URL, and a curl line that works as pasted; `keys`: with KEY replaced."""
-    question = "List the first 12 primes."  # the bundled model knows them, and little of the world
+    """Return the model, the URL and a curl command.
+
+    has_template: the model has a chat template. has_keys: the user must replace KEY.
+    """
+    question = (
+        "List the first 12 primes."  # the bundled model can do this, and knows little of the world
+    )
     body: dict[str, Any] = {"model": model_name, "temperature": 0}
-    if chats:
+    if has_template:
         address = f"{url}/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": question}]
     else:
         address = f"{url}/v1/completions"
         body["prompt"] = question
     headers = {"Content-Type": "application/json"}
-    if keys:
+    if has_keys:
         headers["Authorization"] = "Bearer KEY"
-    where = f"the Unix socket {uds}" if uds else f"{url}/v1 (base_url of OpenAI clients)"
+    location = f"the Unix socket {uds}" if uds else f"{url}/v1 (base_url of OpenAI clients)"
     via = f"--unix-socket {uds} " if uds else ""
     shown = " ".join(f"-H '{name}: {value}'" for name, value in headers.items())
     return (
-        f"Ready: the model {model_name!r} at {where}\n"
+        f"Ready: the model {model_name!r} at {location}\n"
         f"  curl -s {via}{address} {shown} -d '{json.dumps(body)}'"
     )

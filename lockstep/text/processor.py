@@ -484,35 +484,51 @@ class Processor:
     def requests(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> list[Request]:
-        """Return `params.n` engine requests with seeds seed, seed + 1, ...; max_tokens is reduced
-        to fit.
+        """Return `params.n` engine requests for a prompt: see tokenized_requests()."""
+        token_ids = self.prompt_ids(prompt, params)
+        conversation = prompt if isinstance(prompt, Rendered) else None
+        return self.tokenized_requests(
+            request_id, token_ids, params, priority, conversation, _salt_of(prompt)
+        )
 
-        Raises: RequestError.
+    def tokenized_requests(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        conversation: Rendered | None = None,
+        cache_salt: str = "",
+    ) -> list[Request]:
+        """Return `params.n` engine requests with the seeds seed, seed + 1, ...
+
+        token_ids: a prompt that prompt_ids() has checked. max_tokens is reduced to what the context
+        allows. conversation: the rendered prompt, whose answer may begin with reasoning. Compiles
+        the grammar. Raises RequestError.
         """
-        ids = self.prompt_ids(prompt, params)
-        salt = _salt_of(prompt)
         if params.stop_strings and (self.tokenizer is None or not params.detokenize):
             raise RequestError("stop needs text; remove stop or detokenize=False.", "stop")
-        max_tokens = self.max_model_len - len(ids)
+        max_new_tokens = self.max_model_len - len(token_ids)
         seed = secrets.randbits(48) if params.seed is None else params.seed
         changes: dict[str, Any] = {
             "n": 1,
-            "max_tokens": min(params.max_tokens or max_tokens, max_tokens),
+            "max_tokens": min(params.max_tokens or max_new_tokens, max_new_tokens),
             "bad_words_ids": self._bad_words(params),
         }
-        grammars = self._grammars(params, prompt, ids)
+        grammars = self._grammars(params, conversation or token_ids, token_ids)
         requests = []
         for i in range(params.n):
-            answer_seed = (seed + i + 2**63) % 2**64 - 2**63
+            # Seeds wrap around within 64 bits.
+            request_seed = (seed + i + 2**63) % 2**64 - 2**63
             requests.append(
                 Request(
                     id=request_id if params.n == 1 else f"{request_id}-{i}",
-                    prompt_token_ids=ids,
-                    params=replace(params, **changes, seed=answer_seed),
+                    prompt_token_ids=token_ids,
+                    params=replace(params, **changes, seed=request_seed),
                     priority=priority,
                     eos_token_ids=self.eos_ids,
-                    seed=answer_seed,
-                    cache_salt=salt,
+                    seed=request_seed,
+                    cache_salt=cache_salt,
                     grammar=next(grammars),
                 )
             )

@@ -77,7 +77,7 @@ class Scan:
         return Taken(self._release(text[start:], until), None, len(text))
 
     def flush(self) -> str:
-        """Return the text held back, after the last part."""
+        """Return the pending text, after the last part."""
         return self._release("", self._seen)
 
     def _step(self, char: str, index: int) -> None:

@@ -16,7 +16,7 @@ from lockstep.layers.linear import Gemm, Head
 from lockstep.spec import read
 from lockstep.worker.device_rates import H200, rates_of
 from lockstep.worker.roofline import Floor, Part, StepCosts, StepFloors, distinct_experts
-from tests.asking import make_engine
+from tests.bundled_model import make_engine
 from tests.spec.blocks import make_block_model
 from tests.tiny_model import CONFIG, DEEPSEEK, HYBRID_MOE, QWEN3, make_model
 

@@ -14,7 +14,7 @@ import pytest
 from lockstep import __main__ as command
 from lockstep.engine.stats import Stats
 from lockstep.serve.telemetry.metrics import Metrics
-from lockstep.serve.telemetry.metrics_reader import MOST_BYTES, Source
+from lockstep.serve.telemetry.metrics_reader import MAX_BYTES, MetricsReader
 from tests.http_server import QuietHandler, http_server
 
 TOP = import_module("lockstep.cli.top")
@@ -121,7 +121,7 @@ def test_the_live_view_outlives_its_server(
 
     monkeypatch.setattr(TOP, "Live", Screen)
     with pytest.raises(KeyboardInterrupt):
-        TOP.watch(Source(server.url), 0.01)
+        TOP.watch(MetricsReader(server.url), 0.01)
     assert seen == ["frame", "error", "frame"]
 
 
@@ -140,7 +140,7 @@ def test_q_ends_the_live_view(server: SimpleNamespace, monkeypatch: pytest.Monke
         monkeypatch.setattr("sys.stdin", stdin)
         typing = threading.Timer(0.3, os.write, (keyboard, b"xq"))
         typing.start()
-        TOP.watch(Source(server.url), 60.0)
+        TOP.watch(MetricsReader(server.url), 60.0)
         typing.join(10)
         assert termios.tcgetattr(stdin) == before
     os.close(keyboard)
@@ -175,6 +175,6 @@ def test_errors_name_what_is_wrong(server: SimpleNamespace, run: Any, tmp_path: 
     server.text = b"hello"
     status, _, err = run(server.url, "--once")
     assert status == 2 and "no num_requests_running" in err
-    server.text = b"#" * (MOST_BYTES + 1)
+    server.text = b"#" * (MAX_BYTES + 1)
     status, _, err = run(server.url, "--once")
     assert status == 2 and "larger than 4 MiB" in err

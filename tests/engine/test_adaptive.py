@@ -17,7 +17,7 @@ from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Outcome
 from lockstep.worker.step_observer import StepObserver
-from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
 PARAMS = [

@@ -21,7 +21,7 @@ from lockstep.errors import CapacityError, EngineDeadError, RequestError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.worker.executor import worker_of
-from tests.served import PATIENCE, plain, run, wait_until_empty
+from tests.engine_factories import PATIENCE, plain, run, wait_until_empty
 from tests.tiny_model import make_model
 
 LONG = 3000

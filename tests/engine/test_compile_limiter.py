@@ -3,7 +3,7 @@
 import threading
 
 from lockstep.engine.compile_limiter import CompileLimiter
-from tests.served import PATIENCE
+from tests.engine_factories import PATIENCE
 
 
 def test_the_next_waits_for_room() -> None:

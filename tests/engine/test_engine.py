@@ -11,7 +11,17 @@ from lockstep.outputs import RequestOutput
 from lockstep.scheduling.request import Request
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
-from tests.asking import DRAFTS, GREEDY, PROMPTS, TEXT, answer, assert_idle, bits, make_engine, one
+from tests.bundled_model import (
+    DRAFTS,
+    GREEDY,
+    PROMPTS,
+    TEXT,
+    answer,
+    assert_idle,
+    bits,
+    make_engine,
+    one,
+)
 from tests.tiny_model import THREE_LAYERS, make_model
 
 

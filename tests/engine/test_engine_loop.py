@@ -9,7 +9,7 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop, TokenUpdate
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
-from tests.asking import make_engine
+from tests.bundled_model import make_engine
 from tests.tiny_model import make_model
 
 

@@ -18,7 +18,7 @@ from lockstep.worker.executor import InProcessExecutor
 from lockstep.worker.hooks import NO_HOOKS
 from lockstep.worker.startup import WorkerStartup, smallest_fit
 from lockstep.worker.worker import Worker
-from tests.asking import GREEDY, PROMPTS, SEEDED
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED
 from tests.worker.test_grammar_masks import ByHistory
 
 DRAFTS = 2

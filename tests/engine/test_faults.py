@@ -17,7 +17,7 @@ from lockstep.errors import EngineDeadError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.worker.executor import worker_of
-from tests.asking import make_engine
+from tests.bundled_model import make_engine
 from tests.tiny_model import make_model
 
 PATIENCE = 60

@@ -12,7 +12,7 @@ from lockstep import LLM, SamplingParams
 from lockstep.outputs import RequestOutput
 from lockstep.scheduling.request import NO_TOKEN
 from lockstep.worker.executor import worker_of
-from tests.asking import assert_idle, bits, make_engine
+from tests.bundled_model import assert_idle, bits, make_engine
 from tests.tiny_model import CONFIG, QWEN3, make_model
 
 POISON = 90

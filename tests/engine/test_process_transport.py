@@ -29,8 +29,8 @@ from lockstep.errors import ConfigError, EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
-from tests import served
-from tests.served import run, wait_until, wait_until_empty
+from tests import engine_factories
+from tests.engine_factories import run, wait_until, wait_until_empty
 from tests.tiny_model import make_model
 
 LONG = 3000
@@ -55,7 +55,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def shared(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
     """One client for all tests, since a start takes seconds."""
-    found = AsyncEngine(ProcessTransport(partial(served.faulty, settings), STEP_SECONDS))
+    found = AsyncEngine(ProcessTransport(partial(engine_factories.faulty, settings), STEP_SECONDS))
     found.start()
     yield found
     found.shutdown()
@@ -176,7 +176,7 @@ def test_steps_on_a_gpu_run_beside_it() -> None:
 def test_what_is_compiled_does_not_take_the_signals_of_a_group(settings: dict[str, Any]) -> None:
     """LLVM takes them with the first pass, for one signal each; a second one would end it."""
     pytest.importorskip("triton")
-    transport = ProcessTransport(partial(served.compiling, settings), STEP_SECONDS)
+    transport = ProcessTransport(partial(engine_factories.compiling, settings), STEP_SECONDS)
     try:
         with open(f"/proc/{transport.pid}/status") as file:
             told = dict(line.split(":", 1) for line in file)
@@ -188,7 +188,7 @@ def test_what_is_compiled_does_not_take_the_signals_of_a_group(settings: dict[st
 
 def test_an_engine_that_is_lost_too_often_ends(settings: dict[str, Any]) -> None:
     told: list[str] = []
-    client = AsyncEngine(ProcessTransport(partial(served.faulty, settings), STEP_SECONDS))
+    client = AsyncEngine(ProcessTransport(partial(engine_factories.faulty, settings), STEP_SECONDS))
     client.on_end = told.append
     client.transport._starts.extend([time.monotonic()] * (MAX_RESTARTS - 1))
     assert client.transport._may_restart(), "this one is the last"
@@ -207,9 +207,15 @@ def test_an_engine_that_is_lost_too_often_ends(settings: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("make", "kind", "said"),
     [
-        (served.Signalled(), ConfigError, "dtype='x' is not allowed"),
-        pytest.param(served.breaking, ZeroDivisionError, "one by none", marks=pytest.mark.slow),
-        (served.exiting, EngineDeadError, "did not start: its process ended with status 7"),
+        (engine_factories.Signalled(), ConfigError, "dtype='x' is not allowed"),
+        pytest.param(
+            engine_factories.breaking, ZeroDivisionError, "one by none", marks=pytest.mark.slow
+        ),
+        (
+            engine_factories.exiting,
+            EngineDeadError,
+            "did not start: its process ended with status 7",
+        ),
     ],
 )
 def test_a_start_that_fails_says_why(make: Any, kind: type[Exception], said: str) -> None:
@@ -218,7 +224,7 @@ def test_a_start_that_fails_says_why(make: Any, kind: type[Exception], said: str
         ProcessTransport(partial(make, {}), 60.0, lambda *progress: shown.append(progress))
     assert shown == ([("loading", 1, 2)] if kind is ConfigError else [])
     notes = "".join(getattr(raised.value, "__notes__", []))
-    assert ("served.py" in notes) == (make is served.breaking)
+    assert ("engine_factories.py" in notes) == (make is engine_factories.breaking)
 
 
 class FakeTransport:

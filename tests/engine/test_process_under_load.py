@@ -16,8 +16,8 @@ from lockstep.engine.async_engine import ENGINE_RESTARTED, AsyncEngine, Stream
 from lockstep.engine.process_transport import ProcessTransport
 from lockstep.engine.token_update import TokenUpdate
 from lockstep.scheduling.request import Request
-from tests import served
-from tests.served import run, wait_until_empty
+from tests import engine_factories
+from tests.engine_factories import run, wait_until_empty
 
 REQUESTS = 16
 ROWS = 4
@@ -71,7 +71,7 @@ def expected(settings: dict[str, Any]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def client(settings: dict[str, Any], expected: list[list[int]]) -> Iterator[AsyncEngine]:
     """The engine in its process, drafting; `expected` has compiled what it needs by then."""
-    make = partial(served.plain, settings | {"speculative_config": DRAFTING})
+    make = partial(engine_factories.plain, settings | {"speculative_config": DRAFTING})
     found = AsyncEngine(ProcessTransport(make, STEP_SECONDS))
     found.start()
     yield found

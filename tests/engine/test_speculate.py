@@ -9,7 +9,7 @@ from lockstep import LLM
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.scheduling.request import Request
 from lockstep.worker.hooks import CheckHooks
-from tests.asking import DRAFTS, GREEDY, PROMPTS, SEEDED, make_engine
+from tests.bundled_model import DRAFTS, GREEDY, PROMPTS, SEEDED, make_engine
 
 PARAMS = [replace(GREEDY, max_tokens=14), replace(SEEDED, max_tokens=14)] * 2
 WORLDS: dict[str, tuple[CheckHooks, dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from lockstep import LLM, SamplingParams, StructuredOutputsParams
 from lockstep.errors import RequestError
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.worker.hooks import CheckHooks
-from tests.asking import PROMPTS, SEEDED, answer, make_engine
+from tests.bundled_model import PROMPTS, SEEDED, answer, make_engine
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels import architecture
-from lockstep.kernels.attention import quantized_hopper
+from lockstep.kernels.attention import hopper, quantized_hopper
 from lockstep.kernels.attention import triton as attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import load
@@ -128,11 +128,22 @@ def compile_unpacking_warps() -> None:
     JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
     knobs.runtime.add_stages_inspection_hook = None
     given = paged(((300, 4),), 24, 4, 256, 64, torch.bfloat16, format=KERNEL_FORMATS["fp8_e4m3"])
-    shape = quantized_hopper.choose_shape(1, 24, 4, 256, 2, target.processors)
+    shape = quantized_hopper.choose_shape(1, 24, 4, 256, 2, target.num_sms)
     with mock.patch.object(quantized_hopper, "compile_target", lambda device: target):
         quantized_hopper.paged_attention_quantized_hopper(**given, shape=shape)
     code = dict(launches.code)
     assert "wgmma.mma_async" in code["_split_kv_kernel"]
+
+
+def compile_prefill() -> None:
+    """Compile Hopper's kernel for long queries, with heads of both dims, to machine code."""
+    launches = compile_launches.Launches()
+    JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
+    knobs.runtime.add_stages_inspection_hook = None
+    for dim in (128, 256):
+        hopper.paged_attention_hopper(**paged(((0, 70),), 8, 2, dim, 64, torch.bfloat16))
+    code = [ptx for name, ptx in launches.code if name == "_prefill_kernel"]
+    assert len(code) == 2 and all("wgmma.mma_async" in ptx for ptx in code)
 
 
 def main(arches: list[int], quick: bool) -> None:
@@ -147,6 +158,8 @@ def main(arches: list[int], quick: bool) -> None:
         if arch == architecture.HOPPER:
             compile_unpacking_warps()
             print(arch, "unpacking warps", flush=True)
+            compile_prefill()
+            print(arch, "prefill", flush=True)
 
 
 if __name__ == "__main__":

@@ -396,7 +396,7 @@ FAULTS = (
     ),
     Fault(
         "a large body is parsed at once", "request", "serve.http.json_body", "BodyReader.read",
-        "if len($body) < LARGE:\n"
+        "if len($body) < LARGE_BODY_BYTES:\n"
         "    ...",
         "if $body:\n"
         "    ...",
@@ -409,7 +409,8 @@ FAULTS = (
     ),
     # Requests and the cache.
     Fault(
-        "completions of a request share a seed", "text", "text.processor", "Processor.requests",
+        "completions of a request share a seed", "text", "text.processor",
+        "Processor.tokenized_requests",
         "$mine = ($seed + $i + 2 ** 63) % 2 ** 64 - 2 ** 63",
         "$mine = ($seed + 2 ** 63) % 2 ** 64 - 2 ** 63",
     ),

@@ -1,4 +1,4 @@
-"""How the tests ask the server: through a client of OpenAI, or with a body for a path."""
+"""Calls of the server's API: through the official clients, or with a body for a path."""
 
 import asyncio
 from importlib import import_module

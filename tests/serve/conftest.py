@@ -25,16 +25,16 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
 def server(processor: Processor) -> SimpleNamespace:
     """`says(text)` sets the answer; `openai()` and `http()` give clients, for `async with`."""
     eos = processor.tokenizer.fast.token_to_id("<|im_end|>")
-    found = SimpleNamespace(text="hello fox", eos=eos)
-    found.client = FakeClient(lambda request: [*processor.tokenizer.encode(found.text), eos])
-    found.app = create_app(Service(found.client, processor, "tiny", "ls-test"))
+    result = SimpleNamespace(text="hello fox", eos=eos)
+    result.client = FakeClient(lambda request: [*processor.tokenizer.encode(result.text), eos])
+    result.app = create_app(Service(result.client, processor, "tiny", "ls-test"))
 
     def http() -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(app=found.app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(app=result.app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://test")
 
-    found.http = http
-    found.openai = lambda: openai.AsyncOpenAI(
+    result.http = http
+    result.openai = lambda: openai.AsyncOpenAI(
         base_url="http://test/v1", api_key="none", http_client=http(), max_retries=0
     )
-    return found
+    return result

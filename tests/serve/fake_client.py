@@ -105,7 +105,9 @@ class FakeClient:
 
 
 def _sources(count: int, speculate: bool) -> tuple[TokenSource, ...]:
-    """All but the last were drafted, where the request wants drafts."""
+    """Return the sources of the tokens of one step. All but the last are drafts, if the request
+    allows them.
+    """
     if not speculate:
         return ("plain",) * count
     return (*("draft",) * (count - 1), "bonus") if count else ()
@@ -117,7 +119,7 @@ def _scores(token: int) -> dict[int, Logprob]:
 
 
 async def ask_and_leave(server: SimpleNamespace, path: str, body: Any, requests: int) -> None:
-    """Posts to the application, and goes away once its client has so many requests."""
+    """Post to the application, and disconnect when its client has this number of requests."""
     gone = asyncio.Event()
     sent = json.dumps(body).encode()
     messages = [{"type": "http.request", "body": sent, "more_body": False}]

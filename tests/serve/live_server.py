@@ -1,4 +1,4 @@
-"""The bundled model behind the server on a socket of its own, and clients of it."""
+"""The bundled model as a server on its own socket, and clients of it."""
 
 import asyncio
 import contextlib
@@ -90,7 +90,7 @@ def listening(
 
 
 def wait_until(condition: Any) -> None:
-    """Returns once it holds; fails after PATIENCE seconds."""
+    """Wait for a condition; fail after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -100,12 +100,12 @@ def wait_until(condition: Any) -> None:
 def chat(server: SimpleNamespace, messages: list[Any], **options: Any) -> Any:
     """An answer, or the list of its chunks."""
     options = {"temperature": 0, "max_tokens": 80, **options}
-    found = server.ask.chat.completions.create(model="lockstep", messages=messages, **options)
-    return list(found) if options.get("stream") else found
+    response = server.ask.chat.completions.create(model="lockstep", messages=messages, **options)
+    return list(response) if options.get("stream") else response
 
 
 def complete(server: SimpleNamespace, prompt: Any = CODE, **options: Any) -> Any:
     """The same of /v1/completions."""
     options = {"temperature": 0, "max_tokens": 16, **options}
-    found = server.ask.completions.create(model="lockstep", prompt=prompt, **options)
-    return list(found) if options.get("stream") else found
+    response = server.ask.completions.create(model="lockstep", prompt=prompt, **options)
+    return list(response) if options.get("stream") else response

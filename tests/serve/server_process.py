@@ -1,4 +1,4 @@
-"""The server as a process of its own, on a Unix socket."""
+"""The server as a process, on a Unix socket."""
 
 import contextlib
 import socket
@@ -60,7 +60,7 @@ def engine_of(running: "subprocess.Popen[str]") -> int:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether no such process runs any more."""
+    """Return whether the process has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -18,21 +18,21 @@ TRACED = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01", "X-Request-Id": "m
 def collecting() -> Iterator[SimpleNamespace]:
     """A collector: `url`, `paths` that were asked for, and `spans` that came, each with what it is
     of."""
-    found = SimpleNamespace(spans=[], paths=[])
+    result = SimpleNamespace(spans=[], paths=[])
 
     class Collect(QuietHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             sent = ExportTraceServiceRequest.FromString(body)
-            found.paths.append(self.path)
+            result.paths.append(self.path)
             for resource in sent.resource_spans:
                 for scope in resource.scope_spans:
-                    found.spans += [(resource.resource, span) for span in scope.spans]
+                    result.spans += [(resource.resource, span) for span in scope.spans]
             self.send_response(200)
             self.end_headers()
 
-    with http_server(Collect) as found.url:
-        yield found
+    with http_server(Collect) as result.url:
+        yield result
 
 
 def values(attributes: Any) -> dict[str, Any]:

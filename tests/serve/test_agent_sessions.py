@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.serve.app import create_app
 from lockstep.serve.http.errors import TYPE_REMEDIES
-from lockstep.serve.openai.responses.protocol import DROPPED, AnyItem
+from lockstep.serve.openai.responses.protocol import DROPPED_TYPES, AnyItem
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.text.processor import Processor
 from lockstep.text.tokenizers.tokenizer import Tokenizer
@@ -117,16 +117,16 @@ def next_entries(path: str, said: list[dict[str, Any]], turn: Any, how: str) -> 
     results = turn.get("results", [])
     if path == RESPONSES:
         calls = [item for item in said if item["type"] in OUTPUTS]
-        found = [returned(item, how) for item in said]
-        found += map(result_of, calls, results)
-        return [*found, *turn.get("add", [])]
-    found = [{"role": "assistant", "content": said}] if said else []
+        values = [returned(item, how) for item in said]
+        values += map(result_of, calls, results)
+        return [*values, *turn.get("add", [])]
+    values = [{"role": "assistant", "content": said}] if said else []
     uses = [block["id"] for block in said if block["type"] == "tool_use"]
     given = [
         {"type": "tool_result", "tool_use_id": use, "content": result}
         for use, result in zip(uses, results, strict=True)
     ]
-    return [*found, *([{"role": "user", "content": given}] if given else []), *turn.get("add", [])]
+    return [*values, *([{"role": "user", "content": given}] if given else []), *turn.get("add", [])]
 
 
 @pytest.mark.parametrize("path", SESSIONS, ids=lambda path: path.stem)
@@ -226,8 +226,8 @@ def test_a_search_for_tools_is_the_clients(server: Any, processor: Any) -> None:
 @pytest.mark.parametrize("name", ["local_shell", "shell", "apply_patch"])
 def test_a_choice_names_a_tool_that_the_api_defines(server: Any, name: str) -> None:
     tools = [{"type": "local_shell"}, {"type": "shell"}, {"type": "apply_patch"}]
-    found = post(server, RESPONSES, input="x", tools=tools, tool_choice={"type": name})
-    assert found.status_code == 200, found.text
+    response = post(server, RESPONSES, input="x", tools=tools, tool_choice={"type": name})
+    assert response.status_code == 200, response.text
     assert f"<function={name}>" in server.client.requests[-1].params.structured_outputs.grammar
 
 
@@ -245,14 +245,14 @@ def test_a_reference_is_the_item_that_it_names(server: Any, processor: Any) -> N
         ([{**reference, "id": "x"}], 404, "store: false"),
         ([{**reference, "id": item.id[:-1] + "7"}], 404, "is not known"),
     ]:
-        found = post(server, RESPONSES, input=items)
-        assert found.status_code == status, found.text
-        assert told in found.json()["error"]["message"]
+        response = post(server, RESPONSES, input=items)
+        assert response.status_code == status, response.text
+        assert told in response.json()["error"]["message"]
 
 
 def test_references_outlive_the_responses_of_earlier_turns(server: Any, processor: Any) -> None:
-    """Of a conversation only the latest response is asked for."""
-    service = Service(server.client, processor, "tiny", "ls-test", Limits(stored_responses=1))
+    """Only the latest response of the conversation is still stored."""
+    service = Service(server.client, processor, "tiny", "ls-test", Limits(max_stored_responses=1))
     server.app = create_app(service)
     conversation: list[Any] = []
     for text in ("hello fox", "lazy dog", "quick brown"):
@@ -323,9 +323,9 @@ def test_a_summary_is_read_where_reasoning_has_no_content(server: Any, processor
     ],
 )
 def test_a_refusal_names_the_place_and_a_remedy(server: Any, body: Any, told: str) -> None:
-    found = post(server, RESPONSES, **{"input": "x", **body})
-    assert found.status_code == 400, found.text
-    assert told in found.json()["error"]["message"], found.text
+    response = post(server, RESPONSES, **{"input": "x", **body})
+    assert response.status_code == 400, response.text
+    assert told in response.json()["error"]["message"], response.text
 
 
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
@@ -357,13 +357,13 @@ def test_a_refusal_of_messages_names_the_place(
 ) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}, entry]}
     body |= {"max_tokens": 9} if path == MESSAGES else {}
-    found = post(server, path, **body)
-    assert found.status_code == 400, found.text
-    assert found.json()["error"]["message"].startswith(told), found.text
+    response = post(server, path, **body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"].startswith(told), response.text
 
 
 def test_the_page_says_what_becomes_of_every_item() -> None:
-    """Of those that OpenAI's library knows, and those that are known here."""
+    """The page lists all items of OpenAI's library and of this server."""
     from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
     official = {
@@ -378,5 +378,5 @@ def test_the_page_says_what_becomes_of_every_item() -> None:
     shown = {kind.strip(" `"): why for kinds, why in rows for kind in kinds.split(",")}
     assert official - shown.keys() - {"message"} == set()
     assert {kind for kind, why in shown.items() if "400" not in why} == here
-    assert {kind for kind, why in shown.items() if "dropped" in why} == set(DROPPED)
+    assert {kind for kind, why in shown.items() if "dropped" in why} == set(DROPPED_TYPES)
     assert {kind for kind, why in shown.items() if "400" in why} <= TYPE_REMEDIES.keys()

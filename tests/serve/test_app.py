@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from lockstep.engine.stats import Stats
 from lockstep.errors import RequestError
-from lockstep.serve.server import how_to_ask
+from lockstep.serve.server import startup_message
 from lockstep.serve.telemetry.metrics import Metrics
 from tests.serve.api_calls import complete
 from tests.serve.fake_client import ask_and_leave
@@ -37,8 +37,10 @@ def test_completion_and_stream(server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs(server, processor, stream):
     server.text = "hello lazy fox"
-    found = complete(server, prompt="the dog", echo=True, logprobs=1, max_tokens=50, stream=stream)
-    choices = [c.choices[0] for c in found] if stream else found.choices
+    response = complete(
+        server, prompt="the dog", echo=True, logprobs=1, max_tokens=50, stream=stream
+    )
+    choices = [c.choices[0] for c in response] if stream else response.choices
     assert "".join(c.text for c in choices) == "the doghello lazy fox"
     tokens = [t for c in choices for t in c.logprobs.tokens]
     assert "".join(tokens) == "the doghello lazy fox<|im_end|>"
@@ -49,14 +51,14 @@ def test_echo_with_logprobs(server, processor, stream):
 
 
 def test_a_prompt_without_the_tokens_that_the_tokenizer_adds(server, processor):
-    """As those send it who have rendered a chat template themselves."""
+    """Clients that render the chat template themselves send this option."""
     begin = processor.tokenizer.fast.token_to_id("<|im_start|>")
     added = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", begin)])
     processor.tokenizer.fast.post_processor = added
     try:
         for options in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
-            found = complete(server, prompt=["the", "a"], echo=True, extra_body=options)
-            assert [choice.text for choice in found.choices] == ["thehello fox", "ahello fox"]
+            response = complete(server, prompt=["the", "a"], echo=True, extra_body=options)
+            assert [choice.text for choice in response.choices] == ["thehello fox", "ahello fox"]
         first = [request.prompt_token_ids[0] == begin for request in server.client.requests]
         assert first == [True, True, True, True, False, False]
     finally:
@@ -65,7 +67,7 @@ def test_a_prompt_without_the_tokens_that_the_tokenizer_adds(server, processor):
 
 @pytest.mark.parametrize("step", [1, 3, 80])
 def test_offsets_are_places_in_the_text(server, step):
-    """Of characters that are several tokens, of tokens that are held back, whole or streamed."""
+    """Characters of several tokens and tokens whose text must wait, with and without streaming."""
     server.client.step = step
     server.text = "a 🦊 is é, stopp the fox"
     asked = {
@@ -92,8 +94,8 @@ def test_offsets_are_places_in_the_text(server, step):
 @pytest.mark.parametrize("stream", [False, True])
 def test_ids_that_cannot_be_echoed_begin_nothing(server, stream):
     body = {"prompt": [[1, 2], [-1]], "echo": True, "stream": stream, "logprobs": 1}
-    found = fetch(server, "POST", "/v1/completions", json=body)
-    assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt")
+    response = fetch(server, "POST", "/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
     assert server.client.requests == []
 
 
@@ -173,9 +175,9 @@ def test_models_tokens_docs(server):
     assert [(m["id"], m["max_model_len"]) for m in models] == [("tiny", 512)]
     assert fetch(server, "GET", "/v1/models/tiny").status_code == 200
     assert fetch(server, "GET", "/v1/models/none").json()["error"]["code"] == "model_not_found"
-    found = fetch(server, "POST", "/tokenize", json={"prompt": "the fox"}).json()
-    back = fetch(server, "POST", "/detokenize", json={"tokens": found["tokens"]}).json()
-    assert back == {"prompt": "the fox"} and found["count"] == len(found["tokens"])
+    result = fetch(server, "POST", "/tokenize", json={"prompt": "the fox"}).json()
+    back = fetch(server, "POST", "/detokenize", json={"tokens": result["tokens"]}).json()
+    assert back == {"prompt": "the fox"} and result["count"] == len(result["tokens"])
     messages = [{"role": "user", "content": "x"}]
     assert fetch(server, "POST", "/tokenize", json={"messages": messages}).json()["count"] > 3
     assert fetch(server, "POST", "/tokenize", json={}).status_code == 400
@@ -206,11 +208,11 @@ def test_counters_only_grow():
 
 def test_shown_lines_work(processor):
     url = "http://127.0.0.1:1"
-    ready, curl = how_to_ask(url, "tiny").splitlines()
+    ready, curl = startup_message(url, "tiny").splitlines()
     assert ready == f"Ready: the model 'tiny' at {url}/v1 (base_url of OpenAI clients)"
     words = shlex.split(curl)
     assert words[2] == f"{url}/v1/chat/completions" and json.loads(words[-1])["model"] == "tiny"
     assert json.loads(words[-1])["messages"][0]["content"] == "List the first 12 primes."
-    assert f"{url}/v1/completions" in how_to_ask(url, "tiny", chats=False)
-    _, curl = how_to_ask(url, "tiny", keys=True).splitlines()
+    assert f"{url}/v1/completions" in startup_message(url, "tiny", has_template=False)
+    _, curl = startup_message(url, "tiny", has_keys=True).splitlines()
     assert "Authorization: Bearer KEY" in shlex.split(curl)

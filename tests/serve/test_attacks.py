@@ -40,13 +40,13 @@ def until_idle(client: httpx.Client) -> None:
 
 
 def asked(path: Path, **body: Any) -> socket.socket:
-    """A connection with a request that nobody reads the answer of."""
+    """Return a connection with a request whose response is not read."""
     sent = json.dumps(body).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n"
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    found.connect(str(path))
-    found.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + sent)
-    return found
+    result = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    result.connect(str(path))
+    result.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + sent)
+    return result
 
 
 def test_streams_that_nobody_reads(server: tuple[Path, httpx.Client]) -> None:
@@ -60,8 +60,8 @@ def test_streams_that_nobody_reads(server: tuple[Path, httpx.Client]) -> None:
     for one in unread:
         one.close()
     until_idle(client)
-    found = client.post(CHAT, json={"messages": USER, "max_tokens": 4})
-    assert found.status_code == 200
+    response = client.post(CHAT, json={"messages": USER, "max_tokens": 4})
+    assert response.status_code == 200
 
 
 def test_grammars_that_are_ambiguous(server: tuple[Path, httpx.Client]) -> None:
@@ -75,10 +75,10 @@ def test_grammars_that_are_ambiguous(server: tuple[Path, httpx.Client]) -> None:
         "max_tokens": 1000,
         "logit_bias": {str(token): -100 for token in ends},
     }
-    found: list[httpx.Response] = []
+    result: list[httpx.Response] = []
 
     def ask() -> None:
-        found.append(client.post(CHAT, json=body, timeout=PATIENCE))
+        result.append(client.post(CHAT, json=body, timeout=PATIENCE))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for one in threads:
@@ -87,7 +87,7 @@ def test_grammars_that_are_ambiguous(server: tuple[Path, httpx.Client]) -> None:
     assert plain.status_code == 200
     for one in threads:
         one.join()
-    reasons = {choice["finish_reason"] for one in found for choice in one.json()["choices"]}
+    reasons = {choice["finish_reason"] for one in result for choice in one.json()["choices"]}
     assert reasons == {"error"}
     assert figure(client, "engine_restarts_total") == 0
     until_idle(client)

@@ -31,11 +31,11 @@ OPENAIS = "maximum context length is 512 tokens"
 def test_openais_clients_see_the_code(
     server: Any, path: str, body: Any, param: str, text: str, stream: bool
 ) -> None:
-    found = post(server, path, stream=stream, **body(text))
+    result = post(server, path, stream=stream, **body(text))
     if path == RESPONSES and stream:
         return  # see the next test
-    error = found.json()["error"]
-    assert (found.status_code, error["code"]) == (400, "context_length_exceeded"), found.text
+    error = result.json()["error"]
+    assert (result.status_code, error["code"]) == (400, "context_length_exceeded"), result.text
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert OPENAIS in error["message"]
     assert not server.client.requests
@@ -43,7 +43,7 @@ def test_openais_clients_see_the_code(
 
 @pytest.mark.parametrize("text", [LONG, ENDLESS], ids=["tokens", "characters"])
 def test_a_stream_of_responses_fails_by_the_code(server: Any, text: str) -> None:
-    """As OpenAI's: Codex compacts where it reads the code in response.failed, and not at a 400."""
+    """Codex compacts a conversation where response.failed has this code, and not at a 400."""
     created, failed = create(server, input=text, stream=True)
     assert (created.type, failed.type) == ("response.created", "response.failed")
     assert [created.sequence_number, failed.sequence_number] == [0, 1]
@@ -56,9 +56,9 @@ def test_a_stream_of_responses_fails_by_the_code(server: Any, text: str) -> None
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_token_ids_that_are_echoed_are_told_alike(server: Any, echo: bool, logprobs: Any) -> None:
-    found = post(server, TEXT_PATH, prompt=[7] * 4000, echo=echo, logprobs=logprobs, max_tokens=1)
-    error = found.json()["error"]
-    assert (found.status_code, error["code"]) == (400, "context_length_exceeded"), found.text
+    result = post(server, TEXT_PATH, prompt=[7] * 4000, echo=echo, logprobs=logprobs, max_tokens=1)
+    error = result.json()["error"]
+    assert (result.status_code, error["code"]) == (400, "context_length_exceeded"), result.text
     assert error["message"].startswith("prompt is too long: 4000 tokens > 511 maximum")
 
 
@@ -67,19 +67,19 @@ def test_token_ids_that_are_echoed_are_told_alike(server: Any, echo: bool, logpr
 def test_anthropics_clients_see_the_phrase(server: Any, path: str, text: str) -> None:
     counting = path.endswith("count_tokens")
     extra = {} if counting else {"max_tokens": 9, "stream": True}
-    found = post(server, path, messages=[{"role": "user", "content": text}], **extra)
+    result = post(server, path, messages=[{"role": "user", "content": text}], **extra)
     if counting and text is LONG:
-        assert found.json()["input_tokens"] > 512, "a prompt that is too long can be counted"
+        assert result.json()["input_tokens"] > 512, "a prompt that is too long can be counted"
         return
-    error = found.json()["error"]
-    assert (found.status_code, error["type"]) == (400, "invalid_request_error")
+    error = result.json()["error"]
+    assert (result.status_code, error["type"]) == (400, "invalid_request_error")
     phrase = ANTHROPICS.match(error["message"])
     assert phrase is not None, error["message"]
     assert int(phrase[1]) > int(phrase[2]) == 511
 
 
 def test_max_tokens_are_made_to_fit(server: Any) -> None:
-    """A client that asks for more than there is room for gets what the context holds."""
+    """A max_tokens above the rest of the context is reduced to it."""
     server.text = "fox " * 700
     whole = post(server, CHAT_PATH, messages=[{"role": "user", "content": "x"}], max_tokens=5000)
     assert whole.json()["choices"][0]["finish_reason"] == "length"

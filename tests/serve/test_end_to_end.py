@@ -1,4 +1,4 @@
-"""The bundled model behind the server on a socket of its own, asked by the official client."""
+"""The bundled model as a server on its own socket, with the official client."""
 
 import json
 from collections.abc import Iterator
@@ -136,19 +136,19 @@ WEATHER: list[Any] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_weather_in_paris(server: SimpleNamespace, stream: bool) -> None:
-    """What a first user asks, word for word."""
+    """The example of a new user, word for word."""
     asked = [{"role": "user", "content": "What is the weather in Paris in Celsius? Use the tool."}]
-    found = chat(server, asked, tools=WEATHER, tool_choice="auto", stream=stream)
+    result = chat(server, asked, tools=WEATHER, tool_choice="auto", stream=stream)
     if stream:
-        pieces = [d for c in found if c.choices for d in c.choices[0].delta.tool_calls or []]
+        pieces = [d for c in result if c.choices for d in c.choices[0].delta.tool_calls or []]
         name = "".join(p.function.name or "" for p in pieces)
         arguments = "".join(p.function.arguments or "" for p in pieces)
-        reason = found[-1].choices[0].finish_reason
+        reason = result[-1].choices[0].finish_reason
     else:
-        (call,) = found.choices[0].message.tool_calls
+        (call,) = result.choices[0].message.tool_calls
         name = call.function.name
         arguments = call.function.arguments
-        reason = found.choices[0].finish_reason
+        reason = result.choices[0].finish_reason
     assert (name, reason) == ("get_weather", "tool_calls")
     assert json.loads(arguments) == {"city": "Paris", "unit": "Celsius"}
 
@@ -156,13 +156,13 @@ def test_the_weather_in_paris(server: SimpleNamespace, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_two_calls_in_one_answer(server: SimpleNamespace, stream: bool) -> None:
     asked = [{"role": "user", "content": "Weather in Paris and in Rome, in Celsius."}]
-    found = chat(server, asked, tools=WEATHER, stream=stream)
+    result = chat(server, asked, tools=WEATHER, stream=stream)
     calls = {0: "", 1: ""}
     if stream:
-        for delta in (d for c in found if c.choices for d in c.choices[0].delta.tool_calls or []):
+        for delta in (d for c in result if c.choices for d in c.choices[0].delta.tool_calls or []):
             calls[delta.index] += delta.function.arguments or ""
     else:
-        told = found.choices[0].message.tool_calls
+        told = result.choices[0].message.tool_calls
         calls = {i: call.function.arguments for i, call in enumerate(told)}
     assert [json.loads(arguments)["city"] for arguments in calls.values()] == ["Paris", "Rome"]
 
@@ -253,11 +253,11 @@ def test_prompt_logprobs_are_those_of_the_library(
     """Over HTTP the ids of tokens are the keys of JSON, as in vLLM."""
     prompts = [CODE, "import os"] if several else CODE
     sent = {"model": "lockstep", "prompt": prompts, "temperature": 0, "max_tokens": 3, "n": 1}
-    found = server.http.post("/v1/completions", json={**sent, "prompt_logprobs": 2}).json()
+    result = server.http.post("/v1/completions", json={**sent, "prompt_logprobs": 2}).json()
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
     outs = plain.generate(prompts, params)
-    assert len(found["choices"]) == len(outs) == (2 if several else 1)
-    for choice, out in zip(found["choices"], outs, strict=True):
+    assert len(result["choices"]) == len(outs) == (2 if several else 1)
+    for choice, out in zip(result["choices"], outs, strict=True):
         assert choice["text"] == out.outputs[0].text
         direct = [
             entry and {str(token): asdict(scored) for token, scored in entry.items()}
@@ -304,7 +304,7 @@ def test_callers_at_the_same_time_get_their_own_answers(server: SimpleNamespace)
 
 
 def aborted(server: SimpleNamespace) -> int:
-    """How many requests were aborted so far."""
+    """Return the number of aborted requests."""
     return server.llm.engine.stats.requests_success_total["abort"]
 
 
@@ -338,8 +338,8 @@ def test_a_stop_string_ends_the_request_in_the_engine(
     text = complete(server).choices[0].text
     stop = text[8:12]
     extra = {"ignore_eos": True}
-    found = complete(server, stop=stop, max_tokens=900, stream=stream, extra_body=extra)
-    choices = [c.choices[0] for c in found] if stream else found.choices
+    result = complete(server, stop=stop, max_tokens=900, stream=stream, extra_body=extra)
+    choices = [c.choices[0] for c in result] if stream else result.choices
     assert "".join(c.text for c in choices) == text[: text.index(stop)]
     assert choices[-1].finish_reason == "stop" and choices[-1].stop_reason == stop
     wait_until(lambda: not server.llm.engine.scheduler.entries)
@@ -375,9 +375,9 @@ def test_bad_input_is_told_what_is_wrong(
 def test_half_a_character_is_bad_input(server: SimpleNamespace) -> None:
     body = rb'{"messages": [{"role": "user", "content": "x\ud800y"}]}'
     json_type = {"Content-Type": "application/json"}
-    found = server.http.post("/v1/chat/completions", content=body, headers=json_type)
-    assert found.status_code == 400
-    assert "half of a surrogate pair" in found.json()["error"]["message"]
+    result = server.http.post("/v1/chat/completions", content=body, headers=json_type)
+    assert result.status_code == 400
+    assert "half of a surrogate pair" in result.json()["error"]["message"]
 
 
 def test_what_does_not_exist(server: SimpleNamespace) -> None:

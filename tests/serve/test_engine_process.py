@@ -45,7 +45,7 @@ def counters(client: httpx.Client) -> dict[str, float]:
 
 
 def wait_until(condition: Any) -> None:
-    """Returns once it holds; fails after PATIENCE seconds."""
+    """Wait for a condition; fail after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -53,7 +53,7 @@ def wait_until(condition: Any) -> None:
 
 
 def test_an_engine_is_killed_under_load_and_the_group_is_interrupted(server: Any) -> None:
-    """One start for both: what waits is answered as before, then Ctrl-C lets answers end."""
+    """Waiting requests get the same answers after the restart, and then Ctrl-C lets answers end."""
     running, client = server
     bodies = (SHORT, HELD, BEHIND)
     expected = [said(client, body) for body in bodies]
@@ -86,8 +86,8 @@ def test_an_engine_is_killed_under_load_and_the_group_is_interrupted(server: Any
         lines = answer.iter_lines()
         next(lines)
         os.killpg(running.pid, signal.SIGINT)
-        found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert found[-1]["choices"][0]["finish_reason"] == "length"
+        result = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert result[-1]["choices"][0]["finish_reason"] == "length"
     begun = time.monotonic()
     assert running.wait(PATIENCE) == 0
     assert time.monotonic() - begun < 30, "it does not wait when nothing runs"
@@ -96,7 +96,7 @@ def test_an_engine_is_killed_under_load_and_the_group_is_interrupted(server: Any
 
 
 def watch_restart(client: httpx.Client) -> set[str]:
-    """What /health says until all is well again; it is quick about it all the while."""
+    """Return the states of /health until it is ok again; every reply comes quickly."""
     seen: set[str] = set()
     times: list[float] = []
     while True:
@@ -126,7 +126,7 @@ def test_an_engine_does_not_outlive_its_server(server: Any) -> None:
 
 @pytest.mark.slow
 def test_no_accepted_request_is_lost_by_sigterm(server: Any) -> None:
-    """One runs and others wait; all are answered, and then the server ends."""
+    """One request runs and others wait. All are answered before the server ends."""
     running, client = server
     bodies = [{**SHORT, "max_tokens": 120, "ignore_eos": True, "seed": seed} for seed in range(6)]
     with ThreadPoolExecutor(len(bodies)) as pool:

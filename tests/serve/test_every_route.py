@@ -1,4 +1,4 @@
-"""What holds on every route that generates: keys, sizes, room, time, and clients that go away."""
+"""Rules of every route that generates: keys, sizes, queue, time limits and disconnects."""
 
 import asyncio
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.http.access import Rules
+from lockstep.serve.http.access import AccessRules
 from lockstep.serve.requests.body_models import MAX_FIELDS
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.text.grammars.structured_output import compile_structured_output
@@ -33,8 +33,8 @@ def send(server: Any, path: str, headers: dict[str, str] | None = None, **more: 
 
 
 def message_of(answer: Any) -> str:
-    found: str = answer.json()["error"]["message"]
-    return found
+    result: str = answer.json()["error"]["message"]
+    return result
 
 
 @pytest.mark.parametrize("path", COUNTED)
@@ -52,20 +52,20 @@ def message_of(answer: Any) -> str:
 )
 def test_keys(server: Any, processor: Any, path: str, headers: Any, known: bool) -> None:
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, Rules(keys=("other", "right")))
-    found = send(server, path, headers)
-    assert (found.status_code != 401) == known
+    server.app = create_app(service, AccessRules(keys=("other", "right")))
+    result = send(server, path, headers)
+    assert (result.status_code != 401) == known
     if not known:
-        assert "x-api-key" in message_of(found) and not server.client.requests
-        assert (found.json().get("type") == "error") == ("/v1/messages" in path)
+        assert "x-api-key" in message_of(result) and not server.client.requests
+        assert (result.json().get("type") == "error") == ("/v1/messages" in path)
 
 
 @pytest.mark.parametrize("path", COUNTED)
 def test_bodies_too_large(server: Any, processor: Any, path: str) -> None:
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, Rules(body_bytes=200))
-    found = send(server, path, metadata={"x": "y" * 500})
-    assert found.status_code == 413 and "larger" in message_of(found)
+    server.app = create_app(service, AccessRules(max_body_bytes=200))
+    result = send(server, path, metadata={"x": "y" * 500})
+    assert result.status_code == 413 and "larger" in message_of(result)
 
     async def pieces() -> Any:
         for _ in range(10):
@@ -79,9 +79,9 @@ def test_bodies_too_large(server: Any, processor: Any, path: str) -> None:
 def test_fields_are_counted(server: Any, path: str) -> None:
     """Each costs time, known or not."""
     many = {f"field_{number}": number for number in range(MAX_FIELDS)}
-    found = send(server, path, **many)
-    assert found.status_code == 400
-    assert f"fields; allowed: at most {MAX_FIELDS}" in message_of(found)
+    result = send(server, path, **many)
+    assert result.status_code == 400
+    assert f"fields; allowed: at most {MAX_FIELDS}" in message_of(result)
 
 
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -98,12 +98,12 @@ SAMPLED = ("min_p", "logit_bias", "frequency_penalty", "bad_words", "guided_rege
 def test_what_decides_answers_elsewhere_is_refused(server: Any, path: str) -> None:
     sampled = SAMPLED if path in ("/v1/responses", "/v1/messages") else ()
     for name in (*OTHERS[path], *sampled):
-        found = send(server, path, **{name: 5})
-        assert found.status_code == 400 and message_of(found).startswith(f"{name}=5"), name
+        result = send(server, path, **{name: 5})
+        assert result.status_code == 400 and message_of(result).startswith(f"{name}=5"), name
     harmless = {"frequency_penalty": 0, "n": 1, "logit_bias": {}, "presence_penalty": 0.0}
-    found = send(server, path, **harmless)
-    assert found.status_code == 200, found.text
-    assert "x-lockstep-ignored-fields" not in found.headers
+    result = send(server, path, **harmless)
+    assert result.status_code == 200, result.text
+    assert "x-lockstep-ignored-fields" not in result.headers
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,16 @@ def test_what_decides_answers_elsewhere_is_refused(server: Any, path: str) -> No
     ],
 )
 def test_errors_name_what_was_sent(server: Any, path: str, name: str, value: Any) -> None:
-    found = send(server, path, **{name: value})
-    assert found.status_code == 400 and message_of(found).startswith(name), found.text
+    result = send(server, path, **{name: value})
+    assert result.status_code == 400 and message_of(result).startswith(name), result.text
 
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_full_queue(server: Any, processor: Any, path: str) -> None:
-    limits = Limits(running=0, queued=0)
+    limits = Limits(max_running=0, max_queued=0)
     server.app = create_app(Service(server.client, processor, "tiny", "ls-test", limits))
-    found = send(server, path)
-    assert found.status_code == 429 and found.headers["retry-after"]
+    result = send(server, path)
+    assert result.status_code == 429 and result.headers["retry-after"]
     assert not server.client.requests
 
 
@@ -133,9 +133,9 @@ def test_a_full_queue(server: Any, processor: Any, path: str) -> None:
 def test_a_request_out_of_time(server: Any, path: str, stream: bool) -> None:
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:1]
-    found = send(server, path, timeout=0.05, stream=stream)
-    assert found.status_code == (200 if stream else 504)
-    assert "time was up after 1 tokens" in found.text
+    result = send(server, path, timeout=0.05, stream=stream)
+    assert result.status_code == (200 if stream else 504)
+    assert "time was up after 1 tokens" in result.text
     assert server.client.aborted == [r.id for r in server.client.requests]
 
 
@@ -148,7 +148,7 @@ def test_a_dead_engine(server: Any, path: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_client_that_goes_away(server: Any, path: str, stream: bool) -> None:
-    """Its request is aborted, so that its pages are free; nothing of it is kept."""
+    """Its request is aborted, so its pages are free and nothing is stored."""
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:1]
 
@@ -178,8 +178,8 @@ def test_requests_without_a_grammar_wait_for_none(
                 asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(50)
             ]
             for path in ("/v1/completions", "/tokenize"):
-                found = await asyncio.wait_for(client.post(path, json={"prompt": "x"}), 20)
-                assert found.status_code == 200
+                result = await asyncio.wait_for(client.post(path, json={"prompt": "x"}), 20)
+                assert result.status_code == 200
             assert not any(task.done() for task in held)
             free.set()
             assert {(await task).status_code for task in held} == {200}

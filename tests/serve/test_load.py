@@ -1,4 +1,4 @@
-"""Many streams at once: each comes through whole, and what is left behind is nothing."""
+"""Many simultaneous streams: each is complete, and no resource leaks."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ from lockstep import LLM
 from lockstep.engine.process_transport import ProcessTransport
 from lockstep.llm import processor_of
 from lockstep.text.settings import TextSettings
+from tests.engine_factories import PATIENCE, plain, wait_until_empty
 from tests.serve.live_server import MTP, SETTINGS, TOOLS, listening, serving, wait_until
-from tests.served import PATIENCE, plain, wait_until_empty
 
 CALLS = 500
 OWNERS = ("Zorin", "Tavoli", "Kelmar", "Bosan", "Ferdo")
@@ -138,7 +138,7 @@ async def one_stream(client: httpx.AsyncClient, number: int) -> str | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("open_server", [in_thread, in_process])
 def test_200_streams_of_which_many_are_left(open_server: Any) -> None:
-    """No row, page, stream, run or task is left behind, and company changes no answer."""
+    """No row, page, stream or task leaks, and other streams change no answer."""
     with open_server() as server:
 
         async def work() -> list[str | None]:
@@ -157,5 +157,5 @@ def test_200_streams_of_which_many_are_left(open_server: Any) -> None:
         assert sum(text is not None for text in texts) > STREAMS / 4
         assert all(len(found) == 1 for found in whole.values())
         wait_until_empty(server.engine)
-        assert not server.service._runs
+        assert not server.service._active
         wait_until(lambda: len(asyncio.all_tasks(server.loop)) == idle)

@@ -1,4 +1,4 @@
-"""benchmarks/load.py: what it holds, and that it sees what does not hold."""
+"""benchmarks/load.py: its checks, and the faults that they detect."""
 
 import json
 import subprocess
@@ -60,7 +60,7 @@ def test_what_is_left_is_named() -> None:
 
 
 def test_memory_that_grows_all_the_time_is_seen() -> None:
-    """What comes in the first fifth is warming up."""
+    """The first fifth is warm-up."""
     assert Memory(0, [50, *[100] * 99]).growth == 0
     assert Memory(0, [100 + number for number in range(100)]).growth > 0.5
 
@@ -82,9 +82,9 @@ def test_a_load_goes_on_for_its_requests_and_its_seconds() -> None:
 
 @pytest.mark.slow
 def test_a_short_load() -> None:
-    """Times are for a machine that has nothing else to do; all else holds on any."""
+    """Times need an idle machine; the other checks pass on any."""
     command = [sys.executable, str(SCRIPT), "--requests", "60", "--streams", "20", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    found = json.loads(done.stdout)
-    assert (found["faults"], found["left_behind"], found["different"]) == ([], [], [])
-    assert found["requests"] == 60 and found["compared"] > 20
+    result = json.loads(done.stdout)
+    assert (result["faults"], result["left_behind"], result["different"]) == ([], [], [])
+    assert result["requests"] == 60 and result["compared"] > 20

@@ -1,4 +1,4 @@
-"""Bodies that nobody should send: none may fail the server, and /health answers throughout."""
+"""Malformed bodies: none crashes the server, and /health answers throughout."""
 
 import asyncio
 import copy

@@ -30,8 +30,9 @@ NAMED = {"type": "function", "function": {"name": "find_record"}}
 
 @dataclass(frozen=True)
 class Same:
-    """One request: sampling fields that both sides name alike, fields of the call itself, and what
-    the two call differently."""
+    """A request: sampling fields with the same names, fields of the call, and fields with two
+    names.
+    """
 
     sampling: dict[str, Any] = field(default_factory=dict)
     call: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +72,7 @@ TEXTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The bundled model with a generation_config of its own, as a server and as an LLM."""
+    """Yield the bundled model with a custom generation_config, as a server and as an LLM."""
     folder: Path = tmp_path_factory.mktemp("parity") / "model"
     shutil.copytree(find_model(None), folder)
     (folder / "generation_config.json").write_text(GENERATION)

@@ -100,6 +100,6 @@ def test_requests_made_from_the_schema(api: Any, method: str, path: str) -> None
 
 @pytest.mark.slow
 def test_many_requests_made_from_the_schema(api: Any) -> None:
-    """Of all operations; those that take nothing have one request each, so others make up."""
+    """Operations without parameters have one example each, so others need more."""
     sent = sum(attack(api, method, path, MANY // 10) for method, path in OPERATIONS)
     assert sent >= MANY

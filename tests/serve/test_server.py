@@ -1,4 +1,4 @@
-"""Sockets, TLS, signals: the server as a process, and what it is told at its start."""
+"""The server process: sockets, TLS, signals, and the message at its start."""
 
 import contextlib
 import json
@@ -91,19 +91,19 @@ def test_descriptors_are_raised():
     ],
 )
 def test_options_are_checked_before_a_model_is_loaded(options, told):
-    found = CliRunner().invoke(app, ["serve", "--model", "/no/such/model", *options])
-    assert isinstance(found.exception, ConfigError) and told in str(found.exception)
+    result = CliRunner().invoke(app, ["serve", "--model", "/no/such/model", *options])
+    assert isinstance(result.exception, ConfigError) and told in str(result.exception)
 
 
 def test_keys_from_a_file(tmp_path: Path):
-    from lockstep.cli.serve import _rules
+    from lockstep.cli.serve import _access_rules
 
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n")
-    assert _rules(("*",), ["zero"], str(file), 8.0).keys == ("zero", "one", "two")
+    assert _access_rules(("*",), ["zero"], str(file), 8.0).keys == ("zero", "one", "two")
     file.write_text("\n")
     with pytest.raises(ConfigError, match="holds no key"):
-        _rules(("*",), None, str(file), 8.0)
+        _access_rules(("*",), None, str(file), 8.0)
 
 
 def test_tls(server: Any, processor: Any):
@@ -135,7 +135,7 @@ def process(tmp_path: Path):
 
 
 def test_a_server_sends_spans_writes_json_and_ends_at_sigterm(process: Any):
-    """One start for all of it, its engine in a process."""
+    """One server with its engine in a process serves all three checks."""
     options = ["--shutdown-timeout", "3", "--api-key", "secret", "--no-playground"]
     options += ["--enable-log-requests", "--log-format", "json"]
     body = {"prompt": "def read(path):", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
@@ -160,7 +160,7 @@ def test_a_server_sends_spans_writes_json_and_ends_at_sigterm(process: Any):
 
 
 def assert_latencies(resource: Any, span: Any, request_id: str) -> None:
-    """Those of the engine, and the ids of both sides."""
+    """Assert that a span has the engine's latencies and the ids of both sides."""
     assert values(resource.attributes)["service.name"] == "lockstep"
     assert int.from_bytes(span.parent_span_id) == PARENT
     told = values(span.attributes)
@@ -185,22 +185,22 @@ def assert_sigterm_lets_a_short_answer_end(running: Any, client: httpx.Client) -
             running.send_signal(signal.SIGTERM)
             assert_new_connections_are_answered(running, client)
             ended = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
-        found = [line for line in lines if line]
+        result = [line for line in lines if line]
     assert ended[-1]["choices"][0]["finish_reason"] == "length"
-    assert found[-1] == "data: [DONE]"
-    error = json.loads(found[-2].removeprefix("data: "))["error"]
+    assert result[-1] == "data: [DONE]"
+    error = json.loads(result[-2].removeprefix("data: "))["error"]
     assert "shutting down" in error["message"] and error["code"] == "engine_unavailable"
     assert running.wait(PATIENCE) == 0, "a server that was asked to end has not failed"
 
 
 def assert_new_connections_are_answered(running: Any, client: httpx.Client) -> None:
-    """While requests run after SIGTERM, none is refused a connection: it is told to come again."""
+    """Assert that new connections get a 503 while requests run after SIGTERM."""
     deadline = time.monotonic() + PATIENCE
     while client.get("/health").status_code == 200 and time.monotonic() < deadline:
         time.sleep(0.01)
-    found = client.post("/v1/completions", json={"prompt": "x"})
-    assert (found.status_code, found.headers["retry-after"]) == (503, "5")
-    assert "close" in found.headers["connection"]
+    response = client.post("/v1/completions", json={"prompt": "x"})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert "close" in response.headers["connection"]
     assert running.poll() is None
 
 
@@ -224,8 +224,8 @@ main()
 
 def test_an_engine_that_cannot_go_on_ends_the_process(process: Any):
     running, client = process("--disable-frontend-multiprocessing", code=DYING)
-    found = client.post("/v1/completions", json={"prompt": "x"})
-    assert found.status_code == 503 and found.json()["error"]["code"] == "engine_unavailable"
+    response = client.post("/v1/completions", json={"prompt": "x"})
+    assert response.status_code == 503 and response.json()["error"]["code"] == "engine_unavailable"
     _, told = running.communicate(timeout=PATIENCE)
     assert running.returncode == 2, told
     assert "EngineDeadError" in told and "the device is gone" in told.splitlines()[-1]

@@ -1,12 +1,12 @@
-"""Several names, defaults of sampling, a path before all paths, web pages, a bound on logprobs."""
+"""Options of the server: model names, sampling defaults, root path, CORS, limit of logprobs."""
 
 import asyncio
 
 import httpx
 import pytest
 
-from lockstep.serve.app import Pages, create_app
-from lockstep.serve.http.access import Rules
+from lockstep.serve.app import CrossOrigin, create_app
+from lockstep.serve.http.access import AccessRules
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
@@ -38,12 +38,12 @@ def ask(server, processor, method, path, *, limits=None, aliases=(), app=None, *
 @pytest.mark.parametrize(("name", "status"), [("first", 200), ("second", 200), ("third", 404)])
 def test_every_name_answers_as_the_first(server, processor, name, status):
     asked = {"model": name, "prompt": "the", "max_tokens": 5}
-    found = ask(server, processor, "POST", "/v1/completions", aliases=["second"], json=asked)
-    assert found.status_code == status
+    response = ask(server, processor, "POST", "/v1/completions", aliases=["second"], json=asked)
+    assert response.status_code == status
     if status == 200:
-        assert found.json()["model"] == "first"
+        assert response.json()["model"] == "first"
     else:
-        assert "'first', 'second'" in found.json()["error"]["message"]
+        assert "'first', 'second'" in response.json()["error"]["message"]
     one = ask(server, processor, "GET", f"/v1/models/{name}", aliases=["second"])
     assert one.status_code == status
 
@@ -80,20 +80,20 @@ def test_defaults_reach_requests_and_bound_them(server, bounded, sent, most):
     ],
 )
 def test_a_bound_on_logprobs(server, processor, path, body):
-    found = ask(server, processor, "POST", path, limits=Limits(logprobs=2), json=body)
-    assert found.status_code == 400 and "0 to 2 (--max-logprobs)" in found.text
-    assert ask(server, processor, "POST", path, limits=Limits(logprobs=3), json=body).is_success
+    response = ask(server, processor, "POST", path, limits=Limits(max_logprobs=2), json=body)
+    assert response.status_code == 400 and "0 to 2 (--max-logprobs)" in response.text
+    assert ask(server, processor, "POST", path, limits=Limits(max_logprobs=3), json=body).is_success
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 def test_under_a_proxy(server, processor, prefix):
     """A proxy may take its path off, or leave it on; the page of the API names it."""
-    app = {"rules": Rules(keys=("k",), root_path="/llm")}
+    app = {"rules": AccessRules(keys=("k",), root_path="/llm")}
     assert ask(server, processor, "GET", f"{prefix}/health", app=app).status_code == 200
     assert ask(server, processor, "GET", f"{prefix}/v1/models", app=app).status_code == 401
     key = {"Authorization": "Bearer k"}
-    found = ask(server, processor, "GET", f"{prefix}/v1/models", app=app, headers=key)
-    assert found.status_code == 200
+    response = ask(server, processor, "GET", f"{prefix}/v1/models", app=app, headers=key)
+    assert response.status_code == 200
     docs = ask(server, processor, "GET", f"{prefix}/docs", app=app, headers=key)
     assert "/llm/openapi.json" in docs.text
 
@@ -104,7 +104,10 @@ BEFORE = {**ORIGIN, "Access-Control-Request-Method": "POST"}
 
 def test_web_pages_of_other_origins(server, processor):
     """They may ask where they are named: a browser asks first, and sends no key then."""
-    app = {"rules": Rules(keys=("k",)), "pages": Pages(("https://page.example",))}
+    app = {
+        "rules": AccessRules(keys=("k",)),
+        "cross_origin": CrossOrigin(("https://page.example",)),
+    }
     path = "/v1/completions"
     first = ask(server, processor, "OPTIONS", path, app=app, headers=BEFORE)
     assert first.status_code == 200

@@ -11,7 +11,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from lockstep.worker.build import find_model
 from lockstep.worker.executor import worker_of
-from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
 KEPT = 2048

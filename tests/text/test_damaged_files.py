@@ -60,11 +60,11 @@ def load(folder):
 @pytest.mark.parametrize("kind", RAW)
 def test_a_file_that_is_something_else_is_named(copy, name, kind):
     (copy / name).write_bytes(RAW[kind])
-    told = load(copy)
+    reported = load(copy)
     if name == "chat_template.jinja" and kind not in ("no UTF-8", "template"):
-        assert told is None, "it is a template, if an odd one"
+        assert reported is None, "it is a template, if an odd one"
     else:
-        assert name in str(told)
+        assert name in str(reported)
 
 
 # What makes each file an error, by the path of what is exchanged in it.
@@ -109,23 +109,23 @@ EXCHANGED = [
 ]
 
 
-def exchange(path, place, value):
+def exchange(path, index, value):
     """Writes the file with one of its values exchanged."""
     content = json.loads(path.read_text()) if path.is_file() else {}
     inner = content
-    for step in place[:-1]:
+    for step in index[:-1]:
         inner = inner.setdefault(step, {}) if isinstance(inner, dict) else inner[step]
-    inner[place[-1]] = value
+    inner[index[-1]] = value
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize(("name", "place", "value"), EXCHANGED, ids=lambda v: str(v)[:30])
-def test_a_wrong_value_is_named(copy, name, place, value):
-    exchange(copy / name, place, value)
-    told = load(copy)
-    assert told is not None and name in told
+@pytest.mark.parametrize(("name", "index", "value"), EXCHANGED, ids=lambda v: str(v)[:30])
+def test_a_wrong_value_is_named(copy, name, index, value):
+    exchange(copy / name, index, value)
+    reported = load(copy)
+    assert reported is not None and name in reported
     if name != "tokenizer.json":
-        assert place[0] in told or place[-1] in told or "chat template" in told
+        assert index[0] in reported or index[-1] in reported or "chat template" in reported
 
 
 def places(value, path=()):
@@ -139,16 +139,16 @@ def places(value, path=()):
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".json")])
 def test_no_exchange_of_values_gives_a_traceback(copy, name):
-    """Every value of the file gives way to wrong ones, as many as time allows."""
+    """Replace every value of the file by wrong ones, within the time limit."""
     entry = {"content": "<|new|>", "special": True, "normalized": True}
     exchange(copy / "tokenizer_config.json", ("added_tokens_decoder", "999"), entry)
     exchange(copy / "special_tokens_map.json", ("bos_token",), {"content": "<|im_start|>"})
-    whole = (copy / name).read_text()
+    complete = (copy / name).read_text()
     rng = random.Random(name)
-    tries = [(place, value) for place in places(json.loads(whole)) for value in WRONG]
-    for place, value in rng.sample(tries, min(len(tries), 100)):
-        (copy / name).write_text(whole)
-        exchange(copy / name, place, value)
+    tries = [(index, value) for index in places(json.loads(complete)) for value in WRONG]
+    for index, value in rng.sample(tries, min(len(tries), 100)):
+        (copy / name).write_text(complete)
+        exchange(copy / name, index, value)
         load(copy)
 
 

@@ -46,23 +46,23 @@ def test_requests_fan_out(processor):
 
 
 def test_completions_of_one_request_share_what_is_known_of_their_grammar(processor, monkeypatch):
-    made = []
+    created = []
     compiled = processor.grammars._compile
     monkeypatch.setattr(
-        processor.grammars, "_compile", lambda source: made.append(source) or compiled(source)
+        processor.grammars, "_compile", lambda source: created.append(source) or compiled(source)
     )
     params = SamplingParams(n=5, structured_outputs={"choice": ["the fox", "the dog"]})
     requests = processor.requests("r", "fox", params)
-    assert len(made) == 1
+    assert len(created) == 1
     grammars = [request.grammar for request in requests]
     assert len(set(map(id, grammars))) == 5
     first = masks_of(grammars[0])
     grammars[0].accept(processor.encode("the", add_special_tokens=False))
     assert all(masks_of(grammar) == first for grammar in grammars[1:])
     assert masks_of(processor.requests("r", "fox", params)[0].grammar) == first
-    assert len(made) == 2, "the answer that goes on has one of its own"
+    assert len(created) == 2, "the answer that goes on has one of its own"
     assert masks_of(processor.grammar_of(grammars[1].recipe)) == first
-    assert len(made) == 3, "what the engine's process is given is compiled"
+    assert len(created) == 3, "what the engine's process is given is compiled"
     known = processor.grammars
     fresh = Compiler(known.tokenizer, known.vocab, known.ends)
     once = []
@@ -116,8 +116,8 @@ def test_an_update_stays_as_it_was(processor):
     text = processor.completion(request)
     ids = processor.tokenizer.encode("the lazy dog jumps")
     updates = [text.push([i], [{i: Logprob(-1.0, 1)}]) for i in ids]
-    told = [(u.delta, u.token_ids, u.finish_reason, u.num_tokens) for u in updates]
-    assert [n for *_, n in told][:3] == [1, 2, 3]
+    reported = [(u.delta, u.token_ids, u.finish_reason, u.num_tokens) for u in updates]
+    assert [n for *_, n in reported][:3] == [1, 2, 3]
     last = next(i for i, u in enumerate(updates) if u.finish_reason)
     assert updates[last].stop_reason == "dog"
     over = TextUpdate((), (), None, "stop", "dog", last + 1)
@@ -129,10 +129,10 @@ def test_an_update_stays_as_it_was(processor):
 
 def test_a_conversation_is_its_text_and_its_ids(processor):
     messages = [{"role": "user", "content": "hi"}]
-    found = processor.conversation(messages, enable_thinking=True)
-    assert found.text == processor.render_text(messages, enable_thinking=True)
-    assert found.ids == processor.render(messages, enable_thinking=True)
-    assert processor.tokenizer.decode(found.ids, skip_special_tokens=False) == found.text
+    result = processor.conversation(messages, enable_thinking=True)
+    assert result.text == processor.render_text(messages, enable_thinking=True)
+    assert result.ids == processor.render(messages, enable_thinking=True)
+    assert processor.tokenizer.decode(result.ids, skip_special_tokens=False) == result.text
 
 
 def test_the_ending_token_gives_no_text(processor):
@@ -239,9 +239,9 @@ def test_whatever_a_template_raises_is_the_requests_fault(tokenizer, source):
     processor = Processor(tokenizer, source, 512)
     with pytest.raises(RequestError, match=r"chat template") as caught:
         processor.conversation([{"role": "user", "content": "<|im_start|>" + "x" * 5000}])
-    told = str(caught.value)
+    reported = str(caught.value)
     assert caught.value.field == "messages"
-    assert RAISES[source] in told and len(told) < 600 and told.isascii()
+    assert RAISES[source] in reported and len(reported) < 600 and reported.isascii()
 
 
 def nested(depth):
@@ -299,8 +299,8 @@ def test_calls_with_broken_arguments_are_text(processor, arguments):
     """A call that broke off stays in a history forever, and its conversation goes on."""
     calls = [{"function": {"name": "f", "arguments": a}} for a in ('{"a": 1}', arguments)]
     end = [{"role": "tool", "content": "cut off"}, {"role": "user", "content": "Try again"}]
-    said = {"role": "assistant", "content": "Look:", "tool_calls": calls}
-    text = processor.render_text([said, *end])
+    text_said = {"role": "assistant", "content": "Look:", "tool_calls": calls}
+    text = processor.render_text([text_said, *end])
     assert f"Look:\nf {arguments}" in text, "the broken call"
     assert text.count("<tool_call>") == 1, "the whole one"
     assert text.index("cut off") < text.index("Try again")
@@ -311,23 +311,23 @@ def test_calls_with_broken_arguments_are_text(processor, arguments):
 def test_the_text_of_a_broken_call_is_not_repeated(processor):
     """An answer's content holds it already."""
     call = {"function": {"name": "f", "arguments": '{"a": 1'}}
-    said = {"role": "assistant", "content": 'call f {"a": 1', "tool_calls": [call]}
-    assert processor.render_text([said]).count('{"a": 1') == 1
+    text_said = {"role": "assistant", "content": 'call f {"a": 1', "tool_calls": [call]}
+    assert processor.render_text([text_said]).count('{"a": 1') == 1
 
 
-@pytest.mark.parametrize(("messages", "told"), WRONG_MESSAGES, ids=lambda v: brief(v, 4)[:50])
-def test_wrong_messages_are_refused_by_their_place(processor, messages, told):
+@pytest.mark.parametrize(("messages", "reported"), WRONG_MESSAGES, ids=lambda v: brief(v, 4)[:50])
+def test_wrong_messages_are_refused_by_their_place(processor, messages, reported):
     began = time.process_time()
     with pytest.raises(RequestError) as caught:
         processor.conversation(messages)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
     assert caught.value.field == "messages" and len(str(caught.value)) < 800
     assert str(caught.value).isascii()
     assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(
-    ("tools", "told"),
+    ("tools", "reported"),
     [
         (5, "tools=5"),
         ({"a": 5}, "tools={"),
@@ -339,10 +339,10 @@ def test_wrong_messages_are_refused_by_their_place(processor, messages, told):
     ],
     ids=lambda v: brief(v, 4)[:50],
 )
-def test_wrong_tools_are_refused_by_their_place(processor, tools, told):
+def test_wrong_tools_are_refused_by_their_place(processor, tools, reported):
     with pytest.raises(RequestError) as caught:
         processor.conversation([{"role": "user", "content": "x"}], tools)
-    assert told in str(caught.value) and caught.value.field == "tools"
+    assert reported in str(caught.value) and caught.value.field == "tools"
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_template_variables_are_plain_values(processor):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text_said",
     [
         {"content": [{"type": "refusal", "refusal": "fox"}]},
         {"content": None, "refusal": "fox"},
@@ -376,15 +376,15 @@ def test_template_variables_are_plain_values(processor):
         {"content": [{"type": "input_text", "text": "fox"}]},
     ],
 )
-def test_all_texts_of_an_answer_are_read(processor, said):
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **said}]
+def test_all_texts_of_an_answer_are_read(processor, text_said):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **text_said}]
     plain = [messages[0], {"role": "assistant", "content": "fox"}]
     assert processor.render_text(messages) == processor.render_text(plain)
 
 
 def test_developers_are_systems(processor):
-    told = processor.conversation([{"role": "developer", "content": "x"}]).text
-    assert told == processor.conversation([{"role": "system", "content": "x"}]).text
+    reported = processor.conversation([{"role": "developer", "content": "x"}]).text
+    assert reported == processor.conversation([{"role": "system", "content": "x"}]).text
 
 
 anything = st.recursive(
@@ -447,10 +447,10 @@ def test_prompts_are_bounded_before_they_are_looked_at(processor, make):
 
 
 def test_the_bound_of_a_text_is_told(processor):
-    most = 512 * processor.tokenizer.max_token_length
+    limit = 512 * processor.tokenizer.max_token_length
     with pytest.raises(RequestError, match="prompt is too long: 513 tokens > 511 maximum"):
-        processor.encode("x" * (most + 1))
-    assert len(processor.encode("x" * most)) == most
+        processor.encode("x" * (limit + 1))
+    assert len(processor.encode("x" * limit)) == limit
 
 
 @pytest.mark.parametrize(

@@ -28,19 +28,19 @@ def test_a_template_is_a_text_or_a_file(folder: Path, tokenizer: Tokenizer, tmp_
     path = tmp_path / "own.jinja"
     path.write_text(TEMPLATE)
     for chosen in (TEMPLATE, str(path)):
-        found = processor(folder, tokenizer, chat_template=chosen)
-        assert found.render_text(HI) == "hi|"
+        result = processor(folder, tokenizer, chat_template=chosen)
+        assert result.render_text(HI) == "hi|"
     with pytest.raises(RequestError, match="tool-call parser"):
-        found.check_tools(TOOLS)  # parsers are chosen by the template that is used
+        result.check_tools(TOOLS)  # parsers are chosen by the template that is used
 
 
 def test_variables_stand_under_a_requests(folder: Path, tokenizer: Tokenizer) -> None:
     variables = {"tone": "calm"}
-    found = processor(
+    result = processor(
         folder, tokenizer, chat_template=TEMPLATE, default_chat_template_kwargs=variables
     )
-    assert found.render_text(HI) == "hi|calm"
-    assert found.render_text(HI, tone="loud") == "hi|loud"
+    assert result.render_text(HI) == "hi|calm"
+    assert result.render_text(HI, tone="loud") == "hi|loud"
 
 
 def test_parsers_by_name(folder: Path, tokenizer: Tokenizer) -> None:
@@ -51,8 +51,8 @@ def test_parsers_by_name(folder: Path, tokenizer: Tokenizer) -> None:
     text = "<think>\nwhy\n</think>\n\nso"
     assert plain.reply_parser("", None).parse(text).content == text
     named = processor(folder, tokenizer, reasoning_parser="deepseek_r1", tool_call_parser="hermes")
-    found = named.reply_parser("", None).parse(text)
-    assert (found.reasoning, found.content) == ("why", "so")
+    result = named.reply_parser("", None).parse(text)
+    assert (result.reasoning, result.content) == ("why", "so")
     named.check_tools(TOOLS)
 
 
@@ -64,9 +64,9 @@ def test_defaults_of_sampling(folder: Path, tokenizer: Tokenizer, tmp_path: Path
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"top_k": 7, "do_sample": False, "max_new_tokens": 9, "eos_token_id": 1})
     )
-    own = processor(folder, tokenizer, generation_config=str(tmp_path))
-    assert own.defaults == {"top_k": 7, "temperature": 0.0} and own.max_new_tokens == 9
-    assert own.eos_ids == tokenizer.eos_ids, "what ends an answer is the checkpoint's"
+    expected = processor(folder, tokenizer, generation_config=str(tmp_path))
+    assert expected.defaults == {"top_k": 7, "temperature": 0.0} and expected.max_new_tokens == 9
+    assert expected.eos_ids == tokenizer.eos_ids, "what ends an answer is the checkpoint's"
     over = processor(
         folder,
         tokenizer,
@@ -137,8 +137,8 @@ def test_generation_settings_without_effect_are_ignored(
     ignored = {**dict.fromkeys(WITHOUT_EFFECT, 7), "_from_model_config": True, "eos_token_id": [1]}
     read = {"top_k": 20, "presence_penalty": 1.5, "frequency_penalty": 0.5}
     (tmp_path / "generation_config.json").write_text(json.dumps(ignored | read))
-    own = processor(folder, tokenizer, generation_config=str(tmp_path))
-    assert own.defaults == read and own.default_params().presence_penalty == 1.5
+    expected = processor(folder, tokenizer, generation_config=str(tmp_path))
+    assert expected.defaults == read and expected.default_params().presence_penalty == 1.5
 
 
 def test_the_generation_defaults_of_transformers_are_accepted(
@@ -151,7 +151,7 @@ def test_the_generation_defaults_of_transformers_are_accepted(
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"),
+    ("chosen", "message"),
     [
         ({"tool_call_parser": "x"}, "tool_call_parser='x' is not allowed; allowed: auto, none, q"),
         ({"reasoning_parser": 1}, "reasoning_parser=1 is not allowed; allowed: auto, none, think"),
@@ -168,8 +168,8 @@ def test_the_generation_defaults_of_transformers_are_accepted(
         ),
     ],
 )
-def test_what_is_wrong_is_told(chosen: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_wrong_is_told(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TextSettings(**chosen)
 
 

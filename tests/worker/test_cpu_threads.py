@@ -13,7 +13,7 @@ from lockstep.step import StepShape
 from lockstep.worker import cpu_threads
 from lockstep.worker.executor import worker_of
 from lockstep.worker.program import RunStep
-from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
 LONG = list(range(5, 305))

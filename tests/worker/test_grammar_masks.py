@@ -14,7 +14,7 @@ from lockstep.scheduling.request import NO_TOKEN, Request
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import nothing
-from tests.asking import GREEDY, PROMPTS, SEEDED, make_engine
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, make_engine
 from tests.masks import allows
 
 MOST = 12

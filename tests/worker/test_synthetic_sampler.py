@@ -10,7 +10,7 @@ from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
-from tests.asking import answer, make_engine
+from tests.bundled_model import answer, make_engine
 from tests.tiny_model import TWO_LAYERS, make_model
 
 PROMPTS = [[3 + i, 5, 7, 11 * i, 13] for i in range(8)]

@@ -1,4 +1,4 @@
-"""Benchmark of paged_attention: rows whose cache holds the model's context."""
+"""Benchmark of paged_attention: rows whose cache contains the model's context."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

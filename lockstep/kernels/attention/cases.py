@@ -1,4 +1,4 @@
-"""Batches of paged_attention for every backend. Numbers that no row may read are NaN."""
+"""Batches of paged_attention for every backend. Values that no row may read are NaN."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Epilogue of attention: rotate the output back, round it, multiply it by its gate.
 
-A rotation adds numbers of a whole block of columns, so it runs in kernels in which one warp holds
-them all. Triton 3.6 loses part of a sum over reshaped numbers that lie across warps of two
-dimensions, as those of a product by 8 warps do. Kernels that multiply therefore leave fp32, and
+A rotation adds numbers of a whole block of columns, so it runs in kernels in which one warp has
+them all. Triton 3.6 loses part of a sum over reshaped values that are spread across warps of two
+dimensions, as those of a product by 8 warps are. Kernels that multiply therefore leave fp32, and
 finish_rotated does the rest.
 """
 

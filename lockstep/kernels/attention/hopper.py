@@ -60,7 +60,7 @@ MIN_QUERY_LEN = 64
 """Tokens per row from which on this kernel is the faster one: times in docs/kernels/attention.md.
 """
 NUM_STAGES = {128: 10, 256: 6}
-"""Pipeline stages by head dim, 16 KB each: as many as shared memory holds next to the rest."""
+"""Pipeline stages by head dim, 16 KB each: the number that fits next to the other buffers."""
 
 
 @gluon.jit
@@ -126,7 +126,7 @@ def _attend_128(
         row_sum = warpgroup_mma(p_operand, ones.permute((1, 0)), row_sum, is_async=True)
         values = wait_tile(stages, full, i + 1)
         if t * 64 + 64 > num_keys:
-            # The last page holds stale values, maybe NaN, past the row's end.
+            # The last page contains stale values, maybe NaN, past the row's end.
             zero_tail(values, num_keys - t * 64, zeroed, 0, WARPGROUP)
         p_operand = gl.convert_layout(p, gl.DotOperandLayout(0, ACC_LAYOUT, 2))
         acc = warpgroup_mma(p_operand, values, acc, is_async=True)
@@ -158,8 +158,8 @@ def _attend_256(
     """
     all_max = gl.full((64,), NO_SCORE, gl.float32, QK_ROWS)
     all_sum = gl.zeros((64,), gl.float32, QK_ROWS)
-    left = gl.zeros((64, 128), gl.float32, ACC_LAYOUT)
-    right = left
+    acc_low = gl.zeros((64, 128), gl.float32, ACC_LAYOUT)
+    acc_high = acc_low
     i = 0
     for base in range(0, tiles, TILES_PER_SPLIT):
         first_key = base * 64
@@ -176,16 +176,21 @@ def _attend_256(
             p_tiles, rescales, stages, full, empty, zeroed, i, count, first_key, num_keys, 0,
             WARPGROUP,
         )  # fmt: skip
-        left = scale_rows(left, old_scale, ACC_LAYOUT) + scale_rows(acc, new_scale, ACC_LAYOUT)
-        left = warpgroup_mma_wait(0, deps=(left,))  # added before the next chain takes registers
+        acc_low = scale_rows(acc_low, old_scale, ACC_LAYOUT) + scale_rows(
+            acc, new_scale, ACC_LAYOUT
+        )
+        # Added before the next chain takes registers.
+        acc_low = warpgroup_mma_wait(0, deps=(acc_low,))
         acc = split_pv(
             p_tiles, rescales, stages, full, empty, zeroed, i + count, count, first_key, num_keys,
             1, WARPGROUP,
         )  # fmt: skip
-        right = scale_rows(right, old_scale, ACC_LAYOUT) + scale_rows(acc, new_scale, ACC_LAYOUT)
-        right = warpgroup_mma_wait(0, deps=(right,))
+        acc_high = scale_rows(acc_high, old_scale, ACC_LAYOUT) + scale_rows(
+            acc, new_scale, ACC_LAYOUT
+        )
+        acc_high = warpgroup_mma_wait(0, deps=(acc_high,))
         i += 2 * count
-    return all_sum, left, right
+    return all_sum, acc_low, acc_high
 
 
 @gluon.jit
@@ -236,29 +241,29 @@ def _consumer(
     num_keys = start + count
     min_last_key = start + first_row // GROUP
     if D == 128:
-        all_sum, left = _attend_128(
+        all_sum, acc_low = _attend_128(
             q_tiles, ones, stages, full, empty, zeroed, tiles, num_keys, last_key, min_last_key,
             scale, WARPGROUP,
         )  # fmt: skip
     else:
-        all_sum, left, right = _attend_256(
+        all_sum, acc_low, acc_high = _attend_256(
             q_tiles, p_tiles, rescales, ones, stages, full, empty, zeroed, tiles, num_keys,
             last_key, min_last_key, scale, WARPGROUP,
         )  # fmt: skip
     # Correctly rounded reciprocal, as in triton.py.
     inverse = gl.div_rn(gl.full((64,), 1.0, gl.float32, QK_ROWS), all_sum)
-    left = scale_rows(left, inverse, ACC_LAYOUT)
+    acc_low = scale_rows(acc_low, inverse, ACC_LAYOUT)
     if D > TILE_COLUMNS:
-        right = scale_rows(right, inverse, ACC_LAYOUT)
+        acc_high = scale_rows(acc_high, inverse, ACC_LAYOUT)
     if out.dtype.element_ty == gl.float32:
-        _store_fp32(left, out, first_row, count, kv, 0, H, GROUP, D)
+        _store_fp32(acc_low, out, first_row, count, kv, 0, H, GROUP, D)
         if D > TILE_COLUMNS:
-            _store_fp32(right, out, first_row, count, kv, TILE_COLUMNS, H, GROUP, D)
+            _store_fp32(acc_high, out, first_row, count, kv, TILE_COLUMNS, H, GROUP, D)
     else:
         # The query tile is free by now and buffers the output.
-        q_tiles.index(0).store(left.to(q_tiles.dtype))
+        q_tiles.index(0).store(acc_low.to(q_tiles.dtype))
         if D > TILE_COLUMNS:
-            q_tiles.index(1).store(right.to(q_tiles.dtype))
+            q_tiles.index(1).store(acc_high.to(q_tiles.dtype))
         for part in range(D // TILE_COLUMNS):
             _store_gated(
                 q_tiles.index(part), gates, out, first_row, count, kv, part * TILE_COLUMNS,

@@ -27,7 +27,7 @@ from lockstep.kernels.formats.kv import QuantizedKV
 from lockstep.kernels.formats.kv.launch import kv_operand
 
 CTAS_PER_SM = 8
-"""Resident warps of a multiprocessor: as many as its registers hold at 255 a thread. 8B, 8 x 1,
+"""Resident warps of a multiprocessor: the number whose registers fit at 255 a thread. 8B, 8 x 1,
 16,384, fp8: 87.3 us, 88.1 with 10, 90.3 with 12, 125 with 16 (H200)."""
 WORD_BYTES = 4
 """Bytes of the words in which strides are counted."""
@@ -225,7 +225,7 @@ def _decode_kernel(
             new_max, scores = _qk_tile(
                 k, q_tile, row_max, scale, start, first_key, kv, GROUP, HKV, LOAD_K
             )
-            # The single K buffer is consumed: refill it behind softmax and P V.
+            # The single K buffer is consumed: refill it during softmax and P V.
             _issue_copy(k, page, first_key + 64, num_keys, kv, K_PAGE, K_TOKEN, HKV, K_NUM_SCALES)
             rescale = gl.exp2(row_max - new_max)[None, :]
             row_max = new_max
@@ -263,7 +263,7 @@ class WorkDivision(NamedTuple):
 
 
 def choose_division(
-    rows: int, count: int, kv_heads: int, num_splits: int, processors: int
+    rows: int, count: int, kv_heads: int, num_splits: int, num_sms: int
 ) -> WorkDivision:
     """Return the division for static sizes, from the times in docs/kernels/attention.md.
 
@@ -271,7 +271,7 @@ def choose_division(
     are the limit.
     """
     block_rows = max(8, triton.next_power_of_2(count))
-    ctas_per_row = max(1, min(num_splits, CTAS_PER_SM * processors // (rows * kv_heads)))
+    ctas_per_row = max(1, min(num_splits, CTAS_PER_SM * num_sms // (rows * kv_heads)))
     return WorkDivision(block_rows, ctas_per_row, 255)
 
 
@@ -305,9 +305,9 @@ def paged_attention_quantized_decode(
     division: None for that of choose_division.
     """
     sizes = SplitKVSizes.from_arguments(q, k_cache, page_table, starts, query_len)
-    processors = architecture.multiprocessor_count(q.device)
+    num_sms = architecture.multiprocessor_count(q.device)
     division = division or choose_division(
-        sizes.rows, sizes.count, sizes.kv_heads, sizes.num_splits, processors
+        sizes.rows, sizes.count, sizes.kv_heads, sizes.num_splits, num_sms
     )
     k = kv_operand(k_cache, q.dtype)
     v = kv_operand(v_cache, q.dtype)

@@ -129,7 +129,7 @@ def _zero_tail(stage, live):
 
 @gluon.jit
 def _page_of_tile(page_list, t):
-    """Return the t-th page from page_list, which holds 32 pages, one per lane.
+    """Return the t-th page from page_list, which contains 32 pages, one per lane.
 
     A load here would stall the warps until it returns.
     """
@@ -192,7 +192,7 @@ def _softmax_step(
 ):  # fmt: skip
     """Run online softmax on a tile. Returns: new row_max, factor of the state so far, p.
 
-    first_key >> 30 is 0: row indices are recomputed instead of held in registers across the loop.
+    first_key >> 30 is 0: row indices are recomputed instead of kept in registers across the loop.
     """
     scores = scores * scale
     if first_key + 63 > start:
@@ -403,15 +403,15 @@ class LaunchShape(NamedTuple):
 
 
 def choose_shape(
-    rows: int, count: int, kv_heads: int, dim: int, num_splits: int, processors: int
+    rows: int, count: int, kv_heads: int, dim: int, num_splits: int, num_sms: int
 ) -> LaunchShape:
     """Return the shape for static sizes, from the times in docs/kernels/attention.md.
 
-    count: (token, query head) rows of a KV head. processors: multiprocessors of the GPU, which CTAs
+    count: (token, query head) rows of a KV head. num_sms: multiprocessors of the GPU, which CTAs
     fill once, one on each.
     """
     block_rows = max(16, triton.next_power_of_2(count))
-    ctas_per_row = max(1, min(num_splits, processors // (rows * kv_heads)))
+    ctas_per_row = max(1, min(num_splits, num_sms // (rows * kv_heads)))
     wide = dim == 256
     # 512 // dim stages of K and V fill the shared memory.
     return LaunchShape(
@@ -457,7 +457,7 @@ def paged_attention_quantized_hopper(
         )
     target = compile_target(q.device)
     shape = shape or choose_shape(
-        sizes.rows, sizes.count, sizes.kv_heads, sizes.dim, sizes.num_splits, target.processors
+        sizes.rows, sizes.count, sizes.kv_heads, sizes.dim, sizes.num_splits, target.num_sms
     )
     k = kv_operand(k_cache, q.dtype, target)
     v = kv_operand(v_cache, q.dtype, target)

@@ -97,7 +97,7 @@ def paged_attention_quantized_prefill(
                 _dequantize_pages(side, q, *row_arguments, first_head, count, target.inline_ptx)
                 for side in (k, v)
             ]
-            # The scratch is a cache of its own with pages in order.
+            # The scratch is a cache whose pages are in order.
             page_ids = torch.arange(dequantized[0].shape[0], dtype=torch.int32, device=q.device)
             scratch_table = page_ids.view(row_arguments[0].shape)
             launch_prefill(

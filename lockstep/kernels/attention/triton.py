@@ -58,7 +58,6 @@ def _softmax_step(scores, v, first_key, last_key, scale, row_max, row_sum, acc):
     [ROWS]. row_sum: [ONES, ROWS], ONES equal rows. acc: [D, ROWS].
     """
     row_max, rescale, p = online_softmax(scores, scale, first_key, last_key, row_max, 0)
-    rescale = rescale[None, :]
     p = p.to(v.dtype)
     # The row sum is a product with ones: its bits, like acc's, are those of the matrix unit, in one
     # order for any number of rows.
@@ -221,7 +220,7 @@ def _attention_kernel(
                 num_keys, column, V_PAGE_STRIDE, V_TOKEN_STRIDE, V_NUM_SCALES, HKV, D, PAGE, TILE,
                 V_PER_LOAD, V_LOAD, V_DEQUANTIZE, q.dtype.element_ty, OPAQUE,
             )  # fmt: skip
-            if PAGE % TILE == 0:  # prefetches the next tile's page behind this tile's products
+            if PAGE % TILE == 0:  # prefetches the next tile's page during this tile's products
                 page = pages_of_tile(page_table_row, first_key + TILE, span_end, PAGE, TILE)
             state = _softmax_step(scores, v, first_key, last_key, scale, *state)
             # End of a KV split, an absolute position.

@@ -23,7 +23,7 @@ from lockstep.kernels.device.softmax import NO_SCORE, exponentiate, mask_scores
 from lockstep.kernels.device.tiles import TILE_ROWS, tile_descriptor, tma_load_tile, zero_tail_rows
 
 TILE = TILE_ROWS
-"""Keys of a tile: as many as in triton.py, since they are part of the op's definition."""
+"""Keys of a tile: the number of triton.py, since they are part of the op's definition."""
 TILES_PER_SPLIT = gl.constexpr(KV_SPLIT // TILE)
 """Tiles of a KV split."""
 TILE_COLUMNS = gl.constexpr(128)
@@ -94,8 +94,8 @@ def zero_tail(stage, live, zeroed, use, WARPGROUP: gl.constexpr):
     row that the other one still writes. zeroed: mbarrier of both; use: number of earlier uses.
     """
     for part in gl.static_range(4):
-        first = WARPGROUP * 32 + part * 8
-        zero_tail_rows(stage.slice(first, 8), first, live, COPY_LAYOUT)
+        rows = stage.slice(WARPGROUP * 32 + part * 8, 8)  # a variable would not be a constexpr
+        zero_tail_rows(rows, WARPGROUP * 32 + part * 8, live, COPY_LAYOUT)
     fence_async_shared()  # wgmma of both warpgroups reads these rows through the async proxy
     mbarrier.arrive(zeroed)
     mbarrier.wait(zeroed, use & 1)

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Names of Gluon that differ between the versions of Triton that are allowed."""
+"""Names of Gluon that differ between the allowed versions of Triton."""
 
 from triton.experimental.gluon import language as gl
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-"""Of all warps that run a function; the name before Triton 3.7, and after."""
+"""Barrier of all warps that run a function: the name before Triton 3.7, and after."""

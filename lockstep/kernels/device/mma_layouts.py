@@ -3,7 +3,7 @@
 
 Columns of a head are multiplied in groups of 16, as by every instruction path. Within a group the
 tensor core of sm_90 adds in any order to the same bits. A thread may therefore hold four
-neighbouring columns: position s of a group holds column 4 (s % 8 // 2) + 2 (s // 8) + s % 2.
+neighbouring columns: position s of a group contains column 4 (s % 8 // 2) + 2 (s // 8) + s % 2.
 """
 
 from triton.experimental import gluon
@@ -31,7 +31,7 @@ def layout_bases(rank, *steps):
 
 @gluon.jit
 def column_of(position):
-    """Return the column that a position of a [.., D] operand holds."""
+    """Return the column that a position of a [.., D] operand contains."""
     return position // 16 * 16 + position % 8 // 2 * 4 + position % 16 // 8 * 2 + position % 2
 
 

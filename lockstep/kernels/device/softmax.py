@@ -27,7 +27,8 @@ def online_softmax(scores, scale, first_key, last_key, row_max, KEY_AXIS: tl.con
         last_key: last key that each row sees, [ROWS].
         row_max: of the tiles before, [ROWS].
 
-    Returns: (new row_max [ROWS], factor of the state so far [ROWS], p like scores, fp32).
+    Returns: new row_max [ROWS], factor of the state so far (broadcastable to scores), and p like
+    scores, all fp32.
     """
     scores *= scale
     keys = first_key + tl.arange(0, scores.shape[KEY_AXIS])
@@ -35,8 +36,8 @@ def online_softmax(scores, scale, first_key, last_key, row_max, KEY_AXIS: tl.con
     visible = tl.expand_dims(keys, 1 - KEY_AXIS) <= tl.expand_dims(last_key, KEY_AXIS)
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, KEY_AXIS))
-    p = tl.exp2(scores - tl.expand_dims(new_max, KEY_AXIS))
-    return new_max, tl.exp2(row_max - new_max), p
+    rescale = tl.expand_dims(tl.exp2(row_max - new_max), KEY_AXIS)
+    return new_max, rescale, tl.exp2(scores - tl.expand_dims(new_max, KEY_AXIS))
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def zero_tail_rows(rows, first_row, live, layout: gl.constexpr):
     """Zero the rows of a slice of a tile whose number in the tile, from first_row on, is `live`
     or more.
 
-    A page past the row's end holds what an earlier request left there, maybe NaN, and 0 * NaN is
+    A page past the row's end contains what an earlier request left there, maybe NaN, and 0 * NaN is
     NaN: a weight of zero does not hide it.
     """
     row = first_row + gl.arange(0, rows.shape[0], gl.SliceLayout(1, layout))[:, None]

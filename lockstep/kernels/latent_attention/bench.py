@@ -56,14 +56,14 @@ def _rope(model: ModelShape, dims: LatentShape, env: BenchEnv, query_len: int) -
     def run(q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         return rope_op(q, kv, *fixed, positions, slots, latents, ropes, EPS)
 
-    def seen(begin: int, end: int, out: Any) -> list[Tensor]:
+    def written_numbers(begin: int, end: int, out: Any) -> list[Tensor]:
         own_slots = slots[begin * query_len : end * query_len]
         return [out, *(part.flatten(0, 1)[own_slots] for part in written)]
 
     size = f"{model.heads} heads, {dims.latent} + {dims.rope}"
-    given = [q, kv, positions, slots]
+    inputs = [q, kv, positions, slots]
     return benchmark_per_token(
-        latent_rope_and_cache, size, query_len, backend, run, given, token, seen
+        latent_rope_and_cache, size, query_len, backend, run, inputs, token, written_numbers
     )
 
 

@@ -1,4 +1,4 @@
-"""Batches of the latent ops for every backend. Numbers that no row may read are NaN."""
+"""Batches of the latent ops for every backend. Values that no row may read are NaN."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -74,7 +74,7 @@ def dequantized_groups(
     latents.
 
     Latents have the dtype of the rotary keys and lie in pages of a scratch, which the next group
-    reuses. A group has as many rows as max_bytes holds, at least one. Latents that are not
+    reuses. A group has as many rows as max_bytes contains, at least one. Latents that are not
     quantized are yielded unchanged, in one group.
 
     Tokens from a row's last to the end of its CTA_TOKENS are zeros; those after it are unwritten.

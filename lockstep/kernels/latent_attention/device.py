@@ -39,7 +39,6 @@ def softmax_step(q_latent, q_rope, latent, rope, first_key, last_key, scale, row
     scores = tl.dot(q_latent, latent.T, input_precision="ieee")
     scores = tl.dot(q_rope, rope.T, scores, input_precision="ieee")
     row_max, rescale, p = online_softmax(scores, scale, first_key, last_key, row_max, 1)
-    rescale = rescale[:, None]
     p = p.to(latent.dtype)
     # The row sum is a product with ones: the matrix unit adds it in the order of acc.
     ones = tl.full((latent.shape[0], row_sum.shape[1]), 1.0, latent.dtype)

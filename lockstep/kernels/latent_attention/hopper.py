@@ -317,7 +317,7 @@ def _split_pv(
     latent_stages, p_tiles, full, empty, rescales, p_full, i, tiles, first_key, num_keys,
     column_part, WARPGROUP: gl.constexpr, COLUMN_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Return this warpgroup's columns of the split's accumulator, [64, COLUMNS] left and right.
+    """Return this warpgroup's columns of the split's accumulator, [64, COLUMNS] twice.
 
     A chain over the split's tiles. Where the CTA has half of the columns, both warpgroups read the
     same half of a tile, and both release all of it.
@@ -325,8 +325,8 @@ def _split_pv(
     COLUMNS: gl.constexpr = 128 // COLUMN_PARTS
     layout: gl.constexpr = _output_layout(COLUMN_PARTS)
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    left = gl.zeros((64, COLUMNS), gl.float32, layout)
-    right = gl.zeros((64, COLUMNS), gl.float32, layout)
+    acc_low = gl.zeros((64, COLUMNS), gl.float32, layout)
+    acc_high = gl.zeros((64, COLUMNS), gl.float32, layout)
     for t in range(tiles):
         stage = i % NUM_STAGES
         phase = i // NUM_STAGES & 1
@@ -339,23 +339,23 @@ def _split_pv(
         mbarrier.wait(full.index(half), phase)
         # Also orders the rescale factor, which was stored before p.
         mbarrier.wait(p_full.index(stage), phase)
-        # Only the row's last page holds stale tokens.
+        # Only the row's last page contains stale tokens.
         if first_key + t * 64 + 64 > num_keys:
             _zero_tail(values, num_keys - first_key - t * 64)
         rescale = rescales.index(stage).load(row_layout)[:, None]
-        left *= rescale
-        right *= rescale
+        acc_low *= rescale
+        acc_high *= rescale
         p_tile = p_tiles.index(stage)
-        left = warpgroup_mma(p_tile, values.slice(0, COLUMNS, 1), left, is_async=True)
-        right = warpgroup_mma(p_tile, values.slice(COLUMNS, COLUMNS, 1), right, is_async=True)
-        left, right = warpgroup_mma_wait(0, deps=(left, right))
+        acc_low = warpgroup_mma(p_tile, values.slice(0, COLUMNS, 1), acc_low, is_async=True)
+        acc_high = warpgroup_mma(p_tile, values.slice(COLUMNS, COLUMNS, 1), acc_high, is_async=True)
+        acc_low, acc_high = warpgroup_mma_wait(0, deps=(acc_low, acc_high))
         mbarrier.arrive(empty.index(stage * 2 + WARPGROUP))
         if COLUMN_PARTS > 1:
             mbarrier.arrive(empty.index(stage * 2 + 1 - WARPGROUP))
         # p has been read: second and third release of the rope stage.
         mbarrier.arrive(empty.index(NUM_STAGES * 2 + stage))
         i += 1
-    return left, right
+    return acc_low, acc_high
 
 
 @gluon.jit
@@ -404,7 +404,7 @@ def _finish_split(
                 gl.store(all_ptrs, acc)
             else:
                 acc = acc * factors.index(4).load(row_layout)[:, None]
-                rounded = acc.out_rows(out_rows.dtype.element_ty)
+                rounded = acc.to(out_rows.dtype.element_ty)
                 gl.store(out_rows[:, None] + c[None, :], rounded, mask=stores[:, None])
         else:
             gl.store(out_rows[:, None] + c[None, :], acc, mask=stores[:, None])
@@ -441,7 +441,7 @@ def _pv_warpgroup(
                 stop = gl.minimum(end, unit + unit_size)
                 for first_key in range(unit, stop, split):
                     tiles = (gl.minimum(stop - first_key, split) + 63) // 64
-                    left, right = _split_pv(
+                    acc_low, acc_high = _split_pv(
                         latent_stages, p_tiles, full, empty, rescales, p_full, i, tiles, first_key,
                         start + count, column_part, WARPGROUP, COLUMN_PARTS,
                     )  # fmt: skip
@@ -449,10 +449,10 @@ def _pv_warpgroup(
                     m = first_row + (split_round >> 30) + gl.arange(0, 64, row_layout)
                     stores = m < row_end
                     if FINISHES:
-                        out_rows = out + column + (first.out_rows(gl.int64) * H + m) * LATENT
+                        out_rows = out + column + (first.to(gl.int64) * H + m) * LATENT
                     else:
                         stores = stores & (unit <= start + m // H)
-                        partial = (s.out_rows(gl.int64) * QUERY_LEN + m // H) * num_partials * H
+                        partial = (s.to(gl.int64) * QUERY_LEN + m // H) * num_partials * H
                         out_rows = (
                             partial_acc
                             + column
@@ -462,11 +462,11 @@ def _pv_warpgroup(
                         mbarrier.wait(factors_full, split_round & 1)
                     own_accumulators = accumulators + column * 8 + (split_round >> 30)
                     _finish_split(
-                        left, own_accumulators, factors, first_key, unit, split, stop, end,
+                        acc_low, own_accumulators, factors, first_key, unit, split, stop, end,
                         out_rows, stores, SPAN, COMBINES, FINISHES,
                     )  # fmt: skip
                     _finish_split(
-                        right, own_accumulators + COLUMNS * 8, factors, first_key, unit, split,
+                        acc_high, own_accumulators + COLUMNS * 8, factors, first_key, unit, split,
                         stop, end, out_rows + COLUMNS, stores, SPAN, COMBINES, FINISHES,
                     )  # fmt: skip
                     if COMBINES:
@@ -578,9 +578,9 @@ def _supports(**traits: Any) -> str | None:
     return reason
 
 
-def column_parts_of(items: int, processors: int) -> int:
+def column_parts_of(items: int, num_sms: int) -> int:
     """Return the CTAs that share an item's columns: two where half of the GPU would be idle."""
-    return 2 if items * 2 <= processors else 1
+    return 2 if items * 2 <= num_sms else 1
 
 
 @latent_attention.backend("hopper", supports=_supports)
@@ -588,7 +588,7 @@ def latent_attention_hopper(
     q_latent: Tensor,
     q_rope: Tensor,
     latents: KVCache,
-    rope_stages: Tensor,
+    ropes: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
@@ -602,15 +602,15 @@ def latent_attention_hopper(
     partition: None for that of choose_partition.
     """
     contiguous = (
-        isinstance(latents, QuantizedKV) or latents.is_contiguous() and rope_stages.is_contiguous()
+        isinstance(latents, QuantizedKV) or latents.is_contiguous() and ropes.is_contiguous()
     )
     if not (len(q_latent) and contiguous and latents.shape[1] == 64):
         return latent_attention_triton(
-            q_latent, q_rope, latents, rope_stages, page_table, cu_seqlens, starts, query_len,
+            q_latent, q_rope, latents, ropes, page_table, cu_seqlens, starts, query_len,
             scale, partition,
         )  # fmt: skip
     out = torch.empty_like(q_latent)
-    for group in dequantized_groups(latents, rope_stages, page_table, cu_seqlens, starts):
+    for group in dequantized_groups(latents, ropes, page_table, cu_seqlens, starts):
         _launch(out, q_latent, q_rope, *group, query_len, scale, partition)
     return out
 
@@ -620,7 +620,7 @@ def _launch(
     q_latent: Tensor,
     q_rope: Tensor,
     latents: Tensor,
-    rope_stages: Tensor,
+    ropes: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
@@ -638,19 +638,19 @@ def _launch(
     count = rows * query_len * heads * num_partials
     blocks = tile.blocks(query_len, heads)
     items = rows * blocks * chosen.parallel
-    processors = multiprocessor_count(q_latent.device)
-    column_parts = column_parts_of(items, processors)
+    num_sms = multiprocessor_count(q_latent.device)
+    column_parts = column_parts_of(items, num_sms)
     items *= column_parts
     # Persistent: one CTA per multiprocessor; shared memory has no room for two.
-    ctas = min(items, processors)
+    ctas = min(items, num_sms)
     f32 = dict(dtype=torch.float32, device=q_latent.device)
-    partials = [torch.empty(count * unit_size, **f32) for unit_size in (1, 1, LATENT.value)]
+    partials = [torch.empty(count * width, **f32) for width in (1, 1, LATENT.value)]
     accumulators = torch.empty(ctas * 2 * 64 * LATENT.value, **f32)
     _latent_kernel[(ctas,)](
         tile_descriptor(q_latent.view(-1, LATENT.value), HALF.value),
         tile_descriptor(q_rope.view(-1, ROPE.value), ROPE.value),
         tile_descriptor(latents.view(-1, LATENT.value), HALF.value),
-        tile_descriptor(rope_stages.view(-1, ROPE.value), ROPE.value), page_table, cu_seqlens,
+        tile_descriptor(ropes.view(-1, ROPE.value), ROPE.value), page_table, cu_seqlens,
         starts, out, *partials, accumulators, scale * LOG2E, page_table.stride(0), items, blocks,
         chosen.parallel, num_partials, query_len, heads, column_parts, *tile.split_constants,
         chosen.unit != tile.near_split, not chosen.unit, num_warps=4, enable_fp_fusion=False,

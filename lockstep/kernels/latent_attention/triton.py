@@ -83,7 +83,7 @@ def _attend_tile(
         ropes, None, None, 0, page, first_key, num_keys, r, R_PAGE_STRIDE, R_TOKEN_STRIDE, 0, 1, R,
         PAGE, TILE, 1, None, None, DTYPE, False,
     )  # fmt: skip
-    # Prefetches the next tile's page behind this tile's products.
+    # Prefetches the next tile's page during this tile's products.
     page = pages_of_tile(page_table_row, first_key + TILE, num_keys, PAGE, TILE)
     row_max, row_sum, acc = softmax_step(
         q_latent, q_rope, latent, rope, first_key, last_key, scale, row_max, row_sum, acc
@@ -352,7 +352,7 @@ class Tile:
 def choose_tile(dtype: torch.dtype, arch: int) -> Tile:
     """Return the tile of an architecture.
 
-    wgmma and tcgen05 take 64 rows. mma.sync holds queries in registers next to the accumulator, so
+    wgmma and tcgen05 take 64 rows. mma.sync keeps queries in registers next to the accumulator, so
     32. fp32 goes through FMA units, whose operands take twice the bytes.
     """
     if dtype == torch.float32:

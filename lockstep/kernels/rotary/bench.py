@@ -44,10 +44,12 @@ def _rope_and_cache(model: ModelShape, env: BenchEnv, query_len: int) -> OpBench
     def run(qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         return rope(qkv, *fixed, positions, slots, *caches, EPS, 0.0, gated=model.gate)
 
-    def seen(begin: int, end: int, out: Any) -> list[Tensor]:
+    def written_numbers(begin: int, end: int, out: Any) -> list[Tensor]:
         written = slots[begin * query_len : end * query_len]
         return [out, *(cache.flatten(0, 1)[written] for cache in caches)]
 
     size = f"{model.heads}/{kv_heads}x{dim}"
-    given = [qkv, positions, slots]
-    return benchmark_per_token(rope_and_cache, size, query_len, backend, run, given, token, seen)
+    inputs = [qkv, positions, slots]
+    return benchmark_per_token(
+        rope_and_cache, size, query_len, backend, run, inputs, token, written_numbers
+    )

@@ -1,4 +1,4 @@
-"""Batches of rope_and_cache for every backend. Numbers that no one may read are NaN."""
+"""Batches of rope_and_cache for every backend. Values that no one may read are NaN."""
 
 from collections.abc import Iterator
 from typing import Any

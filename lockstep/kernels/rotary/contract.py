@@ -1,7 +1,8 @@
 """Contract and reference of rope_and_cache: from a fused projection to queries and cache.
 
-A projection's row holds, per head, D of q (then D of that head's output gate, where `gated`), then
-all k, then all v. H query heads, 0 where only keys and values are wanted; HKV key and value heads.
+A projection's row contains, per head, D of q (then D of that head's output gate, where `gated`),
+then all k, then all v. H query heads, 0 where only keys and values are wanted; HKV key and value
+heads.
 """
 
 import torch
@@ -42,7 +43,7 @@ def rope_and_cache(
         k_cache, v_cache: [pages, page_size, HKV, D], or quantized.
         eps: of the norm.
         offset: added to the norm's weights.
-        gated: whether qkv holds output gates.
+        gated: whether qkv contains output gates.
 
     Returns: q [T, H, D] of qkv's dtype, contiguous.
     """

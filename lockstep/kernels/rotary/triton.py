@@ -23,7 +23,7 @@ from lockstep.kernels.norm.triton import row_layout
 from lockstep.kernels.rotary import rope_and_cache
 
 MAX_HEAD_DIM = 1024
-"""Maximum head dim: one CTA holds a whole head."""
+"""Maximum head dim: one CTA contains a whole head."""
 NUMBERS_PER_CTA = 1024
 """Numbers of q in one CTA of 4 warps: times in docs/kernels/rotary.md."""
 
@@ -46,7 +46,7 @@ def _norm_rope_and_store(
     x, out: pointers to the heads. live: mask [HEADS, 1] of those that exist. cos, sin: pointers to
     the angles of the token's position.
 
-    Both numbers of a pair are loaded a second time, from L1, so that one thread holds them.
+    Both numbers of a pair are loaded a second time, from L1, so that one thread has them.
     """
     column = spread(HEADS, BLOCK)
     pairs = spread(HEADS, PAIRS)
@@ -118,6 +118,7 @@ def _norm_and_rope(
         rotated = tl.where(upper, rotated, -rotated)
         rotated = values * tl.load(cos + pair, mask=is_rotated, other=1.0) + rotated
         values = tl.where(is_rotated, rotated, values)
+    # Rounded to the model's dtype before it is quantized, as an unquantized cache stores it.
     return tl.where(in_head, values.to(x_head.dtype).to(tl.float32), 0.0)
 
 
@@ -148,7 +149,7 @@ def _rope_and_cache_kernel(
         sin += angles
     head = tl.arange(0, HEADS)[:, None]
     qkv += token * qkv_stride
-    if group < Q_CTAS:  # CTA-uniform: a CTA holds heads of q, or of k and v
+    if group < Q_CTAS:  # CTA-uniform: a CTA contains heads of q, or of k and v
         head += group * HEADS
         x = qkv + head * ((1 + GATED) * D)
         out = q + (token * H + head) * D
@@ -230,6 +231,7 @@ def rope_and_cache_triton(
     heads = (width // dim - 2 * kv_heads) // (1 + gated)
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     pairs = 0 if cos is None else cos.shape[1]
+    # About NUMBERS_PER_CTA numbers per CTA, at least one head.
     heads_per_cta = max(1, NUMBERS_PER_CTA // triton.next_power_of_2(dim))
     groups = triton.cdiv(heads, heads_per_cta) + triton.cdiv(kv_heads, heads_per_cta)
     k = kv_operand(k_cache, qkv.dtype)

@@ -1,190 +1,219 @@
-"""/v1/messages: Anthropic's API. Content blocks in, content blocks out."""
+"""/v1/messages, Anthropic's API: content blocks in, content blocks out."""
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import isfinite
-from typing import Any
+from typing import Any, Self
 
 from lockstep.errors import ComputeError
-from lockstep.serve.anthropic.protocol import NAMES, CountRequest, MessagesRequest
-from lockstep.serve.http.errors import messages_error, status_and_body
-from lockstep.serve.openai.chat_session import Turn
-from lockstep.serve.openai.protocol import named_as, system_named
-from lockstep.serve.requests.content_blocks import Block, Blocks, Change
-from lockstep.serve.requests.response_writer import Answer, Json
-from lockstep.serve.requests.service import Piece, Run, Service, Usage
+from lockstep.serve.anthropic.protocol import SENT_NAMES, CountRequest, MessagesRequest
+from lockstep.serve.anthropic.schema import (
+    BlockAddition,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    MessageDelta,
+    MessageEnd,
+    MessageObject,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    OutputBlock,
+    TokenCount,
+)
+from lockstep.serve.http.errors import MessagesError, messages_error, status_and_body
+from lockstep.serve.openai.conversation import late_system_message
+from lockstep.serve.requests.active_request import ActiveRequest, OutputDelta, Usage
+from lockstep.serve.requests.body_models import renamed_fields
+from lockstep.serve.requests.content_blocks import BlockChange, ContentBlock, ContentBlocks
+from lockstep.serve.requests.response_writer import ResponseWriter
+from lockstep.serve.requests.service import Service
+from lockstep.serve.requests.update_parser import UpdateParser
 
-_DELTAS = {
-    "text": ("text_delta", "text"),
-    "reasoning": ("thinking_delta", "thinking"),
-    "call": ("input_json_delta", "partial_json"),
-}
-"""A block's kind -> the type of its deltas, and the field of their text."""
+ID_PREFIX = "msg_"
+MessageEvent = (
+    MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | MessagesError
+)
 
 
-async def count_tokens(service: Service, body: CountRequest) -> Json:
-    """The tokens of a prompt. Raises RequestError."""
-    turn = Turn(service, body.chat(), "msg_")
-    with named_as(NAMES), system_named("messages", body.roles):
-        service.check_name(turn.body.model)
-        prompt = await asyncio.to_thread(turn.render)
-    return {"input_tokens": len(prompt.ids)}
+async def count_tokens(service: Service, body: CountRequest) -> TokenCount:
+    """Return the number of tokens of a prompt. Raises RequestError."""
+    chat = body.chat()
+    with renamed_fields(SENT_NAMES), late_system_message("messages", body.roles):
+        service.check_model(chat.model)
+        conversation = await asyncio.to_thread(chat.render, service.processor)
+    return {"input_tokens": len(conversation.ids)}
 
 
-class MessagesAnswer(Answer):
-    """A message while it is made."""
+class MessagesWriter(ResponseWriter):
+    """Writer of a message."""
 
-    NAMED = True
+    NAMED_EVENTS = True
 
-    def __init__(self, service: Service, body: MessagesRequest) -> None:
-        self.service = service
-        self.body = body
-        self.turn = Turn(service, body.chat(), "msg_")
-        self._blocks = Blocks()
-        self._notes: tuple[str, ...] = ()
-        self._end: Json = {"stop_reason": None, "stop_sequence": None}
+    def __init__(
+        self,
+        active: ActiveRequest,
+        body: MessagesRequest,
+        include_reasoning: bool,
+        parallel_tool_calls: bool,
+    ) -> None:
+        super().__init__(active, body.ignored_fields())
+        self._parser = UpdateParser(active, include_reasoning, parallel_tool_calls)
+        self._blocks = ContentBlocks()
+        self._errors: tuple[str, ...] = ()
+        self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
 
-    @property
-    def run(self) -> Run:
-        """The request in the engine."""
-        return self.turn.run
+    @classmethod
+    async def start(cls, service: Service, body: MessagesRequest, is_small: bool = False) -> Self:
+        """Submit a request and return its writer. Raises as Service.submit does."""
+        chat = body.chat()
+        with renamed_fields(SENT_NAMES), late_system_message("messages", body.roles):
+            active = await service.submit(chat, ID_PREFIX, is_small)
+        return cls(active, body, chat.include_reasoning, chat.parallel_tool_calls)
 
-    async def start(self, brief: bool = False) -> None:
-        """Begins; raises what is wrong before anything is sent."""
-        with named_as(NAMES), system_named("messages", self.body.roles):
-            await self.turn.start(brief)
-
-    def close(self) -> None:
-        """Aborts what still runs."""
-        self.turn.close()
-
-    async def whole(self) -> Json:
-        """The answer as one object."""
-        await self.read()
+    async def response(self) -> MessageObject:
+        """Return the message."""
+        await self.read_all()
         return self._message()
 
-    def begin(self) -> Iterator[Json]:
-        """The events before anything has come."""
+    def start_events(self) -> Iterator[MessageEvent]:
+        """Yield the message without content."""
         yield {"type": "message_start", "message": self._message()}
 
-    def hear(self, piece: Piece) -> Iterator[Json]:
-        """The events of a piece, in Anthropic's order. Raises ComputeError where it failed."""
-        heard = self.turn.hear(piece)
-        self._notes = heard.errors
-        for change in self._blocks.push(heard.events):
-            yield self._changed(change)
-        self._end = _ending(piece, heard.calls, self.turn.job.params.max_tokens or 0)
+    def delta_events(self, delta: OutputDelta) -> Iterator[MessageEvent]:
+        """Yield the events of a delta, in Anthropic's order. Raises ComputeError for a fault."""
+        parsed = self._parser.parse(delta)
+        self._errors = parsed.errors
+        for change in self._blocks.push(parsed.events):
+            yield self._block_event(change)
+        max_tokens = self.active.parsed.params.max_tokens or 0
+        self._end = _message_end(delta, parsed.num_calls, max_tokens)
 
-    def end(self) -> Iterator[Json]:
-        """The events behind all pieces."""
+    def end_events(self) -> Iterator[MessageEvent]:
+        """Yield the end of the open block and of the message."""
         for change in self._blocks.close():
-            yield self._changed(change)
+            yield self._block_event(change)
         yield {
             "type": "message_delta",
             "delta": self._end,
-            "usage": _usage(self.turn.usage),
-            "tool_call_parse_error": self._note(),
+            "usage": _usage_object(self._parser.usage),
+            "tool_call_parse_error": self._parse_errors(),
         }
         yield {"type": "message_stop"}
 
-    def failure(self, error: Exception) -> Iterable[Json]:
-        """The event that tells of an error."""
+    def error_events(self, error: Exception) -> list[MessagesError]:
+        """Return the event of an error."""
         return [messages_error(*status_and_body(error))]
 
-    def _message(self) -> Json:
-        """The message as it stands."""
-        blocks = [self._whole(block) for block in self._blocks.blocks]
+    def _message(self) -> MessageObject:
+        """Return the message as it is now."""
+        blocks = [self._complete_block(block) for block in self._blocks.blocks]
         return {
-            "id": self.turn.job.id,
+            "id": self.active.parsed.id,
             "type": "message",
             "role": "assistant",
-            "model": self.service.model_name,
+            "model": self.active.service.model_name,
             "content": [block for block in blocks if block is not None],
-            **self._end,
-            "usage": _usage(self.turn.usage),
-            "system_fingerprint": self.service.fingerprint,
-            "tool_call_parse_error": self._note(),
+            "stop_reason": self._end["stop_reason"],
+            "stop_sequence": self._end["stop_sequence"],
+            "usage": _usage_object(self._parser.usage),
+            "system_fingerprint": self.active.service.fingerprint,
+            "tool_call_parse_error": self._parse_errors(),
         }
 
-    def _note(self) -> str | None:
-        return "; ".join(self._notes) or None
+    def _parse_errors(self) -> str | None:
+        return "; ".join(self._errors) or None
 
-    def _changed(self, change: Change) -> Json:
-        place = {"index": change.index}
-        match change.what:
+    def _block_event(self, change: BlockChange) -> BlockStart | BlockDelta | BlockStop:
+        match change.action:
             case "open":
                 block = self._block(change.block)
-                return {"type": "content_block_start", **place, "content_block": block}
+                return {
+                    "type": "content_block_start",
+                    "index": change.index,
+                    "content_block": block,
+                }
             case "grow":
-                kind, field = _DELTAS[change.block.kind]
-                delta = {"type": kind, field: change.text}
-                return {"type": "content_block_delta", **place, "delta": delta}
-        return {"type": "content_block_stop", **place}
+                return {
+                    "type": "content_block_delta",
+                    "index": change.index,
+                    "delta": _addition(change),
+                }
+        return {"type": "content_block_stop", "index": change.index}
 
-    def _whole(self, block: Block) -> Json | None:
+    def _complete_block(self, block: ContentBlock) -> OutputBlock | None:
         """Return a block of a message that is sent as one object.
 
-        A call that is not complete has no input that could be sent as an object. Where it was cut
-        it is text, so that it is not lost; where it broke its grammar its text follows it anyway.
+        The input of an incomplete call is not valid JSON. The last call of a cut message becomes
+        text, so that it is not lost. The text of a call that broke its grammar follows it anyway.
         """
-        if block.kind != "call" or block.complete:
+        if block.kind != "call" or block.is_complete:
             return self._block(block)
         if block is self._blocks.blocks[-1]:
             return {"type": "text", "text": f"{block.name} {block.text}"}
         return None
 
-    def _block(self, block: Block) -> Json:
-        """A block as Anthropic writes it, or a call at its beginning."""
+    def _block(self, block: ContentBlock) -> OutputBlock:
+        """Return a block in Anthropic's form. The input of an incomplete call is empty."""
         if block.kind == "text":
             return {"type": "text", "text": block.text}
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
-        arguments = _input(block.text) if block.complete else {}
-        call_id = self.turn.call_id(0, block.number, block.id)
+        arguments = _input_object(block.text) if block.is_complete else {}
+        call_id = self._parser.call_id(0, block.number, block.id)
         return {"type": "tool_use", "id": call_id, "name": block.name, "input": arguments}
 
 
-def _input(arguments: str) -> Any:
-    """A call's arguments as an object that can be sent.
+def _addition(change: BlockChange) -> BlockAddition:
+    """Return what a block that grows gets."""
+    match change.block.kind:
+        case "text":
+            return {"type": "text_delta", "text": change.text}
+        case "reasoning":
+            return {"type": "thinking_delta", "thinking": change.text}
+    return {"type": "input_json_delta", "partial_json": change.text}
 
-    JSON text may say what no answer can: half a surrogate pair becomes U+FFFD, and a number beyond
-    all floats (1e999) a text.
+
+def _input_object(arguments: str) -> Any:
+    """Return a call's arguments as a JSON object that any client can parse.
+
+    Half of a surrogate pair becomes U+FFFD. A number beyond all floats (1e999) becomes text.
     """
-    found = json.loads(arguments, parse_float=_number)
-    text = json.dumps(found, ensure_ascii=False)
+    value = json.loads(arguments, parse_float=_float_or_text)
+    text = json.dumps(value, ensure_ascii=False)
     return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
-def _number(text: str) -> float | str:
+def _float_or_text(text: str) -> float | str:
     value = float(text)
     return value if isfinite(value) else text
 
 
-def _ending(piece: Piece, calls: int, max_tokens: int) -> Json:
-    """Return why a message ended, or nothing. Raises ComputeError for one that failed.
+def _message_end(delta: OutputDelta, num_calls: int, max_tokens: int) -> MessageEnd:
+    """Return why a message ended; nulls before its end. Raises ComputeError for a fault.
 
-    max_tokens: limit of the request; the model's context may have ended the message earlier.
+    max_tokens: limit of the request. The model's context may have ended the message earlier.
     """
-    reason = piece.text.finish_reason
-    stopped = piece.text.stop_reason
+    new = delta.update
+    reason = new.finish_reason
     if reason in ("error", "abort"):
-        raise ComputeError(piece.error or "the request was aborted.")
+        raise ComputeError(delta.error or "the request was aborted.")
     if reason == "length":
-        full = piece.text.num_tokens < max_tokens
-        limit = "model_context_window_exceeded" if full else "max_tokens"
-        return {"stop_reason": limit, "stop_sequence": None}
-    if reason == "stop" and calls:
+        if new.num_tokens < max_tokens:
+            return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if reason == "stop" and num_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    if reason == "stop" and isinstance(stopped, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": stopped}
+    if reason == "stop" and isinstance(new.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": new.stop_reason}
     return {"stop_reason": "end_turn" if reason else None, "stop_sequence": None}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage_object(usage: Usage) -> MessagesUsage:
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_read_input_tokens": usage.cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": usage.written,
+        "output_tokens": usage.completion,
     }

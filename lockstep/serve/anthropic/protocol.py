@@ -1,4 +1,4 @@
-"""What clients may send to /v1/messages, Anthropic's API, and how it becomes a ChatRequest."""
+"""Request bodies of /v1/messages, Anthropic's API, and their conversion to a ChatRequest."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,30 +6,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from lockstep.serve.openai.protocol import (
+from lockstep.serve.openai.conversation import (
     MAX_MESSAGES,
     MAX_NAME,
     MAX_PARTS,
     MAX_TOOLS,
+    TOOL_ANNOTATIONS,
     TOOL_DEFAULTS,
-    TOOL_NOTES,
-    ChatRequest,
     Effort,
-    TurnFields,
-    chat_request,
-    one_system,
-    own_kind,
+    merge_system_messages,
+    tool_type_check,
 )
+from lockstep.serve.openai.protocol import ChatRequest, chat_request
 from lockstep.serve.openai.responses.call_items import shallow
 from lockstep.serve.openai.responses.client_tools import function_name
-from lockstep.serve.requests.body_models import NOTES, Body, Nested
-from lockstep.serve.requests.unsupported_fields import MESSAGES, refuse, without_effect
+from lockstep.serve.openai.sampling_fields import GenerationFields
+from lockstep.serve.requests.body_models import ANNOTATION_FIELDS, Body, Nested
+from lockstep.serve.requests.unsupported_fields import MESSAGES, refuse_unsupported, without_effect
 
 MAX_ID = 256
-"""Characters of a call's id."""
-SAME = (*TurnFields.model_fields, "chat_template_kwargs")
-"""Fields that are called so in a ChatRequest too."""
-NAMES = {
+"""Maximum characters of a call's id."""
+SAME_FIELDS = (*GenerationFields.model_fields, "chat_template_kwargs")
+"""Fields that have the same name in a ChatRequest."""
+SENT_NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "reasoning_effort": "thinking",
@@ -37,44 +36,44 @@ NAMES = {
     "response_format": "output_config.format",
     "continue_final_message": "messages",
 }
-"""A ChatRequest's field -> the one that it was made of."""
+"""Field of a ChatRequest -> the field of the body that it was made from."""
 BILLING_MARK = "x-anthropic-billing-header:"
-"""Beginning of a first line of the system that is metadata for Anthropic's billing."""
+"""Beginning of a line of metadata for Anthropic's billing, the first line of a system prompt."""
 
 
 class TextBlock(Nested):
     """Text."""
 
-    WITHOUT_EFFECT = NOTES
+    WITHOUT_EFFECT = ANNOTATION_FIELDS
 
     type: Literal["text"]
     text: str
 
 
-def _only_text(kind: Any) -> Any:
+def _require_text(kind: Any) -> Any:
     if kind != "text":
         raise ValueError("this server reads text only; allowed: text. Send text in its place")
     return kind
 
 
 class PlainText(TextBlock):
-    """Text, where no other block may come: in the system, and in a tool's result."""
+    """Text of the system prompt or of a tool's result, where no other block is allowed."""
 
-    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
+    type: Annotated[Literal["text"], BeforeValidator(_require_text)]
 
 
-def _blocks(value: Any) -> Any:
+def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 TextList = Annotated[list[PlainText], Field(fail_fast=True, max_length=MAX_PARTS)]
-Texts = Annotated[TextList, BeforeValidator(_blocks, json_schema_input_type=str | TextList)]
+Texts = Annotated[TextList, BeforeValidator(_as_blocks, json_schema_input_type=str | TextList)]
 
 
 class ToolUseBlock(Nested):
-    """A call that the model made."""
+    """A tool call of the model."""
 
-    WITHOUT_EFFECT = (NOTES - {"id"}) | {"caller", "partial_json"}
+    WITHOUT_EFFECT = (ANNOTATION_FIELDS - {"id"}) | {"caller", "partial_json"}
 
     type: Literal["tool_use"]
     id: str = Field(max_length=MAX_ID)
@@ -83,9 +82,9 @@ class ToolUseBlock(Nested):
 
 
 class ToolResultBlock(Nested):
-    """What a call gave. Chat templates have no word for is_error."""
+    """Result of a call. Chat templates cannot express is_error."""
 
-    WITHOUT_EFFECT = NOTES | {"caller"}
+    WITHOUT_EFFECT = ANNOTATION_FIELDS | {"caller"}
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=MAX_ID)
@@ -96,7 +95,7 @@ class ToolResultBlock(Nested):
 class ServerCallBlock(Nested):
     """Call of a tool that another server ran."""
 
-    WITHOUT_EFFECT = (NOTES - {"id"}) | {"caller"}
+    WITHOUT_EFFECT = (ANNOTATION_FIELDS - {"id"}) | {"caller"}
 
     type: Literal["server_tool_use", "mcp_tool_use"]
     id: str = Field(max_length=MAX_ID)
@@ -106,22 +105,22 @@ class ServerCallBlock(Nested):
 
 
 def _readable(value: Any) -> Any:
-    """Return a result without what its server encrypted. Raise ValueError for what is no text."""
+    """Return a result without encrypted fields. Raises ValueError for content that is no text."""
     return _without_encrypted(shallow(value))
 
 
 def _without_encrypted(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_encrypted(one) for one in value]
+        return [_without_encrypted(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     if value.get("type") in ("base64", "image"):
         raise ValueError("this server reads text only; allowed: text. Send text in its place")
-    # Clients move their cache marks with every turn, which would cost the prefix hit.
+    # Clients move their cache marks with every turn, which would prevent prefix cache hits.
     return {
-        key: _without_encrypted(one)
-        for key, one in value.items()
-        if one is not None and key != "cache_control" and not key.startswith("encrypted_")
+        key: _without_encrypted(entry)
+        for key, entry in value.items()
+        if entry is not None and key != "cache_control" and not key.startswith("encrypted_")
     }
 
 
@@ -145,7 +144,7 @@ RESULT_SCHEMA = {
 class ServerResultBlock(Nested):
     """Result of a call that another server ran. The model reads it as JSON."""
 
-    WITHOUT_EFFECT = NOTES | {"caller"}
+    WITHOUT_EFFECT = ANNOTATION_FIELDS | {"caller"}
 
     type: Literal[
         "bash_code_execution_tool_result",
@@ -162,17 +161,17 @@ class ServerResultBlock(Nested):
 
 
 class RedactedThinkingBlock(Nested):
-    """Reasoning that another server encrypted: nobody else can read it, so no prompt shows it."""
+    """Reasoning that another server encrypted. Only that server can read it, so prompts omit it."""
 
-    WITHOUT_EFFECT = NOTES | {"data"}
+    WITHOUT_EFFECT = ANNOTATION_FIELDS | {"data"}
 
     type: Literal["redacted_thinking"]
 
 
 class ThinkingBlock(Nested):
-    """Reasoning of an earlier answer."""
+    """Reasoning of an earlier response."""
 
-    WITHOUT_EFFECT = NOTES
+    WITHOUT_EFFECT = ANNOTATION_FIELDS
 
     type: Literal["thinking"]
     thinking: str
@@ -193,9 +192,9 @@ BlockList = Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class SentMessage(Nested):
-    """A message of the user, of the assistant, or of the system in between."""
+    """A message of the user, of the assistant, or of the system during a conversation."""
 
-    WITHOUT_EFFECT = NOTES | {
+    WITHOUT_EFFECT = ANNOTATION_FIELDS | {
         "container",
         "context_management",
         "diagnostics",
@@ -211,16 +210,18 @@ class SentMessage(Nested):
     }
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[BlockList, BeforeValidator(_blocks, json_schema_input_type=str | BlockList)]
+    content: Annotated[
+        BlockList, BeforeValidator(_as_blocks, json_schema_input_type=str | BlockList)
+    ]
 
 
 class SentTool(Nested):
     """A tool of the client; `input_schema` is a JSON schema."""
 
-    WITHOUT_EFFECT = TOOL_NOTES
+    WITHOUT_EFFECT = TOOL_ANNOTATIONS
     ONLY_DEFAULTS = TOOL_DEFAULTS
 
-    type: Annotated[Literal["custom"], own_kind("custom")] = "custom"
+    type: Annotated[Literal["custom"], tool_type_check("custom")] = "custom"
     name: str = Field(min_length=1, max_length=MAX_NAME)
     description: str | None = None
     input_schema: dict[str, Any]
@@ -228,7 +229,7 @@ class SentTool(Nested):
 
 
 class ToolChoice(Nested):
-    """Which tools the model may call, or must."""
+    """Tools that the model may call, or must call."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = Field(None, max_length=MAX_NAME)
@@ -251,14 +252,14 @@ class Thinking(Nested):
 
 
 class OutputFormat(Nested):
-    """The answer's form: JSON of a schema."""
+    """Form of the answer: JSON that matches a schema."""
 
     type: str
     schema_: Any = Field(None, alias="schema")
 
 
 class OutputConfig(Nested):
-    """How much to reason, and the answer's form."""
+    """Effort of reasoning, and form of the answer."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
@@ -279,30 +280,31 @@ class CountRequest(Body):
 
     @property
     def roles(self) -> list[str]:
-        """The role of each message."""
+        """Role of each message."""
         return [message.role for message in self.messages]
 
     def ignored_fields(self) -> list[str]:
-        """The names, in order, of sent fields that have no effect."""
-        found = [*without_effect(self.model_extra or (), MESSAGES), *self._beside_prompt()]
+        """Return the sorted names of sent fields that have no effect."""
+        names = [*without_effect(self.model_extra or (), MESSAGES), *self._generation_only()]
         blocks = [block for message in self.messages for block in message.content]
         if any(isinstance(block, ToolResultBlock) and block.is_error for block in blocks):
-            found.append("tool_result.is_error")
+            names.append("tool_result.is_error")
         if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
-            found.append("redacted_thinking")
+            names.append("redacted_thinking")
         if self.system and self.system[0].text.startswith(BILLING_MARK):
-            found.append("system.x-anthropic-billing-header")
-        return sorted(found)
+            names.append("system.x-anthropic-billing-header")
+        return sorted(names)
 
     def chat(self) -> ChatRequest:
-        """The turn that is asked for. Raises RequestError."""
-        beside = self._beside_prompt()
+        """Convert the body to a ChatRequest. Raises RequestError."""
+        unused = self._generation_only()
         extra = self.model_extra or {}
-        refuse({name: extra[name] for name in extra if name not in beside}, MESSAGES)
-        messages = one_system(list(self._messages()))
-        # A result of another server's tool may end what the assistant said.
-        last = messages[-1]["role"] if messages else None
-        goes_on = self.messages[-1].role == last == "assistant"
+        refuse_unsupported({name: extra[name] for name in extra if name not in unused}, MESSAGES)
+        messages = merge_system_messages(list(self._messages()))
+        # The assistant's last block may be a result of another server's tool, which becomes a
+        # message of the role tool: the model then begins a new message.
+        last_role = messages[-1]["role"] if messages else None
+        continues = self.messages[-1].role == last_role == "assistant"
         choice = self.tool_choice
         config = self.output_config
         form = config.format if config else None
@@ -311,30 +313,30 @@ class CountRequest(Body):
             "tools": [_chat_tool(tool) for tool in self.tools or ()],
             "tool_choice": _chat_choice(choice) if choice else "auto",
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-            "continue_final_message": goes_on,
-            "add_generation_prompt": not goes_on,
+            "continue_final_message": continues,
+            "add_generation_prompt": not continues,
             "reasoning_effort": self._effort(),
             "thinking_token_budget": self.thinking.budget_tokens if self.thinking else None,
             "response_format": _chat_format(form) if form else None,
-            **self._more(),
+            **self._other_fields(),
         }
-        return chat_request(fields, NAMES)
+        return chat_request(fields, SENT_NAMES)
 
-    def _beside_prompt(self) -> list[str]:
-        """Fields of a message that were sent to count its prompt, which they do not change."""
+    def _generation_only(self) -> list[str]:
+        """Return the fields of MessagesRequest that were sent to count the tokens of a prompt."""
         return [name for name in self.model_extra or () if name in MessagesRequest.model_fields]
 
-    def _more(self) -> dict[str, Any]:
-        """Fields of the turn that do not change the prompt."""
+    def _other_fields(self) -> dict[str, Any]:
+        """Return the fields of the ChatRequest that do not change the prompt."""
         return {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
 
     def _effort(self) -> str | None:
-        """How much to reason; None, as where thinking is adaptive, leaves it to the model."""
+        """Return the reasoning effort; None, as with adaptive thinking, lets the model decide."""
         kind = self.thinking.type if self.thinking else "adaptive"
         if kind == "disabled":
             return "none"
-        asked = self.output_config.effort if self.output_config else None
-        return asked or ("high" if kind == "enabled" else None)
+        effort = self.output_config.effort if self.output_config else None
+        return effort or ("high" if kind == "enabled" else None)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         system = _without_billing(self.system or [])
@@ -342,20 +344,20 @@ class CountRequest(Body):
             yield {"role": "system", "content": _parts(system)}
         for message in self.messages:
             if message.role == "assistant":
-                yield from _assistants(message.content)
+                yield from _assistant_messages(message.content)
             else:
-                yield from _others(message.role, message.content)
+                yield from _user_messages(message.role, message.content)
 
 
-class MessagesRequest(TurnFields, CountRequest):
+class MessagesRequest(GenerationFields, CountRequest):
     """The body of /v1/messages."""
 
     max_tokens: int
     stop_sequences: list[str] | None = Field(None, fail_fast=True, max_length=MAX_PARTS)
     metadata: dict[str, Any] | None = None
 
-    def _more(self) -> dict[str, Any]:
-        same = {name: getattr(self, name) for name in SAME}
+    def _other_fields(self) -> dict[str, Any]:
+        same = {name: getattr(self, name) for name in SAME_FIELDS}
         return {**same, "max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}
 
 
@@ -375,24 +377,24 @@ def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": block.text} for block in blocks]
 
 
-def _assistants(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield an assistant's blocks as messages: one, or several around results of other servers."""
+def _assistant_messages(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Convert an assistant's blocks to messages. Results of other servers divide them."""
     begin = 0
     for i, block in enumerate(blocks):
         # Templates have results in messages of the role tool, after the message with the call.
         if isinstance(block, ServerResultBlock):
             if blocks[begin:i]:
-                yield _assistant(blocks[begin:i])
+                yield _assistant_message(blocks[begin:i])
             begin = i + 1
             content = block.content
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
     if blocks[begin:] or not blocks:
-        yield _assistant(blocks[begin:])
+        yield _assistant_message(blocks[begin:])
 
 
-def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
-    """Return an assistant's blocks as one message."""
+def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
+    """Convert an assistant's blocks to one message."""
     calls = [
         {
             "id": block.id,
@@ -417,8 +419,8 @@ def _called_name(block: ToolUseBlock | ServerCallBlock) -> str:
     return function_name(block.name, server)
 
 
-def _others(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Blocks of a user or the system as messages: results of tools are messages of their own."""
+def _user_messages(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Convert blocks of a user or the system to messages; each result of a tool is a message."""
     texts: list[TextBlock] = []
     for block in blocks:
         if isinstance(block, TextBlock):
@@ -445,7 +447,7 @@ def _chat_tool(tool: SentTool) -> dict[str, Any]:
 
 
 def _chat_format(form: OutputFormat) -> dict[str, Any]:
-    """Return `output_config.format` as `response_format`, which wants a name."""
+    """Convert `output_config.format` to `response_format`, which needs a name."""
     if form.type != "json_schema":
         return {"type": form.type}
     schema = {"name": "output", "schema": form.schema_}

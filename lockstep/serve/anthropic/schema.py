@@ -1,40 +1,28 @@
-"""What /v1/messages answers, as types: see answers.py."""
+"""Response objects and events of /v1/messages, which the writer builds."""
 
 from typing import Any, Literal
 
-from lockstep.serve.openai.schema import Said
+from typing_extensions import TypedDict
+
+from lockstep.serve.http.errors import MessagesError
 
 
-class MessageError(Said):
-    """What is wrong, in Anthropic's words."""
-
-    type: str
-    message: str
-
-
-class MessagesError(Said):
-    """Anthropic's error object; in a stream, the last event."""
-
-    type: Literal["error"]
-    error: MessageError
-
-
-class AnsweredText(Said):
+class OutputTextBlock(TypedDict):
     """Text."""
 
     type: Literal["text"]
     text: str
 
 
-class AnsweredThinking(Said):
-    """Reasoning. It is not signed."""
+class OutputThinkingBlock(TypedDict):
+    """Reasoning. It has no signature."""
 
     type: Literal["thinking"]
     thinking: str
     signature: str
 
 
-class AnsweredToolUse(Said):
+class OutputToolUseBlock(TypedDict):
     """A tool call."""
 
     type: Literal["tool_use"]
@@ -43,14 +31,14 @@ class AnsweredToolUse(Said):
     input: dict[str, Any]
 
 
-AnsweredBlock = AnsweredText | AnsweredThinking | AnsweredToolUse
+OutputBlock = OutputTextBlock | OutputThinkingBlock | OutputToolUseBlock
 StopReason = Literal[
     "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
 ]
 
 
-class MessagesUsage(Said):
-    """Tokens: input_tokens are those that no prefix cache had."""
+class MessagesUsage(TypedDict):
+    """Token counts: input_tokens are those that were no prefix cache hits."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -58,14 +46,14 @@ class MessagesUsage(Said):
     output_tokens: int
 
 
-class MessageObject(Said):
-    """A message: its blocks, in order. system_fingerprint stands for the numerics."""
+class MessageObject(TypedDict):
+    """A message with its content blocks in order. system_fingerprint names the numerics."""
 
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[AnsweredBlock]
+    content: list[OutputBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessagesUsage
@@ -73,72 +61,75 @@ class MessageObject(Said):
     tool_call_parse_error: str | None
 
 
-class TokenCount(Said):
-    """Tokens of a prompt."""
+class TokenCount(TypedDict):
+    """Number of tokens of a prompt."""
 
     input_tokens: int
 
 
-class MessageStart(Said):
+class MessageStart(TypedDict):
     """The first event: a message without content."""
 
     type: Literal["message_start"]
     message: MessageObject
 
 
-class BlockStart(Said):
-    """A block begins, empty."""
+class BlockStart(TypedDict):
+    """Beginning of a block, which is empty."""
 
     type: Literal["content_block_start"]
     index: int
-    content_block: AnsweredBlock
+    content_block: OutputBlock
 
 
-class BlockTextDelta(Said):
-    """More text."""
+class TextBlockDelta(TypedDict):
+    """Addition to a text."""
 
     type: Literal["text_delta"]
     text: str
 
 
-class BlockThinkingDelta(Said):
-    """More reasoning."""
+class ThinkingBlockDelta(TypedDict):
+    """Addition to reasoning."""
 
     type: Literal["thinking_delta"]
     thinking: str
 
 
-class BlockInputDelta(Said):
-    """More of a call's input, as JSON text."""
+class InputJsonBlockDelta(TypedDict):
+    """Addition to the input of a call, as JSON text."""
 
     type: Literal["input_json_delta"]
     partial_json: str
 
 
-class BlockDelta(Said):
-    """A block grows."""
+BlockAddition = TextBlockDelta | ThinkingBlockDelta | InputJsonBlockDelta
+
+
+class BlockDelta(TypedDict):
+    """Addition to a block."""
 
     type: Literal["content_block_delta"]
     index: int
-    delta: BlockTextDelta | BlockThinkingDelta | BlockInputDelta
+    delta: BlockAddition
 
 
-class BlockStop(Said):
-    """A block is complete."""
+class BlockStop(TypedDict):
+    """End of a block."""
 
     type: Literal["content_block_stop"]
     index: int
 
 
-class MessageEnd(Said):
-    """Why the message ended."""
+class MessageEnd(TypedDict):
+    """Reason why the message ended."""
 
     stop_reason: StopReason | None
     stop_sequence: str | None
 
 
-class MessageDelta(Said):
-    """The message ended; usage: of all of it."""
+class MessageDelta(TypedDict):
+    """End of the message, with the usage of the whole request."""
 
     type: Literal["message_delta"]
     delta: MessageEnd
@@ -146,13 +137,13 @@ class MessageDelta(Said):
     tool_call_parse_error: str | None
 
 
-class MessageStop(Said):
+class MessageStop(TypedDict):
     """The last event."""
 
     type: Literal["message_stop"]
 
 
-EVENTS: tuple[type[Said], ...] = (
+EVENTS: tuple[type, ...] = (
     MessageStart,
     BlockStart,
     BlockDelta,
@@ -161,3 +152,5 @@ EVENTS: tuple[type[Said], ...] = (
     MessageStop,
     MessagesError,
 )
+"""Events of a stream, in the order in which they come."""
+RESPONSE_TYPES: tuple[type, ...] = (MessageObject, TokenCount, *EVENTS)

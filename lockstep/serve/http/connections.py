@@ -1,7 +1,8 @@
-"""Connections with bounds on time and size.
+"""HTTP connections with limits of time, size and number.
 
-The bounds hold for a request's head, for the reading of an answer, for the rest of a refused body,
-and for the number of connections: the longest idle one is refused for a new one.
+The limits apply to the head of a request, to the time in which a client reads a response, to the
+rest of a refused body, and to the number of connections. If there are too many, the one that has
+been idle for longest is closed.
 """
 
 import asyncio
@@ -15,29 +16,28 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from lockstep.serve.http.errors import RETRY_AFTER, error_object
 
 HEAD_SECONDS = 10.0
-"""Time that a request's head may take to arrive, and that a new connection may stay silent."""
+"""Maximum time in which a request's head must arrive, also the first one of a connection."""
 WRITE_SECONDS = 60.0
-"""Time that a client may read so little of an answer that no more of it can be sent."""
+"""Maximum time in which a client reads too little for more of a response to be sent."""
 DROP_SECONDS = 30.0
-"""Time for which the rest of a body is read and dropped after the answer was sent."""
+"""Maximum time for reading and discarding the rest of a body after the response."""
 DROP_IDLE_SECONDS = 5.0
-"""Silence after which the rest of a body is not waited for any longer."""
+"""Maximum pause in the rest of a body."""
 MAX_DROPPED_BYTES = 64 << 20
-"""Bytes of a body's rest that are read and dropped after the answer was sent, at least."""
+"""Default maximum bytes of the rest of a body."""
 MAX_HEAD_BYTES = 16_384
-"""Bytes of a request's head."""
+"""Maximum bytes of a request's head."""
 MAX_CHUNKS = 16_384
-"""Chunks of a body: each takes some 5 us, however short it is."""
+"""Maximum chunks of a body. Each takes about 5 us, however short it is."""
 _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 _LINE_BYTES = 4
 """Bytes of a header line besides its name and value: the colon, a space, CR and LF."""
 
 
 class _BoundedConnection(h11.Connection):
-    """h11's reader of requests with bounds on heads and chunks, and a short path for the chunks of
-    an answer.
+    """h11's connection with limits of heads and chunks, and a fast path for chunks of responses.
 
-    fault_status, fault: the status and the message that answer what the client did wrong.
+    fault_status, fault: status and message of the response to an invalid request.
     """
 
     def __init__(self, max_dropped_bytes: int = MAX_DROPPED_BYTES) -> None:
@@ -82,16 +82,15 @@ class _BoundedConnection(h11.Connection):
             self._chunks += event.chunk_start
             if self._chunks > MAX_CHUNKS:
                 raise h11.RemoteProtocolError(f"more than {MAX_CHUNKS} chunks")
-            if self.our_state is h11.DONE:  # answered already: uvicorn drops the data
+            if self.our_state is h11.DONE:  # the response is complete: uvicorn drops the data
                 self._dropped_bytes += len(event.data)
                 if self._dropped_bytes > self._max_dropped_bytes:
                     raise h11.RemoteProtocolError("too much of a body after its answer")
 
     def send(self, event: Any) -> Any:
-        """Return the event as bytes. Raises LocalProtocolError.
-
-        Data within a chunked body change no state of h11: each event becomes a chunk as it is.
-        """
+        """Return an event as bytes. Raises LocalProtocolError."""
+        # Data of a chunked body change no state of h11, so each event can become a chunk directly.
+        # An exact type check: it is faster than isinstance, and h11 has no subclasses.
         if type(event) is h11.Data and self._in_chunks and self.our_state is h11.SEND_BODY:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
         sent = super().send(event)
@@ -100,24 +99,26 @@ class _BoundedConnection(h11.Connection):
         return sent
 
     @property
-    def may_get_more(self) -> bool:
-        """Return whether the client may still be sending.
+    def may_receive_more(self) -> bool:
+        """True if the client may still be sending.
 
-        Closing now could reset the connection, and the client would lose the answer.
+        Closing now could reset the connection, and the client would lose the response.
         """
         unread = self.their_state in (h11.SEND_BODY, h11.ERROR)
         return unread or bool(self.trailing_data[0])
 
 
 def _head_bytes(head: h11.Request) -> int:
-    """Return about the bytes that a head took on the wire."""
+    """Return the approximate bytes of a head on the wire."""
     lines = sum(len(name) + len(value) + _LINE_BYTES for name, value in head.headers)
     return len(head.method) + len(head.target) + lines
 
 
 class _Transport:
-    """A connection's transport whose close() lets the client read the answer first: what it still
-    sends is read and dropped for a while (see BoundedProtocol)."""
+    """Transport whose close() lets the client read the response first.
+
+    It reads and discards what the client still sends: see BoundedProtocol.
+    """
 
     def __init__(self, transport: asyncio.Transport, protocol: "BoundedProtocol") -> None:
         self._transport = transport
@@ -128,39 +129,40 @@ class _Transport:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Return whether nothing more is to be sent."""
+        """Return whether nothing more will be sent."""
         return self._closing or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close the connection once the client has sent what it is sending, or at once."""
+        """Close the connection, after the client has stopped sending."""
         if self.is_closing():
             return
         self._closing = True
-        if self._protocol.is_refused or self._protocol.conn.may_get_more:
+        if self._protocol.is_refused or self._protocol.conn.may_receive_more:
             self._protocol.drop_rest()
         else:
             self._transport.close()
 
     def close_now(self) -> None:
-        """Close the connection; what was written is still sent."""
+        """Close the connection at once; data that was written is still sent."""
         self._closing = True
         self._transport.close()
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 with bounds on connections, on the time that a head takes, on the time in which
-    nothing of an answer can be sent, and on what is read after an answer.
+    """HTTP/1.1 with the limits of this module.
 
-    A subclass sets `most`, and `max_dropped_bytes` where larger bodies are allowed. A connection
-    that has no request in progress is idle: it is closed when its head is late. A connection beyond
-    `most` takes the place of the one that has been idle for longest; where none is idle, it is
-    refused. Refused connections get a 503 and do not count; if more than a quarter of `most` are
-    open, the oldest is reset. A connection that closes while the client is still sending is
-    half-closed, and the rest is read and dropped: closing at once would reset it, and the client
-    would see a reset instead of the answer.
+    A subclass sets `max_connections`, and `max_dropped_bytes` where larger bodies are allowed.
+
+    A connection without a request in progress is idle. It is closed when the head of its next
+    request is late. A connection beyond `max_connections` replaces the one that has been idle for
+    longest; where none is idle, it is refused with a 503. Refused connections do not count, but if
+    more than a quarter of `max_connections` are open, the oldest of them is reset.
+
+    A connection that closes while the client is still sending is half-closed, and the rest is read
+    and discarded. Closing at once would reset it, and the client would not get the response.
     """
 
-    most = 1000
+    max_connections = 1000
     head_seconds = HEAD_SECONDS
     write_seconds = WRITE_SECONDS
     drop_seconds = DROP_SECONDS
@@ -171,74 +173,74 @@ class BoundedProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self.conn: _BoundedConnection = _BoundedConnection(self.max_dropped_bytes)
         self.transport: _Transport = None  # type: ignore[assignment]
-        self._head_alarm: asyncio.TimerHandle | None = None
-        self._write_alarm: asyncio.TimerHandle | None = None
-        self._drop_alarm: asyncio.TimerHandle | None = None
-        self._heard_at = 0.0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._drop_timer: asyncio.TimerHandle | None = None
+        self._last_data_time = 0.0
         self._dropped_bytes = 0
-        self._is_resting = False
+        self._is_keep_alive = False
         self.is_refused = False
         self.idle_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a new connection, or refuse one where there are too many."""
+        """Accept a connection, or refuse one where there are too many."""
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
-        if len(self.connections) > self.most:
-            self._make_room()
+        if len(self.connections) > self.max_connections:
+            self._refuse_one()
         if not self.is_refused:
             self._wait_for_head(self.head_seconds)
 
     def data_received(self, data: bytes) -> None:
-        """Read what came, or drop it where the connection is closing."""
-        if self._drop_alarm is not None:
+        """Parse data, or discard them where the connection is closing."""
+        if self._drop_timer is not None:
             self._drop(data)
             return
         if self.transport.is_closing():
             return
-        if self._is_resting:  # the first bytes of the next head: it gets a head's time from here
+        if self._is_keep_alive:  # the first bytes of the next head start its time limit
             self._wait_for_head(self.head_seconds)
         super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the client, which is gone."""
-        self._stop_waiting()
-        self._stop_write_alarm()
+        """Stop all timers."""
+        self._stop_head_timer()
+        self._stop_write_timer()
         self._stop_dropping()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Read data; stop the timer of the head once the head is complete."""
+        """Parse data, and stop the timer of the head when the head is complete."""
         super().handle_events()
         if self.is_busy:
-            self._stop_waiting()
+            self._stop_head_timer()
 
     def pause_writing(self) -> None:
-        """Start the timer of a client that reads more slowly than the answer is sent."""
+        """Start the timer of a slow reader: the send buffer is above the high-water mark."""
         super().pause_writing()
         self._wait_for_reader()
 
     def resume_writing(self) -> None:
-        """Most of what was sent was read."""
+        """Stop the timer of a slow reader: the send buffer fell below the low-water mark."""
         super().resume_writing()
         if not self.transport.is_closing():
-            self._stop_write_alarm()
+            self._stop_write_timer()
 
     def on_response_complete(self) -> None:
-        """Wait for the next head after an answer, or for the end of a connection that closes."""
+        """Wait for the next head, or for the end of a connection that closes."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._wait_for_reader()
         elif not self.is_busy:
             self._wait_for_head(self.head_seconds + self.timeout_keep_alive)
-            self._is_resting = True
+            self._is_keep_alive = True
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP as it is supported, and close.
+        """Refuse an invalid request, and close the connection.
 
-        Where an answer to this request has begun, none can follow it.
+        No status can be sent if the response to this request has already begun.
         """
         if self.is_busy:
-            self.cycle.disconnected = True  # its application writes to nobody from here on
+            self.cycle.disconnected = True  # output of its application is discarded from now on
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send_error(self.conn.fault_status, self.conn.fault or msg)
@@ -246,17 +248,19 @@ class BoundedProtocol(H11Protocol):
         self._wait_for_reader()
 
     def refuse(self) -> None:
-        """Answer with a 503 and close, for there are too many connections.
+        """Refuse a connection with a 503 and close it, since there are too many.
 
-        A client that waits between two requests gets no answer: it asks again on a new connection.
+        Between two requests a connection is closed without a response: the client tries again on a
+        new one.
         """
         self.is_refused = True
-        may_answer = self.conn.our_state is h11.IDLE and not self._is_resting
-        self._stop_waiting()
-        if may_answer:
+        may_respond = self.conn.our_state is h11.IDLE and not self._is_keep_alive
+        self._stop_head_timer()
+        if may_respond:
             self._send_error(
                 503,
-                f"more than {self.most} connections are open (--limit-concurrency). Try later.",
+                f"more than {self.max_connections} connections are open (--limit-concurrency). "
+                "Try later.",
                 "server_error",
             )
             self.transport.close()
@@ -278,41 +282,42 @@ class BoundedProtocol(H11Protocol):
             self.transport.write(self.conn.send(event))
 
     def drop_rest(self) -> None:
-        """Send no more, and read and drop what the client still sends, within bounds."""
+        """Half-close the connection; read and discard the rest of the body within limits."""
         now = self.loop.time()
-        self._stop_waiting()
-        self.idle_since = now  # it makes room for others
-        self._heard_at = now
+        self._stop_head_timer()
+        self.idle_since = now  # it may be closed in favor of others
+        self._last_data_time = now
         if self.transport.can_write_eof():
             self.transport.write_eof()
+        # uvicorn pauses reading when the application does not consume the body.
         self.flow.resume_reading()
-        self._watch_rest(now + self.drop_seconds)
+        self._check_rest(now + self.drop_seconds)
 
-    def _watch_rest(self, deadline: float) -> None:
-        """Close when the rest takes too long as a whole, or when nothing of it comes any more."""
+    def _check_rest(self, deadline: float) -> None:
+        """Close the connection when the rest takes too long or pauses."""
         now = self.loop.time()
-        wait = min(self._heard_at + self.drop_idle_seconds, deadline) - now
+        wait = min(self._last_data_time + self.drop_idle_seconds, deadline) - now
         if wait <= 0:
             self._stop_dropping()
             self.transport.close_now()
             self._wait_for_reader()
         else:
-            self._drop_alarm = self.loop.call_later(wait, self._watch_rest, deadline)
+            self._drop_timer = self.loop.call_later(wait, self._check_rest, deadline)
 
     def _drop(self, data: bytes) -> None:
-        self._heard_at = self.loop.time()
+        self._last_data_time = self.loop.time()
         self._dropped_bytes += len(data)
         if self._dropped_bytes > self.max_dropped_bytes:
             self._stop_dropping()
             self.transport.close_now()
 
     def _stop_dropping(self) -> None:
-        if self._drop_alarm is not None:
-            self._drop_alarm.cancel()
-            self._drop_alarm = None
+        if self._drop_timer is not None:
+            self._drop_timer.cancel()
+            self._drop_timer = None
 
     def shutdown(self) -> None:
-        """Close an idle connection now, and a busy one after its answer."""
+        """Close an idle connection now, and a busy one after its response."""
         if self.is_busy:
             self.cycle.keep_alive = False
         else:
@@ -321,37 +326,37 @@ class BoundedProtocol(H11Protocol):
             self._wait_for_reader()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that was idle for too long after an answer."""
-        self._stop_waiting()
+        """Close a connection that was idle for too long after a response."""
+        self._stop_head_timer()
         super().timeout_keep_alive_handler()
         self._wait_for_reader()
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a request is in progress."""
+        """True while a request is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait_for_head(self, seconds: float) -> None:
-        self._stop_waiting()
+        self._stop_head_timer()
         self.idle_since = self.loop.time()
-        self._head_alarm = self.loop.call_later(seconds, self._head_is_late)
+        self._head_timer = self.loop.call_later(seconds, self._head_is_late)
 
-    def _stop_waiting(self) -> None:
-        self._is_resting = False
+    def _stop_head_timer(self) -> None:
+        self._is_keep_alive = False
         self.idle_since = None
-        if self._head_alarm is not None:
-            self._head_alarm.cancel()
-            self._head_alarm = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _wait_for_reader(self) -> None:
-        """Give the client a while to read what was written."""
-        self._stop_write_alarm()
-        self._write_alarm = self.loop.call_later(self.write_seconds, self.transport.abort)
+        """Start the time limit for reading what was written."""
+        self._stop_write_timer()
+        self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
 
-    def _stop_write_alarm(self) -> None:
-        if self._write_alarm is not None:
-            self._write_alarm.cancel()
-            self._write_alarm = None
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _head_is_late(self) -> None:
         if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
@@ -361,17 +366,19 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
         self._wait_for_reader()
 
-    def _make_room(self) -> None:
+    def _refuse_one(self) -> None:
         """Refuse the connection that has been idle for longest, or this one if none is idle."""
-        mine = [one for one in self.connections if isinstance(one, BoundedProtocol)]
-        refused = [one for one in mine if one.is_refused]
-        if len(refused) > self.most // 4:
+        bounded = [other for other in self.connections if isinstance(other, BoundedProtocol)]
+        refused = [other for other in bounded if other.is_refused]
+        if len(refused) > self.max_connections // 4:
             min(refused, key=_idle_since).transport.abort()
-        if len(mine) - len(refused) > self.most:
-            idle = [one for one in mine if one.idle_since is not None and not one.is_refused]
+        if len(bounded) - len(refused) > self.max_connections:
+            idle = [
+                other for other in bounded if other.idle_since is not None and not other.is_refused
+            ]
             min(idle, key=_idle_since, default=self).refuse()
 
 
 def _idle_since(connection: BoundedProtocol) -> float:
-    """Return since when a connection is idle; one that is busy comes last."""
+    """Return the time since which a connection is idle; infinity for a busy one."""
     return math.inf if connection.idle_since is None else connection.idle_since

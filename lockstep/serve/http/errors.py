@@ -1,9 +1,9 @@
-"""What goes wrong while serving, and how it is answered: a status and OpenAI's error object."""
+"""Errors of the server, and the status and error object that answer them."""
 
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from lockstep.errors import (
     CapacityError,
@@ -25,7 +26,36 @@ from lockstep.errors import (
 log = logging.getLogger("lockstep.serve")
 
 SHOWN = 200
-"""Characters of a client's own text that a message repeats."""
+"""Maximum characters of a client's own text that a message repeats."""
+
+
+class ErrorDetail(TypedDict):
+    """Message, field at fault, and a code for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """OpenAI's error object. In a stream it is the last event before [DONE]."""
+
+    error: ErrorDetail
+
+
+class MessageError(TypedDict):
+    """Message of an error, with Anthropic's type."""
+
+    type: str
+    message: str
+
+
+class MessagesError(TypedDict):
+    """Anthropic's error object. In a stream it is the last event."""
+
+    type: Literal["error"]
+    error: MessageError
 
 
 class UnknownModelError(RequestError):
@@ -33,23 +63,23 @@ class UnknownModelError(RequestError):
 
 
 class UnknownResponseError(RequestError):
-    """The request names a response that is not kept."""
+    """The request names a response that is not stored."""
 
 
 class CancelledRequestError(LockstepError, RuntimeError):
-    """A client has ended the request by its id."""
+    """A client has cancelled the request by its id."""
 
 
 class BusyError(LockstepError, RuntimeError):
-    """The queue is full; the request was not taken."""
+    """The queue is full; the request was not accepted."""
 
 
 class DeadlineError(LockstepError, TimeoutError):
-    """The request's time was up before its answer was complete."""
+    """The request's time limit passed before the response was complete."""
 
 
 class UnreadError(LockstepError, RuntimeError):
-    """More of the answer waited for its reader than may."""
+    """Output that waits for its reader exceeds the memory limit."""
 
 
 _STATUSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
@@ -65,9 +95,9 @@ _STATUSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (EngineDeadError, 503, "server_error", "engine_unavailable"),
     (LockstepError, 503, "server_error", None),
 )
-"""The first class that fits: status, type, code."""
+"""Error class -> status, type and code. The first class that matches counts."""
 MESSAGES_PATH = "/v1/messages"
-_MESSAGES_TYPES = {
+_ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     408: "timeout_error",
@@ -76,96 +106,105 @@ _MESSAGES_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+"""Status -> Anthropic's type of error."""
 RETRY_AFTER = {429: "1", 503: "5"}
-"""Seconds after which a client may try again, by status."""
+"""Status -> seconds after which a client may try again."""
 
 
 def error_object(
-    message: str, kind: str = "invalid_request_error", param: str | None = None, code: Any = None
-) -> dict[str, Any]:
-    """OpenAI's error object."""
+    message: str,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+) -> Error:
+    """Return OpenAI's error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def status_and_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and the error object of an error. What was not foreseen is logged, not shown."""
-    for kind, status, name, code in _STATUSES:
-        if isinstance(error, kind):
+def status_and_body(error: Exception) -> tuple[int, Error]:
+    """Return the status and the error object of an error.
+
+    An unexpected error is logged under a number; the client gets only that number.
+    """
+    for error_type, status, kind, code in _STATUSES:
+        if isinstance(error, error_type):
             param = error.field if isinstance(error, RequestError) else None
-            return status, error_object(str(error), name, param, code)
+            return status, error_object(str(error), kind, param, code)
     number = uuid.uuid4().hex[:12]
     log.error("a request failed, error %s", number, exc_info=error)
+    # The message of an unexpected error may contain data of other clients.
     message = f"internal error {number}; the server's log says more under this number."
     return 500, error_object(message, "server_error")
 
 
-def messages_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """An error object as Anthropic's."""
-    kind = _MESSAGES_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+def messages_error(status: int, body: Error) -> MessagesError:
+    """Convert an error object to Anthropic's form."""
+    default = "api_error" if status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(status, default)
     return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
 
 
 def route_path(scope: Scope) -> str:
-    """Return the path of a request as routes have it, without a proxy's root path."""
+    """Return the path of a request without a proxy's root path, as routes define it."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
-def speaks_anthropic(scope: Scope) -> bool:
+def is_anthropic(scope: Scope) -> bool:
     """Return whether a request is for a route of Anthropic's API."""
     path = route_path(scope)
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
-def response(status: int, body: dict[str, Any], scope: Scope, close: bool = False) -> JSONResponse:
-    """Return an error as a response, in the form of the request's API; `close` ends the connection
-    too."""
-    if speaks_anthropic(scope):
-        body = messages_error(status, body)
+def error_response(status: int, body: Error, scope: Scope, close: bool = False) -> JSONResponse:
+    """Return an error as a response, in the form of the request's API.
+
+    close: ask the client to close the connection.
+    """
+    content = messages_error(status, body) if is_anthropic(scope) else body
     headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
     if close:
         headers["Connection"] = "close"
-    return JSONResponse(body, status, headers)
+    return JSONResponse(content, status, headers)
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Every error of the application becomes an error object."""
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error of the application with an error object."""
 
-    async def known(request: Request, error: Exception) -> Response:
-        return response(*status_and_body(error), request.scope)
+    async def on_error(request: Request, error: Exception) -> Response:
+        return error_response(*status_and_body(error), request.scope)
 
-    async def invalid(request: Request, error: Exception) -> Response:
-        found = _faults(error) if isinstance(error, RequestValidationError) else []
-        return response(400, _validation(found), request.scope)
+    async def on_invalid_body(request: Request, error: Exception) -> Response:
+        faults = _faults(error) if isinstance(error, RequestValidationError) else []
+        return error_response(400, _validation_error(faults), request.scope)
 
-    async def http(request: Request, error: Exception) -> Response:
+    async def on_http_error(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
-        where = f"{request.method} {request.url.path}"[:SHOWN]
-        message = f"{where}: {getattr(error, 'detail', '')}"
+        route = f"{request.method} {request.url.path}"[:SHOWN]
+        message = f"{route}: {getattr(error, 'detail', '')}"
         methods = _methods_of_path(request) if status == 405 else ""
         if methods:
             message = f"{message}; allowed: {methods}."
         if isinstance(error.__cause__, (ValueError, RecursionError)):
-            why = str(error.__cause__)[:SHOWN]
-            message = f"the body is not JSON: {why}. Send one JSON object, in UTF-8."
-        found = response(status, error_object(message), request.scope)
-        found.headers.update(getattr(error, "headers", None) or {})
+            reason = str(error.__cause__)[:SHOWN]
+            message = f"the body is not JSON: {reason}. Send one JSON object, in UTF-8."
+        response = error_response(status, error_object(message), request.scope)
+        response.headers.update(getattr(error, "headers", None) or {})
         if methods:
-            found.headers["Allow"] = methods
-        return found
+            response.headers["Allow"] = methods
+        return response
 
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    for kind in (LockstepError, Exception):
-        app.add_exception_handler(kind, known)
+    app.add_exception_handler(RequestValidationError, on_invalid_body)
+    app.add_exception_handler(HTTPException, on_http_error)
+    for error_type in (LockstepError, Exception):
+        app.add_exception_handler(error_type, on_error)
 
 
 def _methods_of_path(request: Request) -> str:
-    """Return the methods that the path of a request takes; an error of the router names those of
-    the first of its routes alone."""
+    """Return all methods that the path of a request supports."""
     methods: set[str] = set()
-    # Routes are tried in their order, and each names its own methods in a 405.
+    # Starlette's own 405 names the methods of the first route with this path only.
     for route in request.app.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
             methods |= route.methods or set()
@@ -173,57 +212,56 @@ def _methods_of_path(request: Request) -> str:
 
 
 def _faults(error: RequestValidationError) -> list[dict[str, Any]]:
-    """Return what is wrong with a body, the first fault under its path in what the client sent."""
+    """Return the faults of a body, the first one with its path in what the client sent."""
     first, *rest = error.errors()
     return [{**first, "loc": _sent_path(first["loc"], error.body)}, *rest]
 
 
-def _sent_path(place: Sequence[Any], body: Any) -> list[Any]:
-    """Return a path without the types that pydantic adds to it where an object may be of several.
+def _sent_path(location: Sequence[Any], body: Any) -> list[Any]:
+    """Return pydantic's path of a fault without the tags of unions, which no client sends.
 
-    place: "body", and then the path.
+    location: "body", and then the path.
     """
-    path = [*place[:1]]
+    path = [*location[:1]]
     value = body
-    for part in place[1:]:
+    for part in location[1:]:
         # An item of /v1/responses without a type is a message.
         tag = value.get("type", "message") if isinstance(value, dict) else None
-        tags = isinstance(value, dict) and part not in value and part == tag
-        if tags:
+        if isinstance(value, dict) and part not in value and part == tag:
             continue
         path.append(part)
-        inside = isinstance(value, dict) or (isinstance(value, list) and isinstance(part, int))
+        has_parts = isinstance(value, dict) or (isinstance(value, list) and isinstance(part, int))
         try:
-            value = value[part] if inside else None
+            value = value[part] if has_parts else None
         except (KeyError, IndexError):
             value = None
     return path
 
 
-def _validation(found: Sequence[Any]) -> dict[str, Any]:
-    """The first thing that is wrong with a body, in words."""
-    if not found:
+def _validation_error(faults: Sequence[Any]) -> Error:
+    """Return the error object of a body's first fault."""
+    if not faults:
         return error_object("the body cannot be read; send a JSON object.")
-    first = found[0]
-    place = first["loc"][1:]
+    first = faults[0]
+    path = first["loc"][1:]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it is not JSON")
         return error_object(
-            f"the body is not JSON: {reason} at character {place[0]}. Send one JSON object."
+            f"the body is not JSON: {reason} at character {path[0]}. Send one JSON object."
         )
-    if not place and first["type"] == "value_error":
+    if not path and first["type"] == "value_error":
         return error_object(f"the body {_reason(first)}.")
-    if not place:
+    if not path:
         kind = "application/json"
         return error_object(
             f"the body is not a JSON object; send one, with the header Content-Type: {kind}."
         )
-    return error_object(told(first, place), param=str(place[0]))
+    return error_object(fault_message(first, path), param=str(path[0]))
 
 
 UNKNOWN_FIELD = "extra_forbidden"
-"""Pydantic's name of the fault that an object has a field which it may not have."""
-_REMEDIES = {
+"""Pydantic's name of the fault that an object has an unknown field."""
+_FIELD_REMEDIES = {
     "audio": "this server reads text only; leave it out",
     "function_call": "it is OpenAI's old form; send tool_calls",
     "prefix": "send continue_final_message=true and add_generation_prompt=false",
@@ -237,7 +275,7 @@ _REMEDIES = {
     "mode": "the model has one mode; leave it out",
     "task_budget": "send max_tokens",
 }
-"""Fields inside of objects that would change the answer -> what to do."""
+"""Field of a nested object that would change the answer -> remedy."""
 
 
 _RUNS_NO_TOOLS = "this server runs no tools; send tools of your own"
@@ -279,42 +317,42 @@ TYPE_REMEDIES = {
     "search_result": _TEXT_ONLY,
     "container_upload": f"{_RUNS_NO_TOOLS}; leave it out",
 }
-"""Types of objects that are not supported -> what to do."""
+"""Unsupported type of an object -> remedy."""
 
 
-def remedy_of(name: str) -> str:
-    """Return what to say of a field inside of an object that is not known there."""
-    if name in _REMEDIES:
-        return f"is not supported: {_REMEDIES[name]}."
+def field_remedy(name: str) -> str:
+    """Return the end of the message about an unknown field of a nested object."""
+    if name in _FIELD_REMEDIES:
+        return f"is not supported: {_FIELD_REMEDIES[name]}."
     return "is not known here. Check its name, or leave it out."
 
 
-def told(fault: Mapping[str, Any], path: Sequence[Any]) -> str:
-    """Return what pydantic says is wrong with a field: where, its value if it is short, and why."""
+def fault_message(fault: Mapping[str, Any], path: Sequence[Any]) -> str:
+    """Return the message of a fault that pydantic found: path, value if it is short, reason."""
     path = (*path, *fault.get("ctx", {}).get("inside", ()))
     if fault["type"] == UNKNOWN_FIELD:
-        return f"{path_of(path)} {remedy_of(str(path[-1]))}"
-    sent = fault.get("input")
-    shown = f"={brief(sent)}" if isinstance(sent, (str, int, float)) else ""
-    return f"{path_of(path)}{shown}: {_reason(fault)}"
+        return f"{path_text(path)} {field_remedy(str(path[-1]))}"
+    value = fault.get("input")
+    shown = f"={brief(value)}" if isinstance(value, (str, int, float)) else ""
+    return f"{path_text(path)}{shown}: {_reason(fault)}"
 
 
 def _reason(fault: Mapping[str, Any]) -> str:
     """Return why a value is wrong."""
     if fault["type"] == "union_tag_invalid":
-        known = fault["ctx"]
-        remedy = TYPE_REMEDIES.get(known["tag"])
+        context = fault["ctx"]
+        remedy = TYPE_REMEDIES.get(context["tag"])
         if remedy is not None:
-            return f"type={brief(known['tag'])} is not supported: {remedy}."
-        allowed = known["expected_tags"]
-        return f"type={brief(known['tag'])} is not allowed; allowed: {allowed}. Leave it out."
+            return f"type={brief(context['tag'])} is not supported: {remedy}."
+        allowed = context["expected_tags"]
+        return f"type={brief(context['tag'])} is not allowed; allowed: {allowed}. Leave it out."
     return str(fault["msg"]).removeprefix("Value error, ")[:SHOWN]
 
 
-def path_of(place: Sequence[Any]) -> str:
-    """("messages", 3, "content") -> messages[3].content"""
+def path_text(path: Sequence[Any]) -> str:
+    """Return a path as text: ("messages", 3, "content") -> messages[3].content"""
     text = ""
-    for part in place:
+    for part in path:
         if isinstance(part, int):
             text += f"[{part}]"
         else:

@@ -1,7 +1,7 @@
-"""Bodies as JSON. Large ones are parsed beside the event loop, which goes on meanwhile.
+"""Parsing of JSON bodies. Large ones are parsed in a thread, while the event loop continues.
 
-Python's fast parser keeps all other threads waiting until it has read the last character, its slow
-one lets them run in between. So the slow one reads what would take the fast one long.
+Python's parser in C keeps the interpreter lock until the end of the text, its parser in Python
+releases it in between. So the slower one parses large bodies.
 """
 
 import asyncio
@@ -17,46 +17,49 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-LARGE = 512 << 10
-"""Bytes from which a body is parsed in a thread: the fast parser takes up to 25 ms for as many."""
-MOST_PARTS = 1 << 17
-"""Objects, lists and fields of a body. More keep the loop waiting when an object is made of them,
-and when garbage is collected."""
+LARGE_BODY_BYTES = 512 << 10
+"""Size from which a body is parsed in a thread. The parser in C takes up to 25 ms for it."""
+MAX_VALUES = 1 << 17
+"""Maximum objects, lists and fields of a body. More would delay the event loop in validation and in
+garbage collection."""
 Parse = Callable[..., Any]
 
 
 class BodyReader:
-    """Parses large bodies, one after the other, so that they take one processor at most."""
+    """Parser of bodies. Large ones are parsed one after the other, so that they use one core."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-body")
 
     async def read(self, body: bytes) -> Any:
-        """The body's value. Raises ValueError or RecursionError where it is not JSON, and
-        HTTPException where it holds too much."""
-        if len(body) < LARGE:
+        """Return the value of a body.
+
+        Raises ValueError or RecursionError for text that is not JSON, and HTTPException for too
+        many values.
+        """
+        if len(body) < LARGE_BODY_BYTES:
             return json.loads(body)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _parsed, body)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _parse_counted, body)
 
 
 class BodyRoute(APIRoute):
-    """A route whose body comes from app.state.body_reader."""
+    """Route whose body app.state.body_reader parses."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See APIRoute."""
+        """Return a handler that gets a _JsonRequest."""
         handle = super().get_route_handler()
 
         async def with_reader(request: Request) -> Response:
-            return await handle(_ReadRequest(request.scope, request.receive))
+            return await handle(_JsonRequest(request.scope, request.receive))
 
         return with_reader
 
 
-class _ReadRequest(Request):
-    """A request that is read by the application's BodyReader."""
+class _JsonRequest(Request):
+    """Request whose body the application's BodyReader parses."""
 
     async def json(self) -> Any:
-        """The body's value: see BodyReader."""
+        """Return the value of the body: see BodyReader."""
         return await _reader_of(self.scope).read(await self.body())
 
 
@@ -67,38 +70,39 @@ def _reader_of(scope: Scope) -> BodyReader:
 
 
 class _Decoder(json.JSONDecoder):
-    """Reads in Python, and counts what it makes."""
+    """JSON decoder in Python that limits the number of values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._found = 0
-        self._object: Parse = decoder.JSONObject  # type: ignore[attr-defined]
-        self._array: Parse = decoder.JSONArray  # type: ignore[attr-defined]
+        self._num_values = 0
+        self._decode_object: Parse = decoder.JSONObject  # type: ignore[attr-defined]
+        self._decode_array: Parse = decoder.JSONArray  # type: ignore[attr-defined]
         self.parse_object = self._counted_object
         self.parse_array = self._counted_array
+        # Only the scanner in Python calls these methods; the one in C ignores them.
         self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
-    def _counted_object(self, begun: Any, strict: bool, scan: Parse, *hooks: Any) -> Any:
+    def _counted_object(self, state: Any, strict: bool, scan: Parse, *hooks: Any) -> Any:
         self._count()
-        return self._object(begun, strict, partial(self._counted_field, scan), *hooks)
+        return self._decode_object(state, strict, partial(self._counted_field, scan), *hooks)
 
     def _counted_field(self, scan: Parse, text: str, end: int) -> Any:
         self._count()
         return scan(text, end)
 
-    def _counted_array(self, *given: Any) -> Any:
+    def _counted_array(self, *args: Any) -> Any:
         self._count()
-        return self._array(*given)
+        return self._decode_array(*args)
 
     def _count(self) -> None:
-        self._found += 1
-        if self._found > MOST_PARTS:
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
             raise HTTPException(
                 400,
-                f"the body has more than {MOST_PARTS} objects, lists and fields, which is the most "
+                f"the body has more than {MAX_VALUES} objects, lists and fields, which is the most "
                 "that is allowed; send fewer.",
             )
 
 
-def _parsed(body: bytes) -> Any:
+def _parse_counted(body: bytes) -> Any:
     return json.loads(body, cls=_Decoder)

@@ -1,46 +1,51 @@
-"""What of answers is held for their readers: bounded for each, and for all together."""
+"""Memory limits of output that waits for its readers, per request and in total."""
 
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-PIECE_BYTES = 500
+# Approximate sizes, with the Python objects that each consists of.
+DELTA_BYTES = 500
 TOKEN_BYTES = 100
 LOGPROB_BYTES = 250
-"""About what each takes in memory, with the objects of Python that it is made of."""
-Holder = TypeVar("Holder", bound=Hashable)
+Owner = TypeVar("Owner", bound=Hashable)
 
 
-def weight(tokens: int, logprobs: int) -> int:
-    """About the bytes of a piece of an answer; logprobs: those of its tokens and of the prompt."""
-    return PIECE_BYTES + TOKEN_BYTES * tokens + LOGPROB_BYTES * logprobs
+def delta_bytes(num_tokens: int, num_logprobs: int) -> int:
+    """Return the approximate bytes of an output delta.
+
+    num_logprobs: log-probabilities of its tokens and of the prompt.
+    """
+    return DELTA_BYTES + TOKEN_BYTES * num_tokens + LOGPROB_BYTES * num_logprobs
 
 
-class Held(Generic[Holder]):
-    """Bytes that holders hold. most: of one; most_of_all: of all of them."""
+class OutputBudget(Generic[Owner]):
+    """Byte budget of output that clients have not read yet, per owner and in total."""
 
-    def __init__(self, most: int, most_of_all: int) -> None:
-        self.most = most
-        self.most_of_all = most_of_all
-        self.total = 0
-        self._by_holder: dict[Holder, int] = {}
+    def __init__(self, max_bytes: int, max_total_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.max_total_bytes = max_total_bytes
+        self.total_bytes = 0
+        self._bytes_of: dict[Owner, int] = {}
 
-    def add(self, holder: Holder, size: int) -> Holder | None:
-        """Counts what it takes on. Returns who has to give up: the holder itself, or whoever holds
-        most where all together hold too much."""
-        self.total += size
-        self._by_holder[holder] = self._by_holder.get(holder, 0) + size
-        if self._by_holder[holder] > self.most:
-            return holder
-        if self.total > self.most_of_all:
-            return max(self._by_holder, key=self._by_holder.__getitem__)
+    def add(self, owner: Owner, size: int) -> Owner | None:
+        """Count new output. Return the owner that must drop its output, if a limit is exceeded.
+
+        That is the owner itself, or the largest one where the total is too large.
+        """
+        self.total_bytes += size
+        self._bytes_of[owner] = self._bytes_of.get(owner, 0) + size
+        if self._bytes_of[owner] > self.max_bytes:
+            return owner
+        if self.total_bytes > self.max_total_bytes:
+            return max(self._bytes_of, key=self._bytes_of.__getitem__)
         return None
 
-    def take(self, holder: Holder, size: int) -> None:
-        """Its reader has this."""
-        if holder in self._by_holder:
-            self.total -= size
-            self._by_holder[holder] -= size
+    def release(self, owner: Owner, size: int) -> None:
+        """Subtract output that was read."""
+        if owner in self._bytes_of:
+            self.total_bytes -= size
+            self._bytes_of[owner] -= size
 
-    def forget(self, holder: Holder) -> None:
-        """It holds nothing any more."""
-        self.total -= self._by_holder.pop(holder, 0)
+    def forget(self, owner: Owner) -> None:
+        """Subtract all output of an owner."""
+        self.total_bytes -= self._bytes_of.pop(owner, 0)

@@ -1,6 +1,6 @@
-"""Who asks: the id of an HTTP request, and the trace that it is part of.
+"""Identity of an HTTP request: its id, and the trace that it belongs to.
 
-All that works for the request finds it in CALLER: the tasks and threads that it starts inherit it.
+Tasks and threads that work for the request inherit REQUEST_CONTEXT.
 """
 
 import re
@@ -9,41 +9,42 @@ from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-MOST_TRACE = 512
-"""Characters of a header that names a trace; longer ones are left out."""
+MAX_TRACE_CHARACTERS = 512
+"""Maximum characters of a trace header; longer ones are ignored."""
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""https://www.w3.org/TR/trace-context"""
+"""Source: https://www.w3.org/TR/trace-context"""
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
-"""What an id may be, so that it can stand in a log line and in a header."""
+"""Ids that are safe in a log line and in a header."""
 
 Header = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True)
-class Caller:
-    """request_id: the one of X-Request-Id, or one of ours. trace: the headers of a trace, by their
-    names, as they were sent."""
+class RequestContext:
+    """Id and trace of a request.
+
+    request_id: value of X-Request-Id if it is valid, else a generated one.
+    trace: trace headers by name, as they were sent.
+    """
 
     request_id: str
     trace: Mapping[str, str]
 
     @classmethod
-    def of(cls, headers: Iterable[Header]) -> "Caller":
-        """The one that a request's headers tell of. A header that stands twice counts as none."""
-        found: dict[str, list[str]] = {}
+    def from_headers(cls, headers: Iterable[Header]) -> "RequestContext":
+        """Read the context from a request's headers. A repeated header counts as absent."""
+        values: dict[str, list[str]] = {}
         for key, value in headers:
-            name = key.decode("latin-1").lower()
-            found.setdefault(name, []).append(value.decode("latin-1"))
-        once = {name: values[0] for name, values in found.items() if len(values) == 1}
-        named = once.get("x-request-id", "")
-        known = _ID.fullmatch(named) is not None
+            values.setdefault(key.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+        single = {name: texts[0] for name, texts in values.items() if len(texts) == 1}
+        sent_id = single.get("x-request-id", "")
         trace = {
-            name: once[name]
+            name: single[name]
             for name in TRACE_HEADERS
-            if len(once.get(name, "")) in range(1, MOST_TRACE + 1)
+            if 1 <= len(single.get(name, "")) <= MAX_TRACE_CHARACTERS
         }
-        return cls(named if known else uuid.uuid4().hex, trace)
+        return cls(sent_id if _ID.fullmatch(sent_id) else uuid.uuid4().hex, trace)
 
 
-CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
-"""Of the request that is worked for; None outside of any."""
+REQUEST_CONTEXT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
+"""Context of the request that the present task or thread works for; None for no request."""

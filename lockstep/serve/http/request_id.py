@@ -1,19 +1,19 @@
-"""The outermost layer of the application: every request has a name, and every answer bears it."""
+"""Outermost layer of the application: it gives every request and response an id."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep.serve.http.errors import speaks_anthropic
-from lockstep.serve.http.request_context import CALLER, Caller, Header
+from lockstep.serve.http.errors import is_anthropic
+from lockstep.serve.http.request_context import REQUEST_CONTEXT, Header, RequestContext
 
-BODY = "lockstep.body"
-"""What sends an answer's body on from here, in the scope: no layer further in changes bodies, and
-each would cost time with every piece of a stream."""
+SEND_BODY = "lockstep.send_body"
+"""Key of the scope: the `send` that streams use for their bodies. No inner layer changes bodies,
+and each would cost time for every event of a stream."""
 
 
-class Named:
-    """ASGI layer: every request has a caller, and every answer bears the request's id.
+class RequestIdMiddleware:
+    """ASGI middleware that sets REQUEST_CONTEXT and adds the request's id to the response.
 
-    root_path: the path under which a proxy shows the server.
+    root_path: path prefix under which a proxy publishes the server.
     """
 
     def __init__(self, app: ASGIApp, root_path: str = "") -> None:
@@ -21,27 +21,27 @@ class Named:
         self.root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on."""
+        """Pass the request on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         if self.root_path:
             scope["root_path"] = self.root_path
-        caller = Caller.of(scope["headers"])
-        CALLER.set(caller)
-        scope[BODY] = send
-        own = _headers(caller, scope)
+        context = RequestContext.from_headers(scope["headers"])
+        REQUEST_CONTEXT.set(context)
+        scope[SEND_BODY] = send
+        id_headers = _id_headers(context, scope)
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *own]}
+                message = {**message, "headers": [*message.get("headers", ()), *id_headers]}
             await send(message)
 
-        await self.app(scope, receive, named)
+        await self.app(scope, receive, send_with_id)
 
 
-def _headers(caller: Caller, scope: Scope) -> list[Header]:
-    """Return the headers with the request's id: OpenAI's, and Anthropic's for its routes."""
-    value = caller.request_id.encode("ascii")
+def _id_headers(context: RequestContext, scope: Scope) -> list[Header]:
+    """Return the headers with the request's id: OpenAI's, and Anthropic's on its routes."""
+    value = context.request_id.encode("ascii")
     headers = [(b"x-request-id", value)]
-    return [*headers, (b"request-id", value)] if speaks_anthropic(scope) else headers
+    return [*headers, (b"request-id", value)] if is_anthropic(scope) else headers

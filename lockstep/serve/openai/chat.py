@@ -2,179 +2,244 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from typing import Self
 
-from lockstep.serve.openai.chat_session import Replies, Turn
+from lockstep.serve.openai.choices import (
+    choice_end,
+    response_head,
+    token_fields,
+    usage_object,
+    wants_tokens,
+)
+from lockstep.serve.openai.conversation import late_system_message
 from lockstep.serve.openai.logprobs import chat_logprobs, prompt_logprobs
-from lockstep.serve.openai.protocol import ChatRequest, system_named
-from lockstep.serve.requests.response_writer import Answer, Json
-from lockstep.serve.requests.service import Piece, Run, Service, Tokens
+from lockstep.serve.openai.protocol import ChatRequest
+from lockstep.serve.openai.schema import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessageDelta,
+    ParseErrors,
+    PromptTokenIds,
+    ToolCallObject,
+)
+from lockstep.serve.requests.accumulators import (
+    CompletionAccumulator,
+    RequestAccumulator,
+    TokenBuffer,
+)
+from lockstep.serve.requests.active_request import ActiveRequest, OutputDelta
+from lockstep.serve.requests.response_writer import ResponseWriter
+from lockstep.serve.requests.service import Service
+from lockstep.serve.requests.update_parser import UpdateParser
 from lockstep.text.parsers.events import (
+    AnswerEvent,
     CallArguments,
     CallEnd,
     CallStart,
     Content,
     Reasoning,
+    Reply,
     ToolCall,
 )
 
+ID_PREFIX = "chatcmpl-"
 
-class ChatAnswer(Answer):
-    """A chat answer, of n completions."""
 
-    def __init__(self, service: Service, body: ChatRequest) -> None:
-        self.service = service
+class ChatWriter(ResponseWriter):
+    """Writer of a chat completion."""
+
+    def __init__(self, active: ActiveRequest, body: ChatRequest) -> None:
+        super().__init__(active, body.ignored_fields())
         self.body = body
-        self.turn = Turn(service, body, "chatcmpl-")
-        self._waiting: list[Tokens] = []
-        self._chunk_head: Json = {}
-        self._tells_tokens = False
+        self._parser = UpdateParser(active, body.include_reasoning, body.parallel_tool_calls)
+        self._head = response_head(active)
+        self._wants_tokens = wants_tokens(active, body)
+        self._unsent_tokens = [TokenBuffer() for _ in active.requests]
 
-    @property
-    def run(self) -> Run:
-        """The request in the engine."""
-        return self.turn.run
+    @classmethod
+    async def start(cls, service: Service, body: ChatRequest, is_small: bool = False) -> Self:
+        """Submit a request and return its writer. Raises as Service.submit does."""
+        with late_system_message("messages", [message.role for message in body.messages]):
+            active = await service.submit(body, ID_PREFIX, is_small)
+        return cls(active, body)
 
-    async def start(self, brief: bool = False) -> None:
-        """Begins; raises what is wrong before anything is sent."""
-        with system_named("messages", [message.role for message in self.body.messages]):
-            await self.turn.start(brief)
-        job = self.turn.job
-        self._waiting = [Tokens() for _ in job.requests]
-        self._chunk_head = self._head("chat.completion.chunk")
-        self._tells_tokens = job.tells_tokens(self.body)
+    async def response(self) -> ChatCompletion:
+        """Return the completion, made in a thread where it has many log-probabilities."""
+        accumulator = RequestAccumulator(self.active.parsed)
+        events: list[list[AnswerEvent]] = [[] for _ in self.active.requests]
+        async for deltas in self.active:
+            for delta in deltas:
+                events[delta.index] += self._parser.parse(delta).events
+                accumulator.add(delta)
+        if self.active.parsed.has_logprobs:
+            return await asyncio.to_thread(self._completion, accumulator, events)
+        return self._completion(accumulator, events)
 
-    def close(self) -> None:
-        """Aborts what still runs."""
-        self.turn.close()
-
-    async def whole(self) -> Json:
-        """The answer as one object, made beside the event loop where it spells many tokens."""
-        found = await self.turn.replies()
-        if self.turn.job.spells:
-            return await asyncio.to_thread(self._whole, found)
-        return self._whole(found)
-
-    def _whole(self, found: Replies) -> Json:
-        answers = found.answers
+    def _completion(
+        self, accumulator: RequestAccumulator, events: list[list[AnswerEvent]]
+    ) -> ChatCompletion:
+        choices = [
+            self._choice(index, completion, Reply().add(events[index]))
+            for index, completion in enumerate(accumulator.completions)
+        ]
         return {
-            **self._head("chat.completion"),
-            "choices": [self._choice(found, i) for i in range(len(found.replies))],
-            "usage": self.turn.usage.to_json(),
-            "prompt_logprobs": prompt_logprobs(answers.prompt_logprobs.get(0)),
-            **self._prompt_ids(),
+            "id": self._head["id"],
+            "object": "chat.completion",
+            "created": self._head["created"],
+            "model": self._head["model"],
+            "system_fingerprint": self._head["system_fingerprint"],
+            "choices": choices,
+            "usage": usage_object(self._parser.usage),
+            "prompt_logprobs": prompt_logprobs(accumulator.prompt_logprobs.get(0)),
+            **self._prompt_token_ids(),
         }
 
-    def begin(self) -> Iterator[Json]:
-        """The chunks before anything has come: the role."""
-        for index in range(len(self.turn.job.requests)):
-            first = self._chunk(index, {"role": "assistant", "content": ""}, Tokens())
-            yield first | self._prompt_ids()
+    def start_events(self) -> Iterator[ChatChunk]:
+        """Yield a chunk with the role for each completion."""
+        for index in range(len(self.active.requests)):
+            chunk = self._chunk(index, {"role": "assistant", "content": ""}, TokenBuffer())
+            yield {**chunk, **self._prompt_token_ids()}
 
-    def hear(self, piece: Piece) -> Iterator[Json]:
-        """The chunks of one piece: tokens go with the first, the finish reason with the last."""
-        heard = self.turn.hear(piece)
-        text = piece.text
-        index = piece.index
-        waiting = self._waiting[index]
-        if self._tells_tokens:
-            waiting.add(piece)
-        for event in heard.events:
+    def delta_events(self, delta: OutputDelta) -> Iterator[ChatChunk]:
+        """Yield the chunks of a delta. The first has the tokens, the last the finish reason."""
+        parsed = self._parser.parse(delta)
+        new = delta.update
+        index = delta.index
+        tokens = self._unsent_tokens[index]
+        if self._wants_tokens:
+            tokens.add(delta)
+        for event in parsed.events:
+            # OpenAI has no event for the end of a call.
             if not isinstance(event, CallEnd):
-                yield self._chunk(index, self._delta(index, event), waiting)
-        if text.finish_reason is not None:
-            chunk = self._chunk(index, {}, waiting)
-            reason = _reason(text.finish_reason, heard.calls)
-            ending = self.turn.job.ending(index, reason, text.stop_reason, piece.error)
-            chunk["choices"][0] |= {**ending, **_errors(heard.errors)}
+                yield self._chunk(index, self._message_delta(index, event), tokens)
+        if new.finish_reason is not None:
+            chunk = self._chunk(index, {}, tokens)
+            reason = _finish_reason(new.finish_reason, parsed.num_calls)
+            end = choice_end(self.active, index, reason, new.stop_reason, delta.error)
+            (choice,) = chunk["choices"]
+            chunk["choices"] = [{**choice, **end, **_parse_errors(parsed.errors)}]
             yield chunk
 
-    def end(self) -> Iterator[Json]:
-        """The chunks behind all pieces: what was used, where that is asked for."""
+    def end_events(self) -> Iterator[ChatChunk]:
+        """Yield the chunk with the usage, where the request asks for it."""
         options = self.body.stream_options
         if options and options.include_usage:
-            yield {**self._chunk_head, "choices": [], "usage": self.turn.usage.to_json()}
+            yield self._with_choices([], include_usage=True)
 
-    def _head(self, kind: str) -> Json:
-        return self.service.head(self.turn.job, kind)
+    def _prompt_token_ids(self) -> PromptTokenIds:
+        if not self.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.active.parsed.prompts[0]}
 
-    def _prompt_ids(self) -> Json:
-        wanted = self.body.return_token_ids
-        return {"prompt_token_ids": self.turn.job.prompts[0]} if wanted else {}
-
-    def _choice(self, found: Replies, index: int) -> Json:
-        done = found.answers.completions[index]
-        reply = found.replies[index]
+    def _choice(self, index: int, completion: CompletionAccumulator, reply: Reply) -> ChatChoice:
         calls = reply.tool_calls
-        message: Json = {"role": "assistant", "content": reply.content, "refusal": None}
+        message: AssistantMessage = {
+            "role": "assistant",
+            "content": reply.content,
+            "refusal": None,
+        }
         if calls:
+            # OpenAI has null, not an empty text, beside calls.
             message["content"] = reply.content or None
             message["tool_calls"] = [
-                self._call(index, number, call) for number, call in enumerate(calls)
+                self._tool_call(index, number, call) for number, call in enumerate(calls)
             ]
         if reply.reasoning:
-            message |= _thought(reply.reasoning)
-        reason = _reason(done.finish_reason, sum(call.complete for call in calls))
+            message["reasoning_content"] = reply.reasoning
+            message["reasoning"] = reply.reasoning
+        num_calls = sum(call.complete for call in calls)
+        reason = _finish_reason(completion.finish_reason, num_calls)
         return {
             "index": index,
             "message": message,
-            **self.turn.job.ending(index, reason, done.stop_reason, done.error),
-            **self._tokens(done),
-            **_errors(reply.errors),
+            **choice_end(self.active, index, reason, completion.stop_reason, completion.error),
+            "logprobs": self._logprobs(completion),
+            **token_fields(self.body, completion),
+            **_parse_errors(self._parser.errors(index)),
         }
 
-    def _chunk(self, index: int, delta: Json, tokens: Tokens) -> Json:
-        """A chunk with what waits of tokens; nothing does from here on."""
-        choice = {"index": index, "delta": delta, "finish_reason": None, **self._tokens(tokens)}
+    def _chunk(self, index: int, delta: ChatMessageDelta, tokens: TokenBuffer) -> ChatChunk:
+        """Return a chunk with the unsent tokens, and clear them."""
+        choice: ChatChunkChoice = {
+            "index": index,
+            "delta": delta,
+            "finish_reason": None,
+            "logprobs": self._logprobs(tokens),
+            **token_fields(self.body, tokens),
+        }
+        # Each token is in one chunk only.
         tokens.clear()
-        chunk = {**self._chunk_head, "choices": [choice]}
+        options = self.body.stream_options
+        return self._with_choices([choice], bool(options and options.continuous_usage_stats))
+
+    def _with_choices(self, choices: list[ChatChunkChoice], include_usage: bool) -> ChatChunk:
+        """Return a chunk; where any chunk has a usage, those without it have null."""
+        head = self._head
+        chunk: ChatChunk = {
+            "id": head["id"],
+            "object": "chat.completion.chunk",
+            "created": head["created"],
+            "model": head["model"],
+            "system_fingerprint": head["system_fingerprint"],
+            "choices": choices,
+        }
         options = self.body.stream_options
         if options and options.include_usage:
-            each = options.continuous_usage_stats
-            chunk["usage"] = self.turn.usage.to_json() if each else None
+            chunk["usage"] = usage_object(self._parser.usage) if include_usage else None
         return chunk
 
-    def _delta(self, index: int, event: Content | Reasoning | CallStart | CallArguments) -> Json:
-        """What a chunk says of an event."""
+    def _message_delta(
+        self, index: int, event: Content | Reasoning | CallStart | CallArguments
+    ) -> ChatMessageDelta:
+        """Return the addition of an event to the message."""
         match event:
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
-                return _thought(text)
-            case CallStart(number, name, own):
-                call = self._call(index, number, ToolCall(name, id=own))
-                return {"tool_calls": [{"index": number, **call}]}
+                return {"reasoning_content": text, "reasoning": text}
+            case CallStart(number, name, model_id):
+                call = self._tool_call(index, number, ToolCall(name, id=model_id))
+                function = call["function"]
+                return {
+                    "tool_calls": [
+                        {
+                            "index": number,
+                            "id": call["id"],
+                            "type": "function",
+                            "function": {
+                                "name": function["name"],
+                                "arguments": function["arguments"],
+                            },
+                        }
+                    ]
+                }
             case CallArguments(number, text):
                 return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
 
-    def _call(self, index: int, number: int, call: ToolCall) -> Json:
-        """A tool call as OpenAI writes it."""
+    def _tool_call(self, index: int, number: int, call: ToolCall) -> ToolCallObject:
         return {
-            "id": self.turn.call_id(index, number, call.id),
+            "id": self._parser.call_id(index, number, call.id),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
 
-    def _tokens(self, tokens: Tokens) -> Json:
-        """What a choice says of tokens: log-probabilities, and more where it is asked for."""
-        logprobs = None
-        if tokens.logprobs and self.body.logprobs:
-            most = self.body.top_logprobs or 0
-            tokenizer = self.service.processor.tokenizer
-            as_ids = self.body.return_tokens_as_token_ids
-            logprobs = chat_logprobs(tokenizer, tokens.token_ids, tokens.logprobs, most, as_ids)
-        return {"logprobs": logprobs, **tokens.told(self.body)}
+    def _logprobs(self, tokens: TokenBuffer) -> ChatLogprobs | None:
+        if not tokens.logprobs or not self.body.logprobs:
+            return None
+        num_top = self.body.top_logprobs or 0
+        tokenizer = self.active.service.processor.tokenizer
+        as_ids = self.body.return_tokens_as_token_ids
+        return chat_logprobs(tokenizer, tokens.token_ids, tokens.logprobs, num_top, as_ids)
 
 
-def _thought(text: str) -> Json:
-    """Reasoning, under the name that DeepSeek gave it, and vLLM's."""
-    return {"reasoning_content": text, "reasoning": text}
-
-
-def _errors(errors: Sequence[str]) -> Json:
-    """Why text that looked like a tool call is none."""
+def _parse_errors(errors: Sequence[str]) -> ParseErrors:
     return {"tool_call_parse_error": "; ".join(errors)} if errors else {}
 
 
-def _reason(finish_reason: str | None, calls: int) -> str | None:
-    """Return "tool_calls" for an answer that ended naturally with complete calls."""
-    return "tool_calls" if calls and finish_reason == "stop" else finish_reason
+def _finish_reason(finish_reason: str | None, num_calls: int) -> str | None:
+    """Return "tool_calls" for a completion that ended naturally with complete calls."""
+    return "tool_calls" if num_calls and finish_reason == "stop" else finish_reason

@@ -2,211 +2,221 @@
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Self
 
 from lockstep.outputs import Logprob
-from lockstep.sampling_params import SamplingParams
+from lockstep.serve.openai.choices import (
+    choice_end,
+    response_head,
+    token_fields,
+    usage_object,
+    wants_tokens,
+)
 from lockstep.serve.openai.logprobs import (
-    Places,
-    completion_logprobs,
+    TextOffsets,
     prompt_logprobs,
-    prompt_places,
+    prompt_offsets,
+    text_logprobs,
 )
 from lockstep.serve.openai.protocol import CompletionRequest
-from lockstep.serve.requests.response_writer import Answer, Json
-from lockstep.serve.requests.service import (
-    Answers,
-    Asked,
-    Meter,
-    Piece,
-    PromptLogprobs,
-    Run,
-    Service,
-    Tokens,
+from lockstep.serve.openai.schema import (
+    Completion,
+    CompletionChunk,
+    PromptTokenIds,
+    TextChoice,
+    TextLogprobs,
 )
+from lockstep.serve.requests.accumulators import RequestAccumulator, TokenBuffer
+from lockstep.serve.requests.active_request import (
+    ActiveRequest,
+    OutputDelta,
+    PromptLogprobs,
+    Usage,
+)
+from lockstep.serve.requests.response_writer import ResponseWriter
+from lockstep.serve.requests.service import Service
+
+ID_PREFIX = "cmpl-"
 
 
-class CompletionAnswer(Answer):
-    """Completions of one prompt or several."""
+@dataclass
+class _StreamState:
+    """State of one completion.
 
-    def __init__(self, service: Service, body: CompletionRequest) -> None:
-        self.service = service
+    offsets: positions of its tokens in its text. unsent: tokens whose text was not sent yet.
+    prompt_logprobs: log-probabilities of its prompt, once the engine has reported them.
+    """
+
+    offsets: TextOffsets
+    unsent: TokenBuffer = field(default_factory=TokenBuffer)
+    has_started: bool = False
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionWriter(ResponseWriter):
+    """Writer of the completions of one prompt or several."""
+
+    def __init__(self, active: ActiveRequest, body: CompletionRequest) -> None:
+        super().__init__(active, body.ignored_fields())
         self.body = body
-        self._run: Run
-        self._prompts: list[str | list[int]] = []
-        self._echoes: list[str] = []
-        self._shown: list[_Shown] = []
-        self._meter: Meter
-        self._tells_tokens = False
+        self._usage = Usage(active.parsed.num_prompt_tokens)
+        self._head = response_head(active)
+        self._wants_tokens = wants_tokens(active, body)
+        self._states = [
+            _StreamState(self._text_offsets(index)) for index in range(len(active.requests))
+        ]
 
-    @property
-    def run(self) -> Run:
-        """The request in the engine."""
-        return self._run
+    @classmethod
+    async def start(cls, service: Service, body: CompletionRequest, is_small: bool = False) -> Self:
+        """Submit a request and return its writer. Raises as Service.submit does."""
+        return cls(await service.submit(body, ID_PREFIX, is_small), body)
 
-    async def start(self, brief: bool = False) -> None:
-        """Tokenises and begins; raises what is wrong before anything is sent."""
-        self._prompts = self.body.prompts()
-        count = len(self._prompts)
-        self._run = await self.service.start("cmpl-", self.body, count, self._ask, brief)
-        self._shown = [_Shown(self._places(index)) for index in range(len(self.run.job.requests))]
-        self._tells_tokens = self.run.job.tells_tokens(self.body)
-        self._meter = Meter(self.run.job)
+    async def response(self) -> Completion:
+        """Return the completions, made in a thread where they have many log-probabilities."""
+        accumulator = RequestAccumulator(self.active.parsed)
+        async for deltas in self.active:
+            for delta in deltas:
+                self._usage = delta.usage
+                accumulator.add(delta)
+        if self.active.parsed.has_logprobs:
+            return await asyncio.to_thread(self._completion, accumulator)
+        return self._completion(accumulator)
 
-    async def rendered(self) -> list[Json]:
-        """Return each prompt's token ids and what would be generated with. Raises RequestError."""
-        self._prompts = self.body.prompts()
-        return await self.service.render("cmpl-", self.body, len(self._prompts), self._ask)
+    def _completion(self, accumulator: RequestAccumulator) -> Completion:
+        choices = [
+            self._choice(accumulator, index) for index in range(len(accumulator.completions))
+        ]
+        head = self._head
+        return {
+            "id": head["id"],
+            "object": "text_completion",
+            "created": head["created"],
+            "model": head["model"],
+            "system_fingerprint": head["system_fingerprint"],
+            "choices": choices,
+            "usage": usage_object(self._usage),
+        }
 
-    def _ask(self) -> Asked:
-        processor = self.service.processor
-        params = self.body.params(processor)
-        prompts = self._prompts
-        special = self.body.add_special_tokens
-        cut = params.truncate_prompt_tokens is not None
-        if cut or not special:
-            prompts = [processor.prompt_ids(prompt, params, special) for prompt in prompts]
-        # An echo shows the tokens that the model read, not those that were cut.
-        echoed = prompts if cut else self._prompts
-        self._echoes = [self._shown_prompt(prompt, params) for prompt in echoed]
-        return Asked(prompts, params, self.body.only_prompt)
-
-    def close(self) -> None:
-        """Aborts what still runs."""
-        self.run.close()
-
-    async def whole(self) -> Json:
-        """The answer as one object, made beside the event loop where it spells many tokens."""
-        answers = Answers(self.run.job)
-        async for pieces in self.run:
-            for piece in pieces:
-                self._meter.add(piece)
-                answers.add(piece)
-        if self.run.job.spells:
-            return await asyncio.to_thread(self._whole, answers)
-        return self._whole(answers)
-
-    def _whole(self, answers: Answers) -> Json:
-        choices = [self._choice(answers, index) for index in range(len(answers.completions))]
-        return {**self._head(), "choices": choices, "usage": self._meter.usage().to_json()}
-
-    def begin(self) -> Iterable[Json]:
-        """There are no chunks before the first text."""
+    def start_events(self) -> Iterable[CompletionChunk]:
+        """Return no chunks: the first one has text."""
         return ()
 
-    def hear(self, piece: Piece) -> Iterator[Json]:
-        """The chunk of a piece; none while its text is held back."""
-        self._meter.add(piece)
-        choice = self._piece(piece, self._shown[piece.index])
-        if choice is None:
-            return
-        chunk = {**self._head(), "choices": [choice]}
+    def delta_events(self, delta: OutputDelta) -> Iterator[CompletionChunk]:
+        """Yield the chunk of a delta; none while its text is incomplete."""
+        self._usage = delta.usage
+        choice = self._chunk_choice(delta)
+        if choice is not None:
+            options = self.body.stream_options
+            yield self._chunk([choice], bool(options and options.continuous_usage_stats))
+
+    def end_events(self) -> Iterator[CompletionChunk]:
+        """Yield the chunk with the usage, where the request asks for it."""
         options = self.body.stream_options
         if options and options.include_usage:
-            each = options.continuous_usage_stats
-            chunk["usage"] = self._meter.usage().to_json() if each else None
-        yield chunk
+            yield self._chunk([], include_usage=True)
 
-    def end(self) -> Iterator[Json]:
-        """The chunks behind all pieces: what was used, where that is asked for."""
+    def _chunk(self, choices: list[TextChoice], include_usage: bool) -> CompletionChunk:
+        """Return a chunk; where any chunk has a usage, those without it have null."""
+        head = self._head
+        chunk: CompletionChunk = {
+            "id": head["id"],
+            "object": "text_completion",
+            "created": head["created"],
+            "model": head["model"],
+            "system_fingerprint": head["system_fingerprint"],
+            "choices": choices,
+        }
         options = self.body.stream_options
         if options and options.include_usage:
-            yield {**self._head(), "choices": [], "usage": self._meter.usage().to_json()}
+            chunk["usage"] = usage_object(self._usage) if include_usage else None
+        return chunk
 
-    def _head(self) -> Json:
-        return self.service.head(self.run.job, "text_completion")
-
-    def _shown_prompt(self, prompt: str | list[int], params: SamplingParams) -> str:
-        """Return a prompt's text where the client wants it in front of the answer.
-
-        Raises RequestError.
-        """
-        processor = self.service.processor
-        if not self.body.echo or processor.tokenizer is None:
-            return ""
-        if isinstance(prompt, str):
-            return prompt
-        # A prompt that does not fit is refused in the same words with and without echo.
-        return processor.decode(processor.prompt_ids(prompt, params), field="prompt")
+    def _prompt_index(self, index: int) -> int:
+        """Return the index of a completion's prompt."""
+        return index // self.active.parsed.params.n
 
     def _echo(self, index: int) -> str:
-        """What stands in front of a completion."""
-        return self._echoes[index // self.run.job.params.n]
+        """Return the text that a completion repeats of its prompt."""
+        return self.active.parsed.echoes[self._prompt_index(index)]
 
-    def _places(self, index: int) -> Places:
-        """Where a completion's tokens begin in its text, which log-probabilities tell."""
-        tokenizer = None if self.body.logprobs is None else self.service.processor.tokenizer
-        hides = self.run.job.params.skip_special_tokens
-        return Places(tokenizer, hides, len(self._echo(index)))
+    def _text_offsets(self, index: int) -> TextOffsets:
+        """Return the counter of text offsets, which log-probabilities contain."""
+        processor = self.active.service.processor
+        tokenizer = None if self.body.logprobs is None else processor.tokenizer
+        skips_special = self.active.parsed.params.skip_special_tokens
+        return TextOffsets(tokenizer, skips_special, len(self._echo(index)))
 
-    def _choice(self, answers: Answers, index: int) -> Json:
-        done = answers.completions[index]
-        asked = answers.prompt_logprobs.get(index // self.run.job.params.n)
-        text = self._echo(index) + done.text
-        choice = {
+    def _choice(self, accumulator: RequestAccumulator, index: int) -> TextChoice:
+        completion = accumulator.completions[index]
+        of_prompt = accumulator.prompt_logprobs.get(self._prompt_index(index))
+        choice: TextChoice = {
             "index": index,
-            "text": text,
-            "logprobs": self._logprobs(index, done, True, asked),
-            **self.run.job.ending(index, done.finish_reason, done.stop_reason, done.error),
+            "text": self._echo(index) + completion.text,
+            "logprobs": self._logprobs(index, completion, True, of_prompt),
+            **choice_end(
+                self.active,
+                index,
+                completion.finish_reason,
+                completion.stop_reason,
+                completion.error,
+            ),
         }
         if self.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(asked)
-        return choice | done.told(self.body) | self._prompt_ids(index, True)
+            choice["prompt_logprobs"] = prompt_logprobs(of_prompt)
+        return {
+            **choice,
+            **token_fields(self.body, completion),
+            **self._prompt_token_ids(index, True),
+        }
 
-    def _piece(self, piece: Piece, shown: "_Shown") -> Json | None:
-        """A chunk's choice; None while the text is held back, and its tokens with it."""
-        index = piece.index
-        new = piece.text
-        first = not shown.begun
-        if self._tells_tokens:
-            shown.tokens.add(piece)
-        shown.asked = piece.prompt_logprobs or shown.asked
-        text = (self._echo(index) if first else "") + new.delta
+    def _chunk_choice(self, delta: OutputDelta) -> TextChoice | None:
+        """Return the choice of a chunk; None while the text, and so the tokens, must wait."""
+        index = delta.index
+        state = self._states[index]
+        new = delta.update
+        is_first = not state.has_started
+        if self._wants_tokens:
+            state.unsent.add(delta)
+        # The first delta has them, but its text may have to wait for a later one.
+        state.prompt_logprobs = delta.prompt_logprobs or state.prompt_logprobs
+        text = (self._echo(index) if is_first else "") + new.delta
         if not text and new.finish_reason is None:
             return None
-        tokens = shown.tokens
-        shown.begun = True
-        choice = {
+        tokens = state.unsent
+        state.has_started = True
+        choice: TextChoice = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, tokens, first, shown.asked),
-            **self.run.job.ending(index, new.finish_reason, new.stop_reason, piece.error),
-            **tokens.told(self.body),
-            **self._prompt_ids(index, first),
+            "logprobs": self._logprobs(index, tokens, is_first, state.prompt_logprobs),
+            **choice_end(self.active, index, new.finish_reason, new.stop_reason, delta.error),
+            **token_fields(self.body, tokens),
+            **self._prompt_token_ids(index, is_first),
         }
         tokens.clear()
         return choice
 
-    def _prompt_ids(self, index: int, first: bool) -> Json:
-        """The prompt's token ids, where they are asked for, with what comes first."""
-        if not (first and self.body.return_token_ids):
+    def _prompt_token_ids(self, index: int, is_first: bool) -> PromptTokenIds:
+        """Return the prompt's token ids, for the first choice of a completion."""
+        if not (is_first and self.body.return_token_ids):
             return {}
-        return {"prompt_token_ids": self.run.job.prompts[index // self.run.job.params.n]}
+        return {"prompt_token_ids": self.active.parsed.prompts[self._prompt_index(index)]}
 
     def _logprobs(
-        self, index: int, tokens: Tokens, first: bool, asked: PromptLogprobs | None
-    ) -> Json | None:
-        """Those of the tokens; the prompt's go in front where it is echoed."""
-        echoed = self.body.echo and first
-        if self.body.logprobs is None or (tokens.logprobs is None and not echoed):
+        self, index: int, tokens: TokenBuffer, is_first: bool, of_prompt: PromptLogprobs | None
+    ) -> TextLogprobs | None:
+        """Return the log-probabilities of tokens, after those of an echoed prompt."""
+        is_echo = self.body.echo and is_first
+        if self.body.logprobs is None or (tokens.logprobs is None and not is_echo):
             return None
-        tokenizer = self.service.processor.tokenizer
-        ids = list(tokens.token_ids)
+        tokenizer = self.active.service.processor.tokenizer
+        token_ids = list(tokens.token_ids)
         entries: list[dict[int, Logprob] | None] = [*(tokens.logprobs or ())]
-        places = self._shown[index].places.of(ids)
-        if echoed:
-            prompt = self.run.job.prompts[index // self.run.job.params.n]
-            ids = prompt + ids
-            entries = [*(asked or [None] * len(prompt)), *entries]
-            places = prompt_places(tokenizer, prompt, self._echo(index)) + places
+        offsets = self._states[index].offsets.advance(token_ids)
+        if is_echo:
+            prompt = self.active.parsed.prompts[self._prompt_index(index)]
+            token_ids = prompt + token_ids
+            entries = [*(of_prompt or [None] * len(prompt)), *entries]
+            offsets = prompt_offsets(tokenizer, prompt, self._echo(index)) + offsets
         as_ids = self.body.return_tokens_as_token_ids
-        return completion_logprobs(tokenizer, ids, entries, self.body.logprobs, places, as_ids)
-
-
-class _Shown:
-    """What of one completion waits to be sent, and where its tokens begin in its text."""
-
-    def __init__(self, places: Places) -> None:
-        self.tokens = Tokens()
-        self.places = places
-        self.begun = False
-        self.asked: PromptLogprobs | None = None
+        return text_logprobs(tokenizer, token_ids, entries, self.body.logprobs, offsets, as_ids)

@@ -1,35 +1,40 @@
-"""Log-probabilities in OpenAI's two forms."""
+"""Log-probabilities in OpenAI's forms for chat and for text completions."""
 
 from collections.abc import Sequence
 from math import isnan
-from typing import Any
 
 from lockstep.outputs import Logprob
+from lockstep.serve.openai.schema import (
+    ChatLogprobs,
+    ChosenTokenLogprob,
+    PromptLogprobList,
+    TextLogprobs,
+    TokenLogprob,
+)
 from lockstep.text.tokenizers.detokenizer import Detokenizer
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 
-FLOOR = -9999.0  # JSON knows no infinity
+MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
-def _number(value: float) -> float:
-    """A log-probability that JSON can hold. Raises ValueError where it is none."""
+def _finite(value: float) -> float:
+    """Return a log-probability as JSON can express it. Raises ValueError for NaN."""
     if isnan(value):
         raise ValueError("a log-probability is not a number")
-    return max(value, FLOOR)
+    return max(value, MIN_LOGPROB)
 
 
-def _named(
+def _token_logprob(
     tokenizer: Tokenizer | None, token_id: int, logprob: float, as_ids: bool
-) -> dict[str, Any]:
-    """Return one token's entry. as_ids: write `token_id:N`, since several tokens may share a
-    text."""
+) -> TokenLogprob:
+    """Return one token's entry. as_ids: write `token_id:N`, since tokens may have equal texts."""
     raw = tokenizer.token_bytes(token_id) if tokenizer else b""
     text = f"token_id:{token_id}" if as_ids or not tokenizer else raw.decode("utf-8", "replace")
-    return {"token": text, "logprob": _number(logprob), "bytes": list(raw)}
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-def _ranked(entry: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens; the chosen one may stand below them."""
+def _likeliest(entry: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
+    """Return the num_top likeliest tokens by rank. The chosen token may have a lower rank."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank)
     return [item for item in ranked if item[1].rank <= num_top]
 
@@ -40,94 +45,99 @@ def chat_logprobs(
     entries: list[dict[int, Logprob]],
     num_top: int,
     as_ids: bool = False,
-) -> dict[str, Any]:
-    """Return the chat form: {"content": [{token, logprob, bytes, top_logprobs}, ...]}.
+) -> ChatLogprobs:
+    """Return the form of chat completions.
 
-    as_ids: tokens are written as `token_id:N`.
+    entries: log-probabilities at each token's position. as_ids: write tokens as `token_id:N`.
     """
-    content = []
+    content: list[ChosenTokenLogprob] = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        top = [_named(tokenizer, i, p.logprob, as_ids) for i, p in _ranked(entry, num_top)]
-        named = _named(tokenizer, token_id, entry[token_id].logprob, as_ids)
-        content.append({**named, "top_logprobs": top})
+        top = [
+            _token_logprob(tokenizer, top_id, logprob.logprob, as_ids)
+            for top_id, logprob in _likeliest(entry, num_top)
+        ]
+        chosen = _token_logprob(tokenizer, token_id, entry[token_id].logprob, as_ids)
+        content.append({**chosen, "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-class Places:
-    """Where tokens begin in the text that they are: characters in front of each. A character of
-    several tokens counts behind the last of them. hides_special: special tokens are no part of the
-    text. begin: characters in front of all of it."""
+class TextOffsets:
+    """Counter of the characters before each token of a text.
 
-    def __init__(self, tokenizer: Tokenizer | None, hides_special: bool, begin: int = 0) -> None:
-        self.characters = begin
-        self._text = None
+    A character that several tokens form counts at the last of them. skips_special: special tokens
+    are not part of the text. begin: characters before the first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, skips_special: bool, begin: int = 0) -> None:
+        self.num_characters = begin
+        self._detokenizer = None
         if tokenizer is not None:
-            self._text = Detokenizer(tokenizer, skip_special_tokens=hides_special)
+            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips_special)
 
-    def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Those of the next tokens."""
-        found = []
+    def advance(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the offsets of the next tokens."""
+        offsets = []
         for token_id in token_ids:
-            found.append(self.characters)
-            self.characters += len(self._text.push(token_id)) if self._text else 0
-        return found
+            offsets.append(self.num_characters)
+            if self._detokenizer is not None:
+                self.num_characters += len(self._detokenizer.push(token_id))
+        return offsets
 
 
-def prompt_places(tokenizer: Tokenizer | None, token_ids: Sequence[int], text: str) -> list[int]:
-    """Where a prompt's tokens begin in its text. The tokenizer may have put some in front of it."""
-    places = Places(tokenizer, hides_special=False)
-    found = places.of(token_ids)
-    in_front = max(0, places.characters - len(text))
-    return [max(0, place - in_front) for place in found]
+def prompt_offsets(tokenizer: Tokenizer | None, token_ids: Sequence[int], text: str) -> list[int]:
+    """Return the characters before each token of a prompt in its text."""
+    counter = TextOffsets(tokenizer, skips_special=False)
+    offsets = counter.advance(token_ids)
+    # Special tokens that the tokenizer adds at the beginning are not part of the client's text.
+    num_added = max(0, counter.num_characters - len(text))
+    return [max(0, offset - num_added) for offset in offsets]
 
 
-def completion_logprobs(
+def text_logprobs(
     tokenizer: Tokenizer | None,
     token_ids: list[int],
     entries: list[dict[int, Logprob] | None],
     num_top: int,
-    places: list[int],
+    offsets: list[int],
     as_ids: bool = False,
-) -> dict[str, Any]:
-    """Return the completions form: parallel lists. places: where each token begins in the text.
+) -> TextLogprobs:
+    """Return the form of text completions: parallel lists.
 
-    as_ids: tokens are written as `token_id:N`.
+    offsets: characters before each token. as_ids: write tokens as `token_id:N`.
     """
-    found: dict[str, Any] = {
+    logprobs: TextLogprobs = {
         "tokens": [],
         "token_logprobs": [],
         "top_logprobs": [],
-        "text_offset": places,
+        "text_offset": offsets,
     }
     for token_id, entry in zip(token_ids, entries, strict=True):
-        found["tokens"].append(_named(tokenizer, token_id, 0.0, as_ids)["token"])
+        logprobs["tokens"].append(_token_logprob(tokenizer, token_id, 0.0, as_ids)["token"])
         chosen = entry.get(token_id) if entry else None
-        found["token_logprobs"].append(_number(chosen.logprob) if chosen else None)
+        logprobs["token_logprobs"].append(_finite(chosen.logprob) if chosen else None)
         top = {
-            _named(tokenizer, i, 0.0, as_ids)["token"]: _number(p.logprob)
-            for i, p in (entry or {}).items()
-            if p.rank <= num_top or i == token_id
+            _token_logprob(tokenizer, top_id, 0.0, as_ids)["token"]: _finite(logprob.logprob)
+            for top_id, logprob in (entry or {}).items()
+            if logprob.rank <= num_top or top_id == token_id
         }
-        found["top_logprobs"].append(top if entry else None)
-    return found
+        logprobs["top_logprobs"].append(top if entry else None)
+    return logprobs
 
 
-def prompt_logprobs(
-    entries: list[dict[int, Logprob] | None] | None,
-) -> list[dict[str, Any] | None] | None:
-    """vLLM's form: per prompt token, {token id: {logprob, rank, decoded_token}}."""
+def prompt_logprobs(entries: list[dict[int, Logprob] | None] | None) -> PromptLogprobList | None:
+    """Return vLLM's form: for each prompt token, its alternatives by token id."""
     if entries is None:
         return None
     return [
         None
         if entry is None
         else {
-            str(i): {
-                "logprob": _number(p.logprob),
-                "rank": p.rank,
-                "decoded_token": p.decoded_token,
+            str(token_id): {
+                "logprob": _finite(logprob.logprob),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
             }
-            for i, p in entry.items()
+            for token_id, logprob in entry.items()
         }
         for entry in entries
     ]

@@ -1,4 +1,4 @@
-"""The form of the answer that a request's fields ask for: OpenAI's, vLLM's, and vLLM's older."""
+"""Structured outputs: OpenAI's and vLLM's fields for the form of an answer, old and new."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,69 +7,75 @@ from typing import Any
 from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import StructuredOutputsParams
 
-OLD = {
+GUIDED_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
 """vLLM's older fields -> those of StructuredOutputsParams."""
-OWN = "structured_outputs"
-BLANKS = "guided_whitespace_pattern"
-FORM_FIELDS = ("response_format", OWN, *OLD, BLANKS)
-"""Fields of a request that this module reads."""
+STRUCTURED_OUTPUTS = "structured_outputs"
+WHITESPACE_PATTERN = "guided_whitespace_pattern"
+FORM_FIELDS = ("response_format", STRUCTURED_OUTPUTS, *GUIDED_FIELDS, WHITESPACE_PATTERN)
+"""Fields of a request that describe the form of the answer."""
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 @dataclass(frozen=True)
-class AskedParams(StructuredOutputsParams):
-    """What a field of another name asks for. asked_by: that field."""
+class RenamedParams(StructuredOutputsParams):
+    """Structured outputs that another field of the request describes.
 
-    asked_by: str = ""
+    sent_field: that field; errors name it.
+    """
+
+    sent_field: str = ""
 
     def field_of(self, name: str) -> str:
         """See StructuredOutputsParams."""
-        return BLANKS if name == "whitespace_pattern" else self.asked_by
+        return WHITESPACE_PATTERN if name == "whitespace_pattern" else self.sent_field
 
 
-def wanted(sent: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """sent: the fields of a request. Raises RequestError where several ask, or one is wrong."""
-    asked: dict[str, dict[str, Any]] = {}
+def structured_outputs(sent: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """Return the form that the fields of a request describe; None for any text.
+
+    Raises RequestError where several fields describe a form, or where one is wrong.
+    """
+    forms: dict[str, dict[str, Any]] = {}
     if sent.get("response_format") is not None:
-        found = _format(sent["response_format"])
-        if found is not None:
-            asked["response_format"] = found
-    if sent.get(OWN) is not None:
-        asked[OWN] = sent[OWN]
-    for name, kind in OLD.items():
+        form = _response_format(sent["response_format"])
+        if form is not None:
+            forms["response_format"] = form
+    if sent.get(STRUCTURED_OUTPUTS) is not None:
+        forms[STRUCTURED_OUTPUTS] = sent[STRUCTURED_OUTPUTS]
+    for name, kind in GUIDED_FIELDS.items():
         if sent.get(name) is not None:
-            asked[name] = {kind: sent[name]}
-    blanks = sent.get(BLANKS)
-    if len(asked) > 1:
+            forms[name] = {kind: sent[name]}
+    pattern = sent.get(WHITESPACE_PATTERN)
+    if len(forms) > 1:
         raise RequestError(
-            f"{' and '.join(asked)} all ask for a form of the answer; allowed: one of them. Leave "
+            f"{' and '.join(forms)} all ask for a form of the answer; allowed: one of them. Leave "
             "the others out.",
-            list(asked)[1],
+            list(forms)[1],
         )
-    if not asked:
-        if blanks is not None:
+    if not forms:
+        if pattern is not None:
             raise RequestError(
-                f"{BLANKS} needs guided_json; send it, or leave this out.",
-                BLANKS,
+                f"{WHITESPACE_PATTERN} needs guided_json; send it, or leave this out.",
+                WHITESPACE_PATTERN,
             )
         return None
-    ((field, fields),) = asked.items()
-    if blanks is not None:
-        fields = {**fields, "whitespace_pattern": blanks}
+    ((field, fields),) = forms.items()
+    if pattern is not None:
+        fields = {**fields, "whitespace_pattern": pattern}
     return (
         StructuredOutputsParams.read(fields)
-        if field == OWN
-        else AskedParams(**fields, asked_by=field)
+        if field == STRUCTURED_OUTPUTS
+        else RenamedParams(**fields, sent_field=field)
     )
 
 
-def _format(sent: Mapping[str, Any]) -> dict[str, Any] | None:
-    """response_format as fields of StructuredOutputsParams; None where it asks for text."""
+def _response_format(sent: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Convert response_format to fields of StructuredOutputsParams; None for any text."""
     kind = sent.get("type")
     if kind not in FORMATS:
         raise RequestError(
@@ -83,9 +89,9 @@ def _format(sent: Mapping[str, Any]) -> dict[str, Any] | None:
         return {"json_object": True}
     if kind == "structural_tag":
         return {"structural_tag": dict(sent)}
-    # llama.cpp and others put the schema into the format itself.
-    named = sent.get("json_schema") or sent
-    schema = named.get("schema") if isinstance(named, Mapping) else None
+    # Clients of llama.cpp and others put the schema into the format itself.
+    container = sent.get("json_schema") or sent
+    schema = container.get("schema") if isinstance(container, Mapping) else None
     if not isinstance(schema, Mapping):
         raise RequestError(
             f"response_format.json_schema={brief(sent.get('json_schema'))} is not allowed; "

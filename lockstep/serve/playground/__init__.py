@@ -1,4 +1,4 @@
-"""The playground: one page at / that asks this server, with nothing fetched from elsewhere."""
+"""The playground: a page at / that sends requests to this server and loads nothing from others."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,7 +18,7 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-"""What a browser lets the page do: its own script and style, and requests to this server."""
+"""Permissions of the page: scripts, styles and requests of this server only."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -30,7 +30,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class PageFile:
-    """A file of the page: where it is served, its name in this folder, its media type."""
+    """A file of the page. path: URL path; name: file name in this folder."""
 
     path: str
     name: str
@@ -46,7 +46,7 @@ FILES = (
 
 
 def add_playground(app: FastAPI) -> None:
-    """Routes of the page. They are no part of the API, so the schema does not name them."""
+    """Add the routes of the page. They are not part of the API, so /openapi.json omits them."""
     for file in FILES:
         _add_file(app, file)
 

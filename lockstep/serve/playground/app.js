@@ -1,18 +1,18 @@
-// The playground: a chat over /v1/chat/completions that shows how every token came.
-// The chat is kept for reloads in this tab's session storage; the API key lives in its input alone.
+// The playground: a chat over /v1/chat/completions that shows the source of every token.
+// This tab's session storage keeps the chat for reloads; the API key is only in its input element.
 
 import { renderMarkdown } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
 
-/** An element with these properties and children; texts become text nodes, never markup. */
+/** Create an element with properties and children; texts become text nodes, never markup. */
 function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children);
   return element;
 }
 
-/** Something wrong that the reader can mend; field: the element to mend it in; refused: by the server. */
+/** An error that the user can correct. field: the input to correct; refused: the server refused the request. */
 class Problem extends Error {
   constructor(message, field = null, refused = false) {
     super(message);
@@ -21,7 +21,7 @@ class Problem extends Error {
   }
 }
 
-/** A setting's element by the name of its field in a request, such as temperature. */
+/** Return the input of a request's field, such as temperature. */
 function fieldNamed(name) {
   return [...document.querySelectorAll("[data-field]")].find((e) => e.dataset.field === name);
 }
@@ -33,7 +33,7 @@ function headers() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-/** The answer of the server to a GET or a POST. Throws a Problem that says what the server said. */
+/** Send a GET, or a POST with a body, and return the response. Throws a Problem with the server's message. */
 async function call(path, body, signal) {
   const options = { headers: headers(), signal };
   if (body) {
@@ -49,13 +49,13 @@ async function call(path, body, signal) {
     throw new Problem("The server cannot be reached. Is it still running?");
   }
   if (response.ok) return response;
-  const said = await response.json().catch(() => ({}));
-  const message = said.error?.message ?? `The server answered ${response.status}.`;
-  const field = response.status === 401 ? $("key") : fieldNamed(said.error?.param);
+  const content = await response.json().catch(() => ({}));
+  const message = content.error?.message ?? `The server returned status ${response.status}.`;
+  const field = response.status === 401 ? $("key") : fieldNamed(content.error?.param);
   throw new Problem(message, field, response.status < 500);
 }
 
-/** The chunks of a streamed answer. */
+/** Yield the chunks of a streamed response. */
 async function* stream(body, signal) {
   const response = await call("v1/chat/completions", body, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -81,7 +81,7 @@ async function* stream(body, signal) {
 
 // --- Settings ---------------------------------------------------------------------------------
 
-/** What a JSON field holds; undefined where it is empty. allowed: says what the value must be. */
+/** Return the value of a JSON input; undefined if it is empty. allowed: description of valid values. */
 function readJson(id, fits, allowed) {
   const text = $(id).value.trim();
   let problem = "";
@@ -91,7 +91,7 @@ function readJson(id, fits, allowed) {
       value = JSON.parse(text);
       if (!fits(value)) problem = `Allowed: ${allowed}.`;
     } catch (error) {
-      problem = `This is no JSON: ${error.message}.`;
+      problem = `This is not valid JSON: ${error.message}.`;
     }
   }
   $(`${id}-problem`).textContent = problem;
@@ -102,22 +102,22 @@ function readJson(id, fits, allowed) {
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 const readTools = () => readJson("tools", Array.isArray, "a list of tools");
-const readSchema = () => readJson("schema", isObject, "an object, the schema");
+const readSchema = () => readJson("schema", isObject, "an object with a JSON schema");
 
-/** The numbers that are set, by their fields' names. */
+/** Return the numbers that are set, by the names of their fields. */
 function readNumbers() {
-  const found = {};
+  const numbers = {};
   for (const input of document.querySelectorAll("input[type=number]")) {
     if (!input.checkValidity()) {
       const name = input.labels[0].textContent.trim();
       throw new Problem(`${name}: ${input.validationMessage}`, input);
     }
-    if (input.value !== "") found[input.dataset.field] = Number(input.value);
+    if (input.value !== "") numbers[input.dataset.field] = Number(input.value);
   }
-  return found;
+  return numbers;
 }
 
-/** The body of a request for the conversation as it stands. Throws a Problem. */
+/** Return the body of a request for the present conversation. Throws a Problem. */
 function request() {
   const body = {
     messages: conversation.messages(),
@@ -137,8 +137,8 @@ function request() {
   }
   const schema = readSchema();
   if (schema) {
-    const named = { name: "answer", schema, strict: true };
-    body.response_format = { type: "json_schema", json_schema: named };
+    const format = { name: "answer", schema, strict: true };
+    body.response_format = { type: "json_schema", json_schema: format };
   }
   return body;
 }
@@ -146,18 +146,18 @@ function request() {
 // --- One run of a request ---------------------------------------------------------------------
 
 const SOURCES = {
-  draft: "drafted and accepted",
-  bonus: "the model’s own, behind drafts",
-  plain: "from a step without drafts",
+  draft: "accepted draft token",
+  bonus: "token of the model after drafts",
+  plain: "token of a step without drafts",
 };
 
-/** Counts tokens, steps and time of a run. */
-class Figures {
+/** Statistics of a run: tokens, steps and time. */
+class Statistics {
   constructor() {
     this.counts = { draft: 0, bonus: 0, plain: 0 };
     this.first = 0;
     this.latest = 0;
-    this.early = 0;
+    this.firstTokens = 0;
     this.last = null;
     this.usage = null;
   }
@@ -168,7 +168,7 @@ class Figures {
     this.latest = performance.now();
     if (!this.tokens) {
       this.first = this.latest;
-      this.early = sources.length;
+      this.firstTokens = sources.length;
     }
     for (const { source } of sources) this.counts[source] += 1;
     this.last = sources.at(-1).source;
@@ -178,15 +178,15 @@ class Figures {
     return this.counts.draft + this.counts.bonus + this.counts.plain;
   }
 
-  /** Tokens per second behind the first chunk; null while nothing came behind it. */
+  /** Tokens per second after the first chunk; null before the second one. */
   get speed() {
     const seconds = (this.latest - this.first) / 1000;
-    return seconds > 0 ? (this.tokens - this.early) / seconds : null;
+    return seconds > 0 ? (this.tokens - this.firstTokens) / seconds : null;
   }
 
   /**
-   * Tokens per decode step; null before the first. A step ends with a token that was no draft,
-   * unless a draft ends the answer. The first token is that of the prompt's step.
+   * Acceptance length: tokens per decode step; null before the first step. A step ends with a token
+   * that was no draft, unless a draft ends the answer. The step of the prompt gave the first token.
    */
   get length() {
     const cutOff = this.last === "draft" ? 1 : 0;
@@ -194,12 +194,12 @@ class Figures {
     return steps > 0 ? (this.tokens - 1) / steps : null;
   }
 
-  /** The share of drafts that were accepted; null without drafts. */
+  /** Acceptance rate of drafts, from 0 to 1; null without drafts. */
   get accepted() {
     const details = this.usage?.completion_tokens_details;
-    const taken = details?.accepted_prediction_tokens ?? 0;
-    const drafted = taken + (details?.rejected_prediction_tokens ?? 0);
-    return drafted ? taken / drafted : null;
+    const accepted = details?.accepted_prediction_tokens ?? 0;
+    const drafted = accepted + (details?.rejected_prediction_tokens ?? 0);
+    return drafted ? accepted / drafted : null;
   }
 
   toString() {
@@ -210,8 +210,8 @@ class Figures {
   }
 }
 
-/** Finds the tokens that a piece of the answer's text came of. */
-class Written {
+/** Map from the text of an answer to its tokens. */
+class TokenMap {
   constructor() {
     this.text = "";
     this.tokens = [];
@@ -220,21 +220,21 @@ class Written {
   }
 
   add(ids, sources) {
-    sources.forEach(({ text, source }, place) => {
+    sources.forEach(({ text, source }, i) => {
       this.text += text;
-      this.tokens.push({ id: ids[place], source, index: this.tokens.length, end: this.text.length });
+      this.tokens.push({ id: ids[i], source, index: this.tokens.length, end: this.text.length });
     });
   }
 
-  /** The text as [piece, token]; what parsers took away before it is passed over. */
-  *pieces(text) {
-    const found = this.text.indexOf(text, this.at);
-    if (found < 0) {
+  /** Yield the parts of a text as [part, token]. Text before it that parsers removed is skipped. */
+  *parts(text) {
+    const begin = this.text.indexOf(text, this.at);
+    if (begin < 0) {
       yield [text, null];
       return;
     }
-    const end = found + text.length;
-    this.at = found;
+    const end = begin + text.length;
+    this.at = begin;
     while (this.at < end) {
       while (this.tokens[this.next].end <= this.at) this.next += 1;
       const token = this.tokens[this.next];
@@ -245,9 +245,9 @@ class Written {
   }
 }
 
-const CUT = "Cut: the answer reached its most tokens, or the model\u2019s context is full. Raise Most tokens, or ask for the rest.";
+const CUT = "Cut: the answer reached the maximum number of tokens, or the model\u2019s context is full. Raise Max tokens, or ask for the rest.";
 
-/** A request on its way, and the element that shows its answer. other: token ids to agree with. */
+/** A running request, and the element that shows its answer. other: token ids to compare with. */
 class Run {
   constructor(body, title, other = null) {
     this.body = body;
@@ -258,15 +258,15 @@ class Run {
     this.calls = [];
     this.seed = null;
     this.finish = null;
-    this.figures = new Figures();
-    this.written = new Written();
-    this.thoughts = make("div", { className: "text" });
-    this.thinking = make("details", { className: "reasoning", hidden: true, open: true },
-      make("summary", {}, "Reasoning"), this.thoughts);
+    this.statistics = new Statistics();
+    this.tokenMap = new TokenMap();
+    this.reasoningText = make("div", { className: "text" });
+    this.reasoningDetails = make("details", { className: "reasoning", hidden: true, open: true },
+      make("summary", {}, "Reasoning"), this.reasoningText);
     this.shown = [];
     this.text = make("div", { className: "text answer" });
-    this.told = make("p", { className: "figures" });
-    this.element = make("div", { className: "run" }, this.thinking, this.text, this.told);
+    this.summary = make("p", { className: "figures" });
+    this.element = make("div", { className: "run" }, this.reasoningDetails, this.text, this.summary);
     if (title) this.element.prepend(make("h3", {}, title));
   }
 
@@ -280,20 +280,20 @@ class Run {
   take(chunk) {
     const choice = chunk.choices[0];
     const sources = choice?.token_sources ?? [];
-    this.figures.add(sources, chunk.usage);
+    this.statistics.add(sources, chunk.usage);
     if (!choice) return;
     this.ids.push(...choice.token_ids);
-    this.written.add(choice.token_ids, sources);
+    this.tokenMap.add(choice.token_ids, sources);
     this.seed = choice.seed ?? this.seed;
     this.finish = choice.finish_reason ?? this.finish;
     const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta;
     if (reasoning) {
-      this.thinking.hidden = false;
+      this.reasoningDetails.hidden = false;
       this.reasoning += reasoning;
-      this.show(reasoning, this.thoughts);
+      this.show(reasoning, this.reasoningText);
     }
     if (content) {
-      for (const [piece, token] of this.written.pieces(content)) {
+      for (const [piece, token] of this.tokenMap.parts(content)) {
         const start = this.content.length;
         this.content += piece;
         this.shown.push({ start, end: this.content.length, token });
@@ -302,16 +302,16 @@ class Run {
     }
     for (const call of calls ?? []) this.addCall(call);
     if (choice.error) throw new Problem(choice.error);
-    this.told.textContent = String(this.figures);
+    this.summary.textContent = String(this.statistics);
   }
 
   show(text, into) {
-    for (const [piece, token] of this.written.pieces(text)) into.append(this.span(piece, token));
+    for (const [piece, token] of this.tokenMap.parts(text)) into.append(this.span(piece, token));
   }
 
-  /** A piece of a token's text, tinted; token: null where it is not known. */
-  span(piece, token) {
-    const span = make("span", { className: "token", textContent: piece });
+  /** Return a part of a token's text in the token's color. token: null if it is unknown. */
+  span(part, token) {
+    const span = make("span", { className: "token", textContent: part });
     if (token) {
       span.classList.add(token.source);
       span.title = `token ${token.index + 1}, id ${token.id}: ${SOURCES[token.source]}`;
@@ -321,7 +321,7 @@ class Run {
     return span;
   }
 
-  /** Shows the whole answer as Markdown, its tokens tinted as before, and says where it was cut. */
+  /** Render the complete answer as Markdown with colored tokens, and report whether it was cut. */
   end() {
     if ($("markdown").checked) {
       this.text.classList.add("markdown");
@@ -330,7 +330,7 @@ class Run {
     if (this.finish === "length") this.element.append(make("p", { className: "cut" }, CUT));
   }
 
-  /** The spans of a range of the content. */
+  /** Return the spans of a range of the content. */
   leaf(start, end) {
     const parts = this.shown.filter((part) => part.end > start && part.start < end);
     return parts.map((part) => {
@@ -339,15 +339,15 @@ class Run {
     });
   }
 
-  /** All that the model wrote, the markup of calls and reasoning too. */
+  /** Return all text of the model, with the markup of calls and reasoning. */
   asWritten() {
     const text = make("div", { className: "text" });
     let begin = 0;
-    for (const token of this.written.tokens) {
-      text.append(this.span(this.written.text.slice(begin, token.end), token));
+    for (const token of this.tokenMap.tokens) {
+      text.append(this.span(this.tokenMap.text.slice(begin, token.end), token));
       begin = token.end;
     }
-    const summary = make("summary", {}, "As written, token by token");
+    const summary = make("summary", {}, "Raw text of the model");
     return make("details", { className: "written" }, summary, text);
   }
 
@@ -361,52 +361,52 @@ class Run {
     }
   }
 
-  /** Calls that came whole; an answer that was cut off has none. */
-  get wholeCalls() {
+  /** Complete calls; an answer that was cut has none. */
+  get completeCalls() {
     return this.finish === "tool_calls" ? this.calls : [];
   }
 
-  /** The message as it goes back to the server. */
+  /** Return the message for the next request. */
   message() {
-    const found = { role: "assistant", content: this.content };
-    if (this.reasoning) found.reasoning_content = this.reasoning;
-    if (this.wholeCalls.length) found.tool_calls = this.wholeCalls;
-    return found;
+    const message = { role: "assistant", content: this.content };
+    if (this.reasoning) message.reasoning_content = this.reasoning;
+    if (this.completeCalls.length) message.tool_calls = this.completeCalls;
+    return message;
   }
 }
 
 // --- The conversation -------------------------------------------------------------------------
 
-/** Messages and the elements that show them, in order. */
+/** Messages in order, with their elements. */
 class Conversation {
   constructor() {
     this.entries = [];
   }
 
-  /** All messages, as a request sends them. */
+  /** Return all messages for a request. */
   messages() {
     const system = $("system").value.trim();
-    const said = this.entries.map((entry) => entry.message);
-    return system ? [{ role: "system", content: system }, ...said] : said;
+    const messages = this.entries.map((entry) => entry.message);
+    return system ? [{ role: "system", content: system }, ...messages] : messages;
   }
 
   add(message, element) {
     this.entries.push({ message, element });
-    this.keep();
+    this.save();
   }
 
-  /** Keeps the messages for a reload, in this tab alone; a chat that is too large is not kept. */
-  keep() {
+  /** Save the messages for a reload of this tab; a chat that is too large is not saved. */
+  save() {
     const messages = this.entries.map((entry) => entry.message);
     try {
-      sessionStorage.setItem(KEPT, JSON.stringify({ system: $("system").value, messages }));
+      sessionStorage.setItem(STORAGE_KEY, JSON.stringify({ system: $("system").value, messages }));
     } catch {
-      sessionStorage.removeItem(KEPT);
+      sessionStorage.removeItem(STORAGE_KEY);
     }
   }
 
-  /** Takes out the latest messages that are no answer, since the server refused them. */
-  forgetRefused(reason) {
+  /** Remove the latest messages of the user or of tools, which the server refused. */
+  removeRefused(reason) {
     while (this.entries.length && this.entries.at(-1).message.role !== "assistant") {
       const { message, element } = this.entries.pop();
       element.classList.add("refused");
@@ -418,22 +418,22 @@ class Conversation {
     }
     const send = this.entries.at(-1)?.element.querySelector(".send");
     if (send) send.disabled = false;
-    this.keep();
+    this.save();
   }
 
-  /** The calls of the latest message that wait for their results. */
-  get waiting() {
+  /** Calls of the latest message, whose results are missing. */
+  get pendingCalls() {
     return this.entries.at(-1)?.message.tool_calls ?? [];
   }
 
-  /** Takes the latest answer away, so that it can be asked for again. */
-  forgetAnswer() {
+  /** Remove the latest answer, so that it can be generated again. */
+  removeAnswer() {
     while (this.entries.at(-1)?.message.role === "assistant") this.entries.pop().element.remove();
-    this.keep();
+    this.save();
   }
 }
 
-const KEPT = "lockstep-chat";
+const STORAGE_KEY = "lockstep-chat";
 let conversation = new Conversation();
 let running = null;
 
@@ -452,7 +452,7 @@ function addText(role, who, content, more = {}) {
   conversation.add({ role, content, ...more }, shownMessage(who, role, text));
 }
 
-/** Follows the end of the log, where its reader does. */
+/** Scroll to the end of the log. always: false scrolls only if the end is nearly visible. */
 function scroll(always = true) {
   const log = $("log");
   const near = log.scrollHeight - log.scrollTop - log.clientHeight < 120;
@@ -464,7 +464,7 @@ function say(text, isProblem = false) {
   $("status").classList.toggle("problem", isProblem);
 }
 
-/** Tells of an error, and leads to the field that can mend it. */
+/** Show an error, and move the focus to the input that can correct it. */
 function report(error) {
   say(error.message, true);
   if (!(error instanceof Problem)) throw error;
@@ -475,7 +475,7 @@ function report(error) {
   }
 }
 
-/** Asks for the next message of the conversation. */
+/** Request the next message of the conversation. */
 async function ask() {
   if (running) return;
   let body;
@@ -496,13 +496,13 @@ async function ask() {
   runs.append(first.element);
   const polling = setInterval(showCache, 1000);
   try {
-    await first.read(running.signal, showFigures);
+    await first.read(running.signal, showStatistics);
     if (compares) await compare(first, element, runs);
-    else say(`Done: ${first.figures}.`);
+    else say(`Done: ${first.statistics}.`);
   } catch (error) {
-    if (error.name === "AbortError") say(`Stopped after ${first.figures.tokens} tokens.`);
+    if (error.name === "AbortError") say(`Stopped after ${first.statistics.tokens} tokens.`);
     else {
-      if (error.refused && !first.ids.length) here.forgetRefused(error.message);
+      if (error.refused && !first.ids.length) here.removeRefused(error.message);
       report(error);
     }
   } finally {
@@ -515,11 +515,11 @@ async function ask() {
     } else element.remove();
     setBusy(false);
     showCache();
-    addCalls(first.wholeCalls, element, first.asWritten());
+    addCalls(first.completeCalls, element, first.asWritten());
   }
 }
 
-/** The same request again, with the same seed, and no draft verified. */
+/** Run the same request again with the same seed and without drafts. */
 async function compare(first, element, runs) {
   const body = { ...first.body, seed: first.seed, speculate: false };
   const second = new Run(body, "Without speculation", first.ids);
@@ -534,18 +534,18 @@ async function compare(first, element, runs) {
   second.end();
   const same = String(first.ids) === String(second.ids);
   verdict.classList.add(same ? "good" : "bad");
-  const all = `All ${first.ids.length} tokens agree, one by one.`;
-  verdict.textContent = same ? all : agreement(first.ids, second.ids);
+  const allEqual = `All ${first.ids.length} tokens are equal.`;
+  verdict.textContent = same ? allEqual : agreement(first.ids, second.ids);
   say(verdict.textContent);
 }
 
 function agreement(ids, others) {
-  const apart = others.findIndex((id, place) => ids[place] !== id);
-  if (apart >= 0) return `The answers differ from token ${apart + 1} on.`;
-  return `${others.length} of ${ids.length} tokens agree.`;
+  const index = others.findIndex((id, i) => ids[i] !== id);
+  if (index >= 0) return `The answers differ from token ${index + 1} on.`;
+  return `${others.length} of ${ids.length} tokens are equal so far.`;
 }
 
-/** The request as a line for a shell; a key is replaced, since what is copied is often shared. */
+/** Return the request as a shell command. The API key is replaced, since commands are often shared. */
 function shellLine(body) {
   const { stream, stream_options, return_token_ids, return_token_sources, ...sent } = body;
   const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
@@ -555,7 +555,7 @@ function shellLine(body) {
   return [...parts, "-d", quoted(JSON.stringify(sent))].join(" ");
 }
 
-/** A button that copies a request; where the browser forbids that, it shows what to copy. */
+/** Return a button that copies a request. If the browser forbids that, it shows the text to copy. */
 function copyButton(body) {
   const button = make("button", { type: "button", className: "copy", textContent: "Copy as curl" });
   button.addEventListener("click", async () => {
@@ -571,17 +571,17 @@ function copyButton(body) {
   return button;
 }
 
-/** Shows the chat that was kept before a reload. */
+/** Show the chat that was saved before a reload. */
 function restore() {
-  let kept;
+  let saved;
   try {
-    kept = JSON.parse(sessionStorage.getItem(KEPT));
+    saved = JSON.parse(sessionStorage.getItem(STORAGE_KEY));
   } catch {
     return;
   }
-  if (!kept?.messages?.length) return;
-  $("system").value = kept.system ?? "";
-  for (const message of kept.messages) {
+  if (!saved?.messages?.length) return;
+  $("system").value = saved.system ?? "";
+  for (const message of saved.messages) {
     const text = make("div", { className: "text", textContent: message.content });
     const answers = message.role === "assistant";
     if (answers && $("markdown").checked) {
@@ -596,7 +596,7 @@ function restore() {
   $("retry").disabled = false;
 }
 
-/** A card for each tool call, with a field for its result. */
+/** Add a card for each tool call, with an input for its result. */
 function addCalls(calls, element, written = "") {
   if (!calls.length) return;
   const fields = calls.map((called) => {
@@ -613,10 +613,10 @@ function addCalls(calls, element, written = "") {
     if (running || conversation.entries.at(-1)?.element !== element) return;
     send.disabled = true;
     $("ask").focus();
-    calls.forEach((called, place) => {
+    calls.forEach((called, i) => {
       const name = called.function.name;
       const more = { tool_call_id: called.id };
-      addText("tool", `Result of ${name}`, fields[place].value, more);
+      addText("tool", `Result of ${name}`, fields[i].value, more);
     });
     ask();
   };
@@ -628,7 +628,7 @@ function addCalls(calls, element, written = "") {
   }
   element.append(send, written);
   fields[0].focus();
-  say("The model calls tools: type their results in.");
+  say("The model calls tools. Enter their results.");
   scroll();
 }
 
@@ -640,16 +640,16 @@ function pretty(text) {
   }
 }
 
-// --- What the page shows of the server --------------------------------------------------------
+// --- State of the server --------------------------------------------------------
 
-function showFigures(run, chunk) {
-  const { figures } = run;
+function showStatistics(run, chunk) {
+  const { statistics } = run;
   const shown = (value, digits) => (value === null ? "–" : value.toFixed(digits));
-  $("speed").textContent = shown(figures.speed, 1);
-  $("length").textContent = shown(figures.length, 2);
-  const share = figures.accepted;
-  $("accepted").textContent = share === null ? "–" : `${(share * 100).toFixed(0)} %`;
-  for (const [source, count] of Object.entries(figures.counts)) {
+  $("speed").textContent = shown(statistics.speed, 1);
+  $("length").textContent = shown(statistics.length, 2);
+  const rate = statistics.accepted;
+  $("accepted").textContent = rate === null ? "–" : `${(rate * 100).toFixed(0)} %`;
+  for (const [source, count] of Object.entries(statistics.counts)) {
     $(`count-${source}`).textContent = count;
   }
   if (chunk.system_fingerprint) showModel(chunk.model, chunk.system_fingerprint);
@@ -660,22 +660,22 @@ function showModel(name, numerics) {
   $("model").textContent = numerics ? `${name}, ${numerics}` : name;
 }
 
-/** The share of the cache's pages that are used, from /metrics. */
+/** Show the used fraction of the cache's pages, from /metrics. */
 async function showCache() {
   try {
     const text = await (await call("metrics")).text();
-    const found = text.match(/^\w+:kv_cache_usage_perc\{[^\n]*\} (\S+)$/m);
-    if (!found) return;
-    const share = Number(found[1]);
-    $("cache").value = share;
-    $("cache-share").textContent = `${(share * 100).toFixed(1)} %`;
+    const match = text.match(/^\w+:kv_cache_usage_perc\{[^\n]*\} (\S+)$/m);
+    if (!match) return;
+    const usage = Number(match[1]);
+    $("cache").value = usage;
+    $("cache-share").textContent = `${(usage * 100).toFixed(1)} %`;
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
     $("cache-share").textContent = "–";
   }
 }
 
-/** The model's name, and its defaults as placeholders of the sampling fields. */
+/** Show the model's name, and its defaults as placeholders of the sampling inputs. */
 async function showServer() {
   try {
     const [model] = (await (await call("v1/models")).json()).data;
@@ -703,8 +703,8 @@ function setBusy(busy) {
 function send() {
   const text = $("ask").value;
   if (running || !text.trim()) return;
-  if (conversation.waiting.length) {
-    report(new Problem("Send the results of the tool calls first, or begin a new chat."));
+  if (conversation.pendingCalls.length) {
+    report(new Problem("Send the results of the tool calls first, or start a new chat."));
     return;
   }
   addText("user", "You", text);
@@ -714,7 +714,7 @@ function send() {
 
 function retry() {
   if (running || !conversation.entries.length) return;
-  conversation.forgetAnswer();
+  conversation.removeAnswer();
   ask();
 }
 
@@ -726,7 +726,7 @@ function begin() {
   stop();
   for (const message of document.querySelectorAll(".message")) message.remove();
   conversation = new Conversation();
-  conversation.keep();
+  conversation.save();
   $("welcome").hidden = false;
   $("retry").disabled = true;
   say("");
@@ -752,7 +752,7 @@ function showTints() {
   document.body.classList.toggle("tinted", $("tint").checked);
 }
 
-/** By event.code, since Alt with a letter types another character on some keyboards. */
+/** Actions by event.code, since Alt with a letter types another character on some keyboards. */
 const SHORTCUTS = {
   KeyR: retry,
   KeyN: begin,
@@ -812,7 +812,7 @@ for (const example of document.querySelectorAll(".example")) {
     send();
   });
 }
-$("system").addEventListener("change", () => conversation.keep());
+$("system").addEventListener("change", () => conversation.save());
 
 showTints();
 showSettings(window.innerWidth > 800);

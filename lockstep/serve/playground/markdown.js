@@ -1,15 +1,15 @@
-// Markdown as elements, without HTML: every leaf is a range of the text, so its tokens keep their
-// tints. `leaf(start, end)` makes the nodes of a range; texts become text nodes, never markup.
+// Rendering of Markdown as DOM elements, without HTML. Every leaf is a range of the text, so its tokens
+// keep their colors. `leaf(start, end)` returns the nodes of a range; texts become text nodes.
 
 const FENCE = /^\s{0,3}(```+|~~~+)/;
 const HEADING = /^(#{1,6})\s+/;
 const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+/;
 const QUOTE = /^\s{0,3}>\s?/;
 const RULE = /^\s{0,3}([-*_])(?:\s*\1){2,}\s*$/;
-/** Code, bold, italics, a link: the first that matches wins. */
+/** Code, bold, italics or a link; the first alternative that matches is taken. */
 const INLINE = /(`+)(.+?)\1|(\*\*|__)(?=\S)(.+?)\3|([*_])(?=\S)(.+?)\5|\[([^\]\n]+)\]\(([^()\s]+)\)/g;
 
-/** The lines of a text as {start, end}, without their line breaks. */
+/** Return the lines of a text as {start, end, line}, without line breaks. */
 function linesOf(text) {
   const lines = [];
   let start = 0;
@@ -20,7 +20,7 @@ function linesOf(text) {
   return lines;
 }
 
-/** The address of a link that may be followed; null for any other. */
+/** Return the URL of a link with an allowed scheme; null for any other. */
 function address(target) {
   try {
     const url = new URL(target);
@@ -30,7 +30,7 @@ function address(target) {
   }
 }
 
-/** A piece of a line with code, bold, italics and links. */
+/** Append a part of a line with code, bold, italics and links. */
 function inline(parent, text, start, end, leaf, depth = 0) {
   let at = start;
   const piece = text.slice(start, end);
@@ -55,7 +55,7 @@ function inline(parent, text, start, end, leaf, depth = 0) {
   parent.append(...leaf(at, end));
 }
 
-/** Replaces the children of `parent` by the text's Markdown. */
+/** Replace the children of `parent` by the rendered text. */
 export function renderMarkdown(parent, text, leaf) {
   parent.replaceChildren();
   const lines = linesOf(text);

@@ -1,12 +1,13 @@
-"""Objects of a request's body, and what becomes of fields that they do not have.
+"""Base models of request bodies, and the treatment of fields that they do not have.
 
-A body (`Body`) keeps its unknown fields aside: `refused` says which would change the answer. An
-object inside of a body (`Nested`) refuses unknown fields by their path, so that a misspelt field is
-never dropped in silence. An object that the chat template reads (`Sent`) keeps them for the
-template; `unread_field` finds those that it does not read.
+A body (`Body`) keeps its unknown fields: `unsupported_fields` says which of them would change the
+answer. A nested object (`Nested`) refuses unknown fields by their path, so that a misspelt field is
+never ignored. An object that the chat template reads (`TemplateObject`) keeps them for the
+template; `check_extra_fields` refuses those that the template does not read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from pydantic import (
@@ -20,12 +21,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lockstep.errors import RequestError
-from lockstep.serve.http.errors import SHOWN, UNKNOWN_FIELD, remedy_of
-from lockstep.serve.requests.unsupported_fields import with_own_names
+from lockstep.serve.http.errors import SHOWN, UNKNOWN_FIELD, field_remedy
+from lockstep.serve.requests.unsupported_fields import resolve_aliases
 
 MAX_FIELDS = 1024
 """Maximum number of fields of an object, unknown ones included."""
-NOTES = frozenset(
+ANNOTATION_FIELDS = frozenset(
     {
         "annotations",
         "cache_control",
@@ -39,24 +40,25 @@ NOTES = frozenset(
         "status",
     }
 )
-"""Fields that answers and clients add to any part of a conversation. No model reads them."""
+"""Fields that responses and clients add to any part of a conversation. No model reads them."""
 
 
 class Body(BaseModel):
-    """A request's body: null fields count as absent, unknown ones are kept aside."""
+    """A request's body. Null fields count as absent, unknown ones are kept."""
 
     OWN_NAMES: ClassVar[Mapping[str, str] | None] = None
-    """Fields of a request that are named otherwise here than in refused.ALIASES; None: the object
-    has no aliases."""
+    """Name of a field in unsupported_fields.ALIASES -> its name in this body. None: the body has
+    no aliases."""
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are dropped, since they change no answer."""
+    """Fields that are ignored, since they change no answer."""
     ONLY_DEFAULTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are dropped where they have one of these values: they say what happens anyway."""
+    """Unsupported fields -> values that are ignored, since they describe the behavior of this
+    server."""
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_says_nothing(cls, value: Any) -> Any:
+    def _remove_ignored(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         if len(value) > MAX_FIELDS:
@@ -68,23 +70,23 @@ class Body(BaseModel):
             and key not in cls.WITHOUT_EFFECT
             and not is_one_of(entry, cls.ONLY_DEFAULTS.get(key, ()))
         }
-        return sent if cls.OWN_NAMES is None else with_own_names(sent, cls.OWN_NAMES)
+        return sent if cls.OWN_NAMES is None else resolve_aliases(sent, cls.OWN_NAMES)
 
 
 class Nested(Body):
-    """An object inside of a body, whose unknown fields are refused by their path."""
+    """A nested object, whose unknown fields are refused by their path."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Sent(Body):
-    """An object that the chat template reads just as it was sent."""
+class TemplateObject(Body):
+    """An object that the chat template reads exactly as it was sent."""
 
     _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keep(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def _keep_sent(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         parsed = handler(value)
         if isinstance(value, dict):
             parsed._sent = value
@@ -96,13 +98,13 @@ class Sent(Body):
         return self._sent
 
     def extra_fields(self, path: str) -> Iterator[tuple[str, str]]:
-        """Yield the name and the path of every field that is not known, those of parts too."""
+        """Yield the name and the path of every unknown field, with those of nested objects."""
         for name in self.model_extra or ():
             yield name, f"{path}.{name}"
 
 
 def is_one_of(value: Any, values: Iterable[Any]) -> bool:
-    """Return whether a value equals one of these and is of its type: true is not 1."""
+    """Return whether a value equals one of these and has its type: true is not 1."""
     return any(type(value) is type(other) and value == other for other in values)
 
 
@@ -111,7 +113,7 @@ Shape = Mapping[str, "Shape | None"]
 
 
 def known_fields(shape: Shape, *open_types: str) -> AfterValidator:
-    """Return the check that an object has only the fields of a shape.
+    """Return the validator that an object has only the fields of a shape.
 
     open_types: values of the field `type` whose objects have other fields, checked elsewhere.
     """
@@ -126,13 +128,13 @@ def known_fields(shape: Shape, *open_types: str) -> AfterValidator:
 def check_shape(value: Any, shape: Shape, path: tuple[str, ...] = ()) -> Any:
     """Return a value whose objects have only the fields of a shape; null fields count as absent.
 
-    Raises PydanticCustomError, which names the first field that is not known.
+    Raises PydanticCustomError, which names the first unknown field.
     """
     for name, entry in value.items() if isinstance(value, dict) else ():
         if entry is None:
             continue
         if name not in shape:
-            # The path of the error goes on inside of the value.
+            # "inside" continues the path of the error within the value.
             raise PydanticCustomError(UNKNOWN_FIELD, "unknown", {"inside": (*path, name)})
         inner = shape[name]
         if inner is not None:
@@ -141,13 +143,32 @@ def check_shape(value: Any, shape: Shape, path: tuple[str, ...] = ()) -> Any:
 
 
 def check_extra_fields(
-    objects: Iterable[Sent] | None, field: str, reads: Callable[[str], bool]
+    objects: Iterable[TemplateObject] | None, field: str, is_read: Callable[[str], bool]
 ) -> None:
     """Raise RequestError for an unknown field of a list's objects that the template does not read.
 
-    reads: whether the template reads a field of this name.
+    field: name of the list. is_read: whether the template reads a field of this name.
     """
-    for i, one in enumerate(objects or ()):
-        for name, path in one.extra_fields(f"{field}[{i}]"):
-            if not reads(name):
-                raise RequestError(f"{path[:SHOWN]} {remedy_of(name)}", field)
+    for i, entry in enumerate(objects or ()):
+        for name, path in entry.extra_fields(f"{field}[{i}]"):
+            if not is_read(name):
+                raise RequestError(f"{path[:SHOWN]} {field_remedy(name)}", field)
+
+
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the fields that the client sent, not those that they were converted to.
+
+    names: internal field -> field of the body.
+    """
+    try:
+        yield
+    except RequestError as error:
+        internal = error.field or ""
+        sent = names.get(internal, internal)
+        message = str(error)
+        # A message begins with its field; a longer name that only begins so is another field.
+        if message.startswith(tuple(f"{internal}{sign}" for sign in "= ,:.")):
+            error.args = (sent + message.removeprefix(internal),)
+        error.field = sent or None
+        raise

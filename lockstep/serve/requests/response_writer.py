@@ -1,81 +1,79 @@
-"""What every answer of an endpoint is: begun, read as a whole or as events, and closed."""
+"""Writers of responses: they turn the deltas of a request into one object or into events."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import ClassVar
 
 from lockstep.serve.http.errors import status_and_body
-from lockstep.serve.requests.service import Piece, Run
+from lockstep.serve.http.event_stream import Event
+from lockstep.serve.requests.active_request import ActiveRequest, OutputDelta
 
-Json = dict[str, Any]
 
+class ResponseWriter(ABC):
+    """Writer of the response to one request: response() once, or stream(), then close().
 
-class Answer(ABC):
-    """One call of an endpoint: start() first, then whole() or stream(), and close() at the end.
+    The events of a stream are those of start_events(), of delta_events() for every delta, and of
+    end_events(). They depend on the deltas so far, never on when a delta is read.
 
-    NAMED: events bear their type as their name; others are data only, and [DONE] ends them. body:
-    what was sent, with ignored_fields(). Its events are those of begin(), of hear() for every
-    piece, and of end(); each depends on what came before it, not on when it is read.
+    NAMED_EVENTS: events have their type as their SSE name; otherwise [DONE] ends the stream.
+    ignored_fields: names of sent fields that have no effect.
     """
 
-    NAMED: ClassVar[bool] = False
-    body: Any
+    NAMED_EVENTS: ClassVar[bool] = False
 
-    @property
-    @abstractmethod
-    def run(self) -> Run:
-        """The request in the engine, once it was started."""
+    def __init__(self, active: ActiveRequest, ignored_fields: Sequence[str]) -> None:
+        self.active = active
+        self.ignored_fields = ignored_fields
 
     @abstractmethod
-    async def start(self, brief: bool = False) -> None:
-        """Begins; raises what is wrong before anything is sent. brief: so little was sent that it
-        is read at once, not beside the event loop."""
+    async def response(self) -> Event:
+        """Read all deltas and return the response as one object."""
 
     @abstractmethod
-    async def whole(self) -> Json:
-        """The answer as one object."""
+    def start_events(self) -> Iterable[Event]:
+        """Yield the events before the first delta."""
 
     @abstractmethod
-    def begin(self) -> Iterable[Json]:
-        """The events before anything has come."""
+    def delta_events(self, delta: OutputDelta) -> Iterable[Event]:
+        """Yield the events of a delta. Raises an error that ends the response."""
 
     @abstractmethod
-    def hear(self, piece: Piece) -> Iterable[Json]:
-        """The events of a piece. Raises what ends the answer."""
+    def end_events(self) -> Iterable[Event]:
+        """Yield the events after the last delta."""
 
-    @abstractmethod
-    def end(self) -> Iterable[Json]:
-        """The events behind the last piece."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Aborts what still runs."""
-
-    def failure(self, error: Exception) -> Iterable[Json]:
-        """The events that tell of an error, in the place of those of end()."""
+    def error_events(self, error: Exception) -> Iterable[Event]:
+        """Yield the events of an error, which replace those of end_events()."""
         return [status_and_body(error)[1]]
 
-    async def read(self) -> None:
-        """Hears all pieces for whole(), which wants no events. Raises what ended the answer."""
-        async for pieces in self.run:
-            for piece in pieces:
-                for _ in self.hear(piece):
+    def close(self) -> None:
+        """Abort the request if it is still running."""
+        self.active.close()
+
+    async def read_all(self) -> None:
+        """Process all deltas and drop the events, for writers that build a response from them.
+
+        Raises the error that ended the request.
+        """
+        async for deltas in self.active:
+            for delta in deltas:
+                for _ in self.delta_events(delta):
                     continue
-        for _ in self.end():
+        for _ in self.end_events():
             continue
 
-    async def stream(self) -> AsyncIterator[list[Json]]:
-        """The answer as events, together those that come at once."""
-        yield [*self.begin()]
-        events: list[Json] = []
+    async def stream(self) -> AsyncIterator[list[Event]]:
+        """Yield the events; those that are ready at the same time come in one list."""
+        yield [*self.start_events()]
+        events: list[Event] = []
         try:
-            async for pieces in self.run:
-                for piece in pieces:
-                    for event in self.hear(piece):
+            async for deltas in self.active:
+                for delta in deltas:
+                    for event in self.delta_events(delta):
                         events.append(event)
                 yield events
                 events = []
-            events += self.end()
+            events += self.end_events()
         except Exception as error:
-            events += self.failure(error)
+            # Events of deltas before the error are sent first.
+            events += self.error_events(error)
         yield events

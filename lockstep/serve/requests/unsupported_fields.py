@@ -1,8 +1,9 @@
-"""Fields that would change the answer and do not work: refused, never dropped in silence.
+"""Unsupported fields that would change the answer: they are refused, never silently ignored.
 
-Names are those of OpenAI's, vLLM's and Anthropic's requests. A field that only says what happens
-anyway, such as `use_beam_search: false`, is let through; so is every unknown field without effect.
-The tables are asked about fields that an endpoint does not have.
+Names are those of OpenAI's, vLLM's and Anthropic's requests. A value that describes the behavior of
+this server, such as `use_beam_search: false`, is accepted, and so is every unknown field without
+effect.
+The tables list fields that an endpoint does not have.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ _FUNCTIONS = "it is OpenAI's old form; send tools and tool_choice."
 _ELSEWHERE = "this endpoint has no such field; leave it out, or use /v1/chat/completions."
 _CHAT_ONLY = "it works with /v1/chat/completions only; leave it out."
 Table = Mapping[str, tuple[tuple[Any, ...], str]]
-"""name -> (values that change nothing, what to do)."""
+"""Field -> (values that change nothing, remedy)."""
 
 EVERYWHERE: Table = {
     "structural_tag": ((), "send it in structured_outputs, or as response_format."),
@@ -79,7 +80,7 @@ EVERYWHERE: Table = {
     "enable_search": ((False,), "this server does not search; leave it out."),
     "moderation": ((), "nothing is moderated here; leave it out."),
 }
-"""What no endpoint has."""
+"""Fields that no endpoint has."""
 
 ELSEWHERE: Table = {
     **{
@@ -127,7 +128,7 @@ ELSEWHERE: Table = {
     "add_generation_prompt": ((True,), _ELSEWHERE),
     "continue_final_message": ((False,), _ELSEWHERE),
 }
-"""What some endpoints have: refused by the others."""
+"""Fields that only some endpoints have; the others refuse them."""
 
 CHAT: Table = {
     "echo": ((False,), "it works with /v1/completions only; leave it out."),
@@ -160,7 +161,7 @@ RESPONSES: Table = {
 }
 _ALL_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
 _ALL_KEPT: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [_ALL_THOUGHTS]})
-"""Context management that keeps all of a conversation, as Claude Code asks for."""
+"""Context management that keeps the whole conversation. Claude Code sends it."""
 _SERVER_TOOLS = "this server runs no tools; send tools of your own."
 MESSAGES: Table = {
     "compaction": ((), "ask for a summary in a message."),
@@ -206,33 +207,34 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "json_schema": ("structured_outputs", "json"),
     "enable_thinking": ("chat_template_kwargs", "enable_thinking"),
 }
-"""Names of SGLang, llama.cpp and others -> the path of the field here that means the same."""
+"""Names of SGLang, llama.cpp and others -> path of the equivalent field."""
 
 
-def with_own_names(sent: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a request with every alias under the name that it has here.
+def resolve_aliases(sent: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a request with every alias under its own name.
 
-    names: an endpoint's own name of a field, by the name in ALIASES. Raises ValueError where an
-    alias and the field that means the same are both there and differ.
+    names: name of a field in ALIASES -> its name in this endpoint. Raises ValueError where an alias
+    and its equivalent field are both sent and differ.
     """
-    found = dict(sent)
+    fields = dict(sent)
     for alias in [name for name in sent if name in ALIASES]:
         first, *rest = ALIASES[alias]
         field = names.get(first, first)
-        value = found.pop(alias)
+        value = fields.pop(alias)
         if not rest:
-            _check_same(found, field, alias, value, field)
-            found[field] = value
+            _check_equal(fields, field, alias, value, field)
+            fields[field] = value
             continue
         (key,) = rest
-        inner = found.get(field, {})
+        inner = fields.get(field, {})
+        # A value of another type is refused by the validation of the body.
         if isinstance(inner, Mapping):
-            _check_same(inner, key, alias, value, f"{field}.{key}")
-            found[field] = {**inner, key: value}
-    return found
+            _check_equal(inner, key, alias, value, f"{field}.{key}")
+            fields[field] = {**inner, key: value}
+    return fields
 
 
-def _check_same(fields: Mapping[str, Any], key: str, alias: str, value: Any, field: str) -> None:
+def _check_equal(fields: Mapping[str, Any], key: str, alias: str, value: Any, field: str) -> None:
     if key in fields and fields[key] != value:
         raise ValueError(
             f"has {alias} and {field}, which mean the same and differ; send {field} alone"
@@ -240,18 +242,22 @@ def _check_same(fields: Mapping[str, Any], key: str, alias: str, value: Any, fie
 
 
 def without_effect(extra: Iterable[str], table: Table) -> list[str]:
-    """The names, in order, of the fields of `extra` that change nothing and are not refused."""
+    """Return the sorted names of unknown fields that no table refuses: they have no effect."""
     known = {*EVERYWHERE, *ELSEWHERE, *table}
     return sorted(name for name in extra if name not in known)
 
 
-def refuse(extra: Mapping[str, Any], table: Table) -> None:
-    """Raises RequestError for the first field of `extra` that the table does not let through."""
+def refuse_unsupported(extra: Mapping[str, Any], table: Table) -> None:
+    """Raise RequestError for the first field whose value would change the answer.
+
+    extra: unknown fields of a body. table: fields that its endpoint refuses.
+    """
     for name, value in extra.items():
-        known = table.get(name) or EVERYWHERE.get(name) or ELSEWHERE.get(name)
-        if known is None:
+        entry = table.get(name) or EVERYWHERE.get(name) or ELSEWHERE.get(name)
+        if entry is None:
             continue
-        harmless, remedy = known
+        harmless, remedy = entry
+        # Types must be equal, too: true is not 1.
         if not any(type(value) is type(other) and value == other for other in harmless):
             shown = repr(value)[:SHOWN] if isinstance(value, (str, int, float)) else "..."
             raise RequestError(f"{name}={shown} is not supported: {remedy}", name)

@@ -1,6 +1,6 @@
-"""The log on stderr, as text or JSON, with the id of the request that a line is about.
+"""Log lines on stderr, as text or JSON, with the id of the request that they are about.
 
-What a client sent stays within its line, and no client can fill the disk.
+Text of a client cannot begin a new line, and no client can fill the disk with repeated lines.
 """
 
 import json
@@ -8,129 +8,136 @@ import logging
 import time
 from typing import Any, Literal
 
-from lockstep.serve.http.request_context import CALLER
-from lockstep.serve.telemetry.request_record import Record
-from lockstep.serve.telemetry.throughput import THROUGHPUT
+from lockstep.serve.http.request_context import REQUEST_CONTEXT
+from lockstep.serve.telemetry.request_record import RequestRecord
+from lockstep.serve.telemetry.throughput import THROUGHPUT_LOGGER
 
 LogFormat = Literal["text", "json"]
 
 LOGGERS = ("lockstep", "uvicorn", "opentelemetry")
-"""Those whose lines, and those of all below them, are written."""
-REQUESTS = "lockstep.requests"
-"""The logger of requests that have ended, a line each."""
-EVERY_LINE = (REQUESTS, THROUGHPUT, "uvicorn.access")
-"""Loggers of which the same line may come again and again."""
-SAME_SECONDS = 10.0
-"""How long the same line of another logger is not written again."""
-MOST_LINES = 100
-"""Different lines of a level in so many seconds."""
-LONGEST = 2000
-"""Characters of a message."""
-LONGEST_TRACEBACK = 20_000
-DIGITS = 6
-"""Of seconds, behind the point."""
+"""Loggers whose lines are written, with those of their children."""
+REQUEST_LOGGER = "lockstep.requests"
+"""Logger of requests that have ended, one line each."""
+UNFILTERED_LOGGERS = (REQUEST_LOGGER, THROUGHPUT_LOGGER, "uvicorn.access")
+"""Loggers that may repeat a line."""
+REPEAT_SECONDS = 10.0
+"""Time for which the other loggers drop a repeated line."""
+MAX_LINES = 100
+"""Maximum different lines of a level in that time."""
+MAX_CHARACTERS = 2000
+"""Maximum characters of a message."""
+MAX_TRACEBACK_CHARACTERS = 20_000
+LATENCY_DIGITS = 6
+"""Decimal places of seconds."""
 
 
 def escaped(text: str) -> str:
-    """The text on one line: control characters as escapes, at most LONGEST characters."""
-    cut = text if len(text) <= LONGEST else text[:LONGEST] + "..."
+    """Return a text on one line: at most MAX_CHARACTERS, with control characters as escapes."""
+    cut = text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
-class OneLine(logging.Filter):
-    """Escapes messages, notes whose request they are about, and drops one that was written a moment
-    ago, or that comes after too many others of its level."""
+class LineFilter(logging.Filter):
+    """Filter that escapes messages, adds the request's id, and drops repeated lines.
+
+    It also drops lines of a level after the first MAX_LINES of a period.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._since = -SAME_SECONDS
+        self._period_start = -REPEAT_SECONDS
         self._written: dict[int, set[str]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is written."""
+        """Return whether the record is written."""
         record.msg = escaped(record.getMessage())
         record.args = ()
-        caller = CALLER.get()
-        record.request_id = None if caller is None else caller.request_id
-        return record.name in EVERY_LINE or self._is_new(record)
+        context = REQUEST_CONTEXT.get()
+        record.request_id = None if context is None else context.request_id
+        return record.name in UNFILTERED_LOGGERS or self._is_new(record)
 
     def _is_new(self, record: logging.LogRecord) -> bool:
         now = time.monotonic()
-        if now - self._since >= SAME_SECONDS:
-            self._since = now
+        if now - self._period_start >= REPEAT_SECONDS:
+            self._period_start = now
             self._written.clear()
         written = self._written.setdefault(record.levelno, set())
-        if record.msg in written or len(written) >= MOST_LINES:
+        if record.msg in written or len(written) >= MAX_LINES:
             return False
         written.add(record.msg)
-        if len(written) == MOST_LINES:
-            record.msg += f" (no more lines of this level for {SAME_SECONDS:g} s)"
+        if len(written) == MAX_LINES:
+            record.msg += f" (no more lines of this level for {REPEAT_SECONDS:g} s)"
         return True
 
 
-def _told(record: logging.LogRecord) -> dict[str, Any]:
-    """What a line says beside its message: the request's id, and fields of its own."""
+def _extra_fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the fields of a line besides its message: the request's id, and the record's own."""
     request_id = getattr(record, "request_id", None)
-    named = {} if request_id is None else {"request_id": request_id}
-    return named | getattr(record, "fields", {})
+    fields = {} if request_id is None else {"request_id": request_id}
+    return fields | getattr(record, "fields", {})
 
 
-class _Lines(logging.Formatter):
-    """Times in UTC, to a millisecond."""
+class _UtcFormatter(logging.Formatter):
+    """Formatter with times in UTC, in milliseconds."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
 
 
-class TextLines(_Lines):
-    """A line of text; a traceback behind it is indented, so that it cannot be taken for lines."""
+class TextFormatter(_UtcFormatter):
+    """Formatter of text lines. A traceback is indented, so that it cannot look like log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line without a traceback."""
+        """Return the line without a traceback."""
         head = f"{self.formatTime(record)} {record.levelname} {record.name}: {record.message}"
-        return " ".join([head, *(f"{name}={value}" for name, value in _told(record).items())])
+        fields = _extra_fields(record)
+        return " ".join([head, *(f"{name}={value}" for name, value in fields.items())])
 
     def formatException(self, ei: Any) -> str:
-        """The traceback."""
-        text = super().formatException(ei)[-LONGEST_TRACEBACK:]
+        """Return the traceback."""
+        text = super().formatException(ei)[-MAX_TRACEBACK_CHARACTERS:]
         return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-class JsonLines(_Lines):
-    """A JSON object a line: time, level, logger, message, request_id, and what belongs to it."""
+class JsonFormatter(_UtcFormatter):
+    """Formatter of JSON lines: time, level, logger, message, request_id and further fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        said: dict[str, Any] = {
+        """Return the line."""
+        line: dict[str, Any] = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        said |= _told(record)
+        line |= _extra_fields(record)
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)[-LONGEST_TRACEBACK:]
-        return json.dumps(said, default=str)
+            traceback = self.formatException(record.exc_info)
+            line["exception"] = traceback[-MAX_TRACEBACK_CHARACTERS:]
+        return json.dumps(line, default=str)
 
 
-FORMATTERS: dict[LogFormat, type[logging.Formatter]] = {"text": TextLines, "json": JsonLines}
+FORMATTERS: dict[LogFormat, type[logging.Formatter]] = {
+    "text": TextFormatter,
+    "json": JsonFormatter,
+}
 
 
-def write_logs(form: LogFormat = "text", requests: bool = False) -> None:
-    """Sends the lines of LOGGERS to stderr. requests: those of requests that have ended, too."""
+def configure_logs(log_format: LogFormat = "text", log_requests: bool = False) -> None:
+    """Write the lines of LOGGERS to stderr. log_requests: also those of REQUEST_LOGGER."""
     handler = logging.StreamHandler()
-    handler.addFilter(OneLine())
-    handler.setFormatter(FORMATTERS[form]())
+    handler.addFilter(LineFilter())
+    handler.setFormatter(FORMATTERS[log_format]())
     for name in LOGGERS:
         logging.getLogger(name).handlers = [handler]
-    logging.getLogger(REQUESTS).setLevel(logging.INFO if requests else logging.WARNING)
-    logging.getLogger(THROUGHPUT).setLevel(logging.INFO)
+    logging.getLogger(REQUEST_LOGGER).setLevel(logging.INFO if log_requests else logging.WARNING)
+    logging.getLogger(THROUGHPUT_LOGGER).setLevel(logging.INFO)
 
 
-def log_request(record: Record) -> None:
-    """Writes the line of a request that has ended. Of what was said it tells lengths alone."""
-    log = logging.getLogger(REQUESTS)
+def log_request(record: RequestRecord) -> None:
+    """Log a request that has ended. The line has lengths, but no text of prompt or answer."""
+    log = logging.getLogger(REQUEST_LOGGER)
     if not log.isEnabledFor(logging.INFO):
         return
     fields: dict[str, Any] = {
@@ -143,7 +150,8 @@ def log_request(record: Record) -> None:
         "finish_reasons": ",".join(record.finish_reasons),
     }
     fields |= {
-        f"{name}_seconds": round(seconds, DIGITS) for name, seconds in record.latencies.items()
+        f"{name}_seconds": round(seconds, LATENCY_DIGITS)
+        for name, seconds in record.latencies.items()
     }
     log.info(
         "ended" if record.error is None else "ended early: %s",

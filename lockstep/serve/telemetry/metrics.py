@@ -1,4 +1,4 @@
-"""The engine's counters in Prometheus' text form; names as vLLM's but for what stands in front."""
+"""The engine's counters in Prometheus' text format, with vLLM's names and a selectable prefix."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeVar
@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from lockstep.config import EngineConfig, Plan
 from lockstep.engine.stats import DecodeStep, Stats
-from lockstep.serve.telemetry.request_record import Record
+from lockstep.serve.telemetry.request_record import RequestRecord
 from lockstep.worker.roofline import StepFloors
 
 _GAUGES = {
@@ -18,123 +18,154 @@ _GAUGES = {
 _COUNTERS = {
     "prompt_tokens_total": ("prompt_tokens", "Prompt tokens received."),
     "generation_tokens_total": ("generation_tokens", "Tokens generated."),
-    "drafts_total": ("spec_decode_num_drafts", "Rows of steps that brought drafts."),
+    "drafts_total": ("spec_decode_num_drafts", "Rows of steps that verified drafts."),
     "draft_tokens_total": ("spec_decode_num_draft_tokens", "Tokens drafted."),
     "accepted_tokens_total": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
     "steps_total": ("decode_steps", "Decode steps launched."),
     "preemptions_total": ("num_preemptions", "Requests moved to host memory."),
-    "restarts_total": ("engine_restarts", "Engine processes that were lost and started again."),
-    "prefix_hits_total": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "prefix_queries_total": ("prefix_cache_queries", "Prompt tokens looked up there."),
-    "host_hits_total": ("external_prefix_cache_hits", "Of these, found in host memory."),
-    "host_queries_total": ("external_prefix_cache_queries", "Prompt tokens looked up in it."),
+    "restarts_total": (
+        "engine_restarts",
+        "Engine processes that ended unexpectedly and were restarted.",
+    ),
+    "prefix_hits_total": ("prefix_cache_hits", "Prompt tokens that were prefix cache hits."),
+    "prefix_queries_total": (
+        "prefix_cache_queries",
+        "Prompt tokens that were looked up in the prefix cache.",
+    ),
+    "host_hits_total": (
+        "external_prefix_cache_hits",
+        "Prompt tokens that were prefix cache hits in host memory.",
+    ),
+    "host_queries_total": (
+        "external_prefix_cache_queries",
+        "Prompt tokens that were looked up in host memory.",
+    ),
 }
 _TRANSFERS = {
     "GPU_to_CPU": ("offloaded_total", "offloaded_bytes_total"),
     "CPU_to_GPU": ("fetched_total", "fetched_bytes_total"),
 }
-"""transfer_type -> how many moved, and their bytes."""
-_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
-_STEP_TOKENS = (1.0, *(float(8 << power) for power in range(12)))
-_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
+"""transfer_type -> counters of transfers and of their bytes."""
+_TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_COUNT_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+_STEP_TOKEN_BUCKETS = (1.0, *(float(8 << power) for power in range(12)))
+_LONG_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 _HISTOGRAMS = {
-    "ttft_seconds": ("time_to_first_token_seconds", "Arrival to first token.", _LONG),
-    "itl_seconds": ("inter_token_latency_seconds", "Between two updates of a request.", _SHORT),
-    "e2e_seconds": ("e2e_request_latency_seconds", "Arrival to last token.", _LONG),
+    "ttft_seconds": ("time_to_first_token_seconds", "Arrival to first token.", _LONG_SECONDS),
+    "itl_seconds": (
+        "inter_token_latency_seconds",
+        "Between two updates of a request.",
+        _SHORT_SECONDS,
+    ),
+    "e2e_seconds": ("e2e_request_latency_seconds", "Arrival to last token.", _LONG_SECONDS),
     "iteration_tokens": (
         "iteration_tokens_total",
-        "Tokens of a step: of prompts, and generated.",
-        _STEP_TOKENS,
+        "Prompt tokens and generated tokens of a step.",
+        _STEP_TOKEN_BUCKETS,
     ),
 }
-_OLDER_NAMES = {"itl_seconds": "time_per_output_token_seconds"}
-"""Names under which vLLM told the same histograms before: dashboards still read them."""
-_RATIOS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
+_FORMER_NAMES = {"itl_seconds": "time_per_output_token_seconds"}
+"""vLLM's former names of histograms, which dashboards still read."""
+_RATIO_BUCKETS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
 _STEPS = {
-    "seconds": ("decode_step_seconds", "A decode step, as the device measured it.", _SHORT),
-    "over_floor": ("decode_step_over_floor", "A decode step over its floor.", _RATIOS),
+    "seconds": (
+        "decode_step_seconds",
+        "Duration of a decode step, measured by the device.",
+        _SHORT_SECONDS,
+    ),
+    "over_floor": (
+        "decode_step_over_floor",
+        "Duration of a decode step relative to its roofline time.",
+        _RATIO_BUCKETS,
+    ),
 }
 
 
-class _OfRequest(NamedTuple):
-    """A histogram over requests that have ended. value: None where it is not known."""
+class _RequestHistogram(NamedTuple):
+    """A histogram over requests that have ended. value: returns None where it is not known."""
 
     name: str
     help: str
     buckets: tuple[float, ...]
-    value: Callable[[Record], float | None]
+    value: Callable[[RequestRecord], float | None]
 
 
-def _per_token(record: Record) -> float | None:
-    """Seconds between two tokens of the longest completion, on the mean."""
+def _per_token(record: RequestRecord) -> float | None:
+    """Return the mean seconds between two tokens of the longest completion."""
     seconds = record.latencies.get("decode")
-    return None if seconds is None or record.longest < 2 else seconds / (record.longest - 1)
+    return (
+        None
+        if seconds is None or record.max_completion_tokens < 2
+        else seconds / (record.max_completion_tokens - 1)
+    )
 
 
-_REQUESTS = (
-    _OfRequest(
-        "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS, lambda r: r.prompt_tokens
+_REQUEST_HISTOGRAMS = (
+    _RequestHistogram(
+        "request_prompt_tokens",
+        "Prompt tokens of a request.",
+        _TOKEN_BUCKETS,
+        lambda r: r.prompt_tokens,
     ),
-    _OfRequest(
+    _RequestHistogram(
         "request_generation_tokens",
-        "Tokens written for a request.",
-        _TOKENS,
+        "Tokens generated for a request.",
+        _TOKEN_BUCKETS,
         lambda r: r.completion_tokens,
     ),
-    _OfRequest(
+    _RequestHistogram(
         "request_max_num_generation_tokens",
         "Tokens of a request's longest completion.",
-        _TOKENS,
-        lambda r: r.longest,
+        _TOKEN_BUCKETS,
+        lambda r: r.max_completion_tokens,
     ),
-    _OfRequest(
+    _RequestHistogram(
         "request_params_max_tokens",
         "max_tokens of a request.",
-        _TOKENS,
+        _TOKEN_BUCKETS,
         lambda r: r.params.max_tokens,
     ),
-    _OfRequest("request_params_n", "n of a request.", _COUNTS, lambda r: r.params.n),
-    _OfRequest(
+    _RequestHistogram("request_params_n", "n of a request.", _COUNT_BUCKETS, lambda r: r.params.n),
+    _RequestHistogram(
         "request_queue_time_seconds",
         "Arrival to a row in the batch.",
-        _LONG,
+        _LONG_SECONDS,
         lambda r: r.latencies.get("queue"),
     ),
-    _OfRequest(
+    _RequestHistogram(
         "request_prefill_time_seconds",
         "A row in the batch to the first token.",
-        _LONG,
+        _LONG_SECONDS,
         lambda r: r.latencies.get("prefill"),
     ),
-    _OfRequest(
+    _RequestHistogram(
         "request_decode_time_seconds",
         "First token to last token.",
-        _LONG,
+        _LONG_SECONDS,
         lambda r: r.latencies.get("decode"),
     ),
-    _OfRequest(
+    _RequestHistogram(
         "request_inference_time_seconds",
         "A row in the batch to the last token.",
-        _LONG,
+        _LONG_SECONDS,
         lambda r: r.latencies.get("inference"),
     ),
-    _OfRequest(
+    _RequestHistogram(
         "request_time_per_output_token_seconds",
-        "Between two tokens of a request, mean.",
-        _SHORT,
+        "Mean time between two tokens of a request.",
+        _SHORT_SECONDS,
         _per_token,
     ),
 )
 
 Kind = TypeVar("Kind", Gauge, Counter, Histogram)
 Prefix = Literal["lockstep", "vllm"]
-"""What stands in front of the names."""
+"""Prefix of the names."""
 
 
 def cache_config(config: EngineConfig, plan: Plan) -> dict[str, str]:
-    """Return what gateways and dashboards read of a cache, by vLLM's names."""
+    """Return the settings of a cache that gateways and dashboards read, with vLLM's names."""
     return {
         "block_size": str(plan.page_size),
         "num_gpu_blocks": str(plan.num_pages),
@@ -147,8 +178,11 @@ def cache_config(config: EngineConfig, plan: Plan) -> dict[str, str]:
 
 
 class Metrics:
-    """Turns Stats into Prometheus' text; every label set carries the model's name. floors: those of
-    the engine's steps, None where they are not known. cache: see cache_config."""
+    """Metrics in Prometheus' text format. Every metric has the model's name as a label.
+
+    floors: roofline times of the engine's steps; None where they are not known.
+    cache: settings of the cache: see cache_config().
+    """
 
     def __init__(
         self,
@@ -161,27 +195,27 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model_name
         self._prefix = prefix
-        is_vllm = prefix == "vllm"  # its readers know older names and adapters, too
-        self._seen: dict[str, float] = {}
+        is_vllm = prefix == "vllm"  # dashboards for vLLM read former names and LoRA metrics, too
+        self._previous: dict[str, float] = {}
         self._gauges = {k: self._new(Gauge, n, h) for k, (n, h) in _GAUGES.items()}
         rate = self._new(
             Gauge,
             "memory_bytes_per_second",
-            "The memory's rate that floors are computed with; 0 where there are none.",
+            "Memory bandwidth for roofline times; 0 where it is not known.",
         )
         rate.labels(model_name).set(floors.rates.memory if floors else 0)
         self._usages = [
-            self._new(Gauge, name, "Used share of pages.")
+            self._new(Gauge, name, "Used fraction of pages.")
             for name in ("kv_cache_usage_perc", *(["gpu_cache_usage_perc"] if is_vllm else []))
         ]
         self._add_constants(cache or {}, adapters=is_vllm)
         self._counters = {k: self._new(Counter, n, h) for k, (n, h) in _COUNTERS.items()}
         self._floor = self._new(
-            Counter, "decode_step_floor_seconds", "The least time that the decode steps could take."
+            Counter, "decode_step_floor_seconds", "Roofline time of the decode steps."
         )
-        moved = "copied to host memory and back."
+        direction = "copied to host memory and back."
         self._transfers = [
-            self._new(Counter, f"kv_offload_total_{name}", f"{what} {moved}", "transfer_type")
+            self._new(Counter, f"kv_offload_total_{name}", f"{what} {direction}", "transfer_type")
             for name, what in (
                 ("units", "Pages and snapshots"),
                 ("bytes", "Bytes of pages and snapshots"),
@@ -190,7 +224,7 @@ class Metrics:
         self._host_usage = self._new(
             Gauge,
             "kv_offload_cpu_cache_usage_perc",
-            "Used share of the host memory behind the cache.",
+            "Used fraction of the cache in host memory.",
         )
         self._success = self._new(
             Counter, "request_success", "Requests that ended, by reason.", "finished_reason"
@@ -198,78 +232,90 @@ class Metrics:
         self._accepted_at = self._new(
             Counter,
             "spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by their place from 0.",
+            "Accepted draft tokens by position, from 0.",
             "position",
         )
         self._histograms = {
             k: self._new(Histogram, n, h, buckets=b)
             for k, (n, h, b) in (_HISTOGRAMS | _STEPS).items()
         }
-        self._older = {
+        self._former = {
             key: self._new(Histogram, name, _HISTOGRAMS[key][1], buckets=_HISTOGRAMS[key][2])
-            for key, name in _OLDER_NAMES.items()
+            for key, name in _FORMER_NAMES.items()
             if is_vllm
         }
-        self._requests = [
-            (
-                one.value,
-                self._new(Histogram, one.name, one.help, buckets=one.buckets).labels(model_name),
-            )
-            for one in _REQUESTS
+        self._request_histograms = [
+            self._request_histogram(histogram) for histogram in _REQUEST_HISTOGRAMS
         ]
 
+    def _request_histogram(
+        self, histogram: _RequestHistogram
+    ) -> tuple[Callable[[RequestRecord], float | None], Histogram]:
+        """Return the value of a record, and the metric that counts it."""
+        metric = self._new(Histogram, histogram.name, histogram.help, buckets=histogram.buckets)
+        return histogram.value, metric.labels(self._model)
+
     def _new(
-        self, kind: type[Kind], name: str, about: str, *labels: str, **options: Sequence[float]
+        self,
+        kind: type[Kind],
+        name: str,
+        description: str,
+        *labels: str,
+        **options: Sequence[float],
     ) -> Kind:
-        """A metric with labels beside the model's name."""
-        shown = ["model_name", *labels]
-        return kind(f"{self._prefix}:{name}", about, shown, registry=self.registry, **options)  # type: ignore[arg-type]
+        """Return a new metric with these labels besides the model's name."""
+        all_labels = ["model_name", *labels]
+        full_name = f"{self._prefix}:{name}"
+        return kind(full_name, description, all_labels, registry=self.registry, **options)  # type: ignore[arg-type]
 
     def _add_constants(self, cache: Mapping[str, str], adapters: bool) -> None:
-        """Add what never changes: gauges of value 1 whose labels tell it."""
+        """Add constants: gauges of value 1 whose labels are the information."""
         if cache:
-            told = "Sizes and settings of the cache."
+            description = "Sizes and settings of the cache."
             labels = {"model_name": self._model, "engine": "0", **cache}
-            self._new(Gauge, "cache_config_info", told, *list(labels)[1:]).labels(**labels).set(1)
+            self._new(Gauge, "cache_config_info", description, *list(labels)[1:]).labels(
+                **labels
+            ).set(1)
         if adapters:
             none = {"running_lora_adapters": "", "waiting_lora_adapters": "", "max_lora": "0"}
-            info = self._new(Gauge, "lora_requests_info", "Adapters: there are none.", *none)
+            info = self._new(Gauge, "lora_requests_info", "LoRA adapters: none.", *none)
             info.labels(model_name=self._model, **none).set(1)
 
-    def observe(self, record: Record) -> None:
-        """Counts a request that has ended."""
-        for value_of, histogram in self._requests:
+    def observe(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        for value_of, histogram in self._request_histograms:
             value = value_of(record)
             if value is not None:
                 histogram.observe(value)
 
     def render(self, stats: Stats) -> bytes:
-        """Return the text for one scrape."""
+        """Return the text of /metrics."""
         self.read(stats)
         return generate_latest(self.registry)
 
     def read(self, stats: Stats) -> Stats:
-        """Count what the engine has told since it was last read; returns the same stats.
+        """Count the changes since the last reading, and return the same stats.
 
-        Whoever takes stats from the engine passes them through here: their histogram lists start
-        anew with every reading.
+        All stats must pass through here, since reading them empties the engine's histogram lists.
         """
         for key, gauge in self._gauges.items():
             gauge.labels(self._model).set(getattr(stats, key))
         for usage in self._usages:
             usage.labels(self._model).set(stats.pages_used / max(stats.pages, 1))
         for key, counter in self._counters.items():
-            counter.labels(self._model).inc(self._grown(key, getattr(stats, key)))
+            counter.labels(self._model).inc(self._increase(key, getattr(stats, key)))
         self._host_usage.labels(self._model).set(stats.host_pages_used / max(stats.host_pages, 1))
-        for way, keys in _TRANSFERS.items():
+        for transfer_type, keys in _TRANSFERS.items():
             for counter, key in zip(self._transfers, keys, strict=True):
-                counter.labels(self._model, way).inc(self._grown(key, getattr(stats, key)))
+                counter.labels(self._model, transfer_type).inc(
+                    self._increase(key, getattr(stats, key))
+                )
         for reason, total in stats.requests_success_total.items():
-            grown = self._grown(f"success {reason}", total)
-            self._success.labels(self._model, reason).inc(grown)
-        for place, total in enumerate(stats.accepted_at):
-            grown = self._grown(f"accepted at {place}", total)
-            self._accepted_at.labels(self._model, str(place)).inc(grown)
+            increase = self._increase(f"success {reason}", total)
+            self._success.labels(self._model, reason).inc(increase)
+        for position, total in enumerate(stats.accepted_at):
+            increase = self._increase(f"accepted at {position}", total)
+            self._accepted_at.labels(self._model, str(position)).inc(increase)
         for key in _HISTOGRAMS:
             for seconds in getattr(stats, key):
                 self._observe(key, seconds)
@@ -286,10 +332,12 @@ class Metrics:
 
     def _observe(self, key: str, value: float) -> None:
         self._histograms[key].labels(self._model).observe(value)
-        if key in self._older:
-            self._older[key].labels(self._model).observe(value)
+        # Dashboards for older vLLM read the same values under the former name.
+        if key in self._former:
+            self._former[key].labels(self._model).observe(value)
 
-    def _grown(self, key: str, total: float) -> float:
-        before = self._seen.get(key, 0)
-        self._seen[key] = total
-        return max(total - before, 0)
+    def _increase(self, key: str, total: float) -> float:
+        # A restarted engine counts from 0 again; Prometheus counters must not fall.
+        previous = self._previous.get(key, 0)
+        self._previous[key] = total
+        return max(total - previous, 0)

@@ -1,4 +1,4 @@
-"""A running server's figures, from two readings of its /metrics."""
+"""Reader of a running server's /metrics: figures of the time between two readings."""
 
 import re
 import time
@@ -13,22 +13,23 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import ConfigError, brief
 
-MOST_BYTES = 4 << 20
-"""Of an answer of /metrics; ours has some 20 KB."""
-PATIENCE = 5.0
-"""Seconds that a server may take to answer."""
+MAX_BYTES = 4 << 20
+"""Maximum size of /metrics. This server sends about 20 KB."""
+TIMEOUT_SECONDS = 5.0
 _RUNNING = re.compile(r"(\w+):num_requests_running")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What /metrics told. at: seconds of time.monotonic.
+    """Content of /metrics.
 
-    values: by name without what stands in front, summed over labels but for those below;
-    accepted_at: accepted drafts by place; ended: requests by the reason of their end.
+    time: seconds of time.monotonic().
+    values: by name without prefix, summed over labels.
+    accepted_at: accepted draft tokens by position.
+    ended: number of requests that have ended, by finish reason.
     """
 
-    at: float
+    time: float
     model: str
     values: Mapping[str, float]
     accepted_at: tuple[float, ...] = ()
@@ -37,11 +38,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Period:
-    """Figures of a time; None where nothing happened that they could be made of.
+    """Figures of a period; None where nothing was measured.
 
-    Speeds are tokens a second, times milliseconds, shares 0 to 1. acceptance_length: tokens of a
-    row's step that brought drafts; accepted_at: by place, the share of such steps that accepted it.
-    floor_ms: the least time that the steps could take; over_floor: the time that they took over it.
+    Speeds are in tokens per second, times in milliseconds, rates from 0 to 1.
+    acceptance_length: mean tokens per row and step with drafts.
+    accepted_at: acceptance rate by draft position.
+    floor_ms: roofline time of a decode step. over_floor: step time relative to it.
     """
 
     seconds: float | None
@@ -61,7 +63,7 @@ class Period:
 
 @dataclass(frozen=True)
 class Frame:
-    """A server's state: gauges, what has ended, and the figures of now and since its start."""
+    """State of a server: gauges, ended requests, and figures of the last period and since start."""
 
     model: str
     running: int
@@ -74,14 +76,17 @@ class Frame:
 
 
 def server_address(url: str) -> str:
-    """Return a server's URL as users write it, without /v1 at its end. Raises ConfigError."""
+    """Return the base URL of a server, without /v1 at its end. Raises ConfigError.
+
+    url: as a user writes it; the scheme may be missing.
+    """
     address = url if "//" in url else f"http://{url}"
     try:
         parts = urlsplit(address)
-        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        known = False
-    if not known:
+        is_valid = False
+    if not is_valid:
         raise ConfigError(
             f"url={brief(url)} is not allowed; allowed: http://HOST:PORT or https. Name the "
             "server's address."
@@ -89,24 +94,24 @@ def server_address(url: str) -> str:
     return address.rstrip("/").removesuffix("/v1")
 
 
-class Source:
-    """A server's /metrics. Raises ConfigError for what is no address of one, or no answer of one.
+class MetricsReader:
+    """Reader of a server's /metrics.
 
-    key: sent where the server wants one.
+    key: API key, if the server needs one. Raises ConfigError for an invalid URL.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = f"{server_address(url)}/metrics"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # Without proxies: what is watched is a machine of one's own.
+        # Without proxies, since the server usually runs on a machine of the local network.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def read(self) -> Reading:
-        """One reading. Raises ConfigError."""
+        """Return a reading. Raises ConfigError if the server cannot be read."""
         request = urllib.request.Request(self.url, headers=self._headers)
         try:
-            with self._opener.open(request, timeout=PATIENCE) as answer:
-                text = answer.read(MOST_BYTES + 1)
+            with self._opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
+                text = answer.read(MAX_BYTES + 1)
         except urllib.error.HTTPError as error:
             error.close()
             remedy = (
@@ -116,50 +121,51 @@ class Source:
         except (OSError, HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
             raise self._error(str(why), "Is the server running there") from None
-        if len(text) > MOST_BYTES:
-            raise self._error(f"its answer is larger than {MOST_BYTES >> 20} MiB", "Is it Lockstep")
-        found = parse(text.decode("utf-8", "replace"), time.monotonic())
-        if found is None:
+        if len(text) > MAX_BYTES:
+            raise self._error(f"its answer is larger than {MAX_BYTES >> 20} MiB", "Is it Lockstep")
+        reading = parse(text.decode("utf-8", "replace"), time.monotonic())
+        if reading is None:
             raise self._error("its answer has no num_requests_running", "Is it Lockstep")
-        return found
+        return reading
 
-    def _error(self, why: str, remedy: str) -> ConfigError:
-        return ConfigError(f"url={brief(self.url)} cannot be watched: {why}. {remedy}?")
+    def _error(self, reason: str, remedy: str) -> ConfigError:
+        return ConfigError(f"url={brief(self.url)} cannot be watched: {reason}. {remedy}?")
 
 
-def parse(text: str, at: float) -> Reading | None:
-    """The reading that a text of /metrics is, under either of its names; None if it is none."""
+def parse(text: str, read_time: float) -> Reading | None:
+    """Parse the text of /metrics, with either prefix; return None if it has other metrics."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    named = _RUNNING.search(text)
-    if named is None:
+    match = _RUNNING.search(text)
+    if match is None:
         return None
-    front = f"{named[1]}:"
+    prefix = f"{match[1]}:"
     model = ""
     values: dict[str, float] = defaultdict(float)
-    places: dict[int, float] = defaultdict(float)
+    accepted: dict[int, float] = defaultdict(float)
     ended: dict[str, float] = defaultdict(float)
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                # No counter of this server is infinite: the text is of another server.
                 if not isfinite(sample.value):
                     return None
-                name = sample.name.removeprefix(front)
+                name = sample.name.removeprefix(prefix)
                 labels = sample.labels
                 model = labels.get("model_name", model)
                 values[name] += sample.value
                 if name == "request_success_total":
                     ended[labels["finished_reason"]] += sample.value
                 elif name == "spec_decode_num_accepted_tokens_per_pos_total":
-                    places[int(labels["position"])] += sample.value
+                    accepted[int(labels["position"])] += sample.value
     except (ValueError, KeyError, IndexError):
         return None
-    by_place = tuple(places[place] for place in range(len(places)))
-    return Reading(at, model, values, by_place, ended)
+    accepted_at = tuple(accepted[position] for position in range(len(accepted)))
+    return Reading(read_time, model, values, accepted_at, ended)
 
 
 def frame(before: Reading, after: Reading) -> Frame:
-    """The server's state at the later of two readings."""
+    """Return the server's state at the later of two readings."""
     values = after.values
     return Frame(
         model=after.model,
@@ -168,49 +174,51 @@ def frame(before: Reading, after: Reading) -> Frame:
         swapped=int(values.get("num_requests_swapped", 0)),
         cache_usage=values.get("kv_cache_usage_perc", 0.0),
         ended={reason: int(count) for reason, count in sorted(after.ended.items()) if count},
-        now=_period(before, after, after.at - before.at),
+        now=_period(before, after, after.time - before.time),
         since_start=_period(Reading(0.0, "", {}), after, None),
     )
 
 
 def _period(before: Reading, after: Reading, seconds: float | None) -> Period:
-    """seconds: None where it is not known how long the time was."""
+    """Return the figures between two readings. seconds: None where the duration is not known."""
 
-    def grown(name: str) -> float:
-        return _growth(before.values.get(name, 0.0), after.values.get(name, 0.0))
+    def increase(name: str) -> float:
+        return _increase(before.values.get(name, 0.0), after.values.get(name, 0.0))
 
     def mean_ms(name: str) -> float | None:
-        ms = _share(grown(f"{name}_sum"), grown(f"{name}_count"))
+        ms = _ratio(increase(f"{name}_sum"), increase(f"{name}_count"))
         return None if ms is None else 1e3 * ms
 
-    drafts = grown("spec_decode_num_drafts_total")
-    accepted = grown("spec_decode_num_accepted_tokens_total")
-    per_step = _share(accepted, drafts)
-    steps = grown("decode_step_seconds_count")
-    floor = grown("decode_step_floor_seconds_total")
+    drafts = increase("spec_decode_num_drafts_total")
+    accepted = increase("spec_decode_num_accepted_tokens_total")
+    per_step = _ratio(accepted, drafts)
+    steps = increase("decode_step_seconds_count")
+    floor = increase("decode_step_floor_seconds_total")
     earlier = before.accepted_at or (0.0,) * len(after.accepted_at)
-    places = [_growth(*pair) for pair in zip(earlier, after.accepted_at, strict=False)]
+    accepted_at = [_increase(*pair) for pair in zip(earlier, after.accepted_at, strict=False)]
     return Period(
         seconds=seconds,
-        generation_speed=_share(grown("generation_tokens_total"), seconds),
-        prompt_speed=_share(grown("prompt_tokens_total"), seconds),
+        generation_speed=_ratio(increase("generation_tokens_total"), seconds),
+        prompt_speed=_ratio(increase("prompt_tokens_total"), seconds),
         acceptance_length=None if per_step is None else 1 + per_step,
-        acceptance_rate=_share(accepted, grown("spec_decode_num_draft_tokens_total")),
-        accepted_at=tuple(count / drafts for count in places) if drafts else (),
+        acceptance_rate=_ratio(accepted, increase("spec_decode_num_draft_tokens_total")),
+        accepted_at=tuple(count / drafts for count in accepted_at) if drafts else (),
         step_ms=mean_ms("decode_step_seconds"),
         floor_ms=1e3 * floor / steps if floor and steps else None,
-        over_floor=_share(grown("decode_step_seconds_sum"), floor),
+        over_floor=_ratio(increase("decode_step_seconds_sum"), floor),
         first_token_ms=mean_ms("time_to_first_token_seconds"),
         next_token_ms=mean_ms("inter_token_latency_seconds"),
-        prefix_hits=_share(grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")),
-        preemptions=int(grown("num_preemptions_total")),
+        prefix_hits=_ratio(
+            increase("prefix_cache_hits_total"), increase("prefix_cache_queries_total")
+        ),
+        preemptions=int(increase("num_preemptions_total")),
     )
 
 
-def _growth(before: float, after: float) -> float:
-    """What a counter has counted; one that fell began anew, with its server."""
+def _increase(before: float, after: float) -> float:
+    """Return the increase of a counter; a counter that fell was reset by a restart."""
     return after - before if after >= before else after
 
 
-def _share(part: float, whole: float | None) -> float | None:
-    return part / whole if whole else None
+def _ratio(numerator: float, denominator: float | None) -> float | None:
+    return numerator / denominator if denominator else None

@@ -1,4 +1,4 @@
-"""What became of a request: what a line of the log and a span of a trace are made of."""
+"""Record of a request that has ended, from which its log line, metrics and span are made."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,21 +6,25 @@ from functools import cached_property
 
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
-from lockstep.serve.http.request_context import Caller
+from lockstep.serve.http.request_context import RequestContext
 
 
 @dataclass(frozen=True)
-class Record:
-    """A call of an endpoint that has ended, with all of its completions.
+class RequestRecord:
+    """A request of an endpoint that has ended, with all of its completions.
 
-    id: the answer's. caller: None where no HTTP request was behind it. cached_tokens: of the
-    prompt. longest: tokens of its longest completion. metrics: of each completion, as of its last
-    update. finish_reasons: of each; "abort" where nobody waited for the end. error: why it ended
-    early. ended: seconds of time.monotonic.
+    id: id of the response.
+    context: None where the request did not come by HTTP.
+    cached_tokens: prompt tokens that were prefix cache hits.
+    max_completion_tokens: tokens of the longest completion.
+    metrics: of each completion, as of its last update.
+    finish_reasons: of each completion; "abort" where its client did not wait for the end.
+    error: message of the error that ended the request early.
+    end_time: seconds of time.monotonic().
     """
 
     id: str
-    caller: Caller | None
+    context: RequestContext | None
     model: str
     params: SamplingParams
     prompt_tokens: int
@@ -28,39 +32,41 @@ class Record:
     cached_tokens: int
     draft_tokens: int
     accepted_tokens: int
-    longest: int
+    max_completion_tokens: int
     metrics: tuple[RequestMetrics, ...]
     finish_reasons: tuple[str, ...]
     error: str | None
-    ended: float
+    end_time: float
 
     @property
-    def arrived(self) -> float:
-        """Seconds of time.monotonic."""
-        return min(one.arrival_time for one in self.metrics)
+    def arrival_time(self) -> float:
+        """Arrival of the request, in seconds of time.monotonic()."""
+        return min(metrics.arrival_time for metrics in self.metrics)
 
     @cached_property
     def latencies(self) -> dict[str, float]:
-        """Seconds, those that are known.
+        """Latencies in seconds, as far as they are known.
 
-        queue: from the arrival until a completion has a row. first_token: to the first of all
-        tokens. prefill: from the row to it; decode: from it to the last; inference: both. e2e: from
-        the arrival to the end of the answer.
+        queue: arrival to the first row in the batch.
+        first_token: arrival to the first token of any completion.
+        prefill: first row to the first token. decode: first to last token.
+        inference: first row to the last token.
+        e2e: arrival to the end of the response.
         """
-        first = _first(one.first_token_time for one in self.metrics)
-        scheduled = _first(one.scheduled_time for one in self.metrics)
-        found = {"e2e": self.ended - self.arrived}
+        first_token = _earliest(metrics.first_token_time for metrics in self.metrics)
+        scheduled = _earliest(metrics.scheduled_time for metrics in self.metrics)
+        latencies = {"e2e": self.end_time - self.arrival_time}
         if scheduled is not None:
-            found["queue"] = scheduled - self.arrived
-        if first is not None:
-            found["first_token"] = first - self.arrived
-        if first is not None and scheduled is not None:
-            last = max(one.finished_time or self.ended for one in self.metrics)
-            found["prefill"] = first - scheduled
-            found["decode"] = last - first
-            found["inference"] = last - scheduled
-        return found
+            latencies["queue"] = scheduled - self.arrival_time
+        if first_token is not None:
+            latencies["first_token"] = first_token - self.arrival_time
+        if first_token is not None and scheduled is not None:
+            last_token = max(metrics.finished_time or self.end_time for metrics in self.metrics)
+            latencies["prefill"] = first_token - scheduled
+            latencies["decode"] = last_token - first_token
+            latencies["inference"] = last_token - scheduled
+        return latencies
 
 
-def _first(times: Iterable[float | None]) -> float | None:
+def _earliest(times: Iterable[float | None]) -> float | None:
     return min((time for time in times if time is not None), default=None)

@@ -4,37 +4,36 @@ import logging
 
 from lockstep.engine.stats import Stats
 
-THROUGHPUT = "lockstep.throughput"
-"""The logger of these lines."""
+THROUGHPUT_LOGGER = "lockstep.throughput"
 
 
-class Throughput:
-    """Figures between two readings of an engine's counters.
+class ThroughputLogger:
+    """Logger of the figures between two readings of an engine's counters.
 
-    An idle engine gets one line, then nothing is written until there is work again.
+    An idle engine gets one line; further lines follow when it has work again.
     """
 
     def __init__(self, stats: Stats) -> None:
-        self._before = stats
+        self._previous = stats
         self._was_idle = True
-        self._log = logging.getLogger(THROUGHPUT)
+        self._log = logging.getLogger(THROUGHPUT_LOGGER)
 
     def log(self, stats: Stats, seconds: float) -> None:
-        """Write the line of the time since the last reading."""
+        """Write the line of the time since the last reading. seconds: that time."""
         is_idle = self._is_idle(stats)
         if not (is_idle and self._was_idle):
             self._log.info("%s", self._line(stats, seconds))
         self._was_idle = is_idle
-        self._before = stats
+        self._previous = stats
 
     def _is_idle(self, stats: Stats) -> bool:
-        waiting = stats.num_running + stats.num_waiting + stats.num_swapped
+        num_requests = stats.num_running + stats.num_waiting + stats.num_swapped
         names = ("prompt_tokens_total", "generation_tokens_total")
-        return not waiting and not any(self._grown(stats, name) for name in names)
+        return not num_requests and not any(self._increase(stats, name) for name in names)
 
     def _line(self, stats: Stats, seconds: float) -> str:
-        prompt = self._grown(stats, "prompt_tokens_total") / seconds
-        generated = self._grown(stats, "generation_tokens_total") / seconds
+        prompt = self._increase(stats, "prompt_tokens_total") / seconds
+        generated = self._increase(stats, "generation_tokens_total") / seconds
         parts = [
             f"Avg prompt throughput: {prompt:.1f} tokens/s",
             f"Avg generation throughput: {generated:.1f} tokens/s",
@@ -42,16 +41,16 @@ class Throughput:
             f"Waiting: {stats.num_waiting + stats.num_swapped} reqs",
             f"KV cache usage: {stats.pages_used / max(stats.pages, 1):.1%}",
         ]
-        if looked_up := self._grown(stats, "prefix_queries_total"):
-            hits = self._grown(stats, "prefix_hits_total")
-            parts.append(f"Prefix cache hit rate: {hits / looked_up:.1%}")
-        accepted = self._grown(stats, "accepted_tokens_total")
-        if rows := self._grown(stats, "drafts_total"):
-            parts.append(f"Mean acceptance length: {1 + accepted / rows:.2f}")
-        if drafted := self._grown(stats, "draft_tokens_total"):
+        if queries := self._increase(stats, "prefix_queries_total"):
+            hits = self._increase(stats, "prefix_hits_total")
+            parts.append(f"Prefix cache hit rate: {hits / queries:.1%}")
+        accepted = self._increase(stats, "accepted_tokens_total")
+        if num_rows := self._increase(stats, "drafts_total"):
+            parts.append(f"Mean acceptance length: {1 + accepted / num_rows:.2f}")
+        if drafted := self._increase(stats, "draft_tokens_total"):
             parts.append(f"Avg draft acceptance rate: {accepted / drafted:.1%}")
         return ", ".join(parts)
 
-    def _grown(self, stats: Stats, name: str) -> float:
-        """Return by how much a counter has grown; a counter that fell began anew."""
-        return max(0, getattr(stats, name) - getattr(self._before, name))
+    def _increase(self, stats: Stats, name: str) -> float:
+        """Return the increase of a counter; a counter that fell was reset."""
+        return max(0, getattr(stats, name) - getattr(self._previous, name))

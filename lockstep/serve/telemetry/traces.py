@@ -1,7 +1,7 @@
-"""OpenTelemetry: a span for every request, sent to a collector beside the work.
+"""OpenTelemetry spans of requests, sent to a collector in the background.
 
-Names are those of vLLM and of OpenTelemetry's conventions for generative AI; `lockstep.` stands in
-front of what neither has.
+Names are those of vLLM and of OpenTelemetry's conventions for generative AI. Names that neither has
+begin with `lockstep.`
 """
 
 import threading
@@ -11,16 +11,16 @@ from urllib.parse import urlsplit
 
 from lockstep import __version__
 from lockstep.errors import ConfigError, install_extra
-from lockstep.serve.telemetry.request_record import Record
+from lockstep.serve.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-SPAN = "llm_request"
+SPAN_NAME = "llm_request"
 OTLP_PATH = "/v1/traces"
-"""Where collectors take traces by HTTP."""
+"""Default path of collectors for traces by HTTP."""
 CLOSE_SECONDS = 3.0
-"""How long the last spans may take at the end of a server."""
+"""Time limit for sending the last spans when the server ends."""
 LATENCIES = {
     "queue": "gen_ai.latency.time_in_queue",
     "first_token": "gen_ai.latency.time_to_first_token",
@@ -29,11 +29,11 @@ LATENCIES = {
     "inference": "gen_ai.latency.time_in_model_inference",
     "e2e": "gen_ai.latency.e2e",
 }
-"""Seconds."""
+"""Latency of a RequestRecord -> attribute of the span, in seconds."""
 
 
 def otlp_exporter(endpoint: str) -> "SpanExporter":
-    """What sends spans to an endpoint by OTLP over HTTP. One without a path gets OTLP_PATH.
+    """Return the exporter of spans by OTLP over HTTP. An endpoint without a path gets OTLP_PATH.
 
     Raises ConfigError where OpenTelemetry is not installed.
     """
@@ -48,50 +48,54 @@ def otlp_exporter(endpoint: str) -> "SpanExporter":
     return OTLPSpanExporter(endpoint if path else endpoint.rstrip("/") + OTLP_PATH)
 
 
-class Traces:
-    """Makes the spans. They wait for the exporter in a queue of 2,048; what finds no room there is
-    dropped, so that no request ever waits for a collector."""
+class SpanRecorder:
+    """Recorder of spans. They wait for the exporter in a queue of 2,048.
+
+    A full queue drops spans, so that no request ever waits for a collector.
+    """
 
     def __init__(self, exporter: "SpanExporter") -> None:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        named = Resource({"service.name": "lockstep", "service.version": __version__})
-        resource = named.merge(OTELResourceDetector().detect())
+        server = Resource({"service.name": "lockstep", "service.version": __version__})
+        resource = server.merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("lockstep", __version__)
 
-    def record(self, record: Record) -> None:
-        """Makes the span of a request that has ended."""
+    def record(self, record: RequestRecord) -> None:
+        """Record the span of a request that has ended."""
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        trace = {} if record.caller is None else dict(record.caller.trace)
-        since_start = time.time_ns() - int(time.monotonic() * 1e9)
+        trace = {} if record.context is None else dict(record.context.trace)
+        # Spans have times since 1970, records have times since the machine started.
+        clock_offset = time.time_ns() - int(time.monotonic() * 1e9)
         span = self._tracer.start_span(
-            SPAN,
+            SPAN_NAME,
             context=TraceContextTextMapPropagator().extract(trace),
             kind=SpanKind.SERVER,
-            attributes=attributes(record),
-            start_time=since_start + int(record.arrived * 1e9),
+            attributes=span_attributes(record),
+            start_time=clock_offset + int(record.arrival_time * 1e9),
         )
         if record.error is not None:
             span.set_status(StatusCode.ERROR, record.error)
-        span.end(since_start + int(record.ended * 1e9))
+        span.end(clock_offset + int(record.end_time * 1e9))
 
     def close(self) -> None:
-        """Sends what waits, in CLOSE_SECONDS at most."""
+        """Send the queued spans, in at most CLOSE_SECONDS."""
+        # A collector that hangs must not keep the server from ending.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
 
 
-def attributes(record: Record) -> dict[str, Any]:
-    """What the span of a request says. No text of prompt or answer is among it."""
+def span_attributes(record: RequestRecord) -> dict[str, Any]:
+    """Return the attributes of a request's span. They have no text of prompt or answer."""
     params = record.params
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if record.id.startswith("cmpl-") else "chat",
         "gen_ai.request.id": record.id,
         "gen_ai.request.model": record.model,
@@ -111,8 +115,10 @@ def attributes(record: Record) -> dict[str, Any]:
         "lockstep.usage.accepted_tokens": record.accepted_tokens,
     }
     if params.max_tokens is not None:
-        found["gen_ai.request.max_tokens"] = params.max_tokens
-    if record.caller is not None:
-        found["http.request.header.x-request-id"] = record.caller.request_id
-    known = record.latencies
-    return found | {name: known[key] for key, name in LATENCIES.items() if key in known}
+        attributes["gen_ai.request.max_tokens"] = params.max_tokens
+    if record.context is not None:
+        attributes["http.request.header.x-request-id"] = record.context.request_id
+    latencies = record.latencies
+    return attributes | {
+        name: latencies[key] for key, name in LATENCIES.items() if key in latencies
+    }

@@ -181,8 +181,8 @@ class Compiler:
     def _compute(self, jobs: Sequence["Job"], masks: "Masks") -> None:
         """Advance each grammar along its drafts; write one mask before each draft and one after the
         last."""
-        without_drafts = [(job.ahead, job.first) for job in jobs if not job.drafts]
-        with_drafts = [(job.ahead, job.first, job.drafts) for job in jobs if job.drafts]
+        without_drafts = [(job.advanced, job.first) for job in jobs if not job.drafts]
+        with_drafts = [(job.advanced, job.first, job.drafts) for job in jobs if job.drafts]
         masks.require(max((job.first + len(job.drafts) for job in jobs), default=0))
         if without_drafts:
             self._threads.unsafe_compute_mask_ptr(without_drafts, *masks.buffer)
@@ -214,8 +214,8 @@ class Compiler:
                 vocabulary = _Vocabulary(self.tokenizer, self.vocab, ends)
                 self.numbers = NumberLimit(vocabulary.tokens)
                 wrapped = TokenizerWrapper(vocabulary)
-                blanks, *others = LLTokenizer.general_slices()
-                slices = [blanks, *SLICES, *others]
+                blanks, *other_slices = LLTokenizer.general_slices()
+                slices = [blanks, *SLICES, *other_slices]
                 self._tree = LLTokenizer(wrapped, self.vocab, ends, slices)
             return self._tree
 
@@ -330,7 +330,7 @@ class Job:
     """
 
     matcher: "Matcher"
-    ahead: LLMatcher
+    advanced: LLMatcher
     before: list[int]
     drafts: list[int]
     first: int
@@ -419,14 +419,14 @@ class Matcher:
             self._limit_numbers(first, self._state, masks)
         if known > len(valid):
             return []
-        ahead = self.prepare().deep_copy()
-        if ahead.try_consume_tokens(valid[:known]) < known and not ahead.is_error():
+        advanced = self.prepare().deep_copy()
+        if advanced.try_consume_tokens(valid[:known]) < known and not advanced.is_error():
             return []
-        return [Job(self, ahead, valid[:known], valid[known:], first + known)]
+        return [Job(self, advanced, valid[:known], valid[known:], first + known)]
 
     def finish(self, job: Job, masks: Masks) -> None:
         """Apply the number limits to the masks that were computed."""
-        if job.ahead.is_error():
+        if job.advanced.is_error():
             self._compute_alone(job, masks)
         state = self._state
         for token in job.before:

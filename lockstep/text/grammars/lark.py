@@ -47,10 +47,10 @@ class Tool:
     field: str
     strict: bool
 
-    def refuse(self, keyword: str, place: str, why: str, remedy: str = "Remove it.") -> NoReturn:
+    def refuse(self, keyword: str, location: str, why: str, remedy: str = "Remove it.") -> NoReturn:
         """Raise RequestError for a keyword that is not enforced."""
         raise RequestError(
-            f"{self.field}: the keyword {keyword!r} at {place} is not supported, since {why}. "
+            f"{self.field}: the keyword {keyword!r} at {location} is not supported, since {why}. "
             f"{remedy}",
             self.field,
         )

@@ -164,7 +164,7 @@ class NumberLimit:
         self._forbidden: dict[tuple[str, int], int] = {}
 
     def forbidden(self, state: JsonState) -> int:
-        """Return the tokens that must not come next, as a mask: bit i stands for token i."""
+        """Return the forbidden next tokens as a mask: bit i is token i."""
         part, digits = state.part, state.digits
         if part not in NUMBER and (part == TEXT or not self._long):
             return 0

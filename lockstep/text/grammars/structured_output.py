@@ -99,7 +99,7 @@ def _json_after(params: StructuredOutputsParams) -> tuple[str, ...] | None:
 
 
 def _is_container(structure: Json, field: str) -> bool:
-    """Return whether a structure holds an object or a list alone."""
+    """Return whether a structure's schema is an object or a list."""
     schema = schema_of(structure.get("schema", ANY_OBJECT), field)
     return isinstance(schema, dict) and schema.get("type") in ("object", "array")
 

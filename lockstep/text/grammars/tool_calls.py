@@ -205,7 +205,7 @@ class ToolSyntax:
     ) -> list[Tool]:
         """Return the tools that may be called.
 
-        held: enforce their schemas; otherwise any arguments are allowed.
+        enforced: enforce their schemas; otherwise any arguments are allowed.
         """
         allowed: dict[str, Tool] = {}
         for index, tool in enumerate(sent):

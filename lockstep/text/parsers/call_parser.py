@@ -250,11 +250,12 @@ class CallParser(ABC):
             self._bare()
 
     def _bare(self) -> None:
-        """Chooses the state behind a call's beginning without an opener; most have none."""
+        """Enter the state after a call's beginning without an opener. Most parsers have no such
+        calls."""
         self._enter("content")
 
     def _spelling(self, marker: str) -> str:
-        """A marker of this state, as it is written."""
+        """Return a marker of this state as it is written."""
         return next(s for s, m in self.MARKERS[self._state].names.items() if m == marker)
 
     def _content(self, text: str) -> None:

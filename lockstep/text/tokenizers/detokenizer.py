@@ -1,5 +1,4 @@
-"""Incremental detokenizer: emits whole characters only and holds back what may become a stop
-string."""
+"""Incremental detokenizer: emits whole characters only and delays what may become a stop string."""
 
 import codecs
 from collections.abc import Collection
@@ -46,7 +45,7 @@ class Detokenizer:
         return self._until_stop(text, final=False)
 
     def flush(self) -> str:
-        """Return the text held back, after the last token."""
+        """Return the pending text, after the last token."""
         tail = self._utf8.decode(b"", final=True)
         return self._until_stop(tail, final=True)
 

@@ -113,8 +113,8 @@ def _check_prefix(path: Path, wanted: object, fast: Fast) -> None:
         return
     text = fast.normalizer.normalize_str("a") if fast.normalizer else "a"
     # The first piece of "a" shows whether any step writes a blank before it.
-    pieces = fast.pre_tokenizer.pre_tokenize_str(text) if fast.pre_tokenizer else [(text, (0, 1))]
-    prefixed = bool(pieces) and pieces[0][0] != "a"
+    words = fast.pre_tokenizer.pre_tokenize_str(text) if fast.pre_tokenizer else [(text, (0, 1))]
+    prefixed = bool(words) and words[0][0] != "a"
     if wanted is not prefixed:
         allowed = f"{str(prefixed).lower()}, as tokenizer.json does, or null"
         raise choice_error(CheckpointError, f"{path} {PREFIX}", wanted, allowed, REMEDY)

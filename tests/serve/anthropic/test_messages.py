@@ -51,8 +51,8 @@ def create(server: Any, **options: Any) -> Any:
 
 def last_prompt(server: Any, processor: Any) -> str:
     ids = server.client.requests[-1].prompt_token_ids
-    found: str = processor.tokenizer.decode(ids, skip_special_tokens=False)
-    return found
+    values: str = processor.tokenizer.decode(ids, skip_special_tokens=False)
+    return values
 
 
 def test_a_message(server: Any, processor: Any) -> None:
@@ -120,15 +120,15 @@ def test_a_stream_is_accumulated_by_the_client(server: Any) -> None:
 
 def test_ends(server: Any) -> None:
     assert create(server, max_tokens=2).stop_reason == "max_tokens"
-    found = create(server, stop_sequences=["fox"])
-    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "fox")
-    assert found.content[0].text == "hello "
+    response = create(server, stop_sequences=["fox"])
+    assert (response.stop_reason, response.stop_sequence) == ("stop_sequence", "fox")
+    assert response.content[0].text == "hello "
     *_, delta, _ = create(server, stop_sequences=["fox"], stream=True)
     assert delta.delta.stop_sequence == "fox"
 
 
 def test_a_conversation_with_tools(server: Any, processor: Any) -> None:
-    """Blocks become turns in the order in which they stand."""
+    """Blocks become messages in their order."""
     messages = [
         *USER,
         {
@@ -163,9 +163,9 @@ def test_a_last_message_of_the_assistant_goes_on(server: Any, processor: Any) ->
 def test_thinking_is_switched(server: Any, processor: Any) -> None:
     create(server, thinking={"type": "disabled"})
     assert last_prompt(server, processor).endswith("</think>\n\n")
-    found = post(server, PATH, messages=USER, max_tokens=9, thinking=THINK)
+    response = post(server, PATH, messages=USER, max_tokens=9, thinking=THINK)
     assert last_prompt(server, processor).endswith("<think>\n")
-    assert "x-lockstep-ignored-fields" not in found.headers
+    assert "x-lockstep-ignored-fields" not in response.headers
     default = post(server, PATH, messages=USER, max_tokens=9)
     assert default.status_code == 200
     prompt = server.client.requests[-1].prompt_token_ids
@@ -252,16 +252,16 @@ def test_tokens_are_counted(server: Any) -> None:
     ],
 )
 def test_what_is_refused(server: Any, body: dict[str, Any], field: str) -> None:
-    found = post(server, PATH, **{"messages": USER, "max_tokens": 9, **body})
-    told = found.json()
-    assert found.status_code == 400, found.text
+    response = post(server, PATH, **{"messages": USER, "max_tokens": 9, **body})
+    told = response.json()
+    assert response.status_code == 400, response.text
     assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
     assert field in told["error"]["message"]
 
 
 @pytest.mark.parametrize("edits", [[], [{"type": "clear_thinking_20251015", "keep": "all"}]])
 def test_context_management_that_keeps_all(server: Any, edits: Any) -> None:
-    """As Claude Code sends it."""
+    """Claude Code sends this value."""
     asked = {"messages": USER, "max_tokens": 9, "context_management": {"edits": edits}}
     for path in (PATH, COUNT):
         assert post(server, path, **asked).status_code == 200
@@ -300,9 +300,9 @@ def test_forms_reach_the_engine(server: Any, body: dict[str, Any]) -> None:
 
 def test_counting_takes_a_messages_fields(server: Any) -> None:
     asked = {"messages": USER, "max_tokens": 9, "temperature": 0.5}
-    found = post(server, COUNT, **asked)
-    assert found.headers["x-lockstep-ignored-fields"] == "max_tokens, temperature"
-    assert found.json() == post(server, COUNT, messages=USER).json()
+    response = post(server, COUNT, **asked)
+    assert response.headers["x-lockstep-ignored-fields"] == "max_tokens, temperature"
+    assert response.json() == post(server, COUNT, messages=USER).json()
     assert post(server, COUNT, logit_bias={"1": 2}, **asked).status_code == 400
 
 
@@ -311,8 +311,8 @@ def test_a_result_that_failed_reads_as_any(server: Any) -> None:
     call = {"type": "tool_use", "id": "a", "name": "get", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "no", "is_error": True}
     turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-    found = post(server, PATH, messages=[*USER, *turns], max_tokens=9)
-    assert found.headers["x-lockstep-ignored-fields"] == "tool_result.is_error"
+    response = post(server, PATH, messages=[*USER, *turns], max_tokens=9)
+    assert response.headers["x-lockstep-ignored-fields"] == "tool_result.is_error"
 
 
 def test_an_input_that_json_alone_can_say(server: Any, tmp_path: Path) -> None:
@@ -354,12 +354,12 @@ def test_a_row_that_failed(server: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_none_is_text_with_a_note(server: Any, stream: bool) -> None:
     server.text = "<tool_call>\nget the fox\n</tool_call>"
-    found = create(server, tools=TOOLS, stream=stream)
+    response = create(server, tools=TOOLS, stream=stream)
     if stream:
-        *_, delta, _ = found
+        *_, delta, _ = response
         assert delta.tool_call_parse_error and delta.delta.stop_reason == "end_turn"
     else:
-        assert found.content[0].text == server.text and found.tool_call_parse_error
+        assert response.content[0].text == server.text and response.tool_call_parse_error
 
 
 def test_control_tokens_in_any_block_are_text(server: Any, processor: Any) -> None:

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.http.access import Rules, default_hosts
+from lockstep.serve.http.access import AccessRules, default_hosts
 from lockstep.serve.requests.service import Service
 from tests.serve.api_calls import TEXT_PATH
 
@@ -38,13 +38,13 @@ def ask(server, processor, rules, method="GET", path="/health", docs=True, more=
     ],
 )
 def test_keys(server, processor, sent, status):
-    rules = Rules(keys=("one", "two"))
+    rules = AccessRules(keys=("one", "two"))
     headers = {"Authorization": sent} if sent else {}
-    found = ask(server, processor, rules, path="/v1/models", headers=headers)
-    assert found.status_code == status
+    response = ask(server, processor, rules, path="/v1/models", headers=headers)
+    assert response.status_code == status
     if status == 401:
-        assert found.json()["error"]["code"] == "invalid_api_key"
-        assert found.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
     for path in ("/metrics", "/openapi.json", "/docs", "/nowhere"):
         assert ask(server, processor, rules, path=path).status_code == 401
     assert ask(server, processor, rules).status_code == 200, "probes have no key"
@@ -52,13 +52,13 @@ def test_keys(server, processor, sent, status):
 
 def test_no_docs(server, processor):
     for path in ("/docs", "/redoc", "/openapi.json"):
-        assert ask(server, processor, Rules(), path=path, docs=False).status_code == 404
+        assert ask(server, processor, AccessRules(), path=path, docs=False).status_code == 404
 
 
 def test_the_tokenizers_settings_are_told_where_the_operator_allows_it(server, processor):
     path = "/tokenizer_info"
-    assert ask(server, processor, Rules(), path=path).status_code == 404
-    info = ask(server, processor, Rules(), path=path, more={"tokenizer_info": True}).json()
+    assert ask(server, processor, AccessRules(), path=path).status_code == 404
+    info = ask(server, processor, AccessRules(), path=path, more={"tokenizer_info": True}).json()
     tokenizer = processor.tokenizer
     assert info["chat_template"] == tokenizer.chat_template
     assert info["eos_token"] == tokenizer.special_tokens["eos_token"]
@@ -68,9 +68,9 @@ def test_the_tokenizers_settings_are_told_where_the_operator_allows_it(server, p
 
 def test_the_prefix_cache_is_reset_where_the_operator_allows_it(server, processor):
     path = "/reset_prefix_cache"
-    assert ask(server, processor, Rules(), "POST", path).status_code == 404
-    found = ask(server, processor, Rules(), "POST", path, more={"cache_reset": True})
-    assert (found.status_code, server.client.resets) == (200, 1)
+    assert ask(server, processor, AccessRules(), "POST", path).status_code == 404
+    response = ask(server, processor, AccessRules(), "POST", path, more={"cache_reset": True})
+    assert (response.status_code, server.client.resets) == (200, 1)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_the_prefix_cache_is_reset_where_the_operator_allows_it(server, processo
     ],
 )
 def test_hosts(server, processor, host, status):
-    rules = Rules(hosts=default_hosts("127.0.0.1"))
-    found = ask(server, processor, rules, headers={"Host": host})
-    assert found.status_code == status
+    rules = AccessRules(hosts=default_hosts("127.0.0.1"))
+    response = ask(server, processor, rules, headers={"Host": host})
+    assert response.status_code == status
     if status == 400:
-        assert "--allowed-hosts" in found.json()["error"]["message"]
+        assert "--allowed-hosts" in response.json()["error"]["message"]
 
 
 def test_hosts_of_addresses():
@@ -101,47 +101,55 @@ def test_hosts_of_addresses():
 
 
 def test_a_body_too_large_by_its_header_and_by_its_length(server, processor):
-    rules = Rules(body_bytes=1000)
+    rules = AccessRules(max_body_bytes=1000)
     body = json.dumps({"prompt": "x" * 2000}).encode()
     headers = {"Content-Type": "application/json"}
-    found = ask(server, processor, rules, "POST", TEXT_PATH, content=body, headers=headers)
-    assert found.status_code == 413 and "--max-body-size" in found.json()["error"]["message"]
+    response = ask(server, processor, rules, "POST", TEXT_PATH, content=body, headers=headers)
+    assert response.status_code == 413 and "--max-body-size" in response.json()["error"]["message"]
 
     async def parts():
         for at in range(0, len(body), 100):
             yield body[at : at + 100]
 
-    found = ask(server, processor, rules, "POST", TEXT_PATH, content=parts(), headers=headers)
-    assert found.status_code == 413 and found.json()["error"]["type"] == "invalid_request_error"
+    response = ask(server, processor, rules, "POST", TEXT_PATH, content=parts(), headers=headers)
+    assert (
+        response.status_code == 413 and response.json()["error"]["type"] == "invalid_request_error"
+    )
     small = ask(server, processor, rules, "POST", TEXT_PATH, json={"prompt": "x"})
     assert small.status_code == 200
 
 
 def test_two_lengths(server, processor):
     headers = {"Content-Length": "3", "Transfer-Encoding": "chunked"}
-    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=b"{}x", headers=headers)
-    assert found.status_code == 400 and "exclude each other" in found.json()["error"]["message"]
-    assert found.headers["connection"] == "close"
+    response = ask(
+        server, processor, AccessRules(), "POST", TEXT_PATH, content=b"{}x", headers=headers
+    )
+    assert (
+        response.status_code == 400 and "exclude each other" in response.json()["error"]["message"]
+    )
+    assert response.headers["connection"] == "close"
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "9" * 5000])
 def test_lengths_that_are_none(server, processor, length):
     headers = {"Content-Length": length}
-    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=b"", headers=headers)
-    assert found.status_code in (400, 413) and found.json()["error"]["message"]
+    response = ask(
+        server, processor, AccessRules(), "POST", TEXT_PATH, content=b"", headers=headers
+    )
+    assert response.status_code in (400, 413) and response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
     ("encoding", "status"), [("gzip", 415), ("identity", 200), ("br, gzip", 415)]
 )
 def test_compressed_bodies(server, processor, encoding, status):
-    """What unpacks to a thousand times its size is not unpacked."""
+    """A body that decompresses to a thousand times its size is refused, not decompressed."""
     headers = {"Content-Encoding": encoding}
-    found = ask(
-        server, processor, Rules(), "POST", TEXT_PATH, json={"prompt": "x"}, headers=headers
+    response = ask(
+        server, processor, AccessRules(), "POST", TEXT_PATH, json={"prompt": "x"}, headers=headers
     )
-    assert found.status_code == status
-    assert status == 200 or "as it is" in found.json()["error"]["message"]
+    assert response.status_code == status
+    assert status == 200 or "as it is" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -154,9 +162,11 @@ def test_compressed_bodies(server, processor, encoding, status):
 )
 def test_bodies_that_json_has_no_place_for(server, processor, body, said):
     headers = {"Content-Type": "application/json"}
-    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=body, headers=headers)
-    assert found.status_code == 400
-    message = found.json()["error"]["message"]
+    response = ask(
+        server, processor, AccessRules(), "POST", TEXT_PATH, content=body, headers=headers
+    )
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
     assert message.startswith("the body is not JSON: ")
     assert said in message
 
@@ -181,7 +191,7 @@ def scope_of(path=TEXT_PATH):
 
 def test_a_body_that_does_not_come(server, processor):
     service = Service(server.client, processor, "tiny", "ls-test")
-    app = create_app(service, Rules(body_seconds=0.05))
+    app = create_app(service, AccessRules(max_body_seconds=0.05))
     sent = []
 
     async def receive():
@@ -190,10 +200,10 @@ def test_a_body_that_does_not_come(server, processor):
             return {"type": "http.request", "body": b"{", "more_body": True}
         await asyncio.sleep(3600)
 
-    found = []
+    result = []
 
     async def send(message):
-        found.append(message)
+        result.append(message)
 
     asyncio.run(asyncio.wait_for(app(scope_of(), receive, send), 5))
-    assert found[0]["status"] == 408 and b"did not come" in found[1]["body"]
+    assert result[0]["status"] == 408 and b"did not come" in result[1]["body"]

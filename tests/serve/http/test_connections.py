@@ -12,7 +12,7 @@ import uvicorn
 
 from lockstep.serve.app import create_app
 from lockstep.serve.http import connections
-from lockstep.serve.http.access import Rules
+from lockstep.serve.http.access import AccessRules
 from lockstep.serve.http.connections import MAX_CHUNKS, BoundedProtocol, _BoundedConnection
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.serve.server import Options, _config
@@ -50,9 +50,9 @@ def serving(
             if gone is not None:
                 gone.set()
 
-    Protocol.most = most
+    Protocol.max_connections = most
     service = Service(server.client, processor, "tiny", "ls-test", limits)
-    app = create_app(service, rules or Rules(body_seconds=0.3))
+    app = create_app(service, rules or AccessRules(max_body_seconds=0.3))
     config = uvicorn.Config(
         app, http=Protocol, log_level="critical", lifespan="off", timeout_keep_alive=keep_alive
     )
@@ -80,22 +80,22 @@ def connect(address: tuple[str, int]) -> socket.socket:
 def healthy(client: socket.socket) -> bool:
     """Asks for /health and reads the answer, head and body."""
     client.sendall(HEALTH)
-    found = b""
-    while not found.endswith(b"ok"):
+    result = b""
+    while not result.endswith(b"ok"):
         part = client.recv(65536)
         if not part:
             return False
-        found += part
-    return b"200 OK" in found
+        result += part
+    return b"200 OK" in result
 
 
 def closed_with(client: socket.socket) -> bytes:
-    """All that the server says until it closes."""
-    found = b""
+    """Return all data that the server sends until it closes the connection."""
+    result = b""
     with contextlib.suppress(ConnectionResetError):
         while part := client.recv(65536):
-            found += part
-    return found
+            result += part
+    return result
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
@@ -147,7 +147,7 @@ def test_a_slow_body(server, processor):
 @pytest.mark.parametrize("headers", [[], [(b"content-length", b"13")]])
 def test_an_answer_is_written_as_h11_writes_it(method, version, headers):
     """Chunks take a shorter way; what goes out is the same."""
-    found = []
+    result = []
     for connection in (h11.Connection(h11.SERVER), _BoundedConnection()):
         connection.receive_data(b"%b / HTTP/%b\r\nHost: x\r\n\r\n" % (method, version))
         connection.next_event()
@@ -156,10 +156,10 @@ def test_an_answer_is_written_as_h11_writes_it(method, version, headers):
         events = [h11.Response(status_code=200, headers=headers)]
         events += [h11.Data(data=data) for data in datas]
         events += [h11.EndOfMessage()]
-        found.append([connection.send(event) for event in events])
+        result.append([connection.send(event) for event in events])
         with pytest.raises(h11.LocalProtocolError):
             connection.send(h11.Data(data=b"behind the end"))
-    own, other = found
+    own, other = result
     assert own == other
 
 
@@ -178,8 +178,8 @@ def test_nothing_is_written_into_a_broken_connection():
 def test_another_version_of_http_is_a_505(server, processor, version):
     with serving(server, processor) as address, connect(address) as client:
         client.sendall(b"GET /health HTTP/%b\r\nHost: localhost\r\n\r\n" % version)
-        found = closed_with(client)
-        assert found.startswith(b"HTTP/1.1 505 ") and b"allowed: 1.0 and 1.1" in found
+        result = closed_with(client)
+        assert result.startswith(b"HTTP/1.1 505 ") and b"allowed: 1.0 and 1.1" in result
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_a_head_that_is_too_large_is_a_431(server, processor, head):
     with serving(server, processor) as address, connect(address) as client:
         with contextlib.suppress(OSError):
             client.sendall(head + b"\r\n\r\n")
-        found = closed_with(client)
-        assert found.startswith(b"HTTP/1.1 431 ") and b"connection: close" in found
+        result = closed_with(client)
+        assert result.startswith(b"HTTP/1.1 431 ") and b"connection: close" in result
 
 
 def test_a_large_head_within_the_bound_is_read(server, processor):
@@ -206,18 +206,18 @@ def test_a_large_head_within_the_bound_is_read(server, processor):
         assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-LARGE = 10 << 20
+LARGE_BODY_BYTES = 10 << 20
 
 
 def send_large(
     client: socket.socket,
     *headers: bytes,
     path: bytes = b"/v1/completions",
-    body: bytes = b" " * LARGE,
+    body: bytes = b" " * LARGE_BODY_BYTES,
 ) -> bytes:
     """Send a body of 10 MiB whole, then read the answer."""
     lines = [b"POST " + path + b" HTTP/1.1", b"Host: x", b"Content-Type: application/json"]
-    head = b"\r\n".join([*lines, b"Content-Length: %d" % LARGE, *headers])
+    head = b"\r\n".join([*lines, b"Content-Length: %d" % LARGE_BODY_BYTES, *headers])
     client.sendall(head + b"\r\n\r\n")
     client.sendall(body)
     return closed_with(client)
@@ -226,20 +226,20 @@ def send_large(
 @pytest.mark.parametrize(
     ("rules", "status"),
     [
-        (Rules(), b"413"),
-        (Rules(hosts=("localhost",)), b"413"),
-        (Rules(body_bytes=2 * LARGE, keys=("key",)), b"401"),
-        (Rules(body_bytes=2 * LARGE, hosts=("localhost",)), b"400"),
+        (AccessRules(), b"413"),
+        (AccessRules(hosts=("localhost",)), b"413"),
+        (AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, keys=("key",)), b"401"),
+        (AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, hosts=("localhost",)), b"400"),
     ],
 )
 def test_a_large_body_that_is_refused_gets_its_answer(server, processor, rules, status):
     """The client sends all of it before it reads: a reset would cost it the answer."""
     with serving(server, processor, rules=rules) as address, connect(address) as client:
-        found = send_large(client)
-        assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}")
+        result = send_large(client)
+        assert result.startswith(b"HTTP/1.1 " + status) and result.endswith(b"}")
 
 
-ROOMY = Rules(body_bytes=2 * LARGE, body_seconds=PATIENCE)
+ROOMY = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, max_body_seconds=PATIENCE)
 
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages", b"/invocations"])
@@ -249,25 +249,25 @@ def test_a_large_body_that_was_allowed_gets_its_refusal(server, processor, path,
     start = b'{"max_tokens": 3, "messages": [{"role": "user", "content": "a"}]'
     if path.endswith(b"completions"):
         start = b'{"prompt": "a"'
-    body = start + b" " * (LARGE - len(start) - 1) + (b"}" if kind else b"]")
+    body = start + b" " * (LARGE_BODY_BYTES - len(start) - 1) + (b"}" if kind else b"]")
     server.client.alive = kind != "dead"
-    limits = Limits(running=0, queued=0) if kind == "full" else None
+    limits = Limits(max_running=0, max_queued=0) if kind == "full" else None
     with serving(server, processor, rules=ROOMY, limits=limits) as address:
         with connect(address) as client:
-            found = send_large(client, b"Connection: close", path=path, body=body)
-            assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}")
-            assert (b"retry-after: " in found.lower()) == bool(kind)
+            result = send_large(client, b"Connection: close", path=path, body=body)
+            assert result.startswith(b"HTTP/1.1 " + status) and result.endswith(b"}")
+            assert (b"retry-after: " in result.lower()) == bool(kind)
 
 
 def test_more_is_dropped_where_larger_bodies_are_allowed(server, processor):
     """The bound of what is dropped follows that of bodies."""
-    rules = Rules(body_bytes=2 * LARGE, keys=("key",))
-    with serving(server, processor, rules=rules, dropped=LARGE) as address:
+    rules = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, keys=("key",))
+    with serving(server, processor, rules=rules, dropped=LARGE_BODY_BYTES) as address:
         with connect(address) as client:
             assert send_large(client).startswith(b"HTTP/1.1 401")
-    options = Options(rules=Rules(body_bytes=1 << 30))
+    options = Options(rules=AccessRules(max_body_bytes=1 << 30))
     assert _config(server.app, options).http_protocol_class.max_dropped_bytes == 1 << 30
-    small = Options(rules=Rules(body_bytes=1 << 20))
+    small = Options(rules=AccessRules(max_body_bytes=1 << 20))
     kept = _config(server.app, small).http_protocol_class.max_dropped_bytes
     assert kept == connections.MAX_DROPPED_BYTES
 
@@ -283,10 +283,10 @@ def test_a_large_body_in_chunks_is_a_413(server, processor):
 
 
 def test_a_body_for_no_route_is_dropped_and_the_connection_goes_on(server, processor):
-    rules = Rules(body_bytes=2 * LARGE)
+    rules = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES)
     with serving(server, processor, rules=rules) as address, connect(address) as client:
-        head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE
-        client.sendall(head + b" " * LARGE)
+        head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE_BODY_BYTES
+        client.sendall(head + b" " * LARGE_BODY_BYTES)
         assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
         assert healthy(client)
 
@@ -327,8 +327,8 @@ def test_chunks_of_bad_sizes(server, processor, rest, path, caplog):
         head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + rest)
         client.shutdown(socket.SHUT_WR)
-        found = closed_with(client)
-        assert found.count(b"HTTP/1.1 ") == 1 and (b" 400 " in found or b" 404 " in found)
+        result = closed_with(client)
+        assert result.count(b"HTTP/1.1 ") == 1 and (b" 400 " in result or b" 404 " in result)
         with connect(address) as other:
             assert healthy(other)
     assert not [record for record in caplog.records if record.exc_info]
@@ -346,8 +346,8 @@ def test_pipelined_requests_are_answered_in_their_order(server, processor):
     with serving(server, processor) as address, connect(address) as client:
         last = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         client.sendall(HEALTH * 50 + last + HEALTH * 500)
-        found = closed_with(client)
-        assert found.count(b"HTTP/1.1 200") == 51 and found.endswith(b"}")
+        result = closed_with(client)
+        assert result.count(b"HTTP/1.1 200") == 51 and result.endswith(b"}")
 
 
 def test_a_kept_connection_does_not_get_longer_for_a_head(server, processor):
@@ -380,7 +380,7 @@ def test_a_body_in_many_chunks(server, processor, chunks, status):
 
 
 def test_idle_connections_make_room(server, processor):
-    """Many that say nothing do not keep one out that does."""
+    """Idle connections do not keep an active client out."""
     with serving(server, processor, most=8, head=PATIENCE) as address:
         idle = [connect(address) for _ in range(20)]
         for _ in range(5):
@@ -404,7 +404,7 @@ def test_an_idle_connection_that_makes_room_is_told(server, processor):
 
 
 def test_few_refused_connections_stay_open(server, processor):
-    """Of clients that do not close, all but a quarter of what may be open are reset."""
+    """If clients do not close refused connections, all but a quarter of the limit are reset."""
     with contextlib.ExitStack() as stack, serving(server, processor, most=8, head=30) as address:
         clients = [stack.enter_context(connect(address)) for _ in range(40)]
         with connect(address) as last:
@@ -443,7 +443,7 @@ def test_no_room_among_busy_ones(server, processor):
 
 @pytest.mark.parametrize("ends", [True, False], ids=["last answer sent", "answers to come"])
 def test_a_client_that_reads_nothing(server, processor, ends):
-    """What is written for it is bounded in size and in time, also once nothing more is to come."""
+    """Unread output is limited in size and in time, also after the end of the response."""
     ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n"
     gone = threading.Event()
     with serving(server, processor, write=0.3, gone=gone) as address, socket.socket() as client:

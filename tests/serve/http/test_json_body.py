@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.serve.http.json_body import LARGE, MOST_PARTS, BodyReader
+from lockstep.serve.http.json_body import LARGE_BODY_BYTES, MAX_VALUES, BodyReader
 from tests.serve.openai.test_protocol import fetch
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "the fox"}
-WIDE = 'é"\\\n\U0001f98a' * (LARGE // 8)
+WIDE = 'é"\\\n\U0001f98a' * (LARGE_BODY_BYTES // 8)
 
 
 def send(server: Any, body: bytes) -> Any:
@@ -22,14 +22,14 @@ def send(server: Any, body: bytes) -> Any:
 def large(**fields: Any) -> bytes:
     """A body that is parsed in a thread."""
     body = json.dumps({"messages": [USER], **fields}).encode()
-    return body + b" " * max(LARGE - len(body), 0)
+    return body + b" " * max(LARGE_BODY_BYTES - len(body), 0)
 
 
 def test_a_large_body_says_what_a_small_one_does(server: Any) -> None:
     small = send(server, json.dumps({"messages": [USER], "seed": 5}).encode())
     prompt = server.client.requests[-1].prompt_token_ids
-    found = send(server, large(seed=5))
-    assert found.json()["choices"] == small.json()["choices"]
+    result = send(server, large(seed=5))
+    assert result.json()["choices"] == small.json()["choices"]
     assert server.client.requests[-1].prompt_token_ids == prompt
     assert server.client.requests[-1].seed == 5
 
@@ -37,22 +37,22 @@ def test_a_large_body_says_what_a_small_one_does(server: Any) -> None:
 def test_the_slow_parser_reads_what_the_fast_one_does() -> None:
     value = {"text": WIDE, "many": [1, -2.5e300, None, True, {"a": [[]]}], "": {}}
     body = json.dumps(value).encode()
-    assert len(body) > LARGE
+    assert len(body) > LARGE_BODY_BYTES
     assert asyncio.run(BodyReader().read(body)) == value == json.loads(body)
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b'{"messages": [}' + b" " * LARGE, "not JSON"),
-        (b"[" * LARGE, "not JSON"),
-        (b'{"messages": "\xff' + b" " * LARGE + b'"}', "not JSON"),
-        (b'{"zz": [' + b"[]," * 2 * MOST_PARTS + b"[]]}", "more than 131072 objects, lists"),
+        (b'{"messages": [}' + b" " * LARGE_BODY_BYTES, "not JSON"),
+        (b"[" * LARGE_BODY_BYTES, "not JSON"),
+        (b'{"messages": "\xff' + b" " * LARGE_BODY_BYTES + b'"}', "not JSON"),
+        (b'{"zz": [' + b"[]," * 2 * MAX_VALUES + b"[]]}", "more than 131072 objects, lists"),
     ],
 )
 def test_what_is_wrong_with_a_large_body(server: Any, body: bytes, said: str) -> None:
-    found = send(server, body)
-    assert found.status_code == 400 and said in found.json()["error"]["message"], found.text
+    result = send(server, body)
+    assert result.status_code == 400 and said in result.json()["error"]["message"], result.text
 
 
 def test_others_go_on_while_a_large_body_is_parsed() -> None:
@@ -60,12 +60,12 @@ def test_others_go_on_while_a_large_body_is_parsed() -> None:
     numbers = b"[" + b"1," * 300_000 + b"1]"
     fields = b"{" + b",".join(b'"%06d":1' % number for number in range(100_000)) + b"}"
     for body in (numbers, fields):
-        assert len(body) > LARGE
+        assert len(body) > LARGE_BODY_BYTES
         assert asyncio.run(turns_beside(body)) > 5
 
 
 async def turns_beside(body: bytes) -> int:
-    """How often the loop went on while the body was parsed."""
+    """Return how often the event loop ran while the body was parsed."""
     reading = asyncio.create_task(BodyReader().read(body))
     turns = 0
     while not reading.done():

@@ -1,4 +1,4 @@
-"""What waits for its readers: bounded, given up with a reason, and never in others' way."""
+"""Output that waits for its readers: limited, dropped with a reason, never delaying others."""
 
 import asyncio
 from typing import Any
@@ -7,83 +7,84 @@ import pytest
 
 from lockstep.serve.app import create_app
 from lockstep.serve.http.errors import UnreadError
-from lockstep.serve.http.output_budget import Held, weight
+from lockstep.serve.http.output_budget import OutputBudget, delta_bytes
+from lockstep.serve.openai.completions import ID_PREFIX
 from lockstep.serve.openai.protocol import CompletionRequest
-from lockstep.serve.requests.service import PIECES_OF_A_TURN, Asked, Limits, Run, Service
+from lockstep.serve.requests.active_request import MAX_BATCH_DELTAS, ActiveRequest
+from lockstep.serve.requests.service import Limits, Service
 from tests.serve.api_calls import TEXT_PATH, fetch
 
-TOKENS = 200
+NUM_TOKENS = 200
 
 
-def test_the_one_that_holds_too_much_gives_up() -> None:
-    held: Held[str] = Held(most=10, most_of_all=25)
-    assert held.add("a", 10) is None
-    assert held.add("a", 1) == "a"
-    held.take("a", 5)
-    assert held.total == 6
+def test_an_owner_above_its_limit_must_drop_its_output() -> None:
+    budget: OutputBudget[str] = OutputBudget(max_bytes=10, max_total_bytes=25)
+    assert budget.add("a", 10) is None
+    assert budget.add("a", 1) == "a"
+    budget.release("a", 5)
+    assert budget.total_bytes == 6
 
 
-def test_the_one_that_holds_most_gives_up_where_all_hold_too_much() -> None:
-    held: Held[str] = Held(most=10, most_of_all=25)
+def test_the_largest_owner_must_drop_its_output_above_the_total_limit() -> None:
+    budget: OutputBudget[str] = OutputBudget(max_bytes=10, max_total_bytes=25)
     for name, size in (("a", 9), ("b", 10), ("c", 6)):
-        assert held.add(name, size) is None
-    assert held.add("c", 1) == "b"
-    held.forget("b")
-    held.take("b", 10)
-    held.forget("b")
-    assert held.total == 16
-    assert held.add("c", 1) is None
+        assert budget.add(name, size) is None
+    assert budget.add("c", 1) == "b"
+    budget.forget("b")
+    budget.release("b", 10)
+    budget.forget("b")
+    assert budget.total_bytes == 16
+    assert budget.add("c", 1) is None
 
 
 def service_of(server: Any, processor: Any, **limits: int) -> Service:
-    server.client.answer = lambda request: [5] * TOKENS
+    server.client.answer = lambda request: [5] * NUM_TOKENS
     service = Service(server.client, processor, "tiny", "ls-test", Limits(**limits))
     server.app = create_app(service)
     return service
 
 
-async def started(service: Service, **fields: Any) -> Run:
-    body = CompletionRequest(prompt="x", max_tokens=TOKENS, **fields)
-    asked = Asked([[5]], body.params(service.processor))
-    return await service.start("cmpl-", body, 1, lambda: asked, True)
+async def submit(service: Service, **fields: Any) -> ActiveRequest:
+    body = CompletionRequest(prompt=[5], max_tokens=NUM_TOKENS, **fields)
+    return await service.submit(body, ID_PREFIX, is_small=True)
 
 
-async def until_told(service: Service) -> None:
-    """Waits for all that the engine tells."""
-    for _ in range(10 * TOKENS):
+async def run_engine() -> None:
+    """Yield to the event loop until the engine has sent all updates."""
+    for _ in range(10 * NUM_TOKENS):
         await asyncio.sleep(0)
 
 
-def test_a_stream_that_nobody_reads_is_given_up(server: Any, processor: Any) -> None:
-    service = service_of(server, processor, held_bytes=20_000)
+def test_an_unread_stream_is_ended(server: Any, processor: Any) -> None:
+    service = service_of(server, processor, max_output_bytes=20_000)
 
     async def run() -> None:
-        unread = await started(service, stream=True)
-        await until_told(service)
-        assert server.client.aborted == [unread.job.requests[0].id], "its pages are free"
-        assert service.held.total == 0
+        unread = await submit(service, stream=True)
+        await run_engine()
+        assert server.client.aborted == [unread.requests[0].id], "its pages are free"
+        assert service.output_budget.total_bytes == 0
         with pytest.raises(Exception, match="wait to be read. Stream it and read it as it comes"):
             async for _ in unread:
-                raise AssertionError("what nobody has read was dropped")
+                raise AssertionError("unread output was dropped")
         unread.close()
 
     asyncio.run(run())
-    assert service.held.total == 0
+    assert service.output_budget.total_bytes == 0
 
 
-def test_an_answer_that_is_dropped_at_its_end_says_so(server: Any, processor: Any) -> None:
-    """All of it has come, but its last piece was one too many: nobody takes it for an empty one."""
+def test_dropping_the_last_output_is_an_error(server: Any, processor: Any) -> None:
+    """The last delta exceeds the limit after generation has ended: an error, no empty response."""
 
-    async def held(**limits: int) -> tuple[Run, int]:
+    async def generate(**limits: int) -> tuple[ActiveRequest, int]:
         service = service_of(server, processor, **limits)
-        unread = await started(service, stream=True)
-        await until_told(service)
-        return unread, service.held.total
+        unread = await submit(service, stream=True)
+        await run_engine()
+        return unread, service.output_budget.total_bytes
 
     async def run() -> None:
-        whole, size = await held()
-        assert sum([len(pieces) async for pieces in whole]) > 1
-        dropped, rest = await held(held_bytes=size - 1)
+        complete, size = await generate()
+        assert sum([len(deltas) async for deltas in complete]) > 1
+        dropped, rest = await generate(max_output_bytes=size - 1)
         assert rest == 0
         with pytest.raises(UnreadError):
             await anext(aiter(dropped))
@@ -91,87 +92,93 @@ def test_an_answer_that_is_dropped_at_its_end_says_so(server: Any, processor: An
     asyncio.run(run())
 
 
-def test_an_end_behind_the_end_is_none(server: Any, processor: Any) -> None:
-    """What ends a service, or a deadline, does not break an answer that has come as a whole."""
+def test_a_complete_response_is_not_ended_again(server: Any, processor: Any) -> None:
+    """A shutdown does not change a response that is complete but not read."""
     service = service_of(server, processor)
 
     async def run() -> None:
-        late = await started(service, stream=True)
-        await until_told(service)
+        complete = await submit(service, stream=True)
+        await run_engine()
         service.end_all()
-        tokens = [token async for some in late for piece in some for token in piece.text.token_ids]
-        assert len(tokens) == TOKENS
-        late.close()
+        tokens = [
+            token
+            async for deltas in complete
+            for delta in deltas
+            for token in delta.update.token_ids
+        ]
+        assert len(tokens) == NUM_TOKENS
+        complete.close()
 
     asyncio.run(run())
 
 
-def test_a_stream_that_is_read_holds_little(server: Any, processor: Any) -> None:
-    service = service_of(server, processor, held_bytes=20_000)
-    body = {"prompt": "x", "max_tokens": TOKENS, "stream": True}
-    found = fetch(server, "POST", TEXT_PATH, json=body)
-    assert found.text.endswith("data: [DONE]\n\n")
-    assert "wait to be read" not in found.text
-    assert service.held.total == 0
+def test_a_stream_that_is_read_needs_little_memory(server: Any, processor: Any) -> None:
+    service = service_of(server, processor, max_output_bytes=20_000)
+    body = {"prompt": "x", "max_tokens": NUM_TOKENS, "stream": True}
+    response = fetch(server, "POST", TEXT_PATH, json=body)
+    assert response.text.endswith("data: [DONE]\n\n")
+    assert "wait to be read" not in response.text
+    assert service.output_budget.total_bytes == 0
 
 
 @pytest.mark.parametrize("logprobs", [None, 5])
-def test_a_whole_answer_is_bounded(server: Any, processor: Any, logprobs: int | None) -> None:
-    service = service_of(server, processor, held_bytes=80_000)
-    body = {"prompt": "x", "max_tokens": TOKENS, "logprobs": logprobs}
-    found = fetch(server, "POST", TEXT_PATH, json=body)
-    assert found.status_code == (200 if logprobs is None else 400)
+def test_a_response_without_stream_is_limited(
+    server: Any, processor: Any, logprobs: int | None
+) -> None:
+    service = service_of(server, processor, max_output_bytes=80_000)
+    body = {"prompt": "x", "max_tokens": NUM_TOKENS, "logprobs": logprobs}
+    response = fetch(server, "POST", TEXT_PATH, json=body)
+    assert response.status_code == (200 if logprobs is None else 400)
     if logprobs is not None:
-        assert found.json()["error"]["code"] == "answer_not_read"
+        assert response.json()["error"]["code"] == "answer_not_read"
         assert server.client.aborted
-    assert service.held.total == 0
+    assert service.output_budget.total_bytes == 0
 
 
-def test_who_holds_most_makes_room_for_others(server: Any, processor: Any) -> None:
-    """Those that read nothing give up; one that reads gets all of its answer."""
-    service = service_of(server, processor, all_held_bytes=100_000)
+def test_unread_streams_are_ended_in_favor_of_read_ones(server: Any, processor: Any) -> None:
+    service = service_of(server, processor, max_total_output_bytes=100_000)
 
     async def run() -> None:
-        unread = [await started(service, stream=True) for _ in range(4)]
-        await until_told(service)
-        assert service.held.total <= 100_000
-        reader = await started(service, stream=True)
-        tokens = 0
-        async for pieces in reader:
-            tokens += sum(len(piece.text.token_ids) for piece in pieces)
-        assert tokens == TOKENS
-        for one in (*unread, reader):
-            one.close()
+        unread = [await submit(service, stream=True) for _ in range(4)]
+        await run_engine()
+        assert service.output_budget.total_bytes <= 100_000
+        active = await submit(service, stream=True)
+        num_tokens = 0
+        async for deltas in active:
+            num_tokens += sum(len(delta.update.token_ids) for delta in deltas)
+        assert num_tokens == NUM_TOKENS
+        for request in (*unread, active):
+            request.close()
 
     asyncio.run(run())
-    assert service.held.total == 0
+    assert service.output_budget.total_bytes == 0
 
 
-def test_a_long_wait_is_read_in_turns(server: Any, processor: Any) -> None:
-    """A reader that finds thousands of pieces lets others work in between."""
+def test_a_long_queue_is_read_in_batches(server: Any, processor: Any) -> None:
+    """Other tasks run between the batches of a slow reader."""
     service = service_of(server, processor)
 
     async def run() -> None:
-        late = await started(service, stream=True)
-        await until_told(service)
-        turns = 0
+        late = await submit(service, stream=True)
+        await run_engine()
+        num_turns = 0
 
-        async def others() -> None:
-            nonlocal turns
+        async def other_task() -> None:
+            nonlocal num_turns
             while True:
-                turns += 1
+                num_turns += 1
                 await asyncio.sleep(0)
 
-        task = asyncio.create_task(others())
-        pieces = [piece async for some in late for piece in some]
-        assert len(pieces) > TOKENS // 4
-        assert turns >= len(pieces) // PIECES_OF_A_TURN
+        task = asyncio.create_task(other_task())
+        deltas = [delta async for batch in late for delta in batch]
+        assert len(deltas) > NUM_TOKENS // 4
+        assert num_turns >= len(deltas) // MAX_BATCH_DELTAS
         task.cancel()
         late.close()
 
     asyncio.run(run())
 
 
-def test_weights_are_of_tokens_and_log_probabilities() -> None:
-    assert weight(1, 0) < weight(2, 0) < weight(2, 1)
-    assert weight(4, 4 * 20) > 10 * weight(4, 0)
+def test_sizes_grow_with_tokens_and_log_probabilities() -> None:
+    assert delta_bytes(1, 0) < delta_bytes(2, 0) < delta_bytes(2, 1)
+    assert delta_bytes(4, 4 * 20) > 10 * delta_bytes(4, 0)

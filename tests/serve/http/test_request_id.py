@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.http.access import Rules
-from lockstep.serve.http.request_context import CALLER, Caller
+from lockstep.serve.http.access import AccessRules
+from lockstep.serve.http.request_context import REQUEST_CONTEXT, RequestContext
 from lockstep.serve.requests.service import Service
 
 OWN = re.compile(r"[0-9a-f]{32}")
@@ -58,7 +58,7 @@ def test_refusals_and_faults_bear_it_too(server: Any, processor: Any) -> None:
         answer = ask(server, method, path, headers, body)
         assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine")
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, Rules(keys=("secret",)))
+    server.app = create_app(service, AccessRules(keys=("secret",)))
     answer = ask(server, "POST", "/v1/completions", headers, ASKED)
     assert (answer.status_code, answer.headers["x-request-id"]) == (401, "mine")
 
@@ -85,9 +85,9 @@ def test_messages_name_it_as_anthropic_does(server: Any) -> None:
 def test_a_route_decides_whose_errors_are_told(
     server: Any, processor: Any, path: str, is_theirs: bool
 ) -> None:
-    """Not any path that holds the route's name somewhere."""
+    """A path that contains the name of the route elsewhere does not count."""
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, Rules(root_path="/llm"))
+    server.app = create_app(service, AccessRules(root_path="/llm"))
     for headers in ([("Host", "test")], [("Host", "test"), ("Content-Encoding", "gzip")]):
         answer = ask(server, "POST", path, headers, {})
         assert answer.status_code in (400, 404, 405, 415)
@@ -100,8 +100,8 @@ def test_the_official_client_finds_it(server: Any) -> None:
         async with server.openai() as client:
             return await client.completions.create(**ASKED, extra_headers={"X-Request-Id": "mine"})
 
-    found = asyncio.run(work())
-    assert isinstance(found, openai.types.Completion) and found._request_id == "mine"
+    result = asyncio.run(work())
+    assert isinstance(result, openai.types.Completion) and result._request_id == "mine"
 
 
 def test_what_works_for_a_request_knows_whose_it_is(
@@ -111,7 +111,7 @@ def test_what_works_for_a_request_knows_whose_it_is(
 
     class Watch(logging.Filter):
         def filter(self, record: logging.LogRecord) -> bool:
-            seen.append((record.getMessage(), CALLER.get()))
+            seen.append((record.getMessage(), REQUEST_CONTEXT.get()))
             return True
 
     server.client.error = ZeroDivisionError("not foreseen")
@@ -119,13 +119,22 @@ def test_what_works_for_a_request_knows_whose_it_is(
     ask(server, "POST", "/v1/completions", [("X-Request-Id", "mine")], ASKED)
     ask(server, "POST", "/v1/completions", [], {**ASKED, "stream": True})
     (first, caller), (_, other) = seen
-    assert "a request failed" in first and caller == Caller("mine", {})
+    assert "a request failed" in first and caller == RequestContext("mine", {})
     assert other is not None and OWN.fullmatch(other.request_id)
 
 
 def test_the_headers_of_a_trace() -> None:
     parent = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     headers = [(b"traceparent", parent), (b"TraceState", b"a=1"), (b"other", b"x")]
-    assert Caller.of(headers).trace == {"traceparent": parent.decode(), "tracestate": "a=1"}
-    assert Caller.of([(b"tracestate", b"x" * 513), (b"traceparent", b"")]).trace == {}
-    assert Caller.of([(b"traceparent", parent), (b"traceparent", parent)]).trace == {}
+    assert RequestContext.from_headers(headers).trace == {
+        "traceparent": parent.decode(),
+        "tracestate": "a=1",
+    }
+    assert (
+        RequestContext.from_headers([(b"tracestate", b"x" * 513), (b"traceparent", b"")]).trace
+        == {}
+    )
+    assert (
+        RequestContext.from_headers([(b"traceparent", parent), (b"traceparent", parent)]).trace
+        == {}
+    )

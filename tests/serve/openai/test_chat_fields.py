@@ -44,7 +44,7 @@ def server(server: SimpleNamespace, processor: Processor) -> SimpleNamespace:
 
 @pytest.mark.parametrize("step", [1, 3, 50])
 def test_reasoning_tokens_are_counted_however_steps_are_cut(server, step):
-    """A token counts if the text stands inside of reasoning behind it; </think> is not one."""
+    """A token counts if the text after it is inside of reasoning; </think> does not count."""
     server.text = "the fox\n</think>\n\nhello"
     server.client.step = step
     expected = len(server.processor.tokenizer.encode("the fox\n"))
@@ -101,8 +101,8 @@ def test_a_final_message_goes_on(server):
     answer = ask(server, messages=messages, extra_body=body)
     assert rendered(server).endswith("<|im_start|>assistant\nhello the ")
     assert answer.choices[0].message.content == "fox"
-    found = post(server, "/tokenize", messages=messages, **body).json()
-    assert found["tokens"] == server.client.requests[-1].prompt_token_ids
+    result = post(server, "/tokenize", messages=messages, **body).json()
+    assert result["tokens"] == server.client.requests[-1].prompt_token_ids
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_a_final_message_goes_on(server):
     ],
 )
 def test_final_messages_that_cannot_go_on(server, messages, body):
-    found = post(server, CHAT_PATH, messages=messages, **body)
-    error = found.json()["error"]
-    assert (found.status_code, error["param"]) == (400, "continue_final_message")
+    result = post(server, CHAT_PATH, messages=messages, **body)
+    error = result.json()["error"]
+    assert (result.status_code, error["param"]) == (400, "continue_final_message")
 
 
 def test_a_control_token_in_a_message_that_goes_on_is_text(server):
@@ -184,8 +184,10 @@ def test_version_and_probes(server):
 
 
 def test_tokens_by_name_and_by_their_texts(server):
-    found = post(server, "/tokenize", prompt="the fox", return_token_strs=True).json()
-    assert "".join(found["token_strs"]) == "the fox" and len(found["token_strs"]) == found["count"]
+    result = post(server, "/tokenize", prompt="the fox", return_token_strs=True).json()
+    assert (
+        "".join(result["token_strs"]) == "the fox" and len(result["token_strs"]) == result["count"]
+    )
     for path, body in {"/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]}}.items():
         assert post(server, path, model="tiny", **body).status_code == 200
         assert post(server, path, model="other", **body).status_code == 404
@@ -221,13 +223,13 @@ def kimi(processor: Processor, special: bool) -> Processor:
 @pytest.mark.parametrize("special", [False, True])
 def test_tags_are_read_though_they_are_special_tokens(server, processor, special):
     """They show neither as text, nor in answers without tools."""
-    found = kimi(processor, special)
+    result = kimi(processor, special)
     text = (
         "Look:<|tool_calls_section_begin|><|tool_call_begin|>functions.get:7"
         '<|tool_call_argument_begin|>{"n": 3}<|tool_call_end|><|tool_calls_section_end|>'
     )
-    server.client.answer = lambda request: [*found.tokenizer.encode(text), server.eos]
-    server.app = create_app(Service(server.client, found, "tiny", "ls-test"))
+    server.client.answer = lambda request: [*result.tokenizer.encode(text), server.eos]
+    server.app = create_app(Service(server.client, result, "tiny", "ls-test"))
     for stream in (False, True):
         answer = ask(server, tools=TOOLS, stream=stream, max_tokens=300)
         if stream:
@@ -287,10 +289,10 @@ def test_a_stop_string_completes_a_call_or_cuts_it(server, stop):
 
 
 def test_a_call_in_reasoning_counts_where_nothing_holds_it(server):
-    """A grammar begins behind </think>, so a call in front of that matches nothing."""
+    """A grammar begins after </think>, so a call before it matches nothing."""
     server.text = f"so\n{CALL}\n</think>\n\n{CALL}"
     for choice, calls in (("auto", 2), ("required", 1)):
-        found = post(server, CHAT_PATH, messages=USER, tools=TOOLS, tool_choice=choice, **THINK)
-        message = found.json()["choices"][0]["message"]
+        result = post(server, CHAT_PATH, messages=USER, tools=TOOLS, tool_choice=choice, **THINK)
+        message = result.json()["choices"][0]["message"]
         assert len(message["tool_calls"]) == calls
         assert ("<tool_call>" in message["reasoning_content"]) == (choice == "required")

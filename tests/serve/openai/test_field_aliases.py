@@ -44,9 +44,9 @@ def ask(server: Any, path: str, **fields: Any) -> Any:
 def test_other_servers_names_mean_the_same_here(
     server: Any, path: str, alias: str, value: Any, read: Any
 ) -> None:
-    found = ask(server, path, **{alias: value})
-    assert found.status_code == 200, found.text
-    assert "x-lockstep-ignored-fields" not in found.headers
+    response = ask(server, path, **{alias: value})
+    assert response.status_code == 200, response.text
+    assert "x-lockstep-ignored-fields" not in response.headers
     assert read(server.client.requests[-1].params) == value
 
 
@@ -54,17 +54,17 @@ def test_every_alias_is_taken_or_refused_everywhere(server: Any) -> None:
     """No API drops one in silence; a count of tokens takes those that its API has."""
     for path in BASES:
         for alias in sorted(ALIASES.keys() - {"enable_thinking"}):
-            found = ask(server, path, **{alias: 5.5 if alias == "json_schema" else {"wrong": 1}})
-            told = found.headers.get("x-lockstep-ignored-fields")
-            assert found.status_code == 400 or told, (path, alias, found.text)
+            response = ask(server, path, **{alias: 5.5 if alias == "json_schema" else {"wrong": 1}})
+            told = response.headers.get("x-lockstep-ignored-fields")
+            assert response.status_code == 400 or told, (path, alias, response.text)
 
 
 def test_an_alias_and_its_field_may_not_differ(server: Any) -> None:
     for path, field in ((CHAT_PATH, "max_tokens"), (RESPONSES, "max_output_tokens")):
         assert ask(server, path, n_predict=3, **{field: 3}).status_code == 200
-        found = ask(server, path, n_predict=3, **{field: 4})
-        assert found.status_code == 400
-        assert f"n_predict and {field}" in found.json()["error"]["message"]
+        response = ask(server, path, n_predict=3, **{field: 4})
+        assert response.status_code == 400
+        assert f"n_predict and {field}" in response.json()["error"]["message"]
     two = ask(server, CHAT_PATH, regex="a", structured_outputs={"regex": "b"})
     assert two.status_code == 400 and "structured_outputs.regex" in two.text
 
@@ -76,15 +76,15 @@ def test_an_alias_and_its_field_may_not_differ(server: Any) -> None:
 def test_what_other_servers_decide_by_is_refused(
     server: Any, path: str, name: str, remedy: str
 ) -> None:
-    found = ask(server, path, **{name: 3})
-    message = found.json()["error"]["message"]
-    assert found.status_code == 400 and message.startswith(f"{name}=3 is not supported")
+    response = ask(server, path, **{name: 3})
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400 and message.startswith(f"{name}=3 is not supported")
     assert remedy in message
     assert ask(server, path, **{name: 0}).status_code == 200
 
 
 def test_a_schema_may_be_part_of_the_format_itself(server: Any) -> None:
-    """As llama.cpp and others take it."""
+    """llama.cpp and others accept this form."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for kind in ("json_object", "json_schema"):
         assert ask(server, CHAT_PATH, response_format={"type": kind, "schema": schema}).is_success
@@ -106,9 +106,9 @@ def test_enable_thinking_reaches_the_template(server: Any, processor: Any) -> No
 )
 def test_a_thread_is_refused(server: Any, path: str, thread: Any) -> None:
     """Else an answer would know nothing of what was said before."""
-    found = ask(server, path, thread=thread)
-    assert found.status_code == 400
-    assert found.json()["error"]["message"].startswith("thread=... is not supported")
+    response = ask(server, path, thread=thread)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("thread=... is not supported")
     assert not server.client.requests
 
 
@@ -137,9 +137,9 @@ def test_redacted_thinking_is_left_out(server: Any) -> None:
     """Sessions that began elsewhere go on."""
     hidden = {"type": "redacted_thinking", "data": "abc"}
     said = [{"role": "assistant", "content": [hidden, {"type": "text", "text": "hello"}]}, *USER]
-    found = ask(server, MESSAGES, messages=[*USER, *said])
-    assert found.status_code == 200
-    assert found.headers["x-lockstep-ignored-fields"] == "redacted_thinking"
+    response = ask(server, MESSAGES, messages=[*USER, *said])
+    assert response.status_code == 200
+    assert response.headers["x-lockstep-ignored-fields"] == "redacted_thinking"
 
 
 @pytest.mark.parametrize("kind", ["image", "document", "search_result"])
@@ -149,7 +149,7 @@ def test_an_image_in_a_result_is_told_by_the_clients_path(server: Any, kind: str
     result = {"type": "tool_result", "tool_use_id": "a", "content": content}
     turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     for path in (MESSAGES, COUNT):
-        found = ask(server, path, messages=[*USER, *turns])
-        assert found.status_code == 400
+        response = ask(server, path, messages=[*USER, *turns])
+        assert response.status_code == 400
         place = f"messages[2].content[0].content[1].type='{kind}': this server reads text only"
-        assert found.json()["error"]["message"].startswith(place)
+        assert response.json()["error"]["message"].startswith(place)

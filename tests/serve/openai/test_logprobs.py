@@ -1,16 +1,16 @@
-"""Log-probabilities as JSON holds them."""
+"""Log-probabilities as JSON values."""
 
 from math import inf, nan
 
 import pytest
 
 from lockstep.outputs import Logprob
-from lockstep.serve.openai.logprobs import chat_logprobs, prompt_places
+from lockstep.serve.openai.logprobs import chat_logprobs, prompt_offsets
 
 
 def test_infinity_is_the_least_number_and_no_number_is_refused():
-    found = chat_logprobs(None, [5], [{5: Logprob(-inf, 1)}], 1)
-    assert found["content"][0]["logprob"] == -9999.0
+    result = chat_logprobs(None, [5], [{5: Logprob(-inf, 1)}], 1)
+    assert result["content"][0]["logprob"] == -9999.0
     with pytest.raises(ValueError, match="not a number"):
         chat_logprobs(None, [5], [{5: Logprob(nan, 1)}], 1)
 
@@ -19,9 +19,9 @@ def test_a_token_that_the_tokenizer_put_in_front_has_no_place_of_its_own(process
     tokenizer = processor.tokenizer
     ids = tokenizer.encode("the fox")
     begin = tokenizer.fast.token_to_id("<|im_start|>")
-    places = prompt_places(tokenizer, ids, "the fox")
+    places = prompt_offsets(tokenizer, ids, "the fox")
     assert places[0] == 0 and len(set(places)) == len(ids)
-    assert prompt_places(tokenizer, [begin, *ids], "the fox") == [0, *places]
+    assert prompt_offsets(tokenizer, [begin, *ids], "the fox") == [0, *places]
     shown = len("<|im_start|>")
-    found = prompt_places(tokenizer, [begin, *ids], "<|im_start|>the fox")
-    assert found == [0, *(shown + place for place in places)]
+    result = prompt_offsets(tokenizer, [begin, *ids], "<|im_start|>the fox")
+    assert result == [0, *(shown + place for place in places)]

@@ -200,15 +200,15 @@ class Walk:
             body.setdefault("tools", TOOLS[self.path])
         if body.get("messages") and self.path in (MESSAGES, COUNT):
             body["messages"] = [*body["messages"], {"role": "user", "content": "the"}]
-        found = await self.client.post(self.path, json=body)
-        if found.status_code in (400, 404):
-            message = found.json()["error"]["message"]
+        response = await self.client.post(self.path, json=body)
+        if response.status_code in (400, 404):
+            message = response.json()["error"]["message"]
             where = re.sub(r"\[\d+\]", "[]", message)
             if not where.startswith(spot.removesuffix("[]")):
                 self.faults.append(f"{spot}: refused without its name: {message}")
             return False
-        if found.status_code != 200:
-            self.faults.append(f"{spot}: {found.status_code} {found.text[:200]}")
+        if response.status_code != 200:
+            self.faults.append(f"{spot}: {response.status_code} {response.text[:200]}")
             return False
         if not self._is_known(spot) or (self.path, spot) in DECLARED:
             self.without_effect.add(spot)

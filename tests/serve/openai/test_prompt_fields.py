@@ -11,17 +11,17 @@ from tests.serve.api_calls import CHAT_PATH, TEXT_PATH, post
 def test_only_the_last_tokens_of_a_prompt_are_read(server: Any, path: str) -> None:
     assert post(server, path).status_code == 200
     full = server.client.requests[-1].prompt_token_ids
-    found = post(server, path, truncate_prompt_tokens=1)
-    assert found.status_code == 200, found.text
+    response = post(server, path, truncate_prompt_tokens=1)
+    assert response.status_code == 200, response.text
     assert server.client.requests[-1].prompt_token_ids == full[-1:]
-    assert found.json()["usage"]["prompt_tokens"] == 1
+    assert response.json()["usage"]["prompt_tokens"] == 1
 
 
 def test_minus_one_leaves_room_for_the_answer(server: Any) -> None:
     ids = [1 + i % 9 for i in range(600)]
     assert post(server, TEXT_PATH, prompt=ids).status_code == 400
-    found = post(server, TEXT_PATH, prompt=ids, truncate_prompt_tokens=-1, max_tokens=12)
-    assert found.status_code == 200, found.text
+    response = post(server, TEXT_PATH, prompt=ids, truncate_prompt_tokens=-1, max_tokens=12)
+    assert response.status_code == 200, response.text
     assert server.client.requests[-1].prompt_token_ids == ids[-500:]
 
 
@@ -36,37 +36,37 @@ def test_a_text_longer_than_the_context_is_cut_before_it_is_measured(
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     ids = processor.tokenizer.encode(text, add_special_tokens=special)
     for asked, left in ((7, 7), (-1, 512 - 12)):
-        found = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=asked, max_tokens=12)
-        assert found.status_code == 200, found.text
+        response = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=asked, max_tokens=12)
+        assert response.status_code == 200, response.text
         assert server.client.requests[-1].prompt_token_ids == ids[-left:]
-    found = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=600)
-    assert found.json()["error"]["code"] == "context_length_exceeded", "it is still too long"
+    response = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=600)
+    assert response.json()["error"]["code"] == "context_length_exceeded", "it is still too long"
     monkeypatch.setattr("lockstep.text.processor.MAX_CUT_CHARACTERS", 50_000)
-    found = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=7)
-    assert found.status_code == 400
-    assert "60000 characters; allowed with truncate_prompt_tokens" in found.text
+    response = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=7)
+    assert response.status_code == 400
+    assert "60000 characters; allowed with truncate_prompt_tokens" in response.text
 
 
 def test_an_echo_shows_the_tokens_that_were_read(server: Any, processor: Any) -> None:
     ids = processor.tokenizer.encode("the fox")
-    found = post(server, TEXT_PATH, prompt="the fox", truncate_prompt_tokens=1, echo=True)
+    response = post(server, TEXT_PATH, prompt="the fox", truncate_prompt_tokens=1, echo=True)
     kept = processor.tokenizer.decode(ids[-1:], skip_special_tokens=False)
-    assert found.json()["choices"][0]["text"] == kept + "hello fox"
+    assert response.json()["choices"][0]["text"] == kept + "hello fox"
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
 @pytest.mark.parametrize("wrong", [0, -2, 2**31])
 def test_a_wrong_length_is_refused_by_name(server: Any, path: str, wrong: int) -> None:
-    found = post(server, path, truncate_prompt_tokens=wrong)
-    assert found.status_code == 400
-    assert found.json()["error"]["param"] == "truncate_prompt_tokens"
+    response = post(server, path, truncate_prompt_tokens=wrong)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 @pytest.mark.parametrize("field", ["truncate_prompt_tokens", "return_tokens_as_token_ids"])
 def test_responses_refuse_the_fields_by_name(server: Any, field: str) -> None:
-    found = post(server, "/v1/responses", input="x", **{field: 3})
-    assert found.status_code == 400
-    assert field in found.json()["error"]["message"]
+    response = post(server, "/v1/responses", input="x", **{field: 3})
+    assert response.status_code == 400
+    assert field in response.json()["error"]["message"]
 
 
 def test_chat_logprobs_name_tokens_by_their_ids(server: Any) -> None:
@@ -96,5 +96,5 @@ def test_an_answer_has_the_name_that_the_client_sent(server: Any, path: str, kin
     first, second = server.client.requests[-2:]
     assert first.id != second.id
     for wrong in ("", "a b", "é", "x" * 129):
-        found = post(server, path, request_id=wrong)
-        assert found.status_code == 400 and found.json()["error"]["param"] == "request_id"
+        response = post(server, path, request_id=wrong)
+        assert response.status_code == 400 and response.json()["error"]["param"] == "request_id"

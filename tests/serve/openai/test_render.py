@@ -13,23 +13,23 @@ FORM = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}
 
 def rendered(server: SimpleNamespace, path: str, **body: Any) -> Any:
     """The rendered prompts of a body, and what the same body hands the engine."""
-    found = fetch(server, "POST", f"{path}/render", json=body)
-    assert found.status_code == 200, found.text
+    response = fetch(server, "POST", f"{path}/render", json=body)
+    assert response.status_code == 200, response.text
     assert server.client.requests == [], "nothing is generated"
     assert post(server, path, **body).status_code == 200
-    return found.json()
+    return response.json()
 
 
 def test_a_rendered_chat_is_what_the_engine_would_get(server: SimpleNamespace) -> None:
-    found = rendered(
+    result = rendered(
         server, CHAT_PATH, messages=USER, tools=TOOLS, seed=7, n=2, priority=3, cache_salt="mine"
     )
     requests = server.client.requests
-    assert [found["token_ids"]] * 2 == [request.prompt_token_ids for request in requests]
-    assert found["request_id"].startswith("chatcmpl-")
-    assert (found["model"], found["priority"], found["cache_salt"]) == ("tiny", 3, "mine")
-    assert (found["stream"], found["stream_options"], found["features"]) == (False, None, None)
-    params = found["sampling_params"]
+    assert [result["token_ids"]] * 2 == [request.prompt_token_ids for request in requests]
+    assert result["request_id"].startswith("chatcmpl-")
+    assert (result["model"], result["priority"], result["cache_salt"]) == ("tiny", 3, "mine")
+    assert (result["stream"], result["stream_options"], result["features"]) == (False, None, None)
+    params = result["sampling_params"]
     assert (params["n"], params["seed"], params["temperature"]) == (2, 7, 0.5)
     assert params["max_tokens"] == requests[0].params.max_tokens
     assert SamplingParams(**{**params, "n": 1}) == requests[0].params
@@ -37,12 +37,12 @@ def test_a_rendered_chat_is_what_the_engine_would_get(server: SimpleNamespace) -
 
 def test_each_prompt_is_rendered_by_itself(server: SimpleNamespace) -> None:
     prompts = ["the fox", "the quick brown fox"]
-    found = rendered(server, TEXT_PATH, prompt=prompts, request_id="mine", bad_words=["dog"])
+    result = rendered(server, TEXT_PATH, prompt=prompts, request_id="mine", bad_words=["dog"])
     requests = server.client.requests
-    assert [one["token_ids"] for one in found] == [r.prompt_token_ids for r in requests]
-    assert len({one["request_id"] for one in found}) == 2
-    assert {one["sampling_params"]["max_tokens"] for one in found} == {16}
-    assert found[0]["sampling_params"]["bad_words_ids"] == requests[0].params.bad_words_ids
+    assert [one["token_ids"] for one in result] == [r.prompt_token_ids for r in requests]
+    assert len({one["request_id"] for one in result}) == 2
+    assert {one["sampling_params"]["max_tokens"] for one in result} == {16}
+    assert result[0]["sampling_params"]["bad_words_ids"] == requests[0].params.bad_words_ids
     alone = fetch(
         server, "POST", f"{TEXT_PATH}/render", json={"prompt": "the fox", "request_id": "mine"}
     )
@@ -52,9 +52,9 @@ def test_each_prompt_is_rendered_by_itself(server: SimpleNamespace) -> None:
 def test_the_form_of_an_answer_is_rendered(server: SimpleNamespace) -> None:
     body = {"messages": USER, "response_format": FORM, "stream": True}
     options = {"stream_options": {"include_usage": True}}
-    found = fetch(server, "POST", f"{CHAT_PATH}/render", json=body | options).json()
-    assert found["sampling_params"]["structured_outputs"] == {"json": SCHEMA}
-    assert found["stream"] is True and found["stream_options"]["include_usage"] is True
+    result = fetch(server, "POST", f"{CHAT_PATH}/render", json=body | options).json()
+    assert result["sampling_params"]["structured_outputs"] == {"json": SCHEMA}
+    assert result["stream"] is True and result["stream_options"]["include_usage"] is True
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_a_body_is_refused_as_where_it_is_generated_from(
 
 
 def test_fields_without_effect_are_named(server: SimpleNamespace) -> None:
-    found = fetch(server, "POST", f"{CHAT_PATH}/render", json={"messages": USER, "store": True})
-    assert found.headers["x-lockstep-ignored-fields"] == "store"
+    response = fetch(server, "POST", f"{CHAT_PATH}/render", json={"messages": USER, "store": True})
+    assert response.headers["x-lockstep-ignored-fields"] == "store"
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ STRICT: list[Any] = [
 
 
 class Found(pydantic.BaseModel):
-    """What the client's own parse() asks for."""
+    """Schema for the official client's parse()."""
 
     owner: str = pydantic.Field(max_length=10)
     limit: int = pydantic.Field(ge=0, le=999)
@@ -66,22 +66,22 @@ def server(stack: SimpleNamespace) -> Iterator[SimpleNamespace]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_json_schema(server: SimpleNamespace, stream: bool) -> None:
-    found = chat(server, CALL, response_format=FORMAT, stream=stream)
+    result = chat(server, CALL, response_format=FORMAT, stream=stream)
     if stream:
-        text = "".join(c.choices[0].delta.content or "" for c in found if c.choices)
-        reason = found[-1].choices[0].finish_reason
+        text = "".join(c.choices[0].delta.content or "" for c in result if c.choices)
+        reason = result[-1].choices[0].finish_reason
     else:
-        text = found.choices[0].message.content
-        reason = found.choices[0].finish_reason
+        text = result.choices[0].message.content
+        reason = result.choices[0].finish_reason
     jsonschema.validate(json.loads(text), SCHEMA)
     assert reason == "stop"
 
 
 def test_the_clients_own_parser(server: SimpleNamespace) -> None:
-    found = server.ask.chat.completions.parse(
+    result = server.ask.chat.completions.parse(
         model="lockstep", messages=CALL, response_format=Found, temperature=0, max_tokens=80
     )
-    assert isinstance(found.choices[0].message.parsed, Found)
+    assert isinstance(result.choices[0].message.parsed, Found)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_every_name_in_both_apis(server: SimpleNamespace, fields: Any, judge: An
 
 
 def test_any_json_object(server: SimpleNamespace) -> None:
-    found = chat(server, CALL, response_format={"type": "json_object"}, max_tokens=200)
-    if found.choices[0].finish_reason == "stop":
-        assert isinstance(json.loads(found.choices[0].message.content), dict)
+    result = chat(server, CALL, response_format={"type": "json_object"}, max_tokens=200)
+    if result.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(result.choices[0].message.content), dict)
     else:
-        assert found.choices[0].message.content.lstrip().startswith("{")
+        assert result.choices[0].message.content.lstrip().startswith("{")
 
 
 def test_others_keep_their_tokens(server: SimpleNamespace) -> None:
@@ -136,15 +136,15 @@ def test_others_keep_their_tokens(server: SimpleNamespace) -> None:
 )
 def test_calls_that_must_come(server: SimpleNamespace, choice: Any, stream: bool) -> None:
     question = [{"role": "user", "content": "My name is Tavoli."}]
-    found = chat(server, question, tools=TOOLS, tool_choice=choice, stream=stream, temperature=1)
+    result = chat(server, question, tools=TOOLS, tool_choice=choice, stream=stream, temperature=1)
     if stream:
-        parts = [c.choices[0].delta.tool_calls or [] for c in found if c.choices]
+        parts = [c.choices[0].delta.tool_calls or [] for c in result if c.choices]
         text = "".join(p.function.arguments or "" for part in parts for p in part if p.index == 0)
-        reason = found[-1].choices[0].finish_reason
+        reason = result[-1].choices[0].finish_reason
     else:
-        assert not found.choices[0].message.content
-        text = found.choices[0].message.tool_calls[0].function.arguments
-        reason = found.choices[0].finish_reason
+        assert not result.choices[0].message.content
+        text = result.choices[0].message.tool_calls[0].function.arguments
+        reason = result.choices[0].finish_reason
     if reason == "tool_calls":
         jsonschema.validate(json.loads(text), TOOLS[0]["function"]["parameters"])
     else:
@@ -153,19 +153,19 @@ def test_calls_that_must_come(server: SimpleNamespace, choice: Any, stream: bool
 
 def test_a_named_tool_is_the_one_that_is_called(server: SimpleNamespace) -> None:
     named = {"type": "function", "function": {"name": "ping"}}
-    found = chat(server, CALL, tools=SEVERAL, tool_choice=named, max_tokens=200)
-    assert {call.function.name for call in found.choices[0].message.tool_calls} == {"ping"}
+    result = chat(server, CALL, tools=SEVERAL, tool_choice=named, max_tokens=200)
+    assert {call.function.name for call in result.choices[0].message.tool_calls} == {"ping"}
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
 def test_of_the_tools_that_are_shown_some_may_be_called(server: SimpleNamespace, mode: str) -> None:
     ping = {"type": "function", "function": {"name": "ping"}}
     some = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [ping]}}
-    found = chat(server, CALL, tools=SEVERAL, tool_choice=some, max_tokens=200)
+    result = chat(server, CALL, tools=SEVERAL, tool_choice=some, max_tokens=200)
     shown = chat(server, CALL, tools=SEVERAL, max_tokens=200)
-    assert found.usage.prompt_tokens == shown.usage.prompt_tokens
+    assert result.usage.prompt_tokens == shown.usage.prompt_tokens
     assert shown.choices[0].message.tool_calls[0].function.name != "ping"
-    called = {call.function.name for call in found.choices[0].message.tool_calls or ()}
+    called = {call.function.name for call in result.choices[0].message.tool_calls or ()}
     assert called == {"ping"} if mode == "required" else called <= {"ping"}
     answer = server.ask.responses.create(
         model="lockstep",
@@ -185,8 +185,8 @@ def test_of_the_tools_that_are_shown_some_may_be_called(server: SimpleNamespace,
 
 def test_strict_tools_bind_what_is_called(server: SimpleNamespace) -> None:
     for temperature in (0, 1):
-        found = chat(server, CALL, tools=STRICT, temperature=temperature, seed=3)
-        for call in found.choices[0].message.tool_calls or ():
+        result = chat(server, CALL, tools=STRICT, temperature=temperature, seed=3)
+        for call in result.choices[0].message.tool_calls or ():
             jsonschema.validate(
                 json.loads(call.function.arguments), STRICT[0]["function"]["parameters"]
             )
@@ -239,8 +239,8 @@ def test_tools_that_are_refused(server: SimpleNamespace) -> None:
     with pytest.raises(openai.BadRequestError, match="'pattern' at properties.a"):
         chat(server, CALL, tools=wrong)
     loose = {"type": "function", "function": {"name": "f", "parameters": bad}}
-    found = chat(server, CALL, tools=[loose], tool_choice="required", max_tokens=200)
-    assert found.choices[0].message.tool_calls[0].function.name == "f"
+    result = chat(server, CALL, tools=[loose], tool_choice="required", max_tokens=200)
+    assert result.choices[0].message.tool_calls[0].function.name == "f"
     with pytest.raises(openai.BadRequestError, match="needs tools"):
         chat(server, CALL, tool_choice="required")
     with pytest.raises(openai.BadRequestError, match="strict tools are not supported together"):
@@ -281,8 +281,8 @@ def test_reasoning_is_free_and_content_is_bound(server: SimpleNamespace) -> None
     thinks = {"chat_template_kwargs": {"enable_thinking": True}}
     end = server.llm.tokenizer.fast.token_to_id("</think>")
     held = {**thinks, "guided_choice": ["left", "right"]}
-    found = chat(server, CALL, extra_body=held, logit_bias={str(end): 100}, max_tokens=20)
-    assert found.choices[0].message.content.strip() in ("left", "right")
+    result = chat(server, CALL, extra_body=held, logit_bias={str(end): 100}, max_tokens=20)
+    assert result.choices[0].message.content.strip() in ("left", "right")
     free = chat(server, CALL, extra_body=held, logit_bias={str(end): -100}, max_tokens=8)
     plain = chat(server, CALL, extra_body=thinks, logit_bias={str(end): -100}, max_tokens=8)
     assert free.choices[0].message == plain.choices[0].message
@@ -292,7 +292,7 @@ THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 def test_a_budget_of_thought_gives_the_plain_answer_with_drafts(stack: SimpleNamespace) -> None:
-    """A bias keeps the model from ending its thought by itself."""
+    """A bias keeps the model from ending its reasoning early."""
     end = stack.llm.tokenizer.fast.token_to_id("</think>")
     asked = [
         SamplingParams(
@@ -328,8 +328,8 @@ def test_reasoning_tokens_are_bounded(server: SimpleNamespace, stream: bool) -> 
     if stream:
         fields["stream_options"] = {"include_usage": True}
     for name in ("thinking_token_budget", "thinking_budget"):
-        found = chat(server, CALL, extra_body={**THINKS, name: 3}, max_tokens=30, **fields)
-        usage = found[-1].usage if stream else found.usage
+        result = chat(server, CALL, extra_body={**THINKS, name: 3}, max_tokens=30, **fields)
+        usage = result[-1].usage if stream else result.usage
         assert usage.completion_tokens_details.reasoning_tokens == 3
     free = chat(server, CALL, extra_body=THINKS, max_tokens=30, **fields)
     usage = free[-1].usage if stream else free.usage

@@ -17,7 +17,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from lockstep import LLM
 from lockstep.serve.app import create_app
-from lockstep.serve.http.access import Rules
+from lockstep.serve.http.access import AccessRules
 from lockstep.serve.requests.service import Service
 from tests.serve.live_server import MTP, SETTINGS, serving, wait_until
 
@@ -33,14 +33,14 @@ CALL = "<tool_call>\n<function=get>\n<parameter=city>\nRio\n</parameter>\n</func
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        result = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield result
+        result.close()
 
 
 @pytest.fixture
 def url(server: SimpleNamespace) -> Iterator[str]:
-    """Of the application over the fake client, listening."""
+    """Yield the URL of the application over the fake client."""
     yield from listening(server.app)
 
 
@@ -59,15 +59,15 @@ def listening(app: Any) -> Iterator[str]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Page]:
-    """A page that logs no error, and asks nobody but its server."""
+    """Yield a page that logs no error and sends requests only to its server."""
     context = browser.new_context()
-    found = context.new_page()
+    result = context.new_page()
     errors: list[str] = []
-    found.on("pageerror", lambda error: errors.append(str(error)))
-    found.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    result.on("pageerror", lambda error: errors.append(str(error)))
+    result.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     asked: list[str] = []
-    found.on("request", lambda request: asked.append(request.url))
-    yield found
+    result.on("request", lambda request: asked.append(request.url))
+    yield result
     context.close()
     refused = "Failed to load resource: the server responded with a status of 4"
     assert [text for text in errors if not text.startswith(refused)] == []
@@ -99,7 +99,7 @@ def test_an_answer_is_tinted_by_token(page: Page, url: str, server: SimpleNamesp
     expect(page.locator("#cache-share")).to_have_text("0.0 %")
     tints = "e => getComputedStyle(e).backgroundColor"
     assert tokens.nth(0).evaluate(tints) != tokens.nth(2).evaluate(tints)
-    page.get_by_label("Tint tokens").uncheck()
+    page.get_by_label("Color tokens by source").uncheck()
     assert tokens.nth(0).evaluate(tints) == tokens.nth(2).evaluate(tints)
 
 
@@ -110,7 +110,7 @@ def test_compare_agrees_and_sees_a_difference(
     page.keyboard.press("Alt+c")
     ask(page, "the fox")
     verdict = page.locator(".agreement")
-    expect(verdict).to_have_text(re.compile(r"All \d+ tokens agree, one by one\."))
+    expect(verdict).to_have_text(re.compile(r"All \d+ tokens are equal\."))
     one, other = server.client.requests
     assert (one.speculate, other.speculate) == (True, False)
     assert other.seed == one.seed
@@ -172,7 +172,7 @@ def test_tool_calls_are_answered(
     page: Page, url: str, server: SimpleNamespace, processor: Any
 ) -> None:
     page.goto(url)
-    page.get_by_label("Tools, a JSON list").fill(TOOL)
+    page.get_by_label("Tools (JSON list)").fill(TOOL)
     server.text = CALL
     ask(page, "the fox")
     card = page.locator(".call")
@@ -198,7 +198,7 @@ def test_the_answer_matches_a_schema(page: Page, url: str, server: SimpleNamespa
     field = page.get_by_label("JSON schema of the answer")
     field.fill("[1]")
     ask(page, "the fox")
-    expect(page.locator("#schema-problem")).to_have_text("Allowed: an object, the schema.")
+    expect(page.locator("#schema-problem")).to_have_text("Allowed: an object with a JSON schema.")
     assert server.client.requests == []
     field.fill('{"type": "object"}')
     page.keyboard.press("Alt+r")
@@ -227,24 +227,24 @@ def thinking(route: Any) -> None:
 
 def test_problems_lead_to_their_fields(page: Page, url: str, server: SimpleNamespace) -> None:
     page.goto(url)
-    tools = page.get_by_label("Tools, a JSON list")
+    tools = page.get_by_label("Tools (JSON list)")
     tools.fill("[{")
     ask(page, "the fox")
-    expect(page.locator("#tools-problem")).to_contain_text("This is no JSON")
+    expect(page.locator("#tools-problem")).to_contain_text("This is not valid JSON")
     expect(tools).to_have_attribute("aria-invalid", "true")
     expect(tools).to_be_focused()
     assert server.client.requests == []
     tools.fill("")
     page.locator("[data-field=min_p]").fill("1")
-    page.get_by_label("Most tokens").fill("100000000000")
+    page.get_by_label("Max tokens").fill("100000000000")
     page.keyboard.press("Alt+r")
     expect(page.locator("#status")).to_contain_text("max_tokens=100000000000 is not allowed")
-    expect(page.get_by_label("Most tokens")).to_be_focused()
+    expect(page.get_by_label("Max tokens")).to_be_focused()
 
 
 def test_a_key_is_asked_for(page: Page, server: SimpleNamespace, processor: Any) -> None:
     service = Service(server.client, processor, "tiny", "ls-test")
-    for url in listening(create_app(service, Rules(keys=("secret",)))):
+    for url in listening(create_app(service, AccessRules(keys=("secret",)))):
         page.goto(url)
         key = page.get_by_label("API key")
         expect(key).to_be_focused()
@@ -298,7 +298,7 @@ def test_examples_are_asked_with_a_click(page: Page, url: str, server: SimpleNam
     examples.nth(2).click()
     expect(page.locator("#status")).to_contain_text("Done: ")
     expect(page.locator(".user .text")).to_have_text(examples.nth(2).text_content() or "")
-    assert "get_weather" in page.get_by_label("Tools, a JSON list").input_value()
+    assert "get_weather" in page.get_by_label("Tools (JSON list)").input_value()
 
 
 def test_a_chat_outlives_a_reload(
@@ -323,12 +323,12 @@ def test_a_chat_outlives_a_reload(
 
 def test_a_refused_message_leaves_the_chat(page: Page, url: str, server: SimpleNamespace) -> None:
     page.goto(url)
-    page.get_by_label("Most tokens").fill("100000000000")
+    page.get_by_label("Max tokens").fill("100000000000")
     ask(page, "the fox")
     refused = page.locator(".refused .problem")
     expect(refused).to_contain_text("Not part of the chat: max_tokens=100000000000")
     expect(page.get_by_label("Message", exact=True)).to_have_value("the fox")
-    page.get_by_label("Most tokens").fill("")
+    page.get_by_label("Max tokens").fill("")
     page.get_by_label("Message", exact=True).fill("the dog")
     page.get_by_role("button", name="Send", exact=True).click()
     expect(page.locator("#status")).to_contain_text("Done: ")
@@ -338,10 +338,12 @@ def test_a_refused_message_leaves_the_chat(page: Page, url: str, server: SimpleN
 def test_an_answer_that_was_cut_says_so(page: Page, url: str, server: SimpleNamespace) -> None:
     server.text = "hello lazy fox"
     page.goto(url)
-    page.get_by_label("Most tokens").fill("2")
+    page.get_by_label("Max tokens").fill("2")
     ask(page, "the fox")
     expect(page.locator("#status")).to_contain_text("Done: ")
-    expect(page.locator(".cut")).to_contain_text("Cut: the answer reached its most tokens")
+    expect(page.locator(".cut")).to_contain_text(
+        "Cut: the answer reached the maximum number of tokens"
+    )
 
 
 def test_a_request_is_copied_as_curl(page: Page, url: str, server: SimpleNamespace) -> None:
@@ -379,22 +381,22 @@ def test_the_page_fits_320_pixels(browser: Any, url: str, server: SimpleNamespac
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(browser: Any, url: str, server: SimpleNamespace, scheme: str) -> None:
-    """Its rules of WCAG and good practice, on a page that shows all that there is."""
+    """A page with all elements visible satisfies axe's rules of WCAG and good practice."""
     context = browser.new_context(color_scheme=scheme)
     page = context.new_page()
     page.goto(url)
     page.get_by_label("Compare without speculation").check()
     ask(page, "the fox")
     expect(page.locator(".agreement.good")).to_be_visible()
-    page.get_by_label("Tools, a JSON list").fill(TOOL)
+    page.get_by_label("Tools (JSON list)").fill(TOOL)
     server.text = f"so it is\n</think>\n\n{CALL}"
     ask(page, "the fox")
     expect(page.locator(".call")).to_be_visible()
     for shown in (None, "Alt+h"):
         if shown:
             page.keyboard.press(shown)
-        found = Axe().run(page)
-        assert found.violations_count == 0, found.generate_report()
+        result = Axe().run(page)
+        assert result.violations_count == 0, result.generate_report()
     context.close()
 
 
@@ -402,8 +404,8 @@ def test_axe_sees_text_that_is_too_faint(page: Page, url: str) -> None:
     page.goto(url)
     faint = "document.documentElement.style.setProperty('--quiet', '#dddddd')"
     page.evaluate(faint)
-    found = Axe().run(page)
-    assert "color-contrast" in [violation["id"] for violation in found.response["violations"]]
+    result = Axe().run(page)
+    assert "color-contrast" in [violation["id"] for violation in result.response["violations"]]
 
 
 def test_the_bundled_model_agrees_with_itself(page: Page) -> None:
@@ -412,10 +414,10 @@ def test_the_bundled_model_agrees_with_itself(page: Page) -> None:
         page.goto(str(stack.http.base_url))
         page.get_by_label("Compare without speculation").check()
         page.get_by_label("Temperature").fill("0.8")
-        page.get_by_label("Most tokens").fill("60")
+        page.get_by_label("Max tokens").fill("60")
         ask(page, "List the first 12 primes.")
         verdict = page.locator(".agreement")
-        expect(verdict).to_have_text(re.compile(r"All \d+ tokens agree"), timeout=60_000)
+        expect(verdict).to_have_text(re.compile(r"All \d+ tokens are equal"), timeout=60_000)
         first, second = (page.locator(".run").nth(i) for i in range(2))
         assert first.locator(".answer").text_content() == second.locator(".answer").text_content()
         assert first.locator(".draft").count() > 0

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.http.access import OPEN_PATHS, Rules
+from lockstep.serve.http.access import OPEN_PATHS, AccessRules
 from lockstep.serve.playground import FILES
 from lockstep.serve.requests.service import Service
 
@@ -59,7 +59,7 @@ def test_nothing_is_fetched_from_elsewhere(server):
 
 
 def test_the_policy_lets_all_of_the_page_work(server):
-    """No script or style stands in the page itself, and what it links is served."""
+    """The page has no inline script or style, and the server has all files that it links."""
     page = fetch(server, "GET", "/").text
     assert not re.search(r"<style|style=|\son\w+=|<script(?![^>]*src=)", page)
     linked = re.findall(r'(?:src|href)="([^"#:]+)"', page)
@@ -80,15 +80,15 @@ def test_script_and_page_name_the_same_elements(server):
 def test_every_control_has_a_name(server):
     page = fetch(server, "GET", "/").text
     for control in re.finditer(r"<(?:input|select|textarea)\b[^>]*>", page):
-        found = re.search(r'\bid="([\w-]+)"', control[0])
+        result = re.search(r'\bid="([\w-]+)"', control[0])
         before = page[: control.start()]
         inside = before.rfind("<label") > before.rfind("</label>")
-        assert inside or (found and f'for="{found[1]}"' in page), control[0]
+        assert inside or (result and f'for="{result[1]}"' in page), control[0]
 
 
 def test_the_page_needs_no_key_and_the_api_does(server, processor):
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, Rules(keys=("secret",)))
+    server.app = create_app(service, AccessRules(keys=("secret",)))
     assert {file.path for file in FILES} <= set(OPEN_PATHS)
     for file in FILES:
         assert fetch(server, "GET", file.path).status_code == 200
@@ -105,7 +105,7 @@ def test_it_may_be_left_out(server, processor):
 
 def test_the_page_works_under_a_path(server, processor):
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, Rules(keys=("secret",), root_path="/llm"))
+    server.app = create_app(service, AccessRules(keys=("secret",), root_path="/llm"))
     assert fetch(server, "GET", "/llm/").status_code == 200
     assert fetch(server, "GET", "/llm/playground/app.js").status_code == 200
     page = fetch(server, "GET", "/llm/").text

@@ -26,8 +26,8 @@ def test_a_chat_message_goes_back(server: Any, exclude_none: bool) -> None:
     said = message.model_dump(exclude_none=exclude_none)
     assert message.tool_calls and message.reasoning_content
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
-    found = post(server, CHAT_PATH, messages=[*USER, said, result], tools=TOOLS)
-    assert found.status_code == 200, found.text
+    response = post(server, CHAT_PATH, messages=[*USER, said, result], tools=TOOLS)
+    assert response.status_code == 200, response.text
 
 
 def test_notes_that_clients_add_to_a_chat(server: Any) -> None:
@@ -55,8 +55,8 @@ def test_notes_that_clients_add_to_a_chat(server: Any) -> None:
         "status": "completed",
     }
     result = {"role": "tool", "tool_call_id": "a", "name": "get", "content": "3"}
-    found = post(server, CHAT_PATH, messages=[*USER, said, result], tools=TOOLS)
-    assert found.status_code == 200, found.text
+    response = post(server, CHAT_PATH, messages=[*USER, said, result], tools=TOOLS)
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("exclude_none", [False, True])
@@ -69,8 +69,8 @@ def test_items_of_a_response_go_back(server: Any, exclude_none: bool) -> None:
     for item in first.output[2:]:
         kind = "custom_tool_call" if item.type == "custom_tool_call" else "function_call"
         items.append({"type": f"{kind}_output", "call_id": item.call_id, "output": "3"})
-    found = post(server, RESPONSES, input=[*USER, *items], tools=tools)
-    assert found.status_code == 200, found.text
+    response = post(server, RESPONSES, input=[*USER, *items], tools=tools)
+    assert response.status_code == 200, response.text
 
 
 def test_what_the_clients_parse_helpers_add(server: Any) -> None:
@@ -97,17 +97,17 @@ def test_what_the_clients_parse_helpers_add(server: Any) -> None:
 
     message, items = asyncio.run(run())
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
-    found = post(server, CHAT_PATH, messages=[*USER, message, result], tools=TOOLS)
-    assert found.status_code == 200, found.text
+    response = post(server, CHAT_PATH, messages=[*USER, message, result], tools=TOOLS)
+    assert response.status_code == 200, response.text
     given = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "3"}
-    found = post(server, RESPONSES, input=[*USER, *items, given], tools=[FUNCTION])
-    assert found.status_code == 200, found.text
+    response = post(server, RESPONSES, input=[*USER, *items, given], tools=[FUNCTION])
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("exclude_none", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_message_goes_back(server: Any, exclude_none: bool, whole: bool) -> None:
-    """Its content, as Anthropic's examples do, or all of it."""
+    """The next request repeats the content, as in Anthropic's examples, or the whole message."""
     server.text = ALL
     tools = [{"name": "get", "input_schema": SCHEMA}]
 
@@ -119,8 +119,8 @@ def test_a_message_goes_back(server: Any, exclude_none: bool, whole: bool) -> No
     given = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "3"}
     turns = [*USER, said, {"role": "user", "content": [given]}]
     for path, more in ((MESSAGES, {"max_tokens": 9}), (f"{MESSAGES}/count_tokens", {})):
-        found = post(server, path, messages=turns, tools=tools, **more)
-        assert found.status_code == 200, found.text
+        response = post(server, path, messages=turns, tools=tools, **more)
+        assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize(
@@ -152,14 +152,16 @@ def test_a_message_goes_back(server: Any, exclude_none: bool, whole: bool) -> No
 def test_a_misspelt_field_is_named_by_its_path(
     server: Any, path: str, body: dict[str, Any], place: str
 ) -> None:
-    found = post(server, path, **body)
-    assert found.status_code == 400, found.text
-    assert found.json()["error"]["message"].startswith(f"{place} is not known here"), found.text
+    response = post(server, path, **body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"].startswith(f"{place} is not known here"), (
+        response.text
+    )
     assert not server.client.requests
 
 
 def test_a_long_name_is_cut(server: Any) -> None:
-    """Of a field that a template might read, too."""
+    """This also holds for a field that a template may read."""
     for message in ({**USER[0], "x" * 3000: 1}, {"role": "user", "content": [{"y" * 3000: 1}]}):
-        found = post(server, CHAT_PATH, messages=[message])
-        assert found.status_code == 400 and len(found.json()["error"]["message"]) < 400
+        response = post(server, CHAT_PATH, messages=[message])
+        assert response.status_code == 400 and len(response.json()["error"]["message"]) < 400

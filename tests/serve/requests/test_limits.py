@@ -18,10 +18,10 @@ def limited(server, processor, **limits):
 
 
 def test_a_full_queue(server, processor):
-    service = limited(server, processor, running=2, queued=1)
-    found = post(server, TEXT_PATH, n=4)
-    assert found.status_code == 429 and found.headers["retry-after"] == "1"
-    assert found.json()["error"]["code"] == "queue_full"
+    service = limited(server, processor, max_running=2, max_queued=1)
+    response = post(server, TEXT_PATH, n=4)
+    assert response.status_code == 429 and response.headers["retry-after"] == "1"
+    assert response.json()["error"]["code"] == "queue_full"
     assert "4" not in service.fingerprint and not server.client.requests
     assert post(server, TEXT_PATH, n=3, max_tokens=40).status_code == 200
     assert post(server, TEXT_PATH, n=3, max_tokens=40).status_code == 200, "room was given back"
@@ -32,21 +32,21 @@ def test_a_full_queue(server, processor):
 def test_a_request_out_of_time(server, path, stream):
     server.client.hang = True
     server.client.answer = lambda request: [5]
-    found = post(server, path, timeout=0.05, stream=stream)
+    response = post(server, path, timeout=0.05, stream=stream)
     if stream:
-        assert found.status_code == 200
-        *_, last, done = [x for x in found.text.split("\n\n") if x]
+        assert response.status_code == 200
+        *_, last, done = [x for x in response.text.split("\n\n") if x]
         error = json.loads(last.removeprefix("data: "))["error"]
         assert done == "data: [DONE]"
     else:
-        assert found.status_code == 504
-        error = found.json()["error"]
+        assert response.status_code == 504
+        error = response.json()["error"]
     assert error["code"] == "timeout" and "after 1 tokens" in error["message"]
     assert server.client.aborted == [r.id for r in server.client.requests]
 
 
 def test_the_servers_own_deadline(server, processor):
-    limited(server, processor, seconds=0.05)
+    limited(server, processor, max_seconds=0.05)
     server.client.hang = True
     server.client.answer = lambda request: [5]
     assert post(server, TEXT_PATH, timeout=50).status_code == 504
@@ -56,8 +56,8 @@ def test_the_servers_own_deadline(server, processor):
 def test_deadlines_that_are_none(server, timeout):
     body = json.dumps({"prompt": "x", "timeout": timeout})
     headers = {"Content-Type": "application/json"}
-    found = fetch(server, "POST", TEXT_PATH, content=body, headers=headers)
-    assert found.status_code == 400 and found.json()["error"]["param"] == "timeout"
+    response = fetch(server, "POST", TEXT_PATH, content=body, headers=headers)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "timeout"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -68,21 +68,21 @@ def test_a_row_that_failed(server, processor, path, stream):
     service = Service(server.client, processor, "tiny", "ls-test", on_record=[records.append])
     server.app = create_app(service)
     server.client.nan_after = 3
-    found = post(server, path, stream=stream, max_tokens=40)
-    assert found.status_code == 200
-    lines = [x[6:] for x in found.text.split("\n\n") if x.startswith("data: {")]
-    chunks = [json.loads(line) for line in lines] if stream else [found.json()]
+    response = post(server, path, stream=stream, max_tokens=40)
+    assert response.status_code == 200
+    lines = [x[6:] for x in response.text.split("\n\n") if x.startswith("data: {")]
+    chunks = [json.loads(line) for line in lines] if stream else [response.json()]
     ends = [c for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
     assert [(c["finish_reason"], c["error"]) for c in ends] == [("error", "the model gave NaN")]
     assert [record.error for record in records] == ["the model gave NaN"]
 
 
 def test_a_step_that_hangs(server, processor):
-    limited(server, processor, step_seconds=5.0)
+    limited(server, processor, max_step_seconds=5.0)
     assert fetch(server, "GET", "/health").status_code == 200
     server.client.stalled_for = 6.0
-    found = fetch(server, "GET", "/health")
-    assert found.status_code == 503 and "6 s" in found.text
+    response = fetch(server, "GET", "/health")
+    assert response.status_code == 503 and "6 s" in response.text
     assert post(server, TEXT_PATH).status_code == 503
     server.client.stalled_for = 0.0
     assert post(server, TEXT_PATH).status_code == 200
@@ -100,7 +100,7 @@ def test_the_end_of_the_server(server, processor):
             task = asyncio.create_task(client.post(TEXT_PATH, json=body))
             while not server.client.requests:
                 await asyncio.sleep(0)
-            service.close_doors()
+            service.stop_admission()
             refused = await client.post(TEXT_PATH, json=body)
             health = await client.get("/health")
             service.end_all()
@@ -117,9 +117,9 @@ def test_the_end_of_the_server(server, processor):
 def test_nothing_of_an_exception_leaves(server, caplog):
     """A client sees a number, and the log the rest."""
     server.client.error = KeyError("secret path")
-    found = post(server, TEXT_PATH)
-    assert found.status_code == 500
-    message = found.json()["error"]["message"]
+    response = post(server, TEXT_PATH)
+    assert response.status_code == 500
+    message = response.json()["error"]["message"]
     assert "secret" not in message and "KeyError" not in message
     number = message.split()[2].rstrip(";")
     assert number in caplog.text and "secret path" in caplog.text

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.engine.token_update import TokenUpdate
-from lockstep.serve.app import EventStream
-from lockstep.serve.openai.chat import ChatAnswer
-from lockstep.serve.openai.completions import CompletionAnswer
+from lockstep.serve.http.event_stream import EventStream
+from lockstep.serve.openai.chat import ChatWriter
+from lockstep.serve.openai.completions import ID_PREFIX, CompletionWriter
 from lockstep.serve.openai.protocol import ChatRequest, CompletionRequest
-from lockstep.serve.requests.service import Asked, Service
+from lockstep.serve.requests.response_writer import ResponseWriter
+from lockstep.serve.requests.service import Service
 from tests.serve.api_calls import CALL, TOOLS, USER
 from tests.serve.fake_client import FakeClient
 
@@ -27,23 +29,22 @@ def service_of(processor: Any, text: str, step: int) -> Service:
     return Service(client, processor, "tiny", "ls-test")
 
 
-async def events(answer: Any, delays: list[int]) -> list[Any]:
-    """The answer's chunks; before those behind the i-th are read, everybody else has delays[i]
-    turns."""
-    await answer.start()
-    found = []
-    stream = answer.stream()
+async def events(started: Awaitable[ResponseWriter], delays: list[int]) -> list[Any]:
+    """Return the chunks of a response. Other tasks get delays[i] turns before the next read."""
+    writer = await started
+    result: list[Any] = []
+    stream = writer.stream()
     while True:
-        anybody = len(asyncio.all_tasks()) > 1
-        for _ in range(delays[len(found) % len(delays)] if anybody else 0):
+        has_others = len(asyncio.all_tasks()) > 1
+        for _ in range(delays[len(result) % len(delays)] if has_others else 0):
             await asyncio.sleep(0)
         try:
             chunks = await anext(stream)
         except StopAsyncIteration:
             break
-        found += [{**chunk, "id": "", "created": 0} for chunk in chunks]
-    answer.close()
-    return json.loads(json.dumps(found), object_hook=_without_ids)
+        result += [{**chunk, "id": "", "created": 0} for chunk in chunks]
+    writer.close()
+    return json.loads(json.dumps(result), object_hook=_without_ids)
 
 
 def _without_ids(value: dict[str, Any]) -> dict[str, Any]:
@@ -70,18 +71,18 @@ def test_every_delay_gives_the_same_events(processor, chat, text, step, n, stop,
         "stream_options": {"include_usage": True, "continuous_usage_stats": n == 1},
     }
 
-    def make() -> Any:
+    def start() -> Awaitable[ResponseWriter]:
         service = service_of(processor, text, step)
         if chat:
             body = ChatRequest(messages=USER, tools=TOOLS, logprobs=logprobs, **options)
-            return ChatAnswer(service, body)
+            return ChatWriter.start(service, body)
         scores = 1 if logprobs else None
-        return CompletionAnswer(
+        return CompletionWriter.start(
             service, CompletionRequest(prompt="the", logprobs=scores, echo=True, **options)
         )
 
-    prompt_reader = asyncio.run(events(make(), [0]))
-    slow_reader = asyncio.run(events(make(), delays))
+    prompt_reader = asyncio.run(events(start(), [0]))
+    slow_reader = asyncio.run(events(start(), delays))
     for index in range(n):
         assert own(slow_reader, index) == own(prompt_reader, index)
         assert len([c for c in own(slow_reader, index) if c["finish_reason"]]) == 1
@@ -102,9 +103,9 @@ def own(chunks: list[Any], index: int) -> list[Any]:
 
 @pytest.mark.parametrize("n", [1, 16])
 def test_a_burst_read_late_loses_no_call(processor, n):
-    """All updates have come before the first chunk is read."""
+    """The engine sends all updates before the first chunk is read."""
     body = ChatRequest(messages=USER, tools=TOOLS, stream=True, n=n, max_tokens=200)
-    chunks = asyncio.run(events(ChatAnswer(service_of(processor, CALL, 1), body), [5000]))
+    chunks = asyncio.run(events(ChatWriter.start(service_of(processor, CALL, 1), body), [5000]))
     ends = [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
     assert ends == ["tool_calls"] * n
     for index in range(n):
@@ -120,17 +121,16 @@ def test_streamed_and_whole_ids_do_not_change_while_read(processor):
     body = ChatRequest(messages=USER, tools=TOOLS, stream=True, max_tokens=200)
 
     async def run() -> list[str]:
-        answer = ChatAnswer(service_of(processor, CALL + CALL, 3), body)
-        await answer.start()
-        found = [
+        writer = await ChatWriter.start(service_of(processor, CALL + CALL, 3), body)
+        result = [
             call["id"]
-            async for chunks in answer.stream()
+            async for chunks in writer.stream()
             for chunk in chunks
             for call in chunk["choices"][0]["delta"].get("tool_calls", ())
             if "id" in call
         ]
-        answer.close()
-        return found
+        writer.close()
+        return result
 
     first, second = asyncio.run(run())
     assert first != second
@@ -143,8 +143,8 @@ def test_a_stream_nobody_reads_is_closed(processor):
     service.client.answer = lambda request: [5]
 
     async def run() -> None:
-        answer = ChatAnswer(service, ChatRequest(messages=USER, stream=True, max_tokens=200))
-        await answer.start()
+        body = ChatRequest(messages=USER, stream=True, max_tokens=200)
+        writer = await ChatWriter.start(service, body)
 
         async def send(message: Any) -> None:
             raise OSError("gone")
@@ -154,28 +154,27 @@ def test_a_stream_nobody_reads_is_closed(processor):
 
         scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
         with pytest.raises((OSError, ExceptionGroup)):
-            await EventStream.of(answer)(scope, receive, send)
+            await EventStream.from_source(writer)(scope, receive, send)
 
     asyncio.run(run())
     assert service.client.aborted == [r.id for r in service.client.requests]
-    assert not service._runs
+    assert not service._active
 
 
-def test_pieces_do_not_change(processor):
-    """What was handed out stays as it was while more comes."""
+def test_deltas_are_immutable(processor):
+    """A delta that was read stays the same while more arrive."""
     service = service_of(processor, "hello lazy fox", 1)
 
     async def run() -> None:
         body = CompletionRequest(prompt="the", max_tokens=50)
-        asked = Asked(["the"], body.params(processor))
-        run = await service.start("cmpl", body, 1, lambda: asked, True)
+        active = await service.submit(body, ID_PREFIX, is_small=True)
         seen = []
-        async for pieces in run:
-            seen += [(piece, repr(piece)) for piece in pieces]
-        run.close()
+        async for deltas in active:
+            seen += [(delta, repr(delta)) for delta in deltas]
+        active.close()
         assert len(seen) > 3
-        assert all(repr(piece) == before for piece, before in seen)
-        assert [piece.text.num_tokens for piece, _ in seen] == list(range(1, len(seen) + 1))
+        assert all(repr(delta) == text for delta, text in seen)
+        assert [delta.update.num_tokens for delta, _ in seen] == list(range(1, len(seen) + 1))
 
     asyncio.run(run())
 
@@ -190,5 +189,5 @@ def test_an_update_after_the_end_is_not_sent(processor):
 
     service.client.updates = twice
     body = ChatRequest(messages=USER, stream=True)
-    chunks = asyncio.run(events(ChatAnswer(service, body), [0]))
+    chunks = asyncio.run(events(ChatWriter.start(service, body), [0]))
     assert [c["choices"][0]["finish_reason"] for c in chunks].count("length") == 1

@@ -4,10 +4,10 @@ from typing import Any
 
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
-from lockstep.serve.telemetry.request_record import Record
+from lockstep.serve.telemetry.request_record import RequestRecord
 
 
-def ended(**changes: Any) -> Record:
+def ended(**changes: Any) -> RequestRecord:
     """A request of two completions, the second of which gave no token."""
     metrics = (
         RequestMetrics(arrival_time=10.0, scheduled_time=10.5, first_token_time=11.0),
@@ -15,7 +15,7 @@ def ended(**changes: Any) -> Record:
     )
     told: dict[str, Any] = dict(
         id="cmpl-1",
-        caller=None,
+        context=None,
         model="m",
         params=SamplingParams(n=2, max_tokens=9),
         prompt_tokens=7,
@@ -23,10 +23,10 @@ def ended(**changes: Any) -> Record:
         cached_tokens=2,
         draft_tokens=6,
         accepted_tokens=3,
-        longest=4,
+        max_completion_tokens=4,
         metrics=metrics,
         finish_reasons=("length", "abort"),
         error=None,
-        ended=12.25,
+        end_time=12.25,
     )
-    return Record(**told | changes)
+    return RequestRecord(**told | changes)

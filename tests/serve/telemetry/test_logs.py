@@ -1,4 +1,4 @@
-"""Log lines of what clients send, and of whose requests they tell."""
+"""Log lines: escaped text of clients, request ids, and repeated lines."""
 
 import json
 import logging
@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from lockstep.outputs import RequestMetrics
-from lockstep.serve.http.request_context import CALLER, Caller
+from lockstep.serve.http.request_context import REQUEST_CONTEXT, RequestContext
 from lockstep.serve.telemetry.logs import (
     LOGGERS,
-    LONGEST,
-    MOST_LINES,
-    REQUESTS,
-    SAME_SECONDS,
-    OneLine,
+    MAX_CHARACTERS,
+    MAX_LINES,
+    REPEAT_SECONDS,
+    REQUEST_LOGGER,
+    LineFilter,
+    configure_logs,
     escaped,
     log_request,
-    write_logs,
 )
 from tests.serve.telemetry.records import ended
 
@@ -29,7 +29,7 @@ Lines = Callable[[], list[str]]
 
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
-    """What was written since it was asked last. Loggers are afterwards as they were."""
+    """Yield a function that returns new lines. Loggers are restored afterwards."""
     before = {name: logging.getLogger(name).handlers for name in LOGGERS}
     uvicorn = logging.getLogger("uvicorn.error")
     level = uvicorn.level
@@ -38,16 +38,16 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
     uvicorn.setLevel(level)
     for name, handlers in before.items():
         logging.getLogger(name).handlers = handlers
-    logging.getLogger(REQUESTS).setLevel(logging.NOTSET)
+    logging.getLogger(REQUEST_LOGGER).setLevel(logging.NOTSET)
 
 
 @pytest.fixture
-def caller() -> Iterator[Caller]:
+def caller() -> Iterator[RequestContext]:
     """The caller of all that is logged."""
-    found = Caller("my-id", {})
-    token = CALLER.set(found)
-    yield found
-    CALLER.reset(token)
+    result = RequestContext("my-id", {})
+    token = REQUEST_CONTEXT.set(result)
+    yield result
+    REQUEST_CONTEXT.reset(token)
 
 
 def record(message: str, *args: object, name: str = "lockstep.serve") -> logging.LogRecord:
@@ -56,15 +56,15 @@ def record(message: str, *args: object, name: str = "lockstep.serve") -> logging
 
 def test_one_line_whatever_is_in_it() -> None:
     line = record("fields were ignored: %s", FORGED)
-    assert OneLine().filter(line)
+    assert LineFilter().filter(line)
     assert line.getMessage() == f"fields were ignored: {ESCAPED}"
-    assert len(escaped("x" * 10**6)) < LONGEST + 10
+    assert len(escaped("x" * 10**6)) < MAX_CHARACTERS + 10
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_line_stays_one_whoever_writes_it(lines: Lines, form: Any) -> None:
     """Loggers below those of the server, too."""
-    write_logs(form)
+    configure_logs(form)
     for name in ("lockstep.serve", "lockstep.engine", "uvicorn.error", "opentelemetry.sdk"):
         logging.getLogger(name).warning("%s wrote %s", name, FORGED)
         (line,) = lines()
@@ -73,7 +73,7 @@ def test_a_line_stays_one_whoever_writes_it(lines: Lines, form: Any) -> None:
 
 
 def test_the_same_line_once(lines: Lines) -> None:
-    write_logs()
+    configure_logs()
     for _ in range(5):
         logging.getLogger("lockstep.serve").warning("invalid")
     logging.getLogger("lockstep.serve").warning("something else")
@@ -84,34 +84,34 @@ def test_many_different_lines_are_not_all_written(monkeypatch: pytest.MonkeyPatc
     """A client that names new things in every request fills no disk, and hides no error."""
     now = 1000.0
     monkeypatch.setattr("lockstep.serve.telemetry.logs.time.monotonic", lambda: now)
-    one = OneLine()
+    one = LineFilter()
 
     def lines(level: int) -> list[logging.LogRecord]:
         made = [
             logging.LogRecord("lockstep.serve", level, "", 0, f"line {n}", (), None)
-            for n in range(3 * MOST_LINES)
+            for n in range(3 * MAX_LINES)
         ]
         return [line for line in made if one.filter(line)]
 
     written = lines(logging.WARNING)
-    assert len(written) == MOST_LINES
+    assert len(written) == MAX_LINES
     assert "no more lines" in written[-1].msg
     assert "no more lines" not in written[-2].msg
-    assert len(lines(logging.ERROR)) == MOST_LINES
+    assert len(lines(logging.ERROR)) == MAX_LINES
     assert lines(logging.WARNING) == []
-    now += SAME_SECONDS
-    assert len(lines(logging.WARNING)) == MOST_LINES
+    now += REPEAT_SECONDS
+    assert len(lines(logging.WARNING)) == MAX_LINES
 
 
 def test_access_lines_are_all_written() -> None:
-    one = OneLine()
+    one = LineFilter()
     for _ in range(3):
         line = record('%s - "%s %s"', "client", "GET", "/x\ny", name="uvicorn.access")
         assert one.filter(line) and "\n" not in line.getMessage()
 
 
-def test_a_line_names_the_request(lines: Lines, caller: Caller) -> None:
-    write_logs("json")
+def test_a_line_names_the_request(lines: Lines, caller: RequestContext) -> None:
+    configure_logs("json")
     try:
         raise ValueError("no\nsuch")
     except ValueError:
@@ -128,8 +128,8 @@ def test_a_line_names_the_request(lines: Lines, caller: Caller) -> None:
     }
 
 
-def test_nothing_behind_a_traceback_looks_like_a_line(lines: Lines, caller: Caller) -> None:
-    write_logs()
+def test_nothing_behind_a_traceback_looks_like_a_line(lines: Lines, caller: RequestContext) -> None:
+    configure_logs()
     try:
         raise ValueError("no\n2026-01-01T00:00:00.000Z ERROR lockstep: forged")
     except ValueError:
@@ -152,8 +152,8 @@ def test_latencies_of_what_is_known() -> None:
     assert waited.latencies == {"e2e": 2.25}
 
 
-def test_a_line_for_every_request_that_ended(lines: Lines, caller: Caller) -> None:
-    write_logs("json", requests=True)
+def test_a_line_for_every_request_that_ended(lines: Lines, caller: RequestContext) -> None:
+    configure_logs("json", log_requests=True)
     log_request(ended())
     log_request(ended())
     log_request(ended(error="its time was up"))
@@ -166,6 +166,6 @@ def test_a_line_for_every_request_that_ended(lines: Lines, caller: Caller) -> No
 
 
 def test_no_such_line_unasked(lines: Lines) -> None:
-    write_logs("text")
+    configure_logs("text")
     log_request(ended())
     assert lines() == []

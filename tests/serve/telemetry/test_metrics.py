@@ -1,4 +1,4 @@
-"""What /metrics tells, under both names, and that the dashboard asks for nothing else."""
+"""Content of /metrics with both prefixes, and the metrics that the dashboard uses."""
 
 import json
 import re
@@ -62,13 +62,13 @@ def told_in_all() -> set[str]:
 
 
 def stats() -> Stats:
-    found = Stats(num_swapped=2, drafts_total=10, accepted_at=(7, 3))
-    found.requests_success_total["stop"] = 1
+    result = Stats(num_swapped=2, drafts_total=10, accepted_at=(7, 3))
+    result.requests_success_total["stop"] = 1
     for name in ("ttft_seconds", "itl_seconds", "e2e_seconds"):
-        found.observe(name, 0.03)
-    found.decode_steps = [DecodeStep(0.004, 1, 3, 100), DecodeStep(0.02, 2, 3, 300)]
-    found.iteration_tokens = [1, 100]
-    return found
+        result.observe(name, 0.03)
+    result.decode_steps = [DecodeStep(0.004, 1, 3, 100), DecodeStep(0.02, 2, 3, 300)]
+    result.iteration_tokens = [1, 100]
+    return result
 
 
 def samples(text: str) -> set[str]:
@@ -90,7 +90,7 @@ def test_drafts_by_position_and_steps() -> None:
 @pytest.mark.parametrize("prefix", ["lockstep", "vllm"])
 def test_what_moves_to_host_memory_and_back(prefix: Prefix) -> None:
     metrics = Metrics("m", prefix)
-    found = Stats(
+    result = Stats(
         host_pages=8,
         host_pages_used=2,
         host_hits_total=128,
@@ -101,7 +101,7 @@ def test_what_moves_to_host_memory_and_back(prefix: Prefix) -> None:
         fetched_bytes_total=3000,
     )
     metrics.render(Stats(offloaded_total=1, offloaded_bytes_total=1000))
-    lines = metrics.render(found).decode().splitlines()
+    lines = metrics.render(result).decode().splitlines()
     for name, label, value in (
         ("kv_offload_cpu_cache_usage_perc", "", 0.25),
         ("external_prefix_cache_hits_total", "", 128.0),
@@ -115,19 +115,19 @@ def test_what_moves_to_host_memory_and_back(prefix: Prefix) -> None:
 
 
 def test_steps_beside_their_floors() -> None:
-    """Those of stats(), of a model as FLOORS says."""
+    """Steps of stats() are compared with the roofline times of FLOORS."""
     text = Metrics("m", floors=FLOORS).render(stats()).decode()
     label = '{model_name="m"}'
-    found = {}
+    result = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
         if name.endswith(label):
-            found[name.removesuffix(label).removeprefix("lockstep:")] = float(value)
+            result[name.removesuffix(label).removeprefix("lockstep:")] = float(value)
     first = (3 + 100 + 4) / 1000
     second = (3 + 300 + 8) / 1000
-    assert found["decode_step_floor_seconds_total"] == pytest.approx(first + second)
-    assert found["decode_step_over_floor_sum"] == pytest.approx(0.004 / first + 0.02 / second)
-    assert found["memory_bytes_per_second"] == 1000.0
+    assert result["decode_step_floor_seconds_total"] == pytest.approx(first + second)
+    assert result["decode_step_over_floor_sum"] == pytest.approx(0.004 / first + 0.02 / second)
+    assert result["memory_bytes_per_second"] == 1000.0
 
 
 @pytest.mark.parametrize("prefix", ["lockstep", "vllm"])
@@ -165,16 +165,16 @@ def test_tokens_of_steps_are_a_histogram() -> None:
 def test_requests_that_have_ended() -> None:
     metrics = Metrics("m")
     metrics.observe(ended())
-    metrics.observe(ended(metrics=(RequestMetrics(),), longest=0))
-    found = metrics.render(stats()).decode()
+    metrics.observe(ended(metrics=(RequestMetrics(),), max_completion_tokens=0))
+    result = metrics.render(stats()).decode()
     label = '{model_name="m"}'
-    assert f"lockstep:request_prompt_tokens_count{label} 2.0" in found
-    assert f"lockstep:request_max_num_generation_tokens_sum{label} 4.0" in found
-    assert f"lockstep:request_params_n_sum{label} 4.0" in found
+    assert f"lockstep:request_prompt_tokens_count{label} 2.0" in result
+    assert f"lockstep:request_max_num_generation_tokens_sum{label} 4.0" in result
+    assert f"lockstep:request_params_n_sum{label} 4.0" in result
     for name, seconds in (("queue", 0.5), ("prefill", 0.5), ("decode", 1.25), ("inference", 1.75)):
-        assert f"lockstep:request_{name}_time_seconds_count{label} 1.0" in found
-        assert f"lockstep:request_{name}_time_seconds_sum{label} {seconds}" in found
-    (line,) = [x for x in found.splitlines() if "request_time_per_output_token_seconds_sum" in x]
+        assert f"lockstep:request_{name}_time_seconds_count{label} 1.0" in result
+        assert f"lockstep:request_{name}_time_seconds_sum{label} {seconds}" in result
+    (line,) = [x for x in result.splitlines() if "request_time_per_output_token_seconds_sum" in x]
     assert float(line.rpartition(" ")[2]) == pytest.approx(1.25 / 3)
 
 
@@ -207,7 +207,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
 
 
 def test_the_dashboard_shows_every_metric() -> None:
-    """Of a histogram its buckets are enough; what Prometheus adds of itself is not ours."""
+    """Histograms count by their buckets; metrics that Prometheus adds do not count."""
     text = DASHBOARD.read_text()
     bare = {name for name in told_in_all() if not name.endswith(("_created", "_sum", "_count"))}
     assert not [name for name in bare if name not in text]

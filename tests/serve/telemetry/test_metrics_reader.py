@@ -7,7 +7,7 @@ from lockstep.cache.specs import Part, Spec, StorageKind
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import ConfigError
 from lockstep.serve.telemetry.metrics import Metrics, Prefix
-from lockstep.serve.telemetry.metrics_reader import Frame, Reading, Source, frame, parse
+from lockstep.serve.telemetry.metrics_reader import Frame, MetricsReader, Reading, frame, parse
 from lockstep.worker.device_rates import Rates
 from lockstep.worker.roofline import PassCosts, StepCosts, StepFloors, WeightCost
 
@@ -16,22 +16,22 @@ KV = Part("k", (1,), torch.uint8)
 
 
 def counted(**counts: object) -> Stats:
-    """Of a server that has answered two requests, and drafts 3."""
-    found = Stats(pages=10, accepted_at=(0, 0, 0))
+    """Return stats of a server that has answered two requests with 3 drafts per step."""
+    result = Stats(pages=10, accepted_at=(0, 0, 0))
     for name, value in counts.items():
-        setattr(found, name, value)
-    return found
+        setattr(result, name, value)
+    return result
 
 
 def reading(metrics: Metrics, stats: Stats, at: float) -> Reading:
-    found = parse(metrics.render(stats).decode(), at)
-    assert found is not None
-    return found
+    result = parse(metrics.render(stats).decode(), at)
+    assert result is not None
+    return result
 
 
 @pytest.fixture(params=["lockstep", "vllm"])
 def watched(request: pytest.FixtureRequest) -> Frame:
-    """Of two seconds in which 40 tokens came, of 10 steps of one row, under both names."""
+    """Return a frame of two seconds with 40 tokens and 10 steps of one row, for both prefixes."""
     prefix: Prefix = request.param
     costs = PassCosts((WeightCost("all", 6),), (Spec(StorageKind.PAGED, (KV,)),), 0)
     metrics = Metrics("my-model", prefix, StepFloors(StepCosts(costs, None), Rates(1e6)))
@@ -115,7 +115,7 @@ def test_nothing_happened() -> None:
 
 
 def test_a_server_that_began_anew() -> None:
-    """Its counters fall: what they have now came since."""
+    """Counters that fall were reset, so their value is their increase."""
     before = reading(Metrics("m"), counted(generation_tokens_total=500), 1.0)
     after = reading(Metrics("m"), counted(generation_tokens_total=30), 2.0)
     assert frame(before, after).now.generation_speed == 30.0
@@ -148,7 +148,7 @@ def test_what_is_no_reading(text: str) -> None:
     ],
 )
 def test_addresses(url: str, asked: str) -> None:
-    assert Source(url).url == asked
+    assert MetricsReader(url).url == asked
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_addresses(url: str, asked: str) -> None:
 )
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ConfigError, match="url=.*allowed: http://HOST:PORT"):
-        Source(url)
+        MetricsReader(url)

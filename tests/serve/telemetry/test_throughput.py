@@ -5,12 +5,12 @@ import logging
 import pytest
 
 from lockstep.engine.stats import Stats
-from lockstep.serve.telemetry.throughput import THROUGHPUT, Throughput
+from lockstep.serve.telemetry.throughput import THROUGHPUT_LOGGER, ThroughputLogger
 
 
 def test_a_line_while_there_is_work_and_one_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, THROUGHPUT)
-    lines = Throughput(Stats())
+    caplog.set_level(logging.INFO, THROUGHPUT_LOGGER)
+    lines = ThroughputLogger(Stats())
     lines.log(Stats(), 10.0)
     assert not caplog.messages, "an idle server says nothing"
     busy = Stats(

@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.serve.app import create_app
 from lockstep.serve.requests.service import Service
 from lockstep.serve.settings import ServerSettings
-from lockstep.serve.telemetry.traces import CLOSE_SECONDS, SPAN, Traces, otlp_exporter
+from lockstep.serve.telemetry.traces import CLOSE_SECONDS, SPAN_NAME, SpanRecorder, otlp_exporter
 from tests.serve.api_calls import fetch
 from tests.serve.server_process import PATIENCE
 from tests.serve.span_collector import PARENT, TRACE, TRACED
@@ -29,7 +29,7 @@ ASKED = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "n": 2, "temperatu
 def spans(server: Any, processor: Any) -> Iterator[Any]:
     """`spans()` are those of the requests that have ended."""
     exporter = InMemorySpanExporter()
-    with closing(Traces(exporter)) as traces:
+    with closing(SpanRecorder(exporter)) as traces:
         service = Service(server.client, processor, "tiny", "ls-test", on_record=[traces.record])
         server.app = create_app(service)
 
@@ -45,7 +45,7 @@ def test_a_span_tells_of_its_request(server: Any, spans: Any) -> None:
     answer = fetch(server, "POST", "/v1/completions", headers=TRACED, json=ASKED).json()
     (span,) = spans()
     assert (span.name, span.kind, span.status.status_code) == (
-        SPAN,
+        SPAN_NAME,
         SpanKind.SERVER,
         StatusCode.UNSET,
     )
@@ -87,7 +87,7 @@ def test_what_names_no_trace_begins_one(server: Any, spans: Any, traced: str) ->
 
 
 def test_a_request_that_failed_says_so(server: Any, spans: Any) -> None:
-    """One completion that fails ends the answer, and with it the others."""
+    """A completion that fails ends the response, and so the other completions."""
     server.client.error = ZeroDivisionError("not foreseen")
     assert fetch(server, "POST", "/v1/completions", json=ASKED).status_code == 500
     (span,) = spans()
@@ -119,7 +119,7 @@ def test_nobody_waits_for_a_collector_that_is_gone(
     before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         exporter = otlp_exporter(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        traces = Traces(exporter)
+        traces = SpanRecorder(exporter)
         service = Service(server.client, processor, "tiny", "ls-test", on_record=[traces.record])
         server.app = create_app(service)
         began = time.monotonic()

@@ -48,12 +48,12 @@ def due(compiler: Compiler, texts: list[str], before: bytes) -> set[int]:
     """The tokens that lead from what is said towards one of the texts, or end there."""
     tokenizer = compiler.tokenizer
     wholes = [text.encode() for text in texts]
-    found = set()
+    result = set()
     for token in set(range(len(tokenizer))) - tokenizer.special_ids:
-        said = before + tokenizer.token_bytes(token)
-        if said != before and any(whole.startswith(said) for whole in wholes):
-            found.add(token)
-    return found | (compiler.ends if before in wholes else set())
+        message = before + tokenizer.token_bytes(token)
+        if message != before and any(complete.startswith(message) for complete in wholes):
+            result.add(token)
+    return result | (compiler.ends if before in wholes else set())
 
 
 CHOICES = ["yes", "yes, sir", 'no "quotes" \\ or / lines\n', "é€😀", "\x01", "  two", "-"]
@@ -76,7 +76,7 @@ ALPHABET = "ab0189x;"
 
 
 def test_a_regex_allows_what_leads_to_a_full_match(compiler: Compiler) -> None:
-    """Whether a text leads to a match is asked of re, by trying all short ends."""
+    """Compare with re, by trying all short continuations of a text."""
     ends = ["", ";", "b;", "x;", "0;", "b0;"]
     tokenizer = compiler.tokenizer
     one = {c: tokenizer.encode(c, add_special_tokens=False) for c in ALPHABET}
@@ -87,15 +87,15 @@ def test_a_regex_allows_what_leads_to_a_full_match(compiler: Compiler) -> None:
     for text in ("", "a", "ab", "ab01", "ab018", "9x", "9xab;", "001x0"):
         following = matcher(compiler, regex=PATTERN)
         following.accept([token for c in text for token in one[c]])
-        found = allowed(masks_of(following)[0])
+        result = allowed(masks_of(following)[0])
         assert following.fault is None
         for token in range(len(tokenizer)):
-            said = tokenizer.token_bytes(token)
-            fits = said.isascii() and bool(said) and leads(text + said.decode())
-            assert (token in found) == (fits and token not in tokenizer.special_ids) or (
+            message = tokenizer.token_bytes(token)
+            fits = message.isascii() and bool(message) and leads(text + message.decode())
+            assert (token in result) == (fits and token not in tokenizer.special_ids) or (
                 token in compiler.ends
             )
-        assert (compiler.ends <= found) == bool(re.fullmatch(PATTERN, text))
+        assert (compiler.ends <= result) == bool(re.fullmatch(PATTERN, text))
 
 
 def test_masks_behind_drafts_are_those_of_the_tokens(compiler: Compiler) -> None:
@@ -113,17 +113,17 @@ def test_masks_behind_drafts_are_those_of_the_tokens(compiler: Compiler) -> None
     masks += masks_of(stepped)
     masks += [every_token(compiler)] * 2
     for at in range(len(tokens)):
-        ahead = matcher(compiler, json=schema)
-        ahead.accept(tokens[:at])
+        copy_ahead = matcher(compiler, json=schema)
+        copy_ahead.accept(tokens[:at])
         wrong = next(t for t in range(4000) if t not in allowed(masks[at + 1]))
         lost = next(t for t in range(4000) if t not in allowed(masks[at]))
         for drafts in (line[at : at + 4], [tokens[at], wrong, *tokens[at + 2 :]], [lost], []):
-            found = masks_of(ahead, drafts)
-            legal = 1 + sum(1 for _ in found[1:])
-            assert found == masks[at : at + legal]
+            result = masks_of(copy_ahead, drafts)
+            legal = 1 + sum(1 for _ in result[1:])
+            assert result == masks[at : at + legal]
             assert legal - 1 <= len(drafts)
-        assert len(masks_of(ahead, line[at : at + 3])) == 4
-        assert ahead.accepted == at
+        assert len(masks_of(copy_ahead, line[at : at + 3])) == 4
+        assert copy_ahead.accepted == at
 
 
 SOURCES = {
@@ -138,8 +138,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_random_answers_along_random_drafts(compiler: Compiler, source: str) -> None:
-    """What may come does not depend on which drafts were tried before, legal ones or not, nor on
-    the answers beside it, some with drafts and some without."""
+    """Masks depend neither on drafts tried before nor on other answers of the step."""
     draw = random.Random(0)
     lines = []
     dues = []
@@ -147,16 +146,16 @@ def test_random_answers_along_random_drafts(compiler: Compiler, source: str) -> 
         line, masks = random_answer(compiler, source, draw)
         lines.append(line)
         dues.append(masks)
-    ahead = [compiler.matcher(source) for _ in lines]
-    for place in range(8):
-        right = [line[place : place + draw.randrange(5)] for line in lines]
+    copy_ahead = [compiler.matcher(source) for _ in lines]
+    for index in range(8):
+        right = [line[index : index + draw.randrange(5)] for line in lines]
         drafts = [line + draw.choices(range(4000), k=draw.choice([0, 1])) for line in right]
-        found = together(ahead, drafts)
-        for i, (following, line) in enumerate(zip(ahead, lines, strict=True)):
-            due = dues[i][place : place + 1 + len(right[i])]
-            assert found[i][: len(due)] == due
-            following.accept(line[place : place + 1])
-    assert all(following.fault is None for following in ahead)
+        result = together(copy_ahead, drafts)
+        for i, (following, line) in enumerate(zip(copy_ahead, lines, strict=True)):
+            due = dues[i][index : index + 1 + len(right[i])]
+            assert result[i][: len(due)] == due
+            following.accept(line[index : index + 1])
+    assert all(following.fault is None for following in copy_ahead)
 
 
 def random_answer(
@@ -195,10 +194,10 @@ def test_a_token_that_is_not_allowed_is_a_fault(compiler: Compiler) -> None:
 
 
 def test_ids_beyond_the_tokenizer_never_come(compiler: Compiler) -> None:
-    found = allowed(masks_of(matcher(compiler, regex="(.|\n)*"))[0])
-    assert max(found) < len(compiler.tokenizer)
-    assert len(found) > 4000
-    assert not found & (compiler.tokenizer.special_ids - compiler.ends)
+    result = allowed(masks_of(matcher(compiler, regex="(.|\n)*"))[0])
+    assert max(result) < len(compiler.tokenizer)
+    assert len(result) > 4000
+    assert not result & (compiler.tokenizer.special_ids - compiler.ends)
 
 
 def test_two_answers_of_one_grammar_are_apart(compiler: Compiler) -> None:
@@ -211,7 +210,7 @@ def test_two_answers_of_one_grammar_are_apart(compiler: Compiler) -> None:
 
 
 class Breaking:
-    """A matcher of llguidance that panics behind three tokens, as 1.9.1 does in some grammars."""
+    """Matcher that panics after three tokens, as llguidance 1.9.1 does for some grammars."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -248,18 +247,18 @@ class OneByOne:
     def unsafe_compute_mask_ptr(
         self, jobs: list[tuple[Any, int]], address: int, size: int, count: int
     ) -> None:
-        along = [(matcher, place, []) for matcher, place in jobs]
-        self.unsafe_compute_mask_ptr_with_draft_token(along, address, size, count)
+        drafted = [(matcher, index, []) for matcher, index in jobs]
+        self.unsafe_compute_mask_ptr_with_draft_token(drafted, address, size, count)
 
     def unsafe_compute_mask_ptr_with_draft_token(
         self, jobs: list[tuple[Any, int, list[int]]], address: int, size: int, count: int
     ) -> None:
         memory = (ctypes.c_char * (size * count)).from_address(address)
-        for matcher, place, drafts in jobs:
-            for at in range(place, place + 1 + len(drafts)):
+        for matcher, index, drafts in jobs:
+            for at in range(index, index + 1 + len(drafts)):
                 memory[at * size : (at + 1) * size] = matcher.compute_bitmask()[:size]
-                if at < place + len(drafts) and not matcher.try_consume_tokens(
-                    [drafts[at - place]]
+                if at < index + len(drafts) and not matcher.try_consume_tokens(
+                    [drafts[at - index]]
                 ):
                     break
 
@@ -276,9 +275,9 @@ def test_a_matcher_that_breaks_leaves_others_alone(
     monkeypatch.setattr(compiler, "_compile", lambda given: Breaking(compiled(given)))
     monkeypatch.setitem(vars(compiler), "_threads", OneByOne())
     breaks = compiler.matcher(source)
-    along = masks_of(breaks, line)
-    assert len(along) == 4
-    assert any(along[-2]) and not any(along[-1])
+    drafted = masks_of(breaks, line)
+    assert len(drafted) == 4
+    assert any(drafted[-2]) and not any(drafted[-1])
     assert breaks.fault is None, "a draft may never be accepted"
     assert masks_of(breaks) == masks_of(other) == due
     breaks.accept(line)
@@ -295,20 +294,22 @@ def test_a_grammar_that_is_known_is_compiled_when_it_is_needed(
     source = 'start: "known"'
     first = compiler.matcher(source)
     due = masks_of(first)
-    made = []
+    created = []
     compiled = compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda given: made.append(given) or compiled(given))
+    monkeypatch.setattr(
+        compiler, "_compile", lambda given: created.append(given) or compiled(given)
+    )
     second = compiler.matcher(source)
     assert masks_of(second) == due
-    assert made == []
+    assert created == []
     tokens = compiler.tokenizer.encode("known", add_special_tokens=False)
     assert masks_of(second, tokens) == masks_of(first, tokens)
     recipe = GrammarRecipe(source)
-    assert made == [recipe] * 2, "each for itself, and none of them before"
+    assert created == [recipe] * 2, "each for itself, and none of them before"
     compiler.grammar(recipe).prepare()
-    assert made == [recipe] * 3
+    assert created == [recipe] * 3
     compiler.matcher(source, ROW_ITEMS - 1)
-    assert made[3:] == [GrammarRecipe(source, ROW_ITEMS - 1)]
+    assert created[3:] == [GrammarRecipe(source, ROW_ITEMS - 1)]
 
 
 def test_what_is_known_is_bounded() -> None:
@@ -333,10 +334,10 @@ def test_drafts_bring_an_answer_to_no_limit(
     """A lexer that was led along drafts has more states; where that is too many, a fresh one goes
     on, so that the answer alone comes to the limit or does not."""
     states = 60
-    made = []
+    created = []
 
     def limited(recipe: GrammarRecipe) -> LLMatcher:
-        made.append(recipe)
+        created.append(recipe)
         limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
         grammar = LLMatcher.grammar_from_lark(recipe.source)
         return LLMatcher(compiler._tokens(), grammar, log_level=0, limits=limits)
@@ -347,7 +348,7 @@ def test_drafts_bring_an_answer_to_no_limit(
     line = [one[text] for text in "abba"]
     alone = compiler.matcher(source)
     led = compiler.matcher(source)
-    compiled = len(made)
+    compiled = len(created)
     draw = random.Random(0)
     for token in line:
         for _ in range(12):
@@ -357,7 +358,7 @@ def test_drafts_bring_an_answer_to_no_limit(
         alone.accept([token])
     assert led.fault is None
     assert alone.fault is None
-    assert len(made) > compiled + 2, "the lexer that was led along drafts was given up"
+    assert len(created) > compiled + 2, "the lexer that was led along drafts was given up"
 
 
 @pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((a{100}){100}){100}", "(.*a){900}.*"])
@@ -394,30 +395,30 @@ def test_the_grammar_begins_behind_the_reasoning(compiler: Compiler, opened: boo
     masks = masks_of(bound, content)
     everything = every_token(compiler)
     begin = None if opened else BEGIN
-    held = AfterReasoning(matcher(compiler, choice=["yes"]), END, begin)
+    kept = AfterReasoning(matcher(compiler, choice=["yes"]), END, begin)
     if not opened:
-        assert allowed(masks_of(held)[0]) == allowed(masks[0]) | {BEGIN}
-        along = masks_of(held, [BEGIN, 5, END, *content])
-        assert allowed(along[0]) == allowed(masks[0]) | {BEGIN}
-        assert along[1:] == [everything, everything, *masks]
-        held.accept([BEGIN])
-    assert masks_of(held, [5, 6]) == [everything] * 3
-    assert masks_of(held, [5, END]) == [everything, everything, masks[0]]
-    assert masks_of(held, [5, END, *content]) == [everything, everything, *masks]
-    held.accept([5, END])
-    assert masks_of(held, content) == masks
-    held.accept(content)
-    assert masks_of(held) == masks[-1:]
-    assert held.accepted == len(content) + 2 + (not opened)
+        assert allowed(masks_of(kept)[0]) == allowed(masks[0]) | {BEGIN}
+        drafted = masks_of(kept, [BEGIN, 5, END, *content])
+        assert allowed(drafted[0]) == allowed(masks[0]) | {BEGIN}
+        assert drafted[1:] == [everything, everything, *masks]
+        kept.accept([BEGIN])
+    assert masks_of(kept, [5, 6]) == [everything] * 3
+    assert masks_of(kept, [5, END]) == [everything, everything, masks[0]]
+    assert masks_of(kept, [5, END, *content]) == [everything, everything, *masks]
+    kept.accept([5, END])
+    assert masks_of(kept, content) == masks
+    kept.accept(content)
+    assert masks_of(kept) == masks[-1:]
+    assert kept.accepted == len(content) + 2 + (not opened)
 
 
 def test_an_answer_may_leave_reasoning_out(compiler: Compiler) -> None:
-    held = AfterReasoning(matcher(compiler, choice=["yes"]), END, BEGIN)
+    kept = AfterReasoning(matcher(compiler, choice=["yes"]), END, BEGIN)
     content = compiler.tokenizer.encode("yes", add_special_tokens=False)
     masks = masks_of(matcher(compiler, choice=["yes"]), content)
-    assert masks_of(held, content)[1:] == masks[1:]
-    held.accept(content[:1])
-    assert masks_of(held, content[1:]) == masks[1:]
+    assert masks_of(kept, content)[1:] == masks[1:]
+    kept.accept(content[:1])
+    assert masks_of(kept, content[1:]) == masks[1:]
 
 
 @pytest.mark.parametrize("reasons", [False, True])
@@ -436,21 +437,21 @@ def test_a_recipe_makes_the_grammar_anew(compiler: Compiler, reasons: bool) -> N
 
 
 def test_a_draft_that_did_not_come_leaves_no_trace(compiler: Compiler) -> None:
-    """llguidance 1.9.1 keeps what it found behind tokens that are taken back, and gives it again
-    for others: here an object's next key for what may stand behind an array."""
+    """llguidance 1.9.1 caches results of rolled-back tokens, here an object's next key for an
+    array."""
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     encode = compiler.tokenizer.encode
     answer = encode('{"n": 12, "-18-19"                             : [0')
-    (behind,) = encode("]\n")
+    (after,) = encode("]\n")
     (comma,) = encode(",\n")
     (blanks,) = encode("       ")
     given = matcher(compiler, json=schema)
     given.accept(answer)
     masks_of(given, [comma])
-    given.accept([behind])
-    found = masks_of(given, [blanks])
+    given.accept([after])
+    result = masks_of(given, [blanks])
     fresh = matcher(compiler, json=schema)
-    fresh.accept([*answer, behind])
-    assert found[0] == masks_of(fresh)[0]
+    fresh.accept([*answer, after])
+    assert result[0] == masks_of(fresh)[0]
     fresh.accept([blanks])
-    assert found[1] == masks_of(fresh)[0]
+    assert result[1] == masks_of(fresh)[0]

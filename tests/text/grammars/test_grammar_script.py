@@ -5,9 +5,9 @@ from benchmarks.grammar import LONGEST, MadeUp
 
 def test_a_made_up_vocabulary_goes_on_behind_the_bundled_one():
     tokenizer = MadeUp(6000)
-    found = [tokenizer.token_bytes(token) for token in range(len(tokenizer))]
-    own = 4096
-    assert len(found) == 6000
-    assert len(set(found[own:])) == 6000 - own
-    assert all(0 < len(spelled) <= LONGEST for spelled in found[own:])
-    assert set(found[own:]).isdisjoint(found[:own])
+    result = [tokenizer.token_bytes(token) for token in range(len(tokenizer))]
+    expected = 4096
+    assert len(result) == 6000
+    assert len(set(result[expected:])) == 6000 - expected
+    assert all(0 < len(spelled) <= LONGEST for spelled in result[expected:])
+    assert set(result[expected:]).isdisjoint(result[:expected])

@@ -19,7 +19,7 @@ from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.masks import allows, masks_of
 
 MODEL = Path(__file__).parents[3] / "lockstep" / "assets" / "model"
-"""Its vocabulary has tokens of up to three digits."""
+"""Bundled model; its vocabulary has tokens of up to three digits."""
 GOOD = (
     "0", "-1", "17.25", "6.02e23", "1E-99", "1e+99", "1" * 100, "-" + "9" * 100 + "e99",
     "0." + "0" * 98 + "1e-99", "1" * 99 + ".5",
@@ -224,8 +224,8 @@ def test_structures_within_text_are_limited(compiler: Compiler) -> None:
         for part in (f'<f>{{"a": {{"b": {number}}}}}</f>', f"<g>[{number}]</g>"):
             grammar = form(compiler, structural_tag=tag)
             assert is_answer(grammar, compiler, f"{text}{part}{text}") is fits
-    whole = {"type": "json_schema", "json_schema": {"type": "number"}}
-    grammar = form(compiler, structural_tag={"type": "structural_tag", "format": whole})
+    complete = {"type": "json_schema", "json_schema": {"type": "number"}}
+    grammar = form(compiler, structural_tag={"type": "structural_tag", "format": complete})
     assert not is_answer(grammar, compiler, "1e999")
 
 
@@ -240,14 +240,14 @@ def test_tokens_of_several_characters_are_judged_as_a_whole() -> None:
         b"1", b"12", b"123", b"e", b".", b".5", b"e99", b"e999", b",", b"1,2", b"12,3", b"1e999",
         b",1e999", b'":1e999', b'"1e999"', b"a1e999", b"0" * 120, b"-5",
     ]  # fmt: skip
-    whole = [b"1e999", b",1e999", b"0" * 120]
+    complete = [b"1e999", b",1e999", b"0" * 120]
     assert forbidden(tokens, "value") == [b"1e999", b",1e999", b"0" * 120]
     assert forbidden(tokens, STRING) == [b'":1e999', b'"1e999"']
-    assert forbidden(tokens, INTEGER, 1) == [b"e999", *whole]
-    assert forbidden(tokens, INTEGER, 98) == [b"123", b"e999", *whole]
-    assert forbidden(tokens, INTEGER, 99) == [b"12", b"123", b"e999", b"12,3", *whole]
-    at_limit = [b"1", b"12", b"123", b".", b".5", b"e999", b"1,2", b"12,3", *whole]
+    assert forbidden(tokens, INTEGER, 1) == [b"e999", *complete]
+    assert forbidden(tokens, INTEGER, 98) == [b"123", b"e999", *complete]
+    assert forbidden(tokens, INTEGER, 99) == [b"12", b"123", b"e999", b"12,3", *complete]
+    at_limit = [b"1", b"12", b"123", b".", b".5", b"e999", b"1,2", b"12,3", *complete]
     assert forbidden(tokens, INTEGER, 100) == at_limit
-    assert forbidden(tokens, EXPONENT, 0) == [b"123", *whole[1:]]
-    assert forbidden(tokens, EXPONENT, 2) == [b"1", b"12", b"123", b"1,2", b"12,3", *whole]
+    assert forbidden(tokens, EXPONENT, 0) == [b"123", *complete[1:]]
+    assert forbidden(tokens, EXPONENT, 2) == [b"1", b"12", b"123", b"1,2", b"12,3", *complete]
     assert forbidden(tokens, "text") == []

@@ -33,7 +33,7 @@ def compiler() -> Compiler:
 
 
 def matches(compiler: Compiler, source: str, text: str) -> bool:
-    """Whether a text is a whole answer under a grammar."""
+    """Return whether a text is a complete answer of a grammar."""
     matcher = compiler.matcher(source)
     for token in compiler.tokenizer.encode(text, add_special_tokens=False):
         mask = masks_of(matcher)[0]
@@ -95,10 +95,10 @@ def test_faults_of_a_schema_say_where(compiler: Compiler, schema: Any, says: str
 
 
 def nested(levels: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "integer"}
+    result: dict[str, Any] = {"type": "integer"}
     for _ in range(levels):
-        found = {"type": "array", "items": found}
-    return found
+        result = {"type": "array", "items": result}
+    return result
 
 
 def test_depth_is_bounded(compiler: Compiler) -> None:
@@ -175,7 +175,7 @@ def chain(rules: int) -> str:
 
 
 def test_chains_are_bounded(compiler: Compiler) -> None:
-    """What follows them does so on the stack: too long a chain would end the process."""
+    """Chains are followed by recursion: a long one would crash the process."""
     wanted(compiler, grammar=chain(MAX_RULES))
     with pytest.raises(RequestError, match=f"{MAX_RULES + 1} rules"):
         wanted(compiler, grammar=chain(MAX_RULES + 1))

@@ -44,23 +44,23 @@ def ids(model: Processor, text: str) -> list[int]:
 
 def only(masks: Sequence[bytes]) -> list[int | None]:
     """The one token that each mask allows; None where it allows all."""
-    found: list[int | None] = []
+    result: list[int | None] = []
     for mask in masks:
         tokens = [token for token in range(len(mask) * 8) if allows(mask, token)]
-        found.append(tokens[0] if len(tokens) == 1 else None)
+        result.append(tokens[0] if len(tokens) == 1 else None)
         assert len(tokens) in (1, len(mask) * 8)
-    return found
+    return result
 
 
 def forced(model: Processor, grammar: Any, thought: Sequence[int]) -> list[int]:
     """The tokens that must come after a thought, up to the first that is free."""
     grammar.accept(list(thought))
-    found: list[int] = []
+    result: list[int] = []
     while (token := only(masks_of(grammar))[0]) is not None:
-        found.append(token)
+        result.append(token)
         grammar.accept([token])
-        assert len(found) < 20
-    return found
+        assert len(result) < 20
+    return result
 
 
 def test_the_closing_tag_must_come_once_the_budget_is_used_up(model: Processor) -> None:
@@ -85,12 +85,12 @@ def test_masks_after_drafts_are_those_of_the_same_tokens_accepted(model: Process
                 plain = held(model, budget)
                 drafting = held(model, budget)
                 for start in range(len(tokens)):
-                    found = masks_of(drafting, tokens[start : start + size])
-                    for offset, mask in enumerate(found):
-                        ahead = held(model, budget)
-                        ahead.accept(tokens[: start + offset])
-                        assert mask == masks_of(ahead)[0]
-                    assert found[0] == masks_of(plain)[0]
+                    result = masks_of(drafting, tokens[start : start + size])
+                    for offset, mask in enumerate(result):
+                        copy_ahead = held(model, budget)
+                        copy_ahead.accept(tokens[: start + offset])
+                        assert mask == masks_of(copy_ahead)[0]
+                    assert result[0] == masks_of(plain)[0]
                     for grammar in (plain, drafting):
                         grammar.accept([tokens[start]])
 
@@ -99,8 +99,8 @@ def test_a_tag_that_the_model_has_begun_is_completed(model: Processor) -> None:
     thought = [*ids(model, "a"), *ids(model, "<"), *ids(model, "/")]
     tag = forced(model, held(model, 3), thought)
     text = model.tokenizer.decode([*thought, *tag], skip_special_tokens=False)
-    whole = model.tokenizer.fast.token_to_id("</think>")
-    assert text == ("a</think>" if whole is None else "a</</think>")
+    complete = model.tokenizer.fast.token_to_id("</think>")
+    assert text == ("a</think>" if complete is None else "a</</think>")
     parser = model.reply_parser("<think>", None)
     assert [event.text for event in parser.feed(f"{text}yes")][-1] == "yes"
 
@@ -184,8 +184,8 @@ def test_it_composes_with_a_form_of_the_content(processor: Processor) -> None:
         tokens = ids(processor, thought)
         free = [None] * len(tokens) + [end if len(tokens) == 2 else None]
         assert only(masks_of(grammar, tokens)) == free
-        along = masks_of(grammar, [*tokens, end, *content])
-        assert along[len(tokens) + 1 :] == masks_of(plain, content)
+        drafted = masks_of(grammar, [*tokens, end, *content])
+        assert drafted[len(tokens) + 1 :] == masks_of(plain, content)
         grammar.accept([*tokens, end])
         assert not grammar.is_free
         assert masks_of(grammar, content) == masks_of(plain, content)
@@ -199,10 +199,10 @@ def test_it_composes_with_a_form_of_the_content(processor: Processor) -> None:
 
 
 def test_what_cannot_be_kept_is_refused(model: Processor, folder: Path) -> None:
-    asked = SamplingParams(thinking_token_budget=5)
+    messages = SamplingParams(thinking_token_budget=5)
     plain = Processor(model.tokenizer, None, 512, model.eos_ids)
     with pytest.raises(RequestError, match="thinking_token_budget=5 needs a reasoning parser"):
-        plain.requests("r", "fox", asked)
+        plain.requests("r", "fox", messages)
     with pytest.raises(RequestError, match="which allowed_token_ids lacks") as error:
         held(model, 5, allowed_token_ids=[1, 2, 3])
     assert error.value.field == "thinking_token_budget"

@@ -79,7 +79,7 @@ SENT: list[dict[str, Any]] = [
 
 
 def validators(tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """What judges the arguments of each tool."""
+    """Return a validator of each tool's arguments."""
     functions = [tool["function"] for tool in tools]
     schemas = {function["name"]: function.get("parameters", {}) for function in functions}
     return {name: validator_for(schema)(schema) for name, schema in schemas.items()}
@@ -100,8 +100,7 @@ MOST_TOKENS = 400
 
 @dataclass(frozen=True)
 class Model:
-    """A vocabulary. tokens: its tags that are special tokens -> their ids; bytes: single bytes that
-    are tokens -> their ids."""
+    """Vocabulary for tests."""
 
     tokenizer: Tokenizer
     compiler: Compiler
@@ -109,24 +108,24 @@ class Model:
     bytes: dict[bytes, int]
 
     def syntax(self, name: str) -> ToolSyntax:
-        """The calls that a parser of this name reads."""
+        """Return the call syntax of a parser."""
         parser = TOOL_PARSERS[name]
         tags = parser.texts()
         return ToolSyntax(parser, {tag: i for tag, i in self.tokens.items() if tag in tags})
 
     def text(self, tokens: list[int]) -> str:
-        """As a client would read it that asked with tools."""
+        """Return the text that a client with tools would read."""
         text = Detokenizer(self.tokenizer, shown=self.tokens.values())
         return "".join(map(text.push, tokens)) + text.flush()
 
 
 def model_of(folder: Path, special: list[str]) -> Model:
     tokenizer = Tokenizer(folder)
-    found = {tag: tokenizer.fast.token_to_id(tag) for tag in special}
-    assert all(i in tokenizer.special_ids for i in found.values())
+    result = {tag: tokenizer.fast.token_to_id(tag) for tag in special}
+    assert all(i in tokenizer.special_ids for i in result.values())
     spelled = {tokenizer.token_bytes(i): i for i in range(len(tokenizer))}
     single = {text: i for text, i in spelled.items() if len(text) == 1}
-    return Model(tokenizer, Compiler(tokenizer, len(tokenizer), tokenizer.eos_ids), found, single)
+    return Model(tokenizer, Compiler(tokenizer, len(tokenizer), tokenizer.eos_ids), result, single)
 
 
 @pytest.fixture(scope="module")
@@ -203,45 +202,48 @@ class Walk:
 
 
 def judge(text: str, reply: Reply, judges: dict[str, Any]) -> None:
-    """What was read are calls that the tools allow, and nothing of them broke."""
+    """Assert that the calls are allowed by the tools, and that none is malformed."""
     assert reply.errors == [], text
     for call in reply.tool_calls:
         judges[call.name].validate(json.loads(call.arguments))
 
 
 def read(name: str, text: str) -> Reply:
-    """What the parser makes of a text, whole, and cut anywhere."""
+    """Parse a text at once and in random parts; return the reply."""
     parser = TOOL_PARSERS[name]
-    whole = ReplyParser(None, parser(SENT)).parse(text)
+    complete = ReplyParser(None, parser(SENT)).parse(text)
     for cut in range(0, len(text), max(1, len(text) // 12)):
-        own = ReplyParser(None, parser(SENT))
-        events = own.feed(text[:cut]) + own.feed(text[cut:]) + own.finish()
-        assert Reply().add(events) == whole
-    own = ReplyParser(None, parser(SENT))
-    assert Reply().add([e for char in text for e in own.feed(char)] + own.finish()) == whole
-    return whole
+        expected = ReplyParser(None, parser(SENT))
+        events = expected.feed(text[:cut]) + expected.feed(text[cut:]) + expected.finish()
+        assert Reply().add(events) == complete
+    expected = ReplyParser(None, parser(SENT))
+    assert (
+        Reply().add([e for char in text for e in expected.feed(char)] + expected.finish())
+        == complete
+    )
+    return complete
 
 
 def walks(model: Model, source: str, seeds: range) -> Iterator[str]:
     """The texts of walks that came to an end; of some that did."""
-    found = [
+    result = [
         text for text in (Walk(model, source, seed).run() for seed in seeds) if text is not None
     ]
-    assert found
-    yield from found
+    assert result
+    yield from result
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("multiple", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_comes_is_calls_and_nothing_else(model: Model, name: str, several: bool) -> None:
+def test_what_comes_is_calls_and_nothing_else(model: Model, name: str, multiple: bool) -> None:
     syntax = model.syntax(name)
-    source = syntax.calls_only(syntax.tools(SENT), several)
+    source = syntax.calls_only(syntax.tools(SENT), multiple)
     for text in walks(model, source, range(4)):
         reply = read(name, text)
         judge(text, reply, OF_SENT)
         assert reply.content.strip() == "", text
         assert len(reply.tool_calls) >= 1
-        assert several or len(reply.tool_calls) == 1
+        assert multiple or len(reply.tool_calls) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -303,7 +305,7 @@ def test_every_call_of_a_writer_fits(model: Model, name: str) -> None:
     lacks: list[Any] = [("weather", {"days": 3})]
     unknown: list[Any] = [("pong", {})]
     alone = syntax.calls_only(tools, False)
-    several = syntax.calls_only(tools, True)
+    multiple = syntax.calls_only(tools, True)
     free = syntax.text_and_calls(tools, True)
     single = syntax.text_and_calls(tools, False)
 
@@ -311,15 +313,15 @@ def test_every_call_of_a_writer_fits(model: Model, name: str) -> None:
         return matches(model.compiler, source, untagged(text))
 
     assert says(alone, writer(one))
-    assert says(several, f"\n\n{writer(two)}")
+    assert says(multiple, f"\n\n{writer(two)}")
     assert says(free, writer(two))
     assert says(single, writer(one))
     assert says(free, "no call at all")
     assert not says(alone, writer(two))
     assert not says(single, writer(two))
-    assert not says(several, f"I say: {writer(one)}")
+    assert not says(multiple, f"I say: {writer(one)}")
     for calls in (wrong, lacks, unknown):
-        assert not says(several, writer(calls))
+        assert not says(multiple, writer(calls))
         assert not says(free, writer(calls))
     named = syntax.calls_only(syntax.tools(SENT, ToolChoice.read(PING)), True)
     assert says(named, writer([("ping", {})]))
@@ -340,7 +342,7 @@ WANTED = StructuredOutputsParams(
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", TAGGED)
 def test_calls_or_a_form(model: Model, name: str, strict: bool) -> None:
-    """Strict tools are held to their schemas, others write any arguments."""
+    """Strict tools enforce their schemas, others allow any arguments."""
     writer = WRITTEN[name]
     syntax = model.syntax(name)
     form = json_expression(WANTED)
@@ -371,27 +373,27 @@ def test_a_form_that_spells_a_call_is_a_form(name: str) -> None:
     call = untagged(WRITTEN[name]([("weather", {"city": "Rio", "days": 3})]))
     for text in (f'\n\n{{"a": "{call}"}}', '{"a": "<"}', " "):
         for cut in range(len(text)):
-            own = ReplyParser(None, CallsOrForm(parser(SENT)))
-            events = own.feed(text[:cut]) + own.feed(text[cut:]) + own.finish()
-            found = Reply().add(events)
-            assert found.content == text
-            assert found.tool_calls == []
+            expected = ReplyParser(None, CallsOrForm(parser(SENT)))
+            events = expected.feed(text[:cut]) + expected.feed(text[cut:]) + expected.finish()
+            result = Reply().add(events)
+            assert result.content == text
+            assert result.tool_calls == []
     for cut in range(len(call)):
-        own = ReplyParser(None, CallsOrForm(parser(SENT)))
-        events = own.feed(f"\n\n{call[:cut]}") + own.feed(call[cut:]) + own.finish()
-        found = Reply().add(events)
-        assert [one.name for one in found.tool_calls] == ["weather"]
-        assert found.content == ""
+        expected = ReplyParser(None, CallsOrForm(parser(SENT)))
+        events = expected.feed(f"\n\n{call[:cut]}") + expected.feed(call[cut:]) + expected.finish()
+        result = Reply().add(events)
+        assert [one.name for one in result.tool_calls] == ["weather"]
+        assert result.content == ""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_behind_reasoning(name: str) -> None:
-    """As the server does it: the form, the request's grammar, the parser of the answer."""
+    """Follow the server: the form, the request's grammar, the parser of the answer."""
     settings = TextSettings(tool_call_parser=name, reasoning_parser="think")
     tokenizer = Tokenizer(MODEL)
     processor = Processor.for_model(tokenizer, MODEL, 2048, settings)
-    asked = [{"role": "user", "content": "How is Rio?"}]
-    prompt = processor.conversation(asked, SENT, enable_thinking=True)
+    messages = [{"role": "user", "content": "How is Rio?"}]
+    prompt = processor.conversation(messages, SENT, enable_thinking=True)
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         params = SamplingParams(structured_outputs=processor.form(None, SENT, choice))
         (request,) = processor.requests("r", prompt, params)
@@ -549,9 +551,9 @@ def drawn(draw: random.Random, depth: int = 0) -> Json:
 def drawn_object(draw: random.Random, depth: int = 0) -> Json:
     """A schema of an object, such as a tool's parameters."""
     names = draw.sample(("a", "b", "city", "x1", "note"), draw.randint(0, 4))
-    found: Json = {"type": "object", "properties": {key: drawn(draw, depth) for key in names}}
-    found["required"] = draw.sample(names, draw.randint(0, len(names)))
-    return found
+    result: Json = {"type": "object", "properties": {key: drawn(draw, depth) for key in names}}
+    result["required"] = draw.sample(names, draw.randint(0, len(names)))
+    return result
 
 
 PLAIN: list[Json] = [
@@ -616,12 +618,12 @@ def test_hostile_schemas_cost_little(plain: Model, name: str, what: str) -> None
     schema = {"type": "array", **HOSTILE[what]} if "items" in HOSTILE[what] else HOSTILE[what]
     began = time.process_time()
     try:
-        held = CallParams(grammar=syntax.calls_only(syntax.tools(one_tool({"a": schema})), True))
-        matcher = compile_structured_output(held, plain.compiler)
+        kept = CallParams(grammar=syntax.calls_only(syntax.tools(one_tool({"a": schema})), True))
+        matcher = compile_structured_output(kept, plain.compiler)
     except RequestError as error:
         assert error.field in ("tools", "tools[0].function.parameters")
     else:
-        walk = Walk(plain, held.grammar or "", 0)
+        walk = Walk(plain, kept.grammar or "", 0)
         walk.matcher = matcher
         while len(walk.tokens) < 30 and matcher.fault is None:
             ids = np.flatnonzero(walk.allowed())
@@ -719,10 +721,10 @@ def test_what_is_too_large_of_tools_names_them(name: str) -> None:
     syntax = ToolSyntax(TOOL_PARSERS[name], {})
     texts = [f"t{number:060}" for number in range(700)]
     schema = {"type": "object", "properties": {"a": {"enum": texts}}}
-    others = {"type": "object", "properties": {"a": {"enum": texts[::-1]}}}
+    rest = {"type": "object", "properties": {"a": {"enum": texts[::-1]}}}
     many = [(f"f{number}", {}) for number in range(MAX_RULES)]
-    for tools in ([("f", schema), ("g", others)], many):
-        functions = [{"name": own, "parameters": parameters} for own, parameters in tools]
+    for tools in ([("f", schema), ("g", rest)], many):
+        functions = [{"name": expected, "parameters": parameters} for expected, parameters in tools]
         sent = [{"type": "function", "function": function} for function in functions]
         with pytest.raises(RequestError, match="tools are a grammar of") as caught:
             syntax.calls_only(syntax.tools(sent), True)
@@ -732,11 +734,11 @@ def test_what_is_too_large_of_tools_names_them(name: str) -> None:
 def test_faults_of_tools_name_them(plain: Model) -> None:
     syntax = ToolSyntax(TOOL_PARSERS["hermes"], {})
     tools = syntax.tools(one_tool({"a": {"type": "string", "pattern": "("}}))
-    held = CallParams(grammar=syntax.calls_only(tools, True))
+    kept = CallParams(grammar=syntax.calls_only(tools, True))
     with pytest.raises(
         RequestError, match="tools: the keyword 'pattern' at properties.a"
     ) as caught:
-        compile_structured_output(held, plain.compiler)
+        compile_structured_output(kept, plain.compiler)
     assert caught.value.field == "tools"
 
 
@@ -754,9 +756,9 @@ def test_a_tool_that_is_not_strict_is_not_held_to_what_is_not_known(
     for strict in (False, True):
         function = {"name": "f", "parameters": schema, "strict": strict}
         tools = syntax.tools([{"type": "function", "function": function}])
-        held = CallParams(grammar=syntax.calls_only(tools, True))
+        kept = CallParams(grammar=syntax.calls_only(tools, True))
         if strict:
             with pytest.raises(RequestError, match=f"'{next(iter(bound))}' at properties.a"):
-                compile_structured_output(held, plain.compiler)
+                compile_structured_output(kept, plain.compiler)
         else:
-            compile_structured_output(held, plain.compiler)
+            compile_structured_output(kept, plain.compiler)

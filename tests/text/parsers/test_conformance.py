@@ -68,8 +68,8 @@ def deepseek_v31(calls: Calls) -> str:
 
 
 def kimi_k2(calls: Calls) -> str:
-    def call(place: int, name: str, arguments: dict[str, Any]) -> str:
-        head = f"<|tool_call_begin|>functions.{name}:{place}<|tool_call_argument_begin|>"
+    def call(position: int, name: str, arguments: dict[str, Any]) -> str:
+        head = f"<|tool_call_begin|>functions.{name}:{position}<|tool_call_argument_begin|>"
         return f"{head}{_json(arguments)}<|tool_call_end|>"
 
     body = "".join(call(i, *c) for i, c in enumerate(calls))
@@ -139,12 +139,12 @@ def tools_of(calls: Calls) -> list[dict[str, Any]]:
     """Tools with these names, whose schemas name the types of these arguments."""
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
     kinds |= {list: "array", dict: "object"}
-    found = []
+    result = []
     for name, arguments in calls:
         properties = {key: {"type": kinds[type(value)]} for key, value in arguments.items()}
         function = {"name": name, "parameters": {"type": "object", "properties": properties}}
-        found.append({"type": "function", "function": function})
-    return found[::-1]
+        result.append({"type": "function", "function": function})
+    return result[::-1]
 
 
 def parser_of(name: str, calls: Calls, thinks: bool) -> ReplyParser:
@@ -161,13 +161,13 @@ def answer_of(
     return lead + content + ("\n\n" if content else ""), writer(calls)
 
 
-def streamed(parser: ReplyParser, pieces: list[str]) -> Reply:
-    events = [event for piece in pieces for event in parser.feed(piece)]
+def streamed(parser: ReplyParser, chunks: list[str]) -> Reply:
+    events = [event for chunk in chunks for event in parser.feed(chunk)]
     return Reply().add(events + parser.finish())
 
 
-def told(events: list[Event]) -> Iterator[tuple[Any, str]]:
-    """Where each piece of text belongs, and the piece."""
+def destinations(events: list[Event]) -> Iterator[tuple[Any, str]]:
+    """Yield (destination, text) of each event."""
     for event in events:
         match event:
             case Content(text):
@@ -188,34 +188,34 @@ def test_sixty_answers(writer: Callable[[Calls], str], reasoning: tuple[str, str
     stands alone.
     """
     cases = (case for case in CASES if case[:2] == reasoning)
-    for place, (thought, content, calls) in enumerate(cases):
+    for position, (thought, content, calls) in enumerate(cases):
         lead, called = answer_of(writer, thought, content, calls)
         text = lead + called
 
         def make(calls: Calls = calls, thinks: bool = bool(thought)) -> ReplyParser:
             return parser_of(writer.__name__, calls, thinks)
 
-        whole = make().parse(text)
-        assert whole.errors == [], text
-        assert (whole.reasoning, whole.content) == (thought, content)
-        found = [(call.name, json.loads(call.arguments)) for call in whole.tool_calls]
-        assert found == calls
+        complete = make().parse(text)
+        assert complete.errors == [], text
+        assert (complete.reasoning, complete.content) == (thought, content)
+        result = [(call.name, json.loads(call.arguments)) for call in complete.tool_calls]
+        assert result == calls
         last = len(lead) + MOUTH if lead else len(text)
-        for cut in range(place % 2, min(last, len(text)), 2):
-            assert streamed(make(), [text[:cut], text[cut:]]) == whole, (text[:cut], text[cut:])
-        finals = {"content": whole.content, "reasoning": whole.reasoning}
-        finals |= {i: call.arguments for i, call in enumerate(whole.tool_calls)}
+        for cut in range(position % 2, min(last, len(text)), 2):
+            assert streamed(make(), [text[:cut], text[cut:]]) == complete, (text[:cut], text[cut:])
+        finals = {"content": complete.content, "reasoning": complete.reasoning}
+        finals |= {i: call.arguments for i, call in enumerate(complete.tool_calls)}
         parser = make()
         so_far: dict[Any, str] = dict.fromkeys(finals, "")
         for char in text:
-            for place, piece in told(parser.feed(char)):
-                so_far[place] += piece
-                assert finals[place].startswith(so_far[place]), "a tag leaked"
+            for position, chunk in destinations(parser.feed(char)):
+                so_far[position] += chunk
+                assert finals[position].startswith(so_far[position]), "a tag leaked"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One that has a token for every byte."""
+    """Return a tokenizer with a token for every byte."""
     folder = tmp_path_factory.mktemp("bytes")
     FAMILIES["mistral"].tokenizer().save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
@@ -225,17 +225,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_every_byte_may_be_a_token_of_its_own(
     writer: Callable[[Calls], str], tokenizer: Tokenizer
 ) -> None:
-    """As a model may write them: half a character makes no text, and no reply differs."""
+    """Partial characters emit no text, and the reply is the same."""
     tokens = [tokenizer.fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
     for thought, content, calls in CASES:
         text = "".join(answer_of(writer, thought, content, calls))
-        pieces = Detokenizer(tokenizer)
-        parts = [pieces.push(tokens[byte]) for byte in text.encode()]
+        chunks = Detokenizer(tokenizer)
+        parts = [chunks.push(tokens[byte]) for byte in text.encode()]
         assert "\ufffd" not in "".join(parts)
-        parts.append(pieces.flush())
+        parts.append(chunks.flush())
         name = writer.__name__
-        whole = parser_of(name, calls, bool(thought)).parse(text)
-        assert streamed(parser_of(name, calls, bool(thought)), parts) == whole, text
+        complete = parser_of(name, calls, bool(thought)).parse(text)
+        assert streamed(parser_of(name, calls, bool(thought)), parts) == complete, text
 
 
 BROKEN = {
@@ -296,20 +296,20 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_calls_come_back_as_text_with_a_note(name: str) -> None:
     for text in BROKEN[name]:
-        whole = parser_of(name, [], False).parse(text)
-        assert whole.errors, text
-        assert whole.content == text
-        assert {call.name for call in whole.tool_calls} <= {"get"}
+        complete = parser_of(name, [], False).parse(text)
+        assert complete.errors, text
+        assert complete.content == text
+        assert {call.name for call in complete.tool_calls} <= {"get"}
         for cut in range(len(text)):
-            assert streamed(parser_of(name, [], False), [text[:cut], text[cut:]]) == whole
-        assert streamed(parser_of(name, [], False), list(text)) == whole
+            assert streamed(parser_of(name, [], False), [text[:cut], text[cut:]]) == complete
+        assert streamed(parser_of(name, [], False), list(text)) == complete
 
 
 CUT = TextEnd(cut=True)
 
 
 def is_json(text: str) -> bool:
-    """Whether a client would read these arguments."""
+    """Return whether a client can parse these arguments."""
     try:
         json.loads(text)
     except ValueError:
@@ -327,29 +327,29 @@ def test_a_call_that_is_cut_never_looks_complete(writer: Callable[[Calls], str])
         if name == "pythonic":
             text = text.removesuffix("]<|python_end|>")
         for cut in range(len(text)):
-            found = parser_of(name, calls, False).parse(text[:cut], CUT)
-            for call in found.tool_calls:
+            result = parser_of(name, calls, False).parse(text[:cut], CUT)
+            for call in result.tool_calls:
                 assert not call.complete and not is_json(call.arguments), text[:cut]
-                assert call.arguments and found.errors
-            assert len(found.content) <= cut
+                assert call.arguments and result.errors
+            assert len(result.content) <= cut
             if cut % 7 == 0:  # streaming each beginning anew takes quadratic time
                 parts = parser_of(name, calls, False)
                 events = [event for char in text[:cut] for event in parts.feed(char)]
-                assert Reply().add(events + parts.finish(CUT)) == found
+                assert Reply().add(events + parts.finish(CUT)) == result
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
 def test_calls_before_a_cut_stay_complete(writer: Callable[[Calls], str]) -> None:
     calls: Calls = [("get", {"city": "Rio"}), ("set", {"where": {"a": [1]}})]
-    whole = parser_of(writer.__name__, calls, False).parse(writer(calls))
-    assert all(call.complete for call in whole.tool_calls)
+    complete = parser_of(writer.__name__, calls, False).parse(writer(calls))
+    assert all(call.complete for call in complete.tool_calls)
     text = writer(calls)
     for cut in range(text.index("set") + 3, len(text)):
-        found = parser_of(writer.__name__, calls, False).parse(text[:cut], CUT)
-        assert found.tool_calls[0] == whole.tool_calls[0]
-        for call in found.tool_calls[1:]:
+        result = parser_of(writer.__name__, calls, False).parse(text[:cut], CUT)
+        assert result.tool_calls[0] == complete.tool_calls[0]
+        for call in result.tool_calls[1:]:
             assert call.complete == is_json(call.arguments)
-            assert not call.complete or call == whole.tool_calls[1]
+            assert not call.complete or call == complete.tool_calls[1]
 
 
 @pytest.mark.parametrize(
@@ -371,14 +371,14 @@ def test_a_stop_string_that_closes_a_call_completes_it(name: str, stop: str) -> 
     calls: Calls = [("get", {"city": "Rio"})]
     text = writer(calls)
     before = text[: text.index(stop)]
-    found = parser_of(name, calls, False).parse(before, TextEnd(cut=True, stop=stop))
-    assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == calls
-    assert found.tool_calls[0].complete
-    assert (found.content, found.errors) == ("", [])
+    result = parser_of(name, calls, False).parse(before, TextEnd(cut=True, stop=stop))
+    assert [(c.name, json.loads(c.arguments)) for c in result.tool_calls] == calls
+    assert result.tool_calls[0].complete
+    assert (result.content, result.errors) == ("", [])
     inside = text[: text.index("Rio") + 3]
-    found = parser_of(name, calls, False).parse(inside, TextEnd(cut=True, stop=" \n"))
-    assert not any(c.complete or is_json(c.arguments) for c in found.tool_calls)
-    assert all(" \n" not in c.arguments for c in found.tool_calls)
+    result = parser_of(name, calls, False).parse(inside, TextEnd(cut=True, stop=" \n"))
+    assert not any(c.complete or is_json(c.arguments) for c in result.tool_calls)
+    assert all(" \n" not in c.arguments for c in result.tool_calls)
 
 
 def test_a_call_that_begins_is_told_with_a_brace() -> None:
@@ -425,22 +425,22 @@ def test_a_thought_that_names_a_tag_is_a_thought(name: str) -> None:
             (f"{thought} so.\n{written}", "", 1),
             (f"{thought} so.\n{written}\n</think>\n\nDone", "\nDone", 1),
         ):
-            found = parser_of(name, calls, True).parse(text)
-            assert found.reasoning == f"{thought} so.", text
-            assert found.content == content and found.errors == []
-            assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == calls[:count]
+            result = parser_of(name, calls, True).parse(text)
+            assert result.reasoning == f"{thought} so.", text
+            assert result.content == content and result.errors == []
+            assert [(c.name, json.loads(c.arguments)) for c in result.tool_calls] == calls[:count]
             for cut in range(0, len(text), 3):
-                assert streamed(parser_of(name, calls, True), [text[:cut], text[cut:]]) == found
-            assert streamed(parser_of(name, calls, True), list(text)) == found
+                assert streamed(parser_of(name, calls, True), [text[:cut], text[cut:]]) == result
+            assert streamed(parser_of(name, calls, True), list(text)) == result
 
 
 def test_kimis_section_may_be_in_the_singular() -> None:
     calls: Calls = [("get", {"city": "Rio"}), ("get", {"city": "Rome"})]
     text = "Look." + kimi_k2(calls).replace("tool_calls_section", "tool_call_section")
-    found = parser_of("kimi_k2", calls, False).parse(text)
-    assert (found.content, found.errors) == ("Look.", [])
-    assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == calls
-    assert found == streamed(parser_of("kimi_k2", calls, False), list(text))
+    result = parser_of("kimi_k2", calls, False).parse(text)
+    assert (result.content, result.errors) == ("Look.", [])
+    assert [(c.name, json.loads(c.arguments)) for c in result.tool_calls] == calls
+    assert result == streamed(parser_of("kimi_k2", calls, False), list(text))
 
 
 def without_tags_of_calls(calls: Calls) -> str:
@@ -491,17 +491,17 @@ def test_a_slip_of_the_model_leaves_calls_whole(name: str, writer: Callable[[Cal
     calls: Calls = [("get", {"city": "Rio", "n": 1}), ("set", {"where": {"a": [1]}})]
     text = "Look." + writer(calls)
     assert text not in ("Look." + w(calls) for w in WRITERS)
-    found = parser_of(name, calls, False).parse(text)
-    assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == calls
-    assert all(call.complete for call in found.tool_calls)
-    assert (found.content.strip(), found.errors) == ("Look.", [])
+    result = parser_of(name, calls, False).parse(text)
+    assert [(c.name, json.loads(c.arguments)) for c in result.tool_calls] == calls
+    assert all(call.complete for call in result.tool_calls)
+    assert (result.content.strip(), result.errors) == ("Look.", [])
     for cut in range(len(text)):
-        assert streamed(parser_of(name, calls, False), [text[:cut], text[cut:]]) == found
+        assert streamed(parser_of(name, calls, False), [text[:cut], text[cut:]]) == result
         part = parser_of(name, calls, False).parse(text[:cut], CUT)
-        for call, whole in zip(part.tool_calls, found.tool_calls, strict=False):
+        for call, complete in zip(part.tool_calls, result.tool_calls, strict=False):
             assert call.complete == is_json(call.arguments)
-            assert not call.complete or call == whole
-    assert streamed(parser_of(name, calls, False), list(text)) == found
+            assert not call.complete or call == complete
+    assert streamed(parser_of(name, calls, False), list(text)) == result
 
 
 def test_text_in_a_section_that_is_no_call_is_content() -> None:
@@ -509,9 +509,9 @@ def test_text_in_a_section_that_is_no_call_is_content() -> None:
     separator = "<|tool_call_argument_begin|>"
     for inside in ("I call nothing.", f"I call get:0{separator}{{}}", 'functions.get:0{"n": 1}'):
         text = begin + inside + end
-        found = parser_of("kimi_k2", [("get", {})], False).parse(text)
-        assert (found.content, found.tool_calls) == (inside, [])
-        assert streamed(parser_of("kimi_k2", [("get", {})], False), list(text)) == found
+        result = parser_of("kimi_k2", [("get", {})], False).parse(text)
+        assert (result.content, result.tool_calls) == (inside, [])
+        assert streamed(parser_of("kimi_k2", [("get", {})], False), list(text)) == result
     cut = parser_of("kimi_k2", [], False).parse(f"{begin}functions.get:0", CUT)
     assert cut.content == "functions.get:0" and cut.errors and not cut.tool_calls
 
@@ -533,38 +533,38 @@ def test_a_malformed_parameter_is_noted_and_is_no_key(bad: str) -> None:
     good = "<parameter=city>\nRio\n</parameter>\n"
     for body in (good + bad, bad + good):
         text = f"<tool_call>\n<function=get>\n{body}\n</function>\n</tool_call>"
-        found = parser_of("qwen3_coder", calls, False).parse(text)
-        (call,) = found.tool_calls
+        result = parser_of("qwen3_coder", calls, False).parse(text)
+        (call,) = result.tool_calls
         due = {"city": "Rio", "m": 1} if "=m>" in bad else {"city": "Rio"}
         assert json.loads(call.arguments) == due
-        assert found.errors == ["a parameter's tag without its name or its >"]
+        assert result.errors == ["a parameter's tag without its name or its >"]
         for cut in range(len(text)):
             parser = parser_of("qwen3_coder", calls, False)
-            assert streamed(parser, [text[:cut], text[cut:]]) == found
+            assert streamed(parser, [text[:cut], text[cut:]]) == result
 
 
 def test_no_key_comes_twice() -> None:
     body = "<parameter=n>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
     text = f"<tool_call>\n<function=get>\n{body}</function>\n</tool_call>"
-    found = parser_of("qwen3_coder", [("get", {"n": 1})], False).parse(text)
-    assert found.tool_calls[0].arguments == '{"n": 1}'
-    assert found.errors == ["a repeated parameter"]
-    found = parser_of("pythonic", [], False).parse("[get(n=1, n=2)]")
-    assert found.errors == ["a repeated argument"] and not found.tool_calls[0].complete
+    result = parser_of("qwen3_coder", [("get", {"n": 1})], False).parse(text)
+    assert result.tool_calls[0].arguments == '{"n": 1}'
+    assert result.errors == ["a repeated parameter"]
+    result = parser_of("pythonic", [], False).parse("[get(n=1, n=2)]")
+    assert result.errors == ["a repeated argument"] and not result.tool_calls[0].complete
 
 
 def test_a_function_without_its_bracket_is_no_call() -> None:
     text = (
         "<tool_call>\n<function=get\n<parameter=city>\nRio\n</parameter>\n</function>\n</tool_call>"
     )
-    found = parser_of("qwen3_coder", [], False).parse(text)
-    assert found.errors and not found.tool_calls and found.content == text
+    result = parser_of("qwen3_coder", [], False).parse(text)
+    assert result.errors and not result.tool_calls and result.content == text
 
 
 def test_what_breaks_behind_a_call_leaves_the_call() -> None:
-    found = parser_of("pythonic", [], False).parse('[get(city="Rio"), 5]')
-    assert [json.loads(call.arguments) for call in found.tool_calls] == [{"city": "Rio"}]
-    assert found.errors and found.content == ", 5]"
+    result = parser_of("pythonic", [], False).parse('[get(city="Rio"), 5]')
+    assert [json.loads(call.arguments) for call in result.tool_calls] == [{"city": "Rio"}]
+    assert result.errors and result.content == ", 5]"
 
 
 @pytest.mark.parametrize("name", [n for n in BROKEN if n not in ("llama3_json", "pythonic")])
@@ -572,9 +572,9 @@ def test_a_call_behind_a_broken_one_counts(name: str) -> None:
     writer = next(w for w in WRITERS if w.__name__ == name)
     calls: Calls = [("get", {"city": "Rio"})]
     text = BROKEN[name][0] + writer(calls)
-    found = parser_of(name, calls, False).parse(text)
-    assert found.errors and found.content == BROKEN[name][0]
-    last = found.tool_calls[-1]
+    result = parser_of(name, calls, False).parse(text)
+    assert result.errors and result.content == BROKEN[name][0]
+    last = result.tool_calls[-1]
     assert (last.name, json.loads(last.arguments)) == calls[0]
 
 
@@ -583,9 +583,9 @@ def test_a_call_behind_a_broken_one_counts(name: str) -> None:
     "text", ["plain", "[1, 2]", "[] [", "a {", "say [get(x=1)]", "[", "[x", " \n[a b(", "[]"]
 )
 def test_answers_that_are_no_calls(name: str, text: str) -> None:
-    found = parser_of(name, [], False).parse(text)
-    assert (found.content, found.tool_calls) == (text, [])
-    assert streamed(parser_of(name, [], False), list(text)) == found
+    result = parser_of(name, [], False).parse(text)
+    assert (result.content, result.tool_calls) == (text, [])
+    assert streamed(parser_of(name, [], False), list(text)) == result
 
 
 def test_calls_without_a_tag() -> None:
@@ -594,28 +594,28 @@ def test_calls_without_a_tag() -> None:
         text = writer(calls)
         for tag in ("<|python_tag|>", "<|python_start|>", "<|python_end|>"):
             text = text.replace(tag, "")
-        found = parser_of(writer.__name__, [], False).parse(f"\n{text}\n")
-        assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == calls
-        assert (found.content, found.errors) == ("", [])
+        result = parser_of(writer.__name__, [], False).parse(f"\n{text}\n")
+        assert [(c.name, json.loads(c.arguments)) for c in result.tool_calls] == calls
+        assert (result.content, result.errors) == ("", [])
 
 
 def test_arguments_stream_while_they_are_written() -> None:
     calls: Calls = [("get", {"city": "x" * 200})]
     for writer in WRITERS:
         parser = parser_of(writer.__name__, calls, False)
-        pieces = [e for char in writer(calls) for e in parser.feed(char)]
-        count = sum(isinstance(event, CallArguments) for event in pieces)
+        chunks = [e for char in writer(calls) for e in parser.feed(char)]
+        count = sum(isinstance(event, CallArguments) for event in chunks)
         assert count > 200 or writer is pythonic
 
 
 def test_kimis_ids_are_the_models_own() -> None:
     calls: Calls = [("get", {}), ("files.read:x", {})]
-    found = parser_of("kimi_k2", calls, False).parse(kimi_k2(calls)).tool_calls
-    assert [c.id for c in found] == ["functions.get:0", "functions.files.read:x:1"]
-    assert [c.name for c in found] == ["get", "files.read:x"]
+    result = parser_of("kimi_k2", calls, False).parse(kimi_k2(calls)).tool_calls
+    assert [c.id for c in result] == ["functions.get:0", "functions.files.read:x:1"]
+    assert [c.name for c in result] == ["get", "files.read:x"]
     twice = kimi_k2(calls[:1]).replace("<|tool_calls_section_end|>", "") + kimi_k2(calls[:1])
-    found = parser_of("kimi_k2", calls, False).parse(twice).tool_calls
-    assert [c.id for c in found] == ["functions.get:0", None], (
+    result = parser_of("kimi_k2", calls, False).parse(twice).tool_calls
+    assert [c.id for c in result] == ["functions.get:0", None], (
         "an id that came is given to no other"
     )
 
@@ -633,9 +633,9 @@ def test_kimis_ids_are_the_models_own() -> None:
     ],
 )
 def test_forms_of_json_calls(text: str, arguments: dict[str, Any]) -> None:
-    found = parser_of("hermes", [], False).parse(f"<tool_call>{text}</tool_call>")
-    assert found.errors == [] and found.content == ""
-    assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == [("get", arguments)]
+    result = parser_of("hermes", [], False).parse(f"<tool_call>{text}</tool_call>")
+    assert result.errors == [] and result.content == ""
+    assert [(c.name, json.loads(c.arguments)) for c in result.tool_calls] == [("get", arguments)]
 
 
 @pytest.mark.parametrize(

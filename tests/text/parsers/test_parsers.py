@@ -70,18 +70,18 @@ CASES = [
 
 def check_cuts(text, end, tools, cuts):
     """Assert that one character at a time, and each of these cuts, give the reply of the whole."""
-    whole = reply(text, end, tools)
+    complete = reply(text, end, tools)
 
-    def streamed(pieces):
+    def streamed(parts):
         parser = parser_of(end, tools)
-        events = [event for piece in pieces for event in parser.feed(piece)]
+        events = [event for part in parts for event in parser.feed(part)]
         return Reply().add(events + parser.finish())
 
-    assert streamed(list(text)) == whole
+    assert streamed(list(text)) == complete
     for cut in cuts:
-        assert streamed([text[:cut], text[cut:]]) == whole
+        assert streamed([text[:cut], text[cut:]]) == complete
     if tools is Qwen3CoderParser:
-        for call in whole.tool_calls:
+        for call in complete.tool_calls:
             assert isinstance(json.loads(call.arguments), dict)
 
 
@@ -132,23 +132,23 @@ TEXTS = st.lists(st.sampled_from(PARTS), max_size=25).map("".join) | st.text()
 @example(xml(where="[" * 100_000), [], "</think>", Qwen3CoderParser)
 @example(xml(where='{"a": "\\ud800"}'), [], "</think>", Qwen3CoderParser)
 def test_any_text_in_any_cut_gives_one_reply_and_no_empty_event(text, cuts, end, tools):
-    whole = reply(text, end, tools)
+    complete = reply(text, end, tools)
     parser = parser_of(end, tools)
-    places = [*itertools.accumulate(cuts, initial=0), *range(sum(cuts) + 1, min(len(text), 1000))]
-    pieces = [text[i:j] for i, j in itertools.pairwise([*places, len(text)])]
-    events = [event for piece in pieces for event in parser.feed(piece)]
+    indices = [*itertools.accumulate(cuts, initial=0), *range(sum(cuts) + 1, min(len(text), 1000))]
+    parts = [text[i:j] for i, j in itertools.pairwise([*indices, len(text)])]
+    events = [event for part in parts for event in parser.feed(part)]
     events += parser.finish()
-    assert Reply().add(events) == whole
+    assert Reply().add(events) == complete
     for event in events:
         assert not isinstance(event, Content | Reasoning | CallArguments) or event.text
-    for call in whole.tool_calls:
+    for call in complete.tool_calls:
         assert call.name.strip()
         assert call.complete == is_object(call.arguments)
-        assert whole.errors or call.complete
+        assert complete.errors or call.complete
 
 
 def is_object(text):
-    """Whether these are arguments of a complete call."""
+    """Return whether these are the arguments of a complete call."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -161,8 +161,8 @@ def is_object(text):
 def test_any_text_that_is_cut_has_no_call_that_looks_complete_and_is_not(text, end, tools):
     """Complete calls of a text that was cut are those that its natural end gives, too."""
     cut = parser_of(end, tools).parse(text, TextEnd(cut=True))
-    whole = reply(text, end, tools)
-    for call, same in zip(cut.tool_calls, whole.tool_calls, strict=True):
+    complete = reply(text, end, tools)
+    for call, same in zip(cut.tool_calls, complete.tool_calls, strict=True):
         assert call.complete == is_object(call.arguments)
         assert not call.complete or call == same
     assert all(call.complete for call in cut.tool_calls) or cut.errors
@@ -203,23 +203,23 @@ OPENINGS = [
 @pytest.mark.parametrize(("tools", "opening"), OPENINGS)
 def test_the_work_is_linear_in_every_state(tools, opening):
     """5,000 pieces; what looks at all of the text for each of them needs many seconds."""
-    for piece in ["name and ", " \n ", "<<", "</function> ", "a"]:
+    for part in ["name and ", " \n ", "<<", "</function> ", "a"]:
         parser = parser_of("assistant\n", tools)
         began = time.process_time()
         events = parser.feed(opening)
         for _ in range(5_000):
-            events += parser.feed(piece)
+            events += parser.feed(part)
         events += parser.finish()
         took = time.process_time() - began
-        assert took < 1, f"{took:.1f} s for pieces of {piece!r}"
+        assert took < 1, f"{took:.1f} s for pieces of {part!r}"
 
 
 @pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))
 def test_a_long_text_at_once_is_linear_too(tools):
-    for piece in ["<<", "a<tool_call></tool_call>", xml(city="x"), "<tool_call><function=>"]:
+    for part in ["<<", "a<tool_call></tool_call>", xml(city="x"), "<tool_call><function=>"]:
         began = time.process_time()
-        reply(piece * 2_500, "assistant\n", tools)
-        assert time.process_time() - began < 1, piece
+        reply(part * 2_500, "assistant\n", tools)
+        assert time.process_time() - began < 1, part
 
 
 @given(st.text(max_size=40) | st.text("<>/=\n parmet", max_size=40))
@@ -238,9 +238,9 @@ def test_typed_values():
 
 
 def test_content_and_reasoning_around_calls():
-    found = reply("why\n</think>\n\nLook:\n\n" + xml(days="1") + "\n" + xml(), "<think>\n")
-    assert (found.reasoning, found.content) == ("why", "Look:")
-    assert found.tool_calls == [ToolCall("get", '{"days": 1}'), ToolCall("get", "{}")]
+    result = reply("why\n</think>\n\nLook:\n\n" + xml(days="1") + "\n" + xml(), "<think>\n")
+    assert (result.reasoning, result.content) == ("why", "Look:")
+    assert result.tool_calls == [ToolCall("get", '{"days": 1}'), ToolCall("get", "{}")]
     assert reply("never ended", "<think>\n") == Reply(reasoning="never ended")
     assert reply("plain", "assistant\n") == Reply(content="plain")
     inside = reply("so\n" + xml(), "<think>\n")
@@ -263,9 +263,9 @@ def test_long_strings_stream():
 
 
 def test_hermes():
-    found = reply(CASES[-1], tools=HermesParser)
-    assert found.tool_calls == [ToolCall("get", '{"a": "<b>"}')]
-    assert found.content == "\n<tool_call>{bad}</tool_call>"
+    result = reply(CASES[-1], tools=HermesParser)
+    assert result.tool_calls == [ToolCall("get", '{"a": "<b>"}')]
+    assert result.content == "\n<tool_call>{bad}</tool_call>"
 
 
 @pytest.mark.parametrize(
@@ -283,8 +283,8 @@ def test_hermes():
     ],
 )
 def test_coercion(text, types, value):
-    found = coerce(text, types)
-    assert found == value and type(found) is type(value)
+    result = coerce(text, types)
+    assert result == value and type(result) is type(value)
 
 
 @pytest.mark.parametrize(

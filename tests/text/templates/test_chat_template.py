@@ -140,8 +140,8 @@ def test_arguments_come_in_the_form_that_the_template_reads(
     elif isinstance(sent, dict):
         form = json.dumps(sent, ensure_ascii=False)
     tools = [TOOL]
-    found = rendered(template, conversation(sent), tools=tools)
-    assert found == expected(template, conversation(form), tools)
+    result = rendered(template, conversation(sent), tools=tools)
+    assert result == expected(template, conversation(form), tools)
 
 
 @pytest.mark.parametrize("empty", ["", "{}", {}, None])
@@ -194,8 +194,8 @@ def test_a_list_of_parts_is_joined_for_a_template_that_reads_text() -> None:
 
 def test_text_becomes_a_part_for_a_template_that_reads_parts_alone() -> None:
     part = [{"type": "text", "text": "Hi"}]
-    found = rendered(LIST_ONLY, [{"role": "user", "content": "Hi"}])
-    assert found == expected(LIST_ONLY, [{"role": "user", "content": part}]) == "<user>Hi"
+    result = rendered(LIST_ONLY, [{"role": "user", "content": "Hi"}])
+    assert result == expected(LIST_ONLY, [{"role": "user", "content": part}]) == "<user>Hi"
 
 
 @pytest.mark.parametrize("documents", [None, [{"title": "A", "text": "B é"}]])
@@ -341,8 +341,8 @@ def test_a_start_warns_of_parts_that_the_template_leaves_out(
 ) -> None:
     folder = shipped(tmp_path, in_files(default=template))
     Processor.for_model(Tokenizer(folder), folder, 4096)
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
+    reported = [record.getMessage() for record in caplog.records]
+    assert reported == [
         f"the chat template 'default' drops {part}: the model does not see them" for part in lost
     ]
 

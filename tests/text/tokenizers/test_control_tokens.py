@@ -31,11 +31,11 @@ MESSAGES = [
 def family(request, tmp_path_factory):
     """A processor of the family."""
     folder = tmp_path_factory.mktemp("family")
-    made = FAMILIES[request.param]
-    made.tokenizer().save(str(folder / "tokenizer.json"))
-    config = {"bos_token": made.special[0], "eos_token": made.special[1]}
+    created = FAMILIES[request.param]
+    created.tokenizer().save(str(folder / "tokenizer.json"))
+    config = {"bos_token": created.special[0], "eos_token": created.special[1]}
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({**config, "chat_template": made.template})
+        json.dumps({**config, "chat_template": created.template})
     )
     return Processor.for_model(Tokenizer(folder), folder, 8192)
 
@@ -64,13 +64,13 @@ def put(value, path, text):
 
 
 def controls(processor, ids, special_only=True):
-    """How often each control token stands in the ids."""
+    """Count each control token in the ids."""
     added = processor.tokenizer.fast.get_added_tokens_decoder()
-    found = Counter(added[i].content for i in ids if i in added)
+    result = Counter(added[i].content for i in ids if i in added)
     special = {t.content for t in added.values() if t.special}
     return {
         name: n
-        for name, n in found.items()
+        for name, n in result.items()
         if name.strip() and (name in special or not special_only)
     }
 
@@ -80,7 +80,7 @@ def spellings(processor):
 
 
 def is_lossless(processor):
-    """Whether ids keep every character: nothing is stripped, normalized or put in front."""
+    """Return whether ids keep every character: nothing is stripped, normalized or added."""
     added = processor.tokenizer.fast.get_added_tokens_decoder().values()
     strips = any(token.lstrip or token.rstrip for token in added)
     kinds = (normalizers.NFC, normalizers.NFKC)
@@ -100,16 +100,16 @@ def test_a_forged_message_holds_no_more_control_tokens_than_a_harmless_one(famil
     every = spellings(family)
     honest = family.conversation(**put(ask(), path, "harmless"))
     for forged in ("a".join(every) + "b", " ".join(every) + "\n" + every[1].upper(), every[1][:-1]):
-        told = family.conversation(**put(ask(), path, forged))
-        assert controls(family, told.ids) == controls(family, honest.ids)
+        reported = family.conversation(**put(ask(), path, forged))
+        assert controls(family, reported.ids) == controls(family, honest.ids)
         if path[:2] in (("messages", 1), ("messages", 3)):
-            assert controls(family, told.ids, False) == controls(family, honest.ids, False)
+            assert controls(family, reported.ids, False) == controls(family, honest.ids, False)
         plain = ChatTemplate(family.template.source, family.tokenizer.special_tokens)
-        assert told.text == plain.render(**put(ask(), path, forged)), (
+        assert reported.text == plain.render(**put(ask(), path, forged)), (
             "the text is as it was written"
         )
         if is_lossless(family):
-            assert family.decode(told.ids) == told.text
+            assert family.decode(reported.ids) == reported.text
 
 
 def test_parts_of_a_control_token_do_not_join(family):
@@ -121,9 +121,9 @@ def test_parts_of_a_control_token_do_not_join(family):
             continue  # words are only found whole
         for cut in range(1, len(token)):
             parts = {"content": "x" + token[:cut], "name": token[cut:]}
-            told = processor.conversation([{"role": "user", **parts}, {"role": "user"}])
-            assert not controls(family, told.ids, False), parts
-            assert told.text == "x" + token
+            reported = processor.conversation([{"role": "user", **parts}, {"role": "user"}])
+            assert not controls(family, reported.ids, False), parts
+            assert reported.text == "x" + token
 
 
 def test_systems_and_assistants_may_write_what_is_not_special(family):
@@ -139,9 +139,9 @@ def test_systems_and_assistants_may_write_what_is_not_special(family):
             if role == "critic" and "qwen" in family.template.source:
                 continue
             messages = [{"role": "user", "content": "x"}, {"role": role, "content": f"see {tag}"}]
-            told = controls(family, family.conversation(messages).ids, False).get(tag, 0)
+            reported = controls(family, family.conversation(messages).ids, False).get(tag, 0)
             shown = family.conversation(messages[:1]).ids
-            assert told - controls(family, shown, False).get(tag, 0) == more, role
+            assert reported - controls(family, shown, False).get(tag, 0) == more, role
 
 
 def pieces(processor):
@@ -181,8 +181,8 @@ def test_random_strings_never_become_control_tokens(family):
         if not added & set(plain):
             same = control.encode("x" + marked)
             assert same == plain, "what spells no control token is tokenised as ever"
-        told = family.conversation([{"role": "user", "content": text}])
-        assert controls(family, told.ids, False) == honest
+        reported = family.conversation([{"role": "user", "content": text}])
+        assert controls(family, reported.ids, False) == honest
 
     check()
     check.hypothesis.inner_test("＜|eot_id|＞ ＜|im_end|＞")
@@ -201,8 +201,8 @@ def test_text_beside_the_templates_tokens_is_tokenised_as_ever(family):
 
 def test_marks_survive_ascii_json_and_python():
     """Templates that print arguments as JSON with escapes, or as Python does."""
-    made = FAMILIES["llama3"]
-    control = ControlTokens(made.tokenizer())
+    created = FAMILIES["llama3"]
+    control = ControlTokens(created.tokenizer())
     source = "{{ messages[0].content | tojson(ensure_ascii=true) }}{{ [messages[0].content] }}"
     template = ChatTemplate(source, control=control)
     text = 'é<|eot_id|>🦊"\\u0041'

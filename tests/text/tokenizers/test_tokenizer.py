@@ -70,8 +70,8 @@ def test_pieces_join_to_the_whole_with_blanks_and_bytes(spaced):
     @example("a  b \n the fox")
     def check(text):
         ids = spaced.encode(text, False)
-        pieces = Detokenizer(spaced, skip_special_tokens=False)
-        joined = "".join(pieces.push(i) for i in ids) + pieces.flush()
+        parts = Detokenizer(spaced, skip_special_tokens=False)
+        joined = "".join(parts.push(i) for i in ids) + parts.flush()
         assert joined == spaced.decode(ids, skip_special_tokens=False)
 
     check()
@@ -101,17 +101,17 @@ def test_a_grammar_counts_the_blanks_of_tokens(spaced, regex):
     for _ in range(40):
         matcher = compiler.matcher(f"start: /{regex}/")
         text = Detokenizer(spaced)
-        said = ""
+        message = ""
         for _ in range(12):
             mask = masks_of(matcher)[0]
             may = [i for i in range(len(spaced)) if mask[i // 8] >> i % 8 & 1]
             chosen = end if end in may and rng.random() < 0.3 else rng.choice(may)
             if chosen == end:
-                assert re.fullmatch(regex, said + text.flush()), said
+                assert re.fullmatch(regex, message + text.flush()), message
                 ended += 1
                 break
             matcher.accept([chosen])
-            said += text.push(chosen)
+            message += text.push(chosen)
     assert ended > 20
 
 
@@ -120,23 +120,23 @@ def test_no_order_of_tokens_is_too_odd(spaced):
     def check(ids):
         text = Detokenizer(spaced, skip_special_tokens=False)
         joined = "".join(text.push(i) for i in ids) + text.flush()
-        whole = spaced.decode(ids, skip_special_tokens=False)
-        left = iter(joined)
-        kept = [char for char in whole if char != "\ufffd"]
-        assert all(char in left for char in kept), "only bytes are told better"
+        complete = spaced.decode(ids, skip_special_tokens=False)
+        remaining = iter(joined)
+        kept = [char for char in complete if char != "\ufffd"]
+        assert all(char in remaining for char in kept), "only bytes are told better"
 
     check()
     assert spaced.token_bytes(spaced.fast.token_to_id("<0xE2>")) == b"\xe2"
     text = Detokenizer(spaced)
-    pieces = [text.push(spaced.fast.token_to_id(t)) for t in ("<0xC3>", "<0xA9>", "<0xA9>", "a")]
-    assert pieces == ["", "é", "\ufffd", "a"]
+    parts = [text.push(spaced.fast.token_to_id(t)) for t in ("<0xC3>", "<0xA9>", "<0xA9>", "a")]
+    assert parts == ["", "é", "\ufffd", "a"]
 
 
 def test_no_piece_holds_half_a_character(tokenizer):
     text = Detokenizer(tokenizer)
-    pieces = [text.push(i) for i in tokenizer.encode("日本語🦊")]
-    assert "".join(pieces) == "日本語🦊" and "\ufffd" not in "".join(pieces)
-    assert "" in pieces
+    parts = [text.push(i) for i in tokenizer.encode("日本語🦊")]
+    assert "".join(parts) == "日本語🦊" and "\ufffd" not in "".join(parts)
+    assert "" in parts
 
 
 @given(
@@ -154,12 +154,12 @@ def test_stop_strings_end_the_text_of_all_tokens_where_they_are_complete(
     free = tokenizer.decode(ids[:min_tokens])
     searched = tokenizer.decode(ids[min_tokens:])
     ends = [(n, -len(s), s) for n in range(len(searched) + 1) for s in stop]
-    found = min((e for e in ends if searched[: e[0]].endswith(e[2])), default=None)
-    if found is None:
+    result = min((e for e in ends if searched[: e[0]].endswith(e[2])), default=None)
+    if result is None:
         assert (shown, text.stopped) == (free + searched, None)
     else:
-        assert text.stopped == found[2]
-        assert shown == free + searched[: found[0] if include else found[0] - len(found[2])]
+        assert text.stopped == result[2]
+        assert shown == free + searched[: result[0] if include else result[0] - len(result[2])]
 
 
 @pytest.mark.parametrize(
@@ -191,20 +191,20 @@ def test_stop_strings_wait_for_min_tokens(tokenizer):
     assert shown == "a,a" and text.stopped == ","
 
 
-def scan(markers, pieces):
+def scan(markers, parts):
     """The characters and marker names that a scan finds, in order; written: a marker's own text."""
-    found = []
+    result = []
     read = []
     one = Scan(markers)
-    for piece in pieces:
-        place = 0
-        while place < len(piece):
-            plain, marker, place, written = one.take(piece, place)
-            found += [*plain, *([marker] if marker else [])]
+    for part in parts:
+        index = 0
+        while index < len(part):
+            plain, marker, index, written = one.take(part, index)
+            result += [*plain, *([marker] if marker else [])]
             read += [plain, written]
-    held = one.flush()
-    assert "".join([*read, held]) == "".join(pieces)
-    return found + [*held]
+    pending = one.flush()
+    assert "".join([*read, pending]) == "".join(parts)
+    return result + [*pending]
 
 
 @given(st.text("ab<>/ \n", max_size=30), st.lists(st.integers(1, 4), min_size=30, max_size=30))
@@ -216,13 +216,13 @@ def test_markers_do_not_depend_on_the_cut(text, cuts):
         Markers({"open": "< a", "close": "</a>"}, loose=True),
         Markers({"long": "abab<", "short": "bab", "same": "bab", "blank": "a \n"}),
     ]
-    pieces = []
+    parts = []
     rest = text
     for cut in cuts:
-        pieces.append(rest[:cut])
+        parts.append(rest[:cut])
         rest = rest[cut:]
-    for each in markers:
-        assert scan(each, pieces + [rest]) == scan(each, [text])
+    for item in markers:
+        assert scan(item, parts + [rest]) == scan(item, [text])
 
 
 @given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1))
@@ -238,8 +238,8 @@ def test_a_scan_finds_the_first_complete_marker_and_holds_no_more_than_it_must(t
             assert shown == text[: i - len(marker)]
             return
         assert marker is None
-        held = [k for k in range(i + 1) if any(s.startswith(text[k:i]) for s in stops)]
-        assert shown == text[: min(held)]
+        pending = [k for k in range(i + 1) if any(s.startswith(text[k:i]) for s in stops)]
+        assert shown == text[: min(pending)]
     assert shown + one.flush() == text
 
 

@@ -6,9 +6,9 @@ writes octets that are far apart, next to those of its neighbours, and no two la
 bank of shared memory.
 
 4 bits, 8 codes per word: bits 4 j .. 4 j + 2 hold the lower three bits of code j; bit 8 j + 7 - 4 h
-holds the upper bit, the sign, of code 4 h + j.
-3 bits, 32 codes per three words: bits 4 j .. 4 j + 2 of word w hold code 8 w + j; bit 4 j + 3 holds
-bit w of code 24 + j. 16 codes take the first two words. All words 0 come first, then all words 1,
+is the upper bit, the sign, of code 4 h + j.
+3 bits, 32 codes per three words: bits 4 j .. 4 j + 2 of word w are code 8 w + j; bit 4 j + 3 is bit
+w of code 24 + j. 16 codes take the first two words. All words 0 come first, then all words 1,
 then all words 2.
 
 One mask then gives eight 3-bit selectors, four bits apart, as the PTX instruction prmt takes them,
@@ -40,7 +40,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
         signs = (codes >> 3) << _sign_shifts(codes.device)
         return ((codes & 7) << shifts).add_(signs).sum(-1).to(torch.int32)
     codes = F.pad(codes.long(), (0, -count % 32)).unflatten(-1, (-1, 4, 8))
-    # The fourth octet has no word of its own: bit w of its codes fills the spare bits of word w.
+    # The fourth octet has no words: bit w of its codes fills the spare bits of word w.
     fourth = codes[..., 3:, :] >> torch.arange(3, device=codes.device)[:, None] & 1
     words = (codes[..., :3, :] << shifts) + (fourth << shifts + 3)
     words = words.sum(-1).transpose(-1, -2).flatten(-2).to(torch.int32)
@@ -70,6 +70,6 @@ def _transpose_octets(codes: Tensor, rows: int) -> Tensor:
 
 
 def _sign_shifts(device: torch.device) -> Tensor:
-    """Return the bit that holds the sign of each of a word's eight 4-bit codes."""
+    """Return the bit that contains the sign of each of a word's eight 4-bit codes."""
     code = torch.arange(8, device=device)
     return 8 * (code % 4) + 7 - 4 * (code // 4)

@@ -25,7 +25,7 @@ LATENT_QUANTIZERS = {
 }
 """Quantizers of latents that kernels read, as a layer has them."""
 UNWRITTEN_BYTE = 0x7F
-"""Fill of integer values that nobody has written: a NaN in both fp8 types."""
+"""Fill of integer unwritten values: a NaN in both fp8 types."""
 
 
 def fits(format: KVFormat | None, dim: int) -> bool:
@@ -38,7 +38,7 @@ def fits(format: KVFormat | None, dim: int) -> bool:
 def empty_cache(
     shape: tuple[int, ...], dtype: torch.dtype, format: KVFormat | None
 ) -> tuple[KVCache, KVCache]:
-    """Return keys and values [pages, page_size, Hkv, D] that nobody has written: all NaN."""
+    """Return keys and values [pages, page_size, Hkv, D] without any written token: all NaN."""
     if format is None:
         return empty_side(shape, dtype, None), empty_side(shape, dtype, None)
     return empty_side(shape, dtype, format.k), empty_side(shape, dtype, format.v)
@@ -47,7 +47,7 @@ def empty_cache(
 def empty_side(
     shape: tuple[int, ...], dtype: torch.dtype, quantizer: KVQuantizer | None
 ) -> KVCache:
-    """Return one side [pages, page_size, .., D] of a cache that nobody has written: all NaN."""
+    """Return one side [pages, page_size, .., D] of a cache without any written token: all NaN."""
     if quantizer is None:
         return torch.full(shape, torch.nan, dtype=dtype)
     return _empty_quantized(shape, quantizer)
@@ -63,7 +63,7 @@ def dequantized_copy(cache: KVCache, dtype: torch.dtype) -> KVCache:
 
 
 def _empty_quantized(shape: tuple[int, ...], quantizer: KVQuantizer) -> QuantizedKV:
-    """Return a quantized side [pages, page_size, .., D] that nobody has written."""
+    """Return a quantized side [pages, page_size, .., D] without any written token."""
     (*lead, dim) = shape
     fill = torch.nan if quantizer.dtype.is_floating_point else UNWRITTEN_BYTE
     qdata = torch.full((*lead, quantizer.row_width(dim)), fill, dtype=quantizer.dtype)

@@ -43,14 +43,14 @@ class KVDeviceFunctions(NamedTuple):
 class KVMmaFunctions(NamedTuple):
     """Gluon device functions that dequantize into the register operands of one warp's mma.sync.
 
-    The result is bf16. A tile of 64 tokens lies in shared memory as it does in a page: qdata
+    The result is bf16. A tile of 64 tokens has in shared memory the layout of a page: qdata
     [num_planes, 64, W] int32 with W = D / values_per_word; where a quantizer has 16-bit scales,
     scales [N, 64] int32, the words that hold those of KV head kv.
 
     load_k(qdata, scales, i, kv, HKV, D): return tokens 16 i .. 16 i + 15 [16, D], each group of 16
         columns in the order of mma_layouts.column_of.
     load_v(qdata, scales, i, kv, HKV, D): return the columns [D, 16] of these tokens in any order.
-    v_column(i, D): return the column that row i of load_v holds.
+    v_column(i, D): return the column that row i of load_v contains.
     max_rows: largest number of (token, query head) rows for which this path is the fastest.
     """
 
@@ -107,7 +107,7 @@ class KVQuantizer(ABC):
     def quantize(self, x: Tensor) -> tuple[Tensor, ...]:
         """Quantize x [..., D] of the model's dtype.
 
-        Numbers that are not finite must become NaN when they are dequantized.
+        Values that are not finite must become NaN when they are dequantized.
 
         Returns: values [..., row_width] and, if the quantizer has any, scales [..., num_scales].
         """

@@ -2,7 +2,7 @@
 
 The scale is 1 or the checkpoint's k_scale and v_scale, as in vLLM's formats of these names. A
 number is divided by the scale in fp32, rounded to the nearest number of the type, ties to even, and
-saturated at its largest. Numbers that are not finite become NaN (0x7F).
+saturated at its largest. Values that are not finite become NaN (0x7F).
 
 Latents, which fp8_e4m3 alone stores, have a scale per token instead: the smallest power of two at
 which none of its numbers exceeds the type's largest. With powers of two the division and the

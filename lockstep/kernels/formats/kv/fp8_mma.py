@@ -54,7 +54,7 @@ def _k_layout(words):
 
 @gluon.constexpr_function
 def _v_layout(words):
-    """Return the layout of value words [words, 16]: a thread holds pairs of tokens."""
+    """Return the layout of value words [words, 16]: a thread has pairs of tokens."""
     lanes = layout_bases(2, (1, 2), (1, 4), (0, 1), (0, 2), (0, 4))
     registers = layout_bases(
         2, (1, 1), (0, 8), (1, 8), *((0, 1 << i) for i in range(4, log2(words)))
@@ -93,7 +93,7 @@ def load_v(qdata, scales, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.constexp
 
 @gluon.jit
 def v_column(i, D: gl.constexpr):
-    """Return the column that row i of load_v holds. See KVMmaFunctions."""
+    """Return the column that row i of load_v contains. See KVMmaFunctions."""
     return i % (D // 4) * 4 + i // (D // 4)
 
 

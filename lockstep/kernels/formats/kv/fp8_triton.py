@@ -76,7 +76,7 @@ MULTIPLY_SCALE = """
     fma.rn.bf16x2 $1, $1, $3, zero;
 }
 """
-"""End of such a block: multiply both pairs by $3, a scale that a word holds twice. The addend -0
+"""End of such a block: multiply both pairs by $3, a scale that a word contains twice. The addend -0
 keeps the sign of zeros."""
 SCALED_E4M3_PTX = tl.constexpr(E4M3_TO_BF16 + MULTIPLY_SCALE)
 SCALED_E4M3_NATIVE_PTX = tl.constexpr(E4M3_TO_BF16_NATIVE + MULTIPLY_SCALE)

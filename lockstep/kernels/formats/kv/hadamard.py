@@ -53,7 +53,7 @@ class HadamardRotation:
     block: int
 
     def block_size(self, dim: int) -> int:
-        """Return the numbers that are rotated together in heads of this dim."""
+        """Return the values that are rotated together in heads of this dim."""
         return min(self.block, dim)
 
     def rotate_unscaled(self, x: Tensor) -> Tensor:

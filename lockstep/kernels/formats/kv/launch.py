@@ -13,7 +13,7 @@ class KVOperand(NamedTuple):
     """Tensors and constants that a launch passes for one side of a cache.
 
     qdata: the quantized values, or the cache itself where it is of the model's dtype.
-    num_scales: scales of a token and head. rotation_block: numbers that are rotated together, 0 for
+    num_scales: scales of a token and head. rotation_block: values that are rotated together, 0 for
     no rotation. store, load, dequantize: device functions, None where the cache is not quantized.
     scales, layer_constant, values_per_load: as in QuantizedKV, KVQuantizer and KVDeviceFunctions.
     """

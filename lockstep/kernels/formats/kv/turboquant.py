@@ -47,7 +47,7 @@ def thresholds(bits: int) -> tuple[float, ...]:
 class TurboQuantizer(KVQuantizer):
     """Quantizer to centroids in a Hadamard rotation.
 
-    A code is an index into CENTROIDS with a sign bit above it. bits: 3 or 4. block: numbers that
+    A code is an index into CENTROIDS with a sign bit above it. bits: 3 or 4. block: values that
     are rotated together. seed: of the random signs, the layer's.
     """
 

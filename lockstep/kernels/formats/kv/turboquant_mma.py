@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """TurboQuant as register operands of mma.sync, in Gluon: see KVMmaFunctions.
 
-A word holds an octet of a head; octets 2 g and 2 g + 1 are the g-th group of 16 columns, which one
+A word is an octet of a head; octets 2 g and 2 g + 1 are the g-th group of 16 columns, which one
 instruction multiplies. For keys, four lanes take half a word each, so that a group's numbers land
 where the instruction wants them. For values, a thread takes the words of two tokens.
 """
@@ -42,7 +42,7 @@ def _lookup_ptx(selectors, signs=None, shift=0):
 
 
 def _scale_ptx(out, order, scale):
-    """Return PTX that multiplies a pair of centroids by a scale that a word holds twice."""
+    """Return PTX that multiplies a pair of centroids by a scale that a word contains twice."""
     return [f"prmt.b32 t, lo, hi, {order};", f"fma.rn.bf16x2 ${out}, t, {scale}, none;"]
 
 
@@ -133,7 +133,7 @@ def _k_half_layout(num_groups):
 
 @gluon.constexpr_function
 def _v_word_layout(words):
-    """Return the layout of words [words, 16]: a thread holds pairs of tokens, lanes eight words."""
+    """Return the layout of words [words, 16]: a thread has pairs of tokens, lanes eight words."""
     lanes = layout_bases(2, (1, 2), (1, 4), (0, 1), (0, 2), (0, 4))
     rest = [(0, 1 << i) for i in range(3, log2(words))]
     return gl.DistributedLinearLayout(
@@ -143,7 +143,7 @@ def _v_word_layout(words):
 
 @gluon.constexpr_function
 def _v_plane_layout(num_groups):
-    """Return the layout of half words [D / 32, 16, 2] of a plane: threads hold pairs of tokens."""
+    """Return the layout of half words [D / 32, 16, 2] of a plane: threads have pairs of tokens."""
     lanes = layout_bases(3, (1, 2), (1, 4), (0, 1), (0, 2), (2, 1))
     rest = [(0, 1 << i) for i in range(2, log2(num_groups))]
     return gl.DistributedLinearLayout(
@@ -208,7 +208,7 @@ def _load_k(qdata, scales, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.constex
     inner: gl.constexpr = _slice_layout(layout, 3, 2, 1)
     token = 16 * i + gl.arange(0, 16, inner)
     scale = scales.index(0).slice(16 * i, 16).load(inner)
-    # A key has one 16-bit scale: a word holds those of two (token, head) pairs.
+    # A key has one 16-bit scale: a word contains those of two (token, head) pairs.
     scale = (scale >> ((token * HKV + kv) % 2 * 16)) & 0xFFFF
     scale = (scale | (scale << 16))[:, None][:, :, None][:, :, :, None]
     half = gl.arange(0, 2, _slice_layout(layout, 2, 1, 0))[None, :][:, None, :][:, :, None, :]
@@ -268,7 +268,7 @@ def load_v_4(qdata, scales, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.conste
 
 @gluon.jit
 def v_column_4(i, D: gl.constexpr):
-    """Return the column that row i of load_v_4 holds. See KVMmaFunctions."""
+    """Return the column that row i of load_v_4 contains. See KVMmaFunctions."""
     word = i % (D // 8)
     return 8 * (word % 4 * (D // 32) + word // 4) + i // (D // 8)
 
@@ -305,7 +305,7 @@ def load_v_3(qdata, scales, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.conste
 
 @gluon.jit
 def v_column_3(i, D: gl.constexpr):
-    """Return the column that row i of load_v_3 holds. See KVMmaFunctions."""
+    """Return the column that row i of load_v_3 contains. See KVMmaFunctions."""
     group = i % 4 + i // 32 % (D // 128) * 4
     octet = i // 8 % 4 * (D // 32) + group
     return 8 * octet + i // 4 % 2 * 4 + i // (D // 4)

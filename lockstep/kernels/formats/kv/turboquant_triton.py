@@ -240,7 +240,7 @@ def _load_scales(scales, live, D: tl.constexpr, BLOCK: tl.constexpr):
     """Load the bf16 scales of a head as 32-bit words: asynchronous copies take 4 bytes or more.
 
     A head of one block may begin in the middle of a word; the second result is then the bit where
-    it begins. A page holds whole words.
+    it begins. A page contains whole words.
     """
     if D > BLOCK:
         words = scales.to(tl.pointer_type(tl.int32), bitcast=True)

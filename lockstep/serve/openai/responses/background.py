@@ -1,51 +1,52 @@
-"""Events of a response that is made in the background, for readers that come and go."""
+"""Events of a response that is generated in the background, for any number of readers."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
-from lockstep.serve.openai.responses.store import weight
-from lockstep.serve.requests.response_writer import Answer, Json
+from lockstep.serve.http.event_stream import Event
+from lockstep.serve.openai.responses.store import json_bytes
+from lockstep.serve.requests.response_writer import ResponseWriter
 
 
-class Recording:
-    """The events of an answer, which is generated whether anybody reads it or not.
+class EventLog:
+    """Events of a response that is generated whether or not a client reads them.
 
-    size: about the bytes of the events. Their number is bounded by the answer's tokens, and the
-    service ends an answer that holds too much (Limits.held_bytes).
+    size: approximate bytes of the events. Their number is limited by the tokens of the response,
+    and the service ends a request with too much output (Limits.max_output_bytes).
     """
 
     def __init__(self) -> None:
-        self.events: list[Json] = []
+        self.events: list[Event] = []
         self.size = 0
-        self.ended = False
-        self._grown = asyncio.Event()
+        self.is_complete = False
+        self._growth = asyncio.Event()
 
-    async def run(self, answer: Answer) -> None:
-        """Record an answer to its end, and close it."""
+    async def record(self, writer: ResponseWriter) -> None:
+        """Record the events of a writer to its end, and close the writer."""
         try:
-            async for events in answer.stream():
-                self.size += sum(map(weight, events))
+            async for events in writer.stream():
+                self.size += sum(map(json_bytes, events))
                 self.events += events
-                self._wake()
+                self._wake_readers()
         finally:
-            answer.close()
-            self.ended = True
-            self._wake()
+            writer.close()
+            self.is_complete = True
+            self._wake_readers()
 
-    async def read(self, begin: int) -> AsyncIterator[list[Json]]:
-        """Yield the events from this number on, those to come among them."""
+    async def read(self, begin: int) -> AsyncIterator[list[Event]]:
+        """Yield the events from this index on, and future ones when they come."""
         while True:
-            grown = self._grown
+            growth = self._growth
             events = self.events[begin:]
             begin += len(events)
             if events:
                 yield events
-            elif self.ended:
+            elif self.is_complete:
                 return
             else:
-                await grown.wait()
+                await growth.wait()
 
-    def _wake(self) -> None:
-        """Wake every reader; each waits for the next event object then."""
-        self._grown.set()
-        self._grown = asyncio.Event()
+    def _wake_readers(self) -> None:
+        # Readers hold the old event object; the next growth has a new one.
+        self._growth.set()
+        self._growth = asyncio.Event()

@@ -1,6 +1,6 @@
-"""Tools of /v1/responses that OpenAI's API defines by a type alone.
+"""Built-in tools of /v1/responses, which OpenAI's API defines by their type.
 
-Those that clients run are functions of the same name for the model, and their calls are items of a
+For the model, those that clients run are functions of the same name. Their calls are items of a
 type of their own.
 """
 
@@ -13,32 +13,34 @@ from pydantic import BeforeValidator, Field
 from lockstep.serve.requests.body_models import Nested
 
 
-def _only(allowed: Any, remedy: str) -> Callable[[Any], Any]:
-    """Return the check that a field has one value. remedy: what is so, and what to do."""
+def _require(allowed: Any, message: str) -> Callable[[Any], Any]:
+    """Return the validator that a field has one value. message: reason and remedy."""
 
     def check(value: Any) -> Any:
         if value != allowed:
-            raise ValueError(remedy)
+            raise ValueError(message)
         return value
 
     return check
 
 
-is_local = _only(
+require_local = _require(
     "local", "this server runs no containers; allowed: local, for a shell of the client. Send that"
 )
-is_client = _only(
+require_client = _require(
     "client", "this server searches no tools; allowed: client. Send that, or all tools as they are"
 )
-is_offline = _only(
+require_offline = _require(
     False,
     "this server does not search the web; allowed: false. Leave the tool out; Codex does with "
     'web_search = "disabled" in its config.toml',
 )
 
 
-def _strict(description: str, required: Sequence[str], **properties: Any) -> dict[str, Any]:
-    """Return the declaration of a function whose arguments a grammar binds."""
+def _strict_function(
+    description: str, required: Sequence[str], **properties: Any
+) -> dict[str, Any]:
+    """Return the declaration of a function whose arguments a grammar constrains."""
     parameters = {
         "type": "object",
         "properties": properties,
@@ -49,7 +51,7 @@ def _strict(description: str, required: Sequence[str], **properties: Any) -> dic
     return {"description": description, "parameters": parameters, "strict": True}
 
 
-def arguments_of(text: str) -> dict[str, Any]:
+def call_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a complete call; {} where they are no JSON object."""
     try:
         arguments = json.loads(text)
@@ -71,7 +73,7 @@ class LocalShellTool(Nested):
 
     def declaration(self) -> dict[str, Any]:
         """Return the description, the parameters and the strictness of the tool's function."""
-        return _strict(
+        return _strict_function(
             "Run a command on the user's machine. The command is a list of words.",
             ["command"],
             command=_WORDS,
@@ -91,7 +93,7 @@ class LocalEnvironment(Nested):
 
     ONLY_DEFAULTS = {"skills": ([],)}
 
-    type: Annotated[Literal["local"], BeforeValidator(is_local)]
+    type: Annotated[Literal["local"], BeforeValidator(require_local)]
 
 
 class ShellTool(Nested):
@@ -104,7 +106,7 @@ class ShellTool(Nested):
 
     def declaration(self) -> dict[str, Any]:
         """See LocalShellTool."""
-        return _strict(
+        return _strict_function(
             "Run shell commands on the user's machine, each in a new shell.",
             ["commands"],
             commands=_WORDS,
@@ -119,7 +121,7 @@ class ShellTool(Nested):
 
 
 class PatchTool(Nested):
-    """Changes of files on the client's machine, one file a call."""
+    """Changes of files on the client's machine, one file per call."""
 
     name: ClassVar[str] = "apply_patch"
     prefix: ClassVar[str] = "apc"
@@ -127,7 +129,7 @@ class PatchTool(Nested):
 
     def declaration(self) -> dict[str, Any]:
         """See LocalShellTool."""
-        return _strict(
+        return _strict_function(
             "Create, update or delete a file. The diff is in V4A form, and empty for delete_file.",
             ["type", "path", "diff"],
             type={"enum": ["create_file", "update_file", "delete_file"]},
@@ -150,7 +152,7 @@ class ToolSearchTool(Nested):
     name: ClassVar[str] = "tool_search"
     prefix: ClassVar[str] = "tsc"
     type: Literal["tool_search"]
-    execution: Annotated[Literal["client"], BeforeValidator(is_client)] = Field(
+    execution: Annotated[Literal["client"], BeforeValidator(require_client)] = Field(
         "server",
         validate_default=True,
     )
@@ -166,17 +168,16 @@ class ToolSearchTool(Nested):
         return {"type": "tool_search_call", "execution": "client", "arguments": {**arguments}}
 
 
-ItemTool = LocalShellTool | ShellTool | PatchTool | ToolSearchTool
-"""Tools whose calls are items of their own type."""
-ITEM_TOOLS = ("local_shell", "shell", "apply_patch", "tool_search")
-"""Their types, and the names of their functions."""
+BuiltinTool = LocalShellTool | ShellTool | PatchTool | ToolSearchTool
+"""Tools whose calls are items of a type of their own."""
+BUILTIN_TOOL_NAMES = ("local_shell", "shell", "apply_patch", "tool_search")
+"""Types of these tools, and names of their functions."""
 
 
 class WebSearchTool(Nested):
     """Search without access to the web, in the server's cache of pages.
 
-    This server has no such cache, so no search could find anything, and the prompt leaves the tool
-    out.
+    This server has no such cache, so a search could find nothing. The prompt omits the tool.
     """
 
     WITHOUT_EFFECT = frozenset(
@@ -184,7 +185,7 @@ class WebSearchTool(Nested):
     )
 
     type: Literal["web_search"]
-    external_web_access: Annotated[Literal[False], BeforeValidator(is_offline)] = Field(
+    external_web_access: Annotated[Literal[False], BeforeValidator(require_offline)] = Field(
         True,
         validate_default=True,
     )

@@ -1,7 +1,7 @@
-"""Items of a /v1/responses conversation that hold a call of a tool, the call's result, or both.
+"""Input items of /v1/responses with a tool call, with the result of a call, or with both.
 
-The model calls functions. An item of any other kind of tool is shown to the model as the call of a
-function that has the tool's name, so a session that began on another server goes on here.
+The model calls functions. A call of any other kind of tool appears in the prompt as the call of a
+function with the tool's name, so that a session of another server can continue here.
 """
 
 import json
@@ -10,23 +10,23 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from lockstep.serve.openai.protocol import MAX_NAME, MAX_PARTS, MAX_TOOLS, Content
+from lockstep.serve.openai.conversation import MAX_NAME, MAX_PARTS, MAX_TOOLS, Content
 from lockstep.serve.openai.responses.client_tools import Tool, callees, function_name
-from lockstep.serve.requests.body_models import NOTES, Nested
+from lockstep.serve.requests.body_models import ANNOTATION_FIELDS, Nested
 from lockstep.text.grammars.json_schema import MAX_DEPTH, is_deep
 
 MAX_ID = 128
-"""Characters of a response's or a call's id."""
-ITEM_NOTES = NOTES | {"internal_chat_message_metadata_passthrough", "metadata"}
+"""Maximum characters of the id of a response or a call."""
+ITEM_ANNOTATIONS = ANNOTATION_FIELDS | {"internal_chat_message_metadata_passthrough", "metadata"}
 """Fields of any item without effect."""
-CALL_NOTES = ITEM_NOTES | {"caller", "created_by", "execution", "parsed_arguments"}
+CALL_ANNOTATIONS = ITEM_ANNOTATIONS | {"caller", "created_by", "execution", "parsed_arguments"}
 """Fields of a call without effect."""
-OUTPUT_NOTES = CALL_NOTES | {"name", "namespace", "max_output_length"}
+OUTPUT_ANNOTATIONS = CALL_ANNOTATIONS | {"name", "namespace", "max_output_length"}
 """Fields of a call's output without effect: its call_id says which tool was called."""
 
 
 def shallow(value: Any) -> Any:
-    """Return a value of any type. Raise ValueError where it is nested too deeply for an answer."""
+    """Return a value of any type. Raises ValueError if it is nested too deeply for a response."""
     if is_deep(value):
         raise ValueError(f"more than {MAX_DEPTH} levels of nesting; allowed: at most {MAX_DEPTH}")
     return value
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 class InputItem(Nested):
     """Item of a conversation, as a client sends it."""
 
-    WITHOUT_EFFECT = ITEM_NOTES
+    WITHOUT_EFFECT = ITEM_ANNOTATIONS
 
     def call(self) -> Call | None:
         """Return the item's call of a function, if it has one."""
@@ -77,7 +77,7 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 class InputCall(InputItem):
     """Call of a function."""
 
-    WITHOUT_EFFECT = CALL_NOTES
+    WITHOUT_EFFECT = CALL_ANNOTATIONS
 
     type: Literal["function_call"]
     call_id: CallId
@@ -93,7 +93,7 @@ class InputCall(InputItem):
 class InputCustomCall(InputItem):
     """Call of a custom tool."""
 
-    WITHOUT_EFFECT = CALL_NOTES
+    WITHOUT_EFFECT = CALL_ANNOTATIONS
 
     type: Literal["custom_tool_call"]
     call_id: CallId
@@ -110,7 +110,7 @@ class InputCustomCall(InputItem):
 class InputCallOutput(InputItem):
     """Result of a call of a function."""
 
-    WITHOUT_EFFECT = OUTPUT_NOTES
+    WITHOUT_EFFECT = OUTPUT_ANNOTATIONS
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -140,9 +140,9 @@ class ExecAction(Nested):
 
 
 class InputLocalShellCall(InputItem):
-    """Command that the client's local_shell ran. Codex may leave out the call_id."""
+    """Command that the client's local_shell ran. Codex may omit the call_id."""
 
-    WITHOUT_EFFECT = CALL_NOTES - {"id"}
+    WITHOUT_EFFECT = CALL_ANNOTATIONS - {"id"}
 
     type: Literal["local_shell_call"]
     id: CallId = ""
@@ -158,7 +158,7 @@ class InputLocalShellCall(InputItem):
 class InputLocalShellCallOutput(InputItem):
     """Result of a command of local_shell. OpenAI names the call in `id`, others in `call_id`."""
 
-    WITHOUT_EFFECT = CALL_NOTES - {"id"}
+    WITHOUT_EFFECT = CALL_ANNOTATIONS - {"id"}
 
     type: Literal["local_shell_call_output"]
     id: CallId = ""
@@ -182,7 +182,7 @@ class InputShellCall(InputItem):
     """Commands that the client's shell ran."""
 
     # The environment says where the commands ran; the model knows their output.
-    WITHOUT_EFFECT = CALL_NOTES | {"environment"}
+    WITHOUT_EFFECT = CALL_ANNOTATIONS | {"environment"}
 
     type: Literal["shell_call"]
     call_id: CallId
@@ -213,7 +213,7 @@ class ShellOutput(Nested):
 class InputShellCallOutput(InputItem):
     """Result of commands of shell."""
 
-    WITHOUT_EFFECT = OUTPUT_NOTES
+    WITHOUT_EFFECT = OUTPUT_ANNOTATIONS
 
     type: Literal["shell_call_output"]
     call_id: CallId
@@ -221,7 +221,7 @@ class InputShellCallOutput(InputItem):
 
     def result(self) -> Result:
         """See InputItem."""
-        outputs = [one.model_dump(exclude_none=True) for one in self.output]
+        outputs = [output.model_dump(exclude_none=True) for output in self.output]
         return Result(self.call_id, as_json(outputs))
 
 
@@ -236,7 +236,7 @@ class PatchOperation(Nested):
 class InputPatchCall(InputItem):
     """Change of a file that the client's apply_patch made."""
 
-    WITHOUT_EFFECT = CALL_NOTES
+    WITHOUT_EFFECT = CALL_ANNOTATIONS
 
     type: Literal["apply_patch_call"]
     call_id: CallId
@@ -251,7 +251,7 @@ class InputPatchCall(InputItem):
 class InputPatchCallOutput(InputItem):
     """Result of a change of a file."""
 
-    WITHOUT_EFFECT = CALL_NOTES - {"status"}
+    WITHOUT_EFFECT = CALL_ANNOTATIONS - {"status"}
 
     type: Literal["apply_patch_call_output"]
     call_id: CallId
@@ -260,14 +260,15 @@ class InputPatchCallOutput(InputItem):
 
     def result(self) -> Result:
         """See InputItem."""
-        known = {"status": self.status, "output": self.output}
-        return Result(self.call_id, as_json({k: v for k, v in known.items() if v is not None}))
+        fields = {"status": self.status, "output": self.output}
+        sent = {name: value for name, value in fields.items() if value is not None}
+        return Result(self.call_id, as_json(sent))
 
 
 class InputMcpCall(InputItem):
     """Call of a tool of an MCP server that another server made, with its result."""
 
-    WITHOUT_EFFECT = (CALL_NOTES - {"id"}) | {"approval_request_id"}
+    WITHOUT_EFFECT = (CALL_ANNOTATIONS - {"id"}) | {"approval_request_id"}
 
     type: Literal["mcp_call"]
     id: CallId
@@ -291,7 +292,7 @@ class InputMcpCall(InputItem):
 class InputToolSearchCall(InputItem):
     """Search for tools that the model may call."""
 
-    WITHOUT_EFFECT = CALL_NOTES - {"id"}
+    WITHOUT_EFFECT = CALL_ANNOTATIONS - {"id"}
 
     type: Literal["tool_search_call"]
     id: CallId = ""
@@ -311,7 +312,7 @@ def _loaded(tools: Any) -> Any:
     if not isinstance(tools, list):
         return tools
     loaded: list[Any] = []
-    # One more than is allowed, so that the bound of the field refuses a longer list.
+    # One more than allowed, so that the limit of the field refuses a longer list.
     for tool in tools[: MAX_TOOLS + 1]:
         if isinstance(tool, Mapping):
             tool = {key: value for key, value in tool.items() if key != "defer_loading"}
@@ -327,9 +328,9 @@ LoadedTools = Annotated[
 
 
 class InputToolSearchOutput(InputItem):
-    """Tools that a search found; the model may call them from here on."""
+    """Tools that a search returned; the model may call them from here on."""
 
-    WITHOUT_EFFECT = CALL_NOTES - {"id"}
+    WITHOUT_EFFECT = CALL_ANNOTATIONS - {"id"}
 
     type: Literal["tool_search_output"]
     id: CallId = ""
@@ -348,9 +349,9 @@ class InputToolSearchOutput(InputItem):
 
 
 class InputTools(InputItem):
-    """Tools that the client adds in the course of a conversation."""
+    """Tools that the client adds during a conversation."""
 
-    WITHOUT_EFFECT = ITEM_NOTES | {"role"}
+    WITHOUT_EFFECT = ITEM_ANNOTATIONS | {"role"}
 
     type: Literal["additional_tools"]
     tools: LoadedTools

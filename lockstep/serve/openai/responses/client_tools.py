@@ -1,23 +1,24 @@
-"""Tools as clients of /v1/responses declare them, and the functions by which the model calls them.
+"""Tools of /v1/responses, and the functions by which the model calls them.
 
-A model calls functions with JSON. A custom tool, whose input is free text, becomes a function of
-one string; a tool of a namespace becomes a function whose name has the namespace in front. Tools
-that OpenAI's API defines and clients run (item_tools.py) become functions of the same name.
+The model calls functions with JSON arguments. A custom tool, whose input is free text, becomes a
+function with one string. A tool of a namespace becomes a function with the namespace as the prefix
+of its name. Built-in tools (builtin_tools.py) become functions of the same name.
 """
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS
-from lockstep.serve.openai.protocol import MAX_NAME, MAX_TOOLS, TOOL_DEFAULTS, TOOL_NOTES
+from lockstep.serve.openai.conversation import MAX_NAME, MAX_TOOLS, TOOL_ANNOTATIONS, TOOL_DEFAULTS
 from lockstep.serve.openai.responses.builtin_tools import (
-    ItemTool,
+    BuiltinTool,
     LocalShellTool,
     PatchTool,
     ShellTool,
@@ -30,21 +31,21 @@ from lockstep.text.parsers.events import AnswerEvent, CallArguments, CallStart
 
 JOINT = "__"
 """Separator of a namespace and a name in a function's name, as clients of MCP servers join them."""
-_BEGIN = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*"', re.DOTALL)
-_ESCAPED = re.compile(
+_INPUT_START = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*"', re.DOTALL)
+_DECODABLE = re.compile(
     r"(?:[^\"\\]"
     r"|\\[^u]"
     r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u])))*",
     re.DOTALL,
 )
-"""Part of a JSON string that can be decoded by itself: no half of an escape or of a pair."""
+"""Prefix of a JSON string that can be decoded: it ends within no escape and no surrogate pair."""
 
 
 class FunctionTool(Nested):
     """A function that the model may call; `parameters` is a JSON schema."""
 
-    WITHOUT_EFFECT = TOOL_NOTES
+    WITHOUT_EFFECT = TOOL_ANNOTATIONS
     ONLY_DEFAULTS = TOOL_DEFAULTS
 
     type: Literal["function"]
@@ -61,7 +62,7 @@ class TextFormat(Nested):
 
 
 class GrammarFormat(Nested):
-    """Text of a grammar, which binds the model."""
+    """Text that a grammar constrains."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -71,7 +72,7 @@ class GrammarFormat(Nested):
 class CustomTool(Nested):
     """A tool whose input is text."""
 
-    WITHOUT_EFFECT = TOOL_NOTES
+    WITHOUT_EFFECT = TOOL_ANNOTATIONS
     ONLY_DEFAULTS = TOOL_DEFAULTS
 
     type: Literal["custom"]
@@ -80,18 +81,18 @@ class CustomTool(Nested):
     format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
 
 
-Called = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+CallableTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 
 class NamespaceTool(Nested):
-    """Tools under one name, such as those of one MCP server."""
+    """Tools under a common name, such as those of an MCP server."""
 
-    WITHOUT_EFFECT = TOOL_NOTES
+    WITHOUT_EFFECT = TOOL_ANNOTATIONS
 
     type: Literal["namespace"]
     name: str = Field(min_length=1, max_length=MAX_NAME)
     description: str | None = None
-    tools: list[Called] = Field(fail_fast=True, max_length=MAX_TOOLS)
+    tools: list[CallableTool] = Field(fail_fast=True, max_length=MAX_TOOLS)
 
 
 Tool = Annotated[
@@ -116,15 +117,15 @@ def function_name(name: str, namespace: str | None) -> str:
 
 @dataclass(frozen=True)
 class Callee:
-    """Tool of the client, called by the model as a function. path: its place in the request."""
+    """Tool of the client that the model calls as a function. path: its path in the request."""
 
-    tool: FunctionTool | CustomTool | ItemTool
+    tool: FunctionTool | CustomTool | BuiltinTool
     path: str
     namespace: NamespaceTool | None = None
 
     @property
     def function_name(self) -> str:
-        """The function's name."""
+        """Name of the function."""
         return function_name(self.tool.name, self.namespace.name if self.namespace else None)
 
     @property
@@ -135,9 +136,9 @@ class Callee:
     def function(self) -> dict[str, Any]:
         """Return the function as chat completions declare it."""
         tool = self.tool
-        about = [self.namespace.description if self.namespace else None]
-        if not isinstance(tool, ItemTool):
-            about.append(tool.description)
+        descriptions = [self.namespace.description if self.namespace else None]
+        if not isinstance(tool, BuiltinTool):
+            descriptions.append(tool.description)
         fields: dict[str, Any]
         if isinstance(tool, CustomTool):
             text: dict[str, Any] = {"type": "string"}
@@ -149,24 +150,24 @@ class Callee:
             elif isinstance(form, GrammarFormat):
                 text[LARK] = form.definition
                 fields = {"strict": True}
-                about.append(f"The input matches this grammar, in Lark:\n{form.definition}")
+                descriptions.append(f"The input matches this grammar, in Lark:\n{form.definition}")
             fields["parameters"] = input_schema(text)
-        elif isinstance(tool, ItemTool):
+        elif isinstance(tool, BuiltinTool):
             fields = tool.declaration()
-            about.append(fields.pop("description"))
+            descriptions.append(fields.pop("description"))
         else:
             fields = {"parameters": tool.parameters, "strict": tool.strict}
-        named = {
+        declaration = {
             "name": self.function_name,
-            "description": "\n".join(filter(None, about)) or None,
+            "description": "\n".join(filter(None, descriptions)) or None,
             **fields,
         }
-        known = {key: value for key, value in named.items() if value is not None}
+        known = {key: value for key, value in declaration.items() if value is not None}
         return {"type": "function", "function": known}
 
 
 def input_schema(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a custom tool's function; text: schema of the input."""
+    """Return the parameters of a custom tool's function. text: JSON schema of the input."""
     return {
         "type": "object",
         "properties": {"input": text},
@@ -175,12 +176,21 @@ def input_schema(text: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class ToolName(TypedDict):
+    """Name of a tool, and its namespace."""
+
+    name: str
+    namespace: NotRequired[str]
+
+
 class Toolbox:
-    """The tools of one request, by the names of their functions. Raises RequestError where two
-    tools have one name."""
+    """The tools of a request by the names of their functions.
+
+    tools: tools of the request. added: tools that items of the conversation add. Raises
+    RequestError where two tools of the request have one name.
+    """
 
     def __init__(self, tools: Iterable[Any], added: Iterable[Any] = ()) -> None:
-        """tools: those of the request. added: those that items of the conversation bring."""
         self._callees: dict[str, Callee] = {}
         for callee in callees(tools, "tools"):
             name = callee.function_name
@@ -191,7 +201,7 @@ class Toolbox:
                     "tools",
                 )
             self._callees[name] = callee
-        # A tool that was found twice, or is sent as well, is one tool.
+        # Searches may add a tool again that is known already.
         for callee in callees(added, "input"):
             self._callees.setdefault(callee.function_name, callee)
         if len(self._callees) > MAX_TOOLS:
@@ -206,7 +216,7 @@ class Toolbox:
         return [callee.function() for callee in self._callees.values()]
 
     def sent_path(self, message: str) -> str:
-        """Return an error's message with the path of the client's tool for that of a function."""
+        """Replace the path of a function in an error's message by the path of the client's tool."""
         for index, callee in enumerate(self._callees.values()):
             begin = f"tools[{index}].function"
             if message.startswith(begin):
@@ -214,26 +224,31 @@ class Toolbox:
         return message
 
     def chosen_name(self, choice: Mapping[str, Any]) -> str:
-        """Return the function's name of a tool that a tool_choice names."""
+        """Return the name of the function that a tool_choice names."""
         name = function_name(str(choice["name"]), choice.get("namespace"))
         if name in self._callees:
             return name
-        same = [full for full, one in self._callees.items() if one.tool.name == choice["name"]]
-        return same[0] if len(same) == 1 else name
+        # The namespace may be left out where the name is unique.
+        matches = [
+            full_name
+            for full_name, callee in self._callees.items()
+            if callee.tool.name == choice["name"]
+        ]
+        return matches[0] if len(matches) == 1 else name
 
     def is_custom(self, function: str) -> bool:
-        """Return whether the function is a tool's whose input is text."""
+        """Return whether the function belongs to a custom tool, whose input is text."""
         callee = self._callees.get(function)
         return callee is not None and callee.is_custom
 
-    def item_tool(self, function: str) -> ItemTool | None:
-        """Return the function's tool if its calls are items of their own type."""
+    def builtin_tool(self, function: str) -> BuiltinTool | None:
+        """Return the built-in tool of a function, if it belongs to one."""
         callee = self._callees.get(function)
         tool = callee.tool if callee else None
-        return tool if isinstance(tool, ItemTool) else None
+        return tool if isinstance(tool, BuiltinTool) else None
 
-    def named(self, function: str) -> dict[str, Any]:
-        """Return the name of a called tool, and its namespace, as the client knows them."""
+    def client_name(self, function: str) -> ToolName:
+        """Return the name and the namespace of a called tool, as the client knows them."""
         callee = self._callees.get(function)
         if callee is None or callee.namespace is None:
             return {"name": function}
@@ -241,55 +256,56 @@ class Toolbox:
 
 
 def callees(tools: Iterable[Any], field: str) -> Iterator[Callee]:
-    """Yield what the model may call. field: the list's name in the request."""
+    """Yield the tools that the model may call. field: name of the list in the request."""
     for i, tool in enumerate(tools):
         path = f"{field}[{i}]"
         if isinstance(tool, NamespaceTool):
-            for j, one in enumerate(tool.tools):
-                yield Callee(one, f"{path}.tools[{j}]", tool)
+            for j, inner in enumerate(tool.tools):
+                yield Callee(inner, f"{path}.tools[{j}]", tool)
         elif not isinstance(tool, WebSearchTool):
             yield Callee(tool, path)
 
 
-class InputText:
-    """Decodes a custom tool's input while the model writes the arguments of its function."""
+class InputDecoder:
+    """Decoder of a custom tool's input while the model writes the arguments of its function."""
 
     def __init__(self) -> None:
-        self._left = ""
-        self._begun = False
+        self._pending = ""
+        self._has_started = False
 
     def feed(self, arguments: str) -> str:
-        """Return the text that more arguments hold; an incomplete escape waits for the rest."""
-        self._left += arguments
-        if not self._begun:
-            begin = _BEGIN.match(self._left)
-            if begin is None:
+        """Return the text of more arguments; an incomplete escape waits for its end."""
+        self._pending += arguments
+        if not self._has_started:
+            start = _INPUT_START.match(self._pending)
+            if start is None:
                 return ""
-            self._begun = True
-            self._left = self._left[begin.end() :]
-        # A closing quote stays in front, so nothing behind it is decoded.
-        whole = _ESCAPED.match(self._left)
-        end = whole.end() if whole else 0
-        part = self._left[:end]
-        self._left = self._left[end:]
+            self._has_started = True
+            self._pending = self._pending[start.end() :]
+        # The match ends before the closing quote, so the rest of the object is never decoded.
+        match = _DECODABLE.match(self._pending)
+        end = match.end() if match else 0
+        part = self._pending[:end]
+        self._pending = self._pending[end:]
         text: str = json.loads(f'"{part}"', strict=False)
+        # Half of a surrogate pair, which the model may write as an escape, becomes U+FFFD.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-class ClientEvents:
-    """Turns events of an answer into those that the client's tools ask for."""
+class ClientToolEvents:
+    """Converter of parser events: arguments of custom tools become their input text."""
 
     def __init__(self, tools: Toolbox) -> None:
         self._tools = tools
-        self._inputs: dict[int, InputText] = {}
+        self._decoders: dict[int, InputDecoder] = {}
 
-    def read(self, events: Sequence[AnswerEvent]) -> Iterator[AnswerEvent]:
-        """Yield the events, with arguments of custom tools as their input."""
+    def convert(self, events: Sequence[AnswerEvent]) -> Iterator[AnswerEvent]:
+        """Yield the events, with the arguments of custom tools decoded."""
         for event in events:
             if isinstance(event, CallStart) and self._tools.is_custom(event.name):
-                self._inputs[event.index] = InputText()
-            if isinstance(event, CallArguments) and event.index in self._inputs:
-                text = self._inputs[event.index].feed(event.text)
+                self._decoders[event.index] = InputDecoder()
+            if isinstance(event, CallArguments) and event.index in self._decoders:
+                text = self._decoders[event.index].feed(event.text)
                 if text:
                     yield CallArguments(event.index, text)
                 continue

@@ -1,4 +1,4 @@
-"""What clients may send to /v1/responses, and how it becomes a ChatRequest."""
+"""Request body of /v1/responses, and its conversion to a ChatRequest."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -7,20 +7,18 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lockstep.errors import RequestError
-from lockstep.serve.openai.protocol import (
+from lockstep.serve.openai.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
-    ChatRequest,
     Content,
     Effort,
-    SamplerFields,
-    chat_request,
-    one_system,
+    merge_system_messages,
 )
-from lockstep.serve.openai.responses.builtin_tools import ITEM_TOOLS, WebSearchTool
+from lockstep.serve.openai.protocol import ChatRequest, chat_request
+from lockstep.serve.openai.responses.builtin_tools import BUILTIN_TOOL_NAMES, WebSearchTool
 from lockstep.serve.openai.responses.call_items import (
-    ITEM_NOTES,
+    ITEM_ANNOTATIONS,
     MAX_ID,
     CallId,
     CallItem,
@@ -28,14 +26,15 @@ from lockstep.serve.openai.responses.call_items import (
     shallow,
 )
 from lockstep.serve.openai.responses.client_tools import Tool, Toolbox
-from lockstep.serve.requests.body_models import NOTES, Nested, Shape, known_fields
-from lockstep.serve.requests.unsupported_fields import RESPONSES, refuse, without_effect
+from lockstep.serve.openai.sampling_fields import SamplerFields
+from lockstep.serve.requests.body_models import ANNOTATION_FIELDS, Nested, Shape, known_fields
+from lockstep.serve.requests.unsupported_fields import RESPONSES, refuse_unsupported, without_effect
 
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-SAME = (*SamplerFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "user")
-"""Fields that are called so in a ChatRequest too."""
-NAMES = {
+SAME_FIELDS = (*SamplerFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "user")
+"""Fields that have the same name in a ChatRequest."""
+SENT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -43,11 +42,11 @@ NAMES = {
     "response_format": "text.format",
     "verbosity": "text.verbosity",
 }
-"""A ChatRequest's field -> the one that it was made of."""
+"""Field of a ChatRequest -> the field of the body that it was made from."""
 
 
 Echoed = BeforeValidator(shallow)
-"""Of a field that answers tell again."""
+"""Validator of a field that the response repeats."""
 
 
 class InputMessage(InputItem):
@@ -59,25 +58,25 @@ class InputMessage(InputItem):
 
 
 class ReasoningPart(Nested):
-    """A piece of reasoning, or of its summary."""
+    """A part of reasoning, or of its summary."""
 
-    WITHOUT_EFFECT = NOTES
+    WITHOUT_EFFECT = ANNOTATION_FIELDS
 
     type: Literal["reasoning_text", "summary_text", "text"] = "reasoning_text"
     text: str
 
 
-Thoughts = Annotated[list[ReasoningPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+ReasoningParts = Annotated[list[ReasoningPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class InputReasoning(InputItem):
-    """Reasoning of an earlier answer. Its summary is read where it has no content."""
+    """Reasoning of an earlier response. Its summary is read where it has no content."""
 
-    WITHOUT_EFFECT = ITEM_NOTES | {"encrypted_content"}
+    WITHOUT_EFFECT = ITEM_ANNOTATIONS | {"encrypted_content"}
 
     type: Literal["reasoning"]
-    content: Thoughts | None = None
-    summary: Thoughts | None = None
+    content: ReasoningParts | None = None
+    summary: ReasoningParts | None = None
 
     @property
     def text(self) -> str:
@@ -88,35 +87,35 @@ class InputReasoning(InputItem):
 
 
 class DroppedItem(InputItem):
-    """Item without which the model knows as much as with it: see DROPPED."""
+    """Item that the prompt omits: see DROPPED_TYPES."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["ghost_snapshot", "image_generation_call", "mcp_list_tools", "web_search_call"]
 
 
-DROPPED = get_args(DroppedItem.model_fields["type"].annotation)
-"""Types of items that are no part of the prompt. A search and a picture hold nothing that the model
-could read, an MCP server's list names tools that this server cannot call, and a snapshot is a note
-of Codex to itself."""
+DROPPED_TYPES = get_args(DroppedItem.model_fields["type"].annotation)
+"""Types of items that the prompt omits. A search and a picture contain nothing that the model can
+read, an MCP server's list names tools that this server cannot call, and Codex writes a snapshot for
+its own use."""
 
 
 class ItemReference(InputItem):
-    """Item of a response that is kept here. It is replaced by the item before it is rendered."""
+    """Reference to an item of a stored response, which replaces it in the conversation."""
 
-    WITHOUT_EFFECT = ITEM_NOTES - {"id"}
+    WITHOUT_EFFECT = ITEM_ANNOTATIONS - {"id"}
 
     type: Literal["item_reference"]
     id: CallId
 
 
 def _with_type(value: Any) -> Any:
-    """Return an item with its type, which messages and references may leave out."""
+    """Return an item with its type, which messages and references may omit."""
     if not isinstance(value, dict) or value.get("type"):
         return value
     # OpenAI's schema makes the type of these two optional.
-    alone = "id" in value and "role" not in value
-    return {**value, "type": "item_reference" if alone else "message"}
+    is_reference = "id" in value and "role" not in value
+    return {**value, "type": "item_reference" if is_reference else "message"}
 
 
 AnyItem = InputMessage | InputReasoning | CallItem | DroppedItem | ItemReference
@@ -125,9 +124,9 @@ _ADAPTER: TypeAdapter[InputItem] = TypeAdapter(Item)
 
 
 def call_item(fields: dict[str, Any]) -> InputItem | None:
-    """Return a call of a tool as an item, from the fields that the answer shows.
+    """Return a call of a tool as an input item, from the fields of its output item.
 
-    None where the model wrote more than an item may hold.
+    None where the model wrote more than the limits of input items allow.
     """
     try:
         return _ADAPTER.validate_python(fields)
@@ -138,12 +137,12 @@ def call_item(fields: dict[str, Any]) -> InputItem | None:
 Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class ReasoningOptions(Nested):
-    """How much to reason. Reasoning comes as it is, whatever summary is asked for."""
+    """Options of reasoning. The response has the full reasoning, whatever summary is requested."""
 
     WITHOUT_EFFECT = frozenset({"generate_summary"})
     ONLY_DEFAULTS = {"context": ("auto", "all_turns"), "mode": ("standard",)}
@@ -159,7 +158,7 @@ CHOICE_SHAPE: Shape = dict.fromkeys(("type", "name", "namespace", "mode", "tools
 
 
 class TextOptions(Nested):
-    """The answer's form."""
+    """Form of the answer."""
 
     format: Annotated[dict[str, Any], known_fields(FORMAT_SHAPE, "structural_tag")] | None = None
     verbosity: str | None = None
@@ -175,7 +174,7 @@ class ResponsesRequest(SamplerFields):
     """The body of /v1/responses."""
 
     OWN_NAMES = {"max_tokens": "max_output_tokens"}
-    input: Annotated[Items, BeforeValidator(_listed, json_schema_input_type=str | Items)]
+    input: Annotated[Items, BeforeValidator(_as_list, json_schema_input_type=str | Items)]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=MAX_ID)
     store: bool = True
@@ -195,22 +194,22 @@ class ResponsesRequest(SamplerFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True where messages come with the log-probabilities of their tokens."""
+        """True where messages have the log-probabilities of their tokens."""
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def ignored_fields(self) -> list[str]:
-        """The names, in order, of sent fields that have no effect."""
+        """Return the sorted names of sent fields that have no effect."""
         dropped = {f"input.{item.type}" for item in self.input if isinstance(item, DroppedItem)}
-        unheard = {f"tools.{t.type}" for t in self.tools or () if isinstance(t, WebSearchTool)}
+        unused = {f"tools.{t.type}" for t in self.tools or () if isinstance(t, WebSearchTool)}
         extra = without_effect(self.model_extra or (), RESPONSES)
-        return sorted([*extra, *dropped, *unheard])
+        return sorted([*extra, *dropped, *unused])
 
     def offered_tools(self) -> list[Any]:
         """Return the tools that the model may call."""
         return [tool for tool in self.tools or () if not isinstance(tool, WebSearchTool)]
 
     def toolbox(self, items: Sequence[InputItem]) -> Toolbox:
-        """Return the tools by the names of their functions, those that items add among them.
+        """Return the tools by the names of their functions, with those that items add.
 
         Raises RequestError.
         """
@@ -218,11 +217,11 @@ class ResponsesRequest(SamplerFields):
         return Toolbox(self.tools or (), added)
 
     def chat(self, items: Sequence[InputItem], toolbox: Toolbox) -> ChatRequest:
-        """Return the turn that is asked for. items: the conversation. toolbox: its tools.
+        """Convert the body to a ChatRequest. items: the conversation. toolbox: its tools.
 
         Raises RequestError.
         """
-        refuse(self.model_extra or {}, RESPONSES)
+        refuse_unsupported(self.model_extra or {}, RESPONSES)
         _check_include(self.include or [])
         if self.background and not self.store:
             raise RequestError(
@@ -233,7 +232,7 @@ class ResponsesRequest(SamplerFields):
         messages = list(messages_of(items))
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
-        messages = one_system(messages)
+        messages = merge_system_messages(messages)
         fields = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
@@ -244,14 +243,14 @@ class ResponsesRequest(SamplerFields):
             "verbosity": self.text.verbosity if self.text else None,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
-            **{name: getattr(self, name) for name in SAME},
+            **{name: getattr(self, name) for name in SAME_FIELDS},
             "stream": self.stream and not self.background,
         }
-        return chat_request(fields, NAMES)
+        return chat_request(fields, SENT_NAMES)
 
 
 def messages_of(items: Iterable[Any]) -> Iterable[dict[str, Any]]:
-    """Yield items as messages. Reasoning, text and calls in a row are one message."""
+    """Convert items to messages. Consecutive reasoning, text and calls become one message."""
     answer: dict[str, Any] | None = None
     for item in items:
         for part in _parts(item):
@@ -275,49 +274,51 @@ def _calls(message: dict[str, Any]) -> list[Any]:
 
 
 def _fits(answer: dict[str, Any], part: dict[str, Any]) -> bool:
-    """Whether the part goes on with the message: its reasoning and text come once, in order."""
+    """Return whether a part can join a message, whose reasoning and text come once and in order."""
     later = {"reasoning_content": ("content", "reasoning_content"), "content": ("content",)}
     return not any(
-        name in part and (answer.get(other) is not None or _calls(answer))
-        for name, others in later.items()
-        for other in others
+        name in part and (answer.get(later_field) is not None or _calls(answer))
+        for name, later_fields in later.items()
+        for later_field in later_fields
     )
 
 
 def _parts(item: Any) -> Iterable[dict[str, Any]]:
-    """Yield an item's messages; those of the assistant lack a role, since others may join them."""
+    """Yield an item's messages. Those of the assistant have no role, since they may be joined."""
     match item:
         case InputReasoning():
             yield {"reasoning_content": item.text}
         case InputMessage(role="assistant"):
-            yield {"content": _plain(item.content)}
+            yield {"content": _text_content(item.content)}
         case InputMessage():
-            yield {"role": item.role, "content": _plain(item.content)}
+            yield {"role": item.role, "content": _text_content(item.content)}
     call = item.call()
     if call is not None:
         function = {"name": call.name, "arguments": call.arguments}
         yield {"tool_calls": [{"id": call.id, "type": "function", "function": function}]}
     result = item.result()
     if result is not None:
-        content = _plain(result.content)
+        content = _text_content(result.content)
         yield {"role": "tool", "tool_call_id": result.call_id, "content": content}
 
 
-def _plain(content: Any) -> Any:
-    """Parts of any of the types of text, as text."""
+def _text_content(content: Any) -> Any:
+    """Return content whose parts have the type `text`, whatever type of text they had."""
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": text} for text in plain_parts(content)]
+    return [{"type": "text", "text": text} for text in part_texts(content)]
 
 
-def plain_parts(content: Sequence[Any]) -> list[str]:
-    """The texts of a content's parts, of any of the types of text."""
-    return [p if isinstance(p, str) else p.get("text", p.get("refusal")) for p in content]
+def part_texts(content: Sequence[Any]) -> list[str]:
+    """Return the text of each part, whatever type of text it has."""
+    return [
+        part if isinstance(part, str) else part.get("text", part.get("refusal")) for part in content
+    ]
 
 
 def _chat_choice(choice: Any, toolbox: Toolbox) -> Any:
-    """A function, or those that are allowed, as chat writes them: a level deeper."""
-    if isinstance(choice, dict) and choice.get("type") in ITEM_TOOLS:
+    """Convert tool_choice to the form of chat, which nests names one level deeper."""
+    if isinstance(choice, dict) and choice.get("type") in BUILTIN_TOOL_NAMES:
         choice = {"type": "function", "name": choice["type"]}
     match choice:
         case {"type": "function" | "custom", "name": str()}:
@@ -329,7 +330,7 @@ def _chat_choice(choice: Any, toolbox: Toolbox) -> Any:
 
 
 def _chat_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`text.format` as `response_format`: a schema's name and itself stand one level deeper."""
+    """Convert `text.format` to `response_format`, which nests a schema one level deeper."""
     if form is None or form.get("type") != "json_schema":
         return form
     schema = {key: value for key, value in form.items() if key != "type"}
@@ -337,7 +338,7 @@ def _chat_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _check_include(include: list[str]) -> None:
-    """Raises RequestError for parts of answers that do not exist here."""
+    """Raise RequestError for parts of responses that this server does not have."""
     for name in include:
         if name not in (ENCRYPTED, LOGPROBS):
             raise RequestError(

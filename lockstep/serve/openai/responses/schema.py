@@ -1,42 +1,43 @@
-"""What /v1/responses answers, as types: see answers.py."""
+"""Response objects and events of /v1/responses, which the writer builds."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
 
-from lockstep.serve.openai.schema import Said
+from lockstep.serve.openai.schema import ChosenTokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class ResponseText(Said):
+class OutputText(TypedDict):
     """Text of a message."""
 
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[ChosenTokenLogprob]
 
 
-class ReasoningText(Said):
+class ReasoningText(TypedDict):
     """Text of reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class MessageItem(Said):
+class MessageItem(TypedDict):
     """The model's text."""
 
     type: Literal["message"]
     id: str
     status: Status
     role: Literal["assistant"]
-    content: list[ResponseText]
+    content: list[OutputText]
 
 
-class ReasoningItem(Said):
-    """What the model thought; there are no summaries."""
+class ReasoningItem(TypedDict):
+    """Reasoning of the model; the summary is empty."""
 
     type: Literal["reasoning"]
     id: str
@@ -45,7 +46,7 @@ class ReasoningItem(Said):
     content: list[ReasoningText]
 
 
-class CallItem(Said):
+class CallItem(TypedDict):
     """A function call; `arguments` is JSON text."""
 
     type: Literal["function_call"]
@@ -53,11 +54,11 @@ class CallItem(Said):
     status: Status
     call_id: str
     name: str
-    namespace: str = ""
+    namespace: NotRequired[str]
     arguments: str
 
 
-class CustomCallItem(Said):
+class CustomCallItem(TypedDict):
     """A call of a custom tool, whose input is text."""
 
     type: Literal["custom_tool_call"]
@@ -65,31 +66,31 @@ class CustomCallItem(Said):
     status: Status
     call_id: str
     name: str
-    namespace: str = ""
+    namespace: NotRequired[str]
     input: str
 
 
-class ExecAction(Said):
-    """Command of local_shell, as a list of words."""
+class OutputExecAction(TypedDict):
+    """Command of local_shell as a list of words."""
 
     type: Literal["exec"]
     command: list[str]
     env: dict[str, str]
-    working_directory: str = ""
-    timeout_ms: int = 0
+    working_directory: NotRequired[str]
+    timeout_ms: NotRequired[int]
 
 
-class LocalShellCallItem(Said):
+class LocalShellCallItem(TypedDict):
     """Command for the client's local_shell."""
 
     type: Literal["local_shell_call"]
     id: str
     status: Status
     call_id: str
-    action: ExecAction
+    action: OutputExecAction
 
 
-class ShellAction(Said):
+class OutputShellAction(TypedDict):
     """Commands of shell."""
 
     commands: list[str]
@@ -97,37 +98,37 @@ class ShellAction(Said):
     max_output_length: int | None
 
 
-class ShellCallItem(Said):
+class ShellCallItem(TypedDict):
     """Commands for the client's shell."""
 
     type: Literal["shell_call"]
     id: str
     status: Status
     call_id: str
-    action: ShellAction
+    action: OutputShellAction
     environment: dict[str, Any]
 
 
-class PatchOperation(Said):
+class OutputPatchOperation(TypedDict):
     """Change of one file."""
 
     type: Literal["create_file", "update_file", "delete_file"]
     path: str
-    diff: str = ""
+    diff: NotRequired[str]
 
 
-class PatchCallItem(Said):
+class PatchCallItem(TypedDict):
     """Change of a file, for the client's apply_patch."""
 
     type: Literal["apply_patch_call"]
     id: str
     status: Status
     call_id: str
-    operation: PatchOperation
+    operation: OutputPatchOperation
 
 
-class ToolSearchCallItem(Said):
-    """Search of the client for tools."""
+class ToolSearchCallItem(TypedDict):
+    """Search for tools, for the client."""
 
     type: Literal["tool_search_call"]
     id: str
@@ -149,57 +150,57 @@ OutputItem = (
 )
 
 
-class InputDetails(Said):
-    """Of the prompt's tokens, those found in the prefix cache."""
+class InputTokensDetails(TypedDict):
+    """Prompt tokens that were prefix cache hits."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputDetails(Said):
-    """Of the answer's tokens, those of reasoning."""
+class OutputTokensDetails(TypedDict):
+    """Output tokens inside of reasoning."""
 
     reasoning_tokens: int
 
 
-class ResponseUsage(Said):
-    """Tokens of a response."""
+class ResponseUsage(TypedDict):
+    """Token counts of a response."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
-class ResponseFault(Said):
-    """Why a response failed."""
+class ResponseFault(TypedDict):
+    """Reason why a response failed."""
 
     code: str
     message: str
 
 
-class IncompleteDetails(Said):
-    """Why a response ended early."""
+class IncompleteDetails(TypedDict):
+    """Reason why a response ended early."""
 
     reason: Literal["max_output_tokens"]
 
 
-class ReasoningAsked(Said):
-    """How much reasoning was asked for."""
+class ReasoningSettings(TypedDict):
+    """The request's options of reasoning."""
 
     effort: str | None
     summary: str | None
 
 
-class TextAsked(Said):
-    """The form that was asked for."""
+class TextSettings(TypedDict):
+    """The request's form of the text."""
 
     format: dict[str, Any]
 
 
-class ResponseObject(Said):
-    """A response: output holds its items, in order. system_fingerprint stands for the numerics."""
+class ResponseObject(TypedDict):
+    """A response: output has its items in order. system_fingerprint names the numerics."""
 
     id: str
     object: Literal["response"]
@@ -215,10 +216,10 @@ class ResponseObject(Said):
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: ReasoningAsked
+    reasoning: ReasoningSettings
     store: bool
     temperature: float
-    text: TextAsked
+    text: TextSettings
     tool_choice: Any
     tools: list[Any]
     top_logprobs: int
@@ -231,79 +232,78 @@ class ResponseObject(Said):
     tool_call_parse_error: str | None
 
 
-class InputText(Said):
-    """Text that was sent."""
+class InputTextPart(TypedDict):
+    """Text that the client sent."""
 
     type: Literal["input_text"]
     text: str
 
 
-class SpokenText(Said):
-    """Text that the model said."""
+class OutputTextPart(TypedDict):
+    """Text of the model in the input."""
 
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
 
 
-class SentMessage(Said):
-    """A message of the input; an assistant's holds output_text."""
+class InputMessageItem(TypedDict):
+    """A message of the input; an assistant's has output_text."""
 
     type: Literal["message"]
     id: str
     status: Status
     role: Literal["user", "assistant", "system", "developer"]
-    content: list[InputText | SpokenText]
+    content: list[InputTextPart | OutputTextPart]
 
 
-class CallOutputItem(Said):
-    """What a call gave."""
+class CallOutputItem(TypedDict):
+    """Result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     id: str
     status: Status
     call_id: str
-    output: str | list[InputText]
+    output: str | list[InputTextPart]
 
 
-class ListedItem(BaseModel):
-    """Item of another type, with the fields that were sent."""
-
-    model_config = ConfigDict(extra="allow")
+@with_config(ConfigDict(extra="allow"))
+class OtherItem(TypedDict):
+    """Item of another type, with the fields that the client sent."""
 
     type: str
     id: str
     status: str
 
 
-class ItemList(Said):
-    """A page of a response's input; the ids are null where it is empty."""
+class ItemList(TypedDict):
+    """A page of a response's input. The ids are null where it is empty."""
 
     object: Literal["list"]
     data: list[
-        SentMessage | ReasoningItem | CallItem | CustomCallItem | CallOutputItem | ListedItem
+        InputMessageItem | ReasoningItem | CallItem | CustomCallItem | CallOutputItem | OtherItem
     ]
     first_id: str | None
     last_id: str | None
     has_more: bool
 
 
-class DeletedResponse(Said):
-    """The response is forgotten."""
+class DeletedResponse(TypedDict):
+    """Confirmation that a response is no longer stored."""
 
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
-class Numbered(Said):
-    """An event; sequence_number counts a response's from 0."""
+class NumberedEvent(TypedDict):
+    """An event. sequence_number counts the events of a response from 0."""
 
     sequence_number: int
 
 
-class ResponseEvent(Numbered):
-    """The response as a whole, at its beginning and at its end."""
+class ResponseEvent(NumberedEvent):
+    """The whole response, at its beginning and at its end."""
 
     type: Literal[
         "response.created",
@@ -316,94 +316,95 @@ class ResponseEvent(Numbered):
     response: ResponseObject
 
 
-class ItemEvent(Numbered):
-    """An item begins, or is complete."""
+class ItemEvent(NumberedEvent):
+    """Beginning or end of an item."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
     item: OutputItem
 
 
-class InItem(Numbered):
-    """An event inside of an item."""
+class ItemPosition(TypedDict):
+    """Position of an event inside of the output."""
 
     output_index: int
     item_id: str
 
 
-class PartEvent(InItem):
-    """A part of an item begins, or is complete."""
+class PartPosition(ItemPosition):
+    """Position of an event inside of an item's content."""
+
+    content_index: int
+
+
+class PartEvent(NumberedEvent, PartPosition):
+    """Beginning or end of a part of an item's content."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
-    content_index: int
-    part: ResponseText | ReasoningText
+    part: OutputText | ReasoningText
 
 
-class TextDelta(InItem):
-    """More text."""
+class TextDelta(NumberedEvent, PartPosition):
+    """Addition to a text."""
 
     type: Literal["response.output_text.delta"]
-    content_index: int
     delta: str
-    logprobs: list[Any]
+    logprobs: list[ChosenTokenLogprob]
 
 
-class TextDone(InItem):
-    """The text of a part, complete."""
+class TextDone(NumberedEvent, PartPosition):
+    """A complete text."""
 
     type: Literal["response.output_text.done"]
-    content_index: int
     text: str
-    logprobs: list[Any]
+    logprobs: list[ChosenTokenLogprob]
 
 
-class ReasoningDelta(InItem):
-    """More reasoning."""
+class ReasoningDelta(NumberedEvent, PartPosition):
+    """Addition to reasoning."""
 
     type: Literal["response.reasoning_text.delta"]
-    content_index: int
     delta: str
 
 
-class ReasoningDone(InItem):
-    """The reasoning of a part, complete."""
+class ReasoningDone(NumberedEvent, PartPosition):
+    """Complete reasoning."""
 
     type: Literal["response.reasoning_text.done"]
-    content_index: int
     text: str
 
 
-class ArgumentsDelta(InItem):
-    """More of a call's arguments."""
+class ArgumentsDelta(NumberedEvent, ItemPosition):
+    """Addition to the arguments of a call."""
 
     type: Literal["response.function_call_arguments.delta"]
     delta: str
 
 
-class ArgumentsDone(InItem):
-    """A call's arguments, complete."""
+class ArgumentsDone(NumberedEvent, ItemPosition):
+    """Complete arguments of a call."""
 
     type: Literal["response.function_call_arguments.done"]
     name: str
     arguments: str
 
 
-class InputDelta(InItem):
-    """More of a custom tool's input."""
+class InputDelta(NumberedEvent, ItemPosition):
+    """Addition to the input of a custom tool."""
 
     type: Literal["response.custom_tool_call_input.delta"]
     delta: str
 
 
-class InputDone(InItem):
-    """A custom tool's input, complete."""
+class InputDone(NumberedEvent, ItemPosition):
+    """Complete input of a custom tool."""
 
     type: Literal["response.custom_tool_call_input.done"]
     input: str
 
 
-class ErrorEvent(Numbered):
-    """What ended the stream early."""
+class ErrorEvent(NumberedEvent):
+    """Error that ended the stream early."""
 
     type: Literal["error"]
     code: str | None
@@ -411,7 +412,7 @@ class ErrorEvent(Numbered):
     param: str | None
 
 
-EVENTS: tuple[type[Said], ...] = (
+EVENTS: tuple[type, ...] = (
     ResponseEvent,
     ItemEvent,
     PartEvent,
@@ -425,3 +426,5 @@ EVENTS: tuple[type[Said], ...] = (
     InputDone,
     ErrorEvent,
 )
+"""Events of a stream."""
+RESPONSE_TYPES: tuple[type, ...] = (ResponseObject, ItemList, DeletedResponse, *EVENTS)

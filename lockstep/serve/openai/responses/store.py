@@ -1,84 +1,93 @@
-"""Responses that clients may ask for again, in memory, bounded in number, bytes and age."""
+"""Storage of responses in memory, limited in number, bytes and age."""
 
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-PART = 8
-"""Bytes that count for a value beside its text: quotes, commas and the like."""
-WIDE = 4
-"""Bytes of a character of a text that is not all ASCII, at most."""
+from lockstep.serve.openai.responses.call_items import InputItem
+from lockstep.serve.openai.responses.schema import ResponseObject
+
+if TYPE_CHECKING:
+    from lockstep.serve.openai.responses.background import EventLog
+
+VALUE_BYTES = 8
+"""Bytes of a value besides its text: quotes, commas and the like."""
+MAX_CHARACTER_BYTES = 4
+"""Maximum bytes of a character of a text that is not ASCII."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A response as sent, and its conversation.
+class StoredResponse:
+    """A response as it was sent, and its conversation.
 
-    inputs: items that it was made from, those of earlier turns among them. outputs: an item for
-    each of its output, None for a call that was cut, which no later turn sees. weighed: the weights
-    of the response and of the conversation. named: items that answers of the conversation had, by
-    the ids that clients know. recording: the Recording of a response that was made in
-    the background, counted in the first weight; None for others.
+    inputs: items that it was generated from, with those of earlier turns.
+    outputs: an item for each item of its output; None for an incomplete call, which later turns
+        do not see.
+    response_bytes, conversation_bytes: approximate sizes.
+    items_by_id: items of the conversation's responses by the ids that clients know.
+    event_log: events of a response that was generated in the background, counted in
+        response_bytes.
     """
 
-    response: dict[str, Any]
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    weighed: tuple[int, int]
-    named: dict[str, Any] = field(default_factory=dict)
-    recording: Any = None
+    response: ResponseObject | None = None
+    inputs: tuple[InputItem, ...] = ()
+    outputs: tuple[InputItem | None, ...] = ()
+    response_bytes: int = 0
+    conversation_bytes: int = 0
+    items_by_id: dict[str, InputItem] = field(default_factory=dict)
+    event_log: "EventLog | None" = None
 
     @property
-    def items(self) -> tuple[Any, ...]:
-        """The conversation up to the response's end."""
+    def items(self) -> tuple[InputItem, ...]:
+        """The conversation up to the end of the response."""
         return (*self.inputs, *(item for item in self.outputs if item is not None))
 
     @property
     def size(self) -> int:
-        """What it counts for in the store, in bytes."""
-        return sum(self.weighed)
+        """Approximate bytes that the response counts for in the store."""
+        return self.response_bytes + self.conversation_bytes
 
 
-def weight(value: Any) -> int:
-    """About the bytes of a value as JSON, models among it; seldom less.
+def json_bytes(value: Any) -> int:
+    """Return the approximate bytes of a value as JSON, with models among it; seldom less.
 
-    A text counts by its length alone, so that it costs no more to weigh long ones.
+    The length of a text is enough, so that long texts cost no more time.
     """
-    found = 0
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        found += PART
+    size = 0
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        size += VALUE_BYTES
         if isinstance(part, str):
-            found += len(part) * (1 if part.isascii() else WIDE)
+            size += len(part) * (1 if part.isascii() else MAX_CHARACTER_BYTES)
         elif isinstance(part, (list, tuple)):
-            waiting += part
+            pending += part
         elif isinstance(part, dict):
-            waiting += part
-            waiting += part.values()
+            pending += part
+            pending += part.values()
         elif isinstance(part, BaseModel):
-            found += PART * len(part.__dict__)
-            waiting += [one for one in part.__dict__.values() if one is not None]
-            waiting += [part.__pydantic_extra__] if part.__pydantic_extra__ else []
-    return found
+            size += VALUE_BYTES * len(part.__dict__)
+            pending += [entry for entry in part.__dict__.values() if entry is not None]
+            pending += [part.__pydantic_extra__] if part.__pydantic_extra__ else []
+    return size
 
 
 @dataclass
 class _Entry:
-    """A kept response, and when it was last used, by time.monotonic()."""
+    """A stored response, and the time.monotonic() of its last use."""
 
-    stored: Stored
-    used: float
+    stored: StoredResponse
+    last_use: float
 
 
 class ResponseStore:
-    """The latest responses by id, bounded in number, in bytes and in seconds since the last use.
+    """LRU cache of responses by id.
 
-    The one that was asked for longest ago goes first.
+    max_age: seconds since the last use after which a response is removed.
     """
 
     def __init__(self, max_responses: int, max_bytes: int, max_age: float = inf) -> None:
@@ -86,41 +95,41 @@ class ResponseStore:
         self.max_bytes = max_bytes
         self.max_age = max_age
         self.size = 0
-        self._kept: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
-    def put(self, response_id: str, stored: Stored) -> None:
-        """Keep a response if it fits at all, and remove others to make room."""
+    def put(self, response_id: str, stored: StoredResponse) -> None:
+        """Store a response, unless it is larger than the store, and evict others for it."""
         if stored.size > self.max_bytes or self.max_responses < 1:
             return
         self.remove(response_id)
-        self._kept[response_id] = _Entry(stored, time.monotonic())
+        self._entries[response_id] = _Entry(stored, time.monotonic())
         self.size += stored.size
-        while len(self._kept) > self.max_responses or self.size > self.max_bytes:
-            self.remove(next(iter(self._kept)))
-        self._remove_old()
+        while len(self._entries) > self.max_responses or self.size > self.max_bytes:
+            self.remove(next(iter(self._entries)))
+        self._remove_expired()
 
-    def get(self, response_id: str) -> Stored | None:
-        """Return a response; None if it is not kept, or is no more."""
-        self._remove_old()
-        entry = self._kept.get(response_id)
+    def get(self, response_id: str) -> StoredResponse | None:
+        """Return a response and mark it as used; None if it is not stored."""
+        self._remove_expired()
+        entry = self._entries.get(response_id)
         if entry is None:
             return None
-        self._kept.move_to_end(response_id)
-        entry.used = time.monotonic()
+        self._entries.move_to_end(response_id)
+        entry.last_use = time.monotonic()
         return entry.stored
 
-    def _remove_old(self) -> None:
-        """Remove responses that were last used more than max_age seconds ago."""
+    def _remove_expired(self) -> None:
+        # Entries are ordered by their last use.
         oldest = time.monotonic() - self.max_age
-        while self._kept and next(iter(self._kept.values())).used < oldest:
-            self.remove(next(iter(self._kept)))
+        while self._entries and next(iter(self._entries.values())).last_use < oldest:
+            self.remove(next(iter(self._entries)))
 
     def remove(self, response_id: str) -> bool:
-        """Remove a response -> whether it was kept."""
-        entry = self._kept.pop(response_id, None)
+        """Remove a response and return whether it was stored."""
+        entry = self._entries.pop(response_id, None)
         if entry is None:
             return False
         self.size -= entry.stored.size

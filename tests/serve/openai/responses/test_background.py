@@ -16,11 +16,11 @@ PATH = "/v1/responses"
 async def ended(client: Any, response_id: str) -> Any:
     """Return a response once it has ended."""
     for _ in range(2000):
-        found = await client.responses.retrieve(response_id)
-        if found.status not in ("queued", "in_progress"):
-            return found
+        result = await client.responses.retrieve(response_id)
+        if result.status not in ("queued", "in_progress"):
+            return result
         await asyncio.sleep(0.001)
-    raise AssertionError(found)
+    raise AssertionError(result)
 
 
 def run(work: Any) -> Any:
@@ -131,16 +131,16 @@ def test_a_failure_is_kept(server: Any) -> None:
     ],
 )
 def test_what_is_refused(server: Any, body: dict[str, Any], param: str) -> None:
-    found = post(server, PATH, **{"input": "x", "background": True, **body})
-    assert (found.status_code, found.json()["error"]["param"]) == (400, param), found.text
+    response = post(server, PATH, **{"input": "x", "background": True, **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
     assert not server.client.requests
 
 
 def test_events_are_kept_of_the_background_alone(server: Any) -> None:
     place = f"{PATH}/{post(server, PATH, input='x').json()['id']}"
     for query, param in (("stream=true", "stream"), ("starting_after=3", "starting_after")):
-        found = fetch(server, "GET", f"{place}?{query}")
-        assert (found.status_code, found.json()["error"]["param"]) == (400, param)
+        response = fetch(server, "GET", f"{place}?{query}")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_what_is_kept_is_bounded(server: Any, processor: Any) -> None:
@@ -154,12 +154,12 @@ def test_what_is_kept_is_bounded(server: Any, processor: Any) -> None:
             for _ in range(4):
                 begun = await client.responses.create(model="tiny", input="the", background=True)
                 ids.append(begun.id)
-                while service.num_running:
+                while service.num_active:
                     await asyncio.sleep(0.001)
             return [(await http.get(f"{PATH}/{one}")).status_code for one in ids]
 
     assert run(work(Limits())) == [200] * 4
-    assert run(work(Limits(stored_responses=2))) == [404, 404, 200, 200]
-    few = run(work(Limits(stored_bytes=12_000)))
+    assert run(work(Limits(max_stored_responses=2))) == [404, 404, 200, 200]
+    few = run(work(Limits(max_stored_bytes=12_000)))
     assert (few[0], few[-1]) == (404, 200)
     assert run(work(Limits(stored_seconds=-1))) == [404] * 4

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.openai.responses.client_tools import InputText
+from lockstep.serve.openai.responses.client_tools import InputDecoder
 from lockstep.serve.requests.service import Service
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
@@ -124,10 +124,10 @@ line: "+" /(.*)/ LF
 def test_a_grammar_binds_the_input(
     server: Any, processor: Any, form: Any, right: list[str], wrong: list[str]
 ) -> None:
-    """Where calls hold texts as they are."""
-    found = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
-    assert found.status_code == 200, found.text
-    assert "x-lockstep-ignored-fields" not in found.headers
+    """The model writes texts of calls without escapes."""
+    response = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
+    assert response.status_code == 200, response.text
+    assert "x-lockstep-ignored-fields" not in response.headers
     source = server.client.requests[-1].params.structured_outputs.grammar
     for text in right:
         assert matches(processor.grammars, source, written(text)), text
@@ -137,16 +137,16 @@ def test_a_grammar_binds_the_input(
 
 
 def test_a_grammar_of_a_model_that_writes_json(server: Any, tmp_path: Path) -> None:
-    """A regex binds the text behind the escapes; Lark is refused, and says what to do."""
+    """A regex constrains the text after decoding escapes. Lark is refused with a remedy."""
     folder = make_folder(tmp_path)
     settings = TextSettings(tool_call_parser="hermes")
     hermes = Processor.for_model(Tokenizer(folder), folder, 512, settings)
     server.app = create_app(Service(server.client, hermes, "tiny", "ls-test"))
     assert post(server, PATH, input="x", tools=[{**PATCH, "format": REGEX}]).status_code == 200
     assert server.client.requests[-1].grammar is not None
-    found = post(server, PATH, input="x", tools=[{**PATCH, "format": LARK}])
-    assert found.status_code == 400
-    assert "the Lark grammar of 'patch' cannot be enforced" in found.json()["error"]["message"]
+    response = post(server, PATH, input="x", tools=[{**PATCH, "format": LARK}])
+    assert response.status_code == 400
+    assert "the Lark grammar of 'patch' cannot be enforced" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_a_grammar_of_a_model_that_writes_json(server: Any, tmp_path: Path) -> N
     ],
 )
 def test_a_grammar_that_cannot_be_obeyed(server: Any, form: Any) -> None:
-    found = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
-    error = found.json()["error"]
-    assert (found.status_code, error["param"]) == (400, "tools"), found.text
+    response = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools"), response.text
 
 
 def test_an_error_names_the_clients_path(server: Any) -> None:
@@ -175,9 +175,9 @@ def test_an_error_names_the_clients_path(server: Any) -> None:
         ([PATCH, bad], "tools[1].parameters: "),
         ([PATCH, {**NOTES, "tools": [PATCH, bad]}], "tools[1].tools[1].parameters: "),
     ):
-        found = post(server, PATH, input="x", tools=tools)
-        assert found.status_code == 400
-        assert found.json()["error"]["message"].startswith(path), found.text
+        response = post(server, PATH, input="x", tools=tools)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"].startswith(path), response.text
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_an_error_names_the_clients_path(server: Any) -> None:
     ],
 )
 def test_a_choice_may_name_them(server: Any, choice: Any) -> None:
-    found = post(server, PATH, input="x", tools=[NOTES, PATCH], tool_choice=choice)
-    assert found.status_code == 200, found.text
+    response = post(server, PATH, input="x", tools=[NOTES, PATCH], tool_choice=choice)
+    assert response.status_code == 200, response.text
     assert server.client.requests[-1].grammar is not None
 
 
@@ -210,9 +210,9 @@ def test_a_choice_may_name_them(server: Any, choice: Any) -> None:
     ],
 )
 def test_what_is_refused(server: Any, tools: Any, told: str) -> None:
-    found = post(server, PATH, input="x", tools=tools)
-    error = found.json()["error"]
-    assert (found.status_code, error["param"]) == (400, "tools"), found.text
+    response = post(server, PATH, input="x", tools=tools)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools"), response.text
     assert told in error["message"]
 
 
@@ -221,12 +221,12 @@ def test_an_input_is_the_same_however_its_arguments_are_cut(text: str) -> None:
     for ascii_only in (True, False):
         arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
         for cut in range(len(arguments)):
-            reader = InputText()
+            reader = InputDecoder()
             parts = [reader.feed(arguments[:cut]), reader.feed(arguments[cut:])]
             assert "".join(parts) == text
-        reader = InputText()
+        reader = InputDecoder()
         assert "".join(map(reader.feed, arguments)) == text
 
 
 def test_half_a_surrogate_pair_is_replaced() -> None:
-    assert InputText().feed('{"input": "a\\ud83d!"}') == "a\ufffd!"
+    assert InputDecoder().feed('{"input": "a\\ud83d!"}') == "a\ufffd!"

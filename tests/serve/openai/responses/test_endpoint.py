@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from lockstep.serve.app import create_app
 from lockstep.serve.openai.responses.protocol import InputMessage, Items, messages_of
-from lockstep.serve.openai.responses.store import ResponseStore, Stored, weight
+from lockstep.serve.openai.responses.store import ResponseStore, StoredResponse, json_bytes
 from lockstep.serve.requests.service import Limits, Service
 from tests.serve.api_calls import CALL, SCHEMA, fetch, post
 
@@ -180,9 +180,9 @@ def test_a_name_that_no_client_could_send_is_kept(server: Any) -> None:
     server.text = CALL.replace("function=get", f"function={name}")
     answer = create(server, tools=TOOLS)
     assert [item.name for item in answer.output] == [name]
-    found = post(server, PATH, input="and?", previous_response_id=answer.id)
-    assert found.status_code == 400
-    assert found.json()["error"]["param"] == "input"
+    result = post(server, PATH, input="and?", previous_response_id=answer.id)
+    assert result.status_code == 400
+    assert result.json()["error"]["param"] == "input"
 
 
 def test_what_is_kept_and_what_is_not(server: Any) -> None:
@@ -206,7 +206,7 @@ def test_what_is_kept_and_what_is_not(server: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancelling(server: Any, stream: bool) -> None:
-    """One that runs ends with what it has; one that has ended is an error."""
+    """A running response ends with its output so far; cancelling one that has ended is an error."""
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:1]
 
@@ -263,9 +263,9 @@ def test_cancelling(server: Any, stream: bool) -> None:
     ],
 )
 def test_what_is_refused(server: Any, body: dict[str, Any], field: str) -> None:
-    found = post(server, PATH, **{"input": "x", **body})
-    error = found.json()["error"]
-    assert (found.status_code, error["param"]) == (400, field), found.text
+    result = post(server, PATH, **{"input": "x", **body})
+    error = result.json()["error"]
+    assert (result.status_code, error["param"]) == (400, field), result.text
 
 
 @pytest.mark.parametrize(
@@ -292,8 +292,8 @@ def test_forms_reach_the_engine(server: Any, body: dict[str, Any]) -> None:
     ],
 )
 def test_what_changes_nothing_is_taken(server: Any, body: dict[str, Any]) -> None:
-    found = post(server, PATH, input="x", **body)
-    assert found.status_code == 200 and "x-lockstep-ignored-fields" not in found.headers
+    result = post(server, PATH, input="x", **body)
+    assert result.status_code == 200 and "x-lockstep-ignored-fields" not in result.headers
     ignored = post(server, PATH, input="x", service_tier="auto", **body)
     assert ignored.headers["x-lockstep-ignored-fields"] == "service_tier"
 
@@ -316,22 +316,22 @@ def test_what_answers_tell_again_is_not_deep(
     text = json.dumps({"input": "x", "stream": stream, **body})
     sent = text.replace('"DEEP"', "[" * levels + "]" * levels)
     headers = {"content-type": "application/json"}
-    found = fetch(server, "POST", PATH, content=sent, headers=headers)
-    assert (found.status_code, found.json()["error"]["param"]) == (400, field), found.text
+    result = fetch(server, "POST", PATH, content=sent, headers=headers)
+    assert (result.status_code, result.json()["error"]["param"]) == (400, field), result.text
 
 
 def test_another_model_and_no_stream_of_what_was(server: Any) -> None:
     assert post(server, PATH, input="x", model="other").status_code == 404
     kept = post(server, PATH, input="x").json()["id"]
-    found = fetch(server, "GET", f"{PATH}/{kept}?stream=true")
-    assert (found.status_code, found.json()["error"]["param"]) == (400, "stream")
+    result = fetch(server, "GET", f"{PATH}/{kept}?stream=true")
+    assert (result.status_code, result.json()["error"]["param"]) == (400, "stream")
     assert fetch(server, "GET", f"{PATH}/{kept}?stream=maybe").status_code == 400
 
 
 def test_a_stream_that_breaks_off_says_why(server: Any) -> None:
     server.client.error = KeyError(1)
-    found = post(server, PATH, input="x", stream=True).text
-    *_, told, last = [event.split("\n") for event in found.split("\n\n") if event]
+    result = post(server, PATH, input="x", stream=True).text
+    *_, told, last = [event.split("\n") for event in result.split("\n\n") if event]
     error = json.loads(told[1].removeprefix("data: "))
     assert told[0] == "event: error" and "internal error" in error["message"]
     failed = json.loads(last[1].removeprefix("data: "))["response"]
@@ -370,9 +370,9 @@ def test_items_become_messages() -> None:
             {"role": "assistant", "content": "d"},
         ]
     )
-    found = list(messages_of(items))
-    assert [m["role"] for m in found] == ["user", "assistant", "tool", "assistant", "assistant"]
-    both = found[1]
+    result = list(messages_of(items))
+    assert [m["role"] for m in result] == ["user", "assistant", "tool", "assistant", "assistant"]
+    both = result[1]
     assert (both["reasoning_content"], both["content"]) == ("think", "b")
     assert [call["id"] for call in both["tool_calls"]] == ["1", "2"]
 
@@ -429,13 +429,13 @@ def test_input_items_are_asked_for_with_bounds(server: Any) -> None:
     }
     assert fetch(server, "GET", f"{PATH}/resp_none/input_items").status_code == 404
     for query in ("limit=0", "limit=101", "order=up", "after=item_x_0", "after=item_x_9999999999"):
-        found = fetch(server, "GET", f"{PATH}/{kept}/input_items?{query}")
+        result = fetch(server, "GET", f"{PATH}/{kept}/input_items?{query}")
         named = query.partition("=")[0]
-        assert (found.status_code, found.json()["error"]["param"]) == (400, named), found.text
+        assert (result.status_code, result.json()["error"]["param"]) == (400, named), result.text
 
 
-def stored(size: int) -> Stored:
-    return Stored({}, (), (), (0, size))
+def stored(size: int) -> StoredResponse:
+    return StoredResponse(conversation_bytes=size)
 
 
 def test_the_store_is_bounded_in_number_and_in_bytes() -> None:
@@ -460,17 +460,17 @@ def test_texts_are_weighed_by_their_length_and_not_read() -> None:
     small = [{"role": "user", "content": "x"}, None, 3, ("a", True)]
     long = InputMessage(role="user", content="y" * (8 << 20))
     several = [InputMessage(role="user", content=["a", {"text": "b"}]) for _ in range(1000)]
-    assert len(json.dumps(small)) <= weight(small) < 300
-    assert 8 << 20 < weight(long) < (8 << 20) + 2000
-    assert 1000 * 40 < weight(several) < 1000 * 400
-    assert weight("é" * 100) > weight("e" * 100) + 100
+    assert len(json.dumps(small)) <= json_bytes(small) < 300
+    assert 8 << 20 < json_bytes(long) < (8 << 20) + 2000
+    assert 1000 * 40 < json_bytes(several) < 1000 * 400
+    assert json_bytes("é" * 100) > json_bytes("e" * 100) + 100
     began = time.process_time()
-    weight(long)
+    json_bytes(long)
     assert time.process_time() - began < 0.005
 
 
 def test_what_is_kept_is_counted(server: Any, processor: Any) -> None:
-    limits = Limits(stored_bytes=4000)
+    limits = Limits(max_stored_bytes=4000)
     server.app = create_app(Service(server.client, processor, "tiny", "ls-test", limits))
     ids = [post(server, PATH, input="x" * 100).json()["id"] for _ in range(5)]
     known = [fetch(server, "GET", f"{PATH}/{i}").status_code for i in ids]
@@ -486,8 +486,8 @@ def test_logprobs_are_those_of_the_texts_tokens(
     server.client.step = step
     server.text = THOUGHT + "hello fox\n\n" + CALL
     options: dict[str, Any] = {"tools": TOOLS, "extra_body": THINK, "stream": stream}
-    found = create(server, include=["message.output_text.logprobs"], top_logprobs=1, **options)
-    response = found[-1].response if stream else found
+    result = create(server, include=["message.output_text.logprobs"], top_logprobs=1, **options)
+    response = result[-1].response if stream else result
     (message,) = [item for item in response.output if item.type == "message"]
     scores = message.content[0].logprobs
     assert "".join(score.token for score in scores).strip() == "hello fox"
@@ -498,9 +498,9 @@ def test_logprobs_are_those_of_the_texts_tokens(
     params = server.client.requests[-1].params
     assert params.logprobs == 1
     if stream:
-        told = [e for e in found if e.type == "response.output_text.delta"]
+        told = [e for e in result if e.type == "response.output_text.delta"]
         assert [one.token for e in told for one in e.logprobs] == [one.token for one in scores]
-        (done,) = [e for e in found if e.type == "response.output_text.done"]
+        (done,) = [e for e in result if e.type == "response.output_text.done"]
         assert [one.token for one in done.logprobs] == [one.token for one in scores]
 
 
@@ -525,10 +525,10 @@ def test_sampling_fields_of_chat_work_here(server: Any) -> None:
         "include_stop_str_in_output": True,
         "ignore_eos": False,
     }
-    found = create(server, extra_body={**sent, "logit_bias": {"5": 1.5}})
+    result = create(server, extra_body={**sent, "logit_bias": {"5": 1.5}})
     params = server.client.requests[-1].params
     assert {name: getattr(params, name) for name in sent} == {**sent}
-    assert params.logit_bias == {5: 1.5} and found.model_extra["seed"] == 7
+    assert params.logit_bias == {5: 1.5} and result.model_extra["seed"] == 7
     server.text = "one two"
     assert create(server, extra_body={"stop": "two"}).output_text == "one "
     held = create(server, extra_body={"structured_outputs": {"choice": ["one", "two"]}})

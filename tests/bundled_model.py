@@ -1,4 +1,4 @@
-"""How the tests ask the bundled model, and what they compare of its answers."""
+"""Engines of the bundled model for tests, and comparison of their answers bit by bit."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -24,10 +24,10 @@ DRAFTS = 3
 
 
 def make_engine(drafter: str | None, hooks: CheckHooks = NO_HOOKS, **settings: Any) -> LLM:
-    """A model (the bundled one) with four rows of 512 tokens, and DRAFTS drafts or none.
+    """Return an LLM of the bundled model with four rows of 512 tokens.
 
-    What the drafter's options know goes to them, anything else to EngineConfig. Every step brings
-    DRAFTS drafts, so that they can be counted.
+    drafter: method of speculation with a constant DRAFTS drafts per step; None for none. settings:
+    options of the drafter, and of EngineConfig.
     """
     keys = {f.name for f in fields(drafter_module(drafter).Options)} if drafter else set()
     spec = {"method": drafter, "num_speculative_tokens": DRAFTS, "adaptive": False}
@@ -38,7 +38,7 @@ def make_engine(drafter: str | None, hooks: CheckHooks = NO_HOOKS, **settings: A
 
 
 def assert_idle(llm: LLM) -> None:
-    """No work, no row, no page held but by the prefix cache, nothing in host memory."""
+    """Assert that the engine has no work, no used row or page, and nothing in host memory."""
     scheduler = llm.engine.scheduler
     assert not llm.engine.has_work() and not scheduler.running and not scheduler.queue
     assert len(scheduler.free_rows) == llm.engine.plan.max_num_seqs
@@ -47,19 +47,19 @@ def assert_idle(llm: LLM) -> None:
 
 
 def one(llm: LLM, prompt: Any = TEXT, params: SamplingParams = GREEDY, **changes: Any) -> Any:
-    """The one completion of one prompt."""
+    """Return the completion of one prompt."""
     return llm.generate(prompt, replace(params, **changes))[0].outputs[0]
 
 
 def bits(entries: Any) -> list[list[tuple[int, str, int]] | None]:
-    """Log-probabilities as bits."""
+    """Return log-probabilities as exact hexadecimal numbers."""
     return [e and [(t, x.logprob.hex(), x.rank) for t, x in e.items()] for e in entries or ()]
 
 
 def answer(out: RequestOutput) -> list[Any]:
-    """All that may not depend on how it was computed."""
-    told = [
+    """Return everything that must not depend on batching, drafts or scheduling."""
+    completions = [
         (o.index, o.text, o.token_ids, o.finish_reason, o.stop_reason, o.seed, bits(o.logprobs))
         for o in out.outputs
     ]
-    return [told, bits(out.prompt_logprobs)]
+    return [completions, bits(out.prompt_logprobs)]

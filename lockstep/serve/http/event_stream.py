@@ -1,0 +1,116 @@
+"""Responses as streams of server-sent events, and work that ends when its client goes away."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from fastapi.responses import StreamingResponse
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from lockstep.serve.http.errors import SHOWN
+from lockstep.serve.http.request_id import SEND_BODY
+
+Event = Mapping[str, object]
+"""JSON object that is sent as one event, or as a response."""
+IGNORED_FIELDS_HEADER = "X-Lockstep-Ignored-Fields"
+"""Header of a response that names the request's fields without effect."""
+_FIELD_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+"""Names of fields that are safe in a header."""
+Result = TypeVar("Result")
+
+
+class EventSource(Protocol):
+    """Object whose events are streamed.
+
+    NAMED_EVENTS: events have their type as their SSE name; otherwise [DONE] ends the stream.
+    ignored_fields: names of sent fields that have no effect.
+    """
+
+    NAMED_EVENTS: ClassVar[bool]
+    ignored_fields: Sequence[str]
+
+    def stream(self) -> AsyncIterator[list[Event]]:
+        """Yield the events; those that are ready at the same time come in one list."""
+        ...
+
+    def close(self) -> None:
+        """Release the resources of the source."""
+        ...
+
+
+def ignored_fields_header(names: Iterable[str]) -> dict[str, str]:
+    """Return the header that names fields without effect, without names that no header can hold."""
+    text = ", ".join(name for name in names if _FIELD_NAME.fullmatch(name))
+    return {IGNORED_FIELDS_HEADER: text[:SHOWN]} if text else {}
+
+
+class EventStream(StreamingResponse):
+    """Response that streams events.
+
+    named_events: see EventSource. close: called at the end of the stream, whatever ends it.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[list[Event]],
+        named_events: bool,
+        close: Callable[[], None] = lambda: None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        # X-Accel-Buffering keeps nginx from collecting events.
+        fixed = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__((), media_type="text/event-stream", headers={**fixed, **(headers or {})})
+        self._events = events
+        self._named_events = named_events
+        self._close = close
+
+    @classmethod
+    def from_source(cls, source: EventSource) -> "EventStream":
+        """Return the stream of a source, which is closed at the stream's end."""
+        headers = ignored_fields_header(source.ignored_fields)
+        return cls(source.stream(), source.NAMED_EVENTS, source.close, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await unless_disconnected(self._send(send, scope.get(SEND_BODY, send)), receive)
+        finally:
+            self._close()
+
+    async def _send(self, send: Send, send_body: Send) -> None:
+        """Send the head, then each list of events as one chunk."""
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        message = {"type": "http.response.body", "more_body": True}
+        async for events in self._events:
+            # Events that are ready together are one write, so one packet.
+            if events:
+                body = b"".join([_event_bytes(event, self._named_events) for event in events])
+                await send_body({**message, "body": body})
+        done = b"" if self._named_events else b"data: [DONE]\n\n"
+        await send_body({**message, "body": done, "more_body": False})
+
+
+def _event_bytes(event: Event, is_named: bool) -> bytes:
+    data = b"data: %b\n\n" % to_json(event, inf_nan_mode="null")
+    return b"event: %b\n%b" % (str(event["type"]).encode(), data) if is_named else data
+
+
+async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result | None:
+    """Return the work's result; cancel it and return None if the client disconnects first."""
+    task = asyncio.create_task(work)
+    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue

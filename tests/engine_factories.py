@@ -1,0 +1,114 @@
+"""Factories of engines for the engine's process: functions that can be pickled."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from lockstep.config import EngineConfig
+from lockstep.engine.async_engine import AsyncEngine
+from lockstep.engine.engine import Engine
+from lockstep.engine.engine_process import HEARTBEAT_SECONDS
+from lockstep.engine.stats import Stats
+from lockstep.errors import ConfigError, EngineDeadError
+from lockstep.kernels.compiler_signals import run_empty_pass
+from lockstep.serve.engine_factory import engine_factory
+from lockstep.text.settings import TextSettings
+
+PATIENCE = 90.0
+Progress = Callable[[str, int, int], None]
+EngineAndGrammars = tuple[Engine, Callable[[Any], Any]]
+
+
+def plain(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Return an engine as users have it."""
+    return engine_factory(EngineConfig.read(**settings), TextSettings(), "text", progress)
+
+
+def compiling(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Return an engine after Triton has compiled something, as for new kernels."""
+    run_empty_pass()
+    return plain(settings, progress)
+
+
+def faulty(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Return an engine that hangs on requests named "hang..." and crashes on "die..."."""
+    engine_and_grammars = plain(settings, progress)
+    engine = engine_and_grammars[0]
+    step = engine.step
+
+    def call() -> Any:
+        names = list(engine.scheduler.entries)
+        if any(name.startswith("hang") for name in names):
+            time.sleep(3600)
+        if any(name.startswith("die") for name in names):
+            raise RuntimeError("the device is gone")
+        return step()
+
+    def recover() -> Any:
+        raise EngineDeadError("the device is gone")
+
+    engine.step = call  # type: ignore[method-assign]
+    engine.recover = recover  # type: ignore[method-assign]
+    return engine_and_grammars
+
+
+def refusing(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Raise ConfigError, as for invalid settings."""
+    progress("loading", 1, 2)
+    raise ConfigError("dtype='x' is not allowed")
+
+
+class Signalled:
+    """Factory like `refusing`; unpickling it sends the signals of a process group first."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return signalled, ()
+
+    def __call__(self, settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+        return refusing(settings, progress)
+
+
+def signalled() -> Callable[[dict[str, Any], Progress], EngineAndGrammars]:
+    """Send the signals before the process runs any code of the package."""
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return refusing
+
+
+def breaking(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Raise an unexpected error."""
+    raise ZeroDivisionError("one by none")
+
+
+def exiting(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """End the process without a message."""
+    os._exit(7)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a coroutine; raise TimeoutError after PATIENCE seconds."""
+    return asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+def wait_until(condition: Callable[[], bool], what: str = "") -> None:
+    """Wait for a condition; fail after PATIENCE seconds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain {what}"
+        time.sleep(0.005)
+
+
+def wait_until_empty(client: AsyncEngine) -> Stats:
+    """Wait until the engine has no request and no used page, and return its stats."""
+    time.sleep(2 * HEARTBEAT_SECONDS)  # the process sends its stats with heartbeats only
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        stats = client.stats()
+        usage = (stats.num_running, stats.num_waiting, stats.num_swapped, stats.pages_used)
+        if not client.num_open and usage == (0, 0, 0, 0):
+            return stats
+        assert time.monotonic() < deadline, f"left: {client.num_open} open, {usage}"
+        time.sleep(0.005)
