@@ -35,7 +35,7 @@ from lockstep.scheduling.grammar import Wanted
 from lockstep.scheduling.request import Request
 from lockstep.spec import mtp
 from lockstep.spec.drafter import DraftContext
-from lockstep.step import PAGE_SIZE, Step, Verdict
+from lockstep.step import PAGE_SIZE, StepContext, Verdict
 from lockstep.text.grammars.compiler import Compiler
 from lockstep.text.processor import Processor
 from lockstep.text.tokenizers.tokenizer import Tokenizer
@@ -126,7 +126,11 @@ class Told:
         self.oracle = OracleDrafter(context)
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """See Drafter."""
         self.inner.propose(step, hidden, aux_hidden_states, verdict)

@@ -3,7 +3,7 @@
 A step is one ragged batch of rows. T tokens, S rows, Q query length, P pages of a row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -53,21 +53,27 @@ class StepShape:
 
 
 @dataclass
-class Step:
-    """The device tensors of one step; integers are int32 unless noted.
+class StepContext:
+    """Context of one step, which every sublayer receives. Integers are int32 unless noted.
 
-    row_ids [S] lines of the table (int64); token_ids [T] (int64); positions [T] (int64);
-    token_rows [T] index into the S rows (int64); cu_seqlens [S+1]; starts [S] tokens committed
-    before this step; seq_lens [S] = starts + query lengths; page_table [S, P];
+    row_ids [S] rows of the device table (int64); token_ids [T] (int64); positions [T] (int64);
+    token_rows [T] index of each token's row in S (int64); cu_seqlens [S + 1]; starts [S] tokens
+    committed before this step; seq_lens [S] = starts + query lengths; page_table [S, P];
     slot_mapping [T] (int64) page * page_size + offset.
-    State: state_slots [S] (int64) where a row's state is kept; state_src [S] (int64) where a prompt
-    chunk reads its first state (a snapshot, or the row's own); snapshot_slots [S] where a prompt
-    chunk leaves the state of its last grid point (0: nowhere); folded [S] the first tokens of the
-    row, of those before starts, that its state holds; flush: a generated step writes a state that
-    lacks so many tokens or more.
-    drafts [S, Q-1]: the draft tokens among token_ids, -1 where there is none (uniform steps).
-    logit_rows: an index into T of the N tokens whose logits are wanted: a slice of all, or [S]
-    (int64), the rows' last; sample_at [S, N / S] (int64): where the tokens that they give stand.
+
+    Recurrent state: state_slots [S] (int64) slot of a row's state; state_src [S] (int64) slot from
+    which a prompt chunk reads its initial state (a snapshot, or the row's state); snapshot_slots
+    [S] slot to which a prompt chunk writes the state of its last grid point (0: none); folded [S]
+    number of the row's first tokens that its state already contains; flush: a generated step writes
+    a state that lacks this many tokens or more.
+
+    drafts [S, Q - 1]: draft tokens among token_ids, -1 for none (uniform steps). logit_rows: index
+    into T of the N tokens whose logits are computed: a slice of all, or [S] (int64), each row's
+    last token. sample_at [S, N / S] (int64): positions of the tokens that these logits sample.
+
+    Optional inputs, None unless a request uses them: adapter_ids [T] LoRA adapter of each token (0:
+    none); input_embeds [N', H] embeddings that replace those of token ids, for the tokens
+    embed_index [N'] (int64); rope_positions [D, T] (int64) rotary positions of D dimensions.
     """
 
     shape: StepShape
@@ -88,6 +94,26 @@ class Step:
     drafts: Tensor
     logit_rows: Tensor | slice
     sample_at: Tensor
+    adapter_ids: Tensor | None = None
+    input_embeds: Tensor | None = None
+    embed_index: Tensor | None = None
+    rope_positions: Tensor | None = None
+
+    @property
+    def token_inputs(self) -> tuple[Tensor | None, ...]:
+        """Optional inputs of single tokens, which sublayers other than mixers may read too."""
+        return (self.adapter_ids, self.input_embeds, self.embed_index, self.rope_positions)
+
+    def with_token_inputs(self, inputs: tuple[Tensor | None, ...]) -> "StepContext":
+        """Return the same context with other optional inputs, in the order of token_inputs."""
+        adapter_ids, input_embeds, embed_index, rope_positions = inputs
+        return replace(
+            self,
+            adapter_ids=adapter_ids,
+            input_embeds=input_embeds,
+            embed_index=embed_index,
+            rope_positions=rope_positions,
+        )
 
 
 @dataclass

@@ -70,7 +70,7 @@ def sketch(
             kv=kv or LayerKVFormats(),
             state_dtype=state,
         )
-        build.room.bounded = False
+        build.memory_budget.bounded = False
         model = build_model(checkpoint.raw, build)
         if drafting is not None and drafting.NEEDS_MODULE:
             draft = drafting.build(options, checkpoint, model, build)

@@ -11,7 +11,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec import drafter_module, refusals, with_method
 from lockstep.spec.drafter import DraftContext
-from lockstep.step import Step, Verdict
+from lockstep.step import StepContext, Verdict
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Drafter
 
@@ -44,7 +44,11 @@ class WatchedDrafter:
         return NAME if isinstance(self.inner, OracleDrafter) else self.context.config.method
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Propose as the inner drafter. Raises InvariantError if a row already has drafts."""
         if self.seen is None:

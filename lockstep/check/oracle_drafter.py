@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.spec.drafter import DraftContext
-from lockstep.step import Step, Verdict
+from lockstep.step import StepContext, Verdict
 
 NAME = "oracle"
 """Name of this drafter in setups, scenarios and reports."""
@@ -44,7 +44,11 @@ class OracleDrafter:
             row[: len(text)] = torch.tensor(text)
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Write the step's number of drafts for each row that is a prefix of a text, else -1."""
         c = self.context

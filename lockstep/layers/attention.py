@@ -1,4 +1,4 @@
-"""Softmax attention over paged KV; norms, rotary positions, biases and a gate where asked for."""
+"""Softmax attention over a paged KV cache, with the options of several families."""
 
 from torch import Tensor, nn
 
@@ -13,17 +13,24 @@ from lockstep.layers.kv_format import StaticScales
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
-from lockstep.step import Step
+from lockstep.layers.sharding import Columns
+from lockstep.step import StepContext
 
 
 class Attention(nn.Module):
-    """x [T, H] -> [T, H]: projections, q and k norm, rotary, paged attention, gate, projection.
+    """Attention mixer: x [T, H] -> [T, H].
 
-    rotary: None where positions are not told. qk_norm: an RMS norm of every query and key head,
-    with `eps`, stored around 1 - norm_offset. bias, out_bias: of q, k and v; of the projection
-    behind. gated: q_proj gives, head by head, head_dim of q then head_dim of a gate, whose sigmoid
-    multiplies what the head found. scale: of the scores, head_dim^-0.5 where it is None.
-    hidden: H, or the widths of x and of what is returned, where they differ.
+    Projections, norms of q and k, rotary positions, paged attention, gate, output projection.
+
+    Args:
+        hidden: H, or the widths of input and output if they differ.
+        rotary: cos and sin tables; None for attention without positions.
+        qk_norm: apply an RMS norm with `eps` to every query and key head; the weights are stored
+            around 1 - norm_offset.
+        bias, out_bias: whether q, k, v and the output projection have biases.
+        gated: q_proj returns head_dim of q, then head_dim of a gate for each head; sigmoid(gate)
+            multiplies the head's output.
+        scale: factor of the scores, head_dim^-0.5 for None.
     """
 
     k_cache: KVCache
@@ -47,6 +54,12 @@ class Attention(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
+        queries = Columns.of(heads, head_dim * (2 if gated else 1))
+        # Ranks that outnumber the KV heads hold copies of them.
+        keys = Columns.of(kv_heads, head_dim, replicate=True)
+        attention_width = heads * head_dim
+        heads = len(build.rank.units(heads))
+        kv_heads = len(build.rank.units(kv_heads, replicate=True))
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
@@ -56,40 +69,37 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.dtype = build.dtype
         self.rotary = rotary
-        keys = kv_heads * head_dim
-        projections = {
-            "q_proj": heads * head_dim * (2 if gated else 1),
-            "k_proj": keys,
-            "v_proj": keys,
-        }
+        projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         inputs, outputs = (hidden, hidden) if isinstance(hidden, int) else hidden
         self.qkv = Linear(build, inputs, projections, bias=bias)
         self.q_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
-        self.out = ResidualLinear(build, heads * head_dim, {"o_proj": outputs}, bias=out_bias)
+        self.out = ResidualLinear(
+            build, attention_width, {"o_proj": Columns.of(outputs)}, bias=out_bias
+        )
         self.kv_format = build.kv.of(build.layer)
         quantizers = head_quantizers(self.kv_format, head_dim, build.kv.setting)
-        beside = build.beside("k_proj", "v_proj")
+        scale_tensors = build.beside("k_proj", "v_proj")
         other = None if build.packing is None else build.packing.other_kv
-        self.static = StaticScales(build.path, self.kv_format, beside, other)
+        self.static = StaticScales(build.path, self.kv_format, scale_tensors, other)
         self.rope = build.op(rope_and_cache, head_dim=head_dim, quantizers=quantizers)
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         self.attend = build.op(paged_attention, **sizes, quantizers=quantizers)
 
-    def keep(self, x: Tensor, step: Step) -> None:
-        """Writes the keys and values of x [T, H] and makes nothing else. For drafters."""
-        self._place(self.qkv.from_part(1, x), step)
+    def keep(self, x: Tensor, ctx: StepContext) -> None:
+        """Write the cache entries of x [T, H] without computing any output. For drafters."""
+        self._place(self.qkv.from_part(1, x), ctx)
 
-    def _place(self, qkv: Tensor, step: Step) -> Tensor:
-        """Projections [T, N] -> their queries [T, H, D]; their keys and values are written."""
+    def _place(self, qkv: Tensor, ctx: StepContext) -> Tensor:
+        """Return queries [T, H, D] of the projections [T, N], and write their keys and values."""
         return self.rope(
             qkv,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             None if self.rotary is None else self.rotary.cos,
             None if self.rotary is None else self.rotary.sin,
-            step.positions,
-            step.slot_mapping,
+            ctx.positions,
+            ctx.slot_mapping,
             self.k_cache,
             self.v_cache,
             self.eps,
@@ -97,24 +107,24 @@ class Attention(nn.Module):
             gated=self.gated,
         )
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         qkv = self.qkv(x)
-        q = self._place(qkv, step)
+        q = self._place(qkv, ctx)
         mixed = self.attend(
             q,
             self.k_cache,
             self.v_cache,
-            step.page_table,
-            step.cu_seqlens,
-            step.starts,
-            step.shape.query_len,
+            ctx.page_table,
+            ctx.cu_seqlens,
+            ctx.starts,
+            ctx.shape.query_len,
             self.scale,
             qkv if self.gated else None,
         )
         return self.out(mixed.flatten(1))
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         table = self.qkv.weights() | self.out.weights()
         table.update(self.static.slots)
         if self.q_norm is not None and self.k_norm is not None:
@@ -126,7 +136,7 @@ class Attention(nn.Module):
         return kv_spec(self.kv_heads, self.head_dim, self.dtype, self.kv_format)
 
     def finish(self) -> None:
-        """Takes the checkpoint's static scales. To be called once, when weights are loaded."""
+        """Set the checkpoint's static KV scales. Call once after loading."""
         self.kv_format = self.static.applied(self.kv_format)
 
     def bind(self, storage: dict[str, Tensor]) -> None:

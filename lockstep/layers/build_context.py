@@ -1,4 +1,4 @@
-"""BuildContext: what layers are built with. It chooses each op's backend once and remembers why."""
+"""BuildContext context: device, dtype and checkpoint of a model that is being built."""
 
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -14,15 +14,16 @@ from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
+from lockstep.layers.sharding import Columns, Rank, count_columns
 from lockstep.quantization import CheckpointLinear, Layout, TensorInfo, WeightFormat
 
 
 @dataclass
 class BackendChoice:
-    """One op of one layer: the backend that serves it, and why the others do not.
+    """Backend that serves one op of one layer, and why the others do not.
 
-    size: of a linear's weight, "34816x5120"; else empty. packing: how that weight lies in the
-    checkpoint's format, empty where it is not packed.
+    size: shape of a linear layer's weight, "34816x5120", else empty. packing: storage format of a
+    quantized weight, else empty.
     """
 
     layer: str
@@ -35,17 +36,18 @@ class BackendChoice:
 
 @dataclass
 class BuildContext:
-    """Device and dtype of a model under construction. `exact=False` is for drafters only.
+    """Device, dtype and checkpoint of a model under construction.
 
-    window: most tokens of a generated step (K + 1), the size of a recurrent mixer's window.
-    max_positions: those that a row may reach, with what the steps in flight run over.
-    max_model_len: the longest sequence that is served; 0: max_positions.
-    layer: what is being built, for people; named: what stands in front of such names; path: its
-    module's name in the checkpoint, less the architecture's prefix. tensors: the checkpoint's, by
-    such a module and by what stands behind it in their names, None for dummy weights;
-    prefixes: that a name may have in front of the path; packing: the weight format, None where no
-    weight is packed. arch: of a GPU that is not there, e.g. 86; None: the device's own. kv: how
-    layers keep keys and values; state_dtype: of the state that recurrent layers keep between steps.
+    exact: False for drafters only, whose linear layers may use any kernel. window: maximum tokens
+    of a generated step (K + 1), which sizes a recurrent mixer's window. max_positions: positions
+    that a row may reach, steps in flight included. max_model_len: longest sequence that is served
+    (0: max_positions). layer: name of the layer under construction, for messages; named: prefix of
+    such names. path: its module in the checkpoint, less the architecture's prefix. tensors: tensors
+    of the checkpoint by module and suffix, None for dummy weights. prefixes: that names in the
+    checkpoint may have. packing: weight format, None for plain weights. arch: architecture of a GPU
+    that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
+    state_dtype: dtype of recurrent state between steps. rank: this process in the tensor-parallel
+    group.
     """
 
     device: str
@@ -63,23 +65,26 @@ class BuildContext:
     arch: int | None = None
     kv: LayerKVFormats = LayerKVFormats()
     state_dtype: torch.dtype = torch.float32
+    rank: Rank = Rank()
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
-    room: MemoryBudget = field(init=False)
+    memory_budget: MemoryBudget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.room = MemoryBudget(self.device)
+        self.memory_budget = MemoryBudget(self.device)
         self.max_model_len = self.max_model_len or self.max_positions
 
     def at(self, layer: str, path: str | None = None) -> "BuildContext":
-        """The same build, speaking for the named layer, whose module is `path` (None: the same)."""
-        found = copy(self)
-        found.layer = layer if layer == self.layer else self.named + layer
-        found.path = layer if path is None else path
-        return found
+        """Return a copy for another layer, whose module in the checkpoint is `path` (None: the
+        layer's name).
+        """
+        copied = copy(self)
+        copied.layer = layer if layer == self.layer else self.named + layer
+        copied.path = layer if path is None else path
+        return copied
 
     def within(self, name: str) -> "BuildContext":
-        """The same build, speaking for the named module of this one."""
+        """Return a copy for a submodule of the current module."""
         return self.at(self.layer, f"{self.path}.{name}")
 
     def reading(
@@ -88,31 +93,39 @@ class BuildContext:
         prefixes: tuple[str, ...],
         packing: WeightFormat | None,
     ) -> "BuildContext":
-        """The same build, of a module that another checkpoint has."""
-        found = copy(self)
-        found.tensors = tensors
-        found.prefixes = prefixes
-        found.packing = packing
-        return found
+        """Return a copy that describes a module of another checkpoint."""
+        copied = copy(self)
+        copied.tensors = tensors
+        copied.prefixes = prefixes
+        copied.packing = packing
+        return copied
 
-    def module(self, name: str, outputs: int, inputs: int) -> CheckpointLinear:
-        """A linear map of the module that is being built, as the checkpoint has it."""
+    def module(self, name: str, outputs: int | Columns, inputs: int) -> CheckpointLinear:
+        """Describe a linear layer of the current module as the checkpoint stores it.
+
+        Args:
+            outputs: columns that are whole on every rank, or Columns that are cut across ranks.
+        """
         path = f"{self.path}.{name}" if self.path else name
         names = (*(prefix + path for prefix in self.prefixes), path)
         tensors = None if self.tensors is None else self.tensors.get(path, {})
-        return CheckpointLinear(path, names, outputs, inputs, tensors)
+        ranges = () if isinstance(outputs, int) else outputs.ranges(self.rank)
+        total = outputs if isinstance(outputs, int) else outputs.total
+        count = count_columns(outputs, self.rank)
+        return CheckpointLinear(path, names, count, inputs, tensors, total, ranges)
 
     def found(self, name: str) -> Mapping[str, TensorInfo]:
-        """The checkpoint's tensors of the named module of this one, by suffix; none for dummies."""
+        """Return the checkpoint's tensors of a submodule by suffix; {} for dummy weights."""
         return {} if self.tensors is None else self.tensors.get(f"{self.path}.{name}", {})
 
     def beside(self, *names: str) -> Mapping[str, Mapping[str, TensorInfo]]:
-        """The checkpoint's tensors of the module that is being built (""), and of these of its own,
-        by suffix."""
+        """Return the checkpoint's tensors of the current module ("") and of these submodules, by
+        suffix.
+        """
         if self.tensors is None:
             return {}
-        own = {"": self.tensors.get(self.path, {})}
-        return own | {name: self.found(name) for name in names}
+        tensors = {"": self.tensors.get(self.path, {})}
+        return tensors | {name: self.found(name) for name in names}
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         """Return how the weight of a linear map is packed; None: it is not."""
@@ -122,7 +135,7 @@ class BuildContext:
         return packing.layout(module)
 
     def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
-        """The function that serves this op here."""
+        """Choose the backend of an op for these traits and return its function."""
         traits = {"device": self.device, "dtype": self.dtype, **traits}
         if self.arch is not None:
             traits["arch"] = self.arch
@@ -132,10 +145,10 @@ class BuildContext:
         return op.backends[name].run
 
     def linear_op(self, op: Op, n: int, k: int, packed: str = "") -> Callable[..., Any]:
-        """The function of a weight [n, k]: canonical, or the fastest where no bits depend on it.
+        """Return the kernel of a weight [n, k]: canonical, or the fastest for a drafter.
 
         On a GPU cuBLAS may serve where lockstep.layers.linear.probe finds the canonical bits.
-        packed: the kind of a packed weight, "" for one that is not.
+        packed: class name of a quantized weight, "" for a plain one.
         """
         if not self.exact and not packed:
             self.choices.append(BackendChoice(self.layer, op.name, "draft", {}, f"{n}x{k}"))
@@ -148,7 +161,7 @@ class BuildContext:
         return self.probed.setdefault((n, k, self.dtype), Probed(exact, fast))
 
     def matrix(self, n: int, k: int) -> torch.nn.Parameter:
-        """A weight [n, k] to be filled, stored as its op likes it: [k, n] on a CPU."""
+        """Return an unfilled weight [n, k] in the storage order of its op: [k, n] on a CPU."""
         if self.device == "cpu":
             self._count((n, k), self.dtype)
             stored = torch.empty(k, n, dtype=self.dtype).t()
@@ -156,20 +169,20 @@ class BuildContext:
         return self.empty(n, k)
 
     def matrices(self, count: int, n: int, k: int) -> torch.nn.Parameter:
-        """Weights [count, n, k] to be filled, each stored as matrix() stores one."""
+        """Return unfilled weights [count, n, k], each stored like matrix()."""
         if self.device != "cpu":
             return self.empty(count, n, k)
         stored = self.empty(count, k, n).data.transpose(1, 2)
         return torch.nn.Parameter(stored, requires_grad=False)
 
-    def packed(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
-        """A packed weight [n, k] to be filled."""
+    def quantized_weight(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
+        """Return an unfilled quantized weight [n, k]."""
         size = layout.empty(n, k, "meta").nbytes
         self._take(size, (n, k))
         return layout.empty(n, k, self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """A parameter to be filled by the loader."""
+        """Return an unfilled parameter."""
         self._count(shape, dtype or self.dtype)
         tensor = torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
         return torch.nn.Parameter(tensor, requires_grad=False)
@@ -180,4 +193,4 @@ class BuildContext:
     def _take(self, size: int, shape: tuple[int, ...]) -> None:
         remedy = "Correct the sizes in config.json, or choose a smaller model or dtype."
         name = f"a weight {list(shape)} of {self.layer or 'the model'}"
-        self.room.take(size, name, remedy)
+        self.memory_budget.take(size, name, remedy)

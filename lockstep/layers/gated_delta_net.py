@@ -16,14 +16,18 @@ from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedRMSNorm
-from lockstep.step import Step, flush_after
+from lockstep.layers.sharding import Columns, row_sink
+from lockstep.step import StepContext, flush_after
 
 
 class GatedDeltaNet(nn.Module):
-    """x [T, H] -> [T, H].
+    """Gated DeltaNet mixer: x [T, H] -> [T, H].
 
-    key_heads heads of key_dim, value_heads of value_dim; a causal convolution of `kernel` taps.
-    grouped: the checkpoint has projections by key head, as Qwen3-Next's (grouped_rows).
+    Args:
+        key_heads, key_dim: heads of q and k, and their width.
+        value_heads, value_dim: heads of v, and their width.
+        kernel: taps of the causal convolution.
+        grouped: the checkpoint orders the projections' rows by key head, as Qwen3-Next does.
     """
 
     state: RecurrentState
@@ -42,6 +46,18 @@ class GatedDeltaNet(nn.Module):
         grouped: bool = False,
     ) -> None:
         super().__init__()
+        # A value head stays on the rank of its key head.
+        values_per_key = value_heads // key_heads
+        by_key_head = [
+            (key_heads, width) for width in (key_dim, key_dim, values_per_key * value_dim)
+        ]
+        self.conv_columns = Columns(tuple(by_key_head))
+        self.head_columns = Columns.of(key_heads, values_per_key)
+        self.rank = build.rank
+        whole_inner = value_heads * value_dim
+        whole_key_heads = key_heads
+        key_heads = len(build.rank.units(key_heads))
+        value_heads = key_heads * values_per_key
         self.key_heads = key_heads
         self.value_heads = value_heads
         self.key_dim = key_dim
@@ -54,20 +70,25 @@ class GatedDeltaNet(nn.Module):
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
         inner = value_heads * value_dim
         self.parts = (self.channels, inner, value_heads, value_heads)
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        projections = dict(zip(names, self.parts, strict=True))
+        projections = {
+            "in_proj_qkv": self.conv_columns,
+            "in_proj_z": Columns.of(whole_key_heads, values_per_key * value_dim),
+            "in_proj_b": self.head_columns,
+            "in_proj_a": self.head_columns,
+        }
         orders = {}
         if grouped:
             projections = {
-                "in_proj_qkvz": self.channels + inner,
-                "in_proj_ba": 2 * value_heads,
+                "in_proj_qkvz": Columns.of(
+                    whole_key_heads, 2 * (key_dim + values_per_key * value_dim)
+                ),
+                "in_proj_ba": Columns.of(whole_key_heads, 2 * values_per_key),
             }
-            each = value_heads // key_heads
             orders = {
                 "in_proj_qkvz": partial(
-                    grouped_rows, key_heads, (key_dim, key_dim, *[each * value_dim] * 2)
+                    grouped_rows, key_heads, (key_dim, key_dim, *[values_per_key * value_dim] * 2)
                 ),
-                "in_proj_ba": partial(grouped_rows, key_heads, (each, each)),
+                "in_proj_ba": partial(grouped_rows, key_heads, (values_per_key, values_per_key)),
             }
         self.in_proj = Linear(build, hidden, projections, orders=orders)
         taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it
@@ -75,22 +96,28 @@ class GatedDeltaNet(nn.Module):
         self.a_log = build.empty(value_heads, dtype=torch.float32)
         self.dt_bias = build.empty(value_heads, dtype=torch.float32)
         self.norm = GatedRMSNorm(build, value_dim, eps)
-        self.out = ResidualLinear(build, inner, {"out_proj": hidden})
+        self.out = ResidualLinear(build, whole_inner, {"out_proj": Columns.of(hidden)})
         traits = dict(key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, kernel=kernel)
         traits.update(value_heads=value_heads)
         self.step_op = build.op(gated_delta_step, **traits)
         self.chunk_op = build.op(gated_delta_chunk, **traits)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         mixed, z, b, a = self.in_proj(x).split(self.parts, dim=-1)
         weights = GatedDeltaWeights(
             self.conv.flatten(1), self.a_log, self.dt_bias, self.norm.weight, self.norm.eps
         )
-        law = self._prompt if step.shape.prompt else self._generated
-        return self.out(law(mixed, z, b, a, weights, step).flatten(-2).flatten(0, -2))
+        law = self._prompt if ctx.shape.prompt else self._generated
+        return self.out(law(mixed, z, b, a, weights, ctx).flatten(-2).flatten(0, -2))
 
     def _prompt(
-        self, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, step: Step
+        self,
+        mixed: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weights: GatedDeltaWeights,
+        ctx: StepContext,
     ) -> Tensor:
         o = self.chunk_op(
             mixed,
@@ -98,32 +125,38 @@ class GatedDeltaNet(nn.Module):
             a,
             weights,
             self.state,
-            step.cu_seqlens,
-            step.starts,
-            step.state_src,
-            step.state_slots,
-            step.snapshot_slots,
+            ctx.cu_seqlens,
+            ctx.starts,
+            ctx.state_src,
+            ctx.state_slots,
+            ctx.snapshot_slots,
         )
         return self.norm(o, z.unflatten(-1, (self.value_heads, self.value_dim)))
 
     def _generated(
-        self, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, step: Step
+        self,
+        mixed: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weights: GatedDeltaWeights,
+        ctx: StepContext,
     ) -> Tensor:
-        window = (step.shape.rows, step.shape.query_len)
+        window = (ctx.shape.rows, ctx.shape.query_len)
         mixed, z, b, a = (t.unflatten(0, window) for t in (mixed, z, b, a))
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
-        where = (step.state_slots, step.starts, step.folded)
-        return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=step.flush)
+        where = (ctx.state_slots, ctx.starts, ctx.folded)
+        return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=ctx.flush)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         return (
             self.in_proj.weights()
             | self.out.weights()
             | {
-                "conv1d.weight": self.conv,
-                "A_log": self.a_log,
-                "dt_bias": self.dt_bias,
+                "conv1d.weight": row_sink(self.conv, self.conv_columns, self.rank),
+                "A_log": row_sink(self.a_log, self.head_columns, self.rank),
+                "dt_bias": row_sink(self.dt_bias, self.head_columns, self.rank),
                 "norm.weight": self.norm.weight,
             }
         )
@@ -141,7 +174,11 @@ class GatedDeltaNet(nn.Module):
 
 
 def grouped_rows(groups: int, parts: tuple[int, ...]) -> Tensor:
-    """For each row of a weight that has its parts one behind the other, its row where they lie in
-    groups: part 0, 1, ... of group 0, then those of group 1. parts: rows of each in one group."""
+    """Return where each row of a weight [part 0 | part 1 | ...] is in a checkpoint that stores
+    groups.
+
+    Group g of the checkpoint holds its rows of part 0, then of part 1, and so on. parts: rows of
+    each part in one group.
+    """
     rows = torch.arange(groups * sum(parts)).view(groups, -1)
     return torch.cat([part.flatten() for part in rows.split(parts, dim=1)])

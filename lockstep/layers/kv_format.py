@@ -1,4 +1,4 @@
-"""Which layers keep keys and values in which format, and the static scales of a checkpoint."""
+"""KV cache format of each layer, and the static scales of a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from lockstep.quantization import TensorInfo
 from lockstep.quantization.weight_sink import FLOAT_DTYPES, WeightSink
 
 ENDS = {"first": 0, "last": -1}
-"""Names of layers: the first and the last one that attends."""
+"""Names of layers in kv_cache_dtype_skip_layers: the first and the last attention layer."""
 SCALE_TENSORS = (
     ("", "k_scale", "k"),
     ("", "v_scale", "v"),
@@ -24,26 +24,34 @@ SCALE_TENSORS = (
     ("v_proj", "output_scale", "v"),
     ("", "kv_scale", "kv"),
 )
-"""Where a checkpoint may have a static scale, the newest way first: a module of the layer, "" for
-its own; the tensor; the sides that it is of. AutoFP8 has the last, compressed-tensors and ModelOpt
-the others."""
+"""Tensors that may hold a static scale, the newest convention first.
+
+(submodule, "" for the attention module itself; tensor; sides that it scales). The last one is
+AutoFP8's, the others are those of compressed-tensors and ModelOpt.
+"""
 MIN_SCALE = torch.finfo(torch.float32).tiny
-"""Below it a scale is subnormal, and a quotient by it may overflow."""
+"""Smallest scale; a quotient by a subnormal number may overflow."""
 
 
 @dataclass(frozen=True)
 class LayerKVFormats:
-    """format: of the layers that attend, None for the model's dtype. skip: those that keep it in
-    the model's dtype all the same, by number, or first and last until settled(). setting: the one
-    that chose the format, for messages."""
+    """KV cache format of each attention layer.
+
+    format: None for the model's dtype. skip: layers that use the model's dtype nevertheless, by
+    number, or "first" and "last" until settled(). setting: the option that chose the format, for
+    messages.
+    """
 
     format: KVFormat | None = None
     skip: tuple[str, ...] = ()
     setting: str = "kv_cache_dtype"
 
     def settled(self, attending: Sequence[int]) -> "LayerKVFormats":
-        """The same with numbers alone, of a model in which these layers attend. Raises
-        ConfigError."""
+        """Return a copy whose skipped layers are numbers, given the model's attention layers.
+
+        Raises:
+            ConfigError: a skipped layer is no attention layer.
+        """
         numbers = []
         for name in self.skip:
             number = attending[ENDS[name]] if name in ENDS else int(name)
@@ -55,18 +63,23 @@ class LayerKVFormats:
         return replace(self, skip=tuple(numbers))
 
     def of(self, layer: str) -> KVFormat | None:
-        """The format of the layer of this name, "layers.3"; of a draft module's, any other."""
+        """Return the format of a layer such as "layers.3"; draft modules have other names."""
         if self.format is None or layer.rpartition(".")[2] in self.skip:
             return None
         return self.format.for_layer(layer)
 
 
 class StaticScales:
-    """k_scale and v_scale of one attention layer, where its checkpoint has them and its format is
-    scaled by them. A code times the scale is the number. SCALE_TENSORS says where they stand.
+    """Static k_scale and v_scale of one attention layer (value = code * scale).
 
-    other: the setting by which the checkpoint's are of another format. Raises CheckpointError where
-    there are some all the same.
+    They are read if the checkpoint has them and the cache format is scaled by them; see
+    SCALE_TENSORS.
+
+    Args:
+        other: the setting that says that the checkpoint's scales are of another format than fp8.
+
+    Raises:
+        CheckpointError: a scale is of another format, or not one number.
     """
 
     def __init__(
@@ -81,20 +94,20 @@ class StaticScales:
         self.slots: dict[str, WeightSink] = {}
         if format is None or not format.has_static_scales:
             return
-        told: set[str] = set()
+        known_sides: set[str] = set()
         for module, name, sides in SCALE_TENSORS:
             info = tensors.get(module, {}).get(name)
-            own = set(sides) - told
-            if info is None or not own:
+            new_sides = set(sides) - known_sides
+            if info is None or not new_sides:
                 continue
-            told |= own
+            known_sides |= new_sides
             key = f"{module}.{name}".lstrip(".")
             if other is not None:
                 raise self._error(key, f"a scale under {other}", "scales of fp8")
             if prod(info.shape) != 1:
                 raise self._error(key, f"shape {list(info.shape)}", "one number")
             self.slots[key] = WeightSink(
-                None, FLOAT_DTYPES, torch.device("cpu"), self._taking(own, key)
+                None, FLOAT_DTYPES, torch.device("cpu"), self._taking(new_sides, key)
             )
 
     def _taking(self, sides: set[str], key: str) -> Any:
@@ -107,14 +120,14 @@ class StaticScales:
 
         return take
 
-    def _error(self, key: str, found: str, allowed: str) -> CheckpointError:
+    def _error(self, key: str, value: str, allowed: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.name}.{key}={found} is not allowed; allowed: {allowed}. Correct the "
+            f"{self.name}.{key}={value} is not allowed; allowed: {allowed}. Correct the "
             "checkpoint, or choose another kv_cache_dtype."
         )
 
     def applied(self, format: KVFormat | None) -> KVFormat | None:
-        """The format with the scales that were loaded."""
+        """Return the format with the loaded scales."""
         if format is None or not self.scales:
             return format
         sides = {s: replace(getattr(format, s), scale=x) for s, x in self.scales.items()}

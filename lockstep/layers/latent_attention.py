@@ -1,6 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), absorbed, over paged latents."""
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.cache.kv import kv_tensors, latent_caches, latent_spec
@@ -10,26 +9,29 @@ from lockstep.kernels.formats.kv.table import latent_quantizer
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Linear, ResidualLinear, Target, filled
+from lockstep.layers.linear import Linear, ResidualLinear, Target, weight_sinks
 from lockstep.layers.norm import Norm, RMSNorm
 from lockstep.layers.rotary import Rotary
+from lockstep.layers.sharding import Columns
 from lockstep.quantization import WeightSink
-from lockstep.step import Step
+from lockstep.quantization.weight_sink import FLOAT_DTYPES
+from lockstep.step import StepContext
 
 NORM_EPS = 1e-6
-"""Of both latent norms: DeepSeek's modeling code gives them no other, whatever rms_norm_eps is."""
+"""Epsilon of both latent norms; DeepSeek's modeling code does not use rms_norm_eps here."""
 
 
 class AbsorbedHeads(nn.Module):
-    """kv_b_proj, which takes a latent to every head's key and value, cut into two maps per head.
+    """kv_b_proj split into two maps per head, so that attention works on latents.
 
-    keys [H, C, N]: a query's N unturned dims become the C that are compared with a latent. values
-    [H, V, C]: a weighed latent becomes the head's output. The checkpoint's weight [H (N + V), C]
-    has N rows of keys, then V of values, head by head. One that is packed is unpacked when it is
-    loaded, since the keys' map is read along its rows.
+    keys [H, C, N] maps a query's N dims without position to the C dims of a latent. values [H, V,
+    C] maps an attention-weighted latent to the head's output. The checkpoint's weight [H (N + V),
+    C] has N rows of keys, then V rows of values for each head. A quantized one is dequantized after
+    loading, since the keys' map is read along its rows.
 
-    rotation: the Hadamard rotation of the cached latents, None for none. Every row is rotated when
-    it is loaded, so queries come out rotated, and the output need not be rotated back.
+    rotation: Hadamard rotation in which the cache stores latents, None for none. It is applied to
+    every row of the weight at load time, so that queries come out rotated and outputs need no
+    inverse.
     """
 
     def __init__(
@@ -44,37 +46,39 @@ class AbsorbedHeads(nn.Module):
         super().__init__()
         self.rotation = rotation
         self.widths = (plain, value)
+        columns = Columns.of(heads, plain + value)
+        heads = len(build.rank.units(heads))
         self.dtype = build.dtype
         self.keys = build.matrices(heads, latent, plain)
         self.values = build.matrices(heads, value, latent)
-        sizes = (heads * (plain + value), latent)
         self.packing = build.packing
-        self.read = build.module("kv_b_proj", *sizes)
+        self.read = build.module("kv_b_proj", columns, latent)
         layout = build.layout(self.read)
-        self.packed_parts = [] if layout is None else [build.packed(*sizes, layout)]
+        sizes = (self.read.outputs, latent)
+        self.quantized_parts = [] if layout is None else [build.quantized_weight(*sizes, layout)]
         self.query = build.op(head_linear, inputs=plain, outputs=latent)
         self.out = build.op(head_linear, inputs=latent, outputs=value)
 
     def absorb(self, q: Tensor) -> Tensor:
-        """q [T, H, N] -> what is compared with latents [T, H, C]."""
+        """Return the query in latent space: q [T, H, N] -> [T, H, C]."""
         return self.query(q, self.keys)
 
     def expand(self, latents: Tensor) -> Tensor:
-        """Weighed latents [T, H, C] -> the heads' outputs [T, H, V]."""
+        """Return the heads' outputs: attention-weighted latents [T, H, C] -> [T, H, V]."""
         return self.out(latents, self.values)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixer -> what it fills."""
-        if self.packed_parts:
-            return filled("kv_b_proj", self.packed_parts[0], self.packing, self.read)
-        weight = torch.empty(self.read.outputs, self.read.inputs, dtype=self.dtype, device="meta")
-        plain = WeightSink.plain(weight)
-        return {
-            "kv_b_proj.weight": WeightSink(plain.shape, plain.dtypes, self.keys.device, self._take)
-        }
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
+        if self.quantized_parts:
+            return weight_sinks("kv_b_proj", self.quantized_parts[0], self.packing, self.read)
+        shape = (self.read.whole_outputs, self.read.inputs)
+        sink = WeightSink(
+            shape, FLOAT_DTYPES, self.keys.device, self._take, ranges=self.read.ranges
+        )
+        return {"kv_b_proj.weight": sink}
 
     def _take(self, weight: Tensor) -> None:
-        """Fills both maps from kv_b_proj [H (N + V), C]."""
+        """Fill both maps from kv_b_proj [H (N + V), C]."""
         if self.rotation is not None:
             weight = self.rotation.rotate(weight)
         heads = weight.unflatten(0, (-1, sum(self.widths)))
@@ -83,18 +87,21 @@ class AbsorbedHeads(nn.Module):
         self.values.data.copy_(values)
 
     def finish(self) -> None:
-        """To be called once, when the weights are filled."""
-        for packed in self.packed_parts:
+        """Dequantize kv_b_proj into both maps. Call once after loading."""
+        for packed in self.quantized_parts:
             self._take(packed.dequantize(self.dtype))
-        self.packed_parts = []
+        self.quantized_parts = []
 
 
 class LatentAttention(nn.Module):
-    """x [T, H] -> [T, H]: projections, norms, rotary, attention over latents, projection.
+    """Multi-head latent attention mixer: x [T, H] -> [T, H].
 
-    q_rank: of the queries' own latent, None where one projection makes them. latent: dims of the
-    cached latent; plain, turned: dims of a head's query that do not turn by its position, and that
-    do; value: of a head's output. scale: of the scores.
+    Args:
+        q_rank: width of the queries' latent; None if one projection makes the queries.
+        latent: width of the cached latent (kv_lora_rank).
+        plain, turned: dims of a head's query without and with rotary position.
+        value: dims of a head's output.
+        scale: factor of the scores.
     """
 
     latents: KVCache
@@ -115,15 +122,18 @@ class LatentAttention(nn.Module):
         scale: float,
     ) -> None:
         super().__init__()
-        self.heads = heads
+        queries = Columns.of(heads, plain + turned)
+        values = heads * value
+        self.heads = len(build.rank.units(heads))
         self.latent = latent
         self.plain = plain
         self.turned = turned
         self.scale = scale
         self.dtype = build.dtype
         self.rotary = rotary
-        queries = heads * (plain + turned)
-        first = {"q_proj": queries} if q_rank is None else {"q_a_proj": q_rank}
+        first: dict[str, int | Columns] = {"q_a_proj": q_rank or 0}
+        if q_rank is None:
+            first = {"q_proj": queries}
         inputs, outputs = (hidden, hidden) if isinstance(hidden, int) else hidden
         self.down = Linear(build, inputs, first | {"kv_a_proj_with_mqa": latent + turned})
         self.q_norm = None if q_rank is None else RMSNorm(build, q_rank, NORM_EPS)
@@ -132,54 +142,55 @@ class LatentAttention(nn.Module):
         self.quantizer = latent_quantizer(build.kv.of(build.layer), latent, build.kv.setting)
         rotation = None if self.quantizer is None else self.quantizer.rotation
         self.absorbed = AbsorbedHeads(build, heads, plain, latent, value, rotation)
-        self.out = ResidualLinear(build, heads * value, {"o_proj": outputs})
+        self.out = ResidualLinear(build, values, {"o_proj": Columns.of(outputs)})
         sizes = dict(latent=latent, rope=turned)
         quantizers = None if self.quantizer is None else (self.quantizer,)
         self.rope = build.op(latent_rope_and_cache, **sizes, quantizers=quantizers)
-        self.attend = build.op(latent_attention, heads=heads, **sizes, quantizers=quantizers)
+        self.attend = build.op(latent_attention, heads=self.heads, **sizes, quantizers=quantizers)
 
-    def keep(self, x: Tensor, step: Step) -> None:
-        """Writes the latents of x [T, H] and makes nothing else. For drafters."""
+    def keep(self, x: Tensor, ctx: StepContext) -> None:
+        """Write the cache entries of x [T, H] without computing any output. For drafters."""
         kv = self.down.from_part(1, x)
-        self._place(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, step)
+        self._place(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, ctx)
 
-    def _place(self, q: Tensor, kv: Tensor, step: Step) -> Tensor:
-        """Queries [T, H, N + R] -> their turned part [T, H, R]; the latents kv [T, C + R] are
-        written."""
+    def _place(self, q: Tensor, kv: Tensor, ctx: StepContext) -> Tensor:
+        """Return the rotated part [T, H, R] of queries [T, H, N + R], and write the latents kv [T,
+        C + R].
+        """
         return self.rope(
             q,
             kv,
             self.kv_norm.weight,
             self.rotary.cos,
             self.rotary.sin,
-            step.positions,
-            step.slot_mapping,
+            ctx.positions,
+            ctx.slot_mapping,
             self.latents,
             self.ropes,
             self.kv_norm.eps,
         )
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         q, kv = self.down.parts(x)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up(self.q_norm(q))
         q = q.unflatten(1, (self.heads, self.plain + self.turned))
-        turned = self._place(q, kv, step)
+        turned = self._place(q, kv, ctx)
         mixed = self.attend(
             self.absorbed.absorb(q[..., : self.plain]),
             turned,
             self.latents,
             self.ropes,
-            step.page_table,
-            step.cu_seqlens,
-            step.starts,
-            step.shape.query_len,
+            ctx.page_table,
+            ctx.cu_seqlens,
+            ctx.starts,
+            ctx.shape.query_len,
             self.scale,
         )
         return self.out(self.absorbed.expand(mixed).flatten(1))
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         table = self.down.weights() | self.absorbed.weights() | self.out.weights()
         table["kv_a_layernorm.weight"] = self.kv_norm.weight
         if self.q_norm is not None and self.q_up is not None:
@@ -188,8 +199,7 @@ class LatentAttention(nn.Module):
 
     @property
     def key_flops(self) -> int:
-        """Operations that a token and a key cost: a score of C + R and C of the output, per
-        head."""
+        """Operations per token and key: C + R (score) and C (output) multiply-adds per head."""
         return 2 * self.heads * (2 * self.latent + self.turned)
 
     def cache_spec(self) -> Spec:

@@ -1,7 +1,8 @@
-"""Linear layers: a weight, or several fused along their outputs, packed or not."""
+"""Linear layers: one weight, or several fused along their output columns, quantized or not."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from typing import cast
 
@@ -13,125 +14,133 @@ from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import choose_split_k, linear
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.layers.build_context import BuildContext
+from lockstep.layers.sharding import Columns, count_columns, row_sink
 from lockstep.quantization import CheckpointLinear, Layout, WeightFormat, WeightSink
 
-WALKED = 4
-"""Layers of one shape whose weights a probe walks through: more than a GPU's cache holds."""
-JOINED = 1 << 22
-"""Numbers that are unpacked when they are loaded, at most, so that what is packed is one product
-with the plain weights beside it: as many take 1.0 (8 bits) to 1.5 us (4 bits) longer to read from
-an H200's memory, and a launch of its own takes 2.8."""
+PROBED_LAYERS = 4
+"""Layers of one shape whose weights a cuBLAS probe cycles through, to exceed a GPU's cache."""
+MAX_DEQUANTIZED = 1 << 22
+"""Maximum elements that are dequantized at load time, so that they share a GEMM with plain weights.
+
+Reading that many elements in 16 bits takes an H200 1.0 us (8-bit codes) to 1.5 us (4-bit codes)
+longer than reading the codes; a separate launch takes 2.8 us.
+"""
 Target = Tensor | WeightSink
-"""What a tensor of the checkpoint fills: a tensor as it is, or whatever takes it over."""
-
-
-Run = tuple[Layout | None, int]
-"""How some rows of a weight lie in a checkpoint (None: plain), and how many."""
+"""Destination of a checkpoint tensor: a parameter of the same shape, or a sink."""
+RowGroup = tuple[Layout | None, int]
+"""Consecutive rows of a weight with one storage format (None: plain): (format, rows)."""
 
 
 class Weight(nn.Module):
-    """A weight [N, K] of one storage, packed or not.
+    """Weight [N, K] in one storage format.
 
-    runs: how its rows lie in the checkpoint, in order. One packed run stays packed on a GPU. What
-    else is packed is unpacked once, when it is loaded: by the law of packed weights the bits are
-    the same, and a step is faster. stands: a weight that is there already, instead of runs.
-    packed, weight: one of them is None. unpacked: until then, by its first row, what is packed.
+    A single quantized row group stays quantized on a GPU. Any other quantized group is dequantized
+    once, after loading: op(quantized) == op(dequantize(quantized)), so the bits are the same.
+
+    Args:
+        row_groups: consecutive row ranges of the checkpoint with one storage format.
+        existing: share this weight instead of allocating one.
+
+    Attributes:
+        weight, quantized, prepacked: the storage; exactly one is set once weights are loaded.
+        load_buffers: quantized groups until they are dequantized, by their first row.
     """
 
     def __init__(
         self,
         build: BuildContext,
         k: int,
-        runs: Sequence[Run],
-        stands: nn.Parameter | QuantizedWeight | None = None,
+        row_groups: Sequence[RowGroup],
+        existing: nn.Parameter | QuantizedWeight | PrepackedWeight | None = None,
     ) -> None:
         super().__init__()
-        n = sum(rows for _, rows in runs)
+        n = sum(rows for _, rows in row_groups)
         self.shape = (n, k)
         self.dtype = build.dtype
-        self.weight = stands if isinstance(stands, nn.Parameter) else None
-        self.packed = stands if isinstance(stands, QuantizedWeight) else None
+        self.weight = existing if isinstance(existing, nn.Parameter) else None
+        self.quantized = existing if isinstance(existing, QuantizedWeight) else None
         self.prepacked: PrepackedWeight | None = None
-        self.unpacked: dict[int, QuantizedWeight] = {}
-        if stands is not None:
+        self.load_buffers: dict[int, QuantizedWeight] = {}
+        if existing is not None:
             return
-        begins = accumulate((rows for _, rows in runs), initial=0)
-        for begin, (layout, rows) in zip(begins, runs, strict=False):
+        begins = accumulate((rows for _, rows in row_groups), initial=0)
+        for begin, (layout, rows) in zip(begins, row_groups, strict=False):
             if layout is not None:
-                self.unpacked[begin] = build.packed(rows, k, layout)
-        if len(runs) == 1 and build.device != "cpu":
-            self.packed = self.unpacked.pop(0, None)
-        if self.packed is None:
-            self.weight = self._matrix(build)
+                self.load_buffers[begin] = build.quantized_weight(rows, k, layout)
+        if len(row_groups) == 1 and build.device != "cpu":
+            self.quantized = self.load_buffers.pop(0, None)
+        if self.quantized is None:
+            self.weight = self._allocate(build)
 
-    def _matrix(self, build: BuildContext) -> nn.Parameter:
-        """Room for the weight, plain."""
+    def _allocate(self, build: BuildContext) -> nn.Parameter:
+        """Return an unfilled plain weight."""
         return build.matrix(*self.shape)
 
     @property
     def loaded(self) -> nn.Parameter | QuantizedWeight | PrepackedWeight:
-        """Return the weight [N, K] in the storage that it has once it is loaded."""
-        storages = (self.weight, self.packed, self.prepacked)
+        """Weight [N, K] in the storage that it has once it is loaded."""
+        storages = (self.weight, self.quantized, self.prepacked)
         return next(storage for storage in storages if storage is not None)
 
     @property
     def stored(self) -> Tensor | QuantizedWeight | PrepackedWeight:
-        """The weight [N, K] as it lies; one packed run, until it is unpacked, as it is packed."""
-        part = self.unpacked.get(0)
+        """Weight [N, K] in its present storage: quantized until a single group is dequantized."""
+        part = self.load_buffers.get(0)
         if part is not None and part.shape[0] == self.shape[0]:
             return part
         return self.loaded
 
     @property
-    def packed_parts(self) -> list[QuantizedWeight]:
-        """All that is packed, also what is unpacked when it is loaded."""
-        return [*self.unpacked.values(), *([] if self.packed is None else [self.packed])]
+    def quantized_parts(self) -> list[QuantizedWeight]:
+        """Return all quantized storage, including what is dequantized after loading."""
+        return [*self.load_buffers.values(), *([] if self.quantized is None else [self.quantized])]
 
     def stored_rows(self, begin: int, end: int) -> Tensor | QuantizedWeight:
-        """Rows of the weight as the checkpoint fills them, and once it has, as they lie."""
-        for first, part in self.unpacked.items():
+        """Return rows in their present storage: the checkpoint's until finish(), then loaded."""
+        for first, part in self.load_buffers.items():
             if first <= begin and end <= first + part.shape[0]:
                 return part.rows(begin - first, end - first)
-        return self._lying(begin, end)
+        return self._loaded_rows(begin, end)
 
-    def _lying(self, begin: int, end: int) -> Tensor | QuantizedWeight:
-        """Rows of the weight as they lie once it is loaded."""
-        found = self.loaded
-        return found[begin:end] if isinstance(found, Tensor) else found.rows(begin, end)
+    def _loaded_rows(self, begin: int, end: int) -> Tensor | QuantizedWeight:
+        """Return rows in the storage that they have once they are loaded."""
+        weight = self.loaded
+        return weight[begin:end] if isinstance(weight, Tensor) else weight.rows(begin, end)
 
     def gather(self, ids: Tensor, out: Tensor) -> None:
-        """The rows of these ids into out [len(ids), K] of the model's dtype."""
-        found = self.stored
-        if isinstance(found, PrepackedWeight):
-            found = found.plain()
-        if isinstance(found, Tensor):
-            torch.index_select(found, 0, ids.to(found.device), out=out)
+        """Copy the rows of these ids into out [len(ids), K], which has the model's dtype."""
+        weight = self.stored
+        if isinstance(weight, PrepackedWeight):
+            weight = weight.plain()
+        if isinstance(weight, Tensor):
+            torch.index_select(weight, 0, ids.to(weight.device), out=out)
         else:
-            out.copy_(found.gather(ids).dequantize(self.dtype))
+            out.copy_(weight.gather(ids).dequantize(self.dtype))
 
     def finish(self) -> None:
-        """To be called once, when the weight is filled."""
-        for begin, part in self.unpacked.items():
-            assert self.weight is not None, "what is unpacked has a place"
-            each = self.shape[0] // len(self.weight)
+        """Dequantize what does not stay quantized. Call once, after the checkpoint is loaded."""
+        for begin, part in self.load_buffers.items():
+            assert self.weight is not None, "groups are dequantized into the plain weight"
+            # A weight of experts is [E, N, K], with N rows for each index of its first dimension.
+            rows = self.shape[0] // len(self.weight)
             end = begin + part.shape[0]
-            place = self.weight.data[begin // each : end // each]
-            place.copy_(part.dequantize(self.dtype).view(place.shape))
-        self.unpacked = {}
-        if self.packed is not None:
-            self.packed.finalize()
+            target = self.weight.data[begin // rows : end // rows]
+            target.copy_(part.dequantize(self.dtype).view(target.shape))
+        self.load_buffers = {}
+        if self.quantized is not None:
+            self.quantized.finalize()
 
 
-class Product(Weight):
-    """x [T, K] -> x W^T [T, N] over a weight of one storage.
+class Gemm(Weight):
+    """Matrix product: x [T, K] -> x W^T [T, N] over a weight of one storage format.
 
-    keeps_plain: whether the plain weight stays beside a CPU's prepacked copy, since an embedding or
-    a drafter's head shares it.
+    keeps_plain: whether the plain weight stays next to a CPU's prepacked copy, since an embedding
+    or a drafter's head shares it.
 
-    total: the outputs of its layer, this product's among them, which decide the number of split-K
-    partitions (lockstep.kernels.linear.choose_split_k); None: its own. allow_partials: see
-    lockstep.kernels.linear.linear.
-    The others: see Weight.
+    Args:
+        total: output columns of the whole layer on all ranks, which decide the number of split-K
+            partitions (lockstep.kernels.linear.choose_split_k); None: the columns of this weight.
+        allow_partials: see lockstep.kernels.linear.linear.
     """
 
     keeps_plain = False
@@ -140,25 +149,27 @@ class Product(Weight):
         self,
         build: BuildContext,
         k: int,
-        runs: Sequence[Run],
+        row_groups: Sequence[RowGroup],
         *,
-        stands: nn.Parameter | QuantizedWeight | None = None,
+        existing: nn.Parameter | QuantizedWeight | PrepackedWeight | None = None,
         total: int | None = None,
         allow_partials: bool = False,
     ) -> None:
-        super().__init__(build, k, runs, stands)
+        super().__init__(build, k, row_groups, existing)
         n = self.shape[0]
-        packed = self.packed is not None
-        self.split_k = choose_split_k(total or n, k, build.device, packed, build.dtype)
+        quantized = self.quantized is not None
+        self.split_k = choose_split_k(total or n, k, build.device, quantized, build.dtype)
         self.allow_partials = allow_partials
         self.prepacks = build.device == "cpu" and build.exact
-        kind = type(self.packed).__name__ if packed else ""
+        kind = type(self.quantized).__name__ if quantized else ""
         self.linear = build.linear_op(linear, n=n, k=k, packed=kind)
-        build.choices[-1].packing = _named(runs, unpacked=not packed)
+        build.choices[-1].packing = _describe(row_groups, dequantized=not quantized)
 
     def finish(self) -> None:
-        """Finish the weight and, on a CPU, prepack it; the plain copy goes unless another module
-        reads it."""
+        """Finish the weight and prepack it on a CPU.
+
+        The plain copy is dropped unless another module reads it.
+        """
         super().finish()
         if self.prepacks and self.weight is not None:
             self.prepacked = PrepackedWeight(self.weight.data)
@@ -166,7 +177,10 @@ class Product(Weight):
                 self.weight = None
 
     def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
-        """The outputs from `begin` on, which alone are read; into `out` where that is given."""
+        """Return the output columns from `begin` on, written into `out` if it is given.
+
+        Only these columns' weights are read.
+        """
         weight: Tensor | QuantizedWeight | PrepackedWeight
         if begin:
             weight = self.stored_rows(begin, self.shape[0])
@@ -177,61 +191,92 @@ class Product(Weight):
         return self.linear(x, weight, self.split_k, out=out)
 
 
-def _named(runs: Sequence[Run], unpacked: bool) -> str:
-    """How runs are packed, for people; "" if none is."""
-    found = [f"{layout}, {rows} rows" for layout, rows in runs if layout is not None]
-    if len(runs) == 1:
-        found = [str(layout) for layout, _ in runs if layout is not None]
-    return "; ".join(found) + ", unpacked when loaded" * (unpacked and bool(found))
+def _describe(row_groups: Sequence[RowGroup], dequantized: bool) -> str:
+    """Return the storage formats of row groups as text; "" if none is quantized."""
+    formats = [f"{layout}, {rows} rows" for layout, rows in row_groups if layout is not None]
+    if len(row_groups) == 1:
+        formats = [str(layout) for layout, _ in row_groups if layout is not None]
+    return "; ".join(formats) + ", unpacked when loaded" * (dequantized and bool(formats))
 
 
-def runs_of(build: BuildContext, modules: Sequence[CheckpointLinear]) -> list[Run]:
-    """How linear maps lie in the checkpoint, neighbours together that lie alike, or do so once each
-    of their outputs has scales of its own."""
+def row_groups_of(build: BuildContext, modules: Sequence[CheckpointLinear]) -> list[RowGroup]:
+    """Return the row groups of fused linear layers.
+
+    Neighbours share a group if their formats are equal, or become equal with a scale per output
+    column.
+    """
     parts = [(build.layout(module), module.outputs) for module in modules]
-    found = groupby(parts, lambda part: part[0] and part[0].by_rows())
-    return [_run(list(run), by_rows) for by_rows, run in found]
+    groups = groupby(parts, lambda part: part[0] and part[0].by_rows())
+    return [_merge_groups(list(group), by_rows) for by_rows, group in groups]
 
 
-def _run(parts: Sequence[Run], by_rows: Layout | None) -> Run:
-    """These parts as one: in their layout if it is one, else in that with scales by output."""
+def _merge_groups(parts: Sequence[RowGroup], by_rows: Layout | None) -> RowGroup:
+    """Return neighbours as one group: in their format if it is one, else with scales by row."""
     layouts = {layout for layout, _ in parts}
     layout = parts[0][0] if len(layouts) == 1 else by_rows
     return layout, sum(rows for _, rows in parts)
 
 
-def products_of(runs: Sequence[Run], k: int) -> list[list[Run]]:
-    """The runs of each product: one of all, or, where large packed ones stand beside others, or
-    none of them is plain, one of each."""
-    packed = sum(rows * k for layout, rows in runs if layout is not None)
-    plain = any(layout is None for layout, _ in runs)
-    return [list(runs)] if plain and packed <= JOINED else [[run] for run in runs]
+def group_into_gemms(row_groups: Sequence[RowGroup], k: int) -> list[list[RowGroup]]:
+    """Return the row groups of each GEMM of a layer.
+
+    All groups share one GEMM if one of them is plain and the others are small enough to be
+    dequantized (MAX_DEQUANTIZED); otherwise each group has its own.
+    """
+    quantized = sum(rows * k for layout, rows in row_groups if layout is not None)
+    plain = any(layout is None for layout, _ in row_groups)
+    if plain and quantized <= MAX_DEQUANTIZED:
+        return [list(row_groups)]
+    return [[group] for group in row_groups]
 
 
-def filled(
+def weight_sinks(
     name: str,
     weight: Tensor | QuantizedWeight,
-    packing: WeightFormat | None,
-    read: CheckpointLinear,
+    weight_format: WeightFormat | None,
+    module: CheckpointLinear,
 ) -> dict[str, Target]:
-    """Names of a linear map's tensors in the checkpoint, called `name` there, -> what they fill:
-    one weight where it is not packed, else what its format has."""
+    """Map the checkpoint tensors of the linear layer `name` to their destinations.
+
+    A plain weight has one tensor, a quantized one those of its format. weight: this rank's rows.
+    """
     if isinstance(weight, Tensor):
-        return {f"{name}.weight": weight}
-    assert packing is not None, "a format packed it"
-    return {f"{name}.{suffix}": slot for suffix, slot in packing.slots(read, weight).items()}
+        return {f"{name}.weight": _slice_sink(weight, module)}
+    assert weight_format is not None, "only a weight format quantizes"
+    sinks = weight_format.sinks(module, weight)
+    return {f"{name}.{suffix}": replace(s, ranges=module.ranges) for suffix, s in sinks.items()}
+
+
+def _slice_sink(
+    target: Tensor, module: CheckpointLinear, order: Tensor | None = None
+) -> Tensor | WeightSink:
+    """Return the destination of a plain tensor whose rows are the module's output columns.
+
+    order: for each row of the target, the row of the rank's slice that it takes.
+    """
+    if order is not None:
+        return WeightSink.copy_into(
+            target,
+            lambda tensor: tensor[order],
+            ranges=module.ranges,
+            whole=module.whole_outputs,
+        )
+    if not module.ranges:
+        return target
+    return WeightSink.copy_into(target, ranges=module.ranges, whole=module.whole_outputs)
 
 
 class Linear(nn.Module):
-    """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' rows.
+    """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' columns.
 
-    outputs: name of each weight in the checkpoint, within the module that is built -> its rows.
-    Some of them may be packed and others not: products_of says which are one Product.
-    orders: name -> makes, for each row of the layer, the row of the checkpoint's weight that it is,
-    where they are not the same; called once the weights are known to fit.
-    bias: y = round(round(x W^T) + b), both roundings to x's dtype: the op's result, then a sum in
-    fp32 of two rounded numbers. It is elementwise, so it is the same for every backend of the
-    product and every T. In fp32 the inner rounding is none.
+    y = round(round(x W^T) + b), both roundings to x's dtype: the bias is added in fp32 to the op's
+    rounded result. It is elementwise, so it is the same for every backend and every T.
+
+    Args:
+        outputs: name of each weight in the checkpoint, within the module -> its output columns.
+            A plain number is whole on every rank, Columns are cut across ranks.
+        orders: name -> returns, for each row of the layer, the row of the checkpoint's weight that
+            it is; called once.
     """
 
     allow_partials = False
@@ -240,7 +285,7 @@ class Linear(nn.Module):
         self,
         build: BuildContext,
         inputs: int,
-        outputs: Mapping[str, int],
+        outputs: Mapping[str, int | Columns],
         *,
         bias: bool = False,
         orders: Mapping[str, Callable[[], Tensor]] | None = None,
@@ -248,73 +293,81 @@ class Linear(nn.Module):
         super().__init__()
         self.dtype = build.dtype
         self.names = tuple(outputs)
-        self.outputs = tuple(outputs.values())
         self.packing = build.packing
         self.reads = [build.module(name, n, inputs) for name, n in outputs.items()]
-        found = products_of(runs_of(build, self.reads), inputs)
-        total = sum(self.outputs)
-        allow_partials = self.allow_partials and not bias and len(found) == 1
-        products = [
-            Product(build, inputs, runs, total=total, allow_partials=allow_partials)
-            for runs in found
+        self.outputs = tuple(module.outputs for module in self.reads)
+        row_groups = group_into_gemms(row_groups_of(build, self.reads), inputs)
+        # Split-K partitions follow from the whole weight, so that every number of ranks has them.
+        total = sum(module.whole_outputs for module in self.reads)
+        allow_partials = self.allow_partials and not bias and len(row_groups) == 1
+        gemms = [
+            Gemm(build, inputs, groups, total=total, allow_partials=allow_partials)
+            for groups in row_groups
         ]
-        self.products = nn.ModuleList(products)
+        self.gemms = nn.ModuleList(gemms)
         self.orders = {name: order() for name, order in (orders or {}).items()}
-        self.firsts = tuple(accumulate((product.shape[0] for product in products), initial=0))
-        self.bias = build.empty(total) if bias else None
+        self.gemm_begins = tuple(accumulate((gemm.shape[0] for gemm in gemms), initial=0))
+        self.bias = build.empty(sum(self.outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._from(x, 0)
+        return self._columns_from(x, 0)
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of each of the fused weights: views of one tensor, or where each is a product
-        of its own, tensors of their own, which need not be copied side by side."""
-        if len(self.products) == len(self.outputs) and self.bias is None:
-            return tuple(product(x) for product in self.products)
+        """Return the outputs of each fused weight.
+
+        They are views of one tensor, or separate tensors if each weight has its own GEMM.
+        """
+        if len(self.gemms) == len(self.outputs) and self.bias is None:
+            return tuple(gemm(x) for gemm in self.gemms)
         return self(x).split(self.outputs, dim=1)
 
     def from_part(self, index: int, x: Tensor) -> Tensor:
-        """The outputs of the index-th of the fused weights and those behind it, which alone are
-        read. For drafters: what serves a weight exactly need not serve a part of it so."""
-        return self._from(x, sum(self.outputs[:index]))
+        """Return the outputs of the fused weights from this index on, reading no other weights.
 
-    def _from(self, x: Tensor, begin: int) -> Tensor:
-        """The outputs from `begin` on."""
-        if len(self.products) == 1:
-            y = self.products[0](x, begin)
+        For drafters only: a backend that is exact for a weight need not be for some of its rows.
+        """
+        return self._columns_from(x, sum(self.outputs[:index]))
+
+    def _columns_from(self, x: Tensor, begin: int) -> Tensor:
+        """Return the output columns from `begin` on."""
+        if len(self.gemms) == 1:
+            y = self.gemms[0](x, begin)
         else:
             y = torch.empty(len(x), sum(self.outputs) - begin, dtype=self.dtype, device=x.device)
-            for product, (first, last) in zip(self.products, pairwise(self.firsts), strict=True):
+            for gemm, (first, last) in zip(self.gemms, pairwise(self.gemm_begins), strict=True):
                 if last > begin:
                     start = max(first, begin)
-                    product(x, start - first, out=y[:, start - begin : last - begin])
+                    gemm(x, start - first, out=y[:, start - begin : last - begin])
         return y if self.bias is None else y + self.bias[begin:]
 
     def part(self, index: int) -> Tensor | QuantizedWeight:
-        """The rows of the index-th of the fused weights, as they lie."""
+        """Return the rows of one fused weight in their present storage."""
         rows = self._rows(index)
-        at = bisect_right(self.firsts, rows.start) - 1
-        first = self.firsts[at]
-        product = cast(Product, self.products[at])
-        return product.stored_rows(rows.start - first, rows.stop - first)
+        at = bisect_right(self.gemm_begins, rows.start) - 1
+        first = self.gemm_begins[at]
+        gemm = cast(Gemm, self.gemms[at])
+        return gemm.stored_rows(rows.start - first, rows.stop - first)
 
     def weights(self) -> dict[str, Target]:
-        """Name within the module that is built -> what this tensor of the checkpoint fills: of each
-        fused weight its own tensors and, where there is one, its bias."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         table: dict[str, Target] = {}
         for index, name in enumerate(self.names):
             part = self.part(index)
-            table |= filled(name, part, self.packing, self.reads[index])
+            module = self.reads[index]
+            order = self.orders.get(name)
+            table |= weight_sinks(name, part, self.packing, module)
             if isinstance(part, Tensor):
-                table[f"{name}.weight"] = self._ordered(name, part)
+                table[f"{name}.weight"] = _slice_sink(part, module, order)
             if self.bias is not None:
-                table[f"{name}.bias"] = self._ordered(name, self.bias[self._rows(index)])
+                table[f"{name}.bias"] = _slice_sink(self.bias[self._rows(index)], module, order)
         return table
 
     def finish(self) -> None:
-        """To be called once, when the weights are filled and before the products are finished:
-        brings packed rows into their order. Raises CheckpointError where a format's blocks of rows
-        would be cut."""
+        """Reorder quantized rows. Call once after loading, before the GEMMs are finished.
+
+        Raises:
+            CheckpointError: the order would cut a block of rows that share a scale.
+        """
         for name, order in self.orders.items():
             index = self.names.index(name)
             part = self.part(index)
@@ -325,76 +378,89 @@ class Linear(nn.Module):
             except ValueError as error:
                 raise CheckpointError(
                     f"{self.reads[index].path}: {error}, which no scale can follow. "
-                    "Take a checkpoint with whole blocks, or one that does not pack this module."
+                    "Use a checkpoint with whole blocks, or one that does not quantize this module."
                 ) from None
 
-    def _ordered(self, name: str, target: Tensor) -> Target:
-        order = self.orders.get(name)
-        return target if order is None else WeightSink.plain(target, lambda tensor: tensor[order])
-
     def _rows(self, index: int) -> slice:
+        """Return the rows of one fused weight within the layer."""
         begin = sum(self.outputs[:index])
         return slice(begin, begin + self.outputs[index])
 
 
 class PartialLinear(Linear):
-    """x [T, K] -> [T, N], or partials [P, T, N] fp32 of it, which the reader adds.
+    """x [T, K] -> [T, N], or split-K partials [P, T, N] fp32 that the consumer adds.
 
-    With a bias, or packed in part, it is never partials: what is added to is rounded.
+    With a bias, or with several GEMMs, the output is never partials: the sum must be rounded first.
     """
 
     allow_partials = True
 
 
 class ResidualLinear(PartialLinear):
-    """x [T, K] -> what AddRMSNorm adds to the residual: [T, N], or partials [P, T, N] of it."""
+    """x [T, K] -> delta [T, N] that AddRMSNorm adds to the residual, or its split-K partials."""
 
 
 class Embedding(nn.Module):
-    """ids [T] -> [T, H]. Out-of-range ids cannot occur: drafts of -1 are clamped by the table."""
+    """ids [T] -> [T, H]. Draft ids of -1 are clamped by the row table, so every id is in range.
+
+    A rank stores a range of the vocabulary; the rows of other ranks come by the exchange.
+    """
 
     def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
         super().__init__()
-        self.weight = build.matrix(vocab, hidden)
+        self.columns = Columns.of(vocab)
+        self.rank = build.rank
+        self.weight = build.matrix(count_columns(self.columns, build.rank), hidden)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.weight[ids]
 
+    @property
+    def sink(self) -> Target:
+        """Destination of the checkpoint's embedding."""
+        return row_sink(self.weight, self.columns, self.rank)
 
-class Head(Product):
-    """x [T, H] -> logits [T, V] of x's dtype, over its own weight, or one that stands already: the
-    embedding's (tied), or another head's."""
+
+class Head(Gemm):
+    """Language model head: x [T, H] -> logits [T, V] of x's dtype.
+
+    existing: the embedding's weight (tied), or another head's, instead of allocating one.
+    vocab: Columns are cut across ranks, a plain number of rows is whole on every rank.
+    """
 
     keeps_plain = True
 
     def __init__(
         self,
         build: BuildContext,
-        vocab: int,
+        vocab: int | Columns,
         hidden: int,
-        stands: nn.Parameter | QuantizedWeight | None = None,
+        existing: nn.Parameter | QuantizedWeight | PrepackedWeight | None = None,
     ) -> None:
         self.packing = build.packing
-        self.read = build.module("lm_head", vocab, hidden)
-        layout = None if stands is not None else build.layout(self.read)
-        super().__init__(build, hidden, [(layout, vocab)], stands=stands)
+        self.module = build.module("lm_head", vocab, hidden)
+        layout = None if existing is not None else build.layout(self.module)
+        groups = [(layout, self.module.outputs)]
+        total = self.module.whole_outputs
+        super().__init__(build, hidden, groups, existing=existing, total=total)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name -> what fills a weight of its own."""
-        return filled("lm_head", self.stored_rows(0, self.shape[0]), self.packing, self.read)
+        """Map the tensors of an untied head to their destinations."""
+        rows = self.stored_rows(0, self.shape[0])
+        return weight_sinks("lm_head", rows, self.packing, self.module)
 
 
 def probe(build: BuildContext, model: nn.Module, rows: Sequence[int]) -> None:
-    """Lets cuBLAS serve linears at these numbers of rows where it is exact and faster.
+    """Let cuBLAS serve linear layers at these numbers of rows where it is exact and faster.
 
-    The weights are loaded and nothing is captured yet. The build's choices say what was found.
+    Call after loading and before any capture. The result is written into the build's choices.
     """
-    products = [layer for layer in model.modules() if isinstance(layer, Product)]
+    gemms = [layer for layer in model.modules() if isinstance(layer, Gemm)]
     for (n, k, _), probed in build.probed.items():
-        same = [product for product in products if product.linear is probed][:WALKED]
+        same = [gemm for gemm in gemms if gemm.linear is probed][:PROBED_LAYERS]
         if not same:
             continue
-        weights = [product.weight for product in same if product.weight is not None]
+        weights = [gemm.weight for gemm in same if gemm.weight is not None]
         probed.probe(rows, weights, same[0].split_k, same[0].allow_partials)
         served = ", ".join(str(count) for count, why in probed.verdicts.items() if why is None)
         refused = [f"at {count} rows {why}" for count, why in probed.verdicts.items() if why]
@@ -407,4 +473,5 @@ def probe(build: BuildContext, model: nn.Module, rows: Sequence[int]) -> None:
             if refused:
                 choice.refused["cublas"] = "; ".join(refused)
     if build.probed:
+        # Probing allocated outputs and workspaces that the memory plan does not count.
         torch.cuda.empty_cache()

@@ -12,15 +12,19 @@ from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedGroupNorm
-from lockstep.step import Step, flush_after
+from lockstep.layers.sharding import Columns, row_sink
+from lockstep.step import StepContext, flush_after
 
 
 class Mamba2(nn.Module):
-    """x [T, H] -> [T, H].
+    """Mamba-2 mixer: x [T, H] -> [T, H].
 
-    heads of head_dim channels; groups of state_dim numbers, which the heads share evenly; a causal
-    convolution of `kernel` taps. bias, conv_bias: of both projections, of the convolution. limits:
-    between which time steps are held.
+    Args:
+        heads, head_dim: heads and their channels.
+        groups, state_dim: groups of B and C, which the heads share evenly, and their width.
+        kernel: taps of the causal convolution.
+        bias, conv_bias: whether both projections, and the convolution, have biases.
+        limits: range to which time steps are clamped.
     """
 
     state: RecurrentState
@@ -41,6 +45,18 @@ class Mamba2(nn.Module):
         limits: tuple[float, float] = (0.0, inf),
     ) -> None:
         super().__init__()
+        # Heads stay on the rank of their group, and the gated norm is of a group.
+        heads_per_group = heads // groups
+        inner_part = (groups, heads_per_group * head_dim)
+        state_part = (groups, state_dim)
+        self.inner_columns = Columns((inner_part,))
+        self.conv_columns = Columns((inner_part, state_part, state_part))
+        self.head_columns = Columns.of(groups, heads_per_group)
+        projected = Columns((inner_part, *self.conv_columns.parts, *self.head_columns.parts))
+        self.rank = build.rank
+        whole_inner = heads * head_dim
+        groups = len(build.rank.units(groups))
+        heads = groups * heads_per_group
         self.sizes = (groups, heads, state_dim, head_dim)
         self.kernel = kernel
         self.limits = limits
@@ -51,7 +67,7 @@ class Mamba2(nn.Module):
         inner = heads * head_dim
         self.channels = inner + 2 * groups * state_dim
         self.parts = (inner, self.channels, heads)
-        self.in_proj = Linear(build, hidden, {"in_proj": sum(self.parts)}, bias=bias)
+        self.in_proj = Linear(build, hidden, {"in_proj": projected}, bias=bias)
         taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it
         self.conv = nn.Parameter(taps.permute(2, 1, 0), requires_grad=False)
         self.conv_bias = build.empty(self.channels) if conv_bias else None
@@ -59,45 +75,49 @@ class Mamba2(nn.Module):
         self.dt_bias = build.empty(heads, dtype=torch.float32)
         self.d = build.empty(heads, dtype=torch.float32)
         self.norm = GatedGroupNorm(build, groups, inner // groups, eps)
-        self.out = ResidualLinear(build, inner, {"out_proj": hidden}, bias=bias)
+        self.out = ResidualLinear(build, whole_inner, {"out_proj": Columns.of(hidden)}, bias=bias)
         traits = dict(heads=heads, head_dim=head_dim, groups=groups, state_dim=state_dim)
         self.step_op = build.op(mamba2_step, **traits, kernel=kernel)
         self.chunk_op = build.op(mamba2_chunk, **traits, kernel=kernel)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         z, mixed, dt = self.in_proj(x).split(self.parts, dim=-1)
         weights = Mamba2Weights(
             self.conv.flatten(1), self.conv_bias, self.a_log, self.dt_bias, self.d, *self.limits
         )
-        law = self._prompt if step.shape.prompt else self._generated
-        return self.out(self.norm(law(mixed, dt, weights, step), z))
+        law = self._prompt if ctx.shape.prompt else self._generated
+        return self.out(self.norm(law(mixed, dt, weights, ctx), z))
 
-    def _prompt(self, mixed: Tensor, dt: Tensor, weights: Mamba2Weights, step: Step) -> Tensor:
-        where = (step.cu_seqlens, step.starts, step.state_src, step.state_slots)
-        y = self.chunk_op(mixed, dt, weights, self.state, *where, step.snapshot_slots)
+    def _prompt(
+        self, mixed: Tensor, dt: Tensor, weights: Mamba2Weights, ctx: StepContext
+    ) -> Tensor:
+        where = (ctx.cu_seqlens, ctx.starts, ctx.state_src, ctx.state_slots)
+        y = self.chunk_op(mixed, dt, weights, self.state, *where, ctx.snapshot_slots)
         return y.flatten(-2)
 
-    def _generated(self, mixed: Tensor, dt: Tensor, weights: Mamba2Weights, step: Step) -> Tensor:
-        window = (step.shape.rows, step.shape.query_len)
+    def _generated(
+        self, mixed: Tensor, dt: Tensor, weights: Mamba2Weights, ctx: StepContext
+    ) -> Tensor:
+        window = (ctx.shape.rows, ctx.shape.query_len)
         mixed, dt = (t.unflatten(0, window) for t in (mixed, dt))
-        where = (step.state_slots, step.starts, step.folded)
-        y = self.step_op(mixed, dt, weights, self.state, *where, flush=step.flush)
+        where = (ctx.state_slots, ctx.starts, ctx.folded)
+        y = self.step_op(mixed, dt, weights, self.state, *where, flush=ctx.flush)
         return y.flatten(-2).flatten(0, 1)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixer -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         table = self.in_proj.weights() | self.out.weights()
         table.update(
             {
-                "conv1d.weight": self.conv,
-                "A_log": self.a_log,
-                "dt_bias": self.dt_bias,
-                "D": self.d,
-                "norm.weight": self.norm.weight,
+                "conv1d.weight": row_sink(self.conv, self.conv_columns, self.rank),
+                "A_log": row_sink(self.a_log, self.head_columns, self.rank),
+                "dt_bias": row_sink(self.dt_bias, self.head_columns, self.rank),
+                "D": row_sink(self.d, self.head_columns, self.rank),
+                "norm.weight": row_sink(self.norm.weight, self.inner_columns, self.rank),
             }
         )
         if self.conv_bias is not None:
-            table["conv1d.bias"] = self.conv_bias
+            table["conv1d.bias"] = row_sink(self.conv_bias, self.conv_columns, self.rank)
         return table
 
     def cache_spec(self) -> Spec:

@@ -8,9 +8,10 @@ from lockstep.errors import CapacityError
 
 
 class MemoryBudget:
-    """Counts what is about to be allocated. A size of 10^18 ends here, not in the allocator.
+    """Counter of the bytes that are about to be allocated on a device.
 
-    bounded=False: for models that are built without memory.
+    A size of 10^18 in a config file ends here, not in the allocator. bounded: False for models that
+    are built without memory (meta tensors).
     """
 
     def __init__(self, device: str) -> None:
@@ -20,13 +21,17 @@ class MemoryBudget:
 
     @property
     def total(self) -> int:
-        """Bytes of memory that the device has."""
+        """Bytes of memory of the device."""
         if self.device == "cuda":
             return torch.cuda.mem_get_info()[1]
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def take(self, size: int, what: str, remedy: str) -> None:
-        """Speaks for `size` bytes. Raises CapacityError where they do not fit beside the others."""
+        """Reserve `size` bytes.
+
+        Raises:
+            CapacityError: they do not fit next to what is reserved already.
+        """
         self.taken += size
         if self.bounded and self.taken > self.total:
             raise CapacityError(

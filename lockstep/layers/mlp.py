@@ -1,16 +1,18 @@
-"""The MLPs: gated, down(silu(gate x) * up x), and without a gate, down(max(up x, 0)^2)."""
+"""MLPs: gated, down(silu(gate x) * up x), and without a gate, down(max(up x, 0)^2)."""
 
 from torch import Tensor, nn
 
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target
+from lockstep.layers.sharding import Columns
+from lockstep.step import StepContext
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer, 2020). x [T, H] -> a delta of [T, H]; gate and up are one weight.
+    """SwiGLU (Shazeer, 2020): x [T, H] -> delta [T, H]. Gate and up are one weight.
 
-    partial: the delta may be partials, as ResidualLinear's are.
+    partial: the delta may be split-K partials, like that of ResidualLinear.
     """
 
     def __init__(
@@ -24,30 +26,35 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         last = ResidualLinear if partial else Linear
-        self.gate_up = Linear(build, hidden, {"gate_proj": inner, "up_proj": inner}, bias=bias)
-        self.down = last(build, inner, {"down_proj": hidden}, bias=bias)
+        columns = Columns.of(inner)
+        self.gate_up = Linear(
+            build, hidden, dict.fromkeys(("gate_proj", "up_proj"), columns), bias=bias
+        )
+        self.down = last(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
         self.act = build.op(silu_mul)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         return self.down(self.act(self.gate_up(x)))
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the MLP -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         return self.gate_up.weights() | self.down.weights()
 
 
 class ReluMLP(nn.Module):
-    """Squared ReLU (So et al., Primer, 2021). x [T, H] -> a delta of [T, H], maybe partials."""
+    """Squared-ReLU MLP (So et al., Primer, 2021): x [T, H] -> delta [T, H], or its split-K
+    partials.
+    """
 
     def __init__(self, build: BuildContext, hidden: int, inner: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.up = Linear(build, hidden, {"up_proj": inner}, bias=bias)
-        self.down = ResidualLinear(build, inner, {"down_proj": hidden}, bias=bias)
+        self.up = Linear(build, hidden, {"up_proj": Columns.of(inner)}, bias=bias)
+        self.down = ResidualLinear(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
         self.act = build.op(relu2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         return self.down(self.act(self.up(x)))
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the MLP -> what it fills."""
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
         return self.up.weights() | self.down.weights()

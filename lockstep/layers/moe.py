@@ -1,7 +1,7 @@
-"""The mixture of experts: each token through the few MLPs that its router chose."""
+"""Mixture of experts: dispatch a token to its top-k experts, run them, combine their outputs."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -20,27 +20,32 @@ from lockstep.layers.linear import (
     PartialLinear,
     Target,
     Weight,
-    filled,
-    products_of,
-    runs_of,
+    group_into_gemms,
+    row_groups_of,
+    weight_sinks,
 )
+from lockstep.layers.sharding import Columns, count_columns
 from lockstep.quantization import CheckpointLinear, Layout, TensorInfo, WeightSink
 from lockstep.quantization.weight_sink import FLOAT_DTYPES, FusedExpertSink
+from lockstep.step import StepContext
 
-BLOCK = 128
-"""Outputs that a format keeps together at most: FP8's blocks."""
+MAX_BLOCK = 128
+"""Maximum output columns that a format stores together (the 128 x 128 blocks of FP8)."""
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
-"""A gated MLP's weights, as most checkpoints call them; Mixtral's are w1, w3, w2."""
+"""Names of a gated MLP's weights in most checkpoints; Mixtral calls them w1, w3, w2."""
 RELU_MLP = ("up_proj", "down_proj")
-"""Those of an MLP without a gate."""
+"""Names of the weights of an MLP without a gate."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token chooses top_k of the experts.
+    """Rule by which a token chooses top_k of the experts.
 
-    scoring, renormalize, scale, groups, top_groups: see lockstep.kernels.route. bias: a correction
-    bias [experts] fp32 goes into the choice. Raises ConfigError where top_k cannot be chosen.
+    scoring, renormalize, scale, groups, top_groups: see lockstep.kernels.route. bias: whether a
+    correction bias [experts] fp32 is added to the scores for the choice.
+
+    Raises:
+        ConfigError: the groups do not contain top_k experts.
     """
 
     experts: int
@@ -58,18 +63,25 @@ class Routing:
         if not sound or not 1 <= self.top_k <= self.top_groups * self.experts // self.groups:
             raise ConfigError(
                 f"top_k={self.top_k} out of top_groups={self.top_groups} of groups={self.groups} "
-                f"of experts={self.experts} is not allowed; allowed: equal groups, of 2 experts at "
-                "least if there are several, whose chosen ones hold top_k experts. "
-                "Correct config.json."
+                f"of experts={self.experts} is not allowed; allowed: groups of equal size, "
+                "at least 2 experts each if there are several, of which top_groups hold top_k "
+                "experts. Correct config.json."
             )
 
 
 class ExpertWeight(Weight):
-    """A linear map of all experts: E weights of [N, K], E * N rows of one storage.
+    """Linear layer of all experts: E weights [N, K], stored as E * N rows of one format.
 
-    outputs: name of each weight within an expert -> its rows, N together. fused: what a checkpoint
-    calls all of them as one tensor [E, N, K] (Qwen3.5: no `.weight`), if it has them so. weight is
-    [E, N, K]. Raises CheckpointError where experts are packed in different ways.
+    A plain weight is [E, N, K].
+
+    Args:
+        inputs: K.
+        outputs: name of each weight within an expert -> its columns; together they are N.
+        fused: name of all experts' weights as one tensor [E, N, K] (Qwen3.5, without `.weight`),
+            which is used if the checkpoint has it.
+
+    Raises:
+        CheckpointError: the experts are stored in different formats.
     """
 
     def __init__(
@@ -78,7 +90,7 @@ class ExpertWeight(Weight):
         experts: int,
         top_k: int,
         inputs: int,
-        outputs: Mapping[str, int],
+        outputs: Mapping[str, Columns],
         fused: str,
     ) -> None:
         info = build.found("experts").get(fused)
@@ -86,88 +98,121 @@ class ExpertWeight(Weight):
         self.packing = build.packing
         self.experts = experts
         self.top_k = top_k
-        self.rows = sum(outputs.values())
+        columns = Columns(tuple(part for one in outputs.values() for part in one.parts))
+        self.whole_rows = columns.total
+        self.ranges = columns.ranges(build.rank)
+        self.rows = count_columns(columns, build.rank)
         self.names = [f"experts.{e}.{name}" for e in range(experts) for name in outputs]
-        sizes = list(outputs.values()) * experts
-        reads = zip(self.names, sizes, strict=True)
-        self.reads = [_read(build, name, n, inputs, info) for name, n in reads]
-        layout = _one_layout(build, self.reads)
+        modules = zip(self.names, [*outputs.values()] * experts, strict=True)
+        self.reads = [_describe_expert(build, name, n, inputs, info) for name, n in modules]
+        layout = _common_layout(build, self.reads)
         super().__init__(build, inputs, [(layout, experts * self.rows)])
 
-    def _matrix(self, build: BuildContext) -> nn.Parameter:
+    def _allocate(self, build: BuildContext) -> nn.Parameter:
         return build.matrices(self.experts, self.rows, self.shape[1])
 
-    def _lying(self, begin: int, end: int) -> Tensor | QuantizedWeight:
-        """Rows of one expert as they lie once they are loaded."""
-        found = self.loaded
-        if not isinstance(found, Tensor):
-            return found.rows(begin, end)
+    def _loaded_rows(self, begin: int, end: int) -> Tensor | QuantizedWeight:
+        """Return rows of one expert in the storage that they have once they are loaded."""
+        weight = self.loaded
+        if isinstance(weight, QuantizedWeight):
+            return weight.rows(begin, end)
+        assert isinstance(weight, Tensor), "experts are not prepacked"
         (expert, first) = divmod(begin, self.rows)
-        return found[expert, first : first + end - begin]
+        return weight[expert, first : first + end - begin]
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixture -> what it fills: expert by expert, or all at once."""
+        """Map the checkpoint's tensors to their destinations, per expert or fused."""
         if self.fused is not None and isinstance(self.stored, Tensor):
-            return {self.fused: self.stored}
+            if not self.ranges:
+                return {self.fused: self.stored}
+            return {self.fused: self._fused_sink(self.stored.data.copy_)}
         table: dict[str, Target] = {}
         begin = 0
-        for name, read in zip(self.names, self.reads, strict=True):
-            rows = self.stored_rows(begin, begin + read.outputs)
-            table |= filled(name, rows, self.packing, read)
-            begin += read.outputs
+        for name, module in zip(self.names, self.reads, strict=True):
+            rows = self.stored_rows(begin, begin + module.outputs)
+            table |= weight_sinks(name, rows, self.packing, module)
+            begin += module.outputs
         if self.fused is not None:
             parts = [WeightSink.of(table.pop(f"{name}.weight")) for name in self.names]
-            table[self.fused] = self._shared_out(parts)
-        elif isinstance(self.stored, QuantizedWeight):
-            self._stack(self.stored, table)
+            table[self.fused] = self._fused_sink(self._split_fill(parts))
+        elif isinstance(self.stored, QuantizedWeight) and not self.ranges:
+            self._fuse_sinks(self.stored, table)
         return table
 
-    def _stack(self, weight: QuantizedWeight, table: dict[str, Target]) -> None:
-        """Puts slots that hand over all experts' tensors of a kind at once in place of theirs.
+    def _fuse_sinks(self, weight: QuantizedWeight, table: dict[str, Target]) -> None:
+        """Replace the experts' sinks by ones that copy all experts' tensors of a kind at once.
 
-        Only where no word and no block of scales could reach from one expert into the next.
+        Does nothing if a word or a block of scales could reach from one expert into the next.
         """
-        assert self.packing is not None, "a format packed it"
-        if any(read.outputs % BLOCK for read in self.reads):
+        assert self.packing is not None, "only a weight format quantizes"
+        if any(module.outputs % MAX_BLOCK for module in self.reads):
             return
         first = self.reads[0]
-        every = replace(first, outputs=weight.shape[0])
-        whole = self.packing.slots(every, weight)
+        rows = weight.shape[0]
+        fused_sinks = self.packing.sinks(replace(first, outputs=rows, whole_outputs=rows), weight)
         for suffix in {name.rpartition(".")[2] for name in table}:
             names = [f"{name}.{suffix}" for name in self.names]
             if all(name in table for name in names):
                 parts = [WeightSink.of(table[name]) for name in names]
-                table |= zip(names, FusedExpertSink.slots(whole.get(suffix), parts), strict=True)
+                table |= zip(
+                    names, FusedExpertSink.sinks(fused_sinks.get(suffix), parts), strict=True
+                )
 
-    def _shared_out(self, parts: list[WeightSink]) -> WeightSink:
-        """One tensor [E, N, K] that is packed while it is loaded: its rows go to these slots."""
-        sizes = [read.outputs for read in self.reads]
+    def _fused_sink(self, fill: Callable[[Tensor], object]) -> WeightSink:
+        """Return the sink of one tensor [E, N, K]; its columns are cut within each expert."""
+        shape = (self.experts, self.whole_rows, self.shape[1])
+        device = self.stored.device
+        return WeightSink(shape, FLOAT_DTYPES, device, fill, shard_axis=1, ranges=self.ranges)
+
+    def _split_fill(self, parts: list[WeightSink]) -> Callable[[Tensor], None]:
+        """Return a function that splits the fused tensor among the experts' sinks.
+
+        It quantizes a plain fused tensor while it is loaded.
+        """
+        sizes = [module.outputs for module in self.reads]
 
         def fill(tensor: Tensor) -> None:
             for part, rows in zip(parts, tensor.flatten(0, 1).split(sizes), strict=True):
                 part.fill(rows)
 
-        shape = (self.experts, self.rows, self.shape[1])
-        return WeightSink(shape, FLOAT_DTYPES, self.stored.device, fill)
+        return fill
+
+
+@dataclass
+class Dispatched:
+    """Result of dispatch: where each token goes, and the shared expert's part.
+
+    ids [T, k] int32 and weights [T, k]: the experts of each token. shared: output of the shared
+    expert [T, H], or its split-K partials. shared_gate [T]: scalar gate of the shared expert.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    shared: Tensor | None
+    shared_gate: Tensor | None
 
 
 class MoE(nn.Module):
-    """x [T, H] -> a delta of [T, H]: the weighted sum of the experts that a token chose, and of a
-    shared one.
+    """Mixture of experts: x [T, H] -> delta [T, H].
 
-    act: silu_mul, of gated MLPs, or relu2. names: an expert's gate (if it has one), up and down in
-    the checkpoint. shared_inner: width of the shared expert, 0 for none; shared_name: what it is
-    called (DeepSeek: shared_experts); shared_gate: it counts as sigmoid(x w^T). latent: the width
-    in which the routed experts work, between fc1_latent_proj and fc2_latent_proj (Nemotron 3
-    Super); 0: that of x. bias: of the shared expert and of these two.
+    The delta is the weighted sum of the outputs of a token's top-k experts, plus a shared expert.
+    Families that score by softmax (Qwen, Mixtral) route in the model's dtype, with the softmax in
+    fp32; families that score by sigmoid (DeepSeek-V3, Nemotron-H) route in fp32, router weight
+    included. The shared expert's gate and up projections are fused with the router where their
+    dtypes are equal and one GEMM can serve both (lockstep.layers.linear.group_into_gemms).
 
-    The router of families that score by softmax (Qwen, Mixtral) gives logits and experts' weights
-    of the model's dtype, the softmax in fp32 between them; that of families that score by sigmoid
-    (DeepSeek-V3, Nemotron-H) is fp32 all through, its weight too. The shared expert's gate and up
-    are outputs of the router's product, before its own, where all are of one dtype and can be one
-    product (lockstep.layers.linear.products_of).
+    Args:
+        act: silu_mul for gated MLPs, or relu2.
+        names: an expert's gate (if it has one), up and down projections in the checkpoint.
+        shared_inner: width of the shared expert, 0 for none.
+        shared_name: name of the shared expert (DeepSeek: shared_experts).
+        shared_gate: multiply the shared expert's output by sigmoid(x w^T).
+        latent: width in which the routed experts work, between fc1_latent_proj and fc2_latent_proj
+            (Nemotron 3 Super); 0: the width of x.
+        bias: whether the shared expert and the latent projections have biases.
 
-    Raises CheckpointError where experts are packed in different ways.
+    Raises:
+        CheckpointError: the experts are stored in different formats.
     """
 
     def __init__(
@@ -194,18 +239,23 @@ class MoE(nn.Module):
         self.experts = routing.experts
         self.top_k = routing.top_k
         self.act: Act = act
-        *shared_into, shared_out = GATED_MLP if act == "silu_mul" else RELU_MLP
-        shared_up = {f"{shared_name}.{n}": shared_inner for n in shared_into if shared_inner}
-        routed = {"gate": self.experts} | ({f"{shared_name}_gate": 1} if shared_gate else {})
+        *up_names, down_name = GATED_MLP if act == "silu_mul" else RELU_MLP
+        shared_up: dict[str, int | Columns] = {}
+        if shared_inner:
+            shared_up = {f"{shared_name}.{n}": Columns.of(shared_inner) for n in up_names}
+        # The router is whole on every rank, so that all ranks choose the same experts.
+        routed: dict[str, int | Columns] = {"gate": self.experts}
+        routed |= {f"{shared_name}_gate": 1} if shared_gate else {}
         self._build_router(build, hidden, routed, shared_up, routing, bias)
         self._build_experts(build, inner, latent or hidden, names)
         self.into_latent = self.out_of_latent = None
         if latent:
             self.into_latent = Linear(build, hidden, {"fc1_latent_proj": latent}, bias=bias)
-            self.out_of_latent = Linear(build, latent, {"fc2_latent_proj": hidden}, bias=bias)
+            outputs = {"fc2_latent_proj": Columns.of(hidden)}
+            self.out_of_latent = Linear(build, latent, outputs, bias=bias)
         self.shared_down = None
         if shared_inner:
-            down = {f"{shared_name}.{shared_out}": hidden}
+            down = {f"{shared_name}.{down_name}": Columns.of(hidden)}
             last = Linear if latent else PartialLinear
             self.shared_down = last(build, shared_inner, down, bias=bias)
 
@@ -213,24 +263,24 @@ class MoE(nn.Module):
         self,
         build: BuildContext,
         hidden: int,
-        routed: dict[str, int],
-        shared_up: dict[str, int],
+        routed: dict[str, int | Columns],
+        shared_up: dict[str, int | Columns],
         routing: Routing,
         bias: bool,
     ) -> None:
-        """The router's product of the outputs `routed`, `shared_up` before them or on its own, and
-        the choice that follows."""
-        router = _in_fp32(build) if routing.scoring == "sigmoid" else build
-        alike = (
+        """Build the router and its op; `shared_up` joins the router's GEMM or has its own."""
+        router = _fp32_build(build) if routing.scoring == "sigmoid" else build
+        one_gemm = (
             not bias
             and router.dtype == build.dtype
-            and _one_product(build, hidden, shared_up | routed)
+            and _is_one_gemm(build, hidden, shared_up | routed)
         )
-        beside = shared_up if alike else {}
-        apart = shared_up and not alike
-        self.shared_up = PartialLinear(build, hidden, shared_up, bias=bias) if apart else None
-        self.router = PartialLinear(router, hidden, beside | routed)
-        self.widths = (sum(beside.values()), self.experts, len(routed) - 1)
+        fused = shared_up if one_gemm else {}
+        separate = shared_up and not one_gemm
+        self.shared_up = PartialLinear(build, hidden, shared_up, bias=bias) if separate else None
+        self.router = PartialLinear(router, hidden, fused | routed)
+        fused_width = sum(count_columns(columns, build.rank) for columns in fused.values())
+        self.widths = (fused_width, self.experts, len(routed) - 1)
         self.bias = build.empty(self.experts, dtype=torch.float32) if routing.bias else None
         self.choice = dict(
             scoring=routing.scoring, renormalize=routing.renormalize, scale=routing.scale,
@@ -242,91 +292,119 @@ class MoE(nn.Module):
     def _build_experts(
         self, build: BuildContext, inner: int, width: int, names: tuple[str, ...]
     ) -> None:
-        """The experts' weights, between `width` and `inner`, and their op."""
-        *into, down_name = names
+        """Build the experts' weights [inner, width] and [width, inner], and their op."""
+        *up_names, down_name = names
         sizes = (build, self.experts, self.top_k)
         fused = "gate_up_proj" if self.act == "silu_mul" else "up_proj"
-        self.up = ExpertWeight(*sizes, width, dict.fromkeys(into, inner), fused)
-        self.down = ExpertWeight(*sizes, inner, {down_name: width}, "down_proj")
-        packed = self.up.weight is None or self.down.weight is None
-        self.mix = build.op(experts_op, experts=self.experts, top_k=self.top_k, quantized=packed)
+        up = dict.fromkeys(up_names, Columns.of(inner))
+        self.up = ExpertWeight(*sizes, width, up, fused)
+        self.down = ExpertWeight(*sizes, inner, {down_name: Columns.of(width)}, "down_proj")
+        quantized = self.up.weight is None or self.down.weight is None
+        self.mlp_op = build.op(
+            experts_op, experts=self.experts, top_k=self.top_k, quantized=quantized
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        beside, logits, gate = self.router(x).split(self.widths, dim=-1)
-        first = beside if self.shared_up is None else self.shared_up(x)
-        ids, weights, inner, part = self.route(
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+        routed = self.dispatch(x)
+        if self.into_latent is None or self.out_of_latent is None:
+            # The op combines in the launch of the last expert's product.
+            return self.grouped_mlp(x, routed, routed.shared, routed.shared_gate)
+        latent = self.grouped_mlp(self.into_latent(x), routed)
+        return self.combine(self.out_of_latent(latent), routed)
+
+    def dispatch(self, x: Tensor) -> Dispatched:
+        """Choose the experts of each token, and run the shared expert."""
+        fused, logits, gate = self.router(x).split(self.widths, dim=-1)
+        shared_inner = fused if self.shared_up is None else self.shared_up(x)
+        ids, weights, activated, shared_gate = self.route(
             logits,
             self.top_k,
             bias=self.bias,
-            shared=None if self.shared_down is None else first,
+            shared=None if self.shared_down is None else shared_inner,
             shared_gate=gate if gate.shape[-1] else None,
             **self.choice,
         )
-        shared = None if self.shared_down is None else self.shared_down(inner)
-        given = (self.up.stored, self.down.stored, ids, weights)
-        if self.into_latent is None or self.out_of_latent is None:
-            return self.mix(x, *given, shared, part, act=self.act)
-        routed = self.out_of_latent(self.mix(self.into_latent(x), *given, act=self.act))
-        return routed if shared is None else routed + shared
+        shared = None if self.shared_down is None else self.shared_down(activated)
+        return Dispatched(ids, weights, shared, shared_gate)
+
+    def grouped_mlp(
+        self,
+        x: Tensor,
+        routed: Dispatched,
+        shared: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+    ) -> Tensor:
+        """Run each token's experts and return their weighted sum, plus `shared` if it is given."""
+        weights = (self.up.stored, self.down.stored, routed.ids, routed.weights)
+        return self.mlp_op(x, *weights, shared, shared_gate, act=self.act)
+
+    def combine(self, output: Tensor, routed: Dispatched) -> Tensor:
+        """Add the shared expert to the routed experts' output [T, H]."""
+        return output if routed.shared is None else output + routed.shared
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the mixture -> what it fills."""
-        maps = (self.router, self.up, self.down, self.shared_up, self.shared_down,
-                self.into_latent, self.out_of_latent)  # fmt: skip
+        """Map the checkpoint's tensors, by name within the mixture, to their destinations."""
+        layers = (self.router, self.up, self.down, self.shared_up, self.shared_down,
+                  self.into_latent, self.out_of_latent)  # fmt: skip
         table: dict[str, Target] = {}
-        for part in maps:
-            table |= {} if part is None else part.weights()
+        for layer in layers:
+            table |= {} if layer is None else layer.weights()
         if self.bias is not None:
             table["gate.e_score_correction_bias"] = self.bias
         return table
 
 
-def _in_fp32(build: BuildContext) -> BuildContext:
-    """The same build for weights in fp32."""
-    found = copy(build)
-    found.dtype = torch.float32
-    return found
+def _fp32_build(build: BuildContext) -> BuildContext:
+    """Return the same build context for weights in fp32."""
+    fp32 = copy(build)
+    fp32.dtype = torch.float32
+    return fp32
 
 
-def _one_product(build: BuildContext, inputs: int, outputs: Mapping[str, int]) -> bool:
-    """Whether these linear maps of `inputs` columns are one product."""
-    reads = [build.module(name, n, inputs) for name, n in outputs.items()]
-    return len(products_of(runs_of(build, reads), inputs)) == 1
+def _is_one_gemm(build: BuildContext, inputs: int, outputs: Mapping[str, int | Columns]) -> bool:
+    """Return whether linear layers of `inputs` columns can be served by one GEMM."""
+    modules = [build.module(name, n, inputs) for name, n in outputs.items()]
+    return len(group_into_gemms(row_groups_of(build, modules), inputs)) == 1
 
 
-def _read(
-    build: BuildContext, name: str, n: int, k: int, fused: TensorInfo | None
+def _describe_expert(
+    build: BuildContext, name: str, columns: Columns, k: int, fused: TensorInfo | None
 ) -> CheckpointLinear:
-    """An expert's linear map, as the checkpoint has it: by itself, or as a part of `fused`."""
-    found = build.module(name, n, k)
+    """Describe an expert's linear layer: a separate tensor, or a part of `fused`."""
+    module = build.module(name, columns, k)
     if fused is None:
-        return found
-    part = TensorInfo(fused.name, (n, k), fused.dtype)
-    return CheckpointLinear(found.path, found.names, n, k, {"weight": part})
+        return module
+    part = TensorInfo(fused.name, (module.whole_outputs, k), fused.dtype)
+    return replace(module, tensors={"weight": part})
 
 
-def _one_layout(build: BuildContext, reads: list[CheckpointLinear]) -> Layout | None:
-    """How all of these are packed. Raises CheckpointError naming one that is packed otherwise, or
-    shares nothing with the others."""
-    layouts = [build.layout(read) for read in reads]
-    if layouts[0] is not None and layouts[0].apart:
+def _common_layout(build: BuildContext, modules: list[CheckpointLinear]) -> Layout | None:
+    """Return the storage format of all experts of a layer.
+
+    Raises:
+        CheckpointError: an expert has another format, or one that cannot be fused.
+    """
+    layouts = [build.layout(module) for module in modules]
+    if layouts[0] is not None and layouts[0].fusion_key:
         raise CheckpointError(
-            f"{reads[0].path} has its columns in an order of its own (desc_act or actorder); "
+            f"{modules[0].path} has its columns in an order of its own (desc_act or actorder); "
             "allowed: experts with columns in order, since those of a layer are one weight. "
-            "Serve a checkpoint that was packed without it."
+            "Serve a checkpoint that was quantized without it."
         )
-    (usual, _), *others = Counter(layouts).most_common()
-    for layout, read in zip(layouts, reads, strict=True):
-        if others and layout != usual:
+    (usual, _), *other_layouts = Counter(layouts).most_common()
+    for layout, module in zip(layouts, modules, strict=True):
+        if other_layouts and layout != usual:
+            first = modules[layouts.index(usual)]
             raise CheckpointError(
-                f"{read.path} is stored as {_named(layout, read)}, other experts of its layer as "
-                f"{_named(usual, reads[layouts.index(usual)])}; allowed: one way for all of them. "
-                "Serve a checkpoint whose experts are all there and packed alike."
+                f"{module.path} is stored as {_describe_layout(layout, module)}, other experts of "
+                f"its layer as {_describe_layout(usual, first)}; allowed: one format for all of "
+                "them. Serve a checkpoint that has all experts in one format."
             )
     return usual
 
 
-def _named(layout: Layout | None, read: CheckpointLinear) -> str:
+def _describe_layout(layout: Layout | None, module: CheckpointLinear) -> str:
+    """Return a storage format as text for an error message."""
     if layout is None:
-        return "nothing: it has no tensors" if read.tensors == {} else "a plain weight"
+        return "nothing: it has no tensors" if module.tensors == {} else "a plain weight"
     return str(layout)

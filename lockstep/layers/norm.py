@@ -1,4 +1,4 @@
-"""RMS norms: alone, after a residual add, applied by another op; gated norms of mixers."""
+"""RMS norms: plain, fused with a residual add, and the gated norms of recurrent mixers."""
 
 from torch import Tensor, nn
 
@@ -7,9 +7,10 @@ from lockstep.layers.build_context import BuildContext
 
 
 class Norm(nn.Module):
-    """The numbers of an RMS norm: x / rms(x) * (offset + weight). offset 1: stored around zero.
+    """Weight of an RMS norm: x / rms(x) * (offset + weight). offset is 1 if it is stored around
+    zero.
 
-    By itself it is for mixers whose op norms on the way.
+    Used directly by mixers whose op applies the norm.
     """
 
     def __init__(self, build: BuildContext, width: int, eps: float, offset: float = 0.0) -> None:
@@ -20,7 +21,7 @@ class Norm(nn.Module):
 
 
 class RMSNorm(Norm):
-    """x [..., D] -> its norm."""
+    """RMS norm over the last dimension of x [..., D]."""
 
     def __init__(self, build: BuildContext, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__(build, width, eps, offset)
@@ -31,9 +32,9 @@ class RMSNorm(Norm):
 
 
 class AddRMSNorm(Norm):
-    """x [T, D] and a delta -> x + delta and its norm, each [T, D].
+    """Residual add and norm: x [T, D], delta -> (x + delta, its norm), each [T, D].
 
-    The delta is what a ResidualLinear returned; None adds nothing.
+    delta: output of a ResidualLinear; None adds nothing.
     """
 
     def __init__(self, build: BuildContext, width: int, eps: float, offset: float = 0.0) -> None:
@@ -48,7 +49,7 @@ class AddRMSNorm(Norm):
 
 
 class GatedRMSNorm(nn.Module):
-    """x [..., D] fp32, gate [..., D] -> x / rms(x) * weight * silu(gate)."""
+    """Gated norm: x [..., D] fp32, gate [..., D] -> x / rms(x) * weight * silu(gate)."""
 
     offset = 0.0
 
@@ -63,8 +64,10 @@ class GatedRMSNorm(nn.Module):
 
 
 class GatedGroupNorm(nn.Module):
-    """x [..., G * D] fp32, gate [..., G * D]: y = x * silu(gate) -> y / rms(y) * weight, each of
-    the G groups of D by itself."""
+    """Gated norm of groups: x [..., G * D] fp32, gate [..., G * D] -> y / rms(y) * weight.
+
+    y = x * silu(gate); each of the G groups of D has its rms.
+    """
 
     offset = 0.0
 

@@ -7,10 +7,10 @@ from lockstep.layers.build_context import BuildContext
 
 
 class Rotary(nn.Module):
-    """cos and sin [positions, pairs] fp32 of the angles position * inverse_frequencies[pair].
+    """Tables cos and sin [positions, pairs] fp32 of position * inverse_frequencies[pair].
 
-    inverse_frequencies [pairs] in radians a token, rounded to fp32 before they are used. factor
-    multiplies cos and sin, and so the queries and keys that they rotate (YaRN, LongRoPE).
+    inverse_frequencies [pairs]: radians per token, rounded to fp32 first. factor: multiplies cos
+    and sin, and so the rotated queries and keys (YaRN, LongRoPE).
     """
 
     cos: Tensor
@@ -22,7 +22,7 @@ class Rotary(nn.Module):
         super().__init__()
         width = 2 * len(inverse_frequencies)
         size = build.max_positions * width * 10  # cos and sin, and the angles they are made of
-        build.room.take(size, "the rotary table", "Lower max_model_len.")
+        build.memory_budget.take(size, "the rotary table", "Lower max_model_len.")
         positions = torch.arange(build.max_positions, dtype=torch.float64)
         angles = (positions[:, None] * inverse_frequencies.float()).float()
         cos = angles.cos() * factor

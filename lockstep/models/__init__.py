@@ -1,6 +1,6 @@
-"""One file per architecture. `ARCHITECTURES` maps a checkpoint's model_type to its module.
+"""Model architectures, one file each; ARCHITECTURES maps a model_type to its module.
 
-docs/add_a_model.md makes one from an empty folder.
+docs/add_a_model.md adds one step by step.
 """
 
 from importlib import import_module
@@ -28,11 +28,11 @@ ARCHITECTURES = {
 
 
 def architecture(model_type: object) -> ModuleType:
-    """The module that builds this model_type.
+    """Return the module that builds this model_type.
 
-    It has Config, Model, PREFIXES (of checkpoint names) and IGNORED (tensors that the text model
-    does not use, by how their names begin); where it drafts, Draft and DRAFT_PREFIX too, or
-    draft_prefix(raw) where config.json decides it.
+    It defines Config, Model, PREFIXES (of tensor names) and IGNORED (prefixes of tensors that the
+    text model does not use). If it drafts, it defines Draft and DRAFT_PREFIX, or draft_prefix(raw)
+    if config.json decides the prefix.
     """
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise choice_error(
@@ -46,11 +46,13 @@ def architecture(model_type: object) -> ModuleType:
 
 
 def draft_prefix(module: ModuleType, raw: dict[str, Any]) -> str | None:
-    """How names of the draft module's tensors begin, less the architecture's prefix; None: it has
-    no draft module. raw: config.json's."""
+    """Return the prefix of the draft module's tensors, after the architecture's; None without one.
+
+    raw: settings of config.json.
+    """
     if not hasattr(module, "Draft"):
         return None
-    found: str = (
+    prefix: str = (
         module.draft_prefix(raw) if hasattr(module, "draft_prefix") else module.DRAFT_PREFIX
     )
-    return found
+    return prefix

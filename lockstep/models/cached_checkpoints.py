@@ -1,4 +1,4 @@
-"""Checkpoints in the hub's cache on this machine, and whether they can be served."""
+"""Checkpoints in the local hub cache, and whether they can be served."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from lockstep.quantization import read_weight_format
 
 DEFAULT_REVISION = "main"
 DTYPE_NAMES = ("dtype", "torch_dtype")
-"""Settings of config.json that name the dtype of weights, since transformers 5 and before."""
+"""Settings of config.json for the dtype of weights: transformers 5, and earlier versions."""
 
 
 @dataclass(frozen=True)
 class CachedCheckpoint:
-    """A snapshot of a model in the cache.
+    """Snapshot of a model in the hub cache.
 
-    name: what `lockstep serve` takes, a folder where the hub id means another snapshot; used: when
-    a file was last read, in seconds since 1970; reason: why it cannot be served, None where it can.
+    name: argument for `lockstep serve`, a folder if the hub id means another snapshot. used: last
+    access in seconds since 1970. reason: why it cannot be served, None if it can.
     """
 
     name: str

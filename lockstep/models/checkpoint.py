@@ -1,4 +1,4 @@
-"""A checkpoint: a folder with a model, what its config.json says, and the tensors that it has."""
+"""Checkpoint folder: its config.json and its tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,13 @@ from lockstep.models.weight_files import WeightFile, find_weight_files
 from lockstep.quantization import TensorInfo, is_same_format
 
 SETTINGS = ("quantization_config", "compression_config")
-"""What config.json calls the settings of its weight format; compressed-tensors had the second."""
+"""Keys of the weight format's settings in config.json; the second is an older one."""
 OWN_FILES = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-"""Files in which checkpoints name their weight format beside config.json, or instead of it, and the
-format of each."""
+"""Files with settings of a weight format outside config.json, and the format of each."""
 
 
 OBJECT = "an object"
@@ -31,15 +30,21 @@ OBJECT = "an object"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """raw: the object in config.json, read once; its model_type is one that is built here."""
+    """Checkpoint folder. raw: object of config.json, whose model_type is supported."""
 
     folder: Path
     raw: dict[str, Any]
 
     @classmethod
     def read(cls, folder: Path, overrides: Mapping[str, Any] | None = None) -> "Checkpoint":
-        """The checkpoint of a folder. overrides: settings that replace those of its config.json,
-        objects key by key. Raises CheckpointError where its config.json is not read."""
+        """Read the checkpoint of a folder.
+
+        Args:
+            overrides: settings that replace those of config.json; objects are merged key by key.
+
+        Raises:
+            CheckpointError: config.json is missing or unsound.
+        """
         remedy = "Name a folder that holds a checkpoint: config.json and *.safetensors."
         raw = read_config(folder, remedy)
         raw = overridden(raw, overrides or {})
@@ -48,22 +53,26 @@ class Checkpoint:
 
     @property
     def architecture(self) -> ModuleType:
-        """The module that builds it."""
+        """Module that builds the model."""
         return architecture(self.raw["model_type"])
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:
-        """What the names of its tensors may begin with."""
-        found: tuple[str, ...] = self.architecture.PREFIXES
-        return found
+        """Prefixes that tensor names may have."""
+        prefixes: tuple[str, ...] = self.architecture.PREFIXES
+        return prefixes
 
     @cached_property
     def weight_files(self) -> Sequence[WeightFile | GGUFWeightFile]:
-        """The files to read, found once. Raises CheckpointError where one is missing."""
+        """Files to read.
+
+        Raises:
+            CheckpointError: a file is missing.
+        """
         return find_weight_files(self.folder)
 
     def key(self, name: str) -> str:
-        """A tensor's name, less the prefix."""
+        """Return a tensor's name without the prefix."""
         for prefix in self.prefixes:
             if name.startswith(prefix):
                 return name[len(prefix) :]
@@ -93,31 +102,37 @@ class Checkpoint:
         return modules
 
     def quantization(self) -> dict[str, Any] | None:
-        """What the folder says of its weight format, as quantization_config; None: of none.
+        """Return the settings of the weight format as a quantization_config; None without any.
 
-        It stands in config.json, around or within text_config, or in a file of its own. Where both
-        are of one format the file adds what config.json does not say. Raises CheckpointError where
-        that cannot be read.
+        They are in config.json, at the top level or in text_config, or in a file of their own. If
+        both are of one format, the file adds what config.json does not say.
+
+        Raises:
+            CheckpointError: the settings cannot be read.
         """
-        own = self._own_file()
+        file_settings = self._own_file()
         for settings in (self.raw, self.raw.get("text_config", {})):
             for name in SETTINGS:
-                found = settings.get(name)
-                if found is None:
+                candidate = settings.get(name)
+                if candidate is None:
                     continue
-                if not isinstance(found, dict):
+                if not isinstance(candidate, dict):
                     field = f"config.json {name}"
                     raise choice_error(
-                        CheckpointError, field, found, OBJECT, "Correct config.json."
+                        CheckpointError, field, candidate, OBJECT, "Correct config.json."
                     )
-                told = _with_method(found)
-                if own is None or not is_same_format(own["quant_method"], told.get("quant_method")):
-                    return told
-                return own | {key: value for key, value in told.items() if value is not None}
-        return own
+                config_settings = _with_method(candidate)
+                if file_settings is None or not is_same_format(
+                    file_settings["quant_method"], config_settings.get("quant_method")
+                ):
+                    return config_settings
+                return file_settings | {
+                    key: value for key, value in config_settings.items() if value is not None
+                }
+        return file_settings
 
     def _own_file(self) -> dict[str, Any] | None:
-        """The settings in the first of OWN_FILES that is there; None: there is none."""
+        """Return the settings in the first of OWN_FILES that exists; None if there is none."""
         for name, method in OWN_FILES.items():
             if (self.folder / name).exists():
                 raw = read_object(self.folder / name, "Fetch the file again.")
@@ -130,7 +145,7 @@ class Checkpoint:
 
 
 def _with_method(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with a quant_method: of older ones of ModelOpt `producer` alone says whose."""
+    """Return the settings with a quant_method; older ModelOpt files only have `producer`."""
     producer = settings.get("producer")
     known = isinstance(producer, dict) and producer.get("name") == "modelopt"
     return {"quant_method": "modelopt", **settings} if known else settings

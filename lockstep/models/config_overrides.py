@@ -9,14 +9,14 @@ from typing import Any
 
 TEXT_CONFIG = "text_config"
 NOT_OF_TEXT = ("model_type", "architectures", TEXT_CONFIG)
-"""Settings of the top level that say what the file is; text_config has its own."""
+"""Settings that describe the file at the top level; text_config has its own."""
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """Rotary settings that older files have outside rope_scaling."""
 UNSCALED = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Rotary settings that stay where an override takes the scaling away."""
+"""Rotary settings that remain if an override removes the scaling."""
 FULL_ATTENTION = "full_attention"
-"""Key of rope_parameters that are given by the type of a layer."""
+"""Key of rope_parameters that are given per layer type."""
 
 
 def overridden(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Strict reading of a checkpoint's config.json: what matters must be there and be known."""
+"""Strict reader of config.json: required settings must be present, unknown ones are errors."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -14,7 +14,7 @@ MAX_SIZE = 1 << 24
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
 MAX_NUMBER = 10**30
-"""Bounds that no real model comes near; whether what is asked fits into memory is seen later."""
+"""Bounds far above those of any real model; whether it fits into memory is checked later."""
 
 OF_DRAFTER = (
     "If it changes no draft, set it to null in the drafter's config.json; else name another "
@@ -24,9 +24,9 @@ BUILT_FOR = "This architecture is built for these only."
 
 
 class ConfigReader:
-    """Reads settings by name from config.json's dict (text_config unwrapped over the top level).
+    """Reader of settings by name (text_config is merged over the top level).
 
-    `within` names the part of the file that this dict is, and `file` the file, for messages.
+    within: part of the file that this object is, and file: name of the file, for messages.
     """
 
     def __init__(self, raw: dict[str, Any], within: str = "", file: str = "config.json") -> None:
@@ -36,13 +36,14 @@ class ConfigReader:
         self.raw = RecordedSettings({**raw, **self.get("text_config", dict, {})})
 
     def part(self, name: str) -> "ConfigReader":
-        """The dict of a setting; empty where there is none."""
+        """Return a reader of an object within the settings; empty if it is absent."""
         return ConfigReader(self.get(name, dict, {}), f"{name}.", self.file)
 
     def get(self, name: str, kind: type[T], default: Any = _MISSING) -> T:
-        """The setting as `kind`; null counts as absent where there is a default.
+        """Return the setting; null counts as absent if there is a default.
 
-        Raises CheckpointError if absent without default, or mistyped.
+        Raises:
+            CheckpointError: it is absent without a default, or not of type `kind`.
         """
         value = self.raw.get(name, default)
         if value is None and default is not _MISSING:
@@ -60,19 +61,19 @@ class ConfigReader:
         return value
 
     def size(self, name: str, default: Any = _MISSING, most: int = MAX_SIZE) -> int:
-        """The setting as a count of at least 1."""
+        """Return a count of at least 1."""
         value = self.get(name, int, default)
         self.need(1 <= value <= most, name, f"1 or more, up to {most}")
         return value
 
     def positive(self, name: str, default: Any = _MISSING) -> float:
-        """The setting as a finite number above 0."""
+        """Return a finite number above 0."""
         value = self.get(name, float, default)
         self.need(isfinite(value) and value > 0, name, "finite numbers above 0")
         return value
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """The setting as a list of `count` finite numbers above 0."""
+        """Return a list of `count` finite numbers above 0."""
         values = self.get(name, list)
         kinds = (int, float)
         good = all(type(v) in kinds and 0 < v <= MAX_NUMBER for v in values)
@@ -80,7 +81,7 @@ class ConfigReader:
         return tuple(float(v) for v in values)
 
     def only(self, name: str, *allowed: Any, default: Any = _MISSING) -> Any:
-        """The setting, which must be one of `allowed` (absent counts as `default`)."""
+        """Return the setting, which must be one of `allowed`; absent counts as `default`."""
         value = self.raw.get(name, default)
         if not any(type(value) is type(a) and value == a for a in allowed):
             found = None if value is _MISSING else value
@@ -88,7 +89,7 @@ class ConfigReader:
         return value
 
     def need(self, holds: bool, name: str, allowed: str) -> None:
-        """Raises CheckpointError about a setting unless `holds`."""
+        """Raise CheckpointError for a setting unless `holds`."""
         if not holds:
             raise self.error(name, self.raw.get(name), allowed)
 
@@ -112,7 +113,7 @@ class ConfigReader:
                 )
 
     def layer_types(self, layers: int, known: set[str], default: list[str]) -> tuple[str, ...]:
-        """The kind of each layer, all of them known."""
+        """Return the type of each layer; all must be known."""
         kinds = self.get("layer_types", list, default)
         for kind in kinds:
             if not isinstance(kind, str) or kind not in known:
@@ -121,7 +122,7 @@ class ConfigReader:
         return tuple(kinds)
 
     def error(self, name: str, value: object, allowed: str, remedy: str = "") -> LockstepError:
-        """The CheckpointError that says what a setting is and what it may be."""
+        """Return the CheckpointError that names the setting, its value and what is allowed."""
         field = f"{self.file} {self.within}{name}"
         return choice_error(
             CheckpointError, field, value, allowed, remedy or f"Correct {self.file}."

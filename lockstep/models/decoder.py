@@ -1,6 +1,6 @@
-"""What the decoders here have in common: settings, sublayers, blocks, stack and head.
+"""Common parts of decoders: settings, sublayers, blocks, the layer stack and the head.
 
-A model file declares each layer's sublayers: a norm and a body each, which is a mixer or an MLP.
+A model file declares the sublayers of each layer: a norm, and a mixer or MLP as the body.
 """
 
 from abc import ABC, abstractmethod
@@ -16,15 +16,19 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Embedding, Head, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm
+from lockstep.layers.sharding import Columns
 from lockstep.models.config_reader import MAX_LAYERS, ConfigReader
 from lockstep.models.rope import Rope, read_rope
-from lockstep.step import Step
+from lockstep.step import StepContext
 
 
 @dataclass(frozen=True)
 class StackConfig:
-    """The settings that every decoder has. norm_offset: 1 where norms are stored around zero;
-    intermediate_size: of dense MLPs, 0 where there are none."""
+    """Settings of every decoder.
+
+    norm_offset: 1 if norms are stored around zero. intermediate_size: width of dense MLPs, 0 for
+    none.
+    """
 
     norm_offset: ClassVar[float] = 0.0
 
@@ -40,7 +44,7 @@ class StackConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig(StackConfig):
-    """Those of one whose attention knows positions."""
+    """Settings of a decoder with rotary positions."""
 
     rope: Rope
 
@@ -52,11 +56,13 @@ def read_common(
     dense: bool = True,
     theta: float | None = None,
 ) -> dict[str, Any]:
-    """The fields of DecoderConfig from config.json.
+    """Read the fields of DecoderConfig from config.json.
 
-    head_dim, or hidden_size / heads where it is None, partial, the share of a head that turns, and
-    theta of rotary positions, unless it is None, count where the file does not say. dense: whether
-    there are dense MLPs.
+    Args:
+        head_dim: default; None for hidden_size / heads.
+        partial: default share of a head's dims that have rotary positions.
+        dense: whether there are dense MLPs.
+        theta: default of rope_theta; None if the file must have it.
     """
     c.only("hidden_act", "silu", default="silu")
     hidden_size = c.size("hidden_size")
@@ -67,11 +73,11 @@ def read_common(
         c.need(hidden_size % heads == 0, "hidden_size", "multiples of num_attention_heads")
         head_dim = hidden_size // heads
     head_dim = c.size("head_dim", head_dim)
-    told = dense or c.raw.get("intermediate_size") is not None
+    has_width = dense or c.raw.get("intermediate_size") is not None
     return dict(
         vocab_size=c.size("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=c.size("intermediate_size") if told else 0,
+        intermediate_size=c.size("intermediate_size") if has_width else 0,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -82,7 +88,7 @@ def read_common(
 
 
 def read_attention_layers(c: ConfigReader) -> int:
-    """How many layers there are; each attends to all tokens, since windows are not built."""
+    """Return the number of layers; each has full attention, since windows are not supported."""
     c.only("use_sliding_window", False, default=False)
     layers = c.size("num_hidden_layers", most=MAX_LAYERS)
     c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
@@ -90,11 +96,11 @@ def read_attention_layers(c: ConfigReader) -> int:
 
 
 class Sublayer:
-    """x += body(norm x): what a layer is made of. An ordinary layer has two, mixer and MLP.
+    """Part of a layer: x += body(norm(x), ctx). Most layers have two, a mixer and an MLP.
 
-    norm_name and name: what the checkpoint calls norm and body within the layer. A body that keeps
-    something between steps, and says so by cache_spec(), is a mixer: body(x, step). Any other sees
-    one token at a time: body(x). Both take and give [T, H], and own their weights().
+    norm_name, name: names of norm and body in the checkpoint, within the layer. body: [T, H] ->
+    delta [T, H]. A body with a cache_spec() is a mixer: it reads other tokens of its row. Any other
+    body computes each token by itself, and reads no more of ctx than the token's optional inputs.
     """
 
     def __init__(
@@ -107,9 +113,11 @@ class Sublayer:
         self.mixes = is_cached(body)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the layer -> what it fills."""
-        own = {f"{self.name}.{name}": tensor for name, tensor in self.body.weights().items()}
-        return {f"{self.norm_name}.weight": self.norm.weight} | own
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
+        body_weights = {
+            f"{self.name}.{name}": tensor for name, tensor in self.body.weights().items()
+        }
+        return {f"{self.norm_name}.weight": self.norm.weight} | body_weights
 
 
 class Block(nn.Module):
@@ -126,37 +134,51 @@ class Block(nn.Module):
             self.add_module(half.norm_name, half.norm)
             self.add_module(half.name, half.body)
 
-    def forward(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """x, delta [T, H] (None before the first block) -> the same of the next block, and the
-        residual [T, H] as the first half norms it: what all layers before this one have left."""
-        out = delta
-        entered = x
-        for index, half in enumerate(self.sublayers):
-            x, out = self.tokenwise(x, out, index)
-            if index == 0:
-                entered = x
-            if half.mixes:
-                out = half.body(out, step)
-        assert out is not None, "a layer has one half or more"
-        return x, out, entered
+    def forward(
+        self, x: Tensor, delta: Tensor | None, ctx: StepContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply the layer.
 
-    def tokenwise(self, x: Tensor, delta: Tensor | None, index: int) -> tuple[Tensor, Tensor]:
-        """The part of a half in which no token sees another: the norm, and a body that is no mixer.
+        Args:
+            x: residual [T, H].
+            delta: [T, H], not added to the residual yet; None before the first layer.
 
-        x, delta [T, H] -> the residual, and the mixer's input or the body's output, each [T, H].
-        It is what graphs hold where the mixers stay outside of them (runner/capture.py).
+        Returns:
+            (residual, delta, residual input): the residual input [T, H] is the residual that the
+            layer's first norm reads, which drafters take as an auxiliary hidden state.
         """
-        half = self.sublayers[index]
-        x, normed = half.norm(x, delta)
-        return x, normed if half.mixes else half.body(normed)
+        out = delta
+        residual_input = x
+        for index, sublayer in enumerate(self.sublayers):
+            x, out = self.tokenwise(x, out, index, ctx)
+            if index == 0:
+                residual_input = x
+            if sublayer.mixes:
+                out = sublayer.body(out, ctx)
+        assert out is not None, "a layer has at least one sublayer"
+        return x, out, residual_input
+
+    def tokenwise(
+        self, x: Tensor, delta: Tensor | None, index: int, ctx: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the part of a sublayer in which no token reads another one.
+
+        It is the norm, and the body unless it is a mixer. Piecewise CUDA graphs capture it.
+
+        Returns:
+            (residual, the mixer's input or the body's delta), each [T, H].
+        """
+        sublayer = self.sublayers[index]
+        x, normed = sublayer.norm(x, delta)
+        return x, normed if sublayer.mixes else sublayer.body(normed, ctx)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name within the layer -> what it fills."""
-        return {name: tensor for half in self.sublayers for name, tensor in half.weights().items()}
+        """Map the checkpoint's tensors, by name within the module, to their destinations."""
+        return {name: tensor for one in self.sublayers for name, tensor in one.weights().items()}
 
 
 def mlp_sublayer(build: BuildContext, c: DecoderConfig, *, bias: bool = False) -> Sublayer:
-    """The gated MLP, under the names that most checkpoints give it."""
+    """Build the gated MLP under its usual checkpoint names."""
     mlp = GatedMLP(build.within("mlp"), c.hidden_size, c.intermediate_size, bias=bias)
     return Sublayer(build, c, "post_attention_layernorm", "mlp", mlp)
 
@@ -168,9 +190,10 @@ def attention_layers(
     mlp: Callable[[BuildContext, int], Sublayer],
     **attention: Any,
 ) -> Iterator[tuple[Sublayer, Sublayer]]:
-    """`count` layers of attention, under the names that most checkpoints give it, and then what
-    mlp(build, layer) makes. attention: the options of lockstep.layers.attention.Attention, less
-    rotary."""
+    """Yield `count` layers: attention under its usual checkpoint names, then mlp(build, layer).
+
+    attention: options of lockstep.layers.attention.Attention, except rotary.
+    """
     rotary = c.rope.rotary(build)
     for i in range(count):
         at = build.at(f"layers.{i}")
@@ -180,12 +203,12 @@ def attention_layers(
 
 
 class Decoder(nn.Module, ABC):
-    """The target: embedding, the layers that its file declares, final norm, head.
+    """Target model: embedding, layers, final norm and head.
 
-    embed_name, norm_name: what the checkpoint calls the embedding and the final norm.
-    snapshot_every: pages of a prompt between two snapshots of its state, unless the user says.
-    taps: the places whose residual a drafter reads: i is in front of layer i, and the number of
-    layers is behind the last one.
+    embed_name, norm_name: checkpoint names of the embedding and the final norm. snapshot_every:
+    default number of prompt pages between two snapshots of recurrent state. taps: auxiliary hidden
+    states for a drafter; i stands for the residual before layer i, the number of layers for that
+    after the last one.
     """
 
     snapshot_every: ClassVar[int] = 1
@@ -202,39 +225,41 @@ class Decoder(nn.Module, ABC):
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
         tied = self.embed.weight if c.tied else None
-        self.head = Head(build.at("head", path=""), c.vocab_size, c.hidden_size, tied)
+        vocab = Columns.of(c.vocab_size)
+        self.head = Head(build.at("head", path=""), vocab, c.hidden_size, tied)
 
     def attending(self) -> Sequence[int]:
-        """The numbers of the layers that attend: all, unless its file says otherwise."""
+        """Return the numbers of the attention layers: all, unless the architecture overrides it."""
         return range(self.config.layers)  # type: ignore[attr-defined]  # a file's own setting
 
     @abstractmethod
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """The sublayers of each layer, the first layer first."""
+        """Yield the sublayers of each layer, in order."""
 
-    def forward(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """-> hidden [T, H] after the final norm, aux_hidden_states: the residual [T, H] at every
-        tap."""
-        x = self.embed(step.token_ids)
+    def forward(self, ctx: StepContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the hidden states [T, H] after the final norm, and the auxiliary hidden states [T,
+        H].
+        """
+        x = self.embed(ctx.token_ids)
         delta = None
         tapped = []
-        for place, block in enumerate(self.blocks):
-            x, delta, entered = block(x, delta, step)
-            if place in self.taps:
+        for index, block in enumerate(self.blocks):
+            x, delta, entered = block(x, delta, ctx)
+            if index in self.taps:
                 tapped.append(entered)
-        left, hidden = self.norm(x, delta)
+        residual, hidden = self.norm(x, delta)
         if len(self.blocks) in self.taps:
-            tapped.append(left)
+            tapped.append(residual)
         return hidden, tuple(tapped)
 
-    def logits(self, hidden: Tensor, step: Step) -> Tensor:
-        """hidden [T, H] -> [N, V] at the step's logit rows."""
-        return self.head(hidden[step.logit_rows])
+    def logits(self, hidden: Tensor, ctx: StepContext) -> Tensor:
+        """Return logits [N, V] of the step's logit rows of hidden [T, H]."""
+        return self.head(hidden[ctx.logit_rows])
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name, less its prefix -> what it fills."""
+        """Map the checkpoint's tensors, by name less the prefix, to their destinations."""
         table: dict[str, Target] = {
-            f"{self.embed_name}.weight": self.embed.weight,
+            f"{self.embed_name}.weight": self.embed.sink,
             f"{self.norm_name}.weight": self.norm.weight,
         }
         if not self.config.tied:

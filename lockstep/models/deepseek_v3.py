@@ -32,20 +32,20 @@ WITHOUT_EFFECT = {
     "head_dim": "derived: qk_rope_head_dim, as transformers writes it",
     "qk_head_dim": "derived: qk_nope_head_dim + qk_rope_head_dim",
 }
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 TWINS = ("embed_tokens", "shared_head.head")
-"""Copies of the target's embedding and head in the MTP module, which shares the target's own."""
+"""Copies of the target's embedding and head in the MTP module, which shares the target's."""
 
 
 def draft_prefix(raw: dict[str, Any]) -> str:
-    """The MTP module is the layer behind the last one."""
+    """Return the prefix of the MTP module: the layer after the last one."""
     layers = ConfigReader(raw).size("num_hidden_layers", most=MAX_LAYERS)
     return f"layers.{layers}."
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math."""
+    """Settings of config.json that the model is built from."""
 
     layers: int
     latents: LatentConfig
@@ -53,7 +53,11 @@ class Config(DecoderConfig):
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = ConfigReader(raw)
         c.only("pretraining_tp", 1, None, default=1)
         c.only(DRAFT_SETTING, 0, 1, None, default=0)
@@ -64,8 +68,11 @@ class Config(DecoderConfig):
 
 
 def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
-    """The mixture of all layers behind the first few. The file must say how it chooses and scales:
-    where it does not, DeepSeek's code, Kimi's and transformers each assume something else."""
+    """Read the mixture of all layers after the first dense ones.
+
+    The file must say how experts are chosen and scaled: the defaults of DeepSeek's code, Kimi's and
+    transformers differ.
+    """
     c.only("scoring_func", "sigmoid", default="sigmoid")
     c.only("topk_method", "noaux_tc", default="noaux_tc")
     c.only("moe_layer_freq", 1, default=1)
@@ -94,13 +101,13 @@ def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
 
 
 def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublayer:
-    """Latent attention."""
+    """Build a latent-attention sublayer."""
     mixer = c.latents.mixer(build.within("self_attn"), c.hidden_size, rotary)
     return Sublayer(build, c, "input_layernorm", "self_attn", mixer)
 
 
 def moe_sublayer(build: BuildContext, c: Config) -> Sublayer:
-    """The mixture."""
+    """Build a mixture-of-experts sublayer."""
     return c.mixture.half(build, c, shared_name="shared_experts")
 
 
@@ -110,8 +117,7 @@ class Model(Decoder):
     config: Config
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Latent attention over all tokens, then a dense MLP in the first layers, or the
-        mixture."""
+        """Yield latent attention, then a dense MLP (first layers) or the mixture."""
         c = self.config
         rotary = c.rope.rotary(build)
         for i in range(c.layers):
@@ -124,26 +130,26 @@ class Model(Decoder):
 
 
 class Draft(MTPModule):
-    """The MTP module: one layer over eh_proj([enorm(embedding), hnorm(hidden)])."""
+    """MTP module: one layer over eh_proj([enorm(embedding), hnorm(hidden)])."""
 
     def __init__(self, target: Model, build: BuildContext, ids: Tensor | None = None) -> None:
         path = f"layers.{target.config.layers}"
         super().__init__(target, build, ids, module=path, projection="eh_proj")
         at = build.at(build.layer, path)
+        self.embed_shape = (target.config.vocab_size, target.config.hidden_size)
         self.twins = [name for name in TWINS if at.found(name)]
 
     def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Latent attention and the mixture."""
+        """Yield latent attention and the mixture."""
         c = target.config
         at = build.at(build.layer, f"layers.{c.layers}")
         yield attention_sublayer(at, c, c.rope.rotary(at)), moe_sublayer(at, c)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name, less draft_prefix -> what it fills. Twins are read and not kept."""
-        matrix = self.embed.weight
-        twin = WeightSink(
-            tuple(matrix.shape), FLOAT_DTYPES, torch.device("cpu"), lambda tensor: None
-        )
+        """Map the module's tensors to their destinations; copies of shared weights are read and
+        dropped.
+        """
+        twin = WeightSink(self.embed_shape, FLOAT_DTYPES, torch.device("cpu"), lambda tensor: None)
         return (
             self.blocks[0].weights()
             | self.fc.weights()

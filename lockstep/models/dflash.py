@@ -18,6 +18,7 @@ from lockstep.layers.attention import Attention
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Head, Linear, Target
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
+from lockstep.layers.sharding import Columns
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import MAX_LAYERS, OF_DRAFTER, ConfigReader
 from lockstep.models.decoder import (
@@ -30,37 +31,43 @@ from lockstep.models.decoder import (
     read_common,
 )
 from lockstep.models.json_files import read_config
-from lockstep.models.loader import Source
-from lockstep.quantization import WeightSink
-from lockstep.step import Step
+from lockstep.models.loader import Source, weight_specs
+from lockstep.step import StepContext
 
 ARCHITECTURE = "DFlashDraftModel"
 MAX_BLOCK_SIZE = 1024
-"""Tokens of a block that no checkpoint comes near."""
+"""Maximum tokens of a block, far above any real checkpoint."""
 INNER = "dflash_config"
 WITHOUT_EFFECT = {
     "sliding_window": "use_sliding_window is off",
     "max_window_layers": "use_sliding_window is off",
 }
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 
 
 class BlockCheckpoint(Checkpoint):
-    """The folder of a draft model. raw: its settings."""
+    """Checkpoint of a draft model. raw: its settings."""
 
     prefixes = ("model.",)
 
     @classmethod
     def at(cls, folder: Path) -> "BlockCheckpoint":
-        """Raises CheckpointError where its config.json is not read."""
+        """Read the checkpoint of a folder.
+
+        Raises:
+            CheckpointError: config.json is missing or unsound.
+        """
         remedy = "Name the folder of a DFlash draft model: config.json and *.safetensors."
         return cls(folder, read_config(folder, remedy))
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math. block: tokens of a block, the row's last one among them;
-    mask: the token that stands where one is to be drafted; taps: as in Decoder."""
+    """Settings of a block draft model.
+
+    block: tokens of a block, the row's last token included. mask: token id of positions to draft.
+    taps: see Decoder.
+    """
 
     layers: int
     block: int
@@ -69,8 +76,11 @@ class Config(DecoderConfig):
 
     @classmethod
     def read(cls, own: BlockCheckpoint, target: Decoder) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing, not built, or not of this
-        target."""
+        """Read the settings.
+
+        Raises:
+            CheckpointError: a setting is missing, not supported, or does not fit the target.
+        """
         c = ConfigReader(own.raw, file=str(own.folder / "config.json"))
         c.only("speculators_model_type", None, default=None)
         inner = c.part(INNER)
@@ -111,46 +121,54 @@ class Config(DecoderConfig):
 
 
 def _taps(c: ConfigReader, layers: int, depth: int) -> tuple[int, ...]:
-    """The places behind the layers that target_layer_ids names, or behind as many as the draft
-    model has itself, spread from the second to the last but two. depth: layers of the target."""
+    """Return the auxiliary hidden states: those after the layers in target_layer_ids.
+
+    Without the setting there are as many as the draft model has layers, spread from the second
+    layer to the last but two. depth: layers of the target.
+    """
     last = max(depth - 3, 1)
     spread = [round(1 + i * (last - 1) / max(layers - 1, 1)) for i in range(layers)]
-    found = c.get("target_layer_ids", list, spread if layers > 1 else [depth // 2])
-    whole = 0 < len(found) <= MAX_LAYERS and all(type(i) is int for i in found)
-    ascending = whole and all(a < b for a, b in zip(found, found[1:], strict=False))
-    sound = ascending and 0 <= found[0] and found[-1] < depth
+    layer_ids = c.get("target_layer_ids", list, spread if layers > 1 else [depth // 2])
+    is_list = 0 < len(layer_ids) <= MAX_LAYERS and all(type(i) is int for i in layer_ids)
+    ascending = is_list and all(a < b for a, b in zip(layer_ids, layer_ids[1:], strict=False))
+    sound = ascending and 0 <= layer_ids[0] and layer_ids[-1] < depth
     c.need(sound, "target_layer_ids", f"ascending numbers of layers, 0 to {depth - 1}")
-    return tuple(i + 1 for i in found)
+    return tuple(i + 1 for i in layer_ids)
 
 
 class BlockAttention(Attention):
-    """x [S B, H] -> [S B, H]: every token of a block sees all of it, and all in front of it.
+    """Attention in which every token of a block attends to the whole block and all tokens before
+    it.
 
-    To the op a block is one token, its last one, with B times the heads: keys are read once.
+    To the op a block [S B, H] is one token, its last one, with B times the heads: keys are read
+    once.
     """
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        q = self._place(self.qkv(x), step)
-        rows = step.starts.shape[0]
+    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+        q = self._place(self.qkv(x), ctx)
+        rows = ctx.starts.shape[0]
         group = self.heads // self.kv_heads
         blocks = q.view(rows, -1, self.kv_heads, group, self.head_dim)
         mixed = self.attend(
             blocks.transpose(1, 2).reshape(rows, -1, self.head_dim),
             self.k_cache,
             self.v_cache,
-            step.page_table,
-            step.cu_seqlens,
-            step.starts,
+            ctx.page_table,
+            ctx.cu_seqlens,
+            ctx.starts,
             1,
             self.scale,
         )
-        found = mixed.view(rows, self.kv_heads, -1, group, self.head_dim).transpose(1, 2)
-        return self.out(found.reshape(x.shape[0], -1))
+        outputs = mixed.view(rows, self.kv_heads, -1, group, self.head_dim).transpose(1, 2)
+        return self.out(outputs.reshape(x.shape[0], -1))
 
 
 class BlockDraftModel(nn.Module):
-    """The draft module: hidden_norm(fc(taps)) makes the keys and values of computed tokens, and the
-    layers read a block. Shares embedding and head with the target."""
+    """Block draft model, which shares embedding and head with the target.
+
+    hidden_norm(fc(auxiliary hidden states)) gives the keys and values of computed tokens; the
+    layers read a block.
+    """
 
     def __init__(
         self, target: Decoder, build: BuildContext, c: Config, checkpoint: BlockCheckpoint
@@ -162,55 +180,55 @@ class BlockDraftModel(nn.Module):
         self.ids: Tensor | None = None
         self.embed = target.embed
         top = build.at(build.layer, "")
-        self.fc = Linear(top, len(c.taps) * c.hidden_size, {"fc": c.hidden_size})
+        self.fc = Linear(top, len(c.taps) * c.hidden_size, {"fc": Columns.of(c.hidden_size)})
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
-        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
+        self.head = Head(build, Columns.of(c.vocab_size), c.hidden_size, target.head.loaded)
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Attention over blocks, then an MLP, in every layer."""
+        """Yield block attention and an MLP for every layer."""
         c = self.config
         rotary = c.rope.rotary(build)
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
         for i in range(c.layers):
             at = build.at(f"layers.{i}")
-            own = at.within("self_attn")
-            mixer = BlockAttention(own, *sizes, rotary=rotary, qk_norm=True, eps=c.eps)
+            attention = at.within("self_attn")
+            mixer = BlockAttention(attention, *sizes, rotary=rotary, qk_norm=True, eps=c.eps)
             yield Sublayer(at, c, "input_layernorm", "self_attn", mixer), mlp_sublayer(at, c)
 
     @property
     def head_bytes(self) -> int:
-        """It shares the target's."""
+        """Bytes of an own head: 0, the target's is shared."""
         return 0
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """The residual at each tap [T, H] -> what keys and values are made of [T, H]."""
+        """Return the state [T, H] that keys and values are computed from."""
         return self.hidden_norm(self.fc(torch.cat(aux_hidden_states, dim=-1)))
 
-    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
-        """The tokens of blocks [T] -> hidden states [T, H]; state is not read."""
+    def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
+        """Return hidden states [T, H] of the tokens of blocks [T]; state is not read."""
         x = self.embed(ids)
         delta = None
         for block in self.blocks:
-            x, delta, _ = block(x, delta, step)
+            x, delta, _ = block(x, delta, ctx)
         return self.norm(x, delta)[1]
 
     def logits(self, state: Tensor) -> Tensor:
-        """state [S, H] -> [S, V]."""
+        """Return logits [S, V] of state [S, H]."""
         return self.head(state)
 
-    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
-        """Writes the keys and values of computed tokens; ids are not read."""
+    def keep(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
+        """Write the keys and values of computed tokens; ids are not read."""
         for block in self.blocks:
             sublayers: Any = block.sublayers
-            sublayers[0].body.keep(state, step)
+            sublayers[0].body.keep(state, ctx)
 
     def finish(self) -> None:
-        """Nothing is left to do: what it shares with the target is the target's own."""
+        """Do nothing: the target finishes the layers that it shares."""
 
     def weights(self) -> dict[str, Target]:
-        """The checkpoint's names -> what they fill."""
+        """Map the checkpoint's tensors, by name, to their destinations."""
         table: dict[str, Target] = {
             "hidden_norm.weight": self.hidden_norm.weight,
             "norm.weight": self.norm.weight,
@@ -221,7 +239,5 @@ class BlockDraftModel(nn.Module):
         return table
 
     def source(self) -> Source:
-        """Its own checkpoint."""
-        return Source(
-            self.checkpoint, {n: WeightSink.of(target) for n, target in self.weights().items()}
-        )
+        """Return the tensors of the module's checkpoint."""
+        return Source(self.checkpoint, weight_specs(self.weights()))

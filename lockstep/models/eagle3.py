@@ -24,6 +24,7 @@ from lockstep.layers.linear import Embedding, Head, Linear, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
+from lockstep.layers.sharding import Columns
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import MAX_LAYERS, OF_DRAFTER, ConfigReader
 from lockstep.models.decoder import (
@@ -37,9 +38,9 @@ from lockstep.models.decoder import (
 )
 from lockstep.models.json_files import read_config
 from lockstep.models.latent_config import LatentConfig, read_latent_common
-from lockstep.models.loader import Source
+from lockstep.models.loader import Source, weight_specs
 from lockstep.quantization import WeightSink
-from lockstep.step import Step
+from lockstep.step import StepContext
 
 LAYER = "layers.0"
 EXPERTS = ".mlp.experts"
@@ -49,10 +50,9 @@ OTHER_NAMES = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-"""How the names of tensors may begin -> how they are called here."""
+"""Prefixes of tensor names in other layouts -> the prefix used here."""
 THETA = 10000.0
-"""Of rotary positions, where a head's file does not say: that of transformers' LlamaConfig, with
-which the authors' heads were trained."""
+"""Default rope_theta of a head: that of LlamaConfig, with which the authors trained."""
 SWITCHES = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -60,7 +60,7 @@ SWITCHES = {
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
 }
-"""Settings of eagle_config that another kind of head has otherwise, and what is built."""
+"""Settings of eagle_config that select other kinds of heads, with the supported value."""
 _SPECULATORS = "notes and training settings of the speculators library"
 _DENSE = "mixtures and draft modules of the target, whose config was copied; a head's MLP is dense"
 _LATENT = "derived, or of no use, where one latent serves all heads; other heads read it"
@@ -86,28 +86,32 @@ WITHOUT_EFFECT = {
     **dict.fromkeys(("sliding_window", "max_window_layers"), _WINDOW),
     **dict.fromkeys(("head_dim", "qk_head_dim", "num_key_value_heads"), _LATENT),
 }  # fmt: skip
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 OFFSETS = "d2t"
-"""The tensor [draft_vocab] int64 of what is added to a draft id to get the target's."""
+"""Tensor [draft_vocab] int64: what to add to a draft id to get the target's id."""
 KNOWN = "t2d"
-"""The tensor [vocab] bool of the target's tokens that the head knows."""
+"""Tensor [vocab] bool: the target's tokens that the head knows."""
 
 
 class HeadCheckpoint(Checkpoint):
-    """The folder of a head. raw: its settings, those of a speculators file laid flat."""
+    """Checkpoint of a head. raw: its settings, flattened if they are a speculators file's."""
 
     prefixes = ("model.",)
 
     @classmethod
     def at(cls, folder: Path) -> "HeadCheckpoint":
-        """Raises CheckpointError where its config.json is not read."""
+        """Read the checkpoint of a folder.
+
+        Raises:
+            CheckpointError: config.json is missing or unsound.
+        """
         remedy = "Name the folder of an EAGLE-3 head: config.json and *.safetensors."
         raw = read_config(folder, remedy)
         layer = ConfigReader(raw).get("transformer_layer_config", dict, {})
         return cls(folder, {**layer, **raw})
 
     def key(self, name: str) -> str:
-        """A tensor's name as it is called here."""
+        """Return a tensor's name in the layout used here."""
         name = super().key(name)
         for begin, ours in OTHER_NAMES.items():
             if name.startswith(begin):
@@ -127,8 +131,11 @@ class HeadCheckpoint(Checkpoint):
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math. vocab_size: the target's; taps: as in Decoder; latents: of
-    a head with latent attention, else None; logit_scale: a factor of its logits."""
+    """Settings of a head.
+
+    vocab_size: the target's. taps: see Decoder. latents: settings of latent attention, else None.
+    logit_scale: factor of the logits.
+    """
 
     layers: int
     draft_vocab_size: int
@@ -145,8 +152,14 @@ class Config(DecoderConfig):
 
     @classmethod
     def read(cls, head: HeadCheckpoint, target: Decoder, behind: bool = False) -> "Config":
-        """From config.json. behind: layers are named to tap what they leave, not what they read.
-        Raises CheckpointError on what is missing, not built, or not of this target."""
+        """Read the settings.
+
+        Args:
+            behind: layer numbers name the residual after a layer, not before it.
+
+        Raises:
+            CheckpointError: a setting is missing, not supported, or does not fit the target.
+        """
         c = ConfigReader(head.raw, file=str(head.folder / "config.json"))
         c.only("speculators_model_type", "eagle3", None, default=None)
         c.only("parallel_drafting", False, None, default=False)
@@ -186,7 +199,7 @@ class Config(DecoderConfig):
 
 
 def _attending(c: ConfigReader) -> dict[str, Any]:
-    """The fields of DecoderConfig, and `latents`."""
+    """Read the fields of DecoderConfig, and `latents`."""
     if c.raw.get("kv_lora_rank") is not None:
         return read_latent_common(c)
     return dict(latents=None, **read_common(c, theta=THETA))
@@ -198,21 +211,22 @@ def _taps(c: ConfigReader, inner: ConfigReader, layers: int, behind: bool) -> tu
         inner.only(name, value, None, default=None)
     name = "eagle_aux_hidden_state_layer_ids"
     where = inner if inner.raw.get(name) else c
-    given = where.get(name, list, [])
-    found = given or [2, layers // 2, layers - 3]
-    last = layers - 1 if behind and given else layers
+    named_layers = where.get(name, list, [])
+    layer_ids = named_layers or [2, layers // 2, layers - 3]
+    last = layers - 1 if behind and named_layers else layers
     allowed = f"ascending numbers of layers, 0 to {last}"
-    whole = len(found) <= MAX_LAYERS and all(type(i) is int for i in found)
-    where.need(whole, name, allowed)
-    ascending = all(a < b for a, b in zip(found, found[1:], strict=False))
-    where.need(ascending and found[0] >= 0 and found[-1] <= last, name, allowed)
-    return tuple(i + bool(given and behind) for i in found)
+    is_list = len(layer_ids) <= MAX_LAYERS and all(type(i) is int for i in layer_ids)
+    where.need(is_list, name, allowed)
+    ascending = all(a < b for a, b in zip(layer_ids, layer_ids[1:], strict=False))
+    where.need(ascending and layer_ids[0] >= 0 and layer_ids[-1] <= last, name, allowed)
+    return tuple(i + bool(named_layers and behind) for i in layer_ids)
 
 
 def draft_ids(checkpoint: HeadCheckpoint, config: Config) -> Tensor | None:
-    """The target's token that each of the head's is [V'] int64, on the CPU; None: the same one.
+    """Return the target's token id of each of the head's [V'] int64, on the CPU; None if equal.
 
-    Raises CheckpointError where d2t and t2d do not say so in one voice.
+    Raises:
+        CheckpointError: d2t and t2d are unsound or contradict each other.
     """
     count = config.draft_vocab_size
     offsets = checkpoint.array(OFFSETS)
@@ -248,7 +262,7 @@ def draft_ids(checkpoint: HeadCheckpoint, config: Config) -> Tensor | None:
 def attending(
     build: BuildContext, c: Config, widths: tuple[int, int], rotary: Rotary
 ) -> Attention | LatentAttention:
-    """The mixer of a layer. widths: of what it reads and of what it gives."""
+    """Build the mixer of a layer. widths: of its input and its output."""
     if c.latents is not None:
         return c.latents.mixer(build, widths, rotary)
     return Attention(
@@ -268,7 +282,7 @@ def attending(
 def later_layers(
     build: BuildContext, c: Config, rotary: Rotary
 ) -> Iterator[tuple[Sublayer, Sublayer]]:
-    """The sublayers of the layers behind the first, which read the state alone."""
+    """Yield the sublayers of the layers after the first, which read the state alone."""
     for index in range(1, c.layers):
         at = build.at(build.layer, f"layers.{index}")
         mixer = attending(at.within("self_attn"), c, (c.hidden_size, c.hidden_size), rotary)
@@ -277,10 +291,10 @@ def later_layers(
 
 
 class Eagle3Head(nn.Module):
-    """The draft module: h = fc(taps), a layer over [norm(embedding), norm(h)], further ones over
-    what that leaves, and a head.
+    """EAGLE-3 head: h = fc(auxiliary hidden states), a layer over [norm(embedding), norm(h)], more
+    layers, a head.
 
-    checkpoint: the head's folder; its files are not read where the build has no tensors.
+    checkpoint: the head's; its files are not read if the build has no tensors (dummy weights).
     """
 
     def __init__(
@@ -314,7 +328,11 @@ class Eagle3Head(nn.Module):
         self.of_taps = nn.ModuleList(
             RMSNorm(build, c.target_hidden_size, c.eps) for _ in c.taps if c.norm_each_tap
         )
-        self.fc = Linear(top, width, {"fc": c.hidden_size}) if width != c.hidden_size else None
+        self.fc = (
+            Linear(top, width, {"fc": Columns.of(c.hidden_size)})
+            if width != c.hidden_size
+            else None
+        )
         at = build.at(build.layer, LAYER)
         rotary = c.rope.rotary(build)
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps)
@@ -328,19 +346,23 @@ class Eagle3Head(nn.Module):
             Block(*sublayers) for sublayers in later_layers(build, c, rotary)
         )
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
-        whole = fits and c.draft_vocab_size == c.vocab_size
-        self.own_head = not whole or build.tensors is None or "lm_head" in build.tensors
+        full_vocabulary = fits and c.draft_vocab_size == c.vocab_size
+        self.own_head = not full_vocabulary or build.tensors is None or "lm_head" in build.tensors
         if c.tied and not self.own_head:
             raise CheckpointError(
                 f"{checkpoint.folder} has no lm_head.weight, and its config.json has "
                 "tie_word_embeddings=True; allowed: False there, for the target's head. "
                 "Correct config.json, or fetch a whole head."
             )
-        stands = None if self.own_head else target.head.loaded
-        self.head = Head(top, c.draft_vocab_size, c.hidden_size, stands)
+        # A head of its own is small: every rank holds all of it.
+        existing = None if self.own_head else target.head.loaded
+        vocab = c.draft_vocab_size if self.own_head else Columns.of(c.draft_vocab_size)
+        self.head = Head(top, vocab, c.hidden_size, existing)
 
     def _known(self, build: BuildContext, c: Config) -> Tensor | None:
-        """The target's tokens that it knows, ascending; `order` is where its file has each."""
+        """Return the target's tokens that the head knows, ascending; `order` is their order in its
+        file.
+        """
         if build.tensors is None:
             count = c.draft_vocab_size
             return None if count == c.vocab_size else torch.arange(count, device=build.device)
@@ -352,11 +374,11 @@ class Eagle3Head(nn.Module):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a head of its own; 0 where it shares the target's."""
+        """Bytes of an own head; 0 if it shares the target's."""
         return self.head.stored.nbytes if self.own_head else 0
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """The residual at each tap [T, H] -> the first state [T, H']."""
+        """Return the first state [T, H'] from the auxiliary hidden states [T, H]."""
         taps = list(aux_hidden_states)
         if self.of_taps:
             taps = [norm(tap) for norm, tap in zip(self.of_taps, taps, strict=True)]
@@ -365,41 +387,41 @@ class Eagle3Head(nn.Module):
             state = self.before_fc(state)
         return state if self.fc is None else self.fc(state)
 
-    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
-        """ids [T], state [T, H'] -> the next state [T, H']."""
+    def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
+        """Return the next state [T, H'] of ids [T] and state [T, H']."""
         residual, mixed = self._mixed(ids, state)
-        x, normed = self.mlp_norm(residual, self.attention(mixed, step))
-        delta = self.mlp(normed)
+        x, normed = self.mlp_norm(residual, self.attention(mixed, ctx))
+        delta = self.mlp(normed, ctx)
         for block in self.blocks:
-            x, delta, _ = block(x, delta, step)
-        left, out = self.norm(x, delta)
-        return out if self.config.norm_output else left
+            x, delta, _ = block(x, delta, ctx)
+        residual_out, out = self.norm(x, delta)
+        return out if self.config.norm_output else residual_out
 
     def logits(self, state: Tensor) -> Tensor:
-        """state [S, H'] -> [S, V'] over `ids`."""
+        """Return logits [S, V'] over `ids` of state [S, H']."""
         if not self.config.norm_output:
             state = self.norm(state, None)[1]
         logits = self.head(state)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
-    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
-        """Writes the keys and values of these tokens; a single layer makes nothing else."""
+    def keep(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
+        """Write the keys and values of these tokens, and no output if there is a single layer."""
         if self.blocks:
-            self(ids, state, step)
+            self(ids, state, ctx)
         else:
-            self.attention.keep(self._mixed(ids, state)[1], step)
+            self.attention.keep(self._mixed(ids, state)[1], ctx)
 
     def _mixed(self, ids: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual [T, H'], and what the attention reads [T, 2 H'], the embedding first."""
+        """Return the residual [T, H'] and the attention's input [T, 2 H'], the embedding first."""
         hidden = self.hidden_norm(state)
         residual = hidden if self.config.norm_before_residual else state
         return residual, torch.cat([self.embed_norm(self.embed(ids)), hidden], dim=-1)
 
     def finish(self) -> None:
-        """Nothing is left to do: what it shares with the target is the target's own."""
+        """Do nothing: the target finishes the layers that it shares."""
 
     def weights(self) -> dict[str, Target]:
-        """The checkpoint's names -> what they fill."""
+        """Map the checkpoint's tensors, by name, to their destinations."""
         table: dict[str, Target] = {
             f"{LAYER}.input_layernorm.weight": self.embed_norm.weight,
             f"{LAYER}.hidden_norm.weight": self.hidden_norm.weight,
@@ -417,14 +439,17 @@ class Eagle3Head(nn.Module):
         if self.fc is not None:
             table |= self.fc.weights()
         if self.own_embed:
-            table["embed_tokens.weight"] = self.embed.weight
+            table["embed_tokens.weight"] = self.embed.sink
         if self.own_head:
             table |= {name: self._ordered(slot) for name, slot in self.head.weights().items()}
         return table
 
     def _ordered(self, target: Target) -> Target:
-        """What fills the head's rows in the order of `ids`. Raises CheckpointError where they are
-        packed and lie in another one."""
+        """Return the destination of the head's rows in the order of `ids`.
+
+        Raises:
+            CheckpointError: the rows are quantized and in another order.
+        """
         order = self.order
         if order is None or bool((order[1:] > order[:-1]).all()):
             return target
@@ -433,11 +458,11 @@ class Eagle3Head(nn.Module):
                 f"{self.checkpoint.folder}: lm_head is packed, and {OFFSETS} does not ascend; "
                 "allowed: one of the two. Use a head whose lm_head is not quantized."
             )
-        return WeightSink.plain(target, partial(_rows, order=order))
+        return WeightSink.copy_into(target, partial(_rows, order=order))
 
     def source(self) -> Source:
-        """Its own checkpoint. d2t and t2d were read when it was built."""
-        wanted = {name: WeightSink.of(target) for name, target in self.weights().items()}
+        """Return the tensors of the head's checkpoint; d2t and t2d are read at build time."""
+        wanted = weight_specs(self.weights())
         return Source(self.checkpoint, wanted, lambda name: self.checkpoint.key(name) in READ)
 
 

@@ -21,7 +21,7 @@ from lockstep.models.weight_files import EXTRA_FILE, read_index
 from lockstep.settings import why_unread
 
 PATIENCE = 3.0
-"""Seconds that the hub has to answer, all tries together: its own client would take minutes."""
+"""Seconds for the hub's answer, retries included; its client would wait for minutes."""
 SETTINGS = ["config.json", "*quant*config.json"]
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 """NAME, or OWNER/NAME: any other text can only be a path."""
@@ -156,7 +156,7 @@ def weight_patterns(folder: Path) -> list[str]:
 
 
 def _ask(model: str) -> Exception | None:
-    """Asks the hub about a model: None if it knows it, else what came instead, in PATIENCE."""
+    """Ask the hub about a model within PATIENCE; return None if it knows it, else the error."""
     from huggingface_hub import HfApi
 
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -176,7 +176,7 @@ def _ask(model: str) -> Exception | None:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in a line; of a download that stalled, which file."""
+    """Return an error's cause in one line, with the file if a download stalled."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     kept = vars(error)
     request = kept.get("_request") or kept.get("request")  # by httpx, by requests

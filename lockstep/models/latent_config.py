@@ -1,4 +1,4 @@
-"""The settings of latent attention, as DeepSeek-V3's files have them, and those of draft heads."""
+"""Settings of latent attention in DeepSeek-V3's files and in those of draft heads."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,11 @@ from lockstep.models.rope import Rope, YarnRope, read_rope
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """See lockstep.layers.latent_attention.
+    """Settings of lockstep.layers.latent_attention.
 
-    q_rank: of the queries' latent, None where one projection makes them. latent: dims of the cached
-    latent; plain, turned: of a head's query, without and with a position; value: of its output;
-    scale: of the scores. rope: of the dims that turn.
+    q_rank: width of the queries' latent, None if one projection makes the queries. latent: width of
+    the cached latent. plain, turned: dims of a head's query without and with position. value: dims
+    of a head's output. scale: factor of the scores. rope: rotary settings of the turned dims.
     """
 
     heads: int
@@ -30,7 +30,11 @@ class LatentConfig:
 
     @classmethod
     def read(cls, c: ConfigReader) -> "LatentConfig":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c.only("attention_bias", False, default=False)
         c.only("rope_interleave", True, None, default=True)
         plain = c.size("qk_nope_head_dim")
@@ -54,7 +58,7 @@ class LatentConfig:
     def mixer(
         self, build: BuildContext, hidden: int | tuple[int, int], rotary: Rotary
     ) -> LatentAttention:
-        """The mixer with these settings. hidden: its width, or those of what it reads and gives."""
+        """Build the mixer. hidden: width of input and output, or both if they differ."""
         return LatentAttention(
             build,
             hidden,
@@ -70,7 +74,7 @@ class LatentConfig:
 
 
 def read_latent_common(c: ConfigReader) -> dict[str, Any]:
-    """The fields of DecoderConfig from config.json, and `latents`."""
+    """Read the fields of DecoderConfig from config.json, and `latents`."""
     c.only("hidden_act", "silu", default="silu")
     latents = LatentConfig.read(c)
     return dict(

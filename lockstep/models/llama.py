@@ -25,7 +25,7 @@ IGNORED = ()
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math."""
+    """Settings of config.json that the model is built from."""
 
     layers: int
     attention_bias: bool
@@ -33,7 +33,11 @@ class Config(DecoderConfig):
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = ConfigReader(raw)
         c.only("pretraining_tp", 1, None, default=1)
         config = cls(
@@ -52,7 +56,7 @@ class Model(Decoder):
     config: Config
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Attention over all tokens, then the MLP, in every layer."""
+        """Yield full attention and an MLP for every layer."""
         c = self.config
         biases = dict(bias=c.attention_bias, out_bias=c.attention_bias)
 

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a filled model: every tensor used, every parameter filled."""
+"""Loader: checkpoint folder -> model; every tensor is used and every parameter filled."""
 
 import logging
 import time
@@ -12,27 +12,29 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.kernels.upload import upload
 from lockstep.layers.build_context import BuildContext
+from lockstep.layers.linear import Embedding, Target
 from lockstep.layers.norm import GatedGroupNorm, GatedRMSNorm, Norm
+from lockstep.layers.sharding import WeightSpec
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.json_files import some
 from lockstep.models.weight_files import files_left_out
-from lockstep.quantization import WeightFormat, WeightSink
+from lockstep.quantization import WeightFormat
 from lockstep.quantization.weight_sink import FLOAT_DTYPES
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are loaded and those that are to be."""
+"""Callback with (bytes loaded, bytes in total)."""
 TIED_HEAD = "lm_head.weight"
 OF_SETTINGS = ".rotary_emb.inv_freq"
-"""How names end of tensors that older checkpoints have and config.json says: they are not read."""
+"""Suffix of tensors in older checkpoints that repeat settings of config.json; they are not read."""
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What was read of a checkpoint, and how long that took until all of it was in its place."""
+    """Bytes that were loaded, and the seconds that it took."""
 
     bytes: int
     seconds: float
@@ -44,7 +46,7 @@ class LoadResult:
 
 
 def build_model(raw: dict[str, Any], build: BuildContext) -> nn.Module:
-    """The target that config.json describes, to be filled."""
+    """Build the target that config.json describes; its weights are unfilled."""
     module = architecture(raw.get("model_type"))
     inner = ConfigReader(raw).raw.get("model_type")
     if architecture(inner) is not module:
@@ -57,16 +59,16 @@ def build_model(raw: dict[str, Any], build: BuildContext) -> nn.Module:
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors of one checkpoint, and what becomes of each.
+    """Tensors of one checkpoint and their destinations.
 
-    wanted: name, less its prefix -> what it fills; ignored: whether a tensor that is not wanted may
-    be there; embedding: of a tied head, which may stand in the files as well; None: of none.
+    wanted: spec of each tensor by name, less the prefix. ignored: whether a tensor that is not
+    wanted may exist. embedding: the target's, if its head is tied and may be in the files too.
     """
 
     checkpoint: Checkpoint
-    wanted: Mapping[str, WeightSink]
+    wanted: Mapping[str, WeightSpec]
     ignored: Callable[[str], bool] = field(default=lambda name: False)
-    embedding: Tensor | None = None
+    embedding: Embedding | None = None
 
     @property
     def bytes(self) -> int:
@@ -81,6 +83,14 @@ class Source:
             log.warning("%s is not read: %s", folder / name, reason)
 
 
+def weight_specs(table: Mapping[str, Target], prefix: str = "") -> dict[str, WeightSpec]:
+    """Return the spec of each tensor that a model takes from its checkpoint, by the tensor's name.
+
+    table: name -> destination, as weights() of a model gives it. prefix: put before each name.
+    """
+    return {f"{prefix}{name}": WeightSpec.of(f"{prefix}{name}", t) for name, t in table.items()}
+
+
 def load_weights(
     checkpoint: Checkpoint,
     model: nn.Module,
@@ -88,23 +98,27 @@ def load_weights(
     progress: Progress,
     packing: WeightFormat | None = None,
 ) -> LoadResult:
-    """Fills model and draft (None: there is none) from safetensors, and finishes them.
+    """Load model and draft module from safetensors, and finish their layers.
 
-    packing: the weight format that they were built with. A draft module whose source() is not None
-    has a checkpoint of its own.
-    Raises CheckpointError naming every tensor that is missing, spare, there twice, or does not fit.
+    Args:
+        draft: None without one. If its source() is not None, it has a checkpoint of its own.
+        packing: weight format that they were built with.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected, duplicate, or do not fit; it names them
+            all.
     """
     began = time.monotonic()
-    own = None if draft is None else draft.source()
-    within = draft if own is None else None
+    draft_source = None if draft is None else draft.source()
+    within = draft if draft_source is None else None
     sources = [target_source(checkpoint, model, within, packing)]
-    sources += [own] if own is not None else []
+    sources += [draft_source] if draft_source is not None else []
     total = sum(source.bytes for source in sources)
-    behind = 0
+    loaded = 0
     for source in sources:
         source.warn_of_files_left_out()
-        _read(source, behind, total, progress)
-        behind += source.bytes
+        _read(source, loaded, total, progress)
+        loaded += source.bytes
     finish(*(root for root in (model, draft) if root is not None))
     if model.embed.weight.is_cuda:
         torch.cuda.synchronize()
@@ -114,40 +128,38 @@ def load_weights(
 def target_source(
     checkpoint: Checkpoint, model: nn.Module, draft: Any, packing: WeightFormat | None
 ) -> Source:
-    """The checkpoint of a whole model, and of the draft module that stands in it, if any."""
+    """Return the tensors of a model, and of the draft module in the same checkpoint, if any."""
     module = checkpoint.architecture
     drafted = draft_prefix(module, checkpoint.raw)
-    wanted = {name: WeightSink.of(target) for name, target in model.weights().items()}
+    wanted = weight_specs(model.weights())
     if draft is not None:
         assert drafted is not None, "else it was not built"
-        wanted |= {
-            drafted + name: WeightSink.of(target) for name, target in draft.weights().items()
-        }
+        wanted |= weight_specs(draft.weights(), prefix=drafted)
     unread = drafted if draft is None else None
     return Source(
         checkpoint,
         wanted,
         lambda name: _ignored(checkpoint, packing, name, unread),
-        model.embed.weight if model.config.tied else None,
+        model.embed if model.config.tied else None,
     )
 
 
-def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
-    """Fills what a source fills. behind: of `total` bytes, those of the sources before it."""
+def _read(source: Source, loaded: int, total: int, progress: Progress) -> None:
+    """Load a source. behind: bytes of the sources before it, out of `total`."""
     wanted = source.wanted
     checkpoint = source.checkpoint
     filled: set[str] = set()
     twins: list[tuple[str, Tensor]] = []
     faults: dict[str, list[str]] = {"missing": [], "spare": [], "doubled": [], "unfit": []}
     for weight_file in checkpoint.weight_files:
-        done = behind
+        done = loaded
         with weight_file.open(values=True) as (file, names):
             for name in names:
                 key = checkpoint.key(name)
                 if key in filled:
                     faults["doubled"].append(name)
                 elif key in wanted:
-                    tensor = file.read(name, wanted[key].dtypes)
+                    tensor = file.read(name, wanted[key].sink.dtypes)
                     faults["unfit"] += _fill(name, wanted[key], tensor)
                     filled.add(key)
                     done += tensor.nbytes
@@ -156,8 +168,8 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
                     twins.append((name, file.read(name, FLOAT_DTYPES)))
                 elif not source.ignored(name):
                     faults["spare"].append(name)
-        behind += weight_file.path.stat().st_size
-        progress(behind, total)
+        loaded += weight_file.path.stat().st_size
+        progress(loaded, total)
     faults["missing"] = sorted(set(wanted) - filled)
     faults["unfit"] += [f for twin in twins for f in _differs(*twin, source.embedding)]
     if any(faults.values()):
@@ -170,8 +182,7 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
 
 
 def finish(*roots: nn.Module) -> None:
-    """Tells every layer that has something left to do that the weights are filled: an outer one
-    before those in it, the target before its draft module."""
+    """Finish all layers after loading: outer layers first, the target before its draft module."""
     for root in roots:
         for layer in list(root.modules()):
             if hasattr(layer, "finish"):
@@ -179,7 +190,7 @@ def finish(*roots: nn.Module) -> None:
 
 
 def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
-    """Random weights at the scale of trained ones, the same for the same seed on one device."""
+    """Fill weights with random values at the scale of trained ones, equal for equal seeds."""
     modules = [model] if draft is None else [model, draft]
     parameters = {id(p): p for m in modules for p in m.parameters()}
     kinds = Norm | GatedRMSNorm | GatedGroupNorm
@@ -194,7 +205,7 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
             scale = 0.7 * parameter.shape[-1] ** -0.5
             parameter.data.normal_(0.0, scale, generator=generator)
     layers = [layer for m in modules for layer in m.modules()]
-    packed = [part for layer in layers for part in getattr(layer, "packed_parts", ())]
+    packed = [part for layer in layers for part in getattr(layer, "quantized_parts", ())]
     for index, weight in enumerate(packed):
         generator = torch.Generator(weight.device).manual_seed(seed * 100003 - 1 - index)
         weight.fill_dummy(generator)
@@ -204,7 +215,7 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
 def _ignored(
     checkpoint: Checkpoint, packing: WeightFormat | None, name: str, drafted: str | None
 ) -> bool:
-    """drafted: how names begin of a draft module that is not built; None: there is none."""
+    """Return whether a tensor is ignored. drafted: prefix of a draft module that is not built."""
     module = checkpoint.architecture
     if name.startswith(module.IGNORED) or name.endswith(OF_SETTINGS):
         return True
@@ -213,17 +224,22 @@ def _ignored(
     return drafted is not None and checkpoint.key(name).startswith(drafted)
 
 
-def _fill(name: str, slot: WeightSink, tensor: Tensor) -> list[str]:
-    """Hands the tensor over, or says why it does not fit."""
-    fault = slot.fault(tensor)
-    if fault is not None:
-        return [f"{name} ({fault})"]
-    slot.fill(upload(tensor, slot.device))
+def _fill(name: str, spec: WeightSpec, tensor: Tensor) -> list[str]:
+    """Copy this rank's slice of a tensor into the model; return why it does not fit, if so."""
+    mismatch = spec.mismatch(tensor)
+    if mismatch is not None:
+        return [f"{name} ({mismatch})"]
+    # Cut on the host, so that a rank never copies more than its slice to the device.
+    tensor = spec.narrow(tensor)
+    spec.sink.fill(upload(tensor, spec.sink.device))
     return []
 
 
-def _differs(name: str, tensor: Tensor, embedding: Tensor | None) -> list[str]:
-    """A tied head may stand in the file too, but only as the embedding that it is."""
-    if embedding is not None and torch.equal(tensor.to(embedding), embedding):
-        return []
+def _differs(name: str, tensor: Tensor, embedding: Embedding | None) -> list[str]:
+    """Return a message if a tied head in the files differs from the embedding."""
+    if embedding is not None:
+        weight = embedding.weight.data
+        tensor = WeightSpec.of(name, embedding.sink).narrow(tensor)
+        if torch.equal(tensor.to(weight), weight):
+            return []
     return [f"{name} (not embed_tokens.weight, to which tie_word_embeddings ties it)"]

@@ -15,19 +15,23 @@ from lockstep.models.moe_config import MoEConfig, read_routing
 PREFIXES = ("model.",)
 IGNORED = ()
 EXPERT = ("w1", "w3", "w2")
-"""Names of an expert's gate, up and down."""
+"""Names of an expert's gate, up and down projections."""
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math."""
+    """Settings of config.json that the model is built from."""
 
     layers: int
     mixture: MoEConfig
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = ConfigReader(raw)
         c.only("sliding_window", None, default=None)
         layers = c.size("num_hidden_layers", most=MAX_LAYERS)
@@ -43,7 +47,7 @@ class Model(Decoder):
     config: Config
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Attention over all tokens, then the mixture, in every layer."""
+        """Yield full attention and a mixture of experts for every layer."""
         c = self.config
 
         def mlp(at: BuildContext, layer: int) -> Sublayer:

@@ -1,4 +1,4 @@
-"""What the mixtures of experts here have in common: settings, and the half that a layer has."""
+"""Settings of mixtures of experts, and the sublayer that they configure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,11 @@ from lockstep.models.decoder import DecoderConfig, Sublayer
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """inner: width of an expert; shared_inner: of the shared one, 0 for none; shared_gate: whether
-    that one has a gate. dense_layers: those that have a dense MLP instead."""
+    """Settings of a mixture of experts.
+
+    inner: width of an expert. shared_inner: width of the shared expert, 0 for none. shared_gate:
+    whether it has a gate. dense_layers: layers with a dense MLP instead.
+    """
 
     routing: Routing
     inner: int
@@ -23,7 +26,9 @@ class MoEConfig:
     def half(
         self, build: BuildContext, c: DecoderConfig, name: str = "mlp", **options: Any
     ) -> Sublayer:
-        """The mixture, as the checkpoint calls it. options: those of lockstep.layers.moe.MoE."""
+        """Build the mixture's sublayer. name: in the checkpoint; options: those of
+        lockstep.layers.moe.MoE.
+        """
         moe = MoE(
             build.within(name),
             c.hidden_size,
@@ -37,7 +42,7 @@ class MoEConfig:
 
 
 def read_routing(c: ConfigReader, renormalize: bool = True) -> Routing:
-    """How many experts there are, and how many a token goes to.
+    """Read the number of experts and of those per token.
 
     transformers 5.23 writes num_experts as num_local_experts in some families.
     """
@@ -49,7 +54,9 @@ def read_routing(c: ConfigReader, renormalize: bool = True) -> Routing:
 
 
 def read_dense_layers(c: ConfigReader, layers: int) -> frozenset[int]:
-    """Layers with a dense MLP: mlp_only_layers, and all but every decoder_sparse_step-th."""
+    """Return the layers with a dense MLP: mlp_only_layers, and all but every
+    decoder_sparse_step-th.
+    """
     listed = c.get("mlp_only_layers", list, [])
     known = all(type(i) is int and 0 <= i < layers for i in listed)
     c.need(known, "mlp_only_layers", f"lists of layers, 0 to {layers - 1}")

@@ -26,12 +26,12 @@ IGNORED = ()
 DRAFT_PREFIX = "mtp."
 DRAFT_SETTING = "num_nextn_predict_layers"
 KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-"""A letter of hybrid_override_pattern -> the name of such a block in layers_block_type."""
+"""Letter of hybrid_override_pattern -> block type in layers_block_type."""
 LATER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
-"""What transformers 5 calls blocks -> the same."""
+"""Block types of transformers 5 -> those of layers_block_type."""
 
 DRAFT_KINDS = ("attention", "moe")
-"""Blocks of an MTP module whose pattern config.json does not say, as in transformers."""
+"""Blocks of an MTP module without a pattern in config.json, as in transformers."""
 
 SNAPSHOT_EVERY = 256
 """Pages of a prompt between two snapshots: 16,384 tokens. One is as large as the keys and values of
@@ -84,7 +84,7 @@ WITHOUT_EFFECT = {
         ("mtp_hybrid_override_pattern", "mtp_layers_block_type"), "there is no MTP module"
     ),
 }
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 EPS_NAMES = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
 OLDER_NAMES = {
     "mamba_n_groups": "n_groups",
@@ -92,13 +92,12 @@ OLDER_NAMES = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
 }
-"""Settings of Mamba-2 as the first files called them, and transformers still reads them -> what
-they are called since."""
+"""Older names of Mamba-2 settings, which transformers still reads -> present names."""
 
 
 @dataclass(frozen=True)
 class Mamba:
-    """The settings of Mamba-2 blocks: see lockstep.layers.mamba2."""
+    """Settings of Mamba-2 blocks: see lockstep.layers.mamba2."""
 
     heads: int
     head_dim: int
@@ -112,7 +111,7 @@ class Mamba:
 
 @dataclass(frozen=True)
 class Experts:
-    """The settings of mixtures: see lockstep.layers.moe."""
+    """Settings of mixtures: see lockstep.layers.moe."""
 
     routing: Routing
     inner: int
@@ -122,8 +121,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Config(StackConfig):
-    """The settings that decide the math. kinds: of the blocks, values of KINDS; draft_kinds: of the
-    MTP module's, none where there is no module; mamba, experts: None where no block is one."""
+    """Settings of config.json.
+
+    kinds: block types, values of KINDS. draft_kinds: those of the MTP module, empty without one.
+    mamba, experts: None if no block is one.
+    """
 
     kinds: tuple[str, ...]
     draft_kinds: tuple[str, ...]
@@ -133,7 +135,11 @@ class Config(StackConfig):
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = _with_later_names(ConfigReader(raw))
         kinds = _read_kinds(c)
         draft_kinds = _read_draft_kinds(c)
@@ -178,8 +184,11 @@ def _without_effect(kinds: tuple[str, ...]) -> dict[str, str]:
 
 
 def _with_later_names(c: ConfigReader) -> ConfigReader:
-    """The same settings, none of them under an older name. Raises CheckpointError where one is
-    there under both names and differs."""
+    """Return the settings under their present names.
+
+    Raises:
+        CheckpointError: a setting has different values under two names.
+    """
     later = {name: value for name, value in c.raw.items() if name not in OLDER_NAMES}
     for older, name in OLDER_NAMES.items():
         if older not in c.raw:
@@ -191,7 +200,7 @@ def _with_later_names(c: ConfigReader) -> ConfigReader:
 
 
 def _read_kinds(c: ConfigReader) -> tuple[str, ...]:
-    """The kind of each block: of hybrid_override_pattern, layers_block_type or layer_types."""
+    """Return the type of each block: hybrid_override_pattern, layers_block_type or layer_types."""
     names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
     field, kinds = _one_voice(c, names)
     c.need("attention" in kinds, field, "patterns with a block of attention")
@@ -201,7 +210,7 @@ def _read_kinds(c: ConfigReader) -> tuple[str, ...]:
 
 
 def _read_draft_kinds(c: ConfigReader) -> tuple[str, ...]:
-    """Those of the MTP module, of mtp_hybrid_override_pattern or mtp_layers_block_type."""
+    """Return the block types of the MTP module."""
     if not c.only(DRAFT_SETTING, 0, 1, None, default=0):
         return ()
     names = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
@@ -214,17 +223,20 @@ def _read_draft_kinds(c: ConfigReader) -> tuple[str, ...]:
 
 
 def _one_voice(c: ConfigReader, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """The first of these settings that is there, or the first of all, and the kinds of blocks that
-    it names. Raises CheckpointError where another one names others."""
-    told = [name for name in names if c.raw.get(name) is not None] or [names[0]]
-    kinds = _kinds_of(c, told[0])
-    for other in told[1:]:
-        c.need(_kinds_of(c, other) == kinds, other, f"the blocks of {told[0]}")
-    return told[0], kinds
+    """Return the first present setting's name and its block types.
+
+    Raises:
+        CheckpointError: another setting names other types.
+    """
+    named = [name for name in names if c.raw.get(name) is not None] or [names[0]]
+    kinds = _kinds_of(c, named[0])
+    for other in named[1:]:
+        c.need(_kinds_of(c, other) == kinds, other, f"the blocks of {named[0]}")
+    return named[0], kinds
 
 
 def _kinds_of(c: ConfigReader, field: str) -> tuple[str, ...]:
-    """The kinds of blocks that a setting names: by letters, or in a list."""
+    """Return the block types that a setting names, by letters or as a list."""
     by_letters = field.endswith("pattern")
     found: list[Any] = list(c.get(field, str if by_letters else list))
     if by_letters:
@@ -260,15 +272,17 @@ def _read_mamba(c: ConfigReader) -> Mamba:
 
 
 def _read_limits(c: ConfigReader) -> tuple[float, float]:
-    """time_step_limit. transformers 5 writes infinity as {"__float__": "Infinity"}."""
-    found = [
+    """Read time_step_limit; transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    limits = [
         inf if limit == {"__float__": "Infinity"} else limit
         for limit in c.get("time_step_limit", list, [0.0, inf])
     ]
     kinds = (int, float)
-    sound = len(found) == 2 and all(type(limit) in kinds for limit in found)
-    c.need(sound and 0 <= found[0] <= found[1], "time_step_limit", "two numbers, ascending from 0")
-    return float(found[0]), float(found[1])
+    sound = len(limits) == 2 and all(type(limit) in kinds for limit in limits)
+    c.need(
+        sound and 0 <= limits[0] <= limits[1], "time_step_limit", "two numbers, ascending from 0"
+    )
+    return float(limits[0]), float(limits[1])
 
 
 def _read_experts(c: ConfigReader) -> Experts:
@@ -304,16 +318,16 @@ class Model(Decoder):
         return [i for i, kind in enumerate(self.config.kinds) if kind == "attention"]
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """One half a block, called mixer whatever it is."""
+        """Yield one sublayer per block; the checkpoint calls each `mixer`."""
         for i, kind in enumerate(self.config.kinds):
             yield (self.single_sublayer(build.at(f"layers.{i}"), kind),)
 
     def single_sublayer(self, build: BuildContext, kind: str) -> Sublayer:
-        """All of a block."""
+        """Build the sublayer of a block."""
         return Sublayer(build, self.config, "norm", "mixer", self.body(build.within("mixer"), kind))
 
     def body(self, build: BuildContext, kind: str) -> nn.Module:
-        """What a block of this kind does."""
+        """Build the body of a block of this type."""
         c = self.config
         if kind == "attention":
             sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
@@ -352,19 +366,22 @@ class Model(Decoder):
 
 
 class Draft(MTPModule):
-    """The MTP module: eh_proj([enorm(embedding), hnorm(hidden)]), its blocks, final_layernorm."""
+    """MTP module: eh_proj([enorm(embedding), hnorm(hidden)]), its blocks, final_layernorm."""
 
     def __init__(self, target: Model, build: BuildContext, ids: Tensor | None = None) -> None:
         super().__init__(target, build, ids, module="mtp.layers.0", projection="eh_proj")
 
     def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """One half a block, as in the target."""
+        """Yield one sublayer per block, as in the target."""
         for i, kind in enumerate(target.config.draft_kinds):
             yield (target.single_sublayer(build.at(build.layer, f"mtp.layers.{i}"), kind),)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name, less DRAFT_PREFIX -> what it fills. What stands in front of the blocks
-        is in the first one's module, and the last norm in the last one's."""
+        """Map the module's tensors to their destinations.
+
+        The input norms and eh_proj are in the first block's module, the final norm in the last
+        one's.
+        """
         first = self.fc.weights() | {
             "enorm.weight": self.embed_norm.weight,
             "hnorm.weight": self.hidden_norm.weight,

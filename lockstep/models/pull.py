@@ -27,14 +27,14 @@ from lockstep.models.json_files import some
 from lockstep.models.weight_files import find_weight_files
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is done, the bytes that have come, and those that are to come."""
+"""Callback with (step, bytes that have arrived, bytes in total)."""
 DOWNLOADING = "downloading"
 ANSWER_SECONDS = 15.0
-"""Patience with the hub's answer about a model."""
+"""Timeout of the hub's answer about a model."""
 POLL_SECONDS = 0.2
-"""Time between two looks at how much has arrived."""
+"""Seconds between two progress updates."""
 SPARE_BYTES = 64 << 20
-"""Room that a download leaves on its disk, for file systems' own tables and small files."""
+"""Disk space that a download leaves free for the file system and small files."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class PullRequest:
 
         Raise ConfigError where it is none of these.
         """
-        found = HUB_FILE.fullmatch(name)
-        if found is None and not HUB_ID.fullmatch(name):
+        match = HUB_FILE.fullmatch(name)
+        if match is None and not HUB_ID.fullmatch(name):
             exists = Path(name).exists()
             raise ConfigError(
                 f"model={brief(name)} is not allowed; allowed: a hub id, such as Qwen/Qwen3-8B, or "
@@ -72,7 +72,7 @@ class PullRequest:
                 + ("It is a local path: serve it as it is." if exists else "Name one of them.")
             )
         folder = None if local_dir is None else Path(local_dir)
-        model, file = (name, None) if found is None else (found["model"], found["file"])
+        model, file = (name, None) if match is None else (match["model"], match["file"])
         return cls(model, revision, folder, file, tuple(include))
 
     def fetch(self, names: Sequence[str]) -> Path:

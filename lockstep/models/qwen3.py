@@ -26,18 +26,22 @@ WITHOUT_EFFECT = {
     "sliding_window": "use_sliding_window is off",
     "max_window_layers": "use_sliding_window is off",
 }
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math."""
+    """Settings of config.json that the model is built from."""
 
     layers: int
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = ConfigReader(raw)
         c.only("attention_bias", False, default=False)
         layers = read_attention_layers(c)
@@ -52,7 +56,7 @@ class Model(Decoder):
     config: Config
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Attention over all tokens, then the MLP, in every layer."""
+        """Yield full attention and an MLP for every layer."""
         c = self.config
         norms = dict(qk_norm=True, eps=c.eps)
         return attention_layers(build, c, c.layers, lambda at, _: mlp_sublayer(at, c), **norms)

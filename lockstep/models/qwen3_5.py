@@ -29,14 +29,14 @@ WITHOUT_EFFECT = {
     "max_window_layers": "no layer has a window",
     "mlp_only_layers": "every layer of the dense models has a dense MLP",
 }
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math.
+    """Settings of config.json.
 
-    grouped: whether the recurrent layers' projections lie by key head, as in Qwen3-Next.
+    grouped: the recurrent layers' projections are ordered by key head, as in Qwen3-Next.
     """
 
     norm_offset: ClassVar[float] = 1.0
@@ -52,7 +52,11 @@ class Config(DecoderConfig):
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = ConfigReader(raw)
         config = cls(**read_hybrid(c))
         c.refuse_unread(WITHOUT_EFFECT)
@@ -60,9 +64,10 @@ class Config(DecoderConfig):
 
 
 def read_hybrid(c: ConfigReader, dense: bool = True) -> dict[str, Any]:
-    """The fields of Config from config.json. dense: whether there are dense MLPs.
+    """Read the fields of Config. dense: whether there are dense MLPs.
 
-    Raises CheckpointError on what is missing or not built.
+    Raises:
+        CheckpointError: a setting is missing or not supported.
     """
     c.only("attention_bias", False, default=False)
     c.only("attn_output_gate", True, default=True)
@@ -100,7 +105,7 @@ class Model(Decoder):
         return [i for i, kind in enumerate(self.config.layer_types) if kind == "full_attention"]
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Every few layers attend, the others recur (layer_types); each is followed by an MLP."""
+        """Yield attention or Gated DeltaNet (layer_types), each with an MLP."""
         c = self.config
         rotary = c.rope.rotary(build)
         for i, kind in enumerate(c.layer_types):
@@ -111,12 +116,12 @@ class Model(Decoder):
                 yield recurrent_sublayer(at, c), self.mlp(at, i)
 
     def mlp(self, build: BuildContext, layer: int | None) -> Sublayer:
-        """The MLP of a layer, or of the draft module's (None)."""
+        """Build the MLP of a layer, or of the draft module (None)."""
         return mlp_sublayer(build, self.config)
 
 
 def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublayer:
-    """Gated attention."""
+    """Build a gated-attention sublayer."""
     attention = Attention(
         build.within("self_attn"),
         c.hidden_size,
@@ -133,7 +138,7 @@ def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublay
 
 
 def recurrent_sublayer(build: BuildContext, c: Config) -> Sublayer:
-    """Gated DeltaNet."""
+    """Build a Gated DeltaNet sublayer."""
     delta_net = GatedDeltaNet(
         build.within("linear_attn"),
         c.hidden_size,
@@ -149,19 +154,19 @@ def recurrent_sublayer(build: BuildContext, c: Config) -> Sublayer:
 
 
 class Draft(MTPModule):
-    """The MTP module: one full-attention block over fc([norm(embedding), norm(hidden)])."""
+    """MTP module: one attention layer over fc([norm(embedding), norm(hidden)])."""
 
     def __init__(self, target: Model, build: BuildContext, ids: Tensor | None = None) -> None:
         super().__init__(target, build, ids, module="mtp", projection="fc")
 
     def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Gated attention and an MLP."""
+        """Yield gated attention and an MLP."""
         c = target.config
         at = build.at(build.layer, "mtp.layers.0")
         yield attention_sublayer(at, c, c.rope.rotary(at)), target.mlp(at, None)
 
     def weights(self) -> dict[str, Target]:
-        """Checkpoint name, less DRAFT_PREFIX -> what it fills."""
+        """Map the checkpoint's tensors, by name less the prefix, to their destinations."""
         own = self.blocks[0].weights()
         return (
             {f"layers.0.{name}": tensor for name, tensor in own.items()}

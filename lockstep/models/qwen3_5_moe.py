@@ -19,13 +19,17 @@ __all__ = ["DRAFT_PREFIX", "IGNORED", "PREFIXES", "Config", "Draft", "Model"]
 
 @dataclass(frozen=True)
 class Config(qwen3_5.Config):
-    """The settings that decide the math."""
+    """Settings of config.json that the model is built from."""
 
     mixture: MoEConfig
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = ConfigReader(raw)
         c.only("norm_topk_prob", True, default=True)
         c.only("mlp_only_layers", [], None, default=None)
@@ -46,8 +50,7 @@ class Model(qwen3_5.Model):
     config: Config
 
     def mlp(self, build: BuildContext, layer: int | None) -> Sublayer:
-        """The mixture, or a dense MLP: in a layer where config.json says so, in the draft module
-        where the checkpoint has one there."""
+        """Build the mixture, or a dense MLP where config.json or the tensors say so."""
         c = self.config
         dense = layer in c.mixture.dense_layers
         if layer is None:

@@ -26,19 +26,23 @@ WITHOUT_EFFECT = {
     "sliding_window": "use_sliding_window is off",
     "max_window_layers": "use_sliding_window is off",
 }
-"""Settings that may be ignored -> why."""
+"""Settings of config.json that may be ignored, each with the reason."""
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math."""
+    """Settings of config.json that the model is built from."""
 
     layers: int
     mixture: MoEConfig
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = ConfigReader(raw)
         c.only("attention_bias", False, default=False)
         c.only("qkv_bias", False, None, default=False)
@@ -62,7 +66,7 @@ class Model(Decoder):
     config: Config
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
-        """Attention over all tokens, then the mixture, or a dense MLP where the file says so."""
+        """Yield attention, then the mixture, or a dense MLP where the file says so."""
         c = self.config
 
         def mlp(at: BuildContext, layer: int) -> Sublayer:

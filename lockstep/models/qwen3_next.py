@@ -21,13 +21,17 @@ IGNORED = ()
 
 @dataclass(frozen=True)
 class Config(qwen3_5_moe.Config):
-    """The settings that decide the math."""
+    """Settings of config.json that the model is built from."""
 
     grouped: ClassVar[bool] = True
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
-        """From config.json. Raises CheckpointError on what is missing or not built."""
+        """Read the settings of config.json.
+
+        Raises:
+            CheckpointError: a setting is missing or not supported.
+        """
         c = ConfigReader(raw)
         c.only("use_sliding_window", False, default=False)
         dense = read_dense_layers(c, c.size("num_hidden_layers", most=MAX_LAYERS))

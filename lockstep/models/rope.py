@@ -22,29 +22,33 @@ from lockstep.models.config_reader import MAX_SIZE, ConfigReader
 
 @dataclass(frozen=True)
 class Rope:
-    """No scaling: "default"."""
+    """Rotary positions without scaling: "default"."""
 
     theta: float
     width: int
 
     @classmethod
     def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "Rope":
-        """From the rotary settings. trained: the positions that the model was trained on, where
-        these settings do not say."""
+        """Read the rotary settings. trained: default for the positions that the model was trained
+        on.
+        """
         return cls(theta, width)
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
-        """For sequences of up to `length` tokens: inverse frequencies [width / 2] fp64 in radians
-        a token, and the factor of cos and sin."""
+        """Return inverse frequencies [width / 2] fp64 in radians per token, and the factor of cos
+        and sin.
+
+        length: longest sequence.
+        """
         return inverse_frequencies(self.theta, self.width), 1.0
 
     def rotary(self, build: BuildContext) -> Rotary:
-        """The tables of cos and sin for the model under construction."""
+        """Build the tables of cos and sin."""
         return Rotary(build, *self.frequencies(build.max_model_len))
 
 
 def inverse_frequencies(theta: float, width: int) -> Tensor:
-    """theta^(-2j / width) for each pair j: [width / 2] fp64."""
+    """Return theta^(-2j / width) of each pair j: [width / 2] fp64."""
     return theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
@@ -169,12 +173,12 @@ class YarnRope(Rope):
         return inverse / self.factor * slow + inverse * (1 - slow), self.attention_factor
 
     def _pair(self, turns: float) -> float:
-        """The pair, as a fraction, that turns so often over the trained positions."""
+        """Return the (fractional) pair that turns this often over the trained positions."""
         return self.width * log(self.trained / (turns * 2 * pi)) / (2 * log(self.theta))
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:
-    """The paper's attention factor: 0.1 mscale ln(factor) + 1, and 1 where nothing is stretched."""
+    """Return the paper's attention factor: 0.1 mscale ln(factor) + 1, or 1 without stretching."""
     return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
 
 
@@ -222,7 +226,7 @@ KINDS: Mapping[str, type[Rope]] = {
     "yarn": YarnRope,
     "longrope": LongRope,
 }
-"""By the rope_type that config.json names."""
+"""Class of each rope_type."""
 
 
 WITHOUT_EFFECT = {
@@ -232,15 +236,18 @@ WITHOUT_EFFECT = {
     "mscale_all_dim": "of latent attention, which reads it",
     "finetuned": "a note of how the model was trained",
 }
-"""Rotary settings that may be ignored -> why."""
+"""Rotary settings that may be ignored, each with the reason."""
 
 
 def read_rope(c: ConfigReader, head_dim: int, partial: float, theta: float | None = None) -> Rope:
-    """The rotary settings of config.json.
+    """Read the rotary settings of config.json.
 
-    partial: the share of a head that turns, where the file does not say; theta: rope_theta there,
-    None: the file must say. Raises CheckpointError on a kind that is not built, and on what its
-    class does not take.
+    Args:
+        partial: default share of a head's dims with positions.
+        theta: default of rope_theta; None if the file must have it.
+
+    Raises:
+        CheckpointError: a kind of scaling is not supported, or a setting is unknown to it.
     """
     rope = _settings(c, {"rope_theta": theta})
     share = rope.get("partial_rotary_factor", float, partial)
@@ -281,10 +288,13 @@ def longest_sequence(c: ConfigReader) -> int:
 
 
 def _settings(c: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
-    """rope_parameters, or what files before it have in rope_scaling and at the top level.
+    """Return rope_parameters, or rope_scaling and top-level settings of older files.
 
-    defaults: what counts where no place says it. Raises CheckpointError where the kind of scaling
-    is not built, or two places disagree.
+    Args:
+        defaults: values of settings that are absent everywhere.
+
+    Raises:
+        CheckpointError: the kind of scaling is not supported, or two places disagree.
     """
     found: dict[str, Any] = {name: c.raw.get(name) for name in ROPE_OUTSIDE}
     for part in ("rope_scaling", "rope_parameters"):
@@ -304,12 +314,12 @@ def _settings(c: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
 
 
 def _trained(rope: ConfigReader, longest: int) -> int:
-    """The positions that the model was trained on before they were stretched to `longest`."""
+    """Return the positions that the model was trained on before stretching to `longest`."""
     return rope.size("original_max_position_embeddings", longest)
 
 
 def _factor(rope: ConfigReader, longest: int) -> float:
-    """How far positions are stretched: what the file says, or longest / original positions."""
+    """Return the stretching factor: the file's, or longest / original positions."""
     if "original_max_position_embeddings" not in rope.raw:
         return rope.positive("factor")
     return rope.positive("factor", longest / _trained(rope, longest))

@@ -1,4 +1,4 @@
-"""The safetensors files that hold a checkpoint's tensors, by its index where it has one."""
+"""Safetensors files of a checkpoint, by its index if there is one."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -13,11 +13,12 @@ from typing import Any
 from lockstep.errors import CheckpointError, ConfigError, choice_error
 from lockstep.quantization.round_to_nearest import METHODS, RoundToNearest
 from lockstep.quantization.weight_format import CheckpointLinear, Layout, TensorInfo, WeightFormat
-from lockstep.quantization.weight_sink import WeightSink
+from lockstep.quantization.weight_sink import Ranges, WeightSink
 
 __all__ = [
     "FORMATS",
     "Layout",
+    "Ranges",
     "CheckpointLinear",
     "WeightFormat",
     "WeightSink",
@@ -47,17 +48,17 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "moe_wna16": ("gptq", "awq"),
     "inc": ("auto-round",),
 }
-"""vLLM's names of kernels for a format -> what config.json calls the formats."""
+"""vLLM's kernel names that users pass as a format -> formats of config.json."""
 
 
 def is_same_format(method: object, other: object) -> bool:
-    """Whether two quant_methods name one format."""
+    """Return whether two quant_methods name one format."""
     known = [FORMATS.get(name) if isinstance(name, str) else None for name in (method, other)]
     return known[0] is not None and known[0] == known[1]
 
 
 def allows_format(chosen: str, method: str) -> bool:
-    """Whether a name that the user chose is one of the format that a checkpoint names."""
+    """Return whether the user's choice names the format of the checkpoint."""
     names = OTHER_NAMES.get(chosen, (chosen,))
     return any(is_same_format(name, method) for name in names)
 
@@ -65,12 +66,16 @@ def allows_format(chosen: str, method: str) -> bool:
 def read_weight_format(
     settings: Mapping[str, Any] | None, chosen: str | None = None
 ) -> WeightFormat | None:
-    """The weight format that a checkpoint's quantization_config names, or that the user chose for a
-    checkpoint which is not packed; None without either.
+    """Return the weight format of a checkpoint, or the one to quantize it to; None for plain
+    weights.
 
-    chosen: EngineConfig.quantization. A packed checkpoint's own format may be named too. Raises
-    CheckpointError where a format is not built, or asks for what is not; ConfigError where the
-    choice does not suit the checkpoint.
+    Args:
+        settings: quantization_config of the checkpoint, None without one.
+        chosen: EngineConfig.quantization; of a quantized checkpoint only its own format is allowed.
+
+    Raises:
+        CheckpointError: the checkpoint's format is not supported.
+        ConfigError: the choice does not fit the checkpoint.
     """
     if settings is None:
         return _rounding(chosen)
@@ -92,7 +97,7 @@ def read_weight_format(
 
 
 def _rounding(chosen: str | None) -> WeightFormat | None:
-    """What packs a checkpoint that is not packed."""
+    """Return the format that a plain checkpoint is quantized to while loading."""
     if chosen is None:
         return None
     if chosen not in METHODS:

@@ -37,7 +37,7 @@ from lockstep.quantization.weight_format import (
 from lockstep.quantization.weight_sink import WeightSink
 
 PLAIN_BITS = 16
-"""From so many on a module is not packed."""
+"""Minimum bits of a module that is not quantized."""
 STORED_LESS = {
     "auto_round:auto_gptq": 1,
     "auto_round:gptq": 1,
@@ -47,15 +47,15 @@ STORED_LESS = {
     "auto_round:gptqmodel": 0,
     "auto_round": 0,
 }
-"""packing_format with GPTQ's tensors -> what is taken off a zero point before it is stored."""
+"""packing_format with GPTQ's tensors -> offset subtracted from stored zero points."""
 AS_AWQ = ("auto_round:auto_awq", "auto_round:awq", "auto_awq", "awq")
 """packing_formats with AWQ's tensors."""
 KERNELS = frozenset({"exllamav2", "triton", "tritonv2"})
-"""What may stand behind a packing_format."""
+"""Kernel names that may follow a packing_format."""
 ROTATIONS = ("rotation_config", "rotation_configs")
-"""Settings of maps in front of a weight, of which nothing is built."""
+"""Settings of transforms in front of a weight, which are not supported."""
 SPECIAL = frozenset("*+?^$()[]{}|\\")
-"""A name of extra_config that holds one of these is a pattern."""
+"""Characters that make a name of extra_config a pattern."""
 
 
 class AutoRound(IntWeightFormat):
@@ -75,22 +75,22 @@ class AutoRound(IntWeightFormat):
         self._check_bits(c, scheme)
         act_bits = c.get("act_bits", int, PLAIN_BITS)
         if act_bits < PLAIN_BITS:
-            told = (
+            note = (
                 f"{SETTINGS_PREFIX}act_bits={act_bits} is not followed: activations are not rounded"
             )
-            self.notes = (told,)
+            self.notes = (note,)
         self.blocks = c.names("block_name_to_quantize") or c.names("to_quant_block_names")
         self.extra: dict[str, Scheme | None] = {}
         self.patterns: list[tuple[str, NamePattern, Scheme | None]] = []
         for name, options in c.parts("extra_config").items():
-            found = self._scheme(options)
+            entry = self._scheme(options)
             if SPECIAL.isdisjoint(name):
-                self.extra[name] = found
+                self.extra[name] = entry
             else:
-                self.patterns.append((name, c.pattern("extra_config", name), found))
+                self.patterns.append((name, c.pattern("extra_config", name), entry))
 
     def _scheme(self, c: SettingsReader) -> Scheme | None:
-        """What an entry of extra_config says: as a whole, but for what it leaves out."""
+        """Return the scheme of an entry of extra_config; absent settings are those of the whole."""
         _check_plain(c)
         bits = c.get("bits", int, self.scheme.bits)
         if bits >= PLAIN_BITS:
@@ -99,9 +99,9 @@ class AutoRound(IntWeightFormat):
         if c.only("data_type", "int", "fp", "float", default="int") != "int":
             c.ignore("group_size", "sym", "packing_format")
             return None
-        found = replace(self.scheme.overridden(c), act_order=False)
-        self._check_bits(c, found)
-        return found
+        scheme = replace(self.scheme.overridden(c), act_order=False)
+        self._check_bits(c, scheme)
+        return scheme
 
     def _check_bits(self, c: SettingsReader, scheme: Scheme) -> None:
         if self.packing in AS_AWQ and scheme.bits != AWQ_BITS:
@@ -122,8 +122,10 @@ class AutoRound(IntWeightFormat):
         return ModuleScheme(self.scheme, inside, setting)
 
     def _said(self, name: str, scheme: Scheme | None, *, exact: bool) -> ModuleScheme:
-        """What an entry of extra_config says. A pattern that changes how modules are packed may
-        match some that are not."""
+        """Return what an entry of extra_config says about a module.
+
+        A pattern with a scheme may also match modules that are not quantized.
+        """
         setting = f"{SETTINGS_PREFIX}extra_config[{name[:100]!r}]"
         if scheme is None:
             return ModuleScheme(self.scheme, False, setting)
@@ -138,23 +140,27 @@ class AutoRound(IntWeightFormat):
 
 
 def read(settings: Mapping[str, Any]) -> WeightFormat:
-    """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
+    """Return the weight format of a checkpoint's settings.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
     return read_strictly(settings, "auto-round", AutoRound)
 
 
 def _check_plain(c: SettingsReader) -> None:
-    """Raises CheckpointError where more than integers, scales and zeros makes a weight."""
+    """Raise CheckpointError if a weight consists of more than integers, scales and zero points."""
     c.only("super_bits", None)
     for name in ROTATIONS:
         c.only(name, None, [], {})
 
 
 def _packing_format(c: SettingsReader) -> str:
-    """The packing_format, less a kernel behind it."""
+    """Return the packing_format without a kernel name."""
     name = c.called("packing_format", "backend")
     written = c.get(name, str, "auto_round:auto_gptq")
-    found = ":".join(part for part in written.split(":") if part not in KERNELS)
+    packing = ":".join(part for part in written.split(":") if part not in KERNELS)
     known = (*STORED_LESS, *AS_AWQ)
-    if found not in known:
+    if packing not in known:
         raise c.error(name, written, ", ".join(map(repr, known)), SUPPORTED_REMEDY)
-    return found
+    return packing

@@ -39,9 +39,9 @@ from lockstep.quantization.weight_sink import WeightSink
 AWQ_BITS = 4
 CODES = WORD // AWQ_BITS
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of a word's outputs stands in each of its nibbles, the lowest first."""
+"""Output column in each nibble of a word, lowest nibble first."""
 SHIFTS = tuple(AWQ_BITS * ORDER.index(output) for output in range(CODES))
-"""The first bit of each of a word's outputs."""
+"""First bit of each output column in a word."""
 
 
 class AWQ(IntWeightFormat):
@@ -57,8 +57,8 @@ class AWQ(IntWeightFormat):
         version = c.called("version", "checkpoint_format", "format")
         c.only(version, "gemm", "GEMM", default="gemm")
         c.only("pack_dtype", "int32", default="int32")
-        left = c.names("modules_to_not_convert")
-        self.left = re.compile("|".join(map(re.escape, left))) if left else None
+        excluded = c.names("modules_to_not_convert")
+        self.left = re.compile("|".join(map(re.escape, excluded))) if excluded else None
         self.head = c.get("lm_head", bool, False)
 
     def asked(self, module: CheckpointLinear) -> ModuleScheme:
@@ -77,27 +77,35 @@ class AWQ(IntWeightFormat):
 
 
 def read(settings: Mapping[str, Any]) -> WeightFormat:
-    """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
+    """Return the weight format of a checkpoint's settings.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
     return read_strictly(settings, "awq", AWQ)
 
 
 def awq_sinks(module: CheckpointLinear, weight: IntWeight) -> dict[str, WeightSink]:
-    """The slots of a module's tensors."""
-    n = module.outputs
+    """Return the sinks of a module's tensors."""
+    n = module.whole_outputs
     groups = weight.scales.shape[1]
     words = -(-n // CODES)
     int32 = (torch.int32,)
     where = weight.device
     scales = partial(fill_scales, module, weight)
     return {
-        "qweight": WeightSink((module.inputs, words), int32, where, partial(_fill_codes, weight)),
-        "qzeros": WeightSink((groups, words), int32, where, partial(_fill_zeros, module, weight)),
-        "scales": WeightSink((groups, n), (weight.scales.dtype,), where, scales),
+        "qweight": WeightSink(
+            (module.inputs, words), int32, where, partial(_fill_codes, weight), 1, CODES
+        ),
+        "qzeros": WeightSink(
+            (groups, words), int32, where, partial(_fill_zeros, module, weight), 1, CODES
+        ),
+        "scales": WeightSink((groups, n), (weight.scales.dtype,), where, scales, 1),
     }
 
 
 def _fill_codes(weight: IntWeight, words: Tensor) -> None:
-    """words [K, N / 8]."""
+    """Fill the codes from words [K, N / 8]."""
 
     def codes(begin: int, end: int) -> Tensor:
         part = words[:, begin // CODES : -(-end // CODES)]
@@ -107,6 +115,6 @@ def _fill_codes(weight: IntWeight, words: Tensor) -> None:
 
 
 def _fill_zeros(module: CheckpointLinear, weight: IntWeight, words: Tensor) -> None:
-    """words [G, N / 8]."""
+    """Fill the zero points from words [G, N / 8]."""
     zeros = unpacked_words(words, SHIFTS, AWQ_BITS, dim=1)
     fill_zeros(module, weight, zeros[:, : module.outputs])

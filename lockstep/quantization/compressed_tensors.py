@@ -40,19 +40,23 @@ from lockstep.quantization.storage import (
 from lockstep.quantization.weight_format import CheckpointLinear
 
 CLASS = "Linear"
-"""The class of every linear map, as targets name it."""
+"""Class of every linear layer in targets."""
 OF_ALL = 2
-"""How precise a class is: of what find() says, the least."""
+"""Rank of a target that is a class: the least specific one."""
 PATTERN = "re:"
-"""In front of a target that is a regular expression; it is matched from the name's start."""
+"""Prefix of a target that is a regular expression, matched from the name's start."""
 MIXED = "mixed-precision"
 DENSE = "dense"
 MAX_GROUP_SIZE = 1 << 20
-"""Columns that may share a scale."""
+"""Maximum columns that share a scale."""
 
 
 def read(settings: Mapping[str, Any]) -> "CompressedTensors":
-    """The format of these settings. Raises CheckpointError where they ask for what is not built."""
+    """Return the weight format of a checkpoint's settings.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
     return read_strictly(settings, "compressed-tensors", CompressedTensors)
 
 
@@ -70,7 +74,11 @@ class Targets:
 
     @classmethod
     def read(cls, settings: SettingsReader, name: str) -> "Targets":
-        """The setting of this name. Raises CheckpointError where it is no list of them."""
+        """Read a setting that lists targets.
+
+        Raises:
+            CheckpointError: it is no list of names.
+        """
         texts: list[str] = settings.get(name, list, [])
         if not all(isinstance(text, str) for text in texts):
             raise settings.error(name, texts, "a list of names", EDIT_REMEDY)
@@ -80,8 +88,9 @@ class Targets:
         return cls(names, tuple(patterns), CLASS in texts)
 
     def find(self, module: CheckpointLinear) -> tuple[int, str] | None:
-        """What decides of a module, by one of the names that this may have: how precise it is, the
-        most precise first, and its text; None where nothing does."""
+        """Return (rank, text) of the most specific target that matches the module; None without
+        one.
+        """
         named = [name for name in module.names if name in self.names]
         if named:
             return 0, min(named)
@@ -132,12 +141,12 @@ class CompressedTensors(StoredWeightFormat):
         self.left_out = Targets.read(settings, "ignore")
         parts = settings.parts("config_groups")
         if not parts and not settings.has(KV_SCHEME):
-            told = "an object of groups of modules"
+            expected = "an object of groups of modules"
             raise settings.error(
-                "config_groups", settings.raw.get("config_groups"), told, EDIT_REMEDY
+                "config_groups", settings.raw.get("config_groups"), expected, EDIT_REMEDY
             )
-        found = [group(name, part, self.format) for name, part in parts.items()]
-        self.groups = [one for one in found if one is not None]
+        groups = [group(name, part, self.format) for name, part in parts.items()]
+        self.groups = [one for one in groups if one is not None]
         self.notes = tuple(notes(settings, parts))
         self.other_kv = non_fp8_kv_setting(settings)
 
@@ -145,8 +154,8 @@ class CompressedTensors(StoredWeightFormat):
         entry = self.left_out.find(module)
         if entry is not None:
             return resolve_storage(module, None, f"{SETTINGS_PREFIX}ignore ({entry[1]!r})")
-        found = [(one.targets.find(module), -index) for index, one in enumerate(self.groups)]
-        ranked = [(target, index) for target, index in found if target is not None]
+        matches = [(one.targets.find(module), -index) for index, one in enumerate(self.groups)]
+        ranked = [(target, index) for target, index in matches if target is not None]
         groups = f"{SETTINGS_PREFIX}config_groups"
         if not ranked:
             return resolve_storage(module, None, f"{groups}, of which no target names it,")
@@ -157,7 +166,7 @@ class CompressedTensors(StoredWeightFormat):
 
 
 def group(name: str, settings: SettingsReader, default: str) -> Group | None:
-    """A group by its settings; None where it packs no weights."""
+    """Return the group of these settings; None if it quantizes no weights."""
     named = Targets.read(settings, "targets")
     weights = settings.part("weights")
     if not settings.has("weights"):
@@ -170,7 +179,7 @@ def group(name: str, settings: SettingsReader, default: str) -> Group | None:
 
 
 def inferred(weights: SettingsReader) -> str:
-    """The format of a group that does not say, in a file of several."""
+    """Return the format of a group without one, in a checkpoint of several formats."""
     kind = weights.only("type", "int", "float", default="int")
     if kind == "int":
         return "pack-quantized"
@@ -178,18 +187,20 @@ def inferred(weights: SettingsReader) -> str:
 
 
 def strategy(weights: SettingsReader, *allowed: str) -> str:
-    """What shares a scale; where it is not said, group_size does: as the library has it."""
+    """Return the unit that shares a scale; without a strategy group_size decides, as in the
+    library.
+    """
     if not weights.has("strategy"):
         size = weights.raw.get("group_size")
-        found = "tensor" if size is None else "channel" if size == -1 else "group"
-        if found not in allowed:
-            raise weights.error("strategy", found, ", ".join(map(repr, allowed)), SUPPORTED_REMEDY)
-        return found
+        unit = "tensor" if size is None else "channel" if size == -1 else "group"
+        if unit not in allowed:
+            raise weights.error("strategy", unit, ", ".join(map(repr, allowed)), SUPPORTED_REMEDY)
+        return unit
     return weights.only("strategy", *allowed)
 
 
 def integers(weights: SettingsReader, in_words: bool) -> Storage:
-    """Codes in words, or int8."""
+    """Return the storage of integers, in words or int8."""
     weights.only("type", "int", default="int")
     bits = weights.only("num_bits", *((4, 8) if in_words else (8,)), default=8)
     known = ("channel", "group") if in_words else ("tensor", "channel", "group")
@@ -206,7 +217,7 @@ def integers(weights: SettingsReader, in_words: bool) -> Storage:
 
 
 def floats(weights: SettingsReader) -> Storage:
-    """Codes of e4m3fn."""
+    """Return the storage of e4m3fn codes."""
     weights.only("type", "float")
     weights.only("num_bits", 8, default=8)
     weights.only("symmetric", True, default=True)
@@ -217,13 +228,13 @@ def floats(weights: SettingsReader) -> Storage:
 
 
 def naive(weights: SettingsReader) -> Storage:
-    """Integers or floats of 8 bits, as they are."""
+    """Return the storage of 8-bit integers or floats."""
     kind = weights.only("type", "int", "float", default="int")
     return floats(weights) if kind == "float" else integers(weights, in_words=False)
 
 
 def nvfp4(weights: SettingsReader) -> Storage:
-    """Codes of e2m1."""
+    """Return the storage of e2m1 codes."""
     weights.only("type", "float")
     weights.only("num_bits", 4)
     weights.only("symmetric", True, default=True)
@@ -239,17 +250,17 @@ FORMATS: Mapping[str, Callable[[SettingsReader], Storage]] = {
     "float-quantized": floats,
     "nvfp4-pack-quantized": nvfp4,
 }
-"""format -> the storage of a group's weights. mxfp4 and mxfp8 are not among them."""
+"""Storage of a group's weights by format. mxfp4 and mxfp8 are not supported."""
 
 
 def notes(settings: SettingsReader, groups: dict[str, SettingsReader]) -> list[str]:
-    """What the settings ask for and is not done."""
-    found = [
+    """Return notes on the settings that are not followed."""
+    messages = [
         f"{part.within}{name} is not used: activations are not rounded"
         for part in groups.values()
         for name in ("input_activations", "output_activations")
         if part.has(name)
     ]
     if settings.has(KV_SCHEME):
-        found.append(f"{SETTINGS_PREFIX}{KV_SCHEME} is not followed: {SCALES_OF_KV}")
-    return found
+        messages.append(f"{SETTINGS_PREFIX}{KV_SCHEME} is not followed: {SCALES_OF_KV}")
+    return messages

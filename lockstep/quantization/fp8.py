@@ -20,15 +20,22 @@ from lockstep.quantization.storage import (
 from lockstep.quantization.weight_format import CheckpointLinear
 
 LISTS = ("modules_to_not_convert", "ignored_layers")
-"""Settings with modules that are not packed: exact names, enclosing modules, name endings, or a
-regular expression, as transformers reads them, of what names begin with up to a dot."""
+"""Settings that list unquantized modules.
+
+An entry is an exact name, an enclosing module, the end of a name, or a regular expression that
+transformers matches from the start of a name up to a dot.
+"""
 SPECIAL = frozenset("*+?^$()[]{}|\\")
-"""An entry that holds one of these is a regular expression."""
+"""Characters that make an entry a regular expression."""
 UP_TO_A_DOT = r"(?:(?<=\.)|(?=\.|$))"
 
 
 def read(settings: Mapping[str, Any]) -> "Fp8":
-    """The format of these settings. Raises CheckpointError where they ask for what is not built."""
+    """Return the weight format of a checkpoint's settings.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
     return read_strictly(settings, "fp8", Fp8)
 
 
@@ -73,7 +80,7 @@ class Fp8(StoredWeightFormat):
         return resolve_storage(module, self.storage_of_all, self._reason(), of_all=True)
 
     def _left_out_by(self, module: CheckpointLinear) -> str | None:
-        """The setting and its entry by which a module is not packed, if there is one."""
+        """Return the setting and its entry that exclude a module; None if none does."""
         for name in module.names:
             for part in (*enclosing_modules(name), *ends(name)):
                 if part in self.left_out:
@@ -84,13 +91,13 @@ class Fp8(StoredWeightFormat):
         return None
 
     def _reason(self) -> str:
-        """The setting that packs what no list leaves out."""
+        """Return the setting that quantizes modules which no list excludes."""
         block = self.settings.raw.get("weight_block_size")
         return f"{SETTINGS_PREFIX}weight_block_size={block}, with no list to except it,"
 
 
 def ends(name: str) -> Iterator[str]:
-    """What stands behind each dot of a name."""
+    """Yield what follows each dot of a name."""
     while "." in name:
         name = name.partition(".")[2]
         yield name

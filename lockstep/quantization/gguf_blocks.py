@@ -50,7 +50,7 @@ class BlockLayout:
     type: GgufType
 
     def dequantize(self, blocks: Tensor) -> Tensor:
-        """blocks [B, nbytes] uint8 -> weights [B, columns] fp32."""
+        """Dequantize blocks [B, nbytes] uint8 to weights [B, columns] fp32."""
         fields = self.split(blocks)
         grouped = self.type.values(fields.codes).view(len(blocks), -1, self.type.group)
         weights = grouped * _by_group(fields.scales, fields.steps)
@@ -66,7 +66,7 @@ def _by_group(base: Tensor, steps: Tensor | None) -> Tensor:
 
 
 def _bits(data: Tensor, bits: int, width: int) -> Tensor:
-    """Split bytes into codes of so many bits: [B, n] -> [B, n * 8 / bits], uint8.
+    """Split bytes into codes of this many bits: [B, n] -> [B, n * 8 / bits], uint8.
 
     Runs of `width` bytes give first their lowest bits, then the next ones, and so on.
     """
@@ -185,17 +185,17 @@ _SPLITS: dict[str, tuple[int, int, int, Callable[[Tensor], BlockFields]]] = {
 LAYOUTS: dict[str, BlockLayout] = {
     kind: BlockLayout(*fields, GGUF_TYPES[kind]) for kind, fields in _SPLITS.items()
 }
-"""Type of a quantized tensor -> its block layout."""
+"""Block layout of each quantized tensor type."""
 PLAIN: dict[str, tuple[int, torch.dtype]] = {
     "F32": (0, torch.float32),
     "F16": (1, torch.float16),
     "BF16": (30, torch.bfloat16),
 }
-"""Type of a tensor that is not quantized -> its number in a file's tensor table, and its dtype."""
+"""Plain tensor type -> (number in a file's tensor table, dtype)."""
 
 
 def bytes_per_row(kind: str, columns: int) -> int:
-    """Return the bytes of a row of so many columns.
+    """Return the bytes of a row of this many columns.
 
     Raises CheckpointError for a type that is not built, and for columns that are no whole blocks.
     """

@@ -74,7 +74,7 @@ class GGUFWeightFormat(WeightFormat):
             )  # fmt: skip
         return Layout.of(GgufWeight, type_name=kind)
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         kind = _kind(module)
         assert kind is not None, "the layout said so"
         (n, k) = weight.shape
@@ -86,7 +86,7 @@ class GGUFWeightFormat(WeightFormat):
                 _check(module, fields)
                 _store(weight.rows(begin, end), fields, layout)
 
-        shape = (n, bytes_per_row(kind, k))
+        shape = (module.whole_outputs, bytes_per_row(kind, k))
         return {"weight": WeightSink(shape, (torch.uint8,), weight.device, fill)}
 
 

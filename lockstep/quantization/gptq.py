@@ -47,7 +47,7 @@ from lockstep.quantization.weight_format import (
 from lockstep.quantization.weight_sink import WeightSink
 
 STORED_LESS = {"gptq": 1, "gptq_v2": 0}
-"""checkpoint_format -> what is taken off a zero point before it is stored."""
+"""checkpoint_format -> offset subtracted from stored zero points."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +105,26 @@ class GPTQ(IntWeightFormat):
 
 
 def read(settings: Mapping[str, Any]) -> WeightFormat:
-    """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
+    """Return the weight format of a checkpoint's settings.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
     return read_strictly(settings, "gptq", GPTQ)
 
 
 def _static(c: SettingsReader) -> bool:
-    """static_groups, which GPTQModel writes into `meta`."""
+    """Return static_groups, which GPTQModel writes into `meta`."""
     meta = c.raw.get("meta")
-    own = SettingsReader(meta, f"{SETTINGS_PREFIX}meta.") if isinstance(meta, dict) else c
-    return own.get("static_groups", bool, c.get("static_groups", bool, False))
+    reader = SettingsReader(meta, f"{SETTINGS_PREFIX}meta.") if isinstance(meta, dict) else c
+    return reader.get("static_groups", bool, c.get("static_groups", bool, False))
 
 
 def _rule(c: SettingsReader, scheme: Scheme, text: str, options: SettingsReader) -> Rule:
-    """An entry of `dynamic`: -:pattern leaves modules as they are, +:pattern or pattern alone
-    changes how they are packed."""
+    """Return the rule of an entry of `dynamic`.
+
+    -:pattern leaves modules plain; +:pattern, or a pattern alone, changes their scheme.
+    """
     pattern = c.pattern("dynamic", text.removeprefix("-:").removeprefix("+:"))
     return Rule(text, pattern, None if text.startswith("-:") else scheme.overridden(options))
 
@@ -126,34 +132,36 @@ def _rule(c: SettingsReader, scheme: Scheme, text: str, options: SettingsReader)
 def gptq_sinks(
     module: CheckpointLinear, weight: IntWeight, scheme: Scheme, stored_less: int
 ) -> dict[str, WeightSink]:
-    """The slots of a module's tensors. stored_less: what was taken off its zero points."""
-    n = module.outputs
+    """Return the sinks of a module's tensors. stored_less: offset of stored zero points."""
+    n = module.whole_outputs
     k = module.inputs
     groups = weight.scales.shape[1]
     codes = WORD // scheme.bits
     int32 = (torch.int32,)
     where = weight.device
-    found = {
-        "qweight": WeightSink((-(-k // codes), n), int32, where, partial(_fill_codes, weight)),
+    sinks = {
+        "qweight": WeightSink((-(-k // codes), n), int32, where, partial(_fill_codes, weight), 1),
         "qzeros": WeightSink(
             (groups, -(-n // codes)),
             int32,
             where,
             partial(_fill_zeros, module, weight, stored_less),
+            1,
+            codes,
         ),
         "scales": WeightSink(
-            (groups, n), (weight.scales.dtype,), where, partial(fill_scales, module, weight)
+            (groups, n), (weight.scales.dtype,), where, partial(fill_scales, module, weight), 1
         ),
     }
     if weight.g_idx is not None or "g_idx" in (module.tensors or ()):
         order = partial(_fill_order, module, weight)
         kept_at = torch.device("cpu") if weight.g_idx is None else where
-        found["g_idx"] = WeightSink((k,), (torch.int32, torch.int64), kept_at, order)
-    return found
+        sinks["g_idx"] = WeightSink((k,), (torch.int32, torch.int64), kept_at, order, None)
+    return sinks
 
 
 def _fill_codes(weight: IntWeight, words: Tensor) -> None:
-    """words [K / c, N]."""
+    """Fill the codes from words [K / c, N]."""
     k = weight.k
     shifts = ascending(weight.bits)
 
@@ -166,26 +174,28 @@ def _fill_codes(weight: IntWeight, words: Tensor) -> None:
 def _fill_zeros(
     module: CheckpointLinear, weight: IntWeight, stored_less: int, words: Tensor
 ) -> None:
-    """words [G, N / c]."""
+    """Fill the zero points from words [G, N / c]."""
     shifts = ascending(weight.bits)
-    each = sum(1 << shift for shift in shifts)
-    zeros = unpacked_words(words + stored_less * each, shifts, weight.bits, dim=1)
+    ones = sum(1 << shift for shift in shifts)
+    zeros = unpacked_words(words + stored_less * ones, shifts, weight.bits, dim=1)
     fill_zeros(module, weight, zeros[:, : module.outputs])
 
 
 @lru_cache(maxsize=16)
 def _in_order(k: int, group: int, device: torch.device) -> Tensor:
-    """The group of each of k columns in order. Experts ask for one again and again."""
+    """Return the group of each of k ordered columns; cached, since every expert asks for it."""
     return torch.arange(k, device=device) // group
 
 
 def _fill_order(module: CheckpointLinear, weight: IntWeight, order: Tensor) -> None:
-    """order [K]: the group of each column. Each group has its columns, in whatever places."""
+    """Copy the group of each column from order [K], checked to fill every group."""
     plain = _in_order(weight.k, weight.group, order.device)
     if weight.g_idx is None:
         if not bool((order == plain).all()) and bool(order.any()):
-            said = "moves columns between groups, but config.json has no desc_act, or static_groups"
-            raise damaged_error(module, "g_idx", said)
+            problem = (
+                "moves columns between groups, but config.json has no desc_act, or static_groups"
+            )
+            raise damaged_error(module, "g_idx", problem)
         return
     if not torch.equal(order.long().sort().values, plain):
         raise damaged_error(module, "g_idx", f"does not give each group its {weight.group} columns")

@@ -115,7 +115,7 @@ BY_FORMAT: Mapping[str, Mapping[str, str]] = {
     "fp8": {**COMMON, **_OF_FP8},
     "gguf": COMMON,
 }
-"""Settings that may be ignored, by the format whose code reads the others."""
+"""Settings that may be ignored, by format; the format's code reads the others."""
 
 
 def is_switched_off(value: object) -> bool:

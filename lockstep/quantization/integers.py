@@ -24,20 +24,23 @@ from lockstep.quantization.weight_sink import WeightSink
 
 BITS = (4, 8)
 GROUPS = (-1, 32, 64, 128)
-"""Columns that share a scale; -1: all."""
+"""Supported numbers of columns that share a scale; -1: all columns."""
 SIDECARS = frozenset({"qweight", "qzeros", "scales", "g_idx"})
-"""The tensors of a packed module."""
+"""Tensors of a quantized layer."""
 SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-"""What scales may be, by their names in a file's header."""
+"""Supported dtypes of scales, by their safetensors names."""
 WORD = 32
-"""Bits of a word."""
+"""Bits of a word of codes."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a weight is packed. group: columns that share a scale, -1 for all; symmetric: zeros are
-    all 2^(bits - 1); act_order: columns were packed in the order of their activations; static: in
-    groups that were chosen before, so that each is of the group of its place."""
+    """Quantization scheme of a weight.
+
+    group: columns that share a scale, -1 for all. symmetric: all zero points are 2^(bits - 1).
+    act_order: columns were quantized in the order of their activations. static: groups were formed
+    before that, so that each column keeps its group.
+    """
 
     bits: int
     group: int
@@ -47,16 +50,16 @@ class Scheme:
 
     @property
     def in_order(self) -> bool:
-        """Whether column k is of group k // group; else a tensor says of which each is."""
+        """Whether column k belongs to group k // group; otherwise g_idx gives the groups."""
         return self.static or not self.act_order
 
     @property
     def name(self) -> str:
-        """What numerics call it: int4-g128, int8-channel."""
+        """Name in numerics, such as int4-g128 or int8-channel."""
         return f"int{self.bits}-" + ("channel" if self.group == -1 else f"g{self.group}")
 
     def overridden(self, c: SettingsReader, group_name: str = "group_size") -> "Scheme":
-        """This scheme, less what the settings of some modules say otherwise."""
+        """Return the scheme with the settings of some modules applied."""
         return replace(
             self,
             bits=c.only("bits", *BITS, default=self.bits),
@@ -69,9 +72,10 @@ class Scheme:
 
 @dataclass(frozen=True)
 class ModuleScheme:
-    """What settings say of a module: whether it is packed, and how if it is.
+    """Scheme of one module according to the settings, and whether it is quantized.
 
-    setting: the one that names it, which its tensors must not contradict; empty where none does.
+    setting: the setting that names the module, which its tensors must not contradict; "" if none
+    does.
     """
 
     scheme: Scheme
@@ -80,9 +84,9 @@ class ModuleScheme:
 
 
 class IntWeightFormat(WeightFormat):
-    """A format of integers: what IntWeight holds, in the checkpoint's own order.
+    """Integer weight format that IntWeight stores, in the checkpoint's column order.
 
-    _asked: what the settings say of modules, by their names; each is asked for twice or more.
+    _asked: cache of the settings' answer per module; each is needed more than once.
     """
 
     def __init__(self, name: str, scheme: Scheme) -> None:
@@ -92,32 +96,35 @@ class IntWeightFormat(WeightFormat):
 
     @abstractmethod
     def asked(self, module: CheckpointLinear) -> ModuleScheme:
-        """What the settings say of the module."""
+        """Return what the settings say about the module."""
 
     def scheme_of(self, module: CheckpointLinear) -> Scheme | None:
-        """How the module is packed; None: it is not.
+        """Return the scheme of a quantized module; None for a plain one.
 
-        Raises CheckpointError where tensors and settings contradict each other.
+        Raises:
+            CheckpointError: tensors and settings contradict each other.
         """
-        asked = self._asked.get(module.names)
-        if asked is None:
-            asked = self._asked[module.names] = self.asked(module)
+        answer = self._asked.get(module.names)
+        if answer is None:
+            answer = self._asked[module.names] = self.asked(module)
         if module.tensors is None:
-            return asked.scheme if asked.packed else None
+            return answer.scheme if answer.packed else None
         packed = SIDECARS & module.tensors.keys()
         if packed and "weight" in module.tensors:
             raise contradiction_error(module, "a module has one or the other")
-        if asked.setting and (packed or module.tensors) and asked.packed != bool(packed):
-            word = "packed" if asked.packed else "not packed"
-            raise contradiction_error(module, f"config.json {asked.setting} says that it is {word}")
-        return asked.scheme if packed else None
+        if answer.setting and (packed or module.tensors) and answer.packed != bool(packed):
+            word = "packed" if answer.packed else "not packed"
+            raise contradiction_error(
+                module, f"config.json {answer.setting} says that it is {word}"
+            )
+        return answer.scheme if packed else None
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         scheme = self.scheme_of(module)
         if scheme is None:
             return None
         ordered = not scheme.in_order and 0 < scheme.group < module.inputs
-        found = Layout.of(
+        layout = Layout.of(
             IntWeight,
             bits=scheme.bits,
             group=scheme.group,
@@ -125,25 +132,25 @@ class IntWeightFormat(WeightFormat):
             zeros=not scheme.symmetric,
             g_idx=ordered,
         )
-        return replace(found, apart=module.path) if ordered else found
+        return replace(layout, fusion_key=module.path) if ordered else layout
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         scheme = self.scheme_of(module)
         assert isinstance(weight, IntWeight) and scheme is not None, "the layout said so"
-        found = self.filled(module, weight, scheme)
+        sinks = self.filled(module, weight, scheme)
         if "bias" in (module.tensors or ()):
-            found["bias"] = _no_bias(module, weight)
-        return found
+            sinks["bias"] = _no_bias(module, weight)
+        return sinks
 
     @abstractmethod
     def filled(
         self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
     ) -> dict[str, WeightSink]:
-        """What `slots` gives, less the bias that some files have where the model has none."""
+        """Return the sinks of the module, without that of a bias that the model does not have."""
 
 
 def _scale_dtype(module: CheckpointLinear) -> torch.dtype:
-    """Of the module's scales, as its file says; float16, as most are, where there is none."""
+    """Return the dtype of the module's scales; float16 without files."""
     info = (module.tensors or {}).get("scales")
     if info is None:
         return torch.float16
@@ -154,49 +161,49 @@ def _scale_dtype(module: CheckpointLinear) -> torch.dtype:
 
 
 def unpacked_words(words: Tensor, shifts: tuple[int, ...], bits: int, dim: int) -> Tensor:
-    """words [R, C] int32 -> the codes within them, in the order of `shifts`, side by side along dim
-    (0: [R * codes, C], 1: [R, C * codes]), uint8."""
-    places = torch.tensor(shifts, dtype=torch.int32, device=words.device)
-    lines = places[:, None] if dim == 0 else places
+    """Unpack int32 words [R, C] to uint8 codes along dim (0: [R * codes, C], 1: [R, C * codes])."""
+    first_bits = torch.tensor(shifts, dtype=torch.int32, device=words.device)
+    lines = first_bits[:, None] if dim == 0 else first_bits
     return ((words.unsqueeze(dim + 1) >> lines) & (2**bits - 1)).byte().flatten(dim, dim + 1)
 
 
 def ascending(bits: int) -> tuple[int, ...]:
-    """The first bit of each code of a word, the lowest first."""
+    """Return the first bit of each code of a word, lowest first."""
     return tuple(range(0, WORD, bits))
 
 
 def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]) -> None:
-    """Fills the codes. codes(begin, end): those of these rows, [end - begin, K] uint8."""
+    """Fill the codes of a weight. codes(begin, end) returns rows as uint8 [end - begin, K]."""
     (n, k) = weight.shape
     for begin, end in row_chunks(n, k, unit):
         weight.words[begin:end].copy_(pack_codes(codes(begin, end).contiguous(), weight.bits))
 
 
 def fill_scales(module: CheckpointLinear, weight: IntWeight, scales: Tensor) -> None:
-    """scales [G, N]: all finite."""
+    """Fill the scales from finite scales [G, N]."""
     if not bool(torch.isfinite(scales).all()):
         raise damaged_error(module, "scales", "holds infinities or NaN")
     weight.scales.copy_(scales.t())
 
 
 def fill_zeros(module: CheckpointLinear, weight: IntWeight, zeros: Tensor) -> None:
-    """zeros [G, N] uint8. A symmetric weight keeps none: all are in the middle."""
+    """Fill the zero points from uint8 [G, N]; those of a symmetric weight must be the middle."""
     if weight.zeros is not None:
         weight.zeros.copy_(zeros.t())
         return
     middle = 2 ** (weight.bits - 1)
     if not bool((zeros == middle).all()):
-        said = f"holds zero points other than {middle}, but config.json says that it is symmetric"
-        raise damaged_error(module, "qzeros", said)
+        problem = (
+            f"holds zero points other than {middle}, but config.json says that it is symmetric"
+        )
+        raise damaged_error(module, "qzeros", problem)
 
 
 def _no_bias(module: CheckpointLinear, weight: IntWeight) -> WeightSink:
-    """Files of older tools have biases of zeros where the model has none. A layer that has a bias
-    names its own."""
+    """Return a sink that accepts only zeros: older tools write biases that no model has."""
 
     def check(bias: Tensor) -> None:
         if bool(bias.any()):
             raise damaged_error(module, "bias", "is not zero, but the model has no bias here")
 
-    return WeightSink((module.outputs,), tuple(SCALES.values()), weight.device, check)
+    return WeightSink((module.whole_outputs,), tuple(SCALES.values()), weight.device, check)

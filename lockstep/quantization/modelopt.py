@@ -43,28 +43,31 @@ STORAGES: Mapping[str, Storage] = {
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
 }
-"""quant_algo -> how it stores a weight."""
+"""Storage of each quant_algo."""
 WILD = "*?["
-"""What a wildcard holds."""
+"""Characters of wildcards."""
 LISTS = ("exclude_modules", "ignore")
-"""Settings with modules that are not packed."""
+"""Settings that list unquantized modules."""
 
 
 def read(settings: Mapping[str, Any]) -> "ModelOpt":
-    """The format of these settings, some of which may lie within `quantization`. Raises
-    CheckpointError where they ask for what is not built."""
+    """Return the weight format of settings, some of which may be within `quantization`.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
     inner = settings.get("quantization")
-    found = settings
+    merged = settings
     if isinstance(inner, dict):
-        found = inner | {name: value for name, value in settings.items() if value is not None}
-    only_keys = found.get("quant_algo", "") is None
-    return read_strictly(found, "modelopt", partial(ModelOpt, only_keys=only_keys))
+        merged = inner | {name: value for name, value in settings.items() if value is not None}
+    only_keys = merged.get("quant_algo", "") is None
+    return read_strictly(merged, "modelopt", partial(ModelOpt, only_keys=only_keys))
 
 
 class ModelOpt(StoredWeightFormat):
-    """See the file's head. name: "modelopt-NVFP4" and so on, by quant_algo; "modelopt" without.
+    """ModelOpt weight format, named "modelopt-NVFP4" and so on by quant_algo.
 
-    only_keys: quant_algo is null: only the KV cache was packed.
+    only_keys: quant_algo is null, so that only the KV cache was quantized.
     """
 
     unused = frozenset({"input_scale", "k_scale", "v_scale", "q_scale", "output_scale"})
@@ -97,9 +100,9 @@ class ModelOpt(StoredWeightFormat):
         self.other_kv = non_fp8_kv_setting(settings)
 
     def storage(self, module: CheckpointLinear) -> Storage | None:
-        found = self.named.find(module)
-        if found is not None:
-            layer = self.layers[found]
+        name = self.named.find(module)
+        if name is not None:
+            layer = self.layers[name]
             kind = algorithm(layer)
             return resolve_storage(module, STORAGES[kind], f"{layer.within}quant_algo={kind!r}")
         entry = self.excluded.find(module)
@@ -117,13 +120,17 @@ class ModelOpt(StoredWeightFormat):
 
 
 def in_capitals(settings: SettingsReader) -> SettingsReader:
-    """The settings with quant_algo in capitals: the tool itself writes fp8_pb_wo."""
+    """Return the settings with quant_algo in capitals; the tool itself writes fp8_pb_wo."""
     kind = settings.raw.get("quant_algo")
     return settings.replaced("quant_algo", kind.upper()) if isinstance(kind, str) else settings
 
 
 def algorithm(settings: SettingsReader) -> str:
-    """quant_algo of a module or of all. Raises CheckpointError where it is not built."""
+    """Return quant_algo of one module or of all.
+
+    Raises:
+        CheckpointError: it is not supported.
+    """
     kind: str = in_capitals(settings).only("quant_algo", *STORAGES)
     if isinstance(STORAGES[kind], Fp4Storage):
         settings.only("group_size", FP4_GROUP, default=FP4_GROUP)
@@ -132,11 +139,11 @@ def algorithm(settings: SettingsReader) -> str:
 
 
 class Entries:
-    """A list of modules, whose names may hold wildcards; it covers what is within them too.
+    """List of modules whose names may have wildcards; submodules are covered too.
 
-    plain: names; begins: what a name begins with -> its entry, of those with one star at their end;
-    wild: the others, each with what it matches. There may be as many as there are layers, and tens
-    of thousands of experts to be held against them.
+    plain: exact names. begins: prefix -> entry, for entries with one star at the end. wild: other
+    entries with compiled patterns. There may be an entry per layer and tens of thousands of experts
+    to match.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
@@ -152,7 +159,7 @@ class Entries:
         }
 
     def find(self, module: CheckpointLinear) -> str | None:
-        """The entry that covers the module, or None."""
+        """Return the entry that covers the module, or None."""
         for name in module.names:
             for part in enclosing_modules(name):
                 if part in self.plain:
@@ -166,9 +173,9 @@ class Entries:
 
 
 def notes(settings: SettingsReader) -> list[str]:
-    """What the settings ask for and is not done."""
-    found = ["activations are not rounded, whatever quant_algo says of them"]
+    """Return notes on the settings that are not followed."""
+    messages = ["activations are not rounded, whatever quant_algo says of them"]
     for name in (KV_ALGORITHM, KV_SCHEME):
         if settings.has(name):
-            found.append(f"{SETTINGS_PREFIX}{name} is not followed: {SCALES_OF_KV}")
-    return found
+            messages.append(f"{SETTINGS_PREFIX}{name} is not followed: {SCALES_OF_KV}")
+    return messages

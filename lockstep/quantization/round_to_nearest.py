@@ -34,11 +34,11 @@ SCHEMES = {
     "int4": Scheme(bits=4, group=128, symmetric=True),
 }
 METHODS = (FP8, *SCHEMES)
-"""What may be asked for."""
+"""Supported values of EngineConfig.quantization."""
 
 
 class RoundToNearest(WeightFormat):
-    """See the module. method: one of METHODS."""
+    """Weight format that quantizes a plain checkpoint while loading. method: one of METHODS."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -54,7 +54,7 @@ class RoundToNearest(WeightFormat):
         scheme = SCHEMES[self.method]
         return Layout.of(IntWeight, bits=scheme.bits, group=scheme.group, scale_dtype=stored)
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         def fill(tensor: Tensor) -> None:
             for begin, end in row_chunks(*weight.shape):
                 part = tensor[begin:end]
@@ -63,11 +63,13 @@ class RoundToNearest(WeightFormat):
                 weight.rows(begin, end).copy_(self._rounded(part))
 
         return {
-            "weight": WeightSink((module.outputs, module.inputs), FLOAT_DTYPES, weight.device, fill)
+            "weight": WeightSink(
+                (module.whole_outputs, module.inputs), FLOAT_DTYPES, weight.device, fill
+            )
         }
 
     def _rounded(self, tensor: Tensor) -> QuantizedWeight:
-        """tensor [N, K] of a float dtype -> what it is packed to."""
+        """Quantize rows of a float weight [N, K]."""
         if self.method == FP8:
             return quantize_fp8(tensor)
         scheme = SCHEMES[self.method]

@@ -1,4 +1,4 @@
-"""Strict reading of a checkpoint's quantization_config: what matters must be known."""
+"""Strict reader of a checkpoint's quantization_config: unknown settings are errors."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -17,36 +17,39 @@ SUPPORTED_REMEDY = (
 
 
 ANYWHERE = re.compile(r"\.\*((?:\\\W|[\w-])+)(?:\.\*)?")
-"""A regular expression that asks for a text, which stands in it escaped, anywhere in a name."""
+"""Regular expression of patterns that look for one escaped text anywhere in a name."""
 
 
 class NamePattern:
-    """A regular expression of modules' names. Tools write one for each of hundreds of layers, and
-    there are 30,000 experts: one that asks for a text anywhere is looked for as a text.
+    """Regular expression of module names.
 
-    Raises what re.compile does.
+    Tools write one pattern per layer, and there are up to 30,000 experts: a pattern that only looks
+    for a text anywhere is matched as a substring.
+
+    Raises:
+        re.error: the text is no regular expression.
     """
 
     def __init__(self, text: str) -> None:
         self.compiled = re.compile(text)
-        found = ANYWHERE.fullmatch(text)
-        self.inside = None if found is None else re.sub(r"\\(\W)", r"\1", found[1])
+        match = ANYWHERE.fullmatch(text)
+        self.inside = None if match is None else re.sub(r"\\(\W)", r"\1", match[1])
 
     def begins(self, module: CheckpointLinear) -> bool:
-        """Whether it matches one of the module's names from its start."""
+        """Return whether it matches one of the module's names from the start."""
         if self.inside is not None:
             return self.inside in module.lines
         return any(self.compiled.match(name) for name in module.names)
 
     def stands_in(self, module: CheckpointLinear) -> bool:
-        """Whether it matches a part of one of the module's names."""
+        """Return whether it matches a part of one of the module's names."""
         if self.inside is not None:
             return self.inside in module.lines
         return any(self.compiled.search(name) for name in module.names)
 
 
 class RecordedSettings(dict[str, Any]):
-    """Settings that remember which of them were asked for."""
+    """Settings that record which of them were read."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
@@ -66,9 +69,9 @@ class RecordedSettings(dict[str, Any]):
 
 
 class SettingsReader:
-    """Reads settings by name. within: the part of config.json that they are, for messages.
+    """Reader of settings by name. within: the part of config.json, for messages.
 
-    null counts as absent. refuse_unread() refuses settings that no code has asked for.
+    null counts as absent. refuse_unread() raises for settings that no code has read.
     """
 
     def __init__(self, raw: Mapping[str, Any], within: str = SETTINGS_PREFIX) -> None:
@@ -77,41 +80,44 @@ class SettingsReader:
         self._inner: list[SettingsReader] = []
 
     def has(self, name: str) -> bool:
-        """Whether the setting is there."""
+        """Return whether the setting is present."""
         return name in self.raw
 
     def called(self, *names: str) -> str:
-        """Which of the names that one setting goes by is used; the first where none is."""
+        """Return the first of a setting's names that is present, or the first name."""
         return next((name for name in names if name in self.raw), names[0])
 
     def get(self, name: str, kind: type[T], default: T) -> T:
-        """The setting as `kind`. Raises CheckpointError where it is mistyped."""
+        """Return the setting.
+
+        Raises:
+            CheckpointError: it is not of type `kind`.
+        """
         value = self.raw.get(name, default)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.error(name, value, f"a value of type {kind.__name__}", EDIT_REMEDY)
         return value
 
     def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
-        """The setting, which must be one of `allowed`; absent counts as `default`."""
+        """Return the setting, which must be one of `allowed`; absent counts as `default`."""
         value = self.raw.get(name, default)
         if not any(type(value) is type(one) and value == one for one in allowed):
             raise self.error(name, value, ", ".join(map(repr, allowed)), SUPPORTED_REMEDY)
         return value
 
     def names(self, name: str) -> tuple[str, ...]:
-        """The setting as a list of names, which may be grouped in lists, or one text of names with
-        commas between."""
+        """Return a list of names; the setting may nest lists, or be one comma-separated text."""
         value = self.raw.get(name, [])
-        found = value.split(",") if isinstance(value, str) else value
-        if not isinstance(found, list):
+        entries = value.split(",") if isinstance(value, str) else value
+        if not isinstance(entries, list):
             raise self.error(name, value, "a list of names", EDIT_REMEDY)
-        flat = [one for part in found for one in (part if isinstance(part, list) else [part])]
+        flat = [one for part in entries for one in (part if isinstance(part, list) else [part])]
         if not all(isinstance(one, str) for one in flat):
             raise self.error(name, value, "a list of names", EDIT_REMEDY)
         return tuple(one.strip() for one in flat if one.strip())
 
     def parts(self, name: str) -> dict[str, "SettingsReader"]:
-        """The setting as an object of objects (null: an empty one), each with its own reader."""
+        """Return a reader for each object in a setting that is an object of objects."""
         value: dict[Any, Any] = self.get(name, dict, {})
         for key, part in value.items():
             if not isinstance(part, dict | None):
@@ -161,14 +167,14 @@ class SettingsReader:
             reader.refuse_unread(without_effect)
 
     def pattern(self, name: str, text: str) -> NamePattern:
-        """A regular expression that stands in the setting."""
+        """Compile a regular expression that the setting contains."""
         try:
             return NamePattern(text)
         except (re.error, OverflowError, RecursionError) as error:
             raise self.error(name, text, f"regular expressions ({error})", EDIT_REMEDY) from None
 
     def error(self, name: str, value: object, allowed: str, remedy: str) -> LockstepError:
-        """The CheckpointError that says what a setting is and what it may be."""
+        """Return the CheckpointError that names the setting, its value and what is allowed."""
         field = f"config.json {self.within}{name}"
         return choice_error(CheckpointError, field, value, allowed, remedy)
 

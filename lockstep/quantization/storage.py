@@ -1,12 +1,14 @@
-"""How a checkpoint stores a packed weight: its tensors, and what each of them fills.
+"""Storage of quantized weights in checkpoints: their tensors, and how they are loaded.
 
-A format (fp8.py, compressed_tensors.py, modelopt.py) says which storage a linear map has. Scales
-per tensor become scales per output, so that maps with a scale each can be fused.
+A format (fp8.py, compressed_tensors.py, modelopt.py) chooses the storage of each linear layer.
+Scales per tensor become scales per output column, so that layers with different scales can be
+fused.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -36,18 +38,18 @@ from lockstep.quantization.weight_format import (
 from lockstep.quantization.weight_sink import FLOAT_DTYPES, WeightSink
 
 FP8_BLOCK = 128
-"""Rows and columns that share a scale: DeepSeek-V3, arXiv 2412.19437, section 3.3.2."""
+"""Rows and columns of a block with one scale. Source: DeepSeek-V3, arXiv 2412.19437, 3.3.2."""
 FP4_GROUP = 16
 """Columns that share a scale in NVFP4."""
 FLOAT_NAMES = ("F32", "BF16", "F16")
-"""Dtypes of weights that are not packed, as safetensors spells them."""
+"""Dtypes of plain weights, as safetensors spells them."""
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SCALES_OF_KV = "--kv-cache-dtype chooses how keys and values lie, and fp8 takes the scales"
-"""What notes say of settings for the KV cache."""
+"""Reason that notes give for KV cache settings that are not followed."""
 KV_ALGORITHM = "kv_cache_quant_algo"
-"""ModelOpt's setting of what the KV cache's static scales are for."""
+"""ModelOpt's setting for the format of static KV scales."""
 KV_SCHEME = "kv_cache_scheme"
-"""That of compressed-tensors, and of later ModelOpt: an object."""
+"""Setting of compressed-tensors and later ModelOpt for the KV scales: an object."""
 SIDECARS = (
     "weight_packed",
     "weight_scale",
@@ -58,62 +60,71 @@ SIDECARS = (
     "weight_g_idx",
     "weight_shape",
 )
-"""Tensors that a packed linear map has and no other."""
+"""Tensors that only a quantized linear layer has."""
 
 
 class Storage(ABC):
-    """How the tensors of a linear map hold its weight."""
+    """Storage of one linear layer's weight in checkpoint tensors."""
 
     @abstractmethod
     def needs(self, module: CheckpointLinear) -> tuple[str, ...]:
-        """Suffixes of the tensors that there must be."""
+        """Return the suffixes of the required tensors."""
 
     @abstractmethod
     def layout(self, module: CheckpointLinear) -> Layout:
-        """How it lies on the device."""
+        """Return the layout on the device."""
 
     @abstractmethod
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
-        """Suffix -> the slot that fills these rows with it."""
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+        """Map the suffix of each tensor to the sink that fills these rows."""
 
 
 class StoredWeightFormat(WeightFormat):
-    """A format whose maps have a Storage, or none where they are not packed."""
+    """Weight format whose quantized layers each have a Storage."""
 
     @abstractmethod
     def storage(self, module: CheckpointLinear) -> Storage | None:
-        """Raises CheckpointError where settings and tensors contradict each other."""
+        """Return the storage of a linear layer; None if it is plain.
+
+        Raises:
+            CheckpointError: settings and tensors contradict each other.
+        """
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         storage = self.storage(module)
         return None if storage is None else storage.layout(module)
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         storage = self.storage(module)
         assert storage is not None, "a format packed it"
-        return storage.slots(module, weight)
+        return storage.sinks(module, weight)
 
 
 def resolve_storage(
-    module: CheckpointLinear, said: Storage | None, setting: str, *, of_all: bool = False
+    module: CheckpointLinear, expected: Storage | None, setting: str, *, of_all: bool = False
 ) -> Storage | None:
-    """How the module is stored: what its settings say, where its tensors agree.
+    """Return the storage that the settings give a linear layer, checked against its tensors.
 
-    setting: the one that says so, for messages; of_all: it is of all linear layers, and names none.
-    Some maps may be plain without being listed: see is_usually_unquantized, and EXPERT_PATH where
-    the setting is of all. Where there are no files NOT_NN_LINEAR are. Raises CheckpointError where
-    tensors say otherwise.
+    Args:
+        expected: the storage according to the settings, None for a plain weight.
+        setting: the setting that says so, for messages.
+        of_all: the setting covers all linear layers and names none. Experts may then be plain
+            (EXPERT_PATH), as may layers that are usually unquantized. Without files NOT_NN_LINEAR
+            are plain.
+
+    Raises:
+        CheckpointError: the tensors contradict the settings.
     """
     if module.tensors is None:
-        return None if module.path.rpartition(".")[2] in NOT_NN_LINEAR else said
+        return None if module.path.rpartition(".")[2] in NOT_NN_LINEAR else expected
     weight = module.tensors.get("weight")
     strange = weight is not None and weight.dtype not in FLOAT_NAMES
     packed = strange or any(suffix in module.tensors for suffix in SIDECARS)
-    if said is None:
+    if expected is None:
         if packed:
             raise contradiction_error(module, f"{setting} asks for a weight that is not quantized")
         return None
-    needed = ", ".join(said.needs(module))
+    needed = ", ".join(expected.needs(module))
     if not packed:
         if (
             weight is None
@@ -122,14 +133,13 @@ def resolve_storage(
         ):
             return None
         raise contradiction_error(module, f"{setting} asks for {needed}")
-    if not all(suffix in module.tensors for suffix in said.needs(module)):
+    if not all(suffix in module.tensors for suffix in expected.needs(module)):
         raise contradiction_error(module, f"{setting} asks for {needed}")
-    return said
+    return expected
 
 
 def non_fp8_kv_setting(settings: SettingsReader) -> str | None:
-    """The setting by which static scales of the KV cache are of another format than fp8; None: they
-    are not, as far as it says."""
+    """Return the setting that says that static KV scales are not of fp8; None if none does."""
     algorithm = settings.raw.get(KV_ALGORITHM, "FP8")
     if not str(algorithm).upper().startswith("FP8"):
         return f"{settings.within}{KV_ALGORITHM}={brief(algorithm)}"
@@ -150,11 +160,11 @@ def enclosing_modules(name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Fp8Storage(Storage):
-    """`weight` e4m3fn [N, K] and scales that multiply it.
+    """FP8 weight: `weight` e4m3fn [N, K], and scales that multiply it.
 
-    scale: the scales' suffix; also: another that they may have. grains: what may share a scale:
-    "tensor", "channel" or "block", of FP8_BLOCK rows and columns. A block's scales are [R, C], or
-    [R, 1, C, 1].
+    scale: suffix of the scales; also: an alternative suffix. grains: units that may share a scale:
+    "tensor", "channel" or "block" of FP8_BLOCK rows and columns. Block scales are [R, C] or [R, 1,
+    C, 1].
     """
 
     scale: str
@@ -165,42 +175,53 @@ class Fp8Storage(Storage):
         return ("weight", self._suffix(module))
 
     def layout(self, module: CheckpointLinear) -> Layout:
-        """A scale for every output where blocks end within a map, so that it can be fused."""
-        whole = module.outputs % FP8_BLOCK == 0
+        """Return block scales if whole blocks fit the columns, else a scale per output column."""
+        edges = [edge for pair in module.ranges for edge in pair]
+        whole_blocks = all(edge % FP8_BLOCK == 0 for edge in (module.outputs, *edges))
         if "block" not in self.grains:
             return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)
-        return Layout.of(Fp8Weight, block_n=FP8_BLOCK if whole else 1, block_k=FP8_BLOCK)
+        return Layout.of(Fp8Weight, block_n=FP8_BLOCK if whole_blocks else 1, block_k=FP8_BLOCK)
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, Fp8Weight)
-        (n, k) = weight.shape
+        (n, k) = (module.whole_outputs, module.inputs)
         shapes = {"tensor": [(), (1,), (1, 1)], "channel": [(n, 1), (n,)], "block": blocks(n, k)}
         known = [shape for grain in self.grains for shape in shapes[grain]]
         scale = self._suffix(module)
         return {
             "weight": WeightSink((n, k), (torch.float8_e4m3fn,), weight.device, eight_bits(weight)),
-            scale: slot(
-                module, scale, known, FLOAT_DTYPES, weight.device, lambda x: self._scale(weight, x)
+            scale: sink(
+                module,
+                scale,
+                known,
+                FLOAT_DTYPES,
+                weight.device,
+                lambda x: self._scale(module, weight, x),
+                # A block's scales are few: the fill picks the rows of this rank.
+                None if "block" in self.grains else 0,
             ),
         }
 
     def _suffix(self, module: CheckpointLinear) -> str:
-        """That of the module's scales."""
-        found = module.tensors or {}
-        return self.also if self.also in found and self.scale not in found else self.scale
+        """Return the suffix that the layer's scales have."""
+        tensors = module.tensors or {}
+        return self.also if self.also in tensors and self.scale not in tensors else self.scale
 
-    def _scale(self, weight: Fp8Weight, found: Tensor) -> None:
-        (n, _) = weight.shape
-        if "block" in self.grains:
-            lines = found.float().view(-(-n // FP8_BLOCK), -1)
-            whole = weight.block_n == 1
-            weight.scales.copy_(by_row(lines, n, FP8_BLOCK) if whole else lines)
-        else:
-            weight.scales.copy_(found.float().view(-1, 1))
+    def _scale(self, module: CheckpointLinear, weight: Fp8Weight, scales: Tensor) -> None:
+        """Fill the scales from the checkpoint's, which are of the whole weight if by block."""
+        if "block" not in self.grains:
+            weight.scales.copy_(scales.float().view(-1, 1))
+            return
+        n = module.whole_outputs
+        unit = FP8_BLOCK if weight.block_n == 1 else 1
+        rows = by_row(scales.float().view(-(-n // FP8_BLOCK), -1), n, unit)
+        step = weight.block_n
+        picked = [rows[begin // step : end // step] for begin, end in module.ranges]
+        weight.scales.copy_(torch.cat(picked) if picked else rows)
 
 
 def blocks(n: int, k: int) -> list[tuple[int, ...]]:
-    """Shapes of the scales of a weight [n, k] in blocks."""
+    """Return the possible shapes of the block scales of a weight [n, k]."""
     rows = -(-n // FP8_BLOCK)
     columns = -(-k // FP8_BLOCK)
     return [(rows, columns), (rows, 1, columns, 1)]
@@ -208,10 +229,11 @@ def blocks(n: int, k: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Fp4Storage(Storage):
-    """NVFP4: e2m1 codes in uint8 [N, K / 2], the lower four bits first; `weight_scale` e4m3
-    [N, K / 16]; and a number for the whole weight, a multiplier or a divisor.
+    """NVFP4 weight: e2m1 codes in uint8 [N, K / 2], low nibble first, `weight_scale` e4m3 [N, K /
+    16].
 
-    weight, factor: their suffixes. A divisor's reciprocal is taken once, in fp32.
+    One factor scales the whole weight, as a multiplier or a divisor; a divisor's reciprocal is
+    taken once, in fp32. weight, factor: suffixes of the codes and the factor.
     """
 
     weight: str
@@ -224,43 +246,45 @@ class Fp4Storage(Storage):
     def layout(self, module: CheckpointLinear) -> Layout:
         return Layout.of(Fp4Weight)
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, Fp4Weight)
-        (n, k) = weight.shape
+        (n, k) = (module.whole_outputs, module.inputs)
         device = weight.device
         scales: list[tuple[int, ...]] = [(n, -(-k // FP4_GROUP))]
         fp8 = (torch.float8_e4m3fn,)
         return {
             self.weight: WeightSink((n, -(-k // 2)), (torch.uint8,), device, nibbled(weight)),
-            "weight_scale": slot(
+            "weight_scale": sink(
                 module, "weight_scale", scales, fp8, device,
                 lambda x: weight.scales.copy_(x.view(torch.uint8)),
             ),
-            self.factor: slot(
+            self.factor: sink(
                 module, self.factor, [(), (1,), (1, 1)], (torch.float32,), device,
                 lambda x: self._factor(module, weight, x.view(())),
             ),
         }  # fmt: skip
 
-    def _factor(self, module: CheckpointLinear, weight: Fp4Weight, found: Tensor) -> None:
-        if self.divides and not bool(found > 0):
-            raise damaged_error(module, self.factor, f"is {float(found)}, expected more than 0")
-        factor = found.reciprocal() if self.divides else found
+    def _factor(self, module: CheckpointLinear, weight: Fp4Weight, stored: Tensor) -> None:
+        if self.divides and not bool(stored > 0):
+            raise damaged_error(module, self.factor, f"is {float(stored)}, expected more than 0")
+        factor = stored.reciprocal() if self.divides else stored
         if not bool(factor.abs() < MAX_FP4_FACTOR):
-            said = f"is {float(found)}, which multiplies by {float(factor)}, expected below 2^119"
-            raise damaged_error(module, self.factor, said)
+            problem = (
+                f"is {float(stored)}, which multiplies by {float(factor)}, expected below 2^119"
+            )
+            raise damaged_error(module, self.factor, problem)
         weight.factors.copy_(factor)
 
 
 @dataclass(frozen=True)
 class IntStorage(Storage):
-    """Integers of 4 or 8 bits with scales: words of codes along K, or int8.
+    """Integer weight of 4 or 8 bits with scales: words of codes along K, or int8.
 
     in_words: `weight_packed` int32 [N, ceil(K bits / 32)] of codes q + 2^(bits - 1), lowest bits
-    first, and `weight_shape`; else `weight` int8 [N, K]. group: columns that share a scale, -1 for
-    all, 0 where one serves the whole weight. `weight_zero_point`, where there is one, is what q is
-    counted from: int8 of the scales' shape, or packed like the weight, but along N. ordered: there
-    is a `weight_g_idx`, the group of each column.
+    first, and `weight_shape`; otherwise `weight` int8 [N, K]. group: columns that share a scale, -1
+    for all columns, 0 for one scale of the whole weight. symmetric: False if there is a
+    `weight_zero_point`: int8 of the scales' shape, or words along N. ordered: `weight_g_idx` gives
+    the group of each column.
     """
 
     bits: int
@@ -276,24 +300,24 @@ class IntStorage(Storage):
         return (*codes, "weight_scale", *zeros, *order)
 
     def layout(self, module: CheckpointLinear) -> Layout:
-        found = module.tensors or {}
+        tensors = module.tensors or {}
         options = dict(
             bits=self.bits,
             group=self.group if self.group > 0 else module.inputs,
-            scale_dtype=scale_dtype(found.get("weight_scale")),
+            scale_dtype=scale_dtype(tensors.get("weight_scale")),
             zeros=self._has(module, "weight_zero_point"),
             g_idx=self._has(module, "weight_g_idx"),
         )
         layout = Layout.of(IntWeight, **options)
-        return replace(layout, apart=module.path) if options["g_idx"] else layout
+        return replace(layout, fusion_key=module.path) if options["g_idx"] else layout
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, IntWeight)
-        (n, k) = weight.shape
+        (n, k) = (module.whole_outputs, module.inputs)
         device = weight.device
-        scales = [tuple(weight.scales.shape)] if self.group else [(1,), (), (1, 1)]
-        found = {
-            "weight_scale": slot(
+        scales = [(n, *weight.scales.shape[1:])] if self.group else [(1,), (), (1, 1)]
+        sinks = {
+            "weight_scale": sink(
                 module, "weight_scale", scales, FLOAT_DTYPES, device,
                 lambda x: weight.scales.copy_(x.view(-1, x.shape[-1] if x.dim() else 1)),
             )
@@ -301,19 +325,23 @@ class IntStorage(Storage):
         if self.in_words:
             shape = (n, -(-k * self.bits // 32))
             fill = nibbled(weight) if self.bits == 4 else eight_bits(weight)
-            found["weight_packed"] = WeightSink(shape, (torch.int32,), device, fill)
-            found["weight_shape"] = WeightSink(
-                (2,), (torch.int64, torch.int32), torch.device("cpu"), lambda x: shaped(module, x)
+            sinks["weight_packed"] = WeightSink(shape, (torch.int32,), device, fill)
+            sinks["weight_shape"] = WeightSink(
+                (2,),
+                (torch.int64, torch.int32),
+                torch.device("cpu"),
+                lambda x: shaped(module, x),
+                None,
             )
         else:
-            found["weight"] = WeightSink((n, k), (torch.int8,), device, eight_bits(weight, 128))
+            sinks["weight"] = WeightSink((n, k), (torch.int8,), device, eight_bits(weight, 128))
         if weight.zeros is not None:
-            found["weight_zero_point"] = self._zeros(module, weight, scales)
+            sinks["weight_zero_point"] = self._zeros(module, weight, scales)
         if weight.g_idx is not None:
-            found["weight_g_idx"] = WeightSink(
-                (k,), (torch.int32, torch.int64), device, lambda x: order(module, weight, x)
+            sinks["weight_g_idx"] = WeightSink(
+                (k,), (torch.int32, torch.int64), device, lambda x: order(module, weight, x), None
             )
-        return found
+        return sinks
 
     def _has(self, module: CheckpointLinear, suffix: str) -> bool:
         return suffix in (self.needs(module) if module.tensors is None else module.tensors)
@@ -321,118 +349,126 @@ class IntStorage(Storage):
     def _zeros(
         self, module: CheckpointLinear, weight: IntWeight, scales: list[tuple[int, ...]]
     ) -> WeightSink:
-        """Old files have the zero points of words as int8."""
+        """Return the sink of zero points; older files store them as int8."""
         assert weight.zeros is not None
         zeros = weight.zeros
         (n, groups) = zeros.shape
         packed = self.in_words and stored_as(module, "weight_zero_point", "I32")
-        shapes: list[tuple[int, ...]] = [(-(-n * self.bits // 32), groups)] if packed else scales
+        words = -(-module.whole_outputs * self.bits // 32)
+        shapes: list[tuple[int, ...]] = [(words, groups)] if packed else scales
         middle = 2 ** (self.bits - 1)
 
-        def fill(found: Tensor) -> None:
+        def fill(stored: Tensor) -> None:
             if packed:
-                zeros.copy_(along_n(found, self.bits, n))
+                zeros.copy_(along_n(stored, self.bits, n))
                 return
-            codes = found.short() + middle
+            codes = stored.short() + middle
             if not bool(((codes >= 0) & (codes < 2**self.bits)).all()):
-                said = f"has zero points other than {-middle} to {middle - 1}"
-                raise damaged_error(module, "weight_zero_point", said)
-            zeros.copy_(codes.view(-1, found.shape[-1] if found.dim() else 1))
+                problem = f"has zero points other than {-middle} to {middle - 1}"
+                raise damaged_error(module, "weight_zero_point", problem)
+            zeros.copy_(codes.view(-1, stored.shape[-1] if stored.dim() else 1))
 
         dtype = torch.int32 if packed else torch.int8
-        return slot(module, "weight_zero_point", shapes, (dtype,), weight.device, fill)
+        unit = 32 // self.bits if packed else 1
+        return sink(module, "weight_zero_point", shapes, (dtype,), weight.device, fill, 0, unit)
 
 
-def slot(
+def sink(
     module: CheckpointLinear,
     suffix: str,
     shapes: list[tuple[int, ...]],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     fill: Callable[[Tensor], object],
+    shard_axis: int | None = 0,
+    outputs_per_element: int = 1,
 ) -> WeightSink:
-    """The slot of a tensor that may have any of these shapes, and whose numbers are all finite."""
+    """Return the sink of a tensor that may have any of these shapes and must be finite.
+
+    A tensor of one element is a scale of the whole weight, which every rank takes.
+    """
     info = None if module.tensors is None else module.tensors.get(suffix)
     shape = info.shape if info is not None and info.shape in shapes else shapes[0]
 
-    def check(found: Tensor) -> None:
-        if not bool(found.float().isfinite().all()):
+    def check(tensor: Tensor) -> None:
+        if not bool(tensor.float().isfinite().all()):
             raise damaged_error(module, suffix, "has entries that are not finite numbers")
-        fill(found)
+        fill(tensor)
 
-    return WeightSink(shape, dtypes, device, check)
+    axis = None if prod(shape) == 1 else shard_axis
+    return WeightSink(shape, dtypes, device, check, axis, outputs_per_element)
 
 
 def stored_as(module: CheckpointLinear, suffix: str, dtype: str) -> bool:
-    """Whether a tensor of the module is of this dtype, as safetensors spells it."""
+    """Return whether a tensor of the layer has this safetensors dtype."""
     info = None if module.tensors is None else module.tensors.get(suffix)
     return info is None or info.dtype == dtype
 
 
 def scale_dtype(info: TensorInfo | None) -> torch.dtype:
-    """That in which scales are kept: the checkpoint's; bf16 where it has none."""
+    """Return the dtype of stored scales: the checkpoint's, bf16 without files."""
     return torch.bfloat16 if info is None else SCALE_DTYPES.get(info.dtype, torch.float32)
 
 
 def by_row(scales: Tensor, n: int, block: int) -> Tensor:
-    """Scales [R, C] of blocks of rows -> [n, C]."""
+    """Expand scales [R, C] of row blocks to [n, C]."""
     return scales.repeat_interleave(block, 0)[:n]
 
 
 def nibbles(data: Tensor) -> Tensor:
-    """uint8 [N, B] -> codes of four bits [N, 2 B], the lower of a byte first."""
+    """Unpack uint8 [N, B] to 4-bit codes [N, 2 B], low nibble first."""
     return torch.stack((data & 15, data >> 4), -1).flatten(-2)
 
 
 def nibbled(weight: QuantizedWeight) -> Callable[[Tensor], None]:
-    """What fills the words of a weight from codes of 4 bits, lowest first, in bytes or words."""
+    """Return a function that fills a weight from 4-bit codes, lowest bits first."""
 
-    def fill(found: Tensor) -> None:
+    def fill(stored: Tensor) -> None:
         (n, k) = weight.shape
         for begin, end in row_chunks(n, k):
-            codes = nibbles(found[begin:end].view(torch.uint8))[:, :k]
+            codes = nibbles(stored[begin:end].view(torch.uint8))[:, :k]
             weight.words[begin:end] = pack_codes(codes, 4)
 
     return fill
 
 
 def eight_bits(weight: QuantizedWeight, offset: int = 0) -> Callable[[Tensor], None]:
-    """What fills the words of a weight from codes of 8 bits, in bytes or words.
+    """Return a function that fills a weight from 8-bit codes in bytes or words.
 
-    offset: what is added to them, modulo 256: 128 makes codes of signed integers.
+    offset: added modulo 256; 128 turns signed integers into codes.
     """
 
-    def fill(found: Tensor) -> None:
+    def fill(stored: Tensor) -> None:
         (n, k) = weight.shape
         for begin, end in row_chunks(n, k):
-            codes = found[begin:end].view(torch.uint8)[:, :k]
+            codes = stored[begin:end].view(torch.uint8)[:, :k]
             weight.words[begin:end] = pack_codes(codes + offset if offset else codes, 8)
 
     return fill
 
 
 def along_n(words: Tensor, bits: int, n: int) -> Tensor:
-    """int32 [W, G], packed along N, the lowest bits first -> codes [n, G] uint8."""
+    """Unpack int32 [W, G] that packs codes along N, lowest bits first, to uint8 [n, G]."""
     data = words.t().contiguous().view(torch.uint8)
     codes = nibbles(data) if bits == 4 else data
     return codes[:, :n].t()
 
 
-def shaped(module: CheckpointLinear, found: Tensor) -> None:
-    """Holds a `weight_shape` against the module's."""
-    if found.tolist() != [module.outputs, module.inputs]:
-        asked = [module.outputs, module.inputs]
-        fault = f"is {brief(found.tolist())}, config.json asks for {asked}"
+def shaped(module: CheckpointLinear, stored: Tensor) -> None:
+    """Check `weight_shape` against the layer's shape."""
+    if stored.tolist() != [module.whole_outputs, module.inputs]:
+        expected = [module.whole_outputs, module.inputs]
+        fault = f"is {brief(stored.tolist())}, config.json asks for {expected}"
         raise damaged_error(module, "weight_shape", fault)
 
 
-def order(module: CheckpointLinear, weight: IntWeight, found: Tensor) -> None:
-    """Takes over the group of each column; all -1: they are in order."""
+def order(module: CheckpointLinear, weight: IntWeight, groups_of_columns: Tensor) -> None:
+    """Copy the group of each column; all -1 means that columns are in order."""
     assert weight.g_idx is not None
     groups = weight.scales.shape[1]
-    if bool((found == -1).all()):
-        found = torch.arange(weight.k, device=weight.device) // weight.group
-    if not bool(((found >= 0) & (found < groups)).all()):
+    if bool((groups_of_columns == -1).all()):
+        groups_of_columns = torch.arange(weight.k, device=weight.device) // weight.group
+    if not bool(((groups_of_columns >= 0) & (groups_of_columns < groups)).all()):
         fault = f"has entries that are no groups, of which there are {groups}"
         raise damaged_error(module, "weight_g_idx", fault)
-    weight.g_idx.copy_(found)
+    weight.g_idx.copy_(groups_of_columns)

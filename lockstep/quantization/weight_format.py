@@ -1,4 +1,4 @@
-"""What every weight format implements and says, and how a weight lies on the device."""
+"""Interface of weight formats, and the storage layout of quantized weights on the device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import QuantizedWeight
-from lockstep.quantization.weight_sink import WeightSink
+from lockstep.quantization.weight_sink import Ranges, WeightSink
 
 UNQUANTIZED_NAMES = (
     "in_proj_a",
@@ -21,21 +21,24 @@ UNQUANTIZED_NAMES = (
     "lm_head",
     "eh_proj",
 )
-"""Maps that checkpoints leave unpacked in practice: small ones, routers, the head, and what
-DeepSeek's MTP module mixes its inputs by."""
+"""Linear layers that checkpoints usually keep unquantized."""
 
 NOT_NN_LINEAR = ("gate", "eh_proj")
-"""Maps that are no linear layers in the code that checkpoints are packed with: a rule for all
-linear layers does not mean them, and published checkpoints do not list them."""
+"""Layers that are no nn.Linear in the modeling code that quantization tools see.
+
+A rule for all linear layers does not cover them, and published checkpoints do not list them.
+"""
 
 EXPERT_PATH = ".experts."
-"""In the names of experts. Tools that pack linear layers pass them by where all of a layer's are
-one tensor, and do not list them either."""
+"""Part of the names of experts.
+
+Tools skip the experts if all of a layer's are one tensor, and do not list them as skipped.
+"""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a checkpoint, as its file's header has it. name: unstripped."""
+    """Header entry of one tensor. name: with the architecture's prefix."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,11 +47,13 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class CheckpointLinear:
-    """A linear map of the checkpoint, [N, K] = [outputs, inputs].
+    """Linear layer as a checkpoint stores it, [N, K] = [outputs, inputs].
 
-    path: its name less the architecture's prefix, e.g. layers.0.mlp.down_proj; names: those that it
-    may have with a prefix, which is what the lists of a checkpoint's settings go by; tensors: the
-    checkpoint's, by suffix ("qweight"), or None where it has no files (dummy weights).
+    path: name less the architecture's prefix, e.g. layers.0.mlp.down_proj. names: the names with
+    each possible prefix, which the lists in a checkpoint's settings refer to. tensors: the
+    checkpoint's tensors by suffix ("qweight"), None without files (dummy weights). outputs: columns
+    of this rank. whole_outputs: columns in the checkpoint (0: outputs). ranges: those of
+    this rank, () for all.
     """
 
     path: str
@@ -56,31 +61,37 @@ class CheckpointLinear:
     outputs: int
     inputs: int
     tensors: Mapping[str, TensorInfo] | None
+    whole_outputs: int = 0
+    ranges: Ranges = ()
+
+    def __post_init__(self) -> None:
+        if not self.whole_outputs:
+            object.__setattr__(self, "whole_outputs", self.outputs)
 
     @cached_property
     def lines(self) -> str:
-        """Its names, a line each."""
+        """Names of the layer, one per line."""
         return "\n".join(self.names)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a weight is packed on the device: a kind, and the options of its `empty`.
+    """Storage layout of a quantized weight on the device: its class and the options of `empty`.
 
-    apart: weights of other values of it share nothing, and are not fused. It is for what all rows
-    of a packed weight have in common but may differ between the checkpoint's.
+    fusion_key: weights with different values are not fused. It identifies data that all rows of a
+    quantized weight share, such as an order of columns.
     """
 
     kind: type[QuantizedWeight]
     options: tuple[tuple[str, Any], ...] = ()
-    apart: str = ""
+    fusion_key: str = ""
 
     @classmethod
     def of(cls, kind: type[QuantizedWeight], **options: Any) -> "Layout":
         return cls(kind, tuple(sorted(options.items())))
 
     def __str__(self) -> str:
-        """For people: IntWeight(bits=4, group=128)."""
+        """Return the layout as text: IntWeight(bits=4, group=128)."""
         options = ", ".join(
             f"{name}={value}".replace("torch.", "")
             for name, value in self.options
@@ -89,25 +100,24 @@ class Layout:
         return f"{self.kind.__name__}({options})"
 
     def by_rows(self) -> "Layout":
-        """The same with scales of their own for every output, which rows of any blocks can lie in;
-        itself where no rows share any."""
+        """Return the layout with scales per output column instead of blocks of columns."""
         options = dict(self.options)
         if "block_n" in options:
             options["block_n"] = 1
         return replace(self, options=tuple(sorted(options.items())))
 
     def empty(self, n: int, k: int, device: str | torch.device) -> QuantizedWeight:
-        """Room for a weight [n, k]."""
+        """Return an unfilled weight [n, k]."""
         return self.kind.empty(n, k, **dict(self.options), device=device)  # type: ignore[attr-defined]
 
 
 class WeightFormat(ABC):
-    """The weight format of a checkpoint, read from its settings. name: what numerics call it.
+    """Weight format of a checkpoint, read from its settings.
 
-    unused: last parts of the names of tensors that it may have and that nothing here asks for.
-    notes: what its settings ask for and is not done, a line each. other_kv: the setting by which
-    its static scales of the KV cache are of another format than fp8; None: of fp8.
-    plain_on_cpu: weights are plain on a CPU, filled with what the checkpoint's reader dequantizes.
+    name: the format's name in numerics. unused: last parts of tensor names that may occur and are
+    not read. notes: settings that are not followed, one line each. other_kv: the setting that says
+    that the static KV scales are of another format than fp8, None if they are fp8. plain_on_cpu:
+    weights are dequantized by the checkpoint's reader and stored plain on a CPU.
     """
 
     name: str
@@ -118,15 +128,15 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def layout(self, module: CheckpointLinear) -> Layout | None:
-        """How the module's weight lies on the device; None: as it is.
+        """Return the device layout of a linear layer's weight; None if it is plain.
 
-        Raises CheckpointError where settings and tensors contradict each other, or ask for what is
-        not built.
+        Raises:
+            CheckpointError: settings and tensors contradict each other, or are not supported.
         """
 
     @abstractmethod
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
-        """Suffix of each of the module's tensors -> the slot that fills these rows with it."""
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+        """Map the suffix of each tensor of the layer to the sink that fills these rows."""
 
 
 def is_usually_unquantized(module: CheckpointLinear) -> bool:
@@ -137,17 +147,17 @@ def is_usually_unquantized(module: CheckpointLinear) -> bool:
     return module.path.startswith("mtp.") or module.path.rpartition(".")[2] in UNQUANTIZED_NAMES
 
 
-def contradiction_error(module: CheckpointLinear, said: str) -> CheckpointError:
-    """Tensors and settings do not agree about a module. said: what the settings ask for."""
+def contradiction_error(module: CheckpointLinear, requirement: str) -> CheckpointError:
+    """Return the error for tensors that contradict the settings, which ask for `requirement`."""
     tensors = (module.tensors or {}).values()
-    found = [f"{info.name} ({info.dtype} {list(info.shape)})" for info in tensors]
-    listed = ", ".join(sorted(found)[:8]) or "none"
+    tensors_found = [f"{info.name} ({info.dtype} {list(info.shape)})" for info in tensors]
+    listed = ", ".join(sorted(tensors_found)[:8]) or "none"
     return CheckpointError(
-        f"{module.path} has the tensors {listed[:600]}, but {said}. "
+        f"{module.path} has the tensors {listed[:600]}, but {requirement}. "
         "Correct the settings, or fetch the checkpoint again."
     )
 
 
-def damaged_error(module: CheckpointLinear, suffix: str, said: str) -> CheckpointError:
-    """A tensor of a module holds what it cannot."""
-    return CheckpointError(f"{module.path}.{suffix} {said}. Fetch the checkpoint again.")
+def damaged_error(module: CheckpointLinear, suffix: str, problem: str) -> CheckpointError:
+    """Return the error for a tensor with impossible contents."""
+    return CheckpointError(f"{module.path}.{suffix} {problem}. Fetch the checkpoint again.")

@@ -1,4 +1,4 @@
-"""A slot: what takes over one tensor of a checkpoint. A stack: several, taken over as one."""
+"""Weight sinks: each takes one tensor of a checkpoint and writes it into the model."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,39 +12,63 @@ from lockstep.errors import CheckpointError
 from lockstep.kernels.upload import upload, upload_concatenated
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of weights that are not packed."""
+"""Dtypes of weights that are not quantized."""
+Ranges = tuple[tuple[int, int], ...]
+"""(begin, end) of output columns; () stands for all of them."""
 
 
 @dataclass(frozen=True)
 class WeightSink:
-    """shape and dtypes: what the checkpoint's tensor must be; fill: takes it over.
+    """Destination of one tensor of a checkpoint.
 
-    shape None: any. The tensor comes to `fill` on the device where it is needed.
+    shape: of the whole tensor in the checkpoint, None for any. dtypes: that it may have. device:
+    where `fill` wants it. fill: writes the tensor (this rank's slice of it) into the model.
+    shard_axis: axis that runs over the output columns, None if there is none (a scale of the whole
+    weight). outputs_per_element: output columns per element of that axis, 8 for
+    4-bit codes in int32 words. ranges: output columns of this rank.
     """
 
     shape: tuple[int, ...] | None
     dtypes: tuple[torch.dtype, ...]
     device: torch.device
     fill: Callable[[Tensor], object]
+    shard_axis: int | None = 0
+    outputs_per_element: int = 1
+    ranges: Ranges = ()
 
     @classmethod
-    def plain(
-        cls, target: Tensor, take: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    def copy_into(
+        cls,
+        target: Tensor,
+        transform: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        *,
+        ranges: Ranges = (),
+        whole: int | None = None,
     ) -> "WeightSink":
-        """Of a tensor of the checkpoint's shape that holds what `take` makes of the checkpoint's,
-        rounded to its own dtype."""
+        """Return a sink that copies a tensor of the target's shape, rounded to the target's dtype.
+
+        Args:
+            transform: applied to the checkpoint's tensor before it is copied.
+            ranges: rows of the checkpoint's tensor of the target.
+            whole: rows of the checkpoint's tensor, if the target has a part of them.
+        """
         data = target.data
+        shape = (whole if ranges and whole is not None else data.shape[0], *data.shape[1:])
         return cls(
-            tuple(data.shape), FLOAT_DTYPES, data.device, lambda found: data.copy_(take(found))
+            tuple(shape),
+            FLOAT_DTYPES,
+            data.device,
+            lambda tensor: data.copy_(transform(tensor)),
+            ranges=ranges,
         )
 
     @classmethod
     def of(cls, target: "Tensor | WeightSink") -> "WeightSink":
-        """A layer names either."""
-        return cls.plain(target) if isinstance(target, Tensor) else target
+        """Return the sink itself, or one that copies into a tensor."""
+        return cls.copy_into(target) if isinstance(target, Tensor) else target
 
-    def fault(self, tensor: Tensor) -> str | None:
-        """Why the tensor does not fit; None if it does."""
+    def mismatch(self, tensor: Tensor) -> str | None:
+        """Return why the tensor does not fit; None if it does."""
         if self.shape is not None and tuple(tensor.shape) != self.shape:
             return f"shape {tuple(tensor.shape)}, config.json asks for {self.shape}"
         if tensor.dtype not in self.dtypes:
@@ -52,10 +76,36 @@ class WeightSink:
             return f"{tensor.dtype}, expected {known}"
         return None
 
+    def narrow(self, tensor: Tensor) -> Tensor:
+        """Return the slice of the checkpoint's tensor that holds this rank's output columns.
+
+        Raises:
+            CheckpointError: a range begins or ends within an element, such as a word of codes.
+        """
+        axis = self.shard_axis
+        if not self.ranges or axis is None:
+            return tensor
+        unit = self.outputs_per_element
+        slices = []
+        for begin, end in self.ranges:
+            stop = -(-end // unit)
+            # The last element may hold fewer columns; every other edge must be that of an element.
+            if begin % unit or (end % unit and stop < tensor.shape[axis]):
+                raise CheckpointError(
+                    f"Output columns {begin} to {end} of a quantized weight are not whole groups "
+                    f"of {unit}, which its format stores together; allowed: ranks that hold "
+                    f"multiples of {unit} columns. Choose a smaller tensor_parallel_size."
+                )
+            slices.append(tensor.narrow(axis, begin // unit, stop - begin // unit))
+        return slices[0].contiguous() if len(slices) == 1 else torch.cat(slices, axis)
+
 
 class FusedExpertSink:
-    """The tensors of `parts` wait where they were read, and are handed to `whole` as one, joined
-    along `dim` in the order of parts: 256 experts then cost the launches of one."""
+    """Sink of all experts' tensors of one kind, which are copied to the device as one.
+
+    The tensors of `parts` are collected on the host, joined along `dim` in the order of the parts
+    and passed to `whole`: 256 experts then cost the copies and launches of one.
+    """
 
     def __init__(self, whole: WeightSink, parts: Sequence[WeightSink], dim: int) -> None:
         self.whole = whole
@@ -64,64 +114,74 @@ class FusedExpertSink:
         self.waiting: dict[int, Tensor] = {}
 
     @classmethod
-    def slots(cls, whole: WeightSink | None, parts: Sequence[WeightSink]) -> list[WeightSink]:
-        """A slot for each part that hands over as one where the shapes say how; else the parts."""
-        dim = None if whole is None else _joined_along(whole, parts)
+    def sinks(cls, whole: WeightSink | None, parts: Sequence[WeightSink]) -> list[WeightSink]:
+        """Return a sink per part that feeds one FusedExpertSink; the parts where none is possible.
+
+        Shapes and dtypes decide whether the parts' tensors make up that of `whole`.
+        """
+        dim = None if whole is None else _join_dim(whole, parts)
         if whole is None or dim is None:
             return list(parts)
-        stack = cls(whole, parts, dim)
+        fused = cls(whole, parts, dim)
         return [
-            WeightSink(part.shape, part.dtypes, torch.device("cpu"), partial(stack.take, index))
+            WeightSink(part.shape, part.dtypes, torch.device("cpu"), partial(fused.take, index))
             for index, part in enumerate(parts)
         ]
 
     def take(self, index: int, tensor: Tensor) -> None:
-        """The tensor of a part. Raises CheckpointError, naming a part, where one does not fit."""
+        """Collect the tensor of a part; the last one fills the whole.
+
+        Raises:
+            CheckpointError: a tensor does not fit; the message names its part.
+        """
         self.waiting[index] = tensor
         if len(self.waiting) < len(self.parts):
             return
-        found = [self.waiting[i] for i in range(len(self.parts))]
+        tensors = [self.waiting[i] for i in range(len(self.parts))]
         self.waiting.clear()
-        joined = self._joined(found)
+        joined = self._join(tensors)
         if joined is None:
-            self._apart(found)
+            self._fill_parts(tensors)
             return
         try:
             self.whole.fill(joined)
         except CheckpointError:
-            self._apart(found)
+            # The error names the whole; filling part by part raises one that names the expert.
+            self._fill_parts(tensors)
             raise
 
-    def _joined(self, found: Sequence[Tensor]) -> Tensor | None:
-        """All of them in one, on the device; None where their dtypes differ."""
-        dtype = found[0].dtype
-        if any(tensor.dtype != dtype for tensor in found):
+    def _join(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Return all tensors as one on the device; None if their dtypes differ."""
+        dtype = tensors[0].dtype
+        if any(tensor.dtype != dtype for tensor in tensors):
             return None
-        assert self.whole.shape is not None, "else there is no stack"
-        flat = upload_concatenated(found, self.whole.device)
+        assert self.whole.shape is not None, "_join_dim compared the shapes"
+        flat = upload_concatenated(tensors, self.whole.device)
         if self.dim == 0:
             return flat.view(self.whole.shape)
-        sizes = [tensor.numel() for tensor in found]
-        parts = zip(flat.split(sizes), found, strict=True)
+        sizes = [tensor.numel() for tensor in tensors]
+        parts = zip(flat.split(sizes), tensors, strict=True)
         return torch.cat([part.view(tensor.shape) for part, tensor in parts], self.dim)
 
-    def _apart(self, found: Sequence[Tensor]) -> None:
-        for part, tensor in zip(self.parts, found, strict=True):
+    def _fill_parts(self, tensors: Sequence[Tensor]) -> None:
+        """Fill each part by itself."""
+        for part, tensor in zip(self.parts, tensors, strict=True):
             part.fill(upload(tensor, part.device))
 
 
-def _joined_along(whole: WeightSink, parts: Sequence[WeightSink]) -> int | None:
-    """The dimension along which the parts' tensors make up that of `whole`, if there is one."""
+def _join_dim(whole: WeightSink, parts: Sequence[WeightSink]) -> int | None:
+    """Return the dimension along which the parts' tensors add up to that of `whole`, or None."""
     shapes = Counter(part.shape for part in parts)
     if whole.shape is None or any(part.dtypes != whole.dtypes for part in parts):
         return None
     for dim, size in enumerate(whole.shape):
-        sums = 0
+        total = 0
         for shape, count in shapes.items():
             if shape is None or len(shape) != len(whole.shape):
                 return None
             rest = shape[:dim] + whole.shape[dim : dim + 1] + shape[dim + 1 :]
-            sums += count * (shape[dim] if rest == whole.shape else size + 1)
-        if sums == size:
+            # A part that differs in another dimension makes the total too large to match.
+            total += count * (shape[dim] if rest == whole.shape else size + 1)
+        if total == size:
             return dim
     return None

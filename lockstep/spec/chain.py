@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.kernels.drafting import mtp_inputs, next_draft_step
 from lockstep.spec.drafter import DraftContext, no_drafts
-from lockstep.step import NEVER, Step, StepShape, Verdict
+from lockstep.step import NEVER, StepContext, StepShape, Verdict
 
 
 def passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
@@ -36,7 +36,11 @@ class ChainDrafter:
         self.next_draft_step = context.op(next_draft_step)
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Write the drafts of the next step. Sampled rows use the noise of the position itself."""
         c = self.context
@@ -59,11 +63,11 @@ class ChainDrafter:
             step = self.on(step, tokens, k, self.shift)
             at = step.sample_at
 
-    def keep(self, step: Step, next_tokens: Tensor, state: Tensor) -> None:
+    def keep(self, step: StepContext, next_tokens: Tensor, state: Tensor) -> None:
         """Write the keys and values of the step's tokens. next_tokens [T]: one after each token."""
         self.context.module.keep(next_tokens, state, step)
 
-    def first(self, step: Step, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
+    def first(self, step: StepContext, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
         """Do what keep() does, and return the states [S, ...] of the first drafts.
 
         last [S]: index into T of each row's last committed position.
@@ -71,7 +75,7 @@ class ChainDrafter:
         states: Tensor = self.context.module(next_tokens, state, step)[last]
         return states
 
-    def on(self, step: Step, tokens: Tensor, k: int, shift: int) -> Step:
+    def on(self, step: StepContext, tokens: Tensor, k: int, shift: int) -> StepContext:
         """Store draft number k of each row, tokens [S]; return the step of one token each."""
         c = self.context
         table = step.page_table

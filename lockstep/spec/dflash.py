@@ -16,7 +16,7 @@ from lockstep.models.dflash import BlockCheckpoint, BlockDraftModel, Config
 from lockstep.quantization import read_weight_format
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions
-from lockstep.step import NEVER, Step, StepShape, Verdict
+from lockstep.step import NEVER, StepContext, StepShape, Verdict
 
 NEEDS_MODULE = True
 Options = FolderOptions
@@ -61,7 +61,11 @@ class BlockDrafter:
         self.block_step = context.op(block_step)
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Write the drafts of the next step.
 
@@ -82,7 +86,7 @@ class BlockDrafter:
         no_tokens = rows.new_full((rows.shape[0], num_drafts - 1), -1)
         c.drafts[rows, :num_drafts] = c.sample(logits, block.sample_at, no_tokens, rows)
 
-    def block_of(self, step: Step, width: int) -> Step:
+    def block_of(self, step: StepContext, width: int) -> StepContext:
         """Return the step of the rows' blocks of `width` tokens."""
         c = self.context
         table = step.page_table

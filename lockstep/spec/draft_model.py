@@ -25,7 +25,7 @@ from lockstep.spec.chain import ChainDrafter
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions
 from lockstep.spec.vocabulary import token_texts
-from lockstep.step import Step
+from lockstep.step import StepContext
 
 NEEDS_MODULE = True
 Options = FolderOptions
@@ -78,7 +78,7 @@ class DraftModel(nn.Module):
         """Ignore the target's hidden states."""
         return hidden
 
-    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
+    def forward(self, ids: Tensor, state: Tensor, step: StepContext) -> Tensor:
         """Compute hidden states [T, H] of ids [T]. Unknown tokens are read as its last one."""
         hidden: Tensor = self.model(replace(step, token_ids=ids.clamp_max(self.known - 1)))[0]
         return hidden
@@ -89,7 +89,7 @@ class DraftModel(nn.Module):
         # Padding tokens of the smaller model's head are no tokens of the target.
         return logits[:, : self.known].contiguous()
 
-    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
+    def keep(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
         """Run all layers: each writes its part of the cache."""
         self(ids, state, step)
 
@@ -168,11 +168,11 @@ class DraftModelDrafter(ChainDrafter):
 
     shift = 1
 
-    def keep(self, step: Step, next_tokens: Tensor, state: Tensor) -> None:
+    def keep(self, step: StepContext, next_tokens: Tensor, state: Tensor) -> None:
         """Write the keys and values of the step's tokens, each at its own position."""
         self.context.module.keep(step.token_ids, state, step)
 
-    def first(self, step: Step, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
+    def first(self, step: StepContext, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
         """Do what keep() does, then run the rows' last tokens.
 
         Draft 0 contains the last token until the first draft overwrites it.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.kernels import Op
 from lockstep.models.loader import Source
-from lockstep.step import Step, Verdict
+from lockstep.step import StepContext, Verdict
 
 
 class DraftModule(Protocol):
@@ -32,7 +32,7 @@ class DraftModule(Protocol):
         """Return states [T, ...] from the target's hidden states [T, H] and auxiliary ones."""
         ...
 
-    def __call__(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
+    def __call__(self, ids: Tensor, state: Tensor, step: StepContext) -> Tensor:
         """Return the next states [T, ...] from tokens [T] and states [T, ...]; writes KV."""
         ...
 
@@ -40,7 +40,7 @@ class DraftModule(Protocol):
         """Return logits [S, V'] over `ids` from states [S, ...]."""
         ...
 
-    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
+    def keep(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
         """Write only the keys and values of these tokens, in steps without drafts."""
         ...
 
@@ -82,7 +82,11 @@ class NoDrafter:
     """Drafter that proposes nothing."""
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Do nothing."""
 

@@ -13,7 +13,7 @@ from lockstep.kernels.drafting import ngram_lookup
 from lockstep.settings import setting, strict_adapter
 from lockstep.spec.config import SpeculativeConfig
 from lockstep.spec.drafter import DraftContext
-from lockstep.step import Step, Verdict
+from lockstep.step import StepContext, Verdict
 
 NEEDS_MODULE = False
 MAX_LOOKUP = 16
@@ -56,7 +56,11 @@ class NgramDrafter:
         self.longest: int = context.config.prompt_lookup_max
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Write the drafts of the next step: the tokens after the latest earlier match, else -1."""
         c = self.context

@@ -18,7 +18,7 @@ from lockstep.kernels.stream_copies import copy_to_device
 from lockstep.settings import setting
 from lockstep.spec.config import SpeculativeConfig
 from lockstep.spec.drafter import DraftContext
-from lockstep.step import Step, Verdict
+from lockstep.step import StepContext, Verdict
 
 NEEDS_MODULE = False
 MAX_DEPTH = 64
@@ -78,7 +78,11 @@ class SuffixDrafter:
         copy_to_device(self.next, self.oldest)
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Write the drafts of the next step, -1 where nothing matches."""
         c = self.context

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import CaptureError
 from lockstep.kernels.epochs import launch_epochs
+from lockstep.step import StepContext
 from lockstep.worker.capture_checks import (
     Fault,
     capture_checks,
@@ -62,7 +63,7 @@ class Captured:
         self.recordings: dict[Hashable, Recording] = {}
 
     def __call__(self, *arguments: Any) -> Any:
-        key = tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in arguments)
+        key = tuple(map(_key_of, arguments))
         if not self.wanted(key):
             return self.fn(*arguments)
         recording = self.recordings.get(key)
@@ -72,11 +73,16 @@ class Captured:
         for graph_argument, argument in zip(recording.arguments, arguments, strict=True):
             if isinstance(graph_argument, Tensor):
                 graph_argument.copy_(argument)
+            elif isinstance(graph_argument, StepContext):
+                inputs = zip(graph_argument.token_inputs, argument.token_inputs, strict=True)
+                for graph_input, value in inputs:
+                    if graph_input is not None:
+                        graph_input.copy_(value)
         recording.graph.replay()
         return recording.result
 
     def _record(self, key: Hashable, arguments: tuple[Any, ...]) -> Recording:
-        graph_arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
+        graph_arguments = tuple(map(_clone, arguments))
         epochs = launch_epochs(torch.device("cuda", torch.cuda.current_device()))
         self._run_eagerly(key, graph_arguments)
         stream = torch.cuda.current_stream()
@@ -123,6 +129,26 @@ class Captured:
             f"capture of {self.name} at {key}: {describe_fault(error)} {does}. "
             "Run with cuda_graph_mode='none' to serve meanwhile, and report this."
         )
+
+
+def _key_of(argument: Any) -> Hashable:
+    """Return what a graph depends on: shapes of tensors, and which optional inputs a step has."""
+    if isinstance(argument, StepContext):
+        inputs = argument.token_inputs
+        return tuple(None if tensor is None else tuple(tensor.shape) for tensor in inputs)
+    return tuple(argument.shape) if isinstance(argument, Tensor) else argument
+
+
+def _clone(argument: Any) -> Any:
+    """Return the argument with tensors of its own, into which each call copies.
+
+    Of a step context only the optional inputs are read by the pieces that take one.
+    """
+    if isinstance(argument, StepContext):
+        inputs = argument.token_inputs
+        copies = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
+        return argument.with_token_inputs(copies)
+    return argument.clone() if isinstance(argument, Tensor) else argument
 
 
 @cache

@@ -17,7 +17,7 @@ from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.layers.attention import Attention
 from lockstep.layers.latent_attention import LatentAttention
-from lockstep.layers.linear import Product
+from lockstep.layers.linear import Gemm
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.weight_files import has_weights
@@ -151,7 +151,7 @@ def _tiled(
 
     number = card.number
     gpu = CompileTarget(number, inline_ptx=True)
-    if isinstance(module, Product):
+    if isinstance(module, Gemm):
         (n, k) = module.shape
         weight = module.stored
         packed = isinstance(weight, QuantizedWeight)

@@ -84,7 +84,7 @@ class DryEngine:
                 kv=kv_layers(config, dtype),
                 state_dtype=state_dtype(config),
             )
-            self.build.room.bounded = False  # fake tensors take no memory
+            self.build.memory_budget.bounded = False  # fake tensors take no memory
             self.model = build_model(checkpoint.raw, self.build)
             self.draft = build_draft(config, checkpoint, self.model, self.build)
             layers = memory.mixers(self.model, self.draft)
@@ -166,7 +166,7 @@ def _kind_of(block: nn.Module) -> tuple[Any, ...]:
             name,
             type(module),
             tuple((tensor.shape, tensor.dtype) for tensor in module.parameters(recurse=False)),
-            tuple(map(type, module.packed_parts)) if isinstance(module, Weight) else (),
+            tuple(map(type, module.quantized_parts)) if isinstance(module, Weight) else (),
             getattr(module, "shape", None),
             module.cache_spec() if is_cached(module) else None,
         )
@@ -179,7 +179,7 @@ def _assume_scales(*roots: nn.Module | None) -> None:
     for root in roots:
         for module in root.modules() if root is not None else ():
             if isinstance(module, Weight):
-                for part in module.packed_parts:
+                for part in module.quantized_parts:
                     vars(part).setdefault("has_split_factors", True)
 
 

@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lockstep.step import Step, StepShape, Verdict
+from lockstep.step import StepContext, StepShape, Verdict
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.sampler import Sampler
 
-Outcome = tuple[Step, Tensor, Tensor, Verdict]
-"""Step, hidden states [T, H], raw logits [N, V], and verdict."""
+Outcome = tuple[StepContext, Tensor, Tensor, Verdict]
+"""StepContext, hidden states [T, H], raw logits [N, V], and verdict."""
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class Forwarded:
     Compared by identity: a graph returns the same tensors at every replay.
     """
 
-    step: Step
+    step: StepContext
     hidden: Tensor
     aux_hidden_states: tuple[Tensor, ...]
     logits: Tensor
@@ -36,11 +36,11 @@ class Forwarded:
 class Target(Protocol):
     """Interface of a model to a step."""
 
-    def __call__(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def __call__(self, step: StepContext) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return hidden states [T, H] and auxiliary hidden states."""
         ...
 
-    def logits(self, hidden: Tensor, step: Step) -> Tensor:
+    def logits(self, hidden: Tensor, step: StepContext) -> Tensor:
         """Return logits [N, V] at the step's logit rows."""
         ...
 
@@ -49,7 +49,11 @@ class Drafter(Protocol):
     """Interface of a drafter: it fills the table's drafts for the next step."""
 
     def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+        self,
+        step: StepContext,
+        hidden: Tensor,
+        aux_hidden_states: tuple[Tensor, ...],
+        verdict: Verdict,
     ) -> None:
         """Propose drafts at the end of a step: the table is advanced, its rows have no drafts."""
         ...
@@ -95,7 +99,7 @@ def nothing() -> None:
 
 
 class RunStep(NamedTuple):
-    """Step function made of its two halves, each captured or not."""
+    """StepContext function made of its two halves, each captured or not."""
 
     forward: Callable[[StepShape], Forwarded]
     decide: Callable[[Forwarded], Outcome]

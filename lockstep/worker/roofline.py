@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.cache.specs import Spec, StorageKind, is_cached, unit_bytes
 from lockstep.layers.latent_attention import AbsorbedHeads
-from lockstep.layers.linear import Embedding, Head, Product
+from lockstep.layers.linear import Embedding, Gemm, Head
 from lockstep.layers.moe import ExpertWeight
 from lockstep.layers.rotary import Rotary
 from lockstep.spec import Passes, no_passes
@@ -276,7 +276,7 @@ def _weights(root: nn.Module) -> Iterator[WeightCost]:
     """Yield the cost of every weight of a module."""
     for label, module in _labelled(root):
         of_logits = isinstance(module, Head)
-        if isinstance(module, Product):
+        if isinstance(module, Gemm):
             flops = 2 * prod(module.shape)
             yield WeightCost(label, module.stored.nbytes, flops, of_logits)
         elif isinstance(module, ExpertWeight):

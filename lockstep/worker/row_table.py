@@ -15,7 +15,7 @@ from lockstep.kernels.step_metadata import RowTensors, advance_rows, prepare_ste
 from lockstep.kernels.stream_copies import copy_to_device
 from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
-from lockstep.step import Step, StepShape, Verdict, flush_after
+from lockstep.step import StepContext, StepShape, Verdict, flush_after
 
 WORD_BITS = 32
 """Tokens per word of `allowed`."""
@@ -89,7 +89,7 @@ class RowTable(RowTensors):
         tensors = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]
         return tensors + [self.draft_limit] + self.sampling.tensors()
 
-    def prepare(self, shape: StepShape) -> Step:
+    def prepare(self, shape: StepShape) -> StepContext:
         """Return the step that the inputs describe, at the rows' own lengths."""
         inputs = self.inputs
         rows = shape.rows
@@ -99,7 +99,7 @@ class RowTable(RowTensors):
         sizes = (shape.tokens, shape.query_len, self.page_size)
         metadata = vars(self.prepare_op(self, row_ids, lengths, sources, *sizes))
         ends = metadata.pop("ends")
-        return Step(
+        return StepContext(
             shape=shape,
             row_ids=row_ids,
             snapshot_slots=inputs.snapshot_slots[:rows],
@@ -108,7 +108,7 @@ class RowTable(RowTensors):
             **metadata,
         )
 
-    def accept_and_commit(self, step: Step, tokens: Tensor) -> Verdict:
+    def accept_and_commit(self, step: StepContext, tokens: Tensor) -> Verdict:
         """Commit the target's tokens [S, Q] as far as the step's drafts equal them."""
         accepted, results = self.advance_op(
             self,

@@ -6,7 +6,7 @@ from torch import Tensor
 from lockstep.kernels.sampling import sample
 from lockstep.layers.build_context import BuildContext
 from lockstep.outputs import Logprob
-from lockstep.step import Step
+from lockstep.step import StepContext
 from lockstep.worker.row_table import RowTable
 
 
@@ -35,7 +35,7 @@ class Sampler:
         arguments = (logits, positions, drafts, row_ids, table.tokens, table.sampling, ids, allowed)
         return self.sample_op(*arguments)
 
-    def sample_target(self, logits: Tensor, step: Step) -> Tensor:
+    def sample_target(self, logits: Tensor, step: StepContext) -> Tensor:
         """Sample the target's token at each logit row: logits [N, V] -> [S, N / S]."""
         rows, width = step.sample_at.shape
         logits = logits.view(rows, width, -1)

@@ -114,7 +114,7 @@ class WorkerStartup:
     def fit_memory(self) -> MemoryFit:
         """Return the sizes that fit. Raises CapacityError where nothing does."""
         if self.planned is None:
-            memory.check_table(self.build.room, self.limits, self.model.config.vocab_size)
+            memory.check_table(self.build.memory_budget, self.limits, self.model.config.vocab_size)
             limits = self.limits
             program = self._make_program(limits)
             size = configured_cache(self.config, limits, self.build, self.cost)
@@ -196,7 +196,7 @@ def configured_cache(
     """Return the configured cache size, or what fits into a CPU's memory. Raises CapacityError."""
     size = memory.configured_size(config, limits, cost)
     if limits.device == "cpu":
-        memory.check_cache(build.room, cost, size)
+        memory.check_cache(build.memory_budget, cost, size)
     return size
 
 
@@ -328,4 +328,4 @@ def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
 
 def host_room(build: BuildContext) -> MemoryBudget:
     """Return the budget of host memory: on a CPU, the device's."""
-    return build.room if build.device == "cpu" else MemoryBudget("cpu")
+    return build.memory_budget if build.device == "cpu" else MemoryBudget("cpu")

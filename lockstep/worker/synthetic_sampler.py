@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.kernels.sampling import uniform
 from lockstep.layers.build_context import BuildContext
-from lockstep.step import Step
+from lockstep.step import StepContext
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.sampler import Sampler
 
@@ -33,7 +33,7 @@ class SyntheticSampler(Sampler):
         indices = torch.arange(COINS, device=build.device)
         self.coins = uniform(zero, indices, zero)[:, 0] < probability
 
-    def sample_target(self, logits: Tensor, step: Step) -> Tensor:
+    def sample_target(self, logits: Tensor, step: StepContext) -> Tensor:
         """Return the drafts that are accepted, then the target's tokens."""
         tokens = super().sample_target(logits, step)
         drafts = step.drafts

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.bench.floor import prompt_floor, sketch, step_floor
-from lockstep.layers.linear import Head, Product
+from lockstep.layers.linear import Gemm, Head
 from lockstep.spec import read
 from lockstep.worker.device_rates import H200, rates_of
 from lockstep.worker.roofline import Floor, Part, StepCosts, StepFloors, distinct_experts
@@ -264,8 +264,8 @@ def test_packed_weights_count_as_they_lie(
     """GPTQ int4 in groups of 128 at the dimensions of Qwen3.6-27B: 24.3e9 numbers are packed."""
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, **settings}
     model = sketch(make_model(tmp_path, quantization_config=gptq, **LARGE), torch.bfloat16, None)
-    products = [one for one in model.model.modules() if isinstance(one, Product)]
-    packed = [one for one in products if one.packed_parts]
+    products = [one for one in model.model.modules() if isinstance(one, Gemm)]
+    packed = [one for one in products if one.quantized_parts]
     numbers = sum(prod(one.shape) for one in packed)
     assert numbers == pytest.approx(24.33e9, rel=1e-3)
     assert sum(one.stored.nbytes for one in packed) / numbers == pytest.approx(per_weight, abs=1e-4)

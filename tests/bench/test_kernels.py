@@ -20,7 +20,7 @@ from lockstep.bench.kernels import (
 from lockstep.errors import ConfigError
 from lockstep.kernels.bench_types import Cost, OpBenchmark
 from lockstep.kernels.formats.kv.table import KV_FORMATS
-from lockstep.layers.linear import Product
+from lockstep.layers.linear import Gemm
 from tests.bench.test_floor import LARGE
 from tests.tiny_model import make_model
 
@@ -115,7 +115,7 @@ def test_packed_caches_are_measured(name: str, key: int, latent: int) -> None:
 
 def test_dimensions_are_those_of_the_model(tmp_path: Path) -> None:
     model = sketch(make_model(tmp_path / "large", **LARGE), torch.bfloat16, None).model
-    assert {m.shape for m in model.modules() if isinstance(m, Product)} == {
+    assert {m.shape for m in model.modules() if isinstance(m, Gemm)} == {
         (n, k) for _, n, k in MODELS["Qwen3.6-27B"].weights
     }
 

@@ -25,7 +25,7 @@ class Rounding(WeightFormat):
         self.asked.append(module)
         return Layout.of(IntWeight, bits=4, group=4, scale_dtype=torch.float32)
 
-    def slots(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
+    def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         def fill(tensor: Tensor) -> None:
             weight.copy_(quantize_int(tensor, 4, 4))
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from lockstep.layers.attention import Attention
 from lockstep.layers.build_context import BuildContext
-from lockstep.step import Step, StepShape
+from lockstep.step import StepContext, StepShape
 
 TOKENS = 9
 HIDDEN = 24
@@ -16,10 +16,10 @@ PAGE = 16
 SCALE = 0.7
 
 
-def prompt_step() -> Step:
+def prompt_step() -> StepContext:
     """One prompt of TOKENS tokens in page 1."""
     places = torch.arange(TOKENS)
-    unread = dict.fromkeys(Step.__dataclass_fields__)
+    unread = dict.fromkeys(StepContext.__dataclass_fields__)
     read = dict(
         shape=StepShape(1, TOKENS, TOKENS, prompt=True),
         positions=places,
@@ -28,7 +28,7 @@ def prompt_step() -> Step:
         cu_seqlens=torch.tensor([0, TOKENS], dtype=torch.int32),
         starts=torch.tensor([0], dtype=torch.int32),
     )
-    return Step(**{**unread, **read})  # type: ignore[arg-type]
+    return StepContext(**{**unread, **read})  # type: ignore[arg-type]
 
 
 def test_no_positions_biases_and_a_scale() -> None:

@@ -12,7 +12,7 @@ from lockstep.kernels.formats.weights import Fp4Weight, quantize_int
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Head, Linear, Product, ResidualLinear, probe
+from lockstep.layers.linear import Gemm, Head, Linear, ResidualLinear, probe
 from lockstep.quantization import WeightSink, fp8
 from tests.layers.rounding import Rounding
 
@@ -41,7 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
 
 def on_a_gpu(build: BuildContext, layer: nn.Module) -> None:
     """Lets a layer be served as one that was built for a GPU."""
-    product = next(part for part in layer.modules() if isinstance(part, Product))
+    product = next(part for part in layer.modules() if isinstance(part, Gemm))
     product.linear = build.probed.setdefault((*product.shape, build.dtype), Probed(linear, linear))
     build.choices[-1].backend = "triton"
     build.choices[-1].refused = {"cublas": "not asked"}
@@ -109,7 +109,7 @@ def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool)
     for parameter in layer.parameters():
         parameter.data.normal_()
     x = torch.randn(33, 8).bfloat16()
-    product = layer.products[0]
+    product = layer.gemms[0]
     assert layer.bias is not None and not product.allow_partials
     expected = (product(x).float() + layer.bias.float()).bfloat16()
     assert torch.equal(layer(x), expected)
@@ -134,7 +134,7 @@ def test_the_names_of_fused_weights() -> None:
     assert list(plain.weights()) == ["a.weight", "b.weight"]
     assert (
         ResidualLinear(BuildContext("cpu", torch.float32, 1, 1), 8, {"w": 16})
-        .products[0]
+        .gemms[0]
         .allow_partials
     )
 
@@ -145,21 +145,19 @@ def test_parts_are_the_outputs_of_each_fused_weight() -> None:
     layer = Linear(build, 8, {"a": 16, "b": 24})
     weight = torch.randn(40, 8)
     x = torch.randn(5, 8)
-    layer.products[0].weight.data.copy_(weight)
+    layer.gemms[0].weight.data.copy_(weight)
     wanted = layer(x).split([16, 24], dim=1)
     assert all(map(torch.equal, layer.parts(x), wanted))
     rows = [nn.Parameter(part, requires_grad=False) for part in weight.split([16, 24])]
-    layer.products = nn.ModuleList(
-        Product(build, 8, [(None, len(part))], stands=part) for part in rows
-    )
-    layer.firsts = (0, 16, 40)
+    layer.gemms = nn.ModuleList(Gemm(build, 8, [(None, len(part))], existing=part) for part in rows)
+    layer.gemm_begins = (0, 16, 40)
     found = layer.parts(x)
     assert all(map(torch.equal, found, layer(x).split([16, 24], dim=1)))
     assert all(part.is_contiguous() for part in found)
     torch.testing.assert_close(torch.cat(found, 1), torch.cat(wanted, 1))
 
 
-JOINED = "lockstep.layers.linear.JOINED"
+JOINED = "lockstep.layers.linear.MAX_DEQUANTIZED"
 
 
 @pytest.mark.parametrize("most", [10**6, 0])
@@ -171,7 +169,7 @@ def test_packed_rows_have_the_bits_of_their_values_in_one_product_or_several(
     monkeypatch.setattr(JOINED, most)
     sizes = {"a": 16, "b": 8, "c": 24}
     layer = Linear(BuildContext("cpu", torch.float32, 1, 1, packing=Rounding(of=packed)), 12, sizes)
-    assert len(layer.products) == (1 if most else 3 if packed == "b" else 2)
+    assert len(layer.gemms) == (1 if most else 3 if packed == "b" else 2)
     plain = Linear(BuildContext("cpu", torch.float32, 1, 1), 12, sizes)
     filled = layer.weights()
     for name, target in plain.weights().items():
@@ -179,9 +177,9 @@ def test_packed_rows_have_the_bits_of_their_values_in_one_product_or_several(
         WeightSink.of(filled[name]).fill(target.clone())
         if name == f"{packed}.weight":
             target.copy_(quantize_int(target, 4, 4).dequantize(torch.float32))
-    for product in layer.products:
+    for product in layer.gemms:
         product.finish()
-        assert not product.packed_parts
+        assert not product.quantized_parts
     x = torch.randn(5, 12)
     assert torch.equal(layer(x), plain(x))
     assert torch.equal(layer.from_part(1, x), plain.from_part(1, x))
@@ -201,10 +199,10 @@ def test_blocks_that_end_within_a_map_are_one_product_with_those_that_do_not() -
         WeightSink.of(filled[f"{name}_scale_inv"]).fill(scales.clone())
         wide = scales.repeat_interleave(128, 0)[: len(target)].repeat_interleave(128, 1)
         target.copy_(codes.float() * wide)
-    for product in layer.products:
+    for product in layer.gemms:
         product.finish()
     x = torch.randn(5, 256)
-    assert len(layer.products) == 1
+    assert len(layer.gemms) == 1
     assert torch.equal(layer(x), plain(x))
     assert torch.equal(layer.from_part(1, x), plain.from_part(1, x))
 
@@ -216,22 +214,22 @@ def test_what_is_packed_stays_so_on_a_gpu_unless_small_and_beside_what_is_not(
     load()
     build = BuildContext("cuda:0", torch.bfloat16, 1, 1, packing=Rounding(of="a"), arch=90)
     with FakeTensorMode():
-        alone = Linear(build, 12, {"a": 8}).products
-        beside = Linear(build, 12, {"a": 16, "b": 8}).products
-        larger = Linear(build, 12, {"a": 17, "b": 8}).products
-    assert alone[0].packed is not None
-    assert len(beside) == 1 and beside[0].packed is None and beside[0].shape == (24, 12)
+        alone = Linear(build, 12, {"a": 8}).gemms
+        beside = Linear(build, 12, {"a": 16, "b": 8}).gemms
+        larger = Linear(build, 12, {"a": 17, "b": 8}).gemms
+    assert alone[0].quantized is not None
+    assert len(beside) == 1 and beside[0].quantized is None and beside[0].shape == (24, 12)
     said = [choice.packing for choice in build.choices]
     assert said[0] == "IntWeight(bits=4, group=4, scale_dtype=float32)"
     assert said[1] == f"{said[0]}, 16 rows, unpacked when loaded"
-    assert [product.packed is not None for product in larger] == [True, False]
+    assert [product.quantized is not None for product in larger] == [True, False]
 
 
 def test_launches_of_nvfp4_ask_nothing_of_the_device() -> None:
     """A captured step may be the first to launch a weight: no number of it may be read then."""
     weight = Fp4Weight.empty(4, 128)
     weight.fill_dummy(torch.Generator().manual_seed(0))
-    product = Product(BuildContext("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)], stands=weight)
+    product = Gemm(BuildContext("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)], existing=weight)
     product.finish()
     weight.factors.fill_(float("nan"))
     assert "has_split_factors" in vars(weight)

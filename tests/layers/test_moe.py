@@ -17,6 +17,7 @@ from lockstep.kernels.linear import linear
 from lockstep.kernels.route import route
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.moe import MoE, Routing
+from lockstep.layers.sharding import Rank
 from lockstep.models.loader import finish
 from lockstep.quantization import TensorInfo, WeightFormat, WeightSink
 from tests.layers.rounding import Rounding
@@ -24,6 +25,10 @@ from tests.layers.rounding import Rounding
 HIDDEN = 24
 INNER = 10
 ROUTING = set(Routing.__dataclass_fields__)
+
+
+NO_CONTEXT: Any = None
+"""Context of a step; a mixture reads none of it."""
 
 
 def made(
@@ -72,7 +77,7 @@ def test_qwen(shared: int, gated: bool) -> None:
         if gated:
             last = torch.sigmoid(F.linear(x, table["shared_expert_gate.weight"])) * last
         expected = expected + last
-    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer(x, NO_CONTEXT), expected)
 
 
 def test_deepseek() -> None:
@@ -91,7 +96,7 @@ def test_deepseek() -> None:
     weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
     names = [f"shared_experts.{n}_proj.weight" for n in ("gate", "up", "down")]
     last = mlp(x, *(table[name] for name in names))
-    torch.testing.assert_close(layer(x), mixture(x, table, ids, weights) + last)
+    torch.testing.assert_close(layer(x, NO_CONTEXT), mixture(x, table, ids, weights) + last)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -100,7 +105,7 @@ def test_a_router_that_scores_by_sigmoid_is_fp32_all_through(scoring: str) -> No
     wide = scoring == "sigmoid"
     x = torch.randn(5, HIDDEN).bfloat16()
     assert layer.router.part(0).dtype == (torch.float32 if wide else torch.bfloat16)
-    assert layer.up.stored.dtype == torch.bfloat16 and layer(x).dtype == torch.bfloat16
+    assert layer.up.stored.dtype == torch.bfloat16 and layer(x, NO_CONTEXT).dtype == torch.bfloat16
     weights = layer.route(layer.router(x), 3, **layer.choice)[1]
     assert weights.dtype == layer.router.dtype
 
@@ -115,7 +120,7 @@ def test_maps_of_one_dtype_are_one_product_with_the_bits_of_several(
     gated = scoring == "softmax"
     layer = made(dtype, scoring=scoring, shared_inner=16, shared_gate=gated)
     apart = layer.router.dtype != dtype
-    assert len(layer.router.products) == 1 and (layer.shared_up is not None) == apart
+    assert len(layer.router.gemms) == 1 and (layer.shared_up is not None) == apart
     load()
     run = {op: op.backends["cpu"].run for op in (linear, experts_op)}
     table = layer.weights()
@@ -131,26 +136,28 @@ def test_maps_of_one_dtype_are_one_product_with_the_bits_of_several(
     gate = gate[:, 0] if gated else None
     ids, weights, *_ = route(logits, 3, scoring=scoring, dtype=layer.router.dtype)
     stored = (layer.up.stored, layer.down.stored)
-    assert torch.equal(layer(x), run[experts_op](x, *stored, ids, weights, shared, gate))
+    assert torch.equal(
+        layer(x, NO_CONTEXT), run[experts_op](x, *stored, ids, weights, shared, gate)
+    )
 
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
     joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.layers.linear.JOINED", (32 - (not joined)) * HIDDEN)
+    monkeypatch.setattr("lockstep.layers.linear.MAX_DEQUANTIZED", (32 - (not joined)) * HIDDEN)
     packing = Rounding(of="shared_expert.")
     load()
     build = BuildContext("cuda:0", torch.bfloat16, 1, 1, packing=packing, arch=90)
     with FakeTensorMode():
         layer = made(build=build, shared_inner=16)
-    router = layer.router.products[0]
-    assert len(layer.router.products) == 1 and router.packed is None
+    router = layer.router.gemms[0]
+    assert len(layer.router.gemms) == 1 and router.quantized is None
     assert (layer.shared_up is None) == joined
     assert router.shape == (44 if joined else 12, HIDDEN)
     if layer.shared_up is not None:
-        shared = layer.shared_up.products[0]
-        assert shared.shape == (32, HIDDEN) and isinstance(shared.packed, QuantizedWeight)
+        shared = layer.shared_up.gemms[0]
+        assert shared.shape == (32, HIDDEN) and isinstance(shared.quantized, QuantizedWeight)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -171,16 +178,16 @@ def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: b
     finish(layer)
     x = torch.randn(70, 256, dtype=torch.bfloat16, device=device)
     for tokens in (1, 3, 70):
-        assert torch.equal(layer(x[:tokens]), plain(x[:tokens]))
+        assert torch.equal(layer(x[:tokens], NO_CONTEXT), plain(x[:tokens], NO_CONTEXT))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_its_bits_in_any_batch(dtype: torch.dtype) -> None:
     layer = made(dtype, shared_inner=16, shared_gate=True)
     x = torch.randn(40, HIDDEN).to(dtype)
-    whole = layer(x)
+    whole = layer(x, NO_CONTEXT)
     for begin, end in ((0, 1), (3, 5), (7, 40), (6, 6)):
-        assert torch.equal(layer(x[begin:end]), whole[begin:end])
+        assert torch.equal(layer(x[begin:end], NO_CONTEXT), whole[begin:end])
 
 
 FUSED = {
@@ -193,10 +200,15 @@ FUSED = {
 
 
 def building(
-    tensors: Any = None, packing: WeightFormat | None = None, device: str = "cpu"
+    tensors: Any = None,
+    packing: WeightFormat | None = None,
+    device: str = "cpu",
+    rank: Rank | None = None,
 ) -> BuildContext:
-    found = BuildContext(device, torch.float32, 1, 1, tensors=tensors, packing=packing)
-    return found.at("moe")
+    context = BuildContext(
+        device, torch.float32, 1, 1, tensors=tensors, packing=packing, rank=rank or Rank()
+    )
+    return context.at("moe")
 
 
 def test_experts_one_by_one_or_as_one_tensor_fill_the_same_memory() -> None:
@@ -218,10 +230,23 @@ def test_experts_one_by_one_or_as_one_tensor_fill_the_same_memory() -> None:
         for name, tensor in table.items():
             tensor.copy_(filled[name])
     x = torch.randn(9, HIDDEN)
-    assert torch.equal(one(x), all_at_once(x))
+    assert torch.equal(one(x, NO_CONTEXT), all_at_once(x, NO_CONTEXT))
     size = sum(parameter.numel() for parameter in one.parameters())
     assert sum(t.numel() for t in single.values()) == size
     assert sum(t.numel() for t in fused.values()) == size
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rank_holds_its_columns_of_every_expert(index: int) -> None:
+    """One tensor of all experts is cut within each expert, not across experts."""
+    layer = made(build=building(FUSED, rank=Rank(index, 2)))
+    sink = layer.weights()["experts.gate_up_proj"]
+    assert isinstance(sink, WeightSink) and sink.shape == (12, 2 * INNER, HIDDEN)
+    tensor = torch.randn(12, 2 * INNER, HIDDEN)
+    sink.fill(sink.narrow(tensor))
+    half = INNER // 2
+    rows = [tensor[:, n * INNER + index * half :][:, :half] for n in range(2)]
+    assert torch.equal(layer.up.stored, torch.cat(rows, 1))
 
 
 @pytest.mark.parametrize("tensors", [None, FUSED], ids=["single", "fused"])
@@ -240,7 +265,7 @@ def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
     for weight in (layer.up, layer.down):
         weight.finish()
     x = torch.randn(9, HIDDEN)
-    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer(x, NO_CONTEXT), plain(x, NO_CONTEXT))
     asked = packing.asked[:2]
     assert [module.path for module in asked] == [f"moe.experts.0.{n}_proj" for n in ("gate", "up")]
     assert all((module.outputs, module.inputs) == (INNER, HIDDEN) for module in asked)
@@ -294,6 +319,6 @@ def test_a_row_has_its_bits_in_any_batch_on_a_gpu(scoring: str, shared: int) -> 
     sizes = dict(experts=128, hidden=2048, shared_inner=shared, shared_gate=gated)
     layer = made(build=build, scoring=scoring, **sizes)
     x = torch.randn(300, 2048, device="cuda").bfloat16()
-    whole = layer(x)
+    whole = layer(x, NO_CONTEXT)
     for begin, end in ((0, 1), (5, 13), (40, 104), (30, 158), (0, 256)):
-        assert torch.equal(layer(x[begin:end]), whole[begin:end]), (begin, end)
+        assert torch.equal(layer(x[begin:end], NO_CONTEXT), whole[begin:end]), (begin, end)

@@ -104,7 +104,7 @@ def test_bytes_of_a_token_and_of_a_row(name: str) -> None:
     built = architecture(raw["model_type"])
     with FakeTensorMode():
         build = BuildContext("cpu", torch.bfloat16, 1, 64)
-        build.room.bounded = False
+        build.memory_budget.bounded = False
         model = built.Model(built.Config.read(raw), build)
     specs = [layer.cache_spec() for layer in mixers(model, None).values()]
     kept = [part for spec in specs for part in spec.parts if spec.kind is StorageKind.STATE]

@@ -222,7 +222,7 @@ def test_a_missing_tensor_is_named(store: Store, known: Any, tmp_path: Path) -> 
     del tensors[MLP]
     message = refused(store(tensors))
     assert "missing tensors (1): layers.1.mlp.down_proj.weight" in message.lower()
-    assert str(tmp_path) in message and "Correct" in message
+    assert str(tmp_path) in message and "Correct config.json" in message
 
 
 def test_a_missing_tensor_of_the_drafter_matters_only_where_it_drafts(

@@ -23,7 +23,7 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.deepseek_v3 import Config, Draft, Model
 from lockstep.spec import own_drafter
-from lockstep.step import Step, StepShape
+from lockstep.step import StepContext, StepShape
 from tests.models.dense import (
     NGRAM,
     VOCAB,
@@ -150,9 +150,9 @@ def test_latents_are_kept_without_queries() -> None:
     mixer = draft.blocks[0].self_attn
     mixer.attend = lambda q, *rest: torch.zeros_like(q)
     ids = torch.arange(5)
-    unread = dict.fromkeys(Step.__dataclass_fields__)
+    unread = dict.fromkeys(StepContext.__dataclass_fields__)
     places = dict(shape=StepShape.uniform(1, 5), positions=ids + 3, slot_mapping=ids + 64)
-    step = Step(**{**unread, **places})  # type: ignore[arg-type]
+    step = StepContext(**{**unread, **places})  # type: ignore[arg-type]
     hidden = torch.randn(5, config.hidden_size)
     found = []
     for call in (draft, draft.keep):
@@ -256,7 +256,7 @@ def counted(base: Base) -> tuple[int, int]:
     """Parameters of the target, and of its MTP module without what it shares; in neither the
     correction biases, which no optimiser trains."""
     build = BuildContext("cpu", torch.bfloat16, 1, 64)
-    build.room.bounded = False
+    build.memory_budget.bounded = False
     with FakeTensorMode():
         model = Model(Config.read(base), build)
         draft = Draft(model, build)

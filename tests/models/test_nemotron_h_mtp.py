@@ -259,7 +259,7 @@ def test_the_parameters_of_supers_module() -> None:
     raw = {**SUPER, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
     with FakeTensorMode():
         build = BuildContext("cpu", torch.bfloat16, 1, 64)
-        build.room.bounded = False
+        build.memory_budget.bounded = False
         target = Model(Config.read(raw), build)
         module = Draft(target, build)
     shared = {id(parameter) for parameter in target.parameters()}

@@ -117,7 +117,7 @@ def source_of(checkpoint: Checkpoint) -> Source:
             prefixes=checkpoint.prefixes,
             packing=packing,
         )
-        build.room.bounded = False
+        build.memory_budget.bounded = False
         model = build_model(checkpoint.raw, build)
         draft = build_draft(config, checkpoint, model, build)
         return target_source(checkpoint, model, draft, packing)
@@ -138,7 +138,9 @@ def test_every_tensor_has_a_use_and_every_parameter_a_tensor(name: str, tmp_path
         key = checkpoint.key(tensor)
         if key in source.wanted:
             filled.add(key)
-            fault = source.wanted[key].fault(torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
+            fault = source.wanted[key].mismatch(
+                torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+            )
             unfit += [(tensor, fault)] if fault and names_known(published) else []
         elif not (key == TIED_HEAD and source.embedding is not None) and not source.ignored(tensor):
             spare.append(tensor)

@@ -5,7 +5,7 @@ import torch
 
 from lockstep.layers.build_context import BuildContext
 from lockstep.models.qwen3_5 import Config, Draft, Model
-from lockstep.step import Step, StepShape
+from lockstep.step import StepContext, StepShape
 from tests.tiny_model import CONFIG
 
 PAGE = 16
@@ -25,9 +25,9 @@ def test_keys_and_values_are_kept_without_queries(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(mixer, "attend", lambda q, *rest: torch.zeros_like(q))
     ids = torch.arange(TOKENS)
     hidden = torch.randn(TOKENS, config.hidden_size)
-    unread = dict.fromkeys(Step.__dataclass_fields__)
+    unread = dict.fromkeys(StepContext.__dataclass_fields__)
     places = dict(shape=StepShape.uniform(1, TOKENS), positions=ids + 3, slot_mapping=ids + PAGE)
-    step = Step(**{**unread, **places})  # type: ignore[arg-type]
+    step = StepContext(**{**unread, **places})  # type: ignore[arg-type]
     for call in (draft, draft.keep):
         mixer.bind(mixer.cache_spec().allocate(2, PAGE, "cpu"))
         call(ids, hidden, step)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep import LLM
 from lockstep.errors import CheckpointError
+from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Weight
 from lockstep.models import architecture
@@ -170,9 +171,10 @@ def weights(llm: LLM) -> Tensor:
 
 
 def weights_in(model: Any) -> Tensor:
-    """Every number of a model's linear maps."""
-    stored = [layer.weight for layer in model.modules() if isinstance(layer, Weight)]
-    return torch.cat([x.flatten() for weight in stored for x in weight.flatten(0, -2)])
+    """Return every element of a model's linear layers, as loaded."""
+    weights = [layer.loaded for layer in model.modules() if isinstance(layer, Weight)]
+    plain = [w.plain() if isinstance(w, PrepackedWeight) else w for w in weights]
+    return torch.cat([row.flatten() for weight in plain for row in weight.flatten(0, -2)])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -191,13 +193,13 @@ def test_experts_of_whole_blocks_are_taken_over_together(
 ) -> None:
     """As they are one by one: codes are joined in every format."""
     joined = []
-    real = FusedExpertSink._joined
+    real = FusedExpertSink._join
 
     def counted(stack: FusedExpertSink, found: Sequence[Tensor]) -> Tensor | None:
         joined.append(len(found))
         return real(stack, found)
 
-    monkeypatch.setattr(FusedExpertSink, "_joined", counted)
+    monkeypatch.setattr(FusedExpertSink, "_join", counted)
     (packed, plain, _) = write(tmp_path, "whole", FORMATS[name])
     assert torch.equal(weights(build(packed)), weights(build(plain)))
     experts = FAMILIES["whole"]["num_experts"]

@@ -45,8 +45,8 @@ def loaded(kind: str, blocks: Tensor, k: int) -> QuantizedWeight:
     layout = packing.layout(own)
     assert layout is not None
     weight = layout.empty(len(blocks), k, "cpu")
-    slot = packing.slots(own, weight)["weight"]
-    assert slot.fault(blocks) is None
+    slot = packing.sinks(own, weight)["weight"]
+    assert slot.mismatch(blocks) is None
     slot.fill(blocks)
     return weight
 
@@ -85,12 +85,12 @@ def test_experts_are_filled_together(kind: str) -> None:
     layout = packing.layout(parts[0])
     assert layout is not None
     weight = layout.empty(n, k, "cpu")
-    whole = packing.slots(module(kind, n, k), weight)["weight"]
+    whole = packing.sinks(module(kind, n, k), weight)["weight"]
     slots = [
-        packing.slots(part, weight.rows(128 * i, 128 * i + 128))["weight"]
+        packing.sinks(part, weight.rows(128 * i, 128 * i + 128))["weight"]
         for i, part in enumerate(parts)
     ]
-    stacked = FusedExpertSink.slots(whole, slots)
+    stacked = FusedExpertSink.sinks(whole, slots)
     assert stacked[0] is not slots[0]
     for slot, own in zip(stacked, blocks.split(128), strict=True):
         slot.fill(own)
@@ -108,7 +108,7 @@ def test_layers_are_plain_on_a_cpu_alone(device: str) -> None:
     load()
     with FakeTensorMode():
         layer = Linear(build.at("attn"), 256, {f"{name}_proj": 32 for name in "qkv"})
-    packed = [product.packed for product in layer.products]
+    packed = [gemm.quantized for gemm in layer.gemms]
     if device == "cpu":
         assert packed == [None]
         assert {WeightSink.of(target).dtypes for target in layer.weights().values()} == {
@@ -116,7 +116,7 @@ def test_layers_are_plain_on_a_cpu_alone(device: str) -> None:
         }
     else:
         assert [type(weight) for weight in packed] == [GgufWeight] * 2
-        assert [product.shape for product in layer.products] == [(64, 256), (32, 256)]
+        assert [product.shape for product in layer.gemms] == [(64, 256), (32, 256)]
 
 
 def test_the_smallest_and_the_largest_exponents_of_mxfp4() -> None:
@@ -157,6 +157,6 @@ def test_rows_of_another_length_are_unfit() -> None:
     own = module("Q4_K", 4, 512)
     layout = packing.layout(own)
     assert layout is not None
-    slot = packing.slots(own, layout.empty(4, 512, "cpu"))["weight"]
-    assert "shape (4, 144)" in str(slot.fault(torch.zeros(4, 144, dtype=torch.uint8)))
-    assert "expected uint8" in str(slot.fault(torch.zeros(4, 288)))
+    slot = packing.sinks(own, layout.empty(4, 512, "cpu"))["weight"]
+    assert "shape (4, 144)" in str(slot.mismatch(torch.zeros(4, 144, dtype=torch.uint8)))
+    assert "expected uint8" in str(slot.mismatch(torch.zeros(4, 288)))

@@ -330,7 +330,7 @@ def test_what_is_packed_stands_in_tensors_and_settings_alike(name: str) -> None:
             read = module(release, one, tensors)
             layout = found.layout(read)
             assert layout is not None, one
-            slots = found.slots(read, layout.empty(256, 128, "cpu"))
+            slots = found.sinks(read, layout.empty(256, 128, "cpu"))
             assert tensors.keys() - slots.keys() <= found.unused, one
             if one not in release.alone:
                 assert kind(found.layout(module(release, one, None))) == kind(layout), one

@@ -55,12 +55,12 @@ def fill(
 ) -> list[str]:
     """Hands over the tensors that have a slot, in another order; returns what does not fit."""
     faults = []
-    slots = packing.slots(module, weight)
+    slots = packing.sinks(module, weight)
     for suffix in sorted(tensors, reverse=True):
         if suffix not in slots:
             assert suffix in packing.unused, suffix
             continue
-        fault = slots[suffix].fault(tensors[suffix])
+        fault = slots[suffix].mismatch(tensors[suffix])
         if fault is None:
             slots[suffix].fill(tensors[suffix])
         else:
@@ -125,7 +125,7 @@ def test_what_no_file_describes_is_laid_out_by_the_settings(name: str) -> None:
     assert layout.kind is stored.kind
     weight = layout.empty(192, 144, "cpu")
     weight.fill_dummy(torch.Generator().manual_seed(1))
-    assert packing.slots(module_of(None, 192, 144), weight)
+    assert packing.sinks(module_of(None, 192, 144), weight)
 
 
 def signed(word: int) -> int:
@@ -185,7 +185,7 @@ def test_blocks_of_real_maps(shape: tuple[int, int], blocks: tuple[int, int]) ->
     layout = packing.layout(module)
     assert layout is not None
     weight = layout.empty(*shape, "meta")
-    assert packing.slots(module, weight)["weight_scale_inv"].shape == blocks
+    assert packing.sinks(module, weight)["weight_scale_inv"].shape == blocks
 
 
 def test_shapes_of_real_maps() -> None:
@@ -193,13 +193,13 @@ def test_shapes_of_real_maps() -> None:
     module = module_of(None, 17408, 5120)
     layout = fp4.layout(module)
     assert layout is not None and layout.kind is Fp4Weight
-    slots = fp4.slots(module, layout.empty(17408, 5120, "meta"))
+    slots = fp4.sinks(module, layout.empty(17408, 5120, "meta"))
     assert slots["weight"].shape == (17408, 2560)
     assert slots["weight_scale"].shape == (17408, 320)
     four = read(ints(group_size=128))
     layout = four.layout(module)
     assert layout is not None
-    slots = four.slots(module, layout.empty(17408, 5120, "meta"))
+    slots = four.sinks(module, layout.empty(17408, 5120, "meta"))
     assert slots["weight_packed"].shape == (17408, 640)
     assert slots["weight_scale"].shape == (17408, 40)
 
@@ -271,7 +271,7 @@ def test_damaged_tensors_are_refused_in_plain_words(name: str) -> None:
         layout = packing.layout(module)
         assert layout is not None
         weight = layout.empty(192, 144, "cpu")
-        spare = [name for name in tensors if name not in packing.slots(module, weight)]
+        spare = [name for name in tensors if name not in packing.sinks(module, weight)]
         message = "; ".join(spare or fill(packing, module, tensors, weight))
     except CheckpointError as error:
         message = str(error)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lockstep import LLM, SamplingParams
 from lockstep.cli import app
 from lockstep.errors import CheckpointError
-from lockstep.layers.linear import Product
+from lockstep.layers.linear import Gemm
 from lockstep.worker.executor import worker_of
 from tests.models.oracle import RELATIVE, TIE, logits_error
 from tests.models.random_checkpoint import build, weights_of
@@ -250,7 +250,7 @@ def parameters(llm: LLM) -> list[Tensor]:
     roots = [runner.model]
     draft = getattr(getattr(runner.program.drafter, "context", None), "module", None)
     roots += [draft] if draft is not None else []
-    products = [m for root in roots for m in root.modules() if isinstance(m, Product)]
+    products = [m for root in roots for m in root.modules() if isinstance(m, Gemm)]
     return [product.weight for product in products if product.weight is not None]
 
 
@@ -290,11 +290,11 @@ def test_mixed_maps_are_fused_where_they_are_stored_alike_or_small(
     (folder, _, done) = write(tmp_path, MODELS["fp8 of a hybrid"])
     answers = []
     for most, fused in ((1 << 22, [200]), (0, [192, 8])):
-        monkeypatch.setattr("lockstep.layers.linear.JOINED", most)
+        monkeypatch.setattr("lockstep.layers.linear.MAX_DEQUANTIZED", most)
         llm = build(folder, speculative_config=MTP)
         runner: Any = worker_of(llm.engine)
         mixer = runner.model.blocks[0].sublayers[0].body
-        assert [product.shape[0] for product in mixer.in_proj.products] == fused
+        assert [product.shape[0] for product in mixer.in_proj.gemms] == fused
         answers.append(answer(llm, 16))
     assert answers[0] == answers[1]
     assert "mtp.layers.0.mlp.down_proj" in done and "mtp.fc" not in done

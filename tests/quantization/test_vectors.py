@@ -69,10 +69,10 @@ def loaded(packing: WeightFormat, n: int, k: int, tensors: dict[str, Tensor]) ->
     for tensor in around.tensors().values():
         tensor.zero_()
     weight = around.rows(3, 3 + n)
-    slots = packing.slots(read, weight)
+    slots = packing.sinks(read, weight)
     assert slots.keys() == tensors.keys()
     for name, slot in slots.items():
-        assert slot.fault(tensors[name]) is None, name
+        assert slot.mismatch(tensors[name]) is None, name
         slot.fill(tensors[name])
     assert not around.words[:3].any() and not around.words[3 + n :].any()
     return weight  # type: ignore[return-value]
@@ -229,7 +229,7 @@ def test_sizes_of_a_real_checkpoint() -> None:
             read = module(n, k, None)
             layout = found.layout(read)
             assert layout is not None
-            slots = found.slots(read, layout.empty(n, k, "meta"))
+            slots = found.sinks(read, layout.empty(n, k, "meta"))
             names = ("qweight", "qzeros", "scales")
             assert tuple(slots[name].shape for name in names) == expected
 
@@ -315,6 +315,8 @@ def test_a_slot_says_what_shape_it_wants() -> None:
     read = module(8, 72, tensors)
     layout = found.layout(read)
     assert layout is not None
-    slots = found.slots(read, layout.empty(8, 72, "cpu"))
-    assert slots["scales"].fault(tensors["scales"]) == ("shape (3, 8), config.json asks for (2, 8)")
-    assert slots["qweight"].fault(tensors["qweight"]) is None
+    slots = found.sinks(read, layout.empty(8, 72, "cpu"))
+    assert slots["scales"].mismatch(tensors["scales"]) == (
+        "shape (3, 8), config.json asks for (2, 8)"
+    )
+    assert slots["qweight"].mismatch(tensors["qweight"]) is None

@@ -20,7 +20,7 @@ from lockstep.kernels.formats.kv import cases
 from lockstep.kernels.formats.kv.cases import KERNEL_FORMATS
 from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.layers.attention import Attention
-from lockstep.step import Step
+from lockstep.step import StepContext
 from tests.kernels.backends import same_bits
 from tests.regressions.conftest import PROMPTS, answers
 
@@ -55,7 +55,7 @@ def test_chunks_drafts_and_preemption_leave_the_answer_alone(
 def raw_chunk(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Attention to a prompt's current chunk as it is, and to the rest as it was packed."""
 
-    def forward(self: Attention, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self: Attention, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         packed = self.k_cache, self.v_cache
         self._place(self.qkv(x), step)
         self.k_cache, self.v_cache = (
@@ -72,7 +72,7 @@ def raw_chunk(attend: Callable[..., Any]) -> Callable[..., Any]:
 def own_window(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Verification that sees nothing of what its row had before."""
 
-    def forward(self: Attention, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self: Attention, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         def mistaken(q: Any, k: Any, v: Any, pages: Any, bounds: Any, starts: Any, *rest: Any):  # type: ignore[no-untyped-def]
             alone = torch.zeros_like(starts) if step.shape.query_len > 1 else starts
             return sound(q, k, v, pages, bounds, alone, *rest)

@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.kernels.formats.kv import QuantizedKV, cases
 from lockstep.kernels.formats.kv.cases import LATENT_QUANTIZERS, UNWRITTEN_BYTE
 from lockstep.layers.latent_attention import LatentAttention
-from lockstep.step import PAGE_SIZE, Step
+from lockstep.step import PAGE_SIZE, StepContext
 from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import PROMPTS, answers, engine_over
 from tests.tiny_model import DEEPSEEK, make_model
@@ -85,7 +85,7 @@ def test_attention_to_the_chunk_as_it_was_is_caught(
     wanted = plain_of(kind)
     attend = LatentAttention.forward
 
-    def forward(self: LatentAttention, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self: LatentAttention, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         if not step.shape.prompt:
             return attend(self, x, step)
         packed = self.latents

@@ -17,7 +17,7 @@ from lockstep.kernels.activations import silu_mul
 from lockstep.layers.attention import Attention
 from lockstep.layers.gated_delta_net import GatedDeltaNet
 from lockstep.layers.mlp import GatedMLP
-from lockstep.step import StepShape
+from lockstep.step import StepContext, StepShape
 from lockstep.worker import capture
 from lockstep.worker.capture_checks import (
     Fault,
@@ -79,7 +79,7 @@ def test_the_op_its_layer_and_the_line_are_named(monkeypatch: pytest.MonkeyPatch
 
 def test_a_file_of_the_package_is_named_from_its_root() -> None:
     found = blamed(Outer(silu_mul), torch.ones(2, 5))
-    assert found.startswith("op silu_mul of blocks.1 (kernels/activations/__init__.py:")
+    assert found.startswith("op silu_mul of blocks.1 (kernels/activations/contract.py:")
 
 
 def test_outside_of_any_op_the_function_is_named() -> None:
@@ -136,16 +136,16 @@ def test_triton_is_refused_to_compile_and_then_asked_as_before(
 
 
 def test_all_but_the_mixers_is_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces are a layer's halves without their mixers; the answer is what it is without them."""
+    """Pieces are a layer's sublayers without their mixers; the answer does not change."""
     inside: list[str] = []
     called: list[tuple[str, int]] = []
 
     def recorded(fn: Any, pool: Any, wanted: Any, name: str) -> Any:
-        def piece(x: Tensor, delta: Tensor | None, index: int) -> Any:
+        def piece(x: Tensor, delta: Tensor | None, index: int, ctx: StepContext) -> Any:
             called.append((name, index))
             inside.append(name)
             try:
-                return fn(x, delta, index)
+                return fn(x, delta, index, ctx)
             finally:
                 inside.pop()
 

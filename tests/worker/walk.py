@@ -14,7 +14,7 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import RowSpec
-from lockstep.step import Step, StepShape
+from lockstep.step import StepContext, StepShape
 from lockstep.worker import rows
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.transfers import CopyStream, Transfers
@@ -233,7 +233,7 @@ class Walk:
         self.state[line.slot] += torch.tensor([len(new), sum(new)])
         line.computed = computed
 
-    def advance(self, step: Step, tokens: list[list[int]], accepted: list[int]) -> None:
+    def advance(self, step: StepContext, tokens: list[list[int]], accepted: list[int]) -> None:
         """Writes the step's tokens where it says, then commits; null rows may accept anything."""
         self.written.view(-1)[step.slot_mapping] = step.token_ids
         verdict = self.table.accept_and_commit(step, torch.tensor(tokens))
@@ -287,7 +287,7 @@ class Walk:
         line.pages = []
         line.slot = 0
 
-    def check_step(self, step: Step, lines: list[Line], lengths: list[int]) -> None:
+    def check_step(self, step: StepContext, lines: list[Line], lengths: list[int]) -> None:
         """Every field of the step that has to do with these rows, its first ones."""
         count = len(lines)
         total = sum(lengths)
@@ -317,7 +317,7 @@ class Walk:
             if not step.shape.prompt:
                 assert step.drafts[i].tolist() == line.drafts[: step.shape.query_len - 1]
 
-    def check_padding(self, step: Step, count: int, query_len: int) -> None:
+    def check_padding(self, step: StepContext, count: int, query_len: int) -> None:
         """Padding rows are the null request: nothing committed, all that they touch is null."""
         for name in ("row_ids", "starts", "state_slots", "state_src", "folded"):
             assert not getattr(step, name)[count:].any(), name

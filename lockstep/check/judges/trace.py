@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.check.engines import CheckEngine
 from lockstep.scheduling.schedule import RowSpec
-from lockstep.step import Step, StepShape
+from lockstep.step import StepContext, StepShape
 from lockstep.worker.executor import worker_of
 from lockstep.worker.step_observer import StepObserver
 
@@ -32,14 +32,14 @@ class Trace(StepObserver):
         self.is_mine = is_mine
         self.digests: Digests = {}
         self._rows: Sequence[RowSpec] = ()
-        self._step: Step | None = None
+        self._step: StepContext | None = None
         self._places: list[tuple[int, int]] = []
 
     def before_step(self, rows: Sequence[RowSpec], shape: StepShape) -> None:
         """Record the rows of the next model call."""
         self._requests = rows
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepContext) -> None:
         """Find this request's tokens at the start of a model call."""
         mine = [i for i, request in enumerate(self._requests) if self.is_mine(request)]
         self._step = step

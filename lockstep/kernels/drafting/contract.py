@@ -38,7 +38,7 @@ def mtp_inputs(
 
 @dataclass
 class DraftTensors:
-    """Step of one token per row: fields of lockstep.step.Step, with T = S."""
+    """Step of one token per row: fields of lockstep.step.StepContext, with T = S."""
 
     token_ids: Tensor
     positions: Tensor
@@ -90,7 +90,7 @@ def next_draft_step(
 
 @dataclass
 class BlockTensors:
-    """Step of S blocks with T tokens in total: fields of lockstep.step.Step.
+    """Step of S blocks with T tokens in total: fields of lockstep.step.StepContext.
 
     starts, seq_lens and cu_seqlens describe one token per block, its last.
     """

@@ -37,7 +37,7 @@ class RowTensors:
 
 @dataclass
 class StepTensors:
-    """Metadata of a step: fields of lockstep.step.Step, with its shapes and dtypes.
+    """Metadata of a step: fields of lockstep.step.StepContext, with its shapes and dtypes.
 
     ends [S] int64: index into T of each row's last token.
     """

@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def layers(self) -> int:
-        """Layers of the model, without those that draft."""
+        """Number of layers, without draft layers."""
         drafting = self.c.get("nextn_predict_layers", int, 0)
         return self.c.size("block_count", most=MAX_LAYERS) - drafting
 
@@ -175,7 +175,7 @@ class Llama(Settings):
     model_type = "llama"
 
     def settings(self) -> dict[str, Any]:
-        """Biases are there where the first layer has them."""
+        """Return the settings; biases exist if the first layer has them."""
         first = self.model.tensors
         return {
             **super().settings(),
@@ -185,12 +185,12 @@ class Llama(Settings):
 
 
 class Mixtral(Settings):
-    """Mixtral: the same name as Llama's, with experts."""
+    """Mixtral, which llama.cpp files under Llama's name, with experts."""
 
     model_type = "mixtral"
 
     def settings(self) -> dict[str, Any]:
-        """The width of an expert is that of the feed-forward layers."""
+        """Return the settings; an expert has the width of the feed-forward layers."""
         return super().settings() | mixture(self.c)
 
 
@@ -212,7 +212,9 @@ class Qwen3MoE(Settings):
     model_type = "qwen3_moe"
 
     def settings(self) -> dict[str, Any]:
-        """Every layer has a mixture. llama.cpp always divides by the sum of the chosen ones."""
+        """Return the settings: a mixture in every layer, and weights that llama.cpp always
+        normalizes.
+        """
         self.c.get("feed_forward_length", int, 0)
         width = self.c.size("expert_feed_forward_length")
         return {**mixture(self.c), "moe_intermediate_size": width, "norm_topk_prob": True}
@@ -246,7 +248,7 @@ class Hybrid(Settings):
 
 
 class HybridMoE(Hybrid):
-    """The same with a mixture of experts."""
+    """Qwen3.5 with a mixture of experts."""
 
     model_type = "qwen3_5_moe_text"
 
@@ -273,7 +275,7 @@ ARCHITECTURES: Mapping[str, type[Settings]] = {
     "qwen35moe": HybridMoE,
     "qwen3next": Qwen3Next,
 }
-"""By general.architecture."""
+"""Reader of each general.architecture."""
 
 
 def mixture(c: ConfigReader) -> dict[str, Any]:

@@ -290,7 +290,7 @@ class HybridNames(Names):
 
     @property
     def _each(self) -> int:
-        """Number of value heads of a key head; 1 where they are in their order."""
+        """Return the value heads per key head; 1 if they are in order."""
         heads: int = self.config["linear_num_value_heads"]
         return heads // self.config["linear_num_key_heads"]
 

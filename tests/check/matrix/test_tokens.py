@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.layers.mlp import GatedMLP
 from lockstep.models.decoder import Block
 from lockstep.scheduling.scheduler import Scheduler
-from lockstep.step import Step
+from lockstep.step import StepContext
 
 pytestmark = pytest.mark.usefixtures("small")
 Check = Callable[..., Report]
@@ -60,7 +60,7 @@ def test_a_fault_that_depends_on_drafting_is_named(
     seen = []
 
     def faulty_block(
-        self: Block, x: Tensor, delta: Tensor | None, step: Step
+        self: Block, x: Tensor, delta: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         seen[:] = [not step.shape.prompt and step.shape.query_len > 1]
         return forward(self, x, delta, step)

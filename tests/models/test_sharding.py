@@ -1,0 +1,143 @@
+"""Every architecture as two ranks load it: their slices put together are the whole weights."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.layers.build_context import BuildContext
+from lockstep.layers.linear import Embedding, Gemm, Linear
+from lockstep.layers.moe import ExpertWeight
+from lockstep.layers.sharding import Rank, WeightSpec
+from lockstep.models import architecture, draft_prefix
+from lockstep.models.loader import build_model, weight_specs
+from tests.tiny_model import (
+    CONFIG,
+    DEEPSEEK,
+    HYBRID_MOE,
+    KIMI,
+    LLAMA,
+    MIXTRAL,
+    NEMOTRON_H,
+    NEXT,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+)
+
+CONFIGS = {
+    "qwen3": QWEN3,
+    "qwen2": QWEN2,
+    "llama": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "qwen3_5": CONFIG,
+    "qwen3_next": NEXT,
+    "qwen3_5_moe": HYBRID_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "deepseek_v3": {**DEEPSEEK, "num_attention_heads": 6, "num_key_value_heads": 6},
+    "kimi_k2": {**KIMI, "num_attention_heads": 6, "num_key_value_heads": 6},
+    "nemotron_h": {**NEMOTRON_H, "num_attention_heads": 6, "num_key_value_heads": 1},
+    "nemotron_h with latent experts": {
+        **NEMOTRON_H,
+        "num_attention_heads": 6,
+        "moe_latent_size": 24,
+    },
+}
+RANKS = (Rank(0, 2), Rank(1, 2))
+Specs = dict[str, WeightSpec]
+
+
+def build(raw: dict[str, Any], rank: Rank) -> tuple[nn.Module, Specs]:
+    """Build the target and its draft module for a rank; return it with all specs."""
+    context = BuildContext("cpu", torch.float32, 4, 64, rank=rank)
+    model = build_model({**raw, "vocab_size": 96}, context)
+    specs = weight_specs(model.weights())  # type: ignore[operator]  # a Decoder's method
+    module = architecture(raw["model_type"])
+    prefix = draft_prefix(module, raw)
+    if prefix is not None and module.Config.read({**raw, "vocab_size": 96}) is not None:
+        draft = module.Draft(model, context)
+        specs |= weight_specs(draft.weights(), prefix)
+        model.add_module("draft", draft)
+    return model, specs
+
+
+def fill(specs: Specs, tensors: dict[str, Tensor]) -> None:
+    """Load the rank's slice of every tensor."""
+    for name, spec in specs.items():
+        assert spec.mismatch(tensors[name]) is None, name
+        spec.sink.fill(spec.narrow(tensors[name]))
+
+
+def held(spec: WeightSpec, tensor: Tensor) -> Tensor:
+    """Return which elements of the checkpoint's tensor a rank holds."""
+    mask = torch.zeros(tensor.shape, dtype=torch.bool)
+    if spec.shard_axis is None:
+        return ~mask
+    for begin, end in spec.sink.ranges:
+        mask.narrow(spec.shard_axis, begin, end - begin).fill_(True)
+    return mask
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_slices_put_together_are_the_whole_weight(name: str) -> None:
+    raw = CONFIGS[name]
+    whole, whole_specs = build(raw, Rank())
+    torch.manual_seed(0)
+    tensors = {n: torch.randn(spec.shape or (1,)) for n, spec in whole_specs.items()}
+    fill(whole_specs, tensors)
+    ranks = [build(raw, rank) for rank in RANKS]
+    for _, specs in ranks:
+        assert specs.keys() == whole_specs.keys()
+        fill(specs, tensors)
+    cut = 0
+    for n, tensor in tensors.items():
+        together = torch.full_like(tensor, torch.nan)
+        for _, specs in ranks:
+            spec = specs[n]
+            assert spec.shape == tuple(tensor.shape), n
+            mask = held(spec, tensor)
+            together[mask] = spec.narrow(tensor).flatten() if mask.any() else together[mask]
+            cut += not mask.all()
+        assert torch.equal(together, tensor), n
+    assert cut > len(tensors), "most tensors are cut"
+    for model, _ in ranks:
+        check_layers(model, whole)
+
+
+def check_layers(model: nn.Module, whole: nn.Module) -> None:
+    """Compare each layer's loaded rows with those of the whole model."""
+    modules = dict(whole.named_modules())
+    compared = 0
+    for name, layer in model.named_modules():
+        reference: Any = modules[name]
+        if isinstance(layer, Linear):
+            for index, module in enumerate(layer.reads):
+                if layer.names[index] in layer.orders:
+                    continue  # rows are reordered by head after they are cut
+                rows = reference.part(index)
+                assert torch.equal(layer.part(index), pick(rows, module.ranges)), name
+                compared += 1
+            if not layer.gemms[0].quantized:
+                assert layer.gemms[0].split_k == reference.gemms[0].split_k
+        elif isinstance(layer, ExpertWeight):
+            for expert in range(layer.experts):
+                rows = pick(reference.stored[expert], layer.ranges)
+                assert torch.equal(layer.stored[expert], rows), name
+            compared += 1
+        elif isinstance(layer, Embedding):
+            rows = pick(reference.weight, layer.columns.ranges(layer.rank))
+            assert torch.equal(layer.weight, rows), name
+    assert compared and any(isinstance(layer, Gemm) for layer in model.modules())
+
+
+def pick(rows: Tensor, ranges: Any) -> Tensor:
+    """Return the rows within the ranges; all without ranges."""
+    return torch.cat([rows[begin:end] for begin, end in ranges]) if ranges else rows
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_number_of_ranks_that_does_not_divide_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=7 is not allowed; allowed: 1, 2"):
+        build(CONFIGS[name], Rank(0, 7))

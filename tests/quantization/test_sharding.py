@@ -1,0 +1,115 @@
+"""Every weight format as ranks load it: the slice of a quantized weight is its rows."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.quantization import CheckpointLinear, WeightFormat, read_weight_format
+from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
+from tests.quantization.cases import CASES
+from tests.quantization.disk import awq, draw, gptq
+from tests.quantization.test_gguf_blocks import sound_blocks
+from tests.quantization.test_gguf_format import module as gguf_module
+from tests.quantization.test_stored import module_of
+from tests.quantization.test_vectors import module as int_module
+
+K = 256
+
+
+def ranges_of(sizes: tuple[int, int], rank: int) -> tuple[tuple[int, int], ...]:
+    """Return the half of each of two parts that a rank of two holds."""
+    offsets = (0, sizes[0])
+    return tuple(
+        (offset + rank * size // 2, offset + (rank + 1) * size // 2)
+        for offset, size in zip(offsets, sizes, strict=True)
+    )
+
+
+def load(
+    weight_format: WeightFormat, module: CheckpointLinear, tensors: dict[str, Tensor]
+) -> Tensor:
+    """Load the module's columns of the checkpoint's tensors; return them dequantized."""
+    layout = weight_format.layout(module)
+    assert layout is not None
+    weight = layout.empty(module.outputs, module.inputs, "cpu")
+    for suffix, sink in weight_format.sinks(module, weight).items():
+        sink = replace(sink, ranges=module.ranges)
+        assert sink.mismatch(tensors[suffix]) is None, suffix
+        sink.fill(sink.narrow(tensors[suffix]))
+    return weight.dequantize(torch.float32)
+
+
+def check(
+    weight_format: WeightFormat,
+    module: CheckpointLinear,
+    tensors: dict[str, Tensor],
+    sizes: tuple[int, int],
+) -> None:
+    """Compare the slices of both ranks with the rows of the whole weight, bit for bit."""
+    whole = load(weight_format, module, tensors)
+    covered = torch.zeros(len(whole), dtype=torch.bool)
+    for rank in range(2):
+        ranges = ranges_of(sizes, rank)
+        part = replace(module, outputs=sum(sizes) // 2, ranges=ranges)
+        rows = torch.cat([torch.arange(*pair) for pair in ranges])
+        assert torch.equal(load(weight_format, part, tensors), whole[rows])
+        covered[rows] = True
+    assert covered.all()
+
+
+def read(method: str, **settings: Any) -> WeightFormat:
+    """Return the weight format of these settings."""
+    weight_format = read_weight_format({"quant_method": method, **settings})
+    assert weight_format is not None
+    return weight_format
+
+
+SIZES = pytest.mark.parametrize("sizes", [(512, 256), (96, 48)], ids=["blocks", "within blocks"])
+
+
+@SIZES
+@pytest.mark.parametrize("name", CASES)
+def test_stored_formats(name: str, sizes: tuple[int, int]) -> None:
+    case = CASES[name]
+    weight_format = read_weight_format(case.settings)
+    assert weight_format is not None
+    tensors = case.write(sum(sizes), K, 5).tensors
+    check(weight_format, module_of(tensors, sum(sizes), K), tensors, sizes)
+
+
+@SIZES
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("kind", ["gptq", "gptq by activation", "gptq 8 bits", "awq", "auto-round"])
+def test_integers(kind: str, symmetric: bool, sizes: tuple[int, int]) -> None:
+    n = sum(sizes)
+    bits = 8 if kind == "gptq 8 bits" else 4
+    codes = draw(n, K, bits, 32, sym=symmetric, shuffle=kind == "gptq by activation")
+    common = {"bits": bits, "group_size": 32}
+    if kind == "awq":
+        weight_format = read("awq", **common, zero_point=not symmetric)
+    elif kind == "auto-round":
+        weight_format = read("auto-round", **common, sym=symmetric)
+    else:
+        ordered = kind == "gptq by activation"
+        weight_format = read("gptq", **common, sym=symmetric, desc_act=ordered)
+    tensors = awq(codes) if kind == "awq" else gptq(codes)
+    check(weight_format, int_module(n, K, tensors), tensors, sizes)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_gguf(kind: str) -> None:
+    sizes = (64, 32)
+    blocks = sound_blocks(kind, rows=sum(sizes), columns=768)
+    check(read("gguf"), gguf_module(kind, sum(sizes), 768), {"weight": blocks}, sizes)
+    assert dequantize(kind, blocks).isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_rounding_while_loading(method: str) -> None:
+    weight_format = read_weight_format(None, method)
+    assert weight_format is not None
+    tensors = {"weight": torch.randn(96, K)}
+    check(weight_format, module_of(tensors, 96, K), tensors, (64, 32))
