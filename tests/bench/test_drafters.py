@@ -88,7 +88,9 @@ def test_a_drafter_that_is_wrong_is_told_first(
     nowhere = json.dumps({"method": "eagle3", "model": "/nowhere"})
     with monkeypatch.context() as patched:
         patched.setattr(drafters, "compare_drafters", None)  # nothing is loaded before that
-        with pytest.raises(ConfigError, match="speculative_config model='/nowhere' is no folder"):
+        with pytest.raises(
+            ConfigError, match="speculative_config model='/nowhere' is neither an existing folder"
+        ):
             run(target, "--drafter", nowhere, *ONCE)
 
 

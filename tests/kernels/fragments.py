@@ -71,8 +71,8 @@ def arange(start: int, end: int, layout: Any) -> Tile:
     return held(torch.arange(start, end, dtype=torch.int32), layout)
 
 
-def halves(pair: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Words of two numbers of 16 bits -> the lower ones, the upper ones."""
+def split_16bit(pair: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the lower and the upper 16 bits of words, as numbers of dtype."""
     both = pair.as_subclass(Tensor).contiguous().view(dtype).unflatten(-1, (-1, 2))
     return both[..., 0].as_subclass(Tile), both[..., 1].as_subclass(Tile)
 
@@ -127,7 +127,7 @@ LANGUAGE = types.SimpleNamespace(
 @contextmanager
 def on_torch() -> Iterator[None]:
     """Codecs' fragments call this language while it lasts."""
-    with mock.patch.multiple("lockstep.kernels.device.mma_layouts", halves=halves):
+    with mock.patch("lockstep.kernels.device.mma_layouts.split_16bit", split_16bit):
         patches = []
         for name in MODULES:
             module = import_module(f"lockstep.kernels.{name}")

@@ -73,9 +73,9 @@ def test_accepted_drafts_leave_the_answer_alone(alone) -> None:
 def test_an_expert_that_sees_how_many_tokens_it_has_is_caught(
     alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault: an expert with several tokens multiplies in sublayers of K."""
+    """The fault: an expert with several tokens multiplies in two halves of K."""
     (folder, wanted) = alone
-    right = experts_cpu.linear_cpu
+    right = experts_cpu.tiled_linear
 
     def split(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if len(x) == 1:
@@ -83,5 +83,5 @@ def test_an_expert_that_sees_how_many_tokens_it_has_is_caught(
         half = x.shape[1] // 2
         return right(x[:, :half], weight[:, :half]) + right(x[:, half:], weight[:, half:])
 
-    monkeypatch.setattr(experts_cpu, "linear_cpu", split)
+    monkeypatch.setattr(experts_cpu, "tiled_linear", split)
     assert answers(dummy(folder)) != wanted

@@ -385,7 +385,7 @@ def test_drafts_are_chosen_for_the_padded_step_and_observed() -> None:
 
         def choose(self, rows: int) -> int:
             self.asked.append(rows)
-            return self.count if len(self.asked) > 1 else 1
+            return self.num_drafts if len(self.asked) > 1 else 1
 
         def observe(self, *what: object) -> None:
             self.told.append(what)
@@ -406,10 +406,10 @@ def test_drafts_are_chosen_for_the_padded_step_and_observed() -> None:
 
 
 def test_a_step_of_rows_that_want_no_drafts_brings_the_fewest() -> None:
-    class Least(FixedDraftLength):
-        least = 0
+    class Optional(FixedDraftLength):
+        min_drafts = 0
 
-    sched = make(query_len=3, draft_policy=Least(2))
+    sched = make(query_len=3, draft_policy=Optional(2))
     for name in "ab":
         ask(sched, name, 5, most=20).speculate = False
     step(sched)

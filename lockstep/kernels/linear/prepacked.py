@@ -48,8 +48,8 @@ def uses_fbgemm(dtype: torch.dtype) -> bool:
 class PrepackedWeight:
     """A weight [N, K] in the layout of this CPU's products.
 
-    shape: (N, K). dtype: of the weight as the model has it, and of its outputs. nbytes: of the
-    prepacked copy.
+    shape: (N, K). dtype: of the weight as the model has it, and of its outputs. nbytes: of the N x K
+    numbers of the prepacked copy, without the outputs that fill it up.
     """
 
     device = torch.device("cpu")
@@ -59,7 +59,7 @@ class PrepackedWeight:
         self.shape = (n, k)
         self.dtype = weight.dtype
         filled = F.pad(weight, (0, 0, 0, -n % COLUMNS)).contiguous()
-        self.nbytes = filled.numel() * (2 if uses_fbgemm(weight.dtype) else 4)
+        self.nbytes = n * k * (2 if uses_fbgemm(weight.dtype) else 4)
         self.product, self._dense = self._prepack(filled)
 
     def _prepack(self, weight: Tensor) -> tuple[Product, Callable[[], Tensor]]:

@@ -1,0 +1,26 @@
+"""Weights of a loaded model, read and replaced, whether a CPU has prepacked them or not."""
+
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.kernels.linear.prepacked import PrepackedWeight
+
+
+def read_weights(model: Any) -> dict[str, Tensor]:
+    """Return every parameter by its name; those that are prepacked as plain weights [N, K]."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        prepacked = getattr(module, "prepacked", None)
+        if prepacked is not None:
+            weights.setdefault(f"{name}.weight", prepacked.plain())
+    return weights
+
+
+def write_weights(model: Any, weights: dict[str, Tensor]) -> None:
+    """Replace every weight of a model by that of its name."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.data.copy_(weights[name])
+    for name, module in model.named_modules():
+        if getattr(module, "prepacked", None) is not None:
+            module.prepacked = PrepackedWeight(weights[f"{name}.weight"].data)
