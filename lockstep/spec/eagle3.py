@@ -31,7 +31,7 @@ class Options(FolderOptions):
 
 def refusal(checkpoint: Checkpoint) -> str | None:
     """Return why this checkpoint alone has no drafts."""
-    return "it needs a head, which speculative_config names as its model"
+    return "it needs an EAGLE-3 head, which speculative_config names as its model"
 
 
 def build(

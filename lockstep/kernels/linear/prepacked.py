@@ -48,8 +48,8 @@ def uses_fbgemm(dtype: torch.dtype) -> bool:
 class PrepackedWeight:
     """A weight [N, K] in the layout of this CPU's products.
 
-    shape: (N, K). dtype: of the weight as the model has it, and of its outputs. nbytes: of the N x K
-    numbers of the prepacked copy, without the outputs that fill it up.
+    shape: (N, K). dtype: of the weight as the model has it, and of its outputs. nbytes: of the
+    prepacked N x K numbers, without the outputs that fill N up.
     """
 
     device = torch.device("cpu")

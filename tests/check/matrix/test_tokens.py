@@ -65,8 +65,8 @@ def test_a_fault_that_depends_on_drafting_is_named(
         seen[:] = [not step.shape.prompt and step.shape.query_len > 1]
         return forward(self, x, delta, step)
 
-    def faulty_mlp(self: GatedMLP, x: Tensor) -> Tensor:
-        out = plain(self, x)
+    def faulty_mlp(self: GatedMLP, x: Tensor, ctx: StepContext) -> Tensor:
+        out = plain(self, x, ctx)
         return out * (1 + 1e-3) if seen == [True] and getattr(self, "marked", False) else out
 
     plain = GatedMLP.forward
