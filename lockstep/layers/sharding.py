@@ -82,10 +82,6 @@ class Columns:
             offset += units * width
         return tuple(ranges)
 
-    def repeated(self, count: int) -> "Columns":
-        """Return the columns of `count` weights like this one, one after the other."""
-        return Columns(self.parts * count, self.replicate)
-
 
 def count_columns(columns: int | Columns, rank: Rank) -> int:
     """Return the number of columns of a rank. A plain number of columns is whole on every rank."""
