@@ -140,9 +140,9 @@ def _key_of(argument: Any) -> Hashable:
 
 
 def _clone(argument: Any) -> Any:
-    """Return the argument with tensors of its own, into which each call copies.
+    """Return the argument with cloned tensors, into which each call copies.
 
-    Of a step context only the optional inputs are read by the pieces that take one.
+    A captured piece reads only the optional inputs of a step context, so only these are cloned.
     """
     if isinstance(argument, StepContext):
         inputs = argument.token_inputs

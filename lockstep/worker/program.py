@@ -99,7 +99,7 @@ def nothing() -> None:
 
 
 class RunStep(NamedTuple):
-    """StepContext function made of its two halves, each captured or not."""
+    """Function that runs a step as two halves, each captured or not."""
 
     forward: Callable[[StepShape], Forwarded]
     decide: Callable[[Forwarded], Outcome]
