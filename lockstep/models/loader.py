@@ -145,7 +145,7 @@ def target_source(
 
 
 def _read(source: Source, loaded: int, total: int, progress: Progress) -> None:
-    """Load a source. behind: bytes of the sources before it, out of `total`."""
+    """Load a source. loaded: bytes of the sources before it, out of `total`."""
     wanted = source.wanted
     checkpoint = source.checkpoint
     filled: set[str] = set()
