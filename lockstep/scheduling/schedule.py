@@ -142,7 +142,7 @@ class Schedule:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the device computes or copies something whose end is waited for."""
+        """Whether the device gets work whose end the engine waits for."""
         return bool(self.decode or self.prompt or self.swap_out)
 
     @property
