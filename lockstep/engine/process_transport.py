@@ -107,7 +107,7 @@ def _blocked_signals() -> Iterator[None]:
 
 
 class _Outbox:
-    """Sender thread of commands, in order. Commands are dropped once nobody reads them."""
+    """Thread that sends commands in order and drops them once nobody reads them."""
 
     def __init__(
         self, connection: Connection, messages: "queue.SimpleQueue[Command | None]"
