@@ -164,7 +164,7 @@ class FusedExpertSink:
         return torch.cat([part.view(tensor.shape) for part, tensor in parts], self.dim)
 
     def _fill_parts(self, tensors: Sequence[Tensor]) -> None:
-        """Fill each part by itself."""
+        """Upload each tensor and fill the part that belongs to it."""
         for part, tensor in zip(self.parts, tensors, strict=True):
             part.fill(upload(tensor, part.device))
 
