@@ -98,11 +98,11 @@ def _state_stages(blocks: dict[str, int], precision: str, itemsize: int, number:
     """Return the pipeline stages of the kernel that carries the state on an architecture."""
     b_bytes = GRID * blocks["BLOCK_K"] * itemsize
     x_bytes = GRID * blocks["BLOCK_V"] * itemsize
-    # Besides the stages, shared memory holds the operands of tl.dot. Triton 3.6 allocates B once
-    # for one tf32 product; for three it allocates B twice, and dt x once.
-    operand_bytes = 2 * b_bytes + x_bytes if precision == "tf32x3" else b_bytes
+    # The operands of tl.dot take shared memory of their own, apart from the stages. Triton 3.6
+    # allocates B once for one tf32 product; for three it allocates B twice, and dt x once.
+    operands = 2 * b_bytes + x_bytes if precision == "tf32x3" else b_bytes
     stage_bytes = b_bytes + x_bytes + 2 * GRID * itemsize
-    return architecture.fit_stages(STATE_STAGES, stage_bytes, operand_bytes, number)
+    return architecture.fit_stages(STATE_STAGES, stage_bytes, operands, number)
 
 
 @mamba2_chunk.backend("triton", supports=supports)
