@@ -121,8 +121,10 @@ def svg() -> str:
 
 def _line(source: tuple[float, float, float], target: tuple[float, float, float]) -> str:
     """Return the curve from a box down to a box that it imports."""
-    x, y = source[0] + source[2] / 2, source[1] + BOX_HEIGHT
-    end_x, end_y = target[0] + target[2] / 2, target[1]
+    x = source[0] + source[2] / 2
+    y = source[1] + BOX_HEIGHT
+    end_x = target[0] + target[2] / 2
+    end_y = target[1]
     bend = (end_y - y) / 2
     return (
         f'<path class="import" d="M{x:.0f} {y:.0f} C{x:.0f} {y + bend:.0f} '

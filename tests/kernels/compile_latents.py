@@ -1,11 +1,12 @@
-"""Compiles latent attention's own kernel for Hopper, which needs no GPU, in the forms in which a
-program leaves an entry for each segment, one for each span, and the whole output, of all columns
-and of half of them.
+"""Compile latent attention's Hopper kernel without a GPU, in all of its forms.
+
+A CTA stores a partial for each split, one for each span, or the whole output; and it has all
+columns of the values or half of them.
 
     python -m tests.kernels.compile_latents [--quick]
 
---quick: the first form alone. Prints the form, columns of an accumulator, registers and
-bytes of the stack of a thread.
+--quick: only the first form. Prints the form, columns of an accumulator, and per thread registers
+and stack bytes.
 """
 
 import sys
@@ -25,7 +26,7 @@ from tests.kernels.compile_quantized import spills_of
 from tests.kernels.layouts import compile_held
 
 SPILLED = {"segments": 64, "spans": 512, "whole": 1024}
-"""Form -> bytes of a thread's stack that it may take: of a segment's end, none of a tile."""
+"""Form -> maximum stack bytes per thread: spills at the end of a split, none in the loop."""
 
 
 def compiled(kernel: Any, *args: Any, **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""linear: its tree, the number of split_k, the table of tiles; and no tile changes a bit."""
+"""linear: its reduction tree, split_k, the table of tiles; and no tile changes a bit."""
 
 from dataclasses import replace
 
@@ -33,10 +33,10 @@ TILES = sorted(
 
 
 def graded(rows: int, k: int, count: int, seed: int) -> torch.Tensor:
-    """Small integers, each of `count` split_k on a scale of its own.
+    """Return small integers [rows, k], each of `count` split-K partitions on its own scale.
 
-    A segment's products add up exactly in fp32, in whatever order: an interpreter's dot has no
-    order of its own to test. Sums of split_k round, so that their tree shows in the bits.
+    The products of one partition add up exactly in fp32 in any order, since the interpreter's dot
+    defines no order. Sums over partitions round, so that their reduction tree shows in the bits.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-4, 5, (rows, k), generator=generator).float()

@@ -373,8 +373,8 @@ def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [3, 64, 100, 200, 600])
 @pytest.mark.parametrize("name", ["nvfp4", "int4 asymmetric, fp16 scales", "fp8 by blocks"])
 def test_programs_that_share_tiles(name: str, tokens: int) -> None:
-    """Shares that end in the middle of tiles, with whole tiles between, in two split_k and in one,
-    launch after launch: the bits of the weight unpacked ahead."""
+    """Stream-K work ranges that end inside tiles, with one or two split-K partitions, give the bits
+    of the weight dequantized first, in repeated launches."""
     from lockstep.kernels.formats.weights.bench import LAYOUTS
     from lockstep.kernels.linear.quantized import compile_target, expected_output, launch
 

@@ -54,8 +54,8 @@ CUTS = {
 def test_no_tile_changes_a_bit(
     cut: tuple[bool, bool, bool, int, int, int, int], backend: Backend
 ) -> None:
-    """Rows that no tile divides, two split_k; a GPU takes all layouts, an interpreter one. In fp32
-    the op takes no tile: the weight is unpacked ahead."""
+    """Test rows that no tile divides, with two split-K partitions: all layouts on a GPU, one in the
+    interpreter. In fp32 the op takes no tile: the weight is dequantized first."""
     from lockstep.kernels.compile_target import compile_target
     from lockstep.kernels.linear.quantized import launch, tile_of
 
@@ -206,7 +206,7 @@ def test_programs_share_tiles_where_two_warps_multiply_on_a_scheduler() -> None:
 def test_a_shape_that_was_not_timed_is_as_its_nearest(
     table: dict[str, dict[int, QuantizedTile]],
 ) -> None:
-    """Of the same layout, and with as many split_k."""
+    """The nearest shape has the same format and the same split_k."""
     tiles = [QuantizedTile(16, 64, 128, stages=stages) for stages in (2, 3, 4)]
     for tile, (n, k) in zip(tiles, ((16384, 4096), (32768, 8192), (4096, 4096)), strict=True):
         table[table_key(int4(n, k), torch.bfloat16, 90)] = {1: tile}

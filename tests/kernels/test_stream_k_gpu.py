@@ -1,4 +1,4 @@
-"""Launches whose CTAs share tiles of a packed weight: what other launches left is never taken."""
+"""Stream-K launches never add the partial sums that an earlier launch left in memory."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-packed: Any = pytest.importorskip("lockstep.kernels.linear.quantized", exc_type=ImportError)
+quantized: Any = pytest.importorskip("lockstep.kernels.linear.quantized", exc_type=ImportError)
 
 from lockstep.kernels.epochs import launch_epochs  # noqa: E402
 from lockstep.kernels.formats.weights.bench import LAYOUTS  # noqa: E402
@@ -15,7 +15,7 @@ from lockstep.kernels.timing import record_graph  # noqa: E402
 from tests.kernels.backends import same_bits  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-KERNEL = packed.stream_k_kernel
+KERNEL = quantized.stream_k_kernel
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Shared:
 
     def run(self, x: torch.Tensor, breaks_off: bool = False) -> torch.Tensor:
         self.breaks_off = breaks_off
-        return packed.launch(x, self.weight, 1, self.tile, self.target)
+        return quantized.launch(x, self.weight, 1, self.tile, self.target)
 
 
 @pytest.fixture
@@ -45,17 +45,17 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Shared:
     weight = LAYOUTS["int4 asymmetric, fp16 scales"](20000, 2560, "cuda")
     weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
     tile = next(tile for tile in candidates(64, 1, weight.bits) if tile.stream_k)
-    target = replace(packed.compile_target(weight.device), num_sms=40)
+    target = replace(quantized.compile_target(weight.device), num_sms=40)
     made = Shared(weight, target, tile, {})
-    allocate = packed._hand_over
+    allocate = quantized._hand_over_buffers
 
     def reuse(x: torch.Tensor, ctas: int, tile: QuantizedTile) -> tuple[torch.Tensor, torch.Tensor]:
         if ctas not in made.memory:
             made.memory[ctas] = allocate(x, ctas, tile)
         return made.memory[ctas]
 
-    monkeypatch.setattr(packed, "_hand_over", reuse)
-    monkeypatch.setattr(packed, "stream_k_kernel", made)
+    monkeypatch.setattr(quantized, "_hand_over_buffers", reuse)
+    monkeypatch.setattr(quantized, "stream_k_kernel", made)
     return made
 
 
@@ -74,7 +74,7 @@ def test_sums_of_a_launch_that_broke_off_are_not_taken(shared: Shared) -> None:
     assert _dirty(shared)
     for seed in (1, 2):
         x = _rows(seed)
-        assert same_bits(shared.run(x), packed.expected_output(1, x, shared.weight))
+        assert same_bits(shared.run(x), quantized.expected_output(1, x, shared.weight))
 
 
 def test_sums_of_a_replay_that_broke_off_are_not_taken(
@@ -100,7 +100,7 @@ def test_sums_of_a_replay_that_broke_off_are_not_taken(
         assert _dirty(shared)
         x.copy_(_rows(seed))
         whole.replay()
-        assert same_bits(out, packed.expected_output(1, x, shared.weight))
+        assert same_bits(out, quantized.expected_output(1, x, shared.weight))
 
 
 def test_one_weight_in_two_launches_at_once() -> None:
@@ -108,17 +108,17 @@ def test_one_weight_in_two_launches_at_once() -> None:
     weight = LAYOUTS["int4 asymmetric, fp16 scales"](20000, 2560, "cuda")
     weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
     tile = next(tile for tile in candidates(64, 1, weight.bits) if tile.stream_k)
-    target = replace(packed.compile_target(weight.device), num_sms=40)
+    target = replace(quantized.compile_target(weight.device), num_sms=40)
     rows = [_rows(seed) for seed in range(2)]
-    wants = [packed.expected_output(1, x, weight) for x in rows]
-    packed.launch(rows[0], weight, 1, tile, target)
+    wants = [quantized.expected_output(1, x, weight) for x in rows]
+    quantized.launch(rows[0], weight, 1, tile, target)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in rows]
     results: list[list[torch.Tensor]] = [[], []]
     for _ in range(20):
         for stream, x, got in zip(streams, rows, results, strict=True):
             with torch.cuda.stream(stream):
-                got.append(packed.launch(x, weight, 1, tile, target))
+                got.append(quantized.launch(x, weight, 1, tile, target))
     torch.cuda.synchronize()
     for got, want in zip(results, wants, strict=True):
         assert all(same_bits(one, want) for one in got)

@@ -78,17 +78,18 @@ def test_offsets_are_places_in_the_text(server, step):
         "stop": "op q",
     }
     (whole,) = complete(server, **asked).choices
-    text, told = whole.text, whole.logprobs
+    text = whole.text
+    logprobs = whole.logprobs
     assert text == "naïve 🦊 doga 🦊 is é, stopp the fox"
-    for place, token in zip(told.text_offset, told.tokens, strict=True):
+    for place, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
         if "\ufffd" not in token and token != "<|im_end|>":
             assert text[place:].startswith(token), (place, token)
-    assert told.text_offset == sorted(told.text_offset)
-    assert told.text_offset[-1] == len(text), "of the token that ends it"
+    assert logprobs.text_offset == sorted(logprobs.text_offset)
+    assert logprobs.text_offset[-1] == len(text), "of the token that ends it"
     streamed = [chunk.choices[0] for chunk in complete(server, stream=True, **asked)]
     assert "".join(choice.text for choice in streamed) == text
     offsets = [place for choice in streamed for place in choice.logprobs.text_offset]
-    assert offsets == told.text_offset
+    assert offsets == logprobs.text_offset
 
 
 @pytest.mark.parametrize("stream", [False, True])

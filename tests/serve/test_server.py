@@ -216,7 +216,8 @@ def step(engine):
 def recover(engine):
     raise EngineDeadError("the device is gone")
 
-Engine.step, Engine.recover = step, recover
+Engine.step = step
+Engine.recover = recover
 sys.argv = ["lockstep", *sys.argv[1:]]
 main()
 """

@@ -494,8 +494,8 @@ def combine_partials(
     starts: Tensor,
     query_len: int,
     num_partials: int,
-    first: int,
-    folds: bool,
+    first_splits: int,
+    combines: bool,
     gates: Tensor | None,
     v: KVOperand,
     out: Tensor,
@@ -503,15 +503,16 @@ def combine_partials(
     """Launch the combine kernel over a step's partials [S query_len, num_partials, H] into out [T,
     H, D].
 
-    first: splits of the first partial. combines: tokens of one partial are written already.
+    first_splits: splits of the first partial. combines: the attention kernel combined those splits
+    and wrote the tokens that need no other partial.
     """
     _, heads, dim = q.shape
     span_keys = triton.next_power_of_2(max(dim, 16))
     columns = min(span_keys, COMBINE_COLUMNS)
     gate_stride = gates.stride(0) if gates is not None else 0
     _combine_kernel[(starts.shape[0], query_len * heads, span_keys // columns)](
-        *partials, cu_seqlens, starts, gates, out, num_partials, gate_stride, first, query_len,
-        heads, dim, columns, KV_SPLIT, gates is not None, IN_FLIGHT, folds,
+        *partials, cu_seqlens, starts, gates, out, num_partials, gate_stride, first_splits,
+        query_len, heads, dim, columns, KV_SPLIT, gates is not None, IN_FLIGHT, combines,
         v.layer_constant if v.rotation_block else None, v.rotation_block,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

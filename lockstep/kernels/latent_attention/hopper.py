@@ -500,8 +500,8 @@ def _init_barriers(
 )
 def _latent_kernel(
     q_map, q_rope_map, latent_map, rope_map, page_table, cu_seqlens, starts, out, partial_max,
-    norms, partial_acc, accumulators, scale, table_stride, items, blocks, parallel, num_partials,
-    QUERY_LEN, H: gl.constexpr, COLUMN_PARTS: gl.constexpr, KV_SPLIT: gl.constexpr,
+    partial_sum, partial_acc, accumulators, scale, table_stride, items, blocks, parallel,
+    num_partials, QUERY_LEN, H: gl.constexpr, COLUMN_PARTS: gl.constexpr, KV_SPLIT: gl.constexpr,
     NEAR_SPLIT: gl.constexpr, FAR: gl.constexpr, SPAN: gl.constexpr, COMBINES: gl.constexpr,
     FINISHES: gl.constexpr,
 ):  # fmt: skip
@@ -536,8 +536,8 @@ def _latent_kernel(
             (_softmax_warpgroup, (
                 q_tiles, q_rope, q_full, q_empty, latent_stages, rope_stages, full, empty, rescales,
                 p_full, ones, factors, factors_full, factors_empty, cu_seqlens, starts, partial_max,
-                norms, scale, items, blocks, parallel, num_partials, QUERY_LEN, H, COLUMN_PARTS,
-                KV_SPLIT, NEAR_SPLIT, FAR, SPAN, COMBINES, FINISHES,
+                partial_sum, scale, items, blocks, parallel, num_partials, QUERY_LEN, H,
+                COLUMN_PARTS, KV_SPLIT, NEAR_SPLIT, FAR, SPAN, COMBINES, FINISHES,
             )),
             (_pv_warpgroup, (
                 latent_stages, rope_stages, full, empty, rescales, p_full, factors, factors_full,

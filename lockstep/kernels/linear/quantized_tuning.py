@@ -40,10 +40,10 @@ TIMED = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MAX_TOKENS = TIMED[-1]
 """Tokens. With more, the weight is dequantized into memory first."""
 MAX_TOKENS_BY_RULE = 512
-"""The same bound of the pipeline kernels where the table is silent
+"""Maximum tokens of the pipeline kernels for a shape that is not in the table
 (docs/decisions/0033-shares-of-many-tokens.md)."""
 MAX_COMPILER_TOKENS = 256
-"""The same bound of tiles that the compiler lays out; an estimate."""
+"""Maximum tokens of tiles that the compiler lays out; an estimate."""
 MAX_WEIGHTS = 64
 """Distinct weights of one format and shape that a measurement walks through at most."""
 REGISTERS = 1 << 16
@@ -52,10 +52,10 @@ BASE_REGISTERS = 112
 """Registers of a thread besides its accumulators, where the compiler may choose: int4 takes 122
 with a tile of 16 tokens (docs/kernels/quantized_weights.md)."""
 GEMV_REGISTERS = 40
-"""The same of the register-only GEMV, for each 16 outputs of a warp, besides prefetched words and
-accumulators: int4 takes 95 with one tile of 16 and four blocks ahead."""
+"""Registers per thread of the register-only GEMV, for each 16 outputs of a warp, besides
+prefetched words and accumulators: int4 takes 95 with one tile of 16 and four blocks prefetched."""
 MAX_CTAS = 32
-"""CTAs that on a multiprocessor at most, since Ampere."""
+"""Maximum CTAs resident on a multiprocessor since Ampere."""
 GEMV_STEP = 33 / 1.75e9
 """Seconds per k16 step of a chain of single mma.sync instructions: their latency; an estimate."""
 STEP = 125 / 1.75e9

@@ -27,7 +27,7 @@ MAX_ACCUMULATORS = 128
 """Registers per thread that the accumulators of a tree may take: with 192 ptxas spills 144
 bytes."""
 MAX_UNEVEN_ACCUMULATORS = 192
-"""The same of the kernel for uneven widths."""
+"""MAX_ACCUMULATORS of the kernel for uneven widths."""
 MIN_WIDTH = 16
 """Columns of the narrowest part of an uneven tile."""
 FALLBACK_SIDE = 128

@@ -96,11 +96,13 @@ def mamba2_step_triton(
 
 def _state_stages(blocks: dict[str, int], precision: str, itemsize: int, number: int) -> int:
     """Return the pipeline stages of the kernel that carries the state on an architecture."""
-    b, x = GRID * blocks["BLOCK_K"] * itemsize, GRID * blocks["BLOCK_V"] * itemsize
-    # The operands of tl.dot are in shared memory beside the stages. Triton 3.6 allocates B once for
-    # one tf32 product; for three it allocates B twice, and dt x once.
-    operands = 2 * b + x if precision == "tf32x3" else b
-    return architecture.fit_stages(STATE_STAGES, b + x + 2 * GRID * itemsize, operands, number)
+    b_bytes = GRID * blocks["BLOCK_K"] * itemsize
+    x_bytes = GRID * blocks["BLOCK_V"] * itemsize
+    # The operands of tl.dot take shared memory of their own, apart from the stages. Triton 3.6
+    # allocates B once for one tf32 product; for three it allocates B twice, and dt x once.
+    operands = 2 * b_bytes + x_bytes if precision == "tf32x3" else b_bytes
+    stage_bytes = b_bytes + x_bytes + 2 * GRID * itemsize
+    return architecture.fit_stages(STATE_STAGES, stage_bytes, operands, number)
 
 
 @mamba2_chunk.backend("triton", supports=supports)
