@@ -159,11 +159,8 @@ class EngineConfig(Settings):
         False, "load no tokenizer: prompts and outputs are token ids", remedy=_ONE
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = setting(0, "seed of dummy weights")
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=1)] = setting(
-        1,
-        "number of GPUs per model; only 1 is supported",
-        allowed="1",
-        remedy="Leave it out, and run one server per GPU.",
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = setting(
+        1, "number of GPUs (on a CPU: processes) that hold the model together"
     )
     row_buckets: RowBuckets | None = setting(
         None,

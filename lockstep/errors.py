@@ -50,6 +50,10 @@ class ComputeError(LockstepError, RuntimeError):
     """Failed step of a request. The request ended; other requests continue."""
 
 
+class RankError(LockstepError, RuntimeError):
+    """End of a tensor-parallel rank: the message names the rank and the cause."""
+
+
 class EngineDeadError(LockstepError, RuntimeError):
     """End of the engine loop by an error."""
 

@@ -13,7 +13,7 @@ from lockstep.layers.kv_format import StaticScales
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
-from lockstep.layers.sharding import Columns
+from lockstep.layers.sharding import Columns, count_columns
 from lockstep.step import StepContext
 
 
@@ -54,12 +54,12 @@ class Attention(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        queries = Columns.of(heads, head_dim * (2 if gated else 1))
+        queries = Columns.heads(heads, head_dim * (2 if gated else 1))
         # Ranks that outnumber the KV heads hold copies of them.
-        keys = Columns.of(kv_heads, head_dim, replicate=True)
-        attention_width = heads * head_dim
-        heads = len(build.rank.units(heads))
-        kv_heads = len(build.rank.units(kv_heads, replicate=True))
+        keys = Columns.heads(heads, head_dim, heads // kv_heads)
+        mixed = Columns.heads(heads, head_dim)
+        heads = len(build.rank.heads(heads))
+        kv_heads = count_columns(keys, build.rank) // head_dim
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
@@ -74,9 +74,7 @@ class Attention(nn.Module):
         self.qkv = Linear(build, inputs, projections, bias=bias)
         self.q_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
-        self.out = ResidualLinear(
-            build, attention_width, {"o_proj": Columns.of(outputs)}, bias=out_bias
-        )
+        self.out = ResidualLinear(build, mixed, {"o_proj": Columns.of(outputs)}, bias=out_bias)
         self.kv_format = build.kv.of(build.layer)
         quantizers = head_quantizers(self.kv_format, head_dim, build.kv.setting)
         scale_tensors = build.beside("k_proj", "v_proj")

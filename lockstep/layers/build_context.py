@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
 from lockstep.kernels import Op
+from lockstep.kernels.exchange import ALONE, Gather, RankGroup, all_columns, exchange
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
@@ -47,7 +49,7 @@ class BuildContext:
     checkpoint may have. packing: weight format, None for plain weights. arch: architecture of a GPU
     that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps. rank: this process in the tensor-parallel
-    group.
+    group; group: how it reaches the other ranks.
     """
 
     device: str
@@ -66,6 +68,7 @@ class BuildContext:
     kv: LayerKVFormats = LayerKVFormats()
     state_dtype: torch.dtype = torch.float32
     rank: Rank = Rank()
+    group: RankGroup = ALONE
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
     memory_budget: MemoryBudget = field(init=False)
@@ -143,6 +146,14 @@ class BuildContext:
         refused = {n: why for n, why in op.explain(**traits).items() if why is not None}
         self.choices.append(BackendChoice(self.layer, op.name, name, refused))
         return op.backends[name].run
+
+    def exchange(self, columns: Columns) -> Gather:
+        """Return the function that gathers these columns: [T, this rank's] -> [T, all]."""
+        if self.rank.size == 1:
+            return all_columns
+        ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
+        widths = tuple(count_columns(columns, rank) for rank in ranks)
+        return partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
 
     def linear_op(self, op: Op, n: int, k: int, packed: str = "") -> Callable[..., Any]:
         """Return the kernel of a weight [n, k]: canonical, or the fastest for a drafter.

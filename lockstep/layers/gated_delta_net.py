@@ -16,7 +16,7 @@ from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedRMSNorm
-from lockstep.layers.sharding import Columns, row_sink
+from lockstep.layers.sharding import Columns, Part, row_sink
 from lockstep.step import StepContext, flush_after
 
 
@@ -46,18 +46,17 @@ class GatedDeltaNet(nn.Module):
         grouped: bool = False,
     ) -> None:
         super().__init__()
-        # A value head stays on the rank of its key head.
+        # A rank has its value heads, and the key heads that these read.
         values_per_key = value_heads // key_heads
-        by_key_head = [
-            (key_heads, width) for width in (key_dim, key_dim, values_per_key * value_dim)
-        ]
-        self.conv_columns = Columns(tuple(by_key_head))
-        self.head_columns = Columns.of(key_heads, values_per_key)
+        keys = Part(value_heads, key_dim, values_per_key)
+        values = Part(value_heads, value_dim)
+        self.conv_columns = Columns((keys, keys, values))
+        self.head_columns = Columns.heads(value_heads)
+        value_columns = Columns((values,))
         self.rank = build.rank
-        whole_inner = value_heads * value_dim
         whole_key_heads = key_heads
-        key_heads = len(build.rank.units(key_heads))
-        value_heads = key_heads * values_per_key
+        key_heads = len(build.rank.heads(key_heads) if grouped else keys.units(build.rank))
+        value_heads = len(build.rank.heads(value_heads))
         self.key_heads = key_heads
         self.value_heads = value_heads
         self.key_dim = key_dim
@@ -72,17 +71,17 @@ class GatedDeltaNet(nn.Module):
         self.parts = (self.channels, inner, value_heads, value_heads)
         projections = {
             "in_proj_qkv": self.conv_columns,
-            "in_proj_z": Columns.of(whole_key_heads, values_per_key * value_dim),
+            "in_proj_z": value_columns,
             "in_proj_b": self.head_columns,
             "in_proj_a": self.head_columns,
         }
         orders = {}
         if grouped:
             projections = {
-                "in_proj_qkvz": Columns.of(
+                "in_proj_qkvz": Columns.heads(
                     whole_key_heads, 2 * (key_dim + values_per_key * value_dim)
                 ),
-                "in_proj_ba": Columns.of(whole_key_heads, 2 * values_per_key),
+                "in_proj_ba": Columns.heads(whole_key_heads, 2 * values_per_key),
             }
             orders = {
                 "in_proj_qkvz": partial(
@@ -96,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         self.a_log = build.empty(value_heads, dtype=torch.float32)
         self.dt_bias = build.empty(value_heads, dtype=torch.float32)
         self.norm = GatedRMSNorm(build, value_dim, eps)
-        self.out = ResidualLinear(build, whole_inner, {"out_proj": Columns.of(hidden)})
+        self.out = ResidualLinear(build, value_columns, {"out_proj": Columns.of(hidden)})
         traits = dict(key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, kernel=kernel)
         traits.update(value_heads=value_heads)
         self.step_op = build.op(gated_delta_step, **traits)

@@ -46,8 +46,8 @@ class AbsorbedHeads(nn.Module):
         super().__init__()
         self.rotation = rotation
         self.widths = (plain, value)
-        columns = Columns.of(heads, plain + value)
-        heads = len(build.rank.units(heads))
+        columns = Columns.heads(heads, plain + value)
+        heads = len(build.rank.heads(heads))
         self.dtype = build.dtype
         self.keys = build.matrices(heads, latent, plain)
         self.values = build.matrices(heads, value, latent)
@@ -122,9 +122,9 @@ class LatentAttention(nn.Module):
         scale: float,
     ) -> None:
         super().__init__()
-        queries = Columns.of(heads, plain + turned)
-        values = heads * value
-        self.heads = len(build.rank.units(heads))
+        queries = Columns.heads(heads, plain + turned)
+        values = Columns.heads(heads, value)
+        self.heads = len(build.rank.heads(heads))
         self.latent = latent
         self.plain = plain
         self.turned = turned

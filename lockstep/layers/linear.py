@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import cast
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
+from lockstep.kernels.exchange import Gather, all_columns
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import choose_split_k, linear
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.sharding import Columns, count_columns, row_sink
+from lockstep.layers.sharding import Columns, Rank, row_sink
 from lockstep.quantization import CheckpointLinear, Layout, WeightFormat, WeightSink
 
 PROBED_LAYERS = 4
@@ -25,6 +27,8 @@ MAX_DEQUANTIZED = 1 << 22
 Reading that many elements in 16 bits takes an H200 1.0 us (8-bit codes) to 1.5 us (4-bit codes)
 longer than reading the codes; a separate launch takes 2.8 us.
 """
+ROWS_AT_ONCE = 4096
+"""Rows of a head that are copied at once: bounds the memory of every rank's candidates."""
 Target = Tensor | WeightSink
 """Destination of a checkpoint tensor: a parameter of the same shape, or a sink."""
 RowGroup = tuple[Layout | None, int]
@@ -269,10 +273,13 @@ def _slice_sink(
 class Linear(nn.Module):
     """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' columns.
 
+    With several ranks, N counts the columns of this rank.
+
     y = round(round(x W^T) + b), both roundings to x's dtype: the bias is added in fp32 to the op's
     rounded result. It is elementwise, so it is the same for every backend and every T.
 
     Args:
+        inputs: K; Columns if each rank has its columns of x, which are gathered first.
         outputs: name of each weight in the checkpoint, within the module -> its output columns.
             A plain number is whole on every rank, Columns are cut across ranks.
         orders: name -> returns, for each row of the layer, the row of the checkpoint's weight that
@@ -280,11 +287,13 @@ class Linear(nn.Module):
     """
 
     allow_partials = False
+    gathers = False
+    """Whether every rank returns the columns of all ranks."""
 
     def __init__(
         self,
         build: BuildContext,
-        inputs: int,
+        inputs: int | Columns,
         outputs: Mapping[str, int | Columns],
         *,
         bias: bool = False,
@@ -294,12 +303,23 @@ class Linear(nn.Module):
         self.dtype = build.dtype
         self.names = tuple(outputs)
         self.packing = build.packing
+        self.gather_inputs: Gather = all_columns
+        self.gather_outputs: Gather = all_columns
+        if isinstance(inputs, Columns):
+            self.gather_inputs = build.exchange(inputs)
+            inputs = inputs.total
+        if self.gathers:
+            (columns,) = outputs.values()
+            assert isinstance(columns, Columns), "only columns that are cut are gathered"
+            self.gather_outputs = build.exchange(columns)
         self.reads = [build.module(name, n, inputs) for name, n in outputs.items()]
         self.outputs = tuple(module.outputs for module in self.reads)
         row_groups = group_into_gemms(row_groups_of(build, self.reads), inputs)
         # Split-K partitions follow from the whole weight, so that every number of ranks has them.
         total = sum(module.whole_outputs for module in self.reads)
-        allow_partials = self.allow_partials and not bias and len(row_groups) == 1
+        # What crosses ranks is rounded to the model's dtype first.
+        sent = self.gathers and build.rank.size > 1
+        allow_partials = self.allow_partials and not (bias or sent) and len(row_groups) == 1
         gemms = [
             Gemm(build, inputs, groups, total=total, allow_partials=allow_partials)
             for groups in row_groups
@@ -310,7 +330,7 @@ class Linear(nn.Module):
         self.bias = build.empty(sum(self.outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._columns_from(x, 0)
+        return self.gather_outputs(self._columns_from(self.gather_inputs(x), 0))
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of each fused weight.
@@ -396,8 +416,41 @@ class PartialLinear(Linear):
     allow_partials = True
 
 
+class GatheredLinear(Linear):
+    """x [T, K] -> [T, N], whole on every rank."""
+
+    gathers = True
+
+
 class ResidualLinear(PartialLinear):
-    """x [T, K] -> delta [T, N] that AddRMSNorm adds to the residual, or its split-K partials."""
+    """x [T, K] -> delta [T, N] that AddRMSNorm adds to the residual, or its split-K partials.
+
+    The delta of several ranks is whole on each of them.
+    """
+
+    gathers = True
+
+
+class VocabularyShard:
+    """Range of the vocabulary whose rows of a weight a rank stores. tokens: the range."""
+
+    def __init__(self, build: BuildContext, vocab: int) -> None:
+        self.group = build.group
+        self.tokens = build.rank.columns(vocab)
+        ranks = (Rank(index, build.rank.size) for index in range(build.rank.size - 1))
+        ends = [rank.columns(vocab).stop for rank in ranks]
+        self.ends = torch.tensor(ends, device=build.device)
+
+    def lookup(self, ids: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the rows [T, H] of ids [T]; each comes from the rank that stores it.
+
+        rows: returns the rows of this rank by their index in `tokens`.
+        """
+        if self.group.size == 1:
+            return rows(ids)
+        local = rows((ids - self.tokens.start).clamp(0, len(self.tokens) - 1))
+        owners = torch.bucketize(ids, self.ends, right=True)
+        return self.group.all_gather(local)[owners, torch.arange(len(ids), device=ids.device)]
 
 
 class Embedding(nn.Module):
@@ -410,10 +463,11 @@ class Embedding(nn.Module):
         super().__init__()
         self.columns = Columns.of(vocab)
         self.rank = build.rank
-        self.weight = build.matrix(count_columns(self.columns, build.rank), hidden)
+        self.shard = VocabularyShard(build, vocab)
+        self.weight = build.matrix(len(self.shard.tokens), hidden)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.weight[ids]
+        return self.shard.lookup(ids, lambda local: self.weight[local])
 
     @property
     def sink(self) -> Target:
@@ -443,6 +497,26 @@ class Head(Gemm):
         groups = [(layout, self.module.outputs)]
         total = self.module.whole_outputs
         super().__init__(build, hidden, groups, existing=existing, total=total)
+        self.shard: VocabularyShard | None = None
+        self.gather_logits: Gather = all_columns
+        if isinstance(vocab, Columns):
+            self.shard = VocabularyShard(build, total)
+            self.gather_logits = build.exchange(vocab)
+
+    def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
+        return self.gather_logits(super().forward(x, begin, out))
+
+    def copy_rows(self, ids: Tensor, out: Tensor) -> None:
+        """Copy the weight's rows of these tokens, of all ranks, into out [len(ids), H]."""
+        assert self.shard is not None, "a head without shards is a copy itself"
+        chunks = zip(ids.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True)
+        for some, target in chunks:
+            target.copy_(self.shard.lookup(some.to(out.device), partial(self._rows, out)))
+
+    def _rows(self, like: Tensor, ids: Tensor) -> Tensor:
+        rows = like.new_empty(len(ids), like.shape[1])
+        self.gather(ids, rows)
+        return rows
 
     def weights(self) -> dict[str, Target]:
         """Map the tensors of an untied head to their destinations."""

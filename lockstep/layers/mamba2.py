@@ -12,7 +12,7 @@ from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedGroupNorm
-from lockstep.layers.sharding import Columns, row_sink
+from lockstep.layers.sharding import Columns, Part, row_sink
 from lockstep.step import StepContext, flush_after
 
 
@@ -47,15 +47,14 @@ class Mamba2(nn.Module):
         super().__init__()
         # Heads stay on the rank of their group, and the gated norm is of a group.
         heads_per_group = heads // groups
-        inner_part = (groups, heads_per_group * head_dim)
-        state_part = (groups, state_dim)
+        inner_part = Part(groups, heads_per_group * head_dim)
+        state_part = Part(groups, state_dim)
         self.inner_columns = Columns((inner_part,))
         self.conv_columns = Columns((inner_part, state_part, state_part))
-        self.head_columns = Columns.of(groups, heads_per_group)
+        self.head_columns = Columns.heads(groups, heads_per_group)
         projected = Columns((inner_part, *self.conv_columns.parts, *self.head_columns.parts))
         self.rank = build.rank
-        whole_inner = heads * head_dim
-        groups = len(build.rank.units(groups))
+        groups = len(build.rank.heads(groups))
         heads = groups * heads_per_group
         self.sizes = (groups, heads, state_dim, head_dim)
         self.kernel = kernel
@@ -75,7 +74,8 @@ class Mamba2(nn.Module):
         self.dt_bias = build.empty(heads, dtype=torch.float32)
         self.d = build.empty(heads, dtype=torch.float32)
         self.norm = GatedGroupNorm(build, groups, inner // groups, eps)
-        self.out = ResidualLinear(build, whole_inner, {"out_proj": Columns.of(hidden)}, bias=bias)
+        outputs = {"out_proj": Columns.of(hidden)}
+        self.out = ResidualLinear(build, self.inner_columns, outputs, bias=bias)
         traits = dict(heads=heads, head_dim=head_dim, groups=groups, state_dim=state_dim)
         self.step_op = build.op(mamba2_step, **traits, kernel=kernel)
         self.chunk_op = build.op(mamba2_chunk, **traits, kernel=kernel)

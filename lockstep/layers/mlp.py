@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Linear, ResidualLinear, Target
+from lockstep.layers.linear import GatheredLinear, Linear, ResidualLinear, Target
 from lockstep.layers.sharding import Columns
 from lockstep.step import StepContext
 
@@ -25,12 +25,12 @@ class GatedMLP(nn.Module):
         partial: bool = True,
     ) -> None:
         super().__init__()
-        last = ResidualLinear if partial else Linear
+        last = ResidualLinear if partial else GatheredLinear
         columns = Columns.of(inner)
         self.gate_up = Linear(
             build, hidden, dict.fromkeys(("gate_proj", "up_proj"), columns), bias=bias
         )
-        self.down = last(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
+        self.down = last(build, columns, {"down_proj": Columns.of(hidden)}, bias=bias)
         self.act = build.op(silu_mul)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
@@ -48,8 +48,9 @@ class ReluMLP(nn.Module):
 
     def __init__(self, build: BuildContext, hidden: int, inner: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.up = Linear(build, hidden, {"up_proj": Columns.of(inner)}, bias=bias)
-        self.down = ResidualLinear(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
+        columns = Columns.of(inner)
+        self.up = Linear(build, hidden, {"up_proj": columns}, bias=bias)
+        self.down = ResidualLinear(build, columns, {"down_proj": Columns.of(hidden)}, bias=bias)
         self.act = build.op(relu2)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:

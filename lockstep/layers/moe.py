@@ -252,12 +252,13 @@ class MoE(nn.Module):
         if latent:
             self.into_latent = Linear(build, hidden, {"fc1_latent_proj": latent}, bias=bias)
             outputs = {"fc2_latent_proj": Columns.of(hidden)}
-            self.out_of_latent = Linear(build, latent, outputs, bias=bias)
+            self.out_of_latent = Linear(build, Columns.of(latent), outputs, bias=bias)
         self.shared_down = None
         if shared_inner:
             down = {f"{shared_name}.{down_name}": Columns.of(hidden)}
             last = Linear if latent else PartialLinear
-            self.shared_down = last(build, shared_inner, down, bias=bias)
+            self.shared_down = last(build, Columns.of(shared_inner), down, bias=bias)
+        self.gather_outputs = build.exchange(Columns.of(hidden))
 
     def _build_router(
         self,
@@ -299,6 +300,7 @@ class MoE(nn.Module):
         up = dict.fromkeys(up_names, Columns.of(inner))
         self.up = ExpertWeight(*sizes, width, up, fused)
         self.down = ExpertWeight(*sizes, inner, {down_name: Columns.of(width)}, "down_proj")
+        self.gather_inner = build.exchange(Columns.of(inner))
         quantized = self.up.weight is None or self.down.weight is None
         self.mlp_op = build.op(
             experts_op, experts=self.experts, top_k=self.top_k, quantized=quantized
@@ -308,9 +310,11 @@ class MoE(nn.Module):
         routed = self.dispatch(x)
         if self.into_latent is None or self.out_of_latent is None:
             # The op combines in the launch of the last expert's product.
-            return self.grouped_mlp(x, routed, routed.shared, routed.shared_gate)
-        latent = self.grouped_mlp(self.into_latent(x), routed)
-        return self.combine(self.out_of_latent(latent), routed)
+            y = self.grouped_mlp(x, routed, routed.shared, routed.shared_gate)
+        else:
+            latent = self.grouped_mlp(self.into_latent(x), routed)
+            y = self.combine(self.out_of_latent(latent), routed)
+        return self.gather_outputs(y)
 
     def dispatch(self, x: Tensor) -> Dispatched:
         """Choose the experts of each token, and run the shared expert."""
@@ -336,7 +340,8 @@ class MoE(nn.Module):
     ) -> Tensor:
         """Run each token's experts and return their weighted sum, plus `shared` if it is given."""
         weights = (self.up.stored, self.down.stored, routed.ids, routed.weights)
-        return self.mlp_op(x, *weights, shared, shared_gate, act=self.act)
+        options = dict(act=self.act, count=self.experts, gather=self.gather_inner)
+        return self.mlp_op(x, *weights, shared, shared_gate, **options)
 
     def combine(self, output: Tensor, routed: Dispatched) -> Tensor:
         """Add the shared expert to the routed experts' output [T, H]."""

@@ -4,7 +4,9 @@ Every output column keeps its whole K on one rank, so no sum crosses ranks and t
 depend on their number. Norms, routers and the latents of MLA stay whole on every rank.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import Tensor
 
@@ -13,6 +15,11 @@ from lockstep.quantization import Ranges, WeightSink
 
 MAX_RANKS = 64
 """Largest number of ranks that error messages list."""
+GRANULES = (128, 64, 32, 16, 8, 4, 2, 1)
+"""Multiples of columns in which a dimension without heads is cut, largest first.
+
+128 is the largest block of columns that a weight format stores together.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,53 +29,111 @@ class Rank:
     index: int = 0
     size: int = 1
 
-    def units(self, count: int, *, replicate: bool = False) -> range:
-        """Return the units (heads, columns) out of `count` of this rank.
-
-        Args:
-            count: units of the whole model.
-            replicate: several ranks may hold the same unit if there are fewer units than ranks.
+    def heads(self, count: int) -> range:
+        """Return this rank's heads out of `count`: an equal share of consecutive ones.
 
         Raises:
-            ConfigError: the units do not divide among the ranks.
+            ConfigError: the heads do not divide evenly among the ranks.
         """
-        if not _divides(count, self.size, replicate):
-            sizes = [str(n) for n in range(1, MAX_RANKS + 1) if _divides(count, n, replicate)]
-            remedy = f"A layer has {count} heads or columns to divide; choose one of these sizes."
+        if count % self.size:
+            sizes = [str(n) for n in range(1, min(count, MAX_RANKS) + 1) if count % n == 0]
+            remedy = f"A layer has {count} heads to divide; choose one of these sizes."
             allowed = ", ".join(sizes)
             raise choice_error(ConfigError, "tensor_parallel_size", self.size, allowed, remedy)
-        if count < self.size:
-            first = self.index // (self.size // count)
-            return range(first, first + 1)
         share = count // self.size
         return range(self.index * share, (self.index + 1) * share)
 
+    def columns(self, count: int) -> range:
+        """Return this rank's columns out of `count`: consecutive granules, in shares that differ
+        by one granule at most.
 
-def _divides(count: int, ranks: int, replicate: bool) -> bool:
-    """Return whether `count` units divide evenly among this many ranks."""
-    return count % ranks == 0 or (replicate and ranks % count == 0)
+        The granule is the largest of GRANULES that divides `count` and gives each rank one.
+
+        Raises:
+            ConfigError: there are fewer columns than ranks.
+        """
+        sizes = (g for g in GRANULES if count % g == 0 and count // g >= self.size)
+        granule = next(sizes, None)
+        if granule is None:
+            remedy = f"A layer has {count} columns to divide; choose a smaller size."
+            allowed = f"1 to {count}"
+            raise choice_error(ConfigError, "tensor_parallel_size", self.size, allowed, remedy)
+        share, rest = divmod(count // granule, self.size)
+        begin = self.index * share + min(self.index, rest)
+        end = begin + share + (self.index < rest)
+        return range(begin * granule, end * granule)
+
+
+ALL = Rank()
+"""The only rank of a group of one."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive output columns of a weight that are cut in one way.
+
+    Either heads: `heads` heads, of which `sharing` consecutive ones share `width` columns (the
+    query heads of a KV head); a rank stores what its heads read, so ranks that outnumber the KV
+    heads hold copies. Or, with heads 0, `width` columns that belong to no head.
+    """
+
+    heads: int
+    width: int
+    sharing: int = 1
+
+    @property
+    def total(self) -> int:
+        """Number of columns of the whole part."""
+        return self.heads // self.sharing * self.width if self.heads else self.width
+
+    def units(self, rank: Rank) -> list[int]:
+        """Return the shared units (KV heads) of a rank's heads, one for `sharing` heads.
+
+        A rank whose heads would cover units in part has one unit per head.
+        """
+        heads = rank.heads(self.heads)
+        if len(heads) % self.sharing == 0:
+            return list(range(heads.start // self.sharing, heads.stop // self.sharing))
+        if self.sharing % len(heads) == 0:
+            return [heads.start // self.sharing]
+        return [head // self.sharing for head in heads]
+
+    def ranges(self, rank: Rank) -> Iterator[tuple[int, int]]:
+        """Yield (begin, end) of the columns of a rank, within the part."""
+        if not self.heads:
+            share = rank.columns(self.width)
+            yield share.start, share.stop
+            return
+        # Consecutive units are one range; a unit that repeats begins a range of its own.
+        numbered = enumerate(self.units(rank))
+        for _, run in groupby(numbered, lambda pair: pair[1] - pair[0]):
+            units = [unit for _, unit in run]
+            yield units[0] * self.width, (units[-1] + 1) * self.width
 
 
 @dataclass(frozen=True)
 class Columns:
     """Output columns of one weight, as consecutive parts that are cut separately.
 
-    parts: (units, columns per unit) of each part. A rank has the same share of the units of every
-    part, for example its heads of q, then its heads of k and v. replicate: see Rank.units.
+    A rank has its share of every part, for example its heads of q, then its heads of k and v.
     """
 
-    parts: tuple[tuple[int, int], ...]
-    replicate: bool = False
+    parts: tuple[Part, ...]
 
     @classmethod
-    def of(cls, units: int, width: int = 1, *, replicate: bool = False) -> "Columns":
-        """Return the columns of one part."""
-        return cls(((units, width),), replicate)
+    def of(cls, width: int) -> "Columns":
+        """Return columns that belong to no head."""
+        return cls((Part(0, width),))
+
+    @classmethod
+    def heads(cls, heads: int, width: int = 1, sharing: int = 1) -> "Columns":
+        """Return the columns of heads. sharing: heads that share `width` columns."""
+        return cls((Part(heads, width, sharing),))
 
     @property
     def total(self) -> int:
         """Number of columns of the whole weight."""
-        return sum(units * width for units, width in self.parts)
+        return sum(part.total for part in self.parts)
 
     def ranges(self, rank: Rank) -> Ranges:
         """Return (begin, end) of the columns of a rank; () for all of them."""
@@ -76,10 +141,9 @@ class Columns:
             return ()
         ranges = []
         offset = 0
-        for units, width in self.parts:
-            share = rank.units(units, replicate=self.replicate)
-            ranges.append((offset + share.start * width, offset + share.stop * width))
-            offset += units * width
+        for part in self.parts:
+            ranges += [(offset + begin, offset + end) for begin, end in part.ranges(rank)]
+            offset += part.total
         return tuple(ranges)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.layers.attention import Attention
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Head, Linear, Target
+from lockstep.layers.linear import GatheredLinear, Head, Target
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.sharding import Columns
 from lockstep.models.checkpoint import Checkpoint
@@ -180,7 +180,8 @@ class BlockDraftModel(nn.Module):
         self.ids: Tensor | None = None
         self.embed = target.embed
         top = build.at(build.layer, "")
-        self.fc = Linear(top, len(c.taps) * c.hidden_size, {"fc": Columns.of(c.hidden_size)})
+        width = len(c.taps) * c.hidden_size
+        self.fc = GatheredLinear(top, width, {"fc": Columns.of(c.hidden_size)})
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)

@@ -20,7 +20,7 @@ from lockstep.errors import CheckpointError
 from lockstep.layers.attention import Attention
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.latent_attention import LatentAttention
-from lockstep.layers.linear import Embedding, Head, Linear, Target
+from lockstep.layers.linear import Embedding, GatheredLinear, Head, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
@@ -329,7 +329,7 @@ class Eagle3Head(nn.Module):
             RMSNorm(build, c.target_hidden_size, c.eps) for _ in c.taps if c.norm_each_tap
         )
         self.fc = (
-            Linear(top, width, {"fc": Columns.of(c.hidden_size)})
+            GatheredLinear(top, width, {"fc": Columns.of(c.hidden_size)})
             if width != c.hidden_size
             else None
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Head, Linear
+from lockstep.layers.linear import GatheredLinear, Head
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.sharding import Columns
 from lockstep.models.decoder import Block, Decoder, Sublayer
@@ -47,7 +47,7 @@ class MTPModule(nn.Module, ABC):
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         at = build.at(build.layer, module)
-        self.fc = Linear(at, 2 * c.hidden_size, {projection: Columns.of(c.hidden_size)})
+        self.fc = GatheredLinear(at, 2 * c.hidden_size, {projection: Columns.of(c.hidden_size)})
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(target, build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         known = c.vocab_size if ids is None else len(ids)
@@ -69,7 +69,7 @@ class MTPModule(nn.Module, ABC):
         """Copy the known tokens' rows of the target's head. Call after loading."""
         if self.ids is not None:
             assert self.head.weight is not None, "rows of its own are not packed"
-            self.whole[0].gather(self.ids, self.head.weight.data)
+            self.whole[0].copy_rows(self.ids, self.head.weight.data)
 
     @property
     def head_bytes(self) -> int:

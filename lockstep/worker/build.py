@@ -174,7 +174,7 @@ def numerics(
     except PackageNotFoundError:
         from lockstep import __version__ as release
     packed = "" if packing is None else f"+{packing.name}"
-    parts = (arch, f"weights-{name}{packed}", f"kv-{kv or name}", f"state-{kept}", "tp1")
+    parts = (arch, f"weights-{name}{packed}", f"kv-{kv or name}", f"state-{kept}")
     return "/".join((*parts, *libraries, f"lockstep-{release}"))
 
 

@@ -1,18 +1,22 @@
-"""Executor with one worker in the calling process."""
+"""Executor: the first rank's worker in the calling process, the other ranks in their own."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.config import EngineConfig, Plan
 from lockstep.models.loader import LoadResult
-from lockstep.scheduling.grammar import FillMasks
+from lockstep.scheduling.grammar import FillMasks, MaskQuery
 from lockstep.scheduling.schedule import Results, Schedule
 from lockstep.spec import passes_of
 from lockstep.worker.build import Progress
 from lockstep.worker.device_rates import Rates, rates_of
 from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.rank_process import Collect, Execute, Masks, Probe, read_masks
+from lockstep.worker.ranks import NoOtherRanks, OtherRanks, start_ranks
 from lockstep.worker.roofline import StepCosts
-from lockstep.worker.startup import MemoryFit, WorkerStartup, smallest_fit
+from lockstep.worker.startup import WorkerStartup, smallest_fit
 from lockstep.worker.worker import LaunchedStep, Worker
 
 
@@ -34,38 +38,54 @@ class Facts:
 
 @dataclass(frozen=True)
 class LaunchedSchedule:
-    """Results of a launched schedule that the device may still compute."""
+    """Results of a launched schedule that the device may still compute. number: of the schedule."""
 
     worker: Worker
     steps: list[LaunchedStep]
+    others: OtherRanks | NoOtherRanks
+    number: int
 
     def result(self) -> Results:
-        """Wait for the steps and return their results."""
-        return self.worker.collect(self.steps)
+        """Wait for the steps and return their results. Raises RankError."""
+        try:
+            if any(row.hidden is not None for step in self.steps for row in step.rows):
+                self.others.send(Collect(self.number))
+            return self.worker.collect(self.steps)
+        except RuntimeError as error:
+            raise self.others.cause(error) from error
 
 
 class InProcessExecutor:
-    """Executor with one worker in the caller's process. See `lockstep.engine.executor.Executor`.
+    """Executor with the first rank in the caller's process: see lockstep.engine.executor.
+
+    The other ranks, if tensor_parallel_size asks for any, are processes that get every schedule.
 
     step_ms: (rows, drafts) -> ms of a step of null rows, measured at warm-up.
     """
 
     def __init__(self, config: EngineConfig, progress: Progress, hooks: CheckHooks) -> None:
         self.config = config
-        startup = WorkerStartup(config, progress, hooks)
+        self._num_schedules = 0
+        self.others = start_ranks(config, hooks)
+        try:
+            startup = WorkerStartup(config, progress, hooks, self.others.group)
+            fits = [startup.fit_memory(), *self.others.fits()]
+            self.plan = startup.plan(smallest_fit(fits, config))
+            self.others.start(self.plan)
+            self.worker, self.step_ms = startup.start(self.plan, progress)
+            self.others.wait_ready()
+        except BaseException as error:
+            self.others.close()
+            if isinstance(error, RuntimeError):
+                raise self.others.cause(error) from error
+            raise
         self.checkpoint = startup.checkpoint
         self.loaded = startup.loaded
-        self.plan = startup.plan(self._fit_memory([startup]))
-        self.worker, self.step_ms = startup.start(self.plan, progress)
         self._choices = startup.build.choices
         self._notes = startup.notes
         self._costs = StepCosts.of(
             startup.model, startup.draft, passes_of(config.speculative_config)
         )
-
-    def _fit_memory(self, ranks: list[WorkerStartup]) -> MemoryFit:
-        """Measure every rank's memory once -> the smallest fit. Raises CapacityError."""
-        return smallest_fit([rank.fit_memory() for rank in ranks], self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -86,11 +106,38 @@ class InProcessExecutor:
 
     def execute(self, schedule: Schedule, fill_masks: FillMasks) -> LaunchedSchedule:
         """Launch a schedule. fill_masks: answers the mask queries of its rows."""
-        return LaunchedSchedule(self.worker, self.worker.launch(schedule, fill_masks))
+        self._num_schedules += 1
+        self.others.send(Execute(self._num_schedules, schedule))
+        with self._step():
+            steps = self.worker.launch(schedule, self._sharing(fill_masks))
+        return LaunchedSchedule(self.worker, steps, self.others, self._num_schedules)
+
+    def _sharing(self, fill_masks: FillMasks) -> FillMasks:
+        """Return fill_masks so that its answers reach the other ranks too."""
+
+        def fill(queries: Sequence[MaskQuery], memory: memoryview) -> frozenset[str]:
+            free = fill_masks(queries, memory)
+            self.others.send(Masks(read_masks(queries, memory), free))
+            return free
+
+        return fill
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Give the other ranks up if a step of this one does not come to its end."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.others.cause(error) from error
+        except BaseException as error:
+            self.others.abandon(f"a step of the first rank ended by {type(error).__name__}")
+            raise
 
     def probe(self) -> None:
         """Run an empty step and wait for it. Raises what it raises."""
-        self.worker.probe()
+        self.others.send(Probe())
+        with self._step():
+            self.worker.probe()
 
     def device_rates(self) -> Rates | None:
         """Measure how fast the device moves bytes; None where it has no memory left for that."""

@@ -10,8 +10,10 @@ import torch
 from lockstep.cache.specs import Cached
 from lockstep.config import EngineConfig, Plan, StepLimits
 from lockstep.kernels.architecture import architecture_of
+from lockstep.kernels.exchange import ALONE, RankGroup
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.memory_budget import MemoryBudget
+from lockstep.layers.sharding import Rank
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.quantization import WeightFormat, read_weight_format
 from lockstep.step import StepShape
@@ -76,7 +78,13 @@ class WorkerStartup:
     """
 
     @torch.inference_mode()
-    def __init__(self, config: EngineConfig, progress: Progress, hooks: CheckHooks) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress,
+        hooks: CheckHooks,
+        group: RankGroup = ALONE,
+    ) -> None:
         self.config = config
         self.hooks = hooks
         self.device = pick_device(config)
@@ -99,6 +107,8 @@ class WorkerStartup:
             packing=packing,
             kv=kv_layers(config, dtype),
             state_dtype=state_dtype(config),
+            rank=Rank(group.index, group.size),
+            group=group,
         )
         self.model: Any
         self.model, self.draft, self.loaded = build_models(

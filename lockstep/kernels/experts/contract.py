@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.activations import ACTS, Act, sigmoid
+from lockstep.kernels.exchange import Gather, all_columns
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import dequantized
 from lockstep.kernels.registry import op
@@ -26,6 +27,8 @@ def experts(
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     act: Act = "silu_mul",
+    count: int | None = None,
+    gather: Gather = all_columns,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, and the shared expert: y [T, H].
 
@@ -59,12 +62,17 @@ def experts(
         shared: [T, H], output of the shared expert; or the partials [P, T, H] fp32 of its linear,
             P 2 or more, which stand for their tree_sum, rounded.
         shared_gate: [T], gate logit of the shared expert.
+        count: E; None to take it from the shapes, which works for weights of a single rank.
+        gather: exchange of the activations' columns. With several ranks, up and down have the
+            columns of this rank (I of a whole, H of y and of shared), and x and down's rows have
+            all.
     """
-    count = count_experts(up, down)
-    total = torch.zeros_like(x, dtype=torch.float32)
+    count = count or count_experts(up, down)
+    columns = expert_weight(down, 0, count).shape[0]
+    total = x.new_zeros(len(x), columns, dtype=torch.float32)
     for token, slot, expert in dispatch(ids, count):
         row = x[token : token + 1]
-        y = grouped_mlp(row, up, down, expert, count, act)[0]
+        y = grouped_mlp(row, up, down, expert, count, act, gather)[0]
         total[token] += weights[token, slot].float() * y.float()
     return combine(total, shared, shared_gate, x.dtype)
 
@@ -82,9 +90,10 @@ def grouped_mlp(
     expert: int,
     count: int,
     act: Act,
+    gather: Gather = all_columns,
 ) -> Tensor:
     """Return the MLP of one of `count` experts for its tokens x [T, H]: [T, H]."""
-    inner = ACTS[act](_multiply(x, expert_weight(up, expert, count)))
+    inner = gather(ACTS[act](_multiply(x, expert_weight(up, expert, count))))
     return _multiply(inner, expert_weight(down, expert, count))
 
 

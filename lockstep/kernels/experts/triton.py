@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lockstep.kernels.activations import Act
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.compile_target import compile_target
+from lockstep.kernels.exchange import Gather, all_columns
 from lockstep.kernels.experts import count_experts, experts, pipeline
 from lockstep.kernels.experts.dispatch import FIELDS, sort_pairs
 from lockstep.kernels.experts.kernels import (
@@ -122,19 +123,22 @@ def _launch_up(
 def launch_few(
     x: Tensor, up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, ids: Tensor,
     weights: Tensor, shared: Tensor | None, gate: Tensor | None, tiles: Tiles, gated: bool = True,
+    count: int | None = None, gather: Gather = all_columns,
 ) -> Tensor:  # fmt: skip
     """Run experts for few tokens in two launches, without a sort. gated: act is silu_mul."""
     tokens, slots = ids.shape
-    hidden = up.shape[-1]
+    count = count or count_experts(up, down)
+    hidden = _rows(down, count)
     inner = down.shape[-1]
-    count = count_experts(up, down)
+    local_inner = _rows(up, count) // (2 if gated else 1)
     target = compile_target(x.device)
     tile = pipeline.up_tile(up, tokens, target) if pipeline.is_tma_aligned(x) else None
     if tile is not None and isinstance(up, QuantizedWeight):
-        act = pipeline.up(x, up, inner, count, ids, tile, target, gated)
+        act = pipeline.up(x, up, local_inner, count, ids, tile, target, gated)
     else:
         args = _weight_args(up, tiles.up, tiles.quantized_up, x)
-        act = _launch_up(x, args, inner, count, ids, None, None, gated)
+        act = _launch_up(x, args, local_inner, count, ids, None, None, gated)
+    act = gather(act)
     shared_args = (shared, gate, _strides(shared, gate), _num_partials(shared))
     tile = pipeline.down_tile(down, slots, target) if pipeline.is_tma_aligned(act) else None
     if tile is not None and isinstance(down, QuantizedWeight):
@@ -153,17 +157,19 @@ def launch_few(
 def launch_sorted(
     x: Tensor, up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, ids: Tensor,
     weights: Tensor, shared: Tensor | None, gate: Tensor | None, tiles: Tiles, gated: bool = True,
+    count: int | None = None, gather: Gather = all_columns,
 ) -> Tensor:  # fmt: skip
     """Run experts for any number of tokens, sorted into tiles. gated: act is silu_mul."""
     tokens, slots = ids.shape
-    hidden = up.shape[-1]
+    count = count or count_experts(up, down)
+    hidden = _rows(down, count)
     inner = down.shape[-1]
-    count = count_experts(up, down)
+    local_inner = _rows(up, count) // (2 if gated else 1)
     pairs = ids.numel()
     dequantize_first = pairs >= DEQUANTIZE_FROM * count
     order, table = sort_pairs(ids, count, tiles.up.tokens)
     args = _weight_args(up, tiles.up, tiles.quantized_up, x, dequantize_first)
-    act = _launch_up(x, args, inner, count, ids, order, table, gated)
+    act = gather(_launch_up(x, args, local_inner, count, ids, order, table, gated))
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     args = _weight_args(down, tiles.down, tiles.quantized_down, x, dequantize_first)
     tile = args.tile
@@ -179,6 +185,11 @@ def launch_sorted(
         num_warps=COMBINE_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def _rows(weight: Tensor | QuantizedWeight, count: int) -> int:
+    """Return the output columns of one of `count` experts."""
+    return weight.shape[1] if isinstance(weight, Tensor) else weight.shape[0] // count
 
 
 def _strides(shared: Tensor | None, gate: Tensor | None) -> tuple[int, int, int]:
@@ -210,17 +221,20 @@ def experts_triton(
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     act: Act = "silu_mul",
+    count: int | None = None,
+    gather: Gather = all_columns,
 ) -> Tensor:
     """See lockstep.kernels.experts.contract.experts.
 
     up, down, ids and weights are contiguous; the last strides of x and shared are 1.
     """
+    count = count or count_experts(up, down)
     if not ids.numel():
-        return torch.empty_like(x)
-    count = count_experts(up, down)
+        return x.new_empty(len(x), _rows(down, count))
     tokens, slots = ids.shape
     few = serves_few(tokens, slots, count, isinstance(down, QuantizedWeight))
     tiles = tiles_of(ids.numel(), count, x.dtype, few)
     launch = launch_few if few else launch_sorted
     gated = act == "silu_mul"
-    return launch(x, up, down, ids, weights, shared, shared_gate, tiles, gated)
+    arguments = (x, up, down, ids, weights, shared, shared_gate, tiles, gated)
+    return launch(*arguments, count, gather)

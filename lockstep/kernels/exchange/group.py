@@ -1,0 +1,90 @@
+"""Groups of ranks: what they are and how tensors of equal shape travel between them."""
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class RankGroup(Protocol):
+    """Ranks that compute one model together. index: of this rank, 0 to size - 1."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """Return every rank's tensor [size, ...]; `local` has the same shape on all ranks.
+
+        Raises RuntimeError where a rank has ended or does not answer in time.
+        """
+        ...
+
+
+class Alone:
+    """Group of a single rank."""
+
+    index = 0
+    size = 1
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """Return the tensor as [1, ...]."""
+        return local[None]
+
+
+ALONE = Alone()
+"""The group of a rank without peers."""
+
+
+class DryGroup:
+    """Group whose tensors have shapes and no values: for dry runs of a step."""
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index = index
+        self.size = size
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """Return an unfilled tensor [size, ...]."""
+        return local.new_empty(self.size, *local.shape)
+
+
+class GlooGroup:
+    """Group of processes that exchange tensors of CPUs by gloo.
+
+    seconds: time after which a rank that does not answer is an error.
+    """
+
+    def __init__(self, store: dist.Store, index: int, size: int, seconds: float) -> None:
+        self.index = index
+        self.size = size
+        # A process group of its own, so that several engines can live in one process.
+        self._group = dist.ProcessGroupGloo(store, index, size, timedelta(seconds=seconds))
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """See RankGroup."""
+        whole = local.new_empty(self.size, *local.shape)
+        # As bytes: gloo does not know every dtype.
+        parts = list(whole.view(self.size, -1).view(torch.uint8).unbind(0))
+        self._group.allgather([parts], [local.contiguous().view(-1).view(torch.uint8)]).wait()
+        return whole
+
+
+class NcclGroup:
+    """Group of processes that exchange tensors of GPUs by NCCL, also inside CUDA graphs."""
+
+    def __init__(self, store: dist.Store, index: int, size: int, seconds: float) -> None:
+        self.index = index
+        self.size = size
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seconds)
+        self._group = dist.ProcessGroupNCCL(store, index, size, options)
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """See RankGroup."""
+        whole = local.new_empty(self.size, *local.shape)
+        self._group._allgather_base(whole, local.contiguous()).wait()
+        return whole

@@ -1,0 +1,248 @@
+"""Process of a rank after the first: it executes what the first rank's process broadcasts."""
+
+import contextlib
+import os
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from lockstep.config import EngineConfig, Plan
+from lockstep.errors import LockstepError
+from lockstep.kernels.exchange import RankGroup
+from lockstep.kernels.exchange.group import GlooGroup, NcclGroup
+from lockstep.scheduling.grammar import MaskQuery
+from lockstep.scheduling.schedule import Schedule
+from lockstep.worker.broadcast import Receiver
+from lockstep.worker.build import pick_device
+from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.startup import MemoryFit, WorkerStartup
+from lockstep.worker.worker import LaunchedStep, Worker
+
+HEARTBEAT_SECONDS = 0.5
+"""Interval between two heartbeats of a rank."""
+EXCHANGE_SECONDS = 600.0
+"""Seconds after which an exchange without an answer is an error: loading a checkpoint takes minutes
+on one rank and less on another. A rank that ends or stops is noticed much earlier (ranks.py).
+"""
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that terminals and supervisors send to a whole process group: only the first reacts."""
+
+
+@dataclass(frozen=True)
+class Execute:
+    """Message: launch a schedule. number: counts the schedules."""
+
+    number: int
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Message: answer to the mask queries of a step, bitmasks in the order of the queries.
+
+    free: see lockstep.scheduling.grammar.FillMasks.
+    """
+
+    bitmasks: bytes
+    free: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Message: collect a schedule's results, which takes exchanges for prompt log-probabilities."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Message: run an empty step."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Message: end the process."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Report: the process runs and knows the others' addresses."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Report: the model is loaded. fit: sizes that fit into this rank's memory."""
+
+    fit: MemoryFit
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Report: the rank has allocated its cache and warmed up."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Report: the process lives."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Report: the rank raised an error and ends. details: text with the traceback, if it helps."""
+
+    error: str
+    details: str
+
+
+Message = Execute | Masks | Collect | Probe | Stop
+Report = Joined | Loaded | Ready | Beat | Failed
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What a rank needs to join its group. index: 1 to size - 1. port: of the first rank's store.
+
+    ring: name of the shared memory of the broadcast.
+    """
+
+    index: int
+    size: int
+    host: str
+    port: int
+    ring: str
+
+
+def connect_store(host: str, port: int, size: int, *, first: bool = False) -> dist.TCPStore:
+    """Return the store through which ranks find each other. first: the caller provides it."""
+    timeout = timedelta(seconds=EXCHANGE_SECONDS)
+    return dist.TCPStore(host, port, size, first, timeout, wait_for_workers=False)
+
+
+def make_group(device: str, store: dist.Store, index: int, size: int) -> RankGroup:
+    """Join the group: all ranks call it at about the same time."""
+    if device == "cpu":
+        return GlooGroup(store, index, size, EXCHANGE_SECONDS)
+    torch.cuda.set_device(index)
+    return NcclGroup(store, index, size, EXCHANGE_SECONDS)
+
+
+class _Rank:
+    """Loop of a rank's process."""
+
+    def __init__(self, connection: Connection, receiver: Receiver) -> None:
+        self.connection = connection
+        self.receiver = receiver
+        self._sending = threading.Lock()
+        self._launched: deque[tuple[int, list[LaunchedStep]]] = deque()
+
+    def report(self, report: Report) -> None:
+        """Send a report; the process ends with the first rank's."""
+        try:
+            with self._sending:
+                self.connection.send(report)
+        except OSError:
+            os._exit(0)
+
+    def beat(self) -> None:
+        """Send heartbeats for ever."""
+        pause = threading.Event()
+        while not pause.wait(HEARTBEAT_SECONDS):
+            self.report(Beat())
+
+    def run(self, settings: RankSettings, config: EngineConfig, hooks: CheckHooks) -> None:
+        """Load the rank's part of the model and execute messages until Stop."""
+        store = connect_store(settings.host, settings.port, settings.size)
+        self.report(Joined())
+        group = make_group(pick_device(config), store, settings.index, settings.size)
+        startup = WorkerStartup(config, _ignore_progress, hooks, group)
+        self.report(Loaded(startup.fit_memory()))
+        plan = self.receiver.receive()
+        assert isinstance(plan, Plan)
+        worker, _ = startup.start(plan, _ignore_progress)
+        self.report(Ready())
+        while not isinstance(message := self.receiver.receive(), Stop):
+            self._execute(worker, message)
+
+    def _execute(self, worker: Worker, message: Message) -> None:
+        if isinstance(message, Execute):
+            launched = worker.launch(message.schedule, self._receive_masks)
+            self._launched.append((message.number, launched))
+            # Results are collected late or never, at most those of the steps in flight.
+            while len(self._launched) > worker.plan.steps_in_flight + 1:
+                self._launched.popleft()
+        elif isinstance(message, Collect):
+            for number, launched in self._launched:
+                if number == message.number:
+                    worker.collect(launched)
+        else:
+            assert isinstance(message, Probe)
+            worker.probe()
+
+    def _receive_masks(self, queries: Sequence[MaskQuery], memory: memoryview) -> frozenset[str]:
+        """Copy the first rank's bitmasks: see lockstep.scheduling.grammar.FillMasks."""
+        masks = self.receiver.receive()
+        assert isinstance(masks, Masks)
+        write_masks(queries, memory, masks.bitmasks)
+        return masks.free
+
+
+def read_masks(queries: Sequence[MaskQuery], memory: memoryview) -> bytes:
+    """Return the bitmasks that answer the queries, from memory [masks of a step, words]."""
+    return b"".join(
+        bytes(memory[query.first : query.first + len(query.drafts) + 1]) for query in queries
+    )
+
+
+def write_masks(queries: Sequence[MaskQuery], memory: memoryview, bitmasks: bytes) -> None:
+    """Write what read_masks() returned to memory of the same shape."""
+    row = memory.nbytes // memory.shape[0] if memory.shape else 0
+    flat = memory.cast("B")
+    begin = 0
+    for query in queries:
+        size = row * (len(query.drafts) + 1)
+        flat[query.first * row : query.first * row + size] = bitmasks[begin : begin + size]
+        begin += size
+
+
+def _ignore_progress(what: str, done: int, of: int) -> None:
+    """Ignore progress: the first rank's is shown."""
+
+
+def run_rank(
+    connection: Connection,
+    pipe: Connection,
+    settings: RankSettings,
+    config: EngineConfig,
+    hooks: CheckHooks,
+) -> None:
+    """Run the process of a rank. It ends with the first rank's process.
+
+    connection: for reports. pipe: of the broadcast.
+    """
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    receiver = Receiver(settings.ring, settings.index - 1, settings.size - 1, pipe)
+    rank = _Rank(connection, receiver)
+    threading.Thread(target=rank.beat, name="lockstep-heartbeat", daemon=True).start()
+    threads = max(1, torch.get_num_threads() // settings.size)
+    torch.set_num_threads(threads)
+    with contextlib.suppress(EOFError):  # the first rank has ended
+        try:
+            rank.run(settings, config, hooks)
+        except EOFError:
+            raise
+        except Exception as error:
+            text = str(error) if isinstance(error, LockstepError) else repr(error)
+            details = "" if isinstance(error, LockstepError) else traceback.format_exc()
+            rank.report(Failed(text, details))
+            os._exit(1)
+    os._exit(0)  # shutting the interpreter down takes seconds and frees nothing that matters
