@@ -308,9 +308,9 @@ class Linear(nn.Module):
         if isinstance(inputs, Columns):
             self.gather_inputs = build.exchange(inputs)
             inputs = inputs.total
-        if self.gathers:
-            (columns,) = outputs.values()
-            assert isinstance(columns, Columns), "only columns that are cut are gathered"
+        cut = [columns for columns in outputs.values() if isinstance(columns, Columns)]
+        if self.gathers and cut:
+            (columns,) = cut
             self.gather_outputs = build.exchange(columns)
         self.reads = [build.module(name, n, inputs) for name, n in outputs.items()]
         self.outputs = tuple(module.outputs for module in self.reads)

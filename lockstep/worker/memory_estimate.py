@@ -16,9 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep.cache.specs import is_cached
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.kernels.architecture import Architecture
+from lockstep.kernels.exchange.group import DryGroup
 from lockstep.kernels.formats.kv.table import load_device_functions
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Weight
+from lockstep.layers.sharding import Rank
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.quantization import WeightFormat
@@ -83,6 +85,9 @@ class DryEngine:
                 arch=card.number,
                 kv=kv_layers(config, dtype),
                 state_dtype=state_dtype(config),
+                # The first rank has the most columns.
+                rank=Rank(0, config.tensor_parallel_size),
+                group=DryGroup(0, config.tensor_parallel_size),
             )
             self.build.memory_budget.bounded = False  # fake tensors take no memory
             self.model = build_model(checkpoint.raw, self.build)

@@ -1,15 +1,15 @@
 """Process of a rank after the first: it executes what the first rank's process broadcasts."""
 
-import contextlib
 import os
 import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,41 +134,26 @@ def make_group(device: str, store: dist.Store, index: int, size: int) -> RankGro
     return NcclGroup(store, index, size, EXCHANGE_SECONDS)
 
 
-class _Rank:
-    """Loop of a rank's process."""
+class RankLoop:
+    """Life of a rank after it has joined its group: startup, then message after message.
 
-    def __init__(self, connection: Connection, receiver: Receiver) -> None:
-        self.connection = connection
-        self.receiver = receiver
-        self._sending = threading.Lock()
+    receive: waits for the next message; the first one is the plan. report: sends a report.
+    """
+
+    def __init__(self, receive: Callable[[], Any], report: Callable[[Report], None]) -> None:
+        self.receive = receive
+        self.report = report
         self._launched: deque[tuple[int, list[LaunchedStep]]] = deque()
 
-    def report(self, report: Report) -> None:
-        """Send a report; the process ends with the first rank's."""
-        try:
-            with self._sending:
-                self.connection.send(report)
-        except OSError:
-            os._exit(0)
-
-    def beat(self) -> None:
-        """Send heartbeats for ever."""
-        pause = threading.Event()
-        while not pause.wait(HEARTBEAT_SECONDS):
-            self.report(Beat())
-
-    def run(self, settings: RankSettings, config: EngineConfig, hooks: CheckHooks) -> None:
+    def run(self, config: EngineConfig, hooks: CheckHooks, group: RankGroup) -> None:
         """Load the rank's part of the model and execute messages until Stop."""
-        store = connect_store(settings.host, settings.port, settings.size)
-        self.report(Joined())
-        group = make_group(pick_device(config), store, settings.index, settings.size)
         startup = WorkerStartup(config, _ignore_progress, hooks, group)
         self.report(Loaded(startup.fit_memory()))
-        plan = self.receiver.receive()
+        plan = self.receive()
         assert isinstance(plan, Plan)
         worker, _ = startup.start(plan, _ignore_progress)
         self.report(Ready())
-        while not isinstance(message := self.receiver.receive(), Stop):
+        while not isinstance(message := self.receive(), Stop):
             self._execute(worker, message)
 
     def _execute(self, worker: Worker, message: Message) -> None:
@@ -188,7 +173,7 @@ class _Rank:
 
     def _receive_masks(self, queries: Sequence[MaskQuery], memory: memoryview) -> frozenset[str]:
         """Copy the first rank's bitmasks: see lockstep.scheduling.grammar.FillMasks."""
-        masks = self.receiver.receive()
+        masks = self.receive()
         assert isinstance(masks, Masks)
         write_masks(queries, memory, masks.bitmasks)
         return masks.free
@@ -216,6 +201,28 @@ def _ignore_progress(what: str, done: int, of: int) -> None:
     """Ignore progress: the first rank's is shown."""
 
 
+class _Reporter:
+    """Sends reports, and heartbeats all the time. Ends the process with the first rank's."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        threading.Thread(target=self._beat, name="lockstep-heartbeat", daemon=True).start()
+
+    def report(self, report: Report) -> None:
+        """Send a report."""
+        try:
+            with self._sending:
+                self._connection.send(report)
+        except OSError:
+            os._exit(0)
+
+    def _beat(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(HEARTBEAT_SECONDS):
+            self.report(Beat())
+
+
 def run_rank(
     connection: Connection,
     pipe: Connection,
@@ -231,18 +238,18 @@ def run_rank(
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     receiver = Receiver(settings.ring, settings.index - 1, settings.size - 1, pipe)
-    rank = _Rank(connection, receiver)
-    threading.Thread(target=rank.beat, name="lockstep-heartbeat", daemon=True).start()
-    threads = max(1, torch.get_num_threads() // settings.size)
-    torch.set_num_threads(threads)
-    with contextlib.suppress(EOFError):  # the first rank has ended
-        try:
-            rank.run(settings, config, hooks)
-        except EOFError:
-            raise
-        except Exception as error:
-            text = str(error) if isinstance(error, LockstepError) else repr(error)
-            details = "" if isinstance(error, LockstepError) else traceback.format_exc()
-            rank.report(Failed(text, details))
-            os._exit(1)
+    reporter = _Reporter(connection)
+    torch.set_num_threads(max(1, torch.get_num_threads() // settings.size))
+    try:
+        store = connect_store(settings.host, settings.port, settings.size)
+        reporter.report(Joined())
+        group = make_group(pick_device(config), store, settings.index, settings.size)
+        RankLoop(receiver.receive, reporter.report).run(config, hooks, group)
+    except EOFError:  # the first rank has ended
+        os._exit(0)
+    except Exception as error:
+        text = str(error) if isinstance(error, LockstepError) else repr(error)
+        details = "" if isinstance(error, LockstepError) else traceback.format_exc()
+        reporter.report(Failed(text, details))
+        os._exit(1)
     os._exit(0)  # shutting the interpreter down takes seconds and frees nothing that matters

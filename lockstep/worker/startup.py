@@ -94,7 +94,7 @@ class WorkerStartup:
         prepare_device(self.device)
         self.planned: Planned | None = None
         if self.device == "cuda" and not _sizes_are_set(config):
-            self.planned = plan_memory(config, self.checkpoint, self.limits, packing)
+            self.planned = plan_memory(config, self.checkpoint, self.limits, packing, group)
         dtype = getattr(torch, self.limits.dtype)
         self.build = BuildContext(
             device=self.device,
@@ -217,9 +217,16 @@ def _sizes_are_set(config: EngineConfig) -> bool:
 
 
 def plan_memory(
-    config: EngineConfig, checkpoint: Checkpoint, limits: StepLimits, packing: WeightFormat | None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    limits: StepLimits,
+    packing: WeightFormat | None,
+    group: RankGroup,
 ) -> Planned:
-    """Plan the memory of this GPU. Raises CapacityError where not even the weights fit."""
+    """Plan the memory of this GPU, as every rank of the group does: for the least of them.
+
+    Raises CapacityError where not even the weights fit.
+    """
     known = config.load_format == "auto"
     dry_engine = DryEngine(config, checkpoint, limits, packing, architecture_of("cuda"), known)
     planner = planner_of(config, limits, dry_engine)
@@ -227,7 +234,7 @@ def plan_memory(
     free, total = torch.cuda.mem_get_info()
     taken = max(total - free - torch.cuda.memory_reserved(), 0)
     share = 1.0 if config.kv_cache_memory_bytes else config.gpu_memory_utilization
-    available = int(total * share) - taken
+    available = smallest(group, int(total * share) - taken)
     plan = planner.plan(available)
     if sum(dry_engine.fixed.values()) > available:
         raise shortage(plan)
@@ -259,6 +266,8 @@ class Fitting:
             limits = sized(limits, self.config, entry.rows, entry.tokens)
             program = self.make_program(limits)
             parts, budget = self._measure(limits, program)
+            # All ranks choose the same entry, since they run its steps together.
+            budget = smallest(self.build.group, budget)
             lacking = planner.lacking(entry, budget)
             if lacking <= 0:
                 break
@@ -318,6 +327,13 @@ class Fitting:
         available = sum(parts.values()) - lacking
         typed = self.planned.planner.typed.named()
         return replace(plan, parts=parts, available=available, short=lacking, typed=typed)
+
+
+def smallest(group: RankGroup, number: int) -> int:
+    """Return the smallest of the numbers that the ranks of a group bring, on GPUs."""
+    if group.size == 1:
+        return number
+    return int(group.all_gather(torch.tensor([number], device="cuda")).min())
 
 
 def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from lockstep.kernels import Op
 from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
+from lockstep.kernels.exchange import exchange
 
 load()
-OPS = tuple(all_ops().values())
+OPS = tuple(op for op in all_ops().values() if op is not exchange)
+"""Ops of one rank. An exchange has no kernel: tests/kernels/test_exchange.py."""
 CPU = ("reference", "cpu")
 """Backends that run on a CPU; of the others, INTERPRETED does so under Triton's interpreter."""
 INTERPRETED = "triton"

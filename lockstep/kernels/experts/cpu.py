@@ -41,7 +41,7 @@ def experts_cpu(
     chosen = [(e, pairs) for e, pairs in enumerate(order.split(sizes)) if len(pairs)]
     inner = [ACTS[act](multiply(x[pairs // slots], up, expert)) for expert, pairs in chosen]
     # One exchange for all experts; every rank has the same pairs in the same order.
-    gathered = gather(torch.cat(inner)).split([len(pairs) for _, pairs in chosen])
+    gathered = gather(torch.cat(inner)).split([len(pairs) for _, pairs in chosen]) if inner else ()
     y = x.new_empty(tokens * slots, expert_weight(down, 0, number).shape[0])
     for (expert, pairs), activations in zip(chosen, gathered, strict=True):
         y[pairs] = multiply(activations, down, expert)

@@ -1,0 +1,51 @@
+"""exchange: every backend returns all ranks' columns in order, over tensors of equal shape."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.kernels.backends import load, load_cases
+from lockstep.kernels.exchange import ALONE, exchange
+from lockstep.kernels.exchange.group import DryGroup
+from tests.thread_ranks import ThreadGroup, run_ranks
+
+load()
+BACKENDS = ("reference", "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_are_in_the_order_of_the_ranks(backend: str, dtype: torch.dtype) -> None:
+    for name, arguments in load_cases(exchange)(dtype):
+        expected = torch.cat(arguments["group"].parts, dim=1)
+        found = exchange.backends[backend].run(**arguments)
+        assert found.dtype == dtype and found.shape == expected.shape, name
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("widths", [(16, 16), (24, 16, 16), (8, 8, 8, 8)], ids=str)
+def test_every_rank_gets_the_same_columns(widths: tuple[int, ...]) -> None:
+    whole = torch.randn(5, sum(widths))
+
+    def run(group: ThreadGroup) -> Tensor:
+        local: Any = whole.split(widths, dim=1)[group.index]
+        return exchange.backends["cpu"].run(local, widths, group)
+
+    assert all(torch.equal(found, whole) for found in run_ranks(len(widths), run))
+
+
+def test_a_single_rank_has_all_columns() -> None:
+    x = torch.randn(3, 8)
+    assert torch.equal(exchange(x, (8,), ALONE), x)
+
+
+def test_a_dry_group_knows_shapes() -> None:
+    found = exchange(torch.empty(3, 16, device="meta"), (24, 16, 16), DryGroup(1, 3))
+    assert found.shape == (3, 56)
+
+
+def test_the_device_decides_the_library() -> None:
+    assert exchange.choose(device="cpu", ranks=2) == "cpu"
+    assert exchange.choose(device="cuda", ranks=2) == "nccl"

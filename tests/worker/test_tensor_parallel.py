@@ -1,0 +1,72 @@
+"""Tensor parallelism: every number of ranks gives the answers of one, bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import LLM
+from lockstep.sampling_params import StructuredOutputsParams
+from lockstep.worker import executor
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer
+from tests.thread_ranks import ThreadRanks
+
+ASSETS = Path(__file__).parents[1] / "assets"
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+EAGLE3 = {**MTP, "method": "eagle3", "model": str(ASSETS / "qwen3" / "eagle3")}
+NGRAM = {**MTP, "method": "ngram"}
+CASES: dict[str, tuple[str | None, int, dict[str, Any]]] = {
+    "bundled, MTP": (None, 2, {"speculative_config": MTP}),
+    "bundled, reduced draft vocabulary": (
+        None,
+        2,
+        {"speculative_config": {**MTP, "draft_vocab_size": 512}},
+    ),
+    "bundled, three ranks, TurboQuant": (
+        None,
+        3,
+        {"speculative_config": NGRAM, "kv_cache_dtype": "turboquant_4bit_nc"},
+    ),
+    "moe, four ranks, int4": ("moe", 4, {"speculative_config": MTP, "quantization": "int4"}),
+    "nemotron_h, FP8 weights and cache": (
+        "nemotron_h",
+        2,
+        {"speculative_config": MTP, "quantization": "fp8", "kv_cache_dtype": "fp8"},
+    ),
+    "deepseek_v3, four ranks": ("deepseek_v3", 4, {"speculative_config": MTP}),
+    "qwen3, EAGLE-3, four ranks, FP8 cache": (
+        "qwen3",
+        4,
+        {"speculative_config": EAGLE3, "kv_cache_dtype": "fp8"},
+    ),
+}
+"""Name -> checkpoint, number of ranks, engine settings."""
+PARAMS = [
+    replace(GREEDY, logprobs=2, prompt_logprobs=1),
+    replace(SEEDED, logprobs=2, top_k=40, presence_penalty=0.5),
+    replace(SEEDED, seed=3, min_p=0.05, logit_bias={7: 2.0}),
+    replace(
+        GREEDY,
+        ignore_eos=False,
+        structured_outputs=StructuredOutputsParams(regex=r"[a-z ]{4,40}\."),
+    ),
+]
+
+
+def generate(model: str | None, size: int, settings: dict[str, Any]) -> tuple[list[Any], str]:
+    """Return the answers of an engine of `size` ranks, and its fingerprint."""
+    folder = {} if model is None else {"model": str(ASSETS / model)}
+    llm = LLM(**folder, tensor_parallel_size=size, max_model_len=256, max_num_seqs=4, **settings)
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [answer(output) for output in outputs], llm.engine.fingerprint
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_do_not_depend_on_the_number_of_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, size, settings = CASES[name]
+    expected = generate(model, 1, settings)
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    assert generate(model, size, settings) == expected
