@@ -450,7 +450,8 @@ class VocabularyShard:
             return rows(ids)
         local = rows((ids - self.tokens.start).clamp(0, len(self.tokens) - 1))
         owners = torch.bucketize(ids, self.ends, right=True)
-        return self.group.all_gather(local)[owners, torch.arange(len(ids), device=ids.device)]
+        at = owners * len(ids) + torch.arange(len(ids), device=ids.device)
+        return self.group.all_gather(local).flatten(0, 1)[at]
 
 
 class Embedding(nn.Module):

@@ -427,7 +427,7 @@ def test_a_command_knows_the_flags_of_its_settings() -> None:
     """Of the server's, explain has none."""
     with pytest.raises(ConfigError, match="--tool-call-parser is not an option of this command"):
         invoke("explain", "--tool-call-parser", "hermes")
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not allowed"):
+    with pytest.raises(ConfigError, match="device='tpu' is not allowed"):
         invoke("explain", "-tp", "2", "--enforce-eager")
 
 
