@@ -82,7 +82,7 @@ WRITTEN = (
     Written(Set("unseen requests", "", 0), blind_requests.REQUESTS, True),
     Written(Set("unseen, no tool fits", "", 0), blind_requests.REQUESTS, False),
 )
-"""Kinds of faults in the development set have gone into the training data, none of the blind set."""
+"""Fault kinds of the development set went into the training data; the blind set stays apart."""
 
 
 def samples(part: Set, count: int) -> list[tasks.Sample]:
