@@ -57,10 +57,10 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         )
     load_backends()
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
-    packing = read_weight_format(checkpoint.quantization(), config.quantization)
-    limits = step_limits(config, checkpoint, "cuda", packing, assumed_numerics=card.name)
+    weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
+    limits = step_limits(config, checkpoint, "cuda", weight_format, assumed_numerics=card.name)
     known = has_weights(checkpoint.folder)
-    dry_engine = DryEngine(config, checkpoint, limits, packing, card, known)
+    dry_engine = DryEngine(config, checkpoint, limits, weight_format, card, known)
     limits, planned = plan(config, limits, dry_engine, total)
     build = dry_engine.build
     with dry_engine.mode:
@@ -71,7 +71,12 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         "layers": [vars(choice) for choice in build.choices],
         "tiles": list(tiles(card, limits, build.dtype, dry_engine.model)),
         "plan": planned,
-        "notes": [SHARED_NOTE, PROBE_NOTE, STEP_NOTE, *(packing.notes if packing else ())],
+        "notes": [
+            SHARED_NOTE,
+            PROBE_NOTE,
+            STEP_NOTE,
+            *(weight_format.notes if weight_format else ()),
+        ],
     }
 
 

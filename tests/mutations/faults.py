@@ -1260,10 +1260,10 @@ FAULTS = (
     Fault(
         "a tap one layer further", "drafter", "models.decoder", "Decoder.forward",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
-        "if $place in self.taps:\n"
+        "if $place in self.aux_hidden_layers:\n"
         "    ...",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
-        "if $place - 1 in self.taps:\n"
+        "if $place - 1 in self.aux_hidden_layers:\n"
         "    ...",
         OF_EAGLE3,
     ),
