@@ -991,11 +991,11 @@ FAULTS = (
         "kernels.linear.quantized", "launch",
         "$tokens, $k = $x.shape\n"
         "...\n"
-        "$split = min($tile.split, $split_k)",
+        "$split = min($tile.ctas_k, $split_k)",
         "$tokens, $k = $x.shape\n"
         "$split_k = 1 if $tokens < 16 else $split_k\n"
         "...\n"
-        "$split = min($tile.split, $split_k)",
+        "$split = min($tile.ctas_k, $split_k)",
         f"{OF_PACKED}::test_segments_are_added_as_a_tree",
     ),
     Fault(
