@@ -236,10 +236,7 @@ if __name__ == "__main__":
     if "--gemv" in sys.argv:
         compile_gemvs()
     elif "--pipeline" in sys.argv:
-        compile_pipelines(
-            QUICK_PIPELINES
-            if "--quick" in sys.argv
-            else dict.fromkeys(COMPILED[90], PIPELINE_TOKENS)
-        )
+        full = dict.fromkeys(COMPILED[90], PIPELINE_TOKENS)
+        compile_pipelines(QUICK_PIPELINES if "--quick" in sys.argv else full)
     else:
         main()
