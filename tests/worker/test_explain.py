@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
-from benchmarks.founding import table
+from benchmarks.memory_plans import table
 from lockstep.config import EngineConfig
 from lockstep.worker.explain import explain_absent
 from tests.tiny_model import make_model
@@ -68,6 +68,6 @@ def test_typed_sizes_are_taken_or_refused(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_table_of_founding_reports_is_what_explain_plans() -> None:
-    """Or else: python benchmarks/founding.py, into docs/models.md."""
+def test_the_table_of_reported_command_lines_is_what_explain_plans() -> None:
+    """Or else: python benchmarks/memory_plans.py, into docs/models.md."""
     assert table() in (ROOT / "docs" / "models.md").read_text()
