@@ -272,7 +272,7 @@ class MoE(nn.Module):
         routing: Routing,
         bias: bool,
     ) -> None:
-        """Build the router and its op; `shared_up` joins the router's GEMM, or gets a separate one."""
+        """Build the router and its op; `shared_up` joins its GEMM, or gets a separate one."""
         # The router has no bias, so a shared expert with one needs a separate GEMM.
         router = _fp32_build(build) if routing.scoring == "sigmoid" else build
         one_gemm = (
