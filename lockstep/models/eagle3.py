@@ -467,7 +467,7 @@ class Eagle3Head(nn.Module):
             return target
         if not isinstance(target, Tensor):
             raise CheckpointError(
-                f"{self.checkpoint.folder}: lm_head is packed, and {OFFSETS} does not ascend; "
+                f"{self.checkpoint.folder}: lm_head is quantized, and {OFFSETS} does not ascend; "
                 "allowed: one of the two. Use a head whose lm_head is not quantized."
             )
         return WeightSink.copy_into(target, partial(_rows, order=order))
