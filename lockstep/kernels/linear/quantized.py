@@ -2,9 +2,9 @@
 
 The weight is the left operand, so that the tree does not depend on the number of tokens: with
 tokens on the left, 16 of them would run on mma.sync in another order of columns than 64 on wgmma.
-The tree is the op's, as in triton.py. Above MAX_TOKENS, and where a format does not suit the kernels,
-the weight is first dequantized into memory and the dense backend multiplies. The bits are equal:
-linear(x, w) == linear(x, w.dequantize(x.dtype)).
+The tree is the op's, as in triton.py. Above MAX_TOKENS, and where a format does not suit the
+kernels, the weight is first dequantized into memory and the dense backend multiplies. The bits are
+equal: linear(x, w) == linear(x, w.dequantize(x.dtype)).
 """
 
 from typing import Any
