@@ -80,7 +80,7 @@ def test_qwen(shared: int, gated: bool) -> None:
     torch.testing.assert_close(layer(x, NO_CONTEXT), expected)
 
 
-def test_deepseek() -> None:
+def test_deepseek_grouped_routing() -> None:
     layer = made(
         scoring="sigmoid", scale=2.5, bias=True, groups=4, top_groups=2, shared_inner=20,
         shared_name="shared_experts",
@@ -182,7 +182,7 @@ def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: b
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_its_bits_in_any_batch(dtype: torch.dtype) -> None:
+def test_row_bits_are_batch_independent(dtype: torch.dtype) -> None:
     layer = made(dtype, shared_inner=16, shared_gate=True)
     x = torch.randn(40, HIDDEN).to(dtype)
     whole = layer(x, NO_CONTEXT)
@@ -250,7 +250,7 @@ def test_a_rank_holds_its_columns_of_every_expert(index: int) -> None:
 
 
 @pytest.mark.parametrize("tensors", [None, FUSED], ids=["single", "fused"])
-def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
+def test_quantized_experts_equal_dequantized(tensors: Any) -> None:
     packing = Rounding()
     layer = made(build=building(tensors, packing), shared_inner=16, shared_gate=True)
     plain = made(build=building(tensors), shared_inner=16, shared_gate=True)
