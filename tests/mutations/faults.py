@@ -60,10 +60,10 @@ OF_RING = "tests/spec/test_suffix.py::test_drafts_end_where_an_answer_does"
 OF_RECURRENT_DRAFTS = "tests/spec/test_recurrent_draft_model.py::test_drafts_are_what_it_says_alone"
 OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_are_those_of_the_paper"
 OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_are_the_models_own_answer"
-OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_no_token_depends_on_it"
+OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_speculate_changes_no_token"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
 OF_HOST = "tests/cache/test_host_tier.py"
-OF_TRANSFERS = "tests/worker/test_transfers.py::test_nothing_is_read_that_is_on_its_way"
+OF_TRANSFERS = "tests/worker/test_transfers.py::test_units_are_not_read_before_their_copy_arrives"
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
 
@@ -385,7 +385,7 @@ FAULTS = (
         "CompileLimiter.enter",
         "self._changed.wait_for(lambda: len(self._ids) < self._limit)",
         "self._changed.wait_for(lambda: True)",
-        "tests/engine/test_compile_limiter.py::test_the_next_waits_for_room",
+        "tests/engine/test_compile_limiter.py::test_enter_blocks_at_the_limit",
     ),
     Fault(
         "tools that are shown may all be called", "text", "text.grammars.tool_calls",
