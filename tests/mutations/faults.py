@@ -1109,7 +1109,7 @@ FAULTS = (
         "return (_normalize($y, $eps) * $weight.float()).to($gate.dtype)",
         "$y = _normalize($x, $eps) * $weight.float()\n"
         "return ($y * silu($gate.float())).to($gate.dtype)",
-        f"{OF_NEMOTRON}::test_logits_at_every_position_chunked_and_whole",
+        f"{OF_NEMOTRON}::test_logits_equal_transformers_with_and_without_chunks",
     ),
     Fault(
         "a prompt's last snapshot left out where they are rare", "cache", "cache.cache",
@@ -1198,13 +1198,13 @@ FAULTS = (
         "heads of kv_b_proj in turn, not one by one", "mixer", LATENT_LAYER, "AbsorbedHeads._take",
         "$heads = $weight.unflatten(0, (-1, sum(self.widths)))",
         "$heads = $weight.unflatten(0, (sum(self.widths), -1)).transpose(0, 1)",
-        f"{OF_DEEPSEEK}::test_logits_and_greedy_tokens_whole_and_chunked_with_every_drafter",
+        f"{OF_DEEPSEEK}::test_equals_transformers_with_chunks_and_every_drafter",
     ),
     Fault(
         "heads' maps are not rotated as latents are", "format", LATENT_LAYER, "AbsorbedHeads._take",
         "$weight = self.rotation.rotate($weight)",
         "$weight = $weight + 0",
-        f"{OF_DEEPSEEK}::test_latents_in_every_format_against_transformers",
+        f"{OF_DEEPSEEK}::test_latent_formats_are_close_to_transformers",
     ),
     Fault(
         "one scale for all latents that a step writes", "format", "kernels.formats.kv.fp8",
