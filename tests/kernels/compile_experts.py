@@ -83,7 +83,7 @@ def check(name: str, result: Any) -> None:
     assert result.metadata.shared <= shared_memory_limit(ARCH), name
     if pipelined:
         assert "ld.shared.v4" in ptx, name
-        resource_usage(result.asm["cubin"], max_stack_bytes=0)
+        resource_usage(result.asm["cubin"], max_stack=0)
     elif name != "plain":
         matches = LEFT.findall(result.asm["ttgir"])
         assert matches and set(matches) == {"2"}, (name, set(matches))

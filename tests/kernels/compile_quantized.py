@@ -51,13 +51,13 @@ GEMV_LAYOUTS = {
     86: ("int4", "int4 asymmetric", "int4 wide", "fp8 by outputs", "nvfp4"),
     120: ("int4", "fp8 by blocks", "nvfp4"),
 }  # fmt: skip
-"""Architecture -> layouts of the register-only GEMV kernel."""
+"""Architecture -> layouts of the register-only GEMV."""
 PIPELINE_TOKENS = (8, 64, 128, 256)
-"""Token counts that the pipeline kernel is compiled for."""
+"""Token counts that the pipeline is compiled for."""
 QUICK_PIPELINES = {"int4 asymmetric": (8, 256), "fp8 by blocks": (64, 128)}
-"""Layout -> token counts with --quick: one layout of 4 bits and one of 8."""
-MAX_STACK_BYTES = 64
-"""Maximum stack bytes per thread of the GEMV kernel: a few addresses."""
+"""Layout -> token counts of --quick: one layout of 4 bits, one of 8."""
+MAX_STACK = 64
+"""Maximum bytes of stack per thread of the register-only GEMV: a few addresses."""
 WAITS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 """Instruction that waits for all products of a warpgroup."""
 MARGIN = 4096
@@ -142,12 +142,12 @@ def main() -> None:
                 print(arch, name, shared, counted, flush=True)
 
 
-def compile_gemv_kernels(arch: int, names: tuple[str, ...]) -> None:
-    """Compile the register-only GEMV kernel and check its code.
+def compile_gemv(arch: int, names: tuple[str, ...]) -> None:
+    """Compile the register-only GEMV and check its code.
 
-    On Hopper: every candidate of the first layout for 1, 16 and 32 tokens, and one of each other
-    layout. Checks: one element per thread, words loaded 16 bytes at a time, no shared memory, and
-    no loop register spilled. Prints registers and stack bytes.
+    On Hopper every candidate for 1, 16 and 32 tokens of the first layout, and one of each other.
+    Tensors must have one element per thread, loads 16 bytes, no shared memory is used, and the loop
+    spills no register. Prints registers and bytes of stack.
     """
     compiled = Compiled(arch)
     JITFunction.run = lambda kernel, *a, **kwargs: compiled.compile(kernel, *a, **kwargs)
@@ -178,35 +178,34 @@ def compile_gemv_kernels(arch: int, names: tuple[str, ...]) -> None:
                 print(arch, name, tile, *resource_usage(result.asm["cubin"]), flush=True)
 
 
-def compile_pipelines(result: Mapping[str, tuple[int, ...]]) -> None:
-    """Compile the pipeline kernels with their largest candidate for each layout and number of
-    tokens, and check their code.
+def compile_pipelines(token_counts: Mapping[str, tuple[int, ...]]) -> None:
+    """Compile the largest pipeline candidate of each layout and number of tokens; check its code.
 
-    Checks: words loaded 16 bytes at a time, no loop register spilled, and only the last wgmma
-    waited for immediately (ptxas serialises all of them if registers are short). Stream-K partials
-    pass through memory two at a time.
+    Loads are 16 bytes and the loop spills no register. Only the last wgmma is waited for at once:
+    ptxas serializes all of them where registers are short. With stream-K, partial sums pass
+    through memory two at a time.
     """
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **kwargs: compiled.compile(kernel, *a, **kwargs)
-    few = CompileTarget(HOPPER, inline_ptx=True, num_sms=2)
+    two_sms = CompileTarget(HOPPER, inline_ptx=True, num_sms=2)
     for name, weight in random_weights(4 * N, K):
-        for tokens in result.get(name, ()):
+        for tokens in token_counts.get(name, ()):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
-            pipelined = [tile for tile in candidates(tokens, 1, weight.bits) if tile.pipeline]
-            largest = max(pipelined, key=lambda tile: (tile.m * tile.n, tile.m))
-            for share in (0, 1):
-                tile = replace(fit_tile(largest, weight, 1, HOPPER), stream_k=share)
+            pipelines = [tile for tile in candidates(tokens, 1, weight.bits) if tile.pipeline]
+            largest = max(pipelines, key=lambda tile: (tile.m * tile.n, tile.m))
+            for stream_k in (0, 1):
+                tile = replace(fit_tile(largest, weight, 1, HOPPER), stream_k=stream_k)
                 assert tile.pipeline, (name, tile)
-                launch(x, weight, 1, tile, few)
-                created = compiled.made[-1]
-                code = created.asm["ptx"]
+                launch(x, weight, 1, tile, two_sms)
+                result = compiled.made[-1]
+                code = result.asm["ptx"]
                 product = "mma.sync" if tile.mma_sync else "wgmma.mma_async"
                 assert product in code and "ld.shared.v4" in code, (name, tile)
-                assert ("atom.global.acquire" in code) == bool(share), (name, tile)
-                assert not share or "st.global.v2.b32" in code, (name, tile)
-                machine = run_cuda_tool(created.asm["cubin"], knobs.nvidia.nvdisasm.path)
+                assert ("atom.global.acquire" in code) == bool(stream_k), (name, tile)
+                assert not stream_k or "st.global.v2.b32" in code, (name, tile)
+                machine = run_cuda_tool(result.asm["cubin"], knobs.nvidia.nvdisasm.path)
                 assert tile.mma_sync or machine.count(WAITS) == 1, (name, tile)
-                print(HOPPER, name, tile, *resource_usage(created.asm["cubin"]), flush=True)
+                print(HOPPER, name, tile, *resource_usage(result.asm["cubin"]), flush=True)
 
 
 def run_cuda_tool(cubin: bytes, *command: str) -> str:
@@ -218,31 +217,28 @@ def run_cuda_tool(cubin: bytes, *command: str) -> str:
         return subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
 
 
-def resource_usage(cubin: bytes, max_stack_bytes: int = MAX_STACK_BYTES) -> tuple[int, int]:
+def resource_usage(cubin: bytes, max_stack: int = MAX_STACK) -> tuple[int, int]:
     """Return (registers per thread, stack bytes per thread); assert that the latter are at most
     `max_stack_bytes`."""
     message = run_cuda_tool(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     match = re.search(r"REG:(\d+) STACK:(\d+)", message)
     assert match is not None, message
     (registers, stack) = map(int, match.groups())
-    assert stack <= max_stack_bytes, message
+    assert stack <= max_stack, message
     return registers, stack
 
 
-def compile_gemv() -> None:
-    """Compile the register-only GEMV kernel for all of GEMV_LAYOUTS."""
+def compile_gemvs() -> None:
+    """Compile the register-only GEMV for all of GEMV_LAYOUTS."""
     for arch, names in GEMV_LAYOUTS.items():
-        compile_gemv_kernels(arch, names)
+        compile_gemv(arch, names)
 
 
 if __name__ == "__main__":
     if "--gemv" in sys.argv:
-        compile_gemv()
+        compile_gemvs()
     elif "--pipeline" in sys.argv:
-        compile_pipelines(
-            QUICK_PIPELINES
-            if "--quick" in sys.argv
-            else dict.fromkeys(COMPILED[90], PIPELINE_TOKENS)
-        )
+        full = dict.fromkeys(COMPILED[90], PIPELINE_TOKENS)
+        compile_pipelines(QUICK_PIPELINES if "--quick" in sys.argv else full)
     else:
         main()

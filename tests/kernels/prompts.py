@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.kernels.gated_delta_rule import cases as gated_delta_cases
+from lockstep.kernels.gated_delta_rule import gated_delta_chunk
+from lockstep.kernels.mamba2 import cases as mamba2_cases
+from lockstep.kernels.mamba2 import mamba2_chunk
 from lockstep.kernels.recurrent.cases import Dims, Raw, empty_state
 from lockstep.kernels.recurrent.history import past_indices
 from lockstep.kernels.recurrent.state import RecurrentState
@@ -16,10 +20,7 @@ from tests.kernels.backends import Backend, same_bits
 
 @dataclass(frozen=True)
 class ChunkedForm:
-    """Op over prompts.
-
-    inputs, weights: the functions of its cases; seed: of the weights.
-    """
+    """Op that runs prompts. inputs, weights: functions of its cases; seed: of the weights."""
 
     op: Op
     inputs: Raw
@@ -57,8 +58,7 @@ class ChunkedForm:
         return torch.cat(outs), state
 
     def assert_independent_of_cuts(self, backend: Backend, dims: Dims) -> None:
-        """Assert that outputs, states and raw inputs have the same bits for every split of 300
-        tokens."""
+        """Assert that the cuts of 300 tokens change no bit of outputs, states and raw inputs."""
         data = self.inputs(dims, (300,), backend.dtype, 9)
         full, state = self.run_chunks(backend, dims, data, [0, 300])
         for mate, cuts in ((0, [0, 64, 300]), (70, [0, 300]), (5, [0, 128, 192, 256, 300])):
@@ -68,3 +68,9 @@ class ChunkedForm:
                 assert same_bits(other.recurrent[slot], state.recurrent[slot])
                 last = past_indices(position, dims.r, state.conv.shape[1])
                 assert same_bits(other.conv[slot][last], state.conv[slot][last])
+
+
+GATED_DELTA = ChunkedForm(
+    gated_delta_chunk, gated_delta_cases.chunk_inputs, gated_delta_cases.weights, seed=13
+)
+MAMBA2 = ChunkedForm(mamba2_chunk, mamba2_cases.inputs, mamba2_cases.weights, seed=12)

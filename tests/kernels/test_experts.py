@@ -12,16 +12,16 @@ from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_memory_l
 from lockstep.kernels.compile_target import CompileTarget, compile_target, uses_mma_sync
 from lockstep.kernels.experts import experts
 from lockstep.kernels.experts.tiles import (
-    FEW,
-    FLOAT,
-    MANY,
-    SORTED,
+    FP32_TILES,
+    LARGE_TILES,
+    SORTED_TILES,
+    UNSORTED_TILES,
     Tile,
     Tiles,
     fit_dense_tile,
     fit_quantized_tile,
+    runs_unsorted,
     same_tiles,
-    serves_few,
     tiles_of,
 )
 from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight
@@ -35,7 +35,7 @@ BACKENDS = backends(op=experts)
 TRITON = [param for param in BACKENDS if param.values[0].name == "triton"]
 SMALL = dict(tokens=9, hidden=40, inner=24, count=16, slots=4)
 REAL = dict(tokens=300, hidden=2048, inner=512, count=60, slots=8)
-EVERY = [FEW, MANY, *(tiles for _, tiles in SORTED)]
+EVERY = [UNSORTED_TILES, LARGE_TILES, *(tiles for _, tiles in SORTED_TILES)]
 EVERY_M = (1, 2, 7, 16, 64, 200)
 MANY_TOKENS = 2048
 """Tokens of a long prompt, on a GPU."""
@@ -94,7 +94,7 @@ def test_row_bits_are_batch_independent(backend):
     """Alone, among few tokens and among many, which use different forms."""
     a = random_arguments(backend, **(REAL if backend.on_gpu else SMALL))
     full = backend.run(experts, a)
-    sizes = [serves_few(tokens, 4, 16) for tokens in (1, 2, 6, 9)]
+    sizes = [runs_unsorted(tokens, 4, 16) for tokens in (1, 2, 6, 9)]
     assert sizes == [True, True, False, False]
     for begin, end in ((0, 1), (3, 5), (2, 8), (4, 4)):
         assert same_bits(backend.run(experts, rows(a, begin, end)), full[begin:end]), (begin, end)
@@ -154,7 +154,7 @@ FORMS = [
 def test_form_and_tile_change_no_bit(backend, one):
     """one: all pairs are routed to one expert, more than a tile of the form for few tokens
     holds."""
-    from lockstep.kernels.experts.triton import launch_few, launch_sorted
+    from lockstep.kernels.experts.triton import launch_sorted, launch_unsorted
 
     sizes = SMALL | dict(tokens=5, count=6) if backend.interpreted else REAL | dict(tokens=16)
     a = random_arguments(backend, **sizes)
@@ -164,10 +164,10 @@ def test_form_and_tile_change_no_bit(backend, one):
     arguments = [a[name] for name in order]
     every = EVERY
     if backend.dtype == torch.float32:
-        every = [FLOAT]
+        every = [FP32_TILES]
     elif backend.interpreted:
         every = [same_tiles(Tile(64, 16, 32, 4, 5)), same_tiles(Tile(128, 128, 32, 8, 3))]
-    full = launch_few(*arguments, every[0])
+    full = launch_unsorted(*arguments, every[0])
     for tiles in every:
         assert same_bits(launch_sorted(*arguments, tiles), full), tiles
 
@@ -252,25 +252,25 @@ def test_one_expert_equals_gated_mlp_of_linear(backend):
 
 def test_tile_size_grows_with_tokens():
     for tokens, block in ((1, 16), (64, 16), (256, 16), (512, 32), (1024, 64), (8192, 128)):
-        actual = tiles_of(8 * tokens, 256, torch.bfloat16, serves_few(tokens, 8, 256))
+        actual = tiles_of(8 * tokens, 256, torch.bfloat16, runs_unsorted(tokens, 8, 256))
         assert {tile.tokens for tile in actual} == {block}
-    assert {tiles_of(8 * t, 256, torch.float32, t == 1) for t in (1, 64, 8192)} == {FLOAT}
+    assert {tiles_of(8 * t, 256, torch.float32, t == 1) for t in (1, 64, 8192)} == {FP32_TILES}
 
 
 def test_quantized_experts_are_sorted_at_fewer_tokens():
     """Nano's 6 experts per token use 8 padded slots, of 128 experts; 35B-A3B uses 8 of 256."""
-    assert [serves_few(tokens, 6, 128, quantized=True) for tokens in (1, 2, 3)] == [
+    assert [runs_unsorted(tokens, 6, 128, quantized=True) for tokens in (1, 2, 3)] == [
         True,
         True,
         False,
     ]
-    assert [serves_few(tokens, 8, 256, quantized=True) for tokens in (1, 4, 5)] == [
+    assert [runs_unsorted(tokens, 8, 256, quantized=True) for tokens in (1, 4, 5)] == [
         True,
         True,
         False,
     ]
-    assert serves_few(10, 6, 128) and serves_few(16, 8, 256)
-    assert serves_few(1, 8, 16, quantized=True)
+    assert runs_unsorted(10, 6, 128) and runs_unsorted(16, 8, 256)
+    assert runs_unsorted(1, 8, 16, quantized=True)
 
 
 def quantized_arguments(
@@ -340,7 +340,7 @@ def test_quantized_experts_in_both_forms(backend, name):
 
     The interpreter multiplies in numpy's order, so there both forms use the same tile.
     """
-    from lockstep.kernels.experts.triton import launch_few, launch_sorted
+    from lockstep.kernels.experts.triton import launch_sorted, launch_unsorted
 
     if backend.interpreted:
         sizes = dict(tokens=3, hidden=136, inner=72, count=3, slots=2)
@@ -348,10 +348,10 @@ def test_quantized_experts_in_both_forms(backend, name):
         sizes = REAL | dict(tokens=16)
     packed, plain = quantized_arguments(backend, sizes, name, name)
     order = ("x", "up", "down", "ids", "weights", "shared", "shared_gate")
-    every = [FEW, MANY] if backend.interpreted else EVERY
-    for tiles in [FLOAT] if backend.dtype == torch.float32 else every:
-        for launch in (launch_few, launch_sorted):
-            if launch is launch_few and tiles.up.tokens > FEW.up.tokens:
+    every = [UNSORTED_TILES, LARGE_TILES] if backend.interpreted else EVERY
+    for tiles in [FP32_TILES] if backend.dtype == torch.float32 else every:
+        for launch in (launch_unsorted, launch_sorted):
+            if launch is launch_unsorted and tiles.up.tokens > UNSORTED_TILES.up.tokens:
                 continue
             same = tiles
             if backend.interpreted and backend.dtype != torch.float32 and "desc_act" not in name:
@@ -371,7 +371,7 @@ def test_quantized_experts_in_both_forms(backend, name):
 def test_pipelined_experts_equal_dequantized(tokens, slots, act):
     """With columns that fill no block, partials of the shared expert, and ids of null rows."""
     from lockstep.kernels.experts import pipeline
-    from lockstep.kernels.experts.triton import launch_few
+    from lockstep.kernels.experts.triton import launch_unsorted
 
     device = torch.device("cuda")
     count = 20
@@ -388,7 +388,7 @@ def test_pipelined_experts_equal_dequantized(tokens, slots, act):
     ids[-1, :2] = torch.tensor([-7, 10**6])
     shares = torch.rand(tokens, slots, device=device)
     shared = torch.randn(2, tokens, hidden, device=device)
-    arguments = (ids, shares, shared, None, FEW, act == "silu_mul")
+    arguments = (ids, shares, shared, None, UNSORTED_TILES, act == "silu_mul")
     plain = (
         up.dequantize(x.dtype).view(count, rows, hidden),
         down.dequantize(x.dtype).view(count, hidden, inner),
@@ -397,9 +397,9 @@ def test_pipelined_experts_equal_dequantized(tokens, slots, act):
     assert (pipeline.down_tile(down, slots, compile_target(device)) is None) == (
         slots < pipeline.MIN_SLOTS
     )
-    want = launch_few(x, *plain, *arguments)
+    want = launch_unsorted(x, *plain, *arguments)
     for _ in range(5):
-        assert same_bits(launch_few(x, up, down, *arguments), want)
+        assert same_bits(launch_unsorted(x, up, down, *arguments), want)
 
 
 def test_pipeline_tiles_by_architecture_and_tokens():
@@ -423,10 +423,10 @@ def test_pipeline_tiles_by_architecture_and_tokens():
 
 def test_bulk_copies_are_limited_to_hopper():
     """Other architectures use a tile of at most 128 rows instead of 256."""
-    assert fit_dense_tile(MANY.down, torch.bfloat16, HOPPER) == MANY.down
+    assert fit_dense_tile(LARGE_TILES.down, torch.bfloat16, HOPPER) == LARGE_TILES.down
     for arch in ARCHITECTURES:
         if arch != HOPPER:
-            actual = fit_dense_tile(MANY.down, torch.bfloat16, arch)
+            actual = fit_dense_tile(LARGE_TILES.down, torch.bfloat16, arch)
             assert (actual.rows, actual.tma) == (128, False)
 
 
@@ -443,12 +443,16 @@ def test_nvfp4_tiles_are_narrow_on_sm_100():
     (tests/kernels/architectures.py compiles them)."""
     weight = Fp4Weight.empty(256, 2048, device="meta")
     actual = {
-        arch: fit_quantized_tile(MANY.quantized_up, weight, arch).rows for arch in ARCHITECTURES
+        arch: fit_quantized_tile(LARGE_TILES.quantized_up, weight, arch).rows
+        for arch in ARCHITECTURES
     }
     assert actual.pop(100) == 64
-    assert set(actual.values()) == {MANY.quantized_up.rows}
+    assert set(actual.values()) == {LARGE_TILES.quantized_up.rows}
     other = Fp8Weight.empty(256, 2048, 128, 128, device="meta")
-    assert fit_quantized_tile(MANY.quantized_up, other, 100).rows == MANY.quantized_up.rows
+    assert (
+        fit_quantized_tile(LARGE_TILES.quantized_up, other, 100).rows
+        == LARGE_TILES.quantized_up.rows
+    )
 
 
 def test_tiles_fit_shared_memory_of_each_architecture():
@@ -464,4 +468,7 @@ def test_tiles_fit_shared_memory_of_each_architecture():
             sync = uses_mma_sync(arch)
             stage, fixed = shared_memory_bytes(actual.rows, actual.tokens, actual.k, weight, sync)
             assert (actual.stages - 1) * stage + fixed <= shared_memory_limit(arch)
-    assert fit_quantized_tile(MANY.quantized_up, weight, 86).stages < MANY.quantized_up.stages
+    assert (
+        fit_quantized_tile(LARGE_TILES.quantized_up, weight, 86).stages
+        < LARGE_TILES.quantized_up.stages
+    )

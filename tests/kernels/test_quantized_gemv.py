@@ -64,7 +64,7 @@ def test_unsupported_shapes_use_compiler_tile() -> None:
     full = IntWeight.empty(64, 1024, device="meta")
     for split_k, arch in ((1, 80), (2, 90), (4, 120)):
         assert gemv_supports(full, split_k, arch)
-        assert fit_tile(tile, full, split_k, arch).split == split_k
+        assert fit_tile(tile, full, split_k, arch).ctas_k == split_k
     assert fit_tile(gemv_tile(8, 1, 1, 6), full, 2, 90).stages == 4
     assert not gemv_supports(full, 1, 100)
     for weight, split_k in (

@@ -248,7 +248,7 @@ def test_unsupported_weights_use_compiler_tile() -> None:
     scales."""
     full = IntWeight.empty(64, 1024, device="meta")
     assert pipeline_supports(full, 2, HOPPER)
-    assert fit_tile(TILE, full, 2, HOPPER).split == 2
+    assert fit_tile(TILE, full, 2, HOPPER).ctas_k == 2
     assert pipeline_supports(IntWeight.empty(64, 1152, device="meta"), 2, HOPPER)
     for weight, split_k, arch in (
         (full, 1, 80),
@@ -274,7 +274,7 @@ def test_gemv_replaces_pipeline_for_few_tokens() -> None:
     ):
         assert not pipeline_supports(weight, 2, HOPPER)
         few = fit_tile(TILE, weight, 2, HOPPER)
-        assert few.gemv and (few.m, few.split) == (8, 2)
+        assert few.gemv and (few.m, few.ctas_k) == (8, 2)
         assert fit_tile(wide, weight, 2, HOPPER) == compiler_tile(wide, weight, 2, HOPPER)
 
 
