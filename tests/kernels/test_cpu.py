@@ -66,6 +66,13 @@ def test_attention_over_many_segments(gated: bool) -> None:
     assert_same(paged_attention, batch | {"gates": gates if gated else None}, str(rows))
 
 
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float32], ids=str)
+def test_attention_of_rows_of_one_length_that_are_not_adjacent(dtype: torch.dtype) -> None:
+    """Rows of one token, of short splits, between prompts."""
+    rows = ((40, 1), (0, 70), (60, 1), (0, 3), (63, 1), (64, 1), (120, 1), (130, 1))
+    assert_same(paged_attention, paged(rows, 6, 2, 64, 16, dtype), str(rows))
+
+
 def test_attention_of_more_heads_than_a_tile_has_rows() -> None:
     """As a block of tokens is, which stand beside each other as heads of one."""
     for rows, heads in ((((0, 1), (300, 1), (255, 1)), 512), (((250, 3),), 400)):
