@@ -134,7 +134,7 @@ def _layers(layers: list[dict[str, Any]]) -> Group:
     for choice in layers:
         refused = [f"{name}: {why}" for name, why in choice["refused"].items()]
         numbers = ", ".join(str(reasons.setdefault(one, len(reasons) + 1)) for one in refused)
-        op = " ".join(filter(None, (choice["op"], choice["size"], choice["packing"])))
+        op = " ".join(filter(None, (choice["op"], choice["size"], choice["storage_format"])))
         places = groups.setdefault((op, choice["backend"], numbers), [])
         if choice["layer"] not in places:
             places.append(choice["layer"])

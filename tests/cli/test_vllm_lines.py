@@ -107,8 +107,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert isinstance(shown.exception, _BuiltError), (shown.exception, shown.output)
         config = shown.exception.config
         checkpoint = Checkpoint.read(Path(str(config.model)), config.hf_overrides)
-        packing = read_weight_format(checkpoint.quantization(), config.quantization)
-        limits = step_limits(config, checkpoint, pick_device(config), packing)
+        weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
+        limits = step_limits(config, checkpoint, pick_device(config), weight_format)
         return config, limits, shown.stderr
 
     return run
