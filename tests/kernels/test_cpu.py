@@ -67,7 +67,7 @@ def test_attention_across_split_boundaries(gated: bool) -> None:
     assert_equals_reference(paged_attention, batch | {"gates": gates if gated else None}, str(rows))
 
 
-@pytest.mark.parametrize("dtype", [*NARROW, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32], ids=str)
 def test_attention_of_rows_of_one_length_that_are_not_adjacent(dtype: torch.dtype) -> None:
     """Rows of one token, of short splits, between prompts."""
     rows = ((40, 1), (0, 70), (60, 1), (0, 3), (63, 1), (64, 1), (120, 1), (130, 1))
