@@ -210,7 +210,7 @@ def _load_values(
     unseen = _unseen_tokens(ends, pages.shape[1] * values.shape[1])
     values = values.flatten(0, 1).index_fill_(0, unseen, 0.0)
     values = _cut_into_splits(values, len(pages), splits).permute(0, 3, 1, 2, 4)
-    return values.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
+    return values.contiguous().float().flatten(0, 1)
 
 
 def _cut_into_splits(tokens: Tensor, rows: int, splits: tuple[int, int]) -> Tensor:
