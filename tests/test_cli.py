@@ -275,7 +275,7 @@ def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch
     result = json.loads(run(*request, "--quantization", "int8", "--json").stdout)
     assert (result["cases"], result["failed"]) == (11, 0) and "int8" in result["numerics"]
     engines[:] = [Setup("ngram", 2, "preempted", "none")]
-    monkeypatch.setattr(tokens, "took_place", lambda answers: Counter())
+    monkeypatch.setattr(tokens, "count_events", lambda answers: Counter())
     assert run(*request).exit_code == 1
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.check.matrix.setups import PHASES, SCENARIO, TESTS, Setup
-from lockstep.check.report.exercised import Exercised
+from lockstep.check.report.coverage import Coverage
 from lockstep.check.shard import WHOLE, Shard
 
 
@@ -45,10 +45,12 @@ class Tally:
 class Report:
     """Result of a check.
 
-    exercised: counters of the events that the check varies. used: settings with which engines were
-    built. compared: compared parts of an output, for people. seed: seed of the scenarios. shard:
-    part of the check. numerics: empty until the plain engine is built. interrupted: the check was
-    stopped early. num_scenarios, num_matrix_cases: totals of a complete run, None if unknown.
+    numerics: name of the engine's numerics, empty until the plain engine is built. exercised:
+    counters of the events that the check varies. skipped: reasons against drafters that the
+    checkpoint does not support. compared: compared parts of an output, as text. seed: seed of the
+    scenarios. shard: part of the check. coverage: ops, drafters and parameters that ran.
+    interrupted: the check was stopped early. num_scenarios, num_matrix_cases: totals of a complete
+    run, None if unknown.
     """
 
     size: str
@@ -61,7 +63,7 @@ class Report:
     compared: str = "tokens and logprobs"
     seed: int = 0
     shard: Shard = WHOLE
-    used: Exercised | None = None
+    coverage: Coverage | None = None
     interrupted: bool = False
     num_scenarios: int | None = None
     num_matrix_cases: int | None = None
@@ -79,7 +81,7 @@ class Report:
         sampling: str = "all",
         position: int | None = None,
     ) -> None:
-        """Add a failure. Defaults stand for unknown values, or for all requests."""
+        """Add a failure; the defaults describe one that concerns all requests."""
         self.failures.append(Failure(setup, batch, request, sampling, position, what))
 
     def count(self, seen: Counter[str]) -> None:
@@ -147,7 +149,7 @@ class Report:
             "seconds": round(self.seconds, 2),
             "exercised": self.exercised,
             "skipped": self.skipped,
-            "not_exercised": self.used.lacks() if self.used else [],
+            "not_exercised": self.coverage.missing() if self.coverage else [],
             "engines": [asdict(t) for t in self.tallies],
             "failures": [asdict(f) for f in self.failures],
         }
