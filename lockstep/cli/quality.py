@@ -18,7 +18,7 @@ from lockstep.progress import progress_bar
 from lockstep.settings import check_writable, why_unread
 
 if TYPE_CHECKING:
-    from lockstep.bench.cache_quality import Kept, Quality
+    from lockstep.bench.cache_quality import CacheDtypes, Quality
 
 TOKENS = 8192
 WINDOW = 1024
@@ -73,33 +73,37 @@ def quality(
     console.print(f"{about}; {found[0].measured.numerics}", soft_wrap=True)
 
 
-def ways_of(settings: dict[str, Any]) -> "list[Kept]":
+def ways_of(settings: dict[str, Any]) -> "list[CacheDtypes]":
     """The pairs of both settings, which are taken out. Raises ConfigError on an unknown name."""
-    from lockstep.bench.cache_quality import Kept
+    from lockstep.bench.cache_quality import CacheDtypes
 
     lists = [
         [part.strip() for part in settings.pop(name).split(",")]
         for name in ("kv_cache_dtype", "mamba_ssm_cache_dtype")
     ]
-    ways = [Kept(kv, state) for kv in lists[0] for state in lists[1]]
+    ways = [CacheDtypes(kv, state) for kv in lists[0] for state in lists[1]]
     for way in ways:
         EngineConfig(kv_cache_dtype=way.kv_cache_dtype,
                      mamba_ssm_cache_dtype=way.mamba_ssm_cache_dtype)  # type: ignore[arg-type]  # fmt: skip
     return [_usual(way) for way in ways]
 
 
-def _usual(way: "Kept") -> "Kept":
+def _usual(way: "CacheDtypes") -> "CacheDtypes":
     """float32 by its other name: it is the state's own dtype."""
     usual = way.mamba_ssm_cache_dtype == "float32"
     return replace(way, mamba_ssm_cache_dtype="auto") if usual else way
 
 
 def _run(
-    ways: "list[Kept]", settings: dict[str, Any], path: Path, sizes: tuple[int, int], quiet: bool
+    ways: "list[CacheDtypes]",
+    settings: dict[str, Any],
+    path: Path,
+    sizes: tuple[int, int],
+    quiet: bool,
 ) -> "list[Quality]":
-    from lockstep.bench.cache_quality import Kept, read_text, run_quality
+    from lockstep.bench.cache_quality import CacheDtypes, read_text, run_quality
 
-    if not any(way != Kept() for way in ways):
+    if not any(way != CacheDtypes() for way in ways):
         raise ConfigError(
             "check quality compares caches, and all that were named are the model's own. Name "
             "another: --kv-cache-dtype fp8, or --mamba-ssm-cache-dtype bfloat16."
