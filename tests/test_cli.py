@@ -294,7 +294,7 @@ def test_bytes_that_are_no_text_end_in_one_line(
 
 
 def test_a_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["lockstep.cli.generate"], "MOST_PIPED", 7)
+    monkeypatch.setattr(sys.modules["lockstep.cli.generate"], "MAX_STDIN_CHARACTERS", 7)
     assert run("generate", "--max-tokens", "1", *dummy(model), input="x" * 7).exit_code == 0
     with pytest.raises(ConfigError, match="more than 7 characters"):
         run("generate", *dummy(model), input="x" * 8)

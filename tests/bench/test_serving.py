@@ -137,7 +137,7 @@ def test_closed_loop_has_no_more_in_flight(running: tuple[str, FakeClient]) -> N
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.bench.serving.ask", counting_send)
+        patch.setattr("lockstep.bench.serving.send", counting_send)
         figures = run_load(Server.at(url), make_test_requests(20), Load(concurrency=3))
     assert max_in_flight == 3 and figures.requests == 20 and figures.failed == 0
 
