@@ -145,6 +145,7 @@ def score(llm: LLM, windows: Sequence[Sequence[int]]) -> Scores:
     best = []
     positions = []
     for part, output in zip(windows, outputs, strict=True):
+        # The first token of a window has no log-probability.
         entries = (output.prompt_logprobs or [])[-(len(part) - 1) :]
         for position, (token, entry) in enumerate(zip(part[1:], entries, strict=True), 1):
             if entry is None or not isfinite(entry[token].logprob):

@@ -98,6 +98,7 @@ def compare_drafters(
     for index, drafting in enumerate([None, *drafters]):
         name = drafting["method"] if drafting else NO_DRAFTS
         progress(name, index, len(drafters) + 1)
+        # Objects of an engine refer to each other: only a collection frees its memory.
         gc.collect()
         torch.cuda.empty_cache()
         figures, policy, tokens = _measured(settings, drafting, rows, params, runs)
@@ -126,6 +127,7 @@ def _measured(
     runs: int,
 ) -> tuple[Figures, CountedDraftLength, list[list[int]]]:
     """Return the figures of an engine, its acceptance and its tokens."""
+    # An adaptive K would try positions different numbers of times.
     fixed_config = None if drafting is None else {**drafting, "adaptive": False}
     engine_settings = {
         **settings,

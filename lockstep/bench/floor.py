@@ -72,6 +72,7 @@ def sketch(
             kv=kv_formats or LayerKVFormats(),
             state_dtype=state_dtype,
         )
+        # Nothing is allocated, so the memory of this machine is no limit.
         build.memory_budget.bounded = False
         model = build_model(checkpoint.raw, build)
         if drafting is not None and drafting.NEEDS_MODULE:

@@ -67,8 +67,10 @@ class Server:
                 base_url=base,
                 headers=headers,
                 timeout=timeout,
+                # The load decides the number of connections.
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
                 verify=ssl.create_default_context(),
+                # A proxy from the environment would be measured too.
                 trust_env=False,
             )
         except httpx.InvalidURL:

@@ -166,6 +166,7 @@ def compare_rows(
     compared = tuple(count for count in counts if count < max_rows)
     differing = []
     for count in compared:
+        # A kernel may treat a row by its position in a tile, so both ends are tried.
         for start in (0, max_rows - count):
             actual = _results(benchmark, start, start + count)
             expected = [part[start : start + count] for part in expected_results]
@@ -177,6 +178,7 @@ def compare_rows(
 
 def _results(benchmark: OpBenchmark, start: int, end: int) -> list[torch.Tensor]:
     """Return copies of the outputs and updated caches of a call, each as [rows, elements]."""
+    # Ops that update a state must start from the same one.
     benchmark.reset()
     tensors = benchmark.outputs(start, end, benchmark.call(start, end, 0)())
     return [tensor.reshape(end - start, -1).clone() for tensor in tensors]

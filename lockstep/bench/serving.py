@@ -153,6 +153,7 @@ def run_load(
             if load.rate:
                 time.sleep(max(due_time - time.perf_counter(), 0.0))
                 futures.append(callers.submit(send, server, request, due_time))
+                # From the due time, not from now: a slow server must not slow down the load.
                 due_time += rng.expovariate(load.rate)
             else:
                 futures.append(callers.submit(_send_now, server, request))

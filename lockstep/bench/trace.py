@@ -86,6 +86,7 @@ def _run_steps(llm: LLM, name: str, steps: int) -> None:
     for _ in range(steps):
         with record_function(PREFIX + name):
             llm.engine.step()
+    # Kernels that still run when the profile ends would be cut off.
     if llm.engine.plan.device == "cuda":
         torch.cuda.synchronize()
 
@@ -95,6 +96,7 @@ def _start_requests(
 ) -> list[Request]:
     """Run every prompt to its first token and WARM_STEPS further steps; return the requests."""
     engine = llm.engine
+    # Enough tokens for all steps, including those while other prompts are still processed.
     max_tokens = (steps + WARM_STEPS + engine.plan.steps_in_flight + 1) * engine.plan.query_len
     max_tokens += (
         sum(-(-len(p["prompt_token_ids"]) // GRID) for p in prompts) * engine.plan.query_len

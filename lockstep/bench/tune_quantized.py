@@ -125,6 +125,7 @@ def tune_quantized(
     table = {**quantized_tuning.load_table(), **quantized_tuning.load_table(path)}
     workers = min(MAX_COMPILERS, os.cpu_count() or 1)
     residual = {(n, k) for model in models for _, n, k in model.weights if n == model.hidden}
+    # A forked process cannot use CUDA after its parent has.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for jobs in tuning_jobs(models, tokens, layouts):
             _compile(pool, jobs, dtype)

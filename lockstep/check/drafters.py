@@ -125,6 +125,7 @@ def settings_with(engine_settings: dict[str, Any], shared: dict[str, Any]) -> di
     requested = requested_drafter(shared) or {}
     drafting = engine_settings["speculative_config"]
     if drafting and drafting["method"] == requested.get("method"):
+        # The setup decides K; the user's other keys, such as a folder, stay.
         drafting = {**requested, **drafting}
     return {**engine_settings, **shared, "speculative_config": drafting}
 

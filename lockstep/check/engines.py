@@ -105,6 +105,7 @@ class CheckEngine:
         by_id = {completion.request.id: completion for completion in completions}
 
         def update(request: Request) -> None:
+            # The engine does not see the text, so a stop string there ends the request from here.
             if by_id[request.id].take():
                 self.engine.abort(request.id)
 
@@ -157,6 +158,7 @@ class CheckEngine:
             "policy": old.policy,
             "preempt_every": old.preempt_every,
         }
+        # The prefix cache belongs to the scheduler: a new one is the way to an empty cache.
         engine.scheduler = make_scheduler(
             engine.plan, cache or old.cache.config, scheduler, **{**options, **overrides}
         )

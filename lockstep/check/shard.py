@@ -31,6 +31,7 @@ class Shard:
     def read(cls, text: str) -> "Shard":
         """Return the shard that a text such as 2/4 names. Raises ConfigError."""
         (index, _, count) = text.partition("/")
+        # The length is bounded first: int() takes quadratic time for long numbers.
         if not (index.isdecimal() and count.isdecimal() and len(text) < 16):
             raise ConfigError(
                 f"shard={text!r} is not allowed; allowed: I/N, two whole numbers, such as 2/4."

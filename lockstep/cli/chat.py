@@ -128,6 +128,7 @@ def take_turn(conversation: Conversation, messages: list[Message]) -> None:
             conversation.answer(messages, answer, print_text)
         except KeyboardInterrupt:
             answer.notes = ["the answer was ended by Ctrl-C; the generated part is kept"]
+            # Without a finish reason, message() drops tool calls, which may be incomplete.
             answer.finish_reason = None
         print_text("\n")
         if answer.finish_reason == "length":

@@ -148,6 +148,7 @@ def _reports(
         try:
             report = _reported(size, format_settings, run_options, logits, replay, quiet)
         except ConfigError as error:
+            # Among all formats an unsupported one is skipped, but every model has the default.
             if requested != ALL or kv_format == DEFAULT_FORMAT:
                 raise
             note(f"skipped: {error}")
@@ -238,6 +239,7 @@ def _run(
     model = settings["model"]
     engine_settings: dict[str, Any] = {name: settings[name] for name in SHARED}
     if engine_settings["speculative_config"] == AUTO:
+        # A check includes every drafter that the checkpoint supports, so auto adds none.
         engine_settings["speculative_config"] = None
     progress: dict[str, Any] = {} if on_progress is None else {"progress": on_progress}
     shard = Shard() if run_options["shard"] is None else Shard.read(run_options["shard"])
@@ -248,6 +250,7 @@ def _run(
     effort = Effort(
         SIZES[size].scenarios,
         seconds=run_options["seconds"],
+        # The shrunk scenario is written to the working directory.
         folder=Path(),
         fail_fast=run_options["fail_fast"],
         shard=shard,

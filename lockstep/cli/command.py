@@ -47,6 +47,7 @@ class PlainCommand(TyperCommand):
             with interrupted_imports():
                 return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
+            # Cleanup follows, which must not show a traceback for another Ctrl-C.
             end_at_next_interrupt()
             during = "".join(f", {note}" for note in getattr(interrupt, "__notes__", ()))
             print(f"Interrupted: {ctx.command_path}{during}.", file=sys.stderr)
@@ -68,6 +69,7 @@ class PlainGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words up to the command's name; without any, show the help."""
         with plain_errors(ctx, list(args)):
+            # typer would report a missing command as an error.
             return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -186,6 +186,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
     try:
         while line := response.readline(MAX_LINE_BYTES):
             total += len(line)
+            # A server could stream forever.
             if total > MAX_ANSWER_BYTES:
                 raise RequestError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB.")
             if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":

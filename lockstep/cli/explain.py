@@ -66,6 +66,7 @@ def _total(arch: str | None, text: str | None) -> int | None:
             "for a GPU that this machine does not have. Name its architecture, or leave it out."
         )
     try:
+        # read_bytes raises ValueError too; both get the message with the range.
         total = read_bytes(text)
         if not 1 <= total <= MAX_BYTES:
             raise ValueError

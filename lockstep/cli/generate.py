@@ -44,11 +44,12 @@ def generate(
     text: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Complete a prompt, printing the text as it comes.
+    """Complete a prompt, and print the text while it is generated.
 
     Without a prompt, a sample question is shown and answered. Text goes to stdout, notes to stderr.
     """
     _refuse_prompt_as_model(settings["model"])
+    # Reading from a terminal would wait for the user.
     if prompt is None and not sys.stdin.isatty():
         prompt = _read_stdin()
     if compare:

@@ -31,6 +31,7 @@ def interrupted_imports() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        # Only an import that Ctrl-C broke; other ImportErrors are real.
         if interrupts:
             raise KeyboardInterrupt from error
         raise
@@ -50,6 +51,7 @@ def sigterm_interrupts() -> Iterator[None]:
         return
     from lockstep.kernels.compiler_signals import reclaim_signal_handlers
 
+    # LLVM would replace the handler at Triton's first compilation.
     reclaim_signal_handlers()
     previous_handler = signal.signal(signal.SIGTERM, _interrupt)
     try:

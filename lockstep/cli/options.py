@@ -50,9 +50,7 @@ def engine_options(command: Command) -> Command:
     help = next(f.metadata["help"] for f in fields(EngineConfig) if f.name == "model")
     model_flag = _flag("model", help)
     parameters.insert(0, _parameter("model_flag", _annotated(str | None, model_flag), None))
-    config_flag = _flag(
-        CONFIG, "a YAML file of flags, by their names; the command line has the last word"
-    )
+    config_flag = _flag(CONFIG, "YAML file of flags by their names; the command line overrides it")
     parameters.append(_parameter(CONFIG, _annotated(str | None, config_flag), None))
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
@@ -179,6 +177,7 @@ def _read_json_object(text: str) -> dict[str, Any] | None:
 
 def _option(field: Field[Any], hint: Any, default: Any) -> inspect.Parameter:
     help = field.metadata["help"] + (SPEC_HELP if field.name == "speculative_config" else "")
+    # A switch that is on by default needs a negated form.
     if hint is bool and default:
         name = field.name.replace("_", "-")
         panel = panel_of(field.name)

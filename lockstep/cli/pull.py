@@ -43,6 +43,7 @@ def pull(
     request = PullRequest.read(model, revision, local_dir, include or ())
     with progress_bar() as show:
         pulled = download(request, show, note)
+    # The download succeeds for any checkpoint, also for one that cannot be served.
     reason = read_support(pulled.path)[2]
     if reason is not None:
         note(f"Lockstep cannot serve it: {reason}", style="yellow")

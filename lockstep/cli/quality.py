@@ -74,6 +74,7 @@ def quality(
         )
         return
     console = Console(highlight=False)
+    # Rich assumes 80 columns for a pipe and would cut the lines.
     console.width = max(console.width, MIN_WIDTH)
     console.print(table(qualities))
     about = f"{len(qualities[0].differences):,} tokens predicted, in windows of {window:,}"
@@ -146,7 +147,7 @@ def table(qualities: "list[Quality]") -> Table:
     table = Table(box=SIMPLE_HEAD)
     for name in ("KV", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("perplexity", "ratio", "top-1 %", "mean", "max", "bytes a page", "bytes a state"):
+    for name in ("perplexity", "ratio", "top-1 %", "mean", "max", "bytes/page", "bytes/state"):
         table.add_column(name, justify="right", no_wrap=True)
     for quality in qualities:
         line = quality.to_json()

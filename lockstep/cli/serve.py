@@ -123,6 +123,7 @@ def _run(
         else:
             loaded = _load_in_process(settings, options)
     except BaseException:
+        # Also after Ctrl-C: nothing else would close the socket.
         listener.close()
         raise
     transport, processor, facts, rates = loaded
@@ -145,6 +146,7 @@ def _run(
         )
     finally:
         client.shutdown()
+        # The server has stopped: another Ctrl-C must not show a traceback of the exit.
         end_at_next_interrupt()
 
 
@@ -173,6 +175,7 @@ def _load_in_process(settings: dict[str, Any], options: "Options") -> "LoadedEng
     try:
         processor = processor_of(transport.facts, text)
     except BaseException:
+        # Or the engine process would outlive this one.
         transport.stop()
         raise
     return transport, processor, transport.facts, transport.rates

@@ -94,6 +94,7 @@ def watch(reader: "MetricsReader", interval: float) -> None:
 
     Raises ConfigError if the first reading fails.
     """
+    # A wrong address is an error before the view replaces the screen.
     reader.read()
     with _q_typed() as q_typed, Live(screen=True, auto_refresh=False) as live:
 
@@ -125,6 +126,7 @@ def _q_typed() -> Iterator[Wait]:
         end = time.monotonic() + seconds
         while (remaining := end - time.monotonic()) > 0:
             ready, _, _ = select.select([stdin], [], [], remaining)
+            # b"" is the end of input.
             if ready and os.read(stdin, 1) in (b"q", b"Q", b""):
                 return True
         return False

@@ -66,6 +66,7 @@ class LogitDigests(StepObserver):
         positions = step.seq_lens if shape.prompt else step.starts + 1
         digests = digest(logits[: count * window]).view(count, window)
         emitted = verdict.accepted[:count] + 1
+        # The positions are a static buffer that the next step overwrites.
         self.steps.append(DigestedStep(list(rows), positions[:count].clone(), digests, emitted))
 
     def by_request(self) -> dict[str, list[int]]:
@@ -100,6 +101,7 @@ class RawLogits(StepObserver):
 
     def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
         """Copy the first row."""
+        # The logits are a static buffer that the next step overwrites.
         self.rows.append(outcome[2][:1].clone())
 
     def first_rows(self, count: int) -> Tensor:

@@ -174,6 +174,7 @@ class EngineSampler:
         """Return `count` completions of one request, with the seeds that the processor derives."""
         prompt = {"prompt_token_ids": list(self.context.prompt)}
         requests = []
+        # A request has at most 128 completions.
         for first in range(0, count, 128):
             params_of_batch = replace(
                 params, n=min(128, count - first), seed=(params.seed or 0) + first
@@ -224,6 +225,7 @@ def chi_squared(counts: Floats, expected: Floats) -> tuple[float, int]:
     counts = counts[order]
     expected = expected[order]
     num_bins = max(int((expected >= MIN_EXPECTED_COUNT).sum()), 1)
+    # The chi-squared approximation needs some expected counts in each bin.
     if expected[num_bins:].sum() < MIN_EXPECTED_COUNT:
         num_bins = max(num_bins - 1, 1)
     bins = [np.append(x[:num_bins], x[num_bins:].sum()) for x in (counts, expected)]
@@ -292,6 +294,7 @@ def independence_tests(
         "completions",
         wrong_pairs(tokens[:-1], tokens[1:], probabilities, "completions of a request"),
     )
+    # In the reverse order every request has another row.
     reversed_requests = list(reversed(requests))
     reordered = sampling.sample(reversed_requests, NUM_DRAFTS + 1)[::-1]
     row_fault = "the token depends on the row" if (reordered != tokens).any() else None

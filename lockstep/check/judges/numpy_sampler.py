@@ -87,6 +87,7 @@ def filter_mask(scores: Floats, params: SamplingParams, tolerance: float) -> NDA
     keep = scores > -np.inf
     if not keep.any():
         return keep
+    # The likeliest token always stays, so a filter never bans all tokens.
     is_top = scores == scores.max()
     if params.min_p > 0:
         keep &= is_top | (scores >= scores.max() + np.log(params.min_p) - tolerance)
@@ -110,6 +111,7 @@ def filter_mask(scores: Floats, params: SamplingParams, tolerance: float) -> NDA
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply fmix32 of MurmurHash3 to 32-bit numbers."""
+    # The product of two 32-bit numbers has 64 bits before it is cut.
     low = np.uint64(0xFFFFFFFF)
     x = x ^ (x >> np.uint64(16))
     x = (x * np.uint64(0x85EBCA6B)) & low
@@ -125,6 +127,7 @@ def noise(seed: int, position: int, vocab: int) -> Floats:
     key = _mix(key ^ np.uint64(bits // 2**32))
     key = _mix(key ^ np.uint64(position))
     random_ints = _mix(_mix(np.arange(vocab, dtype=np.uint64) ^ key) ^ key) // np.uint64(512)
+    # 0.5 keeps the uniform number away from 0 and 1, where the logarithms are infinite.
     return -np.log(-np.log((random_ints.astype(np.float64) + 0.5) / 2**23))
 
 
@@ -147,6 +150,8 @@ def relative_gap(
             for tolerance in (SCORE_TOLERANCE, -SCORE_TOLERANCE)
         )
         scores = scores + noise(seed, len(context.prompt) + len(context.answer), len(scores))
+    # A token may pass the loose filter, but the best score is that of the strict one: a token that
+    # only rounding keeps or drops is no fault.
     if not possible[token]:
         return float("inf")
     best = scores[certain].max()

@@ -89,6 +89,7 @@ class PlainRuns:
         """Return the choices of a structured output, or None."""
         structured = request.params.structured_outputs
         tokenizer = self.llm.tokenizer
+        # Choices are the only structured output that can be judged without a grammar engine.
         if structured is None or structured.choice is None or tokenizer is None:
             return None
         if not self._token_bytes:

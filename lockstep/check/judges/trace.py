@@ -45,6 +45,7 @@ class Trace(StepObserver):
         self._step = step
         self._positions = []
         if rows:
+            # This waits for the device, so only traced runs do it.
             first, last = step.cu_seqlens[rows[0] : rows[0] + 2].tolist()
             positions = step.positions[first:last].tolist()
             self._positions = list(zip(range(first, last), positions, strict=True))

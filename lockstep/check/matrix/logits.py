@@ -67,6 +67,7 @@ def _run_shard(
     long = min(size.long, max_context - size.max_tokens)
 
     def build_setup(setup: Setup) -> CheckEngine:
+        # Objects of an engine refer to each other: only a collection frees its memory.
         gc.collect()
         arguments = {**engine_settings(setup, size, long), "skip_tokenizer_init": True}
         return build(model, settings_with(arguments, settings), setup.hooks())
@@ -87,6 +88,7 @@ def _run_shard(
         len(batch.cases) for _, engine_batches in engine_runs for batch in engine_batches
     )
     texts = [[*case.prompt, *expected[case.name].tokens] for case in cases]
+    # Its memory is needed for the first engine of the matrix.
     del plain
     for done, (setup, engine_batches) in enumerate(engine_runs):
         progress(f"logits: {setup.drafting}, graph {setup.graph}", done, len(engine_runs))

@@ -92,6 +92,7 @@ def _run_engine(
         report.fail(setup, "all", f"raised {type(error).__name__}: {error}")
     finally:
         failed = len(report.failures) - num_failures
+        # An engine that raised compared nothing, but its failure is one case.
         cases = max(comparison.compared - done, failed)
         if cases:
             report.add(Tally(setup, cases, failed, round(time.monotonic() - started, 2)))
@@ -145,6 +146,7 @@ class _Search:
         def is_mine(row: RowSpec) -> bool:
             return tuple(row.prompt_token_ids) == case.prompt
 
+        # A replayed graph calls no modules, so only an eager run can be traced.
         suspect = replace(failure.setup, graph="none")
         with traced(self.plain, is_mine) as plain_digests:
             self.plain.answers([case])

@@ -80,6 +80,7 @@ class Examiner:
         try:
             played = self.runner(scenario.kind).play(scenario, self.plain)
         except Exception as error:  # an engine that breaks has not given the plain answer
+            # The engine's state is undefined now: the next scenario gets a new engine.
             self._runner = None
             what = f"raised {type(error).__name__}: {error}"
             refused = isinstance(error, LockstepError)
@@ -265,6 +266,7 @@ def locate(scenario: Scenario, difference: Difference, examiner: Examiner) -> st
     plain_id = f"plain-1{suffix}"
     end = len(request.prompt) + difference.position
     eager = replace(scenario, kind=replace(scenario.kind, graph="none"))
+    # New plain runs: the cached ones would not run again, and their first id is plain-1.
     plain = PlainRuns(examiner.plain.engine)
     with traced(plain.engine, lambda row: row.id == plain_id) as plain_digests:
         plain.answers(request.prompt, scenario.alone(request))

@@ -504,9 +504,9 @@ def _bad_words(
     """Ban words of the output: their first tokens still occur, also as drafts."""
     words: list[list[int]] = []
     for _ in range(rng.choice((1, 1, 2))):
-        output_tokens = generator.plain_output(
-            prompt, {**params, "bad_words_ids": words} if words else params
-        ).tokens
+        # The second word comes from the output that avoids the first.
+        banned = {"bad_words_ids": words} if words else {}
+        output_tokens = generator.plain_output(prompt, {**params, **banned}).tokens
         if len(output_tokens) < 2:
             break
         last = rng.randrange(1, len(output_tokens))
@@ -563,6 +563,7 @@ def _stop_text(
         begin = rng.randrange(1, len(text) - 2)
         strings = [text[begin : begin + rng.randrange(2, 8)]]
         if rng.random() < 0.4:
+            # A string that never occurs: the search has several strings.
             strings.append("\N{SNOWMAN}")
         params["stop"] = strings
     if rng.random() < 0.5:

@@ -109,6 +109,7 @@ class ScenarioRunner:
         host_pages = limits.host * (1 + plan.slot_host_pages)
         cache = replace(
             cache_config(plan, limits.caching),
+            # Page 0 is the null page.
             num_pages=limits.pages + 1,
             num_state_slots=1 + limits.rows + limits.snapshots if has_state else 0,
             host_pages=host_pages,
@@ -211,6 +212,7 @@ def poison_memory(engine: Engine, seed: int) -> None:
             return torch.randn(tensor.shape, generator=generator)
         return torch.randint(1, 64, tensor.shape, generator=generator)
 
+    # Row 0 is the null row, which padding reads and nothing writes.
     for tensor in [*table.row_tensors(), table.state_slots]:
         if tensor.numel():
             tensor[1:] = random_values(tensor[1:]).to(tensor.device, tensor.dtype)

@@ -28,12 +28,12 @@ def drafters(
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help="a further speculative_config, besides those that the checkpoint allows, e.g. "
+            help="another speculative_config, in addition to those that need no settings, e.g. "
             """'{"method": "eagle3", "model": FOLDER}'; may be repeated"""
         ),
     ] = None,
     num_speculative_tokens: Annotated[
-        int, typer.Option(help="drafts per step, where --drafter sets no number")
+        int, typer.Option(help="drafts per step, unless --drafter sets a number")
     ] = 7,
     batch_size: Annotated[int, typer.Option(min=1, help="concurrent requests")] = 1,
     output_len: Annotated[
@@ -50,12 +50,13 @@ def drafters(
 ) -> None:
     """Compare the drafters of a model: acceptance by position, cost, tokens/s.
 
-    Status 1 if a drafter changes a token.
+    The exit status is 1 if a drafter changes a token.
     """
     from lockstep.bench import drafters as bench_drafters
     from lockstep.bench.serving import need_plots
 
     if plot:
+        # Before the runs: a missing library must not cost a long measurement.
         need_plots()
         check_plot(plot)
     chosen = _drafters_of(settings, drafter or [], num_speculative_tokens)

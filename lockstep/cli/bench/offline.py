@@ -72,6 +72,7 @@ def offline(
     """
     from lockstep.bench import measure
 
+    # With a prefix cache, only the first run would process the prompts.
     settings["enable_prefix_caching"] = False
     settings["max_num_seqs"] = batch_size
     _choose_drafts(settings, num_speculative_tokens, synthetic_acceptance)
@@ -137,6 +138,7 @@ def _choose_drafts(
             f"--num-speculative-tokens {count} needs a drafter, and this checkpoint has no draft "
             """module. Name one, e.g. --speculative-config '{"method": "ngram"}'."""
         )
+    # An explicit K is measured as it is, not adapted.
     drafting = {"adaptive": False, **(spec or {}), "num_speculative_tokens": count}
     settings["speculative_config"] = drafting if count else None
 

@@ -80,6 +80,7 @@ def serving(
     from lockstep.bench.http_client import Server
 
     if plot:
+        # Before the load: a missing library must not cost a long measurement.
         bench_serving.need_plots()
         check_plot(plot)
     loads = [bench_serving.Load(rate=value) for value in _rates(rate)]

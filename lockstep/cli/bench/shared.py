@@ -17,7 +17,7 @@ MAX_RUNS = 10_000
 Json = Annotated[
     bool,
     typer.Option(
-        "--json", help="print only one JSON object; without it, a pipe gets the object last"
+        "--json", help="print only one JSON object; by default a pipe gets it after the table"
     ),
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, max=100.0, help="0: greedy")]

@@ -76,6 +76,7 @@ class Reader:
     def line(self, words: list[str]) -> list[str]:
         """Translate a command line to the command's options. Raises ConfigError."""
         occurrences, rest = self._split(words)
+        # The file first: the command line overrides it.
         for name, values in occurrences:
             if self._find(name)[0].name == CONFIG and values:
                 self._read_file(values[0])
@@ -99,6 +100,7 @@ class Reader:
         while index < len(words):
             word = words[index]
             index += 1
+            # The words after -- are positional.
             if word == "--":
                 return occurrences, [*positional, *words[index - 1 :]]
             if not self._is_flag(word):
@@ -156,6 +158,7 @@ class Reader:
             return self._short[first], False, path
         long_name = first.removeprefix("--").replace("_", "-")
         if first.startswith("--"):
+            # The full name first: no-docs is a flag, not a negated docs.
             if long_name in self._flags:
                 return self._flags[long_name], False, path
             positive = self._flags.get(long_name.removeprefix("no-"))
