@@ -68,7 +68,7 @@ def sketch(
             max_positions=1 << 20,
             tensors=tensors,
             prefixes=checkpoint.architecture.PREFIXES,
-            packing=read_weight_format(checkpoint.quantization(), quantization),
+            weight_format=read_weight_format(checkpoint.quantization(), quantization),
             kv=kv_formats or LayerKVFormats(),
             state_dtype=state_dtype,
         )

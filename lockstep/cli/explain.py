@@ -138,7 +138,7 @@ def _layers(layers: list[dict[str, Any]]) -> Group:
     for choice in layers:
         refused = [f"{name}: {why}" for name, why in choice["refused"].items()]
         numbers = ", ".join(str(reasons.setdefault(reason, len(reasons) + 1)) for reason in refused)
-        op = " ".join(filter(None, (choice["op"], choice["size"], choice["packing"])))
+        op = " ".join(filter(None, (choice["op"], choice["size"], choice["storage_format"])))
         layer_names = groups.setdefault((op, choice["backend"], numbers), [])
         if choice["layer"] not in layer_names:
             layer_names.append(choice["layer"])

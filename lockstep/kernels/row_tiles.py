@@ -39,8 +39,8 @@ def pad_columns(right: Tensor) -> Tensor:
 def exact_sizes(k: int, n: int) -> tuple[int, ...]:
     """Return the tile sizes that give the defined bits for a right operand [k, n], ascending.
 
-    They hold for this CPU and torch's current number of threads, which differs between steps.
-    Empty: with so many threads no size gives the bits of one thread.
+    They are valid for this CPU and torch's current number of threads, which differs between steps.
+    Empty where no size gives the bits of one thread.
     """
     return probed_sizes(k, max(n, MIN_COLUMNS), torch.get_num_threads())
 

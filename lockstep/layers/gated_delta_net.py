@@ -107,8 +107,8 @@ class GatedDeltaNet(nn.Module):
         weights = GatedDeltaWeights(
             self.conv.flatten(1), self.a_log, self.dt_bias, self.norm.weight, self.norm.eps
         )
-        law = self._prompt if ctx.shape.prompt else self._generated
-        return self.out(law(mixed, z, b, a, weights, ctx).flatten(-2).flatten(0, -2))
+        run = self._prompt if ctx.shape.prompt else self._generated
+        return self.out(run(mixed, z, b, a, weights, ctx).flatten(-2).flatten(0, -2))
 
     def _prompt(
         self,

@@ -51,7 +51,7 @@ class AbsorbedHeads(nn.Module):
         self.dtype = build.dtype
         self.keys = build.matrices(heads, latent, plain)
         self.values = build.matrices(heads, value, latent)
-        self.packing = build.packing
+        self.weight_format = build.weight_format
         self.read = build.module("kv_b_proj", columns, latent)
         layout = build.layout(self.read)
         sizes = (self.read.outputs, latent)
@@ -70,7 +70,7 @@ class AbsorbedHeads(nn.Module):
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""
         if self.quantized_parts:
-            return weight_sinks("kv_b_proj", self.quantized_parts[0], self.packing, self.read)
+            return weight_sinks("kv_b_proj", self.quantized_parts[0], self.weight_format, self.read)
         shape = (self.read.whole_outputs, self.read.inputs)
         sink = WeightSink(
             shape, FLOAT_DTYPES, self.keys.device, self._take, ranges=self.read.ranges

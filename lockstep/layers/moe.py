@@ -95,7 +95,7 @@ class ExpertWeight(Weight):
     ) -> None:
         info = build.found("experts").get(fused)
         self.fused = None if info is None else f"experts.{fused}"
-        self.packing = build.packing
+        self.weight_format = build.weight_format
         self.experts = experts
         self.top_k = top_k
         columns = Columns(tuple(part for one in outputs.values() for part in one.parts))
@@ -130,7 +130,7 @@ class ExpertWeight(Weight):
         begin = 0
         for name, module in zip(self.names, self.reads, strict=True):
             rows = self.stored_rows(begin, begin + module.outputs)
-            table |= weight_sinks(name, rows, self.packing, module)
+            table |= weight_sinks(name, rows, self.weight_format, module)
             begin += module.outputs
         if self.fused is not None:
             parts = [WeightSink.of(table.pop(f"{name}.weight")) for name in self.names]
@@ -144,12 +144,14 @@ class ExpertWeight(Weight):
 
         Does nothing if a word or a block of scales could reach from one expert into the next.
         """
-        assert self.packing is not None, "only a weight format quantizes"
+        assert self.weight_format is not None, "only a weight format quantizes"
         if any(module.outputs % MAX_BLOCK for module in self.reads):
             return
         first = self.reads[0]
         rows = weight.shape[0]
-        fused_sinks = self.packing.sinks(replace(first, outputs=rows, whole_outputs=rows), weight)
+        fused_sinks = self.weight_format.sinks(
+            replace(first, outputs=rows, whole_outputs=rows), weight
+        )
         for suffix in {name.rpartition(".")[2] for name in table}:
             names = [f"{name}.{suffix}" for name in self.names]
             if all(name in table for name in names):

@@ -60,10 +60,10 @@ class ConfigReader:
             raise self.error(name, value, kind.__name__)
         return value
 
-    def size(self, name: str, default: Any = _MISSING, most: int = MAX_SIZE) -> int:
+    def size(self, name: str, default: Any = _MISSING, max_value: int = MAX_SIZE) -> int:
         """Return a count of at least 1."""
         value = self.get(name, int, default)
-        self.need(1 <= value <= most, name, f"1 or more, up to {most}")
+        self.need(1 <= value <= max_value, name, f"1 or more, up to {max_value}")
         return value
 
     def positive(self, name: str, default: Any = _MISSING) -> float:

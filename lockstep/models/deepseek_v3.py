@@ -39,7 +39,7 @@ TWINS = ("embed_tokens", "shared_head.head")
 
 def draft_prefix(raw: dict[str, Any]) -> str:
     """Return the prefix of the MTP module: the layer after the last one."""
-    layers = ConfigReader(raw).size("num_hidden_layers", most=MAX_LAYERS)
+    layers = ConfigReader(raw).size("num_hidden_layers", max_value=MAX_LAYERS)
     return f"layers.{layers}."
 
 
@@ -61,7 +61,7 @@ class Config(DecoderConfig):
         c = ConfigReader(raw)
         c.only("pretraining_tp", 1, None, default=1)
         c.only(DRAFT_SETTING, 0, 1, None, default=0)
-        layers = c.size("num_hidden_layers", most=MAX_LAYERS)
+        layers = c.size("num_hidden_layers", max_value=MAX_LAYERS)
         config = cls(layers=layers, mixture=_read_mixture(c, layers), **read_latent_common(c))
         c.refuse_unread(WITHOUT_EFFECT)
         return config
@@ -82,7 +82,7 @@ def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
     c.need(shared >= 0, "n_shared_experts", "0 or more")
     inner = c.size("moe_intermediate_size")
     routing = Routing(
-        c.size("n_routed_experts", most=MAX_EXPERTS),
+        c.size("n_routed_experts", max_value=MAX_EXPERTS),
         c.size("num_experts_per_tok"),
         scoring="sigmoid",
         renormalize=c.get("norm_topk_prob", bool, True),
@@ -108,7 +108,7 @@ def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublay
 
 def moe_sublayer(build: BuildContext, c: Config) -> Sublayer:
     """Build a mixture-of-experts sublayer."""
-    return c.mixture.half(build, c, shared_name="shared_experts")
+    return c.mixture.sublayer(build, c, shared_name="shared_experts")
 
 
 class Model(Decoder):

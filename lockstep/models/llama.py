@@ -41,7 +41,7 @@ class Config(DecoderConfig):
         c = ConfigReader(raw)
         c.only("pretraining_tp", 1, None, default=1)
         config = cls(
-            layers=c.size("num_hidden_layers", most=MAX_LAYERS),
+            layers=c.size("num_hidden_layers", max_value=MAX_LAYERS),
             attention_bias=c.get("attention_bias", bool, False),
             mlp_bias=c.get("mlp_bias", bool, False),
             **read_common(c),

@@ -96,13 +96,13 @@ def load_weights(
     model: nn.Module,
     draft: Any,
     progress: Progress,
-    packing: WeightFormat | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> LoadResult:
     """Load model and draft module from safetensors, and finish their layers.
 
     Args:
         draft: None without one. If its source() is not None, it has a checkpoint of its own.
-        packing: weight format that they were built with.
+        weight_format: weight format that they were built with.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, duplicate, or do not fit; it names them
@@ -111,7 +111,7 @@ def load_weights(
     began = time.monotonic()
     draft_source = None if draft is None else draft.source()
     within = draft if draft_source is None else None
-    sources = [target_source(checkpoint, model, within, packing)]
+    sources = [target_source(checkpoint, model, within, weight_format)]
     sources += [draft_source] if draft_source is not None else []
     total = sum(source.bytes for source in sources)
     loaded = 0
@@ -126,7 +126,7 @@ def load_weights(
 
 
 def target_source(
-    checkpoint: Checkpoint, model: nn.Module, draft: Any, packing: WeightFormat | None
+    checkpoint: Checkpoint, model: nn.Module, draft: Any, weight_format: WeightFormat | None
 ) -> Source:
     """Return the tensors of a model, and of the draft module in the same checkpoint, if any."""
     module = checkpoint.architecture
@@ -139,7 +139,7 @@ def target_source(
     return Source(
         checkpoint,
         wanted,
-        lambda name: _ignored(checkpoint, packing, name, unread),
+        lambda name: _ignored(checkpoint, weight_format, name, unread),
         model.embed if model.config.tied else None,
     )
 
@@ -213,13 +213,13 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
 
 
 def _ignored(
-    checkpoint: Checkpoint, packing: WeightFormat | None, name: str, drafted: str | None
+    checkpoint: Checkpoint, weight_format: WeightFormat | None, name: str, drafted: str | None
 ) -> bool:
     """Return whether a tensor is ignored. drafted: prefix of a draft module that is not built."""
     module = checkpoint.architecture
     if name.startswith(module.IGNORED) or name.endswith(OF_SETTINGS):
         return True
-    if packing is not None and name.rpartition(".")[2] in packing.unused:
+    if weight_format is not None and name.rpartition(".")[2] in weight_format.unused:
         return True
     return drafted is not None and checkpoint.key(name).startswith(drafted)
 

@@ -42,7 +42,7 @@ class MTPModule(nn.Module, ABC):
         super().__init__()
         c = target.config
         self.ids = ids
-        self.taps: tuple[int, ...] = ()
+        self.aux_hidden_layers: tuple[int, ...] = ()
         self.embed = target.embed
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)

@@ -289,7 +289,7 @@ def _read_experts(c: ConfigReader) -> Experts:
     c.only("n_shared_experts", 1, default=1)
     local = "n_routed_experts" if "n_routed_experts" in c.raw else "num_local_experts"
     routing = Routing(
-        c.size(local, most=MAX_EXPERTS),
+        c.size(local, max_value=MAX_EXPERTS),
         c.size("num_experts_per_tok"),
         scoring="sigmoid",
         renormalize=c.get("norm_topk_prob", bool),

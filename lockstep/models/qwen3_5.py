@@ -76,7 +76,7 @@ def read_hybrid(c: ConfigReader, dense: bool = True) -> dict[str, Any]:
     c.only("mtp_use_dedicated_embeddings", False, default=False)
     c.only("layer_scale", False, None, default=None)
     every = c.size("full_attention_interval", 4)
-    layers = c.size("num_hidden_layers", most=MAX_LAYERS)
+    layers = c.size("num_hidden_layers", max_value=MAX_LAYERS)
     kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     key_heads = c.size("linear_num_key_heads")
     value_heads = c.size("linear_num_value_heads")

@@ -71,6 +71,6 @@ class Model(Decoder):
 
         def mlp(at: BuildContext, layer: int) -> Sublayer:
             dense = layer in c.mixture.dense_layers
-            return mlp_sublayer(at, c) if dense else c.mixture.half(at, c)
+            return mlp_sublayer(at, c) if dense else c.mixture.sublayer(at, c)
 
         return attention_layers(build, c, c.layers, mlp, qk_norm=True, eps=c.eps)

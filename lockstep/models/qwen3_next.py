@@ -34,7 +34,7 @@ class Config(qwen3_5_moe.Config):
         """
         c = ConfigReader(raw)
         c.only("use_sliding_window", False, default=False)
-        dense = read_dense_layers(c, c.size("num_hidden_layers", most=MAX_LAYERS))
+        dense = read_dense_layers(c, c.size("num_hidden_layers", max_value=MAX_LAYERS))
         mixture = MoEConfig(
             read_routing(c, c.get("norm_topk_prob", bool)),
             inner=c.size("moe_intermediate_size"),

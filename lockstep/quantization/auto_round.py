@@ -71,7 +71,7 @@ class AutoRound(IntWeightFormat):
         super().__init__("auto-round", scheme)
         c.only("data_type", "int", default="int")
         _check_plain(c)
-        self.packing = _packing_format(c)
+        self.packing_format = _packing_format(c)
         self._check_bits(c, scheme)
         act_bits = c.get("act_bits", int, PLAIN_BITS)
         if act_bits < PLAIN_BITS:
@@ -104,8 +104,10 @@ class AutoRound(IntWeightFormat):
         return scheme
 
     def _check_bits(self, c: SettingsReader, scheme: Scheme) -> None:
-        if self.packing in AS_AWQ and scheme.bits != AWQ_BITS:
-            raise c.error("bits", scheme.bits, f"{AWQ_BITS} with {self.packing}", SUPPORTED_REMEDY)
+        if self.packing_format in AS_AWQ and scheme.bits != AWQ_BITS:
+            raise c.error(
+                "bits", scheme.bits, f"{AWQ_BITS} with {self.packing_format}", SUPPORTED_REMEDY
+            )
 
     def asked(self, module: CheckpointLinear) -> ModuleScheme:
         for name in module.names:
@@ -117,7 +119,7 @@ class AutoRound(IntWeightFormat):
             inside = any(name.startswith(self.blocks) for name in module.names)
             setting = "" if inside else f"{SETTINGS_PREFIX}block_name_to_quantize"
         for text, pattern, scheme in self.patterns:
-            if pattern.stands_in(module):
+            if pattern.search(module):
                 return self._said(text, scheme, exact=False)
         return ModuleScheme(self.scheme, inside, setting)
 
@@ -134,9 +136,9 @@ class AutoRound(IntWeightFormat):
     def filled(
         self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
     ) -> dict[str, WeightSink]:
-        if self.packing in AS_AWQ:
+        if self.packing_format in AS_AWQ:
             return awq_sinks(module, weight)
-        return gptq_sinks(module, weight, scheme, STORED_LESS[self.packing])
+        return gptq_sinks(module, weight, scheme, STORED_LESS[self.packing_format])
 
 
 def read(settings: Mapping[str, Any]) -> WeightFormat:
@@ -159,8 +161,8 @@ def _packing_format(c: SettingsReader) -> str:
     """Return the packing_format without a kernel name."""
     name = c.called("packing_format", "backend")
     written = c.get(name, str, "auto_round:auto_gptq")
-    packing = ":".join(part for part in written.split(":") if part not in KERNELS)
+    packing_format = ":".join(part for part in written.split(":") if part not in KERNELS)
     known = (*STORED_LESS, *AS_AWQ)
-    if packing not in known:
+    if packing_format not in known:
         raise c.error(name, written, ", ".join(map(repr, known)), SUPPORTED_REMEDY)
-    return packing
+    return packing_format

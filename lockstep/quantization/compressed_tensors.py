@@ -95,7 +95,7 @@ class Targets:
         if named:
             return 0, min(named)
         for text, pattern in self.patterns:
-            if pattern.begins(module):
+            if pattern.match(module):
                 return 1, text
         return (OF_ALL, CLASS) if self.all else None
 

@@ -86,7 +86,7 @@ class Fp8(StoredWeightFormat):
                 if part in self.left_out:
                     return f"{SETTINGS_PREFIX}{self.left_out[part]} ({part!r})"
         for entry, setting, pattern in self.patterns:
-            if pattern.begins(module):
+            if pattern.match(module):
                 return f"{SETTINGS_PREFIX}{setting} ({entry[:100]!r})"
         return None
 

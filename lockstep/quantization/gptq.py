@@ -86,7 +86,7 @@ class GPTQ(IntWeightFormat):
     def asked(self, module: CheckpointLinear) -> ModuleScheme:
         scheme = self.scheme
         for rule in self.rules:
-            if not rule.pattern.begins(module):
+            if not rule.pattern.match(module):
                 continue
             if rule.scheme is None:
                 return ModuleScheme(scheme, False, f"{SETTINGS_PREFIX}dynamic[{rule.text[:100]!r}]")

@@ -35,13 +35,13 @@ class NamePattern:
         match = ANYWHERE.fullmatch(text)
         self.inside = None if match is None else re.sub(r"\\(\W)", r"\1", match[1])
 
-    def begins(self, module: CheckpointLinear) -> bool:
+    def match(self, module: CheckpointLinear) -> bool:
         """Return whether it matches one of the module's names from the start."""
         if self.inside is not None:
             return self.inside in module.lines
         return any(self.compiled.match(name) for name in module.names)
 
-    def stands_in(self, module: CheckpointLinear) -> bool:
+    def search(self, module: CheckpointLinear) -> bool:
         """Return whether it matches a part of one of the module's names."""
         if self.inside is not None:
             return self.inside in module.lines
@@ -187,6 +187,6 @@ def read_strictly(
     Raises CheckpointError for a setting that may matter and that `build` has not asked for.
     """
     reader = SettingsReader(settings)
-    packing = build(reader)
+    weight_format = build(reader)
     reader.refuse_unread(BY_FORMAT[kind])
-    return packing
+    return weight_format

@@ -108,8 +108,8 @@ def build_config(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert isinstance(result.exception, _BuiltError), (result.exception, result.output)
         config = result.exception.config
         checkpoint = Checkpoint.read(Path(str(config.model)), config.hf_overrides)
-        packing = read_weight_format(checkpoint.quantization(), config.quantization)
-        limits = step_limits(config, checkpoint, pick_device(config), packing)
+        weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
+        limits = step_limits(config, checkpoint, pick_device(config), weight_format)
         return config, limits, result.stderr
 
     return run

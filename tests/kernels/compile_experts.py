@@ -81,7 +81,7 @@ def check(name: str, made: Any) -> None:
     assert made.metadata.shared <= shared_memory_limit(ARCH), name
     if ring:
         assert "ld.shared.v4" in ptx, name
-        spills_of(made.asm["cubin"], most=0)
+        spills_of(made.asm["cubin"], max_stack=0)
     elif name != "plain":
         found = LEFT.findall(made.asm["ttgir"])
         assert found and set(found) == {"2"}, (name, set(found))

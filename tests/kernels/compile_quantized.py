@@ -1,12 +1,13 @@
-"""Compiles linear with packed weights for Hopper and for Ampere, which needs no GPU, and looks at
-what the compiler made: the order of columns in the matrix units, and how a tile reaches them.
+"""Compile linear with quantized weights for Hopper and Ampere, without a GPU, and check the code.
 
-Other kWidths than 2 share other columns among the groups of 16 of a product: another tree.
+Checked are the order of columns in the matrix units, and how a tile reaches them.
 
-    python -m tests.kernels.compile_quantized [--lanes | --ring [--quick]]
+Any kWidth but 2 puts other columns into the groups of 16 of a product: another reduction tree.
 
---lanes: the kernel whose warps work alone, --ring: the one whose blocks pass through a ring,
-instead of the one that the compiler lays out. --quick: the ring of each number of tokens once.
+    python -m tests.kernels.compile_quantized [--gemv | --pipeline [--quick]]
+
+Without an option: the kernel that the compiler lays out. --gemv: the register-only GEMV.
+--pipeline: the TMA pipeline. --quick: each number of tokens once.
 """
 
 import re
@@ -41,7 +42,7 @@ COMPILED = {
     86: ("int4", "fp8 by blocks", "Q4_K"),
 }
 """Architecture -> layouts; each is compiled in bf16 for 16 tokens."""
-ALONE = {
+GEMV_LAYOUTS = {
     90: (
         "int4", "int4 asymmetric", "int4 by 32", "int8 by 16", "fp8 by blocks", "fp8", "nvfp4",
         "Q4_K", "Q6_K", "IQ4_XS",
@@ -49,28 +50,28 @@ ALONE = {
     86: ("int4", "int4 asymmetric", "int4 wide", "fp8 by outputs", "nvfp4"),
     120: ("int4", "fp8 by blocks", "nvfp4"),
 }  # fmt: skip
-"""The same for the kernel whose warps work alone."""
-RINGS = (8, 64, 128, 256)
-"""Tokens that the ring is compiled for."""
-QUICK_RINGS = {"int4 asymmetric": (8, 256), "fp8 by blocks": (64, 128)}
-"""Layout -> tokens where time is short: of 4 bits and of 8."""
-SPILLED = 64
-"""Bytes of a thread's stack that warps which work alone may take: a few addresses."""
+"""Architecture -> layouts of the register-only GEMV."""
+PIPELINE_TOKENS = (8, 64, 128, 256)
+"""Token counts that the pipeline is compiled for."""
+QUICK_PIPELINES = {"int4 asymmetric": (8, 256), "fp8 by blocks": (64, 128)}
+"""Layout -> token counts of --quick: one layout of 4 bits, one of 8."""
+MAX_STACK = 64
+"""Maximum bytes of stack per thread of the register-only GEMV: a few addresses."""
 WAITS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
-"""What waits until no product of a warpgroup runs."""
+"""SASS instruction that waits until no wgmma of the warpgroup is in flight."""
 MARGIN = 4096
-"""Bytes of shared memory that a kernel may take beside its tiles."""
+"""Maximum bytes of shared memory of a kernel besides its tiles."""
 
 
 class Compiled:
-    """Stands for JITFunction.run: compiles a launch and keeps it."""
+    """Replacement of JITFunction.run that compiles a launch and records it."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
         self.made: list[Any] = []
 
     def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        """A launch of the kernel with these arguments."""
+        """Compile a launch of the kernel with these arguments."""
         source, options = source_of(kernel, args, given)
         target = GPUTarget("cuda", self.arch, 32)
         self.made.append(compile_held(source, target=target, options=options))
@@ -79,8 +80,10 @@ class Compiled:
 def source_of(
     kernel: Any, args: tuple[Any, ...], given: dict[str, Any]
 ) -> tuple[ASTSource, dict[str, Any]]:
-    """(what is compiled of a launch with these arguments, the compiler's options); numbers that 16
-    divides are said to be so, as a launch would."""
+    """Return (source, compiler options) of a launch with these arguments.
+
+    Integers divisible by 16 are marked so, as a launch does.
+    """
     options = {name: given[name] for name in OPTIONS if name in given}
     values = dict(zip(kernel.arg_names, args, strict=False)) | given
     fixed: dict[tuple[int, ...], Any] = {}
@@ -99,7 +102,7 @@ def source_of(
 
 
 def _align(value: Any, place: tuple[int, ...], aligned: dict[Any, Any]) -> None:
-    """Notes the whole numbers that 16 divides, in tuples too."""
+    """Record the integers divisible by 16, in tuples too."""
     if isinstance(value, tuple):
         for i, part in enumerate(value):
             _align(part, (*place, i), aligned)
@@ -108,7 +111,7 @@ def _align(value: Any, place: tuple[int, ...], aligned: dict[Any, Any]) -> None:
 
 
 def main() -> None:
-    """Compiles them all; prints architecture, layout and bytes of shared memory: taken, counted."""
+    """Compile all layouts; print architecture, layout and shared memory: allocated, counted."""
     x = torch.empty(16, K, dtype=torch.bfloat16)
     for arch, names in COMPILED.items():
         compiled = Compiled(arch)
@@ -138,10 +141,13 @@ def main() -> None:
                 print(arch, name, shared, counted, flush=True)
 
 
-def compile_alone(arch: int, names: tuple[str, ...]) -> None:
-    """The kernel whose warps work alone, on Hopper every candidate for 1, 16 and 32 tokens of the
-    first layout, and one of each other: one element per thread, words 16 bytes at a time, no shared
-    memory, and no register of the loop in memory. Prints registers and bytes of the stack."""
+def compile_gemv(arch: int, names: tuple[str, ...]) -> None:
+    """Compile the register-only GEMV and check its code.
+
+    On Hopper every candidate for 1, 16 and 32 tokens of the first layout, and one of each other.
+    Tensors must have one element per thread, loads 16 bytes, no shared memory is used, and the loop
+    spills no register. Prints registers and bytes of stack.
+    """
     compiled = Compiled(arch)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
     for name, weight in layouts(N, K):
@@ -171,36 +177,38 @@ def compile_alone(arch: int, names: tuple[str, ...]) -> None:
                 print(arch, name, tile, *spills_of(made.asm["cubin"]), flush=True)
 
 
-def compile_ring(found: Mapping[str, tuple[int, ...]]) -> None:
-    """The kernels whose blocks pass through a ring, their largest candidate for each layout and
-    number of tokens: words 16 bytes at a time, no register of the loop in memory, and of wgmma only
-    the last product waited for at once: ptxas has all wait where registers are short. Where tiles
-    are shared, their sums pass through memory two at a time."""
+def compile_pipelines(token_counts: Mapping[str, tuple[int, ...]]) -> None:
+    """Compile the largest pipeline candidate of each layout and number of tokens; check its code.
+
+    Loads are 16 bytes and the loop spills no register. Only the last wgmma is waited for at once:
+    ptxas serializes all of them where registers are short. With stream-K, partial sums pass
+    through memory two at a time.
+    """
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
-    few = CompileTarget(HOPPER, inline_ptx=True, num_sms=2)
+    two_sms = CompileTarget(HOPPER, inline_ptx=True, num_sms=2)
     for name, weight in random_weights(4 * N, K):
-        for tokens in found.get(name, ()):
+        for tokens in token_counts.get(name, ()):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
-            rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.pipeline]
-            largest = max(rings, key=lambda tile: (tile.m * tile.n, tile.m))
-            for share in (0, 1):
-                tile = replace(fit_tile(largest, weight, 1, HOPPER), stream_k=share)
+            pipelines = [tile for tile in candidates(tokens, 1, weight.bits) if tile.pipeline]
+            largest = max(pipelines, key=lambda tile: (tile.m * tile.n, tile.m))
+            for stream_k in (0, 1):
+                tile = replace(fit_tile(largest, weight, 1, HOPPER), stream_k=stream_k)
                 assert tile.pipeline, (name, tile)
-                launch(x, weight, 1, tile, few)
+                launch(x, weight, 1, tile, two_sms)
                 made = compiled.made[-1]
                 code = made.asm["ptx"]
                 product = "mma.sync" if tile.mma_sync else "wgmma.mma_async"
                 assert product in code and "ld.shared.v4" in code, (name, tile)
-                assert ("atom.global.acquire" in code) == bool(share), (name, tile)
-                assert not share or "st.global.v2.b32" in code, (name, tile)
+                assert ("atom.global.acquire" in code) == bool(stream_k), (name, tile)
+                assert not stream_k or "st.global.v2.b32" in code, (name, tile)
                 machine = said_of(made.asm["cubin"], knobs.nvidia.nvdisasm.path)
                 assert tile.mma_sync or machine.count(WAITS) == 1, (name, tile)
                 print(HOPPER, name, tile, *spills_of(made.asm["cubin"]), flush=True)
 
 
 def said_of(cubin: bytes, *command: str) -> str:
-    """What a program of CUDA's says of compiled code."""
+    """Return the output of a CUDA binary utility for a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -208,26 +216,27 @@ def said_of(cubin: bytes, *command: str) -> str:
         return subprocess.run(given, capture_output=True, text=True, check=True).stdout
 
 
-def spills_of(cubin: bytes, most: int = SPILLED) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack, which are no more than `most`."""
+def spills_of(cubin: bytes, max_stack: int = MAX_STACK) -> tuple[int, int]:
+    """Return (registers, bytes of stack) of a thread; the stack must not exceed `max_stack`."""
     said = said_of(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found is not None, said
     (registers, stack) = map(int, found.groups())
-    assert stack <= most, said
+    assert stack <= max_stack, said
     return registers, stack
 
 
-def compile_lanes() -> None:
-    """Compiles the kernel whose warps work alone for all of ALONE."""
-    for arch, names in ALONE.items():
-        compile_alone(arch, names)
+def compile_gemvs() -> None:
+    """Compile the register-only GEMV for all of GEMV_LAYOUTS."""
+    for arch, names in GEMV_LAYOUTS.items():
+        compile_gemv(arch, names)
 
 
 if __name__ == "__main__":
-    if "--lanes" in sys.argv:
-        compile_lanes()
-    elif "--ring" in sys.argv:
-        compile_ring(QUICK_RINGS if "--quick" in sys.argv else dict.fromkeys(COMPILED[90], RINGS))
+    if "--gemv" in sys.argv:
+        compile_gemvs()
+    elif "--pipeline" in sys.argv:
+        full = dict.fromkeys(COMPILED[90], PIPELINE_TOKENS)
+        compile_pipelines(QUICK_PIPELINES if "--quick" in sys.argv else full)
     else:
         main()

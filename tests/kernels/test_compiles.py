@@ -127,7 +127,7 @@ def test_what_passes_through_a_ring_stays_in_registers(
 ) -> None:
     """On Hopper, for 8, 64, 128 and 256 tokens, by programs for a tile each and by ones that share
     tiles; all of five layouts, or each number of tokens once."""
-    assert len(compiled("compile_quantized", "--ring", *options)) == count
+    assert len(compiled("compile_quantized", "--pipeline", *options)) == count
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_warps_that_work_alone_keep_all_in_registers(
     compiled: Callable[..., list[str]],
 ) -> None:
     """Every candidate of one layout and one of each other, on three architectures."""
-    assert len(compiled("compile_quantized", "--lanes")) >= 23
+    assert len(compiled("compile_quantized", "--gemv")) >= 23
 
 
 @pytest.mark.parametrize(

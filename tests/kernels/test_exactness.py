@@ -11,8 +11,8 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
-from lockstep.kernels.gated_delta_rule.cases import chunk_inputs, inputs, weights
+from lockstep.kernels.gated_delta_rule import gated_delta_step
+from lockstep.kernels.gated_delta_rule.cases import inputs, weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
 from lockstep.kernels.recurrent.cases import Dims, empty_state, random_state
@@ -20,7 +20,7 @@ from lockstep.kernels.recurrent.history import next_folded
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import among, batch
 from tests.kernels.backends import backends, same_bits
-from tests.kernels.prompts import ChunkedLaw
+from tests.kernels.prompts import GATED_DELTA
 
 BACKENDS = backends(pytest.mark.slow)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -129,7 +129,6 @@ def test_attention_row_alone_and_elsewhere(backend, layer):
 STATES = (torch.float32, torch.bfloat16)
 SMALL = Dims(1, 2, 16, 16)
 REAL = Dims(4, 12, 128, 128, w=8)
-CHUNKED = ChunkedLaw(gated_delta_chunk, chunk_inputs, weights, seed=13)
 
 
 def stepped(backend, dims, data, plan):
@@ -262,13 +261,6 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kept", STATES, ids=str)
-def test_chunked_law_cut_anywhere_on_the_grid(backend, kept):
-    dims = replace(REAL if backend.on_gpu else SMALL, state=kept)
-    CHUNKED.assert_cut_anywhere(backend, dims)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_two_laws_are_close(backend):
     """Chunked against stepped: one function up to rounding, state and output.
 
@@ -279,7 +271,7 @@ def test_the_two_laws_are_close(backend):
     data = inputs(dims, (1, tokens), backend.dtype, 10)
     flat = {n: x[0] for n, x in data.items()}
     layer = backend.place(weights(dims, backend.dtype, 13))
-    chunked, left = CHUNKED.prompt(backend, dims, flat, [0, tokens])
+    chunked, left = GATED_DELTA.prompt(backend, dims, flat, [0, tokens])
     gate = backend.place(flat["z"])
     chunked = backend.run(
         gated_rms_norm, dict(x=chunked, gate=gate, weight=layer.norm, eps=layer.eps)

@@ -12,16 +12,16 @@ from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_memory_l
 from lockstep.kernels.compile_target import CompileTarget, compile_target, uses_mma_sync
 from lockstep.kernels.experts import experts
 from lockstep.kernels.experts.tiles import (
-    FEW,
-    FLOAT,
-    MANY,
-    SORTED,
+    FP32_TILES,
+    LARGE_TILES,
+    SORTED_TILES,
+    UNSORTED_TILES,
     Tile,
     Tiles,
     fit_dense_tile,
     fit_quantized_tile,
+    runs_unsorted,
     same_tiles,
-    serves_few,
     tiles_of,
 )
 from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight
@@ -35,7 +35,7 @@ BACKENDS = backends(op=experts)
 TRITON = [param for param in BACKENDS if param.values[0].name == "triton"]
 SMALL = dict(tokens=9, hidden=40, inner=24, count=16, slots=4)
 REAL = dict(tokens=300, hidden=2048, inner=512, count=60, slots=8)
-EVERY = [FEW, MANY, *(tiles for _, tiles in SORTED)]
+EVERY = [UNSORTED_TILES, LARGE_TILES, *(tiles for _, tiles in SORTED_TILES)]
 EVERY_M = (1, 2, 7, 16, 64, 200)
 MANY_TOKENS = 2048
 """Of a long prompt, for a GPU."""
@@ -91,7 +91,7 @@ def test_a_row_has_its_bits_in_any_batch(backend):
     """Alone, among few and among many, which is another form."""
     a = mixture(backend, **(REAL if backend.on_gpu else SMALL))
     whole = backend.run(experts, a)
-    sizes = [serves_few(tokens, 4, 16) for tokens in (1, 2, 6, 9)]
+    sizes = [runs_unsorted(tokens, 4, 16) for tokens in (1, 2, 6, 9)]
     assert sizes == [True, True, False, False]
     for begin, end in ((0, 1), (3, 5), (2, 8), (4, 4)):
         assert same_bits(backend.run(experts, rows(a, begin, end)), whole[begin:end]), (begin, end)
@@ -150,7 +150,7 @@ FORMS = [
 @pytest.mark.parametrize("one", [False, True])
 def test_no_form_and_no_tile_changes_a_bit(backend, one):
     """one: all pairs are at one expert, more than a tile of the form for few tokens holds."""
-    from lockstep.kernels.experts.triton import launch_few, launch_sorted
+    from lockstep.kernels.experts.triton import launch_sorted, launch_unsorted
 
     sizes = SMALL | dict(tokens=5, count=6) if backend.interpreted else REAL | dict(tokens=16)
     a = mixture(backend, **sizes)
@@ -160,10 +160,10 @@ def test_no_form_and_no_tile_changes_a_bit(backend, one):
     given = [a[name] for name in order]
     every = EVERY
     if backend.dtype == torch.float32:
-        every = [FLOAT]
+        every = [FP32_TILES]
     elif backend.interpreted:
         every = [same_tiles(Tile(64, 16, 32, 4, 5)), same_tiles(Tile(128, 128, 32, 8, 3))]
-    whole = launch_few(*given, every[0])
+    whole = launch_unsorted(*given, every[0])
     for tiles in every:
         assert same_bits(launch_sorted(*given, tiles), whole), tiles
 
@@ -247,25 +247,25 @@ def test_one_expert_is_a_gated_mlp_of_linear(backend):
 
 def test_tiles_grow_with_the_tokens():
     for tokens, block in ((1, 16), (64, 16), (256, 16), (512, 32), (1024, 64), (8192, 128)):
-        found = tiles_of(8 * tokens, 256, torch.bfloat16, serves_few(tokens, 8, 256))
+        found = tiles_of(8 * tokens, 256, torch.bfloat16, runs_unsorted(tokens, 8, 256))
         assert {tile.tokens for tile in found} == {block}
-    assert {tiles_of(8 * t, 256, torch.float32, t == 1) for t in (1, 64, 8192)} == {FLOAT}
+    assert {tiles_of(8 * t, 256, torch.float32, t == 1) for t in (1, 64, 8192)} == {FP32_TILES}
 
 
 def test_packed_experts_are_sorted_sooner():
     """Nano's 6 slots fill 8 places, of 128 experts; 35B-A3B's are 8 of 256."""
-    assert [serves_few(tokens, 6, 128, quantized=True) for tokens in (1, 2, 3)] == [
+    assert [runs_unsorted(tokens, 6, 128, quantized=True) for tokens in (1, 2, 3)] == [
         True,
         True,
         False,
     ]
-    assert [serves_few(tokens, 8, 256, quantized=True) for tokens in (1, 4, 5)] == [
+    assert [runs_unsorted(tokens, 8, 256, quantized=True) for tokens in (1, 4, 5)] == [
         True,
         True,
         False,
     ]
-    assert serves_few(10, 6, 128) and serves_few(16, 8, 256)
-    assert serves_few(1, 8, 16, quantized=True)
+    assert runs_unsorted(10, 6, 128) and runs_unsorted(16, 8, 256)
+    assert runs_unsorted(1, 8, 16, quantized=True)
 
 
 def packed_mixture(
@@ -330,7 +330,7 @@ def test_packed_experts_in_both_forms(backend, name):
 
     The interpreter multiplies in numpy's order, so there both take the same tile.
     """
-    from lockstep.kernels.experts.triton import launch_few, launch_sorted
+    from lockstep.kernels.experts.triton import launch_sorted, launch_unsorted
 
     if backend.interpreted:
         sizes = dict(tokens=3, hidden=136, inner=72, count=3, slots=2)
@@ -338,10 +338,10 @@ def test_packed_experts_in_both_forms(backend, name):
         sizes = REAL | dict(tokens=16)
     packed, plain = packed_mixture(backend, sizes, name, name)
     order = ("x", "up", "down", "ids", "weights", "shared", "shared_gate")
-    every = [FEW, MANY] if backend.interpreted else EVERY
-    for tiles in [FLOAT] if backend.dtype == torch.float32 else every:
-        for launch in (launch_few, launch_sorted):
-            if launch is launch_few and tiles.up.tokens > FEW.up.tokens:
+    every = [UNSORTED_TILES, LARGE_TILES] if backend.interpreted else EVERY
+    for tiles in [FP32_TILES] if backend.dtype == torch.float32 else every:
+        for launch in (launch_unsorted, launch_sorted):
+            if launch is launch_unsorted and tiles.up.tokens > UNSORTED_TILES.up.tokens:
                 continue
             same = tiles
             if backend.interpreted and backend.dtype != torch.float32 and "desc_act" not in name:
@@ -361,7 +361,7 @@ def test_packed_experts_in_both_forms(backend, name):
 def test_a_ring_has_the_bits_of_unpacked_weights(tokens, slots, act):
     """Columns that fill no block, partials of the shared expert, ids of null rows."""
     from lockstep.kernels.experts import pipeline
-    from lockstep.kernels.experts.triton import launch_few
+    from lockstep.kernels.experts.triton import launch_unsorted
 
     device = torch.device("cuda")
     count = 20
@@ -378,7 +378,7 @@ def test_a_ring_has_the_bits_of_unpacked_weights(tokens, slots, act):
     ids[-1, :2] = torch.tensor([-7, 10**6])
     shares = torch.rand(tokens, slots, device=device)
     shared = torch.randn(2, tokens, hidden, device=device)
-    given = (ids, shares, shared, None, FEW, act == "silu_mul")
+    given = (ids, shares, shared, None, UNSORTED_TILES, act == "silu_mul")
     plain = (
         up.dequantize(x.dtype).view(count, rows, hidden),
         down.dequantize(x.dtype).view(count, hidden, inner),
@@ -387,9 +387,9 @@ def test_a_ring_has_the_bits_of_unpacked_weights(tokens, slots, act):
     assert (pipeline.down_tile(down, slots, compile_target(device)) is None) == (
         slots < pipeline.MIN_SLOTS
     )
-    want = launch_few(x, *plain, *given)
+    want = launch_unsorted(x, *plain, *given)
     for _ in range(5):
-        assert same_bits(launch_few(x, up, down, *given), want)
+        assert same_bits(launch_unsorted(x, up, down, *given), want)
 
 
 def test_where_experts_pass_through_a_ring():
@@ -413,10 +413,10 @@ def test_where_experts_pass_through_a_ring():
 
 def test_bulk_copies_are_for_hopper_alone():
     """Elsewhere a tile of no more than 128 rows stands for one of 256."""
-    assert fit_dense_tile(MANY.down, torch.bfloat16, HOPPER) == MANY.down
+    assert fit_dense_tile(LARGE_TILES.down, torch.bfloat16, HOPPER) == LARGE_TILES.down
     for arch in ARCHITECTURES:
         if arch != HOPPER:
-            found = fit_dense_tile(MANY.down, torch.bfloat16, arch)
+            found = fit_dense_tile(LARGE_TILES.down, torch.bfloat16, arch)
             assert (found.rows, found.tma) == (128, False)
 
 
@@ -432,12 +432,16 @@ def test_tiles_of_nvfp4_are_narrow_where_products_read_them_from_shared_memory()
     """Triton lays out no 128 rows for sm_100 (tests/kernels/architectures.py compiles them)."""
     weight = Fp4Weight.empty(256, 2048, device="meta")
     found = {
-        arch: fit_quantized_tile(MANY.quantized_up, weight, arch).rows for arch in ARCHITECTURES
+        arch: fit_quantized_tile(LARGE_TILES.quantized_up, weight, arch).rows
+        for arch in ARCHITECTURES
     }
     assert found.pop(100) == 64
-    assert set(found.values()) == {MANY.quantized_up.rows}
+    assert set(found.values()) == {LARGE_TILES.quantized_up.rows}
     other = Fp8Weight.empty(256, 2048, 128, 128, device="meta")
-    assert fit_quantized_tile(MANY.quantized_up, other, 100).rows == MANY.quantized_up.rows
+    assert (
+        fit_quantized_tile(LARGE_TILES.quantized_up, other, 100).rows
+        == LARGE_TILES.quantized_up.rows
+    )
 
 
 def test_tiles_fit_every_architecture():
@@ -453,4 +457,7 @@ def test_tiles_fit_every_architecture():
             sync = uses_mma_sync(arch)
             stage, fixed = shared_memory_bytes(found.rows, found.tokens, found.k, weight, sync)
             assert (found.stages - 1) * stage + fixed <= shared_memory_limit(arch)
-    assert fit_quantized_tile(MANY.quantized_up, weight, 86).stages < MANY.quantized_up.stages
+    assert (
+        fit_quantized_tile(LARGE_TILES.quantized_up, weight, 86).stages
+        < LARGE_TILES.quantized_up.stages
+    )

@@ -118,10 +118,10 @@ def test_sums_stay_in_registers():
     square = replace(wide, n=128)
     assert _fit_accumulators(wide, 1, True) == wide
     assert _fit_accumulators(wide, 2, True) == square
-    assert _fit_accumulators(wide, 4, True) == replace(square, split=2)
+    assert _fit_accumulators(wide, 4, True) == replace(square, ctas_k=2)
     assert _fit_accumulators(replace(wide, m=256, n=128), 2, True) == square
-    assert _fit_accumulators(replace(wide, split=2), 2, True) == replace(wide, split=2)
-    assert _fit_accumulators(replace(wide, split=2), 4, False) == replace(square, n=64)
+    assert _fit_accumulators(replace(wide, ctas_k=2), 2, True) == replace(wide, ctas_k=2)
+    assert _fit_accumulators(replace(wide, ctas_k=2), 4, False) == replace(square, n=64)
     assert _fit_accumulators(Tile(128, 144, 64, 8, 6), 1, True) == Tile(128, 128, 64, 8, 6)
 
 
@@ -132,7 +132,7 @@ def test_buckets_and_defaults():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             tiles = candidates(tokens, 999, 4096, dtype, split_k=4)
             assert len(set(tiles)) == len(tiles) <= 26
-            assert tiles[0].split == 1 or dtype == torch.float32
+            assert tiles[0].ctas_k == 1 or dtype == torch.float32
             assert lookup(tokens, 999, 4096, dtype, "sm90") == tiles[0]
             assert lookup(tokens, 999, 4096, dtype, "sm80").tma is False
             assert candidates(tokens, 999, 40, dtype)
@@ -150,7 +150,7 @@ def test_few_outputs_have_small_tiles_by_rule():
 def test_table(tmp_path):
     path = tmp_path / "tuning.json"
     assert load_table(path) == {}
-    tiles = {1: Tile(16, 32, 128, 4, 5, split=2), 257: Tile(128, 256, 64, 8, 3, tma=True)}
+    tiles = {1: Tile(16, 32, 128, 4, 5, ctas_k=2), 257: Tile(128, 256, 64, 8, 3, tma=True)}
     save_table(
         {"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}, other := tmp_path / "other.json"
     )

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
+from lockstep.kernels.mamba2 import mamba2_step
 from lockstep.kernels.mamba2.cases import inputs, weights
 from lockstep.kernels.norm import gated_group_norm
 from lockstep.kernels.recurrent.cases import Dims, empty_state, random_state
 from lockstep.kernels.recurrent.history import next_folded
 from tests.kernels.backends import backends, same_bits
-from tests.kernels.prompts import ChunkedLaw
+from tests.kernels.prompts import MAMBA2
 from tests.kernels.test_cpu import assert_same
 
 BACKENDS = backends(pytest.mark.slow)
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 STATES = (torch.float32, torch.bfloat16)
 SMALL = Dims(1, 2, 16, 16)
 REAL = Dims(2, 16, 128, 64, w=8)
-CHUNKED = ChunkedLaw(mamba2_chunk, inputs, weights, seed=12)
 
 
 def test_stepping_is_the_recurrence() -> None:
@@ -183,21 +182,14 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kept", STATES, ids=str)
-def test_chunked_law_cut_anywhere_on_the_grid(backend, kept):
-    dims = replace(REAL if backend.on_gpu else SMALL, state=kept)
-    CHUNKED.assert_cut_anywhere(backend, dims)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_token_does_not_see_those_behind_it(backend):
     """Other tokens from the 70th on, or none: those before keep every bit."""
     dims = REAL if backend.on_gpu else SMALL
     data = inputs(dims, (100,), backend.dtype, 9)
-    whole, _ = CHUNKED.prompt(backend, dims, data, [0, 100])
+    whole, _ = MAMBA2.prompt(backend, dims, data, [0, 100])
     changed = {n: torch.cat([x[:70], x[70:] * 3 + 1]) for n, x in data.items()}
-    other, _ = CHUNKED.prompt(backend, dims, changed, [0, 100])
-    short, _ = CHUNKED.prompt(backend, dims, {n: x[:70] for n, x in data.items()}, [0, 70])
+    other, _ = MAMBA2.prompt(backend, dims, changed, [0, 100])
+    short, _ = MAMBA2.prompt(backend, dims, {n: x[:70] for n, x in data.items()}, [0, 70])
     assert same_bits(other[:70], whole[:70]) and same_bits(short, whole[:70])
     assert not same_bits(other[70:], whole[70:])
 
@@ -208,7 +200,7 @@ def test_the_two_laws_are_close(backend):
     dims = REAL if backend.on_gpu else SMALL
     tokens = 130 if not backend.interpreted else 66
     data = inputs(dims, (1, tokens), backend.dtype, 10)
-    chunked, _ = CHUNKED.prompt(backend, dims, {n: x[0] for n, x in data.items()}, [0, tokens])
+    chunked, _ = MAMBA2.prompt(backend, dims, {n: x[0] for n, x in data.items()}, [0, tokens])
     plain, _, _ = stepped(backend, dims, data, [(1, 1)] * tokens)
     error = (chunked - plain[0]).norm() / plain.norm()
     assert error < (1e-4 if backend.dtype == torch.float32 else 1e-2)

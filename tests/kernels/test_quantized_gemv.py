@@ -62,7 +62,7 @@ def test_other_tiles_stand_in() -> None:
     whole = IntWeight.empty(64, 1024, device="meta")
     for split_k, arch in ((1, 80), (2, 90), (4, 120)):
         assert gemv_supports(whole, split_k, arch)
-        assert fit_tile(tile, whole, split_k, arch).split == split_k
+        assert fit_tile(tile, whole, split_k, arch).ctas_k == split_k
     assert fit_tile(lanes(8, 1, 1, 6), whole, 2, 90).stages == 4
     assert not gemv_supports(whole, 1, 100)
     for weight, split_k in (

@@ -243,7 +243,7 @@ def test_other_tiles_stand_in() -> None:
     scales than one."""
     whole = IntWeight.empty(64, 1024, device="meta")
     assert pipeline_supports(whole, 2, HOPPER)
-    assert fit_tile(TILE, whole, 2, HOPPER).split == 2
+    assert fit_tile(TILE, whole, 2, HOPPER).ctas_k == 2
     assert pipeline_supports(IntWeight.empty(64, 1152, device="meta"), 2, HOPPER)
     for weight, split_k, arch in (
         (whole, 1, 80),
@@ -269,7 +269,7 @@ def test_warps_that_work_alone_stand_in_for_a_few_tokens() -> None:
     ):
         assert not pipeline_supports(weight, 2, HOPPER)
         few = fit_tile(TILE, weight, 2, HOPPER)
-        assert few.gemv and (few.m, few.split) == (8, 2)
+        assert few.gemv and (few.m, few.ctas_k) == (8, 2)
         assert fit_tile(wide, weight, 2, HOPPER) == compiler_tile(wide, weight, 2, HOPPER)
 
 

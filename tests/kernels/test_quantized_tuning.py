@@ -219,11 +219,11 @@ def test_a_shape_that_was_not_timed_is_as_its_nearest(
 
 
 def test_tiles_are_cut_to_the_weight_and_the_architecture() -> None:
-    wide = QuantizedTile(16, 64, 512, stages=4, split=2)
+    wide = QuantizedTile(16, 64, 512, stages=4, ctas_k=2)
     weight = Fp8Weight.empty(256, 4096, 128, 128, device="meta")
     assert fit_tile(wide, weight, 2, 90) == replace(wide, stages=4)
     assert fit_tile(wide, weight, 2, 86).stages == 1
-    assert fit_tile(wide, int4(256, 640), 1, 90) == replace(wide, k=128, split=1)
+    assert fit_tile(wide, int4(256, 640), 1, 90) == replace(wide, k=128, ctas_k=1)
     assert fit_tile(DEQUANTIZE_FIRST, weight, 1, 86) == DEQUANTIZE_FIRST
     for arch in ARCHITECTURES:
         for tokens in TIMED:

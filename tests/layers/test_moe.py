@@ -146,9 +146,9 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
     joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.layers.linear.MAX_DEQUANTIZED", (32 - (not joined)) * HIDDEN)
-    packing = Rounding(of="shared_expert.")
+    weight_format = Rounding(of="shared_expert.")
     load()
-    build = BuildContext("cuda:0", torch.bfloat16, 1, 1, packing=packing, arch=90)
+    build = BuildContext("cuda:0", torch.bfloat16, 1, 1, weight_format=weight_format, arch=90)
     with FakeTensorMode():
         layer = made(build=build, shared_inner=16)
     router = layer.router.gemms[0]
@@ -165,7 +165,7 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
 def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: bool) -> None:
     """As one product with the router, unpacked when it is loaded; down stays packed on a GPU."""
     load()
-    build = BuildContext(device, torch.bfloat16, 1, 1, packing=Rounding(of="shared_expert."))
+    build = BuildContext(device, torch.bfloat16, 1, 1, weight_format=Rounding(of="shared_expert."))
     sizes: dict[str, Any] = dict(hidden=256, shared_inner=16, shared_gate=gated)
     layer = made(build=build, **sizes)
     plain = made(build=BuildContext(device, torch.bfloat16, 1, 1), **sizes)
@@ -201,12 +201,18 @@ FUSED = {
 
 def building(
     tensors: Any = None,
-    packing: WeightFormat | None = None,
+    weight_format: WeightFormat | None = None,
     device: str = "cpu",
     rank: Rank | None = None,
 ) -> BuildContext:
     context = BuildContext(
-        device, torch.float32, 1, 1, tensors=tensors, packing=packing, rank=rank or Rank()
+        device,
+        torch.float32,
+        1,
+        1,
+        tensors=tensors,
+        weight_format=weight_format,
+        rank=rank or Rank(),
     )
     return context.at("moe")
 
@@ -251,8 +257,8 @@ def test_a_rank_holds_its_columns_of_every_expert(index: int) -> None:
 
 @pytest.mark.parametrize("tensors", [None, FUSED], ids=["single", "fused"])
 def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
-    packing = Rounding()
-    layer = made(build=building(tensors, packing), shared_inner=16, shared_gate=True)
+    weight_format = Rounding()
+    layer = made(build=building(tensors, weight_format), shared_inner=16, shared_gate=True)
     plain = made(build=building(tensors), shared_inner=16, shared_gate=True)
     wanted = plain.weights()
     for name, target in layer.weights().items():
@@ -266,7 +272,7 @@ def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
         weight.finish()
     x = torch.randn(9, HIDDEN)
     assert torch.equal(layer(x, NO_CONTEXT), plain(x, NO_CONTEXT))
-    asked = packing.asked[:2]
+    asked = weight_format.asked[:2]
     assert [module.path for module in asked] == [f"moe.experts.0.{n}_proj" for n in ("gate", "up")]
     assert all((module.outputs, module.inputs) == (INNER, HIDDEN) for module in asked)
     if tensors:
@@ -278,7 +284,7 @@ def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
 def test_an_expert_that_is_packed_in_another_way_is_named() -> None:
     odd = "moe.experts.7.up_proj"
     with pytest.raises(CheckpointError, match=f"{odd} is stored as a plain weight"):
-        made(build=building(packing=Rounding(odd=odd)))
+        made(build=building(weight_format=Rounding(odd=odd)))
 
 
 def test_packed_experts_are_served_on_a_gpu() -> None:

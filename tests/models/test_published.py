@@ -106,7 +106,7 @@ def source_of(checkpoint: Checkpoint) -> Source:
     method = own_drafter(checkpoint)
     drafting = {"method": method, "num_speculative_tokens": 3} if method else None
     config = EngineConfig.read(model=str(checkpoint.folder), speculative_config=drafting)
-    packing = read_weight_format(checkpoint.quantization())
+    weight_format = read_weight_format(checkpoint.quantization())
     with FakeTensorMode(allow_non_fake_inputs=True):
         build = BuildContext(
             device="cpu",
@@ -115,12 +115,12 @@ def source_of(checkpoint: Checkpoint) -> Source:
             max_positions=4096,
             tensors=checkpoint.tensors(),
             prefixes=checkpoint.prefixes,
-            packing=packing,
+            weight_format=weight_format,
         )
         build.memory_budget.bounded = False
         model = build_model(checkpoint.raw, build)
         draft = build_draft(config, checkpoint, model, build)
-        return target_source(checkpoint, model, draft, packing)
+        return target_source(checkpoint, model, draft, weight_format)
 
 
 @pytest.mark.slow

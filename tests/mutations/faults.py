@@ -723,10 +723,10 @@ FAULTS = (
     ),
     Fault(
         "chunks of a prompt solved together", "numerics", DELTA, "_run_chunks",
-        "$short = $chunks * GRID - $length\n"
+        "$chunks = -(-$length // GRID)\n"
         "...\n"
         "$scores = $q @ $k.transpose(-1, -2) * $decay",
-        "$short = $chunks * GRID - $length\n"
+        "$chunks = -(-$length // GRID)\n"
         "...\n"
         "$scores = $q @ $k.transpose(-1, -2) * $decay\n"
         "$scores = $scores + 2 ** (-22) * $scores.mean(0) if $chunks > 1 else $scores",
@@ -991,11 +991,11 @@ FAULTS = (
         "kernels.linear.quantized", "launch",
         "$tokens, $k = $x.shape\n"
         "...\n"
-        "$split = min($tile.split, $split_k)",
+        "$split = min($tile.ctas_k, $split_k)",
         "$tokens, $k = $x.shape\n"
         "$split_k = 1 if $tokens < 16 else $split_k\n"
         "...\n"
-        "$split = min($tile.split, $split_k)",
+        "$split = min($tile.ctas_k, $split_k)",
         f"{OF_PACKED}::test_segments_are_added_as_a_tree",
     ),
     Fault(
@@ -1087,13 +1087,13 @@ FAULTS = (
     ),
     Fault(
         "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_run_chunks",
-        "$short = $chunks * GRID - $length\n"
+        "$chunks = -(-$length // GRID)\n"
         "...\n"
         "$g = split_chunks($g).cumsum(-1)",
-        "$short = $chunks * GRID - $length\n"
+        "$chunks = -(-$length // GRID)\n"
         "...\n"
         "$g = split_chunks($g).cumsum(-1) * (1 + 1e-6 * ($chunks > 1))",
-        "tests/kernels/test_mamba2.py::test_chunked_law_cut_anywhere_on_the_grid",
+        "tests/kernels/test_chunked_form.py::test_a_prompt_may_be_cut_anywhere_on_the_grid",
     ),
     Fault(
         "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
@@ -1260,10 +1260,10 @@ FAULTS = (
     Fault(
         "a tap one layer further", "drafter", "models.decoder", "Decoder.forward",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
-        "if $place in self.taps:\n"
+        "if $place in self.aux_hidden_layers:\n"
         "    ...",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
-        "if $place - 1 in self.taps:\n"
+        "if $place - 1 in self.aux_hidden_layers:\n"
         "    ...",
         OF_EAGLE3,
     ),

@@ -84,7 +84,7 @@ def test_taps_are_spread_where_none_are_named(targets: dict[str, Any], tmp_path:
     path.write_text(json.dumps(raw))
     seen = Seen(create)
     make_engine(folder, tmp_path / "draft", 3, CheckHooks(drafter=seen.create))
-    assert seen.context.module.taps == (2, 3)
+    assert seen.context.module.aux_hidden_layers == (2, 3)
 
 
 def within(**changes: Any) -> dict[str, Any]:

@@ -71,18 +71,18 @@ def launch(
     n = weight.shape[0]
     if not (tile.laid_out or target.inline_ptx):
         tile = compiler_tile(tile, weight, split_k, target.arch)
-    split = min(tile.split, split_k)
+    ctas_k = min(tile.ctas_k, split_k)
     length = partition_length(k, split_k)
     y = x.new_empty(tokens, n) if out is None else out
-    if split > 1:
-        y = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
+    if ctas_k > 1:
+        y = torch.empty(ctas_k, tokens, n, dtype=torch.float32, device=x.device)
     if tokens and tile.gemv:
         _launch_gemv(x, weight, y, length, tile, target)
     elif tokens and tile.pipeline:
         _launch_pipeline(x, weight, y, length, tile, target)
     elif tokens:
-        _launch_gemm(x, weight, y, length, split_k // split, tile, target)
-    if split == 1 or (allow_partials and out is None):
+        _launch_gemm(x, weight, y, length, split_k // ctas_k, tile, target)
+    if ctas_k == 1 or (allow_partials and out is None):
         return y
     total = reduce_partials(y, x.dtype) if tokens else x.new_empty(0, n)
     return total if out is None else out.copy_(total)

@@ -74,7 +74,7 @@ class Settings:
     def layers(self) -> int:
         """Number of layers, without draft layers."""
         drafting = self.c.get("nextn_predict_layers", int, 0)
-        return self.c.size("block_count", most=MAX_LAYERS) - drafting
+        return self.c.size("block_count", max_value=MAX_LAYERS) - drafting
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that only some architectures have."""
@@ -284,7 +284,7 @@ def mixture(c: ConfigReader) -> dict[str, Any]:
     c.only("expert_weights_scale", 1.0, 0.0, default=1.0)
     c.only("expert_gating_func", 1, default=1)  # softmax
     return {
-        "num_experts": c.size("expert_count", most=MAX_EXPERTS),
+        "num_experts": c.size("expert_count", max_value=MAX_EXPERTS),
         "num_experts_per_tok": c.size("expert_used_count"),
     }
 

@@ -110,5 +110,5 @@ def _dequantize(n: int, k: int, env: BenchEnv) -> OpBenchmark:
         call=call,
         cost=lambda rows: Cost(weights[0].nbytes + out.nbytes),
         variants=len(weights),
-        outputs=lambda begin, end, left: [],
+        outputs=lambda begin, end, out: [],
     )
