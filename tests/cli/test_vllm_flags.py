@@ -350,7 +350,7 @@ def test_null_in_an_object_is_kept() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n- b\n", "holds no mapping"),
+        ("- a\n- b\n", "has no mapping"),
         ("a: [", "cannot be read"),
         ("--port: 1", "flags without dashes"),
         ("config: other.yaml", "'config' is not allowed"),
