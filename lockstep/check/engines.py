@@ -55,7 +55,7 @@ class Completion:
         """Return the output. digests: digests of the logits of its tokens."""
         done = self.text.output
         request = self.request
-        has_prompt_bits = request.params.prompt_logprobs is not None and bool(done.token_ids)
+        has_prompt_logprobs = request.params.prompt_logprobs is not None and bool(done.token_ids)
         return Answer(
             tuple(done.token_ids),
             exact_logprobs(done.logprobs),
@@ -63,7 +63,7 @@ class Completion:
             tuple(digests[: len(done.token_ids)]),
             (done.finish_reason, done.stop_reason),
             done.text,
-            exact_logprobs(request.prompt_logprobs) if has_prompt_bits else (),
+            exact_logprobs(request.prompt_logprobs) if has_prompt_logprobs else (),
         )
 
 

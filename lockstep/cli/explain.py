@@ -37,7 +37,7 @@ def explain(
     """
     total = _total(arch, gpu_memory_bytes)
     if arch is not None:
-        _show_absent(settings, arch, total, json)
+        _show_planned(settings, arch, total, json)
         return
     explanation = load(settings, quiet=json).engine.explain()
     if json:
@@ -79,7 +79,7 @@ def _total(arch: str | None, text: str | None) -> int | None:
     return int(total)
 
 
-def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: bool) -> None:
+def _show_planned(settings: dict[str, Any], arch: str, total: int | None, json: bool) -> None:
     """Print the plan of an engine on a GPU that this machine does not have."""
     from lockstep.config import EngineConfig
     from lockstep.engine_args import resolve_auto_drafter

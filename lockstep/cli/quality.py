@@ -101,8 +101,8 @@ def requested_pairs(settings: dict[str, Any]) -> "list[CacheDtypes]":
 
 def _canonical(pair: "CacheDtypes") -> "CacheDtypes":
     """Replace the state dtype float32 by "auto", which means the same."""
-    usual = pair.mamba_ssm_cache_dtype == "float32"
-    return replace(pair, mamba_ssm_cache_dtype="auto") if usual else pair
+    is_default = pair.mamba_ssm_cache_dtype == "float32"
+    return replace(pair, mamba_ssm_cache_dtype="auto") if is_default else pair
 
 
 def _run(

@@ -100,7 +100,10 @@ def test_file_is_read_up_to_the_needed_bytes(tmp_path: Path) -> None:
         (("--text", "TEXT", "--plot", "a.png"), "ends in .svg"),
         (("--text", "TEXT", "--kv-cache-dtype", "fp9"), "kv_cache_dtype='fp9'"),
         (("--text", "TEXT", "--mamba-ssm-cache-dtype", "int8"), "mamba_ssm_cache_dtype='int8'"),
-        (("--text", "TEXT", "--kv-cache-dtype", "auto"), "needs a cache dtype other than the model's"),
+        (
+            ("--text", "TEXT", "--kv-cache-dtype", "auto"),
+            "needs a cache dtype other than the model's",
+        ),
         (("--text", "TEXT", "--skip-tokenizer-init"), "needs a tokenizer"),
         (("--text", "EMPTY"), "allowed: 2 or more"),
     ],

@@ -54,7 +54,7 @@ class Answer:
                 return index, "the bits of the logits differ"
         if self.prompt_logprobs and self.prompt_logprobs != other.prompt_logprobs:
             return 0, _prompt_difference(self.prompt_logprobs, other.prompt_logprobs)
-        return self._differs_in_the_end(other, aborted)
+        return self._ending_difference(other, aborted)
 
     def first_logits_difference(self, other: "Answer") -> Mismatch | None:
         """Return the first position whose logits or tokens differ, and the difference, or None."""
@@ -65,7 +65,7 @@ class Answer:
                 return index, "the logits are equal, the token differs"
         return None
 
-    def _differs_in_the_end(self, other: "Answer", aborted: bool) -> Mismatch | None:
+    def _ending_difference(self, other: "Answer", aborted: bool) -> Mismatch | None:
         """Compare lengths, endings and texts of two outputs whose common tokens are equal."""
         count = len(self.tokens)
         expected_count = len(other.tokens)

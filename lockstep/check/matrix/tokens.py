@@ -18,7 +18,7 @@ from lockstep.check.scenarios.examiner import Effort
 from lockstep.check.shard import Shard
 from lockstep.scheduling.schedule import RowSpec
 
-PHASE_AXES = {PREFIX_HIT: CACHED, PREEMPTED: PREEMPTIONS}
+REQUIRED_EVENT_OF_PHASE = {PREFIX_HIT: CACHED, PREEMPTED: PREEMPTIONS}
 """Counter that must not be zero in a phase."""
 
 
@@ -121,7 +121,9 @@ def _run_batches(
 
 def _missing_events(setup: Setup, events: Counter[str]) -> list[str]:
     """Return the required events that did not occur."""
-    required = [PHASE_AXES[setup.phase]] if setup.phase in PHASE_AXES else []
+    required = (
+        [REQUIRED_EVENT_OF_PHASE[setup.phase]] if setup.phase in REQUIRED_EVENT_OF_PHASE else []
+    )
     if setup.k:
         required.append(DRAFTED)
     return [name for name in required if not events[name]]

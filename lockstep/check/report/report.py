@@ -84,9 +84,9 @@ class Report:
         """Add a failure; the defaults describe one that concerns all requests."""
         self.failures.append(Failure(setup, batch, request, sampling, position, what))
 
-    def count(self, seen: Counter[str]) -> None:
+    def count(self, events: Counter[str]) -> None:
         """Add event counters."""
-        self.exercised = dict(Counter(self.exercised) + seen)
+        self.exercised = dict(Counter(self.exercised) + events)
 
     @property
     def cases(self) -> int:
@@ -108,11 +108,13 @@ class Report:
         """Return how much of an interrupted check was run."""
         scenarios = sum(t.setup.phase == SCENARIO for t in self.tallies)
         cases = sum(t.cases for t in self.tallies if t.setup.phase in PHASES)
-        due = {
+        totals = {
             "scenarios": (scenarios, self.num_scenarios),
             "matrix cases": (cases, self.num_matrix_cases),
         }
-        parts = [f"{done:,} of {of:,} {name}" for name, (done, of) in due.items() if of is not None]
+        parts = [
+            f"{done:,} of {of:,} {name}" for name, (done, of) in totals.items() if of is not None
+        ]
         return f"Stopped early: {' and '.join(parts)} were run." if parts else "Stopped early."
 
     @property

@@ -16,7 +16,11 @@ from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.setups import SCENARIO, Setup
 from lockstep.check.report.progress import Progress
 from lockstep.check.report.report import Failure, Report, Tally
-from lockstep.check.scenarios.generator import EARLY, SCENARIOS_PER_KIND, ScenarioGenerator
+from lockstep.check.scenarios.generator import (
+    NUM_EARLY_SCENARIOS,
+    SCENARIOS_PER_KIND,
+    ScenarioGenerator,
+)
 from lockstep.check.scenarios.runner import ScenarioRunner
 from lockstep.check.scenarios.scenario import Kind, Scenario, write_scenario
 from lockstep.check.scenarios.shrink import minimise
@@ -48,7 +52,7 @@ class Difference:
 
 
 @dataclass
-class Examined:
+class Examination:
     """Result of comparing one scenario: difference, number of outputs and event counters."""
 
     difference: Difference | None
@@ -72,11 +76,11 @@ class Examiner:
             self._runner = ScenarioRunner(self.build(kind), kind)
         return self._runner
 
-    def examine(self, scenario: Scenario) -> Examined:
+    def examine(self, scenario: Scenario) -> Examination:
         """Run a scenario and compare its outputs. An exception counts as a difference."""
         plain_difference = self._wrong_plain(scenario)
         if plain_difference is not None:
-            return Examined(plain_difference, 1, Counter())
+            return Examination(plain_difference, 1, Counter())
         try:
             played = self.runner(scenario.kind).play(scenario, self.plain)
         except Exception as error:  # an engine that breaks has not given the plain answer
@@ -84,7 +88,7 @@ class Examiner:
             self._runner = None
             what = f"raised {type(error).__name__}: {error}"
             refused = isinstance(error, LockstepError)
-            return Examined(Difference(None, 0, None, what, refused=refused), 1, Counter())
+            return Examination(Difference(None, 0, None, what, refused=refused), 1, Counter())
         count = sum(len(outputs) for outputs in played.answers)
         for index, (outputs, request) in enumerate(
             zip(played.answers, scenario.requests, strict=True)
@@ -95,8 +99,8 @@ class Examiner:
                 mismatch = answer.first_difference(expected[completion], aborted)
                 if mismatch is not None:
                     difference = Difference(index, completion, *mismatch)
-                    return Examined(difference, count, played.events)
-        return Examined(None, count, played.events)
+                    return Examination(difference, count, played.events)
+        return Examination(None, count, played.events)
 
     def differs(self, scenario: Scenario) -> bool:
         """Return whether the scenario differs. One that Lockstep refuses does not."""
@@ -188,7 +192,7 @@ def run_scenarios(
             _add_difference(report, scenario, result.difference, examiner, effort, name, file)
         if failed and effort.fail_fast:
             return
-    if sum(tally.setup.phase == SCENARIO for tally in report.tallies) >= EARLY:
+    if sum(tally.setup.phase == SCENARIO for tally in report.tallies) >= NUM_EARLY_SCENARIOS:
         _check_exercised(report, required)
 
 

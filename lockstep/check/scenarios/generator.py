@@ -31,9 +31,9 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import check_ids
 from lockstep.step import PAGE_SIZE
 
-EARLY = 8
+NUM_EARLY_SCENARIOS = 8
 """Number of first scenarios with two new requests each, so that all aims occur early."""
-MAX_OLD_REQUESTS = 4
+MAX_REPEATED_REQUESTS = 4
 """Maximum repeated requests of a scenario."""
 MAX_REUSE_DISTANCE = 40
 """Maximum distance, in request numbers, between a repeated request and the new one."""
@@ -151,11 +151,17 @@ class ScenarioGenerator:
         """
         # The text that seeds a generator is part of the meaning of --seed: it never changes.
         rng = random.Random(f"world {self.seed} {index}")
-        numbers = [2 * index, 2 * index + 1] if index < EARLY else [EARLY + index]
+        numbers = (
+            [2 * index, 2 * index + 1]
+            if index < NUM_EARLY_SCENARIOS
+            else [NUM_EARLY_SCENARIOS + index]
+        )
         reusable = list(range(max(0, numbers[0] - MAX_REUSE_DISTANCE), numbers[0]))
         crowded = index % SCENARIOS_PER_KIND > 0
         num_repeated = (
-            rng.randrange(2, MAX_OLD_REQUESTS + 1) if crowded else rng.randrange(MAX_OLD_REQUESTS)
+            rng.randrange(2, MAX_REPEATED_REQUESTS + 1)
+            if crowded
+            else rng.randrange(MAX_REPEATED_REQUESTS)
         )
         numbers += rng.sample(reusable, min(len(reusable), num_repeated))
         rng.shuffle(numbers)
@@ -228,7 +234,7 @@ class ScenarioGenerator:
     def _long_prompt_request(self, index: int) -> ScenarioRequest:
         """Return a request whose prompt has three KV splits, of the newest family."""
         rng = random.Random(f"long {self.seed} {index}")
-        texts = self._family((EARLY + index) // 10)
+        texts = self._family((NUM_EARLY_SCENARIOS + index) // 10)
         prompt = (*texts.trunk, *texts.other)[: rng.choice(LONG)]
         params = {"temperature": 0.0, "max_tokens": 7, "ignore_eos": True, "logprobs": 1}
         return ScenarioRequest(prompt, params, arrival=rng.randrange(3))
@@ -236,7 +242,7 @@ class ScenarioGenerator:
     def _extra_request(self, index: int) -> Requests:
         """Return one request or none: one with a long output, or one that max_model_len cuts."""
         rng = random.Random(f"also {self.seed} {index}")
-        texts = self._family((EARLY + index) // 10)
+        texts = self._family((NUM_EARLY_SCENARIOS + index) // 10)
         params: Params = {"temperature": 0.0, "ignore_eos": True, "logprobs": 1}
         if index % EXTRA_PERIOD == LONG_ANSWER_INDEX:
             sampled = {"temperature": rng.choice((0.0, 0.8)), "seed": rng.randrange(2**63)}
@@ -258,7 +264,7 @@ class ScenarioGenerator:
         reserved that page. One of the two is aborted while it is preempted.
         """
         rng = random.Random(f"pushed {self.seed} {index}")
-        texts = self._family((EARLY + index) // 10)
+        texts = self._family((NUM_EARLY_SCENARIOS + index) // 10)
         rows = []
         for abort in (None, rng.choice((4, 6, 8))):
             tokens_to_page_end = rng.randrange(kind.drafts + 2, kind.drafts + 6)
@@ -276,7 +282,7 @@ class ScenarioGenerator:
         Each evicts the pages of the other to host memory. Some are shorter, one has another salt.
         """
         rng = random.Random(f"hosted {self.seed} {index}")
-        texts = self._family((EARLY + index) // 10)
+        texts = self._family((NUM_EARLY_SCENARIOS + index) // 10)
         params = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "logprobs": 1}
         length = max(_min_pages(requests, ()) - 1, 2) * PAGE + rng.choice((1, 17, 40))
         pair = (texts.trunk * 2)[:length], (texts.other * 2)[:length]

@@ -155,12 +155,17 @@ def check_no_leaks(engine: Engine) -> None:
     """Raise InvariantError if resources are still in use although all requests have finished."""
     scheduler = engine.scheduler
     table = worker_of(engine).table
-    null = (table.computed[0], table.folded[0], table.page_table[0].sum(), table.state_slots[0])
-    if any(int(value) for value in null):
+    null_values = (
+        table.computed[0],
+        table.folded[0],
+        table.page_table[0].sum(),
+        table.state_slots[0],
+    )
+    if any(int(value) for value in null_values):
         raise InvariantError("the null row was written to")
     cache = scheduler.cache
     state = cache.state
-    for resource, num_left in (
+    for resource, num_remaining in (
         ("rows", scheduler.max_num_seqs - len(scheduler.free_rows)),
         ("requests", len(scheduler.entries) + len(scheduler.queue) + len(scheduler.running)),
         ("requests to preempt", len(scheduler.forced)),
@@ -172,5 +177,7 @@ def check_no_leaks(engine: Engine) -> None:
         ("pinned places in host memory", len(cache.host.pinned)),
         ("counts of requests", len(engine._counted)),
     ):
-        if num_left:
-            raise InvariantError(f"{num_left} {resource} remain after all requests have finished")
+        if num_remaining:
+            raise InvariantError(
+                f"{num_remaining} {resource} remain after all requests have finished"
+            )

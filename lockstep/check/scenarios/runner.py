@@ -28,7 +28,7 @@ MAX_STEPS = 3000
 
 
 @dataclass
-class Played:
+class ScenarioResult:
     """Result of a scenario: outputs by request and completion, and counters of its events."""
 
     answers: list[list[Answer]]
@@ -42,7 +42,7 @@ class ScenarioRunner:
         self.engine = engine
         self.kind = kind
 
-    def play(self, scenario: Scenario, plain: PlainRuns) -> Played:
+    def play(self, scenario: Scenario, plain: PlainRuns) -> ScenarioResult:
         """Run a scenario and return its result.
 
         Raises what the engine raises, and InvariantError. The runner may not be used after that.
@@ -88,7 +88,7 @@ class ScenarioRunner:
             host_pool = group.pool.host
             events[f"{host_pool.name} loaded from host memory"] = host_pool.num_back
         check_no_leaks(self.engine.engine)
-        return Played(answers, events)
+        return ScenarioResult(answers, events)
 
     def _set(self, scenario: Scenario) -> None:
         """Install a scheduler and a cache with the scenario's limits, and poison the memory."""

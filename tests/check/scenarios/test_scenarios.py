@@ -362,7 +362,7 @@ def test_missing_event_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     monkeypatch.setattr(Cache, "_hit", lambda self, seq: 0)
-    monkeypatch.setattr("lockstep.check.scenarios.examiner.EARLY", 4)
+    monkeypatch.setattr("lockstep.check.scenarios.examiner.NUM_EARLY_SCENARIOS", 4)
     report = run_check("quick", model, effort=Effort(4), load_format="dummy")
     missed = ["no scenario had cached tokens", "no scenario had pages loaded from host memory"]
     assert [f.what for f in report.failures] == missed
