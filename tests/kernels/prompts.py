@@ -1,4 +1,4 @@
-"""Prompts through the chunked form of a recurrent mixer, one row cut anywhere on the grid."""
+"""Prompts through a recurrence's chunked form: one row's prompt, split anywhere on the grid."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class ChunkedForm:
     weights: Callable[[Dims, torch.dtype, int], Any]
     seed: int
 
-    def prompt(
+    def run_chunks(
         self,
         backend: Backend,
         dims: Dims,
@@ -46,24 +46,24 @@ class ChunkedForm:
 
         for begin, end in zip(cuts, cuts[1:], strict=False):
             joint = {n: torch.cat([other[n], data[n][begin:end]]) for n in other}
-            places = dict(
+            indices = dict(
                 cu_seqlens=ints(0, mate, mate + end - begin),
                 starts=ints(0, begin),
                 state_src=ints(1, 2),
                 state_slots=ints(1, 2),
                 snapshot_slots=ints(0, 3),
             )
-            arguments = dict(**backend.place(joint), weights=layer, state=state, **places)
+            arguments = dict(**backend.place(joint), weights=layer, state=state, **indices)
             outs.append(backend.run(self.op, arguments)[mate:])
         return torch.cat(outs), state
 
-    def assert_cut_anywhere(self, backend: Backend, dims: Dims) -> None:
+    def assert_independent_of_cuts(self, backend: Backend, dims: Dims) -> None:
         """Assert that the cuts of 300 tokens change no bit of outputs, states and raw inputs."""
         data = self.inputs(dims, (300,), backend.dtype, 9)
-        whole, state = self.prompt(backend, dims, data, [0, 300])
+        full, state = self.run_chunks(backend, dims, data, [0, 300])
         for mate, cuts in ((0, [0, 64, 300]), (70, [0, 300]), (5, [0, 128, 192, 256, 300])):
-            part, other = self.prompt(backend, dims, data, cuts, mate)
-            assert same_bits(part, whole), cuts
+            part, other = self.run_chunks(backend, dims, data, cuts, mate)
+            assert same_bits(part, full), cuts
             for slot, position in ((2, 300), (3, 256)):
                 assert same_bits(other.recurrent[slot], state.recurrent[slot])
                 last = past_indices(position, dims.r, state.conv.shape[1])

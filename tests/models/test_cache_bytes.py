@@ -1,4 +1,5 @@
-"""What published models keep: the table of docs/models.md, computed from their dimensions."""
+"""Cache bytes of published models: the table of docs/models.md equals the values computed from
+their dimensions."""
 
 import re
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.tiny_model import CONFIG, HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 ROW = re.compile(r"^\| ([^|]+) \| ([\d,]+) \| ([\d.]+|-) \|$", re.MULTILINE)
 RAW_INPUTS = 3
-"""Of a convolution over four tokens, those that the next token needs."""
+"""Raw inputs of a convolution over four tokens that the next token needs."""
 NANO_30B = {
     **{name: value for name, value in SUPER.items() if name != "moe_latent_size"},
     "hidden_size": 2688,
@@ -84,8 +85,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def told() -> dict[str, tuple[int, float]]:
-    """Model -> bytes a token and MiB a row, as the page has them."""
+def documented_bytes() -> dict[str, tuple[int, float]]:
+    """Return model -> (bytes per token, MiB per row) as in the page."""
     section = PAGE.read_text().partition("\n## Memory\n")[2].partition("\n## ")[0]
     rows = ROW.findall(section)
     return {
@@ -94,12 +95,12 @@ def told() -> dict[str, tuple[int, float]]:
     }
 
 
-def test_the_table_names_these_models() -> None:
-    assert set(told()) == set(MODELS)
+def test_table_lists_all_models() -> None:
+    assert set(documented_bytes()) == set(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bytes_of_a_token_and_of_a_row(name: str) -> None:
+def test_cache_bytes_per_token_and_row(name: str) -> None:
     raw = {**MODELS[name], "layer_types": None}
     built = architecture(raw["model_type"])
     with FakeTensorMode():
@@ -110,6 +111,6 @@ def test_bytes_of_a_token_and_of_a_row(name: str) -> None:
     kept = [part for spec in specs for part in spec.parts if spec.kind is StorageKind.STATE]
     states = sum(p.nbytes for p in kept if p.name == "recurrent")
     raws = sum(p.nbytes // p.shape[0] * RAW_INPUTS for p in kept if p.name == "conv")
-    token, row = told()[name]
+    token, row = documented_bytes()[name]
     assert unit_bytes(specs, StorageKind.PAGED, 1) == token
     assert round((states + raws) / 2**20, 1) == row

@@ -118,7 +118,7 @@ def within(**changes: Any) -> dict[str, Any]:
         (within(output_multiplier=0.2), "output_multiplier=0.2"),
     ],
 )
-def test_what_is_not_built_is_refused(
+def test_unsupported_settings_are_refused(
     targets: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     make_block_model(tmp_path / "draft", VOCAB, HIDDEN, TAPS, **changes)

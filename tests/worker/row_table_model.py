@@ -1,4 +1,4 @@
-"""A model of the device table in plain Python, and a random walk that holds the two together."""
+"""A model of the device row table in plain Python, and a random walk that compares the two."""
 
 import random
 from collections import Counter
@@ -27,7 +27,7 @@ PAGES = 90
 
 
 def make_plan(query_len: int) -> Plan:
-    """A plan of small sizes; what the table does not read is left empty."""
+    """Return a plan of small sizes; fields that the table does not read are empty."""
     return Plan(
         model_path=Path(),
         device="cpu",
@@ -49,14 +49,17 @@ def make_plan(query_len: int) -> Plan:
 
 
 def make_table(query_len: int, kept: torch.dtype = torch.float32) -> RowTable:
-    """A table of that plan. kept: the dtype of recurrent state."""
+    """Return a table of that plan. kept: the dtype of recurrent state."""
     build = BuildContext("cpu", torch.float32, query_len, 2 * LENGTH, state_dtype=kept)
     return RowTable(make_plan(query_len), build, VOCAB)
 
 
 @dataclass(eq=False)
 class Line:
-    """A request as the model sees it. tokens: prompt and answer; computed: how many have KV."""
+    """A request in the model.
+
+    tokens: prompt and answer; computed: number of tokens with KV.
+    """
 
     request: Request
     tokens: list[int]
@@ -70,23 +73,23 @@ class Line:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.request.prompt_token_ids)
 
     @property
     def in_prompt(self) -> bool:
-        """Whether prompt tokens are left to compute."""
+        """True while prompt tokens remain to be computed."""
         return self.computed < self.prompt_len
 
     def slot_of(self, position: int) -> int:
-        """Where a position's keys and values are; the null page where none is reserved."""
+        """Return the cache slot of a position; the null page if none is reserved."""
         column = position // PAGE
         page = self.pages[column] if column < len(self.pages) else 0
         return page * PAGE + position % PAGE
 
 
 class Walk:
-    """A table, its model, and a cache of one number per slot: the token that was written there."""
+    """A table, its model, and a cache with one number per slot: the token written there."""
 
     def __init__(self, seed: int, query_len: int) -> None:
         self.draw = random.Random(seed)
@@ -105,19 +108,19 @@ class Walk:
         self.done: Counter[str] = Counter()
 
     def take(self, pool: set[int]) -> int:
-        """A random free id: a place says nothing about a request."""
+        """Return a random free id."""
         taken = self.draw.choice(sorted(pool))
         pool.discard(taken)
         return taken
 
     def running(self) -> list[Line]:
-        """Lines that have a row, in random order."""
-        found = [line for line in self.lines if line.row]
-        self.draw.shuffle(found)
-        return found
+        """Return the lines that have a row, in random order."""
+        results = [line for line in self.lines if line.row]
+        self.draw.shuffle(results)
+        return results
 
     def admit(self) -> None:
-        """A new request; some begin with whole pages cached."""
+        """Admit a new request; some begin with whole cached pages."""
         if not self.free_rows or len(self.lines) >= 2 * ROWS:
             return
         draw = self.draw
@@ -145,7 +148,7 @@ class Walk:
         self.lines.append(line)
 
     def chunk(self) -> None:
-        """A prompt step: ragged chunks of the rows that are in their prompts."""
+        """Run a prompt step: ragged chunks of the rows in their prompts."""
         chosen = [line for line in self.running() if line.in_prompt][: self.draw.randint(1, 3)]
         if not chosen:
             return
@@ -178,7 +181,7 @@ class Walk:
                 self.done["prompts"] += 1
 
     def decode(self) -> None:
-        """A uniform step over the rows that generate, padded with null rows."""
+        """Run a uniform step over the decoding rows, padded with null rows."""
         ready = [line for line in self.running() if not line.in_prompt]
         chosen = [line for line in ready if line.computed < LENGTH + self.query_len]
         if not chosen:
@@ -214,13 +217,13 @@ class Walk:
             self.done[f"accepted {count} of {query_len - 1}"] += 1
 
     def make_drafts(self) -> list[int]:
-        """K drafts, fewer, or none."""
-        most = self.query_len - 1
-        count = self.draw.choice([0, most, self.draw.randint(0, most)])
-        return self.draw.choices(range(VOCAB), k=count) + [-1] * (most - count)
+        """Return K drafts, fewer, or none."""
+        maximum = self.query_len - 1
+        count = self.draw.choice([0, maximum, self.draw.randint(0, maximum)])
+        return self.draw.choices(range(VOCAB), k=count) + [-1] * (maximum - count)
 
     def reserve(self, line: Line, tokens: int) -> None:
-        """Grants the pages that `tokens` tokens need."""
+        """Grant the pages that `tokens` tokens need."""
         column = len(line.pages)
         new = [self.take(self.free_pages) for _ in range(-(-tokens // PAGE) - column)]
         if new:
@@ -228,16 +231,16 @@ class Walk:
             rows.write_pages(self.table, line.row, column, new)
 
     def fold(self, line: Line, computed: int) -> None:
-        """The row's recurrent state, as far as the walk has one: a count and a sum."""
+        """Advance the row's recurrent state, here a count and a sum."""
         new = line.tokens[line.computed : computed]
         self.state[line.slot] += torch.tensor([len(new), sum(new)])
         line.computed = computed
 
     def advance(self, step: StepContext, tokens: list[list[int]], accepted: list[int]) -> None:
-        """Writes the step's tokens where it says, then commits; null rows may accept anything."""
+        """Write the step's tokens to their slots, then commit; null rows may accept anything."""
         self.written.view(-1)[step.slot_mapping] = step.token_ids
         verdict = self.table.accept_and_commit(step, torch.tensor(tokens))
-        assert (self.table.drafts[step.row_ids] == -1).all(), "a drafter finds none"
+        assert (self.table.drafts[step.row_ids] == -1).all(), "drafts are cleared"
         assert verdict.accepted[: len(accepted)].tolist() == accepted
         for line, emitted, count, drafts in zip(
             verdict.results.tolist(), tokens, accepted, step.drafts.tolist(), strict=False
@@ -245,33 +248,33 @@ class Walk:
             assert line == [*emitted, count, sum(draft >= 0 for draft in drafts)]
 
     def preempt(self) -> None:
-        """Moves a row to host memory; its old place is torn up."""
+        """Move a row to host memory; its old pages and slot are overwritten."""
         for line in self.running()[:1]:
             used = -(-line.computed // PAGE)
-            place = (line.pages[:used], line.slot, self.transfers)
-            line.saved = rows.save_row(self.table, line.row, *place)
+            index = (line.pages[:used], line.slot, self.transfers)
+            line.saved = rows.save_row(self.table, line.row, *index)
             self.written[line.pages] = -7
             self.state[line.slot] = -7
             self.leave(line)
 
     def restore(self) -> None:
-        """Brings a row back, into another row, other pages and another slot."""
+        """Restore a row into another row, other pages and another slot."""
         waiting = [line for line in self.lines if line.saved]
         if not waiting or not self.free_rows:
             return
         line = self.draw.choice(waiting)
         line.row = self.take(self.free_rows)
         line.slot = self.take(self.free_slots)
-        most = max(min(line.computed + 1, LENGTH), line.prompt_len)
-        line.pages = [self.take(self.free_pages) for _ in range(-(-most // PAGE))]
+        maximum = max(min(line.computed + 1, LENGTH), line.prompt_len)
+        line.pages = [self.take(self.free_pages) for _ in range(-(-maximum // PAGE))]
         assert line.saved is not None
-        place = (line.pages, line.slot, self.transfers)
-        rows.restore_row(self.table, line.row, line.saved, *place)
+        index = (line.pages, line.slot, self.transfers)
+        rows.restore_row(self.table, line.row, line.saved, *index)
         line.saved = None
         self.done["restored"] += 1
 
     def release(self) -> None:
-        """Ends a request; its line of the table stays as it is until the next one comes."""
+        """End a request; its row of the table stays as it is until the next request."""
         for line in self.running():
             if line.computed >= LENGTH or self.draw.random() < 0.2:
                 self.leave(line)
@@ -279,7 +282,7 @@ class Walk:
                 self.done["released"] += 1
 
     def leave(self, line: Line) -> None:
-        """Gives back row, pages and slot."""
+        """Free row, pages and slot."""
         self.free_rows.add(line.row)
         self.free_pages |= set(line.pages)
         self.free_slots.add(line.slot)
@@ -288,7 +291,7 @@ class Walk:
         line.slot = 0
 
     def check_step(self, step: StepContext, lines: list[Line], lengths: list[int]) -> None:
-        """Every field of the step that has to do with these rows, its first ones."""
+        """Assert every field of the step that concerns these rows, its first ones."""
         count = len(lines)
         total = sum(lengths)
         positions = [
@@ -318,7 +321,8 @@ class Walk:
                 assert step.drafts[i].tolist() == line.drafts[: step.shape.query_len - 1]
 
     def check_padding(self, step: StepContext, count: int, query_len: int) -> None:
-        """Padding rows are the null request: nothing committed, all that they touch is null."""
+        """Assert that padding rows are null: nothing is committed, and they only access null pages
+        and slots."""
         for name in ("row_ids", "starts", "state_slots", "state_src", "folded"):
             assert not getattr(step, name)[count:].any(), name
         assert not step.page_table[count:].any()
@@ -328,7 +332,7 @@ class Walk:
         assert (steps == query_len).all()
 
     def check(self) -> None:
-        """The table, the cache and the state are what the model says, row by row."""
+        """Assert that table, cache and state equal the model, row by row."""
         for line in self.running():
             t = self.table
             row = line.row
@@ -351,7 +355,7 @@ class Walk:
 
 
 def null_line(table: RowTable) -> dict[str, Tensor]:
-    """Line 0, less the tokens and drafts that padding rows show and never commit."""
+    """Return row 0 without the tokens and drafts that padding rows show and never commit."""
     names = ("computed", "folded", "prompt_len", "state_slots", "page_table")
     line = {name: getattr(table, name)[0].clone() for name in names}
     return line | {name: x[0].clone() for name, x in table.sampling.parts().items()}

@@ -1,4 +1,4 @@
-"""A kernel that is compiled anew for every value."""
+"""A kernel that is compiled anew for every constant."""
 
 import triton
 import triton.language as tl
