@@ -53,7 +53,7 @@ MODELS = {
 def bench_env(
     device: str, dtype: torch.dtype, max_rows: int, format: KVFormat | None = None
 ) -> BenchEnv:
-    """Return a benchmark environment whose calls take at most `most` rows.
+    """Return a benchmark environment whose calls take at most `max_rows` rows.
 
     format: KV-cache format.
     """

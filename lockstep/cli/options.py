@@ -167,7 +167,7 @@ def _read_option(settings: type[Settings], name: str, value: Any) -> Any:
 
 
 def _read_json_object(text: str) -> dict[str, Any] | None:
-    """Parse a JSON object; return None if the text is none."""
+    """Parse a JSON object; return None if the text is something else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

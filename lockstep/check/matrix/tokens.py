@@ -58,9 +58,9 @@ def run_matrix(
 
 
 def batches(cases: list[Case], size: Size, engine_index: int) -> list[Batch]:
-    """Return the batches of engine number `turn`: single cases, the seven, and the long one.
+    """Return the batches of engine number `engine_index`: single cases, the seven, and the long one.
 
-    `turn` selects the single cases and the short cases in the batch of the long one.
+    `engine_index` selects the single cases and the short cases in the batch of the long one.
     """
     *short, long = cases
     companions = cyclic_slice(short, size.company, engine_index)

@@ -165,7 +165,7 @@ class Reader:
             if long_name.startswith("no-") and positive and positive.form is Form.SWITCH:
                 return positive, True, path
         known = [f"--{name}" for name in self._flags]
-        hint = "; docs/vllm_flags.md says what became of vLLM's"
+        hint = "; docs/vllm_flags.md lists the flags of vllm serve"
         raise unknown_option(first if first.startswith("-") else f"--{first}", known, hint)
 
     def _apply(self, name: str, values: list[str]) -> None:
