@@ -120,7 +120,7 @@ def settings(setup: Setup, size: Size, long: int) -> dict[str, Any]:
 
 
 def batches(cases: list[Case], size: Size, engine_index: int) -> Iterator[Batch]:
-    """Yield the batches of engine number `engine_index`, which selects single prompts and chunk sizes."""
+    """Yield the batches of an engine; `engine_index` selects single prompts and chunk sizes."""
     *short, long = cases
     max_chunk = max(CHUNKS)
     for num_rows in size.num_rows:

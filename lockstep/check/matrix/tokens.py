@@ -58,7 +58,7 @@ def run_matrix(
 
 
 def batches(cases: list[Case], size: Size, engine_index: int) -> list[Batch]:
-    """Return the batches of engine number `engine_index`: single cases, the seven, and the long one.
+    """Return the batches of an engine: single cases, the seven short ones, and the long one.
 
     `engine_index` selects the single cases and the short cases in the batch of the long one.
     """
