@@ -23,6 +23,7 @@ from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report, Tally
 from lockstep.cli import app
 from lockstep.cli.check import _table
+from tests.tiny_model import TWO_LAYERS, make_model
 
 SETUP = Setup("none", 0, "cold", "none")
 PATIENCE = 120.0
@@ -52,12 +53,21 @@ class TerminalReader(threading.Thread):
             return b""
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the arguments that choose a tiny model with random weights."""
+    folder = make_model(tmp_path_factory.mktemp("tiny") / "model", **TWO_LAYERS)
+    return ["--load-format", "dummy", str(folder)]
+
+
 @pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
-def test_a_signal_ends_a_check_with_its_report(sent: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_signal_ends_a_check_with_its_report(
+    sent: tuple[int, ...], tiny: list[str], tmp_path: Path
+) -> None:
     """timeout sends SIGTERM twice. The second shard begins with scenarios."""
     page = tmp_path / "page.html"
     terminal, side = pty.openpty()
-    command = [sys.executable, "-m", "lockstep", "check", "--quick", "--shard", "2/2"]
+    command = [sys.executable, "-m", "lockstep", "check", *tiny, "--quick", "--shard", "2/2"]
     with subprocess.Popen(
         [*command, "--report", str(page)],
         stdout=subprocess.PIPE,
@@ -80,7 +90,9 @@ def test_a_signal_ends_a_check_with_its_report(sent: tuple[int, ...], tmp_path: 
     assert said[0] in page.read_text() and "All outputs equal" not in page.read_text()
 
 
-def test_json_says_that_a_check_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_says_that_a_check_was_interrupted(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A signal between two engines. No other format is begun, and its usual handler is back."""
     usual = signal.getsignal(signal.SIGTERM)
     run_engine = tokens._run_engine
@@ -92,7 +104,7 @@ def test_json_says_that_a_check_was_interrupted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, company=1))
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: [SETUP, SETUP])
     monkeypatch.setattr(tokens, "_run_engine", signalled)
-    done = CliRunner().invoke(app, ["check", "--quick", "--kv-cache-dtype", "all", "--json"])
+    done = CliRunner().invoke(app, ["check", *tiny, "--quick", "--kv-cache-dtype", "all", "--json"])
     found = json.loads(done.stdout)
     assert done.exit_code == 130 and found["interrupted"] is True
     assert (found["cases"], found["failed"], len(found["engines"])) == (11, 0, 1)
