@@ -22,7 +22,7 @@ from tests.bundled_model import (
     make_engine,
     one,
 )
-from tests.tiny_model import THREE_LAYERS, make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def told(request: Request) -> list[Any]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a tiny model with random weights."""
-    folder = str(make_model(tmp_path_factory.mktemp("tiny"), **THREE_LAYERS))
+    folder = str(make_model(tmp_path_factory.mktemp("tiny"), **TWO_LAYERS))
     return {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
 
 

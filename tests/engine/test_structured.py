@@ -14,6 +14,7 @@ from lockstep.errors import RequestError
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.worker.hooks import CheckHooks
 from tests.bundled_model import PROMPTS, SEEDED, answer, make_engine
+from tests.selection import some_slow
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -129,7 +130,7 @@ def llm() -> LLM:
 
 
 @pytest.mark.parametrize("name", ["json", "regex", "choice", "gbnf"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some_slow([0.0, 1.0], (1.0,)))
 def test_whole_answers_are_what_was_asked_for(llm: LLM, name: str, temperature: float) -> None:
     seeds = range(4) if temperature else range(1)
     asked = [
