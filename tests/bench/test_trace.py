@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.worker.executor import worker_of
-from tests.tiny_model import TWO_LAYERS, make_model
+from tests.tiny_model import make_model
 
 PROMPTS = [{"prompt_token_ids": list(range(3, 40))}, {"prompt_token_ids": list(range(50, 150))}]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False)
@@ -19,7 +19,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokeni
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = make_model(tmp_path_factory.mktemp("model"), **TWO_LAYERS)
+    folder = make_model(tmp_path_factory.mktemp("model"))
     spec = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
     return LLM(str(folder), load_format="dummy", speculative_config=spec, max_num_seqs=2)
 
