@@ -60,9 +60,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--load-format", "dummy", str(folder)]
 
 
-@pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "sent", [pytest.param([signal.SIGINT], marks=pytest.mark.slow), [signal.SIGTERM] * 2]
+)
 def test_a_signal_ends_a_check_with_its_report(
-    sent: tuple[int, ...], tiny: list[str], tmp_path: Path
+    sent: list[int], tiny: list[str], tmp_path: Path
 ) -> None:
     """timeout sends SIGTERM twice. The second shard begins with scenarios."""
     page = tmp_path / "page.html"

@@ -22,6 +22,7 @@ from tests.bundled_model import (
     make_engine,
     one,
 )
+from tests.selection import some_slow
 from tests.tiny_model import TWO_LAYERS, make_model
 
 
@@ -232,7 +233,7 @@ def expected(tiny: dict[str, Any]) -> dict[str, list[Any]]:
     return {request.id: told(request) for request in requests}
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
+@pytest.mark.parametrize("drafter", some_slow([None, "ngram", "mtp"], (None, "mtp")))
 def test_requests_that_come_and_go_at_random_get_their_own_answers(
     tiny: dict[str, Any], expected: dict[str, list[Any]], drafter: str | None
 ) -> None:

@@ -107,9 +107,9 @@ def changing(counts: tuple[int, ...]) -> RandomDraftLength:
 @pytest.mark.parametrize(
     ("drafter", "hooks", "settings"),
     [
-        (None, CheckHooks(), {}),
+        pytest.param(None, CheckHooks(), {}, marks=pytest.mark.slow),
         (None, CheckHooks(preempt_every=4), {"steps_in_flight": 2}),
-        ("ngram", CheckHooks(), {}),
+        pytest.param("ngram", CheckHooks(), {}, marks=pytest.mark.slow),
         ("mtp", CheckHooks(), {"steps_in_flight": 2}),
         ("mtp", CheckHooks(draft_policy=changing, preempt_every=5), {}),
     ],
