@@ -327,6 +327,9 @@ def test_experts_that_cannot_be_chosen_are_refused() -> None:
         Config.read({**DEEPSEEK, "vocab_size": VOCAB, "num_experts_per_tok": 5})
 
 
+@pytest.mark.parametrize(
+    "pair", ["deepseek_v3", pytest.param("kimi_k2", marks=pytest.mark.slow)], indirect=True
+)
 def test_page_starved_runs_give_the_same_answers(pair) -> None:
     """Rows that are preempted and come back, since the cache holds less than two of them."""
     (_, folder, _) = pair
