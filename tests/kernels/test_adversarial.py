@@ -63,7 +63,7 @@ PROMISED = [
     if not param.values[0].backends[param.values[1].name].opt_in_reason
 ]
 """A backend that is never chosen for its traits promises no bits: cuBLAS, which a probe watches."""
-ALONE = {"cuda": 1, "cpu": 3}
+ALONE = {"cuda": 1, "cpu": 6}
 """Every which row is tried alone. Each meets other company, at another place, in the batches."""
 TIMES = {"cuda": 40, "cpu": 4}
 """How often all rows stand in one batch: more than the largest tile of a device."""
