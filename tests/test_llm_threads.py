@@ -23,7 +23,7 @@ from tests.tiny_model import TWO_LAYERS, make_model
 PATIENCE = 60
 GREEDY = replace(bundled_model.GREEDY, max_tokens=8)
 SEEDED = replace(bundled_model.SEEDED, max_tokens=8)
-LONG = replace(GREEDY, max_tokens=100)
+LONG = replace(GREEDY, max_tokens=300)
 IDS = {"prompt_token_ids": [5, 6, 7, 8]}
 
 
@@ -31,6 +31,12 @@ IDS = {"prompt_token_ids": [5, 6, 7, 8]}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model's folder."""
     return str(make_model(tmp_path_factory.mktemp("threads"), **TWO_LAYERS))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str) -> LLM:
+    """Return the tiny model with its own draft module."""
+    return make_engine("mtp", model=folder, load_format="dummy")
 
 
 @pytest.fixture
