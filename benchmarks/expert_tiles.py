@@ -3,9 +3,9 @@
     python benchmarks/expert_tiles.py [--model Qwen3.6-35B-A3B] [--layout int4] [--tokens 1,8,64]
 
 Every tile of TILES takes the place of one of the four that lockstep.kernels.experts.tiles chooses:
-that of up or of down, plain or packed. Tokens choose their experts evenly and independently, others
-in each of CALLS calls, so that no weight is in the cache. One JSON line each, with whether the bits
-were those of the tiles chosen; the first of each number of tokens is those.
+that of up or of down, dense or quantized. Tokens choose their experts evenly and independently,
+others in each of CALLS calls, so that no weight is in the cache. One JSON line each, with whether
+the bits were those of the tiles chosen; the first of each number of tokens is those.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.bench.dimensions import MODELS
 from lockstep.kernels.backends import load
 from lockstep.kernels.bench_types import ModelShape
-from lockstep.kernels.experts.tiles import Tile, Tiles, are_few, tiles_of
+from lockstep.kernels.experts.tiles import Tile, Tiles, runs_unsorted, tiles_of
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.formats.weights.bench import LAYOUTS
 from lockstep.kernels.timing import seconds_per_call
@@ -69,7 +69,7 @@ def main() -> None:
 
 def lines(model: ModelShape, layout: str, tokens: int) -> Iterator[dict[str, object]]:
     """What is printed for a number of tokens."""
-    from lockstep.kernels.experts.triton import launch_few, launch_sorted
+    from lockstep.kernels.experts.triton import launch_sorted, launch_unsorted
 
     assert model.moe is not None, "the model has experts"
     (count, top_k, inner) = (model.moe.experts, model.moe.top_k, model.moe.inner)
@@ -78,9 +78,9 @@ def lines(model: ModelShape, layout: str, tokens: int) -> Iterator[dict[str, obj
     x = torch.randn(tokens, model.hidden, dtype=torch.bfloat16, device="cuda")
     shares = [torch.rand(tokens, count, device="cuda").topk(top_k) for _ in range(CALLS)]
     sent = [(chosen.int(), share.bfloat16()) for share, chosen in shares]
-    few = are_few(tokens, top_k, count, bool(layout))
-    launch = launch_few if few else launch_sorted
-    usual = tiles_of(tokens * top_k, count, torch.bfloat16, few)
+    unsorted = runs_unsorted(tokens, top_k, count, bool(layout))
+    launch = launch_unsorted if unsorted else launch_sorted
+    usual = tiles_of(tokens * top_k, count, torch.bfloat16, unsorted)
     wanted = launch(x, up, down, *sent[0], None, None, usual, model.gated)
     for name, tiles in tried(usual, bool(layout)):
 
@@ -107,7 +107,7 @@ def weight(layout: str, count: int, n: int, k: int) -> Tensor | QuantizedWeight:
 def tried(usual: Tiles, packed: bool) -> Iterator[tuple[str, Tiles]]:
     """(what differs, tiles): none, then one after another."""
     yield "", usual
-    names = ("packed_up", "packed_down") if packed else ("up", "down")
+    names = ("quantized_up", "quantized_down") if packed else ("up", "down")
     for name in names:
         for tile in TILES["packed" if packed else "plain"]:
             held = usual.up.tokens

@@ -48,7 +48,7 @@ def main() -> None:
     write(given.scratch, device)
     load()
     checkpoint = Checkpoint.read(given.scratch)
-    packing = read_weight_format(checkpoint.quantization(), None)
+    weight_format = read_weight_format(checkpoint.quantization(), None)
     build = BuildContext(
         device=device,
         dtype=torch.bfloat16,
@@ -57,12 +57,12 @@ def main() -> None:
         max_model_len=1,
         tensors=checkpoint.tensors(),
         prefixes=checkpoint.architecture.PREFIXES,
-        packing=packing,
+        weight_format=weight_format,
     )
     with torch.inference_mode():
         model = build_model(checkpoint.raw, build)
         built = torch.cuda.memory_allocated() if device == "cuda" else 0
-        loaded = load_weights(checkpoint, model, None, lambda done, of: None, packing)
+        loaded = load_weights(checkpoint, model, None, lambda done, of: None, weight_format)
     figures = {"model": given.folder.name, "gb": round(loaded.bytes / 1e9, 2)}
     figures["gb_per_s"] = round(loaded.speed / 1e9, 2)
     if device == "cuda":
