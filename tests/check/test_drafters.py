@@ -56,8 +56,13 @@ def drafting(target: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("drafts", [3, 15])
-@pytest.mark.parametrize("name", ["eagle3", "draft_model", "recurrent", "dflash", "suffix"])
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    some_slow(
+        product(("eagle3", "draft_model", "recurrent", "dflash", "suffix"), (3, 15)),
+        (("eagle3", 15), ("draft_model", 3), ("recurrent", 3), ("dflash", 15), ("suffix", 15)),
+    ),
+)
 def test_scenarios_give_the_plain_outputs(
     target: Path, plain: PlainRuns, drafting: dict[str, Any], name: str, drafts: int
 ) -> None:

@@ -134,10 +134,10 @@ def test_concurrent_streams_get_their_own_tokens_incrementally(client: AsyncEngi
 
 def test_reset_prefix_cache_keeps_running_requests(client: AsyncEngine) -> None:
     prompt = [i * 7 % 90 for i in range(400)]
-    expected = answer_alone(client, make_request("r alone", 200, prompt))
+    expected = answer_alone(client, make_request("r alone", 80, prompt))
 
     async def work() -> tuple[list[int], list[int | None]]:
-        running = client.stream(make_request("r running", 200, prompt))
+        running = client.stream(make_request("r running", 80, prompt))
         received = [await first(running)]
         hits = []
         for name in ("r cached", "r new", "r again"):

@@ -27,7 +27,7 @@ SECRET = "RuntimeError('device 0x7f lost')"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a tiny model's folder."""
-    return str(make_model(tmp_path_factory.mktemp("faults")))
+    return str(make_model(tmp_path_factory.mktemp("faults"), **TWO_LAYERS))
 
 
 def make_tiny_engine(folder: str, **settings: Any) -> Engine:

@@ -131,7 +131,7 @@ def llm() -> LLM:
 
 
 @pytest.mark.parametrize("name", ["json", "regex", "choice", "gbnf"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some_slow([0.0, 1.0], (1.0,)))
 def test_finished_answers_follow_their_structure(llm: LLM, name: str, temperature: float) -> None:
     seeds = range(4) if temperature else range(1)
     requested = [
