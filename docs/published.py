@@ -14,7 +14,7 @@ from tests.models.published_checkpoints import (
     LOADS,
     Published,
     names_known,
-    read_settings,
+    read_checkpoint_settings,
 )
 
 PAGE = Path(__file__).parent / "models.md"
@@ -41,7 +41,7 @@ def _outcome(one: Published) -> tuple[str, str]:
     plain = one.text.get("dtype") or one.text.get("torch_dtype") or one.config.get("dtype")
     method = settings.get("quant_method", plain or "not in the source")
     try:
-        packing = read_settings(one)
+        packing = read_checkpoint_settings(one)
     except LockstepError as error:
         reason = REASON.match(str(error))
         assert reason is not None, error

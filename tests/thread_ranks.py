@@ -36,6 +36,10 @@ class ThreadGroup:
         self.barrier.wait(SECONDS)
         return whole
 
+    def close(self) -> None:
+        """End exchanges that wait."""
+        self.barrier.abort()
+
 
 class ThreadRanks:
     """The other ranks of a model, as threads."""

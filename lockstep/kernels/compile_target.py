@@ -35,7 +35,7 @@ class CompileTarget:
 
     @property
     def opaque(self) -> bool:
-        """Whether dequantized tiles must hide their joins from the compiler.
+        """Return whether dequantized tiles must hide their joins from the compiler.
 
         See formats/weights/dequantize_tile.py.
         """

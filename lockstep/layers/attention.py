@@ -78,7 +78,7 @@ class Attention(nn.Module):
         self.kv_format = build.kv.of(build.layer)
         quantizers = head_quantizers(self.kv_format, head_dim, build.kv.setting)
         scale_tensors = build.beside("k_proj", "v_proj")
-        other = None if build.packing is None else build.packing.other_kv
+        other = None if build.weight_format is None else build.weight_format.other_kv
         self.static = StaticScales(build.path, self.kv_format, scale_tensors, other)
         self.rope = build.op(rope_and_cache, head_dim=head_dim, quantizers=quantizers)
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -117,6 +117,7 @@ class Attention(nn.Module):
             ctx.starts,
             ctx.shape.query_len,
             self.scale,
+            # The op reads the gates from the projections themselves, without a copy.
             qkv if self.gated else None,
         )
         return self.out(mixed.flatten(1))

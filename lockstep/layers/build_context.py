@@ -1,4 +1,4 @@
-"""BuildContext context: device, dtype and checkpoint of a model that is being built."""
+"""Context in which a model is built: device, dtype and checkpoint."""
 
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -24,8 +24,8 @@ from lockstep.quantization import CheckpointLinear, Layout, TensorInfo, WeightFo
 class BackendChoice:
     """Backend that serves one op of one layer, and why the others do not.
 
-    size: shape of a linear layer's weight, "34816x5120", else empty. packing: storage format of a
-    quantized weight, else empty.
+    size: shape of a linear layer's weight, "34816x5120", else empty.
+    storage_format: of a quantized weight, else empty.
     """
 
     layer: str
@@ -33,7 +33,7 @@ class BackendChoice:
     backend: str
     refused: dict[str, str]
     size: str = ""
-    packing: str = ""
+    storage_format: str = ""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class BuildContext:
     (0: max_positions). layer: name of the layer under construction, for messages; named: prefix of
     such names. path: its module in the checkpoint, less the architecture's prefix. tensors: tensors
     of the checkpoint by module and suffix, None for dummy weights. prefixes: that names in the
-    checkpoint may have. packing: weight format, None for plain weights. arch: architecture of a GPU
+    checkpoint may have. weight_format: None for plain weights. arch: architecture of a GPU
     that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps. rank: this process in the tensor-parallel
     group; group: how it reaches the other ranks.
@@ -63,7 +63,7 @@ class BuildContext:
     max_model_len: int = 0
     tensors: Mapping[str, Mapping[str, TensorInfo]] | None = None
     prefixes: tuple[str, ...] = ()
-    packing: WeightFormat | None = None
+    weight_format: WeightFormat | None = None
     arch: int | None = None
     kv: LayerKVFormats = LayerKVFormats()
     state_dtype: torch.dtype = torch.float32
@@ -94,13 +94,13 @@ class BuildContext:
         self,
         tensors: Mapping[str, Mapping[str, TensorInfo]] | None,
         prefixes: tuple[str, ...],
-        packing: WeightFormat | None,
+        weight_format: WeightFormat | None,
     ) -> "BuildContext":
         """Return a copy that describes a module of another checkpoint."""
         copied = copy(self)
         copied.tensors = tensors
         copied.prefixes = prefixes
-        copied.packing = packing
+        copied.weight_format = weight_format
         return copied
 
     def module(self, name: str, outputs: int | Columns, inputs: int) -> CheckpointLinear:
@@ -131,11 +131,11 @@ class BuildContext:
         return tensors | {name: self.found(name) for name in names}
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
-        """Return how the weight of a linear map is packed; None: it is not."""
-        packing = self.packing
-        if packing is None or (packing.plain_on_cpu and self.device == "cpu"):
+        """Return the layout of a quantized linear layer's weight; None if it is not quantized."""
+        weight_format = self.weight_format
+        if weight_format is None or (weight_format.plain_on_cpu and self.device == "cpu"):
             return None
-        return packing.layout(module)
+        return weight_format.layout(module)
 
     def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
         """Choose the backend of an op for these traits and return its function."""
@@ -155,16 +155,16 @@ class BuildContext:
         widths = tuple(count_columns(columns, rank) for rank in ranks)
         return partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
 
-    def linear_op(self, op: Op, n: int, k: int, packed: str = "") -> Callable[..., Any]:
+    def linear_op(self, op: Op, n: int, k: int, quantized: str = "") -> Callable[..., Any]:
         """Return the kernel of a weight [n, k]: canonical, or the fastest for a drafter.
 
         On a GPU cuBLAS may serve where lockstep.layers.linear.probe finds the canonical bits.
-        packed: class name of a quantized weight, "" for a plain one.
+        quantized: class name of a quantized weight, "" for a plain one.
         """
-        if not self.exact and not packed:
+        if not self.exact and not quantized:
             self.choices.append(BackendChoice(self.layer, op.name, "draft", {}, f"{n}x{k}"))
             return draft_linear
-        exact = self.op(op, n=n, k=k, quantized=packed)
+        exact = self.op(op, n=n, k=k, quantized=quantized)
         self.choices[-1].size = f"{n}x{k}"
         if self.choices[-1].backend != "triton":
             return exact

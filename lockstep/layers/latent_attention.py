@@ -51,7 +51,7 @@ class AbsorbedHeads(nn.Module):
         self.dtype = build.dtype
         self.keys = build.matrices(heads, latent, plain)
         self.values = build.matrices(heads, value, latent)
-        self.packing = build.packing
+        self.weight_format = build.weight_format
         self.read = build.module("kv_b_proj", columns, latent)
         layout = build.layout(self.read)
         sizes = (self.read.outputs, latent)
@@ -70,7 +70,7 @@ class AbsorbedHeads(nn.Module):
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""
         if self.quantized_parts:
-            return weight_sinks("kv_b_proj", self.quantized_parts[0], self.packing, self.read)
+            return weight_sinks("kv_b_proj", self.quantized_parts[0], self.weight_format, self.read)
         shape = (self.read.whole_outputs, self.read.inputs)
         sink = WeightSink(
             shape, FLOAT_DTYPES, self.keys.device, self._take, ranges=self.read.ranges
@@ -83,13 +83,14 @@ class AbsorbedHeads(nn.Module):
             weight = self.rotation.rotate(weight)
         heads = weight.unflatten(0, (-1, sum(self.widths)))
         keys, values = heads.split(self.widths, dim=1)
+        # head_linear takes [outputs, inputs]: absorbing a query multiplies by the keys transposed.
         self.keys.data.copy_(keys.transpose(1, 2))
         self.values.data.copy_(values)
 
     def finish(self) -> None:
         """Dequantize kv_b_proj into both maps. Call once after loading."""
-        for packed in self.quantized_parts:
-            self._take(packed.dequantize(self.dtype))
+        for part in self.quantized_parts:
+            self._take(part.dequantize(self.dtype))
         self.quantized_parts = []
 
 
@@ -150,6 +151,7 @@ class LatentAttention(nn.Module):
 
     def keep(self, x: Tensor, ctx: StepContext) -> None:
         """Write the cache entries of x [T, H] without computing any output. For drafters."""
+        # Queries without heads: the op writes the cache and rotates nothing else.
         kv = self.down.from_part(1, x)
         self._place(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, ctx)
 

@@ -71,6 +71,7 @@ class Weight(nn.Module):
         for begin, (layout, rows) in zip(begins, row_groups, strict=False):
             if layout is not None:
                 self.load_buffers[begin] = build.quantized_weight(rows, k, layout)
+        # On a CPU weights are prepacked, which takes plain ones.
         if len(row_groups) == 1 and build.device != "cpu":
             self.quantized = self.load_buffers.pop(0, None)
         if self.quantized is None:
@@ -166,8 +167,8 @@ class Gemm(Weight):
         self.allow_partials = allow_partials
         self.prepacks = build.device == "cpu" and build.exact
         kind = type(self.quantized).__name__ if quantized else ""
-        self.linear = build.linear_op(linear, n=n, k=k, packed=kind)
-        build.choices[-1].packing = _describe(row_groups, dequantized=not quantized)
+        self.linear = build.linear_op(linear, n=n, k=k, quantized=kind)
+        build.choices[-1].storage_format = _describe(row_groups, dequantized=not quantized)
 
     def finish(self) -> None:
         """Finish the weight and prepack it on a CPU.
@@ -200,7 +201,7 @@ def _describe(row_groups: Sequence[RowGroup], dequantized: bool) -> str:
     formats = [f"{layout}, {rows} rows" for layout, rows in row_groups if layout is not None]
     if len(row_groups) == 1:
         formats = [str(layout) for layout, _ in row_groups if layout is not None]
-    return "; ".join(formats) + ", unpacked when loaded" * (dequantized and bool(formats))
+    return "; ".join(formats) + ", dequantized when loaded" * (dequantized and bool(formats))
 
 
 def row_groups_of(build: BuildContext, modules: Sequence[CheckpointLinear]) -> list[RowGroup]:
@@ -263,11 +264,11 @@ def _slice_sink(
             target,
             lambda tensor: tensor[order],
             ranges=module.ranges,
-            whole=module.whole_outputs,
+            total_rows=module.whole_outputs,
         )
     if not module.ranges:
         return target
-    return WeightSink.copy_into(target, ranges=module.ranges, whole=module.whole_outputs)
+    return WeightSink.copy_into(target, ranges=module.ranges, total_rows=module.whole_outputs)
 
 
 class Linear(nn.Module):
@@ -302,7 +303,7 @@ class Linear(nn.Module):
         super().__init__()
         self.dtype = build.dtype
         self.names = tuple(outputs)
-        self.packing = build.packing
+        self.weight_format = build.weight_format
         self.gather_inputs: Gather = all_columns
         self.gather_outputs: Gather = all_columns
         if isinstance(inputs, Columns):
@@ -375,7 +376,7 @@ class Linear(nn.Module):
             part = self.part(index)
             module = self.reads[index]
             order = self.orders.get(name)
-            table |= weight_sinks(name, part, self.packing, module)
+            table |= weight_sinks(name, part, self.weight_format, module)
             if isinstance(part, Tensor):
                 table[f"{name}.weight"] = _slice_sink(part, module, order)
             if self.bias is not None:
@@ -492,7 +493,7 @@ class Head(Gemm):
         hidden: int,
         existing: nn.Parameter | QuantizedWeight | PrepackedWeight | None = None,
     ) -> None:
-        self.packing = build.packing
+        self.weight_format = build.weight_format
         self.module = build.module("lm_head", vocab, hidden)
         layout = None if existing is not None else build.layout(self.module)
         groups = [(layout, self.module.outputs)]
@@ -522,7 +523,7 @@ class Head(Gemm):
     def weights(self) -> dict[str, Target]:
         """Map the tensors of an untied head to their destinations."""
         rows = self.stored_rows(0, self.shape[0])
-        return weight_sinks("lm_head", rows, self.packing, self.module)
+        return weight_sinks("lm_head", rows, self.weight_format, self.module)
 
 
 def probe(build: BuildContext, model: nn.Module, rows: Sequence[int]) -> None:

@@ -85,8 +85,8 @@ class Mamba2(nn.Module):
         weights = Mamba2Weights(
             self.conv.flatten(1), self.conv_bias, self.a_log, self.dt_bias, self.d, *self.limits
         )
-        law = self._prompt if ctx.shape.prompt else self._generated
-        return self.out(self.norm(law(mixed, dt, weights, ctx), z))
+        run = self._prompt if ctx.shape.prompt else self._generated
+        return self.out(self.norm(run(mixed, dt, weights, ctx), z))
 
     def _prompt(
         self, mixed: Tensor, dt: Tensor, weights: Mamba2Weights, ctx: StepContext

@@ -35,7 +35,7 @@ class MemoryBudget:
         self.taken += size
         if self.bounded and self.taken > self.total:
             raise CapacityError(
-                f"{what} needs {size / 2**30:.3g} GiB, {self.taken / 2**30:.3g} with what stands "
-                f"before it; allowed: {self.total / 2**30:.3g} GiB, all memory of this "
+                f"{what} needs {size / 2**30:.3g} GiB, {self.taken / 2**30:.3g} with what is "
+                f"reserved already; allowed: {self.total / 2**30:.3g} GiB, all memory of this "
                 f"{self.device}. {remedy}"
             )

@@ -59,6 +59,7 @@ class Routing:
 
     def __post_init__(self) -> None:
         sound = self.experts % self.groups == 0 and 1 <= self.top_groups <= self.groups
+        # Groups are ranked by the sum of their two best scores, so they need two experts.
         sound = sound and (self.groups == 1 or self.experts >= 2 * self.groups)
         if not sound or not 1 <= self.top_k <= self.top_groups * self.experts // self.groups:
             raise ConfigError(
@@ -95,7 +96,7 @@ class ExpertWeight(Weight):
     ) -> None:
         info = build.found("experts").get(fused)
         self.fused = None if info is None else f"experts.{fused}"
-        self.packing = build.packing
+        self.weight_format = build.weight_format
         self.experts = experts
         self.top_k = top_k
         columns = Columns(tuple(part for one in outputs.values() for part in one.parts))
@@ -130,7 +131,7 @@ class ExpertWeight(Weight):
         begin = 0
         for name, module in zip(self.names, self.reads, strict=True):
             rows = self.stored_rows(begin, begin + module.outputs)
-            table |= weight_sinks(name, rows, self.packing, module)
+            table |= weight_sinks(name, rows, self.weight_format, module)
             begin += module.outputs
         if self.fused is not None:
             parts = [WeightSink.of(table.pop(f"{name}.weight")) for name in self.names]
@@ -144,12 +145,14 @@ class ExpertWeight(Weight):
 
         Does nothing if a word or a block of scales could reach from one expert into the next.
         """
-        assert self.packing is not None, "only a weight format quantizes"
+        assert self.weight_format is not None, "only a weight format quantizes"
         if any(module.outputs % MAX_BLOCK for module in self.reads):
             return
         first = self.reads[0]
         rows = weight.shape[0]
-        fused_sinks = self.packing.sinks(replace(first, outputs=rows, whole_outputs=rows), weight)
+        fused_sinks = self.weight_format.sinks(
+            replace(first, outputs=rows, whole_outputs=rows), weight
+        )
         for suffix in {name.rpartition(".")[2] for name in table}:
             names = [f"{name}.{suffix}" for name in self.names]
             if all(name in table for name in names):
@@ -256,6 +259,7 @@ class MoE(nn.Module):
         self.shared_down = None
         if shared_inner:
             down = {f"{shared_name}.{down_name}": Columns.of(hidden)}
+            # combine() adds a whole output; only the experts op adds partials.
             last = Linear if latent else PartialLinear
             self.shared_down = last(build, Columns.of(shared_inner), down, bias=bias)
         self.gather_outputs = build.exchange(Columns.of(hidden))
@@ -269,7 +273,8 @@ class MoE(nn.Module):
         routing: Routing,
         bias: bool,
     ) -> None:
-        """Build the router and its op; `shared_up` joins the router's GEMM or has its own."""
+        """Build the router and its op; `shared_up` joins its GEMM, or gets a separate one."""
+        # The router has no bias, so a shared expert with one needs a separate GEMM.
         router = _fp32_build(build) if routing.scoring == "sigmoid" else build
         one_gemm = (
             not bias
@@ -318,6 +323,7 @@ class MoE(nn.Module):
 
     def dispatch(self, x: Tensor) -> Dispatched:
         """Choose the experts of each token, and run the shared expert."""
+        # Strided views of one tensor, which the op reads without copies.
         fused, logits, gate = self.router(x).split(self.widths, dim=-1)
         shared_inner = fused if self.shared_up is None else self.shared_up(x)
         ids, weights, activated, shared_gate = self.route(

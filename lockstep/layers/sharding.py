@@ -189,4 +189,4 @@ def row_sink(target: Tensor, columns: Columns, rank: Rank) -> Tensor | WeightSin
     ranges = columns.ranges(rank)
     if not ranges:
         return target
-    return WeightSink.copy_into(target, ranges=ranges, whole=columns.total)
+    return WeightSink.copy_into(target, ranges=ranges, total_rows=columns.total)

@@ -73,7 +73,7 @@ def _described(repository: Any, revision: Any, file: str | None) -> CachedCheckp
     files = [
         one
         for one in revision.files
-        if any(fnmatchcase(str(one.file_path.relative_to(folder)), each) for each in patterns)
+        if any(fnmatchcase(str(one.file_path.relative_to(folder)), pattern) for pattern in patterns)
     ]
     architecture, weights, reason = read_support(path)
     return CachedCheckpoint(
@@ -116,9 +116,9 @@ def _named_architecture(raw: dict[str, Any]) -> str:
 
 def _named_weights(checkpoint: Checkpoint) -> str:
     """Return the weight format: that of quantized weights, or their dtype."""
-    packing = read_weight_format(checkpoint.quantization())
-    if packing is not None:
-        return packing.name
+    weight_format = read_weight_format(checkpoint.quantization())
+    if weight_format is not None:
+        return weight_format.name
     inner = checkpoint.raw.get("text_config", {})
     known = (settings.get(name) for settings in (inner, checkpoint.raw) for name in DTYPE_NAMES)
     return next((dtype for dtype in known if isinstance(dtype, str)), "")

@@ -90,7 +90,7 @@ def read_common(
 def read_attention_layers(c: ConfigReader) -> int:
     """Return the number of layers; each has full attention, since windows are not supported."""
     c.only("use_sliding_window", False, default=False)
-    layers = c.size("num_hidden_layers", most=MAX_LAYERS)
+    layers = c.size("num_hidden_layers", max_value=MAX_LAYERS)
     c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
     return layers
 
@@ -100,7 +100,7 @@ class Sublayer:
 
     norm_name, name: names of norm and body in the checkpoint, within the layer. body: [T, H] ->
     delta [T, H]. A body with a cache_spec() is a mixer: it reads other tokens of its row. Any other
-    body computes each token by itself, and reads no more of ctx than the token's optional inputs.
+    body computes every token independently, and reads only the token inputs of ctx.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Block(nn.Module):
     def __init__(self, *sublayers: Sublayer) -> None:
         super().__init__()
         self.sublayers = sublayers
-        for half in sublayers:
-            self.add_module(half.norm_name, half.norm)
-            self.add_module(half.name, half.body)
+        for sublayer in sublayers:
+            self.add_module(sublayer.norm_name, sublayer.norm)
+            self.add_module(sublayer.name, sublayer.body)
 
     def forward(
         self, x: Tensor, delta: Tensor | None, ctx: StepContext
@@ -174,7 +174,11 @@ class Block(nn.Module):
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""
-        return {name: tensor for one in self.sublayers for name, tensor in one.weights().items()}
+        return {
+            name: tensor
+            for sublayer in self.sublayers
+            for name, tensor in sublayer.weights().items()
+        }
 
 
 def mlp_sublayer(build: BuildContext, c: DecoderConfig, *, bias: bool = False) -> Sublayer:
@@ -206,9 +210,9 @@ class Decoder(nn.Module, ABC):
     """Target model: embedding, layers, final norm and head.
 
     embed_name, norm_name: checkpoint names of the embedding and the final norm. snapshot_every:
-    default number of prompt pages between two snapshots of recurrent state. taps: auxiliary hidden
-    states for a drafter; i stands for the residual before layer i, the number of layers for that
-    after the last one.
+    default number of prompt pages between two snapshots of recurrent state.
+    aux_hidden_layers: auxiliary hidden states for a drafter, ascending: i is the residual before
+    layer i, and the number of layers is the residual after the last one.
     """
 
     snapshot_every: ClassVar[int] = 1
@@ -218,8 +222,9 @@ class Decoder(nn.Module, ABC):
     def __init__(self, config: StackConfig, build: BuildContext) -> None:
         super().__init__()
         self.config = config
-        self.taps: tuple[int, ...] = ()
+        self.aux_hidden_layers: tuple[int, ...] = ()
         c = config
+        # Before any layer is built: KV formats by layer refer to the numbers of attention layers.
         build.kv = build.kv.settled(self.attending())
         self.embed = Embedding(build, c.vocab_size, c.hidden_size)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
@@ -237,20 +242,18 @@ class Decoder(nn.Module, ABC):
         """Yield the sublayers of each layer, in order."""
 
     def forward(self, ctx: StepContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the hidden states [T, H] after the final norm, and the auxiliary hidden states [T,
-        H].
-        """
+        """Return hidden states [T, H] after the final norm, and the auxiliary ones, each [T, H]."""
         x = self.embed(ctx.token_ids)
         delta = None
-        tapped = []
+        aux_hidden_states = []
         for index, block in enumerate(self.blocks):
-            x, delta, entered = block(x, delta, ctx)
-            if index in self.taps:
-                tapped.append(entered)
+            x, delta, residual_input = block(x, delta, ctx)
+            if index in self.aux_hidden_layers:
+                aux_hidden_states.append(residual_input)
         residual, hidden = self.norm(x, delta)
-        if len(self.blocks) in self.taps:
-            tapped.append(residual)
-        return hidden, tuple(tapped)
+        if len(self.blocks) in self.aux_hidden_layers:
+            aux_hidden_states.append(residual)
+        return hidden, tuple(aux_hidden_states)
 
     def logits(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """Return logits [N, V] of the step's logit rows of hidden [T, H]."""

@@ -1,8 +1,8 @@
 """DeepSeek-V3 and R1, Kimi-K2, and the text part of Kimi-K2.5: latent attention and experts.
 
 The first layers have a dense MLP, the others a mixture: sigmoid scores with a correction bias,
-chosen by groups, and a shared expert without a gate. DeepSeek's MTP module stands behind the last
-layer, as one more. Math: DeepSeek-V3, arXiv 2412.19437, section 2. Nothing recurs.
+group-limited top-k, and a shared expert without a gate. DeepSeek's MTP module is stored as one more
+layer after the last. No layer is recurrent. Math: DeepSeek-V3, arXiv 2412.19437, section 2.
 """
 
 from collections.abc import Iterator
@@ -34,12 +34,12 @@ WITHOUT_EFFECT = {
 }
 """Settings of config.json that may be ignored, each with the reason."""
 TWINS = ("embed_tokens", "shared_head.head")
-"""Copies of the target's embedding and head in the MTP module, which shares the target's."""
+"""Copies of the target's embedding and head in the MTP module's tensors, which are not used."""
 
 
 def draft_prefix(raw: dict[str, Any]) -> str:
     """Return the prefix of the MTP module: the layer after the last one."""
-    layers = ConfigReader(raw).size("num_hidden_layers", most=MAX_LAYERS)
+    layers = ConfigReader(raw).size("num_hidden_layers", max_value=MAX_LAYERS)
     return f"layers.{layers}."
 
 
@@ -61,7 +61,7 @@ class Config(DecoderConfig):
         c = ConfigReader(raw)
         c.only("pretraining_tp", 1, None, default=1)
         c.only(DRAFT_SETTING, 0, 1, None, default=0)
-        layers = c.size("num_hidden_layers", most=MAX_LAYERS)
+        layers = c.size("num_hidden_layers", max_value=MAX_LAYERS)
         config = cls(layers=layers, mixture=_read_mixture(c, layers), **read_latent_common(c))
         c.refuse_unread(WITHOUT_EFFECT)
         return config
@@ -82,7 +82,7 @@ def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
     c.need(shared >= 0, "n_shared_experts", "0 or more")
     inner = c.size("moe_intermediate_size")
     routing = Routing(
-        c.size("n_routed_experts", most=MAX_EXPERTS),
+        c.size("n_routed_experts", max_value=MAX_EXPERTS),
         c.size("num_experts_per_tok"),
         scoring="sigmoid",
         renormalize=c.get("norm_topk_prob", bool, True),
@@ -94,6 +94,7 @@ def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
     return MoEConfig(
         routing,
         inner=inner,
+        # All shared experts are stored as one MLP of their total width.
         shared_inner=shared * inner,
         shared_gate=False,
         dense_layers=frozenset(range(dense)),
@@ -108,7 +109,7 @@ def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublay
 
 def moe_sublayer(build: BuildContext, c: Config) -> Sublayer:
     """Build a mixture-of-experts sublayer."""
-    return c.mixture.half(build, c, shared_name="shared_experts")
+    return c.mixture.sublayer(build, c, shared_name="shared_experts")
 
 
 class Model(Decoder):
@@ -149,6 +150,7 @@ class Draft(MTPModule):
         """Map the module's tensors to their destinations; copies of shared weights are read and
         dropped.
         """
+        # A sink that drops its tensor: an unexpected tensor would be refused.
         twin = WeightSink(self.embed_shape, FLOAT_DTYPES, torch.device("cpu"), lambda tensor: None)
         return (
             self.blocks[0].weights()

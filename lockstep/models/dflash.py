@@ -1,9 +1,10 @@
-"""DFlash's draft model: a few layers that fill a block of masked tokens at once, over what the
-target has left at some of its layers (Chen et al., DFlash, arXiv 2602.06036).
+"""DFlash draft model: a few layers that predict a block of masked tokens in one forward pass, from
+auxiliary hidden states of the target (Chen et al., DFlash, arXiv 2602.06036).
 
-A token that the target has computed is one key and one value in each layer, made of the target's
-residuals. A block is the row's last token and masked ones behind it, each at its own place; its
-tokens see all of those keys, and each other. Tensors and settings are those of the authors' files.
+Each layer has one key and one value per token that the target has computed, projected from the
+auxiliary hidden states. A block is the row's last token followed by mask tokens, at consecutive
+positions. Its tokens attend to those keys and to each other. Tensor names and settings are those of
+the authors' files.
 """
 
 from collections.abc import Iterator
@@ -66,22 +67,22 @@ class Config(DecoderConfig):
     """Settings of a block draft model.
 
     block: tokens of a block, the row's last token included. mask: token id of positions to draft.
-    taps: see Decoder.
+    aux_hidden_layers: see Decoder.
     """
 
     layers: int
     block: int
     mask: int
-    taps: tuple[int, ...]
+    aux_hidden_layers: tuple[int, ...]
 
     @classmethod
-    def read(cls, own: BlockCheckpoint, target: Decoder) -> "Config":
+    def read(cls, checkpoint: BlockCheckpoint, target: Decoder) -> "Config":
         """Read the settings.
 
         Raises:
             CheckpointError: a setting is missing, not supported, or does not fit the target.
         """
-        c = ConfigReader(own.raw, file=str(own.folder / "config.json"))
+        c = ConfigReader(checkpoint.raw, file=str(checkpoint.folder / "config.json"))
         c.only("speculators_model_type", None, default=None)
         inner = c.part(INNER)
         named = c.get("architectures", list, [ARCHITECTURE])
@@ -100,19 +101,19 @@ class Config(DecoderConfig):
         c.need(c.size("hidden_size") == width, "hidden_size", f"the target's, {width}")
         c.need(c.size("vocab_size") == vocab, "vocab_size", f"the target's, {vocab}")
         depth = len(target.blocks)
-        told = c.size("num_target_layers", depth)
-        c.need(told == depth, "num_target_layers", f"the target's, {depth}")
+        target_layers = c.size("num_target_layers", depth)
+        c.need(target_layers == depth, "num_target_layers", f"the target's, {depth}")
         layers = read_attention_layers(c)
         mask = inner.get("mask_token_id", int)
         inner.need(0 <= mask < vocab, "mask_token_id", f"0 to {vocab - 1}, the target's tokens")
         sized = inner if "block_size" in inner.raw else c
-        block = sized.size("block_size", most=MAX_BLOCK_SIZE)
+        block = sized.size("block_size", max_value=MAX_BLOCK_SIZE)
         sized.need(block > 1, "block_size", "2 or more")
         config = cls(
             layers=layers,
             block=block,
             mask=mask,
-            taps=_taps(inner, layers, depth),
+            aux_hidden_layers=_aux_hidden_layers(inner, layers, depth),
             **read_common(c, head_dim=128),
         )
         inner.refuse_unread(WITHOUT_EFFECT, OF_DRAFTER)
@@ -120,11 +121,11 @@ class Config(DecoderConfig):
         return config
 
 
-def _taps(c: ConfigReader, layers: int, depth: int) -> tuple[int, ...]:
-    """Return the auxiliary hidden states: those after the layers in target_layer_ids.
+def _aux_hidden_layers(c: ConfigReader, layers: int, depth: int) -> tuple[int, ...]:
+    """Return Decoder.aux_hidden_layers: the residuals after the layers in target_layer_ids.
 
-    Without the setting there are as many as the draft model has layers, spread from the second
-    layer to the last but two. depth: layers of the target.
+    Without the setting, one per layer of the draft model, spread from the target's second layer to
+    its last but two. depth: layers of the target.
     """
     last = max(depth - 3, 1)
     spread = [round(1 + i * (last - 1) / max(layers - 1, 1)) for i in range(layers)]
@@ -176,11 +177,11 @@ class BlockDraftModel(nn.Module):
         super().__init__()
         self.config = c
         self.checkpoint = checkpoint
-        self.taps = c.taps
+        self.aux_hidden_layers = c.aux_hidden_layers
         self.ids: Tensor | None = None
         self.embed = target.embed
         top = build.at(build.layer, "")
-        width = len(c.taps) * c.hidden_size
+        width = len(c.aux_hidden_layers) * c.hidden_size
         self.fc = GatheredLinear(top, width, {"fc": Columns.of(c.hidden_size)})
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))

@@ -1,9 +1,10 @@
-"""EAGLE-3's draft head: a layer over the next token and the residual at three places of the target,
-and in some heads ordinary layers behind it (Li et al., arXiv 2503.01840).
+"""EAGLE-3 draft head (Li et al., arXiv 2503.01840).
 
-Tensors and settings are those of the authors' files and of SpecForge, vLLM and speculators, which
-call the first layer `midlayer` or `layers.0`. A head knows a part of the target's vocabulary:
-d2t[i] + i is the target's token that its i-th is.
+Its first layer reads the next token's embedding and three auxiliary hidden states of the target;
+some heads have ordinary decoder layers after it. Tensor names and settings are those of the
+authors' files and of SpecForge, vLLM and speculators, which call the first layer `midlayer` or
+`layers.0`. A head may know only a part of the target's vocabulary: draft id i is the target's token
+d2t[i] + i.
 """
 
 from collections.abc import Iterator
@@ -133,29 +134,29 @@ class HeadCheckpoint(Checkpoint):
 class Config(DecoderConfig):
     """Settings of a head.
 
-    vocab_size: the target's. taps: see Decoder. latents: settings of latent attention, else None.
-    logit_scale: factor of the logits.
+    vocab_size: the target's. aux_hidden_layers: see Decoder. latents: settings of latent
+    attention, else None. logit_scale: factor of the logits.
     """
 
     layers: int
     draft_vocab_size: int
     target_hidden_size: int
-    taps: tuple[int, ...]
+    aux_hidden_layers: tuple[int, ...]
     latents: LatentConfig | None
     attention_bias: bool
     mlp_bias: bool
     norm_before_residual: bool
     norm_before_fc: bool
-    norm_each_tap: bool
+    norm_aux_hidden: bool
     norm_output: bool
     logit_scale: float
 
     @classmethod
-    def read(cls, head: HeadCheckpoint, target: Decoder, behind: bool = False) -> "Config":
+    def read(cls, head: HeadCheckpoint, target: Decoder, layer_outputs: bool = False) -> "Config":
         """Read the settings.
 
         Args:
-            behind: layer numbers name the residual after a layer, not before it.
+            layer_outputs: layer ids in the file name the residual after a layer, not before it.
 
         Raises:
             CheckpointError: a setting is missing, not supported, or does not fit the target.
@@ -169,26 +170,29 @@ class Config(DecoderConfig):
         same = c.size("target_hidden_size", width) == width
         c.need(same, "target_hidden_size", f"the target's, {width}")
         inner = c.part("eagle_config")
-        taps = _taps(c, inner, len(target.blocks), behind)
-        count = c.size("num_aux_hidden_states", len(taps))
-        c.need(count == len(taps), "num_aux_hidden_states", f"{len(taps)}, one for each tap")
+        aux_layers = _aux_hidden_layers(c, inner, len(target.blocks), layer_outputs)
+        count = len(aux_layers)
+        same = c.size("num_aux_hidden_states", count) == count
+        c.need(same, "num_aux_hidden_states", f"{count}, one for each layer id")
         known = c.size("draft_vocab_size", vocab)
         c.need(known <= vocab, "draft_vocab_size", f"1 to vocab_size, {vocab}")
         layers = read_attention_layers(c)
-        kinds = (True, None) if layers > 1 else (True, False, None)  # of layers after the first
+        # next_layer_regular is about the layers after the first.
+        kinds = (True, None) if layers > 1 else (True, False, None)
         inner.only("next_layer_regular", *kinds, default=None)
         config = cls(
             layers=layers,
             draft_vocab_size=known,
             target_hidden_size=width,
-            taps=taps,
+            aux_hidden_layers=aux_layers,
             attention_bias=c.get("attention_bias", bool, False),
             mlp_bias=c.get("mlp_bias", bool, False),
+            # Absent, it is True in the speculators library and False elsewhere.
             norm_before_residual=c.get(
                 "norm_before_residual", bool, "speculators_model_type" in head.raw
             ),
             norm_before_fc=c.get("norm_before_fc", bool, False),
-            norm_each_tap=c.get("fc_norm", bool, c.get("use_aux_norm", bool, False)),
+            norm_aux_hidden=c.get("fc_norm", bool, c.get("use_aux_norm", bool, False)),
             norm_output=c.get("norm_output", bool, False),
             logit_scale=c.positive("logit_scale", 1.0),
             **_attending(c),
@@ -205,21 +209,26 @@ def _attending(c: ConfigReader) -> dict[str, Any]:
     return dict(latents=None, **read_common(c, theta=THETA))
 
 
-def _taps(c: ConfigReader, inner: ConfigReader, layers: int, behind: bool) -> tuple[int, ...]:
-    """Return the tapped places: those that eagle_config (inner) names, or the authors' three."""
+def _aux_hidden_layers(
+    c: ConfigReader, inner: ConfigReader, layers: int, layer_outputs: bool
+) -> tuple[int, ...]:
+    """Return Decoder.aux_hidden_layers: those that eagle_config (inner) names, or the authors'
+    three.
+    """
     for name, value in SWITCHES.items():
         inner.only(name, value, None, default=None)
     name = "eagle_aux_hidden_state_layer_ids"
     where = inner if inner.raw.get(name) else c
     named_layers = where.get(name, list, [])
+    # The authors' choice of a low, a middle and a high layer.
     layer_ids = named_layers or [2, layers // 2, layers - 3]
-    last = layers - 1 if behind and named_layers else layers
+    last = layers - 1 if layer_outputs and named_layers else layers
     allowed = f"ascending numbers of layers, 0 to {last}"
     is_list = len(layer_ids) <= MAX_LAYERS and all(type(i) is int for i in layer_ids)
     where.need(is_list, name, allowed)
     ascending = all(a < b for a, b in zip(layer_ids, layer_ids[1:], strict=False))
     where.need(ascending and layer_ids[0] >= 0 and layer_ids[-1] <= last, name, allowed)
-    return tuple(i + bool(named_layers and behind) for i in layer_ids)
+    return tuple(i + bool(named_layers and layer_outputs) for i in layer_ids)
 
 
 def draft_ids(checkpoint: HeadCheckpoint, config: Config) -> Tensor | None:
@@ -303,7 +312,7 @@ class Eagle3Head(nn.Module):
         super().__init__()
         self.config = c
         self.checkpoint = checkpoint
-        self.taps = c.taps
+        self.aux_hidden_layers = c.aux_hidden_layers
         self.order: Tensor | None = None
         if any(EXPERTS in name for name in build.tensors or {}):
             raise CheckpointError(
@@ -323,10 +332,12 @@ class Eagle3Head(nn.Module):
                 "would read. Fetch a whole head."
             )
         top = build.at(build.layer, "")
-        width = len(c.taps) * c.target_hidden_size
+        width = len(c.aux_hidden_layers) * c.target_hidden_size
         self.before_fc = RMSNorm(build, width, c.eps) if c.norm_before_fc else None
-        self.of_taps = nn.ModuleList(
-            RMSNorm(build, c.target_hidden_size, c.eps) for _ in c.taps if c.norm_each_tap
+        self.aux_norms = nn.ModuleList(
+            RMSNorm(build, c.target_hidden_size, c.eps)
+            for _ in c.aux_hidden_layers
+            if c.norm_aux_hidden
         )
         self.fc = (
             GatheredLinear(top, width, {"fc": Columns.of(c.hidden_size)})
@@ -354,7 +365,7 @@ class Eagle3Head(nn.Module):
                 "tie_word_embeddings=True; allowed: False there, for the target's head. "
                 "Correct config.json, or fetch a whole head."
             )
-        # A head of its own is small: every rank holds all of it.
+        # A separate head is small, so every rank has all of it.
         existing = None if self.own_head else target.head.loaded
         vocab = c.draft_vocab_size if self.own_head else Columns.of(c.draft_vocab_size)
         self.head = Head(top, vocab, c.hidden_size, existing)
@@ -366,10 +377,10 @@ class Eagle3Head(nn.Module):
         if build.tensors is None:
             count = c.draft_vocab_size
             return None if count == c.vocab_size else torch.arange(count, device=build.device)
-        found = draft_ids(self.checkpoint, c)
-        if found is None:
+        target_ids = draft_ids(self.checkpoint, c)
+        if target_ids is None:
             return None
-        ids, self.order = found.sort()
+        ids, self.order = target_ids.sort()
         return ids.to(build.device)
 
     @property
@@ -379,10 +390,11 @@ class Eagle3Head(nn.Module):
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Return the first state [T, H'] from the auxiliary hidden states [T, H]."""
-        taps = list(aux_hidden_states)
-        if self.of_taps:
-            taps = [norm(tap) for norm, tap in zip(self.of_taps, taps, strict=True)]
-        state = torch.cat(taps, dim=-1)
+        hidden_states = list(aux_hidden_states)
+        if self.aux_norms:
+            pairs = zip(self.aux_norms, hidden_states, strict=True)
+            hidden_states = [norm(hidden_state) for norm, hidden_state in pairs]
+        state = torch.cat(hidden_states, dim=-1)
         if self.before_fc is not None:
             state = self.before_fc(state)
         return state if self.fc is None else self.fc(state)
@@ -432,7 +444,7 @@ class Eagle3Head(nn.Module):
             table |= {f"{LAYER}.{name}.{inner}": slot for inner, slot in part.weights().items()}
         for index, block in enumerate(self.blocks, 1):
             table |= {f"layers.{index}.{n}": slot for n, slot in block.weights().items()}
-        for index, norm in enumerate(self.of_taps):
+        for index, norm in enumerate(self.aux_norms):
             table[f"fc_norm.{index}.weight"] = norm.weight
         if self.before_fc is not None:
             table["input_norm.weight"] = self.before_fc.weight
@@ -455,7 +467,7 @@ class Eagle3Head(nn.Module):
             return target
         if not isinstance(target, Tensor):
             raise CheckpointError(
-                f"{self.checkpoint.folder}: lm_head is packed, and {OFFSETS} does not ascend; "
+                f"{self.checkpoint.folder}: lm_head is quantized, and {OFFSETS} does not ascend; "
                 "allowed: one of the two. Use a head whose lm_head is not quantized."
             )
         return WeightSink.copy_into(target, partial(_rows, order=order))

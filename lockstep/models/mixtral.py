@@ -34,7 +34,7 @@ class Config(DecoderConfig):
         """
         c = ConfigReader(raw)
         c.only("sliding_window", None, default=None)
-        layers = c.size("num_hidden_layers", most=MAX_LAYERS)
+        layers = c.size("num_hidden_layers", max_value=MAX_LAYERS)
         mixture = MoEConfig(read_routing(c), inner=c.size("intermediate_size"))
         config = cls(layers=layers, mixture=mixture, **read_common(c))
         c.refuse_unread({})
@@ -51,6 +51,6 @@ class Model(Decoder):
         c = self.config
 
         def mlp(at: BuildContext, layer: int) -> Sublayer:
-            return c.mixture.half(at, c, "block_sparse_moe", names=EXPERT)
+            return c.mixture.sublayer(at, c, "block_sparse_moe", names=EXPERT)
 
         return attention_layers(build, c, c.layers, mlp)

@@ -23,7 +23,7 @@ class MoEConfig:
     shared_gate: bool = True
     dense_layers: frozenset[int] = frozenset()
 
-    def half(
+    def sublayer(
         self, build: BuildContext, c: DecoderConfig, name: str = "mlp", **options: Any
     ) -> Sublayer:
         """Build the mixture's sublayer. name: in the checkpoint; options: those of
@@ -47,7 +47,7 @@ def read_routing(c: ConfigReader, renormalize: bool = True) -> Routing:
     transformers 5.23 writes num_experts as num_local_experts in some families.
     """
     local = c.raw.get("num_experts") is None and "num_local_experts" in c.raw
-    experts = c.size("num_local_experts" if local else "num_experts", most=MAX_EXPERTS)
+    experts = c.size("num_local_experts" if local else "num_experts", max_value=MAX_EXPERTS)
     top_k = c.size("num_experts_per_tok")
     c.need(top_k <= experts, "num_experts_per_tok", f"1 to {experts}, the number of experts")
     return Routing(experts, top_k, renormalize=renormalize)

@@ -60,4 +60,4 @@ class Model(qwen3_5.Model):
                 f"config.json has no intermediate_size, and {build.path}.mlp is a dense MLP. "
                 "Add it to config.json."
             )
-        return mlp_sublayer(build, c) if dense else c.mixture.half(build, c)
+        return mlp_sublayer(build, c) if dense else c.mixture.sublayer(build, c)

@@ -1,6 +1,6 @@
 """Qwen3 with a mixture of experts: Qwen3's attention, and in most layers a mixture for the MLP.
 
-No shared expert. Nothing recurs.
+There is no shared expert, and no layer is recurrent.
 """
 
 from collections.abc import Iterator
@@ -71,6 +71,6 @@ class Model(Decoder):
 
         def mlp(at: BuildContext, layer: int) -> Sublayer:
             dense = layer in c.mixture.dense_layers
-            return mlp_sublayer(at, c) if dense else c.mixture.half(at, c)
+            return mlp_sublayer(at, c) if dense else c.mixture.sublayer(at, c)
 
         return attention_layers(build, c, c.layers, mlp, qk_norm=True, eps=c.eps)

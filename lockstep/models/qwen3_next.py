@@ -1,7 +1,7 @@
 """Qwen3-Next: Qwen3.5's layers with a mixture of experts, in an older layout.
 
-A recurrent layer's projections lie by key head, and layers may have a dense MLP. config.json does
-not say whether there is an MTP module.
+Rows of a recurrent layer's projections are grouped by key head, and layers may have a dense MLP.
+config.json does not say whether there is an MTP module.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Config(qwen3_5_moe.Config):
         """
         c = ConfigReader(raw)
         c.only("use_sliding_window", False, default=False)
-        dense = read_dense_layers(c, c.size("num_hidden_layers", most=MAX_LAYERS))
+        dense = read_dense_layers(c, c.size("num_hidden_layers", max_value=MAX_LAYERS))
         mixture = MoEConfig(
             read_routing(c, c.get("norm_topk_prob", bool)),
             inner=c.size("moe_intermediate_size"),

@@ -35,14 +35,14 @@ class NamePattern:
         match = ANYWHERE.fullmatch(text)
         self.inside = None if match is None else re.sub(r"\\(\W)", r"\1", match[1])
 
-    def begins(self, module: CheckpointLinear) -> bool:
-        """Return whether it matches one of the module's names from the start."""
+    def match(self, module: CheckpointLinear) -> bool:
+        """Return whether the pattern matches the start of one of the module's names."""
         if self.inside is not None:
             return self.inside in module.lines
         return any(self.compiled.match(name) for name in module.names)
 
-    def stands_in(self, module: CheckpointLinear) -> bool:
-        """Return whether it matches a part of one of the module's names."""
+    def search(self, module: CheckpointLinear) -> bool:
+        """Return whether the pattern matches anywhere in one of the module's names."""
         if self.inside is not None:
             return self.inside in module.lines
         return any(self.compiled.search(name) for name in module.names)
@@ -139,6 +139,7 @@ class SettingsReader:
     def replaced(self, name: str, value: Any) -> "SettingsReader":
         """Return a reader of the same settings, but for one value."""
         reader = SettingsReader({**self.raw, name: value}, self.within)
+        # Shared: a setting that the copy reads counts as read here too.
         reader.raw.asked = self.raw.asked
         return reader
 
@@ -187,6 +188,6 @@ def read_strictly(
     Raises CheckpointError for a setting that may matter and that `build` has not asked for.
     """
     reader = SettingsReader(settings)
-    packing = build(reader)
+    weight_format = build(reader)
     reader.refuse_unread(BY_FORMAT[kind])
-    return packing
+    return weight_format

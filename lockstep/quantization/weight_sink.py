@@ -14,7 +14,7 @@ from lockstep.kernels.upload import upload, upload_concatenated
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that are not quantized."""
 Ranges = tuple[tuple[int, int], ...]
-"""(begin, end) of output columns; () stands for all of them."""
+"""(begin, end) of ranges of output columns; empty for all columns."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class WeightSink:
         transform: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         *,
         ranges: Ranges = (),
-        whole: int | None = None,
+        total_rows: int | None = None,
     ) -> "WeightSink":
         """Return a sink that copies a tensor of the target's shape, rounded to the target's dtype.
 
         Args:
             transform: applied to the checkpoint's tensor before it is copied.
             ranges: rows of the checkpoint's tensor of the target.
-            whole: rows of the checkpoint's tensor, if the target has a part of them.
+            total_rows: rows of the checkpoint's tensor, if the target has a part of them.
         """
         data = target.data
-        shape = (whole if ranges and whole is not None else data.shape[0], *data.shape[1:])
+        rows = total_rows if ranges and total_rows is not None else data.shape[0]
         return cls(
-            tuple(shape),
+            (rows, *data.shape[1:]),
             FLOAT_DTYPES,
             data.device,
             lambda tensor: data.copy_(transform(tensor)),
@@ -77,7 +77,7 @@ class WeightSink:
         return None
 
     def narrow(self, tensor: Tensor) -> Tensor:
-        """Return the slice of the checkpoint's tensor that holds this rank's output columns.
+        """Return the slice of the checkpoint's tensor with this rank's output columns.
 
         Raises:
             CheckpointError: a range begins or ends within an element, such as a word of codes.
@@ -89,7 +89,7 @@ class WeightSink:
         slices = []
         for begin, end in self.ranges:
             stop = -(-end // unit)
-            # The last element may hold fewer columns; every other edge must be that of an element.
+            # The last element may be partly filled; every other edge must be that of an element.
             if begin % unit or (end % unit and stop < tensor.shape[axis]):
                 raise CheckpointError(
                     f"Output columns {begin} to {end} of a quantized weight are not whole groups "
@@ -104,32 +104,33 @@ class FusedExpertSink:
     """Sink of all experts' tensors of one kind, which are copied to the device as one.
 
     The tensors of `parts` are collected on the host, joined along `dim` in the order of the parts
-    and passed to `whole`: 256 experts then cost the copies and launches of one.
+    and passed to `target`: 256 experts then cost the copies and launches of one.
     """
 
-    def __init__(self, whole: WeightSink, parts: Sequence[WeightSink], dim: int) -> None:
-        self.whole = whole
+    def __init__(self, target: WeightSink, parts: Sequence[WeightSink], dim: int) -> None:
+        self.target = target
         self.parts = list(parts)
         self.dim = dim
+        # By index: a file's tensors come in its order, not in that of the experts.
         self.waiting: dict[int, Tensor] = {}
 
     @classmethod
-    def sinks(cls, whole: WeightSink | None, parts: Sequence[WeightSink]) -> list[WeightSink]:
+    def sinks(cls, target: WeightSink | None, parts: Sequence[WeightSink]) -> list[WeightSink]:
         """Return a sink per part that feeds one FusedExpertSink; the parts where none is possible.
 
-        Shapes and dtypes decide whether the parts' tensors make up that of `whole`.
+        Shapes and dtypes decide whether the parts' tensors make up that of `target`.
         """
-        dim = None if whole is None else _join_dim(whole, parts)
-        if whole is None or dim is None:
+        dim = None if target is None else _join_dim(target, parts)
+        if target is None or dim is None:
             return list(parts)
-        fused = cls(whole, parts, dim)
+        collector = cls(target, parts, dim)
         return [
-            WeightSink(part.shape, part.dtypes, torch.device("cpu"), partial(fused.take, index))
+            WeightSink(part.shape, part.dtypes, torch.device("cpu"), partial(collector.take, index))
             for index, part in enumerate(parts)
         ]
 
     def take(self, index: int, tensor: Tensor) -> None:
-        """Collect the tensor of a part; the last one fills the whole.
+        """Collect the tensor of a part; the last one fills the target.
 
         Raises:
             CheckpointError: a tensor does not fit; the message names its part.
@@ -144,9 +145,9 @@ class FusedExpertSink:
             self._fill_parts(tensors)
             return
         try:
-            self.whole.fill(joined)
+            self.target.fill(joined)
         except CheckpointError:
-            # The error names the whole; filling part by part raises one that names the expert.
+            # The error names the fused weight; filling part by part raises one for the expert.
             self._fill_parts(tensors)
             raise
 
@@ -155,10 +156,10 @@ class FusedExpertSink:
         dtype = tensors[0].dtype
         if any(tensor.dtype != dtype for tensor in tensors):
             return None
-        assert self.whole.shape is not None, "_join_dim compared the shapes"
-        flat = upload_concatenated(tensors, self.whole.device)
+        assert self.target.shape is not None, "_join_dim compared the shapes"
+        flat = upload_concatenated(tensors, self.target.device)
         if self.dim == 0:
-            return flat.view(self.whole.shape)
+            return flat.view(self.target.shape)
         sizes = [tensor.numel() for tensor in tensors]
         parts = zip(flat.split(sizes), tensors, strict=True)
         return torch.cat([part.view(tensor.shape) for part, tensor in parts], self.dim)
@@ -169,19 +170,19 @@ class FusedExpertSink:
             part.fill(upload(tensor, part.device))
 
 
-def _join_dim(whole: WeightSink, parts: Sequence[WeightSink]) -> int | None:
-    """Return the dimension along which the parts' tensors add up to that of `whole`, or None."""
+def _join_dim(target: WeightSink, parts: Sequence[WeightSink]) -> int | None:
+    """Return the dimension along which the parts' tensors add up to that of `target`, or None."""
     shapes = Counter(part.shape for part in parts)
-    if whole.shape is None or any(part.dtypes != whole.dtypes for part in parts):
+    if target.shape is None or any(part.dtypes != target.dtypes for part in parts):
         return None
-    for dim, size in enumerate(whole.shape):
+    for dim, size in enumerate(target.shape):
         total = 0
         for shape, count in shapes.items():
-            if shape is None or len(shape) != len(whole.shape):
+            if shape is None or len(shape) != len(target.shape):
                 return None
-            rest = shape[:dim] + whole.shape[dim : dim + 1] + shape[dim + 1 :]
+            rest = shape[:dim] + target.shape[dim : dim + 1] + shape[dim + 1 :]
             # A part that differs in another dimension makes the total too large to match.
-            total += count * (shape[dim] if rest == whole.shape else size + 1)
+            total += count * (shape[dim] if rest == target.shape else size + 1)
         if total == size:
             return dim
     return None

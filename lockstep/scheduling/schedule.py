@@ -142,12 +142,12 @@ class Schedule:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the device gets work whose end the engine waits for."""
+        """Return whether the device gets work whose end the engine waits for."""
         return bool(self.decode or self.prompt or self.swap_out)
 
     @property
     def is_empty(self) -> bool:
-        """Whether workers have nothing to do at all."""
+        """Return whether workers have nothing to do at all."""
         return not (self.has_steps or self.dropped or self.answers)
 
 

@@ -32,7 +32,7 @@ class SpeculativeConfig(Settings):
     )
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFTS)] = setting(
         3,
-        "K: most draft tokens of a row and step",
+        "K: maximum draft tokens of a row and step",
         remedy="Choose K in that range, or leave speculative_config out to draft nothing.",
     )
     adaptive: bool = setting(
@@ -57,8 +57,6 @@ class SpeculativeConfig(Settings):
     def draft_lengths(self) -> tuple[int, ...]:
         """Return the numbers of drafts that a step may have, ascending."""
         max_drafts = self.num_speculative_tokens
-        return (
-            (*(k for k in LENGTHS if k < max_drafts), max_drafts)
-            if self.adaptive
-            else (max_drafts,)
-        )
+        if not self.adaptive:
+            return (max_drafts,)
+        return (*(k for k in LENGTHS if k < max_drafts), max_drafts)

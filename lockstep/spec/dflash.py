@@ -42,8 +42,8 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext
             f"{draft.folder}. Lower it."
         )
     tensors = None if build.tensors is None else draft.tensors()
-    packing = read_weight_format(draft.quantization(), None)
-    context = build.reading(tensors, draft.prefixes, packing)
+    weight_format = read_weight_format(draft.quantization(), None)
+    context = build.reading(tensors, draft.prefixes, weight_format)
     context.named = "draft."
     return BlockDraftModel(target, context, config, draft)
 

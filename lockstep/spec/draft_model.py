@@ -57,15 +57,15 @@ class DraftModel(nn.Module):
         self,
         checkpoint: Checkpoint,
         model: Any,
-        packing: WeightFormat | None,
+        weight_format: WeightFormat | None,
         vocab: int,
         device: str,
     ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
         self.model = model
-        self.packing = packing
-        self.taps: tuple[int, ...] = ()
+        self.weight_format = weight_format
+        self.aux_hidden_layers: tuple[int, ...] = ()
         self.known = min(vocab, model.config.vocab_size)
         self.ids = None if self.known == vocab else torch.arange(self.known, device=device)
 
@@ -98,7 +98,7 @@ class DraftModel(nn.Module):
 
     def source(self) -> Source:
         """Return its own checkpoint."""
-        return target_source(self.checkpoint, self.model, None, self.packing)
+        return target_source(self.checkpoint, self.model, None, self.weight_format)
 
 
 def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext) -> DraftModule:
@@ -111,12 +111,12 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext
     draft = Checkpoint.read(folder)
     if build.tensors is not None:  # random weights need no tokenizer
         check_tokenizers(draft, checkpoint)
-    packing = read_weight_format(draft.quantization(), None)
+    weight_format = read_weight_format(draft.quantization(), None)
     tensors = None if build.tensors is None else draft.tensors()
-    context = build.reading(tensors, draft.prefixes, packing)
+    context = build.reading(tensors, draft.prefixes, weight_format)
     context.named = "draft."
     model = build_model(draft.raw, context)
-    return DraftModel(draft, model, packing, target.config.vocab_size, build.device)
+    return DraftModel(draft, model, weight_format, target.config.vocab_size, build.device)
 
 
 def check_whole(folder: Path) -> None:

@@ -17,12 +17,12 @@ class DraftModule(Protocol):
 
     At a position it reads the next token and a state: first what begin() makes of the target's
     hidden states, then what forward() returned. Its keys and values use the target's page tables.
-    ids [V']: the target's tokens that its head knows, ascending; None for all. taps: indices of the
-    auxiliary hidden states that it reads, ascending (lockstep.models.decoder.Decoder).
+    ids [V']: the target's tokens that its head knows, ascending; None for all.
+    aux_hidden_layers: auxiliary hidden states that it reads (lockstep.models.decoder.Decoder).
     """
 
     ids: Tensor | None
-    taps: tuple[int, ...]
+    aux_hidden_layers: tuple[int, ...]
 
     def source(self) -> Source | None:
         """Return the checkpoint that it is loaded from; None where its weights are the target's."""

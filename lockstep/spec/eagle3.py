@@ -21,7 +21,7 @@ NEEDS_MODULE = True
 class Options(FolderOptions):
     """Keys of this method."""
 
-    taps_behind_layers: bool = setting(
+    aux_hidden_layer_outputs: bool = setting(
         False,
         "whether eagle_aux_hidden_state_layer_ids name layers whose output the head was trained "
         "on, as SGLang reads them, not layers whose input it was, as vLLM does",
@@ -43,7 +43,7 @@ def build(
     where the folder is missing.
     """
     head = HeadCheckpoint.at(options.folder)
-    config = Config.read(head, target, options.taps_behind_layers)
+    config = Config.read(head, target, options.aux_hidden_layer_outputs)
     tensors = None if build.tensors is None else head.tensors()
     context = build.reading(tensors, head.prefixes, read_weight_format(head.quantization(), None))
     return Eagle3Head(target, context, config, head)

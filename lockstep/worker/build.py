@@ -115,7 +115,7 @@ def step_limits(
     config: EngineConfig,
     checkpoint: Checkpoint,
     device: str,
-    packing: WeightFormat | None,
+    weight_format: WeightFormat | None,
     assumed_numerics: str | None = None,
 ) -> StepLimits:
     """Return the largest steps: the user's sizes, or the defaults for ample memory.
@@ -140,17 +140,19 @@ def step_limits(
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
-        numerics=(assumed_numerics or numerics(device, dtype, packing, *_kept_as(config, dtype)))
+        numerics=(
+            assumed_numerics or numerics(device, dtype, weight_format, *_kept_as(config, dtype))
+        )
         + _synthetic(config)
         + _overridden(config),
-        quantization=None if packing is None else packing.name,
+        quantization=None if weight_format is None else weight_format.name,
     )
 
 
 def numerics(
     device: str,
     dtype: torch.dtype,
-    packing: WeightFormat | None = None,
+    weight_format: WeightFormat | None = None,
     kv: str | None = None,
     state: torch.dtype = torch.float32,
 ) -> str:
@@ -173,7 +175,7 @@ def numerics(
         release = version("lockstep-llm")
     except PackageNotFoundError:
         from lockstep import __version__ as release
-    packed = "" if packing is None else f"+{packing.name}"
+    packed = "" if weight_format is None else f"+{weight_format.name}"
     parts = (arch, f"weights-{name}{packed}", f"kv-{kv or name}", f"state-{kept}")
     return "/".join((*parts, *libraries, f"lockstep-{release}"))
 
@@ -245,7 +247,7 @@ def build_models(
         fill_dummy(model, draft, config.seed)
         return model, draft, None
     shown = partial(progress, "loading")
-    return model, draft, load_weights(checkpoint, model, draft, shown, build.packing)
+    return model, draft, load_weights(checkpoint, model, draft, shown, build.weight_format)
 
 
 def build_draft(
@@ -265,7 +267,7 @@ def build_draft(
     format = kv_format(kv_cache_dtype or config.kv_cache_dtype, build.dtype)
     inexact.kv = LayerKVFormats(format, setting="speculative_config kv_cache_dtype")
     draft = drafting.build(options, checkpoint, model, inexact)
-    model.taps = draft.taps
+    model.aux_hidden_layers = draft.aux_hidden_layers
     return draft
 
 

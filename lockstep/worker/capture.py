@@ -35,10 +35,14 @@ WAITS = "synchronizing"
 
 @dataclass
 class Recording:
-    """Recorded call: its graph, the tensors that it reads, and its result."""
+    """Recorded call: its graph, the tensors that it reads, and its result.
+
+    inputs: per argument, the graph's tensor, or for a step context the tuple of its token inputs;
+    None for other arguments.
+    """
 
     graph: torch.cuda.CUDAGraph
-    arguments: tuple[Any, ...]
+    inputs: tuple[Tensor | tuple[Tensor | None, ...] | None, ...]
     result: Any
 
 
@@ -70,14 +74,13 @@ class Captured:
         if recording is None:
             recording = self._record(key, arguments)
             self.recordings[key] = recording
-        for graph_argument, argument in zip(recording.arguments, arguments, strict=True):
-            if isinstance(graph_argument, Tensor):
-                graph_argument.copy_(argument)
-            elif isinstance(graph_argument, StepContext):
-                inputs = zip(graph_argument.token_inputs, argument.token_inputs, strict=True)
-                for graph_input, value in inputs:
-                    if graph_input is not None:
-                        graph_input.copy_(value)
+        for graph_input, argument in zip(recording.inputs, arguments, strict=True):
+            if isinstance(graph_input, Tensor):
+                graph_input.copy_(argument)
+            elif graph_input is not None:
+                for token_input, value in zip(graph_input, argument.token_inputs, strict=True):
+                    if token_input is not None:
+                        token_input.copy_(value)
         recording.graph.replay()
         return recording.result
 
@@ -104,7 +107,7 @@ class Captured:
             recover_capture(stream, self.pool)
         if fault is not None:
             raise self._error(key, fault) from fault
-        return Recording(graph, graph_arguments, result)
+        return Recording(graph, tuple(map(_inputs_of, graph_arguments)), result)
 
     def _run_eagerly(self, key: Hashable, arguments: tuple[Any, ...]) -> None:
         """Call the function once outside of the default stream, as the capture will, to compile
@@ -149,6 +152,14 @@ def _clone(argument: Any) -> Any:
         copies = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
         return argument.with_token_inputs(copies)
     return argument.clone() if isinstance(argument, Tensor) else argument
+
+
+def _inputs_of(argument: Any) -> Tensor | tuple[Tensor | None, ...] | None:
+    """Return the tensors of a recorded argument into which later calls copy."""
+    if isinstance(argument, StepContext):
+        # Not the context: that would keep all other tensors of the first step allocated.
+        return argument.token_inputs
+    return argument if isinstance(argument, Tensor) else None
 
 
 @cache

@@ -57,10 +57,10 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         )
     load_backends()
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
-    packing = read_weight_format(checkpoint.quantization(), config.quantization)
-    limits = step_limits(config, checkpoint, "cuda", packing, assumed_numerics=card.name)
+    weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
+    limits = step_limits(config, checkpoint, "cuda", weight_format, assumed_numerics=card.name)
     known = has_weights(checkpoint.folder)
-    dry_engine = DryEngine(config, checkpoint, limits, packing, card, known)
+    dry_engine = DryEngine(config, checkpoint, limits, weight_format, card, known)
     limits, planned = plan(config, limits, dry_engine, total)
     build = dry_engine.build
     with dry_engine.mode:
@@ -71,7 +71,12 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         "layers": [vars(choice) for choice in build.choices],
         "tiles": list(tiles(card, limits, build.dtype, dry_engine.model)),
         "plan": planned,
-        "notes": [SHARED_NOTE, PROBE_NOTE, STEP_NOTE, *(packing.notes if packing else ())],
+        "notes": [
+            SHARED_NOTE,
+            PROBE_NOTE,
+            STEP_NOTE,
+            *(weight_format.notes if weight_format else ()),
+        ],
     }
 
 
@@ -145,7 +150,7 @@ def _tiled(
     from lockstep.kernels.attention import KV_SPLIT
     from lockstep.kernels.attention.triton import choose_partition
     from lockstep.kernels.compile_target import CompileTarget
-    from lockstep.kernels.linear.quantized import tile_of as packed_tile
+    from lockstep.kernels.linear.quantized import tile_of as quantized_tile
     from lockstep.kernels.linear.quantized_tuning import DEQUANTIZE_FIRST
     from lockstep.kernels.linear.tuning import lookup
 
@@ -154,15 +159,15 @@ def _tiled(
     if isinstance(module, Gemm):
         (n, k) = module.shape
         weight = module.stored
-        packed = isinstance(weight, QuantizedWeight)
+        suffix = " quantized" * isinstance(weight, QuantizedWeight)
 
         def linear_tile(tokens: int) -> Any:
             tile = DEQUANTIZE_FIRST
             if isinstance(weight, QuantizedWeight):
-                tile = packed_tile(tokens, weight, module.split_k, dtype, gpu)
+                tile = quantized_tile(tokens, weight, module.split_k, dtype, gpu)
             return lookup(tokens, n, k, dtype, f"sm{number}") if tile == DEQUANTIZE_FIRST else tile
 
-        yield "linear", f"{n}x{k}" + " packed" * packed, linear_tile
+        yield "linear", f"{n}x{k}" + suffix, linear_tile
     elif isinstance(module, MoE):
         yield from _expert_tiles(module, number, dtype)
     elif isinstance(module, Attention):
@@ -190,31 +195,35 @@ def _expert_tiles(layer: MoE, number: int, dtype: torch.dtype) -> Iterator[tuple
     from lockstep.kernels.experts.tiles import (
         fit_dense_tile,
         fit_quantized_tile,
-        serves_few,
+        runs_unsorted,
         tiles_of,
     )
 
     count = layer.experts
     top_k = layer.top_k
     target = CompileTarget(number, inline_ptx=True)
-    rings = {
+    pipelines = {
         "up": lambda weight, tokens: pipeline.up_tile(weight, tokens, target),
         "down": lambda weight, _: pipeline.down_tile(weight, top_k, target),
     }
 
     def tile(name: str, weight: Tensor | QuantizedWeight, tokens: int) -> Any:
-        few = serves_few(tokens, top_k, count, isinstance(layer.down.stored, QuantizedWeight))
-        tile_set = tiles_of(tokens * top_k, count, dtype, few)
+        unsorted = runs_unsorted(
+            tokens, top_k, count, isinstance(layer.down.stored, QuantizedWeight)
+        )
+        tile_set = tiles_of(tokens * top_k, count, dtype, unsorted)
         if not isinstance(weight, QuantizedWeight) or dtype == torch.float32:
             return fit_dense_tile(getattr(tile_set, name), dtype, number)
-        through = rings[name](weight, tokens) if few else None
-        return through or fit_quantized_tile(getattr(tile_set, f"packed_{name}"), weight, number)
+        pipeline_tile = pipelines[name](weight, tokens) if unsorted else None
+        return pipeline_tile or fit_quantized_tile(
+            getattr(tile_set, f"quantized_{name}"), weight, number
+        )
 
     for name, experts in (("up", layer.up), ("down", layer.down)):
-        packed = " packed" * isinstance(experts.stored, QuantizedWeight)
+        suffix = " quantized" * isinstance(experts.stored, QuantizedWeight)
         yield (
             "experts",
-            f"{name} of {top_k} of {count}{packed}",
+            f"{name} of {top_k} of {count}{suffix}",
             partial(tile, name, experts.stored),
         )
 

@@ -84,7 +84,7 @@ def cache_bytes(layers: dict[str, Cached]) -> CacheBytes:
     """Return the bytes of one page and of one slot."""
     specs = [layer.cache_spec() for layer in layers.values()]
     return CacheBytes(
-        *(unit_bytes(specs, law, PAGE_SIZE) for law in (StorageKind.PAGED, StorageKind.STATE))
+        *(unit_bytes(specs, kind, PAGE_SIZE) for kind in (StorageKind.PAGED, StorageKind.STATE))
     )
 
 

@@ -61,7 +61,7 @@ class DryEngine:
         config: EngineConfig,
         checkpoint: Checkpoint,
         limits: StepLimits,
-        packing: WeightFormat | None,
+        weight_format: WeightFormat | None,
         card: Architecture,
         weights_known: bool,
     ) -> None:
@@ -81,7 +81,7 @@ class DryEngine:
                 max_model_len=limits.max_model_len,
                 tensors=checkpoint.tensors() if weights_known else None,
                 prefixes=checkpoint.prefixes,
-                packing=packing,
+                weight_format=weight_format,
                 arch=card.number,
                 kv=kv_layers(config, dtype),
                 state_dtype=state_dtype(config),
@@ -148,7 +148,8 @@ def graph_bytes(limits: StepLimits, uniform: int, kept: int) -> int:
 
 KEPT_BLOCKS = 2
 """Blocks of one kind that are kept from the model's beginning; the first block of all has no sum to
-add. The last one of each kind is kept as well, since all taps are alive there."""
+add. The last one of each kind is kept as well, since all auxiliary hidden states
+are alive there."""
 
 
 def keep_distinct_blocks(model: Any) -> None:
@@ -158,9 +159,9 @@ def keep_distinct_blocks(model: Any) -> None:
     for index, block in enumerate(model.blocks):
         kinds.setdefault(_kind_of(block), []).append(index)
     kept = {index for same in kinds.values() for index in (*same[:KEPT_BLOCKS], same[-1])}
-    order = sorted(kept | {tap for tap in model.taps if tap < len(model.blocks)})
+    order = sorted(kept | {index for index in model.aux_hidden_layers if index < len(model.blocks)})
     new_index = {old: new for new, old in enumerate(order)} | {len(model.blocks): len(order)}
-    model.taps = tuple(new_index[tap] for tap in model.taps)
+    model.aux_hidden_layers = tuple(new_index[index] for index in model.aux_hidden_layers)
     model.blocks = nn.ModuleList(model.blocks[index] for index in order)
 
 

@@ -50,7 +50,7 @@ LOCALHOST = "127.0.0.1"
 class _Processes:
     """Processes of the other ranks. connections: their reports, by process.
 
-    failure: which rank ended and why, once one has. ready: they are watched for heartbeats.
+    pipes: of the broadcast. failure: which rank ended and why, once one has. group: of all ranks.
     """
 
     processes: list[BaseProcess]
@@ -60,6 +60,7 @@ class _Processes:
     failure: str | None = None
     failed: threading.Event = field(default_factory=threading.Event)
     closing: bool = False
+    group: RankGroup = ALONE
 
     def fail(self, rank: int, why: str) -> None:
         """Record the first failure and kill every rank: exchanges with them then fail too."""
@@ -69,6 +70,7 @@ class _Processes:
             self.failed.set()
         for process in self.processes:
             process.kill()
+        self.group.close()
 
     def check(self) -> None:
         """Raise RankError if a rank has failed."""
@@ -120,6 +122,7 @@ class _Processes:
         with contextlib.suppress(OSError, RankError):
             self.broadcaster.send(Stop(), self.pipes, self.check)
         end = time.monotonic() + END_SECONDS
+        self.group.close()
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
             process.kill()
@@ -153,7 +156,7 @@ class OtherRanks:
                     self._start_process(context, settings, config, hooks)
             self._expect(Joined)
             broadcaster.unname()
-            self.group: RankGroup = make_group(device, store, 0, size)
+            self.group = self._running.group = make_group(device, store, 0, size)
         except BaseException:
             self._finalizer()
             raise

@@ -89,12 +89,12 @@ class WorkerStartup:
         self.hooks = hooks
         self.device = pick_device(config)
         self.checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
-        packing = read_weight_format(self.checkpoint.quantization(), config.quantization)
-        self.limits = step_limits(config, self.checkpoint, self.device, packing)
+        weight_format = read_weight_format(self.checkpoint.quantization(), config.quantization)
+        self.limits = step_limits(config, self.checkpoint, self.device, weight_format)
         prepare_device(self.device)
         self.planned: Planned | None = None
         if self.device == "cuda" and not _sizes_are_set(config):
-            self.planned = plan_memory(config, self.checkpoint, self.limits, packing, group)
+            self.planned = plan_memory(config, self.checkpoint, self.limits, weight_format, group)
         dtype = getattr(torch, self.limits.dtype)
         self.build = BuildContext(
             device=self.device,
@@ -104,7 +104,7 @@ class WorkerStartup:
             max_model_len=self.limits.max_model_len,
             tensors=self.checkpoint.tensors() if config.load_format == "auto" else None,
             prefixes=self.checkpoint.prefixes,
-            packing=packing,
+            weight_format=weight_format,
             kv=kv_layers(config, dtype),
             state_dtype=state_dtype(config),
             rank=Rank(group.index, group.size),
@@ -116,7 +116,7 @@ class WorkerStartup:
         )
         self.layers = memory.mixers(self.model, self.draft)
         self.cost = memory.cache_bytes(self.layers)
-        self.notes = () if packing is None else packing.notes
+        self.notes = () if weight_format is None else weight_format.notes
         self._num_model_choices = len(self.build.choices)
         self._program: tuple[StepLimits, Program] | None = None
 
@@ -220,7 +220,7 @@ def plan_memory(
     config: EngineConfig,
     checkpoint: Checkpoint,
     limits: StepLimits,
-    packing: WeightFormat | None,
+    weight_format: WeightFormat | None,
     group: RankGroup,
 ) -> Planned:
     """Plan the memory of this GPU, as every rank of the group does: for the least of them.
@@ -228,7 +228,9 @@ def plan_memory(
     Raises CapacityError where not even the weights fit.
     """
     known = config.load_format == "auto"
-    dry_engine = DryEngine(config, checkpoint, limits, packing, architecture_of("cuda"), known)
+    dry_engine = DryEngine(
+        config, checkpoint, limits, weight_format, architecture_of("cuda"), known
+    )
     planner = planner_of(config, limits, dry_engine)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

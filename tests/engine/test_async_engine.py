@@ -1,4 +1,4 @@
-"""AsyncEngine: many callers of an engine, in a thread or in a process, and what each sees."""
+"""AsyncEngine with many callers, over an engine in a thread and in a process."""
 
 import asyncio
 import re
@@ -22,16 +22,16 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.worker.executor import worker_of
 from tests.engine_factories import PATIENCE, plain, run, wait_until_empty
-from tests.tiny_model import make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 LONG = 3000
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Those of a tiny engine of two rows, drafting by n-grams."""
+    """Return settings of a tiny engine with two rows that drafts by n-grams."""
     return {
-        "model": str(make_model(tmp_path_factory.mktemp("client"))),
+        "model": str(make_model(tmp_path_factory.mktemp("client"), **TWO_LAYERS)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 4096,
@@ -43,56 +43,58 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shared_process(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
-    """A started client of an engine in its own process; a start takes seconds."""
-    found = AsyncEngine(ProcessTransport(partial(plain, settings), PATIENCE))
-    found.start()
-    yield found
-    found.shutdown()
-    assert not found.is_alive
+    """Yield a started client of an engine in its own process; a start takes seconds."""
+    result = AsyncEngine(ProcessTransport(partial(plain, settings), PATIENCE))
+    result.start()
+    yield result
+    result.shutdown()
+    assert not result.is_alive
 
 
 @pytest.fixture
 def threaded(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
-    """A started client over a fresh engine in a thread."""
-    found = AsyncEngine(ThreadTransport(build_engine(EngineConfig.read(**settings))))
-    found.start()
-    yield found
-    found.shutdown()
-    assert not found.is_alive
+    """Yield a started client over a fresh engine in a thread."""
+    result = AsyncEngine(ThreadTransport(build_engine(EngineConfig.read(**settings))))
+    result.start()
+    yield result
+    result.shutdown()
+    assert not result.is_alive
 
 
 @pytest.fixture(params=["threaded", "shared_process"])
 def client(request: pytest.FixtureRequest) -> Iterator[AsyncEngine]:
-    """Either of them: they keep one contract. Afterwards nothing is left in it."""
-    found = request.getfixturevalue(request.param)
-    yield found
-    assert_left_empty(found)
+    """Yield each client, for the contract that both follow; assert afterwards that it is empty."""
+    result = request.getfixturevalue(request.param)
+    yield result
+    assert_becomes_empty(result)
 
 
-def ask(name: str, max_tokens: int = 12, prompt: list[int] | None = None, **params: Any) -> Request:
-    """A request of its own prompt, which depends on the name's first letter only."""
+def make_request(
+    name: str, max_tokens: int = 12, prompt: list[int] | None = None, **params: Any
+) -> Request:
+    """Return a request with a prompt that depends on the name's first letter only."""
     ids = prompt or [ord(name[0]) % 90 + i % 7 for i in range(20)]
     params = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens, **params}
     return Request(name, ids, SamplingParams(**params))
 
 
 async def read(stream: Stream) -> list[TokenUpdate]:
-    """All updates of a stream."""
+    """Return all updates of a stream."""
     return [update async for update in stream]
 
 
 async def first(stream: Stream) -> TokenUpdate:
-    """The next update of a stream; the stream goes on."""
+    """Return the next update of a stream, which continues."""
     return await anext(aiter(stream))
 
 
 def tokens_of(updates: list[TokenUpdate]) -> list[int]:
-    """The tokens of all updates."""
+    """Return the tokens of all updates."""
     return [token for update in updates for token in update.token_ids]
 
 
-def alone(client: AsyncEngine, request: Request) -> list[int]:
-    """What a request is answered when nobody else is there."""
+def answer_alone(client: AsyncEngine, request: Request) -> list[int]:
+    """Return the answer to a request that runs alone."""
 
     async def work() -> list[int]:
         return tokens_of(await read(client.stream(request)))
@@ -100,25 +102,27 @@ def alone(client: AsyncEngine, request: Request) -> list[int]:
     return run(work())
 
 
-def assert_left_empty(client: AsyncEngine) -> None:
-    """The engine is alive, and soon holds nothing of any request."""
+def assert_becomes_empty(client: AsyncEngine) -> None:
+    """Assert that the engine is alive and soon holds no request."""
     assert client.is_alive
     wait_until_empty(client)
 
 
 def assert_answers(client: AsyncEngine, expected: list[int]) -> None:
-    """The engine answers request a as it did before, and is left with nothing."""
-    assert alone(client, ask("a again")) == expected
-    assert_left_empty(client)
+    """Assert that the engine still answers request a as before, and becomes empty."""
+    assert answer_alone(client, make_request("a again")) == expected
+    assert_becomes_empty(client)
 
 
-def test_many_callers_get_each_their_own_tokens_as_they_come(client: AsyncEngine) -> None:
+def test_concurrent_streams_get_their_own_tokens_incrementally(client: AsyncEngine) -> None:
     names = list("abcde")
-    expected = {name: alone(client, ask(name)) for name in names}
+    expected = {name: answer_alone(client, make_request(name)) for name in names}
     assert len({tuple(x) for x in expected.values()}) == len(names)
 
     async def work() -> list[list[TokenUpdate]]:
-        return await asyncio.gather(*(read(client.stream(ask(name + "2"))) for name in names))
+        return await asyncio.gather(
+            *(read(client.stream(make_request(name + "2"))) for name in names)
+        )
 
     for name, updates in zip(names, run(work()), strict=True):
         assert tokens_of(updates) == expected[name] and len(expected[name]) == 12
@@ -128,28 +132,28 @@ def test_many_callers_get_each_their_own_tokens_as_they_come(client: AsyncEngine
         assert updates[-1].metrics.num_steps >= len(updates) - 1
 
 
-def test_a_reset_drops_prefixes_and_running_requests_go_on(client: AsyncEngine) -> None:
+def test_reset_prefix_cache_keeps_running_requests(client: AsyncEngine) -> None:
     prompt = [i * 7 % 90 for i in range(400)]
-    expected = alone(client, ask("r alone", 200, prompt))
+    expected = answer_alone(client, make_request("r alone", 80, prompt))
 
     async def work() -> tuple[list[int], list[int | None]]:
-        running = client.stream(ask("r running", 200, prompt))
-        told = [await first(running)]
+        running = client.stream(make_request("r running", 80, prompt))
+        received = [await first(running)]
         hits = []
         for name in ("r cached", "r new", "r again"):
             if name == "r new":
                 client.reset_prefix_cache()
-            updates = await read(client.stream(ask(name, 2, prompt)))
+            updates = await read(client.stream(make_request(name, 2, prompt)))
             hits.append(updates[-1].metrics.num_cached_tokens)
-        return tokens_of(told + await read(running)), hits
+        return tokens_of(received + await read(running)), hits
 
     tokens, hits = run(work())
     assert tokens == expected
     assert hits[1] == 0 < min(hits[0], hits[2])
 
 
-def test_logprobs_come_with_their_tokens_and_the_prompts_once(client: AsyncEngine) -> None:
-    request = ask("a", logprobs=1, prompt_logprobs=0)
+def test_logprobs_per_update_and_prompt_logprobs_once(client: AsyncEngine) -> None:
+    request = make_request("a", logprobs=1, prompt_logprobs=0)
 
     async def work() -> list[TokenUpdate]:
         return await read(client.stream(request))
@@ -164,55 +168,56 @@ def test_logprobs_come_with_their_tokens_and_the_prompts_once(client: AsyncEngin
     assert all(update.prompt_logprobs is None for update in updates[1:])
 
 
-def test_a_stop_token_is_reported(client: AsyncEngine) -> None:
-    stop = alone(client, ask("a"))[3]
+def test_stop_token_is_the_stop_reason(client: AsyncEngine) -> None:
+    stop = answer_alone(client, make_request("a"))[3]
 
     async def work() -> TokenUpdate:
-        return (await read(client.stream(ask("a3", stop_token_ids=[stop]))))[-1]
+        return (await read(client.stream(make_request("a3", stop_token_ids=[stop]))))[-1]
 
     last = run(work())
     assert (last.finish_reason, last.stop_reason) == ("stop", stop)
 
 
-def test_an_update_stays_as_it_was_however_late_it_is_read(threaded: AsyncEngine) -> None:
-    """A caller that reads each update at once, and one that reads them all when all is over."""
+def test_updates_are_immutable(threaded: AsyncEngine) -> None:
+    """A caller that reads each update at once, and one that reads all of them after the end, get
+    the same."""
     params = {"logprobs": 1, "prompt_logprobs": 0}
 
     async def at_once() -> list[str]:
-        return [repr(update) async for update in threaded.stream(ask("a", **params))]
+        return [repr(update) async for update in threaded.stream(make_request("a", **params))]
 
     async def late() -> list[str]:
-        request = ask("a", **params)
+        request = make_request("a", **params)
         stream = threaded.stream(request)
         while request.finish_reason is None or threaded.num_open:
             await asyncio.sleep(0.001)
         updates = await read(stream)
         assert updates[-1].metrics is not request.metrics
         shared = [request.output_token_ids, request.logprobs, request.prompt_logprobs]
-        held = [x for u in updates for x in (u.token_ids, u.logprobs, u.prompt_logprobs)]
-        assert not {id(x) for x in shared} & {id(x) for x in held}
+        retained = [x for u in updates for x in (u.token_ids, u.logprobs, u.prompt_logprobs)]
+        assert not {id(x) for x in shared} & {id(x) for x in retained}
         with pytest.raises(AttributeError):
             updates[0].finish_reason = "stop"  # type: ignore[misc]
         return [repr(update) for update in updates]
 
     def timeless(updates: list[str]) -> list[str]:
-        return [re.sub(r"(\w+_time|num_cached_tokens)=[^,)]+", r"\1", each) for each in updates]
+        return [re.sub(r"(\w+_time|num_cached_tokens)=[^,)]+", r"\1", item) for item in updates]
 
-    alone(threaded, ask("a"))
+    answer_alone(threaded, make_request("a"))
     one = run(at_once())
     other = run(late())
-    steps = [re.findall(r"num_steps=(\d+)", each)[0] for each in one]
+    steps = [re.findall(r"num_steps=(\d+)", item)[0] for item in one]
     assert timeless(one) == timeless(other) and len(set(steps)) == len(steps) > 3
 
 
-def test_abort_mid_stream_ends_one_stream_only(client: AsyncEngine) -> None:
+def test_abort_ends_only_its_stream(client: AsyncEngine) -> None:
     before = wait_until_empty(client).requests_success_total["abort"]
-    expected = alone(client, ask("a"))
+    expected = answer_alone(client, make_request("a"))
 
     async def work() -> tuple[list[TokenUpdate], ...]:
-        long = client.stream(ask("long", LONG))
-        other = client.stream(ask("other", LONG))
-        waiting = client.stream(ask("a1"))
+        long = client.stream(make_request("long", LONG))
+        other = client.stream(make_request("other", LONG))
+        waiting = client.stream(make_request("a1"))
         start = [await first(long)]
         client.abort("long")
         rest = await read(long)
@@ -230,65 +235,69 @@ def test_abort_mid_stream_ends_one_stream_only(client: AsyncEngine) -> None:
     assert counted == 2
 
 
-def test_abort_of_a_request_that_just_came(client: AsyncEngine) -> None:
+def test_abort_of_new_request(client: AsyncEngine) -> None:
     async def work() -> list[TokenUpdate]:
-        stream = client.stream(ask("long", LONG))
+        stream = client.stream(make_request("long", LONG))
         client.abort("long")
         return await read(stream)
 
     (only,) = run(work())
     assert (only.token_ids, only.finish_reason) == ([], "abort")
-    assert_answers(client, alone(client, ask("a")))
+    assert_answers(client, answer_alone(client, make_request("a")))
 
 
-def test_a_caller_that_walks_away_disturbs_nobody(client: AsyncEngine) -> None:
-    expected = alone(client, ask("a"))
-    run(first_of(client, ask("gone", 40)))
+def test_abandoned_stream_does_not_disturb_others(client: AsyncEngine) -> None:
+    expected = answer_alone(client, make_request("a"))
+    run(first_of(client, make_request("gone", 40)))
     assert_answers(client, expected)
 
 
 async def first_of(client: AsyncEngine, request: Request) -> TokenUpdate:
-    """The first update of a request; its event loop closes while it runs on."""
+    """Return the first update of a request, whose event loop then closes while it runs."""
     return await first(client.stream(request))
 
 
 BAD: list[tuple[Callable[[], Request], type[Exception], str]] = [
-    (lambda: ask("bad", prompt=[1] * 4096), RequestError, "prompt has 4096 tokens"),
-    (lambda: ask("bad", prompt=[1] * 3900), CapacityError, "59 pages of 64"),
-    (lambda: ask("bad", prompt=[10**6]), RequestError, "prompt has token id 1000000"),
-    (lambda: ask("bad", allowed_token_ids=[-1]), RequestError, "allowed_token_ids has token id -1"),
-    (lambda: ask("bad", logit_bias={10**6: 1.0}), RequestError, "logit_bias"),
-    (lambda: ask("busy"), RequestError, "request_id='busy'"),
-    (lambda: ask("bad", prompt=["x"]), ValueError, "x"),  # type: ignore[list-item]
-    (lambda: ask("bad", prompt=[None]), TypeError, "None"),  # type: ignore[list-item]
+    (lambda: make_request("bad", prompt=[1] * 4096), RequestError, "prompt has 4096 tokens"),
+    (lambda: make_request("bad", prompt=[1] * 3900), CapacityError, "59 pages of 64"),
+    (lambda: make_request("bad", prompt=[10**6]), RequestError, "prompt has token id 1000000"),
+    (
+        lambda: make_request("bad", allowed_token_ids=[-1]),
+        RequestError,
+        "allowed_token_ids has token id -1",
+    ),
+    (lambda: make_request("bad", logit_bias={10**6: 1.0}), RequestError, "logit_bias"),
+    (lambda: make_request("busy"), RequestError, "request_id='busy'"),
+    (lambda: make_request("bad", prompt=["x"]), ValueError, "x"),  # type: ignore[list-item]
+    (lambda: make_request("bad", prompt=[None]), TypeError, "None"),  # type: ignore[list-item]
 ]
 
 
-def test_a_bad_request_is_told_so_and_nobody_else_notices(client: AsyncEngine) -> None:
-    expected = alone(client, ask("a"))
-    beginning = alone(client, ask("b"))
+def test_invalid_request_raises_without_affecting_others(client: AsyncEngine) -> None:
+    expected = answer_alone(client, make_request("a"))
+    beginning = answer_alone(client, make_request("b"))
 
     async def work() -> tuple[list[TokenUpdate], list[TokenUpdate]]:
-        busy = client.stream(ask("busy", LONG))
-        for bad, kind, told in BAD:
-            with pytest.raises(kind, match=told):
+        busy = client.stream(make_request("busy", LONG))
+        for bad, kind, reports in BAD:
+            with pytest.raises(kind, match=reports):
                 await read(client.stream(bad()))
-        good = await read(client.stream(ask("a1")))
+        good = await read(client.stream(make_request("a1")))
         client.abort("busy")
         return good, await read(busy)
 
     good, busy = run(work())
     assert tokens_of(good) == expected
-    came = tokens_of(busy)[: len(beginning)]
-    assert came and came == beginning[: len(came)]
+    received = tokens_of(busy)[: len(beginning)]
+    assert received and received == beginning[: len(received)]
     assert busy[-1].finish_reason == "abort"
     assert_answers(client, expected)
 
 
-def test_an_engine_failure_reaches_every_stream(
+def test_engine_failure_reaches_every_stream(
     threaded: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Running requests, one that waits for a row, and one that the engine has not even taken."""
+    """Running requests, one that waits for a row, and one that the engine has not received yet."""
     step = threaded.transport.engine.step
     entered = threading.Event()
     go = threading.Event()
@@ -304,9 +313,9 @@ def test_an_engine_failure_reaches_every_stream(
     monkeypatch.setattr(worker_of(threaded.transport.engine), "probe", fail)
 
     async def work() -> None:
-        streams = [threaded.stream(ask(name, LONG)) for name in ("a", "b", "c")]
+        streams = [threaded.stream(make_request(name, LONG)) for name in ("a", "b", "c")]
         await asyncio.to_thread(entered.wait, PATIENCE)
-        streams.append(threaded.stream(ask("late", LONG)))
+        streams.append(threaded.stream(make_request("late", LONG)))
         go.set()
         for stream in streams:
             with pytest.raises(EngineDeadError, match="so did an empty one.*Restart"):
@@ -314,7 +323,7 @@ def test_an_engine_failure_reaches_every_stream(
         threaded.transport._thread.join(PATIENCE)
         assert not threaded.is_alive
         with pytest.raises(EngineDeadError, match="so did an empty one.*Restart"):
-            threaded.stream(ask("after"))
+            threaded.stream(make_request("after"))
         threaded.abort("a")
 
     run(work())
@@ -322,21 +331,21 @@ def test_an_engine_failure_reaches_every_stream(
 
 def test_shutdown_ends_open_streams(threaded: AsyncEngine) -> None:
     async def work() -> None:
-        streams = [threaded.stream(ask(name, LONG)) for name in ("a", "b", "c")]
+        streams = [threaded.stream(make_request(name, LONG)) for name in ("a", "b", "c")]
         await first(streams[0])
         await asyncio.to_thread(threaded.shutdown)
         for stream in streams:
             with pytest.raises(EngineDeadError, match="shut down"):
                 await read(stream)
         with pytest.raises(EngineDeadError, match="shut down"):
-            threaded.stream(ask("after"))
+            threaded.stream(make_request("after"))
 
     run(work())
     assert not threaded.transport._thread.is_alive()
     threaded.shutdown()
 
 
-def test_what_comes_behind_a_shutdown_is_refused_not_forgotten(
+def test_requests_after_shutdown_are_refused(
     threaded: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = threaded.transport.engine.step
@@ -351,12 +360,12 @@ def test_what_comes_behind_a_shutdown_is_refused_not_forgotten(
     monkeypatch.setattr(threaded.transport.engine, "step", slow)
 
     async def work() -> None:
-        running = threaded.stream(ask("a", LONG))
+        running = threaded.stream(make_request("a", LONG))
         await asyncio.to_thread(entered.wait, PATIENCE)
         ending = asyncio.create_task(asyncio.to_thread(threaded.shutdown))
         while threaded.transport.loop._commands.empty():
             await asyncio.sleep(0.001)
-        late = threaded.stream(ask("late", LONG))
+        late = threaded.stream(make_request("late", LONG))
         go.set()
         for stream in (running, late):
             with pytest.raises(EngineDeadError, match="shut down"):
@@ -366,24 +375,24 @@ def test_what_comes_behind_a_shutdown_is_refused_not_forgotten(
     run(work())
 
 
-def test_a_client_that_was_not_started_says_so(settings: dict[str, Any]) -> None:
+def test_client_must_be_started(settings: dict[str, Any]) -> None:
     idle = AsyncEngine(ThreadTransport(build_engine(EngineConfig.read(**settings))))
     assert not idle.is_alive
 
     async def work() -> None:
-        idle.stream(ask("a"))
+        idle.stream(make_request("a"))
 
     with pytest.raises(EngineDeadError, match="start"):
         run(work())
     idle.shutdown()
 
 
-def test_stats_are_a_copy_that_can_be_taken_at_any_time(threaded: AsyncEngine) -> None:
+def test_stats_are_copies_available_at_any_time(threaded: AsyncEngine) -> None:
     interval = sys.getswitchinterval()
     taken = []
 
     async def work() -> None:
-        streams = [threaded.stream(ask(name)) for name in "abcde"]
+        streams = [threaded.stream(make_request(name)) for name in "abcde"]
         reading = asyncio.gather(*map(read, streams))
         while not reading.done():
             taken.append(await asyncio.to_thread(threaded.stats))
@@ -409,10 +418,8 @@ def test_stats_are_a_copy_that_can_be_taken_at_any_time(threaded: AsyncEngine) -
     assert threaded.stats().e2e_seconds == []
 
 
-def test_stats_never_show_half_a_step(
-    threaded: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every counter of a step changes at once for a reader in another thread."""
+def test_stats_are_atomic_per_step(threaded: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All counters of a step change at once for a reader in another thread."""
     live = threaded.transport.engine.stats
     observe = threaded.transport.engine.stats.observe
 
@@ -424,7 +431,7 @@ def test_stats_never_show_half_a_step(
     taken = []
 
     async def work() -> None:
-        reading = asyncio.gather(*(read(threaded.stream(ask(name))) for name in "abcde"))
+        reading = asyncio.gather(*(read(threaded.stream(make_request(name))) for name in "abcde"))
         while not reading.done():
             taken.append(await asyncio.to_thread(threaded.stats))
         await reading

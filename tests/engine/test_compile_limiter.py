@@ -1,4 +1,4 @@
-"""How many requests may be ahead of their rows."""
+"""CompileLimiter bounds the requests whose grammars compile before they get rows."""
 
 import threading
 
@@ -6,30 +6,30 @@ from lockstep.engine.compile_limiter import CompileLimiter
 from tests.engine_factories import PATIENCE
 
 
-def test_the_next_waits_for_room() -> None:
-    ahead = CompileLimiter(2)
-    ahead.enter("a")
-    ahead.enter("b")
+def test_enter_blocks_at_the_limit() -> None:
+    limiter = CompileLimiter(2)
+    limiter.enter("a")
+    limiter.enter("b")
     inside = threading.Event()
 
     def third() -> None:
-        ahead.enter("c")
+        limiter.enter("c")
         inside.set()
 
     thread = threading.Thread(target=third, daemon=True)
     thread.start()
     assert not inside.wait(0.05)
-    ahead.leave("unknown")
+    limiter.leave("unknown")
     assert not inside.wait(0.05)
-    ahead.leave("a")
+    limiter.leave("a")
     assert inside.wait(PATIENCE)
     thread.join()
 
 
-def test_who_left_leaves_once() -> None:
-    ahead = CompileLimiter(1)
+def test_leave_counts_once() -> None:
+    limiter = CompileLimiter(1)
     for name in "abc":
-        ahead.enter(name)
-        ahead.leave(name)
-        ahead.leave(name)
-    ahead.enter("d")
+        limiter.enter(name)
+        limiter.leave(name)
+        limiter.leave(name)
+    limiter.enter("d")

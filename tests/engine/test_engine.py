@@ -1,4 +1,5 @@
-"""The engine on the bundled model: drafts change nothing, all is counted, aborts give back."""
+"""The engine with the bundled model: drafts change no bit, counters agree, aborts free
+everything."""
 
 import random
 from dataclasses import replace
@@ -22,16 +23,17 @@ from tests.bundled_model import (
     make_engine,
     one,
 )
-from tests.tiny_model import THREE_LAYERS, make_model
+from tests.selection import some_slow
+from tests.tiny_model import TWO_LAYERS, make_model
 
 
 @pytest.fixture(scope="module")
 def engines() -> dict[str, LLM]:
-    """The bundled model with each drafter."""
+    """Return the bundled model with each drafter."""
     return {name or "none": make_engine(name, max_num_seqs=8) for name in ("mtp", "ngram", None)}
 
 
-EVERYTHING: dict[str, dict[str, Any]] = {
+PARAMETER_SETS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 0.8, "seed": 3, "logprobs": 3},
     "frequency": {"frequency_penalty": 1.0},
@@ -48,27 +50,27 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def plain(engines: dict[str, LLM]) -> dict[str, RequestOutput]:
-    """What the model says without drafts to every kind of request."""
-    return ask_everything(engines["none"])
+def expected_outputs(engines: dict[str, LLM]) -> dict[str, RequestOutput]:
+    """Return the model's answers without drafts to every kind of request."""
+    return generate_all_kinds(engines["none"])
 
 
-def ask_everything(llm: LLM) -> dict[str, RequestOutput]:
-    """One request of each kind, in company, its prompt chosen by its place."""
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(EVERYTHING))]
-    params = [replace(GREEDY, max_tokens=18, **changes) for changes in EVERYTHING.values()]
-    return dict(zip(EVERYTHING, llm.generate(prompts, params), strict=True))
+def generate_all_kinds(llm: LLM) -> dict[str, RequestOutput]:
+    """Run one request of each kind in one batch, over alternating prompts."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(PARAMETER_SETS))]
+    params = [replace(GREEDY, max_tokens=18, **changes) for changes in PARAMETER_SETS.values()]
+    return dict(zip(PARAMETER_SETS, llm.generate(prompts, params), strict=True))
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
-def test_drafts_change_nothing_and_are_counted(
-    engines: dict[str, LLM], plain: dict[str, RequestOutput], drafter: str
+def test_drafts_change_no_answer_and_are_counted(
+    engines: dict[str, LLM], expected_outputs: dict[str, RequestOutput], drafter: str
 ) -> None:
-    outs = ask_everything(engines[drafter])
+    outs = generate_all_kinds(engines[drafter])
     for kind, out in outs.items():
-        assert answer(out) == answer(plain[kind]), kind
+        assert answer(out) == answer(expected_outputs[kind]), kind
         check_counts(out, DRAFTS)
-        check_counts(plain[kind], 0)
+        check_counts(expected_outputs[kind], 0)
     steps, drafted, accepted = (
         sum(getattr(out.metrics, f"num_{name}") for out in outs.values())
         for name in ("steps", "draft_tokens", "accepted_tokens")
@@ -78,23 +80,24 @@ def test_drafts_change_nothing_and_are_counted(
 
 
 def check_counts(out: RequestOutput, k: int) -> None:
-    """A request's counts agree with its tokens: the prompt gives one, each step 1 + accepted."""
+    """Assert that a request's counters agree with its tokens: the prompt gives one token, each step
+    1 + accepted."""
     m = out.metrics
     first = out.outputs[0]
     assert 0 <= m.num_accepted_tokens <= m.num_draft_tokens <= k * m.num_steps
-    made = 1 + m.num_steps + m.num_accepted_tokens
-    assert len(first.token_ids) <= made
+    result = 1 + m.num_steps + m.num_accepted_tokens
+    assert len(first.token_ids) <= result
     if first.finish_reason == "length":
-        assert made <= len(first.token_ids) + k, "only the last step may overshoot"
+        assert result <= len(first.token_ids) + k, "only the last step may overshoot"
     if k == 0 and first.finish_reason == "length":
         assert m.num_steps == len(first.token_ids) - 1
     if m.num_steps:
-        assert m.acceptance_length == pytest.approx((made - 1) / m.num_steps)
+        assert m.acceptance_length == pytest.approx((result - 1) / m.num_steps)
     assert m.first_token_time is not None
     assert m.arrival_time <= m.first_token_time
 
 
-def test_the_engine_counts_what_its_requests_do(engines: dict[str, LLM]) -> None:
+def test_engine_counters_equal_request_counters(engines: dict[str, LLM]) -> None:
     llm = engines["ngram"]
     before = vars(llm.engine.refresh_stats()).copy()
     before["requests_success_total"] = before["requests_success_total"].copy()
@@ -109,14 +112,14 @@ def test_the_engine_counts_what_its_requests_do(engines: dict[str, LLM]) -> None
     assert grown["prompt_tokens_total"] == 2 * lengths[0] + 2 * lengths[1] + lengths[2]
     assert 0 < grown["accepted_tokens_total"] <= grown["draft_tokens_total"]
     assert 0 < grown["steps_total"] < written
-    places = zip(now.accepted_at, before["accepted_at"], strict=True)
-    assert sum(after - earlier for after, earlier in places) == grown["accepted_tokens_total"]
+    indices = zip(now.accepted_at, before["accepted_at"], strict=True)
+    assert sum(after - earlier for after, earlier in indices) == grown["accepted_tokens_total"]
     assert 0 < grown["drafts_total"] <= grown["draft_tokens_total"]
     assert now.num_running == now.num_waiting == now.num_swapped == 0
 
 
-def test_the_engine_tells_of_its_decode_steps(engines: dict[str, LLM]) -> None:
-    """Of two rows with drafts, and what both have in the cache."""
+def test_decode_step_stats(engines: dict[str, LLM]) -> None:
+    """For two rows with drafts, with their cached context lengths."""
     llm = engines["ngram"]
     llm.engine.drain_stats()
     outs = llm.generate([PROMPTS[0], PROMPTS[0]], GREEDY)
@@ -130,7 +133,7 @@ def test_the_engine_tells_of_its_decode_steps(engines: dict[str, LLM]) -> None:
     assert contexts[-1] < prompts + 2 * 16
 
 
-def test_abort_ends_one_and_leaves_the_others(engines: dict[str, LLM]) -> None:
+def test_abort_ends_one_request(engines: dict[str, LLM]) -> None:
     llm = engines["mtp"]
     engine = engines["mtp"].engine
     expected = [out.outputs[0].token_ids for out in llm.generate(PROMPTS[:3], GREEDY)]
@@ -152,24 +155,26 @@ def test_abort_ends_one_and_leaves_the_others(engines: dict[str, LLM]) -> None:
 
 
 @pytest.mark.parametrize("phase", ["waiting", "in its prompt", "running"])
-def test_abort_in_any_phase_gives_all_back(phase: str) -> None:
+def test_abort_in_any_phase_frees_everything(phase: str) -> None:
     llm = make_engine(None, max_num_seqs=1, max_num_batched_tokens=64)
-    ahead, mine = (llm.processor.requests(n, [5] * 300, GREEDY)[0] for n in ("ahead", "mine"))
+    earlier, aborted = (
+        llm.processor.requests(n, [5] * 300, GREEDY)[0] for n in ("earlier", "aborted")
+    )
     if phase == "waiting":
-        llm.engine.add(ahead)
-    llm.engine.add(mine)
+        llm.engine.add(earlier)
+    llm.engine.add(aborted)
     steps = 8 if phase == "running" else 2
     for _ in range(steps):
         llm.engine.step()
-    assert bool(mine.output_token_ids) == (phase == "running")
-    llm.engine.abort("mine")
+    assert bool(aborted.output_token_ids) == (phase == "running")
+    llm.engine.abort("aborted")
     while llm.engine.has_work():
         llm.engine.step()
-    assert len(ahead.output_token_ids) == (16 if phase == "waiting" else 0)
+    assert len(earlier.output_token_ids) == (16 if phase == "waiting" else 0)
     assert_idle(llm)
 
 
-def test_a_step_that_fails_leaves_no_cached_page_that_was_never_written(
+def test_failed_step_caches_no_unwritten_page(
     engines: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = engines["mtp"]
@@ -198,48 +203,50 @@ SAMPLINGS = (
 
 
 def make_requests() -> list[Request]:
-    """Requests of every length and sampling, some with a common beginning."""
+    """Return requests of every length and sampling, some with a common prefix."""
     draw = random.Random(7)
     common = draw.choices(range(200), k=150)
-    found = []
+    results = []
     for i in range(24):
-        own = draw.choices(range(200), k=draw.choice([1, 5, 64, 65, 130, 200]))
-        prompt = common[: draw.choice([0, 64, 128, 150])] + own
+        mine = draw.choices(range(200), k=draw.choice([1, 5, 64, 65, 130, 200]))
+        prompt = common[: draw.choice([0, 64, 128, 150])] + mine
         params = replace(SAMPLINGS[i % len(SAMPLINGS)], seed=i)
-        found.append(Request(f"r{i}", prompt, params, seed=i))
-    return found
+        results.append(Request(f"r{i}", prompt, params, seed=i))
+    return results
 
 
-def told(request: Request) -> list[Any]:
-    """What a request was answered, as bits."""
+def answer_bits(request: Request) -> list[Any]:
+    """Return a request's answer as bits."""
     return [request.output_token_ids, bits(request.logprobs), bits(request.prompt_logprobs)]
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Settings of a tiny model with random weights."""
-    folder = str(make_model(tmp_path_factory.mktemp("tiny"), **THREE_LAYERS))
+    """Return settings of a tiny model with random weights."""
+    folder = str(make_model(tmp_path_factory.mktemp("tiny"), **TWO_LAYERS))
     return {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
 
 
 @pytest.fixture(scope="module")
 def expected(tiny: dict[str, Any]) -> dict[str, list[Any]]:
-    """What each request is answered when it is alone."""
-    alone = make_engine(None, **tiny).engine
+    """Return each request's answer when it runs alone."""
+    engine = make_engine(None, **tiny).engine
     requests = make_requests()
     for request in requests:
-        alone.run([request], lambda r: None)
-    return {request.id: told(request) for request in requests}
+        engine.run([request], lambda r: None)
+    return {request.id: answer_bits(request) for request in requests}
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
-def test_requests_that_come_and_go_at_random_get_their_own_answers(
+@pytest.mark.parametrize("drafter", some_slow([None, "ngram", "mtp"], (None, "mtp")))
+def test_random_arrivals_and_aborts_change_no_answer(
     tiny: dict[str, Any], expected: dict[str, list[Any]], drafter: str | None
 ) -> None:
-    """Few pages, forced preemption, two steps in flight, aborts at any time: no bit changes."""
-    hard = {"num_gpu_blocks": 14, "num_snapshots": 3, "steps_in_flight": 2}
+    """Few pages, forced preemption, two steps in flight and aborts at any time change no bit."""
+    tight_settings = {"num_gpu_blocks": 14, "num_snapshots": 3, "steps_in_flight": 2}
     hooks = CheckHooks(preempt_every=5)
-    engine = make_engine(drafter, hooks, max_num_batched_tokens=128, **hard, **tiny).engine
+    engine = make_engine(
+        drafter, hooks, max_num_batched_tokens=128, **tight_settings, **tiny
+    ).engine
     waiting = make_requests()
     requests = {}
     draw = random.Random(3)
@@ -258,13 +265,13 @@ def test_requests_that_come_and_go_at_random_get_their_own_answers(
             length = len(request.output_token_ids)
             assert request.output_token_ids == expected[name][0][:length]
         else:
-            assert told(request) == expected[name]
+            assert answer_bits(request) == expected[name]
     assert len(ended) == len(set(ended)) > 18 and len(requests) == 24
     assert engine.scheduler.preemptions > 10 and engine.scheduler.cache.hit_tokens > 0
     assert not worker_of(engine).saved and not engine.has_work()
 
 
-def test_tokens_count_as_they_come(engines: dict[str, LLM]) -> None:
+def test_counters_grow_with_each_step(engines: dict[str, LLM]) -> None:
     engine = engines["ngram"].engine
     (request,) = engines["ngram"].processor.requests("counted", PROMPTS[2], GREEDY)
     before = replace(engine.refresh_stats())

@@ -1,4 +1,5 @@
-"""Schedules as plain data: pickled schedules give the tokens of live ones, on every worker."""
+"""Schedules are plain data: pickled schedules give the same tokens as live ones, on every
+worker."""
 
 import pickle
 from collections.abc import Sequence
@@ -19,18 +20,26 @@ from lockstep.worker.hooks import NO_HOOKS
 from lockstep.worker.startup import WorkerStartup, smallest_fit
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED
-from tests.worker.test_grammar_masks import ByHistory
+from tests.tiny_model import TWO_LAYERS, make_model
+from tests.worker.test_grammar_masks import HistoryGrammar
 
 DRAFTS = 2
-CONFIG = EngineConfig.read(
-    max_model_len=512,
-    max_num_seqs=3,
-    num_gpu_blocks=9,
-    num_snapshots=2,
-    kv_offloading_size=0.1,
-    speculative_config={"method": "suffix", "num_speculative_tokens": DRAFTS, "adaptive": False},
-)
-"""Settings under which rows are preempted, and pages are evicted to the host and fetched back."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """Return settings under which rows are preempted, and pages are evicted and fetched back."""
+    drafts = {"method": "suffix", "num_speculative_tokens": DRAFTS, "adaptive": False}
+    return EngineConfig.read(
+        model=str(make_model(tmp_path_factory.mktemp("tiny"), **TWO_LAYERS)),
+        load_format="dummy",
+        max_model_len=512,
+        max_num_seqs=3,
+        num_gpu_blocks=9,
+        num_snapshots=2,
+        kv_offloading_size=0.1,
+        speculative_config=drafts,
+    )
 
 
 def through_pickle(message: Any) -> Any:
@@ -38,7 +47,7 @@ def through_pickle(message: Any) -> Any:
 
 
 class RecordedMasks:
-    """Masks of the host, asked for once per step and given to every worker."""
+    """Grammar masks that the host fills once per step, replayed for every other worker."""
 
     def __init__(self, fill_masks: FillMasks) -> None:
         self.fill_masks = fill_masks
@@ -50,8 +59,8 @@ class RecordedMasks:
         return free
 
     def replay(self, queries: Sequence[MaskQuery], memory: memoryview) -> frozenset[str]:
-        asked, masks, free = self.answers.pop(0)
-        assert list(queries) == asked, "workers that advance alike ask alike"
+        requested, masks, free = self.answers.pop(0)
+        assert list(queries) == requested, "workers with equal state send equal queries"
         memory.cast("B")[:] = masks
         return free
 
@@ -61,14 +70,14 @@ class RankedResults:
         self.pending = pending
 
     def result(self) -> Results:
-        first, *others = (through_pickle(one.result()) for one in self.pending)
-        for other in others:
+        first, *rest = (through_pickle(one.result()) for one in self.pending)
+        for other in rest:
             assert other.rows == first.rows, "a rank emitted other tokens"
         return first
 
 
 class PickledExecutor(InProcessExecutor):
-    """Two workers, as ranks would be, that receive copies of every schedule."""
+    """Executor of two workers, like ranks, that receive copies of every schedule."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, lambda what, done, of: None, NO_HOOKS)
@@ -86,7 +95,8 @@ class PickledExecutor(InProcessExecutor):
 
 
 def answers(executor: InProcessExecutor) -> list[Any]:
-    """Answers of a workload with preemption, grammars, penalties and log-probabilities."""
+    """Return the answers of a workload with preemption, grammars, penalties and
+    log-probabilities."""
     engine = Engine(executor, FixedDraftLength(DRAFTS), preempt_every=4)
     llm = LLM.over(engine)
     requests: list[Request] = []
@@ -102,7 +112,7 @@ def answers(executor: InProcessExecutor) -> list[Any]:
         )
         (request,) = llm.processor.requests(f"r{index}", prompt, params)
         if index in (1, 2):
-            request.grammar = ByHistory(index, engine.vocab_size, free_at=9)
+            request.grammar = HistoryGrammar(index, engine.vocab_size, free_at=9)
         requests.append(request)
     engine.run(requests, lambda request: None)
     engine.run([again := Request("again", requests[4].prompt_token_ids, GREEDY)], lambda _: None)
@@ -112,18 +122,18 @@ def answers(executor: InProcessExecutor) -> list[Any]:
     ]
 
 
-def test_workers_fed_with_pickled_schedules_give_the_same_answers() -> None:
-    executor = PickledExecutor(CONFIG)
-    live = answers(InProcessExecutor(CONFIG, lambda what, done, of: None, NO_HOOKS))
-    assert answers(executor) == live
+def test_pickled_schedules_give_the_same_answers(config: EngineConfig) -> None:
+    executor = PickledExecutor(config)
+    expected = answers(InProcessExecutor(config, lambda what, done, of: None, NO_HOOKS))
+    assert answers(executor) == expected
     seen = executor.schedules
     for name in ("admissions", "swap_out", "swap_in", "grants", "masked", "answers", "evicted"):
         assert any(getattr(schedule, name) for schedule in seen), f"no schedule had {name}"
 
 
-def test_the_smallest_rank_decides_the_sizes() -> None:
-    """Each rank measures alone; the plan is made once and every rank starts with it."""
-    startup = WorkerStartup(CONFIG, lambda what, done, of: None, NO_HOOKS)
+def test_plan_uses_the_smallest_rank(config: EngineConfig) -> None:
+    """Each rank measures separately; the plan is made once and every rank starts with it."""
+    startup = WorkerStartup(config, lambda what, done, of: None, NO_HOOKS)
     fit = startup.fit_memory()
     smaller = replace(
         fit,
@@ -131,7 +141,7 @@ def test_the_smallest_rank_decides_the_sizes() -> None:
         num_pages=7,
         num_slots=5,
     )
-    chosen = smallest_fit([fit, smaller], CONFIG)
+    chosen = smallest_fit([fit, smaller], config)
     plan = startup.plan(chosen)
     assert (plan.max_num_seqs, plan.row_buckets[-1], plan.max_num_batched_tokens) == (2, 2, 256)
     assert (plan.num_pages, plan.num_slots) == (7, 5)
@@ -140,6 +150,6 @@ def test_the_smallest_rank_decides_the_sizes() -> None:
 
 
 @pytest.mark.parametrize("field", ["prompt_token_ids", "params", "seed"])
-def test_a_row_spec_has_the_data_of_its_request(field: str) -> None:
+def test_row_spec_keeps_request_data(field: str) -> None:
     request = Request("r", [1, 2, 3], SEEDED, seed=5)
     assert getattr(through_pickle(RowSpec.of(request)), field) == getattr(request, field)

@@ -1,4 +1,4 @@
-"""A step that fails ends what it worked on; an engine that cannot go on ends, and says so."""
+"""A failed step ends only its requests; an engine that cannot continue stops with the reason."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.worker.executor import worker_of
 from tests.bundled_model import make_engine
-from tests.tiny_model import make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 PATIENCE = 60
 SECRET = "RuntimeError('device 0x7f lost')"
@@ -26,12 +26,12 @@ SECRET = "RuntimeError('device 0x7f lost')"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model's folder."""
-    return str(make_model(tmp_path_factory.mktemp("faults")))
+    """Return a tiny model's folder."""
+    return str(make_model(tmp_path_factory.mktemp("faults"), **TWO_LAYERS))
 
 
-def make(folder: str, **settings: Any) -> Engine:
-    """A tiny engine of two rows that runs two steps ahead and drafts by n-grams."""
+def make_tiny_engine(folder: str, **settings: Any) -> Engine:
+    """Return a tiny engine of two rows that runs two steps ahead and drafts by n-grams."""
     chosen = {"max_num_seqs": 2, "num_gpu_blocks": 60, "steps_in_flight": 2, **settings}
     more = {"load_format": "dummy", "skip_tokenizer_init": True}
     return make_engine("ngram", model=folder, **more, **chosen).engine
@@ -39,17 +39,17 @@ def make(folder: str, **settings: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def engine(folder: str) -> Engine:
-    """An engine that the tests make fail, one after the other."""
-    return make(folder)
+    """Return an engine that the tests make fail, one after the other."""
+    return make_tiny_engine(folder)
 
 
 @pytest.fixture
 def client(engine: Engine) -> Iterator[AsyncEngine]:
-    """A started client over it; afterwards the engine holds nothing."""
-    found = AsyncEngine(ThreadTransport(engine))
-    found.start()
-    yield found
-    found.shutdown()
+    """Yield a started client over the engine; assert afterwards that the engine holds nothing."""
+    result = AsyncEngine(ThreadTransport(engine))
+    result.start()
+    yield result
+    result.shutdown()
     engine.clear()
     assert not engine.scheduler.cache.seqs and not worker_of(engine).saved
     assert len(engine.scheduler.free_rows) == 2
@@ -57,29 +57,29 @@ def client(engine: Engine) -> Iterator[AsyncEngine]:
     engine._failures = 0
 
 
-def ask(name: str, max_tokens: int = 12) -> Request:
-    """A greedy request of 100 tokens, which depend on the name's first letter only."""
+def make_request(name: str, max_tokens: int = 12) -> Request:
+    """Return a greedy request of 100 tokens, which depend on the name's first letter only."""
     ids = [ord(name[0]) % 90 + i % 7 for i in range(100)]
     return Request(name, ids, SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens))
 
 
 async def read(client: AsyncEngine, request: Request) -> list[TokenUpdate]:
-    """All updates of a request."""
+    """Return all updates of a request."""
     return [update async for update in client.stream(request)]
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine; one that hangs fails."""
+    """Return the result of a coroutine; one that hangs fails."""
     return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
 def answer(client: AsyncEngine, name: str) -> list[int]:
-    """The tokens of one request that is alone."""
-    return [token for update in run(read(client, ask(name))) for token in update.token_ids]
+    """Return the tokens of one request that runs alone."""
+    return [token for update in run(read(client, make_request(name))) for token in update.token_ids]
 
 
-def fails_once(inner: Callable[..., Any], when: Callable[[], bool]) -> Callable[..., Any]:
-    """`inner`, but for the first time that `when` holds."""
+def fail_once(inner: Callable[..., Any], when: Callable[[], bool]) -> Callable[..., Any]:
+    """Return a function that calls `inner`, but raises the first time that `when` holds."""
     failed: list[bool] = []
 
     def call(*arguments: Any) -> Any:
@@ -95,7 +95,7 @@ def fails_once(inner: Callable[..., Any], when: Callable[[], bool]) -> Callable[
     ("owner", "name"),
     [("worker", "launch"), ("worker", "collect"), ("worker", "run_step"), ("scheduler", "update")],
 )
-def test_a_failed_step_ends_what_it_worked_on_and_nothing_else(
+def test_failed_step_ends_only_its_requests(
     client: AsyncEngine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -105,19 +105,19 @@ def test_a_failed_step_ends_what_it_worked_on_and_nothing_else(
     engine = client.transport.engine
     expected = answer(client, "c")
     before = engine.stats.requests_success_total["error"]
-    running = [ask("a", 300), ask("b", 300)]
+    running = [make_request("a", 300), make_request("b", 300)]
 
     def both_run() -> bool:
         return all(r.output_token_ids for r in running)
 
     patched = worker_of(engine) if owner == "worker" else engine.scheduler
-    monkeypatch.setattr(patched, name, fails_once(getattr(patched, name), both_run))
+    monkeypatch.setattr(patched, name, fail_once(getattr(patched, name), both_run))
 
     async def work() -> tuple[list[list[TokenUpdate]], list[TokenUpdate]]:
         ending = [asyncio.create_task(read(client, r)) for r in running]
         while not engine.scheduler.num_running == 2:
             await asyncio.sleep(0.001)
-        waiting = await read(client, ask("c"))
+        waiting = await read(client, make_request("c"))
         return await asyncio.gather(*ending), waiting
 
     with caplog.at_level(logging.ERROR):
@@ -135,10 +135,10 @@ def test_a_failed_step_ends_what_it_worked_on_and_nothing_else(
     assert engine._failures == 0
 
 
-def test_a_preempted_request_ends_too(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_ends_preempted_requests(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five pages hold two prompts of two pages, but not both answers."""
-    engine = make(folder, num_gpu_blocks=6)
-    requests = [ask("a", 60), ask("b", 60)]
+    engine = make_tiny_engine(folder, num_gpu_blocks=6)
+    requests = [make_request("a", 60), make_request("b", 60)]
     for request in requests:
         engine.add(request)
     while not worker_of(engine).saved:
@@ -147,7 +147,7 @@ def test_a_preempted_request_ends_too(folder: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         worker_of(engine),
         "launch",
-        fails_once(worker_of(engine).launch, lambda: True),
+        fail_once(worker_of(engine).launch, lambda: True),
     )
     with pytest.raises(RuntimeError):
         while engine.has_work():
@@ -159,48 +159,48 @@ def test_a_preempted_request_ends_too(folder: str, monkeypatch: pytest.MonkeyPat
     engine.scheduler.cache.check()
 
 
-def dead(client: AsyncEngine, told: list[str]) -> str:
-    """What streams and callers hear of an engine that has ended, which on_end was told once."""
-    heard = []
+def death_reason(client: AsyncEngine, reasons: list[str]) -> str:
+    """Return the reason of an engine's end; assert that all callers get it, and on_end once."""
+    errors = []
 
     async def work() -> None:
         results = await asyncio.gather(
-            *(read(client, ask(n)) for n in "abcdefghijkl"), return_exceptions=True
+            *(read(client, make_request(n)) for n in "abcdefghijkl"), return_exceptions=True
         )
-        heard.extend(r for r in results if isinstance(r, BaseException))
+        errors.extend(r for r in results if isinstance(r, BaseException))
         with pytest.raises(EngineDeadError, match="Restart the server"):
-            client.stream(ask("late"))
+            client.stream(make_request("late"))
 
     run(work())
     client.transport._thread.join(PATIENCE)
     assert (
         not client.is_alive and not client.transport._thread.is_alive() and client.stalled_for == 0
     )
-    assert heard and all(isinstance(error, EngineDeadError) for error in heard)
-    assert len(told) == 1 and SECRET not in str(heard[0])
-    assert str(heard[0]) == f"the engine has stopped: {told[0]}. Restart the server."
-    return told[0]
+    assert errors and all(isinstance(error, EngineDeadError) for error in errors)
+    assert len(reasons) == 1 and SECRET not in str(errors[0])
+    assert str(errors[0]) == f"the engine has stopped: {reasons[0]}. Restart the server."
+    return reasons[0]
 
 
-def test_steps_that_fail_again_and_again_end_the_engine(
+def test_repeated_step_failures_end_the_engine(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    client.on_end = told.append
+    reasons: list[str] = []
+    client.on_end = reasons.append
     monkeypatch.setattr(worker_of(client.transport.engine), "launch", always_fails)
-    assert dead(client, told) == f"{MAX_FAILURES} steps in a row failed"
+    assert death_reason(client, reasons) == f"{MAX_FAILURES} steps in a row failed"
 
 
-def test_an_engine_that_runs_not_even_an_empty_step_ends(
+def test_failed_probe_step_ends_the_engine(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    client.on_end = told.append
+    reasons: list[str] = []
+    client.on_end = reasons.append
     monkeypatch.setattr(worker_of(client.transport.engine), "run_step", always_fails)
-    assert dead(client, told) == "a step failed, and so did an empty one after it"
+    assert death_reason(client, reasons) == "a step failed, and so did an empty one after it"
 
 
-def test_a_cache_whose_books_do_not_balance_is_not_used_again(engine: Engine) -> None:
+def test_inconsistent_cache_ends_the_engine(engine: Engine) -> None:
     pool = engine.scheduler.cache.paged.pool
     lost = pool.free.pop()
     try:
@@ -212,18 +212,18 @@ def test_a_cache_whose_books_do_not_balance_is_not_used_again(engine: Engine) ->
 
 
 def always_fails(*_: Any) -> Any:
-    """A step on a device that is gone."""
+    """Raise, as a step on a lost device does."""
     raise RuntimeError(SECRET)
 
 
-def test_a_shutdown_is_no_end_to_be_told(client: AsyncEngine) -> None:
-    told: list[str] = []
-    client.on_end = told.append
+def test_shutdown_does_not_call_on_end(client: AsyncEngine) -> None:
+    reasons: list[str] = []
+    client.on_end = reasons.append
     client.shutdown()
-    assert not client.is_alive and not told
+    assert not client.is_alive and not reasons
 
 
-def test_a_step_that_hangs_is_seen_without_waiting_for_it(
+def test_hanging_step_is_reported_as_stalled(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = worker_of(client.transport.engine).launch
@@ -239,7 +239,7 @@ def test_a_step_that_hangs_is_seen_without_waiting_for_it(
     monkeypatch.setattr(worker_of(client.transport.engine), "launch", hang)
 
     async def work() -> list[TokenUpdate]:
-        reading = asyncio.create_task(read(client, ask("a")))
+        reading = asyncio.create_task(read(client, make_request("a")))
         await asyncio.to_thread(entered.wait, PATIENCE)
         begin = time.monotonic()
         stalled = client.stalled_for

@@ -1,4 +1,4 @@
-"""Conversations that the device has no room for: host memory brings them back, bit for bit."""
+"""Conversations that exceed device memory are restored from host memory bit for bit."""
 
 import random
 from pathlib import Path
@@ -15,11 +15,11 @@ from tests.regressions.conftest import answers, engine_over
 from tests.tiny_model import DEEPSEEK, NEMOTRON_H, QWEN3, THREE_LAYERS, make_model
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1, detokenize=False)
-TALKS = 3
+CONVERSATIONS = 3
 TURNS = 3
-FIRST = 140
-"""Tokens of a conversation's first turn, and how many more each turn brings."""
-MORE = 50
+FIRST_TURN_TOKENS = 140
+"""Tokens of a conversation's first turn; each later turn adds TOKENS_PER_TURN."""
+TOKENS_PER_TURN = 50
 MODELS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "hybrid": ({}, dict(THREE_LAYERS)),
     "dense": (QWEN3, {}),
@@ -42,66 +42,77 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "latents, fp8": ("latents", {"kv_cache_dtype": "fp8"}),
     "mamba": ("mamba", {"snapshot_every": 1}),
 }
-FAST = ("hybrid, bf16 state, mtp", "latents, fp8")
-SMALL = {"num_gpu_blocks": 8, "num_snapshots": 1, "max_num_seqs": 2}
-"""A device that holds one conversation and a half."""
+FAST_CASES = ("hybrid, bf16 state, mtp", "latents, fp8")
+SMALL_DEVICE = {"num_gpu_blocks": 8, "num_snapshots": 1, "max_num_seqs": 2}
+"""Settings of a device that holds one and a half conversations."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The models' folders, and that of a draft model of the dense one."""
-    made = {}
+    """Return the models' folders, and that of a draft model of the dense one."""
+    result = {}
     for name, (base, changes) in MODELS.items():
-        given = (base,) if base else ()
-        made[name] = make_model(tmp_path_factory.mktemp(name), *given, **changes)
-    made["draft"] = make_model(tmp_path_factory.mktemp("draft"), QWEN3, num_hidden_layers=1)
-    return made
+        arguments = (base,) if base else ()
+        result[name] = make_model(tmp_path_factory.mktemp(name), *arguments, **changes)
+    result["draft"] = make_model(tmp_path_factory.mktemp("draft"), QWEN3, num_hidden_layers=1)
+    return result
 
 
 def engine_of(folders: dict[str, Path], model: str, **settings: Any) -> LLM:
-    """An engine over one of the models."""
+    """Return an engine over one of the models."""
     if settings.get("method") == "draft_model":
         settings["drafts_with"] = folders["draft"]
     return engine_over(folders[model], **settings)
 
 
-def talk(llm: LLM, at_once: int = 1) -> list[Any]:
-    """Conversations in turn, so many at once; what they say is made up, not what was answered."""
+def run_conversations(llm: LLM, at_once: int = 1) -> list[Any]:
+    """Run conversations turn by turn, `at_once` concurrently; the user's text does not depend on
+    the answers."""
     rng = random.Random(5)
-    texts = [[rng.randrange(200) for _ in range(FIRST + MORE * TURNS)] for _ in range(TALKS)]
-    found = []
+    texts = [
+        [rng.randrange(200) for _ in range(FIRST_TURN_TOKENS + TOKENS_PER_TURN * TURNS)]
+        for _ in range(CONVERSATIONS)
+    ]
+    results = []
     for turn in range(TURNS):
-        for first in range(0, TALKS, at_once):
-            asked = [text[: FIRST + MORE * turn] for text in texts[first : first + at_once]]
-            found += answers(llm, asked, PARAMS)
+        for first in range(0, CONVERSATIONS, at_once):
+            requested = [
+                text[: FIRST_TURN_TOKENS + TOKENS_PER_TURN * turn]
+                for text in texts[first : first + at_once]
+            ]
+            results += answers(llm, requested, PARAMS)
             llm.engine.scheduler.cache.check()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case",
+    [case if case in FAST_CASES else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
 )
-def test_no_bit_depends_on_host_memory(folders: dict[str, Path], case: str) -> None:
+def test_host_memory_changes_no_bit(folders: dict[str, Path], case: str) -> None:
     model, settings = CASES[case]
     plain = {name: value for name, value in settings.items() if name != "method"}
-    wanted = talk(engine_of(folders, model, enable_prefix_caching=False, **plain))
+    expected = run_conversations(engine_of(folders, model, enable_prefix_caching=False, **plain))
     for size, at_once, preempt in ((1.0, 1, 0), (1.0, 2, 3), (0.0, 2, 3)):
-        small = {**SMALL, "kv_offloading_size": size, "preempt_every": preempt}
+        small = {**SMALL_DEVICE, "kv_offloading_size": size, "preempt_every": preempt}
         llm = engine_of(folders, model, **small, **settings)
-        assert talk(llm, at_once) == wanted
+        assert run_conversations(llm, at_once) == expected
         stats = llm.engine.refresh_stats()
         assert (stats.host_hits_total > 0) == (stats.fetched_total > 0) == (size > 0)
         assert (stats.preemptions_total > 0) == (preempt > 0)
 
 
-def test_hits_and_moves_are_counted(folders: dict[str, Path]) -> None:
-    """Every later turn finds the turn before in host memory, but for its last, unfinished page."""
-    llm = engine_of(folders, "hybrid", kv_offloading_size=1.0, **SMALL)
-    talk(llm)
+def test_host_hits_and_transfers_are_counted(folders: dict[str, Path]) -> None:
+    """Every later turn hits the previous turn in host memory, except for its last, partial page."""
+    llm = engine_of(folders, "hybrid", kv_offloading_size=1.0, **SMALL_DEVICE)
+    run_conversations(llm)
     cache = llm.engine.scheduler.cache
     stats = llm.engine.refresh_stats()
-    whole = [(FIRST + MORE * turn) // PAGE_SIZE * PAGE_SIZE for turn in range(TURNS - 1)]
-    assert stats.prefix_hits_total == TALKS * sum(whole)
+    full = [
+        (FIRST_TURN_TOKENS + TOKENS_PER_TURN * turn) // PAGE_SIZE * PAGE_SIZE
+        for turn in range(TURNS - 1)
+    ]
+    assert stats.prefix_hits_total == CONVERSATIONS * sum(full)
     assert 0 < stats.host_hits_total <= stats.prefix_hits_total
     missed = stats.prefix_queries_total - stats.prefix_hits_total
     assert stats.host_queries_total == missed + stats.host_hits_total
@@ -116,11 +127,11 @@ def test_hits_and_moves_are_counted(folders: dict[str, Path]) -> None:
     assert stats.host_pages == plan.host_pages == (1 << 30) // plan.page_bytes
 
 
-def test_what_ends_leaves_no_page_and_what_is_forgotten_no_host_page(
+def test_ended_requests_and_clear_free_all_pages(
     folders: dict[str, Path],
 ) -> None:
-    llm = engine_of(folders, "hybrid", kv_offloading_size=1.0, preempt_every=2, **SMALL)
-    talk(llm, 2)
+    llm = engine_of(folders, "hybrid", kv_offloading_size=1.0, preempt_every=2, **SMALL_DEVICE)
+    run_conversations(llm, 2)
     engine = llm.engine
     cache = engine.scheduler.cache
     assert not cache.seqs and not cache.paged.pool.used and not cache.host.pinned
@@ -132,40 +143,40 @@ def test_what_ends_leaves_no_page_and_what_is_forgotten_no_host_page(
     assert cache.paged.pool.available == cache.paged.pool.total
 
 
-def least_bytes(llm: LLM) -> int:
-    """What one page takes, and a snapshot where layers recur."""
+def min_host_bytes(llm: LLM) -> int:
+    """Return the bytes of one page, and of a snapshot if layers are recurrent."""
     plan = llm.engine.plan
     return plan.page_bytes * (1 + plan.slot_host_pages)
 
 
 @pytest.mark.parametrize("model", ["dense", "hybrid"])
-def test_host_memory_of_the_least_size_and_of_less(folders: dict[str, Path], model: str) -> None:
-    plain = talk(engine_of(folders, model))
-    least = least_bytes(engine_of(folders, model)) / memory.GIB
-    llm = engine_of(folders, model, kv_offloading_size=least, **SMALL)
+def test_minimum_host_memory(folders: dict[str, Path], model: str) -> None:
+    plain = run_conversations(engine_of(folders, model))
+    minimum = min_host_bytes(engine_of(folders, model)) / memory.GIB
+    llm = engine_of(folders, model, kv_offloading_size=minimum, **SMALL_DEVICE)
     assert llm.engine.plan.host_pages == 1 + llm.engine.plan.slot_host_pages
-    assert talk(llm) == plain
+    assert run_conversations(llm) == plain
     with pytest.raises(CapacityError, match=r"kv_offloading_size=.* allowed: 0, or .* Raise it"):
-        engine_of(folders, model, kv_offloading_size=least * 0.99)
+        engine_of(folders, model, kv_offloading_size=minimum * 0.99)
 
 
-def test_more_than_the_machine_has_is_refused(folders: dict[str, Path]) -> None:
+def test_host_memory_above_machine_memory_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(CapacityError, match=r"the host's part of the cache .*500000.* Lower it"):
         engine_of(folders, "dense", kv_offloading_size=500_000)
 
 
-def test_without_prefix_caching_no_host_memory_is_taken(folders: dict[str, Path]) -> None:
+def test_no_host_memory_without_prefix_caching(folders: dict[str, Path]) -> None:
     llm = engine_of(folders, "dense", kv_offloading_size=500_000, enable_prefix_caching=False)
     assert llm.engine.plan.host_pages == 0
 
 
-def test_a_step_that_fails_forgets_host_memory(
+def test_failed_step_clears_host_memory(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was on its way may not have come."""
-    plain = talk(engine_of(folders, "hybrid"))
-    llm = engine_of(folders, "hybrid", kv_offloading_size=1.0, **SMALL)
-    talk(llm)
+    """Copies in flight may not have arrived."""
+    plain = run_conversations(engine_of(folders, "hybrid"))
+    llm = engine_of(folders, "hybrid", kv_offloading_size=1.0, **SMALL_DEVICE)
+    run_conversations(llm)
     engine = llm.engine
 
     def fails(moves: Any) -> None:
@@ -174,6 +185,6 @@ def test_a_step_that_fails_forgets_host_memory(
     with monkeypatch.context() as patch:
         patch.setattr(worker_of(engine).transfers, "evict", fails)
         with pytest.raises(RuntimeError, match="the engine failed in a step"):
-            talk(llm)
+            run_conversations(llm)
     assert not engine.scheduler.cache.host.used
-    assert talk(llm) == plain
+    assert run_conversations(llm) == plain

@@ -1,4 +1,4 @@
-"""A row whose logits are no numbers ends alone, with an error; no bit of the others changes."""
+"""A row with NaN logits ends alone with an error; no bit of other rows changes."""
 
 import json
 from dataclasses import replace
@@ -16,64 +16,66 @@ from tests.bundled_model import assert_idle, bits, make_engine
 from tests.tiny_model import CONFIG, QWEN3, make_model
 
 POISON = 90
-ASKED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+BASE_PARAMS = SamplingParams(
+    temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=1
+)
 PARAMS = [
-    ASKED,
-    replace(ASKED, temperature=0.8, seed=3, top_p=0.9),
-    replace(ASKED, repetition_penalty=1.2),
-    replace(ASKED, temperature=1.0, seed=4, prompt_logprobs=None),
+    BASE_PARAMS,
+    replace(BASE_PARAMS, temperature=0.8, seed=3, top_p=0.9),
+    replace(BASE_PARAMS, repetition_penalty=1.2),
+    replace(BASE_PARAMS, temperature=1.0, seed=4, prompt_logprobs=None),
 ]
 BANNED = {"bad_words_ids": [[POISON]]}
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose head is not its embedding."""
+    """Return a tiny model with untied embeddings."""
     base = CONFIG if request.param == "qwen3_5" else QWEN3
     return make_model(tmp_path_factory.mktemp("nan"), base, tie_word_embeddings=False)
 
 
-def make(folder: Path, drafter: str | None, **settings: Any) -> LLM:
-    """An engine of four rows with random weights that runs two steps ahead."""
+def make_tiny_llm(folder: Path, drafter: str | None, **settings: Any) -> LLM:
+    """Return an engine of four rows with random weights that runs two steps ahead."""
     settings = {"model": str(folder), "load_format": "dummy", "steps_in_flight": 2, **settings}
     return make_engine(drafter, skip_tokenizer_init=True, **settings)
 
 
 def poison(llm: LLM) -> None:
-    """From now on whatever has read the token POISON is NaN."""
+    """Make the embedding of the token POISON NaN."""
     with torch.inference_mode():
         worker_of(llm.engine).model.embed.weight[POISON] = torch.nan  # type: ignore[union-attr, operator]
 
 
 def prompts() -> list[list[int]]:
-    """Of several chunks and of one; none holds the poison."""
+    """Return prompts of one and of several chunks, without the token POISON."""
     return [
         [(7 * i + k) % POISON for k in range(length)] for i, length in enumerate((9, 70, 130, 20))
     ]
 
 
-def told(output: RequestOutput) -> list[Any]:
-    """All that a request was answered, as bits."""
+def answer_bits(output: RequestOutput) -> list[Any]:
+    """Return a request's whole answer as bits."""
     one = output.outputs[0]
     return [one.token_ids, one.finish_reason, bits(one.logprobs), bits(output.prompt_logprobs)]
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram"])
-def test_a_row_of_nan_ends_alone(folder: Path, drafter: str | None) -> None:
-    llm = make(folder, drafter)
+def test_nan_row_ends_alone(folder: Path, drafter: str | None) -> None:
+    llm = make_tiny_llm(folder, drafter)
     params = [replace(p, **BANNED) for p in PARAMS]
-    expected = [told(out) for out in llm.generate(prompts(), params)]
+    expected = [answer_bits(out) for out in llm.generate(prompts(), params)]
     poison(llm)
     llm.engine.clear()
     bad = [POISON, *prompts()[1]]
-    for place in range(5):  # where the bad one stands among them, and which rows are free for it
-        asked = prompts()
+    for index in range(5):  # position of the bad request in the batch
+        requested = prompts()
         how = list(params)
-        asked.insert(place, bad)
-        how.insert(place, PARAMS[place % 4])
-        outs = llm.generate(asked, how)
-        wrong = outs.pop(place)
-        assert [told(out) for out in outs] == expected
+        requested.insert(index, bad)
+        how.insert(index, PARAMS[index % 4])
+        outs = llm.generate(requested, how)
+        wrong = outs.pop(index)
+        assert [answer_bits(out) for out in outs] == expected
         one = wrong.outputs[0]
         assert (one.token_ids, one.finish_reason, one.error) == ([], "error", NO_TOKEN)
         assert wrong.finished and not one.logprobs
@@ -84,9 +86,9 @@ def test_a_row_of_nan_ends_alone(folder: Path, drafter: str | None) -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram"])
-def test_what_came_before_the_nan_stands(folder: Path, drafter: str | None) -> None:
-    """The token that the model emits at some place is made poison: what follows it is none."""
-    llm = make(folder, drafter)
+def test_tokens_before_nan_are_kept(folder: Path, drafter: str | None) -> None:
+    """A token that the model emits is poisoned, so that the next step has no token."""
+    llm = make_tiny_llm(folder, drafter)
     plain = llm.generate(prompts(), [replace(p, temperature=0) for p in PARAMS])
     line = plain[1].outputs[0].token_ids
     at = next(i for i, t in enumerate(line) if i >= 3 and t not in {*line[:i], *prompts()[1]})
@@ -102,27 +104,27 @@ def test_what_came_before_the_nan_stands(folder: Path, drafter: str | None) -> N
     assert_idle(llm)
 
 
-def test_a_row_of_nan_among_rows_that_a_module_drafts_for(tmp_path: Path) -> None:
-    test_a_row_of_nan_ends_alone(make_model(tmp_path, tie_word_embeddings=False), "mtp")
+def test_nan_row_ends_alone_with_mtp(tmp_path: Path) -> None:
+    test_nan_row_ends_alone(make_model(tmp_path, tie_word_embeddings=False), "mtp")
 
 
-def test_a_draft_module_of_nan_costs_speed_alone(tmp_path: Path) -> None:
-    """Its drafts are none, and the answers are the target's."""
+def test_nan_draft_module_changes_no_answer(tmp_path: Path) -> None:
+    """It gives no drafts, and the answers are the target's."""
     folder = make_model(tmp_path, CONFIG, tie_word_embeddings=False)
-    llm = make(folder, "mtp")
-    expected = [told(out) for out in llm.generate(prompts(), PARAMS)]
+    llm = make_tiny_llm(folder, "mtp")
+    expected = [answer_bits(out) for out in llm.generate(prompts(), PARAMS)]
     with torch.inference_mode():
         for weight in worker_of(llm.engine).program.drafter.context.module.fc.parameters():  # type: ignore[attr-defined]
             weight.fill_(torch.nan)
     llm.engine.clear()
     outs = llm.generate(prompts(), PARAMS)
-    assert [told(out) for out in outs] == expected
+    assert [answer_bits(out) for out in outs] == expected
     assert sum(out.metrics.num_draft_tokens for out in outs) <= len(outs) * 3 * 2
 
 
-def test_where_all_is_banned_the_answer_ends(folder: Path) -> None:
-    """Two words that together leave no token: the second one's end, once the first token stands."""
-    llm = make(folder, None)
-    how = replace(ASKED, allowed_token_ids=[5], bad_words_ids=[[5, 5]])
+def test_answer_ends_when_all_tokens_are_banned(folder: Path) -> None:
+    """Allowed tokens and bad words that together leave no token after the first one."""
+    llm = make_tiny_llm(folder, None)
+    how = replace(BASE_PARAMS, allowed_token_ids=[5], bad_words_ids=[[5, 5]])
     one = llm.generate(prompts()[0], how)[0].outputs[0]
     assert (one.token_ids, one.finish_reason, one.error) == ([5], "error", NO_TOKEN)

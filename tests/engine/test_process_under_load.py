@@ -23,7 +23,7 @@ REQUESTS = 16
 ROWS = 4
 STEP_SECONDS = 5.0
 READY_SECONDS = 5.0
-"""Within so many seconds of its readiness, an engine has answered what waited for it."""
+"""Time limit, from readiness, to answer the waiting requests."""
 SHORT = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
 LONG = replace(SHORT, max_tokens=3000)
 DRAFTING = {"method": "mtp", "num_speculative_tokens": 3}
@@ -34,19 +34,19 @@ DEVICES = [
 
 
 def prompt(number: int) -> list[int]:
-    """The token ids of a request's prompt, no two alike."""
+    """Return the token ids of a request's prompt, all different."""
     return [300 + (number * 31 + i * i) % 1000 for i in range(40)]
 
 
-def ask(number: int) -> Request:
-    """The first ROWS requests are long; their rows are taken when the engine is lost."""
+def make_request(number: int) -> Request:
+    """Return a request; the first ROWS are long and occupy all rows when the engine is lost."""
     params = LONG if number < ROWS else SHORT
     return Request(f"request {number}", prompt(number), replace(params, seed=number), seed=number)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Those of the engine, whose cache leaves room for a second engine on a GPU."""
+    """Return the engine's settings, whose cache leaves memory for a second engine on a GPU."""
     return {
         "device": request.param,
         "max_model_len": 4096,
@@ -57,37 +57,37 @@ def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(settings: dict[str, Any]) -> list[list[int]]:
-    """What LLM.generate answers the requests that wait: each alone, without drafts."""
+    """Return LLM.generate's answers to the waiting requests, each alone and without drafts."""
     llm = LLM(**settings)
-    found = []
+    results = []
     for number in range(ROWS, REQUESTS):
         (answer,) = llm.generate(
             {"prompt_token_ids": prompt(number)}, replace(SHORT, seed=number, detokenize=False)
         )
-        found.append(answer.outputs[0].token_ids)
-    return found
+        results.append(answer.outputs[0].token_ids)
+    return results
 
 
 @pytest.fixture(scope="module")
 def client(settings: dict[str, Any], expected: list[list[int]]) -> Iterator[AsyncEngine]:
-    """The engine in its process, drafting; `expected` has compiled what it needs by then."""
+    """Yield the engine in its process, with drafts; `expected` has compiled its kernels by then."""
     make = partial(engine_factories.plain, settings | {"speculative_config": DRAFTING})
-    found = AsyncEngine(ProcessTransport(make, STEP_SECONDS))
-    found.start()
-    yield found
-    found.shutdown()
+    result = AsyncEngine(ProcessTransport(make, STEP_SECONDS))
+    result.start()
+    yield result
+    result.shutdown()
 
 
 async def answer(stream: Stream) -> tuple[list[int], TokenUpdate, float]:
-    """A stream's tokens, its last update, and when that came."""
+    """Return (a stream's tokens, its last update, the time of that update)."""
     tokens: list[int] = []
     async for update in stream:
         tokens += update.token_ids
     return tokens, update, time.monotonic()
 
 
-async def ready_again(client: AsyncEngine) -> float:
-    """When the engine that follows a lost one is ready."""
+async def time_of_readiness(client: AsyncEngine) -> float:
+    """Return the time when the engine that replaces a lost one is ready."""
     while not client.restarting:
         await asyncio.sleep(0.002)
     while client.restarting:
@@ -95,29 +95,29 @@ async def ready_again(client: AsyncEngine) -> float:
     return time.monotonic()
 
 
-async def lose(client: AsyncEngine, end: Callable[[int], None]) -> tuple[Any, float]:
-    """Loses the engine with all rows taken; what came of each request, and when it was ready."""
-    streams = [client.stream(ask(number)) for number in range(REQUESTS)]
+async def lose_engine(client: AsyncEngine, end: Callable[[int], None]) -> tuple[Any, float]:
+    """End the engine with all rows in use; return (each request's answer, time of readiness)."""
+    streams = [client.stream(make_request(number)) for number in range(REQUESTS)]
     for stream in streams[:ROWS]:
         await anext(aiter(stream))
-    watched = asyncio.create_task(ready_again(client))
+    watched = asyncio.create_task(time_of_readiness(client))
     end(client.transport.pid)
-    found = await asyncio.gather(*map(answer, streams))
-    return found, await watched
+    result = await asyncio.gather(*map(answer, streams))
+    return result, await watched
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_what_waits_is_answered_as_ever(
+def test_waiting_requests_are_answered_after_restart(
     client: AsyncEngine, expected: list[list[int]], sent: signal.Signals
 ) -> None:
     before = wait_until_empty(client)
     begun = time.monotonic()
-    found, ready = run(lose(client, lambda pid: os.kill(pid, sent)))
-    for _, last, _ in found[:ROWS]:
+    actual, ready = run(lose_engine(client, lambda pid: os.kill(pid, sent)))
+    for _, last, _ in actual[:ROWS]:
         assert (last.finish_reason, last.error) == ("error", ENGINE_RESTARTED)
-    assert [tokens for tokens, _, _ in found[ROWS:]] == expected
-    assert {last.finish_reason for _, last, _ in found[ROWS:]} == {"length"}
-    slowest = max(when for _, _, when in found[ROWS:]) - ready
+    assert [tokens for tokens, _, _ in actual[ROWS:]] == expected
+    assert {last.finish_reason for _, last, _ in actual[ROWS:]} == {"length"}
+    slowest = max(when for _, _, when in actual[ROWS:]) - ready
     print(f"{sent.name}: ready after {ready - begun:.2f} s, all answered {slowest:.2f} s later")
     assert slowest < READY_SECONDS
     if sent == signal.SIGSTOP:

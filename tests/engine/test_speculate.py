@@ -1,4 +1,4 @@
-"""Requests that want no drafts, alone and among others: the same tokens, and how each came."""
+"""Requests without drafts, alone and mixed with others: the same tokens, and the source of each."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from lockstep.worker.hooks import CheckHooks
 from tests.bundled_model import DRAFTS, GREEDY, PROMPTS, SEEDED, make_engine
 
 PARAMS = [replace(GREEDY, max_tokens=14), replace(SEEDED, max_tokens=14)] * 2
-WORLDS: dict[str, tuple[CheckHooks, dict[str, Any]]] = {
+SCENARIOS: dict[str, tuple[CheckHooks, dict[str, Any]]] = {
     "usual": (CheckHooks(), {}),
     "preempted": (CheckHooks(preempt_every=3), {"num_gpu_blocks": 24}),
     "any number of drafts": (CheckHooks(draft_policy=RandomDraftLength), {"adaptive": True}),
@@ -20,7 +20,7 @@ WORLDS: dict[str, tuple[CheckHooks, dict[str, Any]]] = {
 
 
 def run(llm: LLM, wants: list[bool]) -> list[Request]:
-    """The prompts at once; wants: which of the requests want drafts."""
+    """Run the prompts in one batch; wants: which of the requests use drafts."""
     requests = []
     for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         requests += llm.processor.requests(str(index), prompt, params)
@@ -31,21 +31,21 @@ def run(llm: LLM, wants: list[bool]) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    """What the model says without drafts."""
+def expected() -> list[list[int]]:
+    """Return the model's answers without drafts."""
     return [request.output_token_ids for request in run(make_engine(None), [True] * 4)]
 
 
 @pytest.mark.parametrize(
-    ("world", "drafter"),
-    [*((world, "mtp") for world in WORLDS), ("preempted", "ngram")],
+    ("scenario", "drafter"),
+    [*((scenario, "mtp") for scenario in SCENARIOS), ("preempted", "ngram")],
 )
-def test_no_token_depends_on_it(plain: list[list[int]], drafter: str, world: str) -> None:
-    hooks, settings = WORLDS[world]
+def test_speculate_changes_no_token(expected: list[list[int]], drafter: str, scenario: str) -> None:
+    hooks, settings = SCENARIOS[scenario]
     wants = [True, False, True, False]
-    found = run(make_engine(drafter, hooks, **settings), wants)
-    assert [request.output_token_ids for request in found] == plain
-    for request, speculate in zip(found, wants, strict=True):
+    actual = run(make_engine(drafter, hooks, **settings), wants)
+    assert [request.output_token_ids for request in actual] == expected
+    for request, speculate in zip(actual, wants, strict=True):
         sources = request.token_sources
         assert len(sources) == len(request.output_token_ids)
         assert sources[0] == "plain", "a prompt's last chunk verifies no draft"
@@ -55,12 +55,12 @@ def test_no_token_depends_on_it(plain: list[list[int]], drafter: str, world: str
         else:
             assert set(sources) == {"plain"}
             assert request.metrics.num_draft_tokens == 0
-    assert sum(request.metrics.num_draft_tokens for request in found) > 0
+    assert sum(request.metrics.num_draft_tokens for request in actual) > 0
 
 
-def test_sources_tell_steps_apart(plain: list[list[int]]) -> None:
-    found = run(make_engine("mtp"), [True] * 4)
-    for request in found:
+def test_token_sources_delimit_steps(expected: list[list[int]]) -> None:
+    actual = run(make_engine("mtp"), [True] * 4)
+    for request in actual:
         steps = "".join(
             {"draft": "d", "bonus": "b", "plain": "p"}[s] for s in request.token_sources
         )
@@ -69,15 +69,15 @@ def test_sources_tell_steps_apart(plain: list[list[int]]) -> None:
         assert len(ends) in (request.metrics.num_steps, request.metrics.num_steps + 1)
 
 
-def test_steps_of_nobody_who_wants_drafts_bring_none() -> None:
+def test_steps_without_speculating_requests_have_no_drafts() -> None:
     llm = make_engine("mtp", adaptive=True)
     policy = llm.engine.scheduler.draft_policy
     counts: list[int] = []
     observe = policy.observe
 
-    def watched(rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
+    def watched(rows: int, count: int, result: int, accepted: list[int], ms: float) -> None:
         counts.append(count)
-        observe(rows, count, made, accepted, ms)
+        observe(rows, count, result, accepted, ms)
 
     policy.observe = watched  # type: ignore[method-assign]
     run(llm, [False] * 4)

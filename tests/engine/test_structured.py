@@ -1,4 +1,5 @@
-"""Structured output of the bundled model: judged by jsonschema and re, equal however it is run."""
+"""Structured output of the bundled model, validated by jsonschema and re, is the same in any
+execution."""
 
 import json
 import random
@@ -14,6 +15,7 @@ from lockstep.errors import RequestError
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.worker.hooks import CheckHooks
 from tests.bundled_model import PROMPTS, SEEDED, answer, make_engine
+from tests.selection import some_slow
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -36,7 +38,7 @@ TAG = {
     "structures": [{"begin": "<f=", "schema": SCHEMA, "end": ">"}],
     "triggers": ["<f"],
 }
-WANTED: dict[str, dict[str, Any]] = {
+STRUCTURES: dict[str, dict[str, Any]] = {
     "json": {"json": SCHEMA, "disable_any_whitespace": True},
     "regex": {"regex": REGEX},
     "choice": {"choice": CHOICES},
@@ -46,8 +48,8 @@ WANTED: dict[str, dict[str, Any]] = {
 }
 
 
-def judge(name: str, text: str) -> None:
-    """Whether a whole answer is what was asked for, by others' means."""
+def validate(name: str, text: str) -> None:
+    """Assert by independent means that a whole answer follows its structure."""
     if name == "json":
         jsonschema.validate(json.loads(text), SCHEMA)
     elif name == "regex":
@@ -62,63 +64,63 @@ def judge(name: str, text: str) -> None:
         assert not re.search(r"<f(?!=\{)", text)
 
 
-NAMES = [*list(WANTED)[:3], "", *list(WANTED)[3:]]
-"""Of params: "" is the request without a structure."""
+NAMES = [*list(STRUCTURES)[:3], "", *list(STRUCTURES)[3:]]
+"""Structure of each of params(); "" is the request without one."""
 
 
 def params(temperature: float) -> list[SamplingParams]:
-    """Each structure, and between them a request without one."""
-    found = [
+    """Return a request with each structure, and one without."""
+    results = [
         SamplingParams(
             temperature=temperature,
             seed=index,
             max_tokens=24,
             logprobs=1,
-            structured_outputs=StructuredOutputsParams(**wanted),
+            structured_outputs=StructuredOutputsParams(**expected),
         )
-        for index, wanted in enumerate(WANTED.values())
+        for index, expected in enumerate(STRUCTURES.values())
     ]
-    return [*found[:3], replace(SEEDED, logprobs=1), *found[3:]]
+    return [*results[:3], replace(SEEDED, logprobs=1), *results[3:]]
 
 
-ASKED = [*params(1.0), *params(0.0)[:3]]
-PROMPTS_OF = [PROMPTS[index % len(NAMES) % len(PROMPTS)] for index in range(len(ASKED))]
+ALL_PARAMS = [*params(1.0), *params(0.0)[:3]]
+ALL_PROMPTS = [PROMPTS[index % len(NAMES) % len(PROMPTS)] for index in range(len(ALL_PARAMS))]
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[Any]:
-    """Each of ASKED alone, without drafts, and judged."""
+def expected() -> list[Any]:
+    """Return the validated answer to each of ALL_PARAMS, alone and without drafts."""
     llm = make_engine(None)
-    found: list[Any] = []
-    for prompt, asked, name in zip(PROMPTS_OF, ASKED, [*NAMES, *NAMES[:3]], strict=True):
-        out = llm.generate(prompt, asked)[0]
-        found.append(answer(out))
+    results: list[Any] = []
+    for prompt, requested, name in zip(ALL_PROMPTS, ALL_PARAMS, [*NAMES, *NAMES[:3]], strict=True):
+        out = llm.generate(prompt, requested)[0]
+        results.append(answer(out))
         one = out.outputs[0]
         if name and one.finish_reason == "stop":
-            judge(name, one.text)
-    return found
+            validate(name, one.text)
+    return results
 
 
-def changing(counts: tuple[int, ...]) -> RandomDraftLength:
+def random_draft_length(counts: tuple[int, ...]) -> RandomDraftLength:
     return RandomDraftLength(counts, random.Random(1))
 
 
 @pytest.mark.parametrize(
     ("drafter", "hooks", "settings"),
     [
-        (None, CheckHooks(), {}),
+        pytest.param(None, CheckHooks(), {}, marks=pytest.mark.slow),
         (None, CheckHooks(preempt_every=4), {"steps_in_flight": 2}),
-        ("ngram", CheckHooks(), {}),
+        pytest.param("ngram", CheckHooks(), {}, marks=pytest.mark.slow),
         ("mtp", CheckHooks(), {"steps_in_flight": 2}),
-        ("mtp", CheckHooks(draft_policy=changing, preempt_every=5), {}),
+        ("mtp", CheckHooks(draft_policy=random_draft_length, preempt_every=5), {}),
     ],
 )
-def test_tokens_do_not_depend_on_how_they_came(
-    plain: list[Any], drafter: str | None, hooks: CheckHooks, settings: dict[str, Any]
+def test_structured_tokens_are_execution_independent(
+    expected: list[Any], drafter: str | None, hooks: CheckHooks, settings: dict[str, Any]
 ) -> None:
     llm = make_engine(drafter, hooks, max_num_seqs=8, **settings)
-    outs = llm.generate(PROMPTS_OF, ASKED)
-    assert [answer(out) for out in outs] == plain
+    outs = llm.generate(ALL_PROMPTS, ALL_PARAMS)
+    assert [answer(out) for out in outs] == expected
     if drafter == "mtp":
         assert sum(out.metrics.num_accepted_tokens for out in outs) > 20
 
@@ -129,51 +131,51 @@ def llm() -> LLM:
 
 
 @pytest.mark.parametrize("name", ["json", "regex", "choice", "gbnf"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_whole_answers_are_what_was_asked_for(llm: LLM, name: str, temperature: float) -> None:
+@pytest.mark.parametrize("temperature", some_slow([0.0, 1.0], (1.0,)))
+def test_finished_answers_follow_their_structure(llm: LLM, name: str, temperature: float) -> None:
     seeds = range(4) if temperature else range(1)
-    asked = [
+    requested = [
         SamplingParams(
-            temperature=temperature, seed=seed, max_tokens=120, structured_outputs=WANTED[name]
+            temperature=temperature, seed=seed, max_tokens=120, structured_outputs=STRUCTURES[name]
         )
         for seed in seeds
     ]
     ended = 0
-    for out in llm.generate([PROMPTS[0]] * len(asked), asked):
+    for out in llm.generate([PROMPTS[0]] * len(requested), requested):
         one = out.outputs[0]
         if one.finish_reason == "stop":
-            judge(name, one.text)
+            validate(name, one.text)
             ended += 1
             assert one.token_ids[-1] in llm.processor.eos_ids
     assert ended >= 3 * len(seeds) / 4
 
 
-def test_max_tokens_cuts(llm: LLM) -> None:
-    asked = SamplingParams(temperature=0, max_tokens=5, structured_outputs=WANTED["json"])
-    one = llm.generate(PROMPTS[0], asked)[0].outputs[0]
+def test_max_tokens_ends_structured_output(llm: LLM) -> None:
+    requested = SamplingParams(temperature=0, max_tokens=5, structured_outputs=STRUCTURES["json"])
+    one = llm.generate(PROMPTS[0], requested)[0].outputs[0]
     assert (one.finish_reason, len(one.token_ids)) == ("length", 5)
 
 
-def test_completions_of_one_request_have_a_grammar_each(llm: LLM) -> None:
-    asked = SamplingParams(n=3, temperature=1.2, seed=5, structured_outputs=WANTED["regex"])
-    outs = llm.generate(PROMPTS[0], asked)[0].outputs
+def test_each_completion_has_its_own_grammar(llm: LLM) -> None:
+    requested = SamplingParams(n=3, temperature=1.2, seed=5, structured_outputs=STRUCTURES["regex"])
+    outs = llm.generate(PROMPTS[0], requested)[0].outputs
     for one in outs:
-        judge("regex", one.text)
-    alone = llm.generate(PROMPTS[0], replace(asked, n=1, seed=6))[0].outputs[0]
+        validate("regex", one.text)
+    alone = llm.generate(PROMPTS[0], replace(requested, n=1, seed=6))[0].outputs[0]
     assert alone.token_ids == outs[1].token_ids
 
 
-def test_what_leaves_no_token_ends_with_an_error(llm: LLM) -> None:
-    asked = SamplingParams(
+def test_structure_without_allowed_token_ends_with_error(llm: LLM) -> None:
+    requested = SamplingParams(
         temperature=0, bad_words=["yes"], logit_bias=None, structured_outputs={"choice": ["yes"]},
         allowed_token_ids=[5],
     )  # fmt: skip
-    one = llm.generate(PROMPTS[0], asked)[0].outputs[0]
+    one = llm.generate(PROMPTS[0], requested)[0].outputs[0]
     assert one.finish_reason == "error"
     assert one.token_ids == []
 
 
-def test_coins_and_grammars_do_not_go_together() -> None:
-    coins = make_engine("mtp", synthetic_acceptance=0.5, load_format="dummy")
+def test_synthetic_acceptance_refuses_grammars() -> None:
+    llm = make_engine("mtp", synthetic_acceptance=0.5, load_format="dummy")
     with pytest.raises(RequestError, match="synthetic_acceptance"):
-        coins.generate(PROMPTS[0], SamplingParams(structured_outputs={"choice": ["yes"]}))
+        llm.generate(PROMPTS[0], SamplingParams(structured_outputs={"choice": ["yes"]}))

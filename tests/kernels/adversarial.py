@@ -1,6 +1,7 @@
-"""Inputs that try to make a row depend on others: any op's cases, made worse, cut and moved.
+"""Adversarial inputs for row independence: any op's cases with harder values, subsets of rows and
+moved storage.
 
-An op is described once, by the arguments that belong to its rows; the rest follows.
+Rows describes an op once, by its per-row arguments. All transformations follow from it.
 """
 
 import copy
@@ -31,15 +32,19 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rows:
-    """tokens: arguments with a line per token, or per row where no row has several. rows: with a
-    line per row of a ragged batch, whose bounds are cu_seqlens. places: those of them that are
-    indices of what `storage` names (a state's slots, a cache's tokens or pages); 0 is null.
-    spread: the exponents that the op's numbers bear. numbers: further arguments to spread.
+    """Per-row arguments of an op.
+
+        tokens: arguments with one line per token, or per row if a row never has several.
+        rows: arguments with one line per row of a ragged batch, whose bounds are cu_seqlens.
+    indices: those of them that index the tensors of `storage` (slots of a state, tokens or pages of
+        a cache); index 0 is null.
+        spread: maximum absolute exponent that the op's values may be scaled by.
+        numbers: further arguments to scale.
     """
 
     tokens: tuple[str, ...]
     rows: tuple[str, ...] = ()
-    places: tuple[str, ...] = ()
+    indices: tuple[str, ...] = ()
     storage: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     spread: int = 40
@@ -66,14 +71,14 @@ ROWS: dict[Op, Rows] = {
         ("x", "ids", "weights", "shared", "shared_gate"), numbers=("up", "down"), spread=2
     ),
     rope_and_cache: Rows(
-        ("qkv", "positions", "slot_mapping"), places=("slot_mapping",), storage=CACHES
+        ("qkv", "positions", "slot_mapping"), indices=("slot_mapping",), storage=CACHES
     ),
     paged_attention: Rows(
         ("q",), ("page_table", "starts"), ("page_table",), CACHES, numbers=CACHES
     ),
     head_linear: Rows(("x",), numbers=("weight",)),
     latent_rope_and_cache: Rows(
-        ("q", "kv", "positions", "slot_mapping"), places=("slot_mapping",), storage=LATENTS
+        ("q", "kv", "positions", "slot_mapping"), indices=("slot_mapping",), storage=LATENTS
     ),
     latent_attention: Rows(
         ("q_latent", "q_rope"), ("page_table", "starts"), ("page_table",), LATENTS, numbers=LATENTS
@@ -87,61 +92,65 @@ ROWS: dict[Op, Rows] = {
 
 
 def count(op: Op, arguments: Arguments) -> int:
-    """How many rows the arguments hold."""
-    own = ROWS[op]
-    if own.ragged:
-        return len(arguments[own.rows[0]])
-    first = own.tokens[0]
-    return arguments[first].shape[lines_at(op, arguments, first)]
+    """Return the number of rows of the arguments."""
+    spec = ROWS[op]
+    if spec.ragged:
+        return len(arguments[spec.rows[0]])
+    first = spec.tokens[0]
+    return arguments[first].shape[row_dim(op, arguments, first)]
 
 
 def take(op: Op, arguments: Arguments, rows: list[int]) -> tuple[Arguments, Tensor]:
-    """The same call with these rows only, in this order; and the lines of its result that it gives.
+    """Return (the same call with only these rows, in this order; the indices of their lines in the
+    result).
 
     What rows share (weights, storage) is shared with `arguments`.
     """
-    own = ROWS[op]
+    spec = ROWS[op]
     picked = dict(arguments)
     lines = torch.tensor(rows, dtype=torch.int64)
-    if own.ragged:
+    if spec.ragged:
         bounds = arguments["cu_seqlens"].tolist()
         spans = [range(bounds[row], bounds[row + 1]) for row in rows]
-        picked |= {name: arguments[name][lines] for name in own.rows}
+        picked |= {name: arguments[name][lines] for name in spec.rows}
         lengths = torch.tensor([0, *map(len, spans)])
         picked["cu_seqlens"] = lengths.cumsum(0).to(arguments["cu_seqlens"])
         if "query_len" in picked:
             picked["query_len"] = max(1, *map(len, spans))
         lines = torch.tensor([i for span in spans for i in span], dtype=torch.int64)
-    for name in given(own.tokens, arguments):
-        picked[name] = arguments[name].index_select(lines_at(op, arguments, name), lines)
+    for name in present_names(spec.tokens, arguments):
+        picked[name] = arguments[name].index_select(row_dim(op, arguments, name), lines)
     return picked, lines
 
 
-def given(names: tuple[str, ...], arguments: Arguments) -> list[str]:
-    """Those of the names whose arguments are not None."""
+def present_names(names: tuple[str, ...], arguments: Arguments) -> list[str]:
+    """Return the names whose arguments are not None."""
     return [name for name in names if arguments[name] is not None]
 
 
-def lines_at(op: Op, arguments: Arguments, name: str) -> int:
-    """The dim of an argument's lines: partials [P, T, ...] have it behind their first."""
+def row_dim(op: Op, arguments: Arguments, name: str) -> int:
+    """Return the dimension of an argument's lines: 1 for partials [P, T, ...], which have it after
+    their first."""
     if op is route or (op is experts and name == "shared"):
         return arguments[name].dim() - 2
     return int(name == "delta" and arguments[name].dim() > arguments["x"].dim())
 
 
-def repeated(op: Op, arguments: Arguments, times: int) -> list[int]:
-    """All rows over and over, but for ops whose rows write: a place has one writer."""
+def repeat_rows(op: Op, arguments: Arguments, times: int) -> list[int]:
+    """Return all rows, repeated `times` times, or once for ops whose rows write (a slot has one
+    writer)."""
     rows = list(range(count(op, arguments)))
     return rows * (1 if op.writes else times)
 
 
-def worse(op: Op, arguments: Arguments, how: str, dtype: torch.dtype) -> Arguments:
-    """The same call with other numbers: "spread" over 2^-40 .. 2^40, or so that sums "cancel"."""
-    own = ROWS[op]
+def harden_values(op: Op, arguments: Arguments, how: str, dtype: torch.dtype) -> Arguments:
+    """Return the same call with other values: "spread" over 2^-40 .. 2^40, or chosen so that sums
+    "cancel"."""
+    spec = ROWS[op]
     changed = dict(arguments)
     generator = torch.Generator().manual_seed(7)
-    bears = min(5, own.spread) if dtype == torch.float16 else own.spread
-    for name in given((*own.tokens, *own.numbers), arguments):
+    bears = min(5, spec.spread) if dtype == torch.float16 else spec.spread
+    for name in present_names((*spec.tokens, *spec.numbers), arguments):
         x = arguments[name]
         if isinstance(x, Tensor) and x.is_floating_point():
             exponents = torch.randint(-bears, bears + 1, x.shape, generator=generator)
@@ -153,47 +162,47 @@ def worse(op: Op, arguments: Arguments, how: str, dtype: torch.dtype) -> Argumen
     return changed
 
 
-def surrounded(op: Op, arguments: Arguments) -> Arguments:
-    """Per-row arguments as views of longer ones: numbers that are NaN and indices that are 1
-    stand before and behind."""
-    own = ROWS[op]
-    around = dict(arguments)
-    for name in given((*own.tokens, *own.rows), arguments):
+def pad_with_poison(op: Op, arguments: Arguments) -> Arguments:
+    """Return the call with its per-row arguments as views into longer tensors, padded with NaN or
+    with index 1 on both sides."""
+    spec = ROWS[op]
+    surrounding = dict(arguments)
+    for name in present_names((*spec.tokens, *spec.rows), arguments):
         x = arguments[name]
-        dim = lines_at(op, arguments, name)
+        dim = row_dim(op, arguments, name)
         shape = (*x.shape[:dim], x.shape[dim] + 8, *x.shape[dim + 1 :])
         longer = torch.full(shape, float("nan") if x.is_floating_point() else 1, dtype=x.dtype)
-        around[name] = longer.narrow(dim, 4, x.shape[dim]).copy_(x)
-    return around
+        surrounding[name] = longer.narrow(dim, 4, x.shape[dim]).copy_(x)
+    return surrounding
 
 
-def order(lines: int) -> Tensor:
-    """A random order of a storage's lines, the null one first."""
+def line_order(lines: int) -> Tensor:
+    """Return a random permutation of a storage's lines that keeps the null line first."""
     drawn = torch.randperm(lines - 1, generator=torch.Generator().manual_seed(11)) + 1
     return torch.cat([torch.zeros(1, dtype=torch.int64), drawn])
 
 
-def moved(op: Op, arguments: Arguments) -> Arguments:
-    """The same call on storage whose lines stand in random order; the null line is NaN."""
-    own = ROWS[op]
+def permute_storage(op: Op, arguments: Arguments) -> Arguments:
+    """Return the same call on storage with its lines in random order and NaN in the null line."""
+    spec = ROWS[op]
     other = copy.deepcopy(arguments)
     for tensor in storage(op, other):
-        tensor.copy_(tensor[order(len(tensor))])
+        tensor.copy_(tensor[line_order(len(tensor))])
         tensor[0] = float("nan") if tensor.is_floating_point() else UNWRITTEN_BYTE
-    for name in own.places:
+    for name in spec.indices:
         first = storage(op, other)[0]
         size = first.shape[1] if op in (rope_and_cache, latent_rope_and_cache) else 1
-        place = torch.argsort(order(len(first)))
+        index = torch.argsort(line_order(len(first)))
         at = other[name].long()
-        other[name] = (place[at // size] * size + at % size).to(other[name].dtype)
+        other[name] = (index[at // size] * size + at % size).to(other[name].dtype)
     return other
 
 
 def storage(op: Op, arguments: Arguments) -> list[Tensor]:
-    """The tensors whose lines are pages or slots."""
+    """Return the tensors whose lines are pages or slots."""
     return tensors_of(*(arguments[name] for name in ROWS[op].storage))
 
 
-def at_home(op: Op, arguments: Arguments) -> list[Tensor]:
-    """The storage of a moved call, back in the order of the call that was moved."""
-    return [tensor[torch.argsort(order(len(tensor)))] for tensor in storage(op, arguments)]
+def restore_storage(op: Op, arguments: Arguments) -> list[Tensor]:
+    """Return the storage of a permuted call in the original order."""
+    return [tensor[torch.argsort(line_order(len(tensor)))] for tensor in storage(op, arguments)]

@@ -1,15 +1,13 @@
-"""Compiles what ops launch for the GPUs of other architectures, which needs none of them: every
-launch must be accepted by ptxas and keep within the architecture's shared memory.
+"""Compile what ops launch for the GPUs of other architectures, without such a GPU.
 
-Launches are recorded, not made, with tiles as each architecture chooses them: of the shared cases
-and, at the sizes of Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B and
-DeepSeek-V3, in bf16 and in fp32.
+Every launch must be accepted by ptxas and fit the architecture's shared memory. Launches are
+recorded, not executed, with the tiles that each architecture chooses: of the shared cases and, at
+the sizes of Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B and DeepSeek-V3, in bf16 and in fp32.
 
     python -m tests.kernels.architectures [--quick] [sm_86 ...]
 
-Prints a line per launch: architecture, op, kernel, bytes of shared memory, bytes that a thread
-keeps in memory (what it spills). --quick: each op once, on one architecture below Hopper and one
-above.
+Prints a line per launch: architecture, op, kernel, bytes of shared memory, bytes of stack per
+thread (its spills). --quick: each op once, on one architecture below Hopper and one above.
 """
 
 import re
@@ -48,35 +46,35 @@ from lockstep.kernels.linear.quantized import linear_quantized
 from lockstep.kernels.linear.triton import linear_triton
 from lockstep.kernels.mamba2.cases import mamba2_chunk_cases, mamba2_step_cases
 from lockstep.kernels.recurrent.cases import Dims
-from tests.kernels.compile_launches import COMPILED, absent_of, empty
+from tests.kernels.compile_launches import COMPILED, argument_kinds, empty
 from tests.kernels.compile_quantized import source_of
-from tests.kernels.layouts import compile_held
+from tests.kernels.layouts import compile_checked
 
 QUICK = (86, 120)
-"""One architecture below Hopper and one above, of the least shared memory."""
+"""The architectures with the least shared memory: one below Hopper and one above."""
 HALF = torch.bfloat16
 Call = Callable[[], object]
 
 
 class Launches:
-    """Stands for JITFunction.run: keeps each launch that differs from those before."""
+    """Replacement of JITFunction.run that records each distinct launch."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, ...]] = set()
-        self.made: list[tuple[Any, ASTSource, dict[str, Any]]] = []
+        self.recorded: list[tuple[Any, ASTSource, dict[str, Any]]] = []
 
-    def keep(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        """A launch of the kernel with these arguments."""
-        source, options = source_of(kernel, args, given)
+    def record(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        """Record a launch of the kernel with these arguments."""
+        source, options = source_of(kernel, args, kwargs)
         parts = (source.signature, source.constants, source.attrs, options)
         key = (kernel.__name__, *map(str, parts))
         if key not in self.seen:
             self.seen.add(key)
-            self.made.append((kernel, source, options))
+            self.recorded.append((kernel, source, options))
 
 
 def meta(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
-    """A tensor without memory."""
+    """Return a tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -89,7 +87,8 @@ def attention(
     dtype: torch.dtype,
     format: KVFormat | None = None,
 ) -> Call:
-    """A call of paged_attention over 32 K tokens a row, with output gates where dim is 256."""
+    """Return a call of paged_attention over 32 K tokens per row, with output gates if dim is
+    256."""
     tokens = rows * query_len
     ints = dict(dtype=torch.int32)
     spec = kv_spec(kv_heads, dim, dtype, format)
@@ -101,10 +100,10 @@ def attention(
     )  # fmt: skip
 
 
-def latent(
+def latent_call(
     heads: int, rows: int, query_len: int, dtype: torch.dtype, quantizer: KVQuantizer | None = None
 ) -> Call:
-    """A call of latent_attention over 32 K tokens a row, of DeepSeek-V3's latents."""
+    """Return a call of latent_attention over 32 K tokens per row, with DeepSeek-V3's latents."""
     tokens = rows * query_len
     ints = dict(dtype=torch.int32)
     spec = latent_spec(512, 64, dtype, quantizer)
@@ -116,8 +115,8 @@ def latent(
     )  # fmt: skip
 
 
-def ahead(dtype: torch.dtype, quantizer: KVQuantizer) -> Call:
-    """A call that unpacks DeepSeek-V3's latents of 8 rows."""
+def dequantize_call(dtype: torch.dtype, quantizer: KVQuantizer) -> Call:
+    """Return a call that dequantizes DeepSeek-V3's latents of 8 rows."""
     ints = dict(dtype=torch.int32)
     kept, ropes = latent_caches(
         latent_spec(512, 64, dtype, quantizer).allocate(9, 64, "meta"), 512, quantizer
@@ -126,51 +125,54 @@ def ahead(dtype: torch.dtype, quantizer: KVQuantizer) -> Call:
     return lambda: list(dequantized_groups(kept, ropes, *rest))
 
 
-def head_maps(tokens: int, dtype: torch.dtype) -> Iterator[Call]:
-    """Calls of head_linear at DeepSeek-V3's sizes: what queries are absorbed by, and values."""
+def head_linear_calls(tokens: int, dtype: torch.dtype) -> Iterator[Call]:
+    """Yield calls of head_linear at DeepSeek-V3's sizes: absorption of queries, and values."""
     for inputs, outputs in ((128, 512), (512, 128)):
         x = meta(tokens, 128, inputs, dtype=dtype)
         weight = meta(128, outputs, inputs, dtype=dtype)
         yield lambda x=x, weight=weight: head_linear_triton(x, weight)
 
 
-def latents(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
-    """Latent attention at the sizes of DeepSeek-V3 and Kimi-K2."""
+def latent_calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Yield latent attention at the sizes of DeepSeek-V3 and Kimi-K2."""
     for heads in (128, 64):
         for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048)):
-            yield "latent_attention", latent(heads, rows, query_len, dtype)
+            yield "latent_attention", latent_call(heads, rows, query_len, dtype)
     for quantizer in LATENT_QUANTIZERS.values():
         for rows, query_len in ((1, 1), (64, 4)):
-            yield "latent_attention", latent(128, rows, query_len, dtype, quantizer)
-        yield "latent_attention", ahead(dtype, quantizer)
+            yield "latent_attention", latent_call(128, rows, query_len, dtype, quantizer)
+        yield "latent_attention", dequantize_call(dtype, quantizer)
     for tokens in (1, 17, 65, 257):
-        yield from (("head_linear", call) for call in head_maps(tokens, dtype))
+        yield from (("head_linear", call) for call in head_linear_calls(tokens, dtype))
 
 
 def expert_weights(dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
-    """(up, down) of experts at Qwen3.6-35B-A3B's sizes: plain, then packed in each layout."""
+    """Yield (up, down) of experts at Qwen3.6-35B-A3B's sizes: dense, then quantized in each
+    layout."""
     yield meta(256, 1024, 2048, dtype=dtype), meta(256, 2048, 512, dtype=dtype)
     for empty_of in LAYOUTS.values():
         yield empty_of(256 * 1024, 2048, "meta"), empty_of(256 * 2048, 512, "meta")
 
 
-def mixture(tokens: int, dtype: torch.dtype, up: Any, down: Any) -> Call:
-    """A call of experts at Qwen3.6-35B-A3B's sizes."""
+def experts_call(tokens: int, dtype: torch.dtype, up: Any, down: Any) -> Call:
+    """Return a call of experts at Qwen3.6-35B-A3B's sizes."""
     ids = meta(tokens, 8, dtype=torch.int32)
     x = meta(tokens, 2048, dtype=dtype)
     return lambda: experts_triton(x, up, down, ids, meta(tokens, 8), x)
 
 
-def packed(tokens: int, dtype: torch.dtype, split_k: int) -> Iterator[Call]:
-    """Calls of linear with each layout of a packed weight."""
+def quantized_linear_calls(tokens: int, dtype: torch.dtype, split_k: int) -> Iterator[Call]:
+    """Yield calls of linear with each layout of a quantized weight."""
     for _, weight in layouts(512, 2048):
         x = meta(tokens, 2048, dtype=dtype)
         yield lambda weight=weight, x=x: linear_quantized(x, weight, split_k)
 
 
-def caches(dtype: torch.dtype) -> Iterator[Call]:
-    """Attention over keys and values: at real sizes over those that are not packed, and over each
-    format, the first and the last of TurboQuant with all heads."""
+def attention_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """Yield attention over KV caches: at real sizes over unquantized caches, and over each format.
+
+    The first and the last format of TurboQuant are called with all head dims.
+    """
     for heads, kv_heads, dim in ((32, 8, 128), (24, 4, 256), (16, 2, 256)):
         for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048), (4, 512)):
             yield attention(heads, kv_heads, dim, rows, query_len, dtype)
@@ -182,27 +184,33 @@ def caches(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def real_calls() -> Iterator[tuple[str, Call]]:
-    """(op, a call of its Triton backend) at the sizes of real models, for every choice of a tile:
-    each class of the number of tokens, each dtype of a model, K cut and uncut."""
+    """Yield (op, a call of its Triton backend) at the sizes of real models, for every choice of a
+    tile.
+
+    It covers each class of the number of tokens, each model dtype, and K with and without splits.
+    """
     for dtype in (HALF, torch.float32):
-        yield from (("paged_attention", call) for call in caches(dtype))
-        yield from latents(dtype)
+        yield from (("paged_attention", call) for call in attention_calls(dtype))
+        yield from latent_calls(dtype)
         for tokens in (1, 4, 16, 64, 256, 640, 1536, 2048):
             for weights in expert_weights(dtype):
-                yield "experts", mixture(tokens, dtype, *weights)
+                yield "experts", experts_call(tokens, dtype, *weights)
         for tokens in (1, 17, 65, 257):
             x = meta(tokens, 4096, dtype=dtype)
             for n, cuts in ((6144, 1), (48, 2), (4096, 2), (34816, 1)):
                 w = meta(n, 4096, dtype=dtype)
                 yield "linear", lambda x=x, w=w, cuts=cuts: linear_triton(x, w, cuts)
             for cuts in (1, 2):
-                yield from (("linear", call) for call in packed(tokens, dtype, cuts))
-        yield from recurrent(dtype)
+                yield from (
+                    ("linear", call) for call in quantized_linear_calls(tokens, dtype, cuts)
+                )
+        yield from recurrent_calls(dtype)
 
 
-def recurrent(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
-    """Both laws of Gated DeltaNet at the sizes of Qwen3.6-27B and Qwen3.6-35B-A3B, of Mamba-2 at
-    those of Nemotron 3 Nano and Super and of Nemotron Nano 9B."""
+def recurrent_calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Yield the chunked and recurrent forms of Gated DeltaNet at the sizes of Qwen3.6-27B and
+    Qwen3.6-35B-A3B, and of Mamba-2 at those of Nemotron 3 Nano and Super and of Nemotron Nano
+    9B."""
     delta = (Dims(16, 48, 128, 128), Dims(16, 32, 128, 128))
     mamba = (Dims(8, 64, 128, 64), Dims(8, 128, 128, 64), Dims(8, 128, 128, 80))
     for op, cases, layers in (("gated_delta_step", gated_delta_step_cases, delta),
@@ -210,53 +218,53 @@ def recurrent(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
                               ("mamba2_step", mamba2_step_cases, mamba),
                               ("mamba2_chunk", mamba2_chunk_cases, mamba)):  # fmt: skip
         run = all_ops()[op].backends["triton"].run
-        for _, given in cases(dtype, layers):
-            yield op, lambda run=run, given=given: run(**given)
+        for _, arguments in cases(dtype, layers):
+            yield op, lambda run=run, arguments=arguments: run(**arguments)
 
 
 def shared_calls(quick: bool) -> Iterator[tuple[str, Call]]:
-    """The calls of the shared cases in bf16: of each op's first one, of the first in which other
-    arguments are None, and of the first of each kind of packed weight."""
+    """Yield calls of the shared cases in bf16: the first case of each op, of each combination of
+    absent arguments, and of each kind of quantized weight."""
     for name, op in all_ops().items():
         absent: set[tuple[str, frozenset[str]]] = set()
-        for _, given in load_cases(op)(HALF):
-            missing = frozenset(absent_of(given))
-            traits = dict(device="cuda", dtype=HALF) | layer_traits(op, given)
+        for _, arguments in load_cases(op)(HALF):
+            missing = frozenset(argument_kinds(arguments))
+            traits = dict(device="cuda", dtype=HALF) | layer_traits(op, arguments)
             for backend in [op.backends[name] for name in COMPILED if name in op.backends]:
-                served = backend.supports(**traits) is None and not empty(given)
+                served = backend.supports(**traits) is None and not empty(arguments)
                 if served and (backend.run.__name__, missing) not in absent:
                     absent.add((backend.run.__name__, missing))
-                    yield name, lambda run=backend.run, given=given: run(**given)
+                    yield name, lambda run=backend.run, arguments=arguments: run(**arguments)
             if quick and absent:
                 break
 
 
-def spills_of(cubin: bytes) -> int:
-    """Bytes of a thread's stack: what it spills, since no kernel has arrays of its own."""
+def stack_bytes(cubin: bytes) -> int:
+    """Return the stack bytes per thread, which are its spills, since no kernel has local arrays."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", said)
-    assert found, said
-    return int(found[1])
+        message = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    match = re.search(r"STACK:(\d+)", message)
+    assert match, message
+    return int(match[1])
 
 
-def recorded(number: int, quick: bool) -> Iterator[tuple[str, Any]]:
-    """(op, launch) of every launch of an architecture."""
+def record_launches(number: int, quick: bool) -> Iterator[tuple[str, Any]]:
+    """Yield (op, launch) of every launch of an architecture."""
     launches = Launches()
     architecture.sm_number = lambda device: number
-    JITFunction.run = lambda kernel, *args, **given: launches.keep(kernel, *args, **given)
+    JITFunction.run = lambda kernel, *args, **kwargs: launches.record(kernel, *args, **kwargs)
     parts = [shared_calls(quick)] if quick else [shared_calls(False), real_calls()]
     for op, call in (pair for part in parts for pair in part):
         call()
-        yield from ((op, launch) for launch in launches.made)
-        launches.made.clear()
+        yield from ((op, launch) for launch in launches.recorded)
+        launches.recorded.clear()
 
 
 def main(arguments: list[str]) -> None:
-    """Compiles them all; raises where one does not compile or fit."""
+    """Compile all launches; raise if one does not compile or does not fit."""
     quick = "--quick" in arguments
     names = [name for name in arguments if name != "--quick"]
     chosen = QUICK if quick else tuple(architecture.ARCHITECTURES)
@@ -264,13 +272,13 @@ def main(arguments: list[str]) -> None:
     for number in chosen:
         if names and f"sm_{number}" not in names:
             continue
-        for op, (kernel, source, options) in recorded(number, quick):
+        for op, (kernel, source, options) in record_launches(number, quick):
             target = GPUTarget("cuda", number, 32)
-            made = compile_held(source, target=target, options=options)
-            shared = made.metadata.shared
+            recorded = compile_checked(source, target=target, options=options)
+            shared = recorded.metadata.shared
             label = f"sm_{number} {op} {kernel.__name__}"
             assert shared <= architecture.shared_memory_limit(number), (label, shared, options)
-            print(label, shared, spills_of(made.asm["cubin"]), flush=True)
+            print(label, shared, stack_bytes(recorded.asm["cubin"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Which backends these tests run, where, and how arguments travel to them and back."""
+"""The backends that these tests run, the devices they run on, and the transfer of arguments to
+them."""
 
 import copy
 import dataclasses
@@ -20,12 +21,12 @@ load()
 OPS = tuple(op for op in all_ops().values() if op is not exchange)
 """Ops of one rank. An exchange has no kernel: tests/kernels/test_exchange.py."""
 CPU = ("reference", "cpu")
-"""Backends that run on a CPU; of the others, INTERPRETED does so under Triton's interpreter."""
+"""Backends that run on a CPU. INTERPRETED runs there under Triton's interpreter."""
 INTERPRETED = "triton"
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NULL_LINES = {"gated_delta_chunk": ("state",), "mamba2_chunk": ("state",)}
-"""Op -> the arguments whose line 0 may hold anything afterwards: several rows at once, those of a
-padded step, keep their state in the null slot, and nobody reads it."""
+"""Op -> arguments whose line 0 may hold anything after a call: the padded rows of a step all write
+their state to the null slot, which is never read."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +50,25 @@ class Backend:
 
     @property
     def exact(self) -> bool:
-        """Whether its bits are the reference's, not only its own on every batch."""
+        """True if the backend gives the reference's bits, not only the same bits in every batch."""
         return self.name in CPU
 
     def serves(self, op: Op, arguments: dict[str, Any]) -> bool:
-        """Whether the backend says that it serves a layer of these arguments."""
+        """Return True if the backend reports support for a layer of these arguments."""
         device = "cpu" if self.name in CPU else "cuda"
         traits = dict(device=device, dtype=self.dtype) | layer_traits(op, arguments)
         return op.backends[self.name].supports(**traits) is None
 
-    def cases(self, op: Op, most: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The op's first cases that the backend serves: `most` of them, None for all."""
-        made = load_cases(op)(self.dtype)
-        return islice(((n, given) for n, given in made if self.serves(op, given)), most)
+    def cases(self, op: Op, max_cases: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the op's first cases that the backend serves: at most `max_cases` of them, None for
+        all."""
+        result = load_cases(op)(self.dtype)
+        return islice(
+            ((n, arguments) for n, arguments in result if self.serves(op, arguments)), max_cases
+        )
 
     def run(self, op: Op, arguments: dict[str, Any]) -> Any:
-        """Calls the backend; in-place arguments must be on the backend's device already.
+        """Call the backend; in-place arguments must be on its device already.
 
         An op without a backend "cpu" is served by its reference there.
         """
@@ -73,7 +77,8 @@ class Backend:
         return op.backends[name].run(**self.place(arguments))
 
     def place(self, value: Any) -> Any:
-        """The same arguments on this backend's device: what is there already is not copied."""
+        """Return the arguments on this backend's device, without a copy of what is there
+        already."""
         if isinstance(value, Tensor):
             return value.to(self.device)
         if isinstance(value, dict):
@@ -86,28 +91,33 @@ class Backend:
     def fresh(
         self, arguments: dict[str, Any], names: Iterable[str] | None = None
     ) -> dict[str, Any]:
-        """The arguments on this backend's device, copied: all of them, or those of these names."""
+        """Return the arguments on this backend's device, copied: all of them, or those of these
+        names."""
         chosen = arguments if names is None else {name: arguments[name] for name in names}
         return self.place(arguments | copy.deepcopy(chosen))
 
 
 def backends(*interpreted_marks: pytest.MarkDecorator, op: Op | None = None) -> list[Any]:
-    """Params of what serves on a CPU, then of every other backend of the op wherever it runs;
-    without an op, of the backends that most ops have."""
+    """Return params of the CPU's backend, then of every other backend of the op on each device that
+    it runs on.
+
+    Without an op: of the backends that most ops have.
+    """
     names = {"cpu", INTERPRETED} if op is None else set(op.backends)
     gpu = torch.cuda.is_available()
-    found = [_param(Backend("cpu" if "cpu" in names else "reference", "cpu", torch.float32))]
+    results = [_param(Backend("cpu" if "cpu" in names else "reference", "cpu", torch.float32))]
     if INTERPRETED in names and find_spec("triton") and not gpu:
-        found.append(_param(Backend(INTERPRETED, "cpu", torch.float32), *interpreted_marks))
+        results.append(_param(Backend(INTERPRETED, "cpu", torch.float32), *interpreted_marks))
     for name in sorted(name for name in names if name not in CPU):
         every = [Backend(name, "cuda", dtype) for dtype in GPU_DTYPES]
-        asked = [backend for backend in every if op is None or not gpu or any(backend.cases(op))]
-        found += [_param(backend, pytest.mark.gpu) for backend in asked]
-    return found
+        served = [backend for backend in every if op is None or not gpu or any(backend.cases(op))]
+        results += [_param(backend, pytest.mark.gpu) for backend in served]
+    return results
 
 
 def of_every_op(ops: Iterable[Op] = OPS, reference: bool = True) -> list[Any]:
-    """Params (op, backend) of every backend of these ops; reference: the reference's among them."""
+    """Return params (op, backend) of every backend of these ops; reference: include the
+    reference."""
     return [
         pytest.param(op, *param.values, id=f"{op.name}-{param.id}", marks=param.marks)
         for op in ops
@@ -121,41 +131,41 @@ def _param(backend: Backend, *marks: pytest.MarkDecorator) -> Any:
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
-    """All tensors in tensors, state dataclasses and tuples, in order."""
-    found: list[Tensor] = []
+    """Return all tensors in tensors, state dataclasses and tuples, in order."""
+    results: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            results.append(value)
         elif isinstance(value, tuple):
-            found.extend(tensors_of(*value))
+            results.extend(tensors_of(*value))
         elif dataclasses.is_dataclass(value):
-            found.extend(tensors_of(*(getattr(value, f.name) for f in dataclasses.fields(value))))
-    return found
+            results.extend(tensors_of(*(getattr(value, f.name) for f in dataclasses.fields(value))))
+    return results
 
 
 def written(op: Op, arguments: dict[str, Any]) -> list[Tensor]:
-    """The tensors that the op writes in place."""
+    """Return the tensors that the op writes in place."""
     return tensors_of(*(arguments[name] for name in op.writes))
 
 
-def kept(op: Op, arguments: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """The tensors of each argument that the op must leave as they are."""
+def read_only(op: Op, arguments: dict[str, Any]) -> dict[str, list[Tensor]]:
+    """Return the tensors of each argument that the op must not change."""
     return {name: tensors_of(x) for name, x in arguments.items() if name not in op.writes}
 
 
 def left(op: Op, result: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """What a call leaves behind that counts, by name: its results, then what it wrote in place,
-    without the lines that NULL_LINES names."""
-    found = {f"result {i}": x for i, x in enumerate(tensors_of(result))}
+    """Return the outputs of a call by name: its results, then what it wrote in place, without the
+    lines of NULL_LINES."""
+    results = {f"result {i}": x for i, x in enumerate(tensors_of(result))}
     for name in op.writes:
         first = 1 if name in NULL_LINES.get(op.name, ()) else 0
         parts = tensors_of(arguments[name])
-        found |= {f"{name} {i}": x[first:] for i, x in enumerate(parts)}
-    return found
+        results |= {f"{name} {i}": x[first:] for i, x in enumerate(parts)}
+    return results
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal element for element, NaN where NaN."""
+    """Return True if the tensors are equal element for element, with NaN equal to NaN."""
     a = a.detach().cpu()
     b = b.detach().cpu()
     if not a.is_floating_point():

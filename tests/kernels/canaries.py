@@ -1,7 +1,8 @@
-"""Buffers between canaries: what a kernel writes outside of its tensors shows, what it forgets too.
+"""Buffers between canaries, which show what a kernel writes outside of its tensors and what it
+leaves unwritten.
 
-A margin of 0xFF bytes, NaN to a float and -1 to an integer, stands before and behind every buffer,
-those that an op makes for its results among them, and fills what is made empty.
+A margin of 0xFF bytes (NaN as a float, -1 as an integer) is on both sides of every buffer,
+including those that an op allocates for its results. Empty allocations are filled with it.
 """
 
 from typing import Any
@@ -12,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MARGIN = 4096
 aten = torch.ops.aten
-MAKES = (
+EMPTY_ALLOCATIONS = (
     aten.empty.memory_format,
     aten.empty_strided.default,
     aten.empty_like.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
-FILLS = (
+FILLED_ALLOCATIONS = (
     aten.zeros.default,
     aten.zeros_like.default,
     aten.new_zeros.default,
@@ -30,7 +31,7 @@ FILLS = (
 
 
 class Canaries(TorchDispatchMode):
-    """While active, every new buffer stands between margins; broken() looks at them."""
+    """Dispatch mode that puts every new buffer between margins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,26 +41,27 @@ class Canaries(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in MAKES:
-            return self.between(out, filled=False)
-        return self.between(out) if func in FILLS else out
+        if func in EMPTY_ALLOCATIONS:
+            return self.add_margins(out, filled=False)
+        return self.add_margins(out) if func in FILLED_ALLOCATIONS else out
 
-    def between(self, x: Tensor, filled: bool = True) -> Tensor:
-        """A tensor like x, in a buffer of its own between margins; `filled` with x's storage."""
+    def add_margins(self, x: Tensor, filled: bool = True) -> Tensor:
+        """Return a tensor like x in a buffer of its own between margins; `filled`: with x's
+        values."""
         size = x.untyped_storage().nbytes()
-        whole = torch.full((2 * MARGIN + size,), 255, dtype=torch.uint8, device=x.device)
-        self.buffers.append((whole, size))
+        buffer = torch.full((2 * MARGIN + size,), 255, dtype=torch.uint8, device=x.device)
+        self.buffers.append((buffer, size))
         if filled:
-            own = torch.empty(0, dtype=torch.uint8, device=x.device)
-            whole[MARGIN : MARGIN + size] = own.set_(x.untyped_storage())
+            mine = torch.empty(0, dtype=torch.uint8, device=x.device)
+            buffer[MARGIN : MARGIN + size] = mine.set_(x.untyped_storage())
         shift = MARGIN // x.element_size()
-        flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(whole.untyped_storage())
+        flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(buffer.untyped_storage())
         return flat.as_strided(x.shape, x.stride(), x.storage_offset() + shift)
 
-    def broken(self) -> list[int]:
-        """Bytes of the buffers whose margins were written to."""
+    def overwritten(self) -> list[int]:
+        """Return the bytes of the buffers whose margins were overwritten."""
         return [
             size
-            for whole, size in self.buffers
-            if int(whole[:MARGIN].min()) < 255 or int(whole[MARGIN + size :].min()) < 255
+            for buffer, size in self.buffers
+            if int(buffer[:MARGIN].min()) < 255 or int(buffer[MARGIN + size :].min()) < 255
         ]

@@ -1,13 +1,13 @@
-"""Compiles the products of experts for a Hopper GPU, which needs none, at Qwen3.6-35B-A3B's sizes:
-whatever the number of tokens, packed weights or not, wgmma alone reads natural K order.
+"""Compile the products of experts for a Hopper GPU, without one, at Qwen3.6-35B-A3B's sizes.
 
-Packed ones are its left operand with kWidth 2, made in registers out of their words. At a few
-tokens they pass through a ring, and mma.sync multiplies: words come 16 bytes at a time, and nothing
-spills.
+For every number of tokens, and for dense and quantized weights, only wgmma reads K in natural
+order. Quantized weights are its left operand with kWidth 2, dequantized in registers. For a few
+tokens they pass through a multistage pipeline to mma.sync, with words loaded 16 bytes at a time and
+no spills.
 
     python -m tests.kernels.compile_experts [--quick]
 
---quick: of int4 alone.
+--quick: int4 only.
 """
 
 import sys
@@ -21,20 +21,20 @@ from triton.runtime.jit import JITFunction
 from lockstep.kernels.architecture import shared_memory_limit
 from lockstep.kernels.experts.triton import experts_triton
 from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight, IntWeight, QuantizedWeight
-from tests.kernels.compile_quantized import LEFT, Compiled, spills_of
+from tests.kernels.compile_quantized import LEFT, Compiled, resource_usage
 
 ARCH = 90
 TOKENS = (1, 1024)
-"""Of the form for few tokens, and of the other."""
-RINGS = {"up_pipeline_kernel", "down_pipeline_kernel"}
-PRODUCTS = {"up_kernel", "down_combine_kernel", "down_kernel", *RINGS}
+"""One count for the form for few tokens, and one for the other form."""
+PIPELINE_KERNELS = {"up_pipeline_kernel", "down_pipeline_kernel"}
+PRODUCTS = {"up_kernel", "down_combine_kernel", "down_kernel", *PIPELINE_KERNELS}
 EXPERTS = 256
 HIDDEN = 2048
 INNER = 512
 
 
 def layouts() -> Iterator[tuple[str, Tensor | QuantizedWeight, Tensor | QuantizedWeight]]:
-    """(name, up, down), without memory."""
+    """Yield (name, up, down), without memory."""
     up = (EXPERTS * 2 * INNER, HIDDEN)
     down = (EXPERTS * HIDDEN, INNER)
     plain = torch.empty(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.bfloat16, device="meta")
@@ -46,12 +46,12 @@ def layouts() -> Iterator[tuple[str, Tensor | QuantizedWeight, Tensor | Quantize
 
 
 def main(quick: bool) -> None:
-    """Compiles them; prints kernel, layout, tokens and bytes of shared memory of each."""
+    """Compile them; print kernel, layout, tokens and bytes of shared memory of each."""
     compiled = Compiled(ARCH)
 
-    def run(kernel: Any, *args: Any, **given: Any) -> None:
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
         if kernel.__name__ in PRODUCTS:
-            compiled.compile(kernel, *args, **given)
+            compiled.compile(kernel, *args, **kwargs)
 
     JITFunction.run = run
 
@@ -65,26 +65,28 @@ def main(quick: bool) -> None:
             ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
             x = half(tokens, HIDDEN)
             experts_triton(x, up, down, ids, half(tokens, 8), half(tokens, HIDDEN))
-            found = {made.metadata.name for made in compiled.made}
-            assert found & RINGS == (RINGS if tokens == 1 and name != "plain" else set()), name
-            for made in compiled.made:
-                check(name, made)
-                print(made.metadata.name, name, tokens, made.metadata.shared, flush=True)
+            result = {created.metadata.name for created in compiled.made}
+            assert result & PIPELINE_KERNELS == (
+                PIPELINE_KERNELS if tokens == 1 and name != "plain" else set()
+            ), name
+            for created in compiled.made:
+                check(name, created)
+                print(created.metadata.name, name, tokens, created.metadata.shared, flush=True)
             compiled.made.clear()
 
 
-def check(name: str, made: Any) -> None:
-    """What the matrix units are given."""
-    ptx = made.asm["ptx"]
-    ring = made.metadata.name in RINGS
-    assert ("wgmma.mma_async" in ptx) != ring and ("mma.sync" in ptx) == ring, name
-    assert made.metadata.shared <= shared_memory_limit(ARCH), name
-    if ring:
+def check(name: str, result: Any) -> None:
+    """Assert the operands of the matrix units."""
+    ptx = result.asm["ptx"]
+    pipelined = result.metadata.name in PIPELINE_KERNELS
+    assert ("wgmma.mma_async" in ptx) != pipelined and ("mma.sync" in ptx) == pipelined, name
+    assert result.metadata.shared <= shared_memory_limit(ARCH), name
+    if pipelined:
         assert "ld.shared.v4" in ptx, name
-        spills_of(made.asm["cubin"], most=0)
+        resource_usage(result.asm["cubin"], max_stack=0)
     elif name != "plain":
-        found = LEFT.findall(made.asm["ttgir"])
-        assert found and set(found) == {"2"}, (name, set(found))
+        matches = LEFT.findall(result.asm["ttgir"])
+        assert matches and set(matches) == {"2"}, (name, set(matches))
 
 
 if __name__ == "__main__":

@@ -22,16 +22,16 @@ from lockstep.kernels.latent_attention.hopper import latent_attention_hopper
 from lockstep.kernels.latent_attention.triton import Partition, choose_tile
 from tests.kernels.compile_launches import HOPPER as TARGET
 from tests.kernels.compile_launches import OPTIONS, type_of
-from tests.kernels.compile_quantized import spills_of
-from tests.kernels.layouts import compile_held
+from tests.kernels.compile_quantized import resource_usage
+from tests.kernels.layouts import compile_checked
 
 SPILLED = {"segments": 64, "spans": 512, "whole": 1024}
 """Form -> maximum stack bytes per thread: spills at the end of a split, none in the loop."""
 
 
-def compiled(kernel: Any, *args: Any, **given: Any) -> Any:
-    """What the compiler makes of a launch with these arguments."""
-    options = {name: given[name] for name in OPTIONS if name in given}
+def compile_launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compile a launch with these arguments."""
+    options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
     fixed: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
     types = {}
@@ -42,16 +42,16 @@ def compiled(kernel: Any, *args: Any, **given: Any) -> Any:
         else:
             types[p.name] = type_of(value, (i,), fixed, aligned)
     source = GluonASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
-    return compile_held(source, target=TARGET, options=options)
+    return compile_checked(source, target=TARGET, options=options)
 
 
 def main(quick: bool) -> None:
-    """Compiles the forms, and holds them to registers, to shared memory, and to wgmma's shapes."""
-    made: list[Any] = []
+    """Compile the forms, and assert their registers, shared memory and wgmma shapes."""
+    results: list[Any] = []
 
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if kernel.__name__ == "_latent_kernel":
-            made.append(compiled(kernel, *args, **given))
+            results.append(compile_launch(kernel, *args, **kwargs))
 
     JITFunction.run = run
     tile = choose_tile(torch.bfloat16, HOPPER)
@@ -59,11 +59,11 @@ def main(quick: bool) -> None:
         batch = paged_latents(((63, tokens),), 128, 512, 64, 64, torch.bfloat16)
         for form, unit in (("segments", tile.near_split), ("spans", tile.span), ("whole", 0)):
             latent_attention_hopper(**batch, partition=Partition(unit, 1))
-            code = made[-1].asm["ptx"]
+            code = results[-1].asm["ptx"]
             assert "wgmma.mma_async.sync.aligned.m64n64k16" in code, form
             assert f"wgmma.mma_async.sync.aligned.m64n{width}k16" in code, form
-            assert made[-1].metadata.shared <= shared_memory_limit(HOPPER), form
-            print(form, width, *spills_of(made[-1].asm["cubin"], SPILLED[form]), flush=True)
+            assert results[-1].metadata.shared <= shared_memory_limit(HOPPER), form
+            print(form, width, *resource_usage(results[-1].asm["cubin"], SPILLED[form]), flush=True)
             if quick:
                 return
 

@@ -1,12 +1,13 @@
-"""Compiles what every op's Triton backend launches for a Hopper GPU, which needs none: what the
-interpreter lets pass, such as a name of two shapes in the branches of an `if`, is an error here.
+"""Compile what every op's Triton backend launches for a Hopper GPU, without one.
 
-Launches are recorded, not made: of each op's first case, of the first one in which other arguments
-are None, and of the first of each kind of packed weight, packed cache and state, in bf16.
+The compiler rejects what the interpreter accepts, such as a variable with two shapes in the
+branches of an `if`. Launches are recorded, not executed, in bf16: of each op's first case, of the
+first case of each combination of absent arguments, and of the first of each kind of quantized
+weight, quantized cache and state.
 
     python -m tests.kernels.compile_launches [--quick] [op ...]
 
---quick: of each backend's first case alone.
+--quick: only each backend's first case.
 """
 
 import sys
@@ -25,13 +26,13 @@ from triton.runtime.jit import JITFunction
 from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
 from lockstep.kernels.formats.kv import QuantizedKV
 from lockstep.kernels.formats.weights import QuantizedWeight
-from tests.kernels.layouts import compile_held
+from tests.kernels.layouts import compile_checked
 
 HOPPER = GPUTarget("cuda", 90, 32)
 COMPILED = ("triton", "quantized")
 """Backends whose launches are compiled here."""
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
-"""Keywords of a launch that are the compiler's."""
+"""Keywords of a launch that are compiler options."""
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -45,17 +46,19 @@ TYPES = {
 
 
 class Launches:
-    """Stands for JITFunction.run: compiles each launch that differs from those before. code: the
-    PTX of each, by the kernel's name."""
+    """Replacement of JITFunction.run that compiles each distinct launch.
+
+    code: (kernel name, PTX) of each.
+    """
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, ...]] = set()
         self.code: list[tuple[str, str]] = []
 
-    def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        """A launch of the kernel with these arguments."""
-        options = {name: given.pop(name) for name in OPTIONS if name in given}
-        values = dict(zip(kernel.arg_names, args, strict=False)) | given
+    def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        """Compile a launch of the kernel with these arguments."""
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         fixed: dict[tuple[int, ...], Any] = {}
         aligned: dict[tuple[int, ...], Any] = {}
         types = {
@@ -68,62 +71,63 @@ class Launches:
             self.seen.add(key)
             kind = source_kind(kernel)
             source = kind(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
-            made = compile_held(source, target=HOPPER, options=options)
-            self.code.append((kernel.__name__, made.asm["ptx"]))
+            result = compile_checked(source, target=HOPPER, options=options)
+            self.code.append((kernel.__name__, result.asm["ptx"]))
 
 
 def source_kind(kernel: Any) -> type[ASTSource]:
-    """What compiles a kernel: of Triton, or of Gluon."""
+    """Return the source class of a kernel: Triton's or Gluon's."""
     return GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
 
 
 def type_of(
-    value: Any, place: tuple[int, ...], fixed: dict[Any, Any], aligned: dict[Any, Any]
+    value: Any, index: tuple[int, ...], fixed: dict[Any, Any], aligned: dict[Any, Any]
 ) -> Any:
-    """The type of an argument; notes the places of None, a constant, and of tensors: aligned."""
+    """Return the type of an argument; record the paths of constants (None) and of aligned
+    tensors."""
     if value is None:
-        fixed[place] = None
+        fixed[index] = None
         return "constexpr"
     if isinstance(value, Tensor):
-        aligned[place] = [["tt.divisibility", 16]]
+        aligned[index] = [["tt.divisibility", 16]]
         return f"*{TYPES[value.dtype]}"
     if isinstance(value, TensorDescriptor):
         block = ", ".join(map(str, value.block_shape))
         return f"tensordesc<{TYPES[value.base.dtype]}[{block}],{value.layout!r}>"
     if isinstance(value, tuple):
-        parts = [type_of(x, (*place, i), fixed, aligned) for i, x in enumerate(value)]
+        parts = [type_of(x, (*index, i), fixed, aligned) for i, x in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return "fp32" if isinstance(value, float) else "i32"
 
 
 def main(names: list[str]) -> None:
-    """Compiles the launches of these ops, or of all; prints each op and its kernels."""
+    """Compile the launches of these ops, or of all; print each op and its kernels."""
     quick = "--quick" in names
     names = [name for name in names if name != "--quick"]
     load()
     launches = Launches()
-    JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
+    JITFunction.run = lambda kernel, *args, **kwargs: launches.compile(kernel, *args, **kwargs)
     for name, op in all_ops().items():
         if names and name not in names:
             continue
         absent: set[tuple[str, frozenset[str]]] = set()
-        for _, given in load_cases(op)(torch.bfloat16):
-            missing = frozenset() if quick else frozenset(absent_of(given))
-            traits = dict(device="cuda", dtype=torch.bfloat16) | layer_traits(op, given)
+        for _, kwargs in load_cases(op)(torch.bfloat16):
+            missing = frozenset() if quick else frozenset(argument_kinds(kwargs))
+            traits = dict(device="cuda", dtype=torch.bfloat16) | layer_traits(op, kwargs)
             for backend in [op.backends[name] for name in COMPILED if name in op.backends]:
-                served = backend.supports(**traits) is None and not empty(given)
+                served = backend.supports(**traits) is None and not empty(kwargs)
                 if served and (backend.run.__name__, missing) not in absent:
                     absent.add((backend.run.__name__, missing))
-                    backend.run(**given)
+                    backend.run(**kwargs)
         kernels = sorted({key[0] for key in launches.seen})
         launches.seen.clear()
         assert kernels, f"{name} launches nothing"
         print(name, *kernels, flush=True)
 
 
-def absent_of(arguments: dict[str, Any]) -> Iterator[str]:
-    """The arguments that are None, the layouts of packed weights, by what they lack, the codecs of
-    packed caches, and the dtypes of other arguments with parts."""
+def argument_kinds(arguments: dict[str, Any]) -> Iterator[str]:
+    """Yield the arguments that are None, the layouts and missing parts of quantized weights, the
+    quantizers of caches, and the dtypes of other arguments with parts."""
     for name, value in arguments.items():
         if value is None:
             yield name
@@ -138,7 +142,7 @@ def absent_of(arguments: dict[str, Any]) -> Iterator[str]:
 
 
 def empty(arguments: dict[str, Any]) -> bool:
-    """Whether a case holds no rows: nothing is launched for it."""
+    """Return True if a case has no rows, for which nothing is launched."""
     first = next(iter(arguments.values()))
     return isinstance(first, Tensor) and not first.numel()
 

@@ -1,5 +1,5 @@
-"""What the processes that compile kernels have in common, made once: Torch, Triton, the ops, and
-the hash over Triton's own files, of which it makes the names of what it keeps."""
+"""Imports that all compiling processes share: Torch, Triton, the ops, and Triton's hash over its
+own files, which is part of its cache keys."""
 
 from triton.runtime.cache import triton_key
 

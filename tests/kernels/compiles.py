@@ -23,13 +23,13 @@ from lockstep.kernels.gated_delta_rule.step_kernels import gated_norm_kernel, st
 from lockstep.kernels.recurrent import step
 from lockstep.kernels.recurrent.history import ROUNDING_INTERVAL
 from lockstep.kernels.recurrent.step_kernel import recurrent_step_kernel
-from tests.kernels.layouts import compile_held
+from tests.kernels.layouts import compile_checked
 
 ODD = dict(HK=1, HV=3, K=24, V=40)
 LAYERS = (dict(HK=2, HV=4, K=64, V=16), ODD, dict(HK=16, HV=48, K=128, V=128))
-"""K above V, below it, and Qwen3.6-27B's."""
+"""K larger than V, K smaller than V, and the layer of Qwen3.6-27B."""
 MAMBA = (dict(HK=8, HV=64, K=128, V=64), dict(HK=8, HV=128, K=128, V=80))
-"""Nemotron 3 Nano's, and Nemotron Nano 9B's."""
+"""Layers of Nemotron 3 Nano and Nemotron Nano 9B."""
 LONGS = {"slots_ptr"}
 INTS = {"starts_ptr", "folded_ptr"}
 FLOATS = {"eps"}
@@ -93,27 +93,27 @@ def step_kernels(
 
 def lanes_of_sums(code: str) -> set[tuple[bool, int]]:
     """Return, for each 3-D sum over axis 0, whether one warp has all of it, and its lanes."""
-    found = set()
+    result = set()
     for sizes, layout in SUM.findall(code):
-        rows, *others = sizes.split("x")[:-1]
+        rows, *rest = sizes.split("x")[:-1]
         of = re.search(rf"{layout} = .*?threadsPerWarp = \[(\d+).*?warpsPerCTA = \[(\d+)", code)
-        if len(others) == 2:
+        if len(rest) == 2:
             assert of, layout
-            found.add((of[1] == rows and of[2] == "1", int(rows)))
-    return found
+            result.add((of[1] == rows and of[2] == "1", int(rows)))
+    return result
 
 
 def main(quick: bool) -> None:
     """Compile all kernels down to machine code."""
-    found: dict[tuple[int, int, int], list[set[tuple[bool, int]]]] = {}
+    result: dict[tuple[int, int, int], list[set[tuple[bool, int]]]] = {}
     for kernel, warps, constants in kernels(quick):
         name = kernel.__name__
-        own = kernel.arg_names
-        fixed = {n: constants[n] for n in own if n in constants}
+        mine = kernel.arg_names
+        fixed = {n: constants[n] for n in mine if n in constants}
         grid = constants.get("STATE_GRID", 1)
-        types = {n: "constexpr" if n in fixed else type_of(n, name, grid) for n in own}
-        aligned = [i for i, n in enumerate(own) if types[n].startswith("*") and n not in UNALIGNED]
-        made = compile_held(
+        types = {n: "constexpr" if n in fixed else type_of(n, name, grid) for n in mine}
+        aligned = [i for i, n in enumerate(mine) if types[n].startswith("*") and n not in UNALIGNED]
+        created = compile_checked(
             ASTSource(
                 fn=kernel,
                 signature=types,
@@ -124,10 +124,10 @@ def main(quick: bool) -> None:
             options=dict(num_warps=warps, enable_fp_fusion=False),
         )
         if kernel is recurrent_step_kernel:
-            lanes = lanes_of_sums(made.asm["ttgir"])
-            found.setdefault((fixed["K"], fixed["V"], grid), []).append(lanes)
+            lanes = lanes_of_sums(created.asm["ttgir"])
+            result.setdefault((fixed["K"], fixed["V"], grid), []).append(lanes)
         print(name, fixed)
-    for sizes, (short, long) in found.items():
+    for sizes, (short, long) in result.items():
         assert short and short == long, (sizes, short, long)
 
 

@@ -1,4 +1,4 @@
-"""One of this folder's commands in a process that a test forks."""
+"""Runs one of this folder's commands in a process that a test forks."""
 
 import os
 import runpy
@@ -6,7 +6,7 @@ import sys
 
 
 def run(module: str, arguments: list[str], out: str, errors: str) -> None:
-    """`python -m tests.kernels.module` with these arguments; what it says goes to two files."""
+    """Run `python -m tests.kernels.module` with these arguments; write its output to two files."""
     for path, descriptor in ((out, 1), (errors, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, descriptor)

@@ -1,4 +1,5 @@
-"""Where there is no GPU, Triton's kernels run under its interpreter, made fast."""
+"""Without a GPU, run Triton's kernels under its interpreter, with the speed-ups of
+interpreter.py."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -6,8 +7,10 @@ from importlib.util import find_spec
 import torch
 
 IN_FLIGHT = 2
-"""Entries of attention that its second kernel loads at once, under the interpreter: of a GPU's 8,
-most would hold nothing in the tests' short contexts, and the loop over them would run once."""
+"""Split-KV partials that attention's combine kernel loads at once under the interpreter.
+
+With a GPU's 8, most would be empty in the tests' short contexts, and the loop would run once.
+"""
 
 
 def _prepare() -> None:

@@ -1,5 +1,8 @@
-"""Runs codecs' KVFragments on the CPU, which Gluon cannot: its language on torch's tensors, and the
-assembly by ptx.py. Layouts only say which numbers a thread holds side by side."""
+"""Run the quantizers' KVFragments on the CPU, which Gluon cannot: its language on torch's tensors,
+and the assembly by ptx.py.
+
+Layouts only say which values are adjacent in a thread.
+"""
 
 import types
 from collections.abc import Iterator
@@ -20,8 +23,10 @@ MODULES = ("device.mma_layouts", "formats.kv.fp8_mma", "formats.kv.turboquant_mm
 
 
 class Tile(Tensor):
-    """A tensor with the casts of Gluon's. reg: the dimension along which a thread's first two
-    numbers lie."""
+    """Tensor with Gluon's casts.
+
+    reg: the dimension along which a thread's first two values are adjacent.
+    """
 
     reg: int | None = None
 
@@ -30,16 +35,16 @@ class Tile(Tensor):
         return (plain.view(dtype) if bitcast else plain.to(dtype)).as_subclass(Tile)
 
 
-def held(tensor: Tensor, layout: Any) -> Tile:
-    """The tensor as this layout holds it."""
-    found = tensor.as_subclass(Tensor).clone().as_subclass(Tile)
+def with_layout(tensor: Tensor, layout: Any) -> Tile:
+    """Return the tensor with this layout's register dimension."""
+    result = tensor.as_subclass(Tensor).clone().as_subclass(Tile)
     bases = getattr(layout, "reg_bases", None)
-    found.reg = next(i for i, step in enumerate(bases[0]) if step) if bases else None
-    return found
+    result.reg = next(i for i, step in enumerate(bases[0]) if step) if bases else None
+    return result
 
 
 class Shared:
-    """A tile in shared memory."""
+    """Tile in shared memory."""
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
@@ -56,7 +61,7 @@ class Shared:
     def load(self, layout: Any) -> Tile:
         shape = getattr(layout, "shape", None)
         assert shape is None or list(shape) == list(self.data.shape), (shape, self.data.shape)
-        return held(self.data, layout)
+        return with_layout(self.data, layout)
 
 
 def join(a: Tensor, b: Tensor) -> Tensor:
@@ -64,11 +69,11 @@ def join(a: Tensor, b: Tensor) -> Tensor:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, layout: Any) -> Tile:
-    return held(torch.zeros(*shape, dtype=dtype), layout)
+    return with_layout(torch.zeros(*shape, dtype=dtype), layout)
 
 
 def arange(start: int, end: int, layout: Any) -> Tile:
-    return held(torch.arange(start, end, dtype=torch.int32), layout)
+    return with_layout(torch.arange(start, end, dtype=torch.int32), layout)
 
 
 def split_16bit(pair: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -77,34 +82,34 @@ def split_16bit(pair: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return both[..., 0].as_subclass(Tile), both[..., 1].as_subclass(Tile)
 
 
-def assembled(
+def run_inline_asm(
     asm: Any, constraints: str, args: list[Tensor], dtype: tuple[torch.dtype, ...], is_pure: bool,
     pack: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """inline_asm_elementwise, of one number a thread or of two side by side."""
+    """Run inline_asm_elementwise on one value per thread, or on two adjacent ones."""
     first: Any = args[0]
     axis = first.reg if pack == 2 else -1
-    given: list[Any] = []
+    arguments: list[Any] = []
     parts = torch.broadcast_tensors(*(arg.as_subclass(Tensor) for arg in args))
     for part in parts:
         pairs = part.movedim(axis, -1).unflatten(-1, (-1, pack)).contiguous()
         if part.dtype == torch.bfloat16:
-            given.append(pairs.view(torch.int32).flatten().numpy().view(np.uint32))
+            arguments.append(pairs.view(torch.int32).flatten().numpy().view(np.uint32))
         else:
-            given += [pairs[..., i].flatten().numpy().view(np.uint32) for i in range(pack)]
+            arguments += [pairs[..., i].flatten().numpy().view(np.uint32) for i in range(pack)]
     shape = parts[0].movedim(axis, -1).unflatten(-1, (-1, pack)).shape
-    wanted = [name for name in constraints.split(",") if not name.startswith("=")]
-    assert len(wanted) == len(given), (constraints, len(given))
-    thread = ptx.Thread(given, len(dtype))
+    expected = [name for name in constraints.split(",") if not name.startswith("=")]
+    assert len(expected) == len(arguments), (constraints, len(arguments))
+    thread = ptx.Thread(arguments, len(dtype))
     for line in asm.value.strip().strip("{}").split(";"):
         if line.strip():
             thread.run(" ".join(line.split()))
-    found = []
+    results = []
     for i, kind in enumerate(dtype):
         words = torch.from_numpy(thread.registers[f"${i}"].view(np.int32).copy())
-        whole = words.view(kind).reshape(shape).flatten(-2).movedim(-1, axis)
-        found.append(whole.as_subclass(Tile))
-    return tuple(found)
+        full = words.view(kind).reshape(shape).flatten(-2).movedim(-1, axis)
+        results.append(full.as_subclass(Tile))
+    return tuple(results)
 
 
 LANGUAGE = types.SimpleNamespace(
@@ -119,22 +124,22 @@ LANGUAGE = types.SimpleNamespace(
     where=torch.where,
     reshape=lambda x, shape: x.reshape(shape),
     permute=lambda x, order: x.permute(order),
-    convert_layout=held,
-    inline_asm_elementwise=assembled,
+    convert_layout=with_layout,
+    inline_asm_elementwise=run_inline_asm,
 )
 
 
 @contextmanager
-def on_torch() -> Iterator[None]:
-    """Codecs' fragments call this language while it lasts."""
+def patch_gluon() -> Iterator[None]:
+    """Replace Gluon's language by torch in the quantizers' fragment modules."""
     with mock.patch("lockstep.kernels.device.mma_layouts.split_16bit", split_16bit):
         patches = []
         for name in MODULES:
             module = import_module(f"lockstep.kernels.{name}")
             patches.append(mock.patch.object(module, "gl", LANGUAGE))
-            for given, value in list(vars(module).items()):
+            for arguments, value in list(vars(module).items()):
                 if isinstance(value, JITFunction):
-                    patches.append(mock.patch.object(module, given, value.fn))
+                    patches.append(mock.patch.object(module, arguments, value.fn))
         for patch in patches:
             patch.start()
         try:

@@ -1,4 +1,5 @@
-"""Ops of integers: every backend equals the reference in every element, on memory of garbage."""
+"""Check integer ops: every backend equals the reference in every element, with allocations full of
+garbage."""
 
 from typing import Any
 
@@ -10,15 +11,15 @@ from tests.kernels.backends import Backend, left
 ORACLE = Backend("reference", "cpu", torch.float32)
 
 
-def outcome(backend: Backend, op: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """All that an op returns and writes; memory that it takes is full of garbage before."""
+def run_op(backend: Backend, op: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return all that an op returns and writes."""
     arguments = backend.fresh(arguments)
-    found = left(op, backend.run(op, arguments), arguments)
-    return {part: x.cpu() for part, x in found.items()}
+    result = left(op, backend.run(op, arguments), arguments)
+    return {part: x.cpu() for part, x in result.items()}
 
 
 def assert_equals_the_reference(op: Op, backend: Backend, monkeypatch: Any) -> None:
-    """All that the op returns and writes, over its cases."""
+    """Assert that returned and written tensors equal the reference's over the op's cases."""
     empty = torch.empty_like
     new_empty = torch.Tensor.new_empty
     poisoned = [
@@ -26,12 +27,12 @@ def assert_equals_the_reference(op: Op, backend: Backend, monkeypatch: Any) -> N
         (torch.Tensor, "new_empty", lambda x, *s, **k: new_empty(x, *s, **k).fill_(-77)),
     ]
     for name, arguments in backend.cases(op):
-        wanted = outcome(ORACLE, op, arguments)
+        expected = run_op(ORACLE, op, arguments)
         with monkeypatch.context() as patch:
             for owner, function, poison in poisoned:
                 patch.setattr(owner, function, poison)
-            found = outcome(backend, op, arguments)
-        assert list(found) == list(wanted)
-        for part, want in wanted.items():
-            have = found[part]
+            actual = run_op(backend, op, arguments)
+        assert list(actual) == list(expected)
+        for part, want in expected.items():
+            have = actual[part]
             assert have.dtype == want.dtype and torch.equal(have, want), (name, part)

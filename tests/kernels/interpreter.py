@@ -1,9 +1,9 @@
-"""Triton's interpreter made fast enough for the tests; what a kernel computes stays the same, but
-for casts from fp32 to bf16, which it cuts off where a GPU rounds to nearest, and for the order in
-which tl.dot adds.
+"""Speed up Triton's interpreter for the tests.
 
-An interpreted kernel spends nearly all of its time on the language's types, over and over the same
-few. Here equal types are one object, and what follows from types alone is found once.
+The results stay the same, except for casts from fp32 to bf16 (the interpreter truncates, a GPU
+rounds to nearest) and the order in which tl.dot adds. An interpreted kernel spends nearly all of
+its time on the language's types, repeatedly on the same few. Here equal types are one object, and
+what depends on types only is computed once.
 """
 
 from typing import Any
@@ -16,30 +16,30 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 MODULES = (language, core)
-MOST_CONSTANTS = 4096
-"""Constants that are kept as blocks; a kernel has tens."""
+MAX_CONSTANTS = 4096
+"""Maximum number of cached constant blocks; a kernel has tens."""
 
 
 def speed_up() -> None:
-    """Patches the interpreter and the language for the life of the process."""
-    _index_by_one_element()
+    """Patch the interpreter and the language for the life of the process."""
+    _convert_loop_bounds()
     _round_to_bfloat16()
     _multiply_by_mkl()
-    _patch_the_language_once()
+    _patch_language_once()
     _call_builtins_directly()
-    _sanitize_nothing_that_is_not_asserted()
-    _one_object_for_equal_block_types()
+    _skip_overflow_checks()
+    _cache_block_types()
     _compare_types_by_identity()
-    _unwrap_the_common_first()
-    _keep_shapes()
-    _keep_dtypes()
-    _make_handles_unchecked()
+    _unwrap_common_types_first()
+    _cache_shapes()
+    _cache_dtypes()
+    _create_handles_unchecked()
     _pass_operands_of_one_type()
-    _broadcast_by_kept_shapes()
+    _cache_broadcast_shapes()
 
 
-def _index_by_one_element() -> None:
-    """Loop bounds: numpy 2.4 refuses int() of a one-element array."""
+def _convert_loop_bounds() -> None:
+    """Convert loop bounds by item(): numpy 2.4 refuses int() of a one-element array."""
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:
@@ -50,7 +50,7 @@ def _index_by_one_element() -> None:
 
 
 def _round_to_bfloat16() -> None:
-    """Casts between fp32 and bf16, which numpy lacks: by torch, ties to even."""
+    """Cast between fp32 and bf16, which numpy lacks, with torch (ties to even)."""
     cast = interpreter.InterpreterBuilder.cast_impl
     float32 = language.float32
     bfloat16 = language.bfloat16
@@ -59,11 +59,11 @@ def _round_to_bfloat16() -> None:
         pair = (src.dtype.scalar, dst_type.scalar)
         if pair not in ((float32, bfloat16), (bfloat16, float32)):
             return cast(self, src, dst_type)
-        given = torch.from_numpy(np.ascontiguousarray(src.data))
+        arguments = torch.from_numpy(np.ascontiguousarray(src.data))
         if pair[0] == bfloat16:
-            data = given.view(torch.bfloat16).float()
+            data = arguments.view(torch.bfloat16).float()
         else:
-            data = given.to(torch.bfloat16).view(torch.uint16)
+            data = arguments.to(torch.bfloat16).view(torch.uint16)
         return interpreter.TensorHandle(data.numpy(), dst_type.scalar)
 
     interpreter.InterpreterBuilder.cast_impl = cast_impl
@@ -72,14 +72,17 @@ def _round_to_bfloat16() -> None:
 
 
 def _multiply_by_mkl() -> None:
-    """tl.dot by torch: numpy's OpenBLAS gives a row other bits by the rows beside it on some CPUs
-    (AMD Zen 5), MKL at the sizes of tl.dot does not."""
+    """Run tl.dot with torch.
+
+    On some CPUs (AMD Zen 5) numpy's OpenBLAS gives a row other bits depending on the other rows.
+    MKL does not at the sizes of tl.dot.
+    """
 
     dot = interpreter.InterpreterBuilder.create_dot
 
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *given: Any) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *args: Any) -> Any:
         if not (a.data.dtype.kind == b.data.dtype.kind == d.data.dtype.kind == "f"):
-            return dot(self, a, b, d, *given)
+            return dot(self, a, b, d, *args)
         left = torch.from_numpy(a.data.astype(d.data.dtype))
         right = torch.from_numpy(b.data.astype(d.data.dtype))
         return interpreter.TensorHandle((left @ right).numpy() + d.data, d.dtype.scalar)
@@ -87,9 +90,9 @@ def _multiply_by_mkl() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def _patch_the_language_once() -> None:
-    """Puts the interpreter's functions into triton.language once a launch, not at every call of a
-    device function: there it finds nothing to do, after looking at every name of the language."""
+def _patch_language_once() -> None:
+    """Patch triton.language once per launch instead of at every call of a device function, where
+    scanning all names finds nothing to patch."""
     patch_lang = interpreter._patch_lang
     seen: dict[int, list[Any]] = {}
 
@@ -105,7 +108,8 @@ def _patch_the_language_once() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """The interpreter gives each builtin its semantic: the check that it was given is passed by."""
+    """Call builtins without the check that a semantic was passed, which the interpreter always
+    does."""
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         run = getattr(member, "__wrapped__", member)
@@ -119,9 +123,9 @@ def _call_builtins_directly() -> None:
     interpreter._patch_attr = patch
 
 
-def _sanitize_nothing_that_is_not_asserted() -> None:
-    """The interpreter computes every sum of integers again in 64 bits, to assert that it fits; but
-    device_assert looks at nothing unless options.debug is set."""
+def _skip_overflow_checks() -> None:
+    """Skip the 64-bit overflow check of integer sums, which has no effect unless options.debug is
+    set."""
     options = interpreter.interpreter_builder.options
     assert not options.debug
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
@@ -129,9 +133,11 @@ def _sanitize_nothing_that_is_not_asserted() -> None:
     )
 
 
-def _one_object_for_equal_block_types() -> None:
-    """A block type of an element type and a shape of plain numbers is checked and named once;
-    sizes: its shape as plain numbers."""
+def _cache_block_types() -> None:
+    """Check and name each block type (element type, constant shape) once.
+
+    sizes: its shape as integers.
+    """
     build = core.block_type.__init__
     kept: dict[Any, Any] = {}
 
@@ -139,10 +145,10 @@ def _one_object_for_equal_block_types() -> None:
         sizes = tuple(getattr(size, "value", size) for size in shape)
         key = (type(element_ty), element_ty.name, sizes)
         if key not in kept:
-            made = object.__new__(cls)
-            build(made, element_ty, shape)
-            made.sizes = sizes
-            kept[key] = made
+            result = object.__new__(cls)
+            build(result, element_ty, shape)
+            result.sizes = sizes
+            kept[key] = result
         return kept[key]
 
     core.block_type.__new__ = new
@@ -150,7 +156,8 @@ def _one_object_for_equal_block_types() -> None:
 
 
 def _compare_types_by_identity() -> None:
-    """First by identity, then as Triton does; shapes without wrapping them up once more."""
+    """Compare by identity first, then as Triton does; compare shapes without wrapping them
+    again."""
     for kind in (core.dtype, core.pointer_type, core.block_type):
         _compare_by_identity(kind)
     compare = core.tuple.__eq__
@@ -168,8 +175,8 @@ def _compare_by_identity(kind: Any) -> None:
     kind.__eq__ = lambda self, other: self is other or compare(self, other)
 
 
-def _unwrap_the_common_first() -> None:
-    """A constant is unwrapped, a tensor is none: what else there is comes after."""
+def _unwrap_common_types_first() -> None:
+    """Unwrap constants and pass tensors through before the rarer cases."""
     unwrap = core._unwrap_if_constexpr
     plain = {core.tensor, core.dtype, core.pointer_type, core.block_type}
     plain |= {int, float, bool, str, type(None)}
@@ -185,8 +192,8 @@ def _unwrap_the_common_first() -> None:
     core._unwrap_if_constexpr = first
 
 
-def _keep_shapes() -> None:
-    """A tensor's shape, of constants, follows from its type's."""
+def _cache_shapes() -> None:
+    """Cache a tensor's shape by its type."""
     kept: dict[tuple[int, ...], tuple[Any, Any]] = {}
     build = core.tensor.__init__
 
@@ -203,8 +210,9 @@ def _keep_shapes() -> None:
     core.tensor.__init__ = init
 
 
-def _keep_dtypes() -> None:
-    """The numpy dtype of an element type, found without a table built for each question."""
+def _cache_dtypes() -> None:
+    """Cache the numpy dtype of an element type, which Triton looks up in a table that it builds per
+    call."""
     find = interpreter._get_np_dtype
     kept: dict[tuple[type, str], Any] = {}
 
@@ -218,8 +226,8 @@ def _keep_dtypes() -> None:
     interpreter._get_np_dtype = get
 
 
-def _make_handles_unchecked() -> None:
-    """A handle holds an array and its type: that they fit was asserted of every one."""
+def _create_handles_unchecked() -> None:
+    """Create handles without the assertion that the array fits its type."""
 
     def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
         self.data = data
@@ -230,8 +238,7 @@ def _make_handles_unchecked() -> None:
 
 
 def _pass_operands_of_one_type() -> None:
-    """Operands of one type are what an operation takes; a number beside a tensor becomes the same
-    constant each time."""
+    """Return operands of equal type unchanged; cache the constant that a number operand becomes."""
     check = TritonSemantic.binary_op_type_checking_impl
     kept: dict[Any, tuple[Any, Any]] = {}
 
@@ -255,24 +262,24 @@ def _pass_operands_of_one_type() -> None:
             if moved or (alike and not lhs.dtype.is_ptr()):
                 return self.broadcast_impl_value(lhs, rhs)
             return check(self, lhs, rhs, *options)
-        given, number = (lhs, rhs) if left else (rhs, lhs)
-        key = (left, given.type.name, type(number), number, *options)
+        arguments, number = (lhs, rhs) if left else (rhs, lhs)
+        key = (left, arguments.type.name, type(number), number, *options)
         if key not in kept:
-            found = check(self, lhs, rhs, *options)
-            if len(kept) < MOST_CONSTANTS and number == number:
-                constant = found[left]
+            result = check(self, lhs, rhs, *options)
+            if len(kept) < MAX_CONSTANTS and number == number:
+                constant = result[left]
                 constant.handle.data.flags.writeable = False
-                kept[key] = (found[not left].dtype, constant)
-            return found
+                kept[key] = (result[not left].dtype, constant)
+            return result
         dtype, constant = kept[key]
-        given = given if dtype == given.dtype else self.cast(given, dtype)
-        return (given, constant) if left else (constant, given)
+        arguments = arguments if dtype == arguments.dtype else self.cast(arguments, dtype)
+        return (arguments, constant) if left else (constant, arguments)
 
     TritonSemantic.binary_op_type_checking_impl = operands
 
 
-def _broadcast_by_kept_shapes() -> None:
-    """Which shape two shapes have together is found once; blocks are filled without a detour."""
+def _cache_broadcast_shapes() -> None:
+    """Cache the common shape of two shapes; fill blocks directly."""
     kept: dict[Any, tuple[int, ...]] = {}
 
     def widen(self: Any, value: Any, sizes: tuple[int, ...], common: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""What a kernel's layouts, in its ttgir, must not be."""
+"""Reject layouts, in a kernel's ttgir, that Triton adds incorrectly."""
 
 import re
 from typing import Any
@@ -12,39 +12,42 @@ SUM = re.compile(
     r'"tt\.reduce"\([^)]*\) <\{axis = (\d+) : i32\}>.*?\) : \(tensor<[^,>]*, (#linear\d*)>',
     re.DOTALL,
 )
-"""A sum or a maximum: its axis, and the layout of what it takes, where numbers were reshaped."""
+"""A sum or maximum: its axis, and the layout of its reshaped operand."""
 
 
-def compile_held(source: Any, **how: Any) -> Any:
-    """triton.compile, of a kernel that adds what it is asked to."""
-    made = triton.compile(source, **how)
-    assert not (lost := lost_sums(made.asm["ttgir"])), (made.metadata.name, lost)
-    return made
+def compile_checked(source: Any, **how: Any) -> Any:
+    """Compile with triton.compile and assert that the kernel adds correctly."""
+    result = triton.compile(source, **how)
+    assert not (lost := incorrect_sums(result.asm["ttgir"])), (result.metadata.name, lost)
+    return result
 
 
-def lost_sums(ttgir: str) -> list[str]:
-    """Layouts of what is added across warps, where the bits of a warp's number, or of a lane's, lie
-    along one dimension, another, and the first one again: Triton 3.6 takes the bits of a dimension
-    to be side by side, and gives sums of other numbers, and of none."""
+def incorrect_sums(ttgir: str) -> list[str]:
+    """Return the layouts of incorrect sums across warps.
+
+    These are layouts in which the bits of a warp or lane index belong to one dimension, another,
+    and the first one again. Triton 3.6 assumes that the bits of a dimension are contiguous, and
+    would add the wrong elements.
+    """
     layouts = {
         name: (_dimensions(lanes), _dimensions(warps))
         for name, lanes, warps in LAYOUT.findall(ttgir)
     }
-    found = []
+    results = []
     for axis, name in SUM.findall(ttgir):
         (lanes, warps) = layouts.get(name, ([], []))
-        if int(axis) in warps and not (_grouped(lanes) and _grouped(warps)):
-            found.append(f"axis {axis} of {name}: lanes along {lanes}, warps along {warps}")
-    return found
+        if int(axis) in warps and not (_is_contiguous(lanes) and _is_contiguous(warps)):
+            results.append(f"axis {axis} of {name}: lanes along {lanes}, warps along {warps}")
+    return results
 
 
-def _grouped(dims: list[int]) -> bool:
-    """Whether equal numbers stand side by side."""
+def _is_contiguous(dims: list[int]) -> bool:
+    """Return True if equal numbers are adjacent."""
     changes = sum(a != b for a, b in zip(dims, dims[1:], strict=False))
     return not dims or changes == len(set(dims)) - 1
 
 
 def _dimensions(bits: str) -> list[int]:
-    """The dimension along which each bit lies: "[0, 1], [8, 0]" -> 1, 0."""
+    """Return the dimension of each bit: "[0, 1], [8, 0]" -> 1, 0."""
     numbers = [[int(x) for x in bit.split(",")] for bit in re.findall(r"\[([^\]]*)\]", bits)]
     return [next(i for i, x in enumerate(bit) if x) for bit in numbers if any(bit)]

@@ -1,10 +1,12 @@
-"""compute-sanitizer over the kernels: memcheck and racecheck of every op's backends, as a table.
+"""Run compute-sanitizer over the kernels: memcheck and racecheck of every op's backends, as a
+table.
 
-    python -m tests.kernels.sanitize [--tool memcheck ...] [--op linear ...] [--dtype bfloat16 ...]
+    python -m tests.kernels.sanitize [--tool memcheck ...] [--op linear ...] [--dtype bfloat16
+    ...]
 
-Each (op, backend, dtype) runs in a process of its own, as many at once as there are cores. Status 1
-if a tool reports anything that ALLOWED does not name, or if a process does not end in time. Needs a
-CUDA device and compute-sanitizer. docs/kernels/hazards.md explains the hazards.
+Each (op, backend, dtype) runs in its own process, as many at once as there are cores. Exits with
+status 1 if a tool reports anything that ALLOWED does not name, or if a process exceeds the time
+limit. Needs a CUDA device and compute-sanitizer. docs/kernels/hazards.md explains the hazards.
 """
 
 import argparse
@@ -29,28 +31,31 @@ TOOLS = {
     "memcheck": ("--report-api-errors", "no"),
     "racecheck": ("--racecheck-report", "analysis", "--num-cuda-barriers", "64"),
 }
-"""Options of each tool. A call that CUDA refuses is the caller's business, and raises there. A
-kernel of Gluon has more mbarriers than the tool reads off its code."""
+"""Options of each tool.
+
+A call that CUDA refuses raises in the caller, so API errors are not reported. A Gluon kernel has
+more mbarriers than the tool finds in its code.
+"""
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 CASE = "case "
 DONE = "done with all cases"
 MAX_REPORTS = 50
-"""Reports of a job that are printed."""
+"""Maximum printed reports of a job."""
 SECONDS = 480
-"""Time limit of all processes together: with the start, below nine minutes."""
+"""Time limit of all processes together, in seconds: with the start-up, less than nine minutes."""
 REPORT = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY)(\S.*)")
 DETAIL = re.compile(r"^========= {3,}(\S.*)")
 HOST = re.compile(r"Saved host backtrace|Host Frame")
 ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
-"""One access of a race: its kind, kernel, file and line."""
+"""One access of a race: kind, kernel, file and line."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Race of racecheck that is a false positive, explained in docs/kernels/hazards.md.
+    """False positive of racecheck, explained in docs/kernels/hazards.md.
 
-    kernels: the kernels that it is reported in. read, writes: how the source lines of the two
-    accesses begin, where {} is the kernel's name.
+    kernels: the kernels that it is reported in.
+    read, writes: prefixes of the source lines of the two accesses, where {} is the kernel's name.
     """
 
     kernels: tuple[str, ...]
@@ -105,8 +110,8 @@ class Job:
 
 
 def chosen_cases(op: Any, backend: Any) -> Iterator[dict[str, Any]]:
-    """Yield the first case of each combination of kernels, of absent or quantized arguments, and
-    of switches (constants that are None, true or false). Launches are recorded to tell."""
+    """Yield the first case of each combination of kernels, of absent or quantized arguments, and of
+    switches (constants that are None, true or false), as recorded from its launches."""
     from triton.runtime.jit import JITFunction
 
     from tests.kernels.compile_launches import absent_of
@@ -114,8 +119,8 @@ def chosen_cases(op: Any, backend: Any) -> Iterator[dict[str, Any]]:
     launch = JITFunction.run
     launched: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
 
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        values = dict(zip(kernel.arg_names, args, strict=False)) | given
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         switches = [(name, x) for name, x in values.items() if x is None or isinstance(x, bool)]
         launched.append((kernel.__name__, tuple(switches)))
 
@@ -133,8 +138,8 @@ def chosen_cases(op: Any, backend: Any) -> Iterator[dict[str, Any]]:
             yield arguments
 
 
-def run_shared_tiles() -> None:
-    """Launch the kernel whose CTAs share tiles, which takes more outputs than the cases have."""
+def run_stream_k() -> None:
+    """Launch the stream-K kernel, which needs more outputs than the cases have."""
     import torch
 
     from lockstep.kernels.compile_target import compile_target
@@ -153,7 +158,7 @@ def run_shared_tiles() -> None:
     torch.cuda.synchronize()
 
 
-BEYOND_CASES = {("linear", "quantized", "bfloat16"): run_shared_tiles}
+BEYOND_CASES = {("linear", "quantized", "bfloat16"): run_stream_k}
 """Further launches of a backend, for kernels that no case is large enough for."""
 
 
@@ -189,8 +194,8 @@ def jobs(tools: list[str], names: list[str], dtypes: list[str]) -> list[Job]:
     return [Job(tool, *kind) for tool in order for kind in kinds if kind[2] in dtypes]
 
 
-def sanitized(job: Job, deadline: float) -> tuple[str, float]:
-    """Run a job until it ends or the deadline comes -> (its output, seconds)."""
+def run_job(job: Job, deadline: float) -> tuple[str, float]:
+    """Run a job until it ends or the deadline passes; return (output, seconds)."""
     tool = shutil.which("compute-sanitizer") or SANITIZER
     call = f"run_cases({job.op!r}, {job.backend!r}, {job.dtype!r})"
     program = [sys.executable, "-c", f"from tests.kernels.sanitize import run_cases; {call}"]
@@ -210,7 +215,7 @@ def sanitized(job: Job, deadline: float) -> tuple[str, float]:
 
 
 def reports(output: str) -> list[str]:
-    """Return the reports of a tool: a line and the accesses below it each, without host frames."""
+    """Return the reports of a tool: one line and its accesses each, without host frames."""
     texts: list[str] = []
     for line in output.splitlines():
         if HOST.search(line):
@@ -223,7 +228,7 @@ def reports(output: str) -> list[str]:
 
 
 def allowed(report: str) -> Allowed | None:
-    """Return the false positive that a report is: an Allowed that fits all accesses, if any."""
+    """Return the Allowed that matches all accesses of a report, or None."""
     accesses = ACCESS.findall(report)
     if len(accesses) != report.count(" access at "):
         return None  # an access whose place is not understood fits nothing
@@ -240,7 +245,7 @@ def allowed(report: str) -> Allowed | None:
 
 @cache
 def source_line(kernel: str, file: str, line: int) -> str:
-    """Return a line of the file of this name that defines the kernel; "" where there is none."""
+    """Return a line of the file of this name that defines the kernel, or "" if there is none."""
     for path in Path(lockstep.kernels.__path__[0]).rglob(file):
         text = path.read_text()
         if f"\ndef {kernel}(" in text:
@@ -249,10 +254,10 @@ def source_line(kernel: str, file: str, line: int) -> str:
 
 
 def problems(output: str) -> list[str]:
-    """Return what is wrong with a job's output: reports that are not allowed, and no end."""
+    """Return what is wrong with a job's output: reports that are not allowed, and a missing end."""
     wrong = [report for report in reports(output) if allowed(report) is None]
     if DONE not in output.splitlines():
-        wrong.append("no end:\n      " + "\n      ".join(output.splitlines()[-12:]))
+        wrong.append("did not finish:\n      " + "\n      ".join(output.splitlines()[-12:]))
     return wrong
 
 
@@ -277,7 +282,7 @@ def main() -> int:
     deadline = time.monotonic() + options.seconds
     wrong: dict[Job, list[str]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(lambda job: sanitized(job, deadline), chosen)
+        results = pool.map(lambda job: run_job(job, deadline), chosen)
         for job, (output, seconds) in zip(chosen, results, strict=True):
             wrong[job] = problems(output)
             print(row(job, output, seconds), flush=True)

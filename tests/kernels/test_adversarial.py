@@ -1,8 +1,8 @@
-"""Any op of rows on numbers, company and places chosen to make it fail: a row's bits stay the same.
+"""Adversarial inputs do not change a row's bits, for any op with rows.
 
-Numbers spread over 2^-40 .. 2^40 or cancelling, NaN before, behind and in null lines, rows alone,
-reversed and many times over, pages and slots in random order. On what serves a CPU, on Triton under
-its interpreter and on Triton on a GPU.
+Values are spread over 2^-40 .. 2^40 or cancel, null lines and surrounding memory hold NaN, rows run
+alone, reversed and repeated, and pages and slots are in random order. Runs on the CPU's backends,
+on Triton under its interpreter and on Triton on a GPU.
 """
 
 from itertools import islice
@@ -32,14 +32,14 @@ from lockstep.kernels.route import route
 from lockstep.kernels.sampling import sample
 from tests.kernels.adversarial import (
     ROWS,
-    at_home,
     count,
-    moved,
-    repeated,
+    harden_values,
+    pad_with_poison,
+    permute_storage,
+    repeat_rows,
+    restore_storage,
     storage,
-    surrounded,
     take,
-    worse,
 )
 from tests.kernels.backends import CPU, Backend, of_every_op, same_bits, tensors_of
 
@@ -56,18 +56,20 @@ INTERPRETED = {
     experts: 1,
     route: 2,
 }
-"""The interpreter is slow: it sees the first cases, and few of their rows alone."""
-PROMISED = [
+"""Op -> number of first cases that the interpreter runs, since it is slow."""
+EXACT_BACKENDS = [
     param
     for param in of_every_op(ROWS)
     if not param.values[0].backends[param.values[1].name].opt_in_reason
 ]
-"""A backend that is never chosen for its traits promises no bits: cuBLAS, which a probe watches."""
-ALONE = {"cuda": 1, "cpu": 3}
-"""Every which row is tried alone. Each meets other company, at another place, in the batches."""
-TIMES = {"cuda": 40, "cpu": 4}
-"""How often all rows stand in one batch: more than the largest tile of a device."""
-REAL = (
+"""Backends that promise row independence. A backend that is opt-in, such as cuBLAS, promises no
+bits; a probe watches it."""
+STRIDE_ALONE = {"cuda": 1, "cpu": 6}
+"""Device -> stride of the rows that run alone. In the batches, each has other batch mates and
+another index."""
+REPEATS = {"cuda": 40, "cpu": 4}
+"""Device -> repetitions of all rows in one batch: more than the largest tile of a device."""
+REAL_SIZES = (
     (linear_cases, "SIZES", ((70, 16480, 5120),)),
     (linear_cases, "CUT", ((70, 5120, 17408, 2),)),
     (norm_cases, "SHAPES", ((70, 5120), (70, 48, 128))),
@@ -80,17 +82,17 @@ REAL = (
     (delta_cases, "LAYERS", (Dims(16, 48, 128, 128, w=8),)),
     (mamba2_cases, "LAYERS", (Dims(8, 64, 128, 64, w=8),)),
 )
-"""Tables of the cases, and what to put in their places: the dimensions of real models."""
+"""Tables of the cases, and their replacements: the dimensions of real models."""
 
 
 def cases(op, backend):
-    """(name, arguments of a case, its rows) of all cases with rows; fewer under the interpreter."""
+    """Yield (name, arguments) of all cases with rows; fewer under the interpreter."""
     some = ((name, a) for name, a in backend.cases(op) if count(op, a))
     yield from islice(some, INTERPRETED.get(op, 4) if backend.interpreted else None)
 
 
-def differing(before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
-    """Masks of what was written, but for null lines, which may hold anything."""
+def written_masks(before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
+    """Return masks of what was written, without null lines, which may hold anything."""
     masks = []
     for x, y in zip(before, after, strict=True):
         x = x.cpu()
@@ -102,36 +104,34 @@ def differing(before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
 
 
 def assert_rows_alone(op, backend, how):
-    """Some rows, in any order and company, give the bits that they give in the whole batch."""
+    """Assert that rows in any order and batch have the bits that they have in the whole batch."""
     for name, plain in cases(op, backend):
-        arguments = worse(op, plain, how, backend.dtype)
-        whole = backend.fresh(arguments, op.writes)
+        arguments = harden_values(op, plain, how, backend.dtype)
+        full = backend.fresh(arguments, op.writes)
         every = list(range(count(op, arguments)))
-        expected = tensors_of(backend.run(op, whole))
-        alone = every[:1] if backend.interpreted else every[:: ALONE[backend.device]]
+        expected = tensors_of(backend.run(op, full))
+        alone = every[:1] if backend.interpreted else every[:: STRIDE_ALONE[backend.device]]
         choices = [[row] for row in alone]
-        times = 2 if backend.interpreted else TIMES[backend.device]
-        choices += [every[::-1], repeated(op, arguments, times)]
+        times = 2 if backend.interpreted else REPEATS[backend.device]
+        choices += [every[::-1], repeat_rows(op, arguments, times)]
         for rows in choices:
             part, lines = take(op, arguments, rows)
             if not len(lines):
                 continue
             part = backend.fresh(part, op.writes)
-            found = tensors_of(backend.run(op, part))
-            for want, have in zip(expected, found, strict=True):
+            actual = tensors_of(backend.run(op, part))
+            for want, have in zip(expected, actual, strict=True):
                 assert same_bits(have, want.cpu()[lines]), (name, rows[:3])
-            written = differing(storage(op, arguments), storage(op, part))
-            for want, have, mask in zip(
-                storage(op, whole), storage(op, part), written, strict=True
-            ):
+            written = written_masks(storage(op, arguments), storage(op, part))
+            for want, have, mask in zip(storage(op, full), storage(op, part), written, strict=True):
                 assert same_bits(have.cpu()[mask], want.cpu()[mask]), (name, rows[:3])
             if rows == every[::-1]:
-                wholly = differing(storage(op, arguments), storage(op, whole))
+                wholly = written_masks(storage(op, arguments), storage(op, full))
                 assert all(map(torch.equal, written, wholly)), name
 
 
-@pytest.mark.parametrize(("op", "backend"), PROMISED)
-def test_a_row_depends_on_itself_alone(op, backend):
+@pytest.mark.parametrize(("op", "backend"), EXACT_BACKENDS)
+def test_rows_are_independent(op, backend):
     for how in ("spread",) if backend.interpreted else ("spread", "cancel"):
         assert_rows_alone(op, backend, how)
 
@@ -146,23 +146,23 @@ def test_a_row_depends_on_itself_alone(op, backend):
         if name not in CPU and not backend.opt_in_reason
     ],
 )
-def test_a_row_depends_on_itself_alone_at_real_dimensions(op, name, monkeypatch):
+def test_rows_are_independent_at_real_dimensions(op, name, monkeypatch):
     backend = Backend(name, "cuda", torch.bfloat16)
-    for module, table, sizes in REAL:
+    for module, table, sizes in REAL_SIZES:
         assert getattr(module, table)
         monkeypatch.setattr(module, table, sizes)
     for how in ("spread", "cancel"):
         assert_rows_alone(op, backend, how)
 
 
-def test_real_dimensions_reach_the_recurrences(monkeypatch):
-    """A table that stands in for LAYERS is what their cases are made of."""
-    made = {
+def test_layers_table_replaces_recurrent_cases(monkeypatch):
+    """A replaced LAYERS table determines the cases of recurrent ops."""
+    result = {
         delta_cases: (delta_cases.gated_delta_step_cases, delta_cases.gated_delta_chunk_cases),
         mamba2_cases: (mamba2_cases.mamba2_step_cases, mamba2_cases.mamba2_chunk_cases),
     }
     only = Dims(1, 1, 16, 16, w=8)
-    for module, functions in made.items():
+    for module, functions in result.items():
         monkeypatch.setattr(module, "LAYERS", (only,))
         for load_cases in functions:
             assert {name.partition(", Q")[0] for name, _ in load_cases(torch.float32)} == {
@@ -170,8 +170,8 @@ def test_real_dimensions_reach_the_recurrences(monkeypatch):
             }
 
 
-def test_a_leak_between_rows_is_seen(monkeypatch):
-    """The tests here can fail: an op that adds a trace of its batch, or writes it to storage."""
+def test_leak_between_rows_is_detected(monkeypatch):
+    """Negative control: an op that adds a trace of its batch, or writes it to storage, fails."""
     backend = Backend("reference", "cpu", torch.float32)
     for op in (rms_norm, rope_and_cache):
         sound = op.backends["reference"]
@@ -188,18 +188,18 @@ def test_a_leak_between_rows_is_seen(monkeypatch):
             assert_rows_alone(op, backend, "spread")
 
 
-@pytest.mark.parametrize(("op", "backend"), PROMISED)
-def test_surroundings_and_places_do_not_matter(op, backend):
+@pytest.mark.parametrize(("op", "backend"), EXACT_BACKENDS)
+def test_surrounding_memory_and_slot_order_do_not_matter(op, backend):
     for name, plain in cases(op, backend):
-        arguments = worse(op, plain, "spread", backend.dtype)
+        arguments = harden_values(op, plain, "spread", backend.dtype)
         here = backend.fresh(arguments)
-        there = backend.place(surrounded(op, moved(op, arguments)))
+        there = backend.place(pad_with_poison(op, permute_storage(op, arguments)))
         expected = tensors_of(backend.run(op, here))
-        found = tensors_of(backend.run(op, there))
-        for want, have in zip(expected, found, strict=True):
+        actual = tensors_of(backend.run(op, there))
+        for want, have in zip(expected, actual, strict=True):
             assert same_bits(have, want), name
             assert not have.isnan().any() if have.is_floating_point() else True, name
-        written = differing(storage(op, arguments), storage(op, here))
-        back = at_home(op, {n: x for n, x in there.items() if n in ROWS[op].storage})
+        written = written_masks(storage(op, arguments), storage(op, here))
+        back = restore_storage(op, {n: x for n, x in there.items() if n in ROWS[op].storage})
         for want, have, mask in zip(storage(op, here), back, written, strict=True):
             assert same_bits(have.cpu()[mask], want.cpu()[mask]), name

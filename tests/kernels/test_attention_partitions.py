@@ -14,8 +14,9 @@ from tests.kernels.backends import Backend, backends, same_bits
 TRITON = backends()[1:]
 ROWS = ((0, 1), (1022, 3), (0, 0), (255, 2))
 PARTITIONS = [(16, 1, 2, False, 4, 2), (16, 2, 2, True, 4, 2)]
-"""Beside the whole row in one span: (rows, span, parallel_spans, folds, warps, stages)."""
-MORE = [
+"""Partitions besides the whole row in one span: (rows, span, parallel_spans, folds, warps,
+stages)."""
+GPU_PARTITIONS = [
     (16, 1, 5, False, 4, 3),
     (16, 2, 1, True, 4, 2),
     (16, 2, 2, False, 4, 2),
@@ -24,7 +25,7 @@ MORE = [
     (64, 2, 2, True, 4, 2),
     (64, 8, 1, True, 8, 2),
 ]
-"""Too many for the interpreter."""
+"""Further partitions, too many for the interpreter."""
 
 
 def random_gates(q: torch.Tensor) -> torch.Tensor:
@@ -50,7 +51,7 @@ def test_partitions_agree(backend: Backend, gated: bool) -> None:
     expected = run(**arguments, partition=kernel.Partition(16, 8, 1, True, 4, 2))
     assert not expected.isnan().any()
     assert same_bits(backend.run(paged_attention, arguments), expected)
-    for sizes in PARTITIONS + ([] if backend.interpreted else MORE):
+    for sizes in PARTITIONS + ([] if backend.interpreted else GPU_PARTITIONS):
         assert same_bits(run(**arguments, partition=kernel.Partition(*sizes)), expected), sizes
 
 
@@ -59,20 +60,30 @@ PROMPTS = ((0, 600), (1022, 3), (0, 0), (255, 200))
 FORMATS = pytest.mark.parametrize("format", KERNEL_FORMATS.values(), ids=list(KERNEL_FORMATS))
 
 
+# By default one format with scales and the rotated one whose codes cross bytes.
+DEFAULT_FORMATS = ("int8_per_token_head", "turboquant_3bit_nc")
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@FORMATS
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(format, id=name, marks=() if name in DEFAULT_FORMATS else pytest.mark.slow)
+        for name, format in KERNEL_FORMATS.items()
+    ],
+)
 @pytest.mark.parametrize("backend", TRITON)
 def test_partitions_of_quantized_caches_agree(backend: Backend, format: KVFormat) -> None:
-    """Where values are rotated, CTAs that combine leave the rotation to another kernel."""
+    """With rotated values, the CTAs that combine leave the rotation to another kernel."""
     kernel = importlib.import_module("lockstep.kernels.attention.triton")
     run = kernel.paged_attention_triton
     rows = ((250, 9), (0, 0), (5, 3)) if backend.interpreted else PROMPTS
-    first, *others = [SMALL] if backend.interpreted else HEADS
+    first, *rest = [SMALL] if backend.interpreted else HEADS
     few_partitions = [(16, 1, 2, False, 4, 2), (16, 1, 1, True, 4, 2)]
-    all_partitions = few_partitions + ([] if backend.interpreted else MORE)
+    all_partitions = few_partitions + ([] if backend.interpreted else GPU_PARTITIONS)
     for layer, partitions in [
         (first, all_partitions),
-        *((layer, all_partitions[-2:]) for layer in others),
+        *((layer, all_partitions[-2:]) for layer in rest),
     ]:
         batch = paged(rows, *layer, backend.dtype, format=format)
         for gates in (random_gates(batch["q"]), None):
@@ -86,7 +97,7 @@ def test_partitions_of_quantized_caches_agree(backend: Backend, format: KVFormat
 
 @pytest.mark.gpu
 @FORMATS
-def test_a_long_prompt_is_the_same_each_time(format: KVFormat) -> None:
+def test_long_prompt_is_deterministic(format: KVFormat) -> None:
     """Run 1,100 tokens repeatedly in the default partition."""
     kernel = importlib.import_module("lockstep.kernels.attention.triton")
     backend = Backend("triton", "cuda", torch.bfloat16)
@@ -135,7 +146,8 @@ DECODING = ((0, 1), (1600, 4), (0, 0), (255, 2), (63, 4), (700, 3))
 def test_dequantizing_warps_and_triton_agree(
     format: KVFormat, layer: tuple[int, ...], gated: bool
 ) -> None:
-    """Compare over quantized caches: whole rows and parts of them, one and both of two readers."""
+    """Compare over quantized caches: whole and partial rows, one and both of the two consumer
+    warpgroups."""
     quantizers = (format.k, format.v)
     traits = dict(device="cuda", dtype=torch.bfloat16, heads=layer[0], kv_heads=layer[1])
     traits |= dict(head_dim=layer[2], quantizers=quantizers)
@@ -168,7 +180,7 @@ def test_dequantizing_warps_and_triton_agree(
 def test_register_dequantization_and_triton_agree(
     format: KVFormat, layer: tuple[int, ...], tokens: int, gated: bool
 ) -> None:
-    """Compare few rows over quantized caches: whole rows and parts of them."""
+    """Compare few rows over quantized caches: whole and partial rows."""
     if torch.cuda.get_device_capability()[0] != 9:  # the order within a group is free on Hopper
         return
     kernel = importlib.import_module("lockstep.kernels.attention.quantized_decode_hopper")

@@ -1,4 +1,5 @@
-"""Prompts over quantized caches on Hopper: pages are dequantized into a scratch, in groups."""
+"""Prompts over quantized caches on Hopper, whose pages are dequantized into a scratch buffer in
+groups."""
 
 import importlib
 
@@ -20,8 +21,8 @@ FORMAT = pytest.mark.parametrize("format", KERNEL_FORMATS.values(), ids=list(KER
 
 @FORMAT
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_scratch_holds_what_pages_unpack_to(format: KVFormat) -> None:
-    """Of one KV head of two, every page that a row's keys reach."""
+def test_scratch_equals_dequantized_pages(format: KVFormat) -> None:
+    """Check every page that a row's keys reach, for one KV head of two."""
     kernel = importlib.import_module("lockstep.kernels.attention.quantized_prefill_hopper")
     batch = paged(((0, 70), (0, 0), (60, 9)), 4, 2, 32, 64, torch.float16, format=format)
     row_arguments = (batch["page_table"], batch["cu_seqlens"], batch["starts"])
@@ -37,7 +38,7 @@ def test_a_scratch_holds_what_pages_unpack_to(format: KVFormat) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("gated", [False, True])
-def test_sums_are_rotated_back_before_they_are_rounded(gated: bool) -> None:
+def test_rotation_is_undone_before_rounding(gated: bool) -> None:
     kernel = importlib.import_module("lockstep.kernels.attention.quantized_prefill_hopper")
     format = KERNEL_FORMATS["turboquant_4bit_nc"]
     actual = torch.randn(21, 2, 128, generator=torch.Generator().manual_seed(0))
@@ -57,10 +58,10 @@ def test_sums_are_rotated_back_before_they_are_rounded(gated: bool) -> None:
 @FORMAT
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("layer", [(24, 4, 256, 64), (32, 8, 128, 64)], ids=str)
-def test_a_scratch_and_triton_agree(
+def test_scratch_and_triton_agree(
     format: KVFormat, layer: tuple[int, ...], gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All at once, one row after another, some KV heads after others, one after another."""
+    """Compare groups of all rows, of one row, of some KV heads, and of one KV head."""
     if torch.cuda.get_device_capability()[0] != 9:  # hopper.py's
         return
     kernel = importlib.import_module("lockstep.kernels.attention.quantized_prefill_hopper")

@@ -1,4 +1,4 @@
-"""Every backend of every op against the reference over the op's shared cases."""
+"""Every backend of every op agrees with the reference over the op's shared cases."""
 
 import pytest
 import torch
@@ -15,16 +15,16 @@ from tests.kernels.backends import (
     GPU_DTYPES,
     OPS,
     Backend,
-    kept,
     left,
     of_every_op,
+    read_only,
     same_bits,
     written,
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-ROUNDED = 4e-3
-"""Where a state is rounded to 16 bits: it is an ulp away where it was one of 32 bits away."""
+STATE_TOLERANCE = 4e-3
+"""Tolerance of a state that is rounded to 16 bits: one fp32 ulp may become one 16-bit ulp."""
 INTERPRETED = {
     gated_delta_chunk: 2,
     gated_delta_step: 3,
@@ -36,30 +36,34 @@ INTERPRETED = {
     experts: 7,
     rope_and_cache: 12,
 }
-"""The interpreter is slow: it sees the first cases; a GPU sees all. Of rope_and_cache, what packed
-caches hold is compared in test_kv.py."""
+"""Op -> number of first cases that the interpreter runs, since it is slow; a GPU runs all.
+
+test_kv.py compares the quantized caches that rope_and_cache writes.
+"""
 ORACLE = Backend("reference", "cpu", torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("op", "backend"), of_every_op(reference=False))
-def test_agrees_with_the_reference(op, backend):
-    """To a tolerance, a CPU's in every bit; and writes what it says and nothing else."""
+def test_backend_agrees_with_reference(op, backend):
+    """Within a tolerance, on a CPU bit for bit; only the declared arguments are written."""
     for name, arguments in backend.cases(op, INTERPRETED.get(op) if backend.interpreted else None):
         tolerance = TOLERANCE[backend.dtype]
         if any(part.dtype == torch.bfloat16 for part in written(op, arguments)):
-            tolerance = max(tolerance, ROUNDED)
+            tolerance = max(tolerance, STATE_TOLERANCE)
         expected = ORACLE.fresh(arguments)
         actual = backend.fresh(arguments)
-        wanted = left(op, ORACLE.run(op, expected), expected)
-        found = left(op, backend.run(op, actual), actual)
-        assert list(found) == list(wanted), name
-        packed = tuple(p for p, given in arguments.items() if isinstance(given, QuantizedKV))
-        assert_kept(op, name, arguments, expected, actual)
-        for part, want in wanted.items():
-            have = found[part].cpu()
+        wanted_value = left(op, ORACLE.run(op, expected), expected)
+        result = left(op, backend.run(op, actual), actual)
+        assert list(result) == list(wanted_value), name
+        quantized_names = tuple(
+            p for p, inputs in arguments.items() if isinstance(inputs, QuantizedKV)
+        )
+        assert_unchanged(op, name, arguments, expected, actual)
+        for part, want in wanted_value.items():
+            have = result[part].cpu()
             assert have.dtype == want.dtype and have.shape == want.shape, (name, part)
-            if part.startswith(packed) and not backend.exact:
+            if part.startswith(quantized_names) and not backend.exact:
                 continue  # a code away where k is an ulp away: tests/kernels/test_kv.py
             if backend.exact:
                 assert same_bits(have, want), (name, part)
@@ -76,23 +80,23 @@ def test_agrees_with_the_reference(op, backend):
 
 
 def magnitude(x: torch.Tensor) -> float:
-    """The root mean square of its finite numbers, or 1 if that is more: a number that is small
-    since a sum cancelled is as inexact as what was summed."""
+    """Return the root mean square of the finite values, at least 1: a small value that results from
+    cancellation is as inexact as its summands."""
     finite = x[x.isfinite()].double()
     return max(1.0, float(finite.square().mean().sqrt())) if finite.numel() else 1.0
 
 
-def assert_kept(op, name, given, *called):
-    """What the op does not say that it writes is what it was."""
+def assert_unchanged(op, name, inputs, *called):
+    """Assert that arguments which the op does not declare as written are unchanged."""
     for arguments in called:
-        here = kept(op, arguments)
-        for argument, tensors in kept(op, given).items():
+        here = read_only(op, arguments)
+        for argument, tensors in read_only(op, inputs).items():
             pairs = zip(tensors, here[argument], strict=True)
             assert all(same_bits(a, b) for a, b in pairs), (name, argument)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_says_why_it_does_not_serve(op):
+def test_explain_gives_reason_for_each_unsupported_backend(op):
     reasons = op.explain(device="cpu", dtype=torch.float32)
     serves = "cpu" if "cpu" in op.backends else "reference"
     assert reasons[serves] is None
@@ -101,8 +105,8 @@ def test_says_why_it_does_not_serve(op):
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_every_backend_serves_some_case(op, monkeypatch):
-    """On a Hopper GPU, whatever stands here; a backend that no case reaches is not tested."""
+def test_every_backend_serves_a_case(op, monkeypatch):
+    """Checked as if on a Hopper GPU: a backend that no case reaches would be untested."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     for name in op.backends:
         tried = [Backend(name, "cuda", dtype) for dtype in GPU_DTYPES]

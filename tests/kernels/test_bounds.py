@@ -1,4 +1,4 @@
-"""No Triton kernel writes outside of its tensors, or leaves a part of its result unwritten."""
+"""Triton kernels write only inside their tensors and fill their whole result."""
 
 import dataclasses
 
@@ -24,46 +24,46 @@ INTERPRETED = {
     latent_attention: 2,
     sample: 1,
 }
-"""The interpreter is slow: it sees the first cases."""
+"""Op -> number of first cases that the interpreter runs, since it is slow."""
 
 
-def guarded(value, canaries):
-    """The same arguments between canaries."""
+def add_canaries(value, canaries):
+    """Return the same arguments between canaries."""
     if isinstance(value, Tensor):
-        return canaries.between(value)
+        return canaries.add_margins(value)
     if isinstance(value, dict):
-        return {name: guarded(part, canaries) for name, part in value.items()}
+        return {name: add_canaries(part, canaries) for name, part in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value)]
-        return type(value)(**{n: guarded(getattr(value, n), canaries) for n in names})
+        return type(value)(**{n: add_canaries(getattr(value, n), canaries) for n in names})
     return value
 
 
 @pytest.mark.parametrize(("op", "backend"), [p for p in of_every_op() if not p.values[1].exact])
-def test_writes_stay_inside_and_fill_the_result(op, backend):
-    most = INTERPRETED.get(op, 3) if backend.interpreted else None
-    for name, arguments in backend.cases(op, most):
+def test_kernel_writes_stay_in_bounds_and_fill_outputs(op, backend):
+    max_cases = INTERPRETED.get(op, 3) if backend.interpreted else None
+    for name, arguments in backend.cases(op, max_cases):
         plain = backend.fresh(arguments)
         canaries = Canaries()
-        inside = guarded(backend.fresh(arguments), canaries)
+        inside = add_canaries(backend.fresh(arguments), canaries)
         expected = left(op, backend.run(op, plain), plain)
         with canaries:
-            found = left(op, op.backends[backend.name].run(**inside), inside)
-        assert not canaries.broken(), name
+            actual = left(op, op.backends[backend.name].run(**inside), inside)
+        assert not canaries.overwritten(), name
         for part, want in expected.items():
-            assert same_bits(found[part], want), (name, part)
+            assert same_bits(actual[part], want), (name, part)
 
 
-def test_a_write_outside_is_seen():
-    """One element before or behind; and what is made while the canaries watch."""
-    for place in (MARGIN // 4 - 1, MARGIN // 4 + 10):
+def test_canaries_detect_out_of_bounds_write():
+    """One element before and one after, in tensors allocated while the canaries are active."""
+    for offset in (MARGIN // 4 - 1, MARGIN // 4 + 10):
         canaries = Canaries()
-        x = canaries.between(torch.ones(4)[:3])
+        x = canaries.add_margins(torch.ones(4)[:3])
         with canaries:
-            made = torch.empty(5, 2)
-        assert x.tolist() == [1, 1, 1] and made.isnan().all()
+            result = torch.empty(5, 2)
+        assert x.tolist() == [1, 1, 1] and result.isnan().all()
         x.fill_(2)
-        made.zero_()
-        assert not canaries.broken()
-        made.as_strided((1,), (1,), place).fill_(7)
-        assert canaries.broken() == [40]
+        result.zero_()
+        assert not canaries.overwritten()
+        result.as_strided((1,), (1,), offset).fill_(7)
+        assert canaries.overwritten() == [40]

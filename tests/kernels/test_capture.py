@@ -1,4 +1,4 @@
-"""On a GPU, every op can be captured: a replayed graph gives the eager call's bits."""
+"""Every op can be captured on a GPU: a replayed graph gives the eager call's bits."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.kernels.backends import left, of_every_op, same_bits, tensors_of, wri
 
 
 @pytest.mark.parametrize(("op", "backend"), [p for p in of_every_op() if p.values[1].on_gpu])
-def test_captured_equals_eager(op, backend):
+def test_graph_replay_equals_eager(op, backend):
     """A host sync or an allocation outside the pool raises (tests/worker/test_capture_gpu.py)."""
     run = op.backends[backend.name].run
     for name, arguments in backend.cases(op):
@@ -19,12 +19,12 @@ def test_captured_equals_eager(op, backend):
             continue
         start = [x.clone() for x in written(op, fixed)]
         pool = torch.cuda.graph_pool_handle()
-        captured = Captured(lambda given=fixed: run(**given), pool, lambda key: True, op.name)
+        captured = Captured(lambda inputs=fixed: run(**inputs), pool, lambda key: True, op.name)
         out = captured()
         for _ in range(2):
             for part in tensors_of(out):
                 part.fill_(-1)
             for part, value in zip(written(op, fixed), start, strict=True):
                 part.copy_(value)
-            found = left(op, captured(), fixed)
-            assert all(same_bits(found[part], want) for part, want in expected.items()), name
+            actual = left(op, captured(), fixed)
+            assert all(same_bits(actual[part], want) for part, want in expected.items()), name

@@ -1,4 +1,5 @@
-"""Kernels compile for a GPU: all that ops launch; the stepping law's with widths that differ."""
+"""Kernels compile for GPUs without one: everything that ops launch, and the recurrent form with odd
+widths."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -16,19 +17,20 @@ from tests.kernels.compiling import run
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
 
 
-COMMON = "tests.kernels.compiler_imports"
+PRELOADED_MODULE = "tests.kernels.compiler_imports"
 
 
 @pytest.fixture(scope="session")
 def processes() -> ForkServerContext:
-    """Processes in which the interpreter has not taken the kernels' place, as it may have in this
-    one. They are forked off one that has imported COMMON: that takes seconds.
+    """Return a context of forked processes in which the interpreter has not replaced the kernels,
+    as it may have in this one.
 
-    What is compiled stays in Triton's cache, under a hash of Triton, source, target and options:
-    the next run, of another clone too, compiles what has changed.
+    They are forked from a server that has imported COMMON, which takes seconds. Compiled code stays
+    in Triton's cache, under a hash of Triton, source, target and options, so the next run (of
+    another clone too) compiles only what has changed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([COMMON])
+    context.set_forkserver_preload([PRELOADED_MODULE])
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
         forkserver.ensure_running()
@@ -36,14 +38,15 @@ def processes() -> ForkServerContext:
 
 
 @pytest.fixture
-def compiled(processes: ForkServerContext, tmp_path: Path) -> Callable[..., list[str]]:
-    """The lines that a module of this folder prints, run in a process of its own."""
+def compile_module(processes: ForkServerContext, tmp_path: Path) -> Callable[..., list[str]]:
+    """Return a function that runs a module of this folder in its own process and returns its
+    printed lines."""
 
     def lines(module: str, *arguments: str) -> list[str]:
         out = tmp_path / "out"
         errors = tmp_path / "errors"
-        given = (module, list(arguments), str(out), str(errors))
-        process = processes.Process(target=run, args=given)
+        inputs = (module, list(arguments), str(out), str(errors))
+        process = processes.Process(target=run, args=inputs)
         process.start()
         process.join()
         assert process.exitcode == 0, errors.read_text()[-3000:]
@@ -57,62 +60,68 @@ ALL = pytest.param([], id="all", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("options", [QUICK, ALL])
-def test_stepping_kernels_compile_for_hopper(
-    options: list[str], compiled: Callable[..., list[str]]
+def test_recurrent_step_kernels_compile_for_hopper(
+    options: list[str], compile_module: Callable[..., list[str]]
 ) -> None:
-    """Six kernels of a layer of the delta rule, the walk by windows and states: of one layer, and
-    of all three; of Mamba-2's two layers the walk alone."""
-    assert len(compiled("compiles", *options)) == (6 if options else 26)
+    """Six kernels per layer of the delta rule (the step for each window and state dtype): of one
+    layer, or of all three; and of Mamba-2's two layers only the step kernel."""
+    assert len(compile_module("compiles", *options)) == (6 if options else 26)
 
 
 @pytest.mark.parametrize("options", [QUICK, ALL])
-def test_what_every_op_launches_compiles_for_hopper(
-    options: list[str], compiled: Callable[..., list[str]]
+def test_every_op_compiles_for_hopper(
+    options: list[str], compile_module: Callable[..., list[str]]
 ) -> None:
-    """Every op with a Triton backend, by its first case; and by all in which others are None."""
-    lines = compiled("compile_launches", *options)
+    """Every op with a Triton backend: its first case, or the first case of each combination of
+    absent arguments."""
+    lines = compile_module("compile_launches", *options)
     assert [line.split()[0] for line in lines] == [op.name for op in OPS]
 
 
 @pytest.mark.parametrize("options", [QUICK, ALL])
-def test_experts_multiply_by_wgmma_at_any_number_of_tokens(
-    options: list[str], compiled: Callable[..., list[str]]
+def test_experts_use_wgmma_for_any_token_count(
+    options: list[str], compile_module: Callable[..., list[str]]
 ) -> None:
-    """So a weight that is unpacked in registers keeps one K order (docs/kernels/experts.md): int4,
-    and plain, fp8 and NVFP4 too, two products in each of two forms."""
-    assert len(compiled("compile_experts", *options)) == (4 if options else 16)
+    """Keeps one K order for weights that are dequantized in registers (docs/kernels/experts.md):
+    int4, or dense, fp8 and NVFP4 too; two products in each of two forms."""
+    assert len(compile_module("compile_experts", *options)) == (4 if options else 16)
 
 
 @pytest.mark.parametrize("options", [QUICK, ALL])
-def test_latents_on_hopper_stay_in_registers(
-    options: list[str], compiled: Callable[..., list[str]]
+def test_latent_attention_on_hopper_does_not_spill(
+    options: list[str], compile_module: Callable[..., list[str]]
 ) -> None:
-    """All that a tile needs; a segment's end may spill."""
-    assert len(compiled("compile_latents", *options)) == (1 if options else 6)
+    """The loop over a tile must not spill; the end of a split may."""
+    assert len(compile_module("compile_latents", *options)) == (1 if options else 6)
 
 
 @pytest.mark.parametrize("name", ["sm_86", pytest.param("sm_120", marks=pytest.mark.slow)])
-def test_every_op_compiles_below_hopper_and_above(
-    name: str, compiled: Callable[..., list[str]]
+def test_every_op_compiles_for_smallest_shared_memory(
+    name: str, compile_module: Callable[..., list[str]]
 ) -> None:
-    """Each op once for the two architectures of the least shared memory: it fits into theirs."""
-    lines = compiled("architectures", "--quick", name)
-    found = {line.split()[1] for line in lines if line.startswith(name)}
-    assert found == {op.name for op in OPS}
+    """Each op once for the two architectures with the least shared memory, below and above
+    Hopper."""
+    lines = compile_module("architectures", "--quick", name)
+    actual = {line.split()[1] for line in lines if line.startswith(name)}
+    assert actual == {op.name for op in OPS}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [one.name for one in ARCHITECTURES.values()])
-def test_every_tile_compiles_and_fits(name: str, compiled: Callable[..., list[str]]) -> None:
-    """All launches of an architecture, at the sizes of real models too."""
-    assert {line.split()[1] for line in compiled("architectures", name)} == {op.name for op in OPS}
-
-
-def test_packed_weights_reach_the_matrix_units_in_their_own_order(
-    compiled: Callable[[str], list[str]],
+def test_every_tile_compiles_and_fits_shared_memory(
+    name: str, compile_module: Callable[..., list[str]]
 ) -> None:
-    """On Hopper and Ampere: kWidth 2, and on Hopper no second way through shared memory."""
-    assert len(compiled("compile_quantized")) == 11
+    """All launches of an architecture, at the sizes of real models too."""
+    assert {line.split()[1] for line in compile_module("architectures", name)} == {
+        op.name for op in OPS
+    }
+
+
+def test_quantized_weights_keep_natural_k_order(
+    compile_module: Callable[[str], list[str]],
+) -> None:
+    """kWidth 2 on Hopper and Ampere, and on Hopper no second pass through shared memory."""
+    assert len(compile_module("compile_quantized")) == 11
 
 
 @pytest.mark.parametrize(
@@ -122,20 +131,20 @@ def test_packed_weights_reach_the_matrix_units_in_their_own_order(
         pytest.param([], 40, id="all", marks=pytest.mark.slow),
     ],
 )
-def test_what_passes_through_a_ring_stays_in_registers(
-    options: list[str], count: int, compiled: Callable[..., list[str]]
+def test_pipeline_kernels_do_not_spill(
+    options: list[str], count: int, compile_module: Callable[..., list[str]]
 ) -> None:
-    """On Hopper, for 8, 64, 128 and 256 tokens, by programs for a tile each and by ones that share
-    tiles; all of five layouts, or each number of tokens once."""
-    assert len(compiled("compile_quantized", "--ring", *options)) == count
+    """On Hopper, for 8, 64, 128 and 256 tokens, with one tile per CTA and with stream-K: all of
+    five layouts, or each number of tokens once."""
+    assert len(compile_module("compile_quantized", "--pipeline", *options)) == count
 
 
 @pytest.mark.slow
-def test_warps_that_work_alone_keep_all_in_registers(
-    compiled: Callable[..., list[str]],
+def test_gemv_kernels_do_not_spill(
+    compile_module: Callable[..., list[str]],
 ) -> None:
     """Every candidate of one layout and one of each other, on three architectures."""
-    assert len(compiled("compile_quantized", "--lanes")) >= 23
+    assert len(compile_module("compile_quantized", "--gemv")) >= 23
 
 
 @pytest.mark.parametrize(
@@ -147,9 +156,9 @@ def test_warps_that_work_alone_keep_all_in_registers(
         pytest.param("90", 61, [], id="sm_90", marks=pytest.mark.slow),
     ],
 )
-def test_packed_caches_enter_products_as_unpacked_ones(
-    arch: str, count: int, options: list[str], compiled: Callable[..., list[str]]
+def test_quantized_caches_keep_natural_k_order(
+    arch: str, count: int, options: list[str], compile_module: Callable[..., list[str]]
 ) -> None:
-    """On Hopper and on an architecture of mma.sync, in every format, or each format on one."""
-    lines = compiled("compile_kv", *options, arch)
+    """On Hopper and on an mma.sync architecture, in every format, or each format on one of them."""
+    lines = compile_module("compile_kv", *options, arch)
     assert len(lines) == count and {line.split()[0] for line in lines} == {arch}

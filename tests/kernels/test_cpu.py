@@ -1,4 +1,4 @@
-"""Where an op has a backend for CPUs, it gives the reference's bits."""
+"""An op's CPU backend gives the reference's bits."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,61 +28,69 @@ from tests.kernels.backends import Backend, left, same_bits
 REFERENCE = Backend("reference", "cpu", torch.float32)
 CPU = Backend("cpu", "cpu", torch.float32)
 OPS = [op for op in EVERY_OP if "cpu" in op.backends]
-NARROW = (torch.bfloat16, torch.float16)
-"""Of float32, test_backends.py asks the same."""
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+"""16-bit dtypes; test_backends.py covers fp32."""
 
 
-def assert_same(op: Op, arguments: dict[str, Any], name: str) -> None:
-    """Results and what is written in place, but for the null slot, which may hold anything."""
-    found = []
+def assert_equals_reference(op: Op, arguments: dict[str, Any], name: str) -> None:
+    """Assert equal results and in-place writes, except for the null slot, which may hold
+    anything."""
+    actual = []
     for backend in (REFERENCE, CPU):
-        given = backend.fresh(arguments)
-        found.append(left(op, backend.run(op, given), given))
-    wanted, had = found
-    assert list(wanted) == list(had), name
-    for part, want in wanted.items():
+        inputs = backend.fresh(arguments)
+        actual.append(left(op, backend.run(op, inputs), inputs))
+    expected, had = actual
+    assert list(expected) == list(had), name
+    for part, want in expected.items():
         assert had[part].dtype == want.dtype and same_bits(had[part], want), (name, part)
 
 
-def test_recurrence_and_attention_have_one() -> None:
+def test_recurrent_and_attention_ops_have_cpu_backends() -> None:
     assert {op.name for op in OPS} >= {"paged_attention", "gated_delta_step", "gated_delta_chunk"}
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_gives_the_references_bits(op: Op, dtype: torch.dtype) -> None:
+def test_cpu_backend_equals_reference(op: Op, dtype: torch.dtype) -> None:
     for name, arguments in load_cases(op)(dtype):
-        assert_same(op, arguments, name)
+        assert_equals_reference(op, arguments, name)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_attention_over_many_segments(gated: bool) -> None:
-    """Prompts, an empty row, verification and decoding, across ends of segments."""
+def test_attention_across_split_boundaries(gated: bool) -> None:
+    """Prompts, an empty row, verification and decoding, across the ends of splits."""
     rows = ((0, 130), (700, 5), (0, 0), (255, 1), (1023, 2), (511, 64))
     batch = paged(rows, 6, 2, 32, 16, torch.float32)
     tokens, heads, dim = batch["q"].shape
     generator = torch.Generator().manual_seed(1)
     gates = torch.randn(tokens, 2 * heads * dim + 5, generator=generator)
-    assert_same(paged_attention, batch | {"gates": gates if gated else None}, str(rows))
+    assert_equals_reference(paged_attention, batch | {"gates": gates if gated else None}, str(rows))
 
 
-def test_attention_of_more_heads_than_a_tile_has_rows() -> None:
-    """As a block of tokens is, which stand beside each other as heads of one."""
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32], ids=str)
+def test_attention_of_rows_of_one_length_that_are_not_adjacent(dtype: torch.dtype) -> None:
+    """Rows of one token, of short splits, between prompts."""
+    rows = ((40, 1), (0, 70), (60, 1), (0, 3), (63, 1), (64, 1), (120, 1), (130, 1))
+    assert_equals_reference(paged_attention, paged(rows, 6, 2, 64, 16, dtype), str(rows))
+
+
+def test_attention_with_more_heads_than_tile_rows() -> None:
+    """As a draft block, whose tokens are laid out as heads of one token."""
     for rows, heads in ((((0, 1), (300, 1), (255, 1)), 512), (((250, 3),), 400)):
-        assert_same(paged_attention, paged(rows, heads, 1, 32, 16, torch.float32), str(rows))
+        assert_equals_reference(
+            paged_attention, paged(rows, heads, 1, 32, 16, torch.float32), str(rows)
+        )
 
 
 @pytest.mark.parametrize("flush", [1, 5, 20])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_with_every_number_of_tokens_to_replay(
-    rows: int, flush: int, state: torch.dtype
-) -> None:
+def test_recurrent_step_for_each_replay_length(rows: int, flush: int, state: torch.dtype) -> None:
     dims = Dims(2, 6, 32, 48, w=4, flush=flush, state=state)
     slots = [5, 2, 4][:rows]
     layer = weights(dims, torch.float32, 3)
     starts = torch.tensor([700, 64, 33][:rows], dtype=torch.int32)
-    for most in range(dims.max_replayed + 1):
+    for maximum in range(dims.max_replayed + 1):
         for length in (1, dims.w):
             arguments = dict(
                 **inputs(dims, (rows, length), torch.float32, 2),
@@ -90,14 +98,16 @@ def test_steps_with_every_number_of_tokens_to_replay(
                 state=random_state(dims, 6, slots, torch.float32, 1),
                 slots=torch.tensor(slots),
                 starts=starts,
-                folded=starts - torch.tensor([most, 0, most // 2][:rows]).int(),
+                folded=starts - torch.tensor([maximum, 0, maximum // 2][:rows]).int(),
                 flush=flush,
             )
-            assert_same(gated_delta_step, arguments, f"{most} to replay, {length} new")
+            assert_equals_reference(
+                gated_delta_step, arguments, f"{maximum} to replay, {length} new"
+            )
 
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
-def test_chunks_of_a_long_prompt(state: torch.dtype) -> None:
+def test_chunked_form_of_long_prompt(state: torch.dtype) -> None:
     dims = replace(Dims(2, 6, 32, 48), r=3, state=state)
     raw = inputs(dims, (629,), torch.float32, 4)
 
@@ -114,11 +124,11 @@ def test_chunks_of_a_long_prompt(state: torch.dtype) -> None:
         state_slots=ints(1, 2),
         snapshot_slots=ints(3, 4),
     )
-    assert_same(gated_delta_chunk, arguments, "129 and 500 tokens")
+    assert_equals_reference(gated_delta_chunk, arguments, "129 and 500 tokens")
 
 
 @pytest.mark.parametrize("taps", [1, 2, 4])
-def test_convolution(taps: int) -> None:
+def test_causal_convolution_equals_reference(taps: int) -> None:
     generator = torch.Generator().manual_seed(taps)
     x = torch.randn(taps + 8, 3, 10, generator=generator)
     weight = torch.randn(10, taps, generator=generator)
@@ -127,22 +137,20 @@ def test_convolution(taps: int) -> None:
     assert same_bits(alone, causal_convolution(x, weight)[:, 1])
 
 
-def test_ring_places_are_positions_modulo_the_ring() -> None:
+def test_history_indices_are_positions_modulo_length() -> None:
     length = history_length(4, 3)
-    places = cpu.flat_indices(length, (2, 5), (9, 3), range(-3, 2)).view(5, 2)
+    indices = cpu.flat_indices(length, (2, 5), (9, 3), range(-3, 2)).view(5, 2)
     for row, (slot, start) in enumerate(((2, 9), (5, 3))):
         expected = past_indices(start + 2, 5, length) + slot * length
-        assert torch.equal(places[:, row], expected)
+        assert torch.equal(indices[:, row], expected)
 
 
 @pytest.mark.parametrize("window", [1, 4, 8])
 @pytest.mark.parametrize("flush", [1, 5, 20])
 @pytest.mark.parametrize("grid", [1, 16])
-def test_a_window_overwrites_nothing_that_is_read_beside_it(
-    window: int, flush: int, grid: int
-) -> None:
-    most = max_replayed(window, flush, grid)
-    for before in (3, most):
+def test_window_writes_do_not_overlap_history_reads(window: int, flush: int, grid: int) -> None:
+    maximum = max_replayed(window, flush, grid)
+    for before in (3, maximum):
         length = history_length(window, before)
         for start in range(2 * length):
             written = set(past_indices(start + window, window, length).tolist())
@@ -152,9 +160,9 @@ def test_a_window_overwrites_nothing_that_is_read_beside_it(
 
 @pytest.mark.parametrize("flush", [1, 5, 16, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_state_lacks_no_more_tokens_than_a_ring_holds(dtype: torch.dtype, flush: int) -> None:
-    """Random walks from every first position; what is written is on the grid, and never behind
-    what is computed."""
+def test_unfolded_tokens_fit_history_buffer(dtype: torch.dtype, flush: int) -> None:
+    """Random walks from every first position: the state is written on the grid, and never past the
+    computed position."""
     grid = state_grid(dtype)
     draw = torch.Generator().manual_seed(flush)
     for window in (1, 4, 8):

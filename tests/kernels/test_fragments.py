@@ -1,4 +1,5 @@
-"""Dequantization in mma.sync register operands gives the reference's numbers in their places."""
+"""Dequantization into mma.sync register operands gives the reference's values at their
+positions."""
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ CASES = {
 def quantized_tile(
     quantizer: KVQuantizer, dim: int, kv: int
 ) -> tuple[Shared, Shared, torch.Tensor]:
-    """A tile of 64 tokens as it is copied to shared memory, and its numbers [64, D] in bf16."""
+    """Return a tile of 64 tokens as copied to shared memory, and its values [64, D] in bf16."""
     x = torch.randn(64, HEADS, dim, generator=torch.Generator().manual_seed(dim)).bfloat16()
     qdata, *scales = quantizer.quantize(x)
     expected = quantizer.dequantize(qdata, scales[0] if scales else None)[:, kv].bfloat16()
@@ -43,18 +44,18 @@ def quantized_tile(
 @pytest.mark.parametrize("kv", range(HEADS))
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("case", CASES)
-def test_fragments_hold_the_references_numbers(case: str, dim: int, kv: int) -> None:
+def test_fragments_equal_reference_dequantization(case: str, dim: int, kv: int) -> None:
     (keys, values) = CASES[case]
     order = torch.tensor([column_of.fn(s) for s in range(dim)])
     for i in range(4):
         tokens = slice(16 * i, 16 * i + 16)
         qdata, scale_words, expected = quantized_tile(keys, dim, kv)
-        with fragments.on_torch():
+        with fragments.patch_gluon():
             actual = keys.mma_functions().load_k.fn(qdata, scale_words, i, kv, HEADS, dim)
         assert same_bits(actual, expected[tokens][:, order])
         qdata, scale_words, expected = quantized_tile(values, dim, kv)
         functions = values.mma_functions()
-        with fragments.on_torch():
+        with fragments.patch_gluon():
             actual = functions.load_v.fn(qdata, scale_words, i, kv, HEADS, dim)
         columns = torch.tensor([functions.v_column.fn(s, dim) for s in range(dim)])
         assert sorted(columns.tolist()) == list(range(dim))

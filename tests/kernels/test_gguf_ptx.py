@@ -1,4 +1,5 @@
-"""The assembly that dequantizes words of GGUF types, run on the CPU: every code, any scale."""
+"""The assembly that dequantizes words of GGUF types, run on the CPU for every code and any
+scale."""
 
 from typing import Any
 
@@ -17,9 +18,9 @@ NAMES = [name for name, kind in GGUF_TYPES.items() if kind.bits <= 6 and name !=
 WORDS = 4000
 
 
-def run(text: str, results: int, given: list[Any]) -> list[Any]:
-    """Return what assembly leaves in its first operands."""
-    thread = ptx.Thread([np.ascontiguousarray(part) for part in given], results)
+def run(text: str, results: int, arguments: list[Any]) -> list[Any]:
+    """Return the output operands of assembly."""
+    thread = ptx.Thread([np.ascontiguousarray(part) for part in arguments], results)
     for line in text.strip().strip("{}").split(";"):
         if line.strip():
             thread.run(" ".join(line.split()))
@@ -33,7 +34,7 @@ def random_words(seed: int) -> Tensor:
 
 
 def random_scales(name: str, seed: int) -> Tensor:
-    """Return scales as the type has them, in fp32: base * step, fp16 or a power of two."""
+    """Return fp32 scales with the type's structure: base * step, fp16 or a power of two."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(WORDS, generator=generator).half().float()
     kind = GGUF_TYPES[name]
@@ -48,7 +49,7 @@ def random_scales(name: str, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_words_are_dequantized_as_the_type_says(name: str, dtype: torch.dtype) -> None:
+def test_words_are_dequantized_by_type(name: str, dtype: torch.dtype) -> None:
     kind = GGUF_TYPES[name]
     weight = GgufWeight.empty(16, 256, name)
     form = quantized_operand(weight, dtype, 0, CompileTarget(90, True))[1]
@@ -59,12 +60,14 @@ def test_words_are_dequantized_as_the_type_says(name: str, dtype: torch.dtype) -
         form.bits, form.high_bits, form.zero_point, form.table_low, form.table_high, kind.minima,
         dtype == torch.bfloat16,
     )  # fmt: skip
-    given = [part.numpy().view(np.uint32) for part in ([word, high] if form.high_bits else [word])]
-    given += [part.numpy() for part in scales]
-    given += [(-part).numpy() for part in minima] if kind.minima else []
-    made = run(text, 4, given)
+    arguments = [
+        part.numpy().view(np.uint32) for part in ([word, high] if form.high_bits else [word])
+    ]
+    arguments += [part.numpy() for part in scales]
+    arguments += [(-part).numpy() for part in minima] if kind.minima else []
+    result = run(text, 4, arguments)
     for pair in range(4):
-        halves = torch.from_numpy(made[pair].view(np.int16).reshape(-1, 2).copy()).view(dtype)
+        halves = torch.from_numpy(result[pair].view(np.int16).reshape(-1, 2).copy()).view(dtype)
         for j in range(2):
             low = word >> (16 * j + form.bits * pair) & (2**form.bits - 1)
             upper = high >> (16 * j + form.high_bits * pair) & (2**form.high_bits - 1)
@@ -74,17 +77,17 @@ def test_words_are_dequantized_as_the_type_says(name: str, dtype: torch.dtype) -
             assert torch.equal(halves[:, j].view(torch.int16), want.view(torch.int16)), (pair, j)
 
 
-def test_steps_and_halves_are_widened() -> None:
+def test_scale_steps_and_halves_are_widened() -> None:
     word = random_words(7)
     bases = random_scales("Q4_1", 8)
-    made = run(steps_ptx(), 4, [word.numpy().view(np.uint32), bases.numpy()])
+    result = run(steps_ptx(), 4, [word.numpy().view(np.uint32), bases.numpy()])
     steps = word.view(torch.int8).view(-1, 4).float()
     for i in range(4):
-        assert torch.equal(torch.from_numpy(made[i]), steps[:, i] * bases)
+        assert torch.equal(torch.from_numpy(result[i]), steps[:, i] * bases)
     for dtype in (torch.bfloat16, torch.float16):
         text = widen_ptx(dtype == torch.bfloat16)
-        made = run(text, 2, [word.numpy().view(np.uint32)])
+        result = run(text, 2, [word.numpy().view(np.uint32)])
         for i in range(2):
-            found = torch.from_numpy(made[i].view(np.float32).copy())
+            actual = torch.from_numpy(result[i].view(np.float32).copy())
             want = word.view(dtype).view(-1, 2)[:, i].float()
-            torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(actual, want, rtol=0, atol=0, equal_nan=True)

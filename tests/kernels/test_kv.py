@@ -1,7 +1,7 @@
-"""KV formats: their codecs, and the ops that read and write packed caches.
+"""KV formats: their quantizers, and the ops that read and write quantized caches.
 
-The law is that attention over a packed cache is attention over the unpacked one, bit for bit; and
-what is written depends on the token and head alone.
+Attention over a quantized cache equals attention over the dequantized one bit for bit, and what is
+written depends only on the token and the head.
 """
 
 from dataclasses import replace
@@ -35,8 +35,9 @@ FORMATS = pytest.mark.parametrize("format", KERNEL_FORMATS.values(), ids=list(KE
 ROTATE = {name: format for name, format in KERNEL_FORMATS.items() if format.v.rotation}
 
 
-def of_dims(sizes: Any, at: int) -> Any:
-    """Params (format, size) of every format and the sizes whose dim, element `at`, it takes."""
+def supported_params(sizes: Any, at: int) -> Any:
+    """Return params (format, size) of every format and each size whose dim, element `at`, it
+    supports."""
     pairs = [(n, f, size) for n, f in KERNEL_FORMATS.items() for size in sizes if fits(f, size[at])]
     return [pytest.param(f, size, id=f"{name}-{size}") for name, f, size in pairs]
 
@@ -46,20 +47,22 @@ SIZES = ((4, 1, 64, 64), (3, 1, 80, 32), (2, 2, 32, 16), (2, 1, 16, 16))
 """(heads, KV heads, dim, page size)."""
 SMALL = (4, 3, 3, 128, 64, False, 1.0)
 """A layer of rope_and_cache with two blocks of values."""
-WRITTEN = [
+WRITE_CASES = [
     pytest.param(absent, *of.values, id=f"{absent}-{of.id}")
     for absent, layers in (
         ((), (*LAYERS[:3], LAYERS[7], LAYERS[4], SMALL)),
         *((names, (LAYERS[0], SMALL)) for _, names in WITHOUT[:3:2]),
     )
-    for of in of_dims(layers, 3)
+    for of in supported_params(layers, 3)
 ]
-"""Of rope_and_cache: every layer; without norms and without positions, the first that fit."""
+"""Cases of rope_and_cache: every layer; without norms and without positions, the first layers that
+fit."""
 ROWS = ((5, 1), (0, 0), (254, 3))
 
 
 def hard_numbers(dim: int, heads: int = 64) -> torch.Tensor:
-    """Heads [heads, D] over all exponents, halves between codes, zeros, the least and the most."""
+    """Return heads [heads, D] over all exponents, with ties between codes, zeros, and the smallest
+    and largest numbers."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(heads, dim, generator=generator)
     x *= torch.exp2(torch.randint(-30, 12, (heads, 1), generator=generator).float())
@@ -74,7 +77,7 @@ def hard_numbers(dim: int, heads: int = 64) -> torch.Tensor:
 
 
 def round_trip(quantizer: Any, x: torch.Tensor) -> torch.Tensor:
-    """What comes back of x, out of any rotation."""
+    """Return x quantized and dequantized, with any rotation undone."""
     codes, *numbers = quantizer.quantize(x)
     actual = quantizer.dequantize(codes, *(numbers or [None]))
     return actual if quantizer.rotation is None else quantizer.rotation.rotate_back(actual)
@@ -82,7 +85,7 @@ def round_trip(quantizer: Any, x: torch.Tensor) -> torch.Tensor:
 
 @FORMATS
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_what_is_not_finite_comes_back_as_nan(format: Any, side: str) -> None:
+def test_non_finite_values_dequantize_to_nan(format: Any, side: str) -> None:
     quantizer = getattr(format, side)
     for wrong in (torch.nan, torch.inf, -torch.inf):
         x = torch.ones(2, 3, 16)
@@ -93,16 +96,16 @@ def test_what_is_not_finite_comes_back_as_nan(format: Any, side: str) -> None:
 
 
 @FORMATS
-def test_twice_is_once(format: Any) -> None:
-    """What was packed and unpacked packs to itself, but for the last bit of a scale."""
+def test_quantization_is_idempotent(format: Any) -> None:
+    """Dequantized values quantize to themselves, except for the last bit of a scale."""
     x = hard_numbers(32)[:4]
     once = round_trip(format.k, x)
-    most = once.abs().max() if format.k.rotation else 0  # turning there and back rounds
-    torch.testing.assert_close(round_trip(format.k, once), once, rtol=1e-6, atol=1e-6 * most)
+    maximum = once.abs().max() if format.k.rotation else 0  # turning there and back rounds
+    torch.testing.assert_close(round_trip(format.k, once), once, rtol=1e-6, atol=1e-6 * maximum)
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_fp8_is_the_nearest_number(kind: str) -> None:
+def test_fp8_rounds_to_nearest(kind: str) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(TYPES[kind]).float()
     every = every[every.isfinite()].unique()
     x = hard_numbers(64).flatten()
@@ -113,7 +116,7 @@ def test_fp8_is_the_nearest_number(kind: str) -> None:
     assert round_trip(Fp8(kind), torch.tensor(3e38)) == every.max()
 
 
-def test_int8_is_off_by_half_a_step() -> None:
+def test_int8_error_is_at_most_half_a_step() -> None:
     x = hard_numbers(64)
     x = x[(x.abs().amax(-1) > 1e-30)]
     off = (round_trip(Int8(), x) - x).abs().amax(-1)
@@ -122,15 +125,15 @@ def test_int8_is_off_by_half_a_step() -> None:
     assert not codes.any() and not scale.any()
 
 
-def test_scales_are_divided_by_and_multiplied_with() -> None:
+def test_fixed_scale_divides_then_multiplies() -> None:
     x = hard_numbers(64)[:4]
     scaled = round_trip(Fp8("e4m3", 0.25), x)
     assert torch.equal(scaled, round_trip(Fp8("e4m3"), x * 4) / 4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("format", "layer"), of_dims(SIZES, 2))
-def test_attention_over_packed_is_attention_over_unpacked(
+@pytest.mark.parametrize(("format", "layer"), supported_params(SIZES, 2))
+def test_attention_over_quantized_equals_dequantized(
     backend: Any, layer: tuple[int, ...], format: Any
 ) -> None:
     packed = paged(ROWS, *layer, backend.dtype, format=format)
@@ -143,8 +146,8 @@ def test_attention_over_packed_is_attention_over_unpacked(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", ROTATE.values(), ids=list(ROTATE))
 @pytest.mark.parametrize("batch", [((254, 3),)], ids=str)
-def test_values_of_two_blocks_are_read(backend: Any, batch: Any, format: Any) -> None:
-    """A head of 128 and, where the interpreter does not run them, one of 256, gated."""
+def test_values_of_two_blocks(backend: Any, batch: Any, format: Any) -> None:
+    """A head of 128 and, outside the interpreter, one of 256, gated."""
     for dim in (128,) if backend.interpreted else (128, 256):
         packed = paged(batch, 3, 1, dim, 64, backend.dtype, format=format)
         packed["gates"] = torch.ones(3, 6 * dim).to(backend.dtype)
@@ -156,11 +159,12 @@ def test_values_of_two_blocks_are_read(backend: Any, batch: Any, format: Any) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("absent", "format", "layer"), WRITTEN)
-def test_what_is_written_is_the_codes_of_what_would_be(
+@pytest.mark.parametrize(("absent", "format", "layer"), WRITE_CASES)
+def test_written_cache_equals_quantized_reference(
     backend: Any, layer: Any, format: Any, absent: tuple[str, ...]
 ) -> None:
-    """The codec's reference, over the keys and values that the same backend writes unpacked."""
+    """The reference quantizer is applied to the keys and values that the same backend writes
+    unquantized."""
     changes = dict.fromkeys(absent)
     dequantized = backend.place(rope(*layer, backend.dtype) | changes)
     packed = backend.place(rope(*layer, backend.dtype, format) | changes)
@@ -174,15 +178,15 @@ def test_what_is_written_is_the_codes_of_what_would_be(
         pairs = zip(packed[name].tensors(), before[name].tensors(), expected, strict=True)
         for tensor, old, want in pairs:
             assert same_bits(tensor.flatten(0, 1)[slots], want), name
-            others = torch.ones(tensor.shape[0] * tensor.shape[1], dtype=torch.bool)
-            others[slots.cpu()] = False
-            assert same_bits(tensor.cpu().flatten(0, 1)[others], old.cpu().flatten(0, 1)[others])
+            rest = torch.ones(tensor.shape[0] * tensor.shape[1], dtype=torch.bool)
+            rest[slots.cpu()] = False
+            assert same_bits(tensor.cpu().flatten(0, 1)[rest], old.cpu().flatten(0, 1)[rest])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dim", [16, 128])
-def test_rotations_alone_leave_attention_as_it_is(backend: Any, dim: int) -> None:
-    """Keys, queries, values and what is found: rotated and not packed, against not rotated."""
+def test_rotation_without_quantization_preserves_attention(backend: Any, dim: int) -> None:
+    """Keys, queries, values and outputs: rotated and unquantized against not rotated."""
     layer = (5, 4, 1, dim, dim // 2, True, 0.0)
     format = KVFormat(
         "rotated", *(Unquantized(backend.dtype, HadamardRotation(99, block)) for block in (256, 64))
@@ -203,8 +207,8 @@ def test_rotations_alone_leave_attention_as_it_is(backend: Any, dim: int) -> Non
 
 @FORMATS
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_hard_numbers_are_written_as_the_reference_does(backend: Any, format: Any) -> None:
-    """Copied as they are: no norm, no positions, so that k and v are the projection's."""
+def test_hard_numbers_are_written_as_reference(backend: Any, format: Any) -> None:
+    """Without norm and positions, so that k and v equal the projection's."""
     dim = 32
     numbers = hard_numbers(dim).to(backend.dtype)
     numbers[40, 3] = torch.nan
@@ -227,7 +231,7 @@ def test_hard_numbers_are_written_as_the_reference_does(backend: Any, format: An
 
 
 @FORMATS
-def test_pages_are_read_as_the_whole_is(format: Any) -> None:
+def test_read_pages_equals_dequantized_cache(format: Any) -> None:
     cache = paged(ROWS, 4, 2, 32, 16, torch.float32, format=format)["k_cache"]
     pages = torch.tensor([3, 1, 1, 0])
     assert same_bits(
@@ -236,7 +240,7 @@ def test_pages_are_read_as_the_whole_is(format: Any) -> None:
     assert cache.shape == dequantize(cache, torch.float32).shape
 
 
-def test_kernels_refuse_a_codec_without_device_functions() -> None:
+def test_quantizer_without_device_functions_is_unsupported() -> None:
     class Other(Int8):
         device_path = None
 
@@ -251,7 +255,7 @@ def test_kernels_refuse_a_codec_without_device_functions() -> None:
     assert served["hopper"] is None and "not quantized" in (served["quantized_hopper"] or "")
 
 
-def test_a_packed_cache_is_described_by_its_tensors() -> None:
+def test_quantized_cache_lists_its_tensors() -> None:
     codes = torch.zeros(3, 16, 2, 8, dtype=torch.int8)
     cache = QuantizedKV(Int8(), 8, codes)
     assert cache.tensors() == [codes]

@@ -1,4 +1,5 @@
-"""Latents in KV formats: their codecs, what is written, and attention over what was packed."""
+"""Latents in KV formats: their quantizers, the writes to caches, and attention over quantized
+latents."""
 
 from importlib import import_module
 from typing import Any
@@ -32,33 +33,33 @@ BYTES = {
     "turboquant_4bit_nc": 386,
     "turboquant_3bit_nc": 322,
 }
-"""Of one token in one layer of DeepSeek-V3: 512 numbers, those beside them, and 64 in bf16."""
-LOST = {
+"""Bytes of one token in one layer of DeepSeek-V3: 512 values, their scales, and 64 bf16 values."""
+MAX_ERROR = {
     "bfloat16": 3e-6,
     "fp8_e4m3": 7.1e-4,
     "int8_per_token_head": 2.5e-4,
     "turboquant_4bit_nc": 0.0097,
     "turboquant_3bit_nc": 0.0352,
 }
-"""The mean squared error of a normed latent of length 1, at most."""
+"""Maximum mean squared error of a normed latent of length 1."""
 ROWS = ((5, 4), (0, 0), (254, 3))
 SIZES = ((3, 64, 16, 64), (2, 32, 8, 16), (1, 512, 64, 64))
 """(heads, latent, rope, page size)."""
 GROUPED = ("latents", "ropes", "page_table", "cu_seqlens", "starts")
-"""The arguments that are taken group by group."""
+"""The arguments that are processed group by group."""
 HEADS = 16
-"""Of DeepSeek-V3's sizes on a GPU."""
+"""Heads of the case with DeepSeek-V3's sizes on a GPU."""
 
 
 def round_trip(quantizer: KVQuantizer, x: Tensor) -> Tensor:
-    """What comes back of x, out of any rotation."""
+    """Return x quantized and dequantized, with any rotation undone."""
     codes, *numbers = quantizer.quantize(x)
     actual = quantizer.dequantize(codes, *(numbers or [None]))
     return actual if quantizer.rotation is None else quantizer.rotation.rotate_back(actual)
 
 
 def latents(dim: int = 512, count: int = 256) -> Tensor:
-    """Latents [count, D] of which the 7th number is eight times larger, of all sizes."""
+    """Return latents [count, D] of all magnitudes, with an eight times larger 7th value."""
     draw = torch.Generator().manual_seed(4)
     x = torch.randn(count, dim, generator=draw)
     x[:, 7] *= 8
@@ -66,7 +67,7 @@ def latents(dim: int = 512, count: int = 256) -> Tensor:
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_bytes_of_a_token(name: str) -> None:
+def test_bytes_per_token(name: str) -> None:
     quantizer = latent_quantizer(KV_FORMATS.get(name), 512)
     spec = latent_spec(512, 64, torch.bfloat16, quantizer)
     assert sum(part.nbytes for part in spec.parts) == BYTES[name]
@@ -75,7 +76,7 @@ def test_bytes_of_a_token(name: str) -> None:
     assert ropes.dtype == torch.bfloat16
 
 
-def test_formats_that_keep_keys_otherwise_than_values_are_refused() -> None:
+def test_formats_with_different_keys_and_values_are_refused() -> None:
     for name in ("turboquant_k8v4", "turboquant_k3v4_nc", "fp8_e5m2"):
         with pytest.raises(ConfigError) as error:
             latent_quantizer(KV_FORMATS[name], 512)
@@ -89,15 +90,15 @@ def test_formats_that_keep_keys_otherwise_than_values_are_refused() -> None:
 
 
 @QUANTIZERS
-def test_what_is_lost(quantizer: KVQuantizer, request: pytest.FixtureRequest) -> None:
+def test_quantization_error(quantizer: KVQuantizer, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.id
     x = latents()
     off = (round_trip(quantizer, x) - x).square().sum(-1) / x.square().sum(-1)
-    assert LOST[name] / 3 < off.mean() < LOST[name]
+    assert MAX_ERROR[name] / 3 < off.mean() < MAX_ERROR[name]
 
 
 @QUANTIZERS
-def test_twice_is_once_and_zeros_stay(quantizer: KVQuantizer) -> None:
+def test_quantization_is_idempotent_and_keeps_zeros(quantizer: KVQuantizer) -> None:
     x = latents()
     once = round_trip(quantizer, x)
     close = 1e-6 * once.abs().amax(-1, keepdim=True)
@@ -109,7 +110,7 @@ def test_twice_is_once_and_zeros_stay(quantizer: KVQuantizer) -> None:
 
 @QUANTIZERS
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_found(quantizer: KVQuantizer, wrong: float) -> None:
+def test_non_finite_values_stay_non_finite(quantizer: KVQuantizer, wrong: float) -> None:
     x = torch.ones(3, 64)
     x[1, 5] = wrong
     actual = round_trip(quantizer, x)
@@ -117,15 +118,16 @@ def test_what_is_not_finite_is_found(quantizer: KVQuantizer, wrong: float) -> No
     assert actual[[0, 2]].isfinite().all()
 
 
-def test_a_token_of_fp8_has_the_least_power_of_two() -> None:
-    """No number passes 448 times it, and with half of it one would; each is the nearest one."""
+def test_token_fp8_scale_is_smallest_power_of_two() -> None:
+    """No value exceeds 448 times the scale, and one would exceed half of that; each is rounded to
+    nearest."""
     quantizer = TokenFp8()
     x = latents()
     codes, scales = quantizer.quantize(x)
     (mantissas, _) = torch.frexp(scales)
     assert (mantissas == 0.5).all()
-    most = x.abs().amax(-1, keepdim=True)
-    assert (most <= 448 * scales).all() and (most > 224 * scales).all()
+    maximum = x.abs().amax(-1, keepdim=True)
+    assert (maximum <= 448 * scales).all() and (maximum > 224 * scales).all()
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every = every[every.isfinite()].unique()
     wide = (x[:16] / scales[:16]).double()
@@ -139,8 +141,8 @@ def test_a_token_of_fp8_has_the_least_power_of_two() -> None:
 
 
 def sizes_on(backend: Backend) -> tuple[tuple[int, ...], ...]:
-    """The interpreter takes seconds for a latent of 512; a GPU takes DeepSeek-V3's heads, and its
-    own kernel those of that latent alone."""
+    """Return the sizes for a backend: small ones under the interpreter, DeepSeek-V3's heads on a
+    GPU, and only those for the Hopper kernel."""
     if backend.interpreted:
         return SIZES[:2]
     sizes = (*SIZES, (HEADS, 512, 64, 64)) if backend.on_gpu else SIZES
@@ -149,7 +151,7 @@ def sizes_on(backend: Backend) -> tuple[tuple[int, ...], ...]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @QUANTIZERS
-def test_attention_over_packed_is_attention_over_unpacked(
+def test_attention_over_quantized_equals_dequantized(
     backend: Backend, quantizer: KVQuantizer
 ) -> None:
     for size in sizes_on(backend):
@@ -165,8 +167,8 @@ def test_attention_over_packed_is_attention_over_unpacked(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp8_e4m3", "turboquant_4bit_nc"])
 @pytest.mark.parametrize("rows", [((32765, 4),), ((8200, 32),), ((100, 300),)], ids=str)
-def test_packed_is_unpacked_in_every_partition(name: str, rows: Any) -> None:
-    """Entries of segments and of spans, and whole rows, at DeepSeek-V3's sizes, by any backend."""
+def test_quantized_equals_dequantized_in_every_partition(name: str, rows: Any) -> None:
+    """Partials of splits and of spans, and whole rows, at DeepSeek-V3's sizes, on any backend."""
     quantizer = LATENT_QUANTIZERS[name]
     (triton, hopper) = (Backend(name, "cuda", torch.bfloat16) for name in ("triton", "hopper"))
     packed = triton.place(paged_latents(rows, 128, 512, 64, 64, triton.dtype, quantizer=quantizer))
@@ -182,8 +184,10 @@ def test_packed_is_unpacked_in_every_partition(name: str, rows: Any) -> None:
 @pytest.mark.parametrize(
     "quantizer", [None, *LATENT_QUANTIZERS.values()], ids=["auto", *LATENT_QUANTIZERS]
 )
-def test_rows_are_unpacked_ahead(backend: Backend, quantizer: KVQuantizer | None) -> None:
-    """Two at once, then the third: attention over each group gives what it gives over all."""
+def test_groups_are_dequantized_before_attention(
+    backend: Backend, quantizer: KVQuantizer | None
+) -> None:
+    """Two rows at once, then the third: attention over each group equals attention over all."""
     kernel = import_module("lockstep.kernels.latent_attention.dequantize")
     size = sizes_on(backend)[-1]
     packed = backend.place(
@@ -197,15 +201,16 @@ def test_rows_are_unpacked_ahead(backend: Backend, quantizer: KVQuantizer | None
     for group in kernel.dequantized_groups(**arguments, max_bytes=3 * row_bytes - 1):
         part = dict(zip(GROUPED, group, strict=True))
         assert all(part[name].dtype == backend.dtype for name in ("latents", "ropes"))
-        own = slice(int(part["cu_seqlens"][0]), int(part["cu_seqlens"][-1]))
-        actual[own] = backend.run(latent_attention, packed | part)[own]
+        mine = slice(int(part["cu_seqlens"][0]), int(part["cu_seqlens"][-1]))
+        actual[mine] = backend.run(latent_attention, packed | part)[mine]
         counts.append(len(part["starts"]))
     assert counts == ([2, 1] if quantizer else [3])
     assert same_bits(actual, expected)
 
 
-def hard(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The same call with a weight of all sizes, a token of zeros and one that is not finite."""
+def hard_arguments(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the same call with weights of all magnitudes, a token of zeros and one that is not
+    finite."""
     width = len(arguments["weight"])
     exponents = torch.arange(width).float() % 24 - 12
     weight = (arguments["weight"].float() * torch.exp2(exponents)).to(dtype)
@@ -219,31 +224,31 @@ def hard(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", WRITERS)
 @QUANTIZERS
 @pytest.mark.parametrize("size", [(7, 2, 12, 32, 8), (5, 0, 16, 512, 64)], ids=str)
-def test_what_is_written_is_the_codes_of_what_would_be(
+def test_written_cache_equals_quantized_reference(
     backend: Backend, quantizer: KVQuantizer, size: tuple[int, ...]
 ) -> None:
-    """The codec's reference over the latents that the same backend writes unpacked; the turned key
-    and queries are the same; and nothing else is written."""
-    (whole, packed) = (
-        backend.place(hard(latent_rope(*size, backend.dtype, kind), backend.dtype))
+    """The reference quantizer is applied to the latents that the same backend writes unquantized.
+    The rotated key and queries are equal, and nothing else is written."""
+    (full, packed) = (
+        backend.place(hard_arguments(latent_rope(*size, backend.dtype, kind), backend.dtype))
         for kind in (None, quantizer)
     )
     before = backend.fresh(packed)
     queries = backend.run(latent_rope_and_cache, packed)
-    assert same_bits(queries, backend.run(latent_rope_and_cache, whole))
-    assert same_bits(packed["ropes"], whole["ropes"])
-    slots = whole["slot_mapping"].unique()
-    expected = quantizer.quantize(whole["latents"].flatten(0, 1)[slots].cpu())
-    others = torch.ones(packed["latents"].shape[:2].numel(), dtype=torch.bool)
-    others[slots.cpu()] = False
+    assert same_bits(queries, backend.run(latent_rope_and_cache, full))
+    assert same_bits(packed["ropes"], full["ropes"])
+    slots = full["slot_mapping"].unique()
+    expected = quantizer.quantize(full["latents"].flatten(0, 1)[slots].cpu())
+    rest = torch.ones(packed["latents"].shape[:2].numel(), dtype=torch.bool)
+    rest[slots.cpu()] = False
     tensors = packed["latents"].tensors()
     for tensor, old, want in zip(tensors, before["latents"].tensors(), expected, strict=True):
         assert same_bits(tensor.flatten(0, 1)[slots], want)
-        assert same_bits(tensor.cpu().flatten(0, 1)[others], old.cpu().flatten(0, 1)[others])
+        assert same_bits(tensor.cpu().flatten(0, 1)[rest], old.cpu().flatten(0, 1)[rest])
 
 
 @QUANTIZERS
-def test_pages_are_read_as_the_whole_is(quantizer: KVQuantizer) -> None:
+def test_read_pages_equals_dequantized_cache(quantizer: KVQuantizer) -> None:
     cache = paged_latents(ROWS, 2, 32, 8, 16, torch.float32, quantizer=quantizer)["latents"]
     pages = torch.tensor([3, 1, 1, 0])
     assert same_bits(
@@ -256,7 +261,7 @@ def test_pages_are_read_as_the_whole_is(quantizer: KVQuantizer) -> None:
     )
 
 
-def test_backends_say_which_latents_they_read() -> None:
+def test_explain_reports_supported_latents() -> None:
     traits = dict(device="cuda", dtype=torch.bfloat16, arch=90, heads=128, latent=512, rope=64)
     for op in (latent_attention, latent_rope_and_cache):
         for quantizer in (None, *LATENT_QUANTIZERS.values()):

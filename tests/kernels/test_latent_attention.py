@@ -1,4 +1,5 @@
-"""Latent attention: the textbook's formula, per-token bounds, and bits that no division changes."""
+"""Latent attention equals the textbook formula, respects per-token bounds, and has the same bits
+for every partition."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -21,19 +22,19 @@ HEADS = backends(pytest.mark.slow)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 LAYER = (5, 40, 12, 16)
 REAL = (128, 512, 64, 64)
-"""(heads, latent, rope, page size) of DeepSeek-V3: what a GPU is tried on."""
+"""(heads, latent, rope, page size) of DeepSeek-V3, used on a GPU."""
 
 
-def seen(batch: dict[str, Any], s: int, tokens: int) -> Tensor:
-    """What row s holds in latents and ropes, its first tokens: [tokens, C + R]."""
+def cached_keys(batch: dict[str, Any], s: int, tokens: int) -> Tensor:
+    """Return row s's first tokens in latents and ropes: [tokens, C + R]."""
     pages = batch["page_table"][s].long()
     return torch.cat(
         [batch[name][pages].flatten(0, 1)[:tokens] for name in ("latents", "ropes")], -1
     )
 
 
-def test_absorbed_attention_is_attention_over_expanded_keys_and_values() -> None:
-    """In double precision, with projections that the op never sees."""
+def test_absorbed_attention_equals_expanded_attention() -> None:
+    """In double precision, with projections that the op does not get."""
     rows = ((0, 5), (300, 3), (255, 2))
     heads = 3
     latent = 24
@@ -45,47 +46,47 @@ def test_absorbed_attention_is_attention_over_expanded_keys_and_values() -> None
     values_of = torch.randn(heads, 10, latent, generator=draw).double()
     q = torch.randn(10, heads, plain, generator=draw).double()
     batch["q_latent"] = torch.einsum("thn,hnc->thc", q, keys_of).float()
-    found = torch.einsum("thc,hvc->thv", latent_attention(**batch).double(), values_of)
+    actual = torch.einsum("thc,hvc->thv", latent_attention(**batch).double(), values_of)
     turned = batch["q_rope"].double()
     at = 0
     for s, (start, count) in enumerate(rows):
-        held = seen(batch, s, start + count).double()
-        keys = torch.einsum("kc,hnc->hkn", held[:, :latent], keys_of)
-        shared = held[:, latent:].expand(heads, -1, -1)
-        values = torch.einsum("kc,hvc->hkv", held[:, :latent], values_of)
+        retained = cached_keys(batch, s, start + count).double()
+        keys = torch.einsum("kc,hnc->hkn", retained[:, :latent], keys_of)
+        shared = retained[:, latent:].expand(heads, -1, -1)
+        values = torch.einsum("kc,hvc->hkv", retained[:, :latent], values_of)
         queries = torch.cat([q[at : at + count], turned[at : at + count]], -1).transpose(0, 1)
         mask = torch.arange(start + count) <= start + torch.arange(count)[:, None]
         expected = F.scaled_dot_product_attention(
             queries, torch.cat([keys, shared], -1), values, mask, scale=batch["scale"]
         )
         close = dict(rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found[at : at + count], expected.transpose(0, 1), **close)
+        torch.testing.assert_close(actual[at : at + count], expected.transpose(0, 1), **close)
         at += count
 
 
-def test_pairs_turn_as_complex_numbers_and_latents_are_normed() -> None:
-    given = latent_rope(5, 4, 12, 32, 8, torch.float32)
-    angles = torch.complex(given["cos"], given["sin"])[given["positions"]]
+def test_rope_rotates_pairs_and_latents_are_normed() -> None:
+    arguments = latent_rope(5, 4, 12, 32, 8, torch.float32)
+    angles = torch.complex(arguments["cos"], arguments["sin"])[arguments["positions"]]
 
     def turned(x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * angles[:, None]).flatten(-2)
 
-    q = latent_rope_and_cache(**given)
-    torch.testing.assert_close(q, turned(given["q"][..., 12:]))
-    slots = given["slot_mapping"]
-    key = given["ropes"].flatten(0, 1)[slots]
-    torch.testing.assert_close(key, turned(given["kv"][:, None, 32:])[:, 0])
-    normed = F.rms_norm(given["kv"][:, :32], (32,), given["weight"], 1e-6)
-    torch.testing.assert_close(given["latents"].flatten(0, 1)[slots], normed)
+    q = latent_rope_and_cache(**arguments)
+    torch.testing.assert_close(q, turned(arguments["q"][..., 12:]))
+    slots = arguments["slot_mapping"]
+    key = arguments["ropes"].flatten(0, 1)[slots]
+    torch.testing.assert_close(key, turned(arguments["kv"][:, None, 32:])[:, 0])
+    normed = F.rms_norm(arguments["kv"][:, :32], (32,), arguments["weight"], 1e-6)
+    torch.testing.assert_close(arguments["latents"].flatten(0, 1)[slots], normed)
 
 
 def layer_of(backend: Backend) -> tuple[int, ...]:
     return REAL if backend.on_gpu else LAYER
 
 
-def pieces(backend: Backend, cuts: list[int]) -> Tensor:
-    """One row in the cache, up to the last cut; its queries in pieces between the cuts."""
+def run_queries_in_chunks(backend: Backend, cuts: list[int]) -> Tensor:
+    """Run one cached row up to the last cut, with its queries in chunks between the cuts."""
     one = paged_latents(((0, cuts[-1]),), *layer_of(backend), backend.dtype, seed=3)
     out = []
     for begin, end in zip(cuts, cuts[1:], strict=False):
@@ -98,25 +99,25 @@ def pieces(backend: Backend, cuts: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_prompts_verification_and_decoding_agree(backend: Backend) -> None:
-    """100 tokens in one chunk, and in windows of every length across a segment's end."""
+def test_latent_attention_prefill_verify_and_decode_agree(backend: Backend) -> None:
+    """100 tokens in one chunk, and in windows of every length across a split's end."""
     begin = 1010 if backend.on_gpu else 500
     end = begin + 100
-    whole = pieces(backend, [begin, end])
+    full = run_queries_in_chunks(backend, [begin, end])
     for width in (1, 4) if backend.interpreted else (1, 2, 3, 4, 5, 6, 7, 8, 64):
         cuts = range(begin + 9, min(begin + 9 + 4 * width, end), width)
-        assert same_bits(pieces(backend, [begin, *cuts, end]), whole), width
+        assert same_bits(run_queries_in_chunks(backend, [begin, *cuts, end]), full), width
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_alone_elsewhere_and_beside_others(backend: Backend) -> None:
-    """Batch mates, an empty row, a wider page table, a larger bound, other pages."""
+def test_latent_attention_row_is_batch_and_page_independent(backend: Backend) -> None:
+    """Vary batch mates, an empty row, a wider page table, a larger bound, other pages."""
     rows = ((254, 4), (0, 0), (511, 2), (3, 9), (255, 1))
     batch = paged_latents(rows, *layer_of(backend), backend.dtype)
     out = backend.run(latent_attention, batch)
     bounds = batch["cu_seqlens"].tolist()
     order = torch.randperm(len(batch["latents"]), generator=torch.Generator().manual_seed(9))
-    place = torch.argsort(order)
+    index = torch.argsort(order)
     for s, (start, count) in enumerate(rows):
         mine = slice(bounds[s], bounds[s + 1])
         alone = dict(batch)
@@ -126,19 +127,19 @@ def test_a_row_alone_elsewhere_and_beside_others(backend: Backend) -> None:
         alone["cu_seqlens"] = torch.tensor([0, count], dtype=torch.int32)
         alone["query_len"] = max(count, 1) + 2
         moved = alone | {name: batch[name][order] for name in ("latents", "ropes")}
-        moved["page_table"] = place[alone["page_table"].long()].int()
+        moved["page_table"] = index[alone["page_table"].long()].int()
         for arguments in (alone, moved):
             assert same_bits(backend.run(latent_attention, arguments), out[mine]), (s, count)
 
 
 @pytest.mark.parametrize("backend", backends(op=latent_attention))
-def test_no_token_sees_a_key_behind_its_own(backend: Backend) -> None:
-    """Every key behind a token's own is poisoned: with numbers where its window holds them, since
-    zero times NaN is NaN; with NaN where it does not."""
+def test_attention_is_causal(backend: Backend) -> None:
+    """All keys after a token's own are poisoned: with finite numbers inside its window, since zero
+    times NaN is NaN, and with NaN outside of it."""
     start = 253
     window = 5
     batch = paged_latents(((start, window),), *layer_of(backend), backend.dtype, seed=5)
-    whole = backend.run(latent_attention, batch)
+    full = backend.run(latent_attention, batch)
     pages = batch["page_table"][0].long()
     size = batch["latents"].shape[1]
     for t in reversed(range(window)):
@@ -149,8 +150,8 @@ def test_no_token_sees_a_key_behind_its_own(backend: Backend) -> None:
             for slot in range(start + t + 1, len(pages) * size):
                 for name in ("latents", "ropes"):
                     part[name][pages[slot // size], slot % size] = poison
-            found = backend.run(latent_attention, part)
-            assert same_bits(found[: t + 1], whole[: t + 1]), (t, width)
+            actual = backend.run(latent_attention, part)
+            assert same_bits(actual[: t + 1], full[: t + 1]), (t, width)
 
 
 MODULES = ("triton", "hopper")
@@ -160,29 +161,29 @@ LONG = ((4094, 3), (1023, 2), (8190, 3), (8960, 70))
 
 @pytest.mark.parametrize("backend", TRITON)
 def test_partitions_agree(backend: Backend) -> None:
-    """All keys in one program, entries of spans, and of segments, by any number of programs: the
-    bits of triton.py, whichever kernel it is."""
+    """All keys in one CTA, partials of spans and of splits, with any number of CTAs: each kernel
+    gives the bits of triton.py."""
     triton = import_module("lockstep.kernels.latent_attention.triton")
     layer = (2, 16, 16, 64) if backend.interpreted else REAL
     rows = ROWS if backend.interpreted else (*ROWS, *LONG)
     batch = paged_latents(rows, *layer, backend.dtype, min_columns=9216 // layer[-1])
     arguments = backend.place(batch)
-    whole = triton.latent_attention_triton(**arguments, partition=triton.Partition(0, 1))
-    assert not whole.isnan().any()
-    assert same_bits(backend.run(latent_attention, arguments), whole)
+    full = triton.latent_attention_triton(**arguments, partition=triton.Partition(0, 1))
+    assert not full.isnan().any()
+    assert same_bits(backend.run(latent_attention, arguments), full)
     arch = architecture.sm_number(backend.device)
     tile = triton.choose_tile(backend.dtype, arch)
     run = latent_attention.backends[backend.name].run
     for sizes in ((0, 1), (tile.near_split, 3), (tile.span, 1), (tile.span, 3)):
-        assert same_bits(run(**arguments, partition=triton.Partition(*sizes)), whole), sizes
+        assert same_bits(run(**arguments, partition=triton.Partition(*sizes)), full), sizes
 
 
 @pytest.mark.parametrize("backend", TRITON)
-def test_a_token_folds_by_its_own_position(
+def test_split_length_follows_token_position(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows with tokens on both sides of the position from which segments are longer: each has
-    the bits that it has where all tokens fold as it does, in every division."""
+    """Windows across the position at which splits become longer: each token has the bits that it
+    has when all tokens use its split length, in every partition."""
     kernels = [import_module(f"lockstep.kernels.latent_attention.{name}") for name in MODULES]
     tile = kernels[0].choose_tile(backend.dtype, architecture.sm_number(backend.device))
     far = 3 * tile.num_keys + tile.num_keys // 2
@@ -210,9 +211,9 @@ def test_a_token_folds_by_its_own_position(
         assert same_bits(found(both, unit), expected), unit
 
 
-def test_how_the_work_is_divided() -> None:
-    """Few rows leave every segment, and more of them while that is little beside their keys; others
-    every span, many rows nothing."""
+def test_partition_choice() -> None:
+    """Few rows store every split if that is cheap compared with their keys, more rows store every
+    span, and many rows no partials."""
     kernel = import_module("lockstep.kernels.latent_attention.triton")
     tile = kernel.choose_tile(torch.bfloat16, 90)
 
@@ -226,14 +227,14 @@ def test_how_the_work_is_divided() -> None:
 
 
 @pytest.mark.parametrize("backend", HEADS)
-def test_head_linear_row_alone(backend: Backend) -> None:
+def test_head_linear_row_is_batch_independent(backend: Backend) -> None:
     draw = torch.Generator().manual_seed(2)
     x = torch.randn(200, 3, 96, generator=draw).to(backend.dtype)
     weight = torch.randn(3, 80, 96, generator=draw).to(backend.dtype)
-    whole = backend.run(head_linear, dict(x=x, weight=weight))
+    full = backend.run(head_linear, dict(x=x, weight=weight))
     expected = torch.einsum("thk,hnk->thn", x.double(), weight.double()).to(backend.dtype)
     close = dict(rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(whole.cpu(), expected, **close)
+    torch.testing.assert_close(full.cpu(), expected, **close)
     for rows in (1, 2, 5, 16, 17, 40, 130):
-        found = backend.run(head_linear, dict(x=x[37 : 37 + rows], weight=weight))
-        assert same_bits(found, whole[37 : 37 + rows]), rows
+        actual = backend.run(head_linear, dict(x=x[37 : 37 + rows], weight=weight))
+        assert same_bits(actual, full[37 : 37 + rows]), rows

@@ -1,8 +1,8 @@
-"""The rule that compiled kernels are held to sees what Triton 3.6 adds wrongly."""
+"""The check of compiled kernels detects the layouts that Triton 3.6 adds incorrectly."""
 
 import pytest
 
-from tests.kernels.layouts import lost_sums
+from tests.kernels.layouts import incorrect_sums
 
 TEXT = """#linear = #ttg.linear<{{register = [], lane = {lane}, warp = {warp}, block = []}}>
 #mma = #ttg.nvidia_mma<{{versionMajor = 3}}>
@@ -13,22 +13,20 @@ TEXT = """#linear = #ttg.linear<{{register = [], lane = {lane}, warp = {warp}, b
     %top = "tt.reduce"(%scores) <{{axis = 0 : i32}}> ({{
     }}) : (tensor<64x64xf32, #mma>) -> tensor<64xf32, #ttg.slice<{{dim = 0, parent = #mma}}>>
 """
-SIDE_BY_SIDE = "[[0, 0, 0, 2], [0, 0, 1, 0], [0, 1, 0, 0]]"
-IN_TURNS = "[[0, 0, 0, 1024], [0, 0, 1, 0], [0, 0, 0, 32]]"
+CONTIGUOUS = "[[0, 0, 0, 2], [0, 0, 1, 0], [0, 1, 0, 0]]"
+INTERLEAVED = "[[0, 0, 0, 1024], [0, 0, 1, 0], [0, 0, 0, 32]]"
 
 
 @pytest.mark.parametrize(
-    ("lane", "warp", "lost"),
+    ("lane", "warp", "incorrect"),
     [
-        (SIDE_BY_SIDE, IN_TURNS, True),
-        (SIDE_BY_SIDE, "[[0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 32]]", False),
-        (IN_TURNS, "[[0, 0, 1, 0], [0, 1, 0, 0]]", True),
-        (IN_TURNS, "[[0, 1, 0, 0], [0, 2, 0, 0]]", False),
-        (SIDE_BY_SIDE, "[[0, 1, 0, 0], [0, 0, 0, 1], [0, 2, 0, 0]]", False),
-        (SIDE_BY_SIDE, "[[0, 0, 0, 0], [0, 0, 1, 0]]", False),
+        (CONTIGUOUS, INTERLEAVED, True),
+        (CONTIGUOUS, "[[0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 32]]", False),
+        (INTERLEAVED, "[[0, 0, 1, 0], [0, 1, 0, 0]]", True),
+        (INTERLEAVED, "[[0, 1, 0, 0], [0, 2, 0, 0]]", False),
+        (CONTIGUOUS, "[[0, 1, 0, 0], [0, 0, 0, 1], [0, 2, 0, 0]]", False),
+        (CONTIGUOUS, "[[0, 0, 0, 0], [0, 0, 1, 0]]", False),
     ],
 )
-def test_sums_across_warps_whose_dimensions_take_turns_are_seen(
-    lane: str, warp: str, lost: bool
-) -> None:
-    assert bool(lost_sums(TEXT.format(lane=lane, warp=warp))) == lost
+def test_interleaved_sums_across_warps_are_detected(lane: str, warp: str, incorrect: bool) -> None:
+    assert bool(incorrect_sums(TEXT.format(lane=lane, warp=warp))) == incorrect

@@ -1,4 +1,4 @@
-"""linear: its reduction tree, split_k, the table of tiles; and no tile changes a bit."""
+"""linear: its reduction tree, split_k and tuning table; tiles change no bit."""
 
 from dataclasses import replace
 
@@ -44,25 +44,25 @@ def graded(rows: int, k: int, count: int, seed: int) -> torch.Tensor:
     return x * scales[torch.arange(k) // partition_length(k, count)]
 
 
-def wild(rows: int, k: int, seed: int) -> torch.Tensor:
-    """Normal numbers times 2^-20 .. 2^20: any other order of addition shows."""
+def wide_range_numbers(rows: int, k: int, seed: int) -> torch.Tensor:
+    """Return normal numbers times 2^-20 .. 2^20, for which any other order of addition shows."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-20, 21, (rows, k), generator=generator)
     return torch.randn(rows, k, generator=generator) * torch.exp2(exponents.float())
 
 
 def operands(backend, rows: int, n: int, k: int, count: int) -> list[torch.Tensor]:
-    """x [rows, k] and a weight [n, k] on which other trees than that of `count` show."""
+    """Return x [rows, k] and a weight [n, k] that reveal any tree other than that of `count`."""
     if backend.interpreted:
         pair = [graded(rows, k, count, 0), graded(n, k, count, 1)]
     else:
-        pair = [wild(rows, k, 0), wild(n, k, 1)]
+        pair = [wide_range_numbers(rows, k, 0), wide_range_numbers(n, k, 1)]
     if backend.dtype == torch.float16:
         pair = [part.clamp(-30, 30) for part in pair]
     return [part.to(backend.dtype).to(backend.device) for part in pair]
 
 
-def test_reference_is_the_tree():
+def test_reference_uses_reduction_tree():
     x = graded(5, 256, 4, 0)
     weight = graded(12, 256, 4, 1)
     a, b, c, d = (linear(x[:, i : i + 64], weight[:, i : i + 64]) for i in range(0, 256, 64))
@@ -73,8 +73,9 @@ def test_reference_is_the_tree():
     assert same_bits(linear(x, weight, 2), left + right)
 
 
-def test_the_last_segment_has_what_is_left():
-    """9 blocks of 128 columns are 5 and 4; below 512 columns split_k are of equal length."""
+def test_last_split_has_remaining_columns():
+    """9 blocks of 128 columns are split into 5 and 4; below 512 columns all splits have equal
+    length."""
     x = graded(5, 1152, 2, 0)
     weight = graded(12, 1152, 2, 1)
     left = linear(x[:, :640], weight[:, :640])
@@ -86,7 +87,7 @@ def test_the_last_segment_has_what_is_left():
     assert partition_length(2688, 16) == 168
 
 
-def test_segments_belong_to_the_weight():
+def test_split_k_depends_only_on_weight():
     for n, k in ((5120, 17408), (5120, 6144), (5120, 10240), (4096, 4096), (6144, 4096)):
         assert choose_split_k(n, k, "cuda:0") == 2
         assert choose_split_k(n, k, "cpu") == 1
@@ -110,54 +111,54 @@ def test_segments_belong_to_the_weight():
         assert choose_split_k(256, k, "cpu", dtype=torch.float32) == 1
 
 
-def test_sums_stay_in_registers():
-    """A tile gives way where a program's sums would not fit."""
+def test_accumulators_stay_in_registers():
+    """A tile shrinks if a CTA's accumulators would not fit."""
     from lockstep.kernels.linear.triton import _fit_accumulators
 
     wide = Tile(128, 256, 64, 8, 4, tma=True)
     square = replace(wide, n=128)
     assert _fit_accumulators(wide, 1, True) == wide
     assert _fit_accumulators(wide, 2, True) == square
-    assert _fit_accumulators(wide, 4, True) == replace(square, split=2)
+    assert _fit_accumulators(wide, 4, True) == replace(square, ctas_k=2)
     assert _fit_accumulators(replace(wide, m=256, n=128), 2, True) == square
-    assert _fit_accumulators(replace(wide, split=2), 2, True) == replace(wide, split=2)
-    assert _fit_accumulators(replace(wide, split=2), 4, False) == replace(square, n=64)
+    assert _fit_accumulators(replace(wide, ctas_k=2), 2, True) == replace(wide, ctas_k=2)
+    assert _fit_accumulators(replace(wide, ctas_k=2), 4, False) == replace(square, n=64)
     assert _fit_accumulators(Tile(128, 144, 64, 8, 6), 1, True) == Tile(128, 128, 64, 8, 6)
 
 
-def test_buckets_and_defaults():
+def test_token_buckets_and_default_tiles():
     assert [bucket(tokens) for tokens in (0, *TIMED)] == [1, *BUCKETS]
     assert [bucket(first - 1) for first in BUCKETS[1:]] == list(BUCKETS[:-1])
     for tokens in TIMED:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             tiles = candidates(tokens, 999, 4096, dtype, split_k=4)
             assert len(set(tiles)) == len(tiles) <= 26
-            assert tiles[0].split == 1 or dtype == torch.float32
+            assert tiles[0].ctas_k == 1 or dtype == torch.float32
             assert lookup(tokens, 999, 4096, dtype, "sm90") == tiles[0]
             assert lookup(tokens, 999, 4096, dtype, "sm80").tma is False
             assert candidates(tokens, 999, 40, dtype)
             assert candidates(tokens, 64, 40, dtype)
 
 
-def test_few_outputs_have_small_tiles_by_rule():
-    """More programs than 128 x 128 would make, of long blocks."""
+def test_default_tiles_for_few_outputs_are_small():
+    """More CTAs than with 128 x 128 tiles, with long blocks of K."""
     for tokens in (32, 64, 128, 256, 512, 8192):
         tile = lookup(tokens, 128, 2048, torch.bfloat16, "sm90")
         assert tile.m * tile.n <= 2048 and tile.k == 256
         assert lookup(tokens, 999, 2048, torch.bfloat16, "sm90").m >= min(tokens, 64)
 
 
-def test_table(tmp_path):
+def test_tuning_table_round_trip(tmp_path):
     path = tmp_path / "tuning.json"
     assert load_table(path) == {}
-    tiles = {1: Tile(16, 32, 128, 4, 5, split=2), 257: Tile(128, 256, 64, 8, 3, tma=True)}
+    tiles = {1: Tile(16, 32, 128, 4, 5, ctas_k=2), 257: Tile(128, 256, 64, 8, 3, tma=True)}
     save_table(
         {"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}, other := tmp_path / "other.json"
     )
     assert load_table(other) == {"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}
 
 
-def test_committed_table_holds_candidates():
+def test_committed_tiles_are_candidates():
     for key, row in load_table().items():
         n, k = map(int, key.rpartition("/")[2].split("x"))
         for first, tile in row.items():
@@ -168,10 +169,11 @@ def test_committed_table_holds_candidates():
 
 
 def tiles_of(backend, n: int, k: int, count: int) -> list[Tile]:
-    """All tiles in bf16, and under the interpreter at the most split_k; else some."""
+    """Return all tiles in bf16, and under the interpreter at the largest split_k; otherwise
+    some."""
     if backend.interpreted:
-        found = sorted({replace(tile, stages=1) for tile in TILES}, key=str)
-        return found if count == 4 else found[::3]
+        results = sorted({replace(tile, stages=1) for tile in TILES}, key=str)
+        return results if count == 4 else results[::3]
     if backend.dtype == torch.float32:
         return [tile for tokens in TIMED for tile in candidates(tokens, n, k, backend.dtype)]
     return TILES if backend.dtype == torch.bfloat16 else TILES[::4]
@@ -180,22 +182,22 @@ def tiles_of(backend, n: int, k: int, count: int) -> list[Tile]:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", TRITON)
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_no_tile_changes_a_bit(backend, count):
-    """Every candidate of every bucket: whole, a row alone, another first row."""
+def test_tiles_change_no_bit(backend, count):
+    """Every candidate of every bucket: the whole batch, one row, and another first row."""
     from lockstep.kernels.linear.triton import launch
 
     rows, n, k = (300, 1008, 4096) if backend.on_gpu else (18, 40, 1024)
     x, weight = operands(backend, rows, n, k, count)
     tiles = tiles_of(backend, n, k, count)
-    whole = launch(x, weight, count, tiles[0])
-    assert count == 1 or not same_bits(whole, launch(x, weight, 1, tiles[0]))
+    full = launch(x, weight, count, tiles[0])
+    assert count == 1 or not same_bits(full, launch(x, weight, 1, tiles[0]))
     for tile in tiles:
-        for part, want in ((x, whole), (x[1:2], whole[1:2]), (x[5:], whole[5:])):
+        for part, want in ((x, full), (x[1:2], full[1:2]), (x[5:], full[5:])):
             assert same_bits(launch(part, weight, count, tile), want), (tile, len(part))
 
 
 @pytest.mark.gpu
-def test_tuned_tiles_agree_and_come_sorted():
+def test_tuning_returns_sorted_candidates():
     from lockstep.kernels.linear.triton import launch
 
     times = tune(launch, 16, random_weights(512, 2048, torch.bfloat16), 2)

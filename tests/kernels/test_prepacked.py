@@ -1,4 +1,5 @@
-"""Prepacked weights of a CPU: equal bits for any number of rows, place of a row, and cut of N."""
+"""Prepacked CPU weights give equal bits for any number of rows, position of a row, and slice of
+N."""
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 48), (5, 48), (16, 33), (40, 64), (576, 576), (100, 1536)]
 
 
-def spread(rows: int, k: int) -> torch.Tensor:
-    """Return x [rows, k] over 2^-6 .. 2^6: another order of additions rounds to other bits."""
+def wide_range_rows(rows: int, k: int) -> torch.Tensor:
+    """Return x [rows, k] over 2^-6 .. 2^6, for which another order of additions rounds to other
+    bits."""
     generator = torch.Generator().manual_seed(k)
     exponents = torch.randint(-6, 7, (rows, k), generator=generator)
     return torch.randn(rows, k, generator=generator) * torch.exp2(exponents.float())
@@ -21,8 +23,8 @@ def spread(rows: int, k: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_a_row_has_the_same_bits_in_any_batch(n: int, k: int, dtype: torch.dtype) -> None:
-    x = spread(70, k).to(dtype)
+def test_prepacked_row_is_batch_independent(n: int, k: int, dtype: torch.dtype) -> None:
+    x = wide_range_rows(70, k).to(dtype)
     weight = PrepackedWeight(torch.randn(n, k).to(dtype))
     expected = linear(x, weight)
     assert expected.shape == (70, n)
@@ -35,9 +37,9 @@ def test_a_row_has_the_same_bits_in_any_batch(n: int, k: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_output_has_the_same_bits_in_any_cut_of_the_weight(dtype: torch.dtype) -> None:
-    """A fused weight gives what its parts give, and a rank's slice what the whole gives."""
-    x = spread(BASE, 640).to(dtype)
+def test_prepacked_output_is_independent_of_weight_slice(dtype: torch.dtype) -> None:
+    """A fused weight equals its parts, and a rank's slice equals that part of the whole."""
+    x = wide_range_rows(BASE, 640).to(dtype)
     weight = torch.randn(96, 640).to(dtype)
     expected = linear(x, PrepackedWeight(weight))
     for begin, end in ((0, 1), (0, 8), (3, 20), (16, 48), (48, 96), (95, 96), (0, 95)):
@@ -46,24 +48,24 @@ def test_an_output_has_the_same_bits_in_any_cut_of_the_weight(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_plain_weight_comes_back(dtype: torch.dtype) -> None:
+def test_prepacked_weight_unpacks_exactly(dtype: torch.dtype) -> None:
     weight = torch.randn(21, 40).to(dtype)
     prepacked = PrepackedWeight(weight)
     assert torch.equal(prepacked.plain(), weight)
     assert torch.equal(prepacked.rows(3, 9), weight[3:9])
 
 
-def test_values_are_those_of_a_product() -> None:
+def test_prepacked_linear_values() -> None:
     x, weight = torch.randn(9, 300), torch.randn(50, 300)
     expected = (x.double() @ weight.double().t()).float()
     torch.testing.assert_close(linear(x, PrepackedWeight(weight)), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_sizes_that_differ_from_the_base_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FBGEMM sums 1 and 2 rows in another order: they go as 3 rows. A product whose sizes all
-    differ on several threads goes on one."""
+def test_inexact_row_counts_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FBGEMM sums 1 and 2 rows in another order, so they run as 3 rows. A product for which every
+    size differs on several threads runs on one."""
     weight = PrepackedWeight(torch.randn(32, 64))
-    x = spread(1, 64)
+    x = wide_range_rows(1, 64)
     expected = linear(x, weight)
     seen: list[int] = []
     product = weight.product
@@ -82,8 +84,8 @@ def test_sizes_that_differ_from_the_base_are_padded(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_change_no_bit(dtype: torch.dtype) -> None:
-    x = spread(SIZES[-1] + 5, 576).to(dtype)
+def test_thread_count_changes_no_bit(dtype: torch.dtype) -> None:
+    x = wide_range_rows(SIZES[-1] + 5, 576).to(dtype)
     weight = PrepackedWeight(torch.randn(960, 576).to(dtype))
     with one_thread():
         expected = linear_cpu(x, weight)

@@ -1,4 +1,5 @@
-"""Unpacking in the ring's assembly: every code, with every kind of scale, by the CPU."""
+"""The pipeline kernels' dequantization assembly, run on the CPU for every code and every kind of
+scale."""
 
 from dataclasses import replace
 from itertools import product
@@ -26,58 +27,60 @@ from tests.kernels.backends import Backend, same_bits
 KINDS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
-def text(name: str, dtype: torch.dtype) -> str:
-    """The assembly of a layout for weights of this dtype."""
+def assembly_of(name: str, dtype: torch.dtype) -> str:
+    """Return the assembly of a layout for weights of this dtype."""
     return str(getattr(texts, f"{name}_{KINDS[dtype]}").value)
 
 
-def run(assembly: str, results: int, given: list[Any]) -> list[Tensor]:
-    """What assembly leaves in its first operands: words."""
-    thread = ptx.Thread([np.ascontiguousarray(part) for part in given], results)
+def run(assembly: str, results: int, arguments: list[Any]) -> list[Tensor]:
+    """Return the output words of assembly."""
+    thread = ptx.Thread([np.ascontiguousarray(part) for part in arguments], results)
     for line in assembly.strip().strip("{}").split(";"):
         if line.strip():
             thread.run(" ".join(line.split()))
-    found = [thread.registers[f"${i}"].view(np.int32) for i in range(results)]
-    return [torch.from_numpy(words.copy()) for words in found]
+    actual = [thread.registers[f"${i}"].view(np.int32) for i in range(results)]
+    return [torch.from_numpy(words.copy()) for words in actual]
 
 
 def pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Words -> the two numbers of each, last."""
+    """Return the two 16-bit numbers of each word, in the last dimension."""
     return words[:, None].contiguous().view(dtype)
 
 
 def doubled(numbers: Tensor) -> Any:
-    """Numbers of 16 bits -> words that hold them twice."""
+    """Return words that hold each 16-bit number twice."""
     words = numbers[:, None].repeat(1, 2).contiguous().view(torch.int32)
     return words[:, 0].numpy().view(np.uint32)
 
 
 def scales(dtype: torch.dtype, count: int) -> Tensor:
-    """Of 16 bits: random ones of either sign, subnormal ones, the ends, none, infinite, NaN."""
+    """Return 16-bit scales: random ones of either sign, subnormal ones, extremes, zeros, infinities
+    and NaN."""
     bits = torch.randint(-(2**15), 2**15, (count,), generator=torch.Generator().manual_seed(0))
-    found = bits.to(torch.int16).view(dtype)
+    result = bits.to(torch.int16).view(dtype)
     ends = torch.finfo(dtype)
     fixed = [0.0, -0.0, 1.0, ends.max, ends.min, ends.tiny, ends.smallest_normal / 2]
     fixed += [float("inf"), float("-inf"), float("nan")]
-    return torch.cat([found, torch.tensor(fixed, dtype=dtype)])
+    return torch.cat([result, torch.tensor(fixed, dtype=dtype)])
 
 
-def same(found: Tensor, want: Tensor) -> bool:
-    """Equal numbers, NaN where there is one. A sum that begins at 0 does not see a zero's sign."""
-    return bool(((found == want) | (found.isnan() & want.isnan())).all())
+def equal_numbers(result: Tensor, want: Tensor) -> bool:
+    """Return True if numbers are equal, NaN included; the sign of a zero does not matter, since a
+    sum that begins at 0 loses it."""
+    return bool(((result == want) | (result.isnan() & want.isnan())).all())
 
 
 def all_codes(bits: int, zeros: int, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, zeros, scales) of all combinations, flat."""
+    """Return (codes, zeros, scales) of all combinations, flattened."""
     grid = torch.meshgrid(
         torch.arange(1 << bits), torch.arange(zeros), torch.arange(len(scale)), indexing="ij"
     )
-    code, zero, place = (part.flatten() for part in grid)
-    return code, zero, scale[place]
+    code, zero, index = (part.flatten() for part in grid)
+    return code, zero, scale[index]
 
 
-def placed(code: Tensor, bit: int, other: int) -> Any:
-    """Words with a code at a bit, and `other` in all others' bits."""
+def words_with_code(code: Tensor, bit: int, other: int) -> Any:
+    """Return words with a code at a bit position, and `other` in all other bits."""
     mask = 15 << bit
     return ((other & ~mask & 0xFFFFFFFF) | (code << bit)).numpy().astype(np.uint32)
 
@@ -93,40 +96,40 @@ INT4 = [
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("name", "scale_dtype", "dtype"), INT4)
-def test_every_code_zero_and_scale_of_int4(
+def test_int4_dequantization_of_every_code_zero_and_scale(
     name: str, scale_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """16 codes x 17 zeros x scales, at each of the eight places of both words."""
+    """16 codes x 17 zeros x scales, at each of the eight positions of both words."""
     some = scales(torch.bfloat16 if scale_dtype == torch.float32 else scale_dtype, 300)
     if scale_dtype == torch.float32:
         some = some.float() * torch.linspace(1, 1.5, len(some))
     code, zero, scale = all_codes(4, 17, some)
     want = ((code - zero).float() * scale.float()).to(dtype)
-    assembly = text(name, dtype)
+    assembly = assembly_of(name, dtype)
     wide = name == "GENERIC_INT4"
     first = scale.float().numpy() if wide else doubled(scale.to(dtype))
-    least = 8388608.0 if wide else 128.0 if dtype == torch.bfloat16 else 1024.0
-    second = (least + zero).float().numpy() if wide else doubled((-least - zero).to(dtype))
-    given = [first, first, second, second]
+    minimum = 8388608.0 if wide else 128.0 if dtype == torch.bfloat16 else 1024.0
+    second = (minimum + zero).float().numpy() if wide else doubled((-minimum - zero).to(dtype))
+    arguments = [first, first, second, second]
     if name == "SPLIT_SCALE":
-        found = run(
+        actual = run(
             str(texts.SPLIT_SCALE.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)]
         )
         offset = doubled((zero / -64).to(dtype))
-        given = [part for part in (found[0].numpy().view(np.uint32), offset) for _ in range(2)]
-        given += [found[1].numpy().view(np.uint32)] * 2
+        arguments = [part for part in (actual[0].numpy().view(np.uint32), offset) for _ in range(2)]
+        arguments += [actual[1].numpy().view(np.uint32)] * 2
     for word, pair, half in product(range(2), range(4), range(2)):
         words = [np.full(len(code), 0x5A3C9600, np.uint32)] * 2
-        words[word] = placed(code, 4 * pair + 16 * half, 0x5A3C9600)
-        got = run(assembly, 8, [*words, *given])[4 * word + pair]
-        assert same(pairs(got, dtype)[:, half], want), (word, pair, half)
+        words[word] = words_with_code(code, 4 * pair + 16 * half, 0x5A3C9600)
+        got = run(assembly, 8, [*words, *arguments])[4 * word + pair]
+        assert equal_numbers(pairs(got, dtype)[:, half], want), (word, pair, half)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", list(KINDS))
 @pytest.mark.parametrize("name", ["FP8", "INT8"])
-def test_every_code_and_scale_of_8_bits(name: str, dtype: torch.dtype) -> None:
-    """256 codes x scales, at each of the four places of both words."""
+def test_8_bit_dequantization_of_every_code_and_scale(name: str, dtype: torch.dtype) -> None:
+    """256 codes x scales, at each of the four positions of both words."""
     some = scales(torch.bfloat16, 200).float() * torch.linspace(1, 1.5, 210)
     code, zero, scale = all_codes(8, 1 if name == "FP8" else 3, some)
     zero = zero * 100
@@ -135,20 +138,20 @@ def test_every_code_and_scale_of_8_bits(name: str, dtype: torch.dtype) -> None:
     else:
         values = (code - zero).float()
     want = (values * scale).to(dtype)
-    given = [scale.numpy(), scale.numpy()]
+    arguments = [scale.numpy(), scale.numpy()]
     if name == "INT8":
-        given += [(8388608.0 + zero).float().numpy()] * 2
+        arguments += [(8388608.0 + zero).float().numpy()] * 2
     for word, byte in product(range(2), range(4)):
         words = [np.zeros(len(code), np.uint32)] * 2
         words[word] = (code << (8 * byte)).numpy().astype(np.uint32)
-        got = run(text(name, dtype), 4, [*words, *given])[2 * word + byte % 2]
-        assert same(pairs(got, dtype)[:, byte // 2], want), (word, byte)
+        got = run(assembly_of(name, dtype), 4, [*words, *arguments])[2 * word + byte % 2]
+        assert equal_numbers(pairs(got, dtype)[:, byte // 2], want), (word, byte)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", list(KINDS))
-def test_every_code_and_scale_of_nvfp4(dtype: torch.dtype) -> None:
-    """16 codes x 256 scales x factors, at each of the eight places of both words."""
+def test_nvfp4_dequantization_of_every_code_and_scale(dtype: torch.dtype) -> None:
+    """16 codes x 256 scales x factors, at each of the eight positions of both words."""
     from lockstep.kernels.formats.weights.fp4 import FP4_VALUES
 
     factors = torch.tensor([1.0, 0.0123, -3.7e-5, 5.1e4, 1e-30])
@@ -156,22 +159,22 @@ def test_every_code_and_scale_of_nvfp4(dtype: torch.dtype) -> None:
     wide = scale.to(torch.uint8).view(torch.float8_e4m3fn).float()
     values = torch.cat([torch.tensor(FP4_VALUES), -torch.tensor(FP4_VALUES)])
     want = ((values[code] * wide) * factor).to(dtype)
-    others = run(str(texts.E4M3_TO_FP16.value), 2, [(scale * 0x01010101).numpy().astype(np.uint32)])
-    prepared = [part.numpy().view(np.uint32) for part in others for _ in range(2)]
-    given = [*prepared, (factor * 64).numpy(), (factor * 64).numpy()]
+    rest = run(str(texts.E4M3_TO_FP16.value), 2, [(scale * 0x01010101).numpy().astype(np.uint32)])
+    prepared = [part.numpy().view(np.uint32) for part in rest for _ in range(2)]
+    arguments = [*prepared, (factor * 64).numpy(), (factor * 64).numpy()]
     for word, pair, half in product(range(2), range(4), range(2)):
         words = [np.zeros(len(code), np.uint32)] * 2
-        words[word] = placed(code, 4 * pair + 16 * half, 0)
-        got = run(text("FP4", dtype), 8, [*words, *given])[4 * word + pair]
-        assert same(pairs(got, dtype)[:, half], want), (word, pair, half)
+        words[word] = words_with_code(code, 4 * pair + 16 * half, 0)
+        got = run(assembly_of("FP4", dtype), 8, [*words, *arguments])[4 * word + pair]
+        assert equal_numbers(pairs(got, dtype)[:, half], want), (word, pair, half)
 
 
-def parts_of(factors: Tensor) -> tuple[Any, Any]:
-    """2^119 times factors of fp32 in two parts, as the ring's kernel finds them."""
+def split_factors(factors: Tensor) -> tuple[Any, Any]:
+    """Return 2^119 times fp32 factors as two bf16 parts, found as the pipeline kernel does."""
     wide = factors * 2.0**119
     hi = wide.bfloat16()
     lo = (wide - hi.float()).bfloat16()
-    found = doubled(lo)
+    result = doubled(lo)
     served = np.zeros(len(factors), bool)
     for steps in (0, 1, -1, 2, -2):
         tried = doubled((lo.view(torch.int16) + steps).view(torch.bfloat16))
@@ -179,38 +182,40 @@ def parts_of(factors: Tensor) -> tuple[Any, Any]:
             run(str(texts.FACTOR_MISMATCH.value), 1, [wide.numpy(), doubled(hi), tried])[0].numpy()
             != 0
         )
-        found = np.where(served | wrong, found, tried)
+        result = np.where(served | wrong, result, tried)
         served |= ~wrong
     assert served.all()
-    return doubled(hi), found
+    return doubled(hi), result
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_every_code_and_scale_of_nvfp4_in_parts() -> None:
-    """16 codes x 127 scales x factors, at each of the eight places: what the product in fp32 rounds
-    to, rounded to bf16. Some factors need other parts than the nearest."""
+def test_nvfp4_dequantization_with_split_factors() -> None:
+    """16 codes x 127 scales x factors, at each of the eight positions: the fp32 product rounded to
+    bf16. Some factors need parts other than the nearest."""
     from lockstep.kernels.formats.weights.fp4 import FP4_VALUES
 
     some = torch.rand(100, generator=torch.Generator().manual_seed(1)) + 1e-3
     nudged = torch.tensor([0x3F80A000, 0x3F81AA55]).int().view(torch.float32)
     factors = torch.cat([torch.tensor([0.0, 1.0, -3.7e-5, 63.9, 2.0**-80]), nudged, some])
-    code, scale, place = all_codes(4, 127, torch.arange(len(factors)))
+    code, scale, index = all_codes(4, 127, torch.arange(len(factors)))
     values = torch.cat([torch.tensor(FP4_VALUES), -torch.tensor(FP4_VALUES)])
     wide = scale.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    want = ((values[code] * wide) * factors[place]).bfloat16()
-    (hi, lo) = parts_of(factors)
+    want = ((values[code] * wide) * factors[index]).bfloat16()
+    (hi, lo) = split_factors(factors)
     for word, pair in product(range(2), range(4)):
         both = (scale << 8 * (2 * word + pair // 2)).numpy().astype(np.uint32)
         ready = [
             part.numpy().view(np.uint32)
             for part in run(str(texts.E4M3_TO_BF16_BY_PARITY.value), 2, [both])
         ]
-        given = [part for part in (*ready, hi[place], lo[place]) for _ in range(2)]
+        arguments = [part for part in (*ready, hi[index], lo[index]) for _ in range(2)]
         for half in range(2):
             words = [np.zeros(len(code), np.uint32)] * 2
-            words[word] = placed(code, 4 * pair + 16 * half, 0x5A3C9600)
-            got = run(str(texts.SPLIT_FACTOR_FP4_BF16.value), 8, [*words, *given])[4 * word + pair]
-            assert same(pairs(got, torch.bfloat16)[:, half], want), (word, pair, half)
+            words[word] = words_with_code(code, 4 * pair + 16 * half, 0x5A3C9600)
+            got = run(str(texts.SPLIT_FACTOR_FP4_BF16.value), 8, [*words, *arguments])[
+                4 * word + pair
+            ]
+            assert equal_numbers(pairs(got, torch.bfloat16)[:, half], want), (word, pair, half)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,7 @@ def test_every_code_and_scale_of_nvfp4_in_parts() -> None:
         (1e-4, 0xB8, False),
     ],
 )
-def test_which_factors_and_scales_are_in_parts(factor: float, scale: int, served: bool) -> None:
+def test_has_split_factors(factor: float, scale: int, served: bool) -> None:
     weight = Fp4Weight.empty(4, 128)
     weight.factors.fill_(1e-3)
     weight.scales.fill_(0x30)
@@ -238,16 +243,16 @@ def test_which_factors_and_scales_are_in_parts(factor: float, scale: int, served
 TILE = QuantizedTile(8, 64, 128, 4, 6, 1, 48, pipeline=True, mma_sync=True)
 
 
-def test_other_tiles_stand_in() -> None:
-    """On other GPUs, where K is not of whole blocks in every segment, and where a block has more
-    scales than one."""
-    whole = IntWeight.empty(64, 1024, device="meta")
-    assert pipeline_supports(whole, 2, HOPPER)
-    assert fit_tile(TILE, whole, 2, HOPPER).split == 2
+def test_unsupported_weights_use_compiler_tile() -> None:
+    """On other GPUs, if K is not in whole blocks in every split, and if a block has several
+    scales."""
+    full = IntWeight.empty(64, 1024, device="meta")
+    assert pipeline_supports(full, 2, HOPPER)
+    assert fit_tile(TILE, full, 2, HOPPER).ctas_k == 2
     assert pipeline_supports(IntWeight.empty(64, 1152, device="meta"), 2, HOPPER)
     for weight, split_k, arch in (
-        (whole, 1, 80),
-        (whole, 1, 100),
+        (full, 1, 80),
+        (full, 1, 100),
         (IntWeight.empty(64, 1000, device="meta"), 1, HOPPER),
         (IntWeight.empty(64, 1152, device="meta"), 4, HOPPER),
         (Fp4Weight.empty(64, 1000, device="meta"), 1, HOPPER),
@@ -258,8 +263,8 @@ def test_other_tiles_stand_in() -> None:
         assert other.laid_out
 
 
-def test_warps_that_work_alone_stand_in_for_a_few_tokens() -> None:
-    """Where a block has more scales than one, and up to eight tokens."""
+def test_gemv_replaces_pipeline_for_few_tokens() -> None:
+    """If a block has several scales, for up to eight tokens."""
     wide = replace(TILE, m=16)
     for weight in (
         IntWeight.empty(64, 1024, group=32, device="meta"),
@@ -269,12 +274,12 @@ def test_warps_that_work_alone_stand_in_for_a_few_tokens() -> None:
     ):
         assert not pipeline_supports(weight, 2, HOPPER)
         few = fit_tile(TILE, weight, 2, HOPPER)
-        assert few.gemv and (few.m, few.split) == (8, 2)
+        assert few.gemv and (few.m, few.ctas_k) == (8, 2)
         assert fit_tile(wide, weight, 2, HOPPER) == compiler_tile(wide, weight, 2, HOPPER)
 
 
-def test_slots_are_cut_to_the_segments() -> None:
-    """Two blocks of a slot where they divide a segment, else twice as many slots of one."""
+def test_stage_width_divides_the_split() -> None:
+    """Two blocks per stage if they divide a split, otherwise twice as many stages of one block."""
     wide = QuantizedTile(8, 64, 256, 4, 3, 2, 48, pipeline=True, mma_sync=True)
     assert fit_tile(wide, IntWeight.empty(64, 1024, device="meta"), 2, HOPPER) == wide
     for k in (768, 1152, 1280):
@@ -282,8 +287,8 @@ def test_slots_are_cut_to_the_segments() -> None:
         assert (narrow.k, narrow.stages) == (128, 6)
 
 
-def test_shares_are_cut_to_the_tiles() -> None:
-    """As many programs for each multiprocessor as there are tiles for, at most; one is too few."""
+def test_stream_k_ctas_are_limited_by_tiles() -> None:
+    """At most as many CTAs per multiprocessor as there are tiles for; one is too few."""
     shared = QuantizedTile(8, 64, 128, 4, 6, 1, 48, pipeline=True, mma_sync=True, stream_k=5)
     for n, split_k, share in ((34816, 1, 4), (5120, 4, 2), (12800, 1, 0), (1000000, 1, 5)):
         weight = IntWeight.empty(n, 1024, device="meta")
@@ -292,15 +297,16 @@ def test_shares_are_cut_to_the_tiles() -> None:
 
 SERVED = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "fp8 by outputs", "fp8", "nvfp4")
 SIZES = ((5120, 6144, 4), (1000, 2048, 1), (33, 128, 1), (40, 1280, 2), (3712, 2688, 4))
-"""Outputs, inputs, split_k: real ones; ends within a tile; one block; five; 6, 6, 6 and 3."""
+"""(outputs, inputs, split_k): real sizes; ends within a tile; one block; five blocks; splits of 6,
+6, 6 and 3 blocks."""
 TOKENS = (1, 7, 8, 16, 31, 64, 65, 128, 200, 300)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(KINDS))
 @pytest.mark.parametrize("name", SERVED)
-def test_bits_of_every_tile(name: str, dtype: torch.dtype) -> None:
-    """Random numbers, every candidate, against the weight unpacked ahead."""
+def test_pipeline_tiles_equal_dequantized(name: str, dtype: torch.dtype) -> None:
+    """Random numbers and every candidate, against the dequantized weight."""
     from lockstep.kernels.linear.quantized import expected_output, run_tile
 
     backend: Any = Backend("quantized", "cuda", dtype)
@@ -323,9 +329,9 @@ def test_bits_of_every_tile(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("name", SERVED)
-def test_parts_of_weights_and_of_rows(name: str, sync: bool) -> None:
-    """Rows of a weight cut within a block of scales; x and out are columns of wider tensors; a row
-    of x with NaN leaves the others alone."""
+def test_weight_slices_and_strided_rows(name: str, sync: bool) -> None:
+    """Rows of a weight sliced within a block of scales; x and out are columns of wider tensors; a
+    row of x with NaN leaves other rows unchanged."""
     from lockstep.kernels.linear.quantized import compile_target, expected_output, launch
 
     backend: Any = Backend("quantized", "cuda", torch.bfloat16)
@@ -351,10 +357,10 @@ def test_parts_of_weights_and_of_rows(name: str, sync: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["nvfp4", "int4 asymmetric, fp16 scales"])
 @pytest.mark.parametrize("tokens", [16, 32])
-def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
-    """Where unpacking takes longer than copies, the ring is always full, and a slot is filled as
-    soon as it is free: without a fence, some 1 in 1,000 results of mma.sync were of other blocks.
-    """
+def test_stage_is_not_refilled_before_it_was_read(name: str, tokens: int) -> None:
+    """If dequantization takes longer than copies, the pipeline is always full, and a stage is
+    refilled as soon as it is free. Without a fence, about 1 in 1,000 mma.sync results came from
+    other blocks."""
     from lockstep.kernels.formats.weights.bench import LAYOUTS
     from lockstep.kernels.linear.quantized import expected_output, run_tile
 
@@ -372,7 +378,7 @@ def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 64, 100, 200, 600])
 @pytest.mark.parametrize("name", ["nvfp4", "int4 asymmetric, fp16 scales", "fp8 by blocks"])
-def test_programs_that_share_tiles(name: str, tokens: int) -> None:
+def test_stream_k_equals_dequantized(name: str, tokens: int) -> None:
     """Stream-K work ranges that end inside tiles, with one or two split-K partitions, give the bits
     of the weight dequantized first, in repeated launches."""
     from lockstep.kernels.formats.weights.bench import LAYOUTS
@@ -392,7 +398,7 @@ def test_programs_that_share_tiles(name: str, tokens: int) -> None:
 
 
 @pytest.mark.gpu
-def test_factors_that_are_not_in_parts() -> None:
+def test_unsplit_factors_equal_dequantized() -> None:
     from lockstep.kernels.formats.weights.bench import LAYOUTS
     from lockstep.kernels.linear.quantized import expected_output, run_tile
 

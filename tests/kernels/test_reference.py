@@ -14,7 +14,7 @@ from lockstep.kernels.recurrent.cases import Dims, empty_state
 from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, gumbel, sample
 
 
-def test_linear_and_norms():
+def test_linear_and_norms_equal_torch():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, 96, generator=generator)
     weight = torch.randn(40, 96, generator=generator)
@@ -27,7 +27,7 @@ def test_linear_and_norms():
     torch.testing.assert_close(gated_rms_norm(x, gate, scale, 1e-6), expected)
 
 
-def test_attention_is_softmax_over_the_prefix():
+def test_attention_equals_causal_sdpa():
     rows = ((0, 5), (300, 3), (255, 2))
     heads = 6
     kv_heads = 2
@@ -46,7 +46,7 @@ def test_attention_is_softmax_over_the_prefix():
         at += count
 
 
-def test_gated_delta_step_is_the_recurrence():
+def test_gated_delta_step_equals_recurrence():
     """Token by token, one head at a time, in double precision."""
     dims = Dims(1, 2, 8, 12)
     tokens = 6
@@ -79,8 +79,8 @@ def test_gated_delta_step_is_the_recurrence():
             torch.testing.assert_close(outs[t][h], expected, rtol=1e-4, atol=1e-6)
 
 
-def drawn(logits, draws: int, **parameters: float) -> torch.Tensor:
-    """How often each token is sampled over `draws` positions."""
+def sample_frequencies(logits, draws: int, **parameters: float) -> torch.Tensor:
+    """Return the frequency of each token over `draws` sampled positions."""
     vocab = len(logits)
     state = SamplingState.empty(2, vocab, 16, (32, 8), "cpu")
     state.flags[1] = NOISE | FILTERS
@@ -110,17 +110,17 @@ def drawn(logits, draws: int, **parameters: float) -> torch.Tensor:
     ids=str,
 )
 def test_samples_follow_the_distribution(parameters, kept):
-    """Probabilities .45 .25 .15 .1 .05, renormalized over what the filters keep: 5 sigma."""
+    """Probabilities .45 .25 .15 .1 .05, renormalized over the filtered tokens, within 5 sigma."""
     probabilities = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05])
     draws = 40_000
-    found = drawn(probabilities.log().tolist(), draws, **parameters)
+    actual = sample_frequencies(probabilities.log().tolist(), draws, **parameters)
     expected = torch.zeros(5)
     expected[kept] = probabilities[kept] / probabilities[kept].sum()
-    assert ((found - expected).abs() <= 5 * torch.sqrt(expected * (1 - expected) / draws)).all()
+    assert ((actual - expected).abs() <= 5 * torch.sqrt(expected * (1 - expected) / draws)).all()
 
 
-def test_noise_is_finite():
-    """Noise of infinity would win against any logit. These draws hold the largest hash there is."""
+def test_gumbel_noise_is_finite():
+    """Infinite noise would beat any logit. These positions include the largest hash."""
     noise = gumbel(torch.tensor([0]), torch.tensor([7]), torch.arange(1 << 22))
     assert noise.isfinite().all()
     assert float(noise.max()) > 16

@@ -1,4 +1,4 @@
-"""Every op there is, is found and tested: with cases, interpreted where there is no GPU."""
+"""Every op is registered and tested: it has cases, and is interpreted without a GPU."""
 
 import importlib
 import pkgutil
@@ -16,29 +16,30 @@ from tests.kernels.adversarial import ROWS
 from tests.kernels.backends import OPS
 
 
-def defined() -> set[Op]:
-    """Every op that some module of lockstep.kernels defines."""
-    found: set[Op] = set()
+def defined_ops() -> set[Op]:
+    """Return every op that some module of lockstep.kernels defines."""
+    result: set[Op] = set()
     for module in pkgutil.walk_packages(lockstep.kernels.__path__, "lockstep.kernels."):
         values = vars(importlib.import_module(module.name)).values()
-        found |= {value for value in values if isinstance(value, Op)}
-    return found
+        result |= {value for value in values if isinstance(value, Op)}
+    return result
 
 
 def test_every_op_has_cases() -> None:
-    """The tests of this folder run what is found by folder."""
-    assert defined() == {*OPS, exchange} and len(OPS) >= 11
+    """The tests of this folder run the ops found by folder."""
+    assert defined_ops() == {*OPS, exchange} and len(OPS) >= 11
     assert set(ROWS) <= set(OPS)
-    for found in OPS:
-        assert any(backends.load_cases(found)(torch.float32)), found.name
+    for actual in OPS:
+        assert any(backends.load_cases(actual)(torch.float32)), actual.name
 
 
 def test_every_op_has_a_triton_backend() -> None:
-    """So a kernel of it runs under the interpreter: test_backends and test_bounds take all."""
-    assert all("triton" in found.backends for found in OPS)
+    """A kernel of each op then runs under the interpreter in test_backends.py and
+    test_bounds.py."""
+    assert all("triton" in actual.backends for actual in OPS)
 
 
-ADDED = {
+NEW_OP_FILES = {
     "__init__": "from lockstep.kernels import op\n\n\n@op\ndef double(x):\n    return 2 * x\n",
     "cases": "def double_cases(dtype):\n    yield 'one', dict(x=1)\n",
     "cpu": "from lockstep.kernels.added import double\n"
@@ -51,11 +52,11 @@ ADDED = {
 
 
 @pytest.fixture
-def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of an op more, whose module gpu needs a part of Triton that is not there."""
+def new_op_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add an op's folder whose module gpu needs a missing part of Triton."""
     folder = tmp_path / "added"
     folder.mkdir()
-    for name, text in ADDED.items():
+    for name, text in NEW_OP_FILES.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setattr(lockstep.kernels, "__path__", [*lockstep.kernels.__path__, str(tmp_path)])
     known = set(sys.modules)
@@ -65,25 +66,25 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vars(lockstep.kernels).pop("added", None)
 
 
-@pytest.mark.usefixtures("added")
-def test_a_folder_is_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Triton, its CPU backend is there; with it, what a backend lacks is an error."""
+@pytest.mark.usefixtures("new_op_folder")
+def test_op_folder_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton the op has its CPU backend; with Triton, a missing import is an error."""
     find_spec = backends.find_spec
     monkeypatch.setattr(backends, "find_spec", lambda name: name != "triton" and find_spec(name))
     monkeypatch.setitem(sys.modules, "triton.nothing", None)
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     backends.load()
-    found = backends.all_ops()["double"]
-    assert list(found.backends) == ["reference", "cpu"]
-    assert found.choose(device="cpu") == "cpu"
-    assert list(backends.load_cases(found)(torch.float32)) == [("one", {"x": 1})]
+    actual = backends.all_ops()["double"]
+    assert list(actual.backends) == ["reference", "cpu"]
+    assert actual.choose(device="cpu") == "cpu"
+    assert list(backends.load_cases(actual)(torch.float32)) == [("one", {"x": 1})]
     monkeypatch.setattr(backends, "find_spec", lambda name: object())
     with pytest.raises(ModuleNotFoundError):
         backends.load()
 
 
-def test_the_best_backend_is_chosen() -> None:
-    """The last that was added and serves; never one that traits alone do not choose."""
+def test_last_supported_backend_is_chosen() -> None:
+    """Never one that is opt-in."""
 
     @op(writes=("x",))
     def twice(x: list[int]) -> None:
@@ -104,7 +105,7 @@ def test_the_best_backend_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("op", ["paged_attention", "latent_attention"])
-def test_hopper_is_preferred_for_attention(op: str) -> None:
+def test_hopper_attention_is_preferred(op: str) -> None:
     """Both serve a Hopper GPU; the order of their files must not decide."""
     names = list(backends.all_ops()[op].backends)
     assert names.index("hopper") > names.index("triton")

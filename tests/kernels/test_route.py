@@ -1,4 +1,4 @@
-"""route: each family's rule, ties, NaN; a row's bits are its own."""
+"""route: each family's rule, ties and NaN; a row's bits are batch-independent."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_order_is_that_of_the_numbers_and_nan_is_last():
+def test_sortable_keys_order_with_nan_last():
     x = torch.tensor([0.0, 1.5, -2.0, float("inf"), -float("inf"), float("nan"), 3e-45, -1.5])
     keys = sortable_keys(torch.stack([x, -x]))
     assert x[top_indices(keys[0], 8)].tolist()[:-1] == sorted(x[~x.isnan()].tolist(), reverse=True)
@@ -26,7 +26,7 @@ def test_the_order_is_that_of_the_numbers_and_nan_is_last():
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_softmax_families(renormalize):
+def test_softmax_routing(renormalize):
     """Qwen3-MoE, Qwen3-Next, Mixtral: softmax over all experts, then the best."""
     logits = random(9, 60)
     ids, weights, *_ = route(logits, 4, renormalize=renormalize)
@@ -37,8 +37,8 @@ def test_softmax_families(renormalize):
     assert torch.equal(route(logits, 4, dtype=torch.bfloat16)[1], route(logits, 4)[1].bfloat16())
 
 
-def test_deepseek():
-    """As DeepseekV3TopkRouter has it: groups by their two best biased scores, weights unbiased."""
+def test_deepseek_grouped_routing():
+    """As DeepseekV3TopkRouter: groups by their two best biased scores, weights unbiased."""
     logits = random(9, 64)
     bias = random(64, seed=1) * 0.2
     ids, weights, *_ = route(logits, 6, "sigmoid", True, 2.5, bias, groups=8, top_groups=3)
@@ -53,7 +53,7 @@ def test_deepseek():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ties_go_to_the_lower_index(backend):
+def test_ties_select_lower_index(backend):
     logits = torch.ones(2, 12)
     logits[1, 5] = 2.0
     for groups in (dict(), dict(groups=3, top_groups=2)):
@@ -80,29 +80,29 @@ def test_nan_gives_valid_ids_and_stays_in_its_row(backend, scoring, groups):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_has_its_bits_in_any_batch(backend):
+def test_row_bits_are_batch_independent(backend):
     logits = (random(33 if backend.on_gpu else 12, 130) * 3).to(backend.dtype)
     ids, weights, *_ = backend.run(route, dict(logits=logits, top_k=7))
     for begin, end in ((0, 1), (4, 7), (10, 12), (5, 5)):
-        found = backend.run(route, dict(logits=logits[begin:end], top_k=7))
-        assert same_bits(found[0], ids[begin:end]) and same_bits(found[1], weights[begin:end])
+        actual = backend.run(route, dict(logits=logits[begin:end], top_k=7))
+        assert same_bits(actual[0], ids[begin:end]) and same_bits(actual[1], weights[begin:end])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("parts", [2, 4])
-def test_partials_are_a_product_that_is_rounded(backend, parts):
-    """Whether a product leaves partials is its tile's choice, and must change no bit."""
+def test_partials_equal_their_rounded_sum(backend, parts):
+    """Whether a product leaves partials depends on its tile, and must change no bit."""
     partials = random(parts, 9, 2 * 40 + 24 + 1) * 3
-    whole = tree_sum(partials).to(torch.bfloat16)
+    full = tree_sum(partials).to(torch.bfloat16)
     rounded = dict(dtype=torch.bfloat16, shared_dtype=torch.bfloat16)
 
     def routed(product):
         shared, logits, gate = product.split((2 * 40, 24, 1), dim=-1)
-        given = dict(logits=logits, shared=shared, shared_gate=gate, top_k=4) | rounded
-        return backend.run(route, given)
+        arguments = dict(logits=logits, shared=shared, shared_gate=gate, top_k=4) | rounded
+        return backend.run(route, arguments)
 
-    for one, other in zip(routed(partials), routed(whole), strict=True):
+    for one, other in zip(routed(partials), routed(full), strict=True):
         assert one.dtype == other.dtype and same_bits(one, other)
-    inner = backend.run(silu_mul, dict(gate_up=whole[:, :80]))
-    assert same_bits(routed(whole).inner, inner)
-    assert same_bits(routed(whole).gate, whole[:, -1])
+    inner = backend.run(silu_mul, dict(gate_up=full[:, :80]))
+    assert same_bits(routed(full).inner, inner)
+    assert same_bits(routed(full).gate, full[:, -1])

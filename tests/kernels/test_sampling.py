@@ -1,7 +1,6 @@
-"""sample in Triton: tiles are free, filters find what the reference finds, 16-bit logits count
-for what they are.
+"""sample in Triton equals the reference for any tiles, filters and 16-bit logits.
 
-Equality is of token ids. Under the interpreter and on a GPU.
+Token ids are compared, under the interpreter and on a GPU.
 """
 
 from typing import Any
@@ -39,11 +38,14 @@ FILTER_SETTINGS = {
 }
 
 
-def filtering(vocab: int, slope: float, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """A row for each of FILTER_SETTINGS over logits that fall with the log of a token's rank."""
+def filter_arguments(
+    vocab: int, slope: float, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Return a row for each of FILTER_SETTINGS, with logits that fall with the log of a token's
+    rank."""
     generator = torch.Generator().manual_seed(vocab)
     rows = len(FILTER_SETTINGS)
-    places = torch.rand(rows, vocab, generator=generator)
+    indices = torch.rand(rows, vocab, generator=generator)
     state = SamplingState.empty(rows + 1, vocab, 16, (32, 8), "cpu")
     state.flags[1:] = FILTERS | NOISE
     state.temperature[1:] = 0.8
@@ -51,7 +53,7 @@ def filtering(vocab: int, slope: float, dtype: torch.dtype = torch.bfloat16) -> 
     for row, settings in enumerate(FILTER_SETTINGS.values(), 1):
         for name, value in settings.items():
             getattr(state, name)[row] = value
-    logits = -slope * torch.log(places.argsort(1).argsort(1) + 1.0)
+    logits = -slope * torch.log(indices.argsort(1).argsort(1) + 1.0)
     return dict(
         logits=logits[:, None].to(dtype),
         positions=torch.arange(rows)[:, None] + 50,
@@ -64,44 +66,47 @@ def filtering(vocab: int, slope: float, dtype: torch.dtype = torch.bfloat16) -> 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("vocab", "slope"), [(300, 1.2), (20000, 0.3), (20000, 3.0)])
-def test_filters_find_what_the_reference_finds(backend, vocab, slope):
-    """Flat lines, of which no tile holds all that is left, and steep ones; tied 16-bit logits."""
-    arguments = filtering(vocab, slope)
+def test_filters_equal_reference(backend, vocab, slope):
+    """Flat logits, for which no tile holds all remaining candidates, and steep ones; tied 16-bit
+    logits."""
+    arguments = filter_arguments(vocab, slope)
     assert same_bits(backend.run(sample, arguments), ORACLE.run(sample, arguments))
 
 
 @pytest.mark.parametrize("backend", SLOW_BACKENDS)
-def test_tiles_are_free(backend, monkeypatch):
-    """Small tiles send every filter over whole lines, two at a time; spans cut them elsewhere."""
-    found = set()
+def test_sampling_tiles_change_no_token(backend, monkeypatch):
+    """Small tiles make every filter pass over whole logit rows, two at a time; spans end at other
+    columns."""
+    actual = set()
     for slope in (0.5, 2.0):
-        arguments = filtering(4000, slope)
+        arguments = filter_arguments(4000, slope)
         expected = ORACLE.run(sample, arguments)
-        for tile, span, block, whole, many in ((128, 4096, 1024, 32, 1), (4, 1024, 512, 2, 16)):
+        for tile, span, block, full, many in ((128, 4096, 1024, 32, 1), (4, 1024, 512, 2, 16)):
             module = sample.backends["triton"].run.__module__
-            sizes = dict(TILE=tile, SPAN=span, BLOCK=block, WHOLE=whole, MANY=many)
+            sizes = dict(TILE=tile, SPAN=span, BLOCK=block, WHOLE=full, MANY=many)
             for name, value in sizes.items():
                 monkeypatch.setattr(f"{module}.{name}", value)
             assert same_bits(backend.run(sample, arguments), expected), (slope, tile)
-        found |= set(expected.flatten().tolist())
-    assert len(found) > 10
+        actual |= set(expected.flatten().tolist())
+    assert len(actual) > 10
 
 
 @pytest.mark.parametrize("backend", SLOW_BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_logits_of_16_bits_are_their_fp32_values(backend, dtype):
+def test_16_bit_logits_equal_their_fp32_values(backend, dtype):
     arguments = batch(300, 2)
     narrow = arguments["logits"].to(dtype)
     for logits in (narrow, narrow.float()):
-        found = backend.run(sample, dict(arguments, logits=logits))
-        assert same_bits(found, ORACLE.run(sample, dict(arguments, logits=narrow.float())))
+        actual = backend.run(sample, dict(arguments, logits=logits))
+        assert same_bits(actual, ORACLE.run(sample, dict(arguments, logits=narrow.float())))
 
 
 @pytest.mark.parametrize("backend", SLOW_BACKENDS)
 @pytest.mark.parametrize("flags", [0, NOISE, NOISE | FILTERS])
-def test_ties_go_to_the_smaller_id_and_nothing_leaves_the_vocabulary(backend, flags):
-    """Lines of one value: greedy takes the first; always a token of the model, or none at all."""
-    arguments = filtering(20000, 1.0)
+def test_sampled_ties_and_vocabulary_bounds(backend, flags):
+    """Constant logits: greedy takes the first id; the token is always in the vocabulary, or there
+    is none."""
+    arguments = filter_arguments(20000, 1.0)
     arguments["state"].flags[1:] = flags
     for value in (1.5, -torch.inf, torch.inf, torch.nan):
         arguments["logits"] = torch.full_like(arguments["logits"], value)
@@ -119,9 +124,9 @@ def test_ties_go_to_the_smaller_id_and_nothing_leaves_the_vocabulary(backend, fl
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shown", [0, 90])
-def test_no_buffer_is_overrun_by_logits_that_are_not_numbers(backend, shown):
-    """More groups of NaN than a tile holds, which no key may call the highest."""
-    arguments = filtering(5000, 1.0)
+def test_nan_logits_overrun_no_buffer(backend, shown):
+    """More groups of NaN than a tile holds; no key may rank them highest."""
+    arguments = filter_arguments(5000, 1.0)
     for name in ("positions", "drafts", "row_ids"):
         arguments[name] = arguments[name][3:5].contiguous()
     logits = arguments["logits"][3:5].clone()
@@ -130,39 +135,40 @@ def test_no_buffer_is_overrun_by_logits_that_are_not_numbers(backend, shown):
     canaries = Canaries()
     with canaries:
         tokens = backend.run(sample, arguments)
-    assert not canaries.broken()
+    assert not canaries.overwritten()
     assert (tokens == -1).all()
 
 
 @pytest.mark.parametrize("backend", backends())
-def test_a_faulty_line_has_no_token_and_no_other_line_sees_it(backend):
+def test_invalid_logits_give_no_token_and_stay_in_their_row(backend):
     check_faults(backend, 100, 2, torch.float32)
 
 
 @pytest.mark.parametrize("backend", backends(pytest.mark.slow))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_faulty_lines_of_several_spans(backend, dtype):
+def test_invalid_logits_of_several_spans(backend, dtype):
     check_faults(backend, 5000, 4, dtype)
 
 
 def check_faults(backend: Backend, vocab: int, queries: int, dtype: torch.dtype) -> None:
-    """Whatever its row asks for; a line of which something is left has a token like any other."""
+    """Assert that invalid logits give no token for any sampling parameters, and that a row with
+    some valid logits has a token."""
     healthy = batch(vocab, queries, seed=vocab)
     healthy["logits"] = healthy["logits"].to(dtype)
     worse = faulty(healthy)
-    found = backend.run(sample, worse).flatten().cpu()
+    actual = backend.run(sample, worse).flatten().cpu()
     without = ORACLE.run(sample, healthy).flatten()
-    assert (without >= 0).all() and torch.equal(found[1::2], without[1::2])
-    assert torch.equal(found, ORACLE.run(sample, worse).flatten())
-    for line, token in enumerate(found[::2].tolist()):
+    assert (without >= 0).all() and torch.equal(actual[1::2], without[1::2])
+    assert torch.equal(actual, ORACLE.run(sample, worse).flatten())
+    for line, token in enumerate(actual[::2].tolist()):
         name, (_, _, has_one) = list(FAULTS.items())[line % len(FAULTS)]
         assert (token >= 0) == has_one, name
 
 
 @pytest.mark.parametrize("backend", backends())
-def test_scores_that_leave_fp32_give_no_token(backend):
-    """Finite logits over a temperature: infinite, whether filtered or not."""
-    arguments = filtering(300, 1.0, torch.float32)
+def test_scores_that_overflow_fp32_give_no_token(backend):
+    """Finite logits become infinite by the temperature, with and without filters."""
+    arguments = filter_arguments(300, 1.0, torch.float32)
     arguments["logits"][:, :, 7] = 3e38
     arguments["state"].temperature[1:] = 1e-5
     for flags in (NOISE, NOISE | FILTERS):
@@ -174,18 +180,18 @@ def test_scores_that_leave_fp32_give_no_token(backend):
 
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
-def test_a_mask_bans_as_an_infinite_bias_does(queries, share):
-    """The reference looks at what a mask allows alone, filters and penalties included."""
+def test_mask_equals_infinite_bias(queries, share):
+    """The reference considers only allowed tokens, in filters and penalties too."""
     arguments = batch(900, queries, seed=queries)
     state = arguments["state"]
     generator = torch.Generator().manual_seed(queries)
-    may_come = torch.rand(len(state.flags), 900, generator=generator) < share
-    masks = [packed_bits(may_come[row]) for row in arguments["row_ids"]]
+    permitted = torch.rand(len(state.flags), 900, generator=generator) < share
+    masks = [packed_bits(permitted[row]) for row in arguments["row_ids"]]
     state.flags[1:] |= ALLOWED
     arguments["allowed"] = torch.stack(masks)[:, None].expand(-1, queries, -1)
     masked = ORACLE.run(sample, arguments)
     state.bias[state.flags & BIAS == 0] = 0.0
-    state.bias.masked_fill_(~may_come, -torch.inf)
+    state.bias.masked_fill_(~permitted, -torch.inf)
     state.flags[1:] |= BIAS
     banned = ORACLE.run(sample, {**arguments, "allowed": None})
     assert same_bits(masked, banned)
@@ -193,39 +199,39 @@ def test_a_mask_bans_as_an_infinite_bias_does(queries, share):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.9])
-def test_a_greedy_row_takes_the_first_of_the_largest_that_may_come(share):
-    """Many logits are equal, so that the largest is allowed here and not there."""
+def test_greedy_takes_first_largest_allowed_token(share):
+    """Many logits are equal, so the largest is allowed in some rows only."""
     arguments = batch(900, 3)
     arguments["state"].flags[:] = ALLOWED
     logits = arguments["logits"].round()
     generator = torch.Generator().manual_seed(1)
-    may_come = torch.rand(logits.shape, generator=generator) < share
-    allowed = torch.stack([packed_bits(bits) for bits in may_come.flatten(0, 1)])
+    permitted = torch.rand(logits.shape, generator=generator) < share
+    allowed = torch.stack([packed_bits(bits) for bits in permitted.flatten(0, 1)])
     arguments |= {"logits": logits, "allowed": allowed.unflatten(0, logits.shape[:2])}
-    expected = logits.masked_fill(~may_come, -torch.inf).argmax(-1)
-    inside = may_come.gather(-1, logits.argmax(-1, keepdim=True))
+    expected = logits.masked_fill(~permitted, -torch.inf).argmax(-1)
+    inside = permitted.gather(-1, logits.argmax(-1, keepdim=True))
     assert inside.any() and not inside.all()
     assert same_bits(ORACLE.run(sample, arguments), expected)
 
 
-def packed_bits(may_come: torch.Tensor) -> torch.Tensor:
-    """[V] bool -> [ceil(V / 32)] int32, the first token's bit lowest."""
-    words = torch.zeros(-(-len(may_come) // 32), dtype=torch.int64)
-    for token in may_come.nonzero().flatten().tolist():
+def packed_bits(permitted: torch.Tensor) -> torch.Tensor:
+    """Return the mask [V] as int32 words [ceil(V / 32)], lowest bit first."""
+    words = torch.zeros(-(-len(permitted) // 32), dtype=torch.int64)
+    for token in permitted.nonzero().flatten().tolist():
         words[token // 32] |= 1 << token % 32
     return words.to(torch.uint32).view(torch.int32)
 
 
 @pytest.mark.parametrize("vocab", [MANY, MANY + 1])
-def test_the_first_of_the_largest_is_found_among_many(vocab):
+def test_greedy_first_largest_in_large_vocabulary(vocab):
     arguments = batch(vocab, 1)
     arguments["state"].flags[:] = 0
     logits = arguments["logits"].round()
     logits[1, 0, 5000:] = -torch.inf
     logits[2, 0, 9000] = torch.nan
     logits[3] = -torch.inf
-    found = ORACLE.run(sample, {**arguments, "logits": logits})
+    actual = ORACLE.run(sample, {**arguments, "logits": logits})
     expected = logits.argmax(-1)
     expected[2] = -1
     expected[3] = -1
-    assert same_bits(found, expected)
+    assert same_bits(actual, expected)

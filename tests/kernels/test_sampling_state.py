@@ -1,4 +1,4 @@
-"""A row's sampling parameters: one declaration, one row of words, columns that read it back."""
+"""A row's sampling parameters: one declaration, one row of words, columns that read them back."""
 
 import copy
 from dataclasses import asdict
@@ -8,7 +8,7 @@ import torch
 
 from lockstep.kernels.sampling import COLUMNS, WORDS, RowParameters, SamplingState
 
-ASKED = RowParameters(
+PARAMETERS = RowParameters(
     seed=-(2**62) + 5,
     flags=63,
     top_k=50,
@@ -26,33 +26,33 @@ def state() -> SamplingState:
     return SamplingState.empty(3, 11, 4, (2, 3), "cpu")
 
 
-def test_a_row_is_one_upload_and_reads_back() -> None:
-    found = state()
-    found.scalars[1].copy_(ASKED.words())
-    for row, expected in ((0, RowParameters()), (1, ASKED), (2, RowParameters())):
+def test_row_parameters_round_trip() -> None:
+    actual = state()
+    actual.scalars[1].copy_(PARAMETERS.words())
+    for row, expected in ((0, RowParameters()), (1, PARAMETERS), (2, RowParameters())):
         for name, value in asdict(expected).items():
-            column = getattr(found, name)
+            column = getattr(actual, name)
             assert column[row] == torch.tensor(value, dtype=column.dtype), name
 
 
-def test_columns_are_views_that_do_not_overlap() -> None:
-    """Every parameter has words of its own, a seed two that lie at an even place."""
-    found = state()
+def test_parameter_columns_do_not_overlap() -> None:
+    """Every parameter has its own words; a seed has two at an even index."""
+    actual = state()
     assert set(COLUMNS) == set(asdict(RowParameters())) and WORDS % 2 == 0
     for name in COLUMNS:
-        before = found.scalars.clone()
-        getattr(found, name)[2] = -1
-        where = (found.scalars != before).nonzero()
+        before = actual.scalars.clone()
+        getattr(actual, name)[2] = -1
+        where = (actual.scalars != before).nonzero()
         words = {"seed": 2}.get(name, 1)
         assert where.tolist() == [[2, COLUMNS[name] + i] for i in range(words)], name
 
 
-def test_a_copy_is_its_own_and_other_names_are_errors() -> None:
-    found = state()
-    other = copy.deepcopy(found)
+def test_deepcopy_is_independent_and_unknown_names_raise() -> None:
+    actual = state()
+    other = copy.deepcopy(actual)
     other.seed[1] = 7
-    assert found.seed[1] == 0 and other.scalars[1].any()
+    assert actual.seed[1] == 0 and other.scalars[1].any()
     with pytest.raises(AttributeError, match="no attribute 'top_q'"):
-        found.top_q  # noqa: B018
+        actual.top_q  # noqa: B018
     with pytest.raises(Exception, match="argument|range|format"):
         RowParameters(seed=2**63).words()

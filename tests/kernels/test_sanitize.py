@@ -1,4 +1,5 @@
-"""The sanitizer's table: reports belong to jobs, false positives are listed, time is limited."""
+"""The sanitizer's table: reports are assigned to jobs, false positives are listed, time is
+limited."""
 
 import re
 import sys
@@ -31,7 +32,7 @@ def file_of(kernel: str) -> Path:
 
 
 def race(kernel: str, read: str, write: str) -> str:
-    """Return racecheck's output for accesses in the lines that begin so."""
+    """Return racecheck's output for accesses in the lines with these prefixes."""
     path = file_of(kernel)
     lines = [line.strip() for line in path.read_text().splitlines()]
 
@@ -41,7 +42,7 @@ def race(kernel: str, read: str, write: str) -> str:
     return RACE.format(kernel=kernel, file=path.name, read=number(read), write=number(write))
 
 
-def test_a_report_has_both_accesses_and_no_host_frames() -> None:
+def test_report_has_both_accesses_without_host_frames() -> None:
     output = race("pipeline_kernel", "stage = 0", "phase = 0")
     (report,) = problems(output)
     assert re.search(r"Read access at pipeline_kernel\+0x130 in quantized_pipeline.py:\d+", report)
@@ -51,7 +52,7 @@ def test_a_report_has_both_accesses_and_no_host_frames() -> None:
     assert "Host Frame" not in report
 
 
-def test_false_positives_are_let_through_and_counted() -> None:
+def test_allowed_false_positives_are_counted() -> None:
     output = race("pipeline_kernel", "def pipeline_kernel(", "gl.warp_specialize(")
     assert problems(output) == []
     assert sanitize.row(JOB, output, 3.0).endswith("1 cases    3 s  clean, 1 allowed")
@@ -68,21 +69,21 @@ def test_false_positives_are_let_through_and_counted() -> None:
         ("_split_kv_kernel", "rescale = rescales.index(", "row_maxes.index("),
     ],
 )
-def test_neighbours_of_false_positives_fail(kernel: str, read: str, write: str) -> None:
+def test_races_similar_to_false_positives_fail(kernel: str, read: str, write: str) -> None:
     assert len(problems(race(kernel, read, write))) == 1
 
 
-def test_a_hazard_of_two_writes_fails() -> None:
+def test_write_write_hazard_fails() -> None:
     output = race("pipeline_kernel", "def pipeline_kernel(", "gl.warp_specialize(")
     assert len(problems(output.replace("Read access", "Write access"))) == 1
 
 
-def test_an_access_without_a_line_fails() -> None:
+def test_access_without_source_line_fails() -> None:
     output = race("pipeline_kernel", "def pipeline_kernel(", "gl.warp_specialize(")
     assert len(problems(re.sub(r" in quantized_pipeline.py:\d+ \[", " [", output))) == 1
 
 
-def test_what_memcheck_and_the_tool_say_fails() -> None:
+def test_memcheck_errors_and_tool_warnings_fail() -> None:
     output = f"""========= Invalid __global__ write of size 4 bytes
 =========     at _sample+0x4f0
 {DONE}
@@ -93,13 +94,13 @@ def test_what_memcheck_and_the_tool_say_fails() -> None:
     assert problems(overflow + DONE) == [overflow[10:-1]]
 
 
-def test_a_job_that_does_not_end_fails() -> None:
+def test_unfinished_job_fails() -> None:
     (problem,) = problems("========= COMPUTE-SANITIZER\ncase 1\n")
-    assert problem.startswith("no end")
+    assert problem.startswith("did not finish")
     assert reports("========= COMPUTE-SANITIZER\n") == []
 
 
-def test_a_job_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_job_is_killed_at_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(
         f"#!/bin/sh\necho case 1\nexec {sys.executable} -c 'import time; time.sleep(60)'\n"
@@ -107,13 +108,13 @@ def test_a_job_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     tool.chmod(0o755)
     monkeypatch.setattr(sanitize.shutil, "which", lambda name: str(tool))
     began = time.monotonic()
-    output, _ = sanitize.sanitized(JOB, began)
+    output, _ = sanitize.run_job(JOB, began)
     assert time.monotonic() - began < 10
     assert problems(output)
 
 
-def test_each_false_positive_names_lines_that_exist() -> None:
-    """A rule whose line was reworded would let nothing through, and one of no kernel is stale."""
+def test_allowed_races_name_existing_lines() -> None:
+    """A rule whose line was reworded would allow nothing, and one without a kernel is stale."""
     for rule in ALLOWED:
         assert rule.reason
         texts = {kernel: file_of(kernel).read_text() for kernel in rule.kernels}

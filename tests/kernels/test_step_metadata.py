@@ -1,7 +1,8 @@
-"""A step's metadata: every backend equals the reference in every element; neighbours do not count.
+"""A step's metadata: every backend equals the reference in every element, independent of batch
+mates.
 
-Rows alone, in other orders and beside null rows, in buffers full of garbage; the reference itself
-is held against plain Python here and by the walk in tests/worker.
+Rows run alone, in other orders and with null rows, in buffers full of garbage. The reference itself
+is compared with plain Python here and by the walk in tests/worker.
 """
 
 from typing import Any
@@ -20,21 +21,21 @@ BACKENDS = backends()
 @pytest.mark.parametrize(
     ("op", "backend"), of_every_op((prepare_step, advance_rows), reference=False)
 )
-def test_equals_the_reference(op, backend, monkeypatch):
+def test_metadata_equals_reference(op, backend, monkeypatch):
     assert_equals_the_reference(op, backend, monkeypatch)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
 @pytest.mark.parametrize("grid", [1, 16])
-def test_rows_are_committed_as_in_plain_python(backend, width, grid):
-    """60 random rows, alone and together, drafts that repeat a token, flushes, ended prompts,
-    positions where the target has no token."""
+def test_advance_rows_equals_plain_python(backend, width, grid):
+    """60 random rows, alone and together, with drafts that repeat a token, flushes, ended prompts,
+    and positions without a target token."""
     seen = set()
     for seed in range(6):
         batch = advance(10, width, 80, prompt=False, vocab=3, seed=seed, state_grid=grid)
         before = {name: x.clone() for name, x in vars(batch["table"]).items()}
-        expected = [plain(batch, before, s) for s in range(10)]
+        expected = [advance_in_python(batch, before, s) for s in range(10)]
         for picks in [list(range(10)), [3], [9, 0, 4, 4 + 5]]:
             some = backend.fresh(batch)
             rows = torch.tensor(picks, device=backend.device)
@@ -53,15 +54,17 @@ def test_rows_are_committed_as_in_plain_python(backend, width, grid):
                 assert (table.drafts[row] == -1).all()
                 assert some["counts"][row].tolist() == want["counts"]
                 seen.add(want["accepted"])
-            others = sorted(set(range(13)) - {int(batch["row_ids"][s]) for s in picks} - {0})
-            assert torch.equal(some["counts"][others].cpu(), batch["counts"][others])
+            rest = sorted(set(range(13)) - {int(batch["row_ids"][s]) for s in picks} - {0})
+            assert torch.equal(some["counts"][rest].cpu(), batch["counts"][rest])
             for name in ("tokens", "computed", "folded", "drafts"):
-                assert torch.equal(getattr(table, name)[others].cpu(), before[name][others])
+                assert torch.equal(getattr(table, name)[rest].cpu(), before[name][rest])
     assert seen == set(range(width))
 
 
-def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dict[str, Any]:
-    """What becomes of row s of the step."""
+def advance_in_python(
+    batch: dict[str, Any], before: dict[str, torch.Tensor], s: int
+) -> dict[str, Any]:
+    """Return the expected state of row s after the step."""
     row = int(batch["row_ids"][s])
     tokens = batch["tokens"][s].tolist()
     drafts = batch["drafts"][s].tolist()
@@ -93,8 +96,9 @@ def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dic
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("prompt", [False, True])
-def test_a_row_is_prepared_as_it_is_alone(backend, prompt):
-    """Batch mates, their order and null rows decide where a row's tokens stand, never what."""
+def test_prepared_row_is_batch_independent(backend, prompt):
+    """Batch mates, their order and null rows determine only the indices of a row's tokens, never
+    their values."""
     source = RandomSource(5)
     drafts = 3
     table = random_table(source, 9, drafts, 90, 50)
@@ -110,12 +114,12 @@ def test_a_row_is_prepared_as_it_is_alone(backend, prompt):
         return backend.run(prepare_step, backend.fresh(some))
 
     rows = [4, 1, 9, 2, 7, 0, 0]
-    whole = prepared(rows)
-    bounds = whole.cu_seqlens.tolist()
+    full = prepared(rows)
+    bounds = full.cu_seqlens.tolist()
     for s, row in enumerate(rows):
         alone = prepared([row])
         for name in ("token_ids", "positions", "slot_mapping"):
-            mine = getattr(whole, name)[bounds[s] : bounds[s + 1]]
+            mine = getattr(full, name)[bounds[s] : bounds[s + 1]]
             assert torch.equal(mine, getattr(alone, name)), name
         for name in ("starts", "seq_lens", "page_table", "drafts", "sample_at", "state_src"):
-            assert torch.equal(getattr(whole, name)[s], getattr(alone, name)[0]), name
+            assert torch.equal(getattr(full, name)[s], getattr(alone, name)[0]), name

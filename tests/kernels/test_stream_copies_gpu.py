@@ -1,4 +1,4 @@
-"""Copies to a GPU run in stream order, and the host does not wait for them."""
+"""Copies to a GPU run in stream order without blocking the host."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Stream-K launches never add the partial sums that an earlier launch left in memory."""
+"""Stream-K launches never add partial sums left by an earlier launch."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,44 +19,45 @@ KERNEL = quantized.stream_k_kernel
 
 
 @dataclass
-class Shared:
-    """Launches of one weight whose CTAs share tiles, all over one memory for partial sums.
+class StreamKLaunches:
+    """Launches of one weight with stream-K, all over the same memory for partial sums.
 
-    breaks_off: the last CTA never starts, so the sums that another one left for it stay behind.
+    breaks_off: the last CTA never starts, so the partial sums that another CTA stored for it
+    remain.
     """
 
     weight: Any
     target: Any
     tile: QuantizedTile
     memory: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    breaks_off: bool = False
+    incomplete: bool = False
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return KERNEL[(grid[0] - self.breaks_off, *grid[1:])]
+        return KERNEL[(grid[0] - self.incomplete, *grid[1:])]
 
-    def run(self, x: torch.Tensor, breaks_off: bool = False) -> torch.Tensor:
-        self.breaks_off = breaks_off
+    def run(self, x: torch.Tensor, incomplete: bool = False) -> torch.Tensor:
+        self.incomplete = incomplete
         return quantized.launch(x, self.weight, 1, self.tile, self.target)
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Shared:
-    """Launches of 20,000 outputs by 40 multiprocessors' worth of CTAs."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> StreamKLaunches:
+    """Return launches of 20,000 outputs by 40 multiprocessors' worth of CTAs."""
     weight = LAYOUTS["int4 asymmetric, fp16 scales"](20000, 2560, "cuda")
     weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
     tile = next(tile for tile in candidates(64, 1, weight.bits) if tile.stream_k)
     target = replace(quantized.compile_target(weight.device), num_sms=40)
-    made = Shared(weight, target, tile, {})
+    result = StreamKLaunches(weight, target, tile, {})
     allocate = quantized._hand_over_buffers
 
     def reuse(x: torch.Tensor, ctas: int, tile: QuantizedTile) -> tuple[torch.Tensor, torch.Tensor]:
-        if ctas not in made.memory:
-            made.memory[ctas] = allocate(x, ctas, tile)
-        return made.memory[ctas]
+        if ctas not in result.memory:
+            result.memory[ctas] = allocate(x, ctas, tile)
+        return result.memory[ctas]
 
     monkeypatch.setattr(quantized, "_hand_over_buffers", reuse)
-    monkeypatch.setattr(quantized, "stream_k_kernel", made)
-    return made
+    monkeypatch.setattr(quantized, "stream_k_kernel", result)
+    return result
 
 
 def _rows(seed: int) -> torch.Tensor:
@@ -64,47 +65,47 @@ def _rows(seed: int) -> torch.Tensor:
     return torch.randn(64, 2560, generator=generator, device="cuda").bfloat16()
 
 
-def _dirty(shared: Shared) -> bool:
-    """Whether a launch left marks that nobody waited for."""
-    return any(bool(flags.any()) for _, flags in shared.memory.values())
+def _has_unconsumed_flags(launches: StreamKLaunches) -> bool:
+    """Return True if a launch left flags that no CTA waited for."""
+    return any(bool(flags.any()) for _, flags in launches.memory.values())
 
 
-def test_sums_of_a_launch_that_broke_off_are_not_taken(shared: Shared) -> None:
-    shared.run(_rows(0), breaks_off=True)
-    assert _dirty(shared)
+def test_partials_of_incomplete_launch_are_not_used(launches: StreamKLaunches) -> None:
+    launches.run(_rows(0), incomplete=True)
+    assert _has_unconsumed_flags(launches)
     for seed in (1, 2):
         x = _rows(seed)
-        assert same_bits(shared.run(x), quantized.expected_output(1, x, shared.weight))
+        assert same_bits(launches.run(x), quantized.expected_output(1, x, launches.weight))
 
 
-def test_sums_of_a_replay_that_broke_off_are_not_taken(
-    shared: Shared, monkeypatch: pytest.MonkeyPatch
+def test_partials_of_incomplete_replay_are_not_used(
+    launches: StreamKLaunches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two graphs of one serial number stand for one graph that broke off in a replay."""
+    """Two graphs with one serial number imitate one graph with an incomplete replay."""
     epochs = launch_epochs(torch.device("cuda", torch.cuda.current_device()))
     x = _rows(0)
-    shared.run(x)
+    launches.run(x)
     monkeypatch.setattr(epochs, "next_serial", lambda: 7)
 
-    def captured(breaks_off: bool) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def captured(incomplete: bool) -> tuple[torch.cuda.CUDAGraph, Any]:
         def step() -> torch.Tensor:
             epochs.advance()
-            return shared.run(x, breaks_off)
+            return launches.run(x, incomplete)
 
         return record_graph(step)
 
-    (broken, _), (whole, out) = captured(True), captured(False)
+    (broken, _), (full, out) = captured(True), captured(False)
     for seed in (1, 2, 3):
         x.copy_(_rows(10 + seed))
         broken.replay()
-        assert _dirty(shared)
+        assert _has_unconsumed_flags(launches)
         x.copy_(_rows(seed))
-        whole.replay()
-        assert same_bits(out, quantized.expected_output(1, x, shared.weight))
+        full.replay()
+        assert same_bits(out, quantized.expected_output(1, x, launches.weight))
 
 
-def test_one_weight_in_two_launches_at_once() -> None:
-    """On two streams: launches share no memory but the weight."""
+def test_concurrent_launches_share_only_the_weight() -> None:
+    """On two streams, launches share no memory but the weight."""
     weight = LAYOUTS["int4 asymmetric, fp16 scales"](20000, 2560, "cuda")
     weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
     tile = next(tile for tile in candidates(64, 1, weight.bits) if tile.stream_k)

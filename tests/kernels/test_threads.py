@@ -1,4 +1,4 @@
-"""One thread for a while: the program gets its own number back; products have one thread's bits."""
+"""one_thread() restores the program's thread count, and products have the bits of one thread."""
 
 from collections.abc import Iterator
 
@@ -6,30 +6,30 @@ import pytest
 import torch
 
 from lockstep.kernels import row_tiles
-from lockstep.kernels.attention import KV_SPLIT
-from lockstep.kernels.attention import cpu as attention
+from lockstep.kernels.attention import KV_SPLIT, paged_attention
+from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.threads import one_thread
 
 
 @pytest.fixture
-def forgotten() -> Iterator[None]:
-    """What a false product is found to give is not remembered."""
+def clear_probed_sizes() -> Iterator[None]:
+    """Clear the probe results before and after a patched product."""
     row_tiles.probed_sizes.cache_clear()
     yield
     row_tiles.probed_sizes.cache_clear()
 
 
 @pytest.fixture
-def three() -> Iterator[None]:
-    """A program that has chosen three threads."""
+def three_threads() -> Iterator[None]:
+    """Set three threads, as a program may."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("three")
-def test_the_program_keeps_its_number() -> None:
+@pytest.mark.usefixtures("three_threads")
+def test_one_thread_restores_thread_count() -> None:
     with one_thread():
         assert torch.get_num_threads() == 1
         with one_thread():
@@ -41,48 +41,55 @@ def test_the_program_keeps_its_number() -> None:
     assert torch.get_num_threads() == 3
 
 
-def other_order(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
-    """A product that adds in another order on several threads, where it has so many rows."""
+def reverse_products_on_threads(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
+    """Patch mm to add in another order on several threads, from `min_rows` rows on."""
     product = torch.mm
 
     def mm(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        if torch.get_num_threads() > 1 and len(x) >= least:
+        if torch.get_num_threads() > 1 and len(x) >= min_rows:
             return product(x.flip(1), right.flip(0))
         return product(x, right)
 
     monkeypatch.setattr(torch, "mm", mm)
 
 
-@pytest.mark.usefixtures("three", "forgotten")
-@pytest.mark.parametrize("least", [64, 2])
-def test_a_product_has_the_bits_of_one_thread(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes whose bits the threads change do not serve on them; where none is left, one does."""
-    other_order(monkeypatch, least)
+@pytest.mark.usefixtures("three_threads", "clear_probed_sizes")
+@pytest.mark.parametrize("min_rows", [64, 2])
+def test_tiled_product_has_bits_of_one_thread(
+    min_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes whose bits depend on threads are not used on several; if none remains, one thread is
+    used."""
+    reverse_products_on_threads(monkeypatch, min_rows)
     x = torch.randn(130, 72)
     right = torch.randn(72, 48)
     with one_thread():
         sizes = row_tiles.exact_sizes(72, 48)
         alone = row_tiles.tiled_mm(x, right)
     assert max(sizes) >= 64
-    fewer = tuple(size for size in sizes if size < least)
-    assert row_tiles.exact_sizes(72, 48) == fewer and (8 in fewer) == (least == 64)
+    fewer = tuple(size for size in sizes if size < min_rows)
+    assert row_tiles.exact_sizes(72, 48) == fewer and (8 in fewer) == (min_rows == 64)
     for rows in (1, 5, 8, 64, 130):
         assert torch.equal(row_tiles.tiled_mm(x[:rows], right), alone[:rows])
 
 
-@pytest.mark.usefixtures("three", "forgotten")
-def test_so_has_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no size serves on several threads, a row is done on one."""
-    q = torch.randn(2, 3, 4, 16)
-    k = torch.randn(4, 2, 16, 256)
-    v = torch.randn(4, 2, 256, 16)
-    starts = [400, 300]
+@pytest.mark.usefixtures("three_threads", "clear_probed_sizes")
+def test_attention_has_bits_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no size is exact on several threads, a row runs on one."""
+    rows = ((400, 3), (300, 3), (40, 3))
+    together = paged(rows, 4, 2, 16, 16, torch.float32)
+    attend = paged_attention.backends["cpu"].run
     with one_thread():
-        alone = attention._attend(q, k, v, starts)
-    other_order(monkeypatch, 2)
+        expected = attend(**together)
+    reverse_products_on_threads(monkeypatch, 2)
     assert row_tiles.exact_sizes(16, KV_SPLIT) == ()
-    assert torch.equal(attention._attend(q, k, v, starts), alone)
-    for row in range(2):
-        heads = slice(2 * row, 2 * row + 2)
-        (one,) = attention._attend(q[row : row + 1], k[heads], v[heads], starts[row : row + 1])
-        assert torch.equal(one, alone[row]), "alone and in a batch"
+    assert torch.equal(attend(**together), expected)
+    for row in range(len(rows)):
+        tokens = slice(3 * row, 3 * row + 3)
+        alone = together | {
+            "q": together["q"][tokens],
+            "page_table": together["page_table"][row : row + 1],
+            "cu_seqlens": together["cu_seqlens"][:2],
+            "starts": together["starts"][row : row + 1],
+        }
+        assert torch.equal(attend(**alone), expected[tokens]), "alone and in a batch"

@@ -1,4 +1,5 @@
-"""TurboQuant's codec: bytes, distortion, what must not be lost silently, and its assembly."""
+"""TurboQuant's quantizer: bytes, distortion, values that must not be lost silently, and its
+assembly."""
 
 import importlib
 import itertools
@@ -15,28 +16,28 @@ from lockstep.kernels.formats.kv.turboquant import CENTROIDS, PRESETS, TurboQuan
 from tests.kernels.backends import backends, same_bits
 
 PAPER = {3: 0.03, 4: 0.009}
-"""E |x - x'|^2 of a unit vector, by bits (the paper's figures, to the digits that it gives)."""
+"""Bits -> E |x - x'|^2 of a unit vector (the paper's figures, to the digits that it gives)."""
 EXACT = {3: 0.034548, 4: 0.009501}
-"""The same of Lloyd-Max on N(0, 1)."""
+"""Bits -> the same error for Lloyd-Max on N(0, 1)."""
 BYTES = {
     "turboquant_k8v4": {64: 98, 128: 196, 256: 392},
     "turboquant_4bit_nc": {64: 68, 128: 134, 256: 266},
     "turboquant_k3v4_nc": {64: 60, 128: 118, 256: 234},
     "turboquant_3bit_nc": {64: 52, 128: 102, 256: 202},
 }
-"""Of one token and head, keys and values together; at 128 as in vLLM."""
-CAPACITY = {
+"""Bytes of one token and head, keys and values together; at 128 as in vLLM."""
+MIN_CAPACITY = {
     "turboquant_k8v4": 2.5,
     "turboquant_4bit_nc": 3.5,
     "turboquant_k3v4_nc": 4.0,
     "turboquant_3bit_nc": 4.6,
 }
-"""Tokens in the memory of one in bf16, at least."""
+"""Minimum number of tokens in the memory of one bf16 token."""
 QUANTIZERS = [TurboQuantizer(bits, block, 77) for bits in (3, 4) for block in (V_BLOCK, K_BLOCK)]
 
 
 def round_trip(quantizer, x):
-    """What comes back of x, out of its rotation."""
+    """Return x quantized and dequantized, with the rotation undone."""
     return quantizer.rotation.rotate_back(quantizer.dequantize(*quantizer.quantize(x)))
 
 
@@ -44,21 +45,22 @@ def heads(dim, count=512):
     return torch.randn(count, dim, generator=torch.Generator().manual_seed(5))
 
 
-def uniform(x, bits):
-    """b bits between a head's least and largest number, both steps in fp16: vLLM's values."""
-    least, most = x.aminmax(dim=-1, keepdim=True)
-    step = ((most - least) / (2**bits - 1)).half().float()
-    return ((x - least) / step).round().clamp(0, 2**bits - 1) * step + least.half().float()
+def uniform_round_trip(x, bits):
+    """Return x with b uniform bits between a head's smallest and largest value, both steps in fp16,
+    as vLLM's values."""
+    minimum, maximum = x.aminmax(dim=-1, keepdim=True)
+    step = ((maximum - minimum) / (2**bits - 1)).half().float()
+    return ((x - minimum) / step).round().clamp(0, 2**bits - 1) * step + minimum.half().float()
 
 
-def lost(actual, x):
-    """The mean squared error of heads of length 1."""
+def mean_squared_error(actual, x):
+    """Return the mean squared error of heads of length 1."""
     return ((actual - x).square().sum(-1) / x.square().sum(-1)).mean().item()
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("count", [16, 32, 64, 256])
-def test_bits_come_back(bits, count):
+def test_pack_bits_round_trip(bits, count):
     codes = torch.randint(0, 2**bits, (3, count), generator=torch.Generator().manual_seed(0))
     packed = pack_bits(codes, bits)
     assert packed.shape[-1] == num_words(count, bits) and packed.dtype == torch.int32
@@ -66,8 +68,8 @@ def test_bits_come_back(bits, count):
     assert torch.equal(unpack_bits(packed, bits), codes)
 
 
-def test_places_of_bits():
-    """As bits.py draws them."""
+def test_bit_positions():
+    """As documented in bits.py."""
     one = torch.zeros(32, dtype=torch.int64)
     for code, value, word, bits in ((9, 5, 1, 5 << 4), (24, 4, 2, 1 << 3), (25, 3, 0, 1 << 7)):
         assert pack_bits(one.index_fill(0, torch.tensor(code), value), 3)[word] == bits
@@ -82,7 +84,7 @@ def test_bytes_and_capacity(preset):
     for dim, expected in BYTES[preset.name].items():
         spec = kv_spec(1, dim, torch.bfloat16, preset)
         assert sum(part.nbytes for part in spec.parts) == expected
-        assert 4 * dim / expected >= CAPACITY[preset.name]
+        assert 4 * dim / expected >= MIN_CAPACITY[preset.name]
         assert all(part.nbytes % 4 == 0 for part in spec.parts if "numbers" not in part.name)
         for quantizer in (preset.k, preset.v):
             codes, *numbers = quantizer.quantize(heads(dim, 4))
@@ -92,7 +94,7 @@ def test_bytes_and_capacity(preset):
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128, 256, 512])
 @pytest.mark.parametrize("block", [V_BLOCK, K_BLOCK])
-def test_the_rotation_goes_back(dim, block):
+def test_rotation_is_invertible(dim, block):
     rotation = HadamardRotation(1234, block)
     x = heads(dim, 64)
     torch.testing.assert_close(rotation.rotate_back(rotation.rotate(x)), x, atol=2e-6, rtol=0)
@@ -104,7 +106,7 @@ def test_the_rotation_goes_back(dim, block):
     assert not torch.equal(HadamardRotation(1235, block).rotate(x), rotation.rotate(x))
 
 
-def test_layers_differ_and_stay():
+def test_layer_seeds_are_distinct_and_stable():
     formats = [PRESETS["turboquant_3bit_nc"].for_layer(f"layers.{i}") for i in (0, 1, 0)]
     assert formats[0] == formats[2] != formats[1]
     assert formats[0].k.seed == formats[0].v.seed < 2**31
@@ -112,8 +114,8 @@ def test_layers_differ_and_stay():
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_points_are_exact(bits):
-    """In bf16, and half-way between neighbours in fp32."""
+def test_centroids_and_thresholds_are_exact(bits):
+    """Centroids are exact in bf16, and thresholds are half-way between neighbours in fp32."""
     points = torch.tensor(CENTROIDS[bits], dtype=torch.float64)
     assert torch.equal(points.bfloat16().double(), points)
     steps = torch.tensor(thresholds(bits), dtype=torch.float64)
@@ -122,31 +124,37 @@ def test_points_are_exact(bits):
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_distortion_is_the_papers(quantizer, dim):
-    """Of random directions, and of what has outliers; lengths come back."""
+def test_distortion_equals_paper(quantizer, dim):
+    """For random directions, and with outliers; lengths are preserved."""
     x = heads(dim, 4096)
     actual = round_trip(quantizer, x)
-    assert lost(actual, x) < 1.02 * EXACT[quantizer.bits] < 1.2 * PAPER[quantizer.bits]
+    assert (
+        mean_squared_error(actual, x) < 1.02 * EXACT[quantizer.bits] < 1.2 * PAPER[quantizer.bits]
+    )
     ratio = actual.norm(dim=-1) / x.norm(dim=-1)
     assert (ratio - 1).abs().max() < 2**-8
     x = x * torch.where(torch.arange(dim) % 32 == 5, 8.0, 1.0)
-    assert lost(round_trip(quantizer, x), x) < 1.02 * EXACT[quantizer.bits]
+    assert mean_squared_error(round_trip(quantizer, x), x) < 1.02 * EXACT[quantizer.bits]
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_rotated_values_lose_less_than_uniform_ones(bits):
-    """At the same bytes where the head is 128 wide (docs/cache.md has the figures)."""
+def test_rotated_error_is_below_uniform_error(bits):
+    """At the same bytes for a head of 128 (docs/cache.md has the figures)."""
     quantizer = TurboQuantizer(bits, 64, 77)
     assert quantizer.num_scales(128) * 2 == 4  # bytes, as of a step and a least number in fp16
     x = heads(128, 4096)
-    assert lost(round_trip(quantizer, x), x) < 0.9 * lost(uniform(x, bits), x)
+    assert mean_squared_error(round_trip(quantizer, x), x) < 0.9 * mean_squared_error(
+        uniform_round_trip(x, bits), x
+    )
     x = x * torch.where(torch.arange(128) % 32 == 5, 8.0, 1.0)
-    assert lost(round_trip(quantizer, x), x) < 0.25 * lost(uniform(x, bits), x)
+    assert mean_squared_error(round_trip(quantizer, x), x) < 0.25 * mean_squared_error(
+        uniform_round_trip(x, bits), x
+    )
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
-def test_twice_is_once(quantizer):
-    """But for heads whose points are much longer or shorter than others': a few in a hundred."""
+def test_quantization_is_nearly_idempotent(quantizer):
+    """Except for a few in a hundred heads, whose dequantized norm differs most."""
     x = heads(128)
     codes, numbers = quantizer.quantize(round_trip(quantizer, x))
     once = quantizer.quantize(x)
@@ -155,15 +163,15 @@ def test_twice_is_once(quantizer):
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
-def test_zeros_stay_zeros(quantizer):
+def test_zeros_quantize_to_zeros(quantizer):
     codes, numbers = quantizer.quantize(torch.zeros(3, 64))
     assert not codes.any() and not numbers.any()
     assert not round_trip(quantizer, torch.zeros(3, 64)).any()
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
-def test_sizes_do_not_matter(quantizer):
-    """From 2^-98 to 2^118 every power of two gives the same codes; below are zeros."""
+def test_codes_are_scale_invariant(quantizer):
+    """From 2^-98 to 2^118 every power of two gives the same codes; smaller values become zeros."""
     x = heads(128)
     codes, numbers = quantizer.quantize(x)
     for power in (-96, -6, 10, 117):
@@ -174,12 +182,12 @@ def test_sizes_do_not_matter(quantizer):
         assert not round_trip(quantizer, torch.full((1, 64), small)).any()
     x[:, 7] = 1e30
     actual = round_trip(quantizer, x)
-    assert lost(actual.double(), x.double()) < 1.02 * EXACT[quantizer.bits]
+    assert mean_squared_error(actual.double(), x.double()) < 1.02 * EXACT[quantizer.bits]
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 3e36])
-def test_what_cannot_be_stored_comes_back_as_nan(quantizer, wrong):
+def test_unrepresentable_values_dequantize_to_nan(quantizer, wrong):
     x = heads(64, 3)
     x[1, 7] = wrong
     actual = round_trip(quantizer, x)
@@ -187,14 +195,14 @@ def test_what_cannot_be_stored_comes_back_as_nan(quantizer, wrong):
     assert actual[[0, 2]].isfinite().all()
 
 
-def test_a_head_has_one_number_and_a_block_of_values_each_has():
+def test_scales_per_key_head_and_per_value_block():
     x = torch.cat([heads(64, 5), 1000 * heads(64, 5)], -1)
     keys, values = (TurboQuantizer(4, block, 3).quantize(x)[1] for block in (K_BLOCK, V_BLOCK))
     assert keys.shape == (5, 1) and values.shape == (5, 2)
     assert (values[:, 1] > 100 * values[:, 0]).all()
 
 
-def test_heads_that_cannot_be_rotated_are_refused():
+def test_unsupported_head_dims_are_refused():
     for dim in (16, 64, 256):
         assert TurboQuantizer(4, 64).unsupported_reason(dim) is None
     for dim in (8, 80, 512):
@@ -203,8 +211,8 @@ def test_heads_that_cannot_be_rotated_are_refused():
     assert "or 512 numbers, and one has 1024" in TurboQuantizer(4, K_BLOCK).unsupported_reason(1024)
 
 
-def unpacked_by_assembly():
-    """Params (codec, dim, name in KVDevice) of what is unpacked by assembly."""
+def dequantization_params():
+    """Return params (quantizer, dim, name in KVDevice) of what assembly dequantizes."""
     ways = [(quantizer, "dequantize_bf16") for quantizer in (*QUANTIZERS, Fp8("e4m3"), TokenFp8())]
     ways += [(quantizer, "dequantize_native") for quantizer in (Fp8("e4m3"), TokenFp8())]
     triples = itertools.product(ways, (16, 32, 64, 128, 256, 512))
@@ -215,8 +223,9 @@ def unpacked_by_assembly():
     ]
 
 
-def running_assembly():
-    """Backends that unpack to bf16: instructions run one by one under the interpreter, or a GPU."""
+def assembly_backends():
+    """Return the backends that dequantize to bf16: the interpreter, with instructions run one by
+    one, or a GPU."""
     return [
         param
         for param in backends()
@@ -225,10 +234,10 @@ def running_assembly():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("backend", running_assembly())
-@pytest.mark.parametrize(("quantizer", "dim", "unpack"), unpacked_by_assembly())
-def test_assembly_unpacks_to_the_references_bits(quantizer, dim, unpack, backend, monkeypatch):
-    """Over random codes and numbers of all sizes."""
+@pytest.mark.parametrize("backend", assembly_backends())
+@pytest.mark.parametrize(("quantizer", "dim", "unpack"), dequantization_params())
+def test_assembly_dequantizes_to_reference_bits(quantizer, dim, unpack, backend, monkeypatch):
+    """For random codes and numbers of all magnitudes."""
     if backend.interpreted:
         import triton.language as tl
 
@@ -240,7 +249,7 @@ def test_assembly_unpacks_to_the_references_bits(quantizer, dim, unpack, backend
     assert same_bits(actual, expected)
 
 
-def test_assembly_unpacks_e4m3():
+def test_e4m3_assembly():
     """Every code, four at a time."""
     pytest.importorskip("triton")
     from lockstep.kernels.formats.kv.fp8_triton import E4M3_TO_BF16_PTX
@@ -257,7 +266,7 @@ def test_assembly_unpacks_e4m3():
     assert same_bits(actual, codes.view(torch.float8_e4m3fn).bfloat16())
 
 
-def test_a_cache_of_two_parts():
+def test_cache_of_codes_and_scales():
     codes = torch.zeros(3, 16, 2, 12, dtype=torch.int32)
     cache = QuantizedKV(
         TurboQuantizer(3, K_BLOCK), 128, codes, torch.zeros(3, 16, 2, 1, dtype=torch.bfloat16)

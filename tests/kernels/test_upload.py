@@ -1,4 +1,4 @@
-"""Uploads of host tensors: every byte arrives in order, however they are cut into chunks."""
+"""Uploads of host tensors: every byte arrives in order, for any chunk size."""
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ def test_parts_are_concatenated(
     tensors = parts(dtype, [(), (3, 5), (0, 4), (1,), (4, 4), (60,)])
     uploaded = upload_concatenated(tensors, torch.device(device))
     assert uploaded.dtype == dtype and uploaded.device.type == torch.device(device).type
-    whole = torch.cat([part.flatten().view(torch.uint8) for part in tensors])
-    assert torch.equal(uploaded.cpu().view(torch.uint8), whole)
+    full = torch.cat([part.flatten().view(torch.uint8) for part in tensors])
+    assert torch.equal(uploaded.cpu().view(torch.uint8), full)
 
 
 @pytest.mark.gpu

@@ -168,7 +168,9 @@ def test_packed_rows_have_the_bits_of_their_values_in_one_product_or_several(
     """Whichever of the fused weights is packed. Where none is small, each run is a product."""
     monkeypatch.setattr(JOINED, most)
     sizes = {"a": 16, "b": 8, "c": 24}
-    layer = Linear(BuildContext("cpu", torch.float32, 1, 1, packing=Rounding(of=packed)), 12, sizes)
+    layer = Linear(
+        BuildContext("cpu", torch.float32, 1, 1, weight_format=Rounding(of=packed)), 12, sizes
+    )
     assert len(layer.gemms) == (1 if most else 3 if packed == "b" else 2)
     plain = Linear(BuildContext("cpu", torch.float32, 1, 1), 12, sizes)
     filled = layer.weights()
@@ -188,8 +190,10 @@ def test_packed_rows_have_the_bits_of_their_values_in_one_product_or_several(
 def test_blocks_that_end_within_a_map_are_one_product_with_those_that_do_not() -> None:
     """FP8 in blocks of 128 rows: 256 of one map, 72 of the other, as DeepSeek-V3's latents have."""
     sizes = {"a": 256, "b": 72}
-    packing = fp8.read({"weight_block_size": [128, 128]})
-    layer = Linear(BuildContext("cpu", torch.float32, 1, 1, packing=packing), 256, sizes)
+    weight_format = fp8.read({"weight_block_size": [128, 128]})
+    layer = Linear(
+        BuildContext("cpu", torch.float32, 1, 1, weight_format=weight_format), 256, sizes
+    )
     plain = Linear(BuildContext("cpu", torch.float32, 1, 1), 256, sizes)
     filled = layer.weights()
     for name, target in plain.weights().items():
@@ -212,16 +216,16 @@ def test_what_is_packed_stays_so_on_a_gpu_unless_small_and_beside_what_is_not(
 ) -> None:
     monkeypatch.setattr(JOINED, 16 * 12)
     load()
-    build = BuildContext("cuda:0", torch.bfloat16, 1, 1, packing=Rounding(of="a"), arch=90)
+    build = BuildContext("cuda:0", torch.bfloat16, 1, 1, weight_format=Rounding(of="a"), arch=90)
     with FakeTensorMode():
         alone = Linear(build, 12, {"a": 8}).gemms
         beside = Linear(build, 12, {"a": 16, "b": 8}).gemms
         larger = Linear(build, 12, {"a": 17, "b": 8}).gemms
     assert alone[0].quantized is not None
     assert len(beside) == 1 and beside[0].quantized is None and beside[0].shape == (24, 12)
-    said = [choice.packing for choice in build.choices]
+    said = [choice.storage_format for choice in build.choices]
     assert said[0] == "IntWeight(bits=4, group=4, scale_dtype=float32)"
-    assert said[1] == f"{said[0]}, 16 rows, unpacked when loaded"
+    assert said[1] == f"{said[0]}, 16 rows, dequantized when loaded"
     assert [product.quantized is not None for product in larger] == [True, False]
 
 

@@ -54,8 +54,8 @@ def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def mixture(x: Tensor, table: dict[str, Tensor], ids: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum over each token's experts, by the checkpoint's names."""
     y = torch.zeros_like(x)
-    for t, own in enumerate(ids.tolist()):
-        for slot, e in enumerate(own):
+    for t, mine in enumerate(ids.tolist()):
+        for slot, e in enumerate(mine):
             names = [f"experts.{e}.{n}_proj.weight" for n in ("gate", "up", "down")]
             y[t] += weights[t, slot] * mlp(x[t], *(table[name] for name in names))
     return y
@@ -80,7 +80,7 @@ def test_qwen(shared: int, gated: bool) -> None:
     torch.testing.assert_close(layer(x, NO_CONTEXT), expected)
 
 
-def test_deepseek() -> None:
+def test_deepseek_grouped_routing() -> None:
     layer = made(
         scoring="sigmoid", scale=2.5, bias=True, groups=4, top_groups=2, shared_inner=20,
         shared_name="shared_experts",
@@ -146,9 +146,9 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
     joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.layers.linear.MAX_DEQUANTIZED", (32 - (not joined)) * HIDDEN)
-    packing = Rounding(of="shared_expert.")
+    weight_format = Rounding(of="shared_expert.")
     load()
-    build = BuildContext("cuda:0", torch.bfloat16, 1, 1, packing=packing, arch=90)
+    build = BuildContext("cuda:0", torch.bfloat16, 1, 1, weight_format=weight_format, arch=90)
     with FakeTensorMode():
         layer = made(build=build, shared_inner=16)
     router = layer.router.gemms[0]
@@ -165,16 +165,16 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
 def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: bool) -> None:
     """As one product with the router, unpacked when it is loaded; down stays packed on a GPU."""
     load()
-    build = BuildContext(device, torch.bfloat16, 1, 1, packing=Rounding(of="shared_expert."))
+    build = BuildContext(device, torch.bfloat16, 1, 1, weight_format=Rounding(of="shared_expert."))
     sizes: dict[str, Any] = dict(hidden=256, shared_inner=16, shared_gate=gated)
     layer = made(build=build, **sizes)
     plain = made(build=BuildContext(device, torch.bfloat16, 1, 1), **sizes)
     assert layer.shared_up is None and layer.shared_down is not None
-    wanted = plain.weights()
+    expected = plain.weights()
     for name, target in layer.weights().items():
-        WeightSink.of(target).fill(wanted[name].clone())
+        WeightSink.of(target).fill(expected[name].clone())
         if name.startswith("shared_expert."):
-            wanted[name].copy_(quantize_int(wanted[name], 4, 4).dequantize(torch.bfloat16))
+            expected[name].copy_(quantize_int(expected[name], 4, 4).dequantize(torch.bfloat16))
     finish(layer)
     x = torch.randn(70, 256, dtype=torch.bfloat16, device=device)
     for tokens in (1, 3, 70):
@@ -182,12 +182,12 @@ def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: b
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_its_bits_in_any_batch(dtype: torch.dtype) -> None:
+def test_row_bits_are_batch_independent(dtype: torch.dtype) -> None:
     layer = made(dtype, shared_inner=16, shared_gate=True)
     x = torch.randn(40, HIDDEN).to(dtype)
-    whole = layer(x, NO_CONTEXT)
+    full = layer(x, NO_CONTEXT)
     for begin, end in ((0, 1), (3, 5), (7, 40), (6, 6)):
-        assert torch.equal(layer(x[begin:end], NO_CONTEXT), whole[begin:end])
+        assert torch.equal(layer(x[begin:end], NO_CONTEXT), full[begin:end])
 
 
 FUSED = {
@@ -201,12 +201,18 @@ FUSED = {
 
 def building(
     tensors: Any = None,
-    packing: WeightFormat | None = None,
+    weight_format: WeightFormat | None = None,
     device: str = "cpu",
     rank: Rank | None = None,
 ) -> BuildContext:
     context = BuildContext(
-        device, torch.float32, 1, 1, tensors=tensors, packing=packing, rank=rank or Rank()
+        device,
+        torch.float32,
+        1,
+        1,
+        tensors=tensors,
+        weight_format=weight_format,
+        rank=rank or Rank(),
     )
     return context.at("moe")
 
@@ -218,8 +224,8 @@ def test_experts_one_by_one_or_as_one_tensor_fill_the_same_memory() -> None:
     all_at_once = made(build=building(FUSED), **shared)
     single = one.weights()
     fused = all_at_once.weights()
-    own = {f"experts.{e}.w{n}.weight" for e in range(12) for n in (1, 2, 3)}
-    assert set(single) - set(fused) == own
+    mine = {f"experts.{e}.w{n}.weight" for e in range(12) for n in (1, 2, 3)}
+    assert set(single) - set(fused) == mine
     assert set(fused) - set(single) == {"experts.gate_up_proj", "experts.down_proj"}
     filled = {name: torch.randn(t.shape) for name, t in fused.items()}
     (gate_up, down) = (filled[f"experts.{n}_proj"] for n in ("gate_up", "down"))
@@ -250,15 +256,15 @@ def test_a_rank_holds_its_columns_of_every_expert(index: int) -> None:
 
 
 @pytest.mark.parametrize("tensors", [None, FUSED], ids=["single", "fused"])
-def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
-    packing = Rounding()
-    layer = made(build=building(tensors, packing), shared_inner=16, shared_gate=True)
+def test_quantized_experts_equal_dequantized(tensors: Any) -> None:
+    weight_format = Rounding()
+    layer = made(build=building(tensors, weight_format), shared_inner=16, shared_gate=True)
     plain = made(build=building(tensors), shared_inner=16, shared_gate=True)
-    wanted = plain.weights()
+    expected = plain.weights()
     for name, target in layer.weights().items():
-        WeightSink.of(target).fill(wanted[name].clone())
+        WeightSink.of(target).fill(expected[name].clone())
         if name.startswith("experts."):
-            tensor = wanted[name]
+            tensor = expected[name]
             rows = tensor.flatten(0, -2)
             tensor.copy_(quantize_int(rows, 4, 4).dequantize(torch.float32).view(tensor.shape))
     assert isinstance(layer.up.stored, QuantizedWeight)
@@ -266,11 +272,13 @@ def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
         weight.finish()
     x = torch.randn(9, HIDDEN)
     assert torch.equal(layer(x, NO_CONTEXT), plain(x, NO_CONTEXT))
-    asked = packing.asked[:2]
-    assert [module.path for module in asked] == [f"moe.experts.0.{n}_proj" for n in ("gate", "up")]
-    assert all((module.outputs, module.inputs) == (INNER, HIDDEN) for module in asked)
+    requested = weight_format.asked[:2]
+    assert [module.path for module in requested] == [
+        f"moe.experts.0.{n}_proj" for n in ("gate", "up")
+    ]
+    assert all((module.outputs, module.inputs) == (INNER, HIDDEN) for module in requested)
     if tensors:
-        assert asked[0].tensors == {
+        assert requested[0].tensors == {
             "weight": TensorInfo("moe.experts.gate_up_proj", (INNER, HIDDEN), "F32")
         }
 
@@ -278,7 +286,7 @@ def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
 def test_an_expert_that_is_packed_in_another_way_is_named() -> None:
     odd = "moe.experts.7.up_proj"
     with pytest.raises(CheckpointError, match=f"{odd} is stored as a plain weight"):
-        made(build=building(packing=Rounding(odd=odd)))
+        made(build=building(weight_format=Rounding(odd=odd)))
 
 
 def test_packed_experts_are_served_on_a_gpu() -> None:
@@ -319,6 +327,6 @@ def test_a_row_has_its_bits_in_any_batch_on_a_gpu(scoring: str, shared: int) -> 
     sizes = dict(experts=128, hidden=2048, shared_inner=shared, shared_gate=gated)
     layer = made(build=build, scoring=scoring, **sizes)
     x = torch.randn(300, 2048, device="cuda").bfloat16()
-    whole = layer(x, NO_CONTEXT)
+    full = layer(x, NO_CONTEXT)
     for begin, end in ((0, 1), (5, 13), (40, 104), (30, 158), (0, 256)):
-        assert torch.equal(layer(x[begin:end], NO_CONTEXT), whole[begin:end]), (begin, end)
+        assert torch.equal(layer(x[begin:end], NO_CONTEXT), full[begin:end]), (begin, end)

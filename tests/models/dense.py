@@ -1,4 +1,4 @@
-"""Tiny dense decoders: an engine and transformers over one checkpoint, and exact answers."""
+"""Tiny decoders: an engine and a transformers model over one checkpoint, and greedy answers."""
 
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 
 def make_llm(folder: Path, hooks: CheckHooks = NO_HOOKS, **settings: object) -> LLM:
-    """An engine over a tiny folder, token ids in and out."""
+    """Return an engine over a tiny model's folder, with token ids as input and output."""
     chosen = {"skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 4, **settings}
     return LLM.over(build_engine(EngineConfig.read(model=str(folder), **chosen), hooks=hooks))
 
 
 def random_pair(folder: Path, family: str, base: dict[str, Any], **changes: Any) -> Any:
-    """(engine, oracle) over one checkpoint as transformers saves it, its weights random.
+    """Return (engine, oracle) over one random checkpoint that transformers saved.
 
-    family: the name of its classes in transformers, e.g. Qwen3.
+    family: prefix of its classes in transformers, e.g. Qwen3.
     """
     oracle = random_oracle(folder, family, base, **changes)
     return make_llm(folder, speculative_config=NGRAM), oracle
@@ -33,17 +33,17 @@ def random_pair(folder: Path, family: str, base: dict[str, Any], **changes: Any)
 def random_oracle(
     folder: Path, family: str, base: dict[str, Any], centre: float = 1.0, **changes: Any
 ) -> Any:
-    """A model of transformers, its weights random, which it has saved in the folder.
+    """Return a random transformers model, saved in the folder.
 
-    centre: of the norms, but for those within a recurrent layer, which lie around 1.
+    centre: mean of the norms, except those within a recurrent layer, whose mean is 1.
     """
     transformers = pytest.importorskip("transformers")
     settings = {**base, "torch_dtype": "float32", "vocab_size": VOCAB, **changes}
     torch.manual_seed(0)
-    made = getattr(transformers, f"{family}ForCausalLM")
-    config = made.config_class(**settings)
+    result = getattr(transformers, f"{family}ForCausalLM")
+    config = result.config_class(**settings)
     config._experts_implementation = "eager"  # what it takes else wants widths of 16 bytes
-    oracle = made(config).eval()
+    oracle = result(config).eval()
     for name, parameter in oracle.named_parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
@@ -59,39 +59,40 @@ def random_oracle(
 def random_targets(
     factory: pytest.TempPathFactory, families: dict[str, dict[str, Any]], layers: int
 ) -> dict[str, tuple[Path, Any]]:
-    """Family -> the folder of a random model of so many layers, and transformers' model of it."""
-    found = {}
+    """Return, for each family, the folder of a random model with this many layers, and its
+    transformers model."""
+    result = {}
     for family, base in families.items():
         folder = factory.mktemp(family)
-        found[family] = folder, random_oracle(folder, family, base, num_hidden_layers=layers)
-    return found
+        result[family] = folder, random_oracle(folder, family, base, num_hidden_layers=layers)
+    return result
 
 
 def prompts(count: int, longest: int) -> list[list[int]]:
-    """Random token ids, from 16 tokens to `longest`."""
+    """Return random token ids of 16 tokens up to `longest`."""
     draw = torch.Generator().manual_seed(1)
     lengths = torch.linspace(16, longest, count).long().tolist()
     return [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in lengths]
 
 
 def answer(folder: Path, prompt: list[int], count: int = 90, **settings: object) -> RequestOutput:
-    """A greedy answer of a folder with made-up weights."""
+    """Return a greedy answer of a folder with dummy weights."""
     llm = make_llm(folder, load_format="dummy", **settings)
-    return ask(llm, prompt, count)
+    return generate_greedy(llm, prompt, count)
 
 
-def ask(llm: LLM, prompt: list[int], count: int = 90) -> RequestOutput:
-    """A greedy answer with the log-probability of each of its tokens."""
+def generate_greedy(llm: LLM, prompt: list[int], count: int = 90) -> RequestOutput:
+    """Return a greedy answer with the log-probability of each token."""
     return llm.generate({"prompt_token_ids": prompt}, greedy(count))[0]
 
 
 def greedy(count: int) -> SamplingParams:
-    """So many tokens, each with its log-probability."""
+    """Return parameters for this many greedy tokens, each with its log-probability."""
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
 
 
 def bits(output: RequestOutput) -> list[tuple[int, float]]:
-    """Each token with its log-probability: equal only if the logits are."""
+    """Return each token with its log-probability, which are equal only if the logits are."""
     one = output.outputs[0]
     assert one.logprobs is not None
     return [(t, e[t].logprob) for t, e in zip(one.token_ids, one.logprobs, strict=True)]

@@ -1,4 +1,4 @@
-"""A hub on loopback: models as files in memory, refusals, and connections that break."""
+"""A fake hub on loopback: models as files in memory, refusals, and broken connections."""
 
 import json
 import re
@@ -15,11 +15,12 @@ MODEL = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/?]+))?(?:/tree/([
 
 
 class FakeHub:
-    """What the hub has, and what it was asked.
+    """Fake hub and a record of its requests.
 
-    models: id -> name of a file -> its content; refusals: id -> (status, the hub's error code);
-    breaks: how many connections end after breaks_after bytes of a file; tokens: those that came
-    with requests.
+    models: id -> file name -> content.
+    refusals: id -> (status, the hub's error code).
+    breaks: number of connections that end after breaks_after bytes of a file.
+    tokens: the authorization headers received.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class FakeHub:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The requests of the hub's client: about a model, its tree, and its files."""
+    """Handler of the hub client's requests: about a model, its tree, and its files."""
 
     hub: FakeHub
 
@@ -58,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def do_GET(self) -> None:
-        """Answer with a file, or what is known about a model."""
+        """Answer with a file, or with a model's metadata."""
         self._answer(with_body=True)
 
     def _answer(self, with_body: bool) -> None:

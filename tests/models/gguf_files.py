@@ -1,5 +1,5 @@
-"""GGUF files of small models of transformers, by the gguf package, as llama.cpp's converter writes
-them: its names of tensors, its orders of rows, and the values that its kernels need."""
+"""Write GGUF files of small transformers models with the gguf package, as llama.cpp's converter
+does: its tensor names, row orders, and the values that its kernels need."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ def write_gguf(
     for key, value in (text or {}).items():
         write_value(writer, f"tokenizer.{key}", value)
     change(writer)
-    tensors = dict(converted(config, architecture, load_weights(folder)))
+    tensors = dict(converted_tensors(config, architecture, load_weights(folder)))
     for name, array in tensors.items():
         number = GGMLQuantizationType[kind(name) if array.ndim > 1 else "F32"]
         data = np.ascontiguousarray(array.astype(np.float32))
@@ -127,7 +127,7 @@ def write_settings(w: gguf.GGUFWriter, c: dict[str, Any]) -> None:
         w.add_nextn_predict_layers(drafting)
 
 
-def converted(
+def converted_tensors(
     c: dict[str, Any], architecture: str, weights: dict[str, Array]
 ) -> Iterator[tuple[str, Array]]:
     """Yield the tensors by the names and in the layouts of llama.cpp."""
@@ -135,14 +135,14 @@ def converted(
     arch = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(arch, layers + c.get("mtp_num_hidden_layers", 0))
     hybrid = "linear_num_key_heads" in c
-    for name, weight in joined(named_as_layers(weights, layers)).items():
+    for name, weight in join_experts(named_as_layers(weights, layers)).items():
         if architecture == "llama":
-            weight = permuted(c, name, weight)
+            weight = permute_rotary(c, name, weight)
         elif hybrid:
             name, weight = hybrid_layout(c, name, weight)
         if name.endswith("in_proj_qkvz.weight"):
             block = name.split(".")[2]
-            (qkv, z) = ungrouped(c, weight)
+            (qkv, z) = split_grouped_projection(c, weight)
             yield f"blk.{block}.attn_qkv.weight", qkv
             yield f"blk.{block}.attn_gate.weight", z
             continue
@@ -150,12 +150,12 @@ def converted(
         if ".nextn." in name:
             yield name, weight
             continue
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
-        yield found, weight
+        result = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert result is not None, name
+        yield result, weight
     rope = c.get("rope_parameters") or {}
     if architecture == "llama" and rope.get("rope_type") == "llama3":
-        yield "rope_freqs.weight", divisors(c, rope)
+        yield "rope_freqs.weight", llama3_divisors(c, rope)
 
 
 def named_as_layers(weights: dict[str, Array], layers: int) -> dict[str, Array]:
@@ -167,29 +167,29 @@ def named_as_layers(weights: dict[str, Array], layers: int) -> dict[str, Array]:
         "mtp.norm.": f"blk.{layers}.nextn.shared_head_norm.",
         "mtp.layers.0.": f"model.layers.{layers}.",
     }
-    found = {}
+    result = {}
     for name, weight in weights.items():
         for begin, other in modules.items():
             if name.startswith(begin):
                 name = other + name.removeprefix(begin)
-        found[name] = weight
-    return found
+        result[name] = weight
+    return result
 
 
-def joined(weights: dict[str, Array]) -> dict[str, Array]:
+def join_experts(weights: dict[str, Array]) -> dict[str, Array]:
     """Join the experts of a layer."""
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
     experts: dict[str, list[Array]] = {}
     for name, weight in weights.items():
         before, inside, after = name.partition(".experts.")
         if not inside:
-            found[name] = weight
+            result[name] = weight
         elif after == "gate_up_proj":
             gate, up = np.split(weight, 2, axis=1)
-            found[f"{before}.experts.gate_proj.weight"] = gate
-            found[f"{before}.experts.up_proj.weight"] = up
+            result[f"{before}.experts.gate_proj.weight"] = gate
+            result[f"{before}.experts.up_proj.weight"] = up
         elif after == "down_proj":
-            found[f"{name}.weight"] = weight
+            result[f"{name}.weight"] = weight
         else:
             number, _, module = after.partition(".")
             full = f"{before}.experts.{module}"
@@ -197,11 +197,11 @@ def joined(weights: dict[str, Array]) -> dict[str, Array]:
                 full = f"{before.removesuffix('block_sparse_moe')}feed_forward.experts.{module}"
                 full = full.removeprefix("model.")
             experts.setdefault(full, []).insert(int(number), weight)
-    return found | {name: np.stack(parts) for name, parts in experts.items()}
+    return result | {name: np.stack(parts) for name, parts in experts.items()}
 
 
-def permuted(c: dict[str, Any], name: str, weight: Array) -> Array:
-    """Bring the two numbers of a rotary pair side by side."""
+def permute_rotary(c: dict[str, Any], name: str, weight: Array) -> Array:
+    """Interleave the two halves of each rotary pair."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     for module, setting in heads.items():
         if module in name:
@@ -210,8 +210,8 @@ def permuted(c: dict[str, Any], name: str, weight: Array) -> Array:
     return weight
 
 
-def divisors(c: dict[str, Any], rope: dict[str, Any]) -> Array:
-    """Return what llama3 divides each pair's frequency by."""
+def llama3_divisors(c: dict[str, Any], rope: dict[str, Any]) -> Array:
+    """Return the divisor of each pair's frequency under llama3 scaling."""
     width = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, width, 2) / width)
     turns = rope["original_max_position_embeddings"] / waves
@@ -225,7 +225,7 @@ def divisors(c: dict[str, Any], rope: dict[str, Any]) -> Array:
 def hybrid_layout(c: dict[str, Any], name: str, weight: Array) -> tuple[str, Array]:
     """Convert one tensor of a hybrid."""
     if c["model_type"] != "qwen3_next" and ".linear_attn." in name:
-        weight = tiled(c, name, weight)
+        weight = tile_value_heads(c, name, weight)
     if name.endswith(".A_log"):
         weight = -np.exp(weight)
     elif name.endswith(".dt_bias"):
@@ -237,15 +237,16 @@ def hybrid_layout(c: dict[str, Any], name: str, weight: Array) -> tuple[str, Arr
     return name, weight
 
 
-def tiled(c: dict[str, Any], name: str, weight: Array) -> Array:
-    """Bring the first value head of every key head to the front, then the second, and so on."""
+def tile_value_heads(c: dict[str, Any], name: str, weight: Array) -> Array:
+    """Order value heads by their index within a key head: the first of every key head, then the
+    second, and so on."""
     keys = c["linear_num_key_heads"]
-    each = c["linear_num_value_heads"] // keys
+    item = c["linear_num_value_heads"] // keys
     width = c["linear_value_head_dim"]
     before = 2 * keys * c["linear_key_head_dim"]
 
     def order(count: int, first: int = 0) -> Array:
-        rows = np.arange(keys * each * count).reshape(keys, each, count).swapaxes(0, 1)
+        rows = np.arange(keys * item * count).reshape(keys, item, count).swapaxes(0, 1)
         return np.concatenate([np.arange(first), first + rows.flatten()])
 
     if "in_proj_qkv" in name or "conv1d" in name:
@@ -259,8 +260,9 @@ def tiled(c: dict[str, Any], name: str, weight: Array) -> Array:
     return weight
 
 
-def ungrouped(c: dict[str, Any], weight: Array) -> tuple[Array, Array]:
-    """Split Qwen3-Next's projection by key head into q, k, v of all heads, and z of all."""
+def split_grouped_projection(c: dict[str, Any], weight: Array) -> tuple[Array, Array]:
+    """Split Qwen3-Next's projection, which is grouped by key head, into q, k, v of all heads, and z
+    of all heads."""
     keys = c["linear_num_key_heads"]
     width = c["linear_key_head_dim"]
     values = c["linear_num_value_heads"] // keys * c["linear_value_head_dim"]

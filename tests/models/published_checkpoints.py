@@ -1,9 +1,9 @@
 """Facts of published checkpoints: settings of their config.json, and their tensors without values.
 
-Each file of the folder `published` is one checkpoint: its name, where the facts are from, what was
-filled in, what Lockstep makes of it, and the contents of its JSON files. Long lists are written
-short: {"repeat": [...], "times": n} in a list stands for n copies, and braces in a name for
-several names, as a shell expands them: `layers.{0-2,5}.{q_proj,k_proj}`.
+Each file of the folder `published` is one checkpoint: its name, the source of the facts, what was
+filled in, the expected result in Lockstep, and the contents of its JSON files. Long lists are
+abbreviated: {"repeat": [...], "times": n} in a list means n copies, and braces in a name mean
+several names, as in a shell: `layers.{0-2,5}.{q_proj,k_proj}`.
 """
 
 import json
@@ -38,7 +38,7 @@ WIDTHS = {
 }
 """Settings of widths -> multiples of every weight format's blocks and groups."""
 HEAD_DIM_FROM_WIDTH = ("llama", "mixtral", "qwen2")
-"""Families whose heads share hidden_size where the file does not say how wide a head is."""
+"""Families whose head dim is hidden_size / heads if the file does not give it."""
 LAYER = re.compile(r"^((?:[a-z_]+\.)*layers\.)(\d+)(?=\.)")
 RANGE = re.compile(r"(\d+)-(\d+)")
 
@@ -47,10 +47,13 @@ RANGE = re.compile(r"(\d+)-(\d+)")
 class Published:
     """A published checkpoint.
 
-    result: LOADS, or a part of the error that refuses it; refused_on_gpu: a part of the error by
-    which GPUs refuse what a CPU serves, None where they serve it; drafter: of a draft model, the
-    method and the name of its target; files: name of a JSON file -> its content; shapes: name of a
-    tensor -> its dtype and shape ("BF16 [4096, 128]"), None where only the name is known.
+    result: LOADS, or a part of the error that refuses it.
+    refused_on_gpu: a part of the error by which GPUs refuse what a CPU serves, None if they serve
+    it.
+    drafter: for a draft model, its method and the name of its target.
+    files: name of a JSON file -> its content.
+    shapes: name of a tensor -> its dtype and shape ("BF16 [4096, 128]"), None if only the name is
+    known.
     """
 
     checkpoint: str
@@ -79,25 +82,25 @@ class Published:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Contents of its config.json."""
         return self.files["config.json"]
 
     @property
     def text(self) -> dict[str, Any]:
-        """The settings of its text model."""
+        """Settings of its text model."""
         text: dict[str, Any] = self.config.get("text_config", self.config)
         return text
 
     @cached_property
     def shapes(self) -> dict[str, str | None]:
-        """Every tensor by its name; none where its names are not known."""
+        """Dtype and shape of every tensor by name; empty if its names are not known."""
         return {
             name: shape for short, shape in self.written_shapes.items() for name in names_of(short)
         }
 
     @property
     def layer_kinds(self) -> list[str]:
-        """What decides the kind of each layer, one word or letter a layer."""
+        """A word or letter per layer that determines its kind."""
         text = self.text
         listed = next((text[name] for name in KINDS if text.get(name)), None)
         if listed is not None:
@@ -108,22 +111,23 @@ class Published:
         return [f"dense {i < dense}, full {(i + 1) % every == 0}" for i in layers]
 
     def first_layers(self) -> "Published":
-        """Return the checkpoint with its first layers alone, as few as have every kind of layer.
+        """Return the checkpoint with only its first layers, the fewest that include every kind of
+        layer.
 
-        A draft module that follows the last layer follows the last one that is left.
+        A draft module that follows the last layer then follows the last remaining one.
         """
         kinds = self.layer_kinds
-        left = next(n for n in range(2, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
+        remaining = next(n for n in range(2, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
         shapes = {
             renamed: shape
             for name, shape in self.shapes.items()
-            if (renamed := _of_first_layers(name, left, len(kinds))) is not None
+            if (renamed := _of_first_layers(name, remaining, len(kinds))) is not None
         }
-        return replace(self._with(self._layers(range(left))), written_shapes=shapes)
+        return replace(self._with(self._layers(range(remaining))), written_shapes=shapes)
 
     def small(self, experts: int = 16, vocabulary: int = 512) -> "Published":
-        """Return the checkpoint with one layer of every kind, of the published heads, and with
-        few experts, tokens and columns: a processor computes it in seconds."""
+        """Return the checkpoint with one layer of every kind, with the published heads, and with
+        few experts, tokens and columns, so that a CPU computes it in seconds."""
         text = self.text
         kinds = self.layer_kinds
         if any(text.get(name) for name in KINDS):
@@ -143,7 +147,7 @@ class Published:
         return self._with(sizes | {"vocab_size": vocabulary, "eos_token_id": vocabulary - 1})
 
     def _layers(self, kept: Sequence[int]) -> dict[str, Any]:
-        """Return the settings of a model that has these layers alone."""
+        """Return the settings of a model with only these layers."""
         sizes: dict[str, Any] = {"num_hidden_layers": len(kept)}
         for name in KINDS:
             if self.text.get(name):
@@ -160,25 +164,26 @@ class Published:
         return replace(self, files=self.files | {"config.json": config})
 
     def write(self, folder: Path) -> Path:
-        """Write its JSON files to a folder, and return that."""
+        """Write its JSON files to a folder, and return the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (folder / name).write_text(json.dumps(content))
         return folder
 
 
-def _of_first_layers(name: str, left: int, count: int) -> str | None:
-    """Return what a tensor is called where `left` of `count` layers are left; None: it is not."""
+def _of_first_layers(name: str, remaining: int, count: int) -> str | None:
+    """Return a tensor's name after all but the first `left` of `count` layers are removed, or None
+    if it is removed."""
     number = LAYER.search(name)
-    if number is None or int(number[2]) < left:
+    if number is None or int(number[2]) < remaining:
         return name
     if int(number[2]) < count:
         return None
-    return f"{number[1]}{left}{name[number.end() :]}"
+    return f"{number[1]}{remaining}{name[number.end() :]}"
 
 
 def expanded(value: Any) -> Any:
-    """Return a value of a file with its lists and names written out."""
+    """Return a JSON value with its lists and names expanded."""
     if isinstance(value, dict):
         return {name: expanded(inner) for key, inner in value.items() for name in names_of(key)}
     if not isinstance(value, list):
@@ -195,16 +200,16 @@ def expanded(value: Any) -> Any:
 
 
 def names_of(short: str) -> list[str]:
-    """Return the names that a name with braces stands for."""
-    found = BRACES.search(short)
-    if found is None:
+    """Expand a name with braces to all its names."""
+    match = BRACES.search(short)
+    if match is None:
         return [short]
-    before, after = short[: found.start()], short[found.end() :]
-    return [name for one in _alternatives(found[1]) for name in names_of(before + one + after)]
+    before, after = short[: match.start()], short[match.end() :]
+    return [name for one in _alternatives(match[1]) for name in names_of(before + one + after)]
 
 
 def _alternatives(text: str) -> Iterator[str]:
-    """Yield what stands between braces: words, and the numbers of ranges."""
+    """Yield the alternatives within braces: words, and the numbers of ranges."""
     for part in text.split(","):
         span = RANGE.fullmatch(part)
         yield from map(str, range(int(span[1]), int(span[2]) + 1)) if span else [part]
@@ -215,14 +220,14 @@ CHECKPOINTS = {one.checkpoint: one for one in map(Published.read, sorted(FOLDER.
 
 
 def names_known(published: Published) -> bool:
-    """Return whether the checkpoint's tensors are known by name, dtype and shape."""
+    """Return True if the checkpoint's tensors are known by name, dtype and shape."""
     return bool(published.written_shapes) and None not in published.written_shapes.values()
 
 
-def read_settings(published: Published) -> WeightFormat | None:
+def read_checkpoint_settings(published: Published) -> WeightFormat | None:
     """Read what an engine reads before it builds a model, and return the weight format.
 
-    Raises CheckpointError where the checkpoint is refused.
+    Raises CheckpointError if the checkpoint is refused.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = published.write(Path(folder))

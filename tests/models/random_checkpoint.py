@@ -1,4 +1,4 @@
-"""Engines over a checkpoint of a tiny model: what they were filled with, and what they answer."""
+"""Engines over a checkpoint of a tiny model: their weights and their answers."""
 
 from pathlib import Path
 from typing import Any
@@ -14,24 +14,24 @@ PROMPT = {"prompt_token_ids": list(range(3, 90))}
 
 
 def build(folder: Path, **settings: Any) -> LLM:
-    """An engine over a folder's weights."""
+    """Return an engine over a folder's weights."""
     settings = {"max_model_len": 128, "max_num_seqs": 1, **settings}
     return LLM(str(folder), skip_tokenizer_init=True, **settings)
 
 
 def weights_of(llm: LLM) -> dict[str, Tensor]:
-    """The checkpoint that this engine was filled from, by its published names."""
+    """Return the engine's weights as a checkpoint, by their published names."""
     runner = worker_of(llm.engine)
-    found = {
+    result = {
         name if name == "lm_head.weight" else f"model.{name}": x
         for name, x in runner.model.weights().items()  # type: ignore[operator]
     }
     draft = runner.program.drafter.context.module
-    found.update({f"mtp.{name}": x for name, x in draft.weights().items()})
-    return {name: x.detach().clone().contiguous() for name, x in found.items()}
+    result.update({f"mtp.{name}": x for name, x in draft.weights().items()})
+    return {name: x.detach().clone().contiguous() for name, x in result.items()}
 
 
 def answer(llm: LLM) -> list[Any]:
-    """Tokens and the bits of their log-probabilities."""
+    """Return tokens and the bits of their log-probabilities."""
     out = llm.generate(PROMPT, PARAMS)[0].outputs[0]
     return [(t, e[t].logprob.hex()) for t, e in zip(out.token_ids, out.logprobs or (), strict=True)]

@@ -1,4 +1,4 @@
-"""docs/add_a_model.md: what it says works, from an empty folder, in under 100 lines."""
+"""docs/add_a_model.md works from an empty folder, with less than 100 lines of code."""
 
 import re
 import subprocess
@@ -12,10 +12,10 @@ import runpy
 runpy.run_path("checkpoint.py", run_name="__main__")
 runpy.run_path("generate.py", run_name="__main__")
 """
-"""One interpreter, since torch is slow to import."""
+"""Both scripts in one interpreter, since torch is slow to import."""
 
 
-def test_the_page_makes_a_model_and_generates_with_it(tmp_path: Path) -> None:
+def test_add_a_model_page_builds_and_generates(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "add_a_model.md").read_text()
     files = dict(FILE.findall(page))
     assert set(files) == {"seesaw.py", "checkpoint.py", "generate.py"}

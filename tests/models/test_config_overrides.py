@@ -1,4 +1,4 @@
-"""hf_overrides reach a setting in every style of config.json."""
+"""hf_overrides change a setting in every style of config.json."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def config(style: str, nested: bool) -> dict[str, Any]:
-    """A config.json of this style; nested: within text_config."""
+    """Return a config.json of this style; nested: within text_config."""
     settings = {"max_position_embeddings": POSITIONS, **STYLES[style]}
     return {"model_type": "qwen3_5", "text_config": settings} if nested else settings
 
@@ -40,13 +40,13 @@ def rope_of(raw: dict[str, Any]) -> Rope:
     return read_rope(ConfigReader(raw), 64, 1.0)
 
 
-@pytest.mark.parametrize("place", ["flat", "nested", "nested, named"])
+@pytest.mark.parametrize("nesting", ["flat", "nested", "nested, named"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("style", STYLES)
-def test_yarn_reaches_every_style(style: str, change: str, place: str) -> None:
-    wanted = CHANGES[change]
-    changes = {"text_config": wanted} if place == "nested, named" else wanted
-    raw = overridden(config(style, place != "flat"), changes)
+def test_yarn_override_in_every_style(style: str, change: str, nesting: str) -> None:
+    expected = CHANGES[change]
+    changes = {"text_config": expected} if nesting == "nested, named" else expected
+    raw = overridden(config(style, nesting != "flat"), changes)
     rope = rope_of(raw)
     assert isinstance(rope, YarnRope)
     assert (rope.theta, rope.factor, rope.trained) == (5e4, 4.0, POSITIONS)
@@ -58,28 +58,28 @@ def test_yarn_reaches_every_style(style: str, change: str, place: str) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("style", STYLES)
-def test_theta_alone_reaches_every_style(style: str, nested: bool) -> None:
+def test_rope_theta_override_in_every_style(style: str, nested: bool) -> None:
     assert rope_of(overridden(config(style, nested), {"rope_theta": 7.0})).theta == 7.0
 
 
-def test_scaling_can_be_taken_away() -> None:
+def test_override_removes_scaling() -> None:
     rope = rope_of(overridden(config("older, scaled", False), {"rope_scaling": None}))
     assert type(rope) is Rope and rope.theta == 5e4
     assert type(rope_of(config("older, scaled", False))) is LinearRope
 
 
-def test_an_override_reaches_text_config_and_leaves_the_rest() -> None:
+def test_override_of_text_config_keeps_other_settings() -> None:
     raw = {"model_type": "qwen3_5", "vocab_size": 5, "text_config": {"head_dim": 4, "x": {"a": 1}}}
-    found = overridden(raw, {"head_dim": 8, "x": {"b": 2}, "model_type": "other", "new": 1})
-    assert found["text_config"] == {"head_dim": 8, "x": {"a": 1, "b": 2}}
-    assert found["model_type"] == "other" and found["new"] == 1 and found["vocab_size"] == 5
+    actual = overridden(raw, {"head_dim": 8, "x": {"b": 2}, "model_type": "other", "new": 1})
+    assert actual["text_config"] == {"head_dim": 8, "x": {"a": 1, "b": 2}}
+    assert actual["model_type"] == "other" and actual["new"] == 1 and actual["vocab_size"] == 5
     inner = overridden(raw, {"head_dim": 8, "text_config": {"head_dim": 16}})["text_config"]
     assert inner["head_dim"] == 16
     assert raw["text_config"] == {"head_dim": 4, "x": {"a": 1}}
 
 
 @pytest.mark.parametrize("wrong", ["yarn", ["yarn"], 4])
-def test_a_scaling_that_is_no_object_is_refused(wrong: Any) -> None:
+def test_scaling_must_be_an_object(wrong: Any) -> None:
     for name in ("rope_scaling", "rope_parameters"):
         with pytest.raises(CheckpointError, match=f"{name}="):
             rope_of(overridden(config("newer", False), {name: wrong}))
@@ -105,12 +105,12 @@ def test_a_scaling_that_is_no_object_is_refused(wrong: Any) -> None:
         ),
     ],
 )
-def test_the_longest_sequence_follows_the_scaling(scaling: dict[str, Any], length: int) -> None:
+def test_max_model_len_follows_rope_scaling(scaling: dict[str, Any], length: int) -> None:
     raw = {"max_position_embeddings": 2048, "rope_theta": 5e4, "rope_scaling": scaling}
     assert pick_length(EngineConfig(), raw) == length
 
 
-def test_a_factor_beyond_every_model_is_refused() -> None:
+def test_absurd_scaling_factor_is_refused() -> None:
     raw = {"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 1e12}}
     with pytest.raises(CheckpointError, match="factor="):
         pick_length(EngineConfig(), raw)

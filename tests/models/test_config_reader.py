@@ -1,4 +1,4 @@
-"""config.json is read strictly: whatever matters is there, of its type, and known."""
+"""config.json is read strictly: every setting that matters is present, of its type, and known."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ HYBRID = {**CONFIG, "vocab_size": 300}
 ROPE = CONFIG["rope_parameters"]
 
 
-def test_text_config_lies_over_the_top_level() -> None:
+def test_text_config_overrides_top_level() -> None:
     c = ConfigReader({"a": 1, "b": 2, "text_config": {"b": 3}})
     assert (c.get("a", int), c.get("b", int)) == (1, 3)
 
@@ -29,31 +29,31 @@ def test_text_config_lies_over_the_top_level() -> None:
     ("value", "kind"),
     [("4", int), (True, int), (4.0, int), (True, float), ("1e-6", float), (1, bool), ({}, list)],
 )
-def test_a_mistyped_setting_is_refused(value: object, kind: type) -> None:
+def test_mistyped_setting_is_refused(value: object, kind: type) -> None:
     with pytest.raises(CheckpointError, match=r"config.json x=.*allowed: " + kind.__name__):
         ConfigReader({"x": value}).get("x", kind)
 
 
-def test_null_counts_as_absent_where_there_is_a_default() -> None:
+def test_null_uses_the_default() -> None:
     c = ConfigReader({"x": None})
     assert c.get("x", int, 7) == c.size("x", 7) == 7
     with pytest.raises(CheckpointError, match="x=None"):
         c.get("x", int)
 
 
-def test_an_integer_is_a_number_too() -> None:
-    found = ConfigReader({"x": 1000000}).get("x", float)
-    assert found == 1e6 and isinstance(found, float)
+def test_integer_is_accepted_as_float() -> None:
+    actual = ConfigReader({"x": 1000000}).get("x", float)
+    assert actual == 1e6 and isinstance(actual, float)
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
-def test_a_number_that_must_be_positive(value: float) -> None:
+def test_positive_refuses_other_numbers(value: float) -> None:
     with pytest.raises(CheckpointError, match="above 0"):
         ConfigReader({"x": value}).positive("x")
 
 
 @pytest.mark.parametrize("value", [0, 1.0, None, "false", []])
-def test_only_takes_no_look_alike(value: object) -> None:
+def test_only_requires_exact_type(value: object) -> None:
     with pytest.raises(CheckpointError, match="allowed: False, 1"):
         ConfigReader({"x": value}).only("x", False, 1, default=False)
 
@@ -87,21 +87,21 @@ def test_only_takes_no_look_alike(value: object) -> None:
         ({"text_config": [1]}, "text_config=.*dict"),
     ],
 )
-def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) -> None:
+def test_unsupported_settings_are_refused(changes: dict[str, object], message: str) -> None:
     Config.read(HYBRID)
     with pytest.raises(CheckpointError, match=message):
         Config.read({**HYBRID, **changes})
 
 
 @pytest.mark.parametrize("inner", ["qwen3", "qwen3_5_moe_text"])
-def test_a_text_config_of_another_architecture_is_refused(inner: str) -> None:
+def test_text_config_of_other_architecture_is_refused(inner: str) -> None:
     raw = {"model_type": "qwen3_5", "text_config": {**HYBRID, "model_type": inner}}
     with pytest.raises(CheckpointError, match=f"model_type='{inner}'"):
         build_model(raw, BuildContext("cpu", torch.float32, 1, 64))
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '"qwen3"'])
-def test_a_file_without_a_json_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_config_without_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
         Checkpoint.read(tmp_path)
@@ -109,18 +109,18 @@ def test_a_file_without_a_json_object_is_refused(tmp_path: Path, text: str) -> N
     assert Checkpoint.read(tmp_path).raw == json.loads(json.dumps(HYBRID))
 
 
-def test_overrides_replace_settings_key_by_key(tmp_path: Path) -> None:
+def test_overrides_merge_by_key(tmp_path: Path) -> None:
     raw = {"model_type": "qwen3", "rope_parameters": {"rope_theta": 1.0, "rope_type": "yarn"}}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     changes = {"rope_parameters": {"rope_theta": 2.0}, "head_dim": 8}
-    found = Checkpoint.read(tmp_path, changes).raw
-    assert found["rope_parameters"] == {"rope_theta": 2.0, "rope_type": "yarn"}
-    assert found["head_dim"] == 8 and Checkpoint.read(tmp_path).raw == raw
+    actual = Checkpoint.read(tmp_path, changes).raw
+    assert actual["rope_parameters"] == {"rope_theta": 2.0, "rope_type": "yarn"}
+    assert actual["head_dim"] == 8 and Checkpoint.read(tmp_path).raw == raw
     with pytest.raises(CheckpointError, match="model_type='none'"):
         Checkpoint.read(tmp_path, {"model_type": "none"})
 
 
-def test_dtype_and_length_come_from_the_file() -> None:
+def test_dtype_and_length_from_config() -> None:
     config = EngineConfig()
     raw = {"text_config": {"torch_dtype": "float16", "max_position_embeddings": 99}}
     assert str(pick_dtype(config, raw, "cuda")) == "torch.float16"

@@ -1,4 +1,5 @@
-"""Checkpoints damaged in every way: what refuses them says so in one line; nothing else escapes."""
+"""Checkpoints damaged in many ways are refused with a one-line message, and no other exception
+escapes."""
 
 import json
 import random
@@ -27,7 +28,7 @@ BIG = 1 << 40
 
 
 def config_with(name: str, value: Any) -> Callable[[Path], Any]:
-    """config.json with another value at a place, `a.b` within an object."""
+    """Return damage that changes a value of config.json, `a.b` within an object."""
 
     def apply(folder: Path) -> None:
         path = folder / "config.json"
@@ -45,13 +46,13 @@ def config_with(name: str, value: Any) -> Callable[[Path], Any]:
     return apply
 
 
-def written(name: str, data: bytes) -> Callable[[Path], Any]:
-    """A file of the folder with these bytes."""
+def write_bytes(name: str, data: bytes) -> Callable[[Path], Any]:
+    """Return damage that writes these bytes to a file of the folder."""
     return lambda folder: (folder / name).write_bytes(data)
 
 
-def in_place_of(name: str) -> Callable[[Path], Any]:
-    """A folder where a file should be."""
+def replace_by_folder(name: str) -> Callable[[Path], Any]:
+    """Return damage that replaces a file by a folder."""
 
     def apply(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -75,15 +76,15 @@ JSONS = {
 }
 
 
-def jsons(name: str) -> Iterator[Damage]:
-    """A JSON file that is none, or no object."""
+def json_damages(name: str) -> Iterator[Damage]:
+    """Yield damages of a JSON file: no JSON, or no object."""
     for kind, data in JSONS.items():
-        yield f"{name} {kind}", written(name, data)
-    yield f"{name} a folder", in_place_of(name)
+        yield f"{name} {kind}", write_bytes(name, data)
+    yield f"{name} a folder", replace_by_folder(name)
 
 
-def configs() -> Iterator[Damage]:
-    """Every setting of config.json with every wrong value, and without one."""
+def config_damages() -> Iterator[Damage]:
+    """Yield damages of config.json: every setting with every wrong value, and missing."""
     names = [n for n in CONFIG if n != "rope_parameters"]
     names += ["rope_parameters.rope_theta", "rope_parameters.partial_rotary_factor"]
     for name in names:
@@ -94,18 +95,18 @@ def configs() -> Iterator[Damage]:
             yield f"{name}={str(value)[:30]}", config_with(name, value)
 
 
-def shards(weights: bytes) -> Iterator[Damage]:
-    """The weights cut, or with a header that lies."""
+def weight_damages(weights: bytes) -> Iterator[Damage]:
+    """Yield damages of the weights: truncated, or with a wrong header."""
     size = int.from_bytes(weights[:8], "little")
     header = json.loads(weights[8 : 8 + size])
     body = weights[8 + size :]
     for cut in (0, 4, 8, 9, 100, 8 + size, 9 + size, len(weights) - 1):
-        yield f"weights cut at {cut}", written("model.safetensors", weights[:cut])
+        yield f"weights cut at {cut}", write_bytes("model.safetensors", weights[:cut])
     for length in (0, 1, size - 1, size + 1, 2**31, 2**63, 2**64 - 1):
         data = length.to_bytes(8, "little") + weights[8:]
-        yield f"weights with a header of {length}", written("model.safetensors", data)
-    yield "weights longer", written("model.safetensors", weights + b"x")
-    yield "weights a folder", in_place_of("model.safetensors")
+        yield f"weights with a header of {length}", write_bytes("model.safetensors", data)
+    yield "weights longer", write_bytes("model.safetensors", weights + b"x")
+    yield "weights a folder", replace_by_folder("model.safetensors")
     yield "weights gone", lambda folder: (folder / "model.safetensors").unlink()
     name = next(n for n in header if "mlp.down_proj" in n)
     for key, value in (
@@ -116,32 +117,32 @@ def shards(weights: bytes) -> Iterator[Damage]:
     ):  # fmt: skip
         lying = json.dumps({**header, name: {**header[name], key: value}}).encode()
         data = len(lying).to_bytes(8, "little") + lying + body
-        yield f"a tensor's {key} is {value}", written("model.safetensors", data)
+        yield f"a tensor's {key} is {value}", write_bytes("model.safetensors", data)
     for kind, text in JSONS.items():
         data = len(text).to_bytes(8, "little") + text + body
-        yield f"header {kind}", written("model.safetensors", data)
+        yield f"header {kind}", write_bytes("model.safetensors", data)
     draw = random.Random(5)
     for n in range(20):
         data = bytearray(weights)
         for _ in range(3):
             data[draw.randrange(8 + size)] = draw.randrange(256)
-        yield f"header with noise {n}", written("model.safetensors", bytes(data))
+        yield f"header with noise {n}", write_bytes("model.safetensors", bytes(data))
 
 
-def indices() -> Iterator[Damage]:
-    """An index that names what is not there."""
-    for places in (
+def index_damages() -> Iterator[Damage]:
+    """Yield damages of the index, which names missing files."""
+    for indices in (
         {"a": "gone.safetensors"}, {"a": "../model.safetensors"}, {"a": "/etc/passwd"}, {"a": 5},
         {"a": None}, {"a": ["model.safetensors"]}, [], None, "x", HUGE,
     ):  # fmt: skip
-        data = json.dumps({"weight_map": places}).encode()
-        yield f"index of {str(places)[:40]}", written(INDEX, data)
-    yield "index without a map", written(INDEX, b"{}")
+        data = json.dumps({"weight_map": indices}).encode()
+        yield f"index of {str(indices)[:40]}", write_bytes(INDEX, data)
+    yield "index without a map", write_bytes(INDEX, b"{}")
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights file of a tiny model with a draft module."""
+    """Return the weights file of a tiny model with a draft module."""
     folder = make_model(tmp_path_factory.mktemp("whole"))
     llm = build(folder, load_format="dummy", speculative_config=MTP)
     save_file(weights_of(llm), folder / "model.safetensors")
@@ -149,14 +150,20 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def every(weights: bytes) -> list[Damage]:
-    """All damages."""
-    found = [*jsons("config.json"), *configs(), *shards(weights), *jsons(INDEX), *indices()]
-    return found
+def all_damages(weights: bytes) -> list[Damage]:
+    """Return all damages."""
+    results = [
+        *json_damages("config.json"),
+        *config_damages(),
+        *weight_damages(weights),
+        *json_damages(INDEX),
+        *index_damages(),
+    ]
+    return results
 
 
 def check(folder: Path, weights: bytes, damages: list[Damage]) -> int:
-    """Loads each damaged checkpoint; returns how many were refused."""
+    """Load each damaged checkpoint; return the number of refused ones."""
     faults = []
     refused = 0
     for number, (name, damage) in enumerate(damages):
@@ -167,27 +174,25 @@ def check(folder: Path, weights: bytes, damages: list[Damage]) -> int:
         try:
             build_engine(EngineConfig.read(model=str(mine), speculative_config=MTP, **settings))
         except (CheckpointError, ConfigError, CapacityError) as error:
-            told = str(error)
+            received = str(error)
             refused += 1
-            if not (told.endswith(".") and 40 < len(told) < 2000 and "\n" not in told):
-                faults.append(f"{name}: told {told[:300]!r}")
+            if not (received.endswith(".") and 40 < len(received) < 2000 and "\n" not in received):
+                faults.append(f"{name}: told {received[:300]!r}")
         except Exception as error:
             faults.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
     assert not faults, "\n".join(faults)
     return refused
 
 
-def test_a_sample_of_damaged_checkpoints_is_refused_in_plain_words(
-    tmp_path: Path, weights: bytes
-) -> None:
-    damages = every(weights)
+def test_sample_of_damaged_checkpoints_is_refused(tmp_path: Path, weights: bytes) -> None:
+    damages = all_damages(weights)
     assert len(damages) > 400
     assert check(tmp_path, weights, damages[::13]) > 20
 
 
 @pytest.mark.slow
-def test_every_damaged_checkpoint_is_refused_in_plain_words(tmp_path: Path, weights: bytes) -> None:
-    assert check(tmp_path, weights, every(weights)) > 350
+def test_every_damaged_checkpoint_is_refused(tmp_path: Path, weights: bytes) -> None:
+    assert check(tmp_path, weights, all_damages(weights)) > 350
 
 
 @pytest.mark.parametrize(
@@ -201,14 +206,14 @@ def test_every_damaged_checkpoint_is_refused_in_plain_words(tmp_path: Path, weig
     + [{"row_buckets": [HUGE]}, {"row_buckets": [1] * 100_000}],
     ids=lambda s: str(s)[:50],
 )  # fmt: skip
-def test_absurd_settings_are_refused_before_anything_is_built(settings: dict[str, Any]) -> None:
+def test_absurd_settings_are_refused_before_building(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.read(**settings)
     assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "received"),
     [
         ({"num_gpu_blocks": 1 << 30}, "the cache needs"),
         ({"num_snapshots": 1 << 20}, "the cache needs"),
@@ -216,17 +221,17 @@ def test_absurd_settings_are_refused_before_anything_is_built(settings: dict[str
     ],
     ids=["pages", "snapshots", "rows"],
 )
-def test_what_does_not_fit_into_memory_is_not_tried(
-    tmp_path: Path, settings: dict[str, Any], told: str
+def test_allocation_beyond_memory_is_refused(
+    tmp_path: Path, settings: dict[str, Any], received: str
 ) -> None:
     folder = make_model(
         tmp_path, max_position_embeddings=1 << 24, linear_value_head_dim=512, vocab_size=64
     )
-    with pytest.raises(CapacityError, match=told):
+    with pytest.raises(CapacityError, match=received):
         build(folder, load_format="dummy", **{"num_gpu_blocks": 4, **settings})
 
 
-def test_a_model_larger_than_memory_is_not_tried(tmp_path: Path) -> None:
+def test_model_larger_than_memory_is_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path, hidden_size=1 << 22, vocab_size=1 << 24)
     with pytest.raises(CapacityError, match="a weight .* needs .* GiB.*Correct the sizes"):
         build(folder, load_format="dummy")

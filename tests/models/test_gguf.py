@@ -1,5 +1,5 @@
-"""GGUF files of every architecture: against transformers, and against the same weights in
-safetensors, bit for bit."""
+"""GGUF files of every architecture equal transformers, and equal the same weights in safetensors
+bit for bit."""
 
 import json
 from pathlib import Path
@@ -20,10 +20,10 @@ from lockstep.models.gguf.tensors import gguf_weight_files
 from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
 from lockstep.quantization.weight_sink import FLOAT_DTYPES
 from lockstep.text.tokenizers.tokenizer import Tokenizer
-from tests.models.dense import ask, bits, make_llm, prompts, random_oracle
+from tests.models.dense import bits, generate_greedy, make_llm, prompts, random_oracle
 from tests.models.gguf_files import write_gguf
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
-from tests.models.test_mixtures import add_draft_module, of_transformers
+from tests.models.test_mixtures import add_draft_module, without_unknown_settings
 from tests.text.tiny_tokenizer import make_folder
 from tests.tiny_model import CONFIG, HYBRID_MOE, LLAMA, MIXTRAL, NEXT, QWEN2, QWEN3, QWEN3_MOE
 
@@ -45,26 +45,26 @@ FAMILIES: dict[str, tuple[str, Base, float]] = {
     "qwen35moe": ("Qwen3_5Moe", {**HYBRID_MOE, **TWO_OF_THREE}, 0.0),
     "qwen3next": ("Qwen3Next", {**NEXT, **ALL_MIXED, **TWO_OF_THREE}, 0.0),
 }
-"""Name -> (its classes in transformers, settings, what its norms lie around)."""
+"""Name -> (prefix of its classes in transformers, settings, mean of its norms)."""
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place of this test for the folders that GGUF files stand for."""
+    """Set a cache folder of this test for the folders that represent GGUF files."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_gguf_equals_transformers(family: str, tmp_path: Path) -> None:
     (classes, base, centre) = FAMILIES[family]
-    oracle = random_oracle(tmp_path, classes, of_transformers(base), centre)
+    oracle = random_oracle(tmp_path, classes, without_unknown_settings(base), centre)
     path = tmp_path / "model.gguf"
     write_gguf(tmp_path, path)
     llm = make_llm(path)
     for ids in prompts(2, 90):
         assert logits_error(llm, oracle, ids) < RELATIVE
-        compare_tokens(oracle, ids, ask(llm, ids, 12).outputs[0].token_ids)
+        compare_tokens(oracle, ids, generate_greedy(llm, ids, 12).outputs[0].token_ids)
 
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
@@ -73,28 +73,28 @@ KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of Llama whose rows are whole blocks of 32 columns."""
+    """Return a Llama folder whose rows are whole blocks of 32 columns."""
     folder = tmp_path_factory.mktemp("wide")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     random_oracle(folder, "Llama", {**LLAMA, **sizes})
     return folder
 
 
-def rotated(name: str) -> bool:
-    """Return whether llama.cpp's converter reorders the rows of this tensor."""
+def is_reordered(name: str) -> bool:
+    """Return True if llama.cpp's converter reorders the rows of this tensor."""
     return "attn_q" in name or "attn_k" in name
 
 
 def dequantized(tensors: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
-    """Return the values of matrices after they were quantized, by the gguf package."""
+    """Return the values of the matrices, quantized and dequantized by the gguf package."""
     number = GGMLQuantizationType[kind]
     values = {}
     for name, array in tensors.items():
         if array.ndim == 1:
             continue
         value = quants.dequantize(quants.quantize(array, number), number)
-        if rotated(name):
-            # Where each row went when it was written; heads have 16 rows.
+        if is_reordered(name):
+            # Undo the row order of the writer; heads have 16 rows.
             went = np.arange(len(value)).reshape(-1, 2, 8).swapaxes(1, 2).flatten()
             value = value[np.argsort(went)]
         values[name] = torch.from_numpy(np.ascontiguousarray(value))
@@ -102,25 +102,21 @@ def dequantized(tensors: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensors_come_back_with_the_bits_of_the_gguf_package(
-    kind: str, wide: Path, tmp_path: Path
-) -> None:
+def test_tensors_equal_gguf_package(kind: str, wide: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     values = dequantized(write_gguf(wide, path, lambda name: kind), kind)
     (shard,) = gguf_weight_files([path])
     views = {view.entry.name: name for name, view in shard.views.items()}
     for theirs, value in values.items():
-        found = shard.read(views[theirs], FLOAT_DTYPES)
-        assert torch.equal(found.float(), value), theirs
+        actual = shard.read(views[theirs], FLOAT_DTYPES)
+        assert torch.equal(actual.float(), value), theirs
         if kind in LAYOUTS:
             assert shard.info(views[theirs]).dtype == kind
             blocks = shard.read(views[theirs], (torch.uint8,))
             assert torch.equal(dequantize(kind, blocks), value), theirs
 
 
-def test_a_quantized_file_answers_with_the_bits_of_its_values_in_safetensors(
-    wide: Path, tmp_path: Path
-) -> None:
+def test_quantized_file_equals_dequantized_safetensors(wide: Path, tmp_path: Path) -> None:
     """Each layer has matrices of two types."""
     path = tmp_path / "model.gguf"
 
@@ -142,20 +138,22 @@ def test_a_quantized_file_answers_with_the_bits_of_its_values_in_safetensors(
     (folder / "config.json").write_text(json.dumps(config))
     save_file(stored, folder / "model.safetensors")
     ids = prompts(1, 60)[0]
-    both = [ask(make_llm(path), ids, 12), ask(make_llm(folder), ids, 12)]
+    both = [generate_greedy(make_llm(path), ids, 12), generate_greedy(make_llm(folder), ids, 12)]
     assert bits(both[0]) == bits(both[1])
 
 
 @pytest.mark.parametrize("family", ["qwen35", "qwen35moe"])
-def test_the_draft_module_of_a_file_drafts(family: str, tmp_path: Path) -> None:
+def test_gguf_draft_module_changes_no_bit(family: str, tmp_path: Path) -> None:
     (classes, base, centre) = FAMILIES[family]
-    random_oracle(tmp_path, classes, of_transformers(base), centre)
-    add_draft_module(tmp_path, told=True)
+    random_oracle(tmp_path, classes, without_unknown_settings(base), centre)
+    add_draft_module(tmp_path, in_config=True)
     path = tmp_path / "model.gguf"
     write_gguf(tmp_path, path)
     drafting = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
     ids = prompts(1, 60)[0]
-    outputs = [ask(make_llm(path, speculative_config=d), ids, 24) for d in (None, drafting)]
+    outputs = [
+        generate_greedy(make_llm(path, speculative_config=d), ids, 24) for d in (None, drafting)
+    ]
     assert bits(outputs[0]) == bits(outputs[1])
     stored = load_file(tmp_path / "mtp.safetensors")
     (shard,) = gguf_weight_files([path])
@@ -187,7 +185,7 @@ def tokenizer_metadata(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def with_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a file of a model that has a tokenizer, and that tokenizer's files."""
+    """Return a folder with a GGUF file that has a tokenizer, and that tokenizer's files."""
     folder = tmp_path_factory.mktemp("text")
     make_folder(folder)
     metadata = tokenizer_metadata(folder)
@@ -197,34 +195,34 @@ def with_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_file_chats_with_its_own_tokenizer_and_template(with_text: Path) -> None:
+def test_gguf_chat_uses_its_tokenizer_and_template(with_text: Path) -> None:
     llm = LLM(str(with_text / "model.gguf"), max_model_len=512, quantization="gguf")
-    own = Tokenizer(with_text)
+    mine = Tokenizer(with_text)
     tokenizer = llm.tokenizer
     for text in ("the quick brown fox", "<|im_start|>user\n<think>naïve café</think>"):
-        assert tokenizer.encode(text) == own.encode(text)
-    assert {own.token(i) for i in tokenizer.eos_ids} == {"<|im_end|>", "<|endoftext|>"}
-    asked = [{"role": "user", "content": "fox"}]
-    output = llm.chat(asked, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
+        assert tokenizer.encode(text) == mine.encode(text)
+    assert {mine.token(i) for i in tokenizer.eos_ids} == {"<|im_end|>", "<|endoftext|>"}
+    requested = [{"role": "user", "content": "fox"}]
+    output = llm.chat(requested, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
     assert len(output.outputs[0].token_ids) >= 1
     assert tokenizer.decode(output.prompt_token_ids, False).startswith("<|im_start|>user\nfox")
     assert "gguf-Q8_0" in llm.engine.plan.numerics
 
 
 @pytest.mark.parametrize("chosen", ["int8", "int4", "fp8"])
-def test_values_of_a_file_are_rounded_anew(chosen: str, with_text: Path) -> None:
+def test_gguf_weights_can_be_requantized(chosen: str, with_text: Path) -> None:
     llm = make_llm(with_text / "model.gguf", quantization=chosen)
     assert f"+{chosen}" in llm.engine.plan.numerics
-    assert len(ask(llm, [1, 2, 3], 4).outputs[0].token_ids) == 4
+    assert len(generate_greedy(llm, [1, 2, 3], 4).outputs[0].token_ids) == 4
 
 
-def test_another_weight_format_is_refused(with_text: Path) -> None:
+def test_other_weight_format_is_refused_for_gguf(with_text: Path) -> None:
     with pytest.raises(ConfigError, match="quantization='awq' is not allowed; allowed: 'gguf'"):
         make_llm(with_text / "model.gguf", quantization="awq")
 
 
-def test_settings_are_read_where_tensors_have_no_memory(tmp_path: Path) -> None:
-    """`explain --arch` builds models so; the scaling of positions is numbers of a tensor."""
+def test_gguf_settings_are_read_in_fake_mode(tmp_path: Path) -> None:
+    """`explain --arch` builds models so; the scaling of positions is stored in a tensor."""
     random_oracle(tmp_path, "Llama", LLAMA)
     write_gguf(tmp_path, tmp_path / "model.gguf")
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what is read, and what is refused by field, value and remedy."""
+"""Headers of GGUF files: what is read, and errors that name field, value and remedy."""
 
 import struct
 from collections.abc import Callable
@@ -37,22 +37,22 @@ TEXT = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place of this test for the folders that GGUF files stand for."""
+    """Set a cache folder of this test for the folders that represent GGUF files."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of transformers with a tiny Llama."""
+    """Return a transformers folder with a tiny Llama."""
     folder = tmp_path_factory.mktemp("llama")
     random_oracle(folder, "Llama", {**LLAMA, "num_hidden_layers": 1, "hidden_size": 12})
     return folder
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Path:
-    """A sound file of it."""
+def valid_file(folder: Path) -> Path:
+    """Return a valid GGUF file of the folder."""
     write_gguf(folder, folder / "model.gguf", text=TEXT)
     return folder / "model.gguf"
 
@@ -91,17 +91,17 @@ def test_metadata_and_tensors_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [1e-5, 1e-6, 10000.0, 0.1, 1 / 3, 5e5, 0.0, 2.5])
-def test_numbers_of_fp32_are_spelled_shortly_and_keep_their_bits(value: float) -> None:
+def test_shortest_keeps_fp32_bits(value: float) -> None:
     stored = struct.unpack("<f", struct.pack("<f", value))[0]
-    found = shortest(stored)
-    assert struct.pack("<f", found) == struct.pack("<f", value)
-    assert len(repr(found)) <= len(repr(stored))
+    actual = shortest(stored)
+    assert struct.pack("<f", actual) == struct.pack("<f", value)
+    assert len(repr(actual)) <= len(repr(stored))
 
 
-def test_a_file_that_is_cut_anywhere_is_refused(whole: Path, tmp_path: Path) -> None:
-    data = whole.read_bytes()
+def test_file_truncated_anywhere_is_refused(valid_file: Path, tmp_path: Path) -> None:
+    data = valid_file.read_bytes()
     path = tmp_path / "cut.gguf"
-    ends = [e.begin + e.rows * e.row_bytes for e in GGUFFile(whole).tensors.values()]
+    ends = [e.begin + e.rows * e.row_bytes for e in GGUFFile(valid_file).tensors.values()]
     for length in [*range(0, max(ends), 97), max(ends) - 1]:
         path.write_bytes(data[:length])
         with pytest.raises(CheckpointError, match="Fetch|Name a GGUF"):
@@ -110,11 +110,11 @@ def test_a_file_that_is_cut_anywhere_is_refused(whole: Path, tmp_path: Path) -> 
 
 @given(st.data())
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_damage_of_the_header_is_anything_but_an_error_in_words(
-    whole: Path, tmp_path: Path, data: st.DataObject
+def test_damaged_header_raises_only_lockstep_errors(
+    valid_file: Path, tmp_path: Path, data: st.DataObject
 ) -> None:
-    damaged = bytearray(whole.read_bytes())
-    header = GGUFFile(whole).header_bytes
+    damaged = bytearray(valid_file.read_bytes())
+    header = GGUFFile(valid_file).header_bytes
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, header - 1))
         junk = data.draw(st.sampled_from([b"\x00" * 8, b"\xff" * 8, b"\x07", b"\x00\x00\x01"]))
@@ -133,7 +133,7 @@ def number(value: int, code: str = "Q") -> bytes:
 
 
 def text(value: str) -> bytes:
-    """Return a string of the format."""
+    """Return a string in the file's encoding."""
     return number(len(value.encode())) + value.encode()
 
 
@@ -192,7 +192,7 @@ def tensor(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) ->
         (header(2) + tensor("t", (4,)) * 2, "tensor='t' is not allowed; allowed: each name once"),
     ],
 )
-def test_a_damaged_header_is_refused_by_field_and_value(
+def test_invalid_header_is_refused_by_field_and_value(
     data: bytes, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "damaged.gguf"
@@ -218,7 +218,7 @@ Change = Callable[[gguf.GGUFWriter], None]
         (lambda w: w.add_eot_token_id(99), "ggml.eot_token_id=99 is not allowed; allowed: 0 to 4"),
     ],
 )
-def test_metadata_that_changes_the_answer_and_is_not_built_is_refused(
+def test_unsupported_metadata_is_refused(
     change: Change, message: str, folder: Path, tmp_path: Path
 ) -> None:
     write_gguf(folder, tmp_path / "model.gguf", text=TEXT, change=change)
@@ -226,7 +226,7 @@ def test_metadata_that_changes_the_answer_and_is_not_built_is_refused(
         find_model(str(tmp_path / "model.gguf"))
 
 
-def test_two_tensors_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_duplicate_tensor_name_is_refused(folder: Path, tmp_path: Path) -> None:
     def twice(writer: gguf.GGUFWriter) -> None:
         writer.add_tensor("model.norm.weight", np.zeros(12, np.float32))
 
@@ -236,7 +236,7 @@ def test_two_tensors_of_one_name_are_refused(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek2", "clip"])
-def test_other_architectures_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unsupported_architectures_are_refused_by_name(name: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", name)
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
     finish(writer)
@@ -244,24 +244,22 @@ def test_other_architectures_are_refused_by_name(name: str, tmp_path: Path) -> N
         find_model(str(tmp_path / "model.gguf"))
 
 
-def test_a_path_or_a_folder_with_one_model_is_found(whole: Path, tmp_path: Path) -> None:
+def test_find_model_by_path_or_folder(valid_file: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     with pytest.raises(ConfigError, match="is neither an existing folder"):
         find_model(str(home / "model.gguf"))
-    (home / "model.gguf").symlink_to(whole)
+    (home / "model.gguf").symlink_to(valid_file)
     (home / "mmproj-model.gguf").write_bytes(b"")
-    found = find_model(str(home))
-    assert found == find_model(str(home / "model.gguf")) == find_model(str(found))
-    assert Checkpoint.read(found).raw["model_type"] == "llama"
-    (home / "other.gguf").symlink_to(whole)
+    actual = find_model(str(home))
+    assert actual == find_model(str(home / "model.gguf")) == find_model(str(actual))
+    assert Checkpoint.read(actual).raw["model_type"] == "llama"
+    (home / "other.gguf").symlink_to(valid_file)
     with pytest.raises(ConfigError, match=r"2 models \(model.gguf, other.gguf\).*Name the file"):
         find_model(str(home))
 
 
-def test_the_folder_of_a_file_is_made_anew_when_the_file_changes(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_changed_file_gets_a_new_folder(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(folder, path, text=TEXT)
     before = find_model(str(path))
@@ -269,18 +267,18 @@ def test_the_folder_of_a_file_is_made_anew_when_the_file_changes(
     assert find_model(str(path)) != before
 
 
-def test_a_cache_that_cannot_be_written_is_named(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unwritable_cache_is_named(
+    valid_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="set HF_HOME to a folder that may be written"):
-        find_model(str(whole))
+        find_model(str(valid_file))
 
 
-def split(whole: Path, folder: Path, count: int) -> list[Path]:
-    """Write the tensors of a file into several, as llama.cpp's tool does."""
-    file = GGUFFile(whole)
+def split(valid_file: Path, folder: Path, count: int) -> list[Path]:
+    """Write the tensors of a file into several files, as llama.cpp's tool does."""
+    file = GGUFFile(valid_file)
     names = list(file.tensors)
     paths = []
     for index in range(count):
@@ -302,11 +300,11 @@ def split(whole: Path, folder: Path, count: int) -> list[Path]:
     return paths
 
 
-def test_files_of_a_split_model_are_joined(whole: Path, tmp_path: Path) -> None:
-    paths = split(whole, tmp_path, 3)
-    found = find_model(str(paths[1]))
-    assert found == find_model(str(tmp_path))
-    assert set(Checkpoint.read(found).names()) == set(gguf_weight_files([whole])[0].views)
+def test_split_model_is_joined(valid_file: Path, tmp_path: Path) -> None:
+    paths = split(valid_file, tmp_path, 3)
+    actual = find_model(str(paths[1]))
+    assert actual == find_model(str(tmp_path))
+    assert set(Checkpoint.read(actual).names()) == set(gguf_weight_files([valid_file])[0].views)
     paths[2].unlink()
     with pytest.raises(CheckpointError, match="lacks 1 of the 3 files.*00003-of-00003"):
         find_model(str(paths[0]))

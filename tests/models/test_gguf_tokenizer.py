@@ -1,4 +1,4 @@
-"""Tokenizers out of the metadata of GGUF files, against those of transformers."""
+"""Tokenizers from GGUF metadata equal those of transformers."""
 
 import json
 from pathlib import Path
@@ -29,8 +29,8 @@ ADDED = ["<think>", "</think>"]
 
 
 @pytest.fixture(scope="module")
-def bytelevel() -> dict[str, Any]:
-    """Metadata of a byte-level BPE, but for its way of splitting."""
+def byte_level() -> dict[str, Any]:
+    """Return metadata of a byte-level BPE without its pre-tokenizer."""
     fast = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -50,7 +50,7 @@ def bytelevel() -> dict[str, Any]:
 
 
 def write(path: Path, metadata: dict[str, Any], **more: Any) -> Path:
-    """Write a file that has a tokenizer alone."""
+    """Write a file that has only a tokenizer."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
         write_value(writer, f"tokenizer.{key}", value)
@@ -61,59 +61,61 @@ def write(path: Path, metadata: dict[str, Any], **more: Any) -> Path:
 
 
 def tokenizer_of(path: Path) -> Tokenizer:
-    """Return the tokenizer of the files that are made of the metadata."""
+    """Return the tokenizer converted from the metadata."""
     for name, value in text_files(GGUFModel([path])).items():
         (path.parent / name).write_text(json.dumps(value))
     return Tokenizer(path.parent)
 
 
-def of_transformers(path: Path) -> Fast:
-    """Return what transformers makes of the metadata."""
+def transformers_tokenizer(path: Path) -> Fast:
+    """Return transformers' tokenizer of the metadata."""
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     architecture, tokenizer, _ = mapping.get_gguf_tokenizer(str(path))
     return mapping.convert_gguf_tokenizer(architecture, tokenizer)[0]
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "qwen35", "llama-bpe", "gpt-4o", "tekken"])
-def test_byte_level_tokens_are_those_of_transformers(
-    pre: str, bytelevel: dict[str, Any], tmp_path: Path
+def test_byte_level_tokens_equal_transformers(
+    pre: str, byte_level: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = write(tmp_path / "m.gguf", {**bytelevel, "ggml.pre": pre})
-    ours, theirs = tokenizer_of(path), of_transformers(path)
+    path = write(tmp_path / "m.gguf", {**byte_level, "ggml.pre": pre})
+    ours, theirs = tokenizer_of(path), transformers_tokenizer(path)
     for text in (*TEXTS, "".join(TEXTS), "<think>a</think><|im_end|>"):
         ids = ours.encode(text, add_special_tokens=False)
-        if pre not in ("llama-bpe", "tekken"):  # these take whole pieces that are tokens
+        if pre not in ("llama-bpe", "tekken"):  # these encode whole pre-tokens that are tokens
             assert ids == theirs.encode(text, add_special_tokens=False).ids
         assert [ours.token(i) for i in ids].count("<think>") == text.count("<think>")
         assert ours.decode(ids, skip_special_tokens=False) == text
     begins = SPLITTINGS[pre].bos
-    assert (ours.encode("a")[0] == bytelevel["ggml.bos_token_id"]) == begins
+    assert (ours.encode("a")[0] == byte_level["ggml.bos_token_id"]) == begins
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "deepseek-v3"])
-def test_pieces_are_those_of_the_published_tokenizers(
-    pre: str, bytelevel: dict[str, Any], tmp_path: Path
+def test_pre_tokens_equal_published_tokenizers(
+    pre: str, byte_level: dict[str, Any], tmp_path: Path
 ) -> None:
-    """SmolLM cuts digits apart and then splits as GPT-2 does."""
-    ours = tokenizer_of(write(tmp_path / "m.gguf", {**bytelevel, "ggml.pre": pre}))
+    """SmolLM separates digits and then splits as GPT-2 does."""
+    ours = tokenizer_of(write(tmp_path / "m.gguf", {**byte_level, "ggml.pre": pre}))
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     known = {
         "gpt-2": gpt2,
         "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2]),
     }
     for text in TEXTS:
-        pieces = ours.fast.pre_tokenizer.pre_tokenize_str(text)
+        scored_bpe = ours.fast.pre_tokenizer.pre_tokenize_str(text)
         if pre in known:
-            assert pieces == known[pre].pre_tokenize_str(text)
+            assert scored_bpe == known[pre].pre_tokenize_str(text)
         assert ours.decode(ours.encode(text)) == text
     if pre == "deepseek-v3":
-        spelled = [piece for piece, _ in ours.fast.pre_tokenizer.pre_tokenize_str("a 12345 b")]
+        spelled = [chunk for chunk, _ in ours.fast.pre_tokenizer.pre_tokenize_str("a 12345 b")]
         assert spelled == ["a", "Ġ", "123", "45", "Ġb"]
 
 
-def test_special_tokens_and_ends_are_the_file_s(bytelevel: dict[str, Any], tmp_path: Path) -> None:
+def test_special_and_eos_tokens_come_from_the_file(
+    byte_level: dict[str, Any], tmp_path: Path
+) -> None:
     templates = {"chat_templates": ["tool_use"], "chat_template.tool_use": "{{ tools }}"}
-    metadata = {**bytelevel, "ggml.pre": "qwen2", "chat_template": "{{ messages }}", **templates}
+    metadata = {**byte_level, "ggml.pre": "qwen2", "chat_template": "{{ messages }}", **templates}
     path = write(tmp_path / "m.gguf", metadata)
     tokenizer = tokenizer_of(path)
     token = tokenizer.token
@@ -121,27 +123,25 @@ def test_special_tokens_and_ends_are_the_file_s(bytelevel: dict[str, Any], tmp_p
     assert {token(i) for i in tokenizer.eos_ids} == {"<|im_end|>", "<|endoftext|>"}
     assert tokenizer.special_tokens["bos_token"] == "<|endoftext|>"
     assert tokenizer.chat_templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    assert len(tokenizer) == len(bytelevel["ggml.tokens"]) - 1, "a row of padding is no token"
+    assert len(tokenizer) == len(byte_level["ggml.tokens"]) - 1, "a row of padding is no token"
     assert tokenizer.encode("<think> x") != tokenizer.encode("<think > x")
     assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9"), "Qwen2 normalises to NFC"
 
 
-def test_defaults_of_sampling_reach_the_generation_config(
-    bytelevel: dict[str, Any], tmp_path: Path
-) -> None:
+def test_sampling_defaults_in_generation_config(byte_level: dict[str, Any], tmp_path: Path) -> None:
     named = {"temp": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.0, "penalty_repeat": 1.25}
     more = {f"general.sampling.{name}": value for name, value in named.items()}
-    path = write(tmp_path / "m.gguf", {**bytelevel, "ggml.pre": "qwen2"}, **more)
-    found = text_files(GGUFModel([path]))["generation_config.json"]
+    path = write(tmp_path / "m.gguf", {**byte_level, "ggml.pre": "qwen2"}, **more)
+    actual = text_files(GGUFModel([path]))["generation_config.json"]
     expected = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.0}
-    ends = found.pop("eos_token_id")
-    assert found == {**expected, "repetition_penalty": 1.25}
+    ends = actual.pop("eos_token_id")
+    assert actual == {**expected, "repetition_penalty": 1.25}
     assert len(ends) == 2
 
 
 @pytest.fixture(scope="module")
-def pieces() -> dict[str, Any]:
-    """Metadata of a BPE over scores, as SentencePiece has it."""
+def scored_bpe() -> dict[str, Any]:
+    """Return metadata of a BPE over scores, as of SentencePiece."""
     fast = Fast(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     fast.pre_tokenizer = pre_tokenizers.Metaspace()
     fast.decoder = decoders.ByteFallback()
@@ -163,11 +163,9 @@ def pieces() -> dict[str, Any]:
     }
 
 
-def test_tokens_over_scores_are_those_of_transformers(
-    pieces: dict[str, Any], tmp_path: Path
-) -> None:
-    path = write(tmp_path / "m.gguf", pieces)
-    ours, theirs = tokenizer_of(path), of_transformers(path)
+def test_scored_tokens_equal_transformers(scored_bpe: dict[str, Any], tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", scored_bpe)
+    ours, theirs = tokenizer_of(path), transformers_tokenizer(path)
     for text in TEXTS:
         ids = ours.encode(text, add_special_tokens=False)
         # SentencePiece and llama.cpp put a blank in front of every text, transformers' class only
@@ -196,10 +194,10 @@ def test_tokens_over_scores_are_those_of_transformers(
         ({"ggml.precompiled_charsmap": "x"}, "ggml.precompiled_charsmap='x'"),
     ],
 )
-def test_what_is_not_built_is_refused(
-    changes: dict[str, Any], message: str, bytelevel: dict[str, Any], tmp_path: Path
+def test_unsupported_settings_are_refused(
+    changes: dict[str, Any], message: str, byte_level: dict[str, Any], tmp_path: Path
 ) -> None:
-    metadata = {**bytelevel, "ggml.pre": "qwen2", **changes}
+    metadata = {**byte_level, "ggml.pre": "qwen2", **changes}
     path = write(tmp_path / "m.gguf", {k: v for k, v in metadata.items() if v is not None})
     with pytest.raises(CheckpointError, match=message):
         text_files(GGUFModel([path]))

@@ -1,4 +1,4 @@
-"""The hub is asked for seconds, not minutes; what was fetched before serves without it."""
+"""Hub requests time out after seconds, and downloaded models are served without the hub."""
 
 import json
 import threading
@@ -18,24 +18,24 @@ from lockstep.worker.build import find_model
 
 
 def hang(*_: Any, **__: Any) -> None:
-    """A network that swallows everything."""
+    """Never answer, as a network that drops all packets."""
     time.sleep(30)
 
 
 def unreachable(*_: Any, **__: Any) -> None:
-    """A network that is down."""
+    """Raise, as a network that is down."""
     raise ConnectionError("no route to host\nand much more")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub's client."""
+    """Set an empty cache of the hub's client."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     return tmp_path
 
 
-def fetched(cache: Path, name: str) -> Path:
-    """A model as the hub's client leaves it in its cache."""
+def make_snapshot(cache: Path, name: str) -> Path:
+    """Write a model as the hub's client caches it."""
     home = cache / f"models--{name.replace('/', '--')}"
     commit = "a" * 40
     snapshot = home / "snapshots" / commit
@@ -51,24 +51,24 @@ CONFIG = b'{"model_type": "none"}'
 
 
 class Stalling(BaseHTTPRequestHandler):
-    """A hub with one model of one file, of which it sends one half."""
+    """Hub with one model of one file, of which it sends half."""
 
     seen: list[str]
-    over: threading.Event
+    finished: threading.Event
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Write no log."""
 
     def do_HEAD(self) -> None:
         self._head(len(CONFIG))
 
     def do_GET(self) -> None:
         if "/resolve/" not in self.path:
-            told: Any = {"id": "a/b", "sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}
+            received: Any = {"id": "a/b", "sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}
             if "/tree/" in self.path:
-                own = {"type": "file", "oid": "b" * 40, "size": len(CONFIG), "path": "config.json"}
-                told = [own]
-            body = json.dumps(told).encode()
+                mine = {"type": "file", "oid": "b" * 40, "size": len(CONFIG), "path": "config.json"}
+                received = [mine]
+            body = json.dumps(received).encode()
             self._head(len(body))
             self.wfile.write(body)
             return
@@ -76,7 +76,7 @@ class Stalling(BaseHTTPRequestHandler):
         self._head(len(CONFIG))
         self.wfile.write(CONFIG[: len(CONFIG) // 2])
         self.wfile.flush()
-        self.over.wait(20)
+        self.finished.wait(20)
 
     def _head(self, size: int) -> None:
         self.send_response(200)
@@ -88,10 +88,10 @@ class Stalling(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stalling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The hub stalls; what was asked of its file. Its client waits less than it does for users."""
+    """Yield the requests for the file of a stalling hub, with short client timeouts."""
     seen: list[str] = []
-    over = threading.Event()
-    handler = type("Handler", (Stalling,), {"seen": seen, "over": over})
+    finished = threading.Event()
+    handler = type("Handler", (Stalling,), {"seen": seen, "over": finished})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -102,19 +102,19 @@ def stalling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
     monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
     yield seen
-    over.set()
+    finished.set()
     server.shutdown()
     server.server_close()
 
 
-def test_a_download_that_stalls_is_given_up(stalling: list[str]) -> None:
+def test_stalled_download_times_out(stalling: list[str]) -> None:
     begin = time.monotonic()
     with pytest.raises(ConfigError, match=r"\('config.json' stalled: .*ask again.*Name a folder"):
         find_model("a/b")
     assert len(stalling) == 6 and time.monotonic() - begin < 10
 
 
-def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_hub_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", hang)
     begin = time.monotonic()
     with pytest.raises(ConfigError, match="not answer within 3 seconds.*Name a folder"):
@@ -122,30 +122,28 @@ def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch)
     assert time.monotonic() - begin < hub.PATIENCE + 2
 
 
-def test_no_network_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     with pytest.raises(ConfigError, match=r"no route to host\).*Name a folder") as caught:
         find_model("someone/something")
     assert "\n" not in str(caught.value)
 
 
-def test_what_was_fetched_before_serves_without_network(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_model_serves_without_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    snapshot = fetched(cache, "someone/something")
+    snapshot = make_snapshot(cache, "someone/something")
     assert find_model("someone/something") == snapshot
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "x" * 5000, "a\0b", "a b"])
-def test_what_is_neither_a_folder_nor_an_id_is_refused(name: str) -> None:
+def test_invalid_model_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="Name a folder") as caught:
         find_model(name)
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(
-    ("index", "wanted"),
+    ("index", "expected"),
     [
         (None, ["*.safetensors"]),
         ('{"weight_map": {"a": 5}}', ["*.safetensors"]),
@@ -155,8 +153,8 @@ def test_what_is_neither_a_folder_nor_an_id_is_refused(name: str) -> None:
         ),
     ],
 )
-def test_only_the_weights_that_the_index_names_are_fetched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, index: str | None, wanted: list[str]
+def test_only_indexed_weights_are_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, index: str | None, expected: list[str]
 ) -> None:
     calls: list[dict[str, Any]] = []
 
@@ -170,5 +168,5 @@ def test_only_the_weights_that_the_index_names_are_fetched(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert hub.fetch("a/b") == tmp_path
     assert calls[0]["allow_patterns"] == ["*.json", "*.jinja"]
-    assert calls[1]["allow_patterns"] == wanted
+    assert calls[1]["allow_patterns"] == expected
     assert calls[1]["ignore_patterns"] == ["*/*.safetensors"]

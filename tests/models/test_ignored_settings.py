@@ -1,4 +1,5 @@
-"""A setting of config.json that no family code reads is refused by name, unless it is harmless."""
+"""A setting of config.json that the family's code does not read is refused by name, unless it is
+known to be harmless."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +28,7 @@ FAMILIES = {
     "kimi_k2": tiny_model.KIMI,
     "nemotron_h": tiny_model.NEMOTRON_H,
 }
-"""A small config.json of each family; those with draft modules read their settings with it."""
+"""A small config.json of each family; draft modules read their settings from it too."""
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "architectures": ["Qwen3NextForCausalLM"],
@@ -80,7 +81,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": True,
     },
 }
-"""Further settings that config.json of released checkpoints has."""
+"""Further settings in config.json of released checkpoints."""
 FOREIGN: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
@@ -151,12 +152,12 @@ def read(raw: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_settings_of_released_checkpoints_load(family: str) -> None:
+def test_settings_of_released_checkpoints_change_nothing(family: str) -> None:
     assert read({**FAMILIES[family], **PUBLISHED[family]}) == read(FAMILIES[family])
 
 
-def test_a_family_that_is_not_built_is_refused_by_its_name() -> None:
-    """The attention sinks of gpt-oss, for one, are math that no family here has."""
+def test_unsupported_family_is_refused_by_name() -> None:
+    """For example gpt-oss, whose attention sinks no family here has."""
     with pytest.raises(CheckpointError, match="model_type='gpt_oss' is not allowed"):
         read({**tiny_model.MIXTRAL, "model_type": "gpt_oss", "swiglu_limit": 7.0})
 
@@ -182,18 +183,18 @@ def test_settings_of_other_families_are_refused_by_name(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("off", [None, False, [], {}])
-def test_a_setting_that_is_off_changes_nothing(family: str, off: Any) -> None:
+def test_disabled_unknown_setting_is_ignored(family: str, off: Any) -> None:
     raw = {**FAMILIES[family], "unheard_of": off}
     assert read(raw) == read(FAMILIES[family])
 
 
-def test_the_remedy_of_a_refusal_works() -> None:
+def test_refusal_names_hf_overrides_remedy() -> None:
     with pytest.raises(CheckpointError, match="hf_overrides: '..unheard_of.: null}'"):
         read({**tiny_model.QWEN3, "unheard_of": 5})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_listed_as_without_effect_is_ignored(family: str) -> None:
+def test_settings_without_effect_are_ignored(family: str) -> None:
     plain = FAMILIES[family]
     listed = {name: "x" for name in WITHOUT_EFFECT if name not in plain}
     listed.pop("text_config")
@@ -208,7 +209,7 @@ def test_what_is_listed_as_without_effect_is_ignored(family: str) -> None:
     "llama qwen2 qwen3 qwen3_moe mixtral qwen3_next qwen3_5_text qwen3_5_moe_text nemotron_h "
     "deepseek_v3 qwen3_5 qwen3_5_moe".split(),
 )
-def test_the_defaults_of_transformers_are_known(family: str, tmp_path: Path) -> None:
+def test_transformers_defaults_are_accepted(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.CONFIG_MAPPING[family]()
     for raw in (config.to_dict(), json.loads(config.to_json_string(use_diff=False))):
@@ -228,7 +229,7 @@ def test_the_defaults_of_transformers_are_known(family: str, tmp_path: Path) -> 
         ("yarn", "unheard_of", 1),
     ],
 )
-def test_rotary_settings_of_another_kind_are_refused(kind: str, name: str, value: Any) -> None:
+def test_rotary_settings_of_other_types_are_refused(kind: str, name: str, value: Any) -> None:
     settings: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     if kind == "default":
         settings.pop("factor")
@@ -250,7 +251,7 @@ FOREIGN_TO_DRAFTERS: dict[str, Any] = {
     "unheard_of": 1,
 }
 TARGET = SimpleNamespace(config=SimpleNamespace(hidden_size=40, vocab_size=96), blocks=[None] * 12)
-"""What a drafter's settings are read against: the sizes of a target."""
+"""Sizes of a target, for reading a drafter's settings."""
 
 
 def read_head(folder: Path, **changes: Any) -> Any:

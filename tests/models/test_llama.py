@@ -1,4 +1,4 @@
-"""Llama 3: against transformers for every way to scale positions, with and without biases."""
+"""Llama 3 equals transformers for every type of position scaling, with and without biases."""
 
 from typing import Any
 
@@ -42,21 +42,21 @@ LLAMA_8B = {
 
 @pytest.fixture(scope="module", params=[*ROPES, "biases"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(engine, oracle)"""
-    own = {name: value for name, value in LLAMA.items() if not name.startswith("rope")}
+    """Return (engine, oracle)."""
+    mine = {name: value for name, value in LLAMA.items() if not name.startswith("rope")}
     biases = {"attention_bias": True, "mlp_bias": True} if request.param == "biases" else {}
     rope = {"rope_theta": 5e3, **ROPES.get(request.param, ROPES["llama3"])}
     folder = tmp_path_factory.mktemp("llama")
-    return random_pair(folder, "Llama", own, rope_parameters=rope, **biases)
+    return random_pair(folder, "Llama", mine, rope_parameters=rope, **biases)
 
 
-def test_logits_and_greedy_tokens_of_a_few_prompts(pair) -> None:
+def test_equals_transformers(pair) -> None:
     for ids in prompts(3, 200):
         assert logits_error(*pair, ids) < RELATIVE
         compare_greedy(*pair, ids, 24)
 
 
-def test_a_layer_of_llama_8b_has_its_shapes_and_its_share_of_the_parameters() -> None:
+def test_llama_8b_shapes_and_parameters() -> None:
     build = BuildContext("cpu", torch.bfloat16, 1, 64)
     model: Any = build_model({**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 256}, build)
     table = model.weights()
@@ -89,6 +89,6 @@ def test_a_layer_of_llama_8b_has_its_shapes_and_its_share_of_the_parameters() ->
         ({"rope_scaling": {"rope_type": "llama3"}}, "no rope_parameters.low_freq_factor"),
     ],
 )
-def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) -> None:
+def test_unsupported_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         Config.read({**LLAMA_8B, **changes})

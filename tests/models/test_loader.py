@@ -1,4 +1,4 @@
-"""Loading a folder: every tensor used, every parameter filled, and whatever else is named."""
+"""Loading a folder: every tensor is used, every parameter filled, and anything else is named."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,13 +29,13 @@ Tensors = dict[str, Tensor]
 
 
 def build(raw: dict[str, Any], drafting: bool = False) -> tuple[Any, Any]:
-    made = BuildContext("cpu", torch.float32, 1, 64)
-    model: Any = build_model(raw, made)
-    return model, architecture(raw["model_type"]).Draft(model, made) if drafting else None
+    result = BuildContext("cpu", torch.float32, 1, 64)
+    model: Any = build_model(raw, result)
+    return model, architecture(raw["model_type"]).Draft(model, result) if drafting else None
 
 
 def checkpoint(raw: dict[str, Any], drafting: bool = False) -> Tensors:
-    """Names and values as a file would hold them."""
+    """Return names and values as in a file."""
     model, draft = build(raw, drafting)
     fill_dummy(model, draft, seed=3)
     table = {n if n == "lm_head.weight" else f"model.{n}": t for n, t in model.weights().items()}
@@ -44,7 +44,7 @@ def checkpoint(raw: dict[str, Any], drafting: bool = False) -> Tensors:
 
 
 def load(folder: Path, raw: dict[str, Any], *files: Tensors, drafting: bool = False) -> Any:
-    """Writes the files and loads them into a fresh model, whose weights are all NaN before."""
+    """Write the files and load them into a fresh model whose weights are NaN before."""
     for index, tensors in enumerate(files):
         save_file(tensors, folder / f"model-{index}.safetensors")
     model, draft = build(raw, drafting)
@@ -56,7 +56,7 @@ def load(folder: Path, raw: dict[str, Any], *files: Tensors, drafting: bool = Fa
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_parameter_is_filled_from_any_number_of_files(tmp_path: Path, kind: str) -> None:
+def test_every_parameter_is_filled_from_several_files(tmp_path: Path, kind: str) -> None:
     raw = CONFIGS[kind]
     tensors = checkpoint(CONFIGS[kind])
     names = sorted(tensors)
@@ -67,7 +67,7 @@ def test_every_parameter_is_filled_from_any_number_of_files(tmp_path: Path, kind
         assert torch.equal(target, tensors[name if name in tensors else f"model.{name}"])
 
 
-def test_the_draft_module_is_filled_or_left_alone(tmp_path: Path) -> None:
+def test_draft_module_is_filled_only_when_drafting(tmp_path: Path) -> None:
     raw = CONFIGS["hybrid"]
     tensors = checkpoint(raw, drafting=True)
     _, draft = load(tmp_path, raw, tensors, drafting=True)
@@ -77,13 +77,13 @@ def test_the_draft_module_is_filled_or_left_alone(tmp_path: Path) -> None:
     assert draft is None and not any(p.isnan().any() for p in model.parameters())
 
 
-def test_a_prefix_and_a_vision_tower_are_no_obstacle(tmp_path: Path) -> None:
+def test_prefix_and_vision_tower_are_accepted(tmp_path: Path) -> None:
     raw = CONFIGS["hybrid"]
     tensors = {n.replace("model.", "model.language_model."): t for n, t in checkpoint(raw).items()}
     load(tmp_path, raw, tensors | {"model.visual.patch_embed.weight": torch.zeros(2)})
 
 
-def test_positions_that_older_files_have_are_those_of_config_json(tmp_path: Path) -> None:
+def test_stored_rotary_frequencies_are_ignored(tmp_path: Path) -> None:
     inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
     load(tmp_path, CONFIGS["mixtral"], checkpoint(CONFIGS["mixtral"]) | inverse)
 
@@ -134,7 +134,7 @@ def doubled(t: Tensors) -> None:
         (doubled, r"doubled tensors \(1\): norm.weight"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(
+def test_unfit_tensor_is_named(
     tmp_path: Path, fault: Callable[[Tensors], None], message: str
 ) -> None:
     tensors = checkpoint(CONFIGS["qwen3"])
@@ -143,7 +143,7 @@ def test_a_tensor_that_does_not_fit_is_named(
         load(tmp_path, CONFIGS["qwen3"], tensors)
 
 
-def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
+def test_all_loading_faults_are_named(tmp_path: Path) -> None:
     tensors = checkpoint(CONFIGS["qwen3"])
     missing(tensors)
     spare(tensors)
@@ -151,13 +151,13 @@ def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
         load(tmp_path, CONFIGS["qwen3"], tensors)
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_duplicate_tensor_is_refused(tmp_path: Path) -> None:
     tensors = checkpoint(CONFIGS["qwen3"])
     with pytest.raises(CheckpointError, match=r"doubled tensors \(1\): model.norm.weight"):
         load(tmp_path, CONFIGS["qwen3"], tensors, {"model.norm.weight": torch.ones(48)})
 
 
-def test_a_tied_head_may_stand_in_the_file_only_as_the_embedding(tmp_path: Path) -> None:
+def test_tied_head_must_equal_embedding(tmp_path: Path) -> None:
     raw = {**CONFIGS["qwen3"], "tie_word_embeddings": True}
     tensors = checkpoint(raw)
     assert "lm_head.weight" not in tensors
@@ -168,7 +168,7 @@ def test_a_tied_head_may_stand_in_the_file_only_as_the_embedding(tmp_path: Path)
         load(tmp_path, raw, tensors | {"lm_head.weight": head})
 
 
-def test_a_folder_without_weights_and_a_broken_file(tmp_path: Path) -> None:
+def test_missing_and_broken_weight_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no"):
         load(tmp_path, CONFIGS["qwen3"])
     (tmp_path / "model.safetensors").write_bytes(b"no tensors here")
@@ -177,7 +177,7 @@ def test_a_folder_without_weights_and_a_broken_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_dummy_norms_stand_around_what_leaves_their_input_alone(kind: str) -> None:
+def test_dummy_norms_are_near_identity(kind: str) -> None:
     model, _ = build(CONFIGS[kind])
     fill_dummy(model, None, seed=0)
     norms = [m for m in model.modules() if hasattr(m, "offset")]
@@ -187,7 +187,7 @@ def test_dummy_norms_stand_around_what_leaves_their_input_alone(kind: str) -> No
         assert (norm.weight + norm.offset - 1).abs().max() <= 0.2
 
 
-def test_dummy_experts_have_the_scale_of_their_inputs() -> None:
+def test_dummy_experts_scale_with_their_inputs() -> None:
     model, _ = build(CONFIGS["hybrid moe"])
     fill_dummy(model, None, seed=0)
     moe = model.blocks[0].mlp

@@ -1,4 +1,4 @@
-"""Families with a mixture of experts: against transformers, and in all forms of a checkpoint."""
+"""Families with mixtures of experts equal transformers, for all forms of a checkpoint."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.spec import own_drafter
-from tests.models.dense import NGRAM, VOCAB, ask, bits, make_llm, prompts, random_oracle
+from tests.models.dense import NGRAM, VOCAB, bits, generate_greedy, make_llm, prompts, random_oracle
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
 from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE, THREE_LAYERS
 
@@ -26,10 +26,10 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 Base = dict[str, Any]
 
 
-def of_transformers(base: Base) -> Base:
-    """The settings that its config classes know."""
-    strange = ("mtp_num_hidden_layers", "model_type", "torch_dtype", "dtype")
-    return {name: value for name, value in base.items() if name not in strange}
+def without_unknown_settings(base: Base) -> Base:
+    """Return the settings that transformers' config classes know."""
+    unknown = ("mtp_num_hidden_layers", "model_type", "torch_dtype", "dtype")
+    return {name: value for name, value in base.items() if name not in unknown}
 
 
 FAMILIES: dict[str, tuple[str, Base, float]] = {
@@ -43,23 +43,23 @@ FAMILIES: dict[str, tuple[str, Base, float]] = {
     "qwen3_5_moe": ("Qwen3_5Moe", {**HYBRID_MOE, **THREE_LAYERS}, 0.0),
     "qwen3_next": ("Qwen3Next", {**NEXT, **THREE_LAYERS}, 0.0),
 }
-"""Name -> (its classes in transformers, settings, what its norms lie around)."""
+"""Name -> (prefix of its classes in transformers, settings, mean of its norms)."""
 RECURRENT = ("qwen3_5_moe", "qwen3_next")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(family, folder, oracle). A recurrent one has an MTP module too."""
+    """Return (family, folder, oracle); recurrent families have an MTP module."""
     (classes, base, centre) = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("mixture")
-    oracle = random_oracle(folder, classes, of_transformers(base), centre)
+    oracle = random_oracle(folder, classes, without_unknown_settings(base), centre)
     if request.param in RECURRENT:
-        add_draft_module(folder, told=request.param != "qwen3_next")
+        add_draft_module(folder, in_config=request.param != "qwen3_next")
     return request.param, folder, oracle
 
 
-def add_draft_module(folder: Path, told: bool) -> None:
-    """Writes an MTP module of random weights. told: config.json says so."""
+def add_draft_module(folder: Path, in_config: bool) -> None:
+    """Write an MTP module of random weights. in_config: config.json names it."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     build = BuildContext("cpu", torch.float32, 1, 64)
@@ -72,28 +72,28 @@ def add_draft_module(folder: Path, told: bool) -> None:
             target.shape[-1] ** -0.5 if wide else 0.2
         )
     save_file(tensors, folder / "mtp.safetensors")
-    if told:
+    if in_config:
         path.write_text(json.dumps(raw | {"mtp_num_hidden_layers": 1}))
 
 
 def engine(folder: Path, drafter: object) -> LLM:
-    """For one request at a time."""
+    """Return an engine for one request at a time."""
     return make_llm(folder, speculative_config=drafter, max_num_seqs=1)
 
 
-def test_logits_and_greedy_tokens_with_and_without_drafts(pair) -> None:
+def test_equals_transformers_with_and_without_drafts(pair) -> None:
     (family, folder, oracle) = pair
     drafters = [None, NGRAM, MTP] if family in RECURRENT else [None, NGRAM]
     engines = [engine(folder, drafter) for drafter in drafters]
     for ids, count in zip(prompts(2, 150), (8, 16), strict=True):
         assert logits_error(engines[0], oracle, ids) < RELATIVE
-        outputs = [ask(llm, ids, count) for llm in engines]
+        outputs = [generate_greedy(llm, ids, count) for llm in engines]
         compare_tokens(oracle, ids, outputs[0].outputs[0].token_ids)
         assert all(bits(output) == bits(outputs[0]) for output in outputs)
 
 
-def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same with all experts as one tensor."""
+def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with all experts of a layer as one tensor."""
     table = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for path in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
         count = sum(name.startswith(f"{path}.experts.") for name in tensors) // 3
@@ -107,40 +107,42 @@ def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return table
 
 
-def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As a multimodal checkpoint has them."""
-    text = {n.replace("model.", "model.language_model.", 1): t for n, t in fused(tensors).items()}
+def as_multimodal(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as in a multimodal checkpoint."""
+    text = {
+        n.replace("model.", "model.language_model.", 1): t for n, t in fuse_experts(tensors).items()
+    }
     return text | {"model.visual.patch_embed.proj.weight": torch.zeros(2, 3)}
 
 
 @pytest.mark.parametrize("pair", ["qwen3_moe", "qwen3_5_moe", "qwen3_next"], indirect=True)
-def test_experts_as_one_tensor_are_the_same_model(pair, tmp_path: Path) -> None:
+def test_fused_expert_tensors_are_equivalent(pair, tmp_path: Path) -> None:
     (family, folder, _) = pair
     raw = json.loads((folder / "config.json").read_text())
-    change = fused
+    change = fuse_experts
     if family == "qwen3_5_moe":
-        change = whole
+        change = as_multimodal
         raw = {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "text_config": raw}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     for path in folder.glob("*.safetensors"):
         save_file(change(load_file(path)), tmp_path / path.name)
     drafter = MTP if family in RECURRENT else None
     (prompt,) = prompts(1, 150)
-    one, other = (ask(engine(path, drafter), prompt, 24) for path in (folder, tmp_path))
+    one, other = (generate_greedy(engine(path, drafter), prompt, 24) for path in (folder, tmp_path))
     assert bits(one) == bits(other)
 
 
-def test_the_draft_module_may_have_a_dense_mlp(tmp_path: Path) -> None:
-    """As the checkpoint has it; config.json does not say."""
-    random_oracle(tmp_path, "Qwen3Next", of_transformers(NEXT), 0.0)
-    add_draft_module(tmp_path, told=False)
+def test_draft_module_with_dense_mlp(tmp_path: Path) -> None:
+    """Determined by its tensors; config.json does not say."""
+    random_oracle(tmp_path, "Qwen3Next", without_unknown_settings(NEXT), 0.0)
+    add_draft_module(tmp_path, in_config=False)
     path = tmp_path / "mtp.safetensors"
     tensors = {n: t for n, t in load_file(path).items() if ".mlp." not in n}
     for name, shape in (("gate", (64, 48)), ("up", (64, 48)), ("down", (48, 64))):
         tensors[f"mtp.layers.0.mlp.{name}_proj.weight"] = torch.randn(shape) * 0.1
     save_file(tensors, path)
     (prompt,) = prompts(1, 150)
-    plain, drafted = (bits(ask(engine(tmp_path, d), prompt, 24)) for d in (None, MTP))
+    plain, drafted = (bits(generate_greedy(engine(tmp_path, d), prompt, 24)) for d in (None, MTP))
     assert plain == drafted
     config = json.loads((tmp_path / "config.json").read_text())
     config["intermediate_size"] = None
@@ -151,9 +153,9 @@ def test_the_draft_module_may_have_a_dense_mlp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pair", ["qwen3_5_moe"], indirect=True)
-def test_no_draft_module_where_config_json_alone_has_one(pair, tmp_path: Path) -> None:
-    """What transformers saves of a checkpoint with a module, as tools that pack do: the setting
-    without the tensors. It is served, without drafts of its own."""
+def test_mtp_setting_without_tensors_is_served_without_drafts(pair, tmp_path: Path) -> None:
+    """transformers saves a checkpoint with a module so, as quantizing tools do: the setting without
+    the tensors."""
     (_, folder, _) = pair
     assert own_drafter(Checkpoint.read(folder)) == "mtp"
     for path in folder.iterdir():
@@ -162,7 +164,9 @@ def test_no_draft_module_where_config_json_alone_has_one(pair, tmp_path: Path) -
     assert json.loads((tmp_path / "config.json").read_text())["mtp_num_hidden_layers"] == 1
     assert own_drafter(Checkpoint.read(tmp_path)) is None
     (prompt,) = prompts(1, 40)
-    assert bits(ask(make_llm(tmp_path), prompt, 8)) == bits(ask(make_llm(folder), prompt, 8))
+    assert bits(generate_greedy(make_llm(tmp_path), prompt, 8)) == bits(
+        generate_greedy(make_llm(folder), prompt, 8)
+    )
     with pytest.raises(CheckpointError, match="none, by mtp_num_hidden_layers or by its tensors"):
         make_llm(tmp_path, speculative_config=MTP)
     for path in tmp_path.glob("*.safetensors"):
@@ -170,8 +174,8 @@ def test_no_draft_module_where_config_json_alone_has_one(pair, tmp_path: Path) -
     assert own_drafter(Checkpoint.read(tmp_path)) == "mtp"
 
 
-def test_no_draft_module_where_neither_config_nor_tensors_have_one(tmp_path: Path) -> None:
-    random_oracle(tmp_path, "Qwen3Next", of_transformers(NEXT), 0.0)
+def test_mtp_without_module_is_refused(tmp_path: Path) -> None:
+    random_oracle(tmp_path, "Qwen3Next", without_unknown_settings(NEXT), 0.0)
     with pytest.raises(CheckpointError, match="needs a checkpoint with an MTP module"):
         make_llm(tmp_path, speculative_config=MTP)
 
@@ -179,8 +183,8 @@ def test_no_draft_module_where_neither_config_nor_tensors_have_one(tmp_path: Pat
 SHARED = [f"shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")]
 
 
-def test_the_tensors_of_the_draft_module() -> None:
-    """The 19 of Qwen3.6-35B-A3B's, its experts counted as two."""
+def test_draft_module_tensor_names() -> None:
+    """The 19 of Qwen3.6-35B-A3B's, with its experts counted as two."""
     raw = {**HYBRID_MOE, "vocab_size": VOCAB}
     build = BuildContext("cpu", torch.float32, 1, 64)
     module = architecture(raw["model_type"])
@@ -196,8 +200,8 @@ def test_the_tensors_of_the_draft_module() -> None:
     }
     mlp = {f"mlp.{name}" for name in (*SHARED, "gate.weight", "shared_expert_gate.weight")}
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
-    own = {"fc.weight", "norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"}
-    assert names - experts == own | {f"layers.0.{name}" for name in attention | mlp | norms}
+    mine = {"fc.weight", "norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"}
+    assert names - experts == mine | {f"layers.0.{name}" for name in attention | mlp | norms}
     assert len(names - experts) + 2 == 19 and experts <= names
 
 
@@ -223,13 +227,13 @@ def test_the_tensors_of_the_draft_module() -> None:
         (NEXT, {"linear_num_value_heads": 5}, "linear_num_value_heads=5"),
     ],
 )
-def test_what_is_not_built_is_refused(base: Base, changes: Base, message: str) -> None:
+def test_unsupported_settings_are_refused(base: Base, changes: Base, message: str) -> None:
     config: Callable[[Base], Any] = architecture(base["model_type"]).Config.read
     with pytest.raises(CheckpointError, match=message):
         config({**base, "vocab_size": VOCAB, **changes})
 
 
-def test_which_layers_have_experts() -> None:
+def test_sparse_layers() -> None:
     def sparse(**changes: Any) -> list[bool]:
         raw = {**NEXT, "vocab_size": VOCAB, "num_hidden_layers": 6, **changes}
         model: Any = build_model(raw, BuildContext("cpu", torch.float32, 1, 64))
@@ -240,15 +244,15 @@ def test_which_layers_have_experts() -> None:
     assert sparse(mlp_only_layers=[1], decoder_sparse_step=2) == [False, False, *[False, True] * 2]
 
 
-def test_the_rows_of_absurd_heads_are_not_counted_before_their_weights_fit() -> None:
+def test_absurd_head_dims_are_refused_before_row_order() -> None:
     wide = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2**20)
     raw = {**NEXT, **wide, "vocab_size": VOCAB, "linear_key_head_dim": 2**24}
     with pytest.raises(CapacityError, match="of layers.0 needs .* allowed: .* Correct the sizes"):
         build_model(raw, BuildContext("cpu", torch.float32, 1, 64))
 
 
-def test_the_rows_of_qwen3_nexts_projections() -> None:
-    """16 key heads, 32 value heads, 128 wide: 768 rows a group of q, k, v and z."""
+def test_qwen3_next_projection_rows() -> None:
+    """16 key heads, 32 value heads, 128 wide: 768 rows per group of q, k, v and z."""
     from lockstep.layers.gated_delta_net import grouped_rows
 
     rows = grouped_rows(16, (128, 128, 256, 256)).tolist()

@@ -1,7 +1,7 @@
-"""MTP modules that are a layer of their own family: what they draft, against transformers.
+"""MTP modules with a layer of their own family draft what transformers would.
 
-transformers reads no such module. But a module is a projection, one layer and a norm, and these two
-are a model of one layer, which transformers runs on what the projection gives.
+transformers has no such module. But a module is a projection, one layer and a norm; the latter two
+are a model of one layer, which transformers runs on the projection's output.
 """
 
 import json
@@ -21,7 +21,7 @@ from lockstep.spec.mtp import create
 from lockstep.worker.hooks import CheckHooks
 from tests.models.dense import make_llm, random_oracle
 from tests.models.test_deepseek_v3 import oracle_of as latent_oracle
-from tests.models.test_mixtures import of_transformers
+from tests.models.test_mixtures import without_unknown_settings
 from tests.spec.drawn import Drawn
 from tests.spec.watching import Seen
 from tests.tiny_model import CONFIG, DEEPSEEK, HYBRID_MOE, NEXT, THREE_LAYERS
@@ -40,9 +40,10 @@ ONE_LAYER: Base = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
 class Family:
     """How a family's files name its module.
 
-    target, layer: settings of the model, and of one whose only layer is like the module's; centre:
-    what norms lie around; embedding, hidden, projection, norm, inner: the names of its parts, the
-    last one that of its layer; told: what config.json says of it.
+    target, layer: settings of the model, and of one whose only layer is like the module's.
+    centre: mean of norms.
+    embedding, hidden, projection, norm, inner: names of the module's parts; inner is its layer.
+    settings: the module's settings in config.json.
     """
 
     classes: str
@@ -54,12 +55,12 @@ class Family:
     projection: str
     norm: str
     inner: str
-    told: Base
+    settings: Base
 
 
-def hybrid(classes: str, base: Base, told: Base) -> Family:
-    """Qwen3-Next and Qwen3.5: norms around zero, and a layer that attends."""
-    target = of_transformers({**base, **THREE_LAYERS})
+def hybrid(classes: str, base: Base, settings: Base) -> Family:
+    """Return Qwen3-Next or Qwen3.5: norms around zero, and an attention layer."""
+    target = without_unknown_settings({**base, **THREE_LAYERS})
     return Family(
         classes,
         target,
@@ -70,12 +71,12 @@ def hybrid(classes: str, base: Base, told: Base) -> Family:
         projection="mtp.fc",
         norm="mtp.norm",
         inner="mtp.layers.0",
-        told=told,
+        settings=settings,
     )
 
 
 LAYER = f"model.layers.{DEEPSEEK['num_hidden_layers']}"
-TOLD = {"mtp_num_hidden_layers": 1}
+MTP_SETTINGS = {"mtp_num_hidden_layers": 1}
 FAMILIES = {
     "DeepSeek-V3": Family(
         "DeepseekV3",
@@ -87,10 +88,10 @@ FAMILIES = {
         projection=f"{LAYER}.eh_proj",
         norm=f"{LAYER}.shared_head.norm",
         inner=LAYER,
-        told={"num_nextn_predict_layers": 1},
+        settings={"num_nextn_predict_layers": 1},
     ),
-    "Qwen3.5": hybrid("Qwen3_5", CONFIG, TOLD),
-    "Qwen3.5 with experts": hybrid("Qwen3_5Moe", HYBRID_MOE, TOLD),
+    "Qwen3.5": hybrid("Qwen3_5", CONFIG, MTP_SETTINGS),
+    "Qwen3.5 with experts": hybrid("Qwen3_5Moe", HYBRID_MOE, MTP_SETTINGS),
     "Qwen3-Next": hybrid("Qwen3Next", NEXT, {}),
 }
 
@@ -103,11 +104,11 @@ class Target:
     folder: Path
     oracle: Any
     layer: Any
-    own: Tensors
+    module_tensors: Tensors
 
 
 def oracle_of(family: Family, folder: Path, base: Base) -> Any:
-    """transformers' model of these settings, random, saved in the folder."""
+    """Return transformers' random model of these settings, saved in the folder."""
     if family.classes == "DeepseekV3":
         return latent_oracle(folder, base)
     return random_oracle(folder, family.classes, base, family.centre)
@@ -115,57 +116,57 @@ def oracle_of(family: Family, folder: Path, base: Base) -> Any:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A random target of each family with its module, as it is published."""
+    """Return a random target of each family with its module, as it is published."""
     family = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("target")
-    apart = tmp_path_factory.mktemp("layer")
+    layer_folder = tmp_path_factory.mktemp("layer")
     oracle = oracle_of(family, folder, family.target)
-    layer = oracle_of(family, apart, family.layer)
+    layer = oracle_of(family, layer_folder, family.layer)
     drawn = Drawn()
-    own = {
+    module_tensors = {
         f"{family.embedding}.weight": drawn.norm(HIDDEN) - (1 - family.centre),
         f"{family.hidden}.weight": drawn.norm(HIDDEN) - (1 - family.centre),
         f"{family.projection}.weight": drawn.matrix(HIDDEN, 2 * HIDDEN),
     }
-    tensors = dict(own)
-    for name, tensor in load_file(apart / "model.safetensors").items():
+    tensors = dict(module_tensors)
+    for name, tensor in load_file(layer_folder / "model.safetensors").items():
         if name == "model.norm.weight":
             tensors[f"{family.norm}.weight"] = tensor
         elif name.startswith("model.layers.0."):
             tensors[name.replace("model.layers.0", family.inner)] = tensor
     save_file(tensors, folder / "mtp.safetensors")
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | family.told))
-    return Target(family, folder, oracle, layer, own)
+    path.write_text(json.dumps(json.loads(path.read_text()) | family.settings))
+    return Target(family, folder, oracle, layer, module_tensors)
 
 
 def drafts_of(target: Target, tokens: list[int], count: int) -> list[int]:
-    """Greedy drafts behind `tokens` [N + 1], of which the target has computed the first N."""
+    """Return greedy drafts after `tokens` [N + 1], of which the target has computed the first N."""
     family = target.family
     embedding = target.oracle.model.embed_tokens.weight
     states = target.oracle.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
 
     def normed(x: Tensor, name: str) -> Tensor:
-        weight = target.own[f"{name}.weight"] + (1 - family.centre)
+        weight = target.module_tensors[f"{name}.weight"] + (1 - family.centre)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
-    given = tokens[1:]
-    found: list[int] = []
+    arguments = tokens[1:]
+    results: list[int] = []
     for _ in range(count):
-        embedded = normed(embedding[torch.tensor(given)], family.embedding)
+        embedded = normed(embedding[torch.tensor(arguments)], family.embedding)
         joined = torch.cat([embedded, normed(states, family.hidden)], -1)
-        x = F.linear(joined, target.own[f"{family.projection}.weight"])
+        x = F.linear(joined, target.module_tensors[f"{family.projection}.weight"])
         out = target.layer.model(inputs_embeds=x[None]).last_hidden_state[0]
-        found.append(int(target.oracle.lm_head(out[-1]).argmax()))
+        results.append(int(target.oracle.lm_head(out[-1]).argmax()))
         states = torch.cat([states, out[-1:]])
-        given = [*given, found[-1]]
-    return found
+        arguments = [*arguments, results[-1]]
+    return results
 
 
 @torch.no_grad()
-def test_drafts_are_those_of_transformers_layer(target: Target) -> None:
-    """At every step and in both rows: prompts in chunks, another number of drafts in every step,
-    none among them, and rows that are moved to the host."""
+def test_drafts_equal_transformers_layer(target: Target) -> None:
+    """At every step and in both rows, with chunked prompts, a varying number of drafts (sometimes
+    none), and rows moved to the host."""
     spec = {"method": "mtp", "num_speculative_tokens": K}
     seen = Seen(create)
     hooks = CheckHooks(drafter=seen.create, draft_policy=RandomDraftLength, preempt_every=3)

@@ -1,4 +1,5 @@
-"""Nemotron-H against transformers: blocks of every kind, odd sizes, biases, latent mixtures."""
+"""Nemotron-H equals transformers with blocks of every kind, odd sizes, biases and latent
+mixtures."""
 
 import json
 from pathlib import Path
@@ -17,7 +18,7 @@ from lockstep.layers.mamba2 import Mamba2
 from lockstep.models import architecture
 from lockstep.models.loader import build_model
 from lockstep.worker.memory import mixers
-from tests.models.dense import NGRAM, VOCAB, ask, bits, make_llm, prompts, random_oracle
+from tests.models.dense import NGRAM, VOCAB, bits, generate_greedy, make_llm, prompts, random_oracle
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
 from tests.tiny_model import NEMOTRON_H
 
@@ -60,7 +61,7 @@ VARIANTS: dict[str, Base] = {
 
 
 def oracle_of(folder: Path, **changes: Any) -> Any:
-    """A model of transformers with random weights, routers' correction biases among them."""
+    """Return a random transformers model, with routers' correction biases."""
     base = {n: x for n, x in NEMOTRON_H.items() if n not in ("model_type", "torch_dtype")}
     oracle = random_oracle(folder, "NemotronH", base, **changes)
     draw = torch.Generator().manual_seed(3)
@@ -75,7 +76,7 @@ def oracle_of(folder: Path, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(folder, oracle)."""
+    """Return (folder, oracle)."""
     folder = tmp_path_factory.mktemp("nemotron")
     return folder, oracle_of(folder, **VARIANTS[request.param])
 
@@ -84,7 +85,7 @@ def engine(folder: Path, drafter: object = None, **settings: Any) -> LLM:
     return make_llm(folder, speculative_config=drafter, max_num_seqs=2, **settings)
 
 
-def test_logits_at_every_position_chunked_and_whole(pair: Any) -> None:
+def test_logits_equal_transformers_with_and_without_chunks(pair: Any) -> None:
     (folder, oracle) = pair
     engines = [engine(folder), engine(folder, max_num_batched_tokens=64)]
     for ids in prompts(3, 200):
@@ -92,17 +93,17 @@ def test_logits_at_every_position_chunked_and_whole(pair: Any) -> None:
             assert logits_error(llm, oracle, ids) < RELATIVE
 
 
-def test_greedy_tokens_with_and_without_drafts(pair: Any) -> None:
+def test_greedy_tokens_equal_transformers_with_and_without_drafts(pair: Any) -> None:
     (folder, oracle) = pair
     engines = [engine(folder, drafter) for drafter in (None, NGRAM)]
     for ids in prompts(2, 180):
-        outputs = [ask(llm, ids, 24) for llm in engines]
+        outputs = [generate_greedy(llm, ids, 24) for llm in engines]
         compare_tokens(oracle, ids, outputs[0].outputs[0].token_ids)
         assert bits(outputs[0]) == bits(outputs[1])
 
 
-def test_a_pattern_is_what_a_list_of_blocks_is() -> None:
-    """As older files have it, and as transformers writes it."""
+def test_block_pattern_equals_block_list() -> None:
+    """As in older files, and as transformers writes it."""
     raw: Base = {**NEMOTRON_H, "vocab_size": VOCAB}
     pattern = raw.pop("hybrid_override_pattern")
     read = architecture("nemotron_h").Config.read
@@ -115,8 +116,8 @@ def test_a_pattern_is_what_a_list_of_blocks_is() -> None:
         assert read(raw | {"layer_types": blocks}) == plain
 
 
-def test_older_names_are_read() -> None:
-    """As transformers reads them; where both names are there, they say the same."""
+def test_older_setting_names_are_read() -> None:
+    """As by transformers; if both names are present, they must agree."""
     raw: Base = {**NEMOTRON_H, "vocab_size": VOCAB, "time_step_limit": [0.01, 0.5]}
     read = architecture("nemotron_h").Config.read
     later = {
@@ -161,12 +162,12 @@ def test_older_names_are_read() -> None:
         ({"mamba_ssm_cache_dtype": "bfloat16"}, "mamba_ssm_cache_dtype='bfloat16'"),
     ],
 )
-def test_what_is_not_built_is_refused(changes: Base, message: str) -> None:
+def test_unsupported_settings_are_refused(changes: Base, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         architecture("nemotron_h").Config.read({**NEMOTRON_H, "vocab_size": VOCAB, **changes})
 
 
-def test_time_steps_may_have_limits() -> None:
+def test_time_step_limits() -> None:
     raw = {**NEMOTRON_H, "vocab_size": VOCAB}
     read = architecture("nemotron_h").Config.read
     for limit in (float("inf"), {"__float__": "Infinity"}):
@@ -178,20 +179,20 @@ def test_time_steps_may_have_limits() -> None:
     assert model.blocks[0].mixer.limits == (0.0, 2.0)
 
 
-def test_the_rows_of_a_real_projection() -> None:
+def test_mamba2_projection_rows() -> None:
     """Nemotron 3 Nano: z 0 .. 4095, x, B and C 4096 .. 10239, dt 10240 .. 10303."""
     mixer = Mamba2(BuildContext("cpu", torch.bfloat16, 1, 64), 2688, 64, 64, 8, 128, 4, 1e-5)
     assert mixer.parts == (4096, 6144, 64)
     assert sum(mixer.parts) == 10304
 
 
-def test_a_draft_module_that_is_not_told_of_is_not_read(tmp_path: Path) -> None:
-    """config.json says that there is none."""
+def test_undeclared_draft_module_is_not_read(tmp_path: Path) -> None:
+    """config.json declares no module."""
     oracle_of(tmp_path)
     (prompt,) = prompts(1, 70)
-    plain = bits(ask(engine(tmp_path), prompt, 8))
+    plain = bits(generate_greedy(engine(tmp_path), prompt, 8))
     save_file({"mtp.layers.0.enorm.weight": torch.ones(4)}, tmp_path / "mtp.safetensors")
-    assert bits(ask(engine(tmp_path), prompt, 8)) == plain
+    assert bits(generate_greedy(engine(tmp_path), prompt, 8)) == plain
 
 
 COMMON = {
@@ -235,9 +236,9 @@ SUPER = {
     "routed_scaling_factor": 5.0,
 }
 BIASES = 40 * 512
-"""Correction biases of Super's routers, which its own count leaves out."""
+"""Correction biases of Super's routers, which are not part of its published count."""
 MTP_OF_SUPER = 2_942_324_736
-"""Parameters of its MTP module, which are in its own count."""
+"""Parameters of its MTP module, which are part of its published count."""
 
 
 @pytest.mark.parametrize(
@@ -248,10 +249,10 @@ MTP_OF_SUPER = 2_942_324_736
     ],
     ids=["Nano 9B v2", "Super 120B"],
 )
-def test_parameters_and_bytes_of_real_models(
+def test_parameters_and_cache_bytes_of_published_models(
     tmp_path: Path, raw: Base, parameters: int, slot: int, token: int
 ) -> None:
-    """As released; of a slot the state and three raw inputs count, of a page a token."""
+    """A slot has the state and three raw inputs, a page one token."""
     (tmp_path / "config.json").write_text(json.dumps(raw))
     model = sketch(tmp_path, torch.bfloat16, None).model
     assert sum(p.numel() for p in model.parameters()) == parameters

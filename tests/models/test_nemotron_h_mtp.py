@@ -1,4 +1,5 @@
-"""The MTP module of Nemotron-H: its drafts against a forward written from the published names."""
+"""Nemotron-H's MTP module drafts like an independent forward pass written from the published
+names."""
 
 import json
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Target:
 
 
 def random_module(settings: dict[str, Any]) -> Tensors:
-    """The tensors that Nemotron 3 Super's files have."""
+    """Return random tensors with the names of Nemotron 3 Super's files."""
     draw = torch.Generator().manual_seed(5)
 
     def matrix(n: int, k: int) -> Tensor:
@@ -101,7 +102,7 @@ def random_module(settings: dict[str, Any]) -> Tensors:
 
 @pytest.fixture(scope="module", params=FORMS)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A random target of each form, saved as it is published."""
+    """Return a random target of each form, saved as it is published."""
     folder = tmp_path_factory.mktemp("nemotron")
     settings = FORMS[request.param]
     ours = {name: value for name, value in settings.items() if name.startswith("mtp")}
@@ -116,25 +117,25 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def make_engine(folder: Path, hooks: CheckHooks = NO_HOOKS, **settings: Any) -> LLM:
-    """An engine that drafts with the module."""
+    """Return an engine that drafts with the module."""
     spec = {"method": "mtp", "num_speculative_tokens": K, "adaptive": False}
     chosen = {"max_model_len": 256, "speculative_config": spec, **settings}
     return make_llm(folder, hooks, **chosen)
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
-    """x / rms(x) * weight."""
+    """Return x / rms(x) * weight."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
 def relu_mlp(x: Tensor, module: Tensors, name: str) -> Tensor:
-    """down(relu(up x)^2)."""
+    """Return down(relu(up x)^2)."""
     up = F.linear(x, module[f"{name}.up_proj.weight"])
     return F.linear(F.relu(up).square(), module[f"{name}.down_proj.weight"])
 
 
 def attention(x: Tensor, module: Tensors) -> Tensor:
-    """Causal, without positions; one head of keys and values."""
+    """Return causal attention without positions, with one KV head."""
     q, k, v = (F.linear(x, module[f"layers.0.mixer.{name}_proj.weight"]) for name in "qkv")
     heads = q.unflatten(-1, (HEADS, DIM)).transpose(0, 1)
     scores = heads @ k.T * DIM**-0.5
@@ -145,7 +146,8 @@ def attention(x: Tensor, module: Tensors) -> Tensor:
 
 
 def mixture(x: Tensor, module: Tensors) -> Tensor:
-    """Sigmoid scores, chosen with a bias; experts in the latent where there is one."""
+    """Return the experts' output: sigmoid scores, selection with a bias; experts in the latent
+    space if there is one."""
     name = "layers.1.mixer"
     if f"{name}.gate.weight" not in module:
         return relu_mlp(x, module, name)
@@ -157,41 +159,43 @@ def mixture(x: Tensor, module: Tensors) -> Tensor:
     latent = f"{name}.fc1_latent_proj.weight" in module
     if latent:
         inner = F.linear(x, module[f"{name}.fc1_latent_proj.weight"])
-    found = torch.zeros_like(inner)
+    result = torch.zeros_like(inner)
     for token in range(len(x)):
         for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
             out = relu_mlp(inner[token : token + 1], module, f"{name}.experts.{expert}")
-            found[token] += weight * out[0]
+            result[token] += weight * out[0]
     if latent:
-        found = F.linear(found, module[f"{name}.fc2_latent_proj.weight"])
-    return found + relu_mlp(x, module, f"{name}.shared_experts")
+        result = F.linear(result, module[f"{name}.fc2_latent_proj.weight"])
+    return result + relu_mlp(x, module, f"{name}.shared_experts")
 
 
 def drafts_of(target: Target, tokens: list[int]) -> list[int]:
-    """K greedy drafts behind `tokens` [N + 1], of which the target has computed the first N."""
+    """Return K greedy drafts after `tokens` [N + 1], of which the target has computed the first
+    N."""
     module = target.module
     model = target.oracle.model
     embedding = model.embeddings.weight.detach()
     with torch.no_grad():
         states = model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
-    given = tokens[1:]
-    found: list[int] = []
+    arguments = tokens[1:]
+    results: list[int] = []
     for _ in range(K):
-        embedded = rms(embedding[torch.tensor(given)], module["layers.0.enorm.weight"])
+        embedded = rms(embedding[torch.tensor(arguments)], module["layers.0.enorm.weight"])
         joined = torch.cat([embedded, rms(states, module["layers.0.hnorm.weight"])], -1)
         x = F.linear(joined, module["layers.0.eh_proj.weight"])
         x = x + attention(rms(x, module["layers.0.norm.weight"]), module)
         x = x + mixture(rms(x, module["layers.1.norm.weight"]), module)
         out = rms(x, module["layers.1.final_layernorm.weight"])
         logits = out[-1] @ target.oracle.lm_head.weight.detach().T
-        found.append(int(logits.argmax()))
+        results.append(int(logits.argmax()))
         states = torch.cat([states, out[-1:]])
-        given = [*given, found[-1]]
-    return found
+        arguments = [*arguments, results[-1]]
+    return results
 
 
-def test_drafts_are_those_of_an_independent_forward(target: Target) -> None:
-    """At every step and in both rows, with prompts in chunks; the answers are the plain ones."""
+def test_drafts_equal_independent_forward(target: Target) -> None:
+    """At every step and in both rows, with chunked prompts; the answers equal those without
+    drafts."""
     assert own_drafter(Checkpoint.read(target.folder)) == "mtp"
     seen = Seen(create)
     hooks = CheckHooks(drafter=seen.create)
@@ -201,23 +205,23 @@ def test_drafts_are_those_of_an_independent_forward(target: Target) -> None:
     for known, drafts in seen.found:
         assert drafts == drafts_of(target, known), len(known)
     plain = make_engine(target.folder, speculative_config=None)
-    due = plain.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)
-    assert [o.outputs[0].token_ids for o in outs] == [o.outputs[0].token_ids for o in due]
+    expected = plain.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)
+    assert [o.outputs[0].token_ids for o in outs] == [o.outputs[0].token_ids for o in expected]
 
 
-def test_a_step_without_drafts_keeps_what_later_ones_read(target: Target) -> None:
-    """The adaptive drafter brings none in many steps; its answers are the plain ones."""
+def test_steps_without_drafts_store_keys_and_values(target: Target) -> None:
+    """The adaptive drafter skips drafts in many steps; its answers equal those without drafts."""
     spec = {"method": "mtp", "num_speculative_tokens": K}
     adaptive = make_engine(target.folder, speculative_config=spec)
     plain = make_engine(target.folder, speculative_config=None)
-    found = [
+    actual = [
         llm.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY)[0].outputs[0].token_ids
         for llm in (adaptive, plain)
     ]
-    assert found[0] == found[1]
+    assert actual[0] == actual[1]
 
 
-def test_a_damaged_module_is_refused_by_name(target: Target, tmp_path: Path) -> None:
+def test_missing_module_tensor_is_named(target: Target, tmp_path: Path) -> None:
     for path in target.folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     less = {f"mtp.{n}": t for n, t in target.module.items() if n != "layers.0.hnorm.weight"}
@@ -226,8 +230,8 @@ def test_a_damaged_module_is_refused_by_name(target: Target, tmp_path: Path) -> 
         make_engine(tmp_path)
 
 
-def test_a_list_of_blocks_is_what_a_pattern_is() -> None:
-    """As transformers writes it; and what counts where neither is there."""
+def test_mtp_block_list_equals_pattern() -> None:
+    """As transformers writes it; with the default if neither is present."""
     raw = {**NEMOTRON_H, "vocab_size": VOCAB, "num_nextn_predict_layers": 1}
     read = architecture("nemotron_h").Config.read
     plain = read({**raw, "mtp_hybrid_override_pattern": "*E"})
@@ -248,13 +252,13 @@ def test_a_list_of_blocks_is_what_a_pattern_is() -> None:
         ({"mtp_layers_block_type": ["attention", 3]}, "mtp_layers_block_type=3"),
     ],
 )
-def test_what_is_not_built_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     raw = {**NEMOTRON_H, "vocab_size": VOCAB, "num_nextn_predict_layers": 1}
     with pytest.raises(CheckpointError, match=message):
         architecture("nemotron_h").Config.read(raw | changes)
 
 
-def test_the_parameters_of_supers_module() -> None:
+def test_parameters_of_super_mtp_module() -> None:
     """As released, with the correction bias of its router."""
     raw = {**SUPER, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
     with FakeTensorMode():
@@ -263,5 +267,5 @@ def test_the_parameters_of_supers_module() -> None:
         target = Model(Config.read(raw), build)
         module = Draft(target, build)
     shared = {id(parameter) for parameter in target.parameters()}
-    own = [p.numel() for p in module.parameters() if id(p) not in shared]
-    assert sum(own) == MTP_OF_SUPER + BIASES // 40
+    mine = [p.numel() for p in module.parameters() if id(p) not in shared]
+    assert sum(mine) == MTP_OF_SUPER + BIASES // 40

@@ -1,12 +1,12 @@
-"""Every family with odd groups of heads, real widths of heads, biases, tied and untied: the logits
-and greedy tokens of transformers, prompts whole and in chunks, with drafts and without."""
+"""Every family with odd head groups, real head dims, biases, tied and untied, equals transformers:
+logits and greedy tokens, with whole and chunked prompts, with and without drafts."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.models.dense import NGRAM, ask, bits, make_llm, prompts, random_oracle
+from tests.models.dense import NGRAM, bits, generate_greedy, make_llm, prompts, random_oracle
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
 from tests.models.test_deepseek_v3 import oracle_of as latent_oracle
 from tests.models.test_nemotron_h import oracle_of as nemotron_oracle
@@ -14,21 +14,21 @@ from tests.tiny_model import CONFIG, DEEPSEEK, KIMI, LLAMA, QWEN2, QWEN3, QWEN3_
 
 Base = dict[str, Any]
 TOKENS = 64
-"""Of an answer."""
+"""Tokens per answer."""
 LONGEST = 140
 """Tokens of the longest prompt: three chunks."""
-STRANGE = ("model_type", "torch_dtype", "dtype", "mtp_num_hidden_layers")
-HYBRID = {**{n: v for n, v in CONFIG.items() if n not in STRANGE}, **THREE_LAYERS}
+UNKNOWN_SETTINGS = ("model_type", "torch_dtype", "dtype", "mtp_num_hidden_layers")
+HYBRID = {**{n: v for n, v in CONFIG.items() if n not in UNKNOWN_SETTINGS}, **THREE_LAYERS}
 
 
 def heads(queries: int, keys: int, dim: int, **more: Any) -> Base:
-    """Settings of attention: `queries` heads over `keys` of keys and values, of `dim` numbers."""
+    """Return settings of attention: `queries` heads over `keys` KV heads of dim `dim`."""
     sizes = {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": dim}
     return {**sizes, "hidden_size": 48, **more}
 
 
 def latents(queries: int, plain: int, turned: int, value: int, **more: Any) -> Base:
-    """Settings of latent attention."""
+    """Return settings of latent attention."""
     sizes = {"qk_nope_head_dim": plain, "qk_rope_head_dim": turned, "v_head_dim": value}
     number = {"num_attention_heads": queries, "num_key_value_heads": queries}
     return {**sizes, **number, **more}
@@ -60,32 +60,32 @@ CASES: dict[str, tuple[str, Base]] = {
         heads(6, 1, 192, hybrid_override_pattern="M*M", tie_word_embeddings=True, mlp_bias=True),
     ),
 }
-QUICK = ("Llama, 3 of 80, biases", "DeepSeek-V3, 5 of 192 + 64", "Nemotron-H, 7 of 128")
-"""One of each kind; the others when all is run."""
+QUICK_CASES = ("Llama, 3 of 80, biases", "DeepSeek-V3, 5 of 192 + 64", "Nemotron-H, 7 of 128")
+"""One case of each kind; the others are slow."""
 
 
-def made(folder: Path, family: str, base: Base) -> Any:
-    """transformers' model of these settings, its weights random, saved in the folder."""
+def make_oracle(folder: Path, family: str, base: Base) -> Any:
+    """Return transformers' random model of these settings, saved in the folder."""
     if family == "latents":
         return latent_oracle(folder, base)
     if family == "NemotronH":
         return nemotron_oracle(folder, **base)
-    own = {name: value for name, value in base.items() if name not in STRANGE}
-    return random_oracle(folder, family, own, 0.0 if family == "Qwen3_5" else 1.0)
+    mine = {name: value for name, value in base.items() if name not in UNKNOWN_SETTINGS}
+    return random_oracle(folder, family, mine, 0.0 if family == "Qwen3_5" else 1.0)
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+    "case", [pytest.param(n, marks=() if n in QUICK_CASES else pytest.mark.slow) for n in CASES]
 )
-def test_logits_and_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_odd_dimensions_equal_transformers(case: str, tmp_path: Path) -> None:
     family, base = CASES[case]
-    oracle = made(tmp_path, family, base)
+    oracle = make_oracle(tmp_path, family, base)
     plain = make_llm(tmp_path, speculative_config=None)
     chunked = make_llm(tmp_path, speculative_config=None, max_num_batched_tokens=64)
     drafted = make_llm(tmp_path, speculative_config=NGRAM)
     for ids in prompts(2, LONGEST):
         for llm in (plain, chunked):
             assert logits_error(llm, oracle, ids) < RELATIVE
-        wanted = ask(plain, ids, TOKENS)
-        compare_tokens(oracle, ids, wanted.outputs[0].token_ids)
-        assert bits(ask(drafted, ids, TOKENS)) == bits(wanted)
+        expected = generate_greedy(plain, ids, TOKENS)
+        compare_tokens(oracle, ids, expected.outputs[0].token_ids)
+        assert bits(generate_greedy(drafted, ids, TOKENS)) == bits(expected)

@@ -1,4 +1,4 @@
-"""The bundled model against transformers, in fp32: logits and greedy tokens."""
+"""The bundled model equals transformers in fp32: logits and greedy tokens."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ BUNDLED = find_model(None)
 
 @pytest.fixture(scope="module")
 def oracle():
-    """The bundled model in transformers."""
+    """Return the bundled model in transformers."""
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     return transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
@@ -22,14 +22,14 @@ def oracle():
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    """The bundled model in Lockstep, drafting."""
+    """Return the bundled model in Lockstep, with drafts."""
     return LLM(
         speculative_config={"method": "mtp", "num_speculative_tokens": 3}, max_model_len=4096
     )
 
 
 def prompts(count: int, longest: int) -> list[list[int]]:
-    """Token ids of sources, from 16 tokens to `longest`."""
+    """Return token ids of source code, of 16 tokens up to `longest`."""
     text = Path(torch.__file__).read_text()
     ids = bundled_ids(text)
     lengths = torch.linspace(16, longest, count).long().tolist()
@@ -37,21 +37,21 @@ def prompts(count: int, longest: int) -> list[list[int]]:
 
 
 def bundled_ids(text: str) -> list[int]:
-    """Token ids of a text in the bundled tokenizer."""
+    """Return token ids of a text in the bundled tokenizer."""
     from lockstep.text.tokenizers.tokenizer import Tokenizer
 
     return Tokenizer(BUNDLED).encode(text)
 
 
 @pytest.mark.parametrize("longest", [200])
-def test_logits_and_greedy_tokens_of_a_few_prompts(llm: LLM, oracle, longest: int) -> None:
+def test_equals_transformers(llm: LLM, oracle, longest: int) -> None:
     for ids in prompts(3, longest):
         assert logits_error(llm, oracle, ids) < RELATIVE
         compare_greedy(llm, oracle, ids, 20)
 
 
 @pytest.mark.slow
-def test_logits_and_greedy_tokens_of_64_prompts(llm: LLM, oracle) -> None:
+def test_64_prompts_equal_transformers(llm: LLM, oracle) -> None:
     worst = 0.0
     ties = 0
     for ids in prompts(64, 3000):

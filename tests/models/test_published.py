@@ -1,4 +1,5 @@
-"""Published checkpoints: their settings are read, their tensors all have a use, dummies answer."""
+"""Published checkpoints: their settings are read, every tensor is used, and small dummies of them
+answer."""
 
 import json
 from pathlib import Path
@@ -26,13 +27,13 @@ from tests.models.published_checkpoints import (
     Published,
     names_known,
     names_of,
-    read_settings,
+    read_checkpoint_settings,
 )
 
 SERVED = [name for name, one in CHECKPOINTS.items() if one.result == LOADS and not one.drafter]
 LISTED = [name for name in SERVED if CHECKPOINTS[name].written_shapes]
-MANY = 3000
-"""Tensors of a checkpoint with experts, of which the first layers are looked at."""
+MAX_TENSORS = 3000
+"""Tensors of a checkpoint above which only its first layers are checked."""
 DTYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -42,20 +43,20 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_settings_are_read_or_refused_by_name(name: str) -> None:
+def test_published_settings_are_read_or_refused_by_name(name: str) -> None:
     published = CHECKPOINTS[name]
     if published.result == LOADS:
-        read_settings(published)
+        read_checkpoint_settings(published)
         return
     with pytest.raises(CheckpointError) as caught:
-        read_settings(published)
+        read_checkpoint_settings(published)
     message = str(caught.value)
     assert published.result in message and "allowed: " in message
     if "model_type" in published.result:
         assert all(known in message for known in ARCHITECTURES)
 
 
-def test_short_names_are_written_out() -> None:
+def test_brace_names_are_expanded() -> None:
     assert names_of("a.{0-2,7}.{q,k}") == [
         "a.0.q",
         "a.0.k",
@@ -65,8 +66,8 @@ def test_short_names_are_written_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "Qwen/Qwen3.6-27B"])
-def test_first_layers_have_every_kind_and_the_draft_module(name: str) -> None:
-    """A kind of tensor that only later layers have would not be looked at."""
+def test_first_layers_include_every_kind_of_tensor(name: str) -> None:
+    """A kind of tensor that only later layers have would not be checked."""
     published = CHECKPOINTS[name]
     first = published.first_layers()
     assert len(first.shapes) < len(published.shapes)
@@ -78,7 +79,7 @@ def test_first_layers_have_every_kind_and_the_draft_module(name: str) -> None:
 
 
 class ListedTensors(Checkpoint):
-    """A checkpoint whose tensors are known without their files."""
+    """Checkpoint whose tensors are known without their files."""
 
     def tensors(self) -> dict[str, dict[str, TensorInfo]]:
         """Map each module to its tensors."""
@@ -94,19 +95,19 @@ class ListedTensors(Checkpoint):
 
     @property
     def listed(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and shape of each tensor; of one value where its shape is not known."""
+        """Dtype and shape of each tensor; one element if its shape is not known."""
         described = json.loads((self.folder / "tensors.json").read_text())
         parts = {name: (shape or "BF16 [1]").split(" ", 1) for name, shape in described.items()}
         return {name: (dtype, tuple(json.loads(shape))) for name, (dtype, shape) in parts.items()}
 
 
 def source_of(checkpoint: Checkpoint) -> Source:
-    """What becomes of the tensors of a checkpoint: its model is built without memory."""
+    """Return the mapping of a checkpoint's tensors to a model that is built without memory."""
     load_backends()
     method = own_drafter(checkpoint)
     drafting = {"method": method, "num_speculative_tokens": 3} if method else None
     config = EngineConfig.read(model=str(checkpoint.folder), speculative_config=drafting)
-    packing = read_weight_format(checkpoint.quantization())
+    weight_format = read_weight_format(checkpoint.quantization())
     with FakeTensorMode(allow_non_fake_inputs=True):
         build = BuildContext(
             device="cpu",
@@ -115,19 +116,19 @@ def source_of(checkpoint: Checkpoint) -> Source:
             max_positions=4096,
             tensors=checkpoint.tensors(),
             prefixes=checkpoint.prefixes,
-            packing=packing,
+            weight_format=weight_format,
         )
         build.memory_budget.bounded = False
         model = build_model(checkpoint.raw, build)
         draft = build_draft(config, checkpoint, model, build)
-        return target_source(checkpoint, model, draft, packing)
+        return target_source(checkpoint, model, draft, weight_format)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LISTED)
-def test_every_tensor_has_a_use_and_every_parameter_a_tensor(name: str, tmp_path: Path) -> None:
+def test_every_tensor_and_parameter_is_matched(name: str, tmp_path: Path) -> None:
     published = CHECKPOINTS[name]
-    if len(published.shapes) > MANY:
+    if len(published.shapes) > MAX_TENSORS:
         published = published.first_layers()
     (published.write(tmp_path) / "tensors.json").write_text(json.dumps(published.shapes))
     (tmp_path / "model.safetensors").touch()  # with files there, tensors decide what drafts
@@ -150,8 +151,8 @@ def test_every_tensor_has_a_use_and_every_parameter_a_tensor(name: str, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
-def test_the_plan_of_the_published_size_is_made(name: str, tmp_path: Path) -> None:
-    """The model is built at its size, and its largest steps are run, on tensors without memory."""
+def test_memory_plan_of_published_size(name: str, tmp_path: Path) -> None:
+    """The model is built at its size, and its largest steps run, with fake tensors."""
     pytest.importorskip("triton")
     folder = CHECKPOINTS[name].write(tmp_path)
     method = own_drafter(Checkpoint.read(folder))
@@ -167,8 +168,8 @@ def test_the_plan_of_the_published_size_is_made(name: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
-def test_a_small_dummy_answers(name: str, tmp_path: Path) -> None:
-    """Of every kind of layer one, of the published heads and weight format."""
+def test_small_dummy_answers(name: str, tmp_path: Path) -> None:
+    """One layer of every kind, with the published heads and weight format."""
     llm = LLM(
         str(CHECKPOINTS[name].small().write(tmp_path)),
         load_format="dummy",

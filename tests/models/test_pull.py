@@ -1,4 +1,4 @@
-"""A model is downloaded from a hub, file by file, and what hinders that is said with a remedy."""
+"""Models are downloaded from a hub file by file, and errors name a remedy."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from lockstep.models.pull import PullRequest
 from tests.models.dense import random_oracle
 from tests.models.fake_hub import COMMIT, FakeHub
 from tests.models.gguf_files import write_gguf
-from tests.models.test_mixtures import of_transformers
+from tests.models.test_mixtures import without_unknown_settings
 from tests.tiny_model import LLAMA
 
 NAME = "someone/small"
@@ -43,14 +43,14 @@ GGUFS = {"small-Q4_0.gguf": b"GGUF" + b"4" * 96, "small-Q8_0.gguf": b"GGUF" + b"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub's client."""
+    """Set an empty cache of the hub's client."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
 
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub with one model of safetensors, and one of GGUF files."""
+    """Yield a hub with one safetensors model and one GGUF model."""
     with FakeHub().serving() as hub:
         hub.models = {NAME: dict(SMALL), "someone/files": dict(GGUFS)}
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -66,24 +66,24 @@ def run(*arguments: str) -> Result:
 
 
 def refusal(*arguments: str) -> str:
-    """The message of the ConfigError with which a command ends."""
+    """Return the message of the ConfigError with which a command ends."""
     error = run(*arguments).exception
     assert isinstance(error, ConfigError), error
     assert "\n" not in str(error)
     return str(error)
 
 
-def test_the_files_that_are_read_are_downloaded(hub: FakeHub) -> None:
+def test_pull_downloads_needed_files(hub: FakeHub) -> None:
     result = run("pull", NAME)
     assert result.exit_code == 0, result.exception
     folder = Path(result.stdout.splitlines()[-1])
-    wanted = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
-    assert {path.name for path in folder.iterdir()} == wanted
+    expected = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == expected
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert f"lockstep serve {NAME}" in result.stderr and "4 files" in result.stderr
 
 
-def test_what_is_here_is_not_downloaded_again(hub: FakeHub) -> None:
+def test_pull_skips_cached_files(hub: FakeHub) -> None:
     run("pull", NAME)
     before = list(hub.downloads)
     result = run("pull", NAME)
@@ -91,7 +91,7 @@ def test_what_is_here_is_not_downloaded_again(hub: FakeHub) -> None:
     assert "0.00 GB, of which 0.00 GB are here" in result.stderr
 
 
-def test_the_index_says_which_weights_are_downloaded(hub: FakeHub) -> None:
+def test_pull_downloads_indexed_weights(hub: FakeHub) -> None:
     index = {"weight_map": {"model.norm.weight": "model-1-of-1.safetensors"}}
     hub.models[NAME]["model.safetensors.index.json"] = json.dumps(index).encode()
     hub.models[NAME]["model-1-of-1.safetensors"] = WEIGHTS
@@ -100,7 +100,7 @@ def test_the_index_says_which_weights_are_downloaded(hub: FakeHub) -> None:
     assert "model.safetensors" not in hub.downloads
 
 
-def test_a_folder_of_ones_choice(hub: FakeHub, tmp_path: Path) -> None:
+def test_pull_to_local_dir(hub: FakeHub, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "small"
     result = run("pull", NAME, "--local-dir", str(folder), "--revision", COMMIT)
     assert result.exit_code == 0, result.exception
@@ -108,7 +108,7 @@ def test_a_folder_of_ones_choice(hub: FakeHub, tmp_path: Path) -> None:
     assert f"lockstep serve {folder}" in result.stderr
 
 
-def test_one_file_of_many(hub: FakeHub) -> None:
+def test_pull_one_gguf_file(hub: FakeHub) -> None:
     message = refusal("pull", "someone/files")
     assert "pull someone/files:small-Q4_0.gguf" in message
     result = run("pull", "someone/files:small-Q8_0.gguf")
@@ -119,14 +119,14 @@ def test_one_file_of_many(hub: FakeHub) -> None:
 
 @pytest.fixture
 def small_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """A GGUF file of a tiny model, without a tokenizer."""
+    """Return a GGUF file of a tiny model without a tokenizer."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
-    random_oracle(tmp_path, "Llama", of_transformers(LLAMA))
+    random_oracle(tmp_path, "Llama", without_unknown_settings(LLAMA))
     write_gguf(tmp_path, tmp_path / "tiny.gguf")
     return (tmp_path / "tiny.gguf").read_bytes()
 
 
-def test_a_type_means_the_file_that_ends_with_it(hub: FakeHub, small_gguf: bytes) -> None:
+def test_quantization_suffix_selects_gguf_file(hub: FakeHub, small_gguf: bytes) -> None:
     hub.models["someone/files"] = {"small-Q8_0.gguf": small_gguf, "small-Q4_0.gguf": b"GGUF"}
     result = run("pull", "someone/files:Q8_0")
     assert hub.downloads == ["small-Q8_0.gguf"]
@@ -140,7 +140,7 @@ def test_a_type_means_the_file_that_ends_with_it(hub: FakeHub, small_gguf: bytes
     assert one.bytes == len(small_gguf) and one.architecture == "llama"
 
 
-def test_a_type_of_two_models_is_refused(hub: FakeHub, small_gguf: bytes) -> None:
+def test_ambiguous_quantization_suffix_is_refused(hub: FakeHub, small_gguf: bytes) -> None:
     hub.models["someone/files"] = {"a-Q4_0.gguf": small_gguf, "b-Q4_0.gguf": small_gguf}
     both = "means 2 models.*a-Q4_0.gguf.*b-Q4_0.gguf"
     assert re.search(both, refusal("pull", "someone/files:Q4_0")) and not hub.downloads
@@ -150,7 +150,7 @@ def test_a_type_of_two_models_is_refused(hub: FakeHub, small_gguf: bytes) -> Non
         folder_of("someone/files:Q6_K")
 
 
-def test_a_split_model_is_fetched_whole(hub: FakeHub) -> None:
+def test_pull_fetches_all_splits(hub: FakeHub) -> None:
     parts = {f"big-Q8_0-0000{i}-of-00002.gguf": b"GGUF%d" % i for i in (1, 2)}
     hub.models["someone/files"] = dict(parts)
     first, _ = parts
@@ -158,12 +158,12 @@ def test_a_split_model_is_fetched_whole(hub: FakeHub) -> None:
     assert sorted(hub.downloads) == sorted(parts)
 
 
-def test_a_gguf_file_of_a_hub_that_is_not_reached(cache: Path) -> None:
+def test_gguf_file_of_unreachable_hub(cache: Path) -> None:
     with pytest.raises(ConfigError, match="someone/files:Q8_0 cannot be fetched .*OWNER/NAME:FILE"):
         folder_of("someone/files:Q8_0")
 
 
-def test_weights_by_a_pattern(hub: FakeHub) -> None:
+def test_pull_include_pattern(hub: FakeHub) -> None:
     hub.models[NAME]["model.fp16.safetensors"] = WEIGHTS
     run("pull", NAME, "--include", "*.fp16.safetensors")
     assert "model.fp16.safetensors" in hub.downloads and "config.json" in hub.downloads
@@ -171,12 +171,12 @@ def test_weights_by_a_pattern(hub: FakeHub) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "a/b:file.bin", "https://huggingface.co/a/b"])
-def test_what_is_no_hub_id_is_refused(name: str) -> None:
+def test_invalid_hub_id_is_refused(name: str) -> None:
     assert "allowed: a hub id" in refusal("pull", name)
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "wanted"),
+    ("status", "code", "expected"),
     [
         (401, "RepoNotFound", "HF_TOKEN"),
         (404, "RepoNotFound", "how it is spelled"),
@@ -185,23 +185,23 @@ def test_what_is_no_hub_id_is_refused(name: str) -> None:
         (500, "", "run the same command again later"),
     ],
 )
-def test_a_refusal_is_said_with_a_remedy(hub: FakeHub, status: int, code: str, wanted: str) -> None:
+def test_hub_refusal_names_remedy(hub: FakeHub, status: int, code: str, expected: str) -> None:
     hub.refusals[NAME] = (status, code)
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigError, match=expected):
         pull.pull(PullRequest.read(NAME), lambda *_: None, lambda _: None)
 
 
-def test_a_revision_that_is_not_there(hub: FakeHub) -> None:
+def test_missing_revision_is_named(hub: FakeHub) -> None:
     assert "revision='v2' is a branch, tag or commit" in refusal("pull", NAME, "--revision", "v2")
 
 
-def test_the_token_is_sent(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_token_is_sent(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     run("pull", NAME)
     assert "Bearer hf_secret" in hub.tokens
 
 
-def test_no_room_on_the_disk(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_refused(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")._replace(free=pull.SPARE_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     message = refusal("pull", NAME)
@@ -209,7 +209,7 @@ def test_no_room_on_the_disk(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> N
     assert "model.safetensors" not in hub.downloads
 
 
-def test_a_connection_that_breaks_is_tried_again(hub: FakeHub) -> None:
+def test_broken_connection_is_retried(hub: FakeHub) -> None:
     hub.models[NAME]["model.safetensors"] = WEIGHTS + b" " * 10_000
     hub.breaks, hub.breaks_after = 1, 6_000
     result = run("pull", NAME)
@@ -217,8 +217,8 @@ def test_a_connection_that_breaks_is_tried_again(hub: FakeHub) -> None:
     assert hub.downloads.count("model.safetensors") == 2
 
 
-def test_a_hub_that_goes_away(hub: FakeHub) -> None:
-    """What has arrived whole stays, and the next try gets the rest."""
+def test_interrupted_pull_resumes(hub: FakeHub) -> None:
+    """Complete files stay, and the next attempt fetches the rest."""
     hub.models[NAME]["model.safetensors"] = WEIGHTS + b" " * 10_000
     hub.breaks, hub.breaks_after = 1_000, 6_000
     message = refusal("pull", NAME)
@@ -229,14 +229,14 @@ def test_a_hub_that_goes_away(hub: FakeHub) -> None:
     assert hub.downloads == ["model.safetensors"]
 
 
-def test_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_without_network_names_remedy(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     message = refusal("pull", NAME)
     assert "--local-dir DIR; copy DIR here" in message and "HF_ENDPOINT" in message
 
 
-def test_offline_what_is_here_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_offline_uses_cache(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     run("pull", NAME)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     result = run("pull", NAME)
@@ -245,7 +245,7 @@ def test_offline_what_is_here_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyP
     assert "HF_HUB_OFFLINE forbids" in message and "lockstep list" in message
 
 
-def test_progress_reaches_the_whole_size(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_progress_reaches_total_size(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pull, "POLL_SECONDS", 0.001)
     seen: list[tuple[str, int, int]] = []
     pull.pull(PullRequest.read(NAME), lambda *shown: seen.append(shown), lambda _: None)
@@ -255,17 +255,17 @@ def test_progress_reaches_the_whole_size(hub: FakeHub, monkeypatch: pytest.Monke
 
 
 def pull_names() -> set[str]:
-    """The files of the model that are read."""
+    """Return the files of the model that are read."""
     return {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
 
 
-def test_the_list_says_what_can_be_served(hub: FakeHub) -> None:
+def test_list_shows_what_can_be_served(hub: FakeHub) -> None:
     foreign = CONFIG | {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
     hub.models["someone/foreign"] = dict(SMALL) | {"config.json": json.dumps(foreign).encode()}
     run("pull", NAME)
     assert "cannot serve it: model_type='gpt_oss'" in run("pull", "someone/foreign").stderr
-    found: list[dict[str, Any]] = json.loads(run("list", "--json").stdout)
-    by_name = {one["name"]: one for one in found}
+    actual: list[dict[str, Any]] = json.loads(run("list", "--json").stdout)
+    by_name = {one["name"]: one for one in actual}
     assert by_name[NAME]["architecture"] == "LlamaForCausalLM"
     assert by_name[NAME]["weights"] == "bfloat16" and by_name[NAME]["reason"] is None
     assert by_name[NAME]["bytes"] == sum(len(SMALL[name]) for name in pull_names())
@@ -274,7 +274,7 @@ def test_the_list_says_what_can_be_served(hub: FakeHub) -> None:
     assert NAME in shown and "today" in shown and "yes" in shown
 
 
-def test_an_interrupted_download_is_not_called_whole(hub: FakeHub) -> None:
+def test_list_reports_incomplete_download(hub: FakeHub) -> None:
     run("pull", NAME)
     (one,) = cached_checkpoints()
     (one.folder / "model.safetensors").unlink()
@@ -282,7 +282,7 @@ def test_an_interrupted_download_is_not_called_whole(hub: FakeHub) -> None:
     assert one.reason is not None and "*.safetensors" in one.reason
 
 
-def test_an_empty_cache_is_no_error(cache: Path) -> None:
+def test_list_of_empty_cache(cache: Path) -> None:
     result = run("list")
     assert result.exit_code == 0 and "lockstep pull NAME" in result.stderr
     assert json.loads(run("list", "--json").stdout) == []

@@ -1,4 +1,4 @@
-"""Qwen2.5: against transformers, its shapes, and what is refused."""
+"""Qwen2.5 equals transformers, has its shapes, and refuses unsupported settings."""
 
 from typing import Any
 
@@ -29,18 +29,18 @@ QWEN2_7B = {
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(engine, oracle)"""
+    """Return (engine, oracle)."""
     changes = {"rope_theta": 50000.0, "tie_word_embeddings": request.param}
     return random_pair(tmp_path_factory.mktemp("qwen2"), "Qwen2", QWEN2, **changes)
 
 
-def test_logits_and_greedy_tokens_of_a_few_prompts(pair) -> None:
+def test_equals_transformers(pair) -> None:
     for ids in prompts(4, 200):
         assert logits_error(*pair, ids) < RELATIVE
         compare_greedy(*pair, ids, 24)
 
 
-def test_a_layer_of_qwen2_7b_has_its_shapes_and_its_share_of_the_parameters() -> None:
+def test_qwen2_7b_shapes_and_parameters() -> None:
     build = BuildContext("cpu", torch.bfloat16, 1, 64)
     model: Any = build_model({**QWEN2_7B, "num_hidden_layers": 1, "vocab_size": 256}, build)
     table = model.weights()
@@ -73,6 +73,6 @@ def test_a_layer_of_qwen2_7b_has_its_shapes_and_its_share_of_the_parameters() ->
         ({"rope_scaling": {"type": "mrope"}}, "rope_scaling.type='mrope'"),
     ],
 )
-def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) -> None:
+def test_unsupported_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         Config.read({**QWEN2_7B, **changes})

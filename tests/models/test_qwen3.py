@@ -1,4 +1,4 @@
-"""Qwen3 dense: against transformers, its shapes, and what is refused."""
+"""Dense Qwen3 equals transformers, has its shapes, and refuses unsupported settings."""
 
 import json
 from pathlib import Path
@@ -30,19 +30,19 @@ QWEN3_8B = {
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(engine, oracle)"""
+    """Return (engine, oracle)."""
     changes = {"rope_theta": 50000.0, "tie_word_embeddings": request.param}
     return random_pair(tmp_path_factory.mktemp("qwen3"), "Qwen3", QWEN3, **changes)
 
 
-def test_logits_and_greedy_tokens_of_a_few_prompts(pair) -> None:
+def test_equals_transformers(pair) -> None:
     for ids in prompts(4, 200):
         assert logits_error(*pair, ids) < RELATIVE
         compare_greedy(*pair, ids, 24)
 
 
 @pytest.mark.slow
-def test_logits_and_greedy_tokens_of_64_prompts(pair) -> None:
+def test_64_prompts_equal_transformers(pair) -> None:
     worst = 0.0
     ties = 0
     for ids in prompts(64, 600):
@@ -54,21 +54,21 @@ def test_logits_and_greedy_tokens_of_64_prompts(pair) -> None:
 
 @pytest.fixture(scope="module")
 def dummy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 whose weights are made up."""
+    """Return a tiny Qwen3 folder without weights."""
     return make_model(tmp_path_factory.mktemp("dummy") / "model", QWEN3)
 
 
-def test_no_state_is_kept(dummy: Path) -> None:
+def test_dense_model_has_no_state_slots(dummy: Path) -> None:
     llm = make_llm(dummy, load_format="dummy")
     assert llm.engine.plan.num_slots == 0 and llm.engine.scheduler.cache.state is None
 
 
-def test_mtp_needs_a_module(dummy: Path) -> None:
+def test_mtp_requires_a_module(dummy: Path) -> None:
     with pytest.raises(CheckpointError, match="has none"):
         make_llm(dummy, load_format="dummy", speculative_config={"method": "mtp"})
 
 
-def test_a_layer_of_qwen3_8b_has_its_shapes_and_its_share_of_the_parameters() -> None:
+def test_qwen3_8b_shapes_and_parameters() -> None:
     build = BuildContext("cpu", torch.bfloat16, 1, 64)
     small = {**QWEN3_8B, "num_hidden_layers": 1, "vocab_size": 256}
     model = build_model(small, build)
@@ -87,9 +87,9 @@ def test_a_layer_of_qwen3_8b_has_its_shapes_and_its_share_of_the_parameters() ->
         "mlp.up_proj.weight": (12288, 4096),
         "mlp.down_proj.weight": (4096, 12288),
     }
-    others = {n: tuple(t.shape) for n, t in table.items() if not n.startswith("layers.")}
+    rest = {n: tuple(t.shape) for n, t in table.items() if not n.startswith("layers.")}
     matrix = (256, 4096)
-    assert others == {
+    assert rest == {
         "embed_tokens.weight": matrix, "lm_head.weight": matrix, "norm.weight": (4096,)
     }  # fmt: skip
     total = 36 * sum(t.numel() for t in layer.values()) + 2 * 151936 * 4096 + 4096
@@ -113,18 +113,18 @@ def test_a_layer_of_qwen3_8b_has_its_shapes_and_its_share_of_the_parameters() ->
         ({"num_hidden_layers": 0}, "num_hidden_layers=0.*1 or more"),
     ],
 )
-def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) -> None:
+def test_unsupported_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         Config.read({**QWEN3_8B, **changes})
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_key_value_heads", "rms_norm_eps"])
-def test_what_is_missing_is_named(name: str) -> None:
+def test_missing_setting_raises(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"has no {name}"):
         Config.read({k: v for k, v in QWEN3_8B.items() if k != name})
 
 
-def test_both_ways_to_write_the_rotary_settings() -> None:
+def test_rope_parameters_equal_older_settings() -> None:
     new = {k: v for k, v in QWEN3_8B.items() if k not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}
     assert Config.read(json.loads(json.dumps(new))) == Config.read(QWEN3_8B)

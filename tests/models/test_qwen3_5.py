@@ -1,4 +1,4 @@
-"""Qwen3.5's MTP module: what it keeps without drafting is what drafting would have kept."""
+"""Qwen3.5's MTP module stores the same keys and values with and without drafting."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ PAGE = 16
 TOKENS = 5
 
 
-def test_keys_and_values_are_kept_without_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reads the weights of queries and gates."""
+def test_keep_stores_keys_and_values_without_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of queries and gates are not read."""
     torch.manual_seed(0)
     config = Config.read({**CONFIG, "vocab_size": 50})
     target = Model(config, BuildContext("cpu", torch.float32, 1, 64))
@@ -21,18 +21,18 @@ def test_keys_and_values_are_kept_without_queries(monkeypatch: pytest.MonkeyPatc
     for parameter in draft.parameters():
         parameter.data.normal_()
     mixer = draft.blocks[0].self_attn
-    found = []
+    actual = []
     monkeypatch.setattr(mixer, "attend", lambda q, *rest: torch.zeros_like(q))
     ids = torch.arange(TOKENS)
     hidden = torch.randn(TOKENS, config.hidden_size)
     unread = dict.fromkeys(StepContext.__dataclass_fields__)
-    places = dict(shape=StepShape.uniform(1, TOKENS), positions=ids + 3, slot_mapping=ids + PAGE)
-    step = StepContext(**{**unread, **places})  # type: ignore[arg-type]
+    indices = dict(shape=StepShape.uniform(1, TOKENS), positions=ids + 3, slot_mapping=ids + PAGE)
+    step = StepContext(**{**unread, **indices})  # type: ignore[arg-type]
     for call in (draft, draft.keep):
         mixer.bind(mixer.cache_spec().allocate(2, PAGE, "cpu"))
         call(ids, hidden, step)
-        found.append(mixer.cache_tensors())
+        actual.append(mixer.cache_tensors())
         mixer.qkv.part(0).fill_(torch.nan)
-    for wanted, kept in zip(*found, strict=True):
-        assert wanted[1, :TOKENS].all()
-        torch.testing.assert_close(kept, wanted)
+    for expected, kept in zip(*actual, strict=True):
+        assert expected[1, :TOKENS].all()
+        torch.testing.assert_close(kept, expected)

@@ -1,4 +1,5 @@
-"""Rotary frequencies of every kind of scaling: those of transformers, and strictly read."""
+"""Rotary frequencies of every type of scaling equal those of transformers, and their settings are
+read strictly."""
 
 from typing import Any
 
@@ -47,7 +48,7 @@ LENGTHS = [100, TRAINED, TRAINED + 1, LONGEST, 3 * LONGEST]
 
 
 def config(parameters: dict[str, Any]) -> dict[str, Any]:
-    """What of a config.json matters here."""
+    """Return the relevant part of a config.json."""
     rope = {"rope_theta": 50000.0, **parameters}
     return {"max_position_embeddings": LONGEST, "rope_parameters": rope}
 
@@ -58,7 +59,7 @@ def rope_of(raw: dict[str, Any]) -> Rope:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_frequencies_are_those_of_transformers(name: str, length: int) -> None:
+def test_rope_frequencies_equal_transformers(name: str, length: int) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -68,26 +69,26 @@ def test_frequencies_are_those_of_transformers(name: str, length: int) -> None:
     )
     kind = SETTINGS[name]["rope_type"]
     if kind == "default":
-        wanted = (50000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), 1.0)
+        expected = (50000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), 1.0)
     else:
-        wanted = ROPE_INIT_FUNCTIONS[kind](theirs, seq_len=length)
+        expected = ROPE_INIT_FUNCTIONS[kind](theirs, seq_len=length)
     inverse, factor = rope_of(raw).frequencies(length)
-    torch.testing.assert_close(inverse.float(), wanted[0], rtol=2e-6, atol=0)
-    assert factor == pytest.approx(wanted[1], rel=1e-12)
+    torch.testing.assert_close(inverse.float(), expected[0], rtol=2e-6, atol=0)
+    assert factor == pytest.approx(expected[1], rel=1e-12)
 
 
-def test_every_kind_is_compared() -> None:
+def test_every_rope_type_is_compared() -> None:
     assert {settings["rope_type"] for settings in SETTINGS.values()} == set(KINDS)
 
 
-def test_dynamic_scaling_within_the_trained_positions_is_none() -> None:
+def test_dynamic_scaling_is_inactive_within_trained_positions() -> None:
     plain = rope_of(config(SETTINGS["default"])).frequencies(LONGEST)[0]
     assert torch.equal(rope_of(config(SETTINGS["dynamic"])).frequencies(LONGEST)[0], plain)
 
 
 @pytest.mark.parametrize("name", ["llama3", "yarn", "longrope"])
-def test_older_files_say_it_elsewhere(name: str) -> None:
-    """rope_scaling with `type`, theta and the original positions at the top level."""
+def test_older_rope_settings(name: str) -> None:
+    """rope_scaling with `type`, and theta and the original positions at the top level."""
     scaling = dict(SETTINGS[name])
     scaling["type"] = scaling.pop("rope_type")
     top = {"original_max_position_embeddings": scaling.pop("original_max_position_embeddings")}
@@ -95,7 +96,7 @@ def test_older_files_say_it_elsewhere(name: str) -> None:
     assert rope_of({**older, **top}) == rope_of(config(SETTINGS[name]))
 
 
-def test_the_longest_sequence_that_is_served_decides() -> None:
+def test_longrope_factors_follow_max_model_len() -> None:
     rope = rope_of(config(LONGROPE))
     tables = []
     for length in (TRAINED, TRAINED + 1):
@@ -134,6 +135,6 @@ def test_the_longest_sequence_that_is_served_decides() -> None:
         ({**LONGROPE, "original_max_position_embeddings": 1}, "original_max_.*2 or more"),
     ],
 )
-def test_what_does_not_fit_is_refused(parameters: dict[str, Any], message: str) -> None:
+def test_invalid_rope_settings_are_refused(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         rope_of(config(parameters))

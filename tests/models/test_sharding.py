@@ -1,4 +1,4 @@
-"""Every architecture as two ranks load it: their slices put together are the whole weights."""
+"""Every architecture loaded by two ranks: their slices together are the whole weights."""
 
 from typing import Any
 
@@ -70,8 +70,8 @@ def fill(specs: Specs, tensors: dict[str, Tensor]) -> None:
         spec.sink.fill(spec.narrow(tensors[name]))
 
 
-def held(spec: WeightSpec, tensor: Tensor) -> Tensor:
-    """Return which elements of the checkpoint's tensor a rank holds."""
+def owned_elements(spec: WeightSpec, tensor: Tensor) -> Tensor:
+    """Return a mask of the elements of the checkpoint's tensor that a rank holds."""
     mask = torch.zeros(tensor.shape, dtype=torch.bool)
     if spec.shard_axis is None:
         return ~mask
@@ -81,9 +81,9 @@ def held(spec: WeightSpec, tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_slices_put_together_are_the_whole_weight(name: str) -> None:
+def test_rank_slices_cover_the_whole_weight(name: str) -> None:
     raw = CONFIGS[name]
-    whole, whole_specs = build(raw, Rank())
+    full, whole_specs = build(raw, Rank())
     torch.manual_seed(0)
     tensors = {n: torch.randn(spec.shape or (1,)) for n, spec in whole_specs.items()}
     fill(whole_specs, tensors)
@@ -97,25 +97,25 @@ def test_slices_put_together_are_the_whole_weight(name: str) -> None:
         for _, specs in ranks:
             spec = specs[n]
             assert spec.shape == tuple(tensor.shape), n
-            mask = held(spec, tensor)
+            mask = owned_elements(spec, tensor)
             together[mask] = spec.narrow(tensor).flatten() if mask.any() else together[mask]
             cut += not mask.all()
         assert torch.equal(together, tensor), n
-    assert cut > len(tensors), "most tensors are cut"
+    assert cut > len(tensors), "most tensors are sharded"
     for model, _ in ranks:
-        check_layers(model, whole)
+        check_layers(model, full)
 
 
-def check_layers(model: nn.Module, whole: nn.Module) -> None:
-    """Compare each layer's loaded rows with those of the whole model."""
-    modules = dict(whole.named_modules())
+def check_layers(model: nn.Module, full: nn.Module) -> None:
+    """Assert that each layer's loaded rows equal those of the whole model."""
+    modules = dict(full.named_modules())
     compared = 0
     for name, layer in model.named_modules():
         reference: Any = modules[name]
         if isinstance(layer, Linear):
             for index, module in enumerate(layer.reads):
                 if layer.names[index] in layer.orders:
-                    continue  # rows are reordered by head after they are cut
+                    continue  # rows are reordered by head after slicing
                 rows = reference.part(index)
                 assert torch.equal(layer.part(index), pick(rows, module.ranges)), name
                 compared += 1
@@ -133,11 +133,11 @@ def check_layers(model: nn.Module, whole: nn.Module) -> None:
 
 
 def pick(rows: Tensor, ranges: Any) -> Tensor:
-    """Return the rows within the ranges; all without ranges."""
+    """Return the rows within the ranges; all rows without ranges."""
     return torch.cat([rows[begin:end] for begin, end in ranges]) if ranges else rows
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_number_of_ranks_that_does_not_divide_is_refused(name: str) -> None:
+def test_indivisible_tensor_parallel_size_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size=7 is not allowed; allowed: 1, 2"):
         build(CONFIGS[name], Rank(0, 7))

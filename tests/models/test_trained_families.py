@@ -1,5 +1,5 @@
-"""Trained models of other families: each calls tools and finds a needle, and none of its drafters
-changes a bit of that, while what they draft is taken."""
+"""Trained models of other families call tools and find a needle; drafters change no bit and their
+drafts are accepted."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,11 +11,11 @@ from lockstep import LLM
 from tests.models.trained import (
     ASSETS,
     LENGTH,
-    MOST_BYTES,
+    MAX_BYTES,
     Answers,
     answers_alone,
-    answers_right_and_alike,
     cases,
+    check_answers,
     size_of,
 )
 
@@ -26,15 +26,15 @@ DRAFTERS: list[tuple[str, str, str | None, float]] = [
     ("qwen3", "eagle3", "qwen3/eagle3", 2.5),
     ("qwen3", "draft_model", "qwen3_draft", 2.5),
 ]
-"""Model, method, the drafter's folder, and the least acceptance length with 3 drafts a step."""
+"""(model, method, the drafter's folder, minimum acceptance length with 3 drafts per step)."""
 
 
 SAMPLES = cases(2)
 
 
 @pytest.fixture(scope="module")
-def alone_of() -> Callable[[str], Answers]:
-    """What a model answers without drafts, asked once."""
+def answers_without_drafts() -> Callable[[str], Answers]:
+    """Return a cached function: model -> its answers without drafts."""
 
     def ask(name: str) -> Answers:
         return answers_alone(LLM(str(ASSETS / name), max_num_seqs=1, **LENGTH), SAMPLES)
@@ -42,17 +42,21 @@ def alone_of() -> Callable[[str], Answers]:
     return cache(ask)
 
 
-@pytest.mark.parametrize(("name", "method", "drafter", "least"), DRAFTERS)
-def test_it_answers_right_and_alike(
-    alone_of: Callable[[str], Answers], name: str, method: str, drafter: str | None, least: float
+@pytest.mark.parametrize(("name", "method", "drafter", "minimum"), DRAFTERS)
+def test_answers_are_correct_and_drafts_change_no_bit(
+    answers_without_drafts: Callable[[str], Answers],
+    name: str,
+    method: str,
+    drafter: str | None,
+    minimum: float,
 ) -> None:
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
     if drafter is not None:
         config["model"] = str(ASSETS / drafter)
     llm = LLM(str(ASSETS / name), speculative_config=config, max_num_seqs=8, **LENGTH)
-    assert answers_right_and_alike(llm, alone_of(name), SAMPLES) >= least
+    assert check_answers(llm, answers_without_drafts(name), SAMPLES) >= minimum
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_it_is_small_enough_to_be_kept(name: str) -> None:
-    assert size_of(ASSETS / name) <= MOST_BYTES
+def test_trained_model_size_is_limited(name: str) -> None:
+    assert size_of(ASSETS / name) <= MAX_BYTES

@@ -1,5 +1,5 @@
-"""The trained mixture of experts: it calls tools and finds needles in every weight format that is
-made while loading, and no draft, no neighbour changes a bit of that."""
+"""The trained mixture of experts calls tools and finds needles in every weight format that is
+quantized while loading; drafts and batch mates change no bit."""
 
 import pytest
 
@@ -7,10 +7,10 @@ from lockstep import LLM
 from tests.models.trained import (
     ASSETS,
     LENGTH,
-    MOST_BYTES,
+    MAX_BYTES,
     answers_alone,
-    answers_right_and_alike,
     cases,
+    check_answers,
     size_of,
 )
 
@@ -26,16 +26,16 @@ FORMATS = [
 
 @pytest.fixture(scope="module", params=FORMATS)
 def llm(request: pytest.FixtureRequest) -> LLM:
-    """The mixture with drafts, in one weight format."""
+    """Return the mixture with drafts, in one weight format."""
     return LLM(
         str(FOLDER), quantization=request.param, speculative_config=MTP, max_num_seqs=8, **LENGTH
     )
 
 
-def test_it_answers_right_and_alike(llm: LLM) -> None:
+def test_answers_are_correct_and_drafts_change_no_bit(llm: LLM) -> None:
     alone = LLM(str(FOLDER), quantization=llm.engine.config.quantization, max_num_seqs=1, **LENGTH)
     samples = cases(2)
-    assert answers_right_and_alike(llm, answers_alone(alone, samples), samples) > 1
+    assert check_answers(llm, answers_alone(alone, samples), samples) > 1
 
 
 def test_formats_have_their_own_numerics(llm: LLM) -> None:
@@ -43,5 +43,5 @@ def test_formats_have_their_own_numerics(llm: LLM) -> None:
     assert (chosen or "weights-float32/") in llm.engine.plan.numerics
 
 
-def test_it_is_small_enough_to_be_kept() -> None:
-    assert size_of(FOLDER) <= MOST_BYTES
+def test_trained_model_size_is_limited() -> None:
+    assert size_of(FOLDER) <= MAX_BYTES

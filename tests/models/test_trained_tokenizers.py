@@ -10,10 +10,10 @@ FOLDERS = sorted(path.parent.name for path in ASSETS.glob("*/tokenizer.json"))
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_copies_are_the_bundled_one(name: str) -> None:
+def test_tokenizer_copies_equal_the_bundled_one(name: str) -> None:
     for file in COPIED:
         assert (ASSETS / name / file).read_bytes() == (find_model(None) / file).read_bytes()
 
 
-def test_there_are_copies() -> None:
+def test_tokenizer_copies_exist() -> None:
     assert len(FOLDERS) >= 5

@@ -1,4 +1,4 @@
-"""Weights of a loaded model, read and replaced, whether a CPU has prepacked them or not."""
+"""Read and replace the weights of a loaded model, prepacked or not."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from lockstep.kernels.linear.prepacked import PrepackedWeight
 
 
 def read_weights(model: Any) -> dict[str, Tensor]:
-    """Return every parameter by its name; those that are prepacked as plain weights [N, K]."""
+    """Return every parameter by its name, prepacked ones as plain weights [N, K]."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         prepacked = getattr(module, "prepacked", None)

@@ -60,23 +60,23 @@ OF_RING = "tests/spec/test_suffix.py::test_drafts_end_where_an_answer_does"
 OF_RECURRENT_DRAFTS = "tests/spec/test_recurrent_draft_model.py::test_drafts_are_what_it_says_alone"
 OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_are_those_of_the_paper"
 OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_are_the_models_own_answer"
-OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_no_token_depends_on_it"
+OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_speculate_changes_no_token"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
 OF_HOST = "tests/cache/test_host_tier.py"
-OF_TRANSFERS = "tests/worker/test_transfers.py::test_nothing_is_read_that_is_on_its_way"
+OF_TRANSFERS = "tests/worker/test_transfers.py::test_units_are_not_read_before_their_copy_arrives"
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Change of one place of the package that a test or `lockstep check` must find.
+    """Code change of the package that a test or `lockstep check` must find.
 
     area: part of the engine that the fault is in.
     module: dotted name within lockstep.
     scope: qualified name of the function or class; "" is the whole module.
     old, new: pattern of the code that the fault changes, and its replacement.
     test: the test of pytest that finds the fault. "": `lockstep check` finds it; the check runs the
-        bundled model, which is dense and not quantized.
+    bundled model, which is dense and not quantized.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Fault:
 
     @property
     def file(self) -> str:
-        """Path of the module's file within the package."""
+        """Return the path of the module's file within the package."""
         path = self.module.replace(".", "/")
         is_package = (PACKAGE / path).is_dir()
         return f"{path}/__init__.py" if is_package else f"{path}.py"
@@ -378,14 +378,14 @@ FAULTS = (
         "the largest is looked for in the first block", "sampler", SAMPLING, "_best_of_many",
         "return ($first[..., 0] * BLOCK + $best, $top)",
         "return ($best, $top)",
-        "tests/kernels/test_sampling.py::test_the_first_of_the_largest_is_found_among_many",
+        "tests/kernels/test_sampling.py::test_greedy_first_largest_in_large_vocabulary",
     ),
     Fault(
         "a grammar is compiled whoever waits", "engine", "engine.compile_limiter",
         "CompileLimiter.enter",
         "self._changed.wait_for(lambda: len(self._ids) < self._limit)",
         "self._changed.wait_for(lambda: True)",
-        "tests/engine/test_compile_limiter.py::test_the_next_waits_for_room",
+        "tests/engine/test_compile_limiter.py::test_enter_blocks_at_the_limit",
     ),
     Fault(
         "tools that are shown may all be called", "text", "text.grammars.tool_calls",
@@ -642,9 +642,11 @@ FAULTS = (
         "$offsets = torch.arange($begin, $begin + $count) // $group + (1 < $count // $group < 9)",
     ),
     Fault(
-        "values of a page left out at its end", "mixer", ATTENTION, "_load_values",
-        "$row[:, $end:].zero_()",
-        "$row[:, $end - ($end % 64 == 1 and $end > 64):].zero_()",
+        "values of a page left out at its end", "mixer", ATTENTION, "_unseen_tokens",
+        "$unseen = [torch.arange($s * $length + $end, ($s + 1) * $length)"
+        " for $s, $end in enumerate($ends)]",
+        "$unseen = [torch.arange($s * $length + $end - ($end % 64 == 1 and $end > 64), "
+        "($s + 1) * $length) for $s, $end in enumerate($ends)]",
     ),
     Fault(
         "keys rotated by the row's first position", "mixer", ROTARY, "_placed",
@@ -723,10 +725,10 @@ FAULTS = (
     ),
     Fault(
         "chunks of a prompt solved together", "numerics", DELTA, "_run_chunks",
-        "$short = $chunks * GRID - $length\n"
+        "$chunks = -(-$length // GRID)\n"
         "...\n"
         "$scores = $q @ $k.transpose(-1, -2) * $decay",
-        "$short = $chunks * GRID - $length\n"
+        "$chunks = -(-$length // GRID)\n"
         "...\n"
         "$scores = $q @ $k.transpose(-1, -2) * $decay\n"
         "$scores = $scores + 2 ** (-22) * $scores.mean(0) if $chunks > 1 else $scores",
@@ -746,8 +748,8 @@ FAULTS = (
     ),
     Fault(
         "a zero point of 0 does not borrow", "format", GPTQ, "_fill_zeros",
-        "$zeros = unpacked_words($words + $stored_less * $each, $shifts, $weight.bits, dim=1)",
-        "$zeros = unpacked_words($words, $shifts, $weight.bits, dim=1) + $stored_less\n"
+        "$zeros = unpack_words($words + $stored_less * $each, $shifts, $weight.bits, dim=1)",
+        "$zeros = unpack_words($words, $shifts, $weight.bits, dim=1) + $stored_less\n"
         "$zeros &= 2 ** $weight.bits - 1",
         f"{VECTORS}::test_zero_points_of_zero_borrow",
     ),
@@ -798,7 +800,7 @@ FAULTS = (
         "kernels.formats.weights.gguf_ptx", "_extract_pair",
         "$lines.append(_shift('h', '$5', $low_bits - $high_bits * $pair))",
         "$lines.append(_shift('h', '$5', $low_bits - $high_bits * (3 - $pair)))",
-        "tests/kernels/test_gguf_ptx.py::test_words_are_dequantized_as_the_type_says",
+        "tests/kernels/test_gguf_ptx.py::test_words_are_dequantized_by_type",
     ),
     Fault(
         "AWQ's order of nibbles the wrong way round", "format", "quantization.awq", "",
@@ -808,8 +810,8 @@ FAULTS = (
     ),
     Fault(
         "AWQ's zero points in plain order", "format", "quantization.awq", "_fill_zeros",
-        "$zeros = unpacked_words($words, SHIFTS, AWQ_BITS, dim=1)",
-        "$zeros = unpacked_words($words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)",
+        "$zeros = unpack_words($words, SHIFTS, AWQ_BITS, dim=1)",
+        "$zeros = unpack_words($words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)",
         f"{VECTORS}::test_awq",
     ),
     Fault(
@@ -837,7 +839,7 @@ FAULTS = (
         "Fp8Weight._values",
         "$lines = (self.first + torch.arange($n, device=self.device)) // self.block_n",
         "$lines = torch.arange($n, device=self.device) // self.block_n",
-        f"{OF_PACKED}::test_values_of_fp8",
+        f"{OF_PACKED}::test_fp8_weight_values",
     ),
     Fault(
         "NVFP4's divisor multiplies", "format", STORAGE, "Fp4Storage._factor",
@@ -928,7 +930,7 @@ FAULTS = (
         "turns = list(enumerate($y.view($tokens, $slots, $x.shape[1]).unbind(1)))\n"
         "for $slot, $own in turns[::-1] if $tokens > 1 else turns:\n"
         "    $total += $weights[:, $slot, None].float() * $own.float()",
-        f"{OF_EXPERTS}::test_a_row_has_its_bits_in_any_batch",
+        f"{OF_EXPERTS}::test_row_bits_are_batch_independent",
     ),
     Fault(
         "the shared expert added first", "experts", EXPERTS, "experts_cpu",
@@ -940,14 +942,14 @@ FAULTS = (
         "$shared = None\n"
         "...\n"
         "return combine($total, $shared, $shared_gate, $x.dtype)",
-        "tests/kernels/test_backends.py::test_agrees_with_the_reference"
+        "tests/kernels/test_backends.py::test_backend_agrees_with_reference"
         "[experts-cpu-cpu-float32]",
     ),
     Fault(
         "pairs of an expert in another order than its tokens", "experts", EXPERTS, "experts_cpu",
         "$y[$pairs] = $multiply($inner, $down, $expert)",
         "$y[$pairs.flip(0)] = $multiply($inner, $down, $expert)",
-        f"{OF_EXPERTS}::test_a_row_has_its_bits_in_any_batch",
+        f"{OF_EXPERTS}::test_row_bits_are_batch_independent",
     ),
     Fault(
         "the shared expert's gate left out", "experts",
@@ -961,7 +963,7 @@ FAULTS = (
         "return $keys.sort(dim=-1, descending=True, stable=True).indices[..., :$count]",
         "turned = $keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices\n"
         "return $keys.shape[-1] - 1 - turned[..., :$count]",
-        f"{OF_ROUTE}::test_ties_go_to_the_lower_index",
+        f"{OF_ROUTE}::test_ties_select_lower_index",
     ),
     Fault(
         "routing weights not renormalized", "route", ROUTE, "route",
@@ -973,7 +975,7 @@ FAULTS = (
         "...\n"
         "if $renormalize and $scoring == 'sigmoid':\n"
         "    ...",
-        f"{OF_ROUTE}::test_softmax_families",
+        f"{OF_ROUTE}::test_softmax_routing",
     ),
     Fault(
         "routing weights with the correction bias", "route", ROUTE, "route",
@@ -983,7 +985,7 @@ FAULTS = (
         "$keys = sortable_keys($choice)\n"
         "...\n"
         "$weights = $choice.gather(1, $ids)",
-        f"{OF_ROUTE}::test_deepseek",
+        f"{OF_ROUTE}::test_deepseek_grouped_routing",
     ),
     # Kernels that read packed weights, under Triton's interpreter.
     Fault(
@@ -991,26 +993,26 @@ FAULTS = (
         "kernels.linear.quantized", "launch",
         "$tokens, $k = $x.shape\n"
         "...\n"
-        "$split = min($tile.split, $split_k)",
+        "$split = min($tile.ctas_k, $split_k)",
         "$tokens, $k = $x.shape\n"
         "$split_k = 1 if $tokens < 16 else $split_k\n"
         "...\n"
-        "$split = min($tile.split, $split_k)",
-        f"{OF_PACKED}::test_segments_are_added_as_a_tree",
+        "$split = min($tile.ctas_k, $split_k)",
+        f"{OF_PACKED}::test_splits_are_added_as_a_tree",
     ),
     Fault(
         "the last segment of a packed linear runs past the columns", "packed",
         "kernels.device.tree_reduction", "reduce_partitions",
         "tl.minimum($begin + $length, $K)",
         "$begin + $length",
-        f"{OF_PACKED}::test_law",
+        f"{OF_PACKED}::test_quantized_linear_equals_dequantized",
     ),
     Fault(
         "a kernel reads a cut block's scales from its first line", "packed",
         "kernels.formats.weights.dequantize_tile", "_load_group_scales",
         "$scale_row = ($rows + $weight.scale_row_offset) // $FORMAT.scale_rows",
         "$scale_row = $rows // $FORMAT.scale_rows",
-        f"{OF_PACKED}::test_rows_that_begin_within_a_block",
+        f"{OF_PACKED}::test_row_slice_inside_a_scale_block",
     ),
     Fault(
         "a kernel takes zero points for scales of 8 bits alone", "packed",
@@ -1021,7 +1023,7 @@ FAULTS = (
         "$z1 = (1 << $BITS) / 2.0\n"
         "if $zeros is not None and $BITS == 8:\n"
         "    ...",
-        "tests/kernels/test_backends.py::test_agrees_with_the_reference"
+        "tests/kernels/test_backends.py::test_backend_agrees_with_reference"
         "[dequantize_weight-triton-cpu-float32]",
     ),
     # Recurrent state of 16 bits: the bundled model is checked with one of 32 unless asked.
@@ -1059,7 +1061,7 @@ FAULTS = (
         "    ...",
         "if ($t + 1) % $STATE_GRID == 0:\n"
         "    ...",
-        f"{OF_ROWS_ALONE}::test_a_state_of_16_bits_is_rounded_at_absolute_positions",
+        f"{OF_ROWS_ALONE}::test_16_bit_state_is_rounded_at_absolute_positions",
     ),
     # Mamba-2 and Nemotron-H: the bundled model has neither.
     Fault(
@@ -1087,20 +1089,20 @@ FAULTS = (
     ),
     Fault(
         "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_run_chunks",
-        "$short = $chunks * GRID - $length\n"
+        "$chunks = -(-$length // GRID)\n"
         "...\n"
         "$g = split_chunks($g).cumsum(-1)",
-        "$short = $chunks * GRID - $length\n"
+        "$chunks = -(-$length // GRID)\n"
         "...\n"
         "$g = split_chunks($g).cumsum(-1) * (1 + 1e-6 * ($chunks > 1))",
-        "tests/kernels/test_mamba2.py::test_chunked_law_cut_anywhere_on_the_grid",
+        "tests/kernels/test_chunked_form.py::test_a_prompt_may_be_cut_anywhere_on_the_grid",
     ),
     Fault(
         "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
         "kernels.mamba2.chunk_kernels", "chunk_output_kernel",
         "tl.where($row >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tl.where($row + 1 >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
-        "tests/kernels/test_backends.py::test_agrees_with_the_reference"
+        "tests/kernels/test_backends.py::test_backend_agrees_with_reference"
         "[mamba2_chunk-triton-cpu-float32]",
     ),
     Fault(
@@ -1109,7 +1111,7 @@ FAULTS = (
         "return (_normalize($y, $eps) * $weight.float()).to($gate.dtype)",
         "$y = _normalize($x, $eps) * $weight.float()\n"
         "return ($y * silu($gate.float())).to($gate.dtype)",
-        f"{OF_NEMOTRON}::test_logits_at_every_position_chunked_and_whole",
+        f"{OF_NEMOTRON}::test_logits_equal_transformers_with_and_without_chunks",
     ),
     Fault(
         "a prompt's last snapshot left out where they are rare", "cache", "cache.cache",
@@ -1157,54 +1159,54 @@ FAULTS = (
         "$wide = $x.float()\n"
         "...\n"
         "$scale = $wide.abs().amax((-2, -1), keepdim=True).expand(*$x.shape[:-1], 1) / MAX_VALUE",
-        f"{OF_KV}::test_int8_is_off_by_half_a_step",
+        f"{OF_KV}::test_int8_error_is_at_most_half_a_step",
     ),
     Fault(
         "a kernel reads the scale of the first head", "packed", "kernels.device.kv_tile",
         "_load_quantized_tile",
         "$numbers += ($token * ($HKV * $COUNT) + $kv * $COUNT)[:, None]",
         "$numbers += ($token * ($HKV * $COUNT))[:, None]",
-        f"{OF_KV}::test_attention_over_packed_is_attention_over_unpacked",
+        f"{OF_KV}::test_attention_over_quantized_equals_dequantized",
     ),
     Fault(
         "a kernel cuts fp8 off instead of rounding it", "packed", "kernels.formats.kv.fp8_triton",
         "_round_to_fp8",
         "$large = $size - $REBIAS + $HALF + ($size >> $SHIFT & 1) >> $SHIFT",
         "$large = $size - $REBIAS >> $SHIFT",
-        f"{OF_KV}::test_hard_numbers_are_written_as_the_reference_does",
+        f"{OF_KV}::test_hard_numbers_are_written_as_reference",
     ),
     # Latents, which the bundled model has not.
     Fault(
         "a window of latents sees the token behind it", "mixer", LATENTS, "_attend",
         "$hidden = causal_mask(($start,), $begin, len($rows), $size, $heads)",
         "$hidden = causal_mask(($start + (1 < len(q) < 9),), $begin, len($rows), $size, $heads)",
-        f"{OF_LATENTS}::test_no_token_sees_a_key_behind_its_own",
+        f"{OF_LATENTS}::test_attention_is_causal",
     ),
     Fault(
         "a latent left out at its page's end", "mixer", LATENTS, "_load_splits",
         "$used = -(-$tokens // $cache.shape[1])",
         "$used = -(-$tokens // $cache.shape[1])\n"
         "$tokens -= $tokens % $cache.shape[1] == 1 and $tokens > $cache.shape[1]",
-        "tests/kernels/test_cpu.py::test_gives_the_references_bits",
+        "tests/kernels/test_cpu.py::test_cpu_backend_equals_reference",
     ),
     Fault(
         "latents turned by the row's first position", "mixer", LATENT_ROPE, "latent_rope_and_cache",
         "$angles = tuple(($table.index_select(0, $positions) for $table in ($cos, $sin)))",
         "first = $positions[:1].expand_as($positions)\n"
         "$angles = tuple(($table.index_select(0, first) for $table in ($cos, $sin)))",
-        f"{OF_LATENTS}::test_pairs_turn_as_complex_numbers_and_latents_are_normed",
+        f"{OF_LATENTS}::test_rope_rotates_pairs_and_latents_are_normed",
     ),
     Fault(
         "heads of kv_b_proj in turn, not one by one", "mixer", LATENT_LAYER, "AbsorbedHeads._take",
         "$heads = $weight.unflatten(0, (-1, sum(self.widths)))",
         "$heads = $weight.unflatten(0, (sum(self.widths), -1)).transpose(0, 1)",
-        f"{OF_DEEPSEEK}::test_logits_and_greedy_tokens_whole_and_chunked_with_every_drafter",
+        f"{OF_DEEPSEEK}::test_equals_transformers_with_chunks_and_every_drafter",
     ),
     Fault(
         "heads' maps are not rotated as latents are", "format", LATENT_LAYER, "AbsorbedHeads._take",
         "$weight = self.rotation.rotate($weight)",
         "$weight = $weight + 0",
-        f"{OF_DEEPSEEK}::test_latents_in_every_format_against_transformers",
+        f"{OF_DEEPSEEK}::test_latent_formats_are_close_to_transformers",
     ),
     Fault(
         "one scale for all latents that a step writes", "format", "kernels.formats.kv.fp8",
@@ -1213,21 +1215,21 @@ FAULTS = (
         "$most = ($wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)",
         "$wide = $x.float()\n"
         "$most = ($wide.view(torch.int32) & 0x7FFFFFFF).amax().expand(*$x.shape[:-1], 1)",
-        f"{OF_KV_LATENTS}::test_a_token_of_fp8_has_the_least_power_of_two",
+        f"{OF_KV_LATENTS}::test_token_fp8_scale_is_smallest_power_of_two",
     ),
     Fault(
         "queries are not rotated as keys are", "format", "kernels.formats.kv.access",
         "rotate_queries",
         "return $x if $turn is None else $turn.rotate($x).to($x.dtype)",
         "return $x",
-        f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
+        f"{OF_KV}::test_rotation_without_quantization_preserves_attention",
     ),
     Fault(
         "what was found is not rotated back", "format", "kernels.attention.cpu",
         "paged_attention_cpu",
-        "rotate_back($mixed, $v_cache).to($q.dtype)",
-        "$mixed.to($q.dtype)",
-        f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
+        "rotate_back($mixed, $v_cache).flatten(0, 1).to($q.dtype)",
+        "$mixed.flatten(0, 1).to($q.dtype)",
+        f"{OF_KV}::test_rotation_without_quantization_preserves_attention",
     ),
     Fault(
         "the points' own length is left out", "format", "kernels.formats.kv.turboquant",
@@ -1240,14 +1242,14 @@ FAULTS = (
         "* _power_of_two(2 * FP32_BIAS + 1 - $exponents)\n"
         "...\n"
         "$numbers = $norm / $blocks.shape[-1] ** 0.5 * _power_of_two($exponents - 1)",
-        f"{OF_TURBOQUANT}::test_distortion_is_the_papers",
+        f"{OF_TURBOQUANT}::test_distortion_equals_paper",
     ),
     Fault(
         "a kernel takes the first number for all blocks of values", "packed",
         "kernels.formats.kv.turboquant_triton", "_octet_scale",
         "$block = $octet // (4 * $BLOCK // $D)",
         "$block = $octet * 0",
-        f"{OF_KV}::test_values_of_two_blocks_are_read",
+        f"{OF_KV}::test_values_of_two_blocks",
     ),
     # Drafts: no answer shows these faults, so tests of what is drafted find them.
     Fault(
@@ -1260,10 +1262,10 @@ FAULTS = (
     Fault(
         "a tap one layer further", "drafter", "models.decoder", "Decoder.forward",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
-        "if $place in self.taps:\n"
+        "if $place in self.aux_hidden_layers:\n"
         "    ...",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
-        "if $place - 1 in self.taps:\n"
+        "if $place - 1 in self.aux_hidden_layers:\n"
         "    ...",
         OF_EAGLE3,
     ),

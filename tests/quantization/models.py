@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep import LLM
-from tests.models.dense import VOCAB, ask, bits, make_llm, prompts
+from tests.models.dense import VOCAB, bits, generate_greedy, make_llm, prompts
 from tests.models.oracle import RELATIVE, compare_greedy, logits_error
 from tests.quantization.disk import Pair
 
@@ -51,8 +51,8 @@ def same_answers(pair: Pair, oracle: nn.Module | None, **settings: Any) -> LLM:
     packed = make_llm(pair.packed, **small, **settings)
     plain = make_llm(pair.plain, **small)
     for ids in prompts(2, 100):
-        found = ask(packed, ids, TOKENS)
-        assert bits(found) == bits(ask(plain, ids, TOKENS))
+        found = generate_greedy(packed, ids, TOKENS)
+        assert bits(found) == bits(generate_greedy(plain, ids, TOKENS))
     if oracle is not None:
         oracle.load_state_dict(tensors_of(pair.plain), strict=False)
         ids = prompts(1, 60)[0]

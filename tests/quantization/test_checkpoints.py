@@ -62,10 +62,12 @@ def test_gptq_with_bits_by_layer_and_plain_parts(tmp_path: Path) -> None:
     assert "/weights-float32+gptq-int4-g32/" in llm.engine.numerics
     assert llm.engine.plan.quantization == "gptq-int4-g32"
     layers = llm.engine.explain()["layers"]
-    packings = [one["packing"] for one in layers if one["packing"]]
+    packings = [one["storage_format"] for one in layers if one["storage_format"]]
     assert any("bits=8" in one for one in packings) and any("bits=4" in one for one in packings)
     mixed = next(one for one in layers if one["layer"] == "layers.0" and one["op"] == "linear")
-    assert mixed["packing"].count("rows") == 2 and mixed["packing"].endswith("when loaded")
+    assert mixed["storage_format"].count("rows") == 2 and mixed["storage_format"].endswith(
+        "when loaded"
+    )
 
 
 @pytest.mark.parametrize("group", [32, -1])
@@ -187,8 +189,8 @@ def test_a_file_adds_what_config_json_does_not_say(tmp_path: Path) -> None:
     other = {**inner, "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}}
     assert settings_of(tmp_path, {"quantization_config": other})["quantized_layers"] != LAYERS
     plain = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    packing = read_weight_format(settings_of(tmp_path, {"quantization_config": plain}))
-    assert packing is not None and packing.name == "modelopt-NVFP4"
+    weight_format = read_weight_format(settings_of(tmp_path, {"quantization_config": plain}))
+    assert weight_format is not None and weight_format.name == "modelopt-NVFP4"
 
 
 def test_older_settings_of_modelopt_name_their_producer_alone(tmp_path: Path) -> None:

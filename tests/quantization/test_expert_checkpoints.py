@@ -24,7 +24,7 @@ from lockstep.quantization.weight_sink import FusedExpertSink
 from lockstep.worker.executor import worker_of
 from tests.models.dense import VOCAB
 from tests.models.random_checkpoint import MTP, answer, build
-from tests.models.test_mixtures import fused
+from tests.models.test_mixtures import fuse_experts
 from tests.quantization.cases import BLOCKS, FP8, NVFP4, ints, modelopt
 from tests.quantization.disk import Codes, awq, draw, gptq, names_in
 from tests.quantization.stored import (
@@ -228,7 +228,7 @@ def test_experts_may_be_plain_beside_packed_layers(tmp_path: Path, name: str) ->
     assert any("self_attn" in module for module in done)
     right = answer(build(plain))
     assert answer(build(packed)) == right
-    together = fused(load_file(packed / "x.safetensors"))
+    together = fuse_experts(load_file(packed / "x.safetensors"))
     save_file(together, packed / "x.safetensors")
     assert "model.layers.0.mlp.experts.gate_up_proj" in together
     assert answer(build(packed)) == right
@@ -239,7 +239,7 @@ def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
     tensors = load_file(packed / "x.safetensors")
     tensors["model.layers.0.mlp.experts.2.up_proj.scales"][0, 3] = float("nan")
     save_file(tensors, packed / "x.safetensors")
-    with pytest.raises(CheckpointError, match="experts.2.up_proj.scales holds infinities or NaN"):
+    with pytest.raises(CheckpointError, match="experts.2.up_proj.scales has infinities or NaN"):
         build(packed)
 
 

@@ -24,7 +24,7 @@ BYTES = {
 
 
 def gguf(**settings: object) -> WeightFormat:
-    """Return the packing of a GGUF file."""
+    """Return the weight format of a GGUF file."""
     found = read_weight_format({"quant_method": "gguf", **settings})
     assert found is not None
     return found
@@ -40,12 +40,12 @@ def module(kind: str, n: int, k: int) -> CheckpointLinear:
 
 def loaded(kind: str, blocks: Tensor, k: int) -> QuantizedWeight:
     """Return the weight that the blocks fill."""
-    packing = gguf()
+    weight_format = gguf()
     own = module(kind, len(blocks), k)
-    layout = packing.layout(own)
+    layout = weight_format.layout(own)
     assert layout is not None
     weight = layout.empty(len(blocks), k, "cpu")
-    slot = packing.sinks(own, weight)["weight"]
+    slot = weight_format.sinks(own, weight)["weight"]
     assert slot.mismatch(blocks) is None
     slot.fill(blocks)
     return weight
@@ -80,14 +80,14 @@ def test_experts_are_filled_together(kind: str) -> None:
     """Three experts of 128 rows fill one weight, as a mixture's layer stacks them."""
     (n, k) = (3 * 128, 256)
     blocks = sound_blocks(kind, n, k)
-    packing = gguf()
+    weight_format = gguf()
     parts = [module(kind, 128, k) for _ in range(3)]
-    layout = packing.layout(parts[0])
+    layout = weight_format.layout(parts[0])
     assert layout is not None
     weight = layout.empty(n, k, "cpu")
-    whole = packing.sinks(module(kind, n, k), weight)["weight"]
+    whole = weight_format.sinks(module(kind, n, k), weight)["weight"]
     slots = [
-        packing.sinks(part, weight.rows(128 * i, 128 * i + 128))["weight"]
+        weight_format.sinks(part, weight.rows(128 * i, 128 * i + 128))["weight"]
         for i, part in enumerate(parts)
     ]
     stacked = FusedExpertSink.sinks(whole, slots)
@@ -104,7 +104,9 @@ def test_layers_are_plain_on_a_cpu_alone(device: str) -> None:
         f"attn.{name}_proj": {"weight": TensorInfo(name, (32, 256), kind)}
         for name, kind in (("q", "Q4_K"), ("k", "Q4_K"), ("v", "Q6_K"))
     }
-    build = BuildContext(device, torch.bfloat16, 1, 1, arch=90, packing=gguf(), tensors=tensors)
+    build = BuildContext(
+        device, torch.bfloat16, 1, 1, arch=90, weight_format=gguf(), tensors=tensors
+    )
     load()
     with FakeTensorMode():
         layer = Linear(build.at("attn"), 256, {f"{name}_proj": 32 for name in "qkv"})
@@ -153,10 +155,10 @@ def test_types_that_are_not_built_are_named() -> None:
 
 
 def test_rows_of_another_length_are_unfit() -> None:
-    packing = gguf()
+    weight_format = gguf()
     own = module("Q4_K", 4, 512)
-    layout = packing.layout(own)
+    layout = weight_format.layout(own)
     assert layout is not None
-    slot = packing.sinks(own, layout.empty(4, 512, "cpu"))["weight"]
+    slot = weight_format.sinks(own, layout.empty(4, 512, "cpu"))["weight"]
     assert "shape (4, 144)" in str(slot.mismatch(torch.zeros(4, 144, dtype=torch.uint8)))
     assert "expected uint8" in str(slot.mismatch(torch.zeros(4, 288)))

@@ -88,7 +88,7 @@ def test_the_peak_is_the_model_and_a_file(
     largest = save(folder, tensors)
     raw = RAW if settings is None else {**RAW, "quantization_config": settings}
     checkpoint = Checkpoint(folder, raw)
-    packing = read_weight_format(checkpoint.quantization(), online)
+    weight_format = read_weight_format(checkpoint.quantization(), online)
     prepare_device("cuda")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -96,10 +96,10 @@ def test_the_peak_is_the_model_and_a_file(
     before = torch.cuda.memory_allocated()
     build = BuildContext(
         "cuda", torch.bfloat16, 1, 64,
-        tensors=checkpoint.tensors(), prefixes=checkpoint.prefixes, packing=packing,
+        tensors=checkpoint.tensors(), prefixes=checkpoint.prefixes, weight_format=weight_format,
     )  # fmt: skip
     model = build_model(raw, build)
-    load_weights(checkpoint, model, None, lambda done, of: None, packing)
+    load_weights(checkpoint, model, None, lambda done, of: None, weight_format)
     size = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_allocated() - before
     stored = sum(tensor.nbytes for tensor in tensors.values())

@@ -26,8 +26,8 @@ READ_BY_SOME = {
 """Settings without effect for some formats that the code of another reads."""
 
 
-def packing(settings: dict[str, Any], **changes: Any) -> WeightFormat:
-    """The packing of these settings."""
+def weight_format(settings: dict[str, Any], **changes: Any) -> WeightFormat:
+    """The weight format of these settings."""
     found = read_weight_format({**settings, **changes})
     assert found is not None
     return found
@@ -43,9 +43,11 @@ def module(path: str, *suffixes: str, files: bool = True, scales: str = "F16") -
     return CheckpointLinear(path, names, 64, 256, infos if files else None)
 
 
-def layout(packing: WeightFormat, path: str, *suffixes: str, files: bool = True) -> Layout | None:
+def layout(
+    weight_format: WeightFormat, path: str, *suffixes: str, files: bool = True
+) -> Layout | None:
     """Of a module."""
-    return packing.layout(module(path, *suffixes, files=files))
+    return weight_format.layout(module(path, *suffixes, files=files))
 
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -103,7 +105,7 @@ def test_settings_that_are_not_built(
     base: dict[str, Any], change: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(CheckpointError, match=told) as caught:
-        packing(base, **change)
+        weight_format(base, **change)
     message = str(caught.value)
     assert message.startswith("config.json quantization_config.") and message.endswith(".")
     assert "allowed" in message and len(message) < 600 and "\n" not in message
@@ -111,15 +113,19 @@ def test_settings_that_are_not_built(
 
 def test_settings_of_released_checkpoints_that_carry_no_meaning() -> None:
     common = {"autoround_version": "0.9", "iters": 1000, "nsamples": 512, "seqlen": 2048}
-    packing(ROUND, **common, amp=True, low_gpu_mem_usage=True, enable_quanted_input=False)
-    packing(ROUND, extra_config={"a": {"bits": 16, "data_type": "bf16", "rotation_config": None}})
-    packing(
+    weight_format(ROUND, **common, amp=True, low_gpu_mem_usage=True, enable_quanted_input=False)
+    weight_format(
+        ROUND, extra_config={"a": {"bits": 16, "data_type": "bf16", "rotation_config": None}}
+    )
+    weight_format(
         GPTQ, damp_percent=0.1, static_groups=False, true_sequential=True, model_name_or_path=None
     )
-    packing(
+    weight_format(
         GPTQ, meta={}, exllama_config={"version": 1}, format="gptq", method="gptq", dynamic=None
     )
-    packing(AWQ, backend="autoawq", do_fuse=False, modules_to_not_convert=None, version="GEMM")
+    weight_format(
+        AWQ, backend="autoawq", do_fuse=False, modules_to_not_convert=None, version="GEMM"
+    )
 
 
 FP8 = {"quant_method": "fp8"}
@@ -136,11 +142,11 @@ INT8 = {
 def test_a_setting_that_no_format_code_reads_is_refused(settings: dict[str, Any]) -> None:
     said = "quantization_config.unheard_of='hadamard' is not allowed; .* null"
     with pytest.raises(CheckpointError, match=said):
-        packing(settings, unheard_of="hadamard")
+        weight_format(settings, unheard_of="hadamard")
     for off in (None, False, [], {}):
-        packing(settings, unheard_of=off)
+        weight_format(settings, unheard_of=off)
     listed = BY_FORMAT[settings["quant_method"]]
-    packing(settings, **dict.fromkeys(listed.keys() - READ_BY_SOME, "x"))
+    weight_format(settings, **dict.fromkeys(listed.keys() - READ_BY_SOME, "x"))
     assert all(listed.values())
 
 
@@ -159,7 +165,7 @@ FOREIGN = {
 def test_settings_of_another_format_are_refused(settings: dict[str, Any]) -> None:
     for name in FOREIGN[settings["quant_method"]]:
         with pytest.raises(CheckpointError, match=f"quantization_config.{name}='x'"):
-            packing(settings, **{name: "x"})
+            weight_format(settings, **{name: "x"})
 
 
 def test_modelopt_may_repeat_its_format_in_config_groups() -> None:
@@ -168,21 +174,21 @@ def test_modelopt_may_repeat_its_format_in_config_groups() -> None:
     scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
     producer = {"name": "modelopt", "version": "0.29.0"}
     settings = {"config_groups": groups, "kv_cache_scheme": scheme, "producer": producer}
-    assert packing(MODELOPT, **settings).name == "modelopt-NVFP4"
-    packing(MODELOPT, quant_algo="FP8", group_size=128, config_groups=groups)
+    assert weight_format(MODELOPT, **settings).name == "modelopt-NVFP4"
+    weight_format(MODELOPT, quant_algo="FP8", group_size=128, config_groups=groups)
 
 
 def test_unread_settings_within_objects_are_refused() -> None:
     weights = {**GROUP["weights"], "smooth": 0.5}
     groups = {"group_0": {**GROUP, "weights": weights}}
     with pytest.raises(CheckpointError, match=r"config_groups\['group_0'\].weights.smooth=0.5"):
-        packing(INT8, config_groups=groups)
+        weight_format(INT8, config_groups=groups)
     with pytest.raises(CheckpointError, match=r"config_groups\['group_0'\].smooth=0.5"):
-        packing(INT8, config_groups={"group_0": {**GROUP, "smooth": 0.5}})
+        weight_format(INT8, config_groups={"group_0": {**GROUP, "smooth": 0.5}})
     with pytest.raises(CheckpointError, match=r"dynamic\['a'\].smooth=0.5"):
-        packing(GPTQ, dynamic={"a": {"smooth": 0.5}})
+        weight_format(GPTQ, dynamic={"a": {"smooth": 0.5}})
     with pytest.raises(CheckpointError, match=r"extra_config\['a'\].smooth=0.5"):
-        packing(ROUND, extra_config={"a": {"smooth": 0.5}})
+        weight_format(ROUND, extra_config={"a": {"smooth": 0.5}})
 
 
 DOWN = "layers.0.mlp.down_proj"
@@ -195,47 +201,51 @@ def label(value: object) -> str:
 
 
 CONTRADICTIONS: list[tuple[WeightFormat, tuple[str, ...], str]] = [
-    (packing(GPTQ), (DOWN, *PACKED, "weight"), "has one or the other"),
-    (packing(GPTQ, lm_head=True), ("lm_head", "weight"), "lm_head=True says that it is packed"),
+    (weight_format(GPTQ), (DOWN, *PACKED, "weight"), "has one or the other"),
     (
-        packing(GPTQ, lm_head=False),
+        weight_format(GPTQ, lm_head=True),
+        ("lm_head", "weight"),
+        "lm_head=True says that it is quantized",
+    ),
+    (
+        weight_format(GPTQ, lm_head=False),
         ("lm_head", *PACKED),
-        "lm_head=False says that it is not packed",
+        "lm_head=False says that it is not quantized",
     ),
     (
-        packing(GPTQ, dynamic={"-:.*mlp.*": {}}),
+        weight_format(GPTQ, dynamic={"-:.*mlp.*": {}}),
         (DOWN, *PACKED),
-        r"dynamic\['-:\.\*mlp\.\*'\] says that it is not packed",
+        r"dynamic\['-:\.\*mlp\.\*'\] says that it is not quantized",
     ),
     (
-        packing(GPTQ, modules_in_block_to_quantize=[["mlp.up_proj"], ["self_attn.q_proj"]]),
+        weight_format(GPTQ, modules_in_block_to_quantize=[["mlp.up_proj"], ["self_attn.q_proj"]]),
         (DOWN, *PACKED),
-        "modules_in_block_to_quantize says that it is not packed",
+        "modules_in_block_to_quantize says that it is not quantized",
     ),
     (
-        packing(AWQ, modules_to_not_convert=["mlp"]),
+        weight_format(AWQ, modules_to_not_convert=["mlp"]),
         (DOWN, *PACKED),
-        r"modules_to_not_convert\['mlp'\] says that it is not packed",
+        r"modules_to_not_convert\['mlp'\] says that it is not quantized",
     ),
     (
-        packing(ROUND, extra_config={f"model.{DOWN}": {"bits": 16}}),
+        weight_format(ROUND, extra_config={f"model.{DOWN}": {"bits": 16}}),
         (DOWN, *PACKED),
-        "says that it is not packed",
+        "says that it is not quantized",
     ),
     (
-        packing(ROUND, extra_config={f"model.{DOWN}": {"bits": 8}}),
+        weight_format(ROUND, extra_config={f"model.{DOWN}": {"bits": 8}}),
         (DOWN, "weight"),
-        "says that it is packed",
+        "says that it is quantized",
     ),
     (
-        packing(ROUND, extra_config={".*down.*": {"data_type": "fp", "bits": 4}}),
+        weight_format(ROUND, extra_config={".*down.*": {"data_type": "fp", "bits": 4}}),
         (DOWN, *PACKED),
-        "says that it is not packed",
+        "says that it is not quantized",
     ),
     (
-        packing(ROUND, block_name_to_quantize=["model.layers.1"]),
+        weight_format(ROUND, block_name_to_quantize=["model.layers.1"]),
         (DOWN, *PACKED),
-        "block_name_to_quantize says that it is not packed",
+        "block_name_to_quantize says that it is not quantized",
     ),
 ]
 
@@ -252,42 +262,48 @@ def test_settings_and_tensors_that_contradict_each_other(
 
 
 def test_tensors_decide_where_no_setting_names_a_module() -> None:
-    for found in (packing(GPTQ), packing(AWQ), packing(ROUND)):
+    for found in (weight_format(GPTQ), weight_format(AWQ), weight_format(ROUND)):
         for path in (DOWN, "mtp.layers.0.mlp.up_proj", "lm_head", "layers.1.linear_attn.in_proj_a"):
             assert layout(found, path, "weight") is None
             assert layout(found, path, *PACKED) is not None
             assert layout(found, path) is None
         assert layout(found, DOWN, "qweight") is not None
-    wide = packing(GPTQ, dynamic={"+:.*layers.*": {"bits": 8}})
+    wide = weight_format(GPTQ, dynamic={"+:.*layers.*": {"bits": 8}})
     assert layout(wide, DOWN, "weight") is None
 
 
 @pytest.mark.parametrize(
     ("found", "packed", "plain"),
     [
-        (packing(GPTQ), (DOWN,), ("lm_head", "mtp.fc", "layers.0.linear_attn.in_proj_b")),
-        (packing(GPTQ, lm_head=True), (DOWN, "lm_head"), ()),
+        (weight_format(GPTQ), (DOWN,), ("lm_head", "mtp.fc", "layers.0.linear_attn.in_proj_b")),
+        (weight_format(GPTQ, lm_head=True), (DOWN, "lm_head"), ()),
         (
-            packing(GPTQ, dynamic={"-:.*attn.*": {}, "lm_head": {}}),
+            weight_format(GPTQ, dynamic={"-:.*attn.*": {}, "lm_head": {}}),
             (DOWN,),
             ("layers.0.linear_attn.out_proj", "layers.3.self_attn.q_proj", "lm_head"),
         ),
         (
-            packing(GPTQ, modules_in_block_to_quantize=["mlp.down_proj"]),
+            weight_format(GPTQ, modules_in_block_to_quantize=["mlp.down_proj"]),
             (DOWN,),
             ("layers.0.mlp.up_proj",),
         ),
         (
-            packing(AWQ, modules_to_not_convert=["attn"]),
+            weight_format(AWQ, modules_to_not_convert=["attn"]),
             (DOWN,),
             ("layers.1.self_attn.q_proj", "lm_head"),
         ),
         (
-            packing(ROUND, block_name_to_quantize=BLOCKS, extra_config={".*up": {"bits": 16}}),
+            weight_format(
+                ROUND, block_name_to_quantize=BLOCKS, extra_config={".*up": {"bits": 16}}
+            ),
             (DOWN, "layers.0.linear_attn.in_proj_b"),
             ("layers.0.mlp.up_proj", "lm_head", "mtp.fc"),
         ),
-        (packing(ROUND, extra_config={"lm_head": {"bits": 8}}), (DOWN, "lm_head"), ("mtp.fc",)),
+        (
+            weight_format(ROUND, extra_config={"lm_head": {"bits": 8}}),
+            (DOWN, "lm_head"),
+            ("mtp.fc",),
+        ),
     ],
 )
 def test_settings_decide_alone_where_there_are_no_files(
@@ -299,7 +315,7 @@ def test_settings_decide_alone_where_there_are_no_files(
 
 def test_the_first_rule_that_matches_wins() -> None:
     rules = {"+:.*down.*": {"group_size": 64}, "-:.*mlp.*": {}, ".*": {"bits": 8}}
-    found = packing(GPTQ, dynamic=rules)
+    found = weight_format(GPTQ, dynamic=rules)
     options = [dict(one.options) for path in (DOWN, "layers.0.self_attn.q_proj")
                if (one := layout(found, path, *PACKED))]  # fmt: skip
     assert [(one["bits"], one["group"]) for one in options] == [(4, 64), (8, 128)]
@@ -307,12 +323,12 @@ def test_the_first_rule_that_matches_wins() -> None:
 
 
 def test_weights_that_differ_in_what_rows_share_are_not_fused() -> None:
-    found = packing(GPTQ, desc_act=True)
+    found = weight_format(GPTQ, desc_act=True)
     first = layout(found, "layers.0.self_attn.q_proj", *PACKED, "g_idx")
     second = layout(found, "layers.0.self_attn.k_proj", *PACKED, "g_idx")
     assert first is not None and second is not None and first != second
     assert first.options == second.options and dict(first.options)["g_idx"]
-    plain = packing(GPTQ)
+    plain = weight_format(GPTQ)
     assert layout(plain, DOWN, *PACKED) == layout(plain, "layers.0.mlp.up_proj", *PACKED)
     other = plain.layout(module(DOWN, *PACKED, scales="BF16"))
     assert other != layout(plain, DOWN, *PACKED)

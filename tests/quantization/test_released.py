@@ -293,8 +293,8 @@ RELEASES = {
 }  # fmt: skip
 
 
-def packing(release: Release) -> WeightFormat:
-    """The packing of its settings."""
+def weight_format(release: Release) -> WeightFormat:
+    """The weight format of its settings."""
     found = read_weight_format(release.settings)
     assert found is not None
     return found
@@ -323,7 +323,7 @@ def kind(layout: Layout | None) -> str:
 @pytest.mark.parametrize("name", RELEASES)
 def test_what_is_packed_stands_in_tensors_and_settings_alike(name: str) -> None:
     release = RELEASES[name]
-    found = packing(release)
+    found = weight_format(release)
     assert found.name == release.name
     for modules, tensors in release.packed.items():
         for one in modules:

@@ -20,7 +20,7 @@ LEFT = ("norm", "embed", "lm_head", "in_proj_a", "in_proj_b", "conv1d", "A_log",
 
 
 def rounded(weight: Tensor, method: str) -> Tensor:
-    """weight [N, K] as packing leaves it, row by row, in fp32."""
+    """weight [N, K] as its format stores it, row by row, in fp32."""
     n, k = weight.shape
     wide = weight.float().numpy()
     out = np.zeros((n, k), dtype=np.float32)
@@ -74,14 +74,14 @@ def test_answers_are_those_of_the_rounded_weights(plain: Path, tmp_path: Path, m
     name = {"fp8": "fp8-channel", "int8": "int8-channel", "int4": "int4-g128"}[method]
     assert llm.engine.plan.quantization == name
     assert f"/weights-float32+{name}/" in llm.engine.numerics
-    packed = {one["layer"] for one in llm.engine.explain()["layers"] if one["packing"]}
+    packed = {one["layer"] for one in llm.engine.explain()["layers"] if one["storage_format"]}
     assert packed == {f"layers.{i}" for i in range(4)}
 
 
 def test_a_plain_checkpoint_says_nothing_of_packing(plain: Path) -> None:
     llm = build(plain)
     assert "/weights-float32/" in llm.engine.numerics and llm.engine.plan.quantization is None
-    assert not any(one["packing"] for one in llm.engine.explain()["layers"])
+    assert not any(one["storage_format"] for one in llm.engine.explain()["layers"])
 
 
 @pytest.mark.parametrize("method", ["fp8", "int4"])
@@ -116,5 +116,5 @@ def test_what_cannot_be_rounded_is_refused(plain: Path, tmp_path: Path, value: f
     copy_files(plain, tmp_path)
     set_config(tmp_path, mtp_num_hidden_layers=1)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"layers\.3\.self_attn\.o_proj\.weight holds inf"):
+    with pytest.raises(CheckpointError, match=r"layers\.3\.self_attn\.o_proj\.weight has inf"):
         build(tmp_path, quantization="int8")

@@ -34,8 +34,8 @@ PATTERNS = [
 def test_names_that_a_pattern_matches(text: str) -> None:
     pattern = NamePattern(text)
     for module in MODULES:
-        assert pattern.begins(module) == any(re.match(text, name) for name in module.names)
-        assert pattern.stands_in(module) == any(re.search(text, name) for name in module.names)
+        assert pattern.match(module) == any(re.match(text, name) for name in module.names)
+        assert pattern.search(module) == any(re.search(text, name) for name in module.names)
 
 
 def test_patterns_that_are_looked_for_as_texts() -> None:

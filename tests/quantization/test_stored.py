@@ -45,20 +45,20 @@ def module_of(tensors: Tensors | None, n: int, k: int, path: str = PATH) -> Chec
 
 def read(settings: dict[str, Any]) -> WeightFormat:
     """The format of these settings."""
-    packing = read_weight_format(settings)
-    assert packing is not None
-    return packing
+    weight_format = read_weight_format(settings)
+    assert weight_format is not None
+    return weight_format
 
 
 def fill(
-    packing: WeightFormat, module: CheckpointLinear, tensors: Tensors, weight: QuantizedWeight
+    weight_format: WeightFormat, module: CheckpointLinear, tensors: Tensors, weight: QuantizedWeight
 ) -> list[str]:
     """Hands over the tensors that have a slot, in another order; returns what does not fit."""
     faults = []
-    slots = packing.sinks(module, weight)
+    slots = weight_format.sinks(module, weight)
     for suffix in sorted(tensors, reverse=True):
         if suffix not in slots:
-            assert suffix in packing.unused, suffix
+            assert suffix in weight_format.unused, suffix
             continue
         fault = slots[suffix].mismatch(tensors[suffix])
         if fault is None:
@@ -71,12 +71,12 @@ def fill(
 
 def loaded(settings: dict[str, Any], tensors: Tensors, n: int, k: int) -> Tensor:
     """The weight [n, k] in fp32 that these tensors give."""
-    packing = read(settings)
+    weight_format = read(settings)
     module = module_of(tensors, n, k)
-    layout = packing.layout(module)
+    layout = weight_format.layout(module)
     assert layout is not None
     weight = layout.empty(n, k, "cpu")
-    assert fill(packing, module, tensors, weight) == []
+    assert fill(weight_format, module, tensors, weight) == []
     return weight.dequantize(torch.float32)
 
 
@@ -94,13 +94,13 @@ def test_a_map_is_what_its_tensors_stand_for(name: str, shape: tuple[int, int]) 
 @pytest.mark.parametrize("name", CASES)
 def test_parts_of_a_fused_weight_are_filled_where_they_lie(name: str) -> None:
     case = CASES[name]
-    packing = read(case.settings)
+    weight_format = read(case.settings)
     parts = [case.write(n, 144, seed) for seed, n in enumerate((256, 128, 128))]
     modules = [
         module_of(part.tensors, len(part.value), 144, f"layers.0.self_attn.{name}")
         for part, name in zip(parts, ("q_proj", "k_proj", "v_proj"), strict=True)
     ]
-    layouts = [packing.layout(module) for module in modules]
+    layouts = [weight_format.layout(module) for module in modules]
     assert layouts[0] is not None
     fused = len(set(layouts)) == 1
     assert fused == ("weight_g_idx" not in parts[0].tensors)
@@ -110,7 +110,7 @@ def test_parts_of_a_fused_weight_are_filled_where_they_lie(name: str) -> None:
     begin = 0
     for part, module in zip(parts, modules, strict=True):
         end = begin + module.outputs
-        assert fill(packing, module, part.tensors, weight.rows(begin, end)) == []
+        assert fill(weight_format, module, part.tensors, weight.rows(begin, end)) == []
         begin = end
     assert torch.equal(weight.dequantize(torch.float32), torch.cat([part.value for part in parts]))
 
@@ -118,14 +118,14 @@ def test_parts_of_a_fused_weight_are_filled_where_they_lie(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_no_file_describes_is_laid_out_by_the_settings(name: str) -> None:
     case = CASES[name]
-    packing = read(case.settings)
-    layout = packing.layout(module_of(None, 192, 144))
+    weight_format = read(case.settings)
+    layout = weight_format.layout(module_of(None, 192, 144))
     stored = read(case.settings).layout(module_of(case.write(192, 144, 1).tensors, 192, 144))
     assert layout is not None and stored is not None
     assert layout.kind is stored.kind
     weight = layout.empty(192, 144, "cpu")
     weight.fill_dummy(torch.Generator().manual_seed(1))
-    assert packing.sinks(module_of(None, 192, 144), weight)
+    assert weight_format.sinks(module_of(None, 192, 144), weight)
 
 
 def signed(word: int) -> int:
@@ -180,12 +180,12 @@ def test_both_forms_of_nvfp4_are_the_same_weight() -> None:
     [((576, 7168), (5, 56)), ((2048, 7168), (16, 56)), ((10240, 5120), (80, 40))],
 )
 def test_blocks_of_real_maps(shape: tuple[int, int], blocks: tuple[int, int]) -> None:
-    packing = read(BLOCKS)
+    weight_format = read(BLOCKS)
     module = module_of(None, *shape)
-    layout = packing.layout(module)
+    layout = weight_format.layout(module)
     assert layout is not None
     weight = layout.empty(*shape, "meta")
-    assert packing.sinks(module, weight)["weight_scale_inv"].shape == blocks
+    assert weight_format.sinks(module, weight)["weight_scale_inv"].shape == blocks
 
 
 def test_shapes_of_real_maps() -> None:
@@ -265,14 +265,14 @@ def test_damaged_tensors_are_refused_in_plain_words(name: str) -> None:
     tensors.pop(suffix, None)
     if instead is not None:
         tensors[suffix] = instead
-    packing = read(CASES[case].settings)
+    weight_format = read(CASES[case].settings)
     module = module_of(tensors, 192, 144)
     try:
-        layout = packing.layout(module)
+        layout = weight_format.layout(module)
         assert layout is not None
         weight = layout.empty(192, 144, "cpu")
-        spare = [name for name in tensors if name not in packing.sinks(module, weight)]
-        message = "; ".join(spare or fill(packing, module, tensors, weight))
+        spare = [name for name in tensors if name not in weight_format.sinks(module, weight)]
+        message = "; ".join(spare or fill(weight_format, module, tensors, weight))
     except CheckpointError as error:
         message = str(error)
         assert message.endswith(".") and 40 < len(message) < 2000 and "\n" not in message
@@ -345,9 +345,9 @@ def test_a_packed_head_needs_no_word_in_the_settings() -> None:
     "entry", [PATH, f"model.{PATH}", f"model.language_model.{PATH}", "model.layers.0", "down_proj"]
 )
 def test_fp8_lists_name_modules_in_several_ways(entry: str) -> None:
-    packing = read({**BLOCKS, "modules_to_not_convert": [entry]})
-    assert packing.layout(module_of(PLAIN, 192, 144)) is None
-    assert packing.layout(module_of(None, 192, 144)) is None
+    weight_format = read({**BLOCKS, "modules_to_not_convert": [entry]})
+    assert weight_format.layout(module_of(PLAIN, 192, 144)) is None
+    assert weight_format.layout(module_of(None, 192, 144)) is None
     near = read({**BLOCKS, "modules_to_not_convert": [entry[:-1]]})
     assert near.layout(module_of(None, 192, 144)) is not None
 
@@ -361,9 +361,9 @@ def test_the_most_precise_target_decides() -> None:
         "name": {"targets": [f"model.{PATH}"], "weights": sixteen},
         "keys": {"targets": ["re:.*"], "weights": None},
     }
-    packing = read({**tensors_of("pack-quantized"), "config_groups": groups})
+    weight_format = read({**tensors_of("pack-quantized"), "config_groups": groups})
     found = [
-        packing.layout(module_of(None, 192, 144, path))
+        weight_format.layout(module_of(None, 192, 144, path))
         for path in ("layers.0.self_attn.q_proj", "layers.0.mlp.up_proj", PATH)
     ]
     options = [dict(one.options) for one in found if one is not None]
@@ -388,16 +388,18 @@ def test_the_most_precise_target_decides() -> None:
 )
 def test_wildcards_of_modelopt(entry: str, covers: bool) -> None:
     for more in ([], ["model.layers.0.mx*"]):
-        packing = read(modelopt("NVFP4", exclude_modules=[*more, entry]))
-        assert (packing.layout(module_of(None, 192, 144)) is None) == covers
+        weight_format = read(modelopt("NVFP4", exclude_modules=[*more, entry]))
+        assert (weight_format.layout(module_of(None, 192, 144)) is None) == covers
 
 
 def test_fp8_lists_hold_regular_expressions() -> None:
     """Of what a name begins with up to a dot, as transformers 5.24 reads them."""
 
     def left(*entries: str, path: str = PATH) -> bool:
-        packing = read({**BLOCKS, "modules_to_not_convert": list(entries)})
-        return packing.layout(module_of(PLAIN if path == PATH else None, 192, 144, path)) is None
+        weight_format = read({**BLOCKS, "modules_to_not_convert": list(entries)})
+        return (
+            weight_format.layout(module_of(PLAIN if path == PATH else None, 192, 144, path)) is None
+        )
 
     for entry in (
         r"model.layers.*.mlp.down_proj",
@@ -433,8 +435,8 @@ def test_of_targets_as_precise_the_first_by_the_alphabet_decides(
         "first": {"targets": first, "weights": {**four, "group_size": 32}},
         "second": {"targets": second, "weights": {**four, "group_size": 16}},
     }
-    packing = read({**tensors_of("pack-quantized"), "config_groups": groups})
-    layout = packing.layout(module_of(None, 192, 144))
+    weight_format = read({**tensors_of("pack-quantized"), "config_groups": groups})
+    layout = weight_format.layout(module_of(None, 192, 144))
     assert layout is not None and dict(layout.options)["group"] == group
 
 
@@ -542,11 +544,13 @@ def test_checkpoints_that_pack_keys_and_values_alone() -> None:
         modelopt(None, kv_cache_quant_algo="FP8"),
     )
     for one in settings:
-        packing = read(one)
-        assert packing.layout(module_of({"weight": torch.ones(192, 144)}, 192, 144)) is None
-        assert packing.notes[-1].endswith("and fp8 takes the scales")
+        weight_format = read(one)
+        assert weight_format.layout(module_of({"weight": torch.ones(192, 144)}, 192, 144)) is None
+        assert weight_format.notes[-1].endswith("and fp8 takes the scales")
         with pytest.raises(CheckpointError, match="asks for a weight that is not quantized"):
-            packing.layout(module_of(CASES["fp8 tensor"].write(192, 144, 2).tensors, 192, 144))
+            weight_format.layout(
+                module_of(CASES["fp8 tensor"].write(192, 144, 2).tensors, 192, 144)
+            )
     assert read(settings[2]).name == "modelopt"
     with pytest.raises(CheckpointError, match=r"\['group_0'\].format='dense' is not allowed"):
         read({**ints(), "format": "dense"})

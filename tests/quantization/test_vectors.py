@@ -11,7 +11,7 @@ from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import IntWeight
 from lockstep.quantization import CheckpointLinear, TensorInfo, WeightFormat, read_weight_format
 from lockstep.quantization.awq import SHIFTS
-from lockstep.quantization.integers import ascending, unpacked_words
+from lockstep.quantization.integers import ascending, unpack_words
 from tests.quantization.disk import AWQ_ORDER, Codes, awq, draw, gptq, words_along
 
 NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32"}
@@ -24,7 +24,7 @@ def word(text: str) -> Tensor:
 
 def codes_in(text: str, shifts: tuple[int, ...], bits: int = 4) -> list[int]:
     """The codes of a word."""
-    return unpacked_words(word(text), shifts, bits, dim=1)[0].tolist()
+    return unpack_words(word(text), shifts, bits, dim=1)[0].tolist()
 
 
 def test_the_words_of_gptq() -> None:
@@ -53,23 +53,23 @@ def module(
     return CheckpointLinear(path, (f"model.{path}", path), n, k, infos)
 
 
-def packing(method: str, **settings: object) -> WeightFormat:
-    """The packing of these settings."""
+def weight_format(method: str, **settings: object) -> WeightFormat:
+    """The weight format of these settings."""
     found = read_weight_format({"quant_method": method, **settings})
     assert found is not None
     return found
 
 
-def loaded(packing: WeightFormat, n: int, k: int, tensors: dict[str, Tensor]) -> IntWeight:
+def loaded(weight_format: WeightFormat, n: int, k: int, tensors: dict[str, Tensor]) -> IntWeight:
     """The weight that a module's tensors fill, within a larger one."""
     read = module(n, k, tensors)
-    layout = packing.layout(read)
+    layout = weight_format.layout(read)
     assert layout is not None
     around = layout.empty(n + 11, k, "cpu")
     for tensor in around.tensors().values():
         tensor.zero_()
     weight = around.rows(3, 3 + n)
-    slots = packing.sinks(read, weight)
+    slots = weight_format.sinks(read, weight)
     assert slots.keys() == tensors.keys()
     for name, slot in slots.items():
         assert slot.mismatch(tensors[name]) is None, name
@@ -93,7 +93,7 @@ def test_gptq(bits: int, group: int, sym: bool, version: int) -> None:
     k = 136
     codes = draw(n, k, bits, group, sym=sym, dtype=torch.bfloat16)
     form = {1: "gptq", 2: "gptq_v2"}[version]
-    found = packing("gptq", bits=bits, group_size=group, sym=sym, checkpoint_format=form)
+    found = weight_format("gptq", bits=bits, group_size=group, sym=sym, checkpoint_format=form)
     weight = loaded(found, n, k, gptq(codes, less=2 - version))
     same(weight, codes)
     assert (weight.zeros is None) == sym and weight.g_idx is None
@@ -103,7 +103,7 @@ def test_gptq(bits: int, group: int, sym: bool, version: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gptq_with_its_columns_in_any_group(dtype: torch.dtype) -> None:
     codes = draw(24, 100, 4, 32, shuffle=True, dtype=dtype)
-    found = packing("gptq", bits=4, group_size=32, sym=True, desc_act=True)
+    found = weight_format("gptq", bits=4, group_size=32, sym=True, desc_act=True)
     weight = loaded(found, 24, 100, gptq(codes))
     same(weight, codes)
     assert weight.g_idx is not None and weight.scales.dtype == dtype
@@ -115,18 +115,18 @@ def test_groups_that_were_chosen_before_have_no_order(settings: dict[str, Any]) 
     whatever came first."""
     codes = draw(24, 100, 4, 32)
     base = dict(bits=4, group_size=32, sym=True, desc_act=True)
-    weight = loaded(packing("gptq", **base, **settings), 24, 100, gptq(codes))
+    weight = loaded(weight_format("gptq", **base, **settings), 24, 100, gptq(codes))
     assert isinstance(weight, IntWeight) and weight.g_idx is None
     same(weight, codes)
     told = {"meta": {"static_groups": False}, "dynamic": {".*": {"static_groups": True}}}
     for more, ordered in (({"meta": {"static_groups": False}}, True), (told, False)):
-        layout = packing("gptq", **base, **more).layout(module(24, 100, gptq(codes)))
+        layout = weight_format("gptq", **base, **more).layout(module(24, 100, gptq(codes)))
         assert layout is not None and dict(layout.options)["g_idx"] is ordered
 
 
 def test_all_columns_in_one_group_have_no_order() -> None:
     codes = draw(24, 40, 4, -1)
-    found = packing("gptq", bits=4, group_size=-1, sym=True, desc_act=True)
+    found = weight_format("gptq", bits=4, group_size=-1, sym=True, desc_act=True)
     weight = loaded(found, 24, 40, gptq(codes))
     same(weight, codes)
     assert weight.g_idx is None
@@ -138,7 +138,7 @@ def test_an_order_that_is_none(order: str) -> None:
     tensors = gptq(codes, g_idx=order != "absent")
     if order == "zeros":
         tensors["g_idx"].zero_()
-    same(loaded(packing("gptq", bits=4, group_size=32, sym=True), 8, 72, tensors), codes)
+    same(loaded(weight_format("gptq", bits=4, group_size=32, sym=True), 8, 72, tensors), codes)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
@@ -147,7 +147,7 @@ def test_awq(group: int, zero_point: bool) -> None:
     n = 21
     k = 136
     codes = draw(n, k, 4, group, sym=not zero_point)
-    found = packing("awq", w_bit=4, q_group_size=group, zero_point=zero_point, version="GEMM")
+    found = weight_format("awq", w_bit=4, q_group_size=group, zero_point=zero_point, version="GEMM")
     same(loaded(found, n, k, awq(codes)), codes)
 
 
@@ -165,7 +165,7 @@ def test_awq(group: int, zero_point: bool) -> None:
 def test_auto_round(method: str, sym: bool, form: str, less: int | None) -> None:
     codes = draw(40, 72, 4, 32, sym=sym)
     tensors = awq(codes) if less is None else gptq(codes, less, g_idx=form.endswith("model"))
-    found = packing(method, bits=4, group_size=32, sym=sym, packing_format=form, iters=200)
+    found = weight_format(method, bits=4, group_size=32, sym=sym, packing_format=form, iters=200)
     same(loaded(found, 40, 72, tensors), codes)
 
 
@@ -189,23 +189,23 @@ def test_how_older_versions_of_auto_round_name_their_tensors(
     codes = draw(40, 72, 4, 32, sym=sym)
     tensors = awq(codes) if less is None else gptq(codes, less, g_idx=False)
     settings = {"bits": 4, "group_size": 32, "sym": sym, setting: form}
-    found = packing("intel/auto-round", **settings, autoround_version="0.4.3")
+    found = weight_format("intel/auto-round", **settings, autoround_version="0.4.3")
     same(loaded(found, 40, 72, tensors), codes)
 
 
 def test_rounded_activations_of_auto_round_are_a_note() -> None:
-    found = packing("auto-round", bits=4, group_size=32, sym=True, act_bits=8)
+    found = weight_format("auto-round", bits=4, group_size=32, sym=True, act_bits=8)
     assert found.notes == (
         "quantization_config.act_bits=8 is not followed: activations are not rounded",
     )
-    assert packing("auto-round", bits=4, sym=True, act_bits=16).notes == ()
+    assert weight_format("auto-round", bits=4, sym=True, act_bits=16).notes == ()
 
 
 def test_large_weights_are_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.kernels.formats.weights.quantized_weight.CHUNK", 1000)
     codes = draw(53, 72, 4, 32, sym=False)
-    same(loaded(packing("gptq", bits=4, group_size=32), 53, 72, gptq(codes)), codes)
-    same(loaded(packing("awq", bits=4, group_size=32), 53, 72, awq(codes)), codes)
+    same(loaded(weight_format("gptq", bits=4, group_size=32), 53, 72, gptq(codes)), codes)
+    same(loaded(weight_format("awq", bits=4, group_size=32), 53, 72, awq(codes)), codes)
 
 
 def test_zero_points_of_zero_borrow() -> None:
@@ -214,7 +214,7 @@ def test_zero_points_of_zero_borrow() -> None:
     codes.zeros[:] = 0
     tensors = gptq(codes)
     assert tensors["qzeros"].equal(word("0xeeeeeeef"))
-    same(loaded(packing("gptq", bits=4, group_size=32), 8, 32, tensors), codes)
+    same(loaded(weight_format("gptq", bits=4, group_size=32), 8, 32, tensors), codes)
 
 
 def test_sizes_of_a_real_checkpoint() -> None:
@@ -224,7 +224,7 @@ def test_sizes_of_a_real_checkpoint() -> None:
         "awq": [((5120, 2176), (40, 2176), (40, 17408)), ((17408, 640), (136, 640), (136, 5120))],
     }
     for method, sizes in cases.items():
-        found = packing(method, bits=4, group_size=128)
+        found = weight_format(method, bits=4, group_size=128)
         for (n, k), expected in zip(((17408, 5120), (5120, 17408)), sizes, strict=True):
             read = module(n, k, None)
             layout = found.layout(read)
@@ -283,7 +283,7 @@ def test_blocks_of_rows_move_whole_or_not_at_all() -> None:
 STATIC = {"desc_act": True, "static_groups": True}
 DAMAGES = {
     "zeros": ("qzeros", lambda t: t.fill_(0x33333333), "symmetric", {}),
-    "one zero": ("qzeros", lambda t: t[0].fill_(0), "holds zero points other than 8", {}),
+    "one zero": ("qzeros", lambda t: t[0].fill_(0), "has zero points other than 8", {}),
     "infinite": ("scales", lambda t: t.fill_(torch.inf), "infinities or NaN", {}),
     "nan": ("scales", lambda t: t[1, 2].fill_(torch.nan), "infinities or NaN", {}),
     "order": ("g_idx", lambda t: t[0].fill_(1), "has no desc_act, or static_groups", {}),
@@ -300,7 +300,7 @@ def test_what_tensors_cannot_hold_is_refused(damage: str) -> None:
     name, spoil, told, settings = DAMAGES[damage]
     codes = draw(8, 72, 4, 32)
     tensors = {**gptq(codes), "bias": torch.zeros(8)}
-    found = packing("gptq", bits=4, group_size=32, sym=True, **settings)
+    found = weight_format("gptq", bits=4, group_size=32, sym=True, **settings)
     same(loaded(found, 8, 72, tensors), codes)
     spoil(tensors[name])
     with pytest.raises(CheckpointError, match=told) as caught:
@@ -311,7 +311,7 @@ def test_what_tensors_cannot_hold_is_refused(damage: str) -> None:
 def test_a_slot_says_what_shape_it_wants() -> None:
     codes = draw(8, 72, 4, 32)
     tensors = gptq(codes)
-    found = packing("gptq", bits=4, group_size=64, sym=True)
+    found = weight_format("gptq", bits=4, group_size=64, sym=True)
     read = module(8, 72, tensors)
     layout = found.layout(read)
     assert layout is not None

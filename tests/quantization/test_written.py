@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.quantization.test_vectors import loaded, packing
+from tests.quantization.test_vectors import loaded, weight_format
 
 WRITTEN = Path(__file__).parent / "data" / "integers.safetensors"
 
@@ -31,5 +31,5 @@ def test_what_the_tools_packed_themselves(name: str) -> None:
         }
     value = tensors.pop("value")
     method = settings.pop("quant_method")
-    weight = loaded(packing(method, **settings), *value.shape, tensors)
+    weight = loaded(weight_format(method, **settings), *value.shape, tensors)
     assert torch.equal(weight.dequantize(torch.float16), value)

@@ -305,7 +305,7 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_random_walk(state: bool, query_len: int, policy: str, ahead: int) -> None:
+def test_row_table_random_walk(state: bool, query_len: int, policy: str, ahead: int) -> None:
     base = 100 * (ahead + 3 * state + 6 * query_len) + len(policy)
     scheds = [walk(base + i, 210, state, query_len, policy, ahead) for i in range(4)]
     assert sum(s.cache.hit_tokens for s in scheds) > 0

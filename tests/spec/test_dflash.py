@@ -84,7 +84,7 @@ def test_taps_are_spread_where_none_are_named(targets: dict[str, Any], tmp_path:
     path.write_text(json.dumps(raw))
     seen = Seen(create)
     make_engine(folder, tmp_path / "draft", 3, CheckHooks(drafter=seen.create))
-    assert seen.context.module.taps == (2, 3)
+    assert seen.context.module.aux_hidden_layers == (2, 3)
 
 
 def within(**changes: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def within(**changes: Any) -> dict[str, Any]:
         (within(output_multiplier=0.2), "output_multiplier=0.2"),
     ],
 )
-def test_what_is_not_built_is_refused(
+def test_unsupported_settings_are_refused(
     targets: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     make_block_model(tmp_path / "draft", VOCAB, HIDDEN, TAPS, **changes)

@@ -121,7 +121,7 @@ def test_another_number_of_drafts_in_every_step(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_replayed_step_of_null_rows_changes_no_row(folders: dict[str, Any], method: str) -> None:
+def test_replay_of_null_rows_changes_no_row(folders: dict[str, Any], method: str) -> None:
     own = folders["dense"]
     where = {"drafts_with": own[method], "row_buckets": BUCKETS}
     llm = engine_over(own["target"], METHODS[method], 15, **where, **GPU)

@@ -271,7 +271,7 @@ def test_layers_may_be_named_by_what_they_leave(targets: dict[str, Any], tmp_pat
     make_head(tmp_path / "behind", VOCAB, HIDDEN, eagle_config={ids: [1, 3, 5]})
     front = drafts_with(folder, tmp_path / "front")
     assert drafts_with(folder, tmp_path / "behind") != front
-    behind = drafts_with(folder, tmp_path / "behind", options={"taps_behind_layers": True})
+    behind = drafts_with(folder, tmp_path / "behind", options={"aux_hidden_layer_outputs": True})
     assert behind == front
 
 
@@ -345,7 +345,7 @@ def test_a_damaged_head_is_refused(
         ({"draft_vocab_size": VOCAB + 1}, "1 to vocab_size"),
         ({"parallel_drafting": True}, "parallel_drafting"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        ({"num_aux_hidden_states": 2}, "one for each tap"),
+        ({"num_aux_hidden_states": 2}, "one for each layer id"),
         *(
             ({"eagle_aux_hidden_state_layer_ids": ids}, "ascending numbers of layers, 0 to 7")
             for ids in ([2, 2, 3], [3, 8], [-1, 2], ["2"], [True])
@@ -374,7 +374,9 @@ def test_outputs_of_the_last_layer_are_the_last_that_may_be_named(
     ids = {"eagle_aux_hidden_state_layer_ids": [1, LAYERS]}
     make_head(tmp_path / "head", VOCAB, HIDDEN, eagle_config=ids)
     with pytest.raises(CheckpointError, match="0 to 6"):
-        make_engine(targets["Llama"][0], tmp_path / "head", options={"taps_behind_layers": True})
+        make_engine(
+            targets["Llama"][0], tmp_path / "head", options={"aux_hidden_layer_outputs": True}
+        )
 
 
 def test_a_head_must_be_named_and_be_there(targets: dict[str, Any], tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def test_a_packed_head_that_a_draft_knows_in_part(tmp_path: Path, where: str) ->
         warnings.simplefilter("error")
         done = CliRunner().invoke(app, (*asked, "--json"), catch_exceptions=False)
     found = json.loads(done.stdout)
-    heads = {(one["layer"], one["size"], one["packing"]) for one in found["layers"] if one["size"]}
+    heads = {
+        (one["layer"], one["size"], one["storage_format"]) for one in found["layers"] if one["size"]
+    }
     assert ("head", "8192x256", "Fp4Weight()") in heads
     assert ("draft", "4096x256", "") in heads

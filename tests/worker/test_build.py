@@ -1,4 +1,5 @@
-"""What stands before a request comes: steps that warm up are steps that a schedule could bring."""
+"""Engine construction: warm-up steps are possible schedules, and hooks replace the drafter and the
+draft policy."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,11 @@ from lockstep.worker.build import largest_prompts, numerics
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from tests.tiny_model import make_model
-from tests.worker.walk import make_plan
+from tests.worker.row_table_model import make_plan
 
 
 @pytest.mark.parametrize(
-    ("most", "rows", "budget", "lengths"),
+    ("maximum", "rows", "budget", "lengths"),
     [
         (40, 5, 40, [40]),
         (40, 5, 64, [40, 24]),
@@ -29,11 +30,9 @@ from tests.worker.walk import make_plan
         (40, 1, 64, [40]),
     ],
 )
-def test_the_largest_prompts_are_no_longer_than_rows(
-    most: int, rows: int, budget: int, lengths: list[int]
-) -> None:
+def test_largest_prompts_fit_rows(maximum: int, rows: int, budget: int, lengths: list[int]) -> None:
     plan = replace(
-        make_plan(1), max_model_len=most, max_num_seqs=rows, max_num_batched_tokens=budget
+        make_plan(1), max_model_len=maximum, max_num_seqs=rows, max_num_batched_tokens=budget
     )
     assert largest_prompts(plan) == lengths
 
@@ -46,8 +45,8 @@ def test_the_largest_prompts_are_no_longer_than_rows(
         pytest.param("cuda", {"max_num_batched_tokens": 16384}, marks=pytest.mark.gpu),
     ],
 )
-def test_rows_shorter_than_a_page_or_than_a_step(device: str, settings: dict[str, int]) -> None:
-    """Warm-up and measuring stay within rows as long as rows may be."""
+def test_max_model_len_below_a_page_or_a_step(device: str, settings: dict[str, int]) -> None:
+    """Warm-up and profiling stay within max_model_len."""
     llm = LLM(device=device, **{"max_model_len": 500, "max_num_seqs": 3, **settings})
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 3, params)
@@ -57,23 +56,23 @@ def test_rows_shorter_than_a_page_or_than_a_step(device: str, settings: dict[str
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Settings of a tiny model with random weights."""
+    """Return settings of a tiny model with random weights."""
     folder = make_model(tmp_path_factory.mktemp("tiny"))
     common = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu"}
     return {"model": str(folder), "max_model_len": 128, "max_num_seqs": 2, **common}
 
 
-def test_an_llm_over_an_engine_answers_as_one_that_builds_its_own(tiny: dict[str, Any]) -> None:
+def test_llm_over_engine_equals_llm_with_own_engine(tiny: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     engine = build_engine(EngineConfig.read(**tiny), hooks=CheckHooks(preempt_every=2))
-    over, own = (
+    over, mine = (
         llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)[0].outputs[0].token_ids
         for llm in (LLM.over(engine), LLM(**tiny))
     )
-    assert over == own and engine.scheduler.preemptions > 0
+    assert over == mine and engine.scheduler.preemptions > 0
 
 
-def test_a_hook_takes_the_place_of_the_drafter_and_of_who_chooses(tiny: dict[str, Any]) -> None:
+def test_hooks_replace_drafter_and_draft_policy(tiny: dict[str, Any]) -> None:
     config = EngineConfig.read(speculative_config={"method": "mtp"}, **tiny)
     hooks = CheckHooks(drafter=OracleDrafter, draft_policy=RandomDraftLength)
     engine = build_engine(config, hooks=hooks)
@@ -82,13 +81,13 @@ def test_a_hook_takes_the_place_of_the_drafter_and_of_who_chooses(tiny: dict[str
     assert engine.plan.draft_lengths == (0, 1, 3) and engine.plan.query_len == 4
 
 
-def test_a_drafter_without_a_number_of_drafts_is_refused(tiny: dict[str, Any]) -> None:
+def test_hook_drafter_without_speculative_config_is_refused(tiny: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="CheckHooks needs a speculative_config"):
         build_engine(EngineConfig.read(**tiny), hooks=CheckHooks(drafter=OracleDrafter))
 
 
-def test_triton_is_in_the_numerics_of_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numerics_name_triton_only_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    found = numerics("cuda", torch.bfloat16)
-    assert found.startswith("sm90/weights-bfloat16/") and "/triton-" in found
+    actual = numerics("cuda", torch.bfloat16)
+    assert actual.startswith("sm90/weights-bfloat16/") and "/triton-" in actual
     assert "triton" not in numerics("cpu", torch.float32)

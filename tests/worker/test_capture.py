@@ -1,4 +1,4 @@
-"""The guard's own logic: whose fault it was, what memory is a step's own, hooks put back."""
+"""Capture checks: the blamed op, memory outside the graph's pool, and restored hooks."""
 
 import ctypes
 import sys
@@ -32,7 +32,7 @@ from tests.tiny_model import make_model
 
 
 class Inner(nn.Module):
-    """Calls what it is given."""
+    """Module that calls the given function."""
 
     def __init__(self, call):
         super().__init__()
@@ -43,7 +43,7 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """Modules by name, one in another."""
+    """Nested modules with names."""
 
     def __init__(self, call):
         super().__init__()
@@ -63,51 +63,51 @@ def faulty_silu_mul(gate_up: Tensor) -> Tensor:
     return helper(gate_up)
 
 
-def blamed(call, *arguments) -> str:
+def fault_of(call, *arguments) -> str:
     with pytest.raises(Exception) as caught:
         call(*arguments)
     return describe_fault(caught.value)
 
 
-def test_the_op_its_layer_and_the_line_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_names_op_layer_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend(faulty_silu_mul, lambda **traits: None)
     monkeypatch.setitem(silu_mul.backends, "faulty", backend)
-    found = blamed(Outer(silu_mul.backends[silu_mul.choose()].run), torch.ones(2, 4))
-    assert found.startswith("op silu_mul of blocks.1 (")
-    assert "test_capture.py:" in found and 'in helper: raise Fault("does what' in found
+    actual = fault_of(Outer(silu_mul.backends[silu_mul.choose()].run), torch.ones(2, 4))
+    assert actual.startswith("op silu_mul of blocks.1 (")
+    assert "test_capture.py:" in actual and 'in helper: raise Fault("does what' in actual
 
 
-def test_a_file_of_the_package_is_named_from_its_root() -> None:
-    found = blamed(Outer(silu_mul), torch.ones(2, 5))
-    assert found.startswith("op silu_mul of blocks.1 (kernels/activations/contract.py:")
+def test_fault_in_package_has_relative_path() -> None:
+    actual = fault_of(Outer(silu_mul), torch.ones(2, 5))
+    assert actual.startswith("op silu_mul of blocks.1 (kernels/activations/contract.py:")
 
 
-def test_outside_of_any_op_the_function_is_named() -> None:
-    """A line of ours that only calls torch is to describe_fault, not torch."""
+def test_fault_outside_ops_names_function() -> None:
+    """A line of this project that only calls torch is named, not torch's own line."""
 
     def shape(x: Tensor) -> Tensor:
         return x.view(7)
 
-    found = blamed(Outer(shape), torch.ones(4))
-    assert found.startswith("test_outside_of_any_op_the_function_is_named.<locals>.shape of blocks")
-    assert "return x.view(7)" in found
-    assert blamed(helper, torch.ones(4)).startswith("helper (")
+    actual = fault_of(Outer(shape), torch.ones(4))
+    assert actual.startswith("test_fault_outside_ops_names_function.<locals>.shape of blocks")
+    assert "return x.view(7)" in actual
+    assert fault_of(helper, torch.ones(4)).startswith("helper (")
 
 
-def test_memory_of_the_host_is_not_a_steps_own() -> None:
+def test_host_allocation_in_step_is_a_fault() -> None:
     x = torch.ones(4)
     with OwnMemory((0, 1), stream=None):
         x.add_(1).view(2, 2).t()
         x.sum()
         torch.empty(0)
-        for made in (lambda: x + 1, lambda: torch.empty(3), lambda: x.cumsum(0)):
+        for result in (lambda: x + 1, lambda: torch.empty(3), lambda: x.cumsum(0)):
             with pytest.raises(Fault, match=r"takes \d+ bytes on cpu outside of the graph's pool"):
-                made()
+                result()
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
-def test_a_pools_number_outlives_what_torch_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 gives back a reference to each number of the id that it never took."""
+def test_pool_id_refcount_survives_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 releases a reference to each number of the id that it never acquired."""
 
     def snapshot(pool: tuple[int, int]) -> list[dict[str, int]]:
         for number in pool:
@@ -122,25 +122,25 @@ def test_a_pools_number_outlives_what_torch_gives_back(monkeypatch: pytest.Monke
     assert after == before
 
 
-def test_triton_is_refused_to_compile_and_then_asked_as_before(
+def test_no_compiling_refuses_and_restores_hook(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from triton import knobs
 
-    asked = []
-    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: asked.append(what))
+    requested = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: requested.append(what))
     with no_compiling(), pytest.raises(Fault, match="compiles the kernel attend"):
         knobs.runtime.jit_cache_hook(key="", fn=SimpleNamespace(name="attend"))
     knobs.runtime.jit_cache_hook(key="")
-    assert asked == [{"key": ""}]
+    assert requested == [{"key": ""}]
 
 
-def test_all_but_the_mixers_is_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces are a layer's sublayers without their mixers; the answer does not change."""
+def test_piecewise_graphs_exclude_mixers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are a layer's sublayers without their mixers; the output does not change."""
     inside: list[str] = []
     called: list[tuple[str, int]] = []
 
-    def recorded(fn: Any, pool: Any, wanted: Any, name: str) -> Any:
+    def recorded_piece(fn: Any, pool: Any, wanted_value: Any, name: str) -> Any:
         def piece(x: Tensor, delta: Tensor | None, index: int, ctx: StepContext) -> Any:
             called.append((name, index))
             inside.append(name)
@@ -151,7 +151,7 @@ def test_all_but_the_mixers_is_in_pieces(tmp_path: Path, monkeypatch: pytest.Mon
 
         return piece
 
-    def watched(kind: type[nn.Module], within: bool) -> None:
+    def watch_forward(kind: type[nn.Module], within: bool) -> None:
         forward = kind.forward
 
         def run(self: nn.Module, *arguments: Any) -> Any:
@@ -166,26 +166,26 @@ def test_all_but_the_mixers_is_in_pieces(tmp_path: Path, monkeypatch: pytest.Mon
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     prompt = {"prompt_token_ids": list(range(9))}
     expected = llm.generate(prompt, params)[0].outputs[0].token_ids
-    monkeypatch.setattr(capture, "Captured", recorded)
+    monkeypatch.setattr(capture, "Captured", recorded_piece)
     capture.capture_pieces(worker_of(llm.engine).model, None, [1])
     for mixer in (Attention, GatedDeltaNet):
-        watched(mixer, False)
-    watched(GatedMLP, True)
+        watch_forward(mixer, False)
+    watch_forward(GatedMLP, True)
     assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
     step = [(f"blocks.{layer}.tokenwise", half) for layer in range(4) for half in range(2)]
     assert called == step * 3
 
 
-def test_each_half_of_a_uniform_step_has_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """decide is keyed by what forward left, which a graph leaves in the same place every time."""
-    recorded: dict[str, set[Any]] = {"forward": set(), "decide": set()}
+def test_forward_and_decide_have_graphs_for_uniform_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """decide is keyed by forward's output, which a graph always leaves at the same address."""
+    recorded_piece: dict[str, set[Any]] = {"forward": set(), "decide": set()}
     kept: dict[Any, Any] = {}
 
-    def captured(fn: Any, pool: Any, wanted: Any, name: str) -> Any:
+    def captured(fn: Any, pool: Any, expected: Any, name: str) -> Any:
         def face(argument: Any) -> Any:
-            if not wanted((argument,)):
+            if not expected((argument,)):
                 return fn(argument)
-            recorded[name].add(argument)
+            recorded_piece[name].add(argument)
             return kept.setdefault((name, argument), fn(argument))
 
         return face
@@ -201,7 +201,9 @@ def test_each_half_of_a_uniform_step_has_a_graph(monkeypatch: pytest.MonkeyPatch
     for shape in (StepShape.uniform(1, 2), StepShape.uniform(3, 1), StepShape(1, 5, 5, True)):
         for _ in range(2):
             run_step(shape, lambda: order.append("between"))
-    assert recorded["forward"] == {StepShape.uniform(1, 2), StepShape.uniform(3, 1)}
-    assert {str(left) for left in recorded["decide"]} == {str(s) for s in recorded["forward"]}
-    assert len(recorded["decide"]) == 2
+    assert recorded_piece["forward"] == {StepShape.uniform(1, 2), StepShape.uniform(3, 1)}
+    assert {str(remaining) for remaining in recorded_piece["decide"]} == {
+        str(s) for s in recorded_piece["forward"]
+    }
+    assert len(recorded_piece["decide"]) == 2
     assert order[:2] == ["between", "decide"]

@@ -1,4 +1,4 @@
-"""On a GPU: graph none = piecewise = full, bit for bit, with and without drafts."""
+"""On a GPU, cuda_graph_mode none, piecewise and full give equal bits, with and without drafts."""
 
 import gc
 import re
@@ -55,7 +55,7 @@ Answer = list[Any]
 
 
 def build(dtype: str, drafter: str, graph: str, preempt_every: int = 0, **settings: Any) -> LLM:
-    """The bundled model with few pages, and every bucket that the batches below fall into."""
+    """Return the bundled model with few pages, and every bucket that the batches below use."""
     policy = RandomDraftLength if drafter == "changing" else None
     config = EngineConfig.read(
         device=DEVICE,
@@ -69,26 +69,27 @@ def build(dtype: str, drafter: str, graph: str, preempt_every: int = 0, **settin
     return LLM.over(build_engine(config, hooks=hooks))
 
 
-def ask(llm: LLM) -> list[Answer]:
-    """Token ids and log-probability bits: alone, in a padded batch, and with a long prompt."""
+def generate_batches(llm: LLM) -> list[Answer]:
+    """Return token ids and log-probability bits of single requests, a padded batch, and a long
+    prompt."""
     prompts = short_prompts(llm)
     batches = [prompts[:1], prompts[1:4], [*prompts, long_prompt(llm, 500)]]
-    told = []
+    received = []
     for batch in batches:
         params = [KINDS[i % len(KINDS)] for i in range(len(batch))]
         outs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params)
-        told += [answer(out.outputs[0]) for out in outs]
-    return told
+        received += [answer(out.outputs[0]) for out in outs]
+    return received
 
 
 def answer(output: Any) -> Answer:
-    """Each token with the bits of its log-probabilities."""
+    """Return each token with the bits of its log-probabilities."""
     entries = zip(output.token_ids, output.logprobs, strict=True)
     return [(token, [(i, x.logprob.hex()) for i, x in entry.items()]) for token, entry in entries]
 
 
-def recorded(llm: LLM) -> int:
-    """How many graphs the engine holds."""
+def num_graphs(llm: LLM) -> int:
+    """Return the number of recorded graphs of the engine."""
     runner = worker_of(llm.engine)
     faces: list[Any] = [*runner.run_step]
     for module in runner.model.modules():
@@ -97,8 +98,8 @@ def recorded(llm: LLM) -> int:
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[str, list[Answer]]:
-    """Per dtype: what the model says eagerly and without drafts."""
+def expected_answers() -> dict[str, list[Answer]]:
+    """Return a cache, by dtype, of the eager answers without drafts."""
     return {}
 
 
@@ -106,18 +107,18 @@ def known() -> dict[str, list[Answer]]:
 @pytest.mark.parametrize("graph", ["none", "piecewise", "full"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_graphs_change_no_bit(
-    known: dict[str, list[Answer]], dtype: str, graph: str, drafter: str
+    expected_answers: dict[str, list[Answer]], dtype: str, graph: str, drafter: str
 ) -> None:
-    if dtype not in known:
-        known[dtype] = ask(build(dtype, "none", "none"))
+    if dtype not in expected_answers:
+        expected_answers[dtype] = generate_batches(build(dtype, "none", "none"))
     llm = build(dtype, drafter, graph)
     layers = worker_of(llm.engine).model.config.layer_types  # type: ignore[union-attr]
     shapes = list(product(BUCKETS, llm.engine.plan.draft_lengths))
-    pieces = 2 * len(layers) * len({rows * (k + 1) for rows, k in shapes})
-    graphs = {"none": 0, "piecewise": pieces, "full": 2 * len(shapes)}
-    assert recorded(llm) == graphs[graph]
-    assert ask(llm) == known[dtype]
-    assert recorded(llm) == graphs[graph], "every graph is recorded in the warm-up"
+    chunks = 2 * len(layers) * len({rows * (k + 1) for rows, k in shapes})
+    graphs = {"none": 0, "piecewise": chunks, "full": 2 * len(shapes)}
+    assert num_graphs(llm) == graphs[graph]
+    assert generate_batches(llm) == expected_answers[dtype]
+    assert num_graphs(llm) == graphs[graph], "every graph is recorded in the warm-up"
     stats = llm.engine.refresh_stats()
     assert bool(stats.accepted_tokens_total) == (drafter != "none")
 
@@ -133,19 +134,19 @@ def test_graphs_change_no_bit(
     ids=str,
 )
 @pytest.mark.parametrize("drafter", ["none", "mtp"])
-def test_full_graphs_under_other_settings_change_no_bit(
-    known: dict[str, list[Answer]], drafter: str, settings: dict[str, Any]
+def test_full_graphs_with_other_settings_change_no_bit(
+    expected_answers: dict[str, list[Answer]], drafter: str, settings: dict[str, Any]
 ) -> None:
-    if "bfloat16" not in known:
-        known["bfloat16"] = ask(build("bfloat16", "none", "none"))
+    if "bfloat16" not in expected_answers:
+        expected_answers["bfloat16"] = generate_batches(build("bfloat16", "none", "none"))
     llm = build("bfloat16", drafter, "full", **settings)
-    assert ask(llm) == known["bfloat16"]
+    assert generate_batches(llm) == expected_answers["bfloat16"]
     if "preempt_every" in settings:
         assert llm.engine.refresh_stats().preemptions_total > 5
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_replayed_step_of_null_rows_changes_no_row(drafter: str) -> None:
+def test_replay_of_null_rows_changes_no_row(drafter: str) -> None:
     llm = build("bfloat16", drafter, "full")
     runner = worker_of(llm.engine)
     before = [tensor[1:].clone() for tensor in runner.table.row_tensors()]
@@ -159,7 +160,7 @@ def test_a_replayed_step_of_null_rows_changes_no_row(drafter: str) -> None:
     assert not runner.table.computed.any() and not runner.table.folded.any()
 
 
-def test_graphs_of_a_dropped_engine_are_not_destroyed_in_a_capture() -> None:
+def test_dropped_graphs_are_not_destroyed_during_capture() -> None:
     llm = build("bfloat16", "none", "full")
     cycle: list[Any] = [llm]
     cycle.append(cycle)
@@ -170,7 +171,7 @@ def test_graphs_of_a_dropped_engine_are_not_destroyed_in_a_capture() -> None:
         llm = build("bfloat16", "mtp", "full")
     finally:
         gc.set_threshold(*usual)
-    assert gc.isenabled() and recorded(llm) == 2 * len(BUCKETS)
+    assert gc.isenabled() and num_graphs(llm) == 2 * len(BUCKETS)
 
 
 def wait(x: Tensor) -> None:
@@ -198,28 +199,29 @@ FAULTS = {
 }
 
 
-def served_by(monkeypatch: pytest.MonkeyPatch, also: Callable[[Tensor], None]) -> None:
-    """silu_mul's backend does something besides."""
+def patch_silu_mul(monkeypatch: pytest.MonkeyPatch, side_effect: Callable[[Tensor], None]) -> None:
+    """Add a side effect to silu_mul's backend."""
     load()
     plain = silu_mul.backends["triton"]
 
     def faulty(gate_up: Tensor) -> Tensor:
         if not is_architecture_assumed():  # a dry run refuses some of these before any capture
-            also(gate_up)
+            side_effect(gate_up)
         return plain.run(gate_up)
 
     monkeypatch.setitem(silu_mul.backends, "triton", plain._replace(run=faulty))
 
 
 def assert_alive() -> None:
-    """What a failed capture could leave behind: stream, generator, and an engine that stands."""
+    """Assert that a failed capture left the default stream, a working generator, and an engine that
+    can be built."""
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.randn(3, device=DEVICE).isfinite().all()
     llm = build("bfloat16", "none", "full")
-    assert recorded(llm) == 2 * len(BUCKETS)
-    held = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
+    assert num_graphs(llm) == 2 * len(BUCKETS)
+    retained = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
     before = torch.cuda.memory_reserved()
-    del held
+    del retained
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before - (1 << 28)
 
@@ -229,31 +231,32 @@ def assert_alive() -> None:
     [*product(FAULTS, ["full"]), (wait, "piecewise")],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_fault_inside_the_step_names_the_op(
+def test_capture_fault_names_op(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], None], graph: str
 ) -> None:
     with monkeypatch.context() as patch:
-        served_by(patch, fault)
+        patch_silu_mul(patch, fault)
         with pytest.raises(CaptureError) as caught:
             build("bfloat16", "none", graph)
     text = str(caught.value)
-    piece, layer = (
+    chunk, layer = (
         ("blocks.0.tokenwise", "mlp") if graph == "piecewise" else ("forward", "blocks.0.")
     )
-    assert f"capture of {piece} at " in text
+    assert f"capture of {chunk} at " in text
     assert re.search(rf"op silu_mul of {layer}.*test_capture_gpu.py:\d+ in {fault.__name__}", text)
     assert re.search(FAULTS[fault], text)
     assert "cuda_graph_mode='none'" in text
     assert_alive()
 
 
-def test_a_compilation_inside_the_step_names_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel with another constant at every call: the eager call compiles it in vain."""
-    from tests.worker.fill import fill
+def test_compilation_during_capture_names_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has another constant at every call, so the eager call does not compile it in
+    advance."""
+    from tests.worker.constant_kernel import fill
 
     calls = count()
     with monkeypatch.context() as patch:
-        served_by(patch, lambda x: fill[(1,)](torch.empty_like(x), next(calls)))
+        patch_silu_mul(patch, lambda x: fill[(1,)](torch.empty_like(x), next(calls)))
         with pytest.raises(
             CaptureError, match="op silu_mul of blocks.0.*compiles the kernel .*fill"
         ):
@@ -261,7 +264,7 @@ def test_a_compilation_inside_the_step_names_the_op(monkeypatch: pytest.MonkeyPa
     assert_alive()
 
 
-def test_memory_of_another_pool_is_not_a_steps_own() -> None:
+def test_allocation_outside_pool_is_a_fault() -> None:
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.current_stream()
     takes = "takes 4,000 bytes on cuda:0 outside of the graph's pool"
@@ -269,7 +272,7 @@ def test_memory_of_another_pool_is_not_a_steps_own() -> None:
         torch.empty(1000, device=DEVICE)
 
 
-def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_fault_outside_ops_names_function(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = RowTable.accept_and_commit
 
     def peek(self: RowTable, step: Any, tokens: Any) -> Any:
@@ -283,8 +286,8 @@ def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch)
         build("bfloat16", "none", "full")
 
 
-def test_a_capture_that_cuda_breaks_off_is_mended() -> None:
-    """torch.cuda.synchronize() is no op of torch's: CUDA refuses it, and ends the capture."""
+def test_capture_recovers_after_cuda_error() -> None:
+    """torch.cuda.synchronize() is not a torch op: CUDA refuses it and ends the capture."""
     x = torch.ones(3, device=DEVICE)
 
     def faulty(times: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Threads of a step: one where it has little work, and no bit depends on how many."""
+"""CPU threads of a step: one for little work, and no bit depends on their number."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.layers.linear import Weight
 from lockstep.step import StepShape
 from lockstep.worker import cpu_threads
 from lockstep.worker.executor import worker_of
@@ -20,7 +21,7 @@ LONG = list(range(5, 305))
 
 
 class Blocks(nn.Module):
-    """A model of layers with so many parameters each, and a large embedding."""
+    """Model with layers of these parameter counts and a large embedding."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -29,16 +30,26 @@ class Blocks(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def three() -> Any:
-    """A program that has chosen three threads, on whatever machine."""
+def three_threads() -> Any:
+    """Set three threads, as a program may, on any machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
 
 
-def test_work_is_that_of_a_layer() -> None:
+def test_layer_work_counts_layer_parameters() -> None:
     assert cpu_threads.layer_work(Blocks(100, 300)) == 400
+
+
+def test_layer_work_counts_prepacked_weights() -> None:
+    """The linear layers of a loaded model have no plain weight any more."""
+    model = worker_of(make_engine(None).engine).model
+    weights = [module for module in model.blocks.modules() if isinstance(module, Weight)]
+    prepacked = [module for module in weights if module.prepacked is not None]
+    assert prepacked and all(module.weight is None for module in prepacked)
+    elements = sum(rows * columns for rows, columns in (module.shape for module in prepacked))
+    assert cpu_threads.layer_work(model) >= 2 * elements // len(model.blocks)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +65,11 @@ def test_work_is_that_of_a_layer() -> None:
         (7_812_500, 64, False),
     ],
 )
-def test_what_is_little(per_token: int, tokens: int, little: bool) -> None:
+def test_is_little(per_token: int, tokens: int, little: bool) -> None:
     assert cpu_threads.is_little(per_token, tokens) == little
 
 
-def test_a_step_runs_on_threads_by_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_threads_depend_on_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_threads, "LITTLE", 1000)
     seen = []
 
@@ -81,8 +92,8 @@ def test_a_step_runs_on_threads_by_its_work(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.get_num_threads() == 3
 
 
-def test_every_step_of_an_engine_runs_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm-up, prompts and generated tokens; the program's number is its own between steps."""
+def test_every_engine_step_sets_threads_by_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In warm-up, prompts and decoding; between steps the program's number is restored."""
     llm = make_engine("mtp")
     short = replace(GREEDY, max_tokens=4)
     program = worker_of(llm.engine).program
@@ -103,11 +114,12 @@ def test_every_step_of_an_engine_runs_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("drafter", "uneven"), [("mtp", False), (None, True)])
-def test_no_bit_depends_on_the_threads(
+def test_thread_count_changes_no_answer(
     drafter: str | None, uneven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers and log-probabilities, of prompts too, each number of threads in an engine of its
-    own, warmed up on it. uneven: products whose 40 columns are not shared evenly."""
+    """Compares answers and log-probabilities, of prompts too, with each number of threads in its
+    own engine, which is warmed up with it. uneven: products whose 40 columns are not divided
+    evenly."""
     settings: dict[str, Any] = {}
     if uneven:
         folder = make_model(tmp_path / "model", intermediate_size=20)
@@ -117,11 +129,11 @@ def test_no_bit_depends_on_the_threads(
         monkeypatch.setattr(cpu_threads, "LITTLE", little)
         llm = make_engine(drafter, **settings)
         prompts = [*PROMPTS, {"prompt_token_ids": LONG}]
-        told = []
+        received = []
         for params in (GREEDY, SEEDED):
-            wanted = replace(params, max_tokens=8, logprobs=3, prompt_logprobs=2)
-            told += [answer(out) for out in llm.generate(prompts, wanted)]
-        return told
+            expected = replace(params, max_tokens=8, logprobs=3, prompt_logprobs=2)
+            received += [answer(out) for out in llm.generate(prompts, expected)]
+        return received
 
     one = answers(float("inf"))
     many = answers(0)

@@ -1,4 +1,4 @@
-"""Dry runs: allocations are counted as torch makes them, and indexing is torch's own."""
+"""Dry runs count allocations as torch makes them, and index like torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ from lockstep.worker.memory_estimate import DryEngine, graph_bytes
 from tests.tiny_model import make_model
 
 
-def test_a_counter_knows_what_lives_and_the_peak() -> None:
+def test_allocation_counter_tracks_live_and_peak() -> None:
     kept = torch.zeros(1000)
     with AllocationCounter() as counter:
         first = kept + 1
@@ -40,7 +40,7 @@ def test_a_counter_knows_what_lives_and_the_peak() -> None:
     assert counter.live == 0 and counter.peak == 16 * BLOCK_BYTES
 
 
-def test_allocated_counts_what_is_returned() -> None:
+def test_allocated_counts_returned_tensors() -> None:
     assert allocated(lambda: torch.ones(128).neg()) == BLOCK_BYTES
 
 
@@ -59,12 +59,12 @@ def test_allocated_counts_what_is_returned() -> None:
     ],
     ids=str,
 )
-def test_indexing_without_a_device_is_torchs(index: Any) -> None:
+def test_indexing_without_device_equals_torch(index: Any) -> None:
     x = torch.arange(5 * 3 * 4).view(5, 3, 4)
     assert torch.equal(_indexed(x, index), x[index])
 
 
-def test_a_planned_card_takes_the_place_of_every_gpu() -> None:
+def test_assumed_architecture_replaces_gpu_queries() -> None:
     with assume_architecture(architecture_by_name("sm_86")):
         assert is_architecture_assumed() and sm_number("cuda:0") == 86
         assert multiprocessor_count(torch.device("cuda:0")) > 0
@@ -73,12 +73,12 @@ def test_a_planned_card_takes_the_place_of_every_gpu() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny hybrid's folder."""
+    """Return a tiny hybrid model's folder."""
     return make_model(tmp_path_factory.mktemp("dry"))
 
 
-def engine(folder: Path, **settings: Any) -> DryEngine:
-    """The tiny model on a GPU that is not there."""
+def dry_engine_of(folder: Path, **settings: Any) -> DryEngine:
+    """Return the tiny model's dry engine on an absent GPU."""
     load_backends()
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     config = EngineConfig.read(
@@ -92,22 +92,22 @@ def engine(folder: Path, **settings: Any) -> DryEngine:
     )
 
 
-def test_steps_take_more_with_more_tokens_and_more_rows(folder: Path) -> None:
-    dry_engine = engine(folder)
-    small, long, wide = (dry_engine.working(*size) for size in ((2, 64), (2, 512), (32, 64)))
+def test_working_memory_grows_with_tokens_and_rows(folder: Path) -> None:
+    engine = dry_engine_of(folder)
+    small, long, wide = (engine.working(*size) for size in ((2, 64), (2, 512), (32, 64)))
     assert long["step"] > small["step"] and long["table"] == small["table"]
     assert wide["table"] > small["table"] and wide["graphs"] > small["graphs"]
     assert set(small) == {"table", "step", "graphs"}
-    parameters = {id(p): p.nbytes for p in dry_engine.model.parameters()}
-    assert dry_engine.fixed["weights"] >= sum(parameters.values())
+    parameters = {id(p): p.nbytes for p in engine.model.parameters()}
+    assert engine.fixed["weights"] >= sum(parameters.values())
 
 
-def test_dry_runs_leave_nothing_behind(folder: Path) -> None:
-    """Neither choices for explain, nor tensors without memory."""
-    dry_engine = engine(folder)
-    before = len(dry_engine.build.choices)
-    dry_engine.working(2, 64)
-    assert len(dry_engine.build.choices) == before and not is_architecture_assumed()
+def test_dry_run_leaves_no_state(folder: Path) -> None:
+    """Neither choices for explain nor fake tensors remain."""
+    engine = dry_engine_of(folder)
+    before = len(engine.build.choices)
+    engine.working(2, 64)
+    assert len(engine.build.choices) == before and not is_architecture_assumed()
     assert type(torch.zeros(3)[1:]) is Tensor and torch.zeros(3).data_ptr()
 
 
@@ -120,7 +120,7 @@ def allocate_on_the_host(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("fault", [wait, allocate_on_the_host])
-def test_a_step_that_needs_a_device_names_the_op(
+def test_dry_run_fault_names_op(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], None]
 ) -> None:
     load_backends()
@@ -131,20 +131,20 @@ def test_a_step_that_needs_a_device_names_the_op(
         return plain.run(gate_up)
 
     monkeypatch.setitem(silu_mul.backends, "triton", plain._replace(run=faulty))
-    dry_engine = engine(folder)
+    engine = dry_engine_of(folder)
     pattern = rf"dry run of a prompt step: op silu_mul of .*test_dry_run.py:\d+ in {fault.__name__}"
     with pytest.raises(CaptureError, match=pattern):
-        dry_engine.working(2, 64)
+        engine.working(2, 64)
 
 
-def test_without_graphs_the_larger_step_counts(folder: Path) -> None:
-    parts = engine(folder, cuda_graph_mode="none").working(32, 64)
+def test_dry_run_without_graphs_has_no_graph_memory(folder: Path) -> None:
+    parts = dry_engine_of(folder, cuda_graph_mode="none").working(32, 64)
     assert set(parts) == {"table", "step"}
 
 
-def test_graphs_share_memory_but_for_their_results(folder: Path) -> None:
-    dry_engine = engine(folder)
-    limits = sized(dry_engine.limits, dry_engine.config, 4, 64)
+def test_graphs_share_memory_except_results(folder: Path) -> None:
+    engine = dry_engine_of(folder)
+    limits = sized(engine.limits, engine.config, 4, 64)
     shapes = len(limits.row_buckets) * len(limits.draft_lengths)
     tokens = sum(limits.row_buckets) * sum(k + 1 for k in limits.draft_lengths)
     peak, kept = 10_000, 1600

@@ -1,4 +1,4 @@
-"""On a GPU: what is launched is on its way at once; the host waits only where it reads results."""
+"""On a GPU, a launch never blocks the host; the host waits only where it reads results."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from lockstep.worker.executor import worker_of
 pytestmark = pytest.mark.gpu
 
 PLAIN = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, detokenize=False)
-ALL = replace(
+ALL_PARAMETERS = replace(
     PLAIN,
     temperature=0.8,
     top_p=0.9,
@@ -27,12 +27,12 @@ ALL = replace(
 
 
 @pytest.mark.parametrize("drafter", ["none", "mtp"])
-def test_a_launch_waits_for_nothing(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admissions with every parameter, prompts in chunks, new pages, steps with drafts."""
+def test_launch_does_not_synchronize(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admissions with every parameter, chunked prompts, new pages, steps with drafts."""
     spec = {"method": drafter, "num_speculative_tokens": 3} if drafter != "none" else None
     llm = LLM(device="cuda", max_model_len=2048, max_num_seqs=8, speculative_config=spec)
     prompts = [{"prompt_token_ids": ids} for ids in [*short_prompts(llm), long_prompt(llm, 900)]]
-    plain = llm.generate(prompts, ALL)
+    plain = llm.generate(prompts, ALL_PARAMETERS)
     runner = worker_of(llm.engine)
     launch = runner.launch
     launched = []
@@ -46,6 +46,6 @@ def test_a_launch_waits_for_nothing(drafter: str, monkeypatch: pytest.MonkeyPatc
         return launched[-1]
 
     monkeypatch.setattr(runner, "launch", capture_checks)
-    again = llm.generate(prompts, ALL)
+    again = llm.generate(prompts, ALL_PARAMETERS)
     assert len(launched) > 40
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in plain]

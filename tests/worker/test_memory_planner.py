@@ -1,4 +1,4 @@
-"""The memory planner: what fits, what shrinks first, and figures that agree."""
+"""The memory planner: what fits, what shrinks first, and consistent figures."""
 
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,7 @@ SLOTS = st.sampled_from([0, 1_000_000, 177_000_000])
 
 @dataclass(frozen=True)
 class FixedCosts:
-    """Costs by a formula."""
+    """Memory costs by a formula."""
 
     page: int = 1_000_000
     slot: int = 177_000_000
@@ -36,18 +36,19 @@ class FixedCosts:
 
 
 def planner(slot: int = 177_000_000, **typed: int) -> Planner:
-    """A planner with these typed settings."""
+    """Return a planner with these explicit settings."""
     return Planner(Typed(**typed), FixedCosts(slot=slot), COLUMNS)
 
 
 def rank(plan: MemoryPlan, planner: Planner) -> int:
-    """The place of a plan's entry in the ladder; past its end where it does not fit."""
+    """Return the index of a plan's entry in the ladder, or the ladder's length if the plan does not
+    fit."""
     ladder = planner.ladder()
     return len(ladder) if plan.short else ladder.index(plan.entry)
 
 
 @given(BYTES, SLOTS)
-def test_what_is_planned_fits_and_its_figures_add_up(available: int, slot: int) -> None:
+def test_plan_fits_and_parts_add_up(available: int, slot: int) -> None:
     plans = planner(slot)
     plan = plans.plan(available)
     if plan.short:
@@ -64,27 +65,27 @@ def test_what_is_planned_fits_and_its_figures_add_up(available: int, slot: int) 
 
 
 @given(BYTES, BYTES, SLOTS)
-def test_more_memory_never_chooses_a_later_entry(one: int, other: int, slot: int) -> None:
+def test_plan_is_monotonic_in_memory(one: int, other: int, slot: int) -> None:
     plans = planner(slot)
     small, large = (plans.plan(size) for size in sorted((one, other)))
     assert rank(large, plans) <= rank(small, plans)
 
 
 @given(BYTES, SLOTS)
-def test_bisection_finds_the_first_entry_that_fits(available: int, slot: int) -> None:
+def test_bisection_finds_first_fitting_entry(available: int, slot: int) -> None:
     plans = planner(slot)
     fits = [sum(plans.least(entry).values()) <= available for entry in plans.ladder()]
     assert rank(plans.plan(available), plans) == (fits.index(True) if any(fits) else len(fits))
 
 
 @given(SLOTS)
-def test_no_entry_of_the_ladder_takes_more_than_the_one_before(slot: int) -> None:
+def test_ladder_is_sorted_by_memory(slot: int) -> None:
     plans = planner(slot)
     sizes = [sum(plans.least(entry).values()) for entry in plans.ladder()]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_the_ladder_shrinks_in_the_documented_order() -> None:
+def test_ladder_order_is_documented() -> None:
     ladder = planner().ladder()
     pairs = [(entry.rows, entry.tokens) for entry in ladder]
     assert pairs[0] == (ROWS[0], TOKENS[0])
@@ -106,7 +107,7 @@ def test_the_ladder_shrinks_in_the_documented_order() -> None:
     st.none() | st.integers(0, 40),
 )
 @example(25 * GB, 16, None, None)
-def test_what_the_user_typed_is_taken_as_it_is(
+def test_explicit_settings_are_kept(
     available: int, rows: int | None, tokens: int | None, snapshots: int | None
 ) -> None:
     plans = Planner(Typed(rows, tokens, snapshots), FixedCosts(), COLUMNS)
@@ -115,7 +116,7 @@ def test_what_the_user_typed_is_taken_as_it_is(
     assert snapshots in (None, entry.snapshots)
 
 
-def test_typed_pages_and_cache_bytes_bound_the_cache() -> None:
+def test_explicit_pages_and_cache_bytes_bound_cache() -> None:
     assert planner(pages=700).plan(200 * GB).pages == 700
     bound = 2 * GB
     plan = planner(cache_bytes=bound).plan(200 * GB)
@@ -125,7 +126,7 @@ def test_typed_pages_and_cache_bytes_bound_the_cache() -> None:
     assert short.short and f"{short.short / GB:.2f} GB are missing" in why_not(short)
 
 
-def test_snapshots_take_a_share_of_what_is_left_at_most_two_a_row() -> None:
+def test_snapshots_are_at_most_two_per_row() -> None:
     plans = planner(rows=4)
     entry = plans.ladder()[0]
     assert plans.fill(entry, 0)[1] == 9
@@ -134,31 +135,31 @@ def test_snapshots_take_a_share_of_what_is_left_at_most_two_a_row() -> None:
     assert replace(plans, prefix_caching=False).fill(entry, 100 * GB)[1] == 9
 
 
-def test_notes_say_what_was_chosen_and_what_more_memory_buys() -> None:
+def test_notes_name_choice_and_gain_of_more_memory() -> None:
     plans = planner()
     plan = plans.plan(24 * GB)
-    first, *others = plan.notes
+    first, *rest = plan.notes
     assert f"max_num_seqs={plan.entry.rows} and max_num_batched_tokens=" in first
     better = plans.ladder()[rank(plan, plans) - 1]
     missing = sum(plans.least(better).values()) - 24 * GB
-    assert others[0].startswith(f"{missing / GB:.2f} GB more would allow")
-    assert "max_num_seqs=256 and max_num_batched_tokens=2048" in others[-1]
+    assert rest[0].startswith(f"{missing / GB:.2f} GB more would allow")
+    assert "max_num_seqs=256 and max_num_batched_tokens=2048" in rest[-1]
     assert planner(rows=2, tokens=256).plan(24 * GB).notes == ()
     assert len(plans.plan(200 * GB).notes) == 1
 
 
-def test_a_plan_that_does_not_fit_says_by_how_much() -> None:
+def test_why_not_names_missing_bytes() -> None:
     plan = planner().plan(20 * GB)
-    said = why_not(plan)
-    assert f"{plan.needed / GB:.2f} GB are needed (weights 19.00 GB" in said
-    assert "20.00 GB are available" in said
-    assert f"{(plan.needed - 20 * GB) / GB:.2f} GB are missing. Lower max_model_len" in said
+    message = why_not(plan)
+    assert f"{plan.needed / GB:.2f} GB are needed (weights 19.00 GB" in message
+    assert "20.00 GB are available" in message
+    assert f"{(plan.needed - 20 * GB) / GB:.2f} GB are missing. Lower max_model_len" in message
 
 
 @pytest.mark.parametrize("rows", [1, 16, 256])
-def test_a_typed_number_of_rows_needs_one_whole_request(rows: int) -> None:
-    """Pages for the assumed context of every row are no reason to refuse it."""
+def test_explicit_rows_need_one_full_request(rows: int) -> None:
+    """It is not refused for lack of pages for every row's assumed context."""
     plans = planner(slot=0, rows=rows, tokens=64)
-    least = sum(plans.least(plans.ladder()[-1]).values())
-    assert plans.plan(least).pages == COLUMNS + 1
-    assert plans.plan(least - 1).short == 1
+    minimum = sum(plans.least(plans.ladder()[-1]).values())
+    assert plans.plan(minimum).pages == COLUMNS + 1
+    assert plans.plan(minimum - 1).short == 1

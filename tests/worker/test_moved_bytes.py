@@ -1,5 +1,5 @@
-"""What preemption moves to host memory and back: packed pages as they lie, nothing unpacked. Pages
-of a prefix are shared where they are, and nothing moves them."""
+"""Preemption moves quantized pages to host memory and back without dequantizing them; pages of a
+shared prefix are not moved."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,20 +30,20 @@ TOKEN_BYTES = {
     "turboquant_k3v4_nc": 118,
     "turboquant_3bit_nc": 102,
 }
-"""Of a token's key and value in one head of DIM numbers, as docs/cache.md says; the tiny model's
-own dtype is fp32."""
+"""Bytes of a token's key and value in one head of DIM values, as documented in docs/cache.md; the
+tiny model's own dtype is fp32."""
 PROMPT = [7 * i % 250 for i in range(200)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid of which one layer attends."""
+    """Return a hybrid model with one attention layer."""
     return make_model(tmp_path_factory.mktemp("tiny"), **THREE_LAYERS, head_dim=DIM)
 
 
 def engine_of(folder: Path, kind: str, preempt_every: int) -> LLM:
-    """An engine whose rows are moved every so many steps; 0: never."""
+    """Return an engine that preempts its rows every `preempt_every` steps; 0: never."""
     config = EngineConfig.read(
         model=str(folder),
         load_format="dummy",
@@ -56,7 +56,7 @@ def engine_of(folder: Path, kind: str, preempt_every: int) -> LLM:
 
 
 class Moves:
-    """Counts bytes of pages that save_row takes and restore_row brings back."""
+    """Recorder of the page bytes that save_row copies out and restore_row copies back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.out: list[tuple[int, int]] = []
@@ -80,30 +80,30 @@ class Moves:
         return restored
 
 
-def _bytes(places: list[list[Tensor]]) -> int:
-    """What they hold, in memory of their own."""
-    storages = [tensor.untyped_storage() for place in places for tensor in place]
+def _bytes(indices: list[list[Tensor]]) -> int:
+    """Return the bytes of the distinct storages."""
+    storages = [tensor.untyped_storage() for index in indices for tensor in index]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def answers(llm: LLM, *prompts: list[int]) -> list[list[int]]:
-    """The tokens of each."""
-    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS)
-    return [one.outputs[0].token_ids for one in found]
+    """Return the tokens of each prompt's answer."""
+    result = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS)
+    return [one.outputs[0].token_ids for one in result]
 
 
-def test_every_format_is_moved_here() -> None:
+def test_every_format_has_token_bytes() -> None:
     assert {format.name for format in KV_FORMATS.values()} <= set(TOKEN_BYTES)
 
 
 @pytest.mark.parametrize("kind", TOKEN_BYTES)
-def test_a_preempted_row_moves_its_packed_bytes(
+def test_preemption_moves_quantized_bytes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    wanted = answers(engine_of(folder, kind, 0), PROMPT, PROMPT[:70])
+    expected = answers(engine_of(folder, kind, 0), PROMPT, PROMPT[:70])
     moves = Moves(monkeypatch)
     llm = engine_of(folder, kind, 3)
-    assert answers(llm, PROMPT, PROMPT[:70]) == wanted
+    assert answers(llm, PROMPT, PROMPT[:70]) == expected
     page = TOKEN_BYTES[kind] * HEADS * LAYERS * PAGE_SIZE
     assert llm.engine.facts.plan.page_bytes == page
     assert moves.out
@@ -112,7 +112,7 @@ def test_a_preempted_row_moves_its_packed_bytes(
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "turboquant_3bit_nc"])
-def test_a_prefix_is_shared_where_it_lies(
+def test_shared_prefix_is_not_moved(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     moves = Moves(monkeypatch)

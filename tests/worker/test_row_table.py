@@ -1,4 +1,5 @@
-"""The device table against a model of it in plain Python, and what becomes of its lines."""
+"""The device row table equals a model of it in plain Python, and rows are saved, restored and reset
+completely."""
 
 import pytest
 import torch
@@ -11,27 +12,27 @@ from lockstep.scheduling.request import Request, check_ids
 from lockstep.scheduling.schedule import RowSpec
 from lockstep.step import StepShape
 from lockstep.worker import rows
-from tests.worker.walk import PAGE, VOCAB, Walk, make_table, null_line
+from tests.worker.row_table_model import PAGE, VOCAB, Walk, make_table, null_line
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 4, 8])
 @pytest.mark.parametrize("seed", range(2))
-def test_random_walk(seed: int, query_len: int) -> None:
+def test_row_table_random_walk(seed: int, query_len: int) -> None:
     walk = Walk(seed, query_len)
     acts = [walk.admit, walk.chunk, walk.decode, walk.preempt, walk.restore, walk.release]
     weights = [4, 5, 10, 2, 3, 1]
     for _ in range(300):
         walk.draw.choices(acts, weights)[0]()
         walk.check()
-    least = {"prompts": 6, "restored": 6, "released": 6}
-    assert all(walk.done[name] >= count for name, count in least.items()), walk.done
+    minimum = {"prompts": 6, "restored": 6, "released": 6}
+    assert all(walk.done[name] >= count for name, count in minimum.items()), walk.done
     for accepted in range(query_len):
         assert walk.done[f"accepted {accepted} of {query_len - 1}"], walk.done
 
 
 @pytest.mark.parametrize("query_len", [1, 4])
-def test_a_restored_line_is_the_saved_one_bit_for_bit(query_len: int) -> None:
-    """Every tensor of the line, drafts and penalties included, into a line used by another."""
+def test_restored_row_equals_saved_row(query_len: int) -> None:
+    """Every tensor of the row, drafts and penalties included, is restored into a used row."""
     walk = Walk(5, query_len)
     walk.admit()
     line = walk.lines[0]
@@ -53,13 +54,13 @@ def test_a_restored_line_is_the_saved_one_bit_for_bit(query_len: int) -> None:
     parts = {id(tensor) for tensor in vars(table).values() if isinstance(tensor, Tensor)}
     parts |= {id(tensor) for tensor in table.sampling.tensors()}
     parts.discard(id(table.allowed))  # of a step, not of a row
-    place = {id(table.page_table), id(table.state_slots)}
-    assert {id(tensor) for tensor in table.row_tensors()} == parts - place, "a part is left behind"
+    index = {id(table.page_table), id(table.state_slots)}
+    assert {id(tensor) for tensor in table.row_tensors()} == parts - index, "a part is not saved"
 
 
 @pytest.mark.parametrize("bucket", [1, 3, 6])
 @pytest.mark.parametrize("query_len", [1, 4, 8])
-def test_a_step_of_null_rows_alone_changes_nothing(bucket: int, query_len: int) -> None:
+def test_step_of_null_rows_changes_nothing(bucket: int, query_len: int) -> None:
     table = make_table(query_len)
     before = [tensor.clone() for tensor in table.row_tensors()]
     null = null_line(table)
@@ -77,10 +78,10 @@ def test_a_step_of_null_rows_alone_changes_nothing(bucket: int, query_len: int) 
         assert torch.equal(tensor[1:], was[1:])
 
 
-def test_a_row_keeps_nothing_of_the_request_before() -> None:
-    """A line used by a request that asked for everything, then by one that asks for nothing."""
+def test_row_keeps_no_parameters_of_previous_request() -> None:
+    """A row first used with every sampling parameter, then with none."""
     table = make_table(4)
-    all_of_it = SamplingParams(
+    all_params = SamplingParams(
         temperature=0.5,
         top_k=3,
         top_p=0.5,
@@ -93,7 +94,7 @@ def test_a_row_keeps_nothing_of_the_request_before() -> None:
         bad_words_ids=[[4]],
         min_tokens=5,
     )
-    rows.write_row(table, 2, RowSpec.of(Request("a", [1, 2, 3], all_of_it, seed=9)), 0)
+    rows.write_row(table, 2, RowSpec.of(Request("a", [1, 2, 3], all_params, seed=9)), 0)
     everything = sampling.BIAS | sampling.PENALTIES | sampling.MIN_TOKENS | sampling.BAD_WORDS
     everything |= sampling.FILTERS | sampling.NOISE
     assert int(table.sampling.flags[2]) == everything
@@ -119,7 +120,7 @@ def test_a_row_keeps_nothing_of_the_request_before() -> None:
         ("stop_token_ids", [1], {"stop_token_ids": [VOCAB + 5]}),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused(
+def test_token_ids_outside_vocabulary_are_refused(
     name: str, prompt: list[int], params: dict[str, object]
 ) -> None:
     request = Request("r", prompt, SamplingParams(**params))  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
-"""The memory of a GPU: planned before a model is built, and again where a measured step takes more.
-
-The GPU's answers are given by hand.
-"""
+"""GPU memory is planned before a model is built, and again if a measured step needs more. The GPU's
+answers are faked."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ from tests.worker.test_memory_planner import COLUMNS, GB, FixedCosts
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A GPU whose free and total bytes a test sets."""
+    """Return a fake GPU whose free and total bytes a test sets."""
     state = SimpleNamespace(free=24 * GB, total=24 * GB)
     monkeypatch.setattr(startup, "architecture_of", lambda _: architecture_by_name("sm_86"))
     cuda = {
@@ -37,8 +35,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return state
 
 
-def planned(folder: Path, **settings: Any) -> Planned:
-    """The plan of a tiny model."""
+def plan_of(folder: Path, **settings: Any) -> Planned:
+    """Return the plan of a tiny model."""
     settings = {"max_model_len": 512, "load_format": "dummy", **settings}
     config = EngineConfig.read(model=str(folder), **settings)
     checkpoint = Checkpoint.read(folder, None)
@@ -47,19 +45,19 @@ def planned(folder: Path, **settings: Any) -> Planned:
     return plan_memory(config, checkpoint, limits, None)
 
 
-def test_other_programs_and_the_share_bound_what_is_available(gpu: Any, tmp_path: Path) -> None:
+def test_other_processes_and_utilization_bound_available_memory(gpu: Any, tmp_path: Path) -> None:
     folder = make_model(tmp_path)
     gpu.free = 20 * GB
-    plan = planned(folder, gpu_memory_utilization=0.5)
+    plan = plan_of(folder, gpu_memory_utilization=0.5)
     assert plan.available == 12 * GB - 4 * GB
     assert (plan.plan.entry.rows, plan.plan.entry.tokens) == (256, 2048)
     gpu.free = gpu.total = 10**9
     with pytest.raises(CapacityError, match="GB are missing"):
-        planned(folder)
+        plan_of(folder)
 
 
 class MeasuredFitting(Fitting):
-    """Fitting over costs by a formula, whose measured steps take `surprise` bytes more."""
+    """Fitting with costs by a formula, whose measured steps need `surprise` more bytes."""
 
     surprise = 0
 
@@ -72,7 +70,7 @@ class MeasuredFitting(Fitting):
 
 
 def fitting(monkeypatch: pytest.MonkeyPatch, surprise: int, **typed: int) -> MeasuredFitting:
-    """A fitting on a GPU of 24 GB."""
+    """Return a fitting on a GPU of 24 GB."""
     costs: Any = FixedCosts()
     planner = Planner(Typed(**typed), costs, COLUMNS)
     monkeypatch.setattr(MeasuredFitting, "surprise", surprise)
@@ -90,14 +88,14 @@ def fitting(monkeypatch: pytest.MonkeyPatch, surprise: int, **typed: int) -> Mea
 
 
 def limits_of() -> Any:
-    """Limits of a step on a GPU."""
+    """Return the limits of a step on a GPU."""
     config = EngineConfig.read()
     checkpoint = Checkpoint.read(startup.find_model(None), None)
     return step_limits(config, checkpoint, "cuda", None, assumed_numerics="sm_86")
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_was_estimated_right_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_estimate_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     one = fitting(monkeypatch, surprise=0)
     limits, program, size, used = one.fit(limits_of())
     plan = one.planned.plan
@@ -111,18 +109,18 @@ def test_what_was_estimated_right_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_step_that_takes_more_than_estimated_is_planned_again(
+def test_underestimated_step_is_planned_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = fitting(monkeypatch, surprise=GB)
     limits, _, size, used = one.fit(limits_of())
     assert limits.max_num_seqs < one.planned.plan.entry.rows
     assert size.pages > COLUMNS and sum(used.parts.values()) <= 24 * GB
-    assert one.build.choices == ["kept", limits.max_num_seqs], "of the last program alone"
+    assert one.build.choices == ["kept", limits.max_num_seqs], "only of the last program"
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_does_not_fit_when_measured_is_refused_with_measured_bytes(
+def test_measured_misfit_is_refused_with_measured_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(CapacityError, match=r"step 5\.\d\d GB.*GB are missing"):

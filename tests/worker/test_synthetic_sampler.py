@@ -1,4 +1,4 @@
-"""Synthetic acceptance: coins of the asked probability, and never with real weights."""
+"""Synthetic acceptance has the requested probability, and is refused with real weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +23,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
 
 
-def ask(
+def generate_batch(
     tiny: dict[str, Any], drafter: str | None, count: int = 8, max_tokens: int = 24, **settings: Any
 ) -> list[RequestOutput]:
-    """The answers to so many requests at once, a row each, of the prompts in turn."""
+    """Return the answers to `count` concurrent requests over alternating prompts."""
     llm = make_engine(drafter, max_num_seqs=count, **tiny, **settings)
     params = [replace(PARAMS, max_tokens=max_tokens, seed=i) for i in range(count)]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
@@ -34,10 +34,10 @@ def ask(
 
 
 @pytest.mark.parametrize(("chance", "drafts"), [(0.7, 3), (0.3, 1), (0.9, 7)])
-def test_accepts_as_often_as_asked(tiny: dict[str, Any], chance: float, drafts: int) -> None:
+def test_synthetic_acceptance_rate(tiny: dict[str, Any], chance: float, drafts: int) -> None:
     """The acceptance length is 1 + p + ... + p^K, within 4 sigma of 1,600 tokens' steps."""
-    given = {"synthetic_acceptance": chance, "num_speculative_tokens": drafts}
-    outs = ask(tiny, "mtp", count=32, max_tokens=50, **given)
+    arguments = {"synthetic_acceptance": chance, "num_speculative_tokens": drafts}
+    outs = generate_batch(tiny, "mtp", count=32, max_tokens=50, **arguments)
     steps, accepted = (
         sum(getattr(o.metrics, f"num_{name}") for o in outs)
         for name in ("steps", "accepted_tokens")
@@ -48,21 +48,23 @@ def test_accepts_as_often_as_asked(tiny: dict[str, Any], chance: float, drafts: 
     assert steps > 100 and abs(accepted / steps - implied) < 4 * sigma
 
 
-def test_none_is_plain_all_is_every_draft(tiny: dict[str, Any]) -> None:
-    plain = ask(tiny, None)
-    for one, other in zip(plain, ask(tiny, "mtp", synthetic_acceptance=0.0), strict=True):
+def test_synthetic_acceptance_zero_and_one(tiny: dict[str, Any]) -> None:
+    plain = generate_batch(tiny, None)
+    for one, other in zip(
+        plain, generate_batch(tiny, "mtp", synthetic_acceptance=0.0), strict=True
+    ):
         assert answer(one) == answer(other)
-    for out in ask(tiny, "mtp", synthetic_acceptance=1.0):
+    for out in generate_batch(tiny, "mtp", synthetic_acceptance=1.0):
         assert out.metrics.num_accepted_tokens == 3 * out.metrics.num_steps
 
 
-def test_what_was_not_drafted_is_not_accepted(tiny: dict[str, Any]) -> None:
-    for out in ask(tiny, "ngram", synthetic_acceptance=1.0):
+def test_missing_drafts_are_not_accepted(tiny: dict[str, Any]) -> None:
+    for out in generate_batch(tiny, "ngram", synthetic_acceptance=1.0):
         m = out.metrics
         assert m.num_accepted_tokens == m.num_draft_tokens < 3 * m.num_steps
 
 
-def test_the_seed_decides_not_the_batch(tiny: dict[str, Any]) -> None:
+def test_synthetic_acceptance_depends_on_seed_only(tiny: dict[str, Any]) -> None:
     llm = make_engine("mtp", **tiny, synthetic_acceptance=0.6)
     params = [replace(PARAMS, seed=i) for i in range(4)]
     prompt = {"prompt_token_ids": PROMPTS[0]}
@@ -72,13 +74,13 @@ def test_the_seed_decides_not_the_batch(tiny: dict[str, Any]) -> None:
     assert len({str(a) for a in alone}) == 4
 
 
-def test_numerics_say_so(tiny: dict[str, Any]) -> None:
+def test_numerics_name_synthetic_acceptance(tiny: dict[str, Any]) -> None:
     engine = make_engine("mtp", **tiny, synthetic_acceptance=0.7).engine
     assert engine.numerics.endswith("/synthetic-acceptance-0.7")
     assert engine.fingerprint != make_engine("mtp", **tiny).engine.fingerprint
 
 
-def test_refused_with_real_weights() -> None:
+def test_synthetic_acceptance_is_refused_with_real_weights() -> None:
     spec = {"method": "mtp", "synthetic_acceptance": 0.7}
     with pytest.raises(ConfigError, match=r"synthetic_acceptance=0.7.*load_format='auto'.*dummy"):
         EngineConfig(speculative_config=spec)

@@ -91,7 +91,7 @@ def ngram_lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
         source = RandomSource(length + vocab)
         table = random_table(source, rows + 2, drafts, length, vocab)
         chosen = row_ids(source, rows, rows + 2)
-        if length > 1000:  # the first row's only match lies in another block than its end
+        if length > 1000:  # the first row's only match is not in the block of its end
             row = table.tokens[chosen[0]]
             row[:4600] = torch.arange(100, 4700)
             table.computed[chosen[0]] = 4600

@@ -126,7 +126,7 @@ def match_kernel(
 ):  # fmt: skip
     """Find the best match in one block of a row's history, or of texts.
 
-    Blocks of texts come after those of the history. A match is one number that orders all
+    Blocks of texts come after those of the history. A match is an integer whose order ranks
     matches: n in the upper half, the position in [texts, history] in the lower. So the longest
     n-gram wins, then the row's own history, then the latest position.
     """

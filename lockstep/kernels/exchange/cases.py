@@ -23,6 +23,9 @@ class RecordedGroup:
         padded[self.index] = local
         return torch.stack(padded)
 
+    def close(self) -> None:
+        """See RankGroup."""
+
 
 def exchange_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield groups of equal and of unequal widths, a single row, no row and poisoned columns."""

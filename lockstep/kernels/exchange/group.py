@@ -1,11 +1,15 @@
 """Groups of ranks: what they are and how tensors of equal shape travel between them."""
 
+import threading
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+ABORT_SECONDS = 5.0
+"""Seconds that NCCL has to abort."""
 
 
 class RankGroup(Protocol):
@@ -24,6 +28,10 @@ class RankGroup(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Leave the group: exchanges that still wait for another rank end by an error."""
+        ...
+
 
 class Alone:
     """Group of a single rank."""
@@ -34,6 +42,9 @@ class Alone:
     def all_gather(self, local: Tensor) -> Tensor:
         """Return the tensor as [1, ...]."""
         return local[None]
+
+    def close(self) -> None:
+        """See RankGroup."""
 
 
 ALONE = Alone()
@@ -50,6 +61,9 @@ class DryGroup:
     def all_gather(self, local: Tensor) -> Tensor:
         """Return an unfilled tensor [size, ...]."""
         return local.new_empty(self.size, *local.shape)
+
+    def close(self) -> None:
+        """See RankGroup."""
 
 
 class GlooGroup:
@@ -72,6 +86,9 @@ class GlooGroup:
         self._group.allgather([parts], [local.contiguous().view(-1).view(torch.uint8)]).wait()
         return whole
 
+    def close(self) -> None:
+        """See RankGroup. Connections end with the processes of the other ranks."""
+
 
 class NcclGroup:
     """Group of processes that exchange tensors of GPUs by NCCL, also inside CUDA graphs."""
@@ -88,3 +105,9 @@ class NcclGroup:
         whole = local.new_empty(self.size, *local.shape)
         self._group._allgather_base(whole, local.contiguous()).wait()
         return whole
+
+    def close(self) -> None:
+        """See RankGroup. Without an abort, NCCL waits for graphs that hold its kernels."""
+        aborting = threading.Thread(target=self._group.abort, daemon=True)
+        aborting.start()
+        aborting.join(ABORT_SECONDS)

@@ -48,19 +48,19 @@ def experts(
     shared expert adds [sigmoid(shared_gate)] * shared, rounded. A row's bits depend on that row
     alone; what is NaN in a row stays in it.
 
-    A quantized weight stands for its values:
-    experts(x, w) == experts(x, w.dequantize(x.dtype)), bit for bit.
+    A quantized weight is used by its values: experts(x, w) ==
+    experts(x, w.dequantize(x.dtype)), bit for bit.
 
     Args:
         x: [T, H].
         up: [E, 2I, H], rows 0 .. I-1 the gate and I .. 2I-1 up; [E, I, H] with relu2. A quantized
             one is one weight of E * 2I (or E * I) rows, expert by expert.
         down: [E, H, I]; a quantized one is one weight of E * H rows.
-        ids: [T, k] int32. Ids out of range count as the nearest expert, since rows that nobody
-            reads may hold anything.
+        ids: [T, k] int32. Ids out of range count as the nearest expert, since padding rows
+            are undefined.
         weights: [T, k] fp32 or x's dtype.
         shared: [T, H], output of the shared expert; or the partials [P, T, H] fp32 of its linear,
-            P 2 or more, which stand for their tree_sum, rounded.
+            P 2 or more, whose rounded tree_sum is the output.
         shared_gate: [T], gate logit of the shared expert.
         count: E; None to take it from the shapes, which works for weights of a single rank.
         gather: exchange of the activations' columns. With several ranks, up and down have the

@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.kernels.experts.tiles import max_tiles
 
 MAX_FUSED_PAIRS = 4096
-"""Maximum pairs that every CTA counts by itself, in one launch. Counting takes about 60
+"""Maximum pairs of the one-launch form, where every CTA counts all pairs. Counting takes about 60
 instructions of a warp for 32 pairs and 256 experts, twice: 2 us at 4,096 pairs, less than two more
 launches."""
 CHUNK = 64

@@ -23,8 +23,8 @@ def _tile_pairs(
 ):  # fmt: skip
     """Return (expert of a tile, -1 for none; its pairs [BLOCK_M]; mask of valid pairs).
 
-    SORTED: from the dispatch tables. Otherwise a tile belongs to a pair: of the pairs of one expert
-    every BLOCK_M-th one's tile holds itself and the next BLOCK_M - 1, and the others' hold none.
+    SORTED: from the dispatch tables. Otherwise there is one tile per pair: of the pairs of one
+    expert, every BLOCK_M-th pair's tile covers it and the next BLOCK_M - 1; other tiles are empty.
     """
     lane = tl.arange(0, BLOCK_M)
     if SORTED:
@@ -59,7 +59,7 @@ def up_kernel(
     act: [pairs, inner]; [tiles * BLOCK_M, inner], in the order of tiles, where SORTED.
 
     GATED interleaves 8 rows of gate with the 8 rows of up that belong to them, so that wgmma leaves
-    both factors of a product in one thread, which holds rows r and r + 8. Rows past the end repeat
+    both factors of a product in one thread, which owns rows r and r + 8. Rows past the end repeat
     the last one: computed, not stored.
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -201,8 +201,8 @@ def down_combine_kernel(
 ):  # fmt: skip
     """Compute BLOCK_N // PADDED_SLOTS columns of one token: down projections and combine, fused.
 
-    The weight tile holds these columns of every slot's expert and the act tile the token's slots,
-    so one wgmma serves all slots; of its result the rows of an expert count for its own slot alone.
+    The weight tile is these columns of every slot's expert, the act tile the token's slots, so one
+    wgmma serves all slots. Of its result only the diagonal blocks, expert and slot equal, are kept.
     PADDED_SLOTS is SLOTS rounded up to a power of two: padding repeats the last slot's expert and
     counts for none. What the sum needs is loaded before the weights, so that nothing is waited for
     after them.
@@ -233,7 +233,7 @@ def down_combine_kernel(
         weight, rows, act_ptrs, valid[:, None], 0, K, FORMAT, EVEN, BLOCK_N, BLOCK_M, BLOCK_K,
         act_ptr.dtype.element_ty,
     )  # fmt: skip
-    # The diagonal blocks: each row keeps the column of its own slot. Adding zeros is exact.
+    # The diagonal blocks: each row keeps the column of its slot. Adding zeros is exact.
     diagonal = ((row // WIDTH)[:, None] == slot[None, :]) & valid[None, :]
     y = tl.sum(tl.where(diagonal, acc, 0.0), 1).to(act_ptr.dtype.element_ty).to(tl.float32)
     parts = tl.reshape(y, (PADDED_SLOTS, WIDTH)) * slot_weights.to(tl.float32)[:, None]

@@ -3,10 +3,9 @@
 
 As in linear/quantized_pipeline.py, whose main loop this is, a producer warp starts TMA copies of
 blocks of 128 columns, and the consumer warps dequantize them in registers and multiply by mma.sync.
-The rows of a weight tile come in boxes of 8, each copied from where it is: 8 rows of gate and the 8
-rows of up that belong to them, or 8 rows of each expert that a token chose. In a product a lane
-holds rows r and r + 8, so it holds both factors of gate * up. An x tile is all tokens, or the slots
-of one token.
+The rows of a weight tile are copied in boxes of 8: 8 rows of gate and the matching 8 rows of up, or
+8 rows of each expert that a token chose. A lane of an mma.sync product has rows r and r + 8, so it
+has both factors of gate * up. An x tile is all tokens, or the slots of one token.
 """
 
 from triton.experimental import gluon
@@ -192,9 +191,9 @@ def up_pipeline_kernel(
     start = gl.program_id(0) % tiles * tile_width(ROWS, GATED)
     lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     expert = _load_expert(ids_ptr, pair, experts)
-    others = gl.load(ids_ptr + lane, mask=lane < pair, other=0)
-    others = gl.minimum(gl.maximum(others, 0), experts - 1)
-    earlier = gl.sum(((others == expert) & (lane < pair)).to(gl.int32), 0)
+    lane_experts = gl.load(ids_ptr + lane, mask=lane < pair, other=0)
+    lane_experts = gl.minimum(gl.maximum(lane_experts, 0), experts - 1)
+    earlier = gl.sum(((lane_experts == expert) & (lane < pair)).to(gl.int32), 0)
     if earlier > 0:
         return
     boxes = _box_rows(expert, start, n, ROWS, GATED)
@@ -263,7 +262,7 @@ def _consume_down(
         rows, scales_ptr, zeros_ptr, factors_ptr, x_buffers, w_buffers, full, empty,
         scale_row_offset, 0, blocks, scale_stride, FORMAT, BLOCKS, True, DTYPE,
     )  # fmt: skip
-    # The diagonal blocks: a row keeps the column of its own slot. Adding zeros is exact.
+    # The diagonal blocks: a row keeps the column of its slot. Adding zeros is exact.
     acc_slot = gl.arange(0, PADDED_SLOTS, gl.SliceLayout(0, acc_layout))
     row_slot = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout)) // BOX
     diagonal = (row_slot[:, None] == acc_slot[None, :]) & (acc_slot < TOP_K)[None, :]
@@ -287,8 +286,8 @@ def down_pipeline_kernel(
 ):  # fmt: skip
     """Compute BOX columns of out [T, hidden] of one token: down projections and combine, fused.
 
-    A weight tile holds these columns of each slot's expert, the x tile the activations of the
-    token's slots; of their products the rows of an expert count for its own slot alone.
+    A weight tile is these columns of each slot's expert, the x tile the activations of the token's
+    slots. Of their product only the diagonal blocks, expert and slot equal, are kept.
     """
     x_buffers, w_buffers, full, empty = allocate_pipeline(
         x_desc, w_desc, ROWS, STAGES, BLOCKS, DTYPE

@@ -11,18 +11,19 @@ from lockstep.kernels.compile_target import uses_mma_sync
 from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, QuantizedWeight
 from lockstep.kernels.formats.weights.operand import fit_block_k, fit_stages
 
-FEW_PAIRS = 128
-"""Maximum pairs (token, slot) without a sort: each CTA finds the pairs of its expert among all, in
-a block of 16 x 128 comparisons, 16 in each of its threads."""
-FEW_OF_EXPERTS = 2
-"""Without a sort there are at most 1 / 2 as many pairs as experts: each token reads down of its own
-experts, even where another token chose the same. With random choices that is 1.27 times the bytes
-at P = E / 2, 1.58 times at P = E. What is read again comes from L2, which is about 1.3 times as
-fast as memory (5.5 TB/s, an estimate): up to E / 2 it costs nothing, at 3 / 4 of E as much as the
-sort, the sum and one launch more (7 us), docs/kernels/experts.md."""
-FEW_OF_QUANTIZED = 8
-"""The same divisor where down is quantized, slots padded to a power of two included: each token
-dequantizes its own experts. us on an H200 without and with a sort, of 4, 8 and 16 tokens: 35B-A3B
+MAX_UNSORTED_PAIRS = 128
+"""Maximum pairs (token, slot) without a sort. Each CTA searches all pairs for those of its expert,
+in a block of 16 x 128 comparisons, 16 per thread."""
+MIN_EXPERTS_PER_PAIR = 2
+"""Experts per pair, without a sort, from which on down is read from memory about once.
+
+Each token reads the down weights of its experts, even where another token chose the same. With
+random choices that is 1.27 times the bytes at P = E / 2, 1.58 times at P = E. Repeated reads come
+from L2, about 1.3 times as fast as memory (5.5 TB/s, an estimate): up to E / 2 they cost nothing,
+at 3 / 4 of E as much as the sort, the sum and one more launch (7 us), docs/kernels/experts.md."""
+MIN_EXPERTS_PER_QUANTIZED_PAIR = 8
+"""The same where down is quantized, counting slots padded to a power of two: each token dequantizes
+its experts. us on an H200 without and with a sort, of 4, 8 and 16 tokens: 35B-A3B
 in FP8 42 and 44, 70 and 67, 117 and 103; Nano, 6 slots, 82 and 74, 146 and 122."""
 
 
@@ -56,9 +57,9 @@ def same_tiles(tile: Tile) -> Tiles:
     return Tiles(tile, tile, tile, tile)
 
 
-FLOAT = same_tiles(Tile(64, 16, 32, 4, 2))
+FP32_TILES = same_tiles(Tile(64, 16, 32, 4, 2))
 """fp32 runs on FMA units, in the order of this tile: with and without a sort."""
-FEW = Tiles(
+UNSORTED_TILES = Tiles(
     up=Tile(64, 16, 128, 4, 5),
     down=Tile(64, 16, 64, 4, 5),
     quantized_up=Tile(64, 16, 256, 4, 3),
@@ -69,17 +70,17 @@ two CTAs of 100 KB fit a multiprocessor of 227 KB. An expert of 512 makes 16 CTA
 token are 128 for 132 multiprocessors. CTAs of down are short: more of them per multiprocessor are
 worth more than deeper pipelines. Quantized weights are alike, which one CTA dequantizes while
 others wait for theirs: with 3 stages instead of 5, 8 rows of 35B-A3B in FP8 take 69 us for 82."""
-SORTED = (
-    (8, FEW._replace(quantized_down=Tile(128, 16, 128, 4, 3))),
+SORTED_TILES = (
+    (8, UNSORTED_TILES._replace(quantized_down=Tile(128, 16, 128, 4, 3))),
     (20, Tiles(*[Tile(64, 32, 128, 4, 4)] * 2, *[Tile(64, 32, 256, 4, 4)] * 2)),
     (48, Tiles(*[Tile(128, 64, 64, 4, 4)] * 2, *[Tile(128, 64, 128, 4, 3)] * 2)),
 )
-"""(maximum mean of pairs per expert, tiles): the smallest block of tokens that holds nearly all
-pairs of an expert, so that its weights are read once. Of Poisson counts, 99.6 % are within 16 at a
-mean of 8, 99.5 % within 32 at 20, 98.9 % within 64 at 48. Two CTAs of each fit a multiprocessor.
-Tiles of quantized weights hold whole blocks of 128 interleaved columns. The first were timed on an
+"""(maximum mean of pairs per expert, tiles): the smallest block of tokens that covers nearly
+all pairs of an expert, so that its weights are read once. Of Poisson counts, 99.6 % are within 16
+at a mean of 8, 99.5 % within 32 at 20, 98.9 % within 64 at 48. Two CTAs fit a multiprocessor.
+Tiles of quantized weights cover whole blocks of 128 interleaved columns. The first were timed on an
 H200, the others not: docs/kernels/experts.md."""
-MANY = Tiles(
+LARGE_TILES = Tiles(
     up=Tile(128, 128, 64, 8, 3),
     down=Tile(256, 128, 64, 8, 4, tma=True),
     quantized_up=Tile(128, 128, 128, 8, 3),
@@ -103,21 +104,21 @@ again takes as long as the products of about 400 pairs (4.3 TB/s, 790 TFLOP/s). 
 estimate."""
 
 
-def serves_few(tokens: int, slots: int, experts: int, quantized: bool = False) -> bool:
-    """Return whether few tokens run without a sort. quantized: whether down is."""
+def runs_unsorted(tokens: int, slots: int, experts: int, quantized: bool = False) -> bool:
+    """Return whether this many tokens run without a sort. quantized: whether down is quantized."""
     padded_pairs = tokens * (1 << (slots - 1).bit_length())
-    if quantized and padded_pairs > experts // FEW_OF_QUANTIZED:
+    if quantized and padded_pairs > experts // MIN_EXPERTS_PER_QUANTIZED_PAIR:
         return tokens == 1
-    return tokens == 1 or tokens * slots <= min(FEW_PAIRS, experts // FEW_OF_EXPERTS)
+    return tokens == 1 or tokens * slots <= min(MAX_UNSORTED_PAIRS, experts // MIN_EXPERTS_PER_PAIR)
 
 
-def tiles_of(pairs: int, experts: int, dtype: torch.dtype, few: bool) -> Tiles:
-    """Return Hopper's tiles for this number of pairs, without a sort (`few`) or with one."""
+def tiles_of(pairs: int, experts: int, dtype: torch.dtype, unsorted: bool) -> Tiles:
+    """Return Hopper's tiles for this number of pairs, without a sort (`unsorted`) or with one."""
     if dtype == torch.float32:
-        return FLOAT
-    if few:
-        return FEW
-    return next((tiles for mean, tiles in SORTED if pairs <= mean * experts), MANY)
+        return FP32_TILES
+    if unsorted:
+        return UNSORTED_TILES
+    return next((tiles for mean, tiles in SORTED_TILES if pairs <= mean * experts), LARGE_TILES)
 
 
 def without_tma(tile: Tile) -> Tile:

@@ -2,7 +2,7 @@
 
 Few tokens need no sort: the CTAs of `up` find the pairs of their expert among all pairs, and `down`
 is fused with combine. More tokens are sorted by expert into tiles (dispatch.py); then come up, down
-and combine. On Hopper few tokens with quantized weights have kernels of their own (pipeline.py).
+and combine. On Hopper few tokens with quantized weights have separate kernels (pipeline.py).
 Quantized weights are dequantized into memory first from DEQUANTIZE_FROM pairs per expert on, in
 fp32, and where their groups are irregular. See docs/kernels/experts.md.
 """
@@ -33,7 +33,7 @@ from lockstep.kernels.experts.tiles import (
     Tiles,
     fit_dense_tile,
     fit_quantized_tile,
-    serves_few,
+    runs_unsorted,
     tiles_of,
     without_tma,
 )
@@ -120,7 +120,7 @@ def _launch_up(
     return act
 
 
-def launch_few(
+def launch_unsorted(
     x: Tensor, up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, ids: Tensor,
     weights: Tensor, shared: Tensor | None, gate: Tensor | None, tiles: Tiles, gated: bool = True,
     count: int | None = None, gather: Gather = all_columns,
@@ -232,9 +232,9 @@ def experts_triton(
     if not ids.numel():
         return x.new_empty(len(x), _rows(down, count))
     tokens, slots = ids.shape
-    few = serves_few(tokens, slots, count, isinstance(down, QuantizedWeight))
-    tiles = tiles_of(ids.numel(), count, x.dtype, few)
-    launch = launch_few if few else launch_sorted
+    unsorted = runs_unsorted(tokens, slots, count, isinstance(down, QuantizedWeight))
+    tiles = tiles_of(ids.numel(), count, x.dtype, unsorted)
+    launch = launch_unsorted if unsorted else launch_sorted
     gated = act == "silu_mul"
     arguments = (x, up, down, ids, weights, shared, shared_gate, tiles, gated)
     return launch(*arguments, count, gather)

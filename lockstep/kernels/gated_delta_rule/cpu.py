@@ -8,7 +8,6 @@ chunk. Times are in docs/kernels/gated_delta_rule.md.
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.backends import cpu_trait
@@ -27,6 +26,7 @@ from lockstep.kernels.recurrent.cpu import (
     rank_one_update,
     replay,
     round_rows,
+    split_chunks,
     split_tokens,
 )
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
@@ -146,14 +146,6 @@ def _run_chunks(
     length, hv = v.shape[:2]
     whole_chunks = length // GRID
     chunks = -(-length // GRID)
-    missing = chunks * GRID - length
-
-    def split_chunks(x: Tensor) -> Tensor:
-        """Pad [T, HV, ...] and split it into [chunks, HV, GRID, ...]."""
-        # k = 0, beta = 0 and log decay 0 make the padding tokens exact no-ops.
-        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
-        return x.view(chunks, GRID, *x.shape[1:]).transpose(1, 2)
-
     q = split_chunks(expand_heads(q, hv))
     k = split_chunks(expand_heads(k, hv))
     v = split_chunks(v)

@@ -1,10 +1,14 @@
 """Math of Gated DeltaNet: the delta rule of one token, and its chunked form."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.recurrent.state import RecurrentState, expand_heads, rank_one_update
+from lockstep.kernels.recurrent.state import (
+    RecurrentState,
+    expand_heads,
+    pad_chunk,
+    rank_one_update,
+)
 from lockstep.step import GRID
 
 L2_EPS = 1e-6
@@ -52,12 +56,6 @@ def chunk_delta_rule(
     after the chunk.
     """
     tokens, heads = v.shape[:2]
-
-    def pad_chunk(x: Tensor) -> Tensor:
-        """Pad [T, HV, ...] to GRID tokens and transpose it to [HV, GRID, ...]."""
-        # k = 0, beta = 0 and log decay 0 make the padding tokens exact no-ops.
-        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, GRID - tokens)).transpose(0, 1)
-
     q = pad_chunk(expand_heads(q, heads))
     k = pad_chunk(expand_heads(k, heads))
     v = pad_chunk(v)

@@ -164,7 +164,7 @@ def gated_delta_chunk_triton(
         SIDE=SIDE, SECTOR=SECTOR, num_warps=INTRA_WARPS, **exact,
     )  # fmt: skip
     blocks = block_sizes(sizes, STATE_VALUES)
-    # Bytes of one stage: w and k, u, and g_cumsum. Triton holds as much again for the operands.
+    # Bytes of one stage: w and k, u, and g_cumsum. Triton allocates as much again for the operands.
     stage = GRID * (2 * blocks["BLOCK_K"] + blocks["BLOCK_V"] + 1) * inputs.itemsize
     number = architecture.sm_number(mixed.device)
     stages = architecture.fit_stages(STATE_STAGES, stage, stage, number)

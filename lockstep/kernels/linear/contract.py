@@ -110,7 +110,7 @@ def linear(
     library which prepacks the weight (lockstep.kernels.linear.prepacked). Layers prepack once, when
     they are loaded. A row's bits do not depend on T.
 
-    A quantized weight stands for its values: linear(x, w) == linear(x, w.dequantize(x.dtype)).
+    A quantized weight is used by its values: linear(x, w) == linear(x, w.dequantize(x.dtype)).
 
     Args:
         x: [T, K]. An fp32 weight takes any dtype of x, which is widened first.

@@ -84,9 +84,11 @@ def dense_gemm_kernel(
 
 
 @triton.jit(do_not_specialize=["size"])
-def reduce_partials_kernel(partials_ptr, out_ptr, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Add partials [SPLIT, size] along the tree and round once: out [size]."""
+def reduce_partials_kernel(
+    partials_ptr, out_ptr, size, PARTIALS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add partials [PARTIALS, size] along the tree and round once: out [size]."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
-    total = load_tree_sum(partials_ptr, offsets, size.to(tl.int64), mask, SPLIT)
+    total = load_tree_sum(partials_ptr, offsets, size.to(tl.int64), mask, PARTIALS)
     tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """Register-only GEMV with a quantized weight, for few tokens: mma.sync without shared memory.
 
-A tensor here has one element per thread, so that its lanes are the
-hardware's. A lane loads the words of its own rows from global memory, 16 bytes at a time and AHEAD
-blocks of 128 columns ahead, dequantizes them in registers and passes them to mma.sync m16n8k16 as
-the left operand. Nothing goes through shared memory, and warps never wait for each other.
+Tensors here have one element per thread, so that a tensor's index is the hardware's lane. A lane
+loads the words of its rows from global memory, 16 bytes at a time, AHEAD blocks of 128 columns in
+advance, dequantizes them in registers and passes them to mma.sync m16n8k16 as the left operand.
+Nothing goes through shared memory, and warps never wait for each other.
 
 Fragments are those of the PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point types":
 with g = lane / 4 and q = lane % 4,

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Inline PTX that dequantizes two words of a row at a time, for quantized_pipeline.py.
 
-A result register holds two neighbouring columns in the model's dtype. Scales, zero points and
+A result register has two neighbouring columns in the model's dtype. Scales, zero points and
 factors come as the kernel has prepared them; an operand is shared by both words.
 """
 

@@ -45,7 +45,7 @@ MAX_TOKENS_BY_RULE = 512
 MAX_COMPILER_TOKENS = 256
 """Maximum tokens of tiles that the compiler lays out; an estimate."""
 MAX_WEIGHTS = 64
-"""Distinct weights of one format and shape that a measurement walks through at most."""
+"""Maximum distinct weights of one format and shape that a measurement walks through."""
 REGISTERS = 1 << 16
 """Registers of a multiprocessor since Ampere."""
 BASE_REGISTERS = 112
@@ -71,7 +71,7 @@ SLACK = 1.5
 class QuantizedTile:
     """Tile and kernel of a launch. It decides the speed and nothing else.
 
-    m, n, k: tokens, outputs and columns per block. split: CTAs along K. registers: bound per
+    m, n, k: tokens, outputs and columns per block. ctas_k: CTAs along K. registers: bound per
     thread, so that more CTAs fit a multiprocessor; 0: the compiler chooses. At most one of the
     kernels below is chosen; otherwise the compiler lays the tile out (quantized_gemm.py): powers of
     two, m 16 or more (8 would be another tree), k 128 or more. On Hopper n below 64, or fewer than
@@ -90,7 +90,7 @@ class QuantizedTile:
     k: int
     warps: int = 4
     stages: int = 3
-    split: int = 1
+    ctas_k: int = 1
     registers: int = 0
     gemv: bool = False
     pipeline: bool = False
@@ -99,13 +99,12 @@ class QuantizedTile:
 
     @property
     def laid_out(self) -> bool:
-        """Whether the compiler lays the tile out, as on any GPU; the other kernels need inline
-        PTX."""
+        """Return whether the compiler lays the tile out; the other kernels need inline PTX."""
         return not (self.gemv or self.pipeline)
 
     @property
     def wgmma(self) -> bool:
-        """Whether Triton multiplies this compiler-laid-out tile by wgmma on Hopper."""
+        """Return whether Triton multiplies this compiler-laid-out tile by wgmma on Hopper."""
         return self.n >= 64 and self.warps % 4 == 0 and self.laid_out
 
 
@@ -133,8 +132,8 @@ def _gemv_tiles(m: int, split_k: int, bits: int) -> list[QuantizedTile]:
         32: ((2, 1, 2), (1, 1, 4), (2, 1, 4)),
     }
     tiles = [
-        QuantizedTile(m, 16 * height * warps, 128, warps, 4 * ahead // bits, split_k, gemv=True)
-        for height, warps, ahead in shapes[m]
+        QuantizedTile(m, 16 * height * warps, 128, warps, 4 * blocks // bits, split_k, gemv=True)
+        for height, warps, blocks in shapes[m]
     ]
     if m == 8:
         tiles.append(replace(tiles[0], registers=112))  # 18 warps fit: gate_up of 27B has 16.5
@@ -227,7 +226,7 @@ def _pipeline_ctas_per_sm(tile: QuantizedTile, bits: int) -> int:
 
 
 def _tiles_up_to_32(tokens: int, split_k: int, bits: int) -> list[QuantizedTile]:
-    """Return tiles for 1 .. 32 tokens: a CTA's chain is slow, so many must fit a multiprocessor."""
+    """Return tiles for 1 .. 32 tokens, small enough for many CTAs per multiprocessor."""
     gemv = _gemv_tiles(8 if tokens <= 8 else 16 if tokens <= 16 else 32, split_k, bits)
     return [*_compiler_tiles_up_to_32(tokens, split_k), *gemv]
 
@@ -396,10 +395,10 @@ def _fit_gemv(
     """Return the GEMV tile with no more blocks prefetched than a partition has."""
     if not gemv_supports(weight, split_k, arch):
         return compiler_tile(tile, weight, split_k, arch)
-    ahead = min(tile.stages, weight.k // split_k // K_BLOCK)
-    if (ahead, tile.split) == (tile.stages, split_k):
+    stages = min(tile.stages, weight.k // split_k // K_BLOCK)
+    if (stages, tile.ctas_k) == (tile.stages, split_k):
         return tile
-    return replace(tile, stages=ahead, split=split_k)
+    return replace(tile, stages=stages, ctas_k=split_k)
 
 
 def _stream_k_ctas(tile: QuantizedTile, weight: QuantizedWeight, split_k: int, num_sms: int) -> int:
@@ -434,17 +433,17 @@ def fit_tile(
         if weight.k % (split_k * tile.k):
             tile = replace(tile, k=K_BLOCK, stages=tile.stages * tile.k // K_BLOCK)
         ctas = _stream_k_ctas(tile, weight, split_k, num_sms)
-        if (tile.split, tile.stream_k) == (split_k, ctas):
+        if (tile.ctas_k, tile.stream_k) == (split_k, ctas):
             return tile
-        return replace(tile, split=split_k, stream_k=ctas)
+        return replace(tile, ctas_k=split_k, stream_k=ctas)
     if tile.pipeline:
         return _replace_pipeline(tile, weight, split_k, arch)
     k = fit_block_k(weight, tile.k, partition_length(weight.k, split_k))
     stages = fit_stages(tile.stages, tile.n, tile.m, k, weight, arch, not tile.wgmma)
-    split = min(tile.split, split_k)
-    if (k, stages, split) == (tile.k, tile.stages, tile.split):
+    ctas_k = min(tile.ctas_k, split_k)
+    if (k, stages, ctas_k) == (tile.k, tile.stages, tile.ctas_k):
         return tile
-    return replace(tile, k=k, stages=stages, split=split)
+    return replace(tile, k=k, stages=stages, ctas_k=ctas_k)
 
 
 def format_key(weight: QuantizedWeight) -> str:
@@ -556,13 +555,13 @@ def estimate_seconds(
     It is the time of its bytes, or of its waves of CTAs, each a chain that waits for its products.
     """
     n, k = weight.shape
-    ctas = -(-tokens // tile.m) * -(-n // tile.n) * tile.split
+    ctas = -(-tokens // tile.m) * -(-n // tile.n) * tile.ctas_k
     if tile.pipeline:
         return weight.nbytes / BANDWIDTH
     if tile.gemv:
         ctas_per_sm = _gemv_ctas_per_sm(tile, weight.bits)
         waves = max(1.0, ctas / (ctas_per_sm * num_sms))
-        return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * GEMV_STEP)
+        return max(weight.nbytes / BANDWIDTH, waves * (k / tile.ctas_k / 16) * GEMV_STEP)
     stage, fixed = shared_memory_bytes(tile.n, tile.m, tile.k, weight, not tile.wgmma)
     shared = (tile.stages - 1) * stage + fixed
     threads = 32 * tile.warps
@@ -571,7 +570,7 @@ def estimate_seconds(
         1, min(shared_memory_limit(arch) // shared, REGISTERS // (registers * threads))
     )
     waves = max(1.0, ctas / (ctas_per_sm * num_sms))
-    return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * STEP)
+    return max(weight.nbytes / BANDWIDTH, waves * (k / tile.ctas_k / 16) * STEP)
 
 
 def tiles_to_time(

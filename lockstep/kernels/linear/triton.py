@@ -63,17 +63,17 @@ def launch(
     if not tma:  # TMA itself fills columns past K with zeros
         x, weight = pad_partitions(x, weight, split_k)
     tile = _fit_accumulators(replace(tile, tma=tma), split_k, out is None)
-    split = tile.split
-    count = split_k // split
-    if split > 1:
-        out = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
+    ctas_k = tile.ctas_k
+    count = split_k // ctas_k
+    if ctas_k > 1:
+        out = torch.empty(ctas_k, tokens, n, dtype=torch.float32, device=x.device)
     elif out is None:
         out = weight.new_empty(tokens, n)
     if len(power_of_two_widths(tile.n)) > 1:
         _launch_uneven(x, weight, out, count, length, tile)
     else:
         _launch_even(x, weight, out, count, length, tile)
-    return out if allow_partials or split == 1 else reduce_partials(out, weight.dtype)
+    return out if allow_partials or ctas_k == 1 else reduce_partials(out, weight.dtype)
 
 
 def power_of_two_widths(n: int) -> list[int]:
@@ -98,17 +98,17 @@ def _fit_accumulators(tile: Tile, split_k: int, may_split: bool) -> Tile:
     at 677 with 128 x 128, at 604 with 128 x 256 whose left subtrees are spilled to memory; with
     four partitions at 450 so. Narrow weights of 27B with four run at 404 with 128 x 96.
     """
-    min_split = min(tile.split, split_k) if may_split else 1
-    doublings = (split_k // min_split).bit_length()
-    splits = [min_split << i for i in range(doublings)] if may_split else [1]
+    min_ctas = min(tile.ctas_k, split_k) if may_split else 1
+    doublings = (split_k // min_ctas).bit_length()
+    cta_counts = [min_ctas << i for i in range(doublings)] if may_split else [1]
     m = min(tile.m, FALLBACK_SIDE)
     n = min(tile.n, FALLBACK_SIDE)
-    for split in splits:
+    for ctas_k in cta_counts:
         for candidate in (tile, replace(tile, m=m, n=n)):
-            if _accumulators_fit(candidate, split_k // split):
-                return replace(candidate, split=split)
+            if _accumulators_fit(candidate, split_k // ctas_k):
+                return replace(candidate, ctas_k=ctas_k)
     n = min(power_of_two_widths(tile.n)[0], FALLBACK_SIDE // 2)
-    return replace(tile, m=m, n=n, split=min_split)
+    return replace(tile, m=m, n=n, ctas_k=min_ctas)
 
 
 def _grid(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> tuple[int]:

@@ -35,10 +35,10 @@ class Tile:
     """Tile of a launch.
 
     m, n, k: tokens, outputs and columns per block, powers of two; n may be the sum of up to three
-    of them, 16 at least each, where tma is on and swap is off. split: CTAs along K, at most the
-    split-K partitions; more than one costs a reduction pass, or a consumer that adds. swap: the
-    weight is the left operand, so that a few tokens fill the N side of a wgmma. tma: TMA loads,
-    where it exists and rows are aligned.
+    of them, 16 at least each, where tma is on and swap is off. ctas_k: CTAs along K, at most
+    split_k; each adds split_k / ctas_k split-K partitions. More than one costs a reduction pass, or
+    a consumer that adds. swap: the weight is the left operand, so that a few tokens fill the N side
+    of a wgmma. tma: TMA loads, where it exists and rows are aligned.
     """
 
     m: int
@@ -46,7 +46,7 @@ class Tile:
     k: int
     warps: int
     stages: int
-    split: int = 1
+    ctas_k: int = 1
     swap: bool = False
     tma: bool = False
 
@@ -55,29 +55,29 @@ T = TypeVar("T")
 Table = dict[str, dict[int, Tile]]
 RunTile = Callable[[Tensor, Tensor, int, Tile], Tensor]
 FP32_SMALL = (
-    Tile(16, 32, 32, 2, 4, split=16),
-    Tile(16, 16, 32, 4, 3, split=16),
-    Tile(16, 64, 32, 4, 3, split=16),
+    Tile(16, 32, 32, 2, 4, ctas_k=16),
+    Tile(16, 16, 32, 4, 3, ctas_k=16),
+    Tile(16, 64, 32, 4, 3, ctas_k=16),
 )
 """Tiles of fp32 for up to 64 tokens, on any GPU; products are chains of FMAs in ascending order. us
 on an H200, 256 x 7168 and 128 x 2688, 1 token: 14.2 and 9.2, 19.9 and 8.1, 20.9 and 13.0; 64
 tokens: 39.1 and 12.3, 75.2 and 18.2, 37.8 and 13.2. All have k 32: Triton's interpreter adds such
 blocks in the same order."""
 FP32_HOPPER = (
-    Tile(1, 32, 64, 1, 4, split=16),
-    Tile(1, 16, 256, 2, 1, split=16),
-    Tile(8, 32, 64, 2, 3, split=16),
-    Tile(8, 16, 256, 2, 1, split=16),
-    Tile(16, 32, 64, 2, 3, split=16),
-    Tile(16, 64, 32, 2, 3, split=16),
+    Tile(1, 32, 64, 1, 4, ctas_k=16),
+    Tile(1, 16, 256, 2, 1, ctas_k=16),
+    Tile(8, 32, 64, 2, 3, ctas_k=16),
+    Tile(8, 16, 256, 2, 1, ctas_k=16),
+    Tile(16, 32, 64, 2, 3, ctas_k=16),
+    Tile(16, 64, 32, 2, 3, ctas_k=16),
 )
 """More of them, timed on an H200: the fewer warps read the same weights out of shared memory, the
 better, since each of them meets the same bank conflicts. us as above, 1 token: 7.7 and 5.6, 12.8
 and 4.4; 8 tokens, where the first of FP32_SMALL takes 14.2 and 9.3: 11.6 and 7.1, 13.7 and 5.1; 64
 tokens: 38.5 and 11.4, 35.9 and 13.4."""
 FP32_LARGE = (
-    Tile(128, 128, 32, 8, 2, split=16),
-    Tile(64, 128, 32, 8, 2, split=4),
+    Tile(128, 128, 32, 8, 2, ctas_k=16),
+    Tile(64, 128, 32, 8, 2, ctas_k=4),
 )
 """Tiles of fp32 for more tokens. 256 x 7168 at 256, 2,048 and 8,192 tokens, us: 97, 383 and 1,493;
 317, 630 and 2,466. One CTA for all partitions took 1,092 us at 2,048."""
@@ -107,13 +107,13 @@ def _tiles_up_to_32(m: int, wide: bool) -> list[Tile]:
         Tile(m, 64, 128, 4, 4, tma=True),
         Tile(m, 64, 128, 4, 5, swap=True, tma=True),
         Tile(m, 128, 64, 4, 5, swap=True, tma=True),
-        Tile(m, 64, 128, 4, 4, split=2, swap=True, tma=True),
-        Tile(m, 64, 128, 4, 5, split=2, swap=True, tma=True),
-        Tile(m, 64, 128, 4, 7, split=2, swap=True, tma=True),
+        Tile(m, 64, 128, 4, 4, ctas_k=2, swap=True, tma=True),
+        Tile(m, 64, 128, 4, 5, ctas_k=2, swap=True, tma=True),
+        Tile(m, 64, 128, 4, 7, ctas_k=2, swap=True, tma=True),
         Tile(m, 64, 256, 4, 3, swap=True, tma=True),
-        Tile(m, 64, 256, 4, 3, split=2, swap=True, tma=True),
+        Tile(m, 64, 256, 4, 3, ctas_k=2, swap=True, tma=True),
         *(Tile(m, 64, 128, 4, stages, swap=True, tma=True) for stages in (3, 4) if m > 16),
-        *(Tile(m, 64, 256, 4, 5, split, swap=True, tma=True) for split in (1, 2) if m == 16),
+        *(Tile(m, 64, 256, 4, 5, ctas_k, swap=True, tma=True) for ctas_k in (1, 2) if m == 16),
     ]
 
 
@@ -127,10 +127,10 @@ def _tiles_up_to_64() -> list[Tile]:
         Tile(64, 144, 64, 4, 3, tma=True),
         Tile(64, 128, 64, 8, 4, swap=True, tma=True),
         Tile(64, 128, 128, 8, 4, swap=True, tma=True),
-        Tile(64, 64, 128, 4, 3, split=2, tma=True),
-        Tile(64, 64, 64, 4, 6, split=2, tma=True),
-        Tile(64, 64, 128, 4, 4, split=2, swap=True, tma=True),
-        Tile(64, 64, 128, 4, 6, split=2, swap=True, tma=True),
+        Tile(64, 64, 128, 4, 3, ctas_k=2, tma=True),
+        Tile(64, 64, 64, 4, 6, ctas_k=2, tma=True),
+        Tile(64, 64, 128, 4, 4, ctas_k=2, swap=True, tma=True),
+        Tile(64, 64, 128, 4, 6, ctas_k=2, swap=True, tma=True),
         Tile(64, 64, 256, 4, 3, swap=True, tma=True),
     ]
 
@@ -147,10 +147,10 @@ def _tiles_up_to_256() -> list[Tile]:
         Tile(128, 144, 64, 8, 6, tma=True),
         Tile(128, 192, 64, 8, 4, tma=True),
         Tile(256, 128, 64, 8, 4, tma=True),
-        Tile(64, 144, 64, 4, 4, split=2, tma=True),
-        Tile(128, 64, 64, 4, 4, split=2, tma=True),
-        Tile(128, 80, 64, 4, 4, split=2, tma=True),
-        Tile(128, 160, 64, 8, 5, split=2, tma=True),
+        Tile(64, 144, 64, 4, 4, ctas_k=2, tma=True),
+        Tile(128, 64, 64, 4, 4, ctas_k=2, tma=True),
+        Tile(128, 80, 64, 4, 4, ctas_k=2, tma=True),
+        Tile(128, 160, 64, 8, 5, ctas_k=2, tma=True),
     ]
 
 
@@ -187,25 +187,25 @@ def _narrow_tiles(tokens: int) -> list[Tile]:
     """
     few = [
         Tile(16, 64, 256, 4, 3, swap=True, tma=True),
-        Tile(16, 64, 128, 4, 4, split=2, swap=True, tma=True),
-        Tile(16, 64, 256, 4, 3, split=2, swap=True, tma=True),
+        Tile(16, 64, 128, 4, 4, ctas_k=2, swap=True, tma=True),
+        Tile(16, 64, 256, 4, 3, ctas_k=2, swap=True, tma=True),
         Tile(32, 16, 256, 4, 5, tma=True),
-        Tile(32, 64, 128, 4, 4, split=2, swap=True, tma=True),
+        Tile(32, 64, 128, 4, 4, ctas_k=2, swap=True, tma=True),
         Tile(32, 64, 256, 4, 3, swap=True, tma=True),
-        Tile(32, 64, 256, 4, 3, split=2, swap=True, tma=True),
+        Tile(32, 64, 256, 4, 3, ctas_k=2, swap=True, tma=True),
     ]
     some = [
         Tile(64, 16, 256, 4, 3, tma=True),
-        Tile(64, 16, 256, 4, 3, split=2, tma=True),
-        Tile(64, 64, 128, 4, 4, split=2, tma=True),
+        Tile(64, 16, 256, 4, 3, ctas_k=2, tma=True),
+        Tile(64, 64, 128, 4, 4, ctas_k=2, tma=True),
         Tile(64, 64, 256, 4, 3, tma=True),
-        Tile(64, 128, 128, 4, 4, split=2, tma=True),
+        Tile(64, 128, 128, 4, 4, ctas_k=2, tma=True),
     ]
     many = [
         Tile(64, 32, 256, 4, 3, tma=True),
         Tile(64, 16, 256, 4, 3, tma=True),
         Tile(64, 32, 128, 4, 4, tma=True),
-        Tile(64, 64, 128, 4, 4, split=2, tma=True),
+        Tile(64, 64, 128, 4, 4, ctas_k=2, tma=True),
         Tile(64, 128, 64, 4, 5, swap=True, tma=True),
         Tile(64, 128, 128, 4, 4, tma=True),
         Tile(128, 64, 128, 4, 4, tma=True),
@@ -238,7 +238,7 @@ def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, split_k: int = 1
         narrow = _narrow_tiles(tokens)
         tiles = [*narrow, *tiles] if n <= VERY_NARROW else [*tiles, *narrow]
         tiles = list(dict.fromkeys(tiles))
-    return [tile for tile in tiles if tile.split <= split_k and tile.k <= max(k, 64)]
+    return [tile for tile in tiles if tile.ctas_k <= split_k and tile.k <= max(k, 64)]
 
 
 def _table_key(n: int, k: int, dtype: torch.dtype, arch: str) -> str:

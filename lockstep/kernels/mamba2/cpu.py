@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.backends import cpu_trait
@@ -21,6 +20,7 @@ from lockstep.kernels.recurrent.cpu import (
     rank_one_update,
     replay,
     round_rows,
+    split_chunks,
     split_tokens,
 )
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
@@ -116,14 +116,6 @@ def _run_chunks(
     length, heads = u.shape[:2]
     whole_chunks = length // GRID
     chunks = -(-length // GRID)
-    missing = chunks * GRID - length
-
-    def split_chunks(x: Tensor) -> Tensor:
-        """Pad [T, H, ...] and split it into [chunks, H, GRID, ...]."""
-        # b = 0, u = 0 and log decay 0 make the padding tokens exact no-ops.
-        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
-        return x.view(chunks, GRID, *x.shape[1:]).transpose(1, 2)
-
     b = split_chunks(expand_heads(b, heads))
     c = split_chunks(expand_heads(c, heads))
     u = split_chunks(u)

@@ -1,10 +1,14 @@
 """Math of Mamba-2: the state-space recurrence of one token, and its chunked (SSD) form."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.recurrent.state import RecurrentState, expand_heads, rank_one_update
+from lockstep.kernels.recurrent.state import (
+    RecurrentState,
+    expand_heads,
+    pad_chunk,
+    rank_one_update,
+)
 from lockstep.step import GRID
 
 
@@ -33,12 +37,6 @@ def chunk_ssm(b: Tensor, c: Tensor, u: Tensor, g: Tensor, s: Tensor) -> tuple[Te
     connection, and the state after the chunk.
     """
     tokens, heads = u.shape[:2]
-
-    def pad_chunk(x: Tensor) -> Tensor:
-        """Pad [T, H, ...] to GRID tokens and transpose it to [H, GRID, ...]."""
-        # u = 0, b = 0 and log decay 0 make the padding tokens exact no-ops.
-        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, GRID - tokens)).transpose(0, 1)
-
     b = pad_chunk(expand_heads(b, heads))
     c = pad_chunk(expand_heads(c, heads))
     u = pad_chunk(u)

@@ -110,7 +110,7 @@ def gated_group_norm_kernel(
     row, offs, mask, inner_index, values, z = _values_and_gate(
         x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, D, BLOCK, ROWS
     )
-    # Each group has weights of its own.
+    # Weights differ by group.
     scale = tl.load(weight + inner_index * D + offs, mask=mask, other=0.0).to(tl.float32)
     values = values * silu_approx(z)
     values = values * inverse_rms(row_sums(values * values), eps, D)[:, None] * scale

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.activations import silu
 from lockstep.kernels.recurrent.history import next_folded
 from lockstep.kernels.recurrent.state import RecurrentState, expand_heads
+from lockstep.step import GRID
 
 Tokens = tuple[Tensor, ...]
 """A tensor for each token of a window."""
@@ -34,8 +36,8 @@ class Window:
     """Window of generated tokens, mixed [Q, S, C], with the history of its rows.
 
     raw [R + Q, S, C]: raw inputs, R of them before the window. first: position of each row's first
-    token. replayed: flat indices, in the histories of u, k and decay, of the tokens to replay: as
-    many per row as the state lacks that lacks most.
+    token. replayed: flat indices, in the histories of u, k and decay, of the tokens to replay: for
+    every row the largest number that a row's state lacks.
     """
 
     def __init__(
@@ -88,6 +90,13 @@ def split_tokens(x: Tensor, heads: int) -> Tokens:
     if x.shape[2] != heads:
         x = expand_heads(x, heads)
     return x.reshape(len(x), -1, 1, x.shape[3]).unbind(0)
+
+
+def split_chunks(x: Tensor) -> Tensor:
+    """Pad x [T, H, ...] with zeros to whole chunks and split it into [chunks, H, GRID, ...]."""
+    # Keys, values and log decays of 0 make the padding tokens exact no-ops.
+    x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % GRID))
+    return x.view(len(x) // GRID, GRID, *x.shape[1:]).transpose(1, 2)
 
 
 def round_rows(state: RecurrentState, s: Tensor, tokens: Sequence[int]) -> None:

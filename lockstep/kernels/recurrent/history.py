@@ -4,7 +4,7 @@ A recurrent mixer needs recent tokens twice: raw inputs for its convolution, and
 replay tokens into the state. A step overwrites the oldest entries and nothing is ever moved. So
 rejected drafts need no rewind: the next window overwrites them.
 
-A row's state in memory holds its first `folded` tokens, an absolute position. A step replays the
+A row's state in memory includes its first `folded` tokens, an absolute position. A step replays the
 tokens from there on. Where a state may be written, and is rounded if it has 16 bits, is absolute
 too: at multiples of its grid, and at the ends of prompt chunks. So no bit depends on which step
 wrote it.
@@ -19,7 +19,7 @@ replays; a smaller one rounds more often."""
 
 
 def state_grid(dtype: torch.dtype) -> int:
-    """Return the grid of a state: it is written at multiples of so many tokens; 1 for fp32."""
+    """Return the interval, in tokens, at which a state may be written: 1 for fp32."""
     return 1 if dtype == torch.float32 else ROUNDING_INTERVAL
 
 

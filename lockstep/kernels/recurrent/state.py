@@ -8,9 +8,11 @@ depends on v and on S. In Mamba-2 k is B, u is dt x, and C is the query.
 from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.recurrent.history import state_grid
+from lockstep.step import GRID
 
 
 @dataclass
@@ -55,6 +57,12 @@ def expand_heads(x: Tensor, heads: int) -> Tensor:
     """Repeat key heads [..., HK, K] -> [..., HV, K]: value head h reads key head h // (HV / HK)."""
     group = heads // x.shape[-2]
     return x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2)
+
+
+def pad_chunk(x: Tensor) -> Tensor:
+    """Pad x [T, H, ...] of up to GRID tokens with zeros and transpose it to [H, GRID, ...]."""
+    # Keys, values and log decays of 0 make the padding tokens exact no-ops.
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, GRID - len(x))).transpose(0, 1)
 
 
 def rank_one_update(s: Tensor, k: Tensor, u: Tensor) -> Tensor:

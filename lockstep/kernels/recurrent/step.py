@@ -49,7 +49,7 @@ def register_layout(sizes: dict[str, int]) -> dict[str, int]:
     # of K or V through shared memory.
     warps = min(max(k, v) // 16, v // 4)
     columns = v // warps
-    # A thread holds 4 adjacent columns, so COLUMNS / 4 * K_LANES threads are one warp.
+    # A thread owns 4 adjacent columns, so COLUMNS / 4 * K_LANES threads are one warp.
     lanes = max(1, min(k, 128 // columns))
     return dict(SLICES=k // lanes, K_LANES=lanes, WARPS=warps, COLUMNS=columns)
 

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
 """The recurrent form in Triton: a window of generated tokens through a recurrent state.
 
-recurrent_step_kernel reads the state once and writes it at most once. It holds some columns of a
+recurrent_step_kernel reads the state once and writes it at most once. It keeps some columns of a
 head's state in registers, replays the tokens that the state lacks from the history, writes the
 state if that is due, and steps through the new tokens. Window length, history length, replayed
 tokens and flush interval are run-time values.
 
 A state is a tuple of SLICES tiles [K_LANES, WARPS, COLUMNS]. A warp owns COLUMNS columns (of V) and
-all of K, so a sum over K needs no exchange between warps. Slice r holds rows r * K_LANES and
-following. It is a tuple, not a 4-D tile, so that every address is a base plus a constant.
+all of K, so a sum over K needs no exchange between warps. Slice r is rows r * K_LANES up to
+(r + 1) * K_LANES. It is a tuple, not a 4-D tile, so that every address is a base plus a constant.
 
 docs/kernels/gated_delta_rule.md has the times; those in this file are of the delta rule.
 """
@@ -121,7 +121,7 @@ def _update_state(state, decay, k, u):
 
 @triton.jit
 def _store_columns(ptrs, x, lane, in_v):
-    """Store x [1, WARPS, COLUMNS], of which every lane of K holds a copy, from the first lane."""
+    """Store x [1, WARPS, COLUMNS], which is the same in every lane of K, from the first lane."""
     ptrs = ptrs + tl.zeros_like(lane)
     first_lane = in_v & (lane == 0)
     tl.store(ptrs, tl.broadcast_to(x, ptrs.shape).to(ptrs.dtype.element_ty), mask=first_lane)
@@ -235,7 +235,7 @@ def _step_through_window(
     beta = tl.load(gates_ptr + 1)
     for t in range(length):
         # The last iteration loads its own token again: in bounds, and without a branch.
-        ahead = tl.minimum(t + 1, length - 1) * width
+        next_token = tl.minimum(t + 1, length - 1) * width
         q = _load_slices(q_ptr + t * width + lane, True, K_LANES, SLICES, K_LANES, K)
         if DELTA_RULE:
             u = (v - _sum_over_k(k, state) * decay) * beta
@@ -244,10 +244,10 @@ def _step_through_window(
         state = _update_state(state, decay, k, u)
         if d is not None:
             skip = v * d
-        k = _load_slices(k_ptr + ahead + lane, True, K_LANES, SLICES, K_LANES, K)
-        v = tl.load(v_ptr + ahead + offs_v, mask=in_v, other=0.0)
-        decay = tl.load(gates_ptr + ahead)
-        beta = tl.load(gates_ptr + ahead + 1)
+        k = _load_slices(k_ptr + next_token + lane, True, K_LANES, SLICES, K_LANES, K)
+        v = tl.load(v_ptr + next_token + offs_v, mask=in_v, other=0.0)
+        decay = tl.load(gates_ptr + next_token)
+        beta = tl.load(gates_ptr + next_token + 1)
         out_ptrs = out_ptr + t * (HV * V) + offs_v
         o = _sum_over_k(q, state)
         if d is not None:

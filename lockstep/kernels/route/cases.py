@@ -1,7 +1,7 @@
-"""Routings that every backend must serve.
+"""Inputs of route that every backend must serve.
 
 Each family's scoring, odd numbers of experts, no rows; a shared expert of either activation, in one
-product with the logits and in a product of its own; partials of a linear.
+GEMM with the logits and in a separate one; partials of a linear.
 """
 
 from collections.abc import Iterator
@@ -57,14 +57,14 @@ def route_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         product = product if parts else product.to(dtype)
         shared, logits, gate = product.split((2 * INNER, 24, 1), dim=-1)
         joined: Arguments = dict(logits=logits, shared=shared, shared_gate=gate, top_k=3)
-        yield f"gated, beside {parts}", plain | joined | dict(dtype=dtype, shared_dtype=dtype)
+        yield f"gated, one GEMM {parts}", plain | joined | dict(dtype=dtype, shared_dtype=dtype)
         wide = torch.randn(*parts, 5, INNER + 3, generator=generator) * 2
         wide = (wide if parts else wide.to(dtype))[..., :INNER]
         logits = torch.randn(4, 5, 24, generator=generator)
-        apart: Arguments = dict(
+        separate: Arguments = dict(
             logits=logits, shared=wide, act="relu2", top_k=6, shared_dtype=dtype
         )
-        yield f"relu2, apart {parts}", plain | apart | SIGMOID
+        yield f"relu2, separate GEMM {parts}", plain | separate | SIGMOID
 
 
 def route_traits(logits: Tensor, **rest: Any) -> dict[str, Any]:

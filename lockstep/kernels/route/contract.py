@@ -76,10 +76,10 @@ def route(
     1e-20) if `renormalize` (added in the order of choice), times `scale`, rounded once.
 
     The order is that of integers (sortable_keys) with NaN last: ids are valid and distinct whatever
-    the logits hold. A row's weights may be NaN where one of its logits is; no other row changes.
+    the logits are. A row's weights may be NaN where one of its logits is; no other row changes.
 
     Each of logits, shared and shared_gate may be the partials [P, T, ...] fp32 of a linear, P 2 or
-    more. They stand for their tree_sum, rounded to `dtype` (`shared_dtype` for shared).
+    more. Their tree_sum, rounded to `dtype` (`shared_dtype` for shared), is the input.
 
     Args:
         logits: [T, E], read as fp32. E is a multiple of groups.

@@ -195,8 +195,8 @@ def tile_left(
 ):  # fmt: skip
     """Apply min_p, top_k and top_p to the tile of a logit row.
 
-    Returns whether the tile holds all tokens that pass, the threshold key, and the last index that
-    is kept at the threshold.
+    Returns whether the tile includes all tokens that pass, the threshold key, and the last index
+    that is kept at the threshold.
     """
     SIZE: tl.constexpr = TILE * GROUP
     min_p, k, p = _limits(logit_row)

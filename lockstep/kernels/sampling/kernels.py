@@ -2,10 +2,10 @@
 """sample in Triton: score, then choose. No sort and no host read; one logit row per position.
 
 A position's flags are read on the device. Rows without flags go straight from their logits to the
-argmax in one pass; of rows that filter the first pass finds where large scores lie, and what they
-leave is chosen from those (device_filter.py). Logit rows that this cannot tell are read as a whole,
-a few at a time. The largest of a logit row is the same however it is cut. A logit that is NaN
-counts as inf in all of it, and a logit row whose largest is not finite has no token.
+argmax in one pass. For rows with filters the first pass finds the blocks of large scores, and the
+filters run on those alone (device_filter.py). A logit row that these blocks do not decide is read
+in full, a few rows at a time. The maximum of a logit row does not depend on how it is cut. A NaN
+logit counts as inf, and a logit row whose maximum is not finite has no token.
 """
 
 import triton

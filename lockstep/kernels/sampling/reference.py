@@ -45,8 +45,8 @@ def _best_of_many(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Compute _best by blocks."""
     # On a CPU amax takes a tenth of the time of argmax. So find the best block by amax first.
     rest = -scores.shape[-1] % BLOCK
-    whole = pad(scores, (0, rest), value=-torch.inf) if rest else scores
-    blocks = whole.unflatten(-1, (-1, BLOCK))
+    padded = pad(scores, (0, rest), value=-torch.inf) if rest else scores
+    blocks = padded.unflatten(-1, (-1, BLOCK))
     first = blocks.amax(-1).argmax(-1, keepdim=True)
     best, top = _best(blocks.take_along_dim(first[..., None], -2)[..., 0, :])
     return first[..., 0] * BLOCK + best, top
@@ -179,8 +179,8 @@ def _filter(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Te
     if top_p < 1:
         ordered, ids = x.sort(dim=-1, descending=True, stable=True)
         # Sums run over `vocab` scores, padded with -inf: the tree must not depend on len(x).
-        whole = pad(ordered, (0, vocab - ordered.shape[-1]), value=-torch.inf)
-        mass = torch.softmax(whole, -1).cumsum(-1)[:, : ordered.shape[-1]]
+        padded = pad(ordered, (0, vocab - ordered.shape[-1]), value=-torch.inf)
+        mass = torch.softmax(padded, -1).cumsum(-1)[:, : ordered.shape[-1]]
         out = torch.zeros_like(mass, dtype=torch.bool)
         out[:, 1:] = mass[:, :-1] >= top_p
         x = x.masked_fill(torch.zeros_like(out).scatter_(-1, ids, out), -torch.inf)

@@ -21,7 +21,7 @@ class RowTensors:
     """Row table, except for sampling parameters. Contiguous, int32 unless noted.
 
     tokens [R, L] int64: prompt, generated tokens, then drafts. prompt_len [R]. computed [R]: tokens
-    in the KV cache. folded [R]: tokens that the recurrent state in memory holds. drafts [R, K]
+    in the KV cache. folded [R]: tokens that the recurrent state in memory includes. drafts [R, K]
     int64 (-1: none). draft_limit [R]: maximum drafts per step. page_table [R, P]. state_slots [R].
     """
 
@@ -118,7 +118,7 @@ def _limit_drafts(drafts: Tensor, limit: Tensor) -> Tensor:
 
 
 def _append_drafts(tokens: Tensor, row_ids: Tensor, starts: Tensor, drafts: Tensor) -> None:
-    """Write drafts after the row's last token, so that a step reads all tokens from one place."""
+    """Write drafts after the row's last token, so that a step reads all tokens from one tensor."""
     if drafts.shape[1]:
         offsets = torch.arange(1, drafts.shape[1] + 1, device=starts.device)
         tokens[row_ids[:, None], starts[:, None] + offsets] = drafts.clamp_min(0)
@@ -145,8 +145,8 @@ def advance_rows(
     accepted: number of leading drafts that equal their token. results, for the host: tokens,
     accepted, number of drafts.
 
-    A prompt chunk commits all of its tokens, and its state holds them; it emits a token only if it
-    ends the prompt. A generated step has written the state as next_folded says. The first 1 +
+    A prompt chunk commits all of its tokens, and its state includes them; it emits a token only if
+    it ends the prompt. A generated step has written the state as next_folded says. The first 1 +
     accepted of its W tokens count as generated. Rows that emit nothing, and the null row, keep
     their tokens. A token of -1 equals no draft, is stored as 0 and is not counted; results keep it.
     The rows' drafts are cleared: a drafter writes new ones after this op.

@@ -107,7 +107,7 @@ def test_a_setting_that_would_change_tokens_or_text_is_refused_by_name(
     load({name: None})
 
 
-def test_what_is_listed_as_without_effect_is_ignored(load: Any, tokenizer: Tokenizer) -> None:
+def test_settings_without_effect_are_ignored(load: Any, tokenizer: Tokenizer) -> None:
     listed: dict[str, Any] = dict.fromkeys(WITHOUT_EFFECT, "x")
     assert load({**listed, "_note": 1, "mask_token_id": 5}).encode("a fox") == tokenizer.encode(
         "a fox"

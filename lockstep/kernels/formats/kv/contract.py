@@ -79,7 +79,7 @@ class KVQuantizer(ABC):
 
     @property
     def rotation(self) -> HadamardRotation | None:
-        """Rotation that dequantized numbers are left in; None for none."""
+        """Rotation in which dequantized values stay; None for none."""
         return None
 
     @property
@@ -196,5 +196,5 @@ class QuantizedKV:
 
 
 KVCache = Tensor | QuantizedKV
-"""One side of a layer's cache, [pages, page_size, Hkv, D], or its latents, [pages, page_size, C]:
-in the model's dtype, or quantized."""
+"""Keys or values of a layer, [pages, page_size, Hkv, D], or its latents, [pages, page_size, C]: in
+the model's dtype, or quantized."""

@@ -45,8 +45,8 @@ tokens' numbers of one column. mma.sync's A operand of P V wants pairs along the
 
 @gluon.constexpr_function
 def _k_layout(words):
-    """Return the layout of key words [16, words]: a group of 16 columns, four words, lies in four
-    lanes."""
+    """Return the layout of key words [16, words]: four lanes share a group of 16
+    columns, a word each."""
     lanes = layout_bases(2, (1, 1), (1, 2), (0, 1), (0, 2), (0, 4))
     registers = layout_bases(2, (0, 8), *((1, 1 << i) for i in range(2, log2(words))))
     return gl.DistributedLinearLayout(registers, lanes, [], [], [16, words])

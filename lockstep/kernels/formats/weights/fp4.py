@@ -32,14 +32,14 @@ class Fp4Weight(QuantizedWeight):
 
     A value is round((fp32(code) * fp32(scale)) * factor). scales: [N, ceil(K / 16)] uint8, codes of
     e4m3fn. factors: [N] fp32 multipliers below MAX_FP4_FACTOR (compressed-tensors stores divisors).
-    whole: the weight that this is a row range of; None: it is whole itself.
+    parent: the weight that this is a row range of, else None.
     """
 
     derived = ("has_split_factors",)
 
     scales: Tensor
     factors: Tensor
-    whole: Self | None = None
+    parent: Self | None = None
 
     @property
     def bits(self) -> int:
@@ -47,13 +47,13 @@ class Fp4Weight(QuantizedWeight):
 
     @cached_property
     def has_split_factors(self) -> bool:
-        """Whether bf16 hi + lo represents every factor of the whole weight (SPLIT_FACTOR_FP4).
+        """Return whether bf16 hi + lo represents every factor of the weight (SPLIT_FACTOR_FP4).
 
-        No scale may have a sign or be NaN either. It is computed once and cached: the factors and
-        scales must not change afterwards.
+        No scale may have a sign or be NaN either. A row range answers for its parent. The result is
+        cached: factors and scales must not change afterwards.
         """
-        if self.whole is not None:
-            return self.whole.has_split_factors
+        if self.parent is not None:
+            return self.parent.has_split_factors
         magnitude = self.factors.abs()
         mantissa = self.factors.view(torch.int32) & 0x7FFFFF
         unsplittable = torch.tensor(UNSPLITTABLE_MANTISSAS, device=self.device)
@@ -79,7 +79,7 @@ class Fp4Weight(QuantizedWeight):
 
     def rows(self, begin: int, end: int) -> Self:
         parts = (self.scales[begin:end], self.factors[begin:end])
-        return type(self)(self.words[begin:end], self.k, *parts, whole=self.whole or self)
+        return type(self)(self.words[begin:end], self.k, *parts, parent=self.parent or self)
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         self.words.random_(-(2**31), 2**31, generator=generator)

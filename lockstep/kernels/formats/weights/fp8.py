@@ -66,7 +66,7 @@ class Fp8Weight(QuantizedWeight):
         return type(self)(self.words, self.k, self.scales[scale_rows], 1, self.block_k)
 
     def fill_dummy(self, generator: torch.Generator) -> None:
-        spread = 64.0  # e4m3 holds up to 448: 7 standard deviations
+        spread = 64.0  # the maximum of e4m3, 448, is 7 standard deviations
         for begin, end in row_chunks(*self.shape):
             values = torch.empty(end - begin, self.k, device=self.device)
             values.normal_(0.0, spread, generator=generator).clamp_(-448, 448)

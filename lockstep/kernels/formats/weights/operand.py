@@ -56,7 +56,7 @@ def has_irregular_groups(weight: QuantizedWeight) -> bool:
     if isinstance(weight, IntWeight) and weight.g_idx is not None:
         return True
     group = group_size_of(weight)
-    # A 4-bit word holds 32 columns; the others have a scale per half word, or words of 16 columns.
+    # A 4-bit word covers 32 columns; the others have a scale per half word, or words of 16 columns.
     min_group = 16 if weight.bits == 8 or isinstance(weight, Fp4Weight | GgufWeight) else 32
     block = int(K_BLOCK)
     return bool(group and group % block and (block % group or group < min_group))
@@ -77,9 +77,9 @@ def shared_memory_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of shared memory of a tile: (per pipeline stage, outside of the stages).
 
-    A stage holds words, scales and zero points of block_n weight rows, and block_m rows of a 16-bit
-    x. Outside of the stages the x tile lies once more, as the operand of the product; with mma.sync
-    the dequantized weight tile passes through shared memory too.
+    A stage is the words, scales and zero points of block_n weight rows, and block_m rows of a
+    16-bit x. Outside of the stages there is a second copy of the x tile, the operand of the
+    product, and with mma.sync the dequantized weight tile.
     """
     x_tile = 2 * block_m * block_k
     row = block_k * weight.bits // 8
@@ -103,7 +103,7 @@ def fit_stages(
     num_stages: int, block_n: int, block_m: int, block_k: int, weight: QuantizedWeight, arch: int,
     mma_sync: bool = False,
 ) -> int:  # fmt: skip
-    """Return `num_stages`, or as many as the shared memory of an architecture allows.
+    """Return `num_stages`, or the number that fits the shared memory of an architecture.
 
     mma_sync: the tile is multiplied by mma.sync also where the architecture has wgmma.
     """
@@ -192,10 +192,10 @@ def _gguf_format(weight: GgufWeight, form: WeightFormat) -> WeightFormat:
     )
 
 
-def _can_pair(numbers: Tensor) -> bool:
-    """Return whether 16-bit numbers [N, G] can be read as 32-bit words."""
-    even = numbers.shape[1] % 2 == 0 and numbers.stride(0) % 2 == 0
-    return numbers.element_size() == 2 and even and numbers.data_ptr() % 4 == 0
+def _can_pair(values: Tensor) -> bool:
+    """Return whether 16-bit values [N, G] can be read as 32-bit words."""
+    even = values.shape[1] % 2 == 0 and values.stride(0) % 2 == 0
+    return values.element_size() == 2 and even and values.data_ptr() % 4 == 0
 
 
 def _decoder_of(

@@ -1,16 +1,16 @@
-"""Order of the codes of a quantized weight in 32-bit words, along K, made for tensor cores.
+"""Interleaved order of a quantized weight's codes in 32-bit words, along K, for tensor cores.
 
-A lane of the left operand of mma.sync m16n8k16 (and of wgmma k16) holds, of each row and each group
-of 16 columns, columns 2q, 2q + 1, 2q + 8 and 2q + 9, with q the lane modulo 4. A word holds what
-one lane needs: of two groups of 16 columns with 4-bit codes, of one with 8-bit codes. The words of
-a lane in K_BLOCK columns are adjacent, 16 bytes with 4 bits and 32 with 8, so one or two vector
+A lane of the left operand of mma.sync m16n8k16 (and of wgmma k16) has, of each row and each group
+of 16 columns, columns 2q, 2q + 1, 2q + 8 and 2q + 9, with q the lane modulo 4. A word contains the
+codes of one lane: of two groups of 16 columns with 4-bit codes, of one with 8-bit codes. The words
+of a lane in K_BLOCK columns are adjacent, 16 bytes with 4 bits and 32 with 8, so one or two vector
 loads bring them and no value has to be shuffled between lanes.
 
     column  k = 128 B + span w' + 16 h + 8 e + 2 q + j        span: 32 columns (4 bits), 16 (8 bits)
     word    W = (words per block) * B + (words per block / 4) * q + w'        of its row
     bit     16 j + bits * (2 h + e)                           h: 0 or 1 with 4 bits, 0 with 8
 
-The halves of a word hold neighbouring columns, so that one AND extracts two codes. K is padded with
+The halves of a word are neighbouring columns, so that one AND extracts two codes. K is padded with
 codes of 0 to a multiple of K_BLOCK.
 """
 

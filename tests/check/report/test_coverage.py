@@ -1,0 +1,116 @@
+"""The quick check's scenarios pass on a correct engine and cover every backend and parameter."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lockstep.check import SIZES, Report, run_check
+from lockstep.check.report.coverage import ALL_DRAFTERS, Coverage, engine_parameters
+from lockstep.check.scenarios.examiner import Effort
+from lockstep.kernels.backends import all_ops, load
+from lockstep.sampling_params import SamplingParams
+
+NEEDS_FOLDER = {"eagle3", "draft_model", "dflash"}
+"""Drafters that need a checkpoint folder in speculative_config."""
+
+UNUSED_OPS = {
+    *("route", "experts", "dequantize_weight"),
+    *("mamba2_step", "mamba2_chunk", "gated_group_norm", "relu2"),
+    *("latent_attention", "latent_rope_and_cache", "head_linear"),
+    "block_step",
+}
+"""Ops that the tiny model does not use; tests/kernels, tests/layers and tests/spec run them."""
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[Counter[tuple[str, str]]]:
+    """Count the calls of each backend of each op while the module's tests run."""
+    counts: Counter[tuple[str, str]] = Counter()
+
+    def counting(key: tuple[str, str], inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            counts[key] += 1
+            return inner(*args, **options)
+
+        return call
+
+    load()
+    ops = all_ops()
+    backends = {name: dict(op.backends) for name, op in ops.items()}
+    for name, op in ops.items():
+        for kind, backend in backends[name].items():
+            op.backends[kind] = backend._replace(run=counting((name, kind), backend.run))
+    yield counts
+    for name, op in ops.items():
+        op.backends.clear()
+        op.backends.update(backends[name])
+
+
+@pytest.fixture(scope="module")
+def report(model: str, calls: Counter[tuple[str, str]]) -> Report:
+    """Return the report of the quick check's scenarios; test_distributions.py tests sampling."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
+        patch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
+        effort = Effort(SIZES["quick"].scenarios)
+        return run_check("quick", model, seed=3, effort=effort, load_format="dummy")
+
+
+def test_a_sound_engine_passes(report: Report) -> None:
+    assert report.failed == 0, report.verdict
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cached tokens", "draft tokens", "accepted draft tokens", "preemptions"),
+        *(f"steps with unequal draft counts ({name})" for name in ("oracle", "ngram")),
+    ],
+)
+def test_every_required_event_occurs(report: Report, name: str) -> None:
+    assert report.exercised[name] > 0
+
+
+def test_every_backend_that_serves_here_is_called(
+    report: Report, calls: Counter[tuple[str, str]]
+) -> None:
+    assert report.coverage is not None
+    for name, op in all_ops().items():
+        called = {kind for kind in op.backends if calls[name, kind]}
+        if name in UNUSED_OPS:
+            assert not called
+            continue
+        assert report.coverage.backends[name] & called, name
+    called = {f"{name} by {kind}" for name, kind in calls if calls[name, kind]}
+    for lack in (lack for lack in report.coverage.missing() if " by " in lack):
+        backend, _, why = lack.partition(": ")
+        assert backend not in called
+        assert why != ""
+        if not backend.endswith(" by reference"):
+            assert why != "another backend is preferred", "it needs a GPU"
+
+
+def test_every_drafter_drafts(report: Report) -> None:
+    expected = set(ALL_DRAFTERS) - NEEDS_FOLDER
+    assert report.coverage is not None and report.coverage.drafters == expected
+    uneven = {t.setup.drafter for t in report.tallies if t.setup.changing}
+    assert uneven == expected, "every drafter also has engines whose number of drafts changes"
+
+
+def test_every_parameter_is_used(report: Report) -> None:
+    assert report.coverage is not None and report.coverage.parameters == engine_parameters()
+
+
+def test_missing_coverage_is_named() -> None:
+    coverage = Coverage()
+    missing = coverage.missing()
+    assert {"drafter mtp", "parameter top_k", "op sample", "op gated_delta_step"} <= set(missing)
+    coverage.params(SamplingParams(top_k=random.randrange(1, 9)))
+    assert coverage.parameters == {"top_k"}
+    assert "parameter top_k" not in coverage.missing()
+    coverage.backends["sample"] = {"triton"}
+    coverage.refused["sample"] = {}
+    assert "sample by reference: another backend is preferred" in coverage.missing()

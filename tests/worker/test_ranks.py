@@ -1,0 +1,109 @@
+"""Ranks as processes: answers, and what happens when a rank fails, is killed or stops."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep import LLM
+from lockstep.config import EngineConfig
+from lockstep.engine_builder import build_engine
+from lockstep.errors import ConfigError, RankError
+from lockstep.spec.drafter import DraftContext
+from lockstep.worker import ranks
+from lockstep.worker.executor import executor_of
+from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.program import Drafter
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
+
+LONG = replace(GREEDY, max_tokens=400)
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def processes(llm: LLM) -> list[multiprocessing.process.BaseProcess]:
+    """Return the processes of the other ranks."""
+    others = executor_of(llm.engine).others
+    assert isinstance(others, ranks.OtherRanks)
+    return list(others._running.processes)
+
+
+def wait_until_ended(llm: LLM) -> None:
+    for process in processes(llm):
+        process.join(20)
+        assert not process.is_alive()
+
+
+@pytest.fixture
+def memory_files() -> Iterator[None]:
+    """Assert that no shared memory is left."""
+    if not SHARED_MEMORY.is_dir():
+        yield
+        return
+    before = set(SHARED_MEMORY.iterdir())
+    yield
+    left = {path for path in SHARED_MEMORY.iterdir() if path.name.startswith("psm_")} - before
+    assert not left
+
+
+def test_processes_give_the_answers_of_one_rank_until_one_is_killed(memory_files: None) -> None:
+    params = [replace(GREEDY, logprobs=1), SEEDED, replace(SEEDED, seed=9, prompt_logprobs=1), LONG]
+    expected = [answer(out) for out in make_engine("mtp").generate(PROMPTS, params)]
+    llm = make_engine("mtp", tensor_parallel_size=2)
+    assert [answer(out) for out in llm.generate(PROMPTS, params)] == expected
+    (process,) = processes(llm)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 2 .* ended by SIGKILL"):
+        llm.generate(PROMPTS, LONG)
+    assert time.monotonic() - began < 10
+    with pytest.raises(RankError, match="rank 1 of 2"):
+        llm.generate(PROMPTS, GREEDY)
+    wait_until_ended(llm)
+
+
+def test_a_rank_that_stops_is_given_up(memory_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "SILENT_SECONDS", 3.0)
+    llm = make_engine(None, tensor_parallel_size=2)
+    (process,) = processes(llm)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(RankError, match=r"rank 1 of 2 .* has not answered for"):
+        llm.generate(PROMPTS, LONG)
+    wait_until_ended(llm)
+
+
+def fail_on_other_ranks(context: DraftContext) -> Drafter:
+    """Raise in the process of a rank, as memory that is short there would."""
+    assert multiprocessing.current_process().name.startswith("lockstep-rank")
+    raise RuntimeError("out of memory on this rank")
+
+
+def test_a_rank_that_cannot_start_is_named(memory_files: None) -> None:
+    config = EngineConfig.read(
+        max_model_len=256,
+        tensor_parallel_size=2,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+    )
+    with pytest.raises((RankError, AssertionError)) as caught:
+        build_engine(config, hooks=CheckHooks(drafter=fail_on_other_ranks))
+    assert caught.type is AssertionError or "rank 1 of 2" in str(caught.value)
+    assert not [p for p in multiprocessing.active_children() if p.name.startswith("lockstep-rank")]
+
+
+def test_sizes_that_do_not_divide_the_heads_are_refused(memory_files: None) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 .* allowed: 1, 2, 3, 6"):
+        make_engine(None, tensor_parallel_size=4)
+    assert not [p for p in multiprocessing.active_children() if p.name.startswith("lockstep-rank")]
+
+
+def test_the_end_of_an_engine_ends_its_ranks(memory_files: None) -> None:
+    llm = make_engine(None, tensor_parallel_size=2)
+    found = processes(llm)
+    executor_of(llm.engine).others.close()
+    assert [process.exitcode for process in found] == [0]
