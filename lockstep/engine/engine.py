@@ -273,7 +273,9 @@ class Engine:
             self.scheduler.cache.check()
             self.executor.probe()
         except Exception as error:
-            raise EngineDeadError("a step failed, and so did an empty one after it") from error
+            raise EngineDeadError(
+                f"a step failed, and so did an empty one after it: {error}"
+            ) from error
         ended = [request for request in failed if request is not None]
         for request in ended:
             request.error = STEP_FAILED
