@@ -433,8 +433,8 @@ def test_commands_accept_only_flags_of_their_settings() -> None:
     """explain has the engine's flags, but none of the server's."""
     with pytest.raises(ConfigError, match="--tool-call-parser is not an option of this command"):
         invoke("explain", "--tool-call-parser", "hermes")
-    with pytest.raises(ConfigError, match="device='tpu' is not allowed"):
-        invoke("explain", "-tp", "2", "--enforce-eager")
+    with pytest.raises(ConfigError, match="tensor_parallel_size=0 is not allowed"):
+        invoke("explain", "-tp", "0", "--enforce-eager")
 
 
 def invoke(*arguments: str) -> Result:
