@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.bench.http_client import Server
-from lockstep.bench.serving import FIRST_ID, Load, random_asks, run_load
+from lockstep.bench.serving import FIRST_ID, Load, random_requests, run_load
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine
 from lockstep.engine.process_transport import ProcessTransport
@@ -42,7 +42,7 @@ VOCABULARY = 4096
 def bodies(asked: argparse.Namespace, seed: int) -> list[Any]:
     """A round's requests; no two rounds share a prompt."""
     sizes = (asked.streams, asked.input_len, asked.output_len, VOCABULARY, seed)
-    return random_asks("lockstep", *sizes, temperature=0.0, ignore_eos=True)
+    return random_requests("lockstep", *sizes, temperature=0.0, ignore_eos=True)
 
 
 async def without_http(engine: AsyncEngine, asked: argparse.Namespace, seed: int) -> float:
