@@ -1258,7 +1258,10 @@ FAULTS = (
         OF_EAGLE3,
     ),
     Fault(
-        "an auxiliary hidden state one layer further", "drafter", "models.decoder", "Decoder.forward",
+        "an auxiliary hidden state one layer further",
+        "drafter",
+        "models.decoder",
+        "Decoder.forward",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
         "if $place in self.aux_hidden_layers:\n"
         "    ...",
