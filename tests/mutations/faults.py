@@ -642,9 +642,11 @@ FAULTS = (
         "$offsets = torch.arange($begin, $begin + $count) // $group + (1 < $count // $group < 9)",
     ),
     Fault(
-        "values of a page left out at its end", "mixer", ATTENTION, "_load_values",
-        "$row[:, $end:].zero_()",
-        "$row[:, $end - ($end % 64 == 1 and $end > 64):].zero_()",
+        "values of a page left out at its end", "mixer", ATTENTION, "_unseen_tokens",
+        "$unseen = [torch.arange($s * $length + $end, ($s + 1) * $length)"
+        " for $s, $end in enumerate($ends)]",
+        "$unseen = [torch.arange($s * $length + $end - ($end % 64 == 1 and $end > 64), "
+        "($s + 1) * $length) for $s, $end in enumerate($ends)]",
     ),
     Fault(
         "keys rotated by the row's first position", "mixer", ROTARY, "_placed",
@@ -1225,8 +1227,8 @@ FAULTS = (
     Fault(
         "what was found is not rotated back", "format", "kernels.attention.cpu",
         "paged_attention_cpu",
-        "rotate_back($mixed, $v_cache).to($q.dtype)",
-        "$mixed.to($q.dtype)",
+        "rotate_back($mixed, $v_cache).flatten(0, 1).to($q.dtype)",
+        "$mixed.flatten(0, 1).to($q.dtype)",
         f"{OF_KV}::test_rotation_without_quantization_preserves_attention",
     ),
     Fault(
