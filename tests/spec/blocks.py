@@ -25,12 +25,12 @@ Tensors = dict[str, Tensor]
 
 
 def make_block_model(
-    folder: Path, vocab: int, hidden: int, taps: list[int], inner: bool = True, **changes: Any
+    folder: Path, vocab: int, hidden: int, aux_layers: list[int], inner: bool = True, **changes: Any
 ) -> Tensors:
-    """Writes a draft model for a target of `hidden`, and returns its tensors by name. taps:
+    """Writes a draft model for a target of `hidden`, and returns its tensors by name. aux_layers:
     target_layer_ids; inner: whether block_size stands in dflash_config; changes: of its config."""
     folder.mkdir(exist_ok=True)
-    own = {"mask_token_id": MASK, "target_layer_ids": taps}
+    own = {"mask_token_id": MASK, "target_layer_ids": aux_layers}
     sizes = {"block_size": BLOCK}
     config = {
         "architectures": ["DFlashDraftModel"],
@@ -54,18 +54,18 @@ def make_block_model(
         **changes,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = random_model(hidden, len(taps), config["head_dim"])
+    tensors = random_model(hidden, len(aux_layers), config["head_dim"])
     save_file(tensors, folder / "model.safetensors")
     return tensors
 
 
-def random_model(hidden: int, taps: int, dim: int) -> Tensors:
+def random_model(hidden: int, aux_layers: int, dim: int) -> Tensors:
     """The tensors of the authors' files."""
     drawn = Drawn()
     matrix = drawn.matrix
     norm = drawn.norm
     tensors = {
-        "fc.weight": matrix(hidden, taps * hidden),
+        "fc.weight": matrix(hidden, aux_layers * hidden),
         "hidden_norm.weight": norm(hidden),
         "norm.weight": norm(hidden),
     }
@@ -96,7 +96,7 @@ def drafts_of(
 ) -> list[int]:
     """`count` greedy drafts behind the token `last`.
 
-    residuals: the target's at each tap, [N, H], of all tokens before it.
+    residuals: the target's of each auxiliary layer, [N, H], of all tokens before it.
     """
     block = torch.tensor([[last] + [MASK] * count])
     starts = torch.tensor([len(residuals[0])])
@@ -109,7 +109,7 @@ def logits_of(
     model: Tensors, embedding: Tensor, head: Tensor, joined: Tensor, blocks: Tensor, starts: Tensor
 ) -> Tensor:
     """Of blocks [A, B] of tokens that begin at the places starts [A], each by itself, the logits of
-    all tokens but the first: [A, B - 1, V]. joined [N, taps H]: the target's residuals."""
+    all tokens but the first: [A, B - 1, V]. joined [N, layers H]: the target's residuals."""
     count, width = blocks.shape
     seen = rms(F.linear(joined, model["fc.weight"]), model["hidden_norm.weight"])
     x = embedding[blocks.flatten()]

@@ -65,8 +65,8 @@ def make_head(
     }
     (folder / "config.json").write_text(json.dumps(config))
     named = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    taps = len(named or (1, 2, 3))
-    tensors = random_head(vocab, hidden, width, known, taps)
+    aux_layers = len(named or (1, 2, 3))
+    tensors = random_head(vocab, hidden, width, known, aux_layers)
     for index in range(1, config["num_hidden_layers"]):
         tensors |= later_layer(index, width)
     if "kv_lora_rank" in config:
@@ -74,20 +74,20 @@ def make_head(
     if config.get("attention_bias"):
         tensors |= biases(tensors)
     if config.get("fc_norm"):
-        tensors |= {f"fc_norm.{i}.weight": torch.rand(hidden) + 0.5 for i in range(taps)}
+        tensors |= {f"fc_norm.{i}.weight": torch.rand(hidden) + 0.5 for i in range(aux_layers)}
     if config.get("norm_before_fc"):
-        tensors["input_norm.weight"] = torch.rand(taps * hidden) + 0.5
+        tensors["input_norm.weight"] = torch.rand(aux_layers * hidden) + 0.5
     save_head(folder, tensors)
     return tensors
 
 
-def random_head(vocab: int, hidden: int, width: int, known: int, taps: int) -> Tensors:
+def random_head(vocab: int, hidden: int, width: int, known: int, aux_layers: int) -> Tensors:
     """The tensors of the authors' files."""
     drawn = Drawn()
     matrix = drawn.matrix
     norm = drawn.norm
     tensors = {
-        "fc.weight": matrix(width, taps * hidden),
+        "fc.weight": matrix(width, aux_layers * hidden),
         "norm.weight": norm(width),
         "lm_head.weight": matrix(known, width),
         "midlayer.hidden_norm.weight": norm(width),
@@ -178,7 +178,7 @@ def drafts_of(
 ) -> list[int]:
     """`count` greedy drafts behind `tokens` [N + 1].
 
-    residuals: the target's at each tap, [N, H], of all tokens but the last one. flags:
+    residuals: the target's of each auxiliary layer, [N, H], of all tokens but the last one. flags:
     norm_before_residual, norm_before_fc, fc_norm, norm_output.
     """
     embedding = head.get("embed_tokens.weight", embedding)

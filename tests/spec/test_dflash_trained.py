@@ -21,7 +21,7 @@ from tests.spec.blocks import MASK, Tensors, logits_of, make_block_model
 pytestmark = pytest.mark.slow
 
 BUNDLED = str(Path(lockstep.__file__).parent / "assets" / "model")
-TAPS = [1, 3, 5]
+AUX_LAYERS = [1, 3, 5]
 WIDTH = 8
 """Tokens of a block."""
 ANSWERS = 40
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokeniz
 
 
 class Catcher:
-    """Keeps the residuals of the last prompt at all taps, [T, taps H], and drafts nothing."""
+    """Record the auxiliary hidden states of the last prompt, [T, layers H]; draft nothing."""
 
     joined: Tensor
 
@@ -101,7 +101,7 @@ def test_what_it_has_learned_is_what_it_drafts(tmp_path: Path) -> None:
     conversations = asked()
     plain = make_engine(None).chat(conversations, GREEDY)
     due = [out.outputs[0].token_ids for out in plain]
-    model = make_block_model(tmp_path, 4096, 256, TAPS)
+    model = make_block_model(tmp_path, 4096, 256, AUX_LAYERS)
     catching = make_engine(tmp_path, CheckHooks(drafter=Catcher))
     catcher: Any = worker_of(catching.engine).program.drafter
     one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
