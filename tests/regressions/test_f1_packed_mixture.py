@@ -97,6 +97,7 @@ def test_neighbours_without_drafts_change_no_bit(folder: Path, alone: list[Any])
     assert answers(build(folder, **SMALL)) == alone
 
 
+@pytest.mark.slow  # its engine is tested above, serving in tests/cli/test_vllm_lines.py
 def test_the_command_line_of_the_report(tmp_path: Path, folder: Path) -> None:
     options = ["--max-model-len", "512", "--max-num-seqs", "8", "--cuda-graph-mode", "full"]
     options += ["--speculative-config", json.dumps(MTP), "--disable-frontend-multiprocessing"]

@@ -20,9 +20,14 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 METHODS = ("eagle3", "draft_model", "suffix")
 WINDOW = 4
-WHERE = pytest.mark.parametrize("kind", TARGETS)
 SELDOM = pytest.mark.slow
-HOW = pytest.mark.parametrize("method", METHODS)
+PAIRS = [(kind, method) for kind in TARGETS for method in METHODS]
+DEFAULT = (("hybrid", "draft_model"), ("latent", "eagle3"))
+CASES = pytest.mark.parametrize(
+    ("kind", "method"),
+    [pair if pair in DEFAULT else pytest.param(*pair, marks=SELDOM) for pair in PAIRS],
+)
+"""By default both targets, each with another method that has a module."""
 
 
 class Case:
@@ -47,8 +52,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return {kind: Case(tmp_path_factory.mktemp(kind), base) for kind, base in TARGETS.items()}
 
 
-@WHERE
-@HOW
+@CASES
 @pytest.mark.parametrize("k", [pytest.param(1, marks=SELDOM), 3, pytest.param(15, marks=SELDOM)])
 def test_the_answers_are_the_plain_ones(
     cases: dict[str, Case], kind: str, method: str, k: int
@@ -59,8 +63,7 @@ def test_the_answers_are_the_plain_ones(
     assert answers(llm) == cases[kind].plain
 
 
-@WHERE
-@HOW
+@CASES
 def test_drafts_that_come_and_go_and_rows_that_move(
     cases: dict[str, Case], kind: str, method: str
 ) -> None:
@@ -70,8 +73,7 @@ def test_drafts_that_come_and_go_and_rows_that_move(
     assert llm.engine.scheduler.preemptions > 0
 
 
-@WHERE
-@HOW
+@CASES
 @pytest.mark.parametrize(
     "bucket", [pytest.param(1, marks=SELDOM), 3, pytest.param(8, marks=SELDOM)]
 )

@@ -50,7 +50,7 @@ def known(plain: list[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("k", "flush"),
-    [(1, 5), (3, 1), (7, 5), *(pytest.param(*both, marks=SELDOM) for both in ((1, 1), (2, 5)))],
+    [(3, 1), (7, 5), *(pytest.param(*both, marks=SELDOM) for both in ((1, 1), (1, 5), (2, 5)))],
 )
 def test_accepted_drafts_leave_the_answer_alone(
     make: Callable[..., LLM],

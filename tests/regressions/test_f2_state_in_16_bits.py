@@ -20,6 +20,7 @@ from lockstep.layers import gated_delta_net
 from lockstep.worker import row_table
 from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import PARAMS, PROMPTS, answers
+from tests.selection import some_slow
 
 HALF = "bfloat16"
 
@@ -42,7 +43,7 @@ def test_float32_is_the_default(make: Callable[..., LLM], plain: list[Any]) -> N
     assert llm.engine.numerics == make().engine.numerics
 
 
-@pytest.mark.parametrize("flush", [1, 5, 20])
+@pytest.mark.parametrize("flush", some_slow([1, 5, 20], (20,)))
 def test_chunks_drafts_and_preemption_leave_the_answer_alone(
     make: Callable[..., LLM],
     plain: list[Any],
@@ -70,7 +71,7 @@ def test_chunks_drafts_and_preemption_leave_the_answer_alone(
     assert llm.engine.scheduler.cache.hit_tokens > 0
 
 
-@pytest.mark.parametrize("k", [1, 3, 15])
+@pytest.mark.parametrize("k", some_slow([1, 3, 15], (15,)))
 def test_answers_longer_than_the_rings_are_left_alone(make: Callable[..., LLM], k: int) -> None:
     """A state lacks the most tokens, 15 and a window, only where an answer goes on for longer than
     that; then rings have gone round, and none of their tokens may be missing."""

@@ -12,6 +12,7 @@ from lockstep import LLM, EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.kernels.latent_attention import cpu
 from tests.regressions.conftest import PARAMS, answers, poison_latents_behind, run_null_rows
+from tests.selection import some_slow
 from tests.tiny_model import DEEPSEEK, make_model
 
 SHORT = [[3, 1, 4, 1, 5, i] for i in range(2)]
@@ -53,7 +54,7 @@ def plain(latent: Make) -> list[Any]:
     return answers(latent(), LONG)
 
 
-@pytest.mark.parametrize("bucket", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("bucket", some_slow(range(1, 9), (1, 8)))
 def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
     latent: Make, alone: list[Any], bucket: int
 ) -> None:
@@ -63,7 +64,7 @@ def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
     assert [answers(llm, [prompt], FEW) for prompt in SHORT] == alone
 
 
-@pytest.mark.parametrize("bucket", [1, 3, 8])
+@pytest.mark.parametrize("bucket", some_slow((1, 3, 8), (3,)))
 def test_padded_rows_leave_real_rows_alone(latent: Make, plain: list[Any], bucket: int) -> None:
     assert answers(latent(True, row_buckets=(bucket, 8)), LONG) == plain
 
