@@ -55,7 +55,7 @@ async def without_http(engine: AsyncEngine, args: argparse.Namespace, seed: int)
         return sum([len(update.token_ids) async for update in engine.stream(request)])
 
     params = greedy_params(args.output_len)
-    prompts = [ask.body["prompt"] for ask in bodies(args, seed)]
+    prompts = [request.body["prompt"] for request in bodies(args, seed)]
     watch = Stopwatch()
     tokens = sum(await asyncio.gather(*(one(*pair) for pair in enumerate(prompts))))
     return tokens / watch.wall
