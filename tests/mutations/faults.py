@@ -402,7 +402,7 @@ FAULTS = (
         "    ...",
         "if $body:\n"
         "    ...",
-        "tests/serve/http/test_json_body.py::test_others_go_on_while_a_large_body_is_parsed",
+        "tests/serve/http/test_json_body.py::test_large_body_does_not_block_the_event_loop",
     ),
     Fault(
         "bad_words match at the prompt's beginning", "sampler", SAMPLING, "_ban_words",
