@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_quantized_nemotron_h import NANO_9B, SUPER
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.models import KIMI_K2
@@ -18,6 +17,7 @@ from lockstep.worker.memory import mixers
 from tests.bench.test_floor import LARGE, MIXTURE
 from tests.models.test_deepseek_v3 import REAL
 from tests.models.test_llama import LLAMA_8B
+from tests.models.test_nemotron_h import NANO_9B, SUPER
 from tests.models.test_qwen2 import QWEN2_7B
 from tests.models.test_qwen3 import QWEN3_8B
 from tests.tiny_model import CONFIG, HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.models.test_quantized_nemotron_h import BIASES, MTP_OF_SUPER, SUPER, oracle_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -24,6 +23,7 @@ from lockstep.spec import own_drafter
 from lockstep.spec.mtp import create
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from tests.models.dense import VOCAB, make_llm
+from tests.models.test_nemotron_h import BIASES, MTP_OF_SUPER, SUPER, oracle_of
 from tests.spec.watching import RecordedDrafts
 from tests.tiny_model import NEMOTRON_H
 

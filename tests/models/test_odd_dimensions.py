@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.models.test_quantized_nemotron_h import oracle_of as nemotron_oracle
 
 from tests.models.dense import NGRAM, bits, generate_greedy, make_llm, prompts, random_oracle
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
 from tests.models.test_deepseek_v3 import oracle_of as latent_oracle
+from tests.models.test_nemotron_h import oracle_of as nemotron_oracle
 from tests.tiny_model import CONFIG, DEEPSEEK, KIMI, LLAMA, QWEN2, QWEN3, QWEN3_MOE, THREE_LAYERS
 
 Base = dict[str, Any]
