@@ -118,7 +118,7 @@ def calls_of(llm: LLM, out: RequestOutput) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
 
 
-def test_calls_that_must_come(llm: LLM) -> None:
+def test_required_tool_calls(llm: LLM) -> None:
     params = replace(ENDS, temperature=1, seed=3)
     (must,) = llm.chat(QUESTION, params, tools=TOOLS, tool_choice="required")
     assert calls_of(llm, must)

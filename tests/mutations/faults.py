@@ -37,7 +37,7 @@ LINEAR = "layers.linear"
 MOE = "layers.moe"
 VECTORS = "tests/quantization/test_vectors.py"
 STORED = "tests/quantization/test_stored.py"
-STORED_MAPS = f"{STORED}::test_a_map_is_what_its_tensors_stand_for"
+STORED_MAPS = f"{STORED}::test_loaded_weight_equals_represented_weight"
 REFUSED = "tests/quantization/test_refused.py"
 OF_CHECKPOINTS = "tests/quantization/test_expert_checkpoints.py"
 OF_EXPERTS = "tests/kernels/test_experts.py"
@@ -54,12 +54,14 @@ MAMBA = "kernels.mamba2.cpu"
 OF_MAMBA = "tests/regressions/test_f2_f4_mamba2.py"
 OF_NEMOTRON = "tests/models/test_nemotron_h.py"
 EAGLE3 = "models.eagle3"
-OF_EAGLE3 = "tests/spec/test_eagle3.py::test_drafts_are_those_of_the_paper"
-OF_SUFFIX = "tests/spec/test_suffix.py::test_the_longest_match_wins_then_the_own_then_the_latest"
-OF_RING = "tests/spec/test_suffix.py::test_drafts_end_where_an_answer_does"
-OF_RECURRENT_DRAFTS = "tests/spec/test_recurrent_draft_model.py::test_drafts_are_what_it_says_alone"
-OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_are_those_of_the_paper"
-OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_are_the_models_own_answer"
+OF_EAGLE3 = "tests/spec/test_eagle3.py::test_drafts_equal_the_paper"
+OF_SUFFIX = "tests/spec/test_suffix.py::test_longest_then_own_then_latest_match_wins"
+OF_RING = "tests/spec/test_suffix.py::test_drafts_end_with_the_matched_answer"
+OF_RECURRENT_DRAFTS = (
+    "tests/spec/test_recurrent_draft_model.py::test_recurrent_drafts_equal_its_own_answers"
+)
+OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_equal_the_paper"
+OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_equal_the_draft_models_greedy_answer"
 OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_speculate_changes_no_token"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
 OF_HOST = "tests/cache/test_host_tier.py"
@@ -400,7 +402,7 @@ FAULTS = (
         "    ...",
         "if $body:\n"
         "    ...",
-        "tests/serve/http/test_json_body.py::test_others_go_on_while_a_large_body_is_parsed",
+        "tests/serve/http/test_json_body.py::test_large_body_does_not_block_the_event_loop",
     ),
     Fault(
         "bad_words match at the prompt's beginning", "sampler", SAMPLING, "_ban_words",
@@ -749,14 +751,14 @@ FAULTS = (
         "$zeros = unpacked_words($words + $stored_less * $each, $shifts, $weight.bits, dim=1)",
         "$zeros = unpacked_words($words, $shifts, $weight.bits, dim=1) + $stored_less\n"
         "$zeros &= 2 ** $weight.bits - 1",
-        f"{VECTORS}::test_zero_points_of_zero_borrow",
+        f"{VECTORS}::test_zero_points_of_zero_borrow_in_version_1",
     ),
     Fault(
         "AutoRound's older name of its tensors not read", "format", "quantization.auto_round",
         "_packing_format",
         "$name = $c.called('packing_format', 'backend')",
         "$name = 'packing_format'",
-        f"{VECTORS}::test_how_older_versions_of_auto_round_name_their_tensors",
+        f"{VECTORS}::test_older_auto_round_formats",
     ),
     Fault(
         "the order of desc_act ignored", "format", GPTQ, "_fill_order",
@@ -766,13 +768,13 @@ FAULTS = (
         "if not torch.equal($order.long().sort().values, $plain):\n"
         "    ...\n"
         "$weight.g_idx.copy_($plain)",
-        f"{VECTORS}::test_gptq_with_its_columns_in_any_group",
+        f"{VECTORS}::test_gptq_with_shuffled_groups",
     ),
     Fault(
         "a rule of dynamic does not leave a module out", "format", GPTQ, "GPTQ.asked",
         "return ModuleScheme($scheme, False, f'{SETTINGS_PREFIX}dynamic[{$rule.text[:100]!r}]')",
         "continue",
-        f"{REFUSED}::test_settings_decide_alone_where_there_are_no_files",
+        f"{REFUSED}::test_settings_decide_without_files",
     ),
     Fault(
         "bits of a rule of dynamic ignored", "format", GPTQ, "GPTQ.asked",
@@ -782,7 +784,7 @@ FAULTS = (
         "if $rule.scheme is None:\n"
         "    ...\n"
         "$scheme = $scheme",
-        f"{REFUSED}::test_the_first_rule_that_matches_wins",
+        f"{REFUSED}::test_first_matching_rule_wins",
     ),
     Fault(
         "steps of GGUF scales one too large", "format", "quantization.gguf_format",
@@ -791,7 +793,7 @@ FAULTS = (
         "$numbers.copy_($steps.view($numbers.shape))",
         "$bases.copy_($base.view($bases.shape))\n"
         "$numbers.copy_($steps.view($numbers.shape) + 1)",
-        "tests/quantization/test_gguf_format.py::test_values_are_those_of_the_file",
+        "tests/quantization/test_gguf_format.py::test_device_weight_equals_file_values",
     ),
     Fault(
         "high bits of GGUF codes in reverse order", "packed",
@@ -824,7 +826,7 @@ FAULTS = (
         "bits of extra_config ignored", "format", "quantization.auto_round", "AutoRound._scheme",
         "$found = replace(self.scheme.overridden($c), act_order=False)",
         "$found = self.scheme",
-        "tests/quantization/test_checkpoints.py::test_auto_round_on_a_hybrid",
+        "tests/quantization/test_checkpoints.py::test_auto_round_of_hybrid",
     ),
     Fault(
         "the scale of the block below at a block's edge", "format", STORAGE, "by_row",
@@ -877,7 +879,7 @@ FAULTS = (
         "ModelOpt.storage",
         "$entry = self.excluded.find($module)",
         "$entry = None",
-        f"{STORED}::test_settings_that_contradict_the_tensors_are_refused",
+        f"{STORED}::test_contradicting_settings_are_refused",
     ),
     Fault(
         "small projections and draft modules rounded to nearest", "format",
@@ -886,14 +888,14 @@ FAULTS = (
         "    ...",
         "if $module.path == 'lm_head':\n"
         "    ...",
-        "tests/quantization/test_round_to_nearest.py::test_answers_are_those_of_the_rounded_weights",
+        "tests/quantization/test_round_to_nearest.py::test_answers_equal_rounded_weights",
     ),
     # Where weights go.
     Fault(
         "parts of a fused product filled in the wrong order", "slots", LINEAR, "Linear.weights",
         "$part = self.part($index)",
         "$part = self.part(-1 - $index if len(set(self.outputs)) == 1 else $index)",
-        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
+        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_per_layer_and_dense_modules",
     ),
     Fault(
         "a product behind another packed part begins at its first row", "slots", LINEAR,
@@ -901,13 +903,13 @@ FAULTS = (
         "return $product.stored_rows($rows.start - $first, $rows.stop - $first)",
         "size = $rows.stop - $rows.start\n"
         "return $product.stored_rows(0, size)",
-        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
+        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_per_layer_and_dense_modules",
     ),
     Fault(
         "packed rows stay in the checkpoint's order", "slots", LINEAR, "Linear.finish",
         "$part.reorder($order)",
         "$part.reorder($order.sort().values)",
-        f"{OF_CHECKPOINTS}::test_every_family_of_mixtures[qwen3_next-gptq]",
+        f"{OF_CHECKPOINTS}::test_quantized_mixtures_of_every_family[qwen3_next-gptq]",
     ),
     # Mixtures of experts.
     Fault(
@@ -918,7 +920,7 @@ FAULTS = (
         "    first = $begin - self.rows\n"
         "    above = self.stored_rows(first, first + $read.outputs)\n"
         "    object.__setattr__($rows, 'scales', above.scales)",
-        f"{OF_CHECKPOINTS}::test_each_expert_has_its_own_scales",
+        f"{OF_CHECKPOINTS}::test_experts_with_their_own_scales_equal_dense",
     ),
     Fault(
         "slots of a token added from behind where several come together", "experts", EXPERTS,

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from lockstep import LLM, SamplingParams
 from tests.models.random_checkpoint import build, weights_of
-from tests.quantization.disk import ROUTED_ALONE, Codes, draw, gptq, names_in, write
+from tests.quantization.disk import EXPERTS_ONLY, Codes, gptq, names_in, random_codes, write
 from tests.regressions.conftest import PROMPTS, answers
 from tests.serve.server_process import served
 from tests.tiny_model import HYBRID_MOE, THREE_LAYERS, make_model
@@ -28,7 +28,7 @@ SETTINGS = {
     "group_size": 32,
     "sym": True,
     "desc_act": False,
-    "dynamic": ROUTED_ALONE,
+    "dynamic": EXPERTS_ONLY,
 }
 """As the released checkpoints have it: routed experts are packed, all else is not."""
 PLAIN = ("embed", "attn", "shared_expert", "mlp.gate", "mtp.", "lm_head")
@@ -49,9 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
 
     def pick(name: str, n: int, k: int) -> Codes | None:
-        return None if names_in(name, PLAIN) else draw(n, k, 4, 32, seed=sum(map(ord, name)))
+        return (
+            None if names_in(name, PLAIN) else random_codes(n, k, 4, 32, seed=sum(map(ord, name)))
+        )
 
-    found = write(target, tensors, plain, SETTINGS, pick, partial(gptq, less=1)).packed
+    found = write(target, tensors, plain, SETTINGS, pick, partial(gptq, less=1)).quantized
     config = json.loads((found / "config.json").read_text())
     settings = config.pop("quantization_config")
     outer = {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "text_config": config}

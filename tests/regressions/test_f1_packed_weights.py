@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.random_checkpoint import MTP, build, weights_of
-from tests.quantization.disk import Codes, draw, gptq, names_in, write
+from tests.quantization.disk import Codes, gptq, names_in, random_codes, write
 from tests.regressions.conftest import answers
 
 SETTINGS = {
@@ -31,10 +31,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     llm = build(folder, load_format="dummy", speculative_config=MTP)
 
     def pick(name: str, n: int, k: int) -> Codes | None:
-        return None if names_in(name, PLAIN) else draw(n, k, 4, 32, seed=len(name))
+        return None if names_in(name, PLAIN) else random_codes(n, k, 4, 32, seed=len(name))
 
     target = tmp_path_factory.mktemp("gptq")
-    return write(target, weights_of(llm), folder, SETTINGS, pick, partial(gptq, less=1)).packed
+    return write(target, weights_of(llm), folder, SETTINGS, pick, partial(gptq, less=1)).quantized
 
 
 def test_an_int4_hybrid_answers_the_same_with_drafts_and_without(packed: Path) -> None:

@@ -50,7 +50,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @WHERE
 @HOW
 @pytest.mark.parametrize("k", [pytest.param(1, marks=SELDOM), 3, pytest.param(15, marks=SELDOM)])
-def test_the_answers_are_the_plain_ones(
+def test_drafters_change_no_answer_on_gpu(
     cases: dict[str, Case], kind: str, method: str, k: int
 ) -> None:
     """A long prompt in small chunks beside rows that draft, and all of it again from the cache."""
