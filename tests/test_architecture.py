@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "lockstep"
 FILES = sorted(SOURCE.rglob("*.py"))
 OURS = set(FILES)
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
+TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "training").rglob("*.py")])
 SCREEN = 60
 """Lines."""
 FORBIDDEN = re.compile(

@@ -2,7 +2,7 @@
 
 Answers come from the engine, greedy, with K = 3 drafts of the drafter that is named; one is exact
 if its text equals the reference. Cases come from the evaluation side of the word split, which
-training never draws from; free requests are those of heldout.py and unseen.py, written by hand.
+training never draws from; free requests are those of evaluation_sets/, written by hand.
 Free continuations of held-out source text are sampled: as the Qwen3.5 family recommends, and there
 a loop counts as a fault; and without a penalty, to tell how so small a model ends.
 """
@@ -19,8 +19,9 @@ from lockstep import LLM, SamplingParams
 from lockstep.outputs import RequestOutput
 from lockstep.text.parsers import ReplyParser
 from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
-from training import heldout, tasks, text, unseen
-from training.written import Call, Requests
+from training.corpus import stdlib_text, tasks
+from training.evaluation_sets import blind_requests, development_requests
+from training.evaluation_sets.request_set import Call, Requests
 
 DRAFTS = 3
 MAX_TOKENS = 1400
@@ -74,12 +75,14 @@ class Written:
 
 
 WRITTEN = (
-    Written(Set("free requests", "", 0, exact=0.97, accepted=2.5), heldout.REQUESTS, True),
-    Written(Set("no tool fits", "", 0, exact=0.95), heldout.REQUESTS, False),
-    Written(Set("unseen requests", "", 0), unseen.REQUESTS, True),
-    Written(Set("unseen, no tool fits", "", 0), unseen.REQUESTS, False),
+    Written(
+        Set("free requests", "", 0, exact=0.97, accepted=2.5), development_requests.REQUESTS, True
+    ),
+    Written(Set("no tool fits", "", 0, exact=0.95), development_requests.REQUESTS, False),
+    Written(Set("unseen requests", "", 0), blind_requests.REQUESTS, True),
+    Written(Set("unseen, no tool fits", "", 0), blind_requests.REQUESTS, False),
 )
-"""Of heldout.py, the kinds of faults have gone into the training data; of unseen.py, nothing."""
+"""Fault kinds of the development set went into the training data; the blind set stays apart."""
 
 
 def samples(part: Set, count: int) -> list[tasks.Sample]:
@@ -149,7 +152,7 @@ def loops(tokens: Sequence[int]) -> bool:
 def free(llm: LLM, name: str, count: int) -> dict[str, Any]:
     """Continuations of held-out source text, sampled as FREE says, and how many of them loop."""
     rng = random.Random(0)
-    prompts = [text.document(rng, 300, True) for _ in range(count)]
+    prompts = [stdlib_text.document(rng, 300, True) for _ in range(count)]
     params = [
         SamplingParams(seed=i, max_tokens=FREE_TOKENS, ignore_eos=True, **FREE[name])
         for i in range(count)
@@ -198,7 +201,7 @@ def main() -> None:
     p.add_argument("--quick", action="store_true", help="a tenth of the cases")
     p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     args = p.parse_args()
-    text.load_filler()
+    stdlib_text.load_filler()
     llm = LLM(model=args.model, speculative_config=drafting(args.drafter), max_num_seqs=16)
     if not args.json:
         print(f"{'set':<22} {'cases':>6} {'prompt':>9} {'exact':>8} {'acceptance':>11}")

@@ -8,7 +8,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from training import tasks, text
+from training.corpus import stdlib_text, tasks
 
 VOCAB = 4096
 SPACE = "Ġ"
@@ -37,13 +37,13 @@ copy means to spell. Marks of JSON and of calls stay together, as no value is cu
 
 def corpus(samples: int) -> list[str]:
     """What it is trained on: samples of every task, and sources."""
-    text.load_filler()
+    stdlib_text.load_filler()
     rng = random.Random(0)
     found = []
     for seed in range(samples):
         sample = tasks.draw(seed)
         found.append("".join(piece for piece, _ in sample.pieces))
-    found += [text.document(rng, 4000, False) for _ in range(samples // 8)]
+    found += [stdlib_text.document(rng, 4000, False) for _ in range(samples // 8)]
     return found
 
 

@@ -17,17 +17,18 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from training import tasks, text, tokenizer
-from training.data import Encoder, Feed
-from training.deepseek_v3 import DeepseekV3
-from training.language import Language
-from training.model import MOE, Model
-from training.nemotron_h import NemotronH
-from training.optim import optimizers
-from training.parts import cross_entropy
-from training.peers import Peers
-from training.qwen3 import EAGLE3, SMALL, Qwen3
-from training.score import SETS, WRITTEN, evaluate
+from training import tokenizer
+from training.batches import Encoder, Feed
+from training.corpus import stdlib_text, tasks
+from training.models.base import Language
+from training.models.deepseek_v3 import DeepseekV3
+from training.models.functional import cross_entropy
+from training.models.nemotron_h import NemotronH
+from training.models.qwen3 import EAGLE3, SMALL, Qwen3
+from training.models.qwen3_5 import MOE, Model
+from training.optimizers import optimizers
+from training.process_group import Peers
+from training.teacher_forcing import SETS, WRITTEN, evaluate
 
 EMBEDDING = "model.embed_tokens.weight"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
     if peers.first:
         _prepare(out, args)
     peers.wait()
-    text.load_filler()
+    stdlib_text.load_filler()
     encoder = Encoder(out)
     seed = (2 if args.resume else 1) + SEEDS_APART * peers.rank
     make, shares = MODELS[args.model]

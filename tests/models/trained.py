@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lockstep import LLM, SamplingParams
 from lockstep.outputs import RequestOutput
-from training import tasks
+from training.corpus import tasks
 
 ASSETS = Path(__file__).parents[1] / "assets"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=96, skip_special_tokens=False, logprobs=1)

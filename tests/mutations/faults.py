@@ -748,8 +748,8 @@ FAULTS = (
     ),
     Fault(
         "a zero point of 0 does not borrow", "format", GPTQ, "_fill_zeros",
-        "$zeros = unpacked_words($words + $stored_less * $each, $shifts, $weight.bits, dim=1)",
-        "$zeros = unpacked_words($words, $shifts, $weight.bits, dim=1) + $stored_less\n"
+        "$zeros = unpack_words($words + $stored_less * $each, $shifts, $weight.bits, dim=1)",
+        "$zeros = unpack_words($words, $shifts, $weight.bits, dim=1) + $stored_less\n"
         "$zeros &= 2 ** $weight.bits - 1",
         f"{VECTORS}::test_zero_points_of_zero_borrow_in_version_1",
     ),
@@ -810,8 +810,8 @@ FAULTS = (
     ),
     Fault(
         "AWQ's zero points in plain order", "format", "quantization.awq", "_fill_zeros",
-        "$zeros = unpacked_words($words, SHIFTS, AWQ_BITS, dim=1)",
-        "$zeros = unpacked_words($words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)",
+        "$zeros = unpack_words($words, SHIFTS, AWQ_BITS, dim=1)",
+        "$zeros = unpack_words($words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)",
         f"{VECTORS}::test_awq",
     ),
     Fault(

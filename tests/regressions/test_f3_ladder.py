@@ -17,7 +17,7 @@ import torch
 from lockstep import LLM, SamplingParams
 from lockstep.worker.build import find_model
 from tests.regressions.test_f3_rates import DRAFTS, POINTS
-from training import text
+from training.corpus import stdlib_text
 from training.evaluate import Set, samples
 
 RUNGS = {1: 2_300, 4: 9_500, 8: 19_000, 14: 33_000, 32: 75_000}
@@ -44,7 +44,7 @@ Found = dict[int, list[Answer]]
 @pytest.fixture(scope="module", autouse=True)
 def filler() -> None:
     """The text around the needles."""
-    text.load_filler()
+    stdlib_text.load_filler()
 
 
 def ways() -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep import LLM, SamplingParams
-from training import text
+from training.corpus import stdlib_text
 from training.evaluate import SETS, calls_in, samples
 
 TOOLS = next(part for part in SETS if part.name == "tool calls")
@@ -41,7 +41,7 @@ class Rates:
     there is one."""
 
     def __init__(self, calls: int, needles: int) -> None:
-        text.load_filler()
+        stdlib_text.load_filler()
         self.tools = samples(TOOLS, calls)
         self.needles = samples(NEEDLE, needles)
 

@@ -1,0 +1,1 @@
+"""Generator of the synthetic training corpus: seeded samples of every task."""

@@ -1,0 +1,1 @@
+"""Requests written by hand, for evaluation only."""

@@ -1,0 +1,1 @@
+"""Trained model families in plain PyTorch."""

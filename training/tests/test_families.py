@@ -1,0 +1,89 @@
+"""Every family's trainer against the engine: one computation, of the target and of its drafter."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep import SamplingParams
+from lockstep.worker.executor import worker_of
+from tests.models.dense import make_llm
+from tests.models.oracle import RELATIVE, compare_greedy, logits_error
+from training.models.base import Language
+from training.tests.saved_models import MOST_BYTES, VOCAB, random_prompts, row_of, save_model
+
+FAMILIES = ("moe", "nemotron_h", "deepseek_v3", "qwen3", "qwen3_draft")
+DRAFTERS = {"moe": "mtp", "nemotron_h": "mtp", "deepseek_v3": "mtp", "qwen3": "eagle3"}
+ALIKE = {"mtp": 1, "eagle3": 3}
+"""Drafts of a chain that are the engine's: MTP is trained on other keys and values from the second
+on (training/README.md)."""
+STEPS = 3
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Language]:
+    """A family's name, folder and model."""
+    return request.param, *save_model(request.param, tmp_path_factory.mktemp("family"))
+
+
+def test_the_folder_is_small(saved: tuple[str, Path, Language]) -> None:
+    files = [path for path in saved[1].rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < MOST_BYTES
+
+
+@torch.no_grad()
+def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, Language]) -> None:
+    (_, folder, model) = saved
+
+    def oracle(ids: Tensor) -> SimpleNamespace:
+        hidden, *_ = model.hidden(row_of(ids[0].tolist()))
+        return SimpleNamespace(logits=model.head(hidden)[None, : ids.shape[1]])
+
+    llm = make_llm(folder)
+    for ids in random_prompts():
+        assert logits_error(llm, oracle, ids) < RELATIVE
+        compare_greedy(llm, oracle, ids, 16)
+
+
+@torch.no_grad()
+def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, Language]) -> None:
+    """The chain behind a prompt, teacher-forced with its own drafts."""
+    (name, folder, model) = saved
+    if name not in DRAFTERS:
+        assert model.drafter is None
+        return
+    config: dict[str, Any] = {
+        "method": DRAFTERS[name],
+        "num_speculative_tokens": STEPS,
+        "adaptive": False,
+    }
+    if name == "qwen3":
+        config["model"] = str(folder / "eagle3")
+    llm = make_llm(folder, speculative_config=config, max_num_seqs=1)
+    module = worker_of(llm.engine).program.drafter.context.module
+    compute = module.logits
+    known = torch.arange(VOCAB) if module.ids is None else module.ids
+    seen: list[Tensor] = []
+
+    def watch(state: Tensor) -> Tensor:
+        seen.append(compute(state)[0])
+        return compute(state)
+
+    module.logits = watch
+    for ids in random_prompts():
+        seen.clear()
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        first = llm.generate({"prompt_token_ids": ids}, params)[0].outputs[0].token_ids[:1]
+        drafted = [int(known[logits.argmax()]) for logits in seen[:STEPS]]
+        rows = row_of(ids + first + drafted)
+        _, read, _ = model.hidden(rows)
+        found, _ = model.drafts(rows, read, STEPS)
+        for step, hidden in enumerate(found[: ALIKE[DRAFTERS[name]]]):
+            wanted = F.linear(hidden[len(ids) - 1 + step], model.draft_head)[known]
+            assert float((seen[step] - wanted).norm() / wanted.norm()) < RELATIVE

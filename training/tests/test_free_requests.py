@@ -1,0 +1,277 @@
+"""Requests in free phrasing: what is called was said, and nothing of it is held out."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+
+from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
+from training.corpus import argument_values, free_requests, number_sequences, tasks
+from training.corpus.words import Words
+from training.evaluate import calls_in
+from training.evaluation_sets import blind_requests, development_requests
+from training.evaluation_sets.request_set import Call, Requests
+
+SEEDS = range(60)
+
+
+def _words(seed: int) -> Words:
+    return Words(random.Random(seed), False)
+
+
+def _properties(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    (found,) = (t["function"] for t in tools if t["function"]["name"] == name)
+    return found.get("parameters", {}).get("properties", {})
+
+
+def _check(tools: list[dict[str, Any]], request: str, calls: list[Call]) -> None:
+    for name, arguments in calls:
+        entries = _properties(tools, name)
+        assert list(arguments) == [key for key in entries if key in arguments]
+        for key, value in arguments.items():
+            entry = entries[key]
+            if "enum" in entry:
+                assert value in entry["enum"]
+            elif entry["type"] == "string":
+                assert value in request
+            elif entry["type"] == "array":
+                assert all(item in request for item in value)
+            else:
+                kinds = {"integer": int, "number": (int, float), "boolean": bool}
+                assert isinstance(value, kinds[entry["type"]])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [free_requests.single, free_requests.several])
+def test_arguments_are_what_was_said(make: Any) -> None:
+    for seed in SEEDS:
+        request = make(_words(seed))
+        tools = [tool.schema for tool in request.tools]
+        assert len({tool["function"]["name"] for tool in tools}) == len(tools)
+        assert (len(request.calls) > 1) == (make is free_requests.several)
+        _check(tools, request.text, request.calls)
+
+
+def test_every_frame_of_the_file_can_be_filled() -> None:
+    w = _words(1)
+    for intent in free_requests.intents():
+        assert intent.abouts and intent.frames
+        for _, frame, _ in intent.frames:
+            assert free_requests.slots_of(frame) <= intent.params.keys()
+            resolved = free_requests.resolve(w, frame)
+            assert not re.search(r"[()\[\]|]", resolved)
+            tool = free_requests.offer_for(w, intent, resolved)
+            assert free_requests.answers(tool, resolved)
+            assert "{" not in free_requests.fill(w, resolved, tool).text.replace("{}", "")
+
+
+def test_a_verb_may_mean_a_member_of_an_enum() -> None:
+    param = free_requests.Param(("status",), "{open closed=shut}", False)
+    frame = free_requests.Frame("!", "{status=closed/finish} it")
+    intent = free_requests.Intent(("set_status",), ("Sets it",), {"status": param}, (frame,))
+    for seed in SEEDS:
+        w = _words(seed)
+        tool = free_requests.offer_for(w, intent, frame.text)
+        (listed,) = tool.schema["function"]["parameters"]["properties"].values()
+        said = free_requests.fill(w, frame.text, tool)
+        assert said.text == "finish it"
+        assert said.arguments["status"].lower() == "closed"
+        assert said.arguments["status"] in listed["enum"]
+
+
+def test_what_is_added_to_a_request_becomes_an_argument() -> None:
+    params = {
+        "city": free_requests.Param(("city",), "city", False),
+        "days": free_requests.Param(("days",), "int 2-9", True),
+    }
+    intent = free_requests.Intent(("f",), ("F",), params, (free_requests.Frame("!", "see {city}"),))
+    tools = [free_requests.offer(_words(1), intent, frozenset(params))]
+    found = [free_requests.single(_words(seed), tools) for seed in range(300)]
+    counts = [len(request.calls[0][1]) for request in found]
+    assert 15 < counts.count(2) < 90 and counts.count(1) + counts.count(2) == 300
+
+
+def test_tools_of_one_field_are_related_and_differ() -> None:
+    for intent in free_requests.intents():
+        names = [tool.intent.names[0] for tool in free_requests.domain(_words(3), intent)]
+        assert set(names) <= free_requests.related(intent) - free_requests.kept_apart(intent)
+        assert len(set(names)) == len(names) <= 4
+
+
+def test_a_request_that_names_values_alone_is_vague() -> None:
+    assert free_requests.vague("get me a {x}") and free_requests.vague("{x} please")
+    assert not free_requests.vague("play {x}") and not free_requests.vague("get me out of here")
+
+
+def test_groups_name_intents_of_the_file() -> None:
+    known = {intent.names[0] for intent in free_requests.intents()}
+    assert {
+        name for group in free_requests.RELATED + free_requests.CLASHES for name in group.split()
+    } <= known
+
+
+def test_what_can_be_mistaken_can_be_said_surely_with_the_needed_slots_alone() -> None:
+    for group in free_requests.CLASHES:
+        for intent in (i for i in free_requests.intents() if i.names[0] in group.split()):
+            if len(free_requests.kept_apart(intent)) > 1:
+                continue
+            needed = {slot for slot, param in intent.params.items() if not param.missing}
+            bare = [re.sub(r"\[[^]]*\]", "", f.text) for f in intent.frames if f.sure]
+            assert sum(free_requests.slots_of(text) <= needed for text in bare) >= 2, intent.names[
+                0
+            ]
+
+
+def test_beside_a_tool_that_it_could_be_taken_for_a_request_is_sure() -> None:
+    def intent(name: str, sure: str) -> free_requests.Intent:
+        frames = (
+            free_requests.Frame("!", "see to it", False),
+            free_requests.Frame("!", sure, True),
+        )
+        return free_requests.Intent((name,), (name,), {}, frames)
+
+    reminder = intent("set_reminder", "remind me")
+    todo = intent("add_todo", "list it")
+    for seed in SEEDS:
+        w = _words(seed)
+        both = free_requests.single(
+            w, [free_requests.offer(w, reminder), free_requests.offer(w, todo)]
+        )
+        assert "see to it" not in both.text.lower()
+    alone = [
+        free_requests.single(w, [free_requests.offer(w, reminder)]).text.lower() for _ in range(50)
+    ]
+    assert any("see to it" in text for text in alone)
+
+
+def test_what_no_frame_tells_apart_is_never_offered_together() -> None:
+    for seed in range(600):
+        found = [tool.intent for tool in free_requests.rivals(_words(seed))]
+        names = [intent.names[0] for intent in found if intent in free_requests.intents()]
+        assert len(set(names)) == len(names)
+        for intent in found:
+            assert not (free_requests.kept_apart(intent) - {intent.names[0]}) & set(names)
+
+
+def test_where_no_tool_fits_none_is_related() -> None:
+    for seed in SEEDS:
+        request = free_requests.unfit(_words(seed))
+        assert request.tools and not request.calls
+
+
+def test_a_held_out_request_is_not_allowed_in_any_case() -> None:
+    for _, text, _ in development_requests.REQUESTS.cases() + blind_requests.REQUESTS.cases():
+        assert not free_requests.allowed(text) and not free_requests.allowed(
+            text.upper().rstrip("?.!")
+        )
+    assert free_requests.allowed("something that nobody wrote down")
+
+
+@pytest.mark.parametrize(
+    ("requests", "calls", "silent", "tools"),
+    [(development_requests.REQUESTS, 300, 120, 60), (blind_requests.REQUESTS, 200, 80, 80)],
+    ids=["heldout", "unseen"],
+)
+def test_a_set_written_by_hand_is_as_large_as_it_says_and_sound(
+    requests: Requests, calls: int, silent: int, tools: int
+) -> None:
+    cases = requests.cases()
+    assert sum(bool(right) for _, _, right in cases) >= calls
+    assert sum(not right for _, _, right in cases) >= silent
+    assert sum(len(own) for own in requests.domains.values()) >= tools
+    assert len({text for _, text, _ in cases}) > 0.98 * len(cases)
+    for offered, text, right in cases:
+        assert len({tool["function"]["name"] for tool in offered}) == len(offered)
+        _check(offered, text, right)
+
+
+def test_answers_read_back_as_the_calls_that_were_meant() -> None:
+    for sample, calls in tasks.written(development_requests.REQUESTS) + tasks.written(
+        blind_requests.REQUESTS
+    ):
+        assert calls_in(sample.answer, sample.tools) == calls
+    for seed in SEEDS:
+        request = free_requests.several(_words(seed))
+        tools = [tool.schema for tool in request.tools]
+        found = calls_in(tasks.calls_text(request.calls), tools)
+        assert [name for name, _ in found] == [name for name, _ in request.calls]
+    (sign,) = Qwen3CoderParser.SIGNS
+    assert sign in tasks.calls_text([("f", {})])
+
+
+def _sure(text: str, kind: str) -> free_requests.Intent:
+    params = {"text": free_requests.Param(("text",), kind, False)}
+    return free_requests.Intent(("f",), ("F",), params, (free_requests.Frame("!", text),))
+
+
+def test_politeness_and_remarks_behind_a_value_are_no_part_of_it() -> None:
+    intent = _sure("write {text}", "word")
+    polite = 0
+    remarked = 0
+    for seed in range(400):
+        w = _words(seed)
+        request = free_requests.single(w, [free_requests.offer(w, intent)])
+        ((_, arguments),) = request.calls
+        after = request.text.split(arguments["text"])[-1]
+        assert not re.search(r"please|thanks|;", arguments["text"], re.IGNORECASE)
+        polite += after.lower().startswith((" please", ", thanks", ", if you", " thanks"))
+        remarked += after.startswith((", i", ", I", "; ", " - "))
+    assert polite > 10 and remarked > 3
+
+
+def test_a_remark_in_the_same_sentence_never_follows_a_value_of_several_words() -> None:
+    for seed in SEEDS:
+        parts: list[tuple[str, str | None]] = [("tell Bob ", None), ("I am late", "text")]
+        free_requests._remark(_words(seed), parts)
+        assert parts[-1][0].startswith(". ")
+
+
+def test_a_sentence_may_stand_before_a_second_request() -> None:
+    spoken = 0
+    for seed in range(300):
+        first, second, forms = free_requests._pair_of(_words(seed))
+        assert forms[0] in first.frames and forms[1] in second.frames
+        spoken += forms[0] in free_requests._ending_orders(first) and forms[1].sort == "!"
+    assert spoken > 30
+
+
+def test_an_echo_shares_a_word_with_the_request_and_is_not_what_is_barred() -> None:
+    barred = frozenset({"find_recipe"})
+    for seed in SEEDS:
+        for tool in free_requests.echo(_words(seed), "find the recipe of {x}", barred):
+            assert tool.intent.names[0] not in barred
+            said = " ".join((*tool.intent.names, *tool.intent.abouts)).lower()
+            assert "find" in said or "recipe" in said
+    assert not free_requests.echo(_words(1), "qqqq {x}", barred)
+
+
+def test_a_switch_is_asked_for_by_state_or_idiom() -> None:
+    for seed in SEEDS:
+        w = _words(seed)
+        intent = free_requests._switch(w, "fan")
+        tool = free_requests.offer(w, intent, frozenset(intent.params), frozenset({"state"}))
+        ((_, arguments),) = free_requests.single(w, [tool]).calls
+        assert arguments[tool.keys["state"]].lower() in ("on", "off")
+
+
+def test_number_words_and_sequences() -> None:
+    said = {0: "zero", 21: "twenty-one", 100: "one hundred", 345: "three hundred forty-five"}
+    assert {n: argument_values.number_words(n) for n in said} == said
+    for seed in SEEDS:
+        ask, found = number_sequences.question(_words(seed))
+        assert ask and len(found) >= 3 and all(isinstance(n, int) for n in found)
+
+
+def test_a_follow_up_changes_one_argument() -> None:
+    changed = 0
+    for seed in SEEDS:
+        w = _words(seed)
+        request = free_requests.single(w)
+        follow = free_requests.follow_up(w, request)
+        if follow:
+            _, (name, arguments) = follow
+            before = dict(request.calls[0][1])
+            assert name == request.calls[0][0] and arguments.keys() == before.keys()
+            assert sum(arguments[key] != before[key] for key in before) == 1
+            changed += 1
+    assert changed > 10
