@@ -119,6 +119,7 @@ class Attention(nn.Module):
             ctx.starts,
             ctx.shape.query_len,
             self.scale,
+            # The op reads the gates from the projections themselves, without a copy.
             qkv if self.gated else None,
         )
         return self.out(mixed.flatten(1))

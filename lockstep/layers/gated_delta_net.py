@@ -142,6 +142,7 @@ class GatedDeltaNet(nn.Module):
         weights: GatedDeltaWeights,
         ctx: StepContext,
     ) -> Tensor:
+        # Generated steps are uniform: every row has query_len tokens.
         window = (ctx.shape.rows, ctx.shape.query_len)
         mixed, z, b, a = (t.unflatten(0, window) for t in (mixed, z, b, a))
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
@@ -174,11 +175,10 @@ class GatedDeltaNet(nn.Module):
 
 
 def grouped_rows(groups: int, parts: tuple[int, ...]) -> Tensor:
-    """Return where each row of a weight [part 0 | part 1 | ...] is in a checkpoint that stores
-    groups.
+    """Return the checkpoint row of each row of a weight [part 0 | part 1 | ...].
 
-    Group g of the checkpoint holds its rows of part 0, then of part 1, and so on. parts: rows of
-    each part in one group.
+    The checkpoint is ordered by group: its rows of part 0, then of part 1, and so on. parts: rows
+    of each part in one group.
     """
     rows = torch.arange(groups * sum(parts)).view(groups, -1)
     return torch.cat([part.flatten() for part in rows.split(parts, dim=1)])

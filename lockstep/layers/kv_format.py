@@ -24,7 +24,7 @@ SCALE_TENSORS = (
     ("v_proj", "output_scale", "v"),
     ("", "kv_scale", "kv"),
 )
-"""Tensors that may hold a static scale, the newest convention first.
+"""Tensors that may be static scales, the newest convention first.
 
 (submodule, "" for the attention module itself; tensor; sides that it scales). The last one is
 AutoFP8's, the others are those of compressed-tensors and ModelOpt.
@@ -98,6 +98,7 @@ class StaticScales:
         for module, name, sides in SCALE_TENSORS:
             info = tensors.get(module, {}).get(name)
             new_sides = set(sides) - known_sides
+            # A side that a newer convention scales keeps that scale.
             if info is None or not new_sides:
                 continue
             known_sides |= new_sides

@@ -83,13 +83,14 @@ class AbsorbedHeads(nn.Module):
             weight = self.rotation.rotate(weight)
         heads = weight.unflatten(0, (-1, sum(self.widths)))
         keys, values = heads.split(self.widths, dim=1)
+        # head_linear takes [outputs, inputs]: absorbing a query multiplies by the keys transposed.
         self.keys.data.copy_(keys.transpose(1, 2))
         self.values.data.copy_(values)
 
     def finish(self) -> None:
         """Dequantize kv_b_proj into both maps. Call once after loading."""
-        for packed in self.quantized_parts:
-            self._take(packed.dequantize(self.dtype))
+        for part in self.quantized_parts:
+            self._take(part.dequantize(self.dtype))
         self.quantized_parts = []
 
 
@@ -150,6 +151,7 @@ class LatentAttention(nn.Module):
 
     def keep(self, x: Tensor, ctx: StepContext) -> None:
         """Write the cache entries of x [T, H] without computing any output. For drafters."""
+        # Queries without heads: the op writes the cache and rotates nothing else.
         kv = self.down.from_part(1, x)
         self._place(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, ctx)
 

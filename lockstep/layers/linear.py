@@ -67,6 +67,7 @@ class Weight(nn.Module):
         for begin, (layout, rows) in zip(begins, row_groups, strict=False):
             if layout is not None:
                 self.load_buffers[begin] = build.quantized_weight(rows, k, layout)
+        # On a CPU weights are prepacked, which takes plain ones.
         if len(row_groups) == 1 and build.device != "cpu":
             self.quantized = self.load_buffers.pop(0, None)
         if self.quantized is None:

@@ -59,6 +59,7 @@ class Routing:
 
     def __post_init__(self) -> None:
         sound = self.experts % self.groups == 0 and 1 <= self.top_groups <= self.groups
+        # Groups are ranked by the sum of their two best scores, so they need two experts.
         sound = sound and (self.groups == 1 or self.experts >= 2 * self.groups)
         if not sound or not 1 <= self.top_k <= self.top_groups * self.experts // self.groups:
             raise ConfigError(
@@ -258,6 +259,7 @@ class MoE(nn.Module):
         self.shared_down = None
         if shared_inner:
             down = {f"{shared_name}.{down_name}": Columns.of(hidden)}
+            # combine() adds a whole output; only the experts op adds partials.
             last = Linear if latent else PartialLinear
             self.shared_down = last(build, shared_inner, down, bias=bias)
 
@@ -270,7 +272,8 @@ class MoE(nn.Module):
         routing: Routing,
         bias: bool,
     ) -> None:
-        """Build the router and its op; `shared_up` joins the router's GEMM or has its own."""
+        """Build the router and its op; `shared_up` joins its GEMM, or gets a separate one."""
+        # The router has no bias, so a shared expert with one needs a separate GEMM.
         router = _fp32_build(build) if routing.scoring == "sigmoid" else build
         one_gemm = (
             not bias
@@ -316,6 +319,7 @@ class MoE(nn.Module):
 
     def dispatch(self, x: Tensor) -> Dispatched:
         """Choose the experts of each token, and run the shared expert."""
+        # Strided views of one tensor, which the op reads without copies.
         fused, logits, gate = self.router(x).split(self.widths, dim=-1)
         shared_inner = fused if self.shared_up is None else self.shared_up(x)
         ids, weights, activated, shared_gate = self.route(

@@ -43,7 +43,7 @@ class AddRMSNorm(Norm):
         self.add_norm = build.op(add_rms_norm, width=width)
 
     def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        if delta is None:
+        if delta is None:  # before the first layer
             return x, self.norm(x, self.weight, self.eps, self.offset)
         return self.add_norm(x, delta, self.weight, self.eps, self.offset)
 

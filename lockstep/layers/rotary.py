@@ -24,6 +24,7 @@ class Rotary(nn.Module):
         size = build.max_positions * width * 10  # cos and sin, and the angles they are made of
         build.memory_budget.take(size, "the rotary table", "Lower max_model_len.")
         positions = torch.arange(build.max_positions, dtype=torch.float64)
+        # The product is rounded once: in fp32 angles of late positions would lose bits twice.
         angles = (positions[:, None] * inverse_frequencies.float()).float()
         cos = angles.cos() * factor
         sin = angles.sin() * factor

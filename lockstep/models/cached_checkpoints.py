@@ -73,7 +73,7 @@ def _described(repository: Any, revision: Any, file: str | None) -> CachedCheckp
     files = [
         one
         for one in revision.files
-        if any(fnmatchcase(str(one.file_path.relative_to(folder)), each) for each in patterns)
+        if any(fnmatchcase(str(one.file_path.relative_to(folder)), pattern) for pattern in patterns)
     ]
     architecture, weights, reason = read_support(path)
     return CachedCheckpoint(

@@ -53,9 +53,11 @@ class ConfigReader:
                 f"{self.file} has no {self.within}{name}; expected: {kind.__name__}. "
                 f"Add it to {self.file}."
             )
+        # JSON writes 1000000 where a float is meant; float() of a huge int would overflow.
         if kind is float and type(value) is int:
             self.need(abs(value) <= MAX_NUMBER, name, f"numbers up to {MAX_NUMBER:.0e}")
             value = float(value)
+        # bool is a subclass of int, but true is no count.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.error(name, value, kind.__name__)
         return value
@@ -83,14 +85,15 @@ class ConfigReader:
     def only(self, name: str, *allowed: Any, default: Any = _MISSING) -> Any:
         """Return the setting, which must be one of `allowed`; absent counts as `default`."""
         value = self.raw.get(name, default)
+        # Types must be equal too: 1 == True, but 1 may mean something else in a file.
         if not any(type(value) is type(a) and value == a for a in allowed):
-            found = None if value is _MISSING else value
-            raise self.error(name, found, ", ".join(map(repr, allowed)), BUILT_FOR)
+            shown = None if value is _MISSING else value
+            raise self.error(name, shown, ", ".join(map(repr, allowed)), BUILT_FOR)
         return value
 
-    def need(self, holds: bool, name: str, allowed: str) -> None:
-        """Raise CheckpointError for a setting unless `holds`."""
-        if not holds:
+    def need(self, condition: bool, name: str, allowed: str) -> None:
+        """Raise CheckpointError for a setting unless the condition is met."""
+        if not condition:
             raise self.error(name, self.raw.get(name), allowed)
 
     def refuse_unread(self, without_effect: Mapping[str, str], remedy: str = "") -> None:

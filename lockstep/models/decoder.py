@@ -224,6 +224,7 @@ class Decoder(nn.Module, ABC):
         self.config = config
         self.aux_hidden_layers: tuple[int, ...] = ()
         c = config
+        # Before any layer is built: KV formats by layer refer to the numbers of attention layers.
         build.kv = build.kv.settled(self.attending())
         self.embed = Embedding(build, c.vocab_size, c.hidden_size)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))

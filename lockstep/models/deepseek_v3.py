@@ -1,8 +1,8 @@
 """DeepSeek-V3 and R1, Kimi-K2, and the text part of Kimi-K2.5: latent attention and experts.
 
 The first layers have a dense MLP, the others a mixture: sigmoid scores with a correction bias,
-chosen by groups, and a shared expert without a gate. DeepSeek's MTP module stands behind the last
-layer, as one more. Math: DeepSeek-V3, arXiv 2412.19437, section 2. Nothing recurs.
+group-limited top-k, and a shared expert without a gate. DeepSeek's MTP module is stored as one more
+layer after the last. No layer is recurrent. Math: DeepSeek-V3, arXiv 2412.19437, section 2.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ WITHOUT_EFFECT = {
 }
 """Settings of config.json that may be ignored, each with the reason."""
 TWINS = ("embed_tokens", "shared_head.head")
-"""Copies of the target's embedding and head in the MTP module, which shares the target's."""
+"""Copies of the target's embedding and head in the MTP module's tensors, which are not used."""
 
 
 def draft_prefix(raw: dict[str, Any]) -> str:
@@ -94,6 +94,7 @@ def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
     return MoEConfig(
         routing,
         inner=inner,
+        # All shared experts are stored as one MLP of their total width.
         shared_inner=shared * inner,
         shared_gate=False,
         dense_layers=frozenset(range(dense)),
@@ -149,6 +150,7 @@ class Draft(MTPModule):
         """Map the module's tensors to their destinations; copies of shared weights are read and
         dropped.
         """
+        # A sink that drops its tensor: an unexpected tensor would be refused.
         twin = WeightSink(self.embed_shape, FLOAT_DTYPES, torch.device("cpu"), lambda tensor: None)
         return (
             self.blocks[0].weights()

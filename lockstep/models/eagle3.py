@@ -177,7 +177,8 @@ class Config(DecoderConfig):
         known = c.size("draft_vocab_size", vocab)
         c.need(known <= vocab, "draft_vocab_size", f"1 to vocab_size, {vocab}")
         layers = read_attention_layers(c)
-        kinds = (True, None) if layers > 1 else (True, False, None)  # of layers after the first
+        # next_layer_regular is about the layers after the first.
+        kinds = (True, None) if layers > 1 else (True, False, None)
         inner.only("next_layer_regular", *kinds, default=None)
         config = cls(
             layers=layers,
@@ -186,6 +187,7 @@ class Config(DecoderConfig):
             aux_hidden_layers=aux_layers,
             attention_bias=c.get("attention_bias", bool, False),
             mlp_bias=c.get("mlp_bias", bool, False),
+            # Absent, it is True in the speculators library and False elsewhere.
             norm_before_residual=c.get(
                 "norm_before_residual", bool, "speculators_model_type" in head.raw
             ),
@@ -218,6 +220,7 @@ def _aux_hidden_layers(
     name = "eagle_aux_hidden_state_layer_ids"
     where = inner if inner.raw.get(name) else c
     named_layers = where.get(name, list, [])
+    # The authors' choice of a low, a middle and a high layer.
     layer_ids = named_layers or [2, layers // 2, layers - 3]
     last = layers - 1 if layer_outputs and named_layers else layers
     allowed = f"ascending numbers of layers, 0 to {last}"
@@ -464,7 +467,7 @@ class Eagle3Head(nn.Module):
             return target
         if not isinstance(target, Tensor):
             raise CheckpointError(
-                f"{self.checkpoint.folder}: lm_head is packed, and {OFFSETS} does not ascend; "
+                f"{self.checkpoint.folder}: lm_head is quantized, and {OFFSETS} does not ascend; "
                 "allowed: one of the two. Use a head whose lm_head is not quantized."
             )
         return WeightSink.copy_into(target, partial(_rows, order=order))

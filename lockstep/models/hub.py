@@ -40,7 +40,7 @@ SUBFOLDERS = ["*/*.safetensors"]
 def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
     """Return the checkpoint folder of a path or a hub id. weights, field: as in fetch().
 
-    Of a GGUF file, or a folder that holds one, it is the folder that the file stands for.
+    For a GGUF file, or a folder with one, that is the folder of gguf.folder.translated.
     Raises ConfigError, or CheckpointError for a GGUF file that cannot be read.
     """
     path = Path(model)
@@ -70,7 +70,7 @@ def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
 
 
 def fetch(model: str, weights: bool = True, field: str = "model") -> Path:
-    """The folder of a hub id: fetched, or cached where the hub does not answer.
+    """Return the folder of a hub id: fetched, or cached where the hub does not answer.
 
     weights: also its weights, not its settings alone. field: the setting that names it, for the
     error. Raises ConfigError where it is neither.
@@ -84,6 +84,7 @@ def fetch(model: str, weights: bool = True, field: str = "model") -> Path:
         folder = snapshot_download(model, allow_patterns=patterns, local_files_only=cached)
         if not weights:
             return Path(folder)
+        # Two downloads: the index of the first names the weight files of the second.
         return Path(
             snapshot_download(
                 model,
@@ -149,9 +150,9 @@ def weight_patterns(folder: Path) -> list[str]:
     index all *.safetensors. An index that cannot be read is reported when the folder is loaded.
     """
     with suppress(CheckpointError):
-        places = read_index(folder)
-        if places:
-            return sorted({*places.values(), EXTRA_FILE})
+        weight_map = read_index(folder)
+        if weight_map:
+            return sorted({*weight_map.values(), EXTRA_FILE})
     return [*WEIGHTS]
 
 
@@ -168,6 +169,7 @@ def _ask(model: str) -> Exception | None:
         except Exception as error:
             answers.put(error)
 
+    # A thread: the client's timeout does not bound name resolution or its retries.
     threading.Thread(target=ask, name="lockstep-hub", daemon=True).start()
     try:
         return answers.get(timeout=PATIENCE)

@@ -41,6 +41,7 @@ class LatentConfig:
         turned = c.size("qk_rope_head_dim")
         rope = read_rope(c, turned, 1.0)
         factor = rope.score_factor if isinstance(rope, YarnRope) else 1.0
+        # Only yarn applies mscale_all_dim to the scores; elsewhere it must not be ignored.
         if type(rope) not in (Rope, YarnRope):
             for part in ("rope_scaling", "rope_parameters"):
                 c.part(part).only("mscale_all_dim", 0, 0.0, None, default=None)

@@ -1,7 +1,7 @@
 """Llama 3, 3.1, 3.2 and 3.3, text: grouped-query attention with rotary positions, and SwiGLU.
 
-No norms on queries and keys. Biases and the way in which positions are scaled are what config.json
-says they are; the released models have none, and scale by "llama3" from 3.1 on. Nothing recurs.
+Queries and keys have no norms. config.json decides biases and rotary scaling; the released models
+have no biases, and "llama3" scaling from 3.1 on. No layer is recurrent.
 """
 
 from collections.abc import Iterator

@@ -101,7 +101,7 @@ def load_weights(
     """Load model and draft module from safetensors, and finish their layers.
 
     Args:
-        draft: None without one. If its source() is not None, it has a checkpoint of its own.
+        draft: None without one. If its source() is not None, it has a separate checkpoint.
         weight_format: weight format that they were built with.
 
     Raises:
@@ -120,6 +120,7 @@ def load_weights(
         _read(source, loaded, total, progress)
         loaded += source.bytes
     finish(*(root for root in (model, draft) if root is not None))
+    # Uploads are asynchronous: without this the time would be that of the host alone.
     if model.embed.weight.is_cuda:
         torch.cuda.synchronize()
     return LoadResult(total, time.monotonic() - began)
@@ -164,6 +165,7 @@ def _read(source: Source, loaded: int, total: int, progress: Progress) -> None:
                     filled.add(key)
                     done += tensor.nbytes
                     progress(done, total)
+                # Some tied checkpoints store the head too. It must equal the embedding.
                 elif key == TIED_HEAD and source.embedding is not None:
                     twins.append((name, file.read(name, FLOAT_DTYPES)))
                 elif not source.ignored(name):
@@ -174,9 +176,9 @@ def _read(source: Source, loaded: int, total: int, progress: Progress) -> None:
     faults["unfit"] += [f for twin in twins for f in _differs(*twin, source.embedding)]
     if any(faults.values()):
         kinds = [(kind, names) for kind, names in faults.items() if names]
-        found = "; ".join(f"{kind} tensors ({len(names)}): {some(names)}" for kind, names in kinds)
+        listed = "; ".join(f"{kind} tensors ({len(names)}): {some(names)}" for kind, names in kinds)
         raise CheckpointError(
-            f"{checkpoint.folder}: the checkpoint does not fit its config.json: {found}. "
+            f"{checkpoint.folder}: the checkpoint does not fit its config.json: {listed}. "
             "Correct config.json or the checkpoint."
         )
 
@@ -195,6 +197,7 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
     parameters = {id(p): p for m in modules for p in m.parameters()}
     kinds = Norm | GatedRMSNorm | GatedGroupNorm
     norms = [n for m in modules for n in m.modules() if isinstance(n, kinds)]
+    # A norm's effective weight is about 1; some families store it around zero.
     centres = {id(norm.weight): 1.0 - norm.offset for norm in norms}
     for index, parameter in enumerate(parameters.values()):
         generator = torch.Generator(parameter.device).manual_seed(seed * 100003 + index)
@@ -205,8 +208,9 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
             scale = 0.7 * parameter.shape[-1] ** -0.5
             parameter.data.normal_(0.0, scale, generator=generator)
     layers = [layer for m in modules for layer in m.modules()]
-    packed = [part for layer in layers for part in getattr(layer, "quantized_parts", ())]
-    for index, weight in enumerate(packed):
+    quantized = [part for layer in layers for part in getattr(layer, "quantized_parts", ())]
+    for index, weight in enumerate(quantized):
+        # Seeds below those of the parameters, so that no two tensors share a sequence.
         generator = torch.Generator(weight.device).manual_seed(seed * 100003 - 1 - index)
         weight.fill_dummy(generator)
     finish(*modules)

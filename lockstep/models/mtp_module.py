@@ -55,8 +55,8 @@ class MTPModule(nn.Module, ABC):
             self.head = Head(build, Columns.of(known), c.hidden_size, target.head.loaded)
         else:
             self.head = Head(build, known, c.hidden_size, build.matrix(known, c.hidden_size))
-        self.whole = (target.head,)
-        """The target's head, no part of this module."""
+        # In a tuple, so that nn.Module does not register the target's head as a submodule.
+        self.target_head = (target.head,)
 
     @abstractmethod
     def layers(self, target: Decoder, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
@@ -68,8 +68,8 @@ class MTPModule(nn.Module, ABC):
     def finish(self) -> None:
         """Copy the known tokens' rows of the target's head. Call after loading."""
         if self.ids is not None:
-            assert self.head.weight is not None, "rows of its own are not packed"
-            self.whole[0].gather(self.ids, self.head.weight.data)
+            assert self.head.weight is not None, "copied rows are not quantized"
+            self.target_head[0].gather(self.ids, self.head.weight.data)
 
     @property
     def head_bytes(self) -> int:

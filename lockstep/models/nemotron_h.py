@@ -1,7 +1,7 @@
-"""Nemotron-H and Nemotron 3: blocks of one half each, Mamba-2, attention, an MLP or a mixture.
+"""Nemotron-H and Nemotron 3: every block has one sublayer, Mamba-2, attention, an MLP or a mixture.
 
-Attention knows no positions: Mamba-2 tells the order. The MTP module of Nemotron 3 Super is a block
-of attention and one or more without a state behind it.
+Attention has no positional encoding; the Mamba-2 blocks give the order. The MTP module of Nemotron
+3 Super is an attention block followed by MLP or mixture blocks.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ DRAFT_KINDS = ("attention", "moe")
 """Blocks of an MTP module without a pattern in config.json, as in transformers."""
 
 SNAPSHOT_EVERY = 256
-"""Pages of a prompt between two snapshots: 16,384 tokens. One is as large as the keys and values of
+"""Pages of a prompt between two snapshots: 16,384 tokens. A snapshot is as large as the KV cache of
 7,989 tokens (Nano), 8,762 (Nano 9B) or 20,780 (Super). Measured by benchmarks/snapshots.py:
 docs/cache.md."""
 MAMBA_SETTINGS = (
@@ -66,7 +66,7 @@ EXPERT_SETTINGS = (
 WITHOUT_EFFECT = {
     **dict.fromkeys(
         ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
-        "attention knows no positions",
+        "attention has no positional encoding",
     ),
     **dict.fromkeys(
         ("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
@@ -75,7 +75,7 @@ WITHOUT_EFFECT = {
     **dict.fromkeys(
         ("expand", "mamba_expand", "head_dim", "attention_head_dim"), "other settings give the size"
     ),
-    "time_step_rank": "of Mamba-1, whose steps have a projection of their own",
+    "time_step_rank": "of Mamba-1, which projects its time steps",
     **dict.fromkeys(
         ("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "moe_shared_expert_overlap"),
         "how transformers computes the same",
@@ -152,6 +152,7 @@ class Config(StackConfig):
         kv_heads = c.size("num_key_value_heads")
         c.need(heads % kv_heads == 0, "num_attention_heads", "multiples of num_key_value_heads")
         eps = next((name for name in EPS_NAMES if name in c.raw), EPS_NAMES[0])
+        # A file may repeat the epsilon under several names, which must agree.
         for name in EPS_NAMES:
             c.need(c.raw.get(name, c.raw.get(eps)) == c.raw.get(eps), name, f"{eps}'s value")
         config = cls(
@@ -202,7 +203,7 @@ def _with_later_names(c: ConfigReader) -> ConfigReader:
 def _read_kinds(c: ConfigReader) -> tuple[str, ...]:
     """Return the type of each block: hybrid_override_pattern, layers_block_type or layer_types."""
     names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
-    field, kinds = _one_voice(c, names)
+    field, kinds = _agreed_kinds(c, names)
     c.need("attention" in kinds, field, "patterns with a block of attention")
     layers = c.get("num_hidden_layers", int, len(kinds))
     c.need(layers == len(kinds), "num_hidden_layers", f"{len(kinds)}, the blocks of {field}")
@@ -216,13 +217,13 @@ def _read_draft_kinds(c: ConfigReader) -> tuple[str, ...]:
     names = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
     if all(c.raw.get(name) is None for name in names):
         return DRAFT_KINDS
-    field, kinds = _one_voice(c, names)
+    field, kinds = _agreed_kinds(c, names)
     sound = kinds[0] == "attention" and not {"attention", "mamba"} & set(kinds[1:])
     c.need(sound, field, "attention first, then blocks of mlp or moe alone")
     return kinds
 
 
-def _one_voice(c: ConfigReader, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+def _agreed_kinds(c: ConfigReader, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Return the first present setting's name and its block types.
 
     Raises:
@@ -238,14 +239,14 @@ def _one_voice(c: ConfigReader, names: tuple[str, ...]) -> tuple[str, tuple[str,
 def _kinds_of(c: ConfigReader, field: str) -> tuple[str, ...]:
     """Return the block types that a setting names, by letters or as a list."""
     by_letters = field.endswith("pattern")
-    found: list[Any] = list(c.get(field, str if by_letters else list))
+    entries: list[Any] = list(c.get(field, str if by_letters else list))
     if by_letters:
         known = set(KINDS)
-        kinds = [KINDS.get(letter, "") for letter in found]
+        kinds = [KINDS.get(letter, "") for letter in entries]
     else:
         known = {*KINDS.values(), *LATER_NAMES}
-        kinds = [LATER_NAMES.get(name, name) if isinstance(name, str) else "" for name in found]
-    for name, kind in zip(found, kinds, strict=True):
+        kinds = [LATER_NAMES.get(name, name) if isinstance(name, str) else "" for name in entries]
+    for name, kind in zip(entries, kinds, strict=True):
         if kind not in KINDS.values():
             raise c.error(field, name, ", ".join(sorted(known)))
     c.need(0 < len(kinds) <= MAX_LAYERS, field, f"1 to {MAX_LAYERS} blocks")

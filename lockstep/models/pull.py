@@ -240,7 +240,8 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _check_room(missing: Mapping[str, int], target: Path) -> None:
-    """Raise ConfigError where the disk has no room for the files that are missing."""
+    """Raise ConfigError if the disk has no space for the files that are missing."""
+    # The target may not exist yet: ask the nearest folder that does.
     existing = next(one for one in (target, *target.absolute().parents) if one.exists())
     needed = sum(missing.values())
     free = shutil.disk_usage(existing).free
@@ -261,7 +262,7 @@ def _shown(request: PullRequest, wanted: Mapping[str, int], progress: Progress) 
     stale = {path for path in partial.rglob("*.incomplete")} if partial.is_dir() else set()
 
     def watch() -> None:
-        # The client tells of progress in ways that change with its releases; sizes of files do not.
+        # The client's progress callbacks change with its releases; sizes of files do not.
         while not ended.wait(POLL_SECONDS):
             done = sum(size for name, size in wanted.items() if _is_here(request, name, size))
             for path in partial.rglob("*.incomplete"):
@@ -279,7 +280,7 @@ def _shown(request: PullRequest, wanted: Mapping[str, int], progress: Progress) 
 
 
 def _partial_folder(request: PullRequest) -> Path:
-    """Return the folder in which the hub's client keeps files that have not arrived whole."""
+    """Return the folder in which the hub's client keeps partial downloads."""
     from huggingface_hub import constants
 
     if request.local_dir is not None:
@@ -289,7 +290,7 @@ def _partial_folder(request: PullRequest) -> Path:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the hub's client from drawing bars."""
+    """Suppress the progress bars of the hub's client."""
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -307,7 +308,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _plain_errors(request: PullRequest) -> Iterator[None]:
-    """Raise ConfigError, with what to do, for what the hub's client raises."""
+    """Convert errors of the hub's client to ConfigError with a remedy."""
     try:
         yield
     except (ConfigError, CheckpointError):

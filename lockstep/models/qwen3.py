@@ -1,7 +1,7 @@
 """Qwen3, dense: grouped-query attention with a norm on every query and key head, and SwiGLU.
 
-Nothing recurs: all tokens follow one law, so generated pages are shared by prefix too, and prompt
-chunks may end anywhere.
+No layer is recurrent, so generated pages can be shared as prefixes too, and prompt chunks may end
+anywhere.
 """
 
 from collections.abc import Iterator

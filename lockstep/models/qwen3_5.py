@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6, dense: Gated DeltaNet and gated attention in turn, and the MTP module."""
+"""Qwen3.5 and Qwen3.6, dense: Gated DeltaNet layers, gated attention every few, an MTP module."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,8 +82,8 @@ def read_hybrid(c: ConfigReader, dense: bool = True) -> dict[str, Any]:
     value_heads = c.size("linear_num_value_heads")
     c.need(value_heads % key_heads == 0, "linear_num_value_heads", "multiples of key heads")
     types = c.layer_types(layers, {"linear_attention", "full_attention"}, kinds)
-    told = "layer_types" if c.raw.get("layer_types") is not None else "full_attention_interval"
-    c.need("full_attention" in types, told, "settings by which at least one layer attends")
+    field = "layer_types" if c.raw.get("layer_types") is not None else "full_attention_interval"
+    c.need("full_attention" in types, field, "settings by which at least one layer attends")
     return dict(
         layer_types=types,
         key_heads=key_heads,
@@ -167,9 +167,9 @@ class Draft(MTPModule):
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name less the prefix, to their destinations."""
-        own = self.blocks[0].weights()
+        block = self.blocks[0].weights()
         return (
-            {f"layers.0.{name}": tensor for name, tensor in own.items()}
+            {f"layers.0.{name}": tensor for name, tensor in block.items()}
             | self.fc.weights()
             | {
                 "pre_fc_norm_embedding.weight": self.embed_norm.weight,

@@ -1,6 +1,6 @@
 """Qwen3 with a mixture of experts: Qwen3's attention, and in most layers a mixture for the MLP.
 
-No shared expert. Nothing recurs.
+There is no shared expert, and no layer is recurrent.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Qwen3-Next: Qwen3.5's layers with a mixture of experts, in an older layout.
 
-A recurrent layer's projections lie by key head, and layers may have a dense MLP. config.json does
-not say whether there is an MTP module.
+Rows of a recurrent layer's projections are grouped by key head, and layers may have a dense MLP.
+config.json does not say whether there is an MTP module.
 """
 
 from dataclasses import dataclass

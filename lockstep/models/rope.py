@@ -1,7 +1,7 @@
 """Rotary frequencies, and the ways in which checkpoints stretch them to longer contexts.
 
-Without scaling, pair j of a head's first `width` numbers turns by theta^(-2j / width) radians a
-token. A kind of scaling is a class here: it reads its settings from config.json, and gives the
+Without scaling, pair j of a head's first `width` dims rotates by theta^(-2j / width) radians per
+token. Each kind of scaling is a class: it reads its settings from config.json and returns the
 inverse frequencies and a factor for cos and sin. They are chosen once, when the model is built, for
 its longest sequence (max_model_len): a token's bits must not depend on how long its request gets.
 """
@@ -54,7 +54,7 @@ def inverse_frequencies(theta: float, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LinearRope(Rope):
-    """Every position divided by a factor: "linear" (Chen et al., 2023)."""
+    """Positions divided by a factor: "linear" (Chen et al., 2023)."""
 
     factor: float
 
@@ -86,16 +86,17 @@ class DynamicRope(Rope):
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         beyond = max(length, self.trained) / self.trained - 1
         stretch = 1 + self.factor * beyond
+        # The exponent keeps the fastest pair and slows the slowest one by the full factor.
         theta = self.theta * stretch ** (self.width / (self.width - 2))
         return inverse_frequencies(theta, self.width), 1.0
 
 
 @dataclass(frozen=True)
 class Llama3Rope(Rope):
-    """Slow pairs slowed by a factor, fast ones left, those between blended: "llama3" (Llama 3.1).
+    """Frequencies scaled by wavelength: "llama3" (Llama 3.1).
 
-    A pair is slow if it turns fewer than `low` times over the trained positions, fast if more than
-    `high` times.
+    Pairs that rotate fewer than `low` times over the trained positions are divided by `factor`,
+    those that rotate more than `high` times are unchanged, and those between are interpolated.
     """
 
     factor: float
@@ -119,12 +120,12 @@ class Llama3Rope(Rope):
 
 @dataclass(frozen=True)
 class YarnRope(Rope):
-    """Much as llama3, but blended by the index of the pair: "yarn" (Peng et al., YaRN, 2023).
+    """Frequencies interpolated by the index of the pair: "yarn" (Peng et al., YaRN, 2023).
 
-    Pairs that turn more than beta_fast times over the trained positions are left, those that turn
-    fewer than beta_slow times are divided by factor. attention_factor multiplies cos and sin;
-    score_factor, the scores of multi-head latent attention (mscale_all_dim; 1 where it is not
-    told).
+    Pairs that rotate more than beta_fast times over the trained positions are unchanged, those that
+    rotate fewer than beta_slow times are divided by factor, and those between are interpolated.
+    attention_factor multiplies cos and sin. score_factor multiplies the scores of multi-head latent
+    attention (mscale_all_dim, default 1).
     """
 
     factor: float
@@ -140,6 +141,7 @@ class YarnRope(Rope):
         rope.need(theta > 1, "rope_theta", "numbers above 1 with this rope_type")
         original = _trained(rope, trained)
         factor = _factor(rope, trained)
+        # 0 counts as absent, as in transformers.
         mscale = rope.get("mscale", float, 0.0)
         mscale_all_dim = rope.get("mscale_all_dim", float, 0.0)
         suggested = _yarn_scale(factor, 1.0)
@@ -167,7 +169,7 @@ class YarnRope(Rope):
         first = max(first, 0)
         last = min(last, self.width - 1)
         if first == last:
-            last += 0.001
+            last += 0.001  # as in transformers: no division by zero
         pairs = torch.arange(self.width // 2, dtype=torch.float64)
         slow = ((pairs - first) / (last - first)).clamp(0, 1)
         return inverse / self.factor * slow + inverse * (1 - slow), self.attention_factor
@@ -184,10 +186,10 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 @dataclass(frozen=True)
 class LongRope(Rope):
-    """A divisor for each pair: "longrope" (Ding et al., LongRoPE, 2024).
+    """Frequencies divided by a list: "longrope" (Ding et al., LongRoPE, 2024).
 
-    There are two lists, and transformers takes the long one as soon as a sequence outgrows the
-    trained positions. Here max_model_len decides, as in vLLM: the long list where it exceeds them.
+    There are two lists; transformers switches to the long one as soon as a sequence outgrows the
+    trained positions. Here max_model_len decides, as in vLLM: the long list if it exceeds them.
     """
 
     short: tuple[float, ...]
@@ -296,7 +298,7 @@ def _settings(c: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
     Raises:
         CheckpointError: the kind of scaling is not supported, or two places disagree.
     """
-    found: dict[str, Any] = {name: c.raw.get(name) for name in ROPE_OUTSIDE}
+    values: dict[str, Any] = {name: c.raw.get(name) for name in ROPE_OUTSIDE}
     for part in ("rope_scaling", "rope_parameters"):
         inner = c.part(part)
         if FULL_ATTENTION in inner.raw:  # by the type of a layer; no other type here has positions
@@ -305,12 +307,12 @@ def _settings(c: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
             inner.only(name, *KINDS, default="default")
         for name, value in inner.raw.items():
             key = "rope_type" if name == "type" else name
-            if found.get(key) not in (None, value):
-                raise inner.error(name, value, f"{found[key]!r} as elsewhere in the file")
-            found[key] = value
-    told = {name: value for name, value in found.items() if value is not None}
+            if values.get(key) not in (None, value):
+                raise inner.error(name, value, f"{values[key]!r} as elsewhere in the file")
+            values[key] = value
+    present = {name: value for name, value in values.items() if value is not None}
     assumed = {name: value for name, value in defaults.items() if value is not None}
-    return ConfigReader({**assumed, **told}, "rope_parameters.", c.file)
+    return ConfigReader({**assumed, **present}, "rope_parameters.", c.file)
 
 
 def _trained(rope: ConfigReader, longest: int) -> int:

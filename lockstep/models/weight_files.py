@@ -24,7 +24,7 @@ EXTRA_FILE = "model_extra_tensors.safetensors"
 OTHER_LAYOUTS = ("consolidated*.safetensors",)
 """Files with the same weights under the names of the publisher's own code (Mistral, Meta)."""
 ADAPTER_FILES = ("adapter_*.safetensors",)
-"""Files of PEFT that hold changes of a model's weights, not weights."""
+"""Files of PEFT with changes of a model's weights, not weights."""
 SHARD_NAME = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -83,8 +83,8 @@ class WeightFile:
 
     def _mapped(self, values: bool) -> Any:
         """Map the file into memory. Raise CheckpointError where the system does not allow it."""
-        # torch's mapping is a writable copy, which systems without overcommit count as memory in
-        # use: a file larger than memory would not even tell its names.
+        # torch maps a writable copy, which systems without overcommit count as memory in use: even
+        # the names of a file larger than memory could not be read.
         framework = "pt" if values else "numpy"
         try:
             return safe_open(self.path, framework=framework)

@@ -1,9 +1,8 @@
-"""Weight formats, one file each: how a checkpoint packs its weights, and where they go.
+"""Weight formats of checkpoints, one file each.
 
-A format says of a linear map how its weight lies on the device (a Layout of
-lockstep.kernels.formats.weights), and what fills it: the map's tensors in the checkpoint, each
-through a WeightSink. FORMATS maps what config.json calls a format to its file;
-docs/quantization.md adds one.
+For each linear layer a format gives the storage on the device (a Layout of
+lockstep.kernels.formats.weights) and a WeightSink for each tensor of the checkpoint. FORMATS maps a
+format's name in config.json to its file; docs/quantization.md explains how to add one.
 """
 
 from collections.abc import Mapping

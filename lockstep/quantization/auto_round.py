@@ -1,4 +1,4 @@
-"""AutoRound (Cheng et al., 2023): integers of 4 or 8 bits in another format's tensors.
+"""AutoRound (Cheng et al., 2023): integers of 4 or 8 bits, stored in GPTQ's or AWQ's tensors.
 
     packing_format            tensors
     auto_round:auto_gptq      GPTQ version 1 (zero - 1), mostly without g_idx
@@ -6,12 +6,12 @@
     auto_round                GPTQ's shapes, the zero itself
     auto_round:auto_awq       AWQ
 
-Versions before 0.5 call the setting `backend`, and name a kernel behind the packing:
-auto_round:gptq:exllamav2. The same weight lies in the same tensors whatever the kernel.
+Versions before 0.5 call the setting `backend`, and may append a kernel's name, as in
+auto_round:gptq:exllamav2. The kernel's name does not change the tensors.
 
-What extra_config says of a module by name, or by a pattern of its name, goes before the rest; 16
-bits or more: it is not packed. Tensors that the exporter could not attach to its model stand in a
-file of their own, model_extra_tensors.safetensors, which is read like any other.
+Entries of extra_config, which name a module or a pattern of names, override the other settings; a
+module with 16 bits or more is not quantized. Tensors that the exporter could not attach to its
+model are in a separate file, model_extra_tensors.safetensors, which is read like any other.
 """
 
 from collections.abc import Mapping
@@ -59,8 +59,11 @@ SPECIAL = frozenset("*+?^$()[]{}|\\")
 
 
 class AutoRound(IntWeightFormat):
-    """See the module. extra: by a module's name; patterns: by a pattern of it, None: not packed;
-    blocks: what names of packed modules begin with, empty for all."""
+    """AutoRound weight format.
+
+    extra: scheme by a module's exact name, None for a plain module. patterns: the same by a pattern
+    of names. blocks: prefixes of the names of quantized modules, empty for all.
+    """
 
     def __init__(self, c: SettingsReader) -> None:
         scheme = Scheme(
@@ -90,7 +93,7 @@ class AutoRound(IntWeightFormat):
                 self.patterns.append((name, c.pattern("extra_config", name), entry))
 
     def _scheme(self, c: SettingsReader) -> Scheme | None:
-        """Return the scheme of an entry of extra_config; absent settings are those of the whole."""
+        """Return the scheme of an entry of extra_config, with the checkpoint's as defaults."""
         _check_plain(c)
         bits = c.get("bits", int, self.scheme.bits)
         if bits >= PLAIN_BITS:
@@ -99,6 +102,7 @@ class AutoRound(IntWeightFormat):
         if c.only("data_type", "int", "fp", "float", default="int") != "int":
             c.ignore("group_size", "sym", "packing_format")
             return None
+        # overridden() reads desc_act too, but AutoRound does not reorder columns.
         scheme = replace(self.scheme.overridden(c), act_order=False)
         self._check_bits(c, scheme)
         return scheme
@@ -110,9 +114,10 @@ class AutoRound(IntWeightFormat):
             )
 
     def asked(self, module: CheckpointLinear) -> ModuleScheme:
+        # Exact names override patterns.
         for name in module.names:
             if name in self.extra:
-                return self._said(name, self.extra[name], exact=True)
+                return self._entry_scheme(name, self.extra[name], exact=True)
         inside = not is_usually_unquantized(module)
         setting = ""
         if self.blocks:
@@ -120,10 +125,10 @@ class AutoRound(IntWeightFormat):
             setting = "" if inside else f"{SETTINGS_PREFIX}block_name_to_quantize"
         for text, pattern, scheme in self.patterns:
             if pattern.search(module):
-                return self._said(text, scheme, exact=False)
+                return self._entry_scheme(text, scheme, exact=False)
         return ModuleScheme(self.scheme, inside, setting)
 
-    def _said(self, name: str, scheme: Scheme | None, *, exact: bool) -> ModuleScheme:
+    def _entry_scheme(self, name: str, scheme: Scheme | None, *, exact: bool) -> ModuleScheme:
         """Return what an entry of extra_config says about a module.
 
         A pattern with a scheme may also match modules that are not quantized.

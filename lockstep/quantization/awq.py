@@ -1,11 +1,11 @@
 """AWQ (Lin et al., 2023), as AutoAWQ writes it for its "gemm" kernel: 4 bits.
 
-    qweight [K, N / 8] int32    8 codes of neighbouring outputs; which is where, says ORDER
+    qweight [K, N / 8] int32    8 codes of neighbouring outputs, in the nibble order of ORDER
     qzeros  [G, N / 8] int32    8 zero points of neighbouring outputs, in the same order
     scales  [G, N]              fp16, bf16 or fp32
     W[n, k] = (code - zero) * scale
 
-The scaling of activations that AWQ searches is part of the weights before it already.
+The activation scales that AWQ searches for are already folded into the preceding weights.
 """
 
 import re
@@ -26,7 +26,7 @@ from lockstep.quantization.integers import (
     fill_scales,
     fill_words,
     fill_zeros,
-    unpacked_words,
+    unpack_words,
 )
 from lockstep.quantization.settings_reader import SETTINGS_PREFIX, SettingsReader, read_strictly
 from lockstep.quantization.weight_format import (
@@ -39,13 +39,16 @@ from lockstep.quantization.weight_sink import WeightSink
 AWQ_BITS = 4
 CODES = WORD // AWQ_BITS
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Output column in each nibble of a word, lowest nibble first."""
+"""Output column in each nibble of a word, lowest nibble first.
+
+Outputs 2i and 2i + 1 are 16 bits apart, so that one AND extracts both into a pair of halves.
+"""
 SHIFTS = tuple(AWQ_BITS * ORDER.index(output) for output in range(CODES))
 """First bit of each output column in a word."""
 
 
 class AWQ(IntWeightFormat):
-    """See the module. left: finds parts of the names of modules that are not packed."""
+    """AWQ weight format. excluded: pattern that finds names of unquantized modules, or None."""
 
     def __init__(self, c: SettingsReader) -> None:
         scheme = Scheme(
@@ -57,12 +60,14 @@ class AWQ(IntWeightFormat):
         version = c.called("version", "checkpoint_format", "format")
         c.only(version, "gemm", "GEMM", default="gemm")
         c.only("pack_dtype", "int32", default="int32")
-        excluded = c.names("modules_to_not_convert")
-        self.left = re.compile("|".join(map(re.escape, excluded))) if excluded else None
+        listed = c.names("modules_to_not_convert")
+        # AutoAWQ looks for an entry anywhere in a name.
+        self.excluded = re.compile("|".join(map(re.escape, listed))) if listed else None
         self.head = c.get("lm_head", bool, False)
 
     def asked(self, module: CheckpointLinear) -> ModuleScheme:
-        parts = (self.left.search(name) for name in module.names if self.left is not None)
+        pattern = self.excluded
+        parts = (pattern.search(name) for name in module.names if pattern is not None)
         part = next((part[0] for part in parts if part is not None), None)
         if part is not None:
             setting = f"{SETTINGS_PREFIX}modules_to_not_convert[{part[:100]!r}]"
@@ -109,12 +114,12 @@ def _fill_codes(weight: IntWeight, words: Tensor) -> None:
 
     def codes(begin: int, end: int) -> Tensor:
         part = words[:, begin // CODES : -(-end // CODES)]
-        return unpacked_words(part, SHIFTS, AWQ_BITS, dim=1)[:, : end - begin].t()
+        return unpack_words(part, SHIFTS, AWQ_BITS, dim=1)[:, : end - begin].t()
 
     fill_words(weight, CODES, codes)
 
 
 def _fill_zeros(module: CheckpointLinear, weight: IntWeight, words: Tensor) -> None:
     """Fill the zero points from words [G, N / 8]."""
-    zeros = unpacked_words(words, SHIFTS, AWQ_BITS, dim=1)
+    zeros = unpack_words(words, SHIFTS, AWQ_BITS, dim=1)
     fill_zeros(module, weight, zeros[:, : module.outputs])

@@ -7,7 +7,7 @@
     nvfp4-pack-quantized    W = (e2m1(code) * fp32(weight_scale)) * (1 / weight_global_scale)
     dense                   no weights: scales of keys and values alone
 
-Only weights are taken as packed: activations are never rounded, so `input_activations` and the
+Only weights are quantized: activations are never rounded, so `input_activations` and the
 scales that belong to them are not used. The KV cache has the format that the user chose, whatever
 `kv_cache_scheme` says; fp8 takes `k_scale` and `v_scale` (lockstep.layers.kv_format).
 """
@@ -62,10 +62,13 @@ def read(settings: Mapping[str, Any]) -> "CompressedTensors":
 
 @dataclass(frozen=True)
 class Targets:
-    """What a list names: modules, regular expressions of modules (by their text), all of a class.
+    """Targets that a setting lists: module names, regular expressions, or a class of layers.
 
-    Of those that name a module the most precise decides, and of regular expressions the first by
-    the alphabet, as the library has it.
+    The most specific target that matches a module decides, and of regular expressions the first in
+    alphabetical order, as in the library.
+
+    names: exact names. patterns: (text, compiled). all: whether the class of linear layers is
+    listed.
     """
 
     names: frozenset[str]
@@ -102,7 +105,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Group:
-    """A part of config_groups: what it packs, and how."""
+    """Entry of config_groups: the modules that it quantizes, and their storage."""
 
     name: str
     targets: Targets
@@ -110,7 +113,7 @@ class Group:
 
 
 class CompressedTensors(StoredWeightFormat):
-    """See the file's head. name: "compressed-tensors-pack-quantized" and so on, by format."""
+    """compressed-tensors weight format, named "compressed-tensors-pack-quantized" and so on."""
 
     unused = frozenset(
         {
@@ -159,6 +162,7 @@ class CompressedTensors(StoredWeightFormat):
         groups = f"{SETTINGS_PREFIX}config_groups"
         if not ranked:
             return resolve_storage(module, None, f"{groups}, of which no target names it,")
+        # The most specific target decides; if several groups have it, the last group.
         ((rank, _), index) = min(ranked)
         chosen = self.groups[-index]
         setting = f"{groups}[{chosen.name!r}]"
@@ -167,6 +171,7 @@ class CompressedTensors(StoredWeightFormat):
 
 def group(name: str, settings: SettingsReader, default: str) -> Group | None:
     """Return the group of these settings; None if it quantizes no weights."""
+    # Both count as read in a group of activations too, which quantizes no weight.
     named = Targets.read(settings, "targets")
     weights = settings.part("weights")
     if not settings.has("weights"):

@@ -1,8 +1,8 @@
-"""fp8: e4m3fn weights with a scale per block of 128 x 128, per output, or for all.
+"""fp8: e4m3fn weights with one scale per block of 128 x 128, per output, or per tensor.
 
-What DeepSeek-V3 and Qwen's FP8 checkpoints have. W = fp32(code) * scale; in blocks the scale is
-called `weight_scale_inv`, and multiplies all the same. Only weights are taken as packed:
-activations are never rounded, so `activation_scheme` and `input_scale` are not used.
+The format of DeepSeek-V3's and Qwen's FP8 checkpoints. W = fp32(code) * scale; scales of blocks are
+called `weight_scale_inv`, but multiply all the same. Only weights are quantized: activations are
+never rounded, so `activation_scheme` and `input_scale` are not used.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,6 +28,7 @@ transformers matches from the start of a name up to a dot.
 SPECIAL = frozenset("*+?^$()[]{}|\\")
 """Characters that make an entry a regular expression."""
 UP_TO_A_DOT = r"(?:(?<=\.)|(?=\.|$))"
+"""End of a match, at a dot or the end of a name: "layers.1" must not match layers.10."""
 
 
 def read(settings: Mapping[str, Any]) -> "Fp8":
@@ -40,7 +41,7 @@ def read(settings: Mapping[str, Any]) -> "Fp8":
 
 
 class Fp8(StoredWeightFormat):
-    """See the file's head. name: "fp8-128x128" for blocks, else "fp8"."""
+    """fp8 weight format. name: "fp8-128x128" for blocks, else "fp8"."""
 
     unused = frozenset(
         {"input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale",
@@ -75,6 +76,7 @@ class Fp8(StoredWeightFormat):
         setting = self._left_out_by(module)
         if setting is not None:
             return resolve_storage(module, None, setting)
+        # Dummy weights: the head is plain in published checkpoints, whether they list it or not.
         if module.tensors is None and module.path == "lm_head":
             return None
         return resolve_storage(module, self.storage_of_all, self._reason(), of_all=True)

@@ -4,7 +4,7 @@ A quantized row is a sequence of blocks of 32 or 256 columns. Every layout here 
 
     w = scale * value(code) - minimum
 
-value(code) is `code - zero`, or an entry of a table. A block of 256 columns holds a base scale in
+value(code) is `code - zero`, or an entry of a table. A block of 256 columns has a base scale in
 fp16 and, for each group of 16 or 32 columns, a small integer: scale = base * step. Minima have the
 same form. All products and the difference are in fp32, as ggml's reference computes them.
 """
@@ -85,6 +85,7 @@ def _q4_0(blocks: Tensor) -> BlockFields:
 
 
 def _q4_1(blocks: Tensor) -> BlockFields:
+    # ggml adds the stored minimum; here it is subtracted, so its sign changes.
     codes = _bits(blocks[:, 4:], 4, 16)
     return BlockFields(codes, _fp16(blocks[:, :2]), minima=-_fp16(blocks[:, 2:4]))
 
@@ -104,6 +105,7 @@ def _q5_1(blocks: Tensor) -> BlockFields:
 
 
 def _q8_0(blocks: Tensor) -> BlockFields:
+    # int8 q becomes code q + 128.
     return BlockFields(blocks[:, 2:] ^ 0x80, _fp16(blocks[:, :2]))
 
 
@@ -128,6 +130,8 @@ def _q3_k(blocks: Tensor) -> BlockFields:
 
 def _steps_of_6_bits(data: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack the eight steps and the eight steps of minima of Q4_K and Q5_K: [B, 12] uint8."""
+    # The first four of each are the low 6 bits of a byte. The others have their low 4 bits in the
+    # last four bytes and their high 2 bits in the top of the first eight.
     (scales, minima, rest) = data.split(4, 1)
     low = (scales & 63, minima & 63)
     high = ((rest & 15) | (scales >> 6) << 4, (rest >> 4) | (minima >> 6) << 4)
@@ -149,6 +153,7 @@ def _q5_k(blocks: Tensor) -> BlockFields:
 
 
 def _q6_k(blocks: Tensor) -> BlockFields:
+    # Q6_K stores its steps as int8, not in 6 bits.
     (low, high, steps, scale) = blocks.split([128, 64, 16, 2], 1)
     codes = _bits(low, 4, 64) | _bits(high, 2, 32) << 4
     return BlockFields(codes, _fp16(scale), steps.contiguous().view(torch.int8).short())

@@ -1,9 +1,8 @@
-"""The weight format of GGUF files: each tensor says how it is quantized.
+"""Weight format of GGUF files, in which every tensor has its own quantized type.
 
-A tensor of a quantized type has its type's name as its dtype, and its reader hands over its rows
-as they are in the file: [N, bytes] uint8. Here they become what kernels read, without a change of
-any value: Q4_0 and Q8_0 are integers in groups of 32 with fp16 scales, as other formats have them
-(IntWeight); the other types keep their own arithmetic (GgufWeight).
+The dtype of a quantized tensor is its type's name, and the file reader returns its rows as stored:
+[N, bytes] uint8. They are repacked for the kernels without changing a value: Q4_0 and Q8_0 as
+integers in groups of 32 with fp16 scales (IntWeight), the other types as GgufWeight.
 """
 
 from collections.abc import Mapping
@@ -91,7 +90,7 @@ class GGUFWeightFormat(WeightFormat):
 
 
 def _kind(module: CheckpointLinear) -> str | None:
-    """Return the quantized type of a module's weight; None where it is plain or has no file.
+    """Return the quantized type of a module's weight; None if it is plain or has no file.
 
     Raises CheckpointError for a type that is not built.
     """
@@ -110,7 +109,7 @@ def _check(module: CheckpointLinear, fields: BlockFields) -> None:
 
 
 def _store(weight: QuantizedWeight, fields: BlockFields, layout: BlockLayout) -> None:
-    """Fill rows of a weight with the fields of their blocks, each in its own number of bits."""
+    """Fill rows of a weight with the fields of their blocks."""
     (n, k) = weight.shape
     codes = fields.codes.view(n, k)
     if isinstance(weight, IntWeight):
@@ -128,7 +127,7 @@ def _store(weight: QuantizedWeight, fields: BlockFields, layout: BlockLayout) ->
 def _store_by_group(
     numbers: Tensor, bases: Tensor | None, base: Tensor, steps: Tensor | None
 ) -> None:
-    """Fill scales or minima [N, G]: steps and their bases, or numbers of their own."""
+    """Fill scales or minima [N, G]: as steps of bases, or directly without bases."""
     if bases is None:
         numbers.copy_(base.view(numbers.shape))
         return

@@ -6,8 +6,8 @@
     g_idx   [K] int32           the group of each column; absent or zeros: k // group
     W[n, k] = (code - zero) * scale
 
-Version 2 keeps the zero points. Version 1 takes 1 off each of a word's, as one number modulo 2^32:
-0x11111111 off words of 4 bits. So a zero point of 0 borrows from the next.
+Version 2 stores the zero points. Version 1 subtracts 1 from each, but as one subtraction from the
+whole word modulo 2^32 (0x11111111 for 4 bits), so a zero point of 0 borrows from the next one.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from lockstep.quantization.integers import (
     fill_scales,
     fill_words,
     fill_zeros,
-    unpacked_words,
+    unpack_words,
 )
 from lockstep.quantization.settings_reader import (
     SETTINGS_PREFIX,
@@ -52,8 +52,11 @@ STORED_LESS = {"gptq": 1, "gptq_v2": 0}
 
 @dataclass(frozen=True)
 class Rule:
-    """An entry of `dynamic`. pattern: matched from the start of a module's full name; scheme: how
-    the modules are packed, None: they are not."""
+    """Entry of `dynamic`.
+
+    pattern: matched from the start of a module's full name. scheme: of the modules, None if they
+    are not quantized.
+    """
 
     text: str
     pattern: NamePattern
@@ -61,7 +64,7 @@ class Rule:
 
 
 class GPTQ(IntWeightFormat):
-    """See the module. inside: the modules of a layer that are packed, empty for all."""
+    """GPTQ weight format. inside: names within a layer of quantized modules, empty for all."""
 
     def __init__(self, c: SettingsReader) -> None:
         scheme = Scheme(
@@ -85,6 +88,7 @@ class GPTQ(IntWeightFormat):
 
     def asked(self, module: CheckpointLinear) -> ModuleScheme:
         scheme = self.scheme
+        # The first rule that matches decides, as in GPTQModel.
         for rule in self.rules:
             if not rule.pattern.match(module):
                 continue
@@ -154,6 +158,7 @@ def gptq_sinks(
         ),
     }
     if weight.g_idx is not None or "g_idx" in (module.tensors or ()):
+        # Many files have a g_idx without desc_act. It is only checked, so it stays on the host.
         order = partial(_fill_order, module, weight)
         kept_at = torch.device("cpu") if weight.g_idx is None else where
         sinks["g_idx"] = WeightSink((k,), (torch.int32, torch.int64), kept_at, order, None)
@@ -166,7 +171,7 @@ def _fill_codes(weight: IntWeight, words: Tensor) -> None:
     shifts = ascending(weight.bits)
 
     def codes(begin: int, end: int) -> Tensor:
-        return unpacked_words(words[:, begin:end], shifts, weight.bits, dim=0)[:k].t()
+        return unpack_words(words[:, begin:end], shifts, weight.bits, dim=0)[:k].t()
 
     fill_words(weight, 1, codes)
 
@@ -176,8 +181,9 @@ def _fill_zeros(
 ) -> None:
     """Fill the zero points from words [G, N / c]."""
     shifts = ascending(weight.bits)
+    # One addition to the whole word undoes the borrows of the writer's subtraction.
     ones = sum(1 << shift for shift in shifts)
-    zeros = unpacked_words(words + stored_less * ones, shifts, weight.bits, dim=1)
+    zeros = unpack_words(words + stored_less * ones, shifts, weight.bits, dim=1)
     fill_zeros(module, weight, zeros[:, : module.outputs])
 
 

@@ -1,7 +1,7 @@
-"""What the formats of 4 and 8 bit integers have in common: who is packed, and how it is read.
+"""Common parts of GPTQ, AWQ and AutoRound: integers of 4 or 8 bits in groups.
 
-A module is packed if its tensors in the checkpoint say so. The settings' lists of modules are held
-against that, and decide alone where there are no tensors (dummy weights).
+The tensors of a checkpoint decide which modules are quantized. The settings' lists of modules must
+agree, and decide alone without tensors (dummy weights).
 """
 
 from abc import abstractmethod
@@ -50,12 +50,12 @@ class Scheme:
 
     @property
     def in_order(self) -> bool:
-        """Whether column k belongs to group k // group; otherwise g_idx gives the groups."""
+        """Return whether column k belongs to group k // group; otherwise g_idx gives the groups."""
         return self.static or not self.act_order
 
     @property
     def name(self) -> str:
-        """Name in numerics, such as int4-g128 or int8-channel."""
+        """Return the name in numerics, such as int4-g128 or int8-channel."""
         return f"int{self.bits}-" + ("channel" if self.group == -1 else f"g{self.group}")
 
     def overridden(self, c: SettingsReader, group_name: str = "group_size") -> "Scheme":
@@ -79,7 +79,7 @@ class ModuleScheme:
     """
 
     scheme: Scheme
-    packed: bool
+    quantized: bool
     setting: str = ""
 
 
@@ -108,16 +108,16 @@ class IntWeightFormat(WeightFormat):
         if answer is None:
             answer = self._asked[module.names] = self.asked(module)
         if module.tensors is None:
-            return answer.scheme if answer.packed else None
-        packed = SIDECARS & module.tensors.keys()
-        if packed and "weight" in module.tensors:
+            return answer.scheme if answer.quantized else None
+        sidecars = SIDECARS & module.tensors.keys()
+        if sidecars and "weight" in module.tensors:
             raise contradiction_error(module, "a module has one or the other")
-        if answer.setting and (packed or module.tensors) and answer.packed != bool(packed):
-            word = "packed" if answer.packed else "not packed"
+        if answer.setting and module.tensors and answer.quantized != bool(sidecars):
+            word = "quantized" if answer.quantized else "not quantized"
             raise contradiction_error(
                 module, f"config.json {answer.setting} says that it is {word}"
             )
-        return answer.scheme if packed else None
+        return answer.scheme if sidecars else None
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         scheme = self.scheme_of(module)
@@ -132,6 +132,7 @@ class IntWeightFormat(WeightFormat):
             zeros=not scheme.symmetric,
             g_idx=ordered,
         )
+        # All rows of a weight share one g_idx, so layers with different orders cannot be fused.
         return replace(layout, fusion_key=module.path) if ordered else layout
 
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
@@ -146,7 +147,7 @@ class IntWeightFormat(WeightFormat):
     def filled(
         self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
     ) -> dict[str, WeightSink]:
-        """Return the sinks of the module, without that of a bias that the model does not have."""
+        """Return the sinks of the module's quantized weight."""
 
 
 def _scale_dtype(module: CheckpointLinear) -> torch.dtype:
@@ -160,11 +161,12 @@ def _scale_dtype(module: CheckpointLinear) -> torch.dtype:
     return SCALES[info.dtype]
 
 
-def unpacked_words(words: Tensor, shifts: tuple[int, ...], bits: int, dim: int) -> Tensor:
+def unpack_words(words: Tensor, shifts: tuple[int, ...], bits: int, dim: int) -> Tensor:
     """Unpack int32 words [R, C] to uint8 codes along dim (0: [R * codes, C], 1: [R, C * codes])."""
     first_bits = torch.tensor(shifts, dtype=torch.int32, device=words.device)
-    lines = first_bits[:, None] if dim == 0 else first_bits
-    return ((words.unsqueeze(dim + 1) >> lines) & (2**bits - 1)).byte().flatten(dim, dim + 1)
+    shift = first_bits[:, None] if dim == 0 else first_bits
+    # int32 shifts are arithmetic: the mask also removes the sign bits that they bring in.
+    return ((words.unsqueeze(dim + 1) >> shift) & (2**bits - 1)).byte().flatten(dim, dim + 1)
 
 
 def ascending(bits: int) -> tuple[int, ...]:
@@ -175,6 +177,7 @@ def ascending(bits: int) -> tuple[int, ...]:
 def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]) -> None:
     """Fill the codes of a weight. codes(begin, end) returns rows as uint8 [end - begin, K]."""
     (n, k) = weight.shape
+    # By chunks: the codes of a fused expert weight as bytes would take twice its memory.
     for begin, end in row_chunks(n, k, unit):
         weight.words[begin:end].copy_(pack_codes(codes(begin, end).contiguous(), weight.bits))
 
@@ -182,7 +185,7 @@ def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]
 def fill_scales(module: CheckpointLinear, weight: IntWeight, scales: Tensor) -> None:
     """Fill the scales from finite scales [G, N]."""
     if not bool(torch.isfinite(scales).all()):
-        raise damaged_error(module, "scales", "holds infinities or NaN")
+        raise damaged_error(module, "scales", "has infinities or NaN")
     weight.scales.copy_(scales.t())
 
 
@@ -191,11 +194,10 @@ def fill_zeros(module: CheckpointLinear, weight: IntWeight, zeros: Tensor) -> No
     if weight.zeros is not None:
         weight.zeros.copy_(zeros.t())
         return
+    # A symmetric weight has no stored zero points: kernels subtract the middle.
     middle = 2 ** (weight.bits - 1)
     if not bool((zeros == middle).all()):
-        problem = (
-            f"holds zero points other than {middle}, but config.json says that it is symmetric"
-        )
+        problem = f"has zero points other than {middle}, but config.json says that it is symmetric"
         raise damaged_error(module, "qzeros", problem)
 
 

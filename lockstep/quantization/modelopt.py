@@ -1,9 +1,9 @@
 """ModelOpt (NVIDIA): e4m3fn weights, NVFP4, and checkpoints with some of each.
 
 FP8: W = fp32(code) * weight_scale. NVFP4: W = (e2m1(code) * fp32(weight_scale)) * weight_scale_2.
-Settings stand in config.json (quant_method modelopt, modelopt_fp4 or modelopt_mixed) or in
-hf_quant_config.json. Only weights are taken as packed: activations are never rounded, so
-`input_scale` is not used. The KV cache has the format that the user chose; fp8 takes `k_scale` and
+Settings are in config.json (quant_method modelopt, modelopt_fp4 or modelopt_mixed) or in
+hf_quant_config.json. Only weights are quantized: activations are never rounded, so `input_scale` is
+not used. The KV cache has the format that the user chose; fp8 takes `k_scale` and
 `v_scale` (lockstep.layers.kv_format).
 """
 
@@ -60,6 +60,7 @@ def read(settings: Mapping[str, Any]) -> "ModelOpt":
     merged = settings
     if isinstance(inner, dict):
         merged = inner | {name: value for name, value in settings.items() if value is not None}
+    # null is not the same as absent: the tool writes it where it only quantized the KV cache.
     only_keys = merged.get("quant_algo", "") is None
     return read_strictly(merged, "modelopt", partial(ModelOpt, only_keys=only_keys))
 
@@ -160,6 +161,7 @@ class Entries:
 
     def find(self, module: CheckpointLinear) -> str | None:
         """Return the entry that covers the module, or None."""
+        # Sets and prefixes before regular expressions: there may be thousands of experts.
         for name in module.names:
             for part in enclosing_modules(name):
                 if part in self.plain:

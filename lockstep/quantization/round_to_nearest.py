@@ -1,4 +1,4 @@
-"""Round to nearest: a checkpoint that is not packed is packed while it is loaded.
+"""Round to nearest: a plain checkpoint is quantized while it is loaded.
 
     fp8     e4m3, a scale per output
     int8    symmetric, a scale per output
@@ -56,10 +56,11 @@ class RoundToNearest(WeightFormat):
 
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         def fill(tensor: Tensor) -> None:
+            # By chunks of rows: rounding needs fp32 copies, which are larger than the weight.
             for begin, end in row_chunks(*weight.shape):
                 part = tensor[begin:end]
                 if not bool(part.isfinite().all()):
-                    raise damaged_error(module, "weight", "holds infinities or NaN")
+                    raise damaged_error(module, "weight", "has infinities or NaN")
                 weight.rows(begin, end).copy_(self._rounded(part))
 
         return {

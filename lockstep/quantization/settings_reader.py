@@ -36,13 +36,13 @@ class NamePattern:
         self.inside = None if match is None else re.sub(r"\\(\W)", r"\1", match[1])
 
     def match(self, module: CheckpointLinear) -> bool:
-        """Return whether it matches one of the module's names from the start."""
+        """Return whether the pattern matches the start of one of the module's names."""
         if self.inside is not None:
             return self.inside in module.lines
         return any(self.compiled.match(name) for name in module.names)
 
     def search(self, module: CheckpointLinear) -> bool:
-        """Return whether it matches a part of one of the module's names."""
+        """Return whether the pattern matches anywhere in one of the module's names."""
         if self.inside is not None:
             return self.inside in module.lines
         return any(self.compiled.search(name) for name in module.names)
@@ -139,6 +139,7 @@ class SettingsReader:
     def replaced(self, name: str, value: Any) -> "SettingsReader":
         """Return a reader of the same settings, but for one value."""
         reader = SettingsReader({**self.raw, name: value}, self.within)
+        # Shared: a setting that the copy reads counts as read here too.
         reader.raw.asked = self.raw.asked
         return reader
 

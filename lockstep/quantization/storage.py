@@ -44,7 +44,7 @@ FP4_GROUP = 16
 FLOAT_NAMES = ("F32", "BF16", "F16")
 """Dtypes of plain weights, as safetensors spells them."""
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-SCALES_OF_KV = "--kv-cache-dtype chooses how keys and values lie, and fp8 takes the scales"
+SCALES_OF_KV = "--kv-cache-dtype chooses the KV cache format, and fp8 takes the scales"
 """Reason that notes give for KV cache settings that are not followed."""
 KV_ALGORITHM = "kv_cache_quant_algo"
 """ModelOpt's setting for the format of static KV scales."""
@@ -96,7 +96,7 @@ class StoredWeightFormat(WeightFormat):
 
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         storage = self.storage(module)
-        assert storage is not None, "a format packed it"
+        assert storage is not None, "a format quantizes it"
         return storage.sinks(module, weight)
 
 
@@ -118,14 +118,15 @@ def resolve_storage(
     if module.tensors is None:
         return None if module.path.rpartition(".")[2] in NOT_NN_LINEAR else expected
     weight = module.tensors.get("weight")
-    strange = weight is not None and weight.dtype not in FLOAT_NAMES
-    packed = strange or any(suffix in module.tensors for suffix in SIDECARS)
+    not_float = weight is not None and weight.dtype not in FLOAT_NAMES
+    quantized = not_float or any(suffix in module.tensors for suffix in SIDECARS)
     if expected is None:
-        if packed:
+        if quantized:
             raise contradiction_error(module, f"{setting} asks for a weight that is not quantized")
         return None
     needed = ", ".join(expected.needs(module))
-    if not packed:
+    if not quantized:
+        # Tools skip such layers without listing them, so their tensors decide.
         if (
             weight is None
             or is_usually_unquantized(module)
@@ -176,6 +177,8 @@ class Fp8Storage(Storage):
 
     def layout(self, module: CheckpointLinear) -> Layout:
         """Return block scales if whole blocks fit the columns, else a scale per output column."""
+        # A layer or a rank that ends within a block would share it with its neighbour in a fused
+        # weight, so it takes a scale per row.
         edges = [edge for pair in module.ranges for edge in pair]
         whole_blocks = all(edge % FP8_BLOCK == 0 for edge in (module.outputs, *edges))
         if "block" not in self.grains:
@@ -208,7 +211,7 @@ class Fp8Storage(Storage):
         return self.also if self.also in tensors and self.scale not in tensors else self.scale
 
     def _scale(self, module: CheckpointLinear, weight: Fp8Weight, scales: Tensor) -> None:
-        """Fill the scales from the checkpoint's, which are of the whole weight if by block."""
+        """Fill the scales from the checkpoint's: block scales arrive unsliced."""
         if "block" not in self.grains:
             weight.scales.copy_(scales.float().view(-1, 1))
             return
@@ -267,6 +270,7 @@ class Fp4Storage(Storage):
     def _factor(self, module: CheckpointLinear, weight: Fp4Weight, stored: Tensor) -> None:
         if self.divides and not bool(stored > 0):
             raise damaged_error(module, self.factor, f"is {float(stored)}, expected more than 0")
+        # One rounding here; a kernel that divided each value would round differently.
         factor = stored.reciprocal() if self.divides else stored
         if not bool(factor.abs() < MAX_FP4_FACTOR):
             problem = (
@@ -309,6 +313,7 @@ class IntStorage(Storage):
             g_idx=self._has(module, "weight_g_idx"),
         )
         layout = Layout.of(IntWeight, **options)
+        # All rows of a weight share one g_idx, so layers with different orders cannot be fused.
         return replace(layout, fusion_key=module.path) if options["g_idx"] else layout
 
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
@@ -353,13 +358,13 @@ class IntStorage(Storage):
         assert weight.zeros is not None
         zeros = weight.zeros
         (n, groups) = zeros.shape
-        packed = self.in_words and stored_as(module, "weight_zero_point", "I32")
+        in_words = self.in_words and stored_as(module, "weight_zero_point", "I32")
         words = -(-module.whole_outputs * self.bits // 32)
-        shapes: list[tuple[int, ...]] = [(words, groups)] if packed else scales
+        shapes: list[tuple[int, ...]] = [(words, groups)] if in_words else scales
         middle = 2 ** (self.bits - 1)
 
         def fill(stored: Tensor) -> None:
-            if packed:
+            if in_words:
                 zeros.copy_(along_n(stored, self.bits, n))
                 return
             codes = stored.short() + middle
@@ -368,8 +373,8 @@ class IntStorage(Storage):
                 raise damaged_error(module, "weight_zero_point", problem)
             zeros.copy_(codes.view(-1, stored.shape[-1] if stored.dim() else 1))
 
-        dtype = torch.int32 if packed else torch.int8
-        unit = 32 // self.bits if packed else 1
+        dtype = torch.int32 if in_words else torch.int8
+        unit = 32 // self.bits if in_words else 1
         return sink(module, "weight_zero_point", shapes, (dtype,), weight.device, fill, 0, unit)
 
 
@@ -449,6 +454,7 @@ def eight_bits(weight: QuantizedWeight, offset: int = 0) -> Callable[[Tensor], N
 
 def along_n(words: Tensor, bits: int, n: int) -> Tensor:
     """Unpack int32 [W, G] that packs codes along N, lowest bits first, to uint8 [n, G]."""
+    # The bytes of a little-endian word are its codes from the lowest bits on.
     data = words.t().contiguous().view(torch.uint8)
     codes = nibbles(data) if bits == 4 else data
     return codes[:, :n].t()

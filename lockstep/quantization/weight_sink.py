@@ -14,7 +14,7 @@ from lockstep.kernels.upload import upload, upload_concatenated
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that are not quantized."""
 Ranges = tuple[tuple[int, int], ...]
-"""(begin, end) of output columns; () stands for all of them."""
+"""(begin, end) of ranges of output columns; empty for all columns."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class WeightSink:
         return None
 
     def narrow(self, tensor: Tensor) -> Tensor:
-        """Return the slice of the checkpoint's tensor that holds this rank's output columns.
+        """Return the slice of the checkpoint's tensor with this rank's output columns.
 
         Raises:
             CheckpointError: a range begins or ends within an element, such as a word of codes.
@@ -89,7 +89,7 @@ class WeightSink:
         slices = []
         for begin, end in self.ranges:
             stop = -(-end // unit)
-            # The last element may hold fewer columns; every other edge must be that of an element.
+            # The last element may be partly filled; every other edge must be that of an element.
             if begin % unit or (end % unit and stop < tensor.shape[axis]):
                 raise CheckpointError(
                     f"Output columns {begin} to {end} of a quantized weight are not whole groups "
@@ -111,6 +111,7 @@ class FusedExpertSink:
         self.target = target
         self.parts = list(parts)
         self.dim = dim
+        # By index: a file's tensors come in its order, not in that of the experts.
         self.waiting: dict[int, Tensor] = {}
 
     @classmethod

@@ -394,7 +394,7 @@ FAULTS = (
         "ToolChoice.allows",
         "return self.names is None or $name in self.names",
         "return True",
-        "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
+        "tests/text/grammars/test_tool_calls.py::test_grammar_allows_calls_of_every_writer",
     ),
     Fault(
         "a large body is parsed at once", "request", "serve.http.json_body", "BodyReader.read",
@@ -505,7 +505,7 @@ FAULTS = (
         "two moves of a schedule go to one place", "cache", HOST, "HostPool.store",
         "self.evictions.pop($oldest, None)",
         "",
-        f"{OF_HOST}::test_a_place_is_filled_once_in_a_schedule",
+        f"{OF_HOST}::test_host_page_is_written_once_per_schedule",
     ),
     Fault(
         "a host page keeps the name of what it held", "cache", HOST, "HostPool.store",
@@ -523,19 +523,19 @@ FAULTS = (
         "    ...",
         "if False:\n"
         "    ...",
-        f"{OF_HOST}::test_what_a_hit_needs_makes_no_room_for_what_it_evicts",
+        f"{OF_HOST}::test_restored_host_pages_are_not_evicted_by_their_hit",
     ),
     Fault(
         "host memory outlives what is forgotten", "cache", "cache.cache", "Cache.forget",
         "self.host.forget()",
         "",
-        f"{OF_HOST}::test_forgetting_empties_host_memory",
+        f"{OF_HOST}::test_reset_empties_host_memory",
     ),
     Fault(
         "a page of another salt comes back from the host", "cache", GROUPS, "CacheSeq.key",
         "$parent = self.keys[-1] if self.keys else self.salt",
         "$parent = self.keys[-1] if self.keys else b''",
-        f"{OF_HOST}::test_no_salt_finds_what_another_left_in_host_memory",
+        f"{OF_HOST}::test_salts_isolate_host_memory",
     ),
     Fault(
         "the steps read what is on its way to the device", "worker", TRANSFERS, "Transfers.back",
@@ -748,8 +748,8 @@ FAULTS = (
     ),
     Fault(
         "a zero point of 0 does not borrow", "format", GPTQ, "_fill_zeros",
-        "$zeros = unpacked_words($words + $stored_less * $each, $shifts, $weight.bits, dim=1)",
-        "$zeros = unpacked_words($words, $shifts, $weight.bits, dim=1) + $stored_less\n"
+        "$zeros = unpack_words($words + $stored_less * $each, $shifts, $weight.bits, dim=1)",
+        "$zeros = unpack_words($words, $shifts, $weight.bits, dim=1) + $stored_less\n"
         "$zeros &= 2 ** $weight.bits - 1",
         f"{VECTORS}::test_zero_points_of_zero_borrow_in_version_1",
     ),
@@ -810,8 +810,8 @@ FAULTS = (
     ),
     Fault(
         "AWQ's zero points in plain order", "format", "quantization.awq", "_fill_zeros",
-        "$zeros = unpacked_words($words, SHIFTS, AWQ_BITS, dim=1)",
-        "$zeros = unpacked_words($words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)",
+        "$zeros = unpack_words($words, SHIFTS, AWQ_BITS, dim=1)",
+        "$zeros = unpack_words($words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)",
         f"{VECTORS}::test_awq",
     ),
     Fault(
@@ -1032,19 +1032,19 @@ FAULTS = (
         "next_folded",
         "$last = $starts // $grid * $grid",
         "$last = $starts",
-        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
         "rings too short for what a state of 16 bits lacks", "mixer", "cache.state", "state_spec",
         "$slots = history_length($window, max_replayed($window, $flush, state_grid($state_dtype)))",
         "$slots = max_replayed($window, $flush, state_grid($state_dtype)) - 2",
-        f"{OF_HALF_STATE}::test_answers_longer_than_the_rings_are_left_alone",
+        f"{OF_HALF_STATE}::test_answers_longer_than_the_token_ring_are_equal",
     ),
     Fault(
         "a window rounds by its own positions", "mixer", DELTA, "_step_tokens",
         "round_rows($state, $s, [$start + $t + 1 for $start in $starts])",
         "round_rows($state, $s, [$t + 1 for $start in $starts])",
-        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
         "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_run_chunks",
@@ -1052,7 +1052,7 @@ FAULTS = (
         "$s = $rounded($s)",
         "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
         "$s = $rounded($s) if $c + 1 == chunks else $s",
-        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
         "a kernel rounds by positions in the window", "mixer", "kernels.recurrent.step_kernel",
@@ -1070,14 +1070,14 @@ FAULTS = (
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
         "$window.append($x, $b, $decay)\n"
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
-        f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
+        f"{OF_MAMBA}::test_accepted_drafts_keep_the_answer",
     ),
     Fault(
         "a resumed prompt of Mamba-2 begins from the row's own state", "mixer", PROMPT_ROWS,
         "prompt_rows",
         "$before = $state.recurrent[$src].to(torch.float32, copy=True)",
         "$before = $state.recurrent[slot].to(torch.float32, copy=True)",
-        f"{OF_MAMBA}::test_preemption_and_prefix_hits_leave_the_answer_alone",
+        f"{OF_MAMBA}::test_preemption_and_prefix_hits_keep_the_answer",
     ),
     Fault(
         "a token's step of Mamba-2 decays with the cumulated time", "mixer",
@@ -1085,7 +1085,7 @@ FAULTS = (
         "discretize",
         "return ($step, $step * -torch.exp($weights.a_log))",
         "return ($step, $step.cumsum(0) * -torch.exp($weights.a_log))",
-        f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
+        f"{OF_MAMBA}::test_accepted_drafts_keep_the_answer",
     ),
     Fault(
         "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_run_chunks",
@@ -1118,13 +1118,13 @@ FAULTS = (
         "Cache.wants_snapshot",
         "$ends = (len($seq.prompt) // $size * $size, $seq.branch)",
         "$ends = ($seq.branch,)",
-        "tests/scheduling/test_scheduler.py::test_snapshots_may_be_rare_but_for_a_prompts_last",
+        "tests/scheduling/test_scheduler.py::test_rare_snapshots_include_the_last_page",
     ),
     Fault(
         "a chunk that passes where prompts part", "cache", "cache.cache", "Cache.prompt_end",
         "return $seq.branch if $start < $seq.branch else len($seq.prompt)",
         "return len($seq.prompt)",
-        "tests/scheduling/test_scheduler.py::test_a_snapshot_is_left_where_cached_pages_end",
+        "tests/scheduling/test_scheduler.py::test_snapshot_is_saved_where_cached_pages_end",
     ),
     # KV formats: the bundled model is checked in its own dtype unless a format is asked for.
     Fault(
@@ -1142,14 +1142,14 @@ FAULTS = (
         "    self.k_cache, self.v_cache = kept\n"
         "$mixed = self.attend($q, *raw, $step.page_table, $step.cu_seqlens, $step.starts, "
         "$step.shape.query_len, self.scale, $qkv if self.gated else None)",
-        f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+        f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
         "scales stay behind when a row moves to the host", "cache", "kernels.formats.kv.contract",
         "QuantizedKV.tensors",
         "return [self.qdata] if self.scales is None else [self.qdata, self.scales]",
         "return [self.qdata]",
-        f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+        f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
         "one scale for all heads of a token", "format", "kernels.formats.kv.int8", "Int8.quantize",

@@ -255,7 +255,7 @@ def test_damaged_expert_is_named(tmp_path: Path) -> None:
     tensors = load_file(packed / "x.safetensors")
     tensors["model.layers.0.mlp.experts.2.up_proj.scales"][0, 3] = float("nan")
     save_file(tensors, packed / "x.safetensors")
-    with pytest.raises(CheckpointError, match="experts.2.up_proj.scales holds infinities or NaN"):
+    with pytest.raises(CheckpointError, match="experts.2.up_proj.scales has infinities or NaN"):
         build(packed)
 
 

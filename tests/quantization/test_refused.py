@@ -207,47 +207,47 @@ CONTRADICTIONS: list[tuple[WeightFormat, tuple[str, ...], str]] = [
     (
         weight_format(GPTQ, lm_head=True),
         ("lm_head", "weight"),
-        "lm_head=True says that it is packed",
+        "lm_head=True says that it is quantized",
     ),
     (
         weight_format(GPTQ, lm_head=False),
         ("lm_head", *PACKED),
-        "lm_head=False says that it is not packed",
+        "lm_head=False says that it is not quantized",
     ),
     (
         weight_format(GPTQ, dynamic={"-:.*mlp.*": {}}),
         (DOWN, *PACKED),
-        r"dynamic\['-:\.\*mlp\.\*'\] says that it is not packed",
+        r"dynamic\['-:\.\*mlp\.\*'\] says that it is not quantized",
     ),
     (
         weight_format(GPTQ, modules_in_block_to_quantize=[["mlp.up_proj"], ["self_attn.q_proj"]]),
         (DOWN, *PACKED),
-        "modules_in_block_to_quantize says that it is not packed",
+        "modules_in_block_to_quantize says that it is not quantized",
     ),
     (
         weight_format(AWQ, modules_to_not_convert=["mlp"]),
         (DOWN, *PACKED),
-        r"modules_to_not_convert\['mlp'\] says that it is not packed",
+        r"modules_to_not_convert\['mlp'\] says that it is not quantized",
     ),
     (
         weight_format(ROUND, extra_config={f"model.{DOWN}": {"bits": 16}}),
         (DOWN, *PACKED),
-        "says that it is not packed",
+        "says that it is not quantized",
     ),
     (
         weight_format(ROUND, extra_config={f"model.{DOWN}": {"bits": 8}}),
         (DOWN, "weight"),
-        "says that it is packed",
+        "says that it is quantized",
     ),
     (
         weight_format(ROUND, extra_config={".*down.*": {"data_type": "fp", "bits": 4}}),
         (DOWN, *PACKED),
-        "says that it is not packed",
+        "says that it is not quantized",
     ),
     (
         weight_format(ROUND, block_name_to_quantize=["model.layers.1"]),
         (DOWN, *PACKED),
-        "block_name_to_quantize says that it is not packed",
+        "block_name_to_quantize says that it is not quantized",
     ),
 ]
 

@@ -126,5 +126,5 @@ def test_non_finite_weights_are_refused(dense_folder: Path, tmp_path: Path, valu
     copy_files(dense_folder, tmp_path)
     set_config(tmp_path, mtp_num_hidden_layers=1)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"layers\.3\.self_attn\.o_proj\.weight holds inf"):
+    with pytest.raises(CheckpointError, match=r"layers\.3\.self_attn\.o_proj\.weight has inf"):
         build(tmp_path, quantization="int8")

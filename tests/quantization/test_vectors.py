@@ -11,7 +11,7 @@ from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import IntWeight
 from lockstep.quantization import CheckpointLinear, TensorInfo, WeightFormat, read_weight_format
 from lockstep.quantization.awq import SHIFTS
-from lockstep.quantization.integers import ascending, unpacked_words
+from lockstep.quantization.integers import ascending, unpack_words
 from tests.quantization.disk import AWQ_ORDER, Codes, awq, gptq, pack_words, random_codes
 
 NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32"}
@@ -24,7 +24,7 @@ def word(text: str) -> Tensor:
 
 def codes_in(text: str, shifts: tuple[int, ...], bits: int = 4) -> list[int]:
     """Return the codes of a word."""
-    return unpacked_words(word(text), shifts, bits, dim=1)[0].tolist()
+    return unpack_words(word(text), shifts, bits, dim=1)[0].tolist()
 
 
 def test_gptq_word_order() -> None:
@@ -289,7 +289,7 @@ def test_reorder_keeps_scale_blocks_whole() -> None:
 STATIC = {"desc_act": True, "static_groups": True}
 DAMAGES = {
     "zeros": ("qzeros", lambda t: t.fill_(0x33333333), "symmetric", {}),
-    "one zero": ("qzeros", lambda t: t[0].fill_(0), "holds zero points other than 8", {}),
+    "one zero": ("qzeros", lambda t: t[0].fill_(0), "has zero points other than 8", {}),
     "infinite": ("scales", lambda t: t.fill_(torch.inf), "infinities or NaN", {}),
     "nan": ("scales", lambda t: t[1, 2].fill_(torch.nan), "infinities or NaN", {}),
     "order": ("g_idx", lambda t: t[0].fill_(1), "has no desc_act, or static_groups", {}),

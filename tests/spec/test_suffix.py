@@ -101,9 +101,9 @@ def test_buffer_is_bounded_and_circular() -> None:
             while n < min(2, index) and text[index - 1 - n] == text[-1 - n]:
                 n += 1
             best = max(best, (n, index)) if n else best
-        earlier = text[best[1] : best[1] + 5] if best[0] else []
-        ends = earlier.index(-1) if -1 in earlier else len(earlier)
-        assert drafts(drafter) == earlier[:ends]
+        continuation = text[best[1] : best[1] + 5] if best[0] else []
+        ends = continuation.index(-1) if -1 in continuation else len(continuation)
+        assert drafts(drafter) == continuation[:ends]
 
 
 def test_step_may_request_fewer_drafts() -> None:

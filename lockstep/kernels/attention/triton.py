@@ -460,9 +460,9 @@ def paged_attention_triton(
     v = kv_operand(v_cache, q.dtype, target)
     opaque = quantized_bytes > 0 and not is_fp32 and target.inline_ptx
     # Kernels that multiply do not rotate back: epilogue.py says why.
-    rotates_apart = p.combines and v.rotation_block > 0
-    attended = torch.empty_like(q, dtype=torch.float32) if rotates_apart else out
-    kernel_gates = None if rotates_apart else gates
+    rotates_later = p.combines and v.rotation_block > 0
+    attended = torch.empty_like(q, dtype=torch.float32) if rotates_later else out
+    kernel_gates = None if rotates_later else gates
     _attention_kernel[(rows * kv_heads, blocks, p.parallel_spans)](
         q, k.qdata, v.qdata, page_table, cu_seqlens, starts, kernel_gates, attended, *partials,
         scale * LOG2E, num_partials, page_table.stride(0), gate_stride, p.span_splits, first_splits,
@@ -474,12 +474,12 @@ def paged_attention_triton(
         enable_fp_fusion=False,
     )  # fmt: skip
     if num_partials:
-        unrotated_v = v._replace(rotation_block=0) if rotates_apart else v
+        unrotated_v = v._replace(rotation_block=0) if rotates_later else v
         sizes = (query_len, num_partials, first_splits, p.combines)
         combine_partials(
             partials, q, cu_seqlens, starts, *sizes, kernel_gates, unrotated_v, attended
         )
-    return finish_rotated(attended, gates, v, out) if rotates_apart else out
+    return finish_rotated(attended, gates, v, out) if rotates_later else out
 
 
 def empty_partials(count: int, dim: int, device: torch.device) -> list[Tensor]:
@@ -507,10 +507,10 @@ def combine_partials(
     and wrote the tokens that need no other partial.
     """
     _, heads, dim = q.shape
-    span_keys = triton.next_power_of_2(max(dim, 16))
-    columns = min(span_keys, COMBINE_COLUMNS)
+    block_dim = triton.next_power_of_2(max(dim, 16))
+    columns = min(block_dim, COMBINE_COLUMNS)
     gate_stride = gates.stride(0) if gates is not None else 0
-    _combine_kernel[(starts.shape[0], query_len * heads, span_keys // columns)](
+    _combine_kernel[(starts.shape[0], query_len * heads, block_dim // columns)](
         *partials, cu_seqlens, starts, gates, out, num_partials, gate_stride, first_splits,
         query_len, heads, dim, columns, KV_SPLIT, gates is not None, IN_FLIGHT, combines,
         v.layer_constant if v.rotation_block else None, v.rotation_block,

@@ -34,8 +34,8 @@ def flip_signs(x, mask):
 def hadamard(x, STRIDE: tl.constexpr):
     """Apply the unnormalized Hadamard matrix to each x [:, N, :] of x [A, N, B] fp32. STRIDE is 1.
 
-    A stage adds and subtracts numbers STRIDE apart by sums of two that stay in place. The reference
-    moves halves instead; both compute the same butterflies.
+    A stage adds and subtracts elements STRIDE apart, as sums of two that stay in place. The
+    reference moves halves instead; both compute the same butterflies.
     """
     N: tl.constexpr = x.shape[1]
     if STRIDE == N:

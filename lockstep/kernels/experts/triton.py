@@ -2,7 +2,7 @@
 
 Few tokens need no sort: the CTAs of `up` find the pairs of their expert among all pairs, and `down`
 is fused with combine. More tokens are sorted by expert into tiles (dispatch.py); then come up, down
-and combine. On Hopper few tokens with quantized weights have kernels of their own (pipeline.py).
+and combine. On Hopper few tokens with quantized weights have separate kernels (pipeline.py).
 Quantized weights are dequantized into memory first from DEQUANTIZE_FROM pairs per expert on, in
 fp32, and where their groups are irregular. See docs/kernels/experts.md.
 """

@@ -16,7 +16,7 @@ from lockstep.kernels.head_linear import head_linear
 BLOCK_N = 64
 BLOCK_K = 64
 MAX_TOKENS = 128
-"""Tokens of a tile at most: accumulators of 64 x 128 are 64 registers per thread with 4 warps."""
+"""Maximum tokens of a tile: accumulators of 64 x 128 are 64 registers per thread with 4 warps."""
 FP32_TOKENS = 16
 """Tokens of every tile in fp32, whose products run on FMA units."""
 WARPS = 4
@@ -56,8 +56,8 @@ def head_linear_triton(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(tokens, heads, outputs, dtype=x.dtype, device=x.device)
     if tokens:
         fp32 = x.dtype == torch.float32
-        half_tokens = min(MAX_TOKENS, triton.next_power_of_2(max(tokens, 16)))
-        block = FP32_TOKENS if fp32 else half_tokens
+        max_block = min(MAX_TOKENS, triton.next_power_of_2(max(tokens, 16)))
+        block = FP32_TOKENS if fp32 else max_block
         grid = (triton.cdiv(tokens, block), triton.cdiv(outputs, BLOCK_N), heads)
         _head_linear_kernel[grid](
             x, weight, out, tokens, *x.stride()[:2], heads, outputs, inputs,

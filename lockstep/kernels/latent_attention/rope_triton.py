@@ -22,7 +22,7 @@ from lockstep.kernels.latent_attention import latent_rope_and_cache
 MAX_LATENT = 1024
 """Maximum width of a latent that one CTA norms."""
 PAIRS_PER_CTA = 512
-"""Pairs of q per CTA, as many bytes as NUMBERS_PER_CTA of the rotary kernel."""
+"""Pairs of q per CTA, as many bytes as ELEMENTS_PER_CTA of the rotary kernel."""
 WARPS = 4
 
 

@@ -9,7 +9,7 @@ from lockstep.kernels.bench_types import BenchEnv, Cost, LazyBenchmark, ModelSha
 from lockstep.kernels.linear import linear
 
 MAX_WEIGHTS = 64
-"""Distinct weights of a measurement at most."""
+"""Maximum distinct weights of a measurement."""
 
 
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:

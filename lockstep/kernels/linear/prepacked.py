@@ -20,12 +20,12 @@ from torch import Tensor
 from lockstep.kernels.threads import one_thread
 
 OUTPUT_MULTIPLE = 16
-"""N is filled up with zeros to a multiple of this: the libraries have loops of their own for the
-rest, in which an output's bits depend on its place (oneDNN: N = 1; FBGEMM: N % 16)."""
+"""N is padded with zeros to a multiple of this: the libraries have remainder loops in which an
+output's bits depend on its index (oneDNN: N = 1; FBGEMM: N % 16)."""
 BASE = 8
 """Rows of the tiles that define the bits."""
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 384)
-"""Numbers of rows that are probed. Drafts make 2 to 8 rows of one request."""
+"""Numbers of rows that are probed. One request with drafts has 2 to 8 rows."""
 ROWS_HINT = 8
 """Rows that oneDNN lays a weight out for. It changes no bit. One row of [960, 576] took 103 us for
 a layout of 8 rows, 128 of 1, 134 of 64; 8 rows took 179, 1168 and 341."""
@@ -49,8 +49,8 @@ def uses_fbgemm(dtype: torch.dtype) -> bool:
 class PrepackedWeight:
     """A weight [N, K] in the layout of this CPU's products.
 
-    shape: (N, K). dtype: of the weight as the model has it, and of its outputs. nbytes: of the
-    prepacked N x K numbers, without the outputs that fill N up.
+    shape: (N, K). dtype: of the plain weight and of its outputs. nbytes: of the prepacked N x K
+    values, without padding.
     """
 
     device = torch.device("cpu")
@@ -64,7 +64,7 @@ class PrepackedWeight:
         self.product, self._dense = self._prepack(filled)
 
     def _prepack(self, weight: Tensor) -> tuple[Product, Callable[[], Tensor]]:
-        """Return the product over the prepacked weight, and what gives the weight back in fp32."""
+        """Return the product with the prepacked weight, and a function that unpacks it to fp32."""
         wide = weight.float()
         if uses_fbgemm(weight.dtype):
             half = torch.ops.quantized.linear_prepack_fp16(wide, None)
@@ -79,7 +79,7 @@ class PrepackedWeight:
         return lambda x: F.linear(x, wide), lambda: wide
 
     def plain(self) -> Tensor:
-        """Return the weight [N, K] of the model's dtype, bit for bit as it was."""
+        """Return the plain weight [N, K], bit for bit as it was."""
         return self._dense()[: self.shape[0]].to(self.dtype)
 
     def rows(self, begin: int, end: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""linear with a quantized weight, in Triton: dequantized in registers on its way to tensor cores.
+"""linear with a quantized weight, in Triton: dequantized in registers, multiplied by tensor cores.
 
-The weight is the left operand, so that there is one tree whatever the number of tokens: with tokens
-on the left, 16 of them would run on mma.sync with another order of columns than 64 on wgmma. The
-tree is the op's, as in triton.py. Above MAX_TOKENS, and where a format does not suit the kernels,
-the weight is first dequantized into memory and the dense backend multiplies. The bits are equal:
-linear(x, w) == linear(x, w.dequantize(x.dtype)).
+The weight is the left operand, so that the tree does not depend on the number of tokens: with
+tokens on the left, 16 of them would run on mma.sync in another order of columns than 64 on wgmma.
+The tree is the op's, as in triton.py. Above MAX_TOKENS, and where a format does not suit the
+kernels, the weight is first dequantized into memory and the dense backend multiplies. The bits are
+equal: linear(x, w) == linear(x, w.dequantize(x.dtype)).
 """
 
 from typing import Any
@@ -194,7 +194,7 @@ def _launch_pipeline(
 
 
 def _hand_over_buffers(x: Tensor, ctas: int, tile: QuantizedTile) -> tuple[Tensor, Tensor]:
-    """Allocate the memory in which CTAs of one stream-K launch leave accumulators for the next CTA.
+    """Allocate the buffers in which CTAs of a stream-K launch pass accumulators to the next CTA.
 
     Returns: (partials [ctas * n * m] fp32, flags [ctas] int64), both uninitialized and of this
         launch alone, so that a weight may be in several launches at once.
@@ -231,7 +231,7 @@ def _dequantize_and_multiply(
 def run_tile(
     split_k: int, allow_partials: bool, x: Tensor, weight: QuantizedWeight, tile: QuantizedTile
 ) -> Tensor:
-    """Run linear with a given tile, DEQUANTIZE_FIRST among them: what the tuner times."""
+    """Run linear with a given tile or DEQUANTIZE_FIRST. The tuner times this."""
     if tile == DEQUANTIZE_FIRST:
         return _dequantize_and_multiply(x, weight, split_k, allow_partials, None)
     return launch(x, weight, split_k, tile, compile_target(x.device), allow_partials)

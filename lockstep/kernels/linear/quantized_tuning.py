@@ -45,7 +45,7 @@ MAX_TOKENS_BY_RULE = 512
 MAX_COMPILER_TOKENS = 256
 """Maximum tokens of tiles that the compiler lays out; an estimate."""
 MAX_WEIGHTS = 64
-"""Distinct weights of one format and shape that a measurement walks through at most."""
+"""Maximum distinct weights of one format and shape that a measurement walks through."""
 REGISTERS = 1 << 16
 """Registers of a multiprocessor since Ampere."""
 BASE_REGISTERS = 112

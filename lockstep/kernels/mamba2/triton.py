@@ -98,7 +98,7 @@ def _state_stages(blocks: dict[str, int], precision: str, itemsize: int, number:
     """Return the pipeline stages of the kernel that carries the state on an architecture."""
     b_bytes = GRID * blocks["BLOCK_K"] * itemsize
     x_bytes = GRID * blocks["BLOCK_V"] * itemsize
-    # The operands of tl.dot take shared memory of their own, apart from the stages. Triton 3.6
+    # The operands of tl.dot take shared memory in addition to the stages. Triton 3.6
     # allocates B once for one tf32 product; for three it allocates B twice, and dt x once.
     operands = 2 * b_bytes + x_bytes if precision == "tf32x3" else b_bytes
     stage_bytes = b_bytes + x_bytes + 2 * GRID * itemsize

@@ -24,8 +24,8 @@ from lockstep.kernels.rotary import rope_and_cache
 
 MAX_HEAD_DIM = 1024
 """Maximum head dim: one CTA contains a whole head."""
-NUMBERS_PER_CTA = 1024
-"""Numbers of q in one CTA of 4 warps: times in docs/kernels/rotary.md."""
+ELEMENTS_PER_CTA = 1024
+"""Elements of q in a CTA of 4 warps: times in docs/kernels/rotary.md."""
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _norm_rope_and_store(
     x, out: pointers to the heads. live: mask [HEADS, 1] of those that exist. cos, sin: pointers to
     the angles of the token's position.
 
-    Both numbers of a pair are loaded a second time, from L1, so that one thread has them.
+    Both elements of a pair are loaded a second time, from L1, so that one thread has them.
     """
     column = spread(HEADS, BLOCK)
     pairs = spread(HEADS, PAIRS)
@@ -138,7 +138,7 @@ def _rope_and_cache_kernel(
     """Process HEADS heads of one token: of q in the first CTAs, of k and v in the rest.
 
     K_STORE, V_STORE: quantizers' stores (kernels.formats.kv); None: the cache is not quantized.
-    ROTATION_BLOCK: numbers of a key that the quantizer rotates together, and so of q; 0: none.
+    ROTATION_BLOCK: elements of a key that the quantizer rotates together, and so of q; 0: none.
     """
     Q_CTAS: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -231,8 +231,8 @@ def rope_and_cache_triton(
     heads = (width // dim - 2 * kv_heads) // (1 + gated)
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     pairs = 0 if cos is None else cos.shape[1]
-    # About NUMBERS_PER_CTA numbers per CTA, at least one head.
-    heads_per_cta = max(1, NUMBERS_PER_CTA // triton.next_power_of_2(dim))
+    # About ELEMENTS_PER_CTA elements per CTA, at least one head.
+    heads_per_cta = max(1, ELEMENTS_PER_CTA // triton.next_power_of_2(dim))
     groups = triton.cdiv(heads, heads_per_cta) + triton.cdiv(kv_heads, heads_per_cta)
     k = kv_operand(k_cache, qkv.dtype)
     v = kv_operand(v_cache, qkv.dtype)

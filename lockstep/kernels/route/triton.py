@@ -30,7 +30,7 @@ from lockstep.kernels.route.contract import (
 )
 
 MAX_EXPERTS = 512
-"""Experts at most: 16 logits per lane of a warp. DeepSeek-V3 has 256, Qwen3-Next 512."""
+"""Maximum experts: 16 logits per lane of a warp. DeepSeek-V3 has 256, Qwen3-Next 512."""
 COLUMNS = 512
 """Columns of the shared expert per CTA: 16 per lane of a warp."""
 SIGN_OFF_TL: tl.constexpr = tl.constexpr(SIGN_OFF)

@@ -1,4 +1,4 @@
-"""GGUF files: metadata, tensors, and the checkpoint folder that a file stands for.
+"""GGUF files: metadata, tensors, and their translation to a checkpoint folder.
 
 file.py       the bytes: metadata and the table of tensors
 config.py     metadata -> config.json

@@ -1,8 +1,8 @@
-"""Metadata of a GGUF file -> the settings of config.json.
+"""Translation of a GGUF file's metadata to the settings of config.json.
 
-One class per architecture of llama.cpp. Its settings() reads the metadata that config.json has
-under other names; every further entry of the architecture is refused, since it may change the math.
-Where transformers and llama.cpp differ in a fact that the metadata does not say, tensors decide.
+There is a class per architecture of llama.cpp. Its settings() reads the metadata that config.json
+has under other names; every other entry of the architecture is refused, since it may change the
+math. Facts that the metadata omits are taken from the tensors.
 """
 
 import struct
@@ -62,6 +62,7 @@ class Settings:
             "head_dim": head_dim,
             "rms_norm_eps": c.positive("attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": c.size("context_length"),
+            # The metadata does not say: llama.cpp uses the embedding where the head is absent.
             "tie_word_embeddings": HEAD not in self.model.tensors,
             "rope_parameters": self._rope(head_dim),
             **self._token_ids(),
@@ -73,6 +74,7 @@ class Settings:
     @property
     def layers(self) -> int:
         """Number of layers, without draft layers."""
+        # block_count includes the draft layers.
         drafting = self.c.get("nextn_predict_layers", int, 0)
         return self.c.size("block_count", max_value=MAX_LAYERS) - drafting
 
@@ -215,7 +217,7 @@ class Qwen3MoE(Settings):
         """Return the settings: a mixture in every layer, and weights that llama.cpp always
         normalizes.
         """
-        self.c.get("feed_forward_length", int, 0)
+        self.c.get("feed_forward_length", int, 0)  # written, but no layer has a dense MLP
         width = self.c.size("expert_feed_forward_length")
         return {**mixture(self.c), "moe_intermediate_size": width, "norm_topk_prob": True}
 

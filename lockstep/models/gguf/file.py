@@ -74,8 +74,11 @@ OTHER_KINDS = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Tensor of a GGUF file. shape: the slowest dimension first, as torch has it; kind: name of its
-    type; path: of the file; begin: first of its bytes there."""
+    """Tensor of a GGUF file.
+
+    shape: slowest dimension first, as in torch. kind: name of its type. path: of the file. begin:
+    offset of its first byte in the file.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -275,6 +278,7 @@ class _Cursor:
         version = self.take("I", "version")
         if version not in VERSIONS:
             remedy = "Convert the model again, to version 3."
+            # A small version number in the other byte order has its low half zero.
             if version and not version & 0xFFFF:
                 remedy = "The file is big-endian. Fetch a little-endian one."
             self.fail("version", version, "2, 3", remedy)
@@ -302,6 +306,7 @@ class _Cursor:
 
     def _array(self, key: str) -> tuple[Any, ...]:
         kind = self.take("I", key)
+        # One limit for all arrays: each of many could be as long as the limit of one.
         count = self.bounded("Q", f"length of {key}", MAX_VALUES - self.values)
         self.values += count
         if kind == STRING:
@@ -315,7 +320,7 @@ class _Cursor:
         return values
 
     def _texts(self, key: str, count: int) -> Iterator[str]:
-        self.need(8 * count, key)
+        self.need(8 * count, key)  # each string has at least its length
         for _ in range(count):
             yield self.text(key)
 
@@ -332,6 +337,7 @@ class _Cursor:
                 self.fail(f"{field} shape", shape, f"1 to {MAX_ELEMENTS} elements")
             number = self.take("I", f"{field} type")
             offset = self.take("Q", f"{field} offset")
+            # ggml has the fastest dimension first.
             yield _TensorInfo(name, tuple(reversed(shape)), number, offset)
 
 

@@ -1,7 +1,7 @@
-"""The checkpoint folder that a GGUF file stands for.
+"""Translation of a GGUF file to a checkpoint folder.
 
-config.json and the files of the text side are written once from the metadata, and the weights are
-linked next to them. All that reads a checkpoint then reads this folder as any other.
+config.json and the tokenizer files are written once from the metadata, and the weights are linked
+next to them. The rest of the code reads this folder like any other checkpoint.
 """
 
 import json
@@ -38,7 +38,7 @@ def holds_gguf(folder: Path) -> bool:
 def gguf_files(path: Path) -> list[Path]:
     """Return the files of the one model in a folder, or of the model that a file is part of.
 
-    Raises ConfigError where a folder holds several models, CheckpointError where a part is missing.
+    Raises ConfigError if a folder has several models, CheckpointError if a part is missing.
     """
     if not path.is_dir():
         return _parts(path)
@@ -100,6 +100,7 @@ def _digest(paths: Sequence[Path]) -> str:
             reason = why_unread(error)
             raise CheckpointError(f"{path} cannot be read: {reason}. Fetch it again.") from None
         digest.update(f"{path.resolve()}\n{state.st_size} {state.st_mtime_ns}\n".encode())
+    # The code counts too: a folder that an older version wrote must not be read.
     modules = (entry for entry in files(__package__).iterdir() if entry.name.endswith(".py"))
     for module in sorted(modules, key=lambda entry: entry.name):
         digest.update(module.read_bytes())
@@ -107,7 +108,7 @@ def _digest(paths: Sequence[Path]) -> str:
 
 
 def _write(cache: Path, folder: Path, paths: Sequence[Path]) -> None:
-    """Write a folder. It appears whole or not at all, also where several processes make it."""
+    """Write a folder atomically, so that several processes may write it at once."""
     contents = checkpoint_files(GGUFModel(paths))
     cache.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=cache))

@@ -36,20 +36,20 @@ DEEPSEEK3 = (
 class Splitting:
     """Way of splitting text before merges apply.
 
-    patterns: each splits what the one before left. nfc: text is normalised first. whole: a piece
-    that is a token is taken without merges. bos: whether a text begins with BOS where
-    add_bos_token does not say.
+    patterns: regular expressions, each applied to the parts of the one before. nfc: text is
+    normalized first. ignore_merges: a part that is a token is taken without merges. bos: default of
+    add_bos_token.
     """
 
     patterns: tuple[str, ...]
     nfc: bool = False
-    whole: bool = False
+    ignore_merges: bool = False
     bos: bool = False
 
 
 _GPT2 = Splitting((GPT2,))
 _DIGITS = Splitting((r"\p{N}", GPT2))
-_LLAMA3 = Splitting((LLAMA3,), whole=True, bos=True)
+_LLAMA3 = Splitting((LLAMA3,), ignore_merges=True, bos=True)
 _QWEN2 = Splitting((QWEN2,), nfc=True)
 SPLITTINGS: Mapping[str, Splitting] = {
     **dict.fromkeys(("gpt-2", "gpt2", "mpt", "olmo", "phi-2", "jais"), _GPT2),
@@ -62,10 +62,10 @@ SPLITTINGS: Mapping[str, Splitting] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
     "qwen35": Splitting((QWEN35,), nfc=True),
     **dict.fromkeys(("gpt-4o", "llama4"), Splitting((GPT4O,))),
-    "tekken": Splitting((TEKKEN,), whole=True, bos=True),
+    "tekken": Splitting((TEKKEN,), ignore_merges=True, bos=True),
     **dict.fromkeys(
         ("deepseek-v3", "hunyuan-dense"),
         Splitting((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3)),
     ),
 }
-"""By tokenizer.ggml.pre."""
+"""Way of splitting by tokenizer.ggml.pre."""

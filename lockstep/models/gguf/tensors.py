@@ -84,11 +84,11 @@ READ_AS_SETTINGS = ("rope_freqs.weight",)
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of the checkpoint as rows of a tensor of the file.
+    """Tensor of the checkpoint, as a view of rows of a tensor of the file.
 
-    begin, end: its rows there. order: of the number of these rows, makes the row of each of the
-    result's, counted from begin. values: what is made of the dequantized rows. shape: of the
-    result.
+    begin, end: row range in the file's tensor. order: function of the number of rows that returns,
+    for each row of the result, its row counted from begin. values: function of the dequantized
+    rows. shape: of the result.
     """
 
     entry: TensorEntry
@@ -135,7 +135,7 @@ def change(view: View, values: Callable[[Tensor], Tensor], *shape: int) -> View:
 def rotary_rows(heads: int, rows: int) -> Tensor:
     """Return for each row of q or k its row in a file of llama.cpp's "llama".
 
-    The converter brings the pairs of a head side by side; here they lie half a head apart.
+    The converter makes the two dims of a rotary pair adjacent; here they are half a head apart.
     """
     check_size(rows, -(-rows // (2 * heads)) * 2 * heads)
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
@@ -150,14 +150,14 @@ def check_size(size: int, wanted: int) -> None:
         )
 
 
-def value_rows(key_heads: int, each: int, width: int, before: int, size: int) -> Tensor:
+def value_rows(key_heads: int, group: int, width: int, before: int, size: int) -> Tensor:
     """Return for each of `size` rows of a tensor by value heads its row in the file.
 
-    Value heads lie by key head here; in the file the first of every key head come first. before:
-    rows in front of them, which stay.
+    Here the `group` value heads of a key head are adjacent; in the file the first value head of
+    every key head comes first. before: leading rows that are not reordered.
     """
-    check_size(size, before + key_heads * each * width)
-    rows = torch.arange(key_heads * each * width).view(each, key_heads, width)
+    check_size(size, before + key_heads * group * width)
+    rows = torch.arange(key_heads * group * width).view(group, key_heads, width)
     return torch.cat([torch.arange(before), before + rows.transpose(0, 1).flatten()])
 
 
@@ -172,8 +172,10 @@ class Names:
         self.config = config
 
     def views(self, file: GGUFFile) -> Iterator[tuple[str, View]]:
-        """Yield the name and the view of each tensor. Names that are not known stay as they are,
-        so that loading reports them."""
+        """Yield the name and the view of each tensor.
+
+        Unknown names stay as they are, so that loading reports them.
+        """
         for entry in file.tensors.values():
             if entry.name in READ_AS_SETTINGS:
                 continue
@@ -251,8 +253,8 @@ class MoENames(Names):
 class HybridNames(Names):
     """Qwen3.5 and Qwen3-Next.
 
-    Norms are stored as 1 + w, A_log as -exp(A_log), the convolution without its middle dimension,
-    and value heads in the order of value_rows(), unless there is one for each key head.
+    The file stores norms as 1 + w, A_log as -exp(A_log), the convolution without its middle
+    dimension, and value heads in the order of value_rows(), unless each key head has one.
     """
 
     modules = ATTENTION | DENSE | RECURRENT | SHARED | DRAFT
@@ -275,6 +277,7 @@ class HybridNames(Names):
             yield from super().of_layer(layer, name, view)
 
     def adapted(self, module: str, suffix: str, view: View) -> View:
+        # The gated norm is the one whose weight is not stored around zero.
         if module.endswith("norm") and module != "ssm_norm":
             return change(view, lambda weight: weight - 1)
         if module == "ssm_conv1d" and len(view.shape) == 2:
@@ -282,21 +285,22 @@ class HybridNames(Names):
             return replace(view, order=self._order(module), shape=(channels, 1, taps))
         if module == "ffn_gate_inp_shexp" and len(view.shape) == 1:
             return replace(view, shape=(1, view.shape[-1]))
-        if module == "ssm_out" and self._each > 1:
+        # Reordering columns breaks quantization blocks, so ssm_out is dequantized.
+        if module == "ssm_out" and self._group > 1:
             order = partial(self._value_rows, self.config["linear_value_head_dim"], 0)
             return change(view, lambda weight: weight[:, order(weight.shape[1])])
         order_of = self._order(module)
         return view if order_of is None else reorder(view, order_of)
 
     @property
-    def _each(self) -> int:
+    def _group(self) -> int:
         """Return the value heads per key head; 1 if they are in order."""
         heads: int = self.config["linear_num_value_heads"]
         return heads // self.config["linear_num_key_heads"]
 
     def _order(self, module: str) -> Callable[[int], Tensor] | None:
         """Return the order of a module's rows; None: as in the file."""
-        if self._each == 1:
+        if self._group == 1:
             return None
         width = self.config["linear_value_head_dim"]
         keys = 2 * self.config["linear_num_key_heads"] * self.config["linear_key_head_dim"]
@@ -310,25 +314,25 @@ class HybridNames(Names):
         return orders.get(module)
 
     def _value_rows(self, width: int, before: int, size: int) -> Tensor:
-        return value_rows(self.config["linear_num_key_heads"], self._each, width, before, size)
+        return value_rows(self.config["linear_num_key_heads"], self._group, width, before, size)
 
     def _by_value_head(self, stored: Tensor) -> Tensor:
         flat = stored.flatten()
-        return flat if self._each == 1 else flat[self._value_rows(1, 0, len(flat))]
+        return flat if self._group == 1 else flat[self._value_rows(1, 0, len(flat))]
 
     def _log_of_decay(self, stored: Tensor) -> Tensor:
         return self._by_value_head(stored).neg().log()
 
     def _beta_and_alpha(self, mixer: str, view: View) -> Iterator[tuple[str, View]]:
-        """Yield the two sublayers of Qwen3-Next's ssm_ba, whose rows lie by key head: b, then a."""
+        """Yield the two halves of Qwen3-Next's ssm_ba: per key head its rows of b, then of a."""
         groups = self.config["linear_num_key_heads"]
-        each = self.config["linear_num_value_heads"] // groups
-        shape = (groups * each, view.shape[-1])
+        group = self.config["linear_num_value_heads"] // groups
+        shape = (groups * group, view.shape[-1])
         for part, name in enumerate(("in_proj_b", "in_proj_a")):
 
             def order(size: int, part: int = part) -> Tensor:
-                check_size(size, 2 * groups * each)
-                return torch.arange(size).view(groups, 2, each)[:, part].flatten()
+                check_size(size, 2 * groups * group)
+                return torch.arange(size).view(groups, 2, group)[:, part].flatten()
 
             yield f"{mixer}.{name}.weight", replace(view, order=order, shape=shape)
 
@@ -336,7 +340,7 @@ class HybridNames(Names):
 class Qwen3NextNames(HybridNames):
     """Qwen3-Next: value heads are in their order."""
 
-    _each = 1
+    _group = 1
 
 
 NAMES: Mapping[type[Settings], type[Names]] = {
@@ -372,8 +376,9 @@ class GGUFWeightFile:
         return TensorInfo(name, view.shape, view.dtype)
 
     def read(self, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
-        """Return a tensor: its blocks as [rows, bytes] uint8 where these are among the dtypes that
-        are asked for, else its values."""
+        """Return a tensor: its blocks as [rows, bytes] uint8 if dtypes include uint8, else its
+        values.
+        """
         view = self.views[name]
         quantized = view.dtype not in PLAIN
         return view.rows() if quantized and torch.uint8 in dtypes else view.tensor()

@@ -51,7 +51,7 @@ SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 
 
 class TextFiles:
-    """The text side of a file. files(): name of each file -> its object."""
+    """Tokenizer files of a GGUF file. files(): name of each file -> its object."""
 
     def __init__(self, model: GGUFModel) -> None:
         entries = {
@@ -148,7 +148,7 @@ class TextFiles:
             "unk_token": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": how.whole,
+            "ignore_merges": how.ignore_merges,
             "vocab": self._vocabulary(),
             "merges": self._merges(),
         }
@@ -159,6 +159,7 @@ class TextFiles:
         """Return the id of each token, rows without a token left out."""
         vocabulary = {}
         for number, token in enumerate(self.tokens):
+            # Converters fill the vocabulary up to the rows of a padded embedding.
             if self.types[number] == UNUSED and PADDING.fullmatch(token):
                 continue
             if self.ids[token] != number:
@@ -212,6 +213,7 @@ class TextFiles:
         sound = isinstance(scores, tuple) and all(type(score) is float for score in scores)
         if not sound or len(scores) != len(self.tokens):
             raise self.error("ggml.scores", scores, f"{len(self.tokens)} numbers")
+        # SentencePiece merges the pair whose result has the highest score; equal ones by lower id.
         ranked = sorted(range(len(self.tokens)), key=lambda number: -scores[number])
         return [
             pair

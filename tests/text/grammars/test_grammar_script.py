@@ -1,9 +1,9 @@
-"""benchmarks/grammar.py: the vocabulary that it makes up."""
+"""The invented vocabulary of benchmarks/grammar.py."""
 
 from benchmarks.grammar import LONGEST, MadeUp
 
 
-def test_a_made_up_vocabulary_goes_on_behind_the_bundled_one():
+def test_invented_vocabulary_extends_the_bundled_one():
     tokenizer = MadeUp(6000)
     result = [tokenizer.token_bytes(token) for token in range(len(tokenizer))]
     expected = 4096

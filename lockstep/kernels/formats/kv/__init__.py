@@ -8,7 +8,7 @@ and, in some formats, a few scales. Nothing else enters, so the bits of a stored
 on chunks, batches or rejected drafts. Dequantization is elementwise and returns to the model's
 dtype. Attention always reads the cache, the tokens that a step brings included.
 
-A quantizer may store numbers in a Hadamard rotation (KVQuantizer.rotation). Then rope_and_cache
+A quantizer may store values in a Hadamard rotation (KVQuantizer.rotation). Then rope_and_cache
 returns queries in the rotation of the layer's keys, and paged_attention rotates its output back out
 of the rotation of the layer's values.
 """

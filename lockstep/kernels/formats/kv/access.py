@@ -30,7 +30,7 @@ def rotate_back(x: Tensor, v_cache: KVCache) -> Tensor:
 
 
 def dequantize(cache: KVCache, dtype: torch.dtype) -> Tensor:
-    """Dequantize a whole cache to the model's dtype; numbers stay in its rotation."""
+    """Dequantize a whole cache to the model's dtype; values stay in its rotation."""
     if isinstance(cache, Tensor):
         return cache
     return cache.quantizer.dequantize(cache.qdata, cache.scales).to(dtype)

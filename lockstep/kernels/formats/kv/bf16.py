@@ -1,4 +1,4 @@
-"""bfloat16: numbers rounded to bf16, to the nearest, ties to even, for models of another dtype."""
+"""bfloat16: values rounded to bf16, to the nearest, ties to even, for models of another dtype."""
 
 from dataclasses import dataclass
 

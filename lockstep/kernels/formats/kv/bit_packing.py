@@ -1,7 +1,7 @@
 """Packing of 3- and 4-bit codes into 32-bit words, in an order that kernels unpack cheaply.
 
 The octets of a head, 8 consecutive codes each, are stored in the order 0, L, 2 L, 3 L, 1, L + 1, ..
-with L = D / 32 (16 codes: in their own order). A lane that loads the codes of 32 numbers then
+with L = D / 32 (16 codes: in order). A lane that loads the codes of 32 values then
 writes octets that are far apart, next to those of its neighbours, and no two lanes write the same
 bank of shared memory.
 

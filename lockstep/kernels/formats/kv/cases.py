@@ -54,7 +54,7 @@ def empty_side(
 
 
 def dequantized_copy(cache: KVCache, dtype: torch.dtype) -> KVCache:
-    """Dequantize a cache to a tensor or, where its numbers are rotated, to an Unquantized cache."""
+    """Dequantize a cache to a tensor or, where its values are rotated, to an Unquantized cache."""
     rotation = rotation_of(cache)
     numbers = dequantize(cache, dtype)
     if rotation is None:

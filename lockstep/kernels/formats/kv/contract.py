@@ -79,7 +79,7 @@ class KVQuantizer(ABC):
 
     @property
     def rotation(self) -> HadamardRotation | None:
-        """Rotation that dequantized numbers are left in; None for none."""
+        """Rotation in which dequantized values stay; None for none."""
         return None
 
     @property

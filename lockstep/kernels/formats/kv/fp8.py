@@ -1,12 +1,12 @@
-"""fp8_e4m3 and fp8_e5m2: one byte per number and one static scale per layer and side.
+"""fp8_e4m3 and fp8_e5m2: one byte per element and one static scale per layer and side.
 
-The scale is 1 or the checkpoint's k_scale and v_scale, as in vLLM's formats of these names. A
-number is divided by the scale in fp32, rounded to the nearest number of the type, ties to even, and
-saturated at its largest. Values that are not finite become NaN (0x7F).
+The scale is 1 or the checkpoint's k_scale and v_scale, as in vLLM's formats of these names. An
+element is divided by the scale in fp32, rounded to the nearest value of the type, ties to even, and
+saturated at its maximum. Elements that are not finite become NaN (0x7F).
 
 Latents, which fp8_e4m3 alone stores, have a scale per token instead: the smallest power of two at
-which none of its numbers exceeds the type's largest. With powers of two the division and the
-product are exact, and quantizing a dequantized latent again changes nothing.
+which no element exceeds the type's maximum. With powers of two the division and the product are
+exact, and quantizing a dequantized latent again changes nothing.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ MIN_EXPONENT = FP32_BIAS - 100
 """Smallest biased exponent of a scale. Products are never subnormal, and a token of zeros needs no
 special case."""
 OVERFLOW_BITS = (FP32_BIAS + 121) << 23
-"""Bits of 2^121 in fp32. A token with a number of this size, or one that is not finite, becomes
-NaN."""
+"""Bits of 2^121 in fp32. A token with an element of this magnitude, or one that is not finite,
+becomes NaN."""
 ROUND_UP_BITS = 0x1FFFFF
 """Addend that carries the bits of fp32 into the exponent from above 1.75, as 448 = 1.75 * 2^8."""
 
 
 @dataclass(frozen=True)
 class Fp8(KVQuantizer):
-    """Quantizer to fp8 with a static scale: number = value * scale.
+    """Quantizer to fp8 with a static scale: element = value * scale.
 
     kind: "e4m3" or "e5m2". scale: of the layer and side.
     """
@@ -75,7 +75,7 @@ class Fp8(KVQuantizer):
 
 @dataclass(frozen=True)
 class TokenFp8(KVQuantizer):
-    """Quantizer to e4m3 with a power-of-two scale per token and head: number = value * scale."""
+    """Quantizer to e4m3 with a power-of-two scale per token and head: element = value * scale."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,7 +91,7 @@ class TokenFp8(KVQuantizer):
         wide = x.float()
         max_bits = (wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
         overflow = max_bits >= OVERFLOW_BITS
-        # The largest number of the type, 448, has the exponent 8.
+        # The maximum of the type, 448, has the exponent 8.
         exponents = (
             (((max_bits + ROUND_UP_BITS) >> 23) - 8)
             .clamp_min(MIN_EXPONENT)

@@ -90,7 +90,7 @@ E4M3_TO_FP32_PTX = tl.constexpr(
 }
 """
 )
-"""PTX block: four e4m3 values -> four fp32 numbers."""
+"""PTX block: four e4m3 values -> four fp32 values."""
 
 
 @triton.jit

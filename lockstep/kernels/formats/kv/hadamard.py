@@ -1,6 +1,6 @@
 """Hadamard rotation of heads: random signs, then Sylvester's matrix in one order of additions.
 
-The rotation spreads outliers of a head over all of its numbers, which then are close to normally
+The rotation spreads outliers of a head over all of its elements, which then are close to normally
 distributed and quantize with less error (QuaRot, arXiv 2404.00456).
 """
 

@@ -5,7 +5,7 @@ the Hadamard matrix. Each rotated number is close to N(0, |x|^2 / block) and is 
 nearest of 2^b centroids (Lloyd-Max of N(0, 1)). One bf16 scale per block, |x| over the norm of the
 centroids, gives the dequantized block the norm of the block (norm correction).
 
-Numbers stay rotated. Queries are rotated as keys are, once per step; the attention output is
+Values stay rotated. Queries are rotated as keys are, once per step; the attention output is
 rotated back once, before it is rounded. docs/cache.md has the definition to the bit, the layouts
 and the distortions.
 """
@@ -97,7 +97,7 @@ class TurboQuantizer(KVQuantizer):
         scaled = torch.where(usable, blocks, 0.0) * _power_of_two(2 * FP32_BIAS + 1 - exponents)
         norm = _sum_of_squares(scaled).sqrt()
         rotated = self.rotation.rotate_unscaled(scaled.flatten(-2))
-        # Unscaled, the rotated numbers are N(0, norm^2): the thresholds are scaled instead.
+        # Unscaled, the rotated values are N(0, norm^2): the thresholds are scaled instead.
         steps = torch.tensor(thresholds(self.bits), device=x.device) * norm[..., None]
         indices = (rotated.abs()[..., None] > steps).sum(-1)
         centroids = torch.tensor(CENTROIDS[self.bits], device=x.device)[indices]

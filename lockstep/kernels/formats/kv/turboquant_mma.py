@@ -2,7 +2,7 @@
 """TurboQuant as register operands of mma.sync, in Gluon: see KVMmaFunctions.
 
 A word is an octet of a head; octets 2 g and 2 g + 1 are the g-th group of 16 columns, which one
-instruction multiplies. For keys, four lanes take half a word each, so that a group's numbers land
+instruction multiplies. For keys, four lanes take half a word each, so that a group's values land
 where the instruction wants them. For values, a thread takes the words of two tokens.
 """
 
@@ -74,7 +74,7 @@ HALF_WORD_3_PTX = _ptx_block(
 
 
 def _token_pair_ptx(first, second, scale, signs):
-    """Return PTX that decodes the words of two tokens into eight pairs of both tokens' numbers."""
+    """Return PTX that decodes the words of two tokens into eight pairs of both tokens' values."""
     lines = [f"prmt.b32 z0, {first}, {second}, 0x5410;", f"prmt.b32 z1, {first}, {second}, 0x7632;"]
     for half, order in enumerate(("0x5140", "0x7362")):
         lines.append(f"prmt.b32 u, {first}, {second}, {order};")

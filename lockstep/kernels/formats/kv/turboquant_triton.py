@@ -171,7 +171,7 @@ def _store_words(index, sign, qdata, live, HEADS: tl.constexpr, D: tl.constexpr,
 @triton.jit
 def _store(heads, qdata, scales, seed, live, D: tl.constexpr, BITS: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
-    """Quantize heads [HEADS, D] in blocks of BLOCK numbers, or of all where D is less.
+    """Quantize heads [HEADS, D] in blocks of BLOCK elements, or of all where D is less.
 
     See KVDeviceFunctions.store.
     """
@@ -334,7 +334,7 @@ def _dequantize(loaded, columns, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _join_pairs(p0, p1, p2, p3):
-    """Join the bf16 pairs of a word's eight numbers: [T, W, 2, 2, 2]."""
+    """Join the bf16 pairs of a word's eight values: [T, W, 2, 2, 2]."""
     l0, h0 = split_16bit(p0, tl.bfloat16)
     l1, h1 = split_16bit(p1, tl.bfloat16)
     l2, h2 = split_16bit(p2, tl.bfloat16)
@@ -344,7 +344,7 @@ def _join_pairs(p0, p1, p2, p3):
 
 @triton.jit
 def _dequantize_bf16(loaded, columns, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Dequantize to bf16 by assembly, two numbers per instruction."""
+    """Dequantize to bf16 by assembly, two values per instruction."""
     PTX: tl.constexpr = WORD_4_PTX if BITS == 4 else WORD_3_PTX
     words, scale = _words_and_scales(loaded, columns, D, BITS, BLOCK)
     p0, p1, p2, p3 = tl.inline_asm_elementwise(

@@ -13,7 +13,7 @@ from lockstep.kernels.formats.kv.hadamard import V_BLOCK
 class Unquantized(KVQuantizer):
     """Quantizer that only rotates, for tests.
 
-    model_dtype: dtype of the numbers. head_rotation: rotation in blocks of V_BLOCK or K_BLOCK.
+    model_dtype: dtype of the values. head_rotation: rotation in blocks of V_BLOCK or K_BLOCK.
     """
 
     model_dtype: torch.dtype

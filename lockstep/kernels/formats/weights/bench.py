@@ -22,7 +22,7 @@ from lockstep.kernels.formats.weights import (
 from lockstep.kernels.linear import choose_split_k, linear
 
 MAX_WEIGHTS = 64
-"""Distinct weights that a measurement walks through at most."""
+"""Maximum distinct weights that a measurement walks through."""
 Empty = Callable[[int, int, str], QuantizedWeight]
 LAYOUTS: dict[str, Empty] = {
     "int4": lambda n, k, device: IntWeight.empty(n, k, device=device),

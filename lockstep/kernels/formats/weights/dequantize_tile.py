@@ -52,7 +52,7 @@ SUPERBLOCK = tl.constexpr(256)
 class WeightOperand(NamedTuple):
     """Pointers and strides of a weight, as a kernel argument. A dense weight is `words` alone.
 
-    scales, zeros: 32-bit words of two numbers where WeightFormat.paired_scales. zeros are the
+    scales, zeros: 32-bit words of two values where WeightFormat.paired_scales. zeros are the
     minima of a GgufWeight. factors: of an Fp4Weight, per row. scale_row_offset: row 0's position in
     its block of scales (Fp8Weight.first). high_words, bases, min_bases: of a GgufWeight alone.
     Strides are between rows, in elements.
@@ -104,7 +104,7 @@ class WeightFormat(NamedTuple):
 @triton.jit
 def _load_scales(base_ptr, rows, stride, first, end, COUNT: tl.constexpr,
                  PAIRED: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """Load COUNT numbers per row from column `first` on: [R, COUNT].
+    """Load COUNT values per row from column `first` on: [R, COUNT].
 
     end: columns of the tensor; not EVEN: columns from there on are 0.
     """
@@ -119,43 +119,43 @@ def _load_scales(base_ptr, rows, stride, first, end, COUNT: tl.constexpr,
         odd = column * 0 + first % 2
         low = tl.load(ptrs, mask=inside & (odd == 0), other=0) & 0xFFFF
         high = (tl.load(ptrs, mask=inside & (odd == 1), other=0) >> 16) & 0xFFFF
-        numbers = (low | high).to(tl.int16).to(DTYPE, bitcast=True)
+        group_values = (low | high).to(tl.int16).to(DTYPE, bitcast=True)
     else:
         if EVEN:
-            numbers = tl.load(ptrs)
+            group_values = tl.load(ptrs)
         else:
-            numbers = tl.load(ptrs, mask=inside, other=0)
+            group_values = tl.load(ptrs, mask=inside, other=0)
         if PAIRED:
-            low, high = split_16bit(numbers, DTYPE)
-            numbers = tl.join(low, high).reshape(rows.shape[0], COUNT)
-    return numbers
+            low, high = split_16bit(group_values, DTYPE)
+            group_values = tl.join(low, high).reshape(rows.shape[0], COUNT)
+    return group_values
 
 
 @triton.jit
-def _broadcast_to_words(numbers, SPANS: tl.constexpr, WORDS: tl.constexpr,
+def _broadcast_to_words(group_values, SPANS: tl.constexpr, WORDS: tl.constexpr,
                         BLOCK_K: tl.constexpr):  # fmt: skip
-    """Broadcast numbers per group [R, C] to words: (of each word's first columns, of its last).
+    """Broadcast values per group [R, C] to words: (of each word's first columns, of its last).
 
     SPANS words of a lane cover a block of K_BLOCK columns; groups are at least half a word wide.
     """
-    ROWS: tl.constexpr = numbers.shape[0]
-    COUNT: tl.constexpr = numbers.shape[1]
+    ROWS: tl.constexpr = group_values.shape[0]
+    COUNT: tl.constexpr = group_values.shape[1]
     BLOCKS: tl.constexpr = BLOCK_K // K_BLOCK
     if COUNT <= BLOCKS:
         # Groups of whole blocks: neighbouring words share a number.
-        wide = tl.broadcast_to(numbers[:, :, None], (ROWS, COUNT, WORDS // COUNT))
+        wide = tl.broadcast_to(group_values[:, :, None], (ROWS, COUNT, WORDS // COUNT))
         wide = wide.reshape(ROWS, WORDS)
         return wide, wide
     elif COUNT <= BLOCKS * SPANS:
         # Groups of whole words: the four lanes of a block repeat the same sequence.
         per_block: tl.constexpr = COUNT // BLOCKS
-        parts = numbers.reshape(ROWS, BLOCKS, 1, per_block, 1)
+        parts = group_values.reshape(ROWS, BLOCKS, 1, per_block, 1)
         wide = tl.broadcast_to(parts, (ROWS, BLOCKS, 4, per_block, SPANS // per_block))
         wide = wide.reshape(ROWS, WORDS)
         return wide, wide
     else:
         # Groups of 16 columns: the halves of a word differ.
-        low, high = tl.split(numbers.reshape(ROWS, BLOCKS, 1, SPANS, 2))
+        low, high = tl.split(group_values.reshape(ROWS, BLOCKS, 1, SPANS, 2))
         low = tl.broadcast_to(low, (ROWS, BLOCKS, 4, SPANS)).reshape(ROWS, WORDS)
         high = tl.broadcast_to(high, (ROWS, BLOCKS, 4, SPANS)).reshape(ROWS, WORDS)
         return low, high
@@ -172,7 +172,7 @@ def _to_column_order(values, SPANS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _join8(l0, l1, l2, l3, h0, h1, h2, h3):
-    """Join the lower and upper numbers of four pairs: [..., two bits of the pair, half]."""
+    """Join the lower and upper values of four pairs: [..., two bits of the pair, half]."""
     low = tl.join(tl.join(l0, l2), tl.join(l1, l3))
     high = tl.join(tl.join(h0, h2), tl.join(h1, h3))
     return tl.join(low, high)
@@ -180,7 +180,7 @@ def _join8(l0, l1, l2, l3, h0, h1, h2, h3):
 
 @triton.jit
 def _join_pairs(p0, p1, p2, p3, DTYPE: tl.constexpr):
-    """Join four words of two 16-bit numbers each: [R, W, 2, 2, 2]."""
+    """Join four words of two 16-bit values each: [R, W, 2, 2, 2]."""
     l0, h0 = split_16bit(p0, DTYPE)
     l1, h1 = split_16bit(p1, DTYPE)
     l2, h2 = split_16bit(p2, DTYPE)
@@ -379,7 +379,7 @@ def _scale_by_superblock(steps, bases_ptr, stride, rows, k, end, BLOCK_K: tl.con
 @triton.jit
 def dequantize_gguf_ptx(word, high, s0, s1, m0, m1, FORMAT: tl.constexpr, MINIMA: tl.constexpr,
                         DTYPE: tl.constexpr):  # fmt: skip
-    """Dequantize GGUF words by inline PTX: four words of two 16-bit numbers each.
+    """Dequantize GGUF words by inline PTX: four words of two 16-bit values each.
 
     s0, s1, m0, m1: scales and minima of the first and the last 16 columns of each word; minima are
     read where MINIMA.

@@ -129,7 +129,7 @@ class GgufWeight(QuantizedWeight):
 
     @classmethod
     def empty(cls, n: int, k: int, type_name: str, *, device: str | torch.device = "cpu") -> Self:
-        """Allocate a weight [n, k] of a type of GGUF_TYPES with 6 bits at most."""
+        """Allocate a weight [n, k] of a type of GGUF_TYPES with up to 6 bits."""
         type = GGUF_TYPES[type_name]
 
         def allocate(count: int, dtype: torch.dtype, present: bool) -> Tensor | None:
@@ -164,9 +164,9 @@ class GgufWeight(QuantizedWeight):
             return low
         return low | unpack_plane(self.high, self.type.high_bits, self.k) << self.bits
 
-    def _per_column(self, numbers: Tensor, bases: Tensor | None) -> Tensor:
+    def _per_column(self, scales: Tensor, bases: Tensor | None) -> Tensor:
         """Return the scales or minima of all columns: [N, K] fp32."""
-        wide = numbers.float()
+        wide = scales.float()
         if bases is not None:
             groups = SUPERBLOCK // self.group
             wide = bases.float().repeat_interleave(groups, 1)[:, : wide.shape[1]] * wide

@@ -107,7 +107,7 @@ def word_constraints(high_bits, minima):
 
 @triton.constexpr_function
 def steps_ptx():
-    """Return the PTX that multiplies the four int8 of a word by a base: four fp32 numbers."""
+    """Return the PTX that multiplies the four int8 of a word by a base: four fp32 values."""
     lines = [".reg .b32 t, x;", ".reg .f32 f;", "lop3.b32 x, $4, 0x80808080, 0, 0x3c;"]
     for byte in range(4):
         lines += _byte_to_fp32("f", "x", byte, 128)

@@ -192,10 +192,10 @@ def _gguf_format(weight: GgufWeight, form: WeightFormat) -> WeightFormat:
     )
 
 
-def _can_pair(numbers: Tensor) -> bool:
-    """Return whether 16-bit numbers [N, G] can be read as 32-bit words."""
-    even = numbers.shape[1] % 2 == 0 and numbers.stride(0) % 2 == 0
-    return numbers.element_size() == 2 and even and numbers.data_ptr() % 4 == 0
+def _can_pair(values: Tensor) -> bool:
+    """Return whether 16-bit values [N, G] can be read as 32-bit words."""
+    even = values.shape[1] % 2 == 0 and values.stride(0) % 2 == 0
+    return values.element_size() == 2 and even and values.data_ptr() % 4 == 0
 
 
 def _decoder_of(
