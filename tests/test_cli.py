@@ -275,7 +275,7 @@ def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch
     result = json.loads(run(*request, "--quantization", "int8", "--json").stdout)
     assert (result["cases"], result["failed"]) == (11, 0) and "int8" in result["numerics"]
     engines[:] = [Setup("ngram", 2, "preempted", "none")]
-    monkeypatch.setattr(tokens, "took_place", lambda answers: Counter())
+    monkeypatch.setattr(tokens, "count_events", lambda answers: Counter())
     assert run(*request).exit_code == 1
 
 
@@ -294,7 +294,7 @@ def test_invalid_input_bytes_are_a_one_line_error(
 
 
 def test_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["lockstep.cli.generate"], "MOST_PIPED", 7)
+    monkeypatch.setattr(sys.modules["lockstep.cli.generate"], "MAX_STDIN_CHARACTERS", 7)
     assert run("generate", "--max-tokens", "1", *dummy(model), input="x" * 7).exit_code == 0
     with pytest.raises(ConfigError, match="more than 7 characters"):
         run("generate", *dummy(model), input="x" * 8)

@@ -20,9 +20,9 @@ from lockstep.settings import why_unread
 
 BYTES_PER_TOKEN = 16
 """Bytes of the file that are read per requested token, more than any text needs."""
-LEAST = 2
+MIN_WINDOW = 2
 """Minimum tokens of a window; its first token is not predicted."""
-ONE = SamplingParams(
+SCORING_PARAMS = SamplingParams(
     temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=1
 )
 """Sampling parameters of a window: log-probabilities of its tokens and of the best ones."""
@@ -46,7 +46,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheDtypes:
     """Cache dtypes that are compared."""
 
     kv_cache_dtype: str = "auto"
@@ -54,13 +54,13 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Measured:
+class CacheScores:
     """Scores of one pair of cache dtypes.
 
     page_bytes: bytes of the KV of 64 tokens. slot_bytes: bytes of one recurrent state.
     """
 
-    kept: Kept
+    dtypes: CacheDtypes
     scores: Scores
     numerics: str
     page_bytes: int
@@ -75,15 +75,15 @@ class Quality:
     token's log-probability.
     """
 
-    measured: Measured
+    measured: CacheScores
     ratio: float
     agreement: float
     differences: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as plain data."""
-        found = asdict(self.measured.kept)
-        return found | {
+        figures = asdict(self.measured.dtypes)
+        return figures | {
             "perplexity": self.measured.scores.perplexity,
             "perplexity_ratio": self.ratio,
             "top1_agreement": self.agreement,
@@ -108,7 +108,7 @@ def read_text(path: Path, tokens: int) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         if len(data) - error.start < 4 and len(data) == tokens * BYTES_PER_TOKEN:
-            return data[: error.start].decode("utf-8")  # a character that was cut in two
+            return data[: error.start].decode("utf-8")  # the read limit cut the last character
         raise ConfigError(
             f"--text {path} is not UTF-8 at byte {error.start}; allowed: UTF-8. Convert it."
         ) from None
@@ -118,18 +118,20 @@ def windows_of(llm: LLM, text: str, tokens: int, window: int) -> list[list[int]]
     """Split the text's first tokens into windows; the last may be shorter. Raises ConfigError."""
     if llm.tokenizer is None:
         raise ConfigError("check quality needs a tokenizer; leave --skip-tokenizer-init out.")
-    most = llm.engine.plan.max_model_len - 1
-    if window > most:
+    max_window = llm.engine.plan.max_model_len - 1
+    if window > max_window:
         raise ConfigError(
-            f"--window {window} is not allowed; allowed: {LEAST} to {most} (max_model_len less one "
-            "output token). Lower it."
+            f"--window {window} is not allowed; allowed: {MIN_WINDOW} to {max_window} "
+            "(max_model_len less one output token). Lower it."
         )
     ids = llm.tokenizer.encode(text, add_special_tokens=False)[:tokens]
-    cut = [ids[begin : begin + window] for begin in range(0, len(ids), window)]
-    found = [part for part in cut if len(part) >= LEAST]
-    if not found:
-        raise ConfigError(f"--text has {len(ids)} tokens; allowed: {LEAST} or more. Name another.")
-    return found
+    parts = [ids[begin : begin + window] for begin in range(0, len(ids), window)]
+    windows = [part for part in parts if len(part) >= MIN_WINDOW]
+    if not windows:
+        raise ConfigError(
+            f"--text has {len(ids)} tokens; allowed: {MIN_WINDOW} or more. Name another."
+        )
+    return windows
 
 
 def score(llm: LLM, windows: Sequence[Sequence[int]]) -> Scores:
@@ -138,12 +140,13 @@ def score(llm: LLM, windows: Sequence[Sequence[int]]) -> Scores:
     Raises ConfigError if logits are not finite.
     """
     prompts = [{"prompt_token_ids": list(part)} for part in windows]
-    outs = llm.generate(prompts, ONE, use_tqdm=False)
+    outputs = llm.generate(prompts, SCORING_PARAMS, use_tqdm=False)
     logprobs = []
     best = []
     positions = []
-    for part, out in zip(windows, outs, strict=True):
-        entries = (out.prompt_logprobs or [])[-(len(part) - 1) :]
+    for part, output in zip(windows, outputs, strict=True):
+        # The first token of a window has no log-probability.
+        entries = (output.prompt_logprobs or [])[-(len(part) - 1) :]
         for position, (token, entry) in enumerate(zip(part[1:], entries, strict=True), 1):
             if entry is None or not isfinite(entry[token].logprob):
                 raise ConfigError(
@@ -156,29 +159,31 @@ def score(llm: LLM, windows: Sequence[Sequence[int]]) -> Scores:
     return Scores(tuple(logprobs), tuple(best), tuple(positions))
 
 
-def measure(kept: Kept, settings: dict[str, Any], text: str, tokens: int, window: int) -> Measured:
+def measure(
+    dtypes: CacheDtypes, settings: dict[str, Any], text: str, tokens: int, window: int
+) -> CacheScores:
     """Score the text on an engine with these cache dtypes, without drafts and prefix caching."""
-    own = {"speculative_config": None, "enable_prefix_caching": False} | asdict(kept)
-    llm = LLM(**{**settings, **own})
+    overrides = {"speculative_config": None, "enable_prefix_caching": False} | asdict(dtypes)
+    llm = LLM(**{**settings, **overrides})
     plan = llm.engine.plan
     scores = score(llm, windows_of(llm, text, tokens, window))
-    return Measured(kept, scores, plan.numerics, plan.page_bytes, plan.slot_bytes)
+    return CacheScores(dtypes, scores, plan.numerics, plan.page_bytes, plan.slot_bytes)
 
 
-def compare(first: Measured, other: Measured) -> Quality:
+def compare(first: CacheScores, other: CacheScores) -> Quality:
     """Compare one pair of cache dtypes with the first."""
     pairs = list(zip(first.scores.logprobs, other.scores.logprobs, strict=True))
-    same = [a == b for a, b in zip(first.scores.best, other.scores.best, strict=True)]
+    equal = [a == b for a, b in zip(first.scores.best, other.scores.best, strict=True)]
     return Quality(
         other,
         other.scores.perplexity / first.scores.perplexity,
-        sum(same) / len(same),
+        sum(equal) / len(equal),
         tuple(abs(a - b) for a, b in pairs),
     )
 
 
 def run_quality(
-    ways: Sequence[Kept],
+    pairs: Sequence[CacheDtypes],
     settings: dict[str, Any],
     text: str,
     tokens: int,
@@ -186,13 +191,13 @@ def run_quality(
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> list[Quality]:
     """Measure the caches in the model's dtype, then compare each other pair with them."""
-    every = [Kept(), *(way for way in dict.fromkeys(ways) if way != Kept())]
-    found: list[Quality] = []
-    for index, kept in enumerate(every):
-        progress("scoring", index, len(every))
-        measured = measure(kept, settings, text, tokens, window)
-        gc.collect()  # the engine that stood: its memory is the next one's
+    all_pairs = [CacheDtypes(), *(pair for pair in dict.fromkeys(pairs) if pair != CacheDtypes())]
+    qualities: list[Quality] = []
+    for index, dtypes in enumerate(all_pairs):
+        progress("scoring", index, len(all_pairs))
+        measured = measure(dtypes, settings, text, tokens, window)
+        gc.collect()  # free the engine's memory for the next one; its objects refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        found.append(compare(found[0].measured if found else measured, measured))
-    return found
+        qualities.append(compare(qualities[0].measured if qualities else measured, measured))
+    return qualities

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from math import log10
 
-from lockstep.bench.cache_quality import Kept, Quality
+from lockstep.bench.cache_quality import CacheDtypes, Quality
 
 WIDTH = 800
 """Width in pixels."""
@@ -25,9 +25,9 @@ COLORS = ("#3b6ea5", "#b3402a", "#4b8b3b", "#8250a0", "#b8860b", "#57606a")
 STYLE = 'font-family="DejaVu Sans, Verdana, Arial, sans-serif" font-size="12" fill="#1f2328"'
 
 
-def name_of(kept: Kept) -> str:
+def label_of(dtypes: CacheDtypes) -> str:
     """Return the label of a pair of cache dtypes."""
-    return f"kv {kept.kv_cache_dtype}, state {kept.mamba_ssm_cache_dtype}"
+    return f"kv {dtypes.kv_cache_dtype}, state {dtypes.mamba_ssm_cache_dtype}"
 
 
 def points_of(quality: Quality, window: int) -> list[tuple[float, float]]:
@@ -37,22 +37,25 @@ def points_of(quality: Quality, window: int) -> list[tuple[float, float]]:
     for position, difference in zip(positions, quality.differences, strict=True):
         sums.setdefault(position * BINS // (window + 1), []).append(difference)
     width = (window + 1) / BINS
-    return [((b + 0.5) * width, sum(v) / len(v)) for b, v in sorted(sums.items())]
+    return [
+        ((bin_index + 0.5) * width, sum(values) / len(values))
+        for bin_index, values in sorted(sums.items())
+    ]
 
 
-def plot(found: Sequence[Quality], window: int) -> str:
+def plot(qualities: Sequence[Quality], window: int) -> str:
     """Return a plot with one line per pair but the first, on a log scale."""
-    lines = [(name_of(q.measured.kept), points_of(q, window)) for q in found[1:]]
-    seen = [max(y, SMALLEST) for _, points in lines for _, y in points]
-    high = _power(max(seen), 1)
-    low = min(_power(min(seen), 0), high - 1)
+    lines = [(label_of(q.measured.dtypes), points_of(q, window)) for q in qualities[1:]]
+    differences = [max(y, SMALLEST) for _, points in lines for _, y in points]
+    high = _power(max(differences), 1)
+    low = min(_power(min(differences), 0), high - 1)
     inner_width = WIDTH - LEFT - RIGHT
-    below = TOP + PANEL + AXIS
-    height = below + len(lines) * LINE + LINE // 2
+    legend_top = TOP + PANEL + AXIS
+    height = legend_top + len(lines) * LINE + LINE // 2
 
-    def place(x: float, y: float) -> str:
-        up = (log10(max(y, SMALLEST)) - low) / (high - low)
-        return f"{LEFT + x / window * inner_width:.1f},{TOP + (1 - up) * PANEL:.1f}"
+    def to_pixels(x: float, y: float) -> str:
+        height_share = (log10(max(y, SMALLEST)) - low) / (high - low)
+        return f"{LEFT + x / window * inner_width:.1f},{TOP + (1 - height_share) * PANEL:.1f}"
 
     body = [
         f'<rect width="{WIDTH}" height="{height}" fill="#fcfcfa"/>',
@@ -64,27 +67,29 @@ def plot(found: Sequence[Quality], window: int) -> str:
         body.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
                     'stroke="#d0d7de"/>')  # fmt: skip
         body.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
-    for part in range(5):
-        x = LEFT + part / 4 * inner_width
+    for quarter in range(5):
+        x = LEFT + quarter / 4 * inner_width
         y = TOP + PANEL + 16
-        body.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{window * part // 4}</text>')
+        body.append(
+            f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{window * quarter // 4}</text>'
+        )
     body.append(f'<text x="{LEFT + inner_width / 2:.1f}" y="{TOP + PANEL + 32}" '
                 'text-anchor="middle">tokens in front, in the window</text>')  # fmt: skip
     for index, (name, points) in enumerate(lines):
         dashes = ("none", "6 3", "2 2")[index // len(COLORS) % 3]
-        look = f'fill="none" stroke="{COLORS[index % len(COLORS)]}" stroke-dasharray="{dashes}"'
-        places = " ".join(place(*point) for point in points)
-        body.append(f'<polyline {look} points="{places}"/>')
-        y = below + index * LINE + LINE // 2
-        body.append(f'<line {look} x1="{LEFT}" x2="{LEFT + 40}" y1="{y}" y2="{y}"/>')
+        style = f'fill="none" stroke="{COLORS[index % len(COLORS)]}" stroke-dasharray="{dashes}"'
+        pixels = " ".join(to_pixels(*point) for point in points)
+        body.append(f'<polyline {style} points="{pixels}"/>')
+        y = legend_top + index * LINE + LINE // 2
+        body.append(f'<line {style} x1="{LEFT}" x2="{LEFT + 40}" y1="{y}" y2="{y}"/>')
         body.append(f'<text x="{LEFT + 50}" y="{y + 4}">{escape(name)}</text>')
-    head = (
+    header = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" {STYLE}>'
     )
-    return "\n".join([head, *body, "</svg>\n"])
+    return "\n".join([header, *body, "</svg>\n"])
 
 
-def _power(value: float, more: int) -> int:
+def _power(value: float, offset: int) -> int:
     """Return a power of ten below a value, or above it by a number of powers."""
-    return int(log10(value) // 1) + more
+    return int(log10(value) // 1) + offset

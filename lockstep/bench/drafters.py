@@ -1,6 +1,6 @@
 """Benchmark of a model's drafters: acceptance by position, cost of a step, speed.
 
-All engines answer the same prompts. Drafters that learn from outputs have seen those of the warm-up
+All engines run the same prompts. A drafter that learns from outputs has the outputs of the warm-up
 prompts, but none of the measured ones.
 """
 
@@ -44,17 +44,19 @@ class CountedDraftLength(FixedDraftLength):
         """Reset the counters."""
         self.reached = [0] * (self.num_drafts + 1)
 
-    def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
+    def observe(
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
+    ) -> None:
         """Count the rows of a step that had drafts."""
-        for taken in accepted if made else ():
-            for place in range(taken + 1):
-                self.reached[place] += 1
+        for num_accepted in accepted if num_drafted else ():
+            for position in range(num_accepted + 1):
+                self.reached[position] += 1
 
     @property
     def shares(self) -> list[float]:
         """Return, for each of the K positions, the share of steps that accepted its draft."""
-        whole = max(self.reached[0], 1)
-        return [count / whole for count in self.reached[1:]]
+        num_steps = max(self.reached[0], 1)
+        return [count / num_steps for count in self.reached[1:]]
 
 
 @dataclass(frozen=True)
@@ -85,31 +87,33 @@ def compare_drafters(
     runs: int,
     progress: Progress = lambda what, done, of: None,
 ) -> list[DrafterLine]:
-    """Yield figures without drafts, then for each speculative_config with K drafts per step.
+    """Return the figures without drafts, then those of each speculative_config.
 
-    settings: LLM arguments for all engines. rows: concurrent requests. Raises what LLM raises.
+    settings: LLM arguments for all engines. drafters: speculative_configs, each with its K. rows:
+    concurrent requests. Raises what LLM raises.
     """
     lines: list[DrafterLine] = []
-    due: list[list[int]] = []
+    expected_tokens: list[list[int]] = []
     plain: Figures | None = None
-    for turn, drafting in enumerate([None, *drafters]):
+    for index, drafting in enumerate([None, *drafters]):
         name = drafting["method"] if drafting else NO_DRAFTS
-        progress(name, turn, len(drafters) + 1)
+        progress(name, index, len(drafters) + 1)
+        # Objects of an engine refer to each other: only a collection frees its memory.
         gc.collect()
         torch.cuda.empty_cache()
-        figures, counted, tokens = _measured(settings, drafting, rows, params, runs)
+        figures, policy, tokens = _measured(settings, drafting, rows, params, runs)
         plain = plain or figures
-        due = due or tokens
+        expected_tokens = expected_tokens or tokens
         line = DrafterLine(
             name=name,
-            num_speculative_tokens=counted.num_drafts,
-            accepted_at=counted.shares,
+            num_speculative_tokens=policy.num_drafts,
+            accepted_at=policy.shares,
             acceptance_length=figures.acceptance_length,
             ms_per_step=figures.ms_per_step,
             extra_ms=figures.ms_per_step - plain.ms_per_step,
             decode_tokens_per_s=figures.decode_tokens_per_s,
             speedup=figures.decode_tokens_per_s / plain.decode_tokens_per_s,
-            agrees=tokens == due,
+            agrees=tokens == expected_tokens,
         )
         lines.append(line)
     return lines
@@ -123,30 +127,35 @@ def _measured(
     runs: int,
 ) -> tuple[Figures, CountedDraftLength, list[list[int]]]:
     """Return the figures of an engine, its acceptance and its tokens."""
-    fixed = None if drafting is None else {**drafting, "adaptive": False}
-    own = {
+    # An adaptive K would try positions different numbers of times.
+    fixed_config = None if drafting is None else {**drafting, "adaptive": False}
+    engine_settings = {
         **settings,
-        "speculative_config": fixed,
+        "speculative_config": fixed_config,
         "enable_prefix_caching": False,
         "max_num_seqs": rows,
     }
     policies: list[CountedDraftLength] = []
 
-    def policy(counts: tuple[int, ...]) -> CountedDraftLength:
+    def make_policy(counts: tuple[int, ...]) -> CountedDraftLength:
         policies.append(CountedDraftLength(counts[-1]))
         return policies[0]
 
-    engine = build_engine(EngineConfig.read(**own), hooks=CheckHooks(draft_policy=policy))
+    engine = build_engine(
+        EngineConfig.read(**engine_settings), hooks=CheckHooks(draft_policy=make_policy)
+    )
     llm = LLM.over(engine)
-    asked = short_prompts(llm)
-    half = (len(asked) + 1) // 2
-    measured = [{"prompt_token_ids": asked[i % half]} for i in range(rows)]
-    others = [{"prompt_token_ids": ids} for ids in asked[half:]] or measured
-    llm.generate(others, params, use_tqdm=False)
+    prompts = short_prompts(llm)
+    half = (len(prompts) + 1) // 2
+    measured_prompts = [{"prompt_token_ids": prompts[i % half]} for i in range(rows)]
+    warm_up_prompts = [{"prompt_token_ids": ids} for ids in prompts[half:]] or measured_prompts
+    llm.generate(warm_up_prompts, params, use_tqdm=False)
+    # A drafter learns from finished outputs: all runs are of the same prompts, so it would look up
+    # the output of the run before.
     worker_of(engine).program.on_answer = ()
     policies[0].clear()
-    figures, outputs = measure(llm, measured, params, 0, runs)
-    return figures, policies[0], [o.outputs[0].token_ids for o in outputs]
+    figures, outputs = measure(llm, measured_prompts, params, 0, runs)
+    return figures, policies[0], [output.outputs[0].token_ids for output in outputs]
 
 
 def plot(lines: Sequence[DrafterLine], path: Path, title: str) -> None:
@@ -163,18 +172,18 @@ def draw(lines: Sequence[DrafterLine], title: str) -> Any:
     figure = Figure(figsize=(13, 4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    by_place, costs, speeds = figure.subplots(1, 3)
+    acceptance, costs, speeds = figure.subplots(1, 3)
     for line in lines:
         if line.accepted_at:
-            places = range(1, len(line.accepted_at) + 1)
-            by_place.plot(places, line.accepted_at, marker="o", label=line.name, clip_on=False)
-    by_place.set_title("acceptance by position")
-    by_place.set_xlabel("position of the draft")
-    by_place.set_xticks(range(1, max(len(line.accepted_at) for line in lines) + 1))
-    by_place.set_ylim(0, 1)
-    by_place.grid(alpha=0.3)
-    if by_place.lines:
-        by_place.legend()
+            positions = range(1, len(line.accepted_at) + 1)
+            acceptance.plot(positions, line.accepted_at, marker="o", label=line.name, clip_on=False)
+    acceptance.set_title("acceptance by position")
+    acceptance.set_xlabel("position of the draft")
+    acceptance.set_xticks(range(1, max(len(line.accepted_at) for line in lines) + 1))
+    acceptance.set_ylim(0, 1)
+    acceptance.grid(alpha=0.3)
+    if acceptance.lines:
+        acceptance.legend()
     names = [line.name for line in lines]
     costs.bar(names, [line.extra_ms for line in lines])
     costs.set_title("step time minus that without drafts, ms")

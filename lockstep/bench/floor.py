@@ -1,6 +1,6 @@
-"""The floor of any checkpoint's steps, on any machine: its model is built without its memory.
+"""Roofline floors of any checkpoint on any machine, from a model that is built without memory.
 
-What is counted, runner/floor.py says.
+lockstep/worker/roofline.py defines which bytes and flops count.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from lockstep.worker.roofline import Floor, StepCosts, StepFloor
 
 @dataclass(frozen=True)
 class Sketch:
-    """A target and its draft module (or None) as they would be built, and how it is run."""
+    """Model built without memory: target, draft module or None, drafts per step and passes."""
 
     model: nn.Module
     draft: nn.Module | None
@@ -34,7 +34,7 @@ class Sketch:
 
     @property
     def query_len(self) -> int:
-        """Tokens that a row brings to a step."""
+        """Return the tokens of a row in a decode step."""
         return self.drafts + 1
 
 
@@ -43,53 +43,56 @@ def sketch(
     dtype: torch.dtype,
     options: SpeculativeConfig | None,
     quantization: str | None = None,
-    kv: LayerKVFormats | None = None,
-    state: torch.dtype = torch.float32,
+    kv_formats: LayerKVFormats | None = None,
+    state_dtype: torch.dtype = torch.float32,
     overrides: Mapping[str, Any] | None = None,
 ) -> Sketch:
-    """The model of a folder's config.json and what it drafts with, without memory or weights.
+    """Build the model of a folder's config.json and its draft module without allocating memory.
 
-    kv: the format of its KV cache, None for the dtype; state: the dtype of recurrent state.
-    quantization: as in EngineConfig; overrides: its hf_overrides. Which weights are packed, the
-    folder's files say, or its settings where it has none. Raises CheckpointError or ConfigError.
+    quantization: as in EngineConfig. kv_formats: formats of the KV cache, None for the dtype.
+    state_dtype: dtype of recurrent states. overrides: hf_overrides. The weight files decide
+    which weights are quantized, or config.json if there are none. Raises CheckpointError or
+    ConfigError.
     """
-    drafts = options.num_speculative_tokens if options else 0
+    num_drafts = options.num_speculative_tokens if options else 0
     drafting = drafter_module(options.method) if options else None
     checkpoint = Checkpoint.read(folder, overrides)
     draft = None
     tensors = checkpoint.tensors() if has_weights(folder) else None
+    # Fake tensors have shapes and dtypes but no storage, so a model of any size can be built.
     with FakeTensorMode():
         build = BuildContext(
             "cpu",
             dtype,
-            drafts + 1,
+            num_drafts + 1,
             max_positions=1 << 20,
             tensors=tensors,
             prefixes=checkpoint.architecture.PREFIXES,
             weight_format=read_weight_format(checkpoint.quantization(), quantization),
-            kv=kv or LayerKVFormats(),
-            state_dtype=state,
+            kv=kv_formats or LayerKVFormats(),
+            state_dtype=state_dtype,
         )
+        # Nothing is allocated, so the memory of this machine is no limit.
         build.memory_budget.bounded = False
         model = build_model(checkpoint.raw, build)
         if drafting is not None and drafting.NEEDS_MODULE:
             draft = drafting.build(options, checkpoint, model, build)
-    return Sketch(model, draft, drafts, passes_of(options))
+    return Sketch(model, draft, num_drafts, passes_of(options))
 
 
 def step_floor(model: Sketch, rows: int, context: int) -> StepFloor:
-    """The floor of a generated step: `rows` rows with `context` tokens in the cache each."""
+    """Return the floor of a decode step of `rows` rows with `context` cached tokens each."""
     costs = StepCosts.of(model.model, model.draft, model.passes)
     return costs.step(rows, model.drafts, context)
 
 
 def prompt_floor(model: Sketch, tokens: int) -> Floor:
-    """The floor of one prompt of `tokens` tokens that starts with an empty cache."""
+    """Return the floor of one prompt of `tokens` tokens with an empty cache."""
     return StepCosts.of(model.model, model.draft, model.passes).prompt(tokens)
 
 
 def describe_floors(step: StepFloor, prompt: Floor) -> dict[str, Any]:
-    """Both floors as plain numbers, for a line of JSON."""
+    """Return both floors as plain data for JSON."""
     passes = (step.verify.total, step.drafts.total)
     return {
         "rows": step.rows,

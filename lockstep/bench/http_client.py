@@ -29,9 +29,9 @@ def need_httpx() -> None:
 
 @dataclass(frozen=True)
 class Server:
-    """Address of a server. url: everything before /completions, ending in /v1.
+    """Address of a server, and the HTTP client for it, which all threads share.
 
-    The client may serve many threads. It keeps no connection alive, so every request opens one.
+    url: base URL ending in /v1. The client keeps no connection alive, so every request opens one.
     """
 
     url: str
@@ -48,17 +48,18 @@ class Server:
 
         parts = urlsplit(url)
         allowed = "http://host:port or https://host, with /v1 or without"
-        wrong = choice_error(ConfigError, "url", url, allowed, "Pass the server's address.")
+        url_error = choice_error(ConfigError, "url", url, allowed, "Pass the server's address.")
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise wrong
+            raise url_error
         path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         base = f"{parts.scheme}://{parts.netloc}{path}"
         if key and not (key.isascii() and key.isprintable()):
             raise ConfigError(
-                "api_key holds characters that no header can; allowed: printable ASCII. Pass the "
-                "server's key."
+                "api_key has characters that a header cannot contain; allowed: printable ASCII. "
+                "Pass the server's key."
             )
-        headers = {"Accept-Encoding": "identity"}  # a compressed stream arrives in other pieces
+        # A compressed stream would arrive in other chunks than the server sent.
+        headers = {"Accept-Encoding": "identity"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         try:
@@ -66,12 +67,14 @@ class Server:
                 base_url=base,
                 headers=headers,
                 timeout=timeout,
+                # The load decides the number of connections.
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
                 verify=ssl.create_default_context(),
+                # A proxy from the environment would be measured too.
                 trust_env=False,
             )
         except httpx.InvalidURL:
-            raise wrong from None
+            raise url_error from None
         return cls(base, client)
 
     def first_model(self) -> str:
@@ -82,12 +85,12 @@ class Server:
         import httpx
 
         try:
-            answer = self.client.get("/models")
-            return str(answer.json()["data"][0]["id"])
+            response = self.client.get("/models")
+            return str(response.json()["data"][0]["id"])
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
         except (ValueError, LookupError, TypeError):
-            reason = f"status {answer.status_code}: {answer.text[:200]}"
+            reason = f"status {response.status_code}: {response.text[:200]}"
         raise ConfigError(
             f"url: {self.url}/models names no model ({reason}). Start the server, "
             "correct the URL, or name the model."
@@ -95,24 +98,25 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Request: the last part of its path, and its body, which requests a stream."""
+class StreamRequest:
+    """Streaming request: path below the base URL, and JSON body."""
 
     path: str
     body: dict[str, Any]
 
 
 @dataclass
-class Answer:
+class StreamResult:
     """Result of a request; times in seconds of time.perf_counter.
 
-    due: when it was to be sent. pieces: arrival times of chunks with output. tokens, prompt_tokens:
-    counts of the server, or the number of chunks. error: reason of a failure.
+    due_time: scheduled time of sending. chunk_times: arrival times of chunks with output. tokens,
+    prompt_tokens: counts from the server's usage; tokens is the number of chunks without it. error:
+    reason of a failure.
     """
 
-    due: float
-    pieces: list[float] = field(default_factory=list)
-    ended: float = 0.0
+    due_time: float
+    chunk_times: list[float] = field(default_factory=list)
+    end_time: float = 0.0
     tokens: int = 0
     prompt_tokens: int = 0
     error: str | None = None
@@ -120,51 +124,55 @@ class Answer:
     @property
     def ttft(self) -> float:
         """Return the seconds from the due time to the first chunk."""
-        return self.pieces[0] - self.due
+        return self.chunk_times[0] - self.due_time
 
     @property
     def tpot(self) -> float | None:
         """Return the seconds per token after the first, or None for a single token."""
-        return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1) if self.tokens > 1 else None
+        return (
+            (self.chunk_times[-1] - self.chunk_times[0]) / (self.tokens - 1)
+            if self.tokens > 1
+            else None
+        )
 
     @property
     def itl(self) -> list[float]:
         """Return the seconds between chunks; a chunk has several tokens if drafts were accepted."""
-        return [b - a for a, b in zip(self.pieces, self.pieces[1:], strict=False)]
+        return [b - a for a, b in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
 
 
-def ask(server: Server, request: Ask, due: float) -> Answer:
-    """Send a request and read its stream; a failure is stored in the answer."""
+def send(server: Server, request: StreamRequest, due_time: float) -> StreamResult:
+    """Send a request and read its stream; a failure is stored in the result."""
     import httpx
 
-    answer = Answer(due)
+    result = StreamResult(due_time)
     try:
         with server.client.stream("POST", request.path, json=request.body) as response:
             if response.status_code != 200:
-                text = response.read()[:300].decode(errors="replace")
-                answer.error = f"status {response.status_code}: {text}"
+                message = response.read()[:300].decode(errors="replace")
+                result.error = f"status {response.status_code}: {message}"
             else:
-                _read(response, answer)
+                _read(response, result)
     except (httpx.HTTPError, ValueError) as error:
-        answer.error = f"{type(error).__name__}: {error}"
-    answer.ended = time.perf_counter()
-    answer.tokens = answer.tokens or len(answer.pieces)
-    if answer.error is None and not answer.pieces:
-        answer.error = "the stream ended without a token"
-    return answer
+        result.error = f"{type(error).__name__}: {error}"
+    result.end_time = time.perf_counter()
+    result.tokens = result.tokens or len(result.chunk_times)
+    if result.error is None and not result.chunk_times:
+        result.error = "the stream ended without a token"
+    return result
 
 
-def _read(response: "httpx.Response", answer: Answer) -> None:
+def _read(response: "httpx.Response", result: StreamResult) -> None:
     for event in _events(response):
         if "error" in event:
-            answer.error = f"in the stream: {json.dumps(event['error'])}"
+            result.error = f"in the stream: {json.dumps(event['error'])}"
             return
         if any(_has_output(choice) for choice in event.get("choices") or ()):
-            answer.pieces.append(time.perf_counter())
+            result.chunk_times.append(time.perf_counter())
         usage = event.get("usage")
         if usage:
-            answer.tokens = usage.get("completion_tokens") or 0
-            answer.prompt_tokens = usage.get("prompt_tokens") or 0
+            result.tokens = usage.get("completion_tokens") or 0
+            result.prompt_tokens = usage.get("prompt_tokens") or 0
 
 
 def _events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
@@ -182,11 +190,11 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
     httpx's own line iterator also splits at U+2028, which JSON strings may contain.
     """
-    begun = b""
+    incomplete = b""
     for chunk in chunks:
-        *lines, begun = (begun + chunk).split(b"\n")
+        *lines, incomplete = (incomplete + chunk).split(b"\n")
         yield from lines
-    yield begun
+    yield incomplete
 
 
 def _has_output(choice: dict[str, Any]) -> bool:

@@ -1,8 +1,8 @@
-"""Measures every op by itself: time against the floor of its bytes and flops, and its bits.
+"""Microbenchmarks of every op: time against its roofline floor, and batch invariance of its bits.
 
-A call is timed in a chain over many distinct inputs, since a step finds none of its
-weights, pages and states in the cache either. (The activations of a few rows are smaller than that:
-they stay in the cache, as they do in a step.)
+Calls are timed in a chain over distinct inputs that exceed the L2 cache, because a step does not
+find its weights, pages and states in that cache either. The activations of a few rows stay in the
+cache, as they do in a step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +21,17 @@ from lockstep.worker.roofline import Part
 
 FEWEST_CALLS = {"cuda": 20, "cpu": 2}
 OTHER_ROWS = (1, 2, 3, 7, 8, 33)
-"""Row counts at which an op is compared with itself, besides those that are timed."""
+"""Row counts at which an op's bits are compared, in addition to those that are timed."""
 
 
 @dataclass(frozen=True)
 class KernelLine:
-    """One op at one size and number of rows. of_floor: the floor over the time; compared: row
-    counts whose bits were compared with the largest batch's; differing: those that differed."""
+    """Measurement of an op at one size and number of rows.
+
+    us: time of a call. bytes: bytes that a call must move. of_floor: floor divided by the time.
+    compared: row counts whose bits were compared with the largest batch's. differing: those of
+    them whose bits differ.
+    """
 
     model: str
     op: str
@@ -44,7 +48,7 @@ class KernelLine:
 
 
 def pick_models(names: Sequence[str], device: str) -> list[ModelShape]:
-    """The named models; if none is named, those that fit the device. Raises ConfigError."""
+    """Return the named models, or by default those that suit the device. Raises ConfigError."""
     chosen = list(names) or (["small"] if device == "cpu" else [n for n in MODELS if n != "small"])
     for name in chosen:
         if name not in MODELS:
@@ -53,13 +57,13 @@ def pick_models(names: Sequence[str], device: str) -> list[ModelShape]:
 
 
 def measured_ops() -> list[str]:
-    """The ops that are measured: those of the packages that have a bench.py."""
+    """Return the names of the ops with benchmarks: those of packages with a bench.py."""
     op_packages = {bench.__name__.rpartition(".")[0] for bench in benchmark_modules()}
     return [name for name, op in all_ops().items() if folder_of(op) in op_packages]
 
 
 def check_ops(names: Sequence[str]) -> Sequence[str]:
-    """The names, if they are all ops that are measured. Raises ConfigError."""
+    """Return the names. Raises ConfigError if one is no op with benchmarks."""
     known = measured_ops()
     for name in names:
         if name not in known:
@@ -70,12 +74,15 @@ def check_ops(names: Sequence[str]) -> Sequence[str]:
 def benchmarks(
     model: ModelShape, env: BenchEnv, query_len: int, only: Sequence[str] = ()
 ) -> Iterator[OpBenchmark]:
-    """Every op of the model (or those named), one at a time, so that only one is in memory."""
+    """Yield the benchmarks of a model's ops, or of the ops in `only`.
+
+    Each is created when it is yielded, so that only one is in memory.
+    """
     for bench in benchmark_modules():
-        made: Iterator[LazyBenchmark] = bench.benchmarks(model, env, query_len)
-        for op, make in made:
+        lazy_benchmarks: Iterator[LazyBenchmark] = bench.benchmarks(model, env, query_len)
+        for op, create in lazy_benchmarks:
             if not only or op.name in only:
-                yield make()
+                yield create()
 
 
 @torch.inference_mode()
@@ -90,8 +97,11 @@ def measure_kernels(
     format: KVFormat | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[KernelLine]:
-    """A line per op, size, query length and number of rows; `only` names ops, none all. format: of
-    keys and values, or latents."""
+    """Yield a line per op, size, query length and number of rows.
+
+    only: names of ops, empty for all. format: format of the KV cache or of MLA latents. Raises
+    ConfigError for an unknown op.
+    """
     check_ops(only)
     load_backends()
     repeats = repeats or REPEATS[device]
@@ -135,42 +145,45 @@ def _line(
 
 
 def _chain(benchmark: OpBenchmark, rows: int, env: BenchEnv) -> list[Callable[[], object]]:
-    """Calls on rows and weights that differ, until they have walked through enough bytes."""
-    groups = max(benchmark.rows // rows, 1)
-    needed = -(-env.chain_bytes // benchmark.cost(rows).bytes)
-    most = min(max(groups, benchmark.variants), MAX_CALLS[env.device])
-    calls = max(min(needed, most), FEWEST_CALLS[env.device])
-    begins = [variant % groups * rows for variant in range(calls)]
-    return [benchmark.call(begin, begin + rows, variant) for variant, begin in enumerate(begins)]
+    """Return calls on distinct rows and weights that together read more than the L2 cache."""
+    num_groups = max(benchmark.rows // rows, 1)
+    num_needed = -(-env.chain_bytes // benchmark.cost(rows).bytes)
+    max_distinct = min(max(num_groups, benchmark.variants), MAX_CALLS[env.device])
+    num_calls = max(min(num_needed, max_distinct), FEWEST_CALLS[env.device])
+    starts = [variant % num_groups * rows for variant in range(num_calls)]
+    return [benchmark.call(start, start + rows, variant) for variant, start in enumerate(starts)]
 
 
 def compare_rows(
-    benchmark: OpBenchmark, counts: Sequence[int], most: int
+    benchmark: OpBenchmark, counts: Sequence[int], max_rows: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(row counts compared, those whose bits differ) against the same rows in a batch of `most`.
+    """Compare the bits of small batches with those of the same rows in a batch of `max_rows`.
 
-    Each count is tried at the front and at the back of the batch.
+    Each count is tried with the first and with the last rows. Returns (row counts that were
+    compared, those whose bits differ).
     """
-    whole = _results(benchmark, 0, most)
-    compared = tuple(count for count in counts if count < most)
+    expected_results = _results(benchmark, 0, max_rows)
+    compared = tuple(count for count in counts if count < max_rows)
     differing = []
     for count in compared:
-        for begin in (0, most - count):
-            found = _results(benchmark, begin, begin + count)
-            wanted = [part[begin : begin + count] for part in whole]
-            if not all(_same(a, b) for a, b in zip(found, wanted, strict=True)):
+        # A kernel may treat a row by its position in a tile, so both ends are tried.
+        for start in (0, max_rows - count):
+            actual = _results(benchmark, start, start + count)
+            expected = [part[start : start + count] for part in expected_results]
+            if not all(_same(a, b) for a, b in zip(actual, expected, strict=True)):
                 differing.append(count)
                 break
     return compared, tuple(differing)
 
 
-def _results(benchmark: OpBenchmark, begin: int, end: int) -> list[torch.Tensor]:
-    """What a call on these rows leaves, each part [rows, anything]."""
+def _results(benchmark: OpBenchmark, start: int, end: int) -> list[torch.Tensor]:
+    """Return copies of the outputs and updated caches of a call, each as [rows, elements]."""
+    # Ops that update a state must start from the same one.
     benchmark.reset()
-    parts = benchmark.outputs(begin, end, benchmark.call(begin, end, 0)())
-    return [part.reshape(end - begin, -1).clone() for part in parts]
+    tensors = benchmark.outputs(start, end, benchmark.call(start, end, 0)())
+    return [tensor.reshape(end - start, -1).clone() for tensor in tensors]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal element for element, NaN where NaN."""
+    """Return whether all elements are equal; NaN equals NaN."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

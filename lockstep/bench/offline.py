@@ -11,7 +11,9 @@ from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
 
 WARM_UPS = 3
+"""Default number of runs that do not count."""
 RUNS = 5
+"""Default number of measured runs."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,10 @@ class Figures:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same prompts without and with drafts. disagreement: index of the first prompt whose
-    tokens differ, or None."""
+    """Figures of the same prompts without and with drafts.
+
+    disagreement: index of the first prompt whose tokens differ, or None.
+    """
 
     plain: Figures
     drafted: Figures
@@ -64,7 +68,7 @@ def measure(
 ) -> tuple[Figures, list[RequestOutput]]:
     """Return the figures of `runs` runs after `warm_ups`, and the outputs of the last.
 
-    Disable prefix caching if every run shall compute its prompts.
+    Prefix caching should be off, or only the first run computes the prompts.
     """
     walls: list[float] = []
     timed: list[list[RequestOutput]] = []
@@ -90,41 +94,47 @@ def compare(
 
     Sampled params need a seed, or the outputs are not comparable.
     """
-    without, answers = measure(plain, prompts, params, warm_ups, runs)
-    with_drafts, outputs = measure(drafted, prompts, params, warm_ups, runs)
+    plain_figures, answers = measure(plain, prompts, params, warm_ups, runs)
+    drafted_figures, outputs = measure(drafted, prompts, params, warm_ups, runs)
     pairs = zip(answers, outputs, strict=True)
     differ = [a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in pairs]
-    return Comparison(without, with_drafts, differ.index(True) if any(differ) else None), outputs
+    return Comparison(
+        plain_figures, drafted_figures, differ.index(True) if any(differ) else None
+    ), outputs
 
 
 def _figures(timed: list[list[RequestOutput]], walls: list[float]) -> Figures:
     tokens = _tokens(timed[0])
-    wall = [_tokens(outputs) / seconds for outputs, seconds in zip(timed, walls, strict=True)]
-    spans = [_decode_seconds(outputs) for outputs in timed]
-    decode = [
-        (_tokens(outputs) - len(outputs)) / span if span else 0.0
-        for outputs, span in zip(timed, spans, strict=True)
+    wall_speeds = [
+        _tokens(outputs) / seconds for outputs, seconds in zip(timed, walls, strict=True)
     ]
-    every = [output.metrics for outputs in timed for output in outputs]
-    steps = sum(m.num_steps for m in every)
-    drafted = sum(m.num_draft_tokens for m in every)
-    accepted = sum(m.num_accepted_tokens for m in every)
-    longest = [max(o.metrics.num_steps for o in outputs) for outputs in timed]
-    first = [(m.first_token_time or m.arrival_time) - m.arrival_time for m in every]
+    decode_seconds = [_decode_seconds(outputs) for outputs in timed]
+    decode_speeds = [
+        (_tokens(outputs) - len(outputs)) / span if span else 0.0
+        for outputs, span in zip(timed, decode_seconds, strict=True)
+    ]
+    metrics = [output.metrics for outputs in timed for output in outputs]
+    num_steps = sum(m.num_steps for m in metrics)
+    num_drafts = sum(m.num_draft_tokens for m in metrics)
+    num_accepted = sum(m.num_accepted_tokens for m in metrics)
+    longest_steps = [max(o.metrics.num_steps for o in outputs) for outputs in timed]
+    ttfts = [(m.first_token_time or m.arrival_time) - m.arrival_time for m in metrics]
     return Figures(
         requests=len(timed[0]),
         prompt_tokens=sum(len(o.prompt_token_ids) for o in timed[0]),
         tokens=tokens,
-        wall_tokens_per_s=statistics.mean(wall),
-        wall_deviation=_deviation(wall),
-        wall_cv=_deviation(wall) / statistics.mean(wall),
-        decode_tokens_per_s=statistics.mean(decode),
-        decode_deviation=_deviation(decode),
-        decode_cv=_deviation(decode) / statistics.mean(decode) if any(decode) else 0.0,
-        ms_per_step=1000 * sum(spans) / max(1, sum(longest)),
-        ttft_ms=1000 * statistics.mean(first),
-        acceptance_length=1 + accepted / steps if steps else 1.0,
-        acceptance_rate=accepted / drafted if drafted else 0.0,
+        wall_tokens_per_s=statistics.mean(wall_speeds),
+        wall_deviation=_deviation(wall_speeds),
+        wall_cv=_deviation(wall_speeds) / statistics.mean(wall_speeds),
+        decode_tokens_per_s=statistics.mean(decode_speeds),
+        decode_deviation=_deviation(decode_speeds),
+        decode_cv=_deviation(decode_speeds) / statistics.mean(decode_speeds)
+        if any(decode_speeds)
+        else 0.0,
+        ms_per_step=1000 * sum(decode_seconds) / max(1, sum(longest_steps)),
+        ttft_ms=1000 * statistics.mean(ttfts),
+        acceptance_length=1 + num_accepted / num_steps if num_steps else 1.0,
+        acceptance_rate=num_accepted / num_drafts if num_drafts else 0.0,
         runs=len(timed),
     )
 

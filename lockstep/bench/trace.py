@@ -1,9 +1,8 @@
-"""The timeline of a few steps with the names of layers in it, and the time by layer.
+"""Profiler trace of a few steps with the names of layers, and the time by layer.
 
-Nothing in a step changes: names come from hooks on the model's modules and from wrappers around the
-stages of the program, put on for the trace and taken off after it. Where steps are captured, the
-trace begins with some as they run, whose kernels have no layers; then come as many of the same
-program, uncaptured and named.
+Names come from hooks on the model's modules and from wrappers around the stages of the program,
+which are removed after the trace. If steps are captured in CUDA graphs, the trace begins with graph
+replays, whose kernels belong to no layer; as many uncaptured, named steps follow.
 """
 
 import json
@@ -33,13 +32,16 @@ WARM_STEPS = 3
 STEP = "step"
 CAPTURED = "captured step"
 PREFIX = "lockstep."
-"""In front of the names in the trace, to tell them from torch's own."""
+"""Prefix of the names in the trace, which distinguishes them from those of torch."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """The time of all places of one name. host_us: on the CPU, less what is named inside of it;
-    device_us: of the kernels launched there (0 on a CPU); calls and times are per step."""
+class LayerTime:
+    """Time of all layers of one name, per step.
+
+    host_us: CPU time without that of named inner ranges. device_us: time of the kernels launched
+    there, 0 on a CPU. kernels: number of kernels.
+    """
 
     name: str
     calls: float
@@ -50,11 +52,11 @@ class Line:
 
 def trace_steps(
     llm: LLM, prompts: list[dict[str, Any]], temperature: float, path: Path, steps: int = 5
-) -> list[Line]:
-    """Writes a Chrome trace of `steps` generated steps to `path`; returns the time by name.
+) -> list[LayerTime]:
+    """Write a Chrome trace of `steps` decode steps to `path`, and return the time by name.
 
-    The prompts are computed first, outside of the trace. Steps that replay a graph count as
-    CAPTURED. Raises ConfigError where only pieces are captured, or the path is no file's.
+    The prompts are processed before the trace begins. Steps that replay a graph have the name
+    CAPTURED. Raises ConfigError for the piecewise graph mode or a path that cannot be written.
     """
     engine = llm.engine
     if engine.plan.graph_mode == "piecewise":
@@ -63,40 +65,44 @@ def trace_steps(
             "the layers inside of a piece have no names. Choose one of them."
         )
     check_writable("trace", path)
-    requests = _start(llm, prompts, temperature, 2 * steps)
+    requests = _start_requests(llm, prompts, temperature, 2 * steps)
     on_gpu = engine.plan.device == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with profile(activities=activities) as profiler:
         if engine.plan.graph_mode != "none":
-            _run(llm, CAPTURED, steps)
+            _run_steps(llm, CAPTURED, steps)
         with _named(llm):
-            _run(llm, STEP, steps)
+            _run_steps(llm, STEP, steps)
     for request in requests:
         engine.abort(request.id)
     while engine.has_work():
         engine.step()
     profiler.export_chrome_trace(str(path))
-    return table_of(json.loads(path.read_text())["traceEvents"], steps)
+    return layer_times(json.loads(path.read_text())["traceEvents"], steps)
 
 
-def _run(llm: LLM, name: str, steps: int) -> None:
-    """Steps under a name, and the end of their device work."""
+def _run_steps(llm: LLM, name: str, steps: int) -> None:
+    """Run steps in named ranges, and wait for their device work."""
     for _ in range(steps):
         with record_function(PREFIX + name):
             llm.engine.step()
+    # Kernels that still run when the profile ends would be cut off.
     if llm.engine.plan.device == "cuda":
         torch.cuda.synchronize()
 
 
-def _start(
+def _start_requests(
     llm: LLM, prompts: list[dict[str, Any]], temperature: float, steps: int
 ) -> list[Request]:
-    """Brings every request to its first token, and WARM_STEPS further; long answers are asked."""
+    """Run every prompt to its first token and WARM_STEPS further steps; return the requests."""
     engine = llm.engine
-    most = (steps + WARM_STEPS + engine.plan.steps_in_flight + 1) * engine.plan.query_len
-    most += sum(-(-len(p["prompt_token_ids"]) // GRID) for p in prompts) * engine.plan.query_len
+    # Enough tokens for all steps, including those while other prompts are still processed.
+    max_tokens = (steps + WARM_STEPS + engine.plan.steps_in_flight + 1) * engine.plan.query_len
+    max_tokens += (
+        sum(-(-len(p["prompt_token_ids"]) // GRID) for p in prompts) * engine.plan.query_len
+    )
     params = SamplingParams(
-        temperature=temperature, max_tokens=most, ignore_eos=True, seed=0, detokenize=False
+        temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0, detokenize=False
     )
     requests = [
         request
@@ -114,8 +120,7 @@ def _start(
 
 @contextmanager
 def _named(llm: LLM) -> Iterator[None]:
-    """The uncaptured program, with names on its stages, on every layer of target and draft module,
-    and on their ops."""
+    """Run the uncaptured program in the context, with named stages, layers and ops."""
     runner: Any = worker_of(llm.engine)
     program = runner.program
     stages = (
@@ -126,50 +131,52 @@ def _named(llm: LLM) -> Iterator[None]:
         (program.model, "logits", "logits"),
     )
     context = getattr(program.drafter, "context", None)
-    named: set[nn.Module] = set()
-    replaced = runner.run_step
+    hooked_modules: set[nn.Module] = set()
+    run_step = runner.run_step
     runner.run_step = runner.uncaptured
     with ExitStack() as stack:
-        stack.callback(setattr, runner, "run_step", replaced)
+        stack.callback(setattr, runner, "run_step", run_step)
         for owner, method, name in stages:
             stack.enter_context(_wrapped(owner, method, name))
         for prefix, root in (("", program.model), ("draft.", getattr(context, "module", None))):
             for name, module in root.named_modules() if root is not None else ():
-                if name and module not in named:
+                if name and module not in hooked_modules:
                     stack.enter_context(_hooked(module, prefix + name))
-                    named.add(module)
+                    hooked_modules.add(module)
         yield
 
 
 @contextmanager
-def _wrapped(owner: Any, name: str, shown: str) -> Iterator[None]:
-    """The owner's method or function `name` shown in the trace, until the end."""
+def _wrapped(owner: Any, name: str, label: str) -> Iterator[None]:
+    """Wrap the owner's method or function `name` in a named range in the context."""
     inner: Callable[..., Any] = getattr(owner, name)
-    own = vars(owner).get(name)
+    original = vars(owner).get(name)
 
     def run(*arguments: Any, **options: Any) -> Any:
-        with record_function(PREFIX + shown):
+        with record_function(PREFIX + label):
             return inner(*arguments, **options)
 
     object.__setattr__(owner, name, run)
     try:
         yield
     finally:
-        if own is None:
+        if original is None:
             object.__delattr__(owner, name)
         else:
-            object.__setattr__(owner, name, own)
+            object.__setattr__(owner, name, original)
 
 
 @contextmanager
 def _hooked(module: nn.Module, name: str) -> Iterator[None]:
-    """The module's calls shown under its name, and those of its ops: under their own where there
-    are layers below, else under the module's, which may be called past its forward."""
-    shown = f"{name}:{type(module).__name__}" if is_cached(module) else name
+    """Wrap a module's calls and its ops in named ranges in the context.
+
+    An op has a name of its own if the module has submodules, else the name of the module.
+    """
+    label = f"{name}:{type(module).__name__}" if is_cached(module) else name
     open_ranges: list[Any] = []
 
     def enter(module: nn.Module, arguments: Any) -> None:
-        open_ranges.append(record_function(PREFIX + shown))
+        open_ranges.append(record_function(PREFIX + label))
         open_ranges[-1].__enter__()
 
     def leave(module: nn.Module, arguments: Any, result: Any) -> None:
@@ -184,30 +191,32 @@ def _hooked(module: nn.Module, name: str) -> Iterator[None]:
             stack.callback(handle.remove)
         for op in ops:
             has_layers = any(True for _ in module.children())
-            stack.enter_context(_wrapped(module, op, f"{shown}.{op}" if has_layers else shown))
+            stack.enter_context(_wrapped(module, op, f"{label}.{op}" if has_layers else label))
         yield
 
 
-def table_of(events: list[dict[str, Any]], steps: int) -> list[Line]:
-    """The time by name in a Chrome trace, longest first: layers of one kind count as one.
+def layer_times(events: list[dict[str, Any]], steps: int) -> list[LayerTime]:
+    """Return the time by name in a Chrome trace, longest first; layers of a kind are one line.
 
-    A kernel belongs to the innermost name around its launch on the host. Where it starts before
-    the one in front ends, and waits, its time counts from that end: all times add up.
+    A kernel belongs to the innermost named range around its launch on the host. If it starts before
+    the previous kernel ends, its time counts from that end, so that all times add up.
     """
     ranges = [e for e in events if str(e.get("name", "")).startswith(PREFIX) and _on_host(e)]
     launches = [e for e in events if _is_launch(e)]
     kernels = _device_times(events)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
     for thread in {(e["pid"], e["tid"]) for e in ranges}:
-        mine = [e for e in ranges + launches if (e["pid"], e["tid"]) == thread]
-        for name, *numbers in _exclusive(mine, kernels):
-            sums[name] = [a + b for a, b in zip(sums[name], numbers, strict=True)]
-    lines = [Line(name, *(number / steps for number in found)) for name, found in sums.items()]
+        thread_events = [e for e in ranges + launches if (e["pid"], e["tid"]) == thread]
+        for name, *values in _exclusive(thread_events, kernels):
+            sums[name] = [a + b for a, b in zip(sums[name], values, strict=True)]
+    lines = [
+        LayerTime(name, *(number / steps for number in values)) for name, values in sums.items()
+    ]
     return sorted(lines, key=lambda line: (-line.device_us, -line.host_us))
 
 
 def _device_times(events: list[dict[str, Any]]) -> dict[int, list[float]]:
-    """Correlation with a launch -> us of each kernel, copy or fill that it started."""
+    """Return, by correlation id of a launch, the us of each kernel, copy or fill it started."""
     work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     times: dict[int, list[float]] = defaultdict(list)
     latest = 0.0
@@ -223,31 +232,33 @@ def _on_host(event: dict[str, Any]) -> bool:
 
 
 def _is_launch(event: dict[str, Any]) -> bool:
-    named = "dur" in event and "correlation" in event.get("args", {})
-    return named and event.get("cat") in ("cuda_runtime", "cuda_driver")
+    has_correlation = "dur" in event and "correlation" in event.get("args", {})
+    return has_correlation and event.get("cat") in ("cuda_runtime", "cuda_driver")
 
 
 def _exclusive(
     events: list[dict[str, Any]], kernels: dict[int, list[float]]
 ) -> Iterator[tuple[str, float, float, float, float]]:
-    """(name, calls, host us, device us, kernels) of the names and launches that nest on one
-    thread, piece by piece. kernels: correlation -> us of each kernel that a launch started."""
-    inside: list[dict[str, Any]] = []
+    """Yield (name, calls, host us, device us, kernels) contributions of one thread's events.
+
+    events: nested named ranges and launches. kernels: us of each started kernel by correlation id.
+    """
+    open_events: list[dict[str, Any]] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-        while inside and event["ts"] >= inside[-1]["ts"] + inside[-1]["dur"]:
-            inside.pop()
-        around = _kind(inside[-1]["name"]) if inside else None
+        while open_events and event["ts"] >= open_events[-1]["ts"] + open_events[-1]["dur"]:
+            open_events.pop()
+        parent = _layer_group(open_events[-1]["name"]) if open_events else None
         if _on_host(event):
-            kind = _kind(event["name"])
-            yield kind, float(kind != around), float(event["dur"]), 0.0, 0.0
-            if around:
-                yield around, 0.0, -float(event["dur"]), 0.0, 0.0
-            inside.append(event)
-        elif around:
+            group = _layer_group(event["name"])
+            yield group, float(group != parent), float(event["dur"]), 0.0, 0.0
+            if parent:
+                yield parent, 0.0, -float(event["dur"]), 0.0, 0.0
+            open_events.append(event)
+        elif parent:
             durations = kernels.get(event["args"]["correlation"], [])
-            yield around, 0.0, 0.0, sum(durations), float(len(durations))
+            yield parent, 0.0, 0.0, sum(durations), float(len(durations))
 
 
-def _kind(name: str) -> str:
-    """blocks.7.mlp.down -> blocks.*.mlp.down"""
+def _layer_group(name: str) -> str:
+    """Replace layer numbers: blocks.7.mlp.down becomes blocks.*.mlp.down."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix(PREFIX))

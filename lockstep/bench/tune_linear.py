@@ -1,6 +1,6 @@
-"""Makes the committed table of linear's tiles: every candidate timed at every weight of the models.
+"""Tuner of linear's tiles: time every candidate at every weight shape of the models.
 
-A tile decides the speed and nothing else, so a table may be made again on any machine at any time.
+Tiles affect only the speed, never the result, so a table can be tuned again on any machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,10 @@ def tune_linears(
     path: Path,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> dict[str, dict[int, float]]:
-    """Times all tiles and writes the best to `path`, over what stands there or in the committed
-    table; key -> first tokens of a bucket -> us of its best tile.
+    """Time all tiles, and write the best to `path` over the entries of the committed table.
 
-    The file is written after every weight, so what is measured stays where the rest is cut off.
-    Raises ConfigError without a CUDA device.
+    Returns the time in us of the best tile by table key and by the first number of tokens of a
+    bucket. Raises ConfigError without a CUDA device.
     """
     if not torch.cuda.is_available():
         raise ConfigError("tune needs a CUDA device, and none is visible to torch; leave it out.")
@@ -47,5 +46,6 @@ def tune_linears(
             seconds, tile = tuning.tune(run, tokens, weights, choose_split_k(n, k, "cuda"))[0]
             table[key][first] = tile
             times[key][first] = 1e6 * seconds
+        # After each shape, so that an interrupted run keeps its measurements.
         tuning.save_table(table, path)
     return times

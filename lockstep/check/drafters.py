@@ -29,14 +29,14 @@ def unequal_draft_counts(drafter: str) -> str:
 class WatchedDrafter:
     """Wrapper of a drafter that checks its contract: rows have no drafts when it is called.
 
-    The check waits for the device, so it is only for eager engines, and off unless `seen` is a
-    Counter. Steps whose rows get different numbers of drafts are counted there.
+    The check waits for the device, so it is only for eager engines, and off while `events` is None.
+    Steps whose rows get different numbers of drafts are counted in `events`.
     """
 
     def __init__(self, context: DraftContext, inner: Drafter) -> None:
         self.context = context
         self.inner = inner
-        self.seen: Counter[str] | None = None
+        self.events: Counter[str] | None = None
 
     @property
     def name(self) -> str:
@@ -51,16 +51,17 @@ class WatchedDrafter:
         verdict: Verdict,
     ) -> None:
         """Propose as the inner drafter. Raises InvariantError if a row already has drafts."""
-        if self.seen is None:
+        if self.events is None:
             self.inner.propose(step, hidden, aux_hidden_states, verdict)
             return
         drafts = self.context.drafts
+        # Row 0 is the null row: padding of a bucket, which no request reads.
         rows = step.row_ids[step.row_ids > 0]
         if bool((drafts[rows] >= 0).any()):
             raise InvariantError("a step left drafts in its rows")
         self.inner.propose(step, hidden, aux_hidden_states, verdict)
         counts = (drafts[rows] >= 0).sum(1)
-        self.seen[unequal_draft_counts(self.name)] += int((counts != counts[:1]).any())
+        self.events[unequal_draft_counts(self.name)] += int((counts != counts[:1]).any())
 
 
 def create_watched(context: DraftContext) -> WatchedDrafter:
@@ -79,9 +80,9 @@ def hooks_of(drafter: str, changing: bool, preempt_every: int = 0) -> CheckHooks
     changing: the number of drafts varies per step. preempt_every: steps between forced preemptions,
     0 for none.
     """
-    make = create_oracle if drafter == NAME else create_watched
+    make_drafter = create_oracle if drafter == NAME else create_watched
     return CheckHooks(
-        drafter=None if drafter == NONE else make,
+        drafter=None if drafter == NONE else make_drafter,
         draft_policy=RandomDraftLength if changing else None,
         preempt_every=preempt_every,
     )
@@ -92,11 +93,12 @@ def speculative_config(
 ) -> dict[str, Any] | None:
     """Return the speculative_config of a drafter, None without drafts.
 
-    count: maximum drafts per step; changing: whether steps may have fewer; lookup: length of the
-    shortest text that a drafter looks up, 1 for more drafts and more wrong ones than by default.
+    count: maximum drafts per step. changing: whether steps may have fewer. lookup: minimum match
+    length of a lookup drafter.
     """
     if not count:
         return None
+    # The oracle drafter has no configuration of its own: hooks_of puts it in the place of this one.
     method = PLACEHOLDER_METHOD if drafter == NAME else drafter
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": count}
     config["adaptive"] = changing
@@ -123,6 +125,7 @@ def settings_with(engine_settings: dict[str, Any], shared: dict[str, Any]) -> di
     requested = requested_drafter(shared) or {}
     drafting = engine_settings["speculative_config"]
     if drafting and drafting["method"] == requested.get("method"):
+        # The setup decides K; the user's other keys, such as a folder, stay.
         drafting = {**requested, **drafting}
     return {**engine_settings, **shared, "speculative_config": drafting}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.cache.cache import CacheConfig
 from lockstep.check.drafters import WatchedDrafter, settings_with
-from lockstep.check.judges.answers import Answer, Mismatch, as_bits, took_place
+from lockstep.check.judges.answers import Answer, Mismatch, count_events, exact_logprobs
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.matrix.cases import Batch, Case
 from lockstep.check.matrix.setups import PLAIN, Setup
@@ -55,15 +55,15 @@ class Completion:
         """Return the output. digests: digests of the logits of its tokens."""
         done = self.text.output
         request = self.request
-        has_prompt_bits = request.params.prompt_logprobs is not None and bool(done.token_ids)
+        has_prompt_logprobs = request.params.prompt_logprobs is not None and bool(done.token_ids)
         return Answer(
             tuple(done.token_ids),
-            as_bits(done.logprobs),
+            exact_logprobs(done.logprobs),
             request.metrics,
             tuple(digests[: len(done.token_ids)]),
             (done.finish_reason, done.stop_reason),
             done.text,
-            as_bits(request.prompt_logprobs) if has_prompt_bits else (),
+            exact_logprobs(request.prompt_logprobs) if has_prompt_logprobs else (),
         )
 
 
@@ -77,11 +77,11 @@ class CheckEngine:
     @property
     def drafter(self) -> WatchedDrafter | None:
         """Return the wrapped drafter, or None without drafter or hooks."""
-        found = worker_of(self.engine).program.drafter
-        return found if isinstance(found, WatchedDrafter) else None
+        drafter = worker_of(self.engine).program.drafter
+        return drafter if isinstance(drafter, WatchedDrafter) else None
 
     @property
-    def graphs(self) -> tuple[str, ...]:
+    def graph_modes(self) -> tuple[str, ...]:
         """Return the graph modes of this device, the default first."""
         return GRAPH_MODES if self.engine.plan.device == "cuda" else ("none",)
 
@@ -96,8 +96,8 @@ class CheckEngine:
     ) -> list[Completion]:
         """Create the n completions of a request without running them; `name` prefixes their ids."""
         processor = self.llm.processor
-        given = {"prompt_token_ids": list(prompt)}
-        requests = processor.requests(name, given, params, priority)
+        tokens_prompt = {"prompt_token_ids": list(prompt)}
+        requests = processor.requests(name, tokens_prompt, params, priority)
         return [Completion(r, processor.completion(r, i)) for i, r in enumerate(requests)]
 
     def serve(self, completions: Sequence[Completion]) -> None:
@@ -105,6 +105,7 @@ class CheckEngine:
         by_id = {completion.request.id: completion for completion in completions}
 
         def update(request: Request) -> None:
+            # The engine does not see the text, so a stop string there ends the request from here.
             if by_id[request.id].take():
                 self.engine.abort(request.id)
 
@@ -122,8 +123,11 @@ class CheckEngine:
             return [completion.answer() for completion in completions]
         with self.observed(digests):
             self.serve(completions)
-        found = digests.by_request()
-        return [each.answer(found.get(each.request.id, ())) for each in completions]
+        digests_by_id = digests.by_request()
+        return [
+            completion.answer(digests_by_id.get(completion.request.id, ()))
+            for completion in completions
+        ]
 
     def cache(self, prompts: Sequence[Sequence[int]]) -> None:
         """Cache prompts by generating one token after each, all together."""
@@ -135,26 +139,28 @@ class CheckEngine:
             ]
         )
 
-    def renew(
+    def reset(
         self,
         cache: CacheConfig | None = None,
         scheduler: type[Scheduler] = Scheduler,
-        **changed: Any,
+        **overrides: Any,
     ) -> None:
-        """Ends every request, and gives the engine another scheduler with an empty cache.
+        """End every request, and install a new scheduler with an empty cache.
 
-        cache: other sizes than the engine's own; changed: arguments of the scheduler that are.
+        cache: sizes of the cache, None for the current ones. overrides: arguments of the scheduler
+        that differ from the current one's.
         """
         engine = self.engine
         old = engine.scheduler
         engine.clear()
-        kept = {
+        options = {
             "draft_policy": old.draft_policy,
             "policy": old.policy,
             "preempt_every": old.preempt_every,
         }
+        # The prefix cache belongs to the scheduler: a new one is the way to an empty cache.
         engine.scheduler = make_scheduler(
-            engine.plan, cache or old.cache.config, scheduler, **{**kept, **changed}
+            engine.plan, cache or old.cache.config, scheduler, **{**options, **overrides}
         )
 
     @contextmanager
@@ -183,8 +189,8 @@ def build_plain(model: str | None, settings: dict[str, Any]) -> CheckEngine:
 class Comparison:
     """Comparison of batches with plain outputs.
 
-    expected: plain outputs by case name. difference: function that compares two outputs. compared:
-    number of compared outputs.
+    expected: plain outputs by case name. difference: function that returns the first difference of
+    two outputs. compared: number of compared outputs.
     """
 
     expected: dict[str, Answer]
@@ -197,10 +203,11 @@ class Comparison:
     ) -> list[Answer]:
         """Run a batch, and add failures and event counters to the report."""
         answers = engine.answers(batch.cases, digests)
-        self.report.count(took_place(answers))
+        self.report.count(count_events(answers))
         for case, answer in zip(batch.cases, answers, strict=True):
-            found = self.difference(answer, self.expected[case.name])
-            if found is not None:
-                self.report.fail(setup, batch.name, found[1], case.name, case.sampling, found[0])
+            mismatch = self.difference(answer, self.expected[case.name])
+            if mismatch is not None:
+                position, what = mismatch
+                self.report.fail(setup, batch.name, what, case.name, case.sampling, position)
             self.compared += 1
         return answers

@@ -1,7 +1,7 @@
-"""Oracle drafter: propose the lengths answer, wrong at every fifth position and silent at some.
+"""Oracle drafter: propose stored outputs, with a wrong draft at every fifth position.
 
-Whatever the weights, every number of drafts is accepted at some step. CheckHooks.drafter puts it in
-the positions of the drafter that speculative_config names, which says K.
+Whatever the weights, every number of drafts is accepted at some step. CheckHooks.drafter replaces
+the drafter that speculative_config names with this one; K comes from the speculative_config.
 """
 
 import torch
@@ -51,16 +51,18 @@ class OracleDrafter:
         verdict: Verdict,
     ) -> None:
         """Write the step's number of drafts for each row that is a prefix of a text, else -1."""
-        c = self.context
+        context = self.context
         rows = step.row_ids
         count = step.shape.next_drafts
-        tokens = c.tokens[rows]
-        lengths = c.computed[rows].long() + 1
+        tokens = context.tokens[rows]
+        lengths = context.computed[rows].long() + 1
+        # Columns beyond a row's length match any text, so a row is compared as a prefix.
         unseen = self.columns >= lengths[:, None]
         matches = ((tokens[:, None] == self.texts) | unseen[:, None]).all(-1)
         positions = lengths[:, None] + self.offsets[:count]
         text = self.texts[matches.int().argmax(1)]
         targets = text.gather(1, positions.clamp_max(text.shape[1] - 1))
         valid = matches.any(1, keepdim=True) & (targets >= 0) & (lengths[:, None] % NONE_EVERY > 0)
+        # abs: token 0 becomes the valid wrong token 1 instead of -1, which means no draft.
         drafts = torch.where(positions % WRONG_EVERY == 0, (targets - 1).abs(), targets)
-        c.drafts[rows, :count] = torch.where(valid, drafts, -1)
+        context.drafts[rows, :count] = torch.where(valid, drafts, -1)

@@ -9,24 +9,21 @@ from lockstep.check.judges.distributions import run_sampling
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.judges.transformers_logits import run_oracle
 from lockstep.check.matrix.setups import SIZES
-from lockstep.check.matrix.tokens import run_matrix, turns
-from lockstep.check.report.exercised import Exercised
+from lockstep.check.matrix.tokens import run_matrix, shard_engines
+from lockstep.check.report.coverage import Coverage
+from lockstep.check.report.progress import Progress, no_progress
 from lockstep.check.report.report import Report, running
-from lockstep.check.scenarios.examiner import Effort, Examiner, Progress, replay, run_scenarios
+from lockstep.check.scenarios.examiner import Effort, Examiner, replay, run_scenarios
 from lockstep.check.scenarios.generator import ScenarioGenerator
 from lockstep.check.scenarios.scenario import Kind, Scenario
 from lockstep.errors import ConfigError, choice_error
 from lockstep.worker.executor import executor_of
 
 
-def _silent(what: str, done: int, of: int) -> None:
-    """Show no progress."""
-
-
 def run_check(
     size: str = "default",
     model: str | None = None,
-    progress: Progress = _silent,
+    progress: Progress = no_progress,
     seed: int = 0,
     effort: Effort | None = None,
     oracle: bool = False,
@@ -43,7 +40,7 @@ def run_check(
     if size not in SIZES:
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
     effort = effort or Effort(SIZES[size].scenarios)
-    report = Report(size, seed=seed, used=Exercised(), shard=effort.shard)
+    report = Report(size, seed=seed, coverage=Coverage(), shard=effort.shard)
     with running(report):
         for section in _sections(report, model, settings, progress, effort, oracle):
             section()
@@ -61,26 +58,28 @@ def _sections(
     effort: Effort,
     oracle: bool,
 ) -> list[Callable[[], object]]:
-    """Return the sections of a check in order; all share one plain engine."""
+    """Return the sections of a check in the order of their runs; all share one plain engine."""
     plain = build_plain(model, settings)
     report.numerics = plain.engine.numerics
     drafters, report.skipped = drafters_of(
         executor_of(plain.engine).checkpoint, requested_drafter(settings)
     )
     size = SIZES[report.size]
-    engines = turns(report.size, drafters, plain.graphs, effort.shard)
+    engines = shard_engines(report.size, drafters, plain.graph_modes, effort.shard)
     report.num_scenarios = effort.num_scenarios
     report.num_matrix_cases = len(engines) * size.answers
     runs = PlainRuns(plain)
-    drawer = ScenarioGenerator(runs, report.seed, drafters, plain.graphs)
+    generator = ScenarioGenerator(runs, report.seed, drafters, plain.graph_modes)
     examiner = _examiner(runs, model, settings, report)
     sections: list[Callable[[], object]] = [
-        lambda: run_scenarios(drawer, examiner, effort, report, progress),
+        lambda: run_scenarios(generator, examiner, effort, report, progress),
         lambda: run_matrix(plain, engines, report, model, settings, progress, effort),
     ]
+    # The tests of distributions are statistics over all seeds, so no shard can take a part of them.
     if effort.shard.index == 1:
         sections.insert(
-            0, lambda: run_sampling(runs, examiner.build, size.draws, report, effort.fail_fast)
+            0,
+            lambda: run_sampling(runs, examiner.build, size.num_samples, report, effort.fail_fast),
         )
         if oracle:
             sections.insert(0, lambda: run_oracle(plain, report))
@@ -102,8 +101,8 @@ def _examiner(
 ) -> Examiner:
     def build_kind(kind: Kind) -> CheckEngine:
         engine = build(model, settings_with(kind.settings(), settings), kind.hooks())
-        if report.used is not None:
-            report.used.engine(engine.engine, kind.drafter)
+        if report.coverage is not None:
+            report.coverage.engine(engine.engine, kind.drafter)
         return engine
 
     return Examiner(runs, build_kind)

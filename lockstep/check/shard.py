@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from lockstep.errors import ConfigError
 
-MOST_SHARDS = 1024
+MAX_SHARDS = 1024
+"""Maximum number of shards."""
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,10 @@ class Shard:
     count: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.index <= self.count <= MOST_SHARDS:
+        if not 1 <= self.index <= self.count <= MAX_SHARDS:
             raise ConfigError(
                 f"shard={self} is not allowed; allowed: I/N with I from 1 to N, and N at most "
-                f"{MOST_SHARDS:,}. Give each process its own I, such as 1/4 to 4/4."
+                f"{MAX_SHARDS:,}. Give each process its own I, such as 1/4 to 4/4."
             )
 
     def __str__(self) -> str:
@@ -30,6 +31,7 @@ class Shard:
     def read(cls, text: str) -> "Shard":
         """Return the shard that a text such as 2/4 names. Raises ConfigError."""
         (index, _, count) = text.partition("/")
+        # The length is bounded first: int() takes quadratic time for long numbers.
         if not (index.isdecimal() and count.isdecimal() and len(text) < 16):
             raise ConfigError(
                 f"shard={text!r} is not allowed; allowed: I/N, two whole numbers, such as 2/4."
@@ -38,19 +40,17 @@ class Shard:
 
     def has(self, number: int) -> bool:
         """Return whether this shard includes the case of this number, from 0."""
-        (turn, place) = divmod(number, self.count)
-        return _dealt(turn, self.count)[place] == self.index
+        (cycle, position) = divmod(number, self.count)
+        return _shuffled_shards(cycle, self.count)[position] == self.index
 
 
 @lru_cache(maxsize=1024)
-def _dealt(turn: int, count: int) -> tuple[int, ...]:
-    """Return a shuffled assignment of `count` consecutive cases to shards.
-
-    Cases repeat a cycle of drafters, phases and graphs. Without shuffling, a shard could get the
-    same drafter each time, and never one that drafts.
-    """
+def _shuffled_shards(cycle: int, count: int) -> tuple[int, ...]:
+    """Return a shuffled assignment of `count` consecutive cases to shards."""
+    # Cases repeat a cycle of drafters, phases and graphs. Without shuffling, a shard whose count is
+    # a multiple of that cycle would get the same drafter each time, and never one that drafts.
     order = list(range(1, count + 1))
-    random.Random(f"shards {turn} of {count}").shuffle(order)
+    random.Random(f"shards {cycle} of {count}").shuffle(order)
     return tuple(order)
 
 

@@ -1,4 +1,4 @@
-"""The commands. Each is one file; engine settings become options in `options`."""
+"""Commands of lockstep, one file each; `options` turns engine settings into options."""
 
 from typing import Annotated
 
@@ -29,8 +29,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"lockstep {__version__}")
         raise typer.Exit
 

@@ -15,13 +15,14 @@ from lockstep.errors import ConfigError, RequestError, brief
 from lockstep.settings import read_named, why_unread
 from lockstep.text.settings import TextSettings
 
-ENDINGS = ("/exit", "/quit")
+EXIT_COMMANDS = ("/exit", "/quit")
 HELP = """\
 /new    start over, with the system message if there is one
 /help   show these lines
 /exit   end the chat; so does Ctrl-D
-Ctrl-C  end the answer, and keep what has come of it
-Arrow keys edit the line and bring earlier ones back."""
+Ctrl-C  end the answer, and keep the part that was generated
+Arrow keys edit the line and recall earlier ones."""
+"""Text of the command /help."""
 
 
 @engine_options
@@ -48,15 +49,15 @@ def chat(
 ) -> None:
     """Chat in the terminal, with a model or with a running server.
 
-    /help lists what may be typed besides messages. Ctrl-C ends an answer, /exit the chat. A tool
-    call asks you for the tool's result.
+    /help lists the commands of the chat. Ctrl-C ends an answer, /exit the chat. If the model calls
+    a tool, you are asked for its result.
     """
-    known = _read_tools(tools)
-    chosen = {"max_tokens": 1024, **sampling}
+    tool_definitions = _read_tools(tools)
+    params = {"max_tokens": 1024, **sampling}
     if url is not None:
         _refuse_settings(settings, text)
-        key = _key(api_key, api_key_file)
-        server = Server(url, key, settings["model"], chosen, known)
+        key = _api_key(api_key, api_key_file)
+        server = Server(url, key, settings["model"], params, tool_definitions)
         note(f"chatting with {server.model} at {server.url}; /help lists commands")
         converse(server, system)
         return
@@ -67,10 +68,10 @@ def chat(
         )
     llm = load(settings | text)
     note("/help lists commands")
-    converse(LocalModel(llm, llm.processor.default_params(**chosen), known), system)
+    converse(LocalModel(llm, llm.processor.default_params(**params), tool_definitions), system)
 
 
-def _key(key: str | None, path: str | None) -> str | None:
+def _api_key(key: str | None, path: str | None) -> str | None:
     """Return the server's key, from its option or the first line of its file."""
     from lockstep.cli.serve import read_keys
 
@@ -79,53 +80,55 @@ def _key(key: str | None, path: str | None) -> str | None:
 
 def _refuse_settings(settings: dict[str, Any], text: dict[str, Any]) -> None:
     """Raise ConfigError for options of a model that a running server has loaded already."""
-    usual = {one.name: one.default for one in fields(TextSettings)}
+    defaults = {field.name: field.default for field in fields(TextSettings)}
     changed = changed_settings(settings, ("model",))
-    changed += [name for name, value in text.items() if value != usual[name]]
+    changed += [name for name, value in text.items() if value != defaults[name]]
     if changed:
         flag = "--" + changed[0].replace("_", "-")
         raise ConfigError(
-            f"{flag} is not allowed with --url: the server has its own. Allowed: MODEL, --system, "
+            f"{flag} is not allowed with --url: the server decides it. Allowed: MODEL, --system, "
             f"--tools and sampling parameters. Leave {flag} out."
         )
 
 
-def converse(side: Conversation, system: str | None) -> None:
+def converse(conversation: Conversation, system: str | None) -> None:
     """Read messages and show answers, until /exit or the end of input."""
-    with suppress(ImportError):  # not everywhere; input() edits lines and keeps them with it
+    # With readline, input() edits lines and recalls earlier ones; some builds of Python have none.
+    with suppress(ImportError):
         import readline  # noqa: F401
-    start: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
-    while (line := _ask("> ")) is not None and line.strip() not in ENDINGS:
+    initial_messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = list(initial_messages)
+    while (line := _read_line("> ")) is not None and line.strip() not in EXIT_COMMANDS:
         if line.strip() == "/new":
-            messages = list(start)
+            messages = list(initial_messages)
         elif line.strip() == "/help":
             note(HELP)
         elif line.strip().startswith("/") and " " not in line.strip():
             note(f"{brief(line.strip())} is not a command. /help lists them.", "red")
         elif line.strip():
-            before = len(messages)
+            num_messages = len(messages)
             messages.append({"role": "user", "content": line})
             try:
-                take_turn(side, messages)
+                take_turn(conversation, messages)
             except EOFError:
                 return
             except RequestError as error:
-                del messages[before:]
+                del messages[num_messages:]
                 note(str(error), "red")
 
 
-def take_turn(side: Conversation, messages: list[Message]) -> None:
-    """Answer until no tool is called any more; the user types the tools' results.
+def take_turn(conversation: Conversation, messages: list[Message]) -> None:
+    """Answer until the model calls no tool; the user types the tools' results.
 
     Raises EOFError at the end of input.
     """
     while True:
         answer = Answer()
         try:
-            side.answer(messages, answer, print_text)
+            conversation.answer(messages, answer, print_text)
         except KeyboardInterrupt:
-            answer.notes = ["the answer was ended by Ctrl-C; what has come of it is kept"]
+            answer.notes = ["the answer was ended by Ctrl-C; the generated part is kept"]
+            # Without a finish reason, message() drops tool calls, which may be incomplete.
             answer.finish_reason = None
         print_text("\n")
         if answer.finish_reason == "length":
@@ -135,18 +138,18 @@ def take_turn(side: Conversation, messages: list[Message]) -> None:
         message = answer.message()
         messages.append(message)
         for call in message.get("tool_calls", []):
-            result = _ask(f"result of {call['function']['name']}> ")
+            result = _read_line(f"result of {call['function']['name']}> ")
             if result is None:
-                raise EOFError  # a model that calls tools again and again would never end
+                raise EOFError  # without a user, a model could call tools forever
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         if "tool_calls" not in message:
             return
 
 
-def _ask(sign: str) -> str | None:
-    """Return a line of the user's, "" after Ctrl-C, None at the end of input."""
+def _read_line(prompt: str) -> str | None:
+    """Read a line from the user: "" after Ctrl-C, None at the end of input."""
     try:
-        return input(sign)
+        return input(prompt)
     except EOFError:
         print_text("\n")
         return None
@@ -160,16 +163,16 @@ def _read_tools(path: Path | None) -> list[dict[str, Any]] | None:
     if path is None:
         return None
     try:
-        found = json.loads(read_named(path))
+        tools = json.loads(read_named(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--tools {brief(str(path))} cannot be read ({why_unread(error)}); name a JSON file."
         ) from None
-    if not isinstance(found, list) or not all(
-        isinstance(t, dict) and "function" in t for t in found
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and "function" in tool for tool in tools
     ):
         raise ConfigError(
-            f'--tools {path} holds no list of {{"type": "function", "function": ...}}; '
+            f'--tools {path} is no list of {{"type": "function", "function": ...}}; '
             "write the tools in OpenAI's form."
         )
-    return found
+    return tools

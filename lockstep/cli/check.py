@@ -36,7 +36,7 @@ SHARED = (
     "speculative_config",
 )
 """Settings that the user may choose; a check varies the others. The drafter of a
-speculative_config is checked in addition to those that the checkpoint allows by itself."""
+speculative_config is checked in addition to those that need no settings."""
 LEGEND = (
     "Cells: outputs equal to the plain run / outputs compared. Columns: prompt cache state; "
     "sampling: statistical tests of the sampler; scenario: random request schedules. oracle: "
@@ -44,7 +44,7 @@ LEGEND = (
 )
 ALL = "all"
 """Value of kv_cache_dtype that checks every format of the KV cache."""
-OWN = "auto"
+DEFAULT_FORMAT = "auto"
 """Format that is checked first; every model supports it."""
 
 
@@ -100,68 +100,73 @@ def check(
     _refuse_varied(settings)
     if page is not None:
         check_writable("report", page)
-    how = {
+    run_options = {
         "seed": seed,
         "seconds": seconds,
         "fail_fast": fail_fast,
         "oracle": oracle,
         "shard": shard,
     }
-    every = settings["kv_cache_dtype"] == ALL
+    all_formats = settings["kv_cache_dtype"] == ALL
     failed = False
     interrupted = False
     try:
         with sigterm_interrupts():
-            for kind, report in _reports(size, settings, how, logits, replay, json):
+            for kv_format, report in _reports(size, settings, run_options, logits, replay, json):
                 failed |= bool(report.failed)
                 interrupted = report.interrupted
                 _show(report, logits, json)
                 if page is not None:
-                    _write(page.with_stem(f"{page.stem}-{kind}") if every else page, report)
+                    _write(
+                        page.with_stem(f"{page.stem}-{kv_format}") if all_formats else page, report
+                    )
                 if interrupted or (failed and fail_fast):
                     break
     except KeyboardInterrupt:
         note("Stopped early, before a report could be made.")
         interrupted = True
-    raise typer.Exit(1 if failed else INTERRUPTED if interrupted else 0)
+    if failed:
+        raise typer.Exit(1)
+    raise typer.Exit(INTERRUPTED if interrupted else 0)
 
 
 def _reports(
     size: str,
     settings: dict[str, Any],
-    how: dict[str, Any],
+    run_options: dict[str, Any],
     logits: bool,
     replay: Path | None,
     quiet: bool,
 ) -> "Iterator[tuple[str, Report]]":
     """Yield each requested KV cache format with the report of its check.
 
-    Raises ConfigError where the model does not support the only requested format, or "auto".
+    Raises ConfigError if the model does not support the only requested format, or "auto".
     """
-    asked = settings["kv_cache_dtype"]
-    for kind in _kv_formats(asked):
-        chosen = settings | {"kv_cache_dtype": kind}
+    requested = settings["kv_cache_dtype"]
+    for kv_format in _kv_formats(requested):
+        format_settings = settings | {"kv_cache_dtype": kv_format}
         try:
-            report = _reported(size, chosen, how, logits, replay, quiet)
-        except ConfigError as refused:
-            if asked != ALL or kind == OWN:
+            report = _reported(size, format_settings, run_options, logits, replay, quiet)
+        except ConfigError as error:
+            # Among all formats an unsupported one is skipped, but every model has the default.
+            if requested != ALL or kv_format == DEFAULT_FORMAT:
                 raise
-            note(f"skipped: {refused}")
+            note(f"skipped: {error}")
             continue
-        yield kind, report
+        yield kv_format, report
 
 
-def _kv_formats(asked: str) -> tuple[str, ...]:
+def _kv_formats(requested: str) -> tuple[str, ...]:
     """Return the formats to check: the requested one, or all, the model's dtype first."""
     from lockstep.kernels.formats.kv.table import KV_FORMATS
 
-    if asked != ALL:
-        return (asked,)
-    return tuple(dict.fromkeys((OWN, *(format.name for format in KV_FORMATS.values()))))
+    if requested != ALL:
+        return (requested,)
+    return tuple(dict.fromkeys((DEFAULT_FORMAT, *(format.name for format in KV_FORMATS.values()))))
 
 
 def _write(path: Path, report: "Report") -> None:
-    """Write the HTML report. Raises ConfigError where the file cannot be written."""
+    """Write the HTML report. Raises ConfigError if the file cannot be written."""
     from lockstep.check.report.html_page import write_page
 
     try:
@@ -173,7 +178,7 @@ def _write(path: Path, report: "Report") -> None:
 
 
 def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str | None) -> str:
-    """Return the name of the size. Raises ConfigError where options exclude each other."""
+    """Return the name of the size. Raises ConfigError if options exclude each other."""
     if quick and full:
         raise ConfigError("--quick and --full exclude each other; choose one of them.")
     if replay and (quick or full or logits or shard is not None):
@@ -188,21 +193,21 @@ def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str
 def _reported(
     size: str,
     settings: dict[str, Any],
-    how: dict[str, Any],
+    run_options: dict[str, Any],
     logits: bool,
     replay: Path | None,
     quiet: bool,
 ) -> "Report":
-    """Run one check and return its report, also where it was interrupted."""
+    """Run one check and return its report, even if the check is interrupted."""
     from lockstep.check import Interrupted
 
     try:
         if quiet:
-            return _run(size, settings, how, logits, replay, None)
+            return _run(size, settings, run_options, logits, replay, None)
         with progress_bar() as show:
-            return _run(size, settings, how, logits, replay, show)
-    except Interrupted as ended:
-        return ended.report
+            return _run(size, settings, run_options, logits, replay, show)
+    except Interrupted as interruption:
+        return interruption.report
 
 
 def _show(report: "Report", logits: bool, json: bool) -> None:
@@ -216,10 +221,10 @@ def _show(report: "Report", logits: bool, json: bool) -> None:
 def _run(
     size: str,
     settings: dict[str, Any],
-    how: dict[str, Any],
+    run_options: dict[str, Any],
     logits: bool,
     replay: Path | None,
-    show: "Progress | None",
+    on_progress: "Progress | None",
 ) -> "Report":
     from lockstep.check import (
         SIZES,
@@ -232,24 +237,26 @@ def _run(
     )
 
     model = settings["model"]
-    chosen: dict[str, Any] = {name: settings[name] for name in SHARED}
-    if chosen["speculative_config"] == AUTO:
-        chosen["speculative_config"] = None
-    shown: dict[str, Any] = {} if show is None else {"progress": show}
-    part = Shard() if how["shard"] is None else Shard.read(how["shard"])
+    engine_settings: dict[str, Any] = {name: settings[name] for name in SHARED}
+    if engine_settings["speculative_config"] == AUTO:
+        # A check includes every drafter that the checkpoint supports, so auto adds none.
+        engine_settings["speculative_config"] = None
+    progress: dict[str, Any] = {} if on_progress is None else {"progress": on_progress}
+    shard = Shard() if run_options["shard"] is None else Shard.read(run_options["shard"])
     if replay:
-        return run_replay(read_scenario(replay), model, **chosen)
+        return run_replay(read_scenario(replay), model, **engine_settings)
     if logits:
-        return run_logits(size, model, shard=part, **shown, **chosen)
+        return run_logits(size, model, shard=shard, **progress, **engine_settings)
     effort = Effort(
         SIZES[size].scenarios,
-        seconds=how["seconds"],
+        seconds=run_options["seconds"],
+        # The shrunk scenario is written to the working directory.
         folder=Path(),
-        fail_fast=how["fail_fast"],
-        shard=part,
+        fail_fast=run_options["fail_fast"],
+        shard=shard,
     )
-    compared = {"seed": how["seed"], "oracle": how["oracle"]}
-    return run_check(size, model, effort=effort, **compared, **shown, **chosen)
+    comparison = {"seed": run_options["seed"], "oracle": run_options["oracle"]}
+    return run_check(size, model, effort=effort, **comparison, **progress, **engine_settings)
 
 
 def _refuse_varied(settings: dict[str, Any]) -> None:
@@ -262,24 +269,27 @@ def _refuse_varied(settings: dict[str, Any]) -> None:
 
 
 def _table(report: "Report", logits: bool) -> Table:
-    """Return the cases of a report: a row per drafter and graph mode, a column per kind of case.
+    """Return the cases of a report: a row per drafter and graph mode, a column per phase.
 
-    Where logits are compared, all chunk sizes of an engine are one kind.
+    If logits are compared, the columns are batches, with all chunk sizes in one column.
     """
 
-    def kind(tally: "Tally") -> str:
+    def column_of(tally: "Tally") -> str:
         if not logits:
             return tally.setup.phase
         return "chunks" if tally.batch.startswith("chunks") else tally.batch
 
-    kinds = list(dict.fromkeys(map(kind, report.tallies)))
-    table = Table("drafter", "graph", box=SIMPLE_HEAD, padding=0)  # 80 columns hold all kinds
+    columns = list(dict.fromkeys(map(column_of, report.tallies)))
+    # Without padding, all columns fit a terminal of 80 characters.
+    table = Table("drafter", "graph", box=SIMPLE_HEAD, padding=0)
     table.caption = None if logits else LEGEND
-    for name in kinds:
-        table.add_column(name, justify="right")
+    for column in columns:
+        table.add_column(column, justify="right")
     for row in _rows(report.tallies):
         tallies = [t for t in report.tallies if (t.setup.drafting, t.setup.graph) == row]
-        table.add_row(*row, *(_cell([t for t in tallies if kind(t) == name]) for name in kinds))
+        table.add_row(
+            *row, *(_cell([t for t in tallies if column_of(t) == column]) for column in columns)
+        )
     return table
 
 
@@ -291,10 +301,10 @@ def _rows(tallies: "Sequence[Tally]") -> list[tuple[str, str]]:
 
 
 def _cell(tallies: "list[Tally]") -> str:
-    """Return "equal/compared", red where some differ, or an empty text where nothing was run."""
+    """Return "equal/compared", red if some differ, or an empty text if nothing was run."""
     cases, failed = (sum(getattr(t, name) for t in tallies) for name in ("cases", "failed"))
-    shown = f"{cases - failed}/{cases}" if cases else ""
-    return f"[red]{shown}[/red]" if failed else shown
+    text = f"{cases - failed}/{cases}" if cases else ""
+    return f"[red]{text}[/red]" if failed else text
 
 
 def _print(report: "Report", table: Table) -> None:
@@ -304,10 +314,15 @@ def _print(report: "Report", table: Table) -> None:
     if report.exercised:
         counters = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
         console.print(f"exercised: {counters}", soft_wrap=True)
-    part = f"shard {report.shard}; " if report.shard.count > 1 else ""
-    about = f"{part}seed {report.seed}; {report.seconds:.0f} s"
-    console.print("; ".join(x for x in (about, report.numerics) if x), soft_wrap=True)
+    shard = f"shard {report.shard}; " if report.shard.count > 1 else ""
+    about = f"{shard}seed {report.seed}; {report.seconds:.0f} s"
+    console.print("; ".join(part for part in (about, report.numerics) if part), soft_wrap=True)
     for reason in report.skipped:
         console.print(f"skipped drafter {reason}", soft_wrap=True)
-    colour = "red" if report.failed else "yellow" if report.interrupted else "green"
-    console.print(report.verdict, style=colour, markup=False, soft_wrap=True)
+    console.print(report.verdict, style=_verdict_color(report), markup=False, soft_wrap=True)
+
+
+def _verdict_color(report: "Report") -> str:
+    if report.failed:
+        return "red"
+    return "yellow" if report.interrupted else "green"

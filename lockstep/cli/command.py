@@ -1,4 +1,4 @@
-"""The form of every command: help in plain lines, whole at any width, and errors in one line."""
+"""Base classes of commands: plain help that wraps at any width, and errors in one line."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -32,8 +32,8 @@ class PlainCommand(TyperCommand):
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
-                usual = "Arguments" if param.param_type_name == "argument" else "Options"
-                group = getattr(param, "rich_help_panel", None) or usual
+                default_group = "Arguments" if param.param_type_name == "argument" else "Options"
+                group = getattr(param, "rich_help_panel", None) or default_group
                 groups.setdefault(group, []).append(record)
         for group, records in groups.items():
             with formatter.section(group):
@@ -47,6 +47,7 @@ class PlainCommand(TyperCommand):
             with interrupted_imports():
                 return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
+            # Cleanup follows, which must not show a traceback for another Ctrl-C.
             end_at_next_interrupt()
             during = "".join(f", {note}" for note in getattr(interrupt, "__notes__", ()))
             print(f"Interrupted: {ctx.command_path}{during}.", file=sys.stderr)
@@ -59,44 +60,45 @@ class PlainCommand(TyperCommand):
 
 
 class PlainGroup(TyperGroup):
-    """Group whose help lists the commands at every depth, and whose errors are ConfigErrors."""
+    """Group whose help lists all commands below it, and whose usage errors are ConfigErrors."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write one line for each command, those of groups below included."""
+        """Write one line for each command, including those of subgroups."""
         write_commands(self, "", formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words up to the command's name; without any, show the help."""
         with plain_errors(ctx, list(args)):
+            # typer would report a missing command as an error.
             return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first word names. Raises ConfigError where none does."""
+        """Return the command that the first word names. Raises ConfigError if there is none."""
         if self.get_command(ctx, args[0]) is None:
-            near = get_close_matches(args[0], self.commands, n=1)
-            meant = f" Did you mean {near[0]}?" if near else ""
+            matches = get_close_matches(args[0], self.commands, n=1)
+            suggestion = f" Did you mean {matches[0]}?" if matches else ""
             raise ConfigError(
                 f"command {brief(args[0])} is not known; allowed: {', '.join(self.commands)}."
-                f"{meant} {ctx.command_path} --help says what each does."
+                f"{suggestion} {ctx.command_path} --help says what each does."
             )
         return super().resolve_command(ctx, args)
 
 
 def group_with_default(name: str, aliases: dict[str, str] | None = None) -> type[PlainGroup]:
-    """Return a class of groups that run the command `name` where the first word names none.
+    """Return a group class that runs the command `name` if the first word names no command.
 
-    aliases: other names of commands -> the command.
+    aliases: command by alternative name.
     """
     other_names = aliases or {}
 
     class DefaultGroup(PlainGroup):
-        """Group whose arguments are those of the default command where they name no command."""
+        """Group that passes its arguments to the default command if they name no command."""
 
         default = name
         aliases = other_names
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            """Put the default command's name before words that begin with no command's name."""
+            """Insert the default command's name unless the first word names a command."""
             first = args[0] if args else ""
             if first in self.aliases:
                 return super().parse_args(ctx, [self.aliases[first], *args[1:]])
@@ -106,30 +108,30 @@ def group_with_default(name: str, aliases: dict[str, str] | None = None) -> type
 
 
 def write_commands(group: Any, path: str, formatter: Any) -> None:
-    """Write a section with a line for each command of a group, at every depth."""
+    """Write a section with a line for each command of a group and of its subgroups."""
     with formatter.section("Commands"):
         formatter.write_dl(list(_rows(group, path)))
 
 
 def _rows(group: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield (words to type, what they do) of the commands below a group."""
+    """Yield (words to type, summary) of each command below a group."""
     other_names: dict[str, list[str]] = {}
     for alias, name in getattr(group, "aliases", {}).items():
         other_names.setdefault(name, []).append(" ".join(filter(None, (path, alias))))
     for name, command in group.commands.items():
         is_default = name == getattr(group, "default", None)
-        typed = path if is_default else " ".join(filter(None, (path, name)))
+        command_words = path if is_default else " ".join(filter(None, (path, name)))
         if hasattr(command, "commands"):
-            yield from _rows(command, typed)
+            yield from _rows(command, command_words)
             continue
-        about = " ".join((command.help or "").partition("\n\n")[0].split())
-        also = f" Also: {', '.join(other_names[name])}." if name in other_names else ""
-        yield typed, about + also
+        summary = " ".join((command.help or "").partition("\n\n")[0].split())
+        alias_note = f" Also: {', '.join(other_names[name])}." if name in other_names else ""
+        yield command_words, summary + alias_note
 
 
 @contextmanager
 def plain_errors(ctx: Any, words: list[str]) -> Iterator[None]:
-    """Raise ConfigError, in one line, for what typer raises about the words of a command line."""
+    """Convert typer's usage errors in the context to ConfigErrors of one line."""
     try:
         yield
     except USAGE_ERROR as error:
@@ -146,19 +148,20 @@ def plain_errors(ctx: Any, words: list[str]) -> Iterator[None]:
         ) from None
 
 
-def unknown_option(name: str, known: Iterable[str], more: str = "") -> ConfigError:
-    """Return the error of an option that the command does not have. more: a remedy besides."""
-    near = get_close_matches(name, known, n=1)
-    meant = f" Did you mean {near[0]}?" if near else ""
+def unknown_option(name: str, known: Iterable[str], remedy: str = "") -> ConfigError:
+    """Return the error of an unknown option. remedy: further advice at its end."""
+    matches = get_close_matches(name, known, n=1)
+    suggestion = f" Did you mean {matches[0]}?" if matches else ""
     return ConfigError(
-        f"{brief(name)[1:-1]} is not an option of this command.{meant} --help names all{more}."
+        f"{brief(name)[1:-1]} is not an option of this command.{suggestion} --help names all"
+        f"{remedy}."
     )
 
 
 def _refusal(names: list[str], words: list[str], why: str) -> ConfigError:
-    """Return the error of an option, or of an argument, where its name is not written."""
-    shown = [text for name in names for text in _written(name, words)]
-    what = shown[-1] if shown else "/".join(names)
+    """Return the error of a value that an option or argument does not allow."""
+    occurrences = [text for name in names for text in _written(name, words)]
+    what = occurrences[-1] if occurrences else "/".join(names)
     return ConfigError(
         f"{what} is not allowed: {why[0].lower()}{why[1:].rstrip('.')}. Pass an allowed value, or "
         "leave it out; --help says what is allowed."

@@ -1,4 +1,4 @@
-"""The two sides that lockstep chat talks with: a model in this process, or a running server."""
+"""Conversations of lockstep chat: with a model in this process, or with a running server."""
 
 import json
 import urllib.error
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 MAX_LINE_BYTES = 4 << 20
-"""Longest line of a server's event stream that is read."""
+"""Maximum bytes of a line of a server's event stream."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Most bytes of one streamed answer."""
+"""Maximum bytes of one streamed answer."""
 TIMEOUT_SECONDS = 600.0
-"""Longest silence of a server within an answer."""
+"""Maximum seconds without a byte from the server."""
 CUT = "the answer was cut: it reached max_tokens, or the model's context is full"
+"""Note for an answer with finish reason "length"."""
 
 
 @dataclass
 class Answer:
-    """Assistant message, filled while it is streamed, so that Ctrl-C keeps what has come."""
+    """Assistant message that grows while it is streamed, so that Ctrl-C keeps its beginning."""
 
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -36,7 +37,7 @@ class Answer:
     finish_reason: str | None = None
 
     def message(self) -> Message:
-        """Return the message as the next request sends it; calls only of an answer that ended."""
+        """Return the message for the next request; an interrupted answer has no tool calls."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.tool_calls and self.finish_reason is not None:
             message["tool_calls"] = self.tool_calls
@@ -44,7 +45,7 @@ class Answer:
 
 
 class Conversation(Protocol):
-    """Something that answers messages."""
+    """Interface of a model or server that answers messages."""
 
     def answer(self, messages: list[Message], answer: Answer, show: Callable[[str], None]) -> None:
         """Stream the next message into `answer` and its text to `show`. Raises RequestError."""
@@ -101,7 +102,7 @@ def _calls(reply: "Reply") -> list[dict[str, Any]]:
 
 
 class Server:
-    """Running server with OpenAI's chat completions, this one or another."""
+    """Running server of Lockstep or another engine with OpenAI's chat completions."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class Server:
             ) from None
 
     def answer(self, messages: list[Message], answer: Answer, show: Callable[[str], None]) -> None:
-        """Stream the next message from the server; to leave early closes the connection."""
+        """Stream the next message from the server; an exception closes the connection."""
         body = {**self._body, "model": self.model, "messages": messages}
         with self._open("/chat/completions", body, TIMEOUT_SECONDS) as response:
             for event in _events(response):
@@ -180,11 +181,12 @@ def _reason(data: bytes) -> str:
 
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
-    """Yield the objects of an event stream. Raises RequestError where it is none."""
+    """Yield the objects of an event stream. Raises RequestError if it is malformed or too long."""
     total = 0
     try:
         while line := response.readline(MAX_LINE_BYTES):
             total += len(line)
+            # A server could stream forever.
             if total > MAX_ANSWER_BYTES:
                 raise RequestError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB.")
             if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":

@@ -13,7 +13,7 @@ from lockstep.cli.show import load, print_json
 from lockstep.errors import ConfigError, brief, choice_error
 from lockstep.settings import SIZES, read_bytes
 
-MOST_BYTES = 1e15
+MAX_BYTES = 1e15
 """Maximum bytes of GPU memory, far above any real GPU."""
 
 
@@ -37,77 +37,81 @@ def explain(
     """
     total = _total(arch, gpu_memory_bytes)
     if arch is not None:
-        _show_absent(settings, arch, total, json)
+        _show_planned(settings, arch, total, json)
         return
-    found = load(settings, quiet=json).engine.explain()
+    explanation = load(settings, quiet=json).engine.explain()
     if json:
-        print_json(found)
+        print_json(explanation)
         return
     console = Console(highlight=False)
-    console.print(_layers(found["layers"]))
-    plan = found["plan"]
+    console.print(_layers(explanation["layers"]))
+    plan = explanation["plan"]
     cache = plan["num_pages"] * plan["page_bytes"]
     states = plan["num_slots"] * plan["slot_bytes"]
     sizes = {f"{part}_bytes": size for part, size in plan.pop("memory").items()}
     sizes |= {"cache_bytes": cache, "state_bytes": states}
     del plan["memory_notes"]  # load() has printed them
-    console.print(_plan({**plan, "fingerprint": found["fingerprint"], **sizes}))
-    for note in found["notes"]:
+    console.print(_plan({**plan, "fingerprint": explanation["fingerprint"], **sizes}))
+    for note in explanation["notes"]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
-def _total(arch: str | None, given: str | None) -> int | None:
+def _total(arch: str | None, text: str | None) -> int | None:
     """Return the memory of the planned GPU in bytes. Raises ConfigError."""
-    if given is None:
+    if text is None:
         return None
     if arch is None:
         raise ConfigError(
-            f"gpu_memory_bytes={brief(given)} is not allowed without arch; allowed: with --arch, "
+            f"gpu_memory_bytes={brief(text)} is not allowed without arch; allowed: with --arch, "
             "for a GPU that this machine does not have. Name its architecture, or leave it out."
         )
     try:
-        total = read_bytes(given)
-        if not 1 <= total <= MOST_BYTES:
+        # read_bytes raises ValueError too; both get the message with the range.
+        total = read_bytes(text)
+        if not 1 <= total <= MAX_BYTES:
             raise ValueError
     except ValueError:
-        allowed = f"1 to {MOST_BYTES:g} bytes, such as {SIZES}"
-        wrong = choice_error(
-            ConfigError, "gpu_memory_bytes", given, allowed, "Pass a size in that range."
+        allowed = f"1 to {MAX_BYTES:g} bytes, such as {SIZES}"
+        error = choice_error(
+            ConfigError, "gpu_memory_bytes", text, allowed, "Pass a size in that range."
         )
-        raise wrong from None
+        raise error from None
     return int(total)
 
 
-def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: bool) -> None:
+def _show_planned(settings: dict[str, Any], arch: str, total: int | None, json: bool) -> None:
     """Print the plan of an engine on a GPU that this machine does not have."""
     from lockstep.config import EngineConfig
     from lockstep.engine_args import resolve_auto_drafter
     from lockstep.kernels.architecture import architecture_by_name
     from lockstep.worker.explain import explain_absent
 
-    architecture_by_name(arch)  # before anything is fetched
+    architecture_by_name(arch)  # an unknown name is an error before anything is downloaded
     config = EngineConfig.read(**resolve_auto_drafter(settings, weights=False))
-    found = explain_absent(config, arch, total)
+    explanation = explain_absent(config, arch, total)
     if json:
-        print_json(found)
+        print_json(explanation)
         return
     console = Console(highlight=False)
-    console.print(_layers(found["layers"]))
-    console.print(_tiles(found["tiles"]))
-    card = {"architecture": f"{arch} ({found['cards']})", "shared_bytes": found["shared_bytes"]}
-    verdict = {name: found["plan"].pop(name, None) for name in ("fits", "why", "notes")}
-    console.print(_plan(card | found["plan"]))
-    for note in found["notes"]:
+    console.print(_layers(explanation["layers"]))
+    console.print(_tiles(explanation["tiles"]))
+    gpu = {
+        "architecture": f"{arch} ({explanation['cards']})",
+        "shared_bytes": explanation["shared_bytes"],
+    }
+    verdict = {name: explanation["plan"].pop(name, None) for name in ("fits", "why", "notes")}
+    console.print(_plan(gpu | explanation["plan"]))
+    for note in explanation["notes"]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     if verdict["fits"]:
         for line in verdict["notes"]:
             console.print(line, markup=False, soft_wrap=True)
         console.print(
-            f"The model fits, with a KV cache of {found['plan']['cache_tokens']:,} tokens.",
+            f"The model fits, with a KV cache of {explanation['plan']['cache_tokens']:,} tokens.",
             style="green",
         )
     elif total is not None:
-        needed = decimal(found["plan"]["needed_bytes"])
+        needed = decimal(explanation["plan"]["needed_bytes"])
         message = (
             f"The model does not fit: it needs a GPU of {needed}, this one has {decimal(total)}; "
         )
@@ -120,46 +124,46 @@ def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: b
 def _tiles(tiles: list[dict[str, Any]]) -> Table:
     """Return a table of tiles: one row per op, size and number of tokens, without unused fields."""
     table = Table("op", "size", "tokens", "tile", title="Tiles", title_justify="left")
-    for one in tiles:
-        tile = ", ".join(f"{name} {value}" for name, value in one["tile"].items() if value)
-        table.add_row(one["op"], one["size"], str(one["tokens"]), tile)
+    for entry in tiles:
+        tile = ", ".join(f"{name} {value}" for name, value in entry["tile"].items() if value)
+        table.add_row(entry["op"], entry["size"], str(entry["tokens"]), tile)
     return table
 
 
 def _layers(layers: list[dict[str, Any]]) -> Group:
-    """Return a table of ops that groups layers with equal choices, and the refusals below it."""
+    """Return a table of ops, one row per group of layers with equal choices, and the refusals."""
     table = Table("op", "backend", "layers", "refused", title="Ops", title_justify="left")
     reasons: dict[str, int] = {}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for choice in layers:
         refused = [f"{name}: {why}" for name, why in choice["refused"].items()]
-        numbers = ", ".join(str(reasons.setdefault(one, len(reasons) + 1)) for one in refused)
+        numbers = ", ".join(str(reasons.setdefault(reason, len(reasons) + 1)) for reason in refused)
         op = " ".join(filter(None, (choice["op"], choice["size"], choice["storage_format"])))
-        places = groups.setdefault((op, choice["backend"], numbers), [])
-        if choice["layer"] not in places:
-            places.append(choice["layer"])
-    for (op, backend, numbers), places in groups.items():
-        table.add_row(op, backend, spans([p or "shared" for p in places]), numbers)
+        layer_names = groups.setdefault((op, choice["backend"], numbers), [])
+        if choice["layer"] not in layer_names:
+            layer_names.append(choice["layer"])
+    for (op, backend, numbers), layer_names in groups.items():
+        table.add_row(op, backend, spans([name or "shared" for name in layer_names]), numbers)
     lines = [Text(f"refused {number}: {why}") for why, number in reasons.items()]
     return Group(table, *lines)
 
 
-def spans(places: list[str]) -> str:
-    """layers.0, layers.1, layers.2, layers.4, head -> layers.0-2, layers.4, head."""
-    found: list[tuple[str, int, int]] = []  # a name in front of a number, the first and the last
-    for place in places:
-        name, dot, number = place.rpartition(".")
+def spans(names: list[str]) -> str:
+    """Join layer names, with ranges for consecutive numbers: layers.0-2, layers.4, head."""
+    ranges: list[tuple[str, int, int]] = []  # (prefix, first number, last number), -1 without one
+    for full_name in names:
+        name, dot, number = full_name.rpartition(".")
         if not number.isdigit():
-            found.append((place, -1, -1))
-        elif found and found[-1][0] == name + dot and found[-1][2] == int(number) - 1:
-            found[-1] = (name + dot, found[-1][1], int(number))
+            ranges.append((full_name, -1, -1))
+        elif ranges and ranges[-1][0] == name + dot and ranges[-1][2] == int(number) - 1:
+            ranges[-1] = (name + dot, ranges[-1][1], int(number))
         else:
-            found.append((name + dot, int(number), int(number)))
-    shown = []
-    for name, first, last in found:
+            ranges.append((name + dot, int(number), int(number)))
+    texts = []
+    for name, first, last in ranges:
         numbers = f"{first}-{last}" if last > first else str(first)
-        shown.append(name if first < 0 else name + numbers)
-    return ", ".join(shown)
+        texts.append(name if first < 0 else name + numbers)
+    return ", ".join(texts)
 
 
 def _plan(plan: dict[str, Any]) -> Table:

@@ -1,4 +1,4 @@
-"""lockstep generate: one answer, or the same answer twice: without and with drafts."""
+"""lockstep generate: complete a prompt once, or without and with drafts for a comparison."""
 
 import sys
 from dataclasses import asdict
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lockstep.bench import Comparison
     from lockstep.llm import LLM
 
-MOST_PIPED = 1 << 26
-"""Characters of a prompt on stdin: more than any model's context holds."""
+MAX_STDIN_CHARACTERS = 1 << 26
+"""Maximum characters of a prompt on stdin, beyond the context of any model."""
 
 
 @engine_options
@@ -44,47 +44,49 @@ def generate(
     text: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Complete a prompt, printing the text as it comes.
+    """Complete a prompt, and print the text while it is generated.
 
     Without a prompt, a sample question is shown and answered. Text goes to stdout, notes to stderr.
     """
     _refuse_prompt_as_model(settings["model"])
+    # Reading from a terminal would wait for the user.
     if prompt is None and not sys.stdin.isatty():
-        prompt = _piped()
+        prompt = _read_stdin()
     if compare:
         _compare(prompt, chat, json, settings | text, sampling)
         return
     llm = load(settings | text, quiet=json)
     params = llm.processor.default_params(**{"max_tokens": 256, **sampling})
-    shown = 0
+    num_shown = 0
 
     def stream(output: RequestOutput) -> None:
-        nonlocal shown
-        whole = output.outputs[0].text
-        print_text(whole[shown:])
-        shown = len(whole)
+        nonlocal num_shown
+        text_so_far = output.outputs[0].text
+        print_text(text_so_far[num_shown:])
+        num_shown = len(text_so_far)
 
-    see = None if json else stream
+    on_progress = None if json else stream
     if not json:
         _note_question(prompt)
-    (output,) = llm.generate(_prompt(llm, prompt, chat), params, on_progress=see, use_tqdm=False)
+    (output,) = llm.generate(
+        _prompt(llm, prompt, chat), params, on_progress=on_progress, use_tqdm=False
+    )
     if json:
-        print_json(_answer(output, prompt) | {"system_fingerprint": llm.engine.fingerprint})
+        print_json(_result(output, prompt) | {"system_fingerprint": llm.engine.fingerprint})
     else:
         print_text("\n")
-        note(_closing(output))
+        note(_summary(output))
     if output.outputs[0].error:
         note(output.outputs[0].error, "red")
         raise typer.Exit(1)
 
 
 def _refuse_prompt_as_model(model: str | None) -> None:
-    """Raise ConfigError where the model argument can only be meant as a prompt."""
+    """Raise ConfigError if the model argument contains spaces, like a prompt."""
     if model is not None and any(char.isspace() for char in model) and not exists(model):
         raise ConfigError(
-            f"model={brief(model)} is not allowed; allowed: a folder or a hub id, and neither is "
-            "there under this name. Write a prompt after -p, as in: lockstep generate MODEL "
-            "-p PROMPT."
+            f"model={brief(model)} is not allowed; allowed: an existing folder or a hub id. Write "
+            "a prompt after -p, as in: lockstep generate MODEL -p PROMPT."
         )
 
 
@@ -97,7 +99,7 @@ def _question() -> str:
 
 
 def _note_question(prompt: str | None) -> None:
-    """Show the sample question and its tools on stderr; a prompt of the user's is not repeated."""
+    """Show the sample question and its tools on stderr, unless the user wrote a prompt."""
     if prompt is None:
         from lockstep.example_prompts import CONVERSATIONS
 
@@ -106,14 +108,15 @@ def _note_question(prompt: str | None) -> None:
         note(f"question: {_question()} (a sample, with the tools {names}; write your own after -p)")
 
 
-def _piped() -> str | None:
-    """What is piped into the command; None if it is nothing. Raises ConfigError."""
-    found = sys.stdin.read(MOST_PIPED + 1)
-    if len(found) > MOST_PIPED:
+def _read_stdin() -> str | None:
+    """Return the text on stdin, or None if it is empty. Raises ConfigError if it is too long."""
+    text = sys.stdin.read(MAX_STDIN_CHARACTERS + 1)
+    if len(text) > MAX_STDIN_CHARACTERS:
         raise ConfigError(
-            f"the prompt on stdin has more than {MOST_PIPED} characters, the maximum. Shorten it."
+            f"the prompt on stdin has more than {MAX_STDIN_CHARACTERS} characters, the maximum. "
+            "Shorten it."
         )
-    return found or None
+    return text or None
 
 
 def _prompt(llm: "LLM", prompt: str | None, chat: bool) -> dict[str, Any]:
@@ -127,31 +130,31 @@ def _prompt(llm: "LLM", prompt: str | None, chat: bool) -> dict[str, Any]:
     return {"prompt": prompt}
 
 
-def _answer(output: RequestOutput, prompt: str | None) -> dict[str, Any]:
-    done = output.outputs[0]
+def _result(output: RequestOutput, prompt: str | None) -> dict[str, Any]:
+    completion = output.outputs[0]
     metrics = output.metrics
     return {
         "prompt": _question() if prompt is None else prompt,
-        "text": done.text,
-        "token_ids": done.token_ids,
-        "finish_reason": done.finish_reason,
-        "error": done.error,
-        "seed": done.seed,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "seed": completion.seed,
         "prompt_tokens": len(output.prompt_token_ids),
         "acceptance_length": round(metrics.acceptance_length, 3),
         "metrics": asdict(metrics),
     }
 
 
-def _closing(output: RequestOutput) -> str:
+def _summary(output: RequestOutput) -> str:
     done = output.outputs[0]
-    m = output.metrics
-    begin = m.first_token_time or 0.0
-    end = m.finished_time or 0.0
-    speed = (len(done.token_ids) - 1) / (end - begin) if end > begin else 0.0
+    metrics = output.metrics
+    start = metrics.first_token_time or 0.0
+    end = metrics.finished_time or 0.0
+    speed = (len(done.token_ids) - 1) / (end - start) if end > start else 0.0
     return (
         f"{len(done.token_ids)} tokens, {speed:.0f} tokens/s, acceptance length "
-        f"{m.acceptance_length:.2f}, finish reason {done.finish_reason}, seed {done.seed}"
+        f"{metrics.acceptance_length:.2f}, finish reason {done.finish_reason}, seed {done.seed}"
     )
 
 
@@ -161,35 +164,40 @@ def _compare(
     from lockstep.bench import compare
     from lockstep.engine_args import resolve_auto_drafter
 
-    settled = resolve_auto_drafter({**settings, "enable_prefix_caching": False})
-    if settled["speculative_config"] is None:
+    resolved = resolve_auto_drafter({**settings, "enable_prefix_caching": False})
+    if resolved["speculative_config"] is None:
         raise ConfigError(
-            "--compare needs drafts, and there are none: the checkpoint has no draft module, or "
-            "--speculative-config says none. Name a drafter, e.g. "
+            "--compare needs a drafter, but the checkpoint has no draft module, or "
+            "--speculative-config is none. Name one, e.g. "
             """--speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'."""
         )
-    plain = load({**settled, "speculative_config": None}, quiet=json)
-    drafted = load(settled, quiet=json)
+    plain = load({**resolved, "speculative_config": None}, quiet=json)
+    drafted = load(resolved, quiet=json)
     params = plain.processor.default_params(**{"max_tokens": 256, "seed": 0, **sampling})
     if not json:
         _note_question(prompt)
-    found, outputs = compare(plain, drafted, [_prompt(plain, prompt, chat)], params)
-    agree = found.disagreement is None
+    comparison, outputs = compare(plain, drafted, [_prompt(plain, prompt, chat)], params)
+    agree = comparison.disagreement is None
     if json:
-        answer = _answer(outputs[0], prompt)
-        print_json(asdict(found) | {"agree": agree, "speedup": found.speedup} | answer)
+        result = _result(outputs[0], prompt)
+        print_json(asdict(comparison) | {"agree": agree, "speedup": comparison.speedup} | result)
     else:
         print_text(outputs[0].outputs[0].text + "\n")
-        _show(found, agree)
+        _show(comparison, agree)
     raise typer.Exit(0 if agree else 1)
 
 
-def _show(found: "Comparison", agree: bool) -> None:
+def _show(comparison: "Comparison", agree: bool) -> None:
     table = Table("", "tokens/s", "ms per step", "acceptance length")
-    for name, f in (("without drafts", found.plain), ("with drafts", found.drafted)):
-        speed = f"{f.decode_tokens_per_s:.1f}"
-        table.add_row(name, speed, f"{f.ms_per_step:.2f}", f"{f.acceptance_length:.2f}")
+    for name, figures in (
+        ("without drafts", comparison.plain),
+        ("with drafts", comparison.drafted),
+    ):
+        speed = f"{figures.decode_tokens_per_s:.1f}"
+        table.add_row(name, speed, f"{figures.ms_per_step:.2f}", f"{figures.acceptance_length:.2f}")
     console = Console(highlight=False)
     console.print(table)
     verdict = "[green]the tokens agree[/green]" if agree else "[red]the tokens differ[/red]"
-    console.print(f"{found.speedup:.2f} times as fast; {found.plain.tokens} tokens, {verdict}")
+    console.print(
+        f"{comparison.speedup:.2f} times as fast; {comparison.plain.tokens} tokens, {verdict}"
+    )

@@ -12,7 +12,7 @@ INTERRUPTED = 130
 
 @contextmanager
 def interrupted_imports() -> Iterator[None]:
-    """Raise KeyboardInterrupt in place of an ImportError that Ctrl-C has caused.
+    """Raise KeyboardInterrupt instead of an ImportError that Ctrl-C has caused.
 
     Some modules, such as numpy, turn an interrupt of their import into an ImportError, or swallow
     it and cannot be imported again.
@@ -27,16 +27,17 @@ def interrupted_imports() -> Iterator[None]:
         interrupts += 1
         raise KeyboardInterrupt
 
-    usual = signal.signal(signal.SIGINT, interrupt)
+    previous_handler = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     except ImportError as error:
+        # Only an import that Ctrl-C broke; other ImportErrors are real.
         if interrupts:
             raise KeyboardInterrupt from error
         raise
     finally:
         if signal.getsignal(signal.SIGINT) is interrupt:
-            signal.signal(signal.SIGINT, usual)
+            signal.signal(signal.SIGINT, previous_handler)
 
 
 @contextmanager
@@ -50,12 +51,13 @@ def sigterm_interrupts() -> Iterator[None]:
         return
     from lockstep.kernels.compiler_signals import reclaim_signal_handlers
 
+    # LLVM would replace the handler at Triton's first compilation.
     reclaim_signal_handlers()
-    usual = signal.signal(signal.SIGTERM, _interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def end_at_next_interrupt() -> None:
@@ -65,7 +67,7 @@ def end_at_next_interrupt() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, _ignore)  # timeout sends it to the process and to its group
+    signal.signal(number, _ignore)  # `timeout` sends SIGTERM to the process and to its group
     raise KeyboardInterrupt
 
 

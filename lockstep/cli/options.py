@@ -1,4 +1,4 @@
-"""Options made from dataclasses: settings of engine, text and server, fields of SamplingParams."""
+"""Command line options generated from the settings dataclasses and from SamplingParams."""
 
 import inspect
 import json
@@ -25,10 +25,10 @@ SAMPLING_HELP = {
     "top_k": "keep this many of the likeliest tokens; 0 keeps all",
     "min_p": "drop tokens below this share of the likeliest",
     "repetition_penalty": "above 1 makes tokens seen before less likely",
-    "presence_penalty": "taken off the logits of tokens already in the answer",
-    "frequency_penalty": "the same, per time that they are in it",
+    "presence_penalty": "subtracted from the logits of tokens already in the output",
+    "frequency_penalty": "subtracted from them once per occurrence in the output",
     "max_tokens": "maximum tokens to generate",
-    "seed": "the same seed gives the same answer; drawn if left out",
+    "seed": "the same seed gives the same output; random by default",
 }
 SPEC_HELP = (
     f"; auto: the checkpoint's own draft module with K={AUTO_DRAFTS} if it has one; none: no drafts"
@@ -38,93 +38,97 @@ Command = Callable[..., Any]
 
 
 def engine_options(command: Command) -> Command:
-    """Adds an option per field of EngineConfig; the command gets them all as `settings`, a dict.
+    """Add an option per field of EngineConfig, which the command receives as the dict `settings`.
 
-    The model may stand as an argument, where the command has one, or after --model. An option of
-    the command's own, such as the seed of sampling, goes before the engine's of the same name.
+    The model may be an argument or the option --model. An option that the command defines itself,
+    such as the seed of sampling, replaces the engine's option of the same name.
     """
     hints = get_type_hints(EngineConfig)
-    taken = {"model", *inspect.signature(command).parameters}
-    own = [f for f in fields(EngineConfig) if f.name not in taken]
-    added = [_option(f, *_typed(f, hints[f.name])) for f in own]
+    reserved_names = {"model", *inspect.signature(command).parameters}
+    engine_fields = [f for f in fields(EngineConfig) if f.name not in reserved_names]
+    parameters = [_option(f, *_option_type(f, hints[f.name])) for f in engine_fields]
     help = next(f.metadata["help"] for f in fields(EngineConfig) if f.name == "model")
-    model = _flag("model", help)
-    added.insert(0, _parameter("model_flag", _with(str | None, model), None))
-    file = _flag(CONFIG, "a YAML file of flags, by their names; the command line has the last word")
-    added.append(_parameter(CONFIG, _with(str | None, file), None))
+    model_flag = _flag("model", help)
+    parameters.insert(0, _parameter("model_flag", _annotated(str | None, model_flag), None))
+    config_flag = _flag(CONFIG, "YAML file of flags by their names; the command line overrides it")
+    parameters.append(_parameter(CONFIG, _annotated(str | None, config_flag), None))
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
-        flag = values.pop("model_flag")
-        values.pop(CONFIG)  # it was read before
-        settings = {f.name: values.pop(f.name) for f in own}
-        settings = {name: _read(EngineConfig, name, value) for name, value in settings.items()}
-        settings["model"] = _one_model(values.pop("model", None), flag)
+        flag_value = values.pop("model_flag")
+        values.pop(CONFIG)  # FlagCommand has read the file already
+        settings = {f.name: values.pop(f.name) for f in engine_fields}
+        settings = {
+            name: _read_option(EngineConfig, name, value) for name, value in settings.items()
+        }
+        settings["model"] = _resolve_model(values.pop("model", None), flag_value)
         return {"settings": settings}
 
-    return _extended(command, added, read, drop="settings")
+    return _with_parameters(command, parameters, read, replaced="settings")
 
 
-def _one_model(named: str | None, flag: str | None) -> str | None:
-    """The model, from the argument or the flag. Raises ConfigError where both name one."""
-    if named is not None and flag is not None and named != flag:
+def _resolve_model(argument: str | None, flag: str | None) -> str | None:
+    """Return the model of the argument or the option. Raises ConfigError if they differ."""
+    if argument is not None and flag is not None and argument != flag:
         raise ConfigError(
-            f"model={brief(named)} and --model={brief(flag)} are two models; allowed: one. Leave "
-            "one of them out."
+            f"model={brief(argument)} and --model={brief(flag)} are two models; allowed: one. "
+            "Leave one of them out."
         )
-    return named if named is not None else flag
+    return argument if argument is not None else flag
 
 
 def text_options(command: Command) -> Command:
-    """Adds an option per field of TextSettings; the command gets them as `text`, a dict."""
+    """Add an option per field of TextSettings, which the command receives as the dict `text`."""
     hints = get_type_hints(TextSettings)
-    own = fields(TextSettings)
-    added = [_option(f, *_typed(f, hints[f.name])) for f in own]
+    text_fields = fields(TextSettings)
+    parameters = [_option(f, *_option_type(f, hints[f.name])) for f in text_fields]
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
-        found = {f.name: _read(TextSettings, f.name, values.pop(f.name)) for f in own}
-        TextSettings(**found)  # what is wrong is told before a model is loaded
-        return {"text": found}
+        text_settings = {
+            f.name: _read_option(TextSettings, f.name, values.pop(f.name)) for f in text_fields
+        }
+        TextSettings(**text_settings)  # raises for invalid values before a model is loaded
+        return {"text": text_settings}
 
-    return _extended(command, added, read, drop="text")
+    return _with_parameters(command, parameters, read, replaced="text")
 
 
 def server_options(command: Command) -> Command:
-    """Adds an option per field of ServerSettings; the command gets them as `server`, checked."""
+    """Add an option per field of ServerSettings, which the command receives as `server`."""
     hints = get_type_hints(ServerSettings)
-    own = fields(ServerSettings)
-    added = [_option(f, *_typed(f, hints[f.name])) for f in own]
+    server_fields = fields(ServerSettings)
+    parameters = [_option(f, *_option_type(f, hints[f.name])) for f in server_fields]
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
-        return {"server": ServerSettings(**{f.name: values.pop(f.name) for f in own})}
+        return {"server": ServerSettings(**{f.name: values.pop(f.name) for f in server_fields})}
 
-    return _extended(command, added, read, drop="server")
+    return _with_parameters(command, parameters, read, replaced="server")
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds the options of SAMPLING_HELP; the command gets those given as `sampling`, a dict."""
+    """Add the options of SAMPLING_HELP; the command receives the used ones as `sampling`."""
     hints: dict[str, Any] = get_type_hints(SamplingParams)
-    own = [f for f in fields(SamplingParams) if f.name in SAMPLING_HELP]
-    added = []
-    for field in own:
-        kind = hints[field.name] | None
+    sampling_fields = [f for f in fields(SamplingParams) if f.name in SAMPLING_HELP]
+    parameters = []
+    for field in sampling_fields:
+        value_type = hints[field.name] | None
         flag = _flag(field.name, SAMPLING_HELP[field.name])
-        added.append(_parameter(field.name, _with(kind, flag), None))
+        parameters.append(_parameter(field.name, _annotated(value_type, flag), None))
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
-        given = {f.name: values.pop(f.name) for f in own}
-        sampling = {name: value for name, value in given.items() if value is not None}
-        SamplingParams(**sampling)  # what is wrong is told before a model is loaded
+        values_by_name = {f.name: values.pop(f.name) for f in sampling_fields}
+        sampling = {name: value for name, value in values_by_name.items() if value is not None}
+        SamplingParams(**sampling)  # raises for invalid values before a model is loaded
         return {"sampling": sampling}
 
-    return _extended(command, added, read, drop="sampling")
+    return _with_parameters(command, parameters, read, replaced="sampling")
 
 
 def _flag(name: str, help: str) -> Any:
     return typer.Option("--" + name.replace("_", "-"), help=help, rich_help_panel=panel_of(name))
 
 
-def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
-    """The option's type and default: JSON and lists are strings on the command line."""
+def _option_type(field: Field[Any], hint: Any) -> tuple[Any, Any]:
+    """Return the option's type and default; JSON and lists are strings on the command line."""
     if field.metadata.get("is_size"):
         return (str | None, None) if field.default is None else (str, f"{field.default:g}")
     if field.name == "speculative_config":
@@ -143,49 +147,50 @@ def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
 
 
 def _is_object(hint: Any) -> bool:
-    """Whether a setting is a dict, or None: JSON on the command line."""
-    kinds = {get_origin(kind) or kind for kind in get_args(hint)}
-    return kinds == {dict, NoneType}
+    """Return whether a setting's type is dict or None; its option is JSON."""
+    types = {get_origin(member) or member for member in get_args(hint)}
+    return types == {dict, NoneType}
 
 
-def _read(settings: type[Settings], name: str, value: Any) -> Any:
-    """An option's value as its setting has it. Raises ConfigError."""
+def _read_option(settings: type[Settings], name: str, value: Any) -> Any:
+    """Convert an option's value to that of its setting. Raises ConfigError."""
     if name in READERS:
         return READERS[name](value)
-    field = next(one for one in fields(settings) if one.name == name)
+    field = next(candidate for candidate in fields(settings) if candidate.name == name)
     if value is None or not _is_object(get_type_hints(settings)[name]):
         return value
-    found = _object(value)
-    if found is None:
+    json_object = _read_json_object(value)
+    if json_object is None:
         allowed = f"{allowed_by(field)}, as JSON"
         raise choice_error(ConfigError, name, value, allowed, "Write a JSON object.")
-    return found
+    return json_object
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    """A JSON object; None if the text is none."""
+def _read_json_object(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object; return None if the text is something else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _option(field: Field[Any], hint: Any, default: Any) -> inspect.Parameter:
     help = field.metadata["help"] + (SPEC_HELP if field.name == "speculative_config" else "")
+    # A switch that is on by default needs a negated form.
     if hint is bool and default:
         name = field.name.replace("_", "-")
         panel = panel_of(field.name)
         flag = typer.Option(f"--{name}/--no-{name}", help=help, rich_help_panel=panel)
     else:
         flag = _flag(field.name, help)
-    return _parameter(field.name, _with(hint, flag), default)
+    return _parameter(field.name, _annotated(hint, flag), default)
 
 
-def _with(kind: Any, option: Any) -> Any:
-    """Annotated[kind, option], of values."""
+def _annotated(value_type: Any, option: Any) -> Any:
+    """Return Annotated[value_type, option] for types that are only known at run time."""
     annotated: Any = Annotated
-    return annotated[kind, option]
+    return annotated[value_type, option]
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -193,37 +198,48 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _extended(
+def _with_parameters(
     command: Command,
-    added: list[inspect.Parameter],
+    new_parameters: list[inspect.Parameter],
     read: Callable[[dict[str, Any]], dict[str, Any]],
-    drop: str,
+    replaced: str,
 ) -> Command:
-    """`command` with more parameters in its signature, which `read` turns into one argument."""
+    """Return the command with new parameters, which `read` converts to the argument `replaced`."""
 
     def run(**values: Any) -> Any:
-        return command(**{**(given := read(values)), **values, **given})
+        # read pops the values that it converts, so `values` has only the remaining ones after it.
+        converted = read(values)
+        return command(**{**values, **converted})
 
     signature = inspect.signature(command)
-    kept = [p for p in signature.parameters.values() if p.name != drop]
-    run.__signature__ = signature.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in [*kept, *added]}
+    remaining = [
+        parameter for parameter in signature.parameters.values() if parameter.name != replaced
+    ]
+    run.__signature__ = signature.replace(parameters=[*remaining, *new_parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in [*remaining, *new_parameters]
+    }
     run.__name__ = command.__name__
     run.__doc__ = command.__doc__
     return run
 
 
 def changed_settings(settings: dict[str, Any], except_for: tuple[str, ...]) -> list[str]:
-    """Return the names of engine settings that are not at their defaults, but for some."""
-    usual = {f.name: _typed(f, None)[1] for f in fields(EngineConfig)}
-    usual |= {name: read(usual[name]) for name, read in READERS.items()}
+    """Return the names of engine settings that differ from their defaults.
+
+    except_for: names that are ignored.
+    """
+    defaults = {f.name: _option_type(f, None)[1] for f in fields(EngineConfig)}
+    defaults |= {name: read(defaults[name]) for name, read in READERS.items()}
     return [
-        name for name, value in settings.items() if name not in except_for and value != usual[name]
+        name
+        for name, value in settings.items()
+        if name not in except_for and value != defaults[name]
     ]
 
 
 def read_row_buckets(value: str | None) -> tuple[int, ...] | None:
-    """1,2,4 -> (1, 2, 4). Raises ConfigError."""
+    """Parse --row-buckets such as 1,2,4. Raises ConfigError."""
     if value is None:
         return None
     try:
@@ -236,18 +252,18 @@ def read_row_buckets(value: str | None) -> tuple[int, ...] | None:
 
 
 def read_speculative_config(value: str) -> dict[str, Any] | str | None:
-    """JSON, "none" -> None, or "auto" as it is. Raises ConfigError."""
+    """Parse --speculative-config: a JSON object, "none" (None), or "auto". Raises ConfigError."""
     if value in (AUTO, "none"):
         return value if value == AUTO else None
-    found = _object(value)
-    if found is None:
+    config = _read_json_object(value)
+    if config is None:
         allowed = f"auto, none, or a JSON object, e.g. '{EXAMPLE}'"
         raise choice_error(ConfigError, "speculative_config", value, allowed, "Use one of them.")
-    return found
+    return config
 
 
 def read_skip_layers(value: str) -> tuple[str, ...]:
-    """first,3 -> ("first", "3")."""
+    """Parse --kv-cache-dtype-skip-layers such as first,3."""
     return tuple(part.strip() for part in value.split(",")) if value else ()
 
 
@@ -256,3 +272,4 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "row_buckets": read_row_buckets,
     "speculative_config": read_speculative_config,
 }
+"""Parser by name of a setting whose option is a string."""

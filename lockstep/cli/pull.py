@@ -13,6 +13,7 @@ from lockstep.cli.show import note, print_json, print_text
 from lockstep.progress import progress_bar
 
 DAY = 86_400
+"""Seconds of a day."""
 
 
 def pull(
@@ -33,7 +34,7 @@ def pull(
 ) -> None:
     """Download a model from the Hugging Face hub.
 
-    Prints its folder, or the path of its GGUF file. Files that are here are not downloaded again.
+    Prints its folder, or the path of its GGUF file. Existing files are not downloaded again.
     """
     from lockstep.models.cached_checkpoints import read_support
     from lockstep.models.pull import PullRequest
@@ -42,6 +43,7 @@ def pull(
     request = PullRequest.read(model, revision, local_dir, include or ())
     with progress_bar() as show:
         pulled = download(request, show, note)
+    # The download succeeds for any checkpoint, also for one that cannot be served.
     reason = read_support(pulled.path)[2]
     if reason is not None:
         note(f"Lockstep cannot serve it: {reason}", style="yellow")
@@ -57,10 +59,10 @@ def list_models(
 
     checkpoints = cached_checkpoints()
     if json:
-        print_json([asdict(one) for one in checkpoints])
+        print_json([asdict(checkpoint) for checkpoint in checkpoints])
         return
     if not checkpoints:
-        note("No model is here. Download one: lockstep pull NAME, such as Qwen/Qwen3-0.6B")
+        note("The cache has no models. Download one: lockstep pull NAME, such as Qwen/Qwen3-0.6B")
         return
     table = Table(
         Column("model", overflow="fold"),
@@ -70,9 +72,15 @@ def list_models(
         Column("used", no_wrap=True),
         Column("served", overflow="fold"),
     )
-    for one in checkpoints:
-        served = "yes" if one.reason is None else f"no: {one.reason}"
-        cells = (one.name, decimal(one.bytes), one.architecture, one.weights, _ago(one.used))
+    for checkpoint in checkpoints:
+        served = "yes" if checkpoint.reason is None else f"no: {checkpoint.reason}"
+        cells = (
+            checkpoint.name,
+            decimal(checkpoint.bytes),
+            checkpoint.architecture,
+            checkpoint.weights,
+            _ago(checkpoint.used),
+        )
         table.add_row(*cells, served)
     Console(highlight=False, markup=False).print(table)
 

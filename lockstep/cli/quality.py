@@ -18,13 +18,13 @@ from lockstep.progress import progress_bar
 from lockstep.settings import check_writable, why_unread
 
 if TYPE_CHECKING:
-    from lockstep.bench.cache_quality import Kept, Quality
+    from lockstep.bench.cache_quality import CacheDtypes, Quality
 
-TOKENS = 8192
-WINDOW = 1024
-MOST_TOKENS = 1 << 20
-WIDTH = 120
-"""Columns of the table at least, so that its lines are not cut where nobody looks."""
+DEFAULT_TOKENS = 8192
+DEFAULT_WINDOW = 1024
+MAX_TOKENS = 1 << 20
+MIN_WIDTH = 120
+"""Minimum width of the table: a pipe reports 80 columns, which would cut its lines."""
 
 
 @engine_options
@@ -32,9 +32,11 @@ def quality(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text that resembles your use")] = None,
     tokens: Annotated[
-        int, typer.Option(min=2, max=MOST_TOKENS, help="maximum tokens of the text to score")
-    ] = TOKENS,
-    window: Annotated[int, typer.Option(min=2, max=MOST_TOKENS, help="tokens per prompt")] = WINDOW,
+        int, typer.Option(min=2, max=MAX_TOKENS, help="maximum tokens of the text to score")
+    ] = DEFAULT_TOKENS,
+    window: Annotated[
+        int, typer.Option(min=2, max=MAX_TOKENS, help="tokens per prompt")
+    ] = DEFAULT_WINDOW,
     plot: Annotated[
         Path | None, typer.Option(help="write a plot of the difference by position, .svg")
     ] = None,
@@ -54,87 +56,102 @@ def quality(
         raise ConfigError(f"--plot {plot} is not allowed; allowed: a name that ends in .svg.")
     if plot is not None:
         check_writable("plot", plot)
-    ways = ways_of(settings)
+    pairs = requested_pairs(settings)
     with sigterm_interrupts():
-        found = _run(ways, settings, text, (tokens, window), json)
+        qualities = _run(pairs, settings, text, (tokens, window), json)
     if plot is not None:
-        _draw(plot, found, window)
+        _draw(plot, qualities, window)
     if json:
-        first = found[0].measured.scores
+        baseline = qualities[0].measured.scores
         print_json(
-            {"check": "quality", "text": str(text), "tokens": len(first.logprobs), "window": window,
-             "lines": [one.to_json() for one in found]}
-        )  # fmt: skip
+            {
+                "check": "quality",
+                "text": str(text),
+                "tokens": len(baseline.logprobs),
+                "window": window,
+                "lines": [result.to_json() for result in qualities],
+            }
+        )
         return
     console = Console(highlight=False)
-    console.width = max(console.width, WIDTH)
-    console.print(table(found))
-    about = f"{len(found[0].differences):,} tokens predicted, in windows of {window:,}"
-    console.print(f"{about}; {found[0].measured.numerics}", soft_wrap=True)
+    # Rich assumes 80 columns for a pipe and would cut the lines.
+    console.width = max(console.width, MIN_WIDTH)
+    console.print(table(qualities))
+    about = f"{len(qualities[0].differences):,} tokens predicted, in windows of {window:,}"
+    console.print(f"{about}; {qualities[0].measured.numerics}", soft_wrap=True)
 
 
-def ways_of(settings: dict[str, Any]) -> "list[Kept]":
-    """The pairs of both settings, which are taken out. Raises ConfigError on an unknown name."""
-    from lockstep.bench.cache_quality import Kept
+def requested_pairs(settings: dict[str, Any]) -> "list[CacheDtypes]":
+    """Remove both dtypes from the settings, and return the requested pairs.
+
+    Raises ConfigError for an unknown name.
+    """
+    from lockstep.bench.cache_quality import CacheDtypes
 
     lists = [
         [part.strip() for part in settings.pop(name).split(",")]
         for name in ("kv_cache_dtype", "mamba_ssm_cache_dtype")
     ]
-    ways = [Kept(kv, state) for kv in lists[0] for state in lists[1]]
-    for way in ways:
-        EngineConfig(kv_cache_dtype=way.kv_cache_dtype,
-                     mamba_ssm_cache_dtype=way.mamba_ssm_cache_dtype)  # type: ignore[arg-type]  # fmt: skip
-    return [_usual(way) for way in ways]
+    pairs = [CacheDtypes(kv, state) for kv in lists[0] for state in lists[1]]
+    for pair in pairs:
+        EngineConfig(kv_cache_dtype=pair.kv_cache_dtype,
+                     mamba_ssm_cache_dtype=pair.mamba_ssm_cache_dtype)  # type: ignore[arg-type]  # fmt: skip
+    return [_canonical(pair) for pair in pairs]
 
 
-def _usual(way: "Kept") -> "Kept":
-    """float32 by its other name: it is the state's own dtype."""
-    usual = way.mamba_ssm_cache_dtype == "float32"
-    return replace(way, mamba_ssm_cache_dtype="auto") if usual else way
+def _canonical(pair: "CacheDtypes") -> "CacheDtypes":
+    """Replace the state dtype float32 by "auto", which means the same."""
+    is_default = pair.mamba_ssm_cache_dtype == "float32"
+    return replace(pair, mamba_ssm_cache_dtype="auto") if is_default else pair
 
 
 def _run(
-    ways: "list[Kept]", settings: dict[str, Any], path: Path, sizes: tuple[int, int], quiet: bool
+    pairs: "list[CacheDtypes]",
+    settings: dict[str, Any],
+    path: Path,
+    sizes: tuple[int, int],
+    quiet: bool,
 ) -> "list[Quality]":
-    from lockstep.bench.cache_quality import Kept, read_text, run_quality
+    from lockstep.bench.cache_quality import CacheDtypes, read_text, run_quality
 
-    if not any(way != Kept() for way in ways):
+    if not any(pair != CacheDtypes() for pair in pairs):
         raise ConfigError(
-            "check quality compares caches, and all that were named are the model's own. Name "
-            "another: --kv-cache-dtype fp8, or --mamba-ssm-cache-dtype bfloat16."
+            "check quality needs a cache dtype other than the model's. Name one: --kv-cache-dtype "
+            "fp8, or --mamba-ssm-cache-dtype bfloat16."
         )
     text = read_text(path, sizes[0])
     if quiet:
-        return run_quality(ways, settings, text, *sizes)
+        return run_quality(pairs, settings, text, *sizes)
     with progress_bar() as show:
-        return run_quality(ways, settings, text, *sizes, show)
+        return run_quality(pairs, settings, text, *sizes, show)
 
 
-def _draw(path: Path, found: "list[Quality]", window: int) -> None:
+def _draw(path: Path, qualities: "list[Quality]", window: int) -> None:
     from lockstep.bench.cache_quality_plot import plot
 
-    longest = max(found[0].measured.scores.positions)
+    longest = max(qualities[0].measured.scores.positions)
     try:
-        path.write_text(plot(found, min(window, longest + 1)), encoding="utf-8")
+        path.write_text(plot(qualities, min(window, longest + 1)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"--plot {path} cannot be written: {why_unread(error)}. Name a file."
         ) from None
 
 
-def table(found: "list[Quality]") -> Table:
-    """A line for each way to keep caches, the model's own first. ratio: of perplexities; top-1:
-    places with the same best token; mean, max: |difference of log-probability| of the text's tokens
-    in nats."""
-    shown = Table(box=SIMPLE_HEAD)
+def table(qualities: "list[Quality]") -> Table:
+    """Return a table with a row per pair of cache dtypes, the model's dtypes first.
+
+    ratio: ratio of perplexities. top-1 %: share of positions with the same best token. mean, max:
+    absolute difference of the log-probabilities of the text's tokens, in nats.
+    """
+    table = Table(box=SIMPLE_HEAD)
     for name in ("KV", "state"):
-        shown.add_column(name, no_wrap=True)
-    for name in ("perplexity", "ratio", "top-1 %", "mean", "max", "bytes a page", "bytes a state"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for one in found:
-        line = one.to_json()
-        shown.add_row(
+        table.add_column(name, no_wrap=True)
+    for name in ("perplexity", "ratio", "top-1 %", "mean", "max", "bytes/page", "bytes/state"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for quality in qualities:
+        line = quality.to_json()
+        table.add_row(
             line["kv_cache_dtype"],
             line["mamba_ssm_cache_dtype"],
             f"{line['perplexity']:.3f}",
@@ -145,4 +162,4 @@ def table(found: "list[Quality]") -> Table:
             f"{line['page_bytes']:,}",
             f"{line['slot_bytes']:,}",
         )
-    return shown
+    return table

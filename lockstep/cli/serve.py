@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     LoadedEngine = tuple[Transport, Processor, Facts, Rates | None]
 
 MAX_KEYS = 1000
+"""Maximum number of API keys."""
 
 
 @engine_options
@@ -122,6 +123,7 @@ def _run(
         else:
             loaded = _load_in_process(settings, options)
     except BaseException:
+        # Also after Ctrl-C: nothing else would close the socket.
         listener.close()
         raise
     transport, processor, facts, rates = loaded
@@ -144,6 +146,7 @@ def _run(
         )
     finally:
         client.shutdown()
+        # The server has stopped: another Ctrl-C must not show a traceback of the exit.
         end_at_next_interrupt()
 
 
@@ -172,6 +175,7 @@ def _load_in_process(settings: dict[str, Any], options: "Options") -> "LoadedEng
     try:
         processor = processor_of(transport.facts, text)
     except BaseException:
+        # Or the engine process would outlive this one.
         transport.stop()
         raise
     return transport, processor, transport.facts, transport.rates
@@ -191,7 +195,7 @@ def _access_rules(
     is_invalid = any(not key.strip() or not key.isprintable() for key in all_keys)
     if is_invalid or len(all_keys) > MAX_KEYS:
         raise ConfigError(
-            f"api_key is not allowed to be empty or to hold control characters; allowed: up to "
+            f"api_key is not allowed to be empty or to contain control characters; allowed: up to "
             f"{MAX_KEYS} keys of printable characters. Correct --api-key, or leave it out."
         )
     return AccessRules(
@@ -209,11 +213,11 @@ def read_keys(path: str) -> list[str]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"api_key_file={brief(path)} cannot be read: {why_unread(error)}. Name a text file "
-            "with a key a line."
+            "with one key per line."
         ) from None
     keys = [line for line in lines if line.strip()]
     if not keys:
-        raise ConfigError(f"api_key_file={brief(path)} holds no key; write one a line.")
+        raise ConfigError(f"api_key_file={brief(path)} has no key; write one per line.")
     return keys
 
 
@@ -227,7 +231,7 @@ def _cross_origin(server: ServerSettings) -> "CrossOrigin":
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError(
             "allow_credentials=True is not allowed with allowed_origins='*': any web page could "
-            "ask in its reader's name. Name the origins, or leave one of them out."
+            "send requests as its reader. Name the origins, or leave one of them out."
         )
     permissions = CrossOrigin(server.allowed_origins, allow_credentials=server.allow_credentials)
     changes: dict[str, Any] = {

@@ -41,7 +41,7 @@ def load(settings: dict[str, Any], quiet: bool = False) -> "LLM":
 
 
 def show_start(facts: "Facts") -> None:
-    """Print what an engine is, and what was chosen for the user."""
+    """Print the summary of an engine, and notes on how its memory was planned."""
     for line in (summary(facts), *facts.plan.memory_notes):
         note(line)
 
@@ -57,15 +57,15 @@ def summary(facts: "Facts") -> str:
             f"(acceptance length {spec.synthetic_length:.2f})"
         )
     memory = plan.num_pages * plan.page_bytes + plan.num_slots * plan.slot_bytes
-    room = (plan.num_pages - 1) * plan.page_size
+    num_tokens = (plan.num_pages - 1) * plan.page_size
     loaded = facts.loaded
-    read = "random weights"
+    loaded_text = "random weights"
     if loaded:
-        read = f"{loaded.bytes / 1e9:.2f} GB of weights at {loaded.speed / 1e9:.1f} GB/s"
+        loaded_text = f"{loaded.bytes / 1e9:.2f} GB of weights at {loaded.speed / 1e9:.1f} GB/s"
     return (
         f"{model_name(facts.config)} on {plan.device}, {drafting}, max_num_seqs "
-        f"{plan.max_num_seqs}, KV cache of {room:,} tokens "
-        f"({memory / 2**20:,.0f} MiB), {read}, graph {plan.graph_mode}, "
+        f"{plan.max_num_seqs}, KV cache of {num_tokens:,} tokens "
+        f"({memory / 2**20:,.0f} MiB), {loaded_text}, graph {plan.graph_mode}, "
         f"numerics {plan.numerics}"
     )
 
@@ -75,9 +75,9 @@ def model_name(config: "EngineConfig") -> str:
     return config.model or BUNDLED
 
 
-def print_result(value: Any, asked: bool) -> None:
+def print_result(value: Any, requested: bool) -> None:
     """Print JSON if requested or if stdout is not a terminal."""
-    if asked or not sys.stdout.isatty():
+    if requested or not sys.stdout.isatty():
         print_json(value)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.serve.telemetry.metrics_reader import Frame, MetricsReader, Period
 
 Wait = Callable[[float], bool]
-USUAL_URL = "http://127.0.0.1:8000"
+DEFAULT_URL = "http://127.0.0.1:8000"
 NONE = "–"
 """Shown for a metric without samples."""
 
@@ -33,7 +33,7 @@ NONE = "–"
 def top(
     address: Annotated[
         str | None,
-        typer.Argument(metavar="[URL]", help=f"address of the server; default: {USUAL_URL}"),
+        typer.Argument(metavar="[URL]", help=f"address of the server; default: {DEFAULT_URL}"),
     ] = None,
     url: Annotated[str | None, typer.Option(help="address of the server, as an option")] = None,
     interval: Annotated[
@@ -66,7 +66,7 @@ def top(
             f"URL={brief(address)} and --url={brief(url)} are two servers; allowed: one. Leave one "
             "of them out."
         )
-    reader = MetricsReader(address or url or USUAL_URL, key)
+    reader = MetricsReader(address or url or DEFAULT_URL, key)
     try:
         if json or once:
             _print(reader, interval, once, json)
@@ -77,7 +77,7 @@ def top(
 
 
 def _print(reader: "MetricsReader", interval: float, once: bool, json: bool) -> None:
-    """Print frames one below the other."""
+    """Print frames one after the other."""
 
     def show(frame: "Frame") -> bool:
         if json:
@@ -90,10 +90,11 @@ def _print(reader: "MetricsReader", interval: float, once: bool, json: bool) -> 
 
 
 def watch(reader: "MetricsReader", interval: float) -> None:
-    """Show frames one over the other until q is typed; while there is no answer, say so.
+    """Update a full-screen view until q is typed; show the error while the server fails.
 
-    Raises ConfigError where the server does not answer at all.
+    Raises ConfigError if the first reading fails.
     """
+    # A wrong address is an error before the view replaces the screen.
     reader.read()
     with _q_typed() as q_typed, Live(screen=True, auto_refresh=False) as live:
 
@@ -117,26 +118,27 @@ def _q_typed() -> Iterator[Wait]:
     if not sys.stdin.isatty():
         yield _pause
         return
-    keyboard = sys.stdin.fileno()
-    before = termios.tcgetattr(keyboard)
-    tty.setcbreak(keyboard)  # keys arrive without Enter; Ctrl-C still interrupts
+    stdin = sys.stdin.fileno()
+    terminal_settings = termios.tcgetattr(stdin)
+    tty.setcbreak(stdin)  # keys arrive without Enter; Ctrl-C still interrupts
 
     def wait(seconds: float) -> bool:
         end = time.monotonic() + seconds
         while (remaining := end - time.monotonic()) > 0:
-            ready, _, _ = select.select([keyboard], [], [], remaining)
-            if ready and os.read(keyboard, 1) in (b"q", b"Q", b""):
+            ready, _, _ = select.select([stdin], [], [], remaining)
+            # b"" is the end of input.
+            if ready and os.read(stdin, 1) in (b"q", b"Q", b""):
                 return True
         return False
 
     try:
         yield wait
     finally:
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+        termios.tcsetattr(stdin, termios.TCSADRAIN, terminal_settings)
 
 
 def _pause(seconds: float) -> bool:
-    """Wait, without a keyboard that could end it."""
+    """Wait without a keyboard; return False."""
     time.sleep(seconds)
     return False
 
@@ -147,15 +149,15 @@ def _follow(
     show: Callable[["Frame"], bool],
     wait: Wait = _pause,
 ) -> None:
-    """Show a frame per interval, until `show` wants no more or `wait` ends. Raises ConfigError."""
+    """Show a frame per interval until `show` returns False or `wait` True. Raises ConfigError."""
     from lockstep.serve.telemetry.metrics_reader import frame
 
-    before = reader.read()
+    previous = reader.read()
     while not wait(interval):
-        after = reader.read()
-        if not show(frame(before, after)):
+        current = reader.read()
+        if not show(frame(previous, current)):
             return
-        before = after
+        previous = current
 
 
 def view(frame: "Frame", url: str) -> Group:
@@ -195,7 +197,7 @@ def _percent(value: float | None) -> str:
     return NONE if value is None else f"{value:.0%}"
 
 
-def _places(shares: tuple[float, ...]) -> str:
+def _percentages(shares: tuple[float, ...]) -> str:
     return " ".join(map(_percent, shares)) or NONE
 
 
@@ -204,7 +206,7 @@ ROWS: tuple[tuple[str, Callable[["Period"], str]], ...] = (
     ("prompt tokens/s", lambda p: _number(1, p.prompt_speed)),
     ("acceptance length", lambda p: _number(2, p.acceptance_length)),
     ("acceptance rate", lambda p: _percent(p.acceptance_rate)),
-    ("acceptance by position", lambda p: _places(p.accepted_at)),
+    ("acceptance by position", lambda p: _percentages(p.accepted_at)),
     ("decode step, ms", lambda p: _number(2, p.step_ms)),
     ("step floor, ms", lambda p: _number(2, p.floor_ms)),
     ("step / floor", lambda p: _number(2, p.over_floor)),

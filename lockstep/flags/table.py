@@ -147,7 +147,7 @@ STRUCTURED = (
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Model": (
-        acts("config", "a YAML file of flags, by their names; the command line has the last word"),
+        acts("config", "YAML file of flags by their names; the command line overrides it"),
         acts("model", "folder or hub id; may be given without the flag"),
         acts(
             "served-model-name",

@@ -49,9 +49,7 @@ def exact_sizes(k: int, n: int) -> tuple[int, ...]:
 def probed_sizes(k: int, n: int, threads: int) -> tuple[int, ...]:
     """Probe the sizes of exact_sizes. threads: torch's current number, part of the cache's key."""
     generator = torch.Generator().manual_seed(n * 65537 + k)
-    x = torch.randn(SIZES[-1], k, generator=generator)
-    # Wide exponents: another order of additions then rounds differently somewhere.
-    x = x * torch.exp2(torch.randint(-20, 21, x.shape, generator=generator).float())
+    x = wide_rows(SIZES[-1], k, generator)
     right = torch.randn(k, n, generator=generator)
     base = tile_mm(x, right)
     stacked = torch.stack([right, -right])
@@ -64,6 +62,15 @@ def probed_sizes(k: int, n: int, threads: int) -> tuple[int, ...]:
     if BASE in exact:
         return tuple(exact)
     return (BASE,) if threads == 1 else ()
+
+
+def wide_rows(rows: int, k: int, generator: torch.Generator) -> Tensor:
+    """Return random numbers [rows, k] over 41 powers of two.
+
+    With such exponents another order of additions rounds differently somewhere.
+    """
+    x = torch.randn(rows, k, generator=generator)
+    return x * torch.exp2(torch.randint(-20, 21, x.shape, generator=generator).float())
 
 
 def tile_mm(x: Tensor, right: Tensor) -> Tensor:
@@ -118,5 +125,8 @@ def tiled_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def tiled_bmm(x: Tensor, right: Tensor) -> Tensor:
     """Multiply x [R, K] or [B, R, K] @ right [B, K, N] -> [B, R, N]; R is in exact_sizes(K, N)."""
-    rows = x.expand(right.shape[0], *x.shape[-2:])
-    return torch.bmm(rows, pad_columns(right))[..., : right.shape[-1]]
+    rows = x if x.dim() == 3 else x.expand(right.shape[0], *x.shape)
+    columns = right.shape[-1]
+    if columns < MIN_COLUMNS:
+        return torch.bmm(rows, pad_columns(right))[..., :columns]
+    return torch.bmm(rows, right)

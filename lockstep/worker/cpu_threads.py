@@ -5,10 +5,12 @@ and waking a sleeping thread for each costs more than a small op itself (docs/de
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 
 from torch import nn
 
 from lockstep.kernels.threads import one_thread
+from lockstep.layers.linear import Weight
 from lockstep.step import GRID, StepShape
 from lockstep.worker.program import Forwarded, Outcome, RunStep
 
@@ -35,9 +37,16 @@ def by_work(run_step: RunStep, model: nn.Module) -> RunStep:
 
 
 def layer_work(model: nn.Module) -> int:
-    """Return the operations of one layer for one token: two per parameter, mean over all layers."""
+    """Return the operations of one layer for one token: two per weight, mean over all layers.
+
+    Prepacked weights are no parameters.
+    """
     blocks = model.get_submodule("blocks")
-    return 2 * sum(p.numel() for p in blocks.parameters()) // len(list(blocks.children()))
+    weights = sum(parameter.numel() for parameter in blocks.parameters())
+    for module in blocks.modules():
+        if isinstance(module, Weight) and module.weight is None and module.prepacked is not None:
+            weights += prod(module.prepacked.shape)
+    return 2 * weights // len(list(blocks.children()))
 
 
 def is_little(per_token: int, tokens: int) -> bool:

@@ -1,4 +1,4 @@
-"""A server on a port of this machine, in front of the fake engine."""
+"""An HTTP server of the fake engine on a local port."""
 
 import contextlib
 import socket
@@ -19,7 +19,7 @@ from tests.text.tiny_tokenizer import make_folder
 
 @contextlib.contextmanager
 def serving(folder: Path, text: str = "hello lazy fox") -> Iterator[tuple[str, FakeClient]]:
-    """(URL, the engine behind it); every answer is `text`, three tokens at a time."""
+    """Yield (URL, fake engine); every output is `text`, three tokens per chunk."""
     processor = Processor.for_model(Tokenizer(make_folder(folder)), folder, 512)
     assert processor.tokenizer is not None
     script = [

@@ -1,4 +1,4 @@
-"""check quality: figures on a text, against numbers made by hand; what it refuses."""
+"""check quality: figures on a text, figures computed by hand, and refused options."""
 
 import json
 from math import exp, log
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from lockstep.bench.cache_quality import Kept, Measured, Scores, compare, read_text
+from lockstep.bench.cache_quality import CacheDtypes, CacheScores, Scores, compare, read_text
 from lockstep.bench.cache_quality_plot import plot, points_of
 from lockstep.cli import app
 from lockstep.errors import ConfigError
@@ -30,30 +30,35 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*arguments: str, model: str) -> str:
-    asked = ["check", "quality", model, "--load-format", "dummy", *arguments]
-    return CliRunner().invoke(app, asked, catch_exceptions=False).stdout
+    arguments = ["check", "quality", model, "--load-format", "dummy", *arguments]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
 
 
-def test_a_line_for_each_pair(model: str, text: str, tmp_path: Path) -> None:
+def test_one_line_per_pair_of_dtypes(model: str, text: str, tmp_path: Path) -> None:
     picture = tmp_path / "a.svg"
-    asked = ("--kv-cache-dtype", "auto,fp8", "--mamba-ssm-cache-dtype", "float32, bfloat16",
+    arguments = ("--kv-cache-dtype", "auto,fp8", "--mamba-ssm-cache-dtype", "float32, bfloat16",
              "--text", text, "--tokens", "300", "--window", "128")  # fmt: skip
-    found = json.loads(run(*asked, "--json", "--plot", str(picture), model=model))
-    assert found["tokens"] == 300 - 3
-    lines = found["lines"]
+    result = json.loads(run(*arguments, "--json", "--plot", str(picture), model=model))
+    assert result["tokens"] == 300 - 3
+    lines = result["lines"]
     names = [(line["kv_cache_dtype"], line["mamba_ssm_cache_dtype"]) for line in lines]
     assert names == [(kv, state) for kv in ("auto", "fp8") for state in ("auto", "bfloat16")]
-    own = lines[0]
-    assert own["perplexity_ratio"] == own["top1_agreement"] == 1 and own["max_difference"] == 0
+    baseline = lines[0]
+    assert (
+        baseline["perplexity_ratio"] == baseline["top1_agreement"] == 1
+        and baseline["max_difference"] == 0
+    )
     for line in lines[1:]:
         assert 0 < line["mean_difference"] < line["max_difference"] < 1
-        assert line["perplexity_ratio"] == pytest.approx(line["perplexity"] / own["perplexity"])
+        assert line["perplexity_ratio"] == pytest.approx(
+            line["perplexity"] / baseline["perplexity"]
+        )
         assert line["top1_agreement"] > 0.5
     assert "/state-bfloat16/" in lines[1]["numerics"] and "/kv-fp8" in lines[2]["numerics"]
-    assert lines[2]["page_bytes"] < own["page_bytes"]
+    assert lines[2]["page_bytes"] < baseline["page_bytes"]
     svg = ElementTree.parse(picture).getroot()
     assert len([e for e in svg if e.tag.endswith("polyline")]) == 3
-    shown = run(*asked, model=model).splitlines()
+    shown = run(*arguments, model=model).splitlines()
     rows = [line for line in shown if line.lstrip().startswith(("KV", "auto", "fp8"))]
     assert len(rows) == 5 and len({len(row.rstrip()) for row in rows}) == 1, "it does not line up"
 
@@ -63,21 +68,21 @@ def scores(*logprobs: float, best: tuple[int, ...]) -> Scores:
 
 
 def test_figures_by_hand() -> None:
-    first = Measured(Kept(), scores(log(0.5), log(0.25), best=(1, 2)), "", 1, 1)
-    other = Measured(Kept("fp8"), scores(log(0.25), log(0.25), best=(1, 3)), "", 1, 1)
-    found = compare(first, other)
+    first = CacheScores(CacheDtypes(), scores(log(0.5), log(0.25), best=(1, 2)), "", 1, 1)
+    compared = CacheScores(CacheDtypes("fp8"), scores(log(0.25), log(0.25), best=(1, 3)), "", 1, 1)
+    quality = compare(first, compared)
     assert first.scores.perplexity == pytest.approx(exp((log(2) + log(4)) / 2))
-    assert found.ratio == pytest.approx(4 / 8**0.5)
-    assert found.agreement == 0.5
-    assert found.differences == pytest.approx((log(2), 0.0))
-    assert [y for _, y in points_of(found, 2)] == pytest.approx([log(2), 0.0])
-    same = compare(first, first)
-    assert same.agreement == same.ratio == 1 and not any(same.differences)
-    ElementTree.fromstring(plot([same, found], 2))
-    ElementTree.fromstring(plot([same, same], 2))
+    assert quality.ratio == pytest.approx(4 / 8**0.5)
+    assert quality.agreement == 0.5
+    assert quality.differences == pytest.approx((log(2), 0.0))
+    assert [y for _, y in points_of(quality, 2)] == pytest.approx([log(2), 0.0])
+    identical = compare(first, first)
+    assert identical.agreement == identical.ratio == 1 and not any(identical.differences)
+    ElementTree.fromstring(plot([identical, quality], 2))
+    ElementTree.fromstring(plot([identical, identical], 2))
 
 
-def test_the_file_is_read_as_far_as_it_is_wanted(tmp_path: Path) -> None:
+def test_file_is_read_up_to_the_needed_bytes(tmp_path: Path) -> None:
     path = tmp_path / "long.txt"
     path.write_text("x" + "é" * 1000, encoding="utf-8")
     assert read_text(path, 2) == "x" + "é" * 15
@@ -87,7 +92,7 @@ def test_the_file_is_read_as_far_as_it_is_wanted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "needs a text"),
         (("--text", "/nowhere/a.txt"), "cannot be read"),
@@ -95,20 +100,23 @@ def test_the_file_is_read_as_far_as_it_is_wanted(tmp_path: Path) -> None:
         (("--text", "TEXT", "--plot", "a.png"), "ends in .svg"),
         (("--text", "TEXT", "--kv-cache-dtype", "fp9"), "kv_cache_dtype='fp9'"),
         (("--text", "TEXT", "--mamba-ssm-cache-dtype", "int8"), "mamba_ssm_cache_dtype='int8'"),
-        (("--text", "TEXT", "--kv-cache-dtype", "auto"), "all that were named are the model's own"),
+        (
+            ("--text", "TEXT", "--kv-cache-dtype", "auto"),
+            "needs a cache dtype other than the model's",
+        ),
         (("--text", "TEXT", "--skip-tokenizer-init"), "needs a tokenizer"),
         (("--text", "EMPTY"), "allowed: 2 or more"),
     ],
     ids=str,
 )
-def test_what_it_refuses(
-    model: str, text: str, tmp_path: Path, arguments: tuple[str, ...], said: str
+def test_invalid_options_are_refused(
+    model: str, text: str, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    named = {"TEXT": text, "EMPTY": str(empty)}
-    asked = [named.get(word, word) for word in arguments]
-    if "--kv-cache-dtype" not in asked:
-        asked = ["--kv-cache-dtype", "fp8", *asked]
-    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
-        run(*asked, model=model)
+    paths = {"TEXT": text, "EMPTY": str(empty)}
+    arguments = [paths.get(word, word) for word in arguments]
+    if "--kv-cache-dtype" not in arguments:
+        arguments = ["--kv-cache-dtype", "fp8", *arguments]
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        run(*arguments, model=model)

@@ -1,4 +1,4 @@
-"""lockstep bench as its users run it: the usual subcommand, the floor, the trace, the kernels."""
+"""The commands of lockstep bench: default subcommand, floor, trace, kernels, bounds of options."""
 
 import json
 from pathlib import Path
@@ -31,36 +31,38 @@ def last_line(result: Result) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_offline_is_the_usual_subcommand(model: str) -> None:
-    asked = ("--model", model, "--load-format", "dummy", *SMALL, *ONCE, "--json")
-    plain = last_line(run(*asked))
-    named = last_line(run("offline", *asked))
+def test_offline_is_the_default_subcommand(model: str) -> None:
+    arguments = ("--model", model, "--load-format", "dummy", *SMALL, *ONCE, "--json")
+    plain = last_line(run(*arguments))
+    named = last_line(run("offline", *arguments))
     assert plain["bench"] == named["bench"] == "offline" and plain["tokens"] == 12
     assert "floor_ms" not in plain
     assert "kernels" in run("--help").output
 
 
-def test_floor_alone_where_nothing_can_run(model: str) -> None:
-    shown = run("--floor", model, "--num-speculative-tokens", "2", *SMALL)
-    found = last_line(shown)
-    assert found["bench"] == "floor" and found["dtype"] == "bfloat16"
-    assert (found["rows"], found["query_len"], found["context"]) == (2, 3, 70)
-    assert found["floor_ms"] >= found["verify_floor_ms"] and found["bytes"] > 0
-    assert "GatedDeltaNet" in shown.stdout and "holds no weights" in shown.stderr
+def test_floor_alone_without_weights(model: str) -> None:
+    output = run("--floor", model, "--num-speculative-tokens", "2", *SMALL)
+    result = last_line(output)
+    assert result["bench"] == "floor" and result["dtype"] == "bfloat16"
+    assert (result["rows"], result["query_len"], result["context"]) == (2, 3, 70)
+    assert result["floor_ms"] >= result["verify_floor_ms"] and result["bytes"] > 0
+    assert "GatedDeltaNet" in output.stdout and "holds no weights" in output.stderr
 
 
-def test_floor_beside_a_run(model: str) -> None:
-    shown = run(model, "--floor", "--load-format", "dummy", *SMALL, *ONCE)
-    found = last_line(shown)
-    assert found["bench"] == "offline" and found["context"] == 73
-    assert found["over_floor"] == pytest.approx(found["ms_per_step"] / found["floor_ms"], rel=0.05)
-    assert "measured / floor" in shown.stdout
+def test_floor_with_a_run(model: str) -> None:
+    output = run(model, "--floor", "--load-format", "dummy", *SMALL, *ONCE)
+    result = last_line(output)
+    assert result["bench"] == "offline" and result["context"] == 73
+    assert result["over_floor"] == pytest.approx(
+        result["ms_per_step"] / result["floor_ms"], rel=0.05
+    )
+    assert "measured / floor" in output.stdout
 
 
 @pytest.mark.parametrize(("count", "query_len"), [("0", 1), ("5", 6)])
 def test_number_of_drafts(model: str, count: str, query_len: int) -> None:
-    found = last_line(run("--floor", model, "--num-speculative-tokens", count, "--json"))
-    assert found["query_len"] == query_len
+    result = last_line(run("--floor", model, "--num-speculative-tokens", count, "--json"))
+    assert result["query_len"] == query_len
 
 
 def test_drafts_need_a_drafter(tmp_path: Path) -> None:
@@ -71,21 +73,31 @@ def test_drafts_need_a_drafter(tmp_path: Path) -> None:
 
 def test_trace_is_written_and_shown(model: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    shown = run(model, "--trace", str(path), "--load-format", "dummy", *SMALL)
-    found = last_line(shown)
-    assert found["bench"] == "trace" and found["file"] == str(path)
-    assert {"step", "blocks.*.mlp.down"} <= {line["name"] for line in found["lines"]}
-    assert json.loads(path.read_text())["traceEvents"] and "Time of a step" in shown.stdout
+    output = run(model, "--trace", str(path), "--load-format", "dummy", *SMALL)
+    result = last_line(output)
+    assert result["bench"] == "trace" and result["file"] == str(path)
+    assert {"step", "blocks.*.mlp.down"} <= {line["name"] for line in result["lines"]}
+    assert json.loads(path.read_text())["traceEvents"] and "Time of a step" in output.stdout
 
 
 def test_kernels_status_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ("kernels", "--rows", "1,4", "--query-len", "2", "--op", "linear", "--device", "cpu")
-    shown = run(*asked)
-    found = last_line(shown)
-    assert found["bench"] == "kernels" and not found["differing"] and "equal" in shown.stdout
-    assert {line["size"].split()[-1] for line in found["lines"]} >= {"256x512", "4096x256"}
-    monkeypatch.setattr(kernels, "compare_rows", lambda *given: ((1, 2), (2,)))
-    tampered = run(*asked, "--json")
+    arguments = (
+        "kernels",
+        "--rows",
+        "1,4",
+        "--query-len",
+        "2",
+        "--op",
+        "linear",
+        "--device",
+        "cpu",
+    )
+    output = run(*arguments)
+    result = last_line(output)
+    assert result["bench"] == "kernels" and not result["differing"] and "equal" in output.stdout
+    assert {line["size"].split()[-1] for line in result["lines"]} >= {"256x512", "4096x256"}
+    monkeypatch.setattr(kernels, "compare_rows", lambda *args: ((1, 2), (2,)))
+    tampered = run(*arguments, "--json")
     assert tampered.exit_code == 1 and json.loads(tampered.stdout)["differing"]
 
 
@@ -97,24 +109,32 @@ def test_kernels_refuses_rows(rows: str) -> None:
 
 def test_kernels_at_a_context_and_in_a_kv_format() -> None:
     sizes = ("--rows", "1", "--query-len", "4", "--context", "100", "--device", "cpu")
-    asked = ("kernels", "--op", "latent_attention", *sizes, "--json")
-    (plain,) = last_line(run(*asked))["lines"]
-    (packed,) = last_line(run(*asked, "--kv-cache-dtype", "fp8"))["lines"]
-    assert plain["bytes"] - packed["bytes"] == 100 * (4 * 64 - (64 + 4))
-    assert "context 100" in plain["size"] and "context 100" in packed["size"]
+    arguments = ("kernels", "--op", "latent_attention", *sizes, "--json")
+    (plain,) = last_line(run(*arguments))["lines"]
+    (quantized,) = last_line(run(*arguments, "--kv-cache-dtype", "fp8"))["lines"]
+    assert plain["bytes"] - quantized["bytes"] == 100 * (4 * 64 - (64 + 4))
+    assert "context 100" in plain["size"] and "context 100" in quantized["size"]
     with pytest.raises(ConfigError, match="--context 100 is less than a row's tokens"):
-        run(*asked, "--query-len", "101")
+        run(*arguments, "--query-len", "101")
     with pytest.raises(ConfigError, match="allowed: auto, bfloat16, fp8"):
-        run(*asked, "--kv-cache-dtype", "turboquant_k8v4")
+        run(*arguments, "--kv-cache-dtype", "turboquant_k8v4")
 
 
 def test_synthetic_acceptance(model: str) -> None:
-    asked = (model, *SMALL, *ONCE, "--synthetic-acceptance", "1", "--num-speculative-tokens", "2")
-    found = last_line(run(*asked, "--load-format", "dummy", "--json"))
-    spec = found["speculative_config"]
+    arguments = (
+        model,
+        *SMALL,
+        *ONCE,
+        "--synthetic-acceptance",
+        "1",
+        "--num-speculative-tokens",
+        "2",
+    )
+    result = last_line(run(*arguments, "--load-format", "dummy", "--json"))
+    spec = result["speculative_config"]
     assert spec["synthetic_acceptance"] == 1.0 and not spec["adaptive"], "K in every step"
-    assert found["acceptance_length"] == 3.0, "1 + p + p^2"
-    assert found["acceptance_rate"] == 1.0 and "synthetic" in found["numerics"]
+    assert result["acceptance_length"] == 3.0, "1 + p + p^2"
+    assert result["acceptance_rate"] == 1.0 and "synthetic" in result["numerics"]
     with pytest.raises(ConfigError, match="needs a drafter"):
         run(model, "--synthetic-acceptance", "0.5", "--num-speculative-tokens", "0")
     with pytest.raises(ConfigError, match="load_format"):
@@ -122,7 +142,7 @@ def test_synthetic_acceptance(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("kernels", "--rows", "9223372036854775808"), "rows='.*1 to 65536"),
         (("kernels", "--query-len", "0"), "query_len='0' is not allowed"),
@@ -135,13 +155,15 @@ def test_synthetic_acceptance(model: str) -> None:
         (("serving", "--plot", "a.pdf"), "plot='a.pdf' is not allowed; allowed: .*png"),
     ],
 )
-def test_bad_values_are_refused_before_work(words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        run(*words)
+def test_invalid_values_are_refused_before_loading(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(*arguments)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("offline", "--input-len", "-1"),
         ("offline", "--output-len", "0"),
@@ -154,6 +176,6 @@ def test_bad_values_are_refused_before_work(words: tuple[str, ...], said: str) -
         ("serving", "--num-requests", "9" * 20),
     ],
 )
-def test_numbers_have_bounds(words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=f"{words[1]}={brief(words[2])} is not allowed: "):
-        run(*words)
+def test_numbers_have_bounds(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"{arguments[1]}={brief(arguments[2])} is not allowed: "):
+        run(*arguments)

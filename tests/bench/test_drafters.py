@@ -1,4 +1,4 @@
-"""lockstep bench drafters: every drafter that fits, its acceptance by position and its tokens."""
+"""lockstep bench drafters: available drafters, acceptance by position, equality of tokens."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ("bench", "drafters", *arguments), catch_exceptions=False)
 
 
-def test_acceptance_is_counted_by_place() -> None:
+def test_acceptance_is_counted_by_position() -> None:
     policy = CountedDraftLength(3)
     policy.observe(2, 3, 3, [3, 0], 1.0)
     policy.observe(2, 3, 3, [1, 2], 1.0)
@@ -49,36 +49,38 @@ def test_acceptance_is_counted_by_place() -> None:
     assert policy.choose(2) == 3
 
 
-def test_a_line_is_compared_with_the_one_without_drafts(target: str) -> None:
-    own = {"method": "draft_model", "model": target, "num_speculative_tokens": 3}
+def test_figures_are_relative_to_the_run_without_drafts(target: str) -> None:
+    config = {"method": "draft_model", "model": target, "num_speculative_tokens": 3}
     settings = {"model": target, "load_format": "dummy"}
-    none, drafted = compare_drafters(settings, [own], 2, GREEDY, 1)
-    assert none.name == "none"
-    assert none.accepted_at == []
-    assert none.speedup == 1.0
+    undrafted, drafted = compare_drafters(settings, [config], 2, GREEDY, 1)
+    assert undrafted.name == "none"
+    assert undrafted.accepted_at == []
+    assert undrafted.speedup == 1.0
     assert drafted.agrees
     assert len(drafted.accepted_at) == 3
     assert drafted.accepted_at == sorted(drafted.accepted_at, reverse=True)
     assert drafted.acceptance_length >= 1
-    assert drafted.extra_ms == pytest.approx(drafted.ms_per_step - none.ms_per_step)
+    assert drafted.extra_ms == pytest.approx(drafted.ms_per_step - undrafted.ms_per_step)
 
 
-def test_every_drafter_that_fits_and_those_named(target: str, draft: str, tmp_path: Path) -> None:
+def test_available_and_requested_drafters_are_compared(
+    target: str, draft: str, tmp_path: Path
+) -> None:
     image = tmp_path / "plot.png"
-    named = json.dumps({"model": draft, "num_speculative_tokens": 2})
-    shown = run(target, "--drafter", named, "--num-speculative-tokens", "15",
+    requested = json.dumps({"model": draft, "num_speculative_tokens": 2})
+    result_of_command = run(target, "--drafter", requested, "--num-speculative-tokens", "15",
                 "--plot", str(image), *ONCE)  # fmt: skip
-    assert shown.exit_code == 0
-    found: dict[str, Any] = json.loads(shown.stdout)
-    assert found["bench"] == "drafters"
-    lines = {line["name"]: line for line in found["lines"]}
+    assert result_of_command.exit_code == 0
+    result: dict[str, Any] = json.loads(result_of_command.stdout)
+    assert result["bench"] == "drafters"
+    lines = {line["name"]: line for line in result["lines"]}
     assert list(lines) == ["none", "ngram", "suffix", "draft_model"]
     assert all(line["agrees"] for line in lines.values())
     assert [len(line["accepted_at"]) for line in lines.values()] == [0, 15, 15, 2]
     assert image.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_drafter_that_is_wrong_is_told_first(
+def test_invalid_drafter_is_refused_before_loading(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Exception, match="num_speculative_tokens=16 is not allowed"):
@@ -95,12 +97,12 @@ def test_a_drafter_that_is_wrong_is_told_first(
 
 
 def test_a_plot_shows_acceptance_cost_and_speed() -> None:
-    alone = DrafterLine("none", 0, [], 1.0, 4.0, 0.0, 10.0, 1.0, True)
+    undrafted = DrafterLine("none", 0, [], 1.0, 4.0, 0.0, 10.0, 1.0, True)
     other = DrafterLine("ngram", 2, [0.5, 0.25], 1.75, 5.0, 1.0, 14.0, 1.4, True)
-    by_place, costs, speeds = draw([alone, other], "title").axes
-    (shown,) = by_place.lines
-    assert (list(shown.get_xdata()), list(shown.get_ydata())) == ([1, 2], [0.5, 0.25])
-    assert list(by_place.get_xticks()) == [1, 2]
+    acceptance, costs, speeds = draw([undrafted, other], "title").axes
+    (line,) = acceptance.lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2], [0.5, 0.25])
+    assert list(acceptance.get_xticks()) == [1, 2]
     assert [bar.get_height() for bar in costs.patches] == [0.0, 1.0]
     assert [bar.get_height() for bar in speeds.patches] == [10.0, 14.0]
 

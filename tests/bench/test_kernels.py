@@ -1,4 +1,4 @@
-"""Kernels are measured at the sizes they claim, on distinct memory; batch-dependent bits show."""
+"""Kernel benchmarks count their bytes, read distinct memory and detect batch-dependent bits."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,18 +21,18 @@ from lockstep.errors import ConfigError
 from lockstep.kernels.bench_types import Cost, OpBenchmark
 from lockstep.kernels.formats.kv.table import KV_FORMATS
 from lockstep.layers.linear import Gemm
-from tests.bench.test_floor import LARGE
+from tests.bench.test_floor import LARGE_CONFIG
 from tests.tiny_model import make_model
 
 SMALL = MODELS["small"]
-HERE = bench_env("cpu", torch.float32, 8)
+CPU_ENV = bench_env("cpu", torch.float32, 8)
 
 
 Calls = list[tuple[int, ...]]
 
 
-def counting(rows: int, row_bytes: int, variants: int = 1) -> tuple[OpBenchmark, Calls]:
-    """A benchmark that notes what it is called with and gives each row its number."""
+def counting_benchmark(rows: int, row_bytes: int, variants: int = 1) -> tuple[OpBenchmark, Calls]:
+    """Return a benchmark whose outputs are row numbers, and the list of its calls."""
     calls: Calls = []
 
     def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
@@ -54,7 +54,7 @@ def test_every_op_is_measured_and_equal_at_other_rows() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    by_op = {s.op + s.size.split()[0]: s for s in benchmarks(SMALL, HERE, 2)}
+    by_op = {s.op + s.size.split()[0]: s for s in benchmarks(SMALL, CPU_ENV, 2)}
     assert by_op["lineardown"].cost(4).bytes == 4 * (256 * 512 + 8 * (256 + 512))
     assert by_op["lineardown"].cost(4).flops == 2 * 256 * 512 * 8
     assert by_op["rms_norm256"].cost(3).bytes == 2 * 4 * 3 * 2 * 256
@@ -71,21 +71,21 @@ def test_bytes_by_hand() -> None:
     assert by_op["head_linear4x32"].cost(3).bytes == 4 * (4 * 32 * 64 + 6 * 4 * (32 + 64))
     channels = 2 * 2 * 32 + 4 * 32
     slot = 4 * (4 * 32 * 32 + 2 * (channels + 4 * 32 + 2 * 32 + 4))
-    brought = 2 * 4 * (channels + 4 * 32 + 2 * 4)
+    io_bytes = 2 * 4 * (channels + 4 * 32 + 2 * 4)
     out = 2 * 4 * 4 * 32
-    assert by_op["gated_delta_step2/4x32x32"].cost(3).bytes == 3 * (2 * slot + brought + out)
+    assert by_op["gated_delta_step2/4x32x32"].cost(3).bytes == 3 * (2 * slot + io_bytes + out)
     narrow = slot - 2 * 4 * 32 * 32
-    assert by_op["gated_delta_step2/4x32x32,"].cost(3).bytes == 3 * (2 * narrow + brought + out)
+    assert by_op["gated_delta_step2/4x32x32,"].cost(3).bytes == 3 * (2 * narrow + io_bytes + out)
     channels = 2 * 2 * 32 + 4 * 16
     slot = 4 * (4 * 32 * 16 + 2 * (channels + 4 * 16 + 2 * 32 + 4))
-    moved = 2 * slot + 2 * 4 * (channels + 4 + 4 * 16)
-    assert by_op["mamba2_step2/4x32x16"].cost(3).bytes == 3 * moved
+    total = 2 * slot + 2 * 4 * (channels + 4 + 4 * 16)
+    assert by_op["mamba2_step2/4x32x16"].cost(3).bytes == 3 * total
     assert by_op["gated_group_norm2x32"].cost(3).bytes == 3 * 2 * (4 * 16) * (4 + 2 * 4)
     assert by_op["relu2512"].cost(1).bytes == 2 * 4 * 2 * 512
     assert by_op["route12/3"].cost(5).bytes == 10 * (4 * 12 + (4 + 4) * 3)
     expert = 4 * 3 * 256 * 64
-    brought = 2 * ((3 * 256 + 1) * 4 + 3 * (4 + 4))
-    read = (by_op["experts256/64,"].cost(1).bytes - brought) / expert
+    io_bytes = 2 * ((3 * 256 + 1) * 4 + 3 * (4 + 4))
+    read = (by_op["experts256/64,"].cost(1).bytes - io_bytes) / expert
     assert read in (3, 4, 5, 6), "two tokens choose three experts each"
     assert by_op["experts256/64,"].cost(5).flops == 10 * 3 * 6 * 256 * 64
     assert by_op["samplegreedy,"].cost(3).bytes == 3 * 2 * 4 * 4096
@@ -95,58 +95,60 @@ def test_bytes_by_hand() -> None:
     ("name", "key", "latent"),
     [("fp8", 64, 64 + 4), ("int8_per_token_head", 64 + 4, 64 + 4), ("turboquant_4bit_nc", 34, 34)],
 )
-def test_packed_caches_are_measured(name: str, key: int, latent: int) -> None:
-    """By the bytes of a packed token: a key and a value of 64 numbers each, a latent of 64 and a
-    turned key of 16, which stays as it is."""
-    here = bench_env("cpu", torch.float32, 8, KV_FORMATS[name])
+def test_quantized_caches_are_measured(name: str, key: int, latent: int) -> None:
+    """Bytes follow from a quantized token: key and value of 64 elements each, or a latent of 64.
+
+    The rotary key of 16 elements of a latent is not quantized.
+    """
+    env = bench_env("cpu", torch.float32, 8, KV_FORMATS[name])
     ops = ("paged_attention", "latent_attention", "latent_rope_and_cache")
-    by_op = {s.op: s for s in benchmarks(SMALL, here, 2, ops)}
+    by_op = {s.op: s for s in benchmarks(SMALL, env, 2, ops)}
     kv = 300 * 2 * 2 * key
     assert by_op["paged_attention"].cost(5).bytes == 5 * (kv + 4 * 2 * 2 * 4 * 64)
-    line = latent + 4 * 16
+    token_bytes = latent + 4 * 16
     tokens = 2 * 4 * (64 + 16 + 64)
-    assert by_op["latent_attention"].cost(5).bytes == 5 * (300 * line + 4 * tokens)
+    assert by_op["latent_attention"].cost(5).bytes == 5 * (300 * token_bytes + 4 * tokens)
     assert by_op["latent_rope_and_cache"].cost(3).bytes == 6 * (
-        line + 4 * (64 + 16) + 2 * 4 * 4 * 16
+        token_bytes + 4 * (64 + 16) + 2 * 4 * 4 * 16
     )
     for benchmark in by_op.values():
         assert compare_rows(benchmark, (1, 5), 8)[1] == ()
 
 
 def test_dimensions_are_those_of_the_model(tmp_path: Path) -> None:
-    model = sketch(make_model(tmp_path / "large", **LARGE), torch.bfloat16, None).model
+    model = sketch(make_model(tmp_path / "large", **LARGE_CONFIG), torch.bfloat16, None).model
     assert {m.shape for m in model.modules() if isinstance(m, Gemm)} == {
         (n, k) for _, n, k in MODELS["Qwen3.6-27B"].weights
     }
 
 
-def test_a_bit_that_depends_on_the_batch_shows() -> None:
-    honest, _ = counting(64, 100)
+def test_batch_dependent_bit_is_detected() -> None:
+    correct, _ = counting_benchmark(64, 100)
 
     def call(begin: int, end: int, variant: int) -> Callable[[], Tensor]:
-        return lambda: honest.call(begin, end, variant)() * (1 + 1e-7 * (end - begin == 3))
+        return lambda: correct.call(begin, end, variant)() * (1 + 1e-7 * (end - begin == 3))
 
-    wrong = OpBenchmark("count", "2", 1, "none", 64, call, honest.cost)
-    assert compare_rows(honest, (1, 2, 3, 64), 64) == ((1, 2, 3), ())
+    wrong = OpBenchmark("count", "2", 1, "none", 64, call, correct.cost)
+    assert compare_rows(correct, (1, 2, 3, 64), 64) == ((1, 2, 3), ())
     assert compare_rows(wrong, (1, 2, 3, 64), 64) == ((1, 2, 3), (3,))
 
 
-def test_state_is_brought_back_between_comparisons() -> None:
-    benchmark = next(iter(benchmarks(SMALL, HERE, 2, ["gated_delta_step"])))
+def test_state_is_reset_between_comparisons() -> None:
+    benchmark = next(iter(benchmarks(SMALL, CPU_ENV, 2, ["gated_delta_step"])))
     benchmark.call(0, 8, 0)()
-    dirty = benchmark.outputs(0, 8, torch.zeros(8))
+    dirty_state = benchmark.outputs(0, 8, torch.zeros(8))
     benchmark.reset()
-    clean = benchmark.outputs(0, 8, torch.zeros(8))
-    assert any(not torch.equal(a, b) for a, b in zip(dirty, clean, strict=True))
+    clean_state = benchmark.outputs(0, 8, torch.zeros(8))
+    assert any(not torch.equal(a, b) for a, b in zip(dirty_state, clean_state, strict=True))
     assert compare_rows(benchmark, (1, 5), 8)[1] == ()
 
 
-def test_a_chain_walks_through_distinct_memory() -> None:
-    benchmark, calls = counting(rows=64, row_bytes=HERE.chain_bytes // 64)
-    _chain(benchmark, 8, HERE)
+def test_chain_reads_distinct_memory() -> None:
+    benchmark, calls = counting_benchmark(rows=64, row_bytes=CPU_ENV.chain_bytes // 64)
+    _chain(benchmark, 8, CPU_ENV)
     assert [(begin, end) for begin, end, _ in calls] == [(i, i + 8) for i in range(0, 64, 8)]
-    weights, calls = counting(rows=8, row_bytes=HERE.chain_bytes // 32, variants=5)
-    _chain(weights, 8, HERE)
+    weights, calls = counting_benchmark(rows=8, row_bytes=CPU_ENV.chain_bytes // 32, variants=5)
+    _chain(weights, 8, CPU_ENV)
     assert [variant for *_, variant in calls] == [0, 1, 2, 3]
 
 

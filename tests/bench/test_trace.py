@@ -1,4 +1,4 @@
-"""A trace names every layer, counts time once, and leaves nothing behind."""
+"""A trace names every layer, counts time once, and removes its hooks afterwards."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.bench.trace import CAPTURED, PREFIX, table_of, trace_steps
+from lockstep.bench.trace import CAPTURED, PREFIX, layer_times, trace_steps
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
@@ -24,41 +24,41 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(folder), load_format="dummy", speculative_config=spec, max_num_seqs=2)
 
 
-def event(name: str, ts: float, dur: float, cat: str, **args: Any) -> dict[str, Any]:
+def make_event(name: str, ts: float, dur: float, cat: str, **args: Any) -> dict[str, Any]:
     return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "pid": 1, "tid": 1} | {
         "args": args
     }
 
 
-def named(name: str, ts: float, dur: float) -> dict[str, Any]:
-    return event(PREFIX + name, ts, dur, "user_annotation")
+def annotation(name: str, ts: float, dur: float) -> dict[str, Any]:
+    return make_event(PREFIX + name, ts, dur, "user_annotation")
 
 
 def test_time_by_hand() -> None:
-    """Two blocks in one step; kernels run later, and belong to where they were launched."""
+    """Two blocks in one step; kernels run later, and belong to the range that launched them."""
     events = [
-        named("step", 0, 100),
-        named("blocks.0", 10, 40),
-        named("blocks.0.mlp", 20, 20),
-        named("blocks.0.mlp", 22, 10),
-        named("blocks.1", 50, 30),
-        event("launch", 25, 1, "cuda_runtime", correlation=7),
-        event("launch", 55, 1, "cuda_driver", correlation=8),
-        event("launch", 90, 1, "cuda_runtime", correlation=9),
-        event("gemm", 300, 11, "kernel", correlation=7),
-        event("norm", 305, 11, "kernel", correlation=8),  # waits for gemm until 311
-        event("copy", 316, 2, "gpu_memcpy", correlation=9),
-        event("stray", 400, 9, "kernel", correlation=99),
+        annotation("step", 0, 100),
+        annotation("blocks.0", 10, 40),
+        annotation("blocks.0.mlp", 20, 20),
+        annotation("blocks.0.mlp", 22, 10),
+        annotation("blocks.1", 50, 30),
+        make_event("launch", 25, 1, "cuda_runtime", correlation=7),
+        make_event("launch", 55, 1, "cuda_driver", correlation=8),
+        make_event("launch", 90, 1, "cuda_runtime", correlation=9),
+        make_event("gemm", 300, 11, "kernel", correlation=7),
+        make_event("norm", 305, 11, "kernel", correlation=8),  # waits for gemm until 311
+        make_event("copy", 316, 2, "gpu_memcpy", correlation=9),
+        make_event("stray", 400, 9, "kernel", correlation=99),
         {"ph": "M", "name": "process_name"},
     ]
-    lines = {line.name: line for line in table_of(events, steps=1)}
+    lines = {line.name: line for line in layer_times(events, steps=1)}
     assert set(lines) == {"step", "blocks.*", "blocks.*.mlp"}
     assert lines["step"].host_us == 30 and lines["step"].device_us == 2
     assert lines["blocks.*"].host_us == 50 and lines["blocks.*"].calls == 2
     assert lines["blocks.*"].device_us == 5 and lines["blocks.*"].kernels == 1
     assert lines["blocks.*.mlp"].calls == 1
     assert lines["blocks.*.mlp"].host_us == 20 and lines["blocks.*.mlp"].device_us == 11
-    assert table_of(events, steps=2)[0].device_us == 5.5
+    assert layer_times(events, steps=2)[0].device_us == 5.5
 
 
 def test_every_layer_is_named_and_time_counts_once(llm: LLM, tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_every_layer_is_named_and_time_counts_once(llm: LLM, tmp_path: Path) -> 
     assert all(line.host_us > 0 for line in lines.values())
 
 
-def test_nothing_is_left_behind(llm: LLM, tmp_path: Path) -> None:
-    before = [o.outputs[0].token_ids for o in llm.generate(list(PROMPTS), PARAMS)]
+def test_hooks_are_removed(llm: LLM, tmp_path: Path) -> None:
+    expected = [o.outputs[0].token_ids for o in llm.generate(list(PROMPTS), PARAMS)]
     runner = worker_of(llm.engine)
     attributes = [set(vars(m)) for m in (runner.program.table, runner.program.sampler, runner)]
     trace_steps(llm, PROMPTS, 0.0, tmp_path / "trace.json", steps=1)
@@ -89,10 +89,10 @@ def test_nothing_is_left_behind(llm: LLM, tmp_path: Path) -> None:
         attributes
     )
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in runner.model.modules())
-    assert [o.outputs[0].token_ids for o in llm.generate(list(PROMPTS), PARAMS)] == before
+    assert [o.outputs[0].token_ids for o in llm.generate(list(PROMPTS), PARAMS)] == expected
 
 
-def test_a_path_that_cannot_be_is_refused(llm: LLM, tmp_path: Path) -> None:
+def test_unwritable_path_is_refused(llm: LLM, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "trace.json"):
         with pytest.raises(ConfigError, match="a file that can be written"):
             trace_steps(llm, PROMPTS, 0.0, path)

@@ -1,4 +1,4 @@
-"""A tiny model, and a check that is small enough to run in a test."""
+"""Fixtures: a tiny model, and a check that is small enough to run in a test."""
 
 from pathlib import Path
 
@@ -15,6 +15,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=8, alone=8, company=4))
     monkeypatch.setattr(cases, "LONG_PROMPT", 300)

@@ -1,4 +1,4 @@
-"""A fault that a check must see."""
+"""A fault that a check must detect."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from torch import Tensor
 from lockstep.layers.linear import Head
 
 
-def off_by_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One logit of a step's last row is off by one bit where a step has several rows."""
+def flip_last_logit_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flip one bit of a logit of the last row in every step that has several rows."""
     forward = Head.forward
 
     def faulty(self: Head, x: Tensor) -> Tensor:

@@ -20,34 +20,34 @@ from tests.spec.heads import make_head
 from tests.tiny_model import CONFIG, LLAMA, THREE_LAYERS, make_model
 
 SCENARIOS = range(2)
-"""One of few rows and pages, one that is crowded: chunks, prefix hits, preemption, aborts."""
+"""Scenario 0 may have few rows and pages; scenario 1 has many requests, so also preemptions."""
 DUMMY = {"load_format": "dummy"}
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer, its weights random."""
+    """Return the folder of a tiny Llama with a tokenizer and random weights."""
     return make_model(tmp_path_factory.mktemp("target") / "model", LLAMA)
 
 
 @pytest.fixture(scope="module")
 def plain(target: Path) -> PlainRuns:
-    """The plain run of the target."""
+    """Return the plain runs of the target."""
     return PlainRuns(build_plain(str(target), DUMMY))
 
 
 @pytest.fixture(scope="module")
 def drafting(target: Path) -> dict[str, dict[str, Any]]:
-    """What drafts -> its speculative_config."""
+    """Return the speculative_config of each drafter by name."""
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
-    taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    make_head(target.parent / "head", vocab, 48, width=40, eagle_config=taps)
-    own = make_model(target.parent / "draft", LLAMA, num_hidden_layers=1, hidden_size=36)
+    aux_layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    make_head(target.parent / "head", vocab, 48, width=40, eagle_config=aux_layers)
+    draft_model = make_model(target.parent / "draft", LLAMA, num_hidden_layers=1, hidden_size=36)
     recurrent = make_model(target.parent / "recurrent", CONFIG, **THREE_LAYERS)
     make_block_model(target.parent / "blocks", vocab, 48, [0, 1, 2])
     return {
         "eagle3": {"method": "eagle3", "model": str(target.parent / "head")},
-        "draft_model": {"method": "draft_model", "model": str(own)},
+        "draft_model": {"method": "draft_model", "model": str(draft_model)},
         "recurrent": {"method": "draft_model", "model": str(recurrent)},
         "dflash": {"method": "dflash", "model": str(target.parent / "blocks")},
         "suffix": {"method": "suffix"},
@@ -56,10 +56,10 @@ def drafting(target: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("drafts", [3, 15])
 @pytest.mark.parametrize("name", ["eagle3", "draft_model", "recurrent", "dflash", "suffix"])
-def test_worlds_have_the_plain_answers(
+def test_scenarios_give_the_plain_outputs(
     target: Path, plain: PlainRuns, drafting: dict[str, Any], name: str, drafts: int
 ) -> None:
-    """With a fixed number of drafts and with one that changes at every step."""
+    """K=3 has a fixed number of drafts; K=15 has one that changes at every step."""
     shared = {**DUMMY, "speculative_config": drafting[name]}
     method = drafting[name]["method"]
 
@@ -67,25 +67,29 @@ def test_worlds_have_the_plain_answers(
         return build(str(target), settings_with(kind.settings(), shared), kind.hooks())
 
     examiner = Examiner(plain, build_kind)
-    drawer = ScenarioGenerator(plain, drafts, (method,), ("none",))
-    drafted = 0
+    generator = ScenarioGenerator(plain, drafts, (method,), ("none",))
+    num_drafted = 0
     for index in SCENARIOS:
-        scenario = drawer.scenario(index)
+        scenario = generator.scenario(index)
         kind = replace(scenario.kind, drafter=method, drafts=drafts, changing=drafts > 3)
-        found = examiner.examine(replace(scenario, kind=kind))
-        assert found.difference is None
-        drafted += found.seen["draft tokens"]
-    assert drafted
+        result = examiner.examine(replace(scenario, kind=kind))
+        assert result.difference is None
+        num_drafted += result.events["draft tokens"]
+    assert num_drafted
 
 
 def test_only_engines_of_its_method_get_its_keys() -> None:
-    asked = {"method": "eagle3", "model": "here", "num_speculative_tokens": 5}
-    shared = {"dtype": "float32", "speculative_config": asked}
-    own = {"method": "eagle3", "num_speculative_tokens": 2}
+    requested = {"method": "eagle3", "model": "here", "num_speculative_tokens": 5}
+    shared = {"dtype": "float32", "speculative_config": requested}
+    matching = {"method": "eagle3", "num_speculative_tokens": 2}
     other = {"method": "ngram", "num_speculative_tokens": 2}
-    for drafting, due in ((own, {**own, "model": "here"}), (other, other), (None, None)):
-        found = settings_with({"speculative_config": drafting, "seed": 1}, shared)
-        assert found == {"dtype": "float32", "seed": 1, "speculative_config": due}
+    for drafting, expected in (
+        (matching, {**matching, "model": "here"}),
+        (other, other),
+        (None, None),
+    ):
+        merged = settings_with({"speculative_config": drafting, "seed": 1}, shared)
+        assert merged == {"dtype": "float32", "seed": 1, "speculative_config": expected}
 
 
 def test_a_drafter_that_is_named_is_checked(plain: PlainRuns) -> None:
@@ -99,16 +103,16 @@ def test_a_drafter_that_is_named_is_checked(plain: PlainRuns) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "method"),
+    ("requested", "method"),
     [({"model": "small"}, "draft_model"), ({"method": "qwen3_next_mtp"}, "mtp")],
 )
-def test_a_drafter_has_one_name(target: Path, asked: dict[str, Any], method: str) -> None:
-    shared = {"speculative_config": asked}
-    found = requested_drafter(shared)
-    assert found == {**asked, "method": method}
-    own = {"speculative_config": {"method": method, "num_speculative_tokens": 2}}
-    assert settings_with(own, shared)["speculative_config"] == {
-        **found,
+def test_a_drafter_has_one_name(target: Path, requested: dict[str, Any], method: str) -> None:
+    shared = {"speculative_config": requested}
+    resolved = requested_drafter(shared)
+    assert resolved == {**requested, "method": method}
+    engine_settings = {"speculative_config": {"method": method, "num_speculative_tokens": 2}}
+    assert settings_with(engine_settings, shared)["speculative_config"] == {
+        **resolved,
         "num_speculative_tokens": 2,
     }
-    assert method in drafters_of(Checkpoint.read(target), found)[0]
+    assert method in drafters_of(Checkpoint.read(target), resolved)[0]

@@ -1,4 +1,4 @@
-"""The answer oracle: right where it knows, wrong every fifth place, silent for strangers."""
+"""The oracle drafter: stored outputs, every fifth position wrong, no drafts for other rows."""
 
 import torch
 
@@ -8,7 +8,7 @@ from lockstep.spec.drafter import DraftContext
 from lockstep.step import StepShape
 
 
-def test_drafts_what_comes_next() -> None:
+def test_drafts_follow_the_stored_text() -> None:
     text = list(range(100, 130))
     tokens = torch.zeros(3, 40, dtype=torch.int64)
     tokens[1, :30] = torch.tensor(text)
@@ -23,22 +23,24 @@ def test_drafts_what_comes_next() -> None:
         row_ids = torch.tensor([1, 2, 0])
         shape = StepShape.uniform(3, 4)
 
-    def proposed(known: int) -> list[int]:
-        computed.fill_(known - 1)
+    def proposed(length: int) -> list[int]:
+        computed.fill_(length - 1)
         drafter.propose(Step(), tokens, (), None)  # type: ignore[arg-type]
         assert drafts[0].tolist() == drafts[2].tolist() == [-1, -1, -1]
         return drafts[1].tolist()
 
-    assert proposed(6) == [-1, -1, -1], "nobody has told it anything"
+    assert proposed(6) == [-1, -1, -1], "no text is stored yet"
     drafter.set_texts([[5, 6], text])
-    for known in range(1, 31):
-        ahead = range(known, known + 3)
-        expected = [text[i] - (i % WRONG_EVERY == 0) if i < 30 else -1 for i in ahead]
-        assert proposed(known) == ([-1] * 3 if known % NONE_EVERY == 0 else expected), known
+    for length in range(1, 31):
+        positions = range(length, length + 3)
+        expected = [text[i] - (i % WRONG_EVERY == 0) if i < 30 else -1 for i in positions]
+        assert proposed(length) == ([-1] * 3 if length % NONE_EVERY == 0 else expected), length
     for count in range(3):
         Step.shape = StepShape.uniform(3, count + 1)
         computed.fill_(11)
         drafts.fill_(7)
         drafter.propose(Step(), tokens, (), None)  # type: ignore[arg-type]
-        wanted = [text[i] for i in range(12, 12 + count)] + [7] * (3 - count)
-        assert drafts[1].tolist() == wanted, "what the step did not ask for is not the drafter's"
+        expected_drafts = [text[i] for i in range(12, 12 + count)] + [7] * (3 - count)
+        assert drafts[1].tolist() == expected_drafts, (
+            "drafts beyond the step's number are not written"
+        )

@@ -1,4 +1,4 @@
-"""Shares of a check: each part belongs to one, and a wrong one is refused."""
+"""Shards of a check: each case belongs to exactly one, and a malformed shard is refused."""
 
 import pytest
 from typer.testing import CliRunner
@@ -16,8 +16,9 @@ def test_every_part_is_in_one_shard() -> None:
 
 @pytest.mark.parametrize("count", [3, 9, 10, 11, 20, 30, 40])
 def test_no_shard_has_one_kind_of_cases_alone(count: int) -> None:
-    """Cases come in a cycle of drafters, phases and graphs. Dealt in order, one of
-    20 shards of check --full had pairs of scenarios without drafts alone, six of 120."""
+    """Every shard gets cases of several drafters, although cases repeat a cycle of drafters."""
+    # Without shuffling, one of 20 shards of check --full had only scenarios without drafts, and so
+    # had six of 120.
     for cycle in (2, 3, 6, 9, 10):
         for index in range(1, count + 1):
             mine = [number for number in range(12 * count) if Shard(index, count).has(number)]
@@ -33,6 +34,6 @@ def test_a_text_names_a_shard() -> None:
 @pytest.mark.parametrize(
     "text", ["", "2", "0/4", "5/4", "1/0", "-1/4", "a/b", "1/2/3", "1/4096", "1/" + "9" * 99]
 )
-def test_a_shard_that_is_none_is_refused(text: str) -> None:
+def test_malformed_shard_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="shard=.* is not allowed; allowed: I/N"):
         CliRunner().invoke(app, ["check", "--shard", text], catch_exceptions=False)

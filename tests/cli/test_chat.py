@@ -1,4 +1,4 @@
-"""lockstep chat, with a model that answers from a script and with a server that does."""
+"""lockstep chat with a scripted conversation and with a scripted server."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ CHAT = import_module("lockstep.cli.chat")
 
 
 class Scripted:
-    """Conversation that runs one function per answer, and keeps what it was sent."""
+    """Conversation that runs one function per answer, and records the messages."""
 
     def __init__(self, *steps: Callable[[Answer, Callable[[str], None]], None]) -> None:
         self.steps = list(steps)
@@ -31,7 +31,7 @@ class Scripted:
         self.steps.pop(0)(answer, show)
 
 
-def saying(text: str, reason: str = "stop") -> Callable[[Answer, Callable[[str], None]], None]:
+def say(text: str, reason: str = "stop") -> Callable[[Answer, Callable[[str], None]], None]:
     def step(answer: Answer, show: Callable[[str], None]) -> None:
         show(text)
         answer.content = text
@@ -40,27 +40,27 @@ def saying(text: str, reason: str = "stop") -> Callable[[Answer, Callable[[str],
     return step
 
 
-def interrupted(answer: Answer, show: Callable[[str], None]) -> None:
+def interrupt(answer: Answer, show: Callable[[str], None]) -> None:
     answer.content = "half of"
     answer.tool_calls = [{"id": "1", "function": {"name": "f", "arguments": "{"}}]
     raise KeyboardInterrupt
 
 
-def refused(answer: Answer, show: Callable[[str], None]) -> None:
+def refuse(answer: Answer, show: Callable[[str], None]) -> None:
     raise RequestError("too long")
 
 
 @pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes input() return these lines, or raise what is no text, then end."""
+def type_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that makes input() return these lines, or raise these exceptions."""
 
-    def lines(*given: Any) -> None:
-        left = list(given)
+    def lines(*entries: Any) -> None:
+        remaining = list(entries)
 
-        def read(sign: str) -> str:
-            if not left:
+        def read(prompt: str) -> str:
+            if not remaining:
                 raise EOFError
-            line = left.pop(0)
+            line = remaining.pop(0)
             if isinstance(line, str):
                 return line
             raise line
@@ -70,39 +70,44 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lines
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_chat(typed: Any, capsys: Any) -> None:
-    """What has come is kept without its half of a tool call, and the chat goes on."""
-    side = Scripted(interrupted, saying("again"))
-    typed("one", KeyboardInterrupt(), "two")
-    CHAT.converse(side, "be brief")
-    assert [message["role"] for message in side.sent[1]] == ["system", "user", "assistant", "user"]
-    assert side.sent[1][2] == {"role": "assistant", "content": "half of"}
+def test_ctrl_c_ends_only_the_answer(type_lines: Any, capsys: Any) -> None:
+    """The generated text is kept without the incomplete tool call, and the chat continues."""
+    conversation = Scripted(interrupt, say("again"))
+    type_lines("one", KeyboardInterrupt(), "two")
+    CHAT.converse(conversation, "be brief")
+    assert [message["role"] for message in conversation.sent[1]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
+    assert conversation.sent[1][2] == {"role": "assistant", "content": "half of"}
     shown = capsys.readouterr()
     assert "ended by Ctrl-C" in shown.err and "/exit or Ctrl-D" in shown.err
     assert "again" in shown.out
 
 
-def test_commands_of_the_chat(typed: Any, capsys: Any) -> None:
-    side = Scripted(saying("a"), saying("b", "length"))
-    typed("/help", "/nwe", "one", "/new", "two", "/exit", "three")
-    CHAT.converse(side, None)
-    assert [len(sent) for sent in side.sent] == [1, 1]
-    said = capsys.readouterr().err
-    assert "/new    start over" in said and "'/nwe' is not a command" in said and CUT in said
+def test_commands_of_the_chat(type_lines: Any, capsys: Any) -> None:
+    conversation = Scripted(say("a"), say("b", "length"))
+    type_lines("/help", "/nwe", "one", "/new", "two", "/exit", "three")
+    CHAT.converse(conversation, None)
+    assert [len(sent) for sent in conversation.sent] == [1, 1]
+    stderr = capsys.readouterr().err
+    assert "/new    start over" in stderr and "'/nwe' is not a command" in stderr and CUT in stderr
 
 
-def test_a_refused_message_is_taken_back(typed: Any, capsys: Any) -> None:
-    side = Scripted(refused, saying("fine"))
-    typed("one", "two")
-    CHAT.converse(side, None)
-    assert side.sent[1] == [{"role": "user", "content": "two"}]
+def test_refused_message_is_removed(type_lines: Any, capsys: Any) -> None:
+    conversation = Scripted(refuse, say("fine"))
+    type_lines("one", "two")
+    CHAT.converse(conversation, None)
+    assert conversation.sent[1] == [{"role": "user", "content": "two"}]
     assert "too long" in capsys.readouterr().err
 
 
 @pytest.fixture
 def server() -> Iterator[SimpleNamespace]:
-    """Answers chat completions with `events`, or with `status`; `bodies` and `keys` were sent."""
-    found = SimpleNamespace(events=[], status=200, bodies=[], keys=[])
+    """Serve chat completions from `events` or `status`; record `bodies` and `keys`."""
+    server = SimpleNamespace(events=[], status=200, bodies=[], keys=[])
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:
@@ -110,19 +115,19 @@ def server() -> Iterator[SimpleNamespace]:
 
         def do_POST(self) -> None:
             size = int(self.headers["Content-Length"])
-            found.bodies.append(json.loads(self.rfile.read(size)))
-            found.keys.append(self.headers["Authorization"])
-            lines = [f"data: {json.dumps(event)}\n\n" for event in found.events]
+            server.bodies.append(json.loads(self.rfile.read(size)))
+            server.keys.append(self.headers["Authorization"])
+            lines = [f"data: {json.dumps(event)}\n\n" for event in server.events]
             error = b'{"error": {"message": "no room"}}'
-            self.reply(found.status, "".join(lines).encode() if found.status == 200 else error)
+            self.reply(server.status, "".join(lines).encode() if server.status == 200 else error)
 
         def reply(self, status: int, body: bytes) -> None:
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body)
 
-    with http_server(Handler) as found.url:
-        yield found
+    with http_server(Handler) as server.url:
+        yield server
 
 
 def run(*words: str, input: str = "") -> Any:
@@ -151,7 +156,7 @@ def test_chat_with_a_server(server: SimpleNamespace) -> None:
     assert server.keys == ["Bearer k"] * 2
 
 
-def test_a_server_that_refuses_or_breaks_off(server: SimpleNamespace) -> None:
+def test_server_errors_and_incomplete_streams(server: SimpleNamespace) -> None:
     server.events = [delta(content="Hel")]
     shown = run("--url", server.url, "named", input="hi\n")
     assert "ended the answer early" in shown.stderr and server.bodies[0]["model"] == "named"
@@ -160,7 +165,7 @@ def test_a_server_that_refuses_or_breaks_off(server: SimpleNamespace) -> None:
 
 
 def test_tool_calls_of_a_server(server: SimpleNamespace) -> None:
-    """Their parts are put together, and the result goes back under the call's id."""
+    """The parts of a call are joined, and its result is sent with the call's id."""
     call = {"index": 0, "id": "c", "function": {"name": "look", "arguments": '{"a"'}}
     more = {"index": 0, "function": {"arguments": ": 1}"}}
     server.events = [delta(tool_calls=[call]), delta("tool_calls", tool_calls=[more])]
@@ -172,7 +177,7 @@ def test_tool_calls_of_a_server(server: SimpleNamespace) -> None:
     assert "result of look> " in shown.stdout
 
 
-def test_options_that_a_server_has_no_use_for() -> None:
+def test_options_not_allowed_with_a_server() -> None:
     with pytest.raises(ConfigError, match="--max-num-seqs is not allowed with --url"):
         run("--url", "http://127.0.0.1:1", "--max-num-seqs", "4")
     with pytest.raises(ConfigError, match="api_key is not allowed without url"):

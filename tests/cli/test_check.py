@@ -1,4 +1,4 @@
-"""A check that is ended from outside reports what it has compared, and says that it is not all."""
+"""An interrupted check reports what it has compared, and that it is incomplete."""
 
 import io
 import itertools
@@ -29,7 +29,7 @@ PATIENCE = 120.0
 
 
 class TerminalReader(threading.Thread):
-    """Reads a terminal until its other side is closed, so that nobody waits for room to write."""
+    """Thread that reads a terminal until it is closed, so that the writer never blocks."""
 
     def __init__(self, terminal: int) -> None:
         super().__init__(daemon=True)
@@ -52,37 +52,39 @@ class TerminalReader(threading.Thread):
             return b""
 
 
-@pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
-def test_a_signal_ends_a_check_with_its_report(sent: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
+def test_signal_ends_a_check_with_its_report(signals: tuple[int, ...], tmp_path: Path) -> None:
     """timeout sends SIGTERM twice. The second shard begins with scenarios."""
     page = tmp_path / "page.html"
-    terminal, side = pty.openpty()
+    master, slave = pty.openpty()
     command = [sys.executable, "-m", "lockstep", "check", "--quick", "--shard", "2/2"]
     with subprocess.Popen(
         [*command, "--report", str(page)],
         stdout=subprocess.PIPE,
-        stderr=side,
+        stderr=slave,
         text=True,
         env={**os.environ, "TERM": "xterm"},
-    ) as running:
-        os.close(side)
-        reader = TerminalReader(terminal)
+    ) as process:
+        os.close(slave)
+        reader = TerminalReader(master)
         assert reader.second_scenario.wait(PATIENCE), reader.text
-        for number in sent:
-            running.send_signal(number)
-        out, _ = running.communicate(timeout=PATIENCE)
+        for number in signals:
+            process.send_signal(number)
+        out, _ = process.communicate(timeout=PATIENCE)
     reader.join(PATIENCE)
-    os.close(terminal)
-    assert running.returncode == 130 and "Traceback" not in reader.text + out
-    said = re.search(r"Stopped early: (\d+) of 4 scenarios and 0 of 22 matrix cases were run", out)
-    assert said is not None, out
-    assert 1 <= int(said[1]) <= 4
-    assert said[0] in page.read_text() and "All outputs equal" not in page.read_text()
+    os.close(master)
+    assert process.returncode == 130 and "Traceback" not in reader.text + out
+    verdict = re.search(
+        r"Stopped early: (\d+) of 4 scenarios and 0 of 22 matrix cases were run", out
+    )
+    assert verdict is not None, out
+    assert 1 <= int(verdict[1]) <= 4
+    assert verdict[0] in page.read_text() and "All outputs equal" not in page.read_text()
 
 
 def test_json_says_that_a_check_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal between two engines. No other format is begun, and its usual handler is back."""
-    usual = signal.getsignal(signal.SIGTERM)
+    """A signal between two engines ends the check; the previous handler is restored."""
+    previous_handler = signal.getsignal(signal.SIGTERM)
     run_engine = tokens._run_engine
 
     def signalled(*rest: Any) -> None:
@@ -92,52 +94,52 @@ def test_json_says_that_a_check_was_interrupted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, company=1))
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: [SETUP, SETUP])
     monkeypatch.setattr(tokens, "_run_engine", signalled)
-    done = CliRunner().invoke(app, ["check", "--quick", "--kv-cache-dtype", "all", "--json"])
-    found = json.loads(done.stdout)
-    assert done.exit_code == 130 and found["interrupted"] is True
-    assert (found["cases"], found["failed"], len(found["engines"])) == (11, 0, 1)
-    assert "11 of 22 matrix cases were run" in found["verdict"]
-    assert signal.getsignal(signal.SIGTERM) == usual
+    result = CliRunner().invoke(app, ["check", "--quick", "--kv-cache-dtype", "all", "--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 130 and report["interrupted"] is True
+    assert (report["cases"], report["failed"], len(report["engines"])) == (11, 0, 1)
+    assert "11 of 22 matrix cases were run" in report["verdict"]
+    assert signal.getsignal(signal.SIGTERM) == previous_handler
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_formats_done_are_reported_and_no_other_is_begun(
+def test_interruption_ends_the_loop_over_formats(
     monkeypatch: pytest.MonkeyPatch, differs: bool
 ) -> None:
-    """The second is interrupted. A difference of the first decides the status."""
-    asked = []
+    """The second format is interrupted; a difference of the first decides the exit status."""
+    formats = []
 
-    def stand_in(size: str, settings: dict[str, Any], *rest: Any) -> Report:
-        asked.append(settings["kv_cache_dtype"])
+    def fake_run(size: str, settings: dict[str, Any], *rest: Any) -> Report:
+        formats.append(settings["kv_cache_dtype"])
         report = Report(size, tallies=[Tally(SETUP, 5, 0, 1.0)])
-        if len(asked) == 2:
+        if len(formats) == 2:
             report.interrupted = True
             raise Interrupted(report)
         if differs:
             report.fail(SETUP, "alone", "token 1 instead of 2")
         return report
 
-    monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", stand_in)
-    done = CliRunner().invoke(app, ["check", "--kv-cache-dtype", "all", "--json"])
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["interrupted"] for line in found] == [False, True]
-    assert done.exit_code == (1 if differs else 130) and len(asked) == 2
+    monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", fake_run)
+    result = CliRunner().invoke(app, ["check", "--kv-cache-dtype", "all", "--json"])
+    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["interrupted"] for line in reports] == [False, True]
+    assert result.exit_code == (1 if differs else 130) and len(formats) == 2
 
 
 @pytest.mark.parametrize("command", ["check.quality", "check"])
-def test_a_signal_before_there_is_a_report(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_before_the_first_report(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def signalled(*rest: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     module = sys.modules["lockstep.cli." + command.removeprefix("check.")]
     monkeypatch.setattr(module, "_run", signalled)
-    given = ["--text", __file__, "--kv-cache-dtype", "fp8"] if "quality" in command else []
-    done = CliRunner().invoke(app, [*command.split("."), *given], catch_exceptions=False)
-    assert done.exit_code == 130 and "equal" not in done.output
+    options = ["--text", __file__, "--kv-cache-dtype", "fp8"] if "quality" in command else []
+    result = CliRunner().invoke(app, [*command.split("."), *options], catch_exceptions=False)
+    assert result.exit_code == 130 and "equal" not in result.output
 
 
-def test_the_table_fits_a_terminal_of_80_columns() -> None:
-    """Every drafter in every graph mode, with all kinds of cases."""
+def test_table_fits_80_columns() -> None:
+    """The table has two drafters in two graph modes, and all columns."""
     report = Report("quick")
     for drafting, graph in itertools.product(("oracle", "ngram"), ("none", "full")):
         for phase in (*setups.PHASES, *setups.TESTS, setups.SCENARIO):

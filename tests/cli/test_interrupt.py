@@ -1,5 +1,4 @@
-"""The first SIGTERM is an interruption, and none after it ends the process without a report. Ctrl-C
-ends a command in one line, wherever it comes."""
+"""The first SIGTERM interrupts a command, later ones are ignored; Ctrl-C ends it in one line."""
 
 import os
 import signal
@@ -38,17 +37,18 @@ assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_compiler_does_not_take_signals_in_between(sent: signal.Signals) -> None:
-    """LLVM takes them with a process's first pass, for one signal each: a second SIGTERM, as
-    timeout sends it, ended 61 of 150 such programs on one machine before they reported."""
+def test_compiler_does_not_replace_signal_handlers(sent: signal.Signals) -> None:
+    """LLVM replaces signal handlers at a process's first pass; they must be restored."""
+    # With LLVM's handlers, a second SIGTERM, as `timeout` sends it, ended 61 of 150 such programs
+    # on one machine before they reported.
     pytest.importorskip("triton")
     program = PROGRAM.replace("SENT", str(int(sent)))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "reported\n"), done.stderr
 
 
-HEARS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-"""Programs that a shell started in the background ignore it, and so do those that they start."""
+DEFAULT_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+"""Programs that a shell starts in the background inherit an ignored SIGINT; this restores it."""
 INTERRUPTED = (130, -signal.SIGINT)
 """Statuses of a command that Ctrl-C ended: shells show 130 for both."""
 LOADING = """
@@ -82,7 +82,7 @@ main()
 
 def run_program(program: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-c", HEARS_CTRL_C + program],
+        [sys.executable, "-c", DEFAULT_SIGINT + program],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -122,7 +122,7 @@ def test_ctrl_c_while_a_model_loads(arguments: list[str], twice: bool) -> None:
 
 @pytest.mark.parametrize("cause", ["KeyboardInterrupt", "ImportError"])
 def test_ctrl_c_while_modules_are_imported(cause: str) -> None:
-    """Some modules make an ImportError of it. The command is the first thing that is imported."""
+    """Some modules convert the interrupt to an ImportError; both cases end in one line."""
     hook = f"""
 import os, sys, signal
 from importlib.abc import MetaPathFinder
@@ -153,8 +153,8 @@ main()
 def test_ctrl_c_while_a_server_starts_leaves_no_process(
     tmp_path: Path, pauses: list[float]
 ) -> None:
-    """As a terminal sends it: to the command and to its engine."""
-    program = f"{HEARS_CTRL_C}import sys\nfrom lockstep.__main__ import main\nmain()"
+    """A terminal sends SIGINT to the command and to its engine process."""
+    program = f"{DEFAULT_SIGINT}import sys\nfrom lockstep.__main__ import main\nmain()"
     running = subprocess.Popen(
         [sys.executable, "-c", program, *COMMAND[3:], "--uds", str(tmp_path / "socket")],
         stderr=subprocess.PIPE,
@@ -174,9 +174,9 @@ def test_ctrl_c_while_a_server_starts_leaves_no_process(
         time.sleep(pause)
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGINT)
-    _, said = running.communicate(timeout=PATIENCE)
-    assert running.returncode in INTERRUPTED and "Traceback" not in said, said
-    assert "Interrupted: lockstep serve, while " in said
+    _, stderr = running.communicate(timeout=PATIENCE)
+    assert running.returncode in INTERRUPTED and "Traceback" not in stderr, stderr
+    assert "Interrupted: lockstep serve, while " in stderr
     while not is_gone(engine) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert is_gone(engine)

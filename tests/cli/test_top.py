@@ -1,4 +1,4 @@
-"""lockstep top against a server that tells what it is told to."""
+"""lockstep top against a server with scripted metrics."""
 
 import json
 import os
@@ -22,38 +22,40 @@ TOP = import_module("lockstep.cli.top")
 
 @pytest.fixture
 def server() -> Iterator[SimpleNamespace]:
-    """`stats` is what /metrics tells; `tokens` more are counted at every reading; `key` is asked
-    for; `status` and `text` replace the answer."""
-    found = SimpleNamespace(
+    """Serve /metrics from `stats`; every reading adds `tokens` generated tokens.
+
+    key: required API key. status, text: replace the status and the body. asked: number of readings.
+    """
+    server = SimpleNamespace(
         stats=Stats(pages=10), tokens=50, key=None, status=200, text=None, asked=0
     )
     metrics = Metrics("watched")
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:
-            found.asked += 1
-            found.stats.generation_tokens_total += found.tokens
-            allowed = found.key in (None, (self.headers["Authorization"] or "")[7:])
-            text = found.text or metrics.render(found.stats)
-            self.send_response(found.status if allowed else 401)
+            server.asked += 1
+            server.stats.generation_tokens_total += server.tokens
+            allowed = server.key in (None, (self.headers["Authorization"] or "")[7:])
+            text = server.text or metrics.render(server.stats)
+            self.send_response(server.status if allowed else 401)
             self.end_headers()
             self.wfile.write(text if self.path == "/metrics" else b"")
 
-    with http_server(Handler) as found.url:
-        yield found
+    with http_server(Handler) as server.url:
+        yield server
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command: its status, what it printed, and its errors."""
+    """Return a function that runs the command and returns (exit status, stdout, stderr)."""
 
     def run(*options: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["lockstep", "top", *options])
         with pytest.raises(SystemExit) as ended:
             command.main()
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return int(ended.value.code or 0), said.out, said.err
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return int(ended.value.code or 0), captured.out, captured.err
 
     return run
 
@@ -65,8 +67,8 @@ def test_once(server: SimpleNamespace, run: Any) -> None:
     server.stats.preemptions_total = 7
     status, out, _ = run(server.url, "--once", "--interval", "0.2")
     assert status == 0 and server.asked == 2
-    for told in ("watched", server.url, "2 running", "5 waiting", "0 in host memory", "40.0%"):
-        assert told in out
+    for expected in ("watched", server.url, "2 running", "5 waiting", "0 in host memory", "40.0%"):
+        assert expected in out
     (line,) = (line for line in out.splitlines() if line.startswith("tokens/s"))
     assert 100 < float(line.split()[1]) <= 250
     (line,) = (line for line in out.splitlines() if line.startswith("preemptions"))
@@ -76,34 +78,34 @@ def test_once(server: SimpleNamespace, run: Any) -> None:
 def test_json_once(server: SimpleNamespace, run: Any) -> None:
     server.stats.requests_success_total["stop"] = 3
     status, out, _ = run(server.url, "--once", "--json", "--interval", "0.2")
-    found = json.loads(out)
+    frame = json.loads(out)
     assert status == 0 and out.count("\n") == 1
-    assert found["model"] == "watched" and found["ended"] == {"stop": 3}
-    assert 100 < found["now"]["generation_speed"] <= 250
-    assert found["now"]["acceptance_length"] is None
+    assert frame["model"] == "watched" and frame["ended"] == {"stop": 3}
+    assert 100 < frame["now"]["generation_speed"] <= 250
+    assert frame["now"]["acceptance_length"] is None
 
 
-def test_json_goes_on_until_it_is_interrupted(
+def test_json_continues_until_interrupted(
     server: SimpleNamespace, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown: list[Any] = []
+    frames: list[Any] = []
 
     def show(frame: Any) -> None:
-        shown.append(frame)
-        if len(shown) == 3:
+        frames.append(frame)
+        if len(frames) == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(TOP, "print_json", show)
     status, _, err = run(server.url, "--json", "--interval", "0.1")
     assert (status, err) == (0, "")
-    assert len(shown) == 3 and server.asked == 4
+    assert len(frames) == 3 and server.asked == 4
 
 
-def test_the_live_view_outlives_its_server(
+def test_live_view_survives_server_errors(
     server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that answers no more is told, and read again."""
-    seen: list[str] = []
+    """The error of a failing server is shown, and the server is read again."""
+    screens: list[str] = []
 
     class Screen:
         def __init__(self, **options: Any) -> None: ...
@@ -114,15 +116,15 @@ def test_the_live_view_outlives_its_server(
         def __exit__(self, *what: Any) -> None: ...
 
         def update(self, shown: Any, refresh: bool) -> None:
-            seen.append("error" if "cannot be watched" in str(shown) else "frame")
-            server.status = {1: 503, 2: 200}.get(len(seen), 200)
-            if len(seen) == 3:
+            screens.append("error" if "cannot be watched" in str(shown) else "frame")
+            server.status = {1: 503, 2: 200}.get(len(screens), 200)
+            if len(screens) == 3:
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(TOP, "Live", Screen)
     with pytest.raises(KeyboardInterrupt):
         TOP.watch(MetricsReader(server.url), 0.01)
-    assert seen == ["frame", "error", "frame"]
+    assert screens == ["frame", "error", "frame"]
 
 
 def test_the_server_is_an_argument_or_an_option(server: SimpleNamespace, run: Any) -> None:
@@ -133,16 +135,16 @@ def test_the_server_is_an_argument_or_an_option(server: SimpleNamespace, run: An
 
 
 def test_q_ends_the_live_view(server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, and the terminal is as it was."""
+    """The view ends at once, and the terminal's settings are restored."""
     keyboard, terminal = os.openpty()
     with open(terminal, "rb", buffering=0) as stdin:
-        before = termios.tcgetattr(stdin)
+        settings = termios.tcgetattr(stdin)
         monkeypatch.setattr("sys.stdin", stdin)
         typing = threading.Timer(0.3, os.write, (keyboard, b"xq"))
         typing.start()
         TOP.watch(MetricsReader(server.url), 60.0)
         typing.join(10)
-        assert termios.tcgetattr(stdin) == before
+        assert termios.tcgetattr(stdin) == settings
     os.close(keyboard)
 
 
@@ -157,7 +159,7 @@ def test_api_keys(server: SimpleNamespace, run: Any, tmp_path: Any) -> None:
     assert run(server.url, *quick, "--api-key-file", str(path))[0] == 0
 
 
-def test_errors_name_what_is_wrong(server: SimpleNamespace, run: Any, tmp_path: Any) -> None:
+def test_errors_name_the_cause(server: SimpleNamespace, run: Any, tmp_path: Any) -> None:
     status, _, err = run(server.url)
     assert status == 2 and "stdout is not a terminal" in err
     status, _, err = run("127.0.0.1:1", "--once")

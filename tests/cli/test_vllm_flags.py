@@ -1,4 +1,4 @@
-"""vLLM's flags: every one is in the table, and is read as the table says."""
+"""vLLM's flags: each is in the table, and is translated as the table says."""
 
 import subprocess
 import sys
@@ -20,8 +20,8 @@ from lockstep.worker.build import CPU_ROWS, TOKENS
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = (ROOT / "tests" / "data" / "vllm_flags.txt").read_text().split()
-"""--name, or --name/-short: those of vllm serve."""
-TEXTS = (
+"""Flags of vllm serve, each as --name or --name/-short."""
+TEXT_OPTIONS = (
     "model",
     "dtype",
     "quantization",
@@ -41,31 +41,33 @@ TEXTS = (
     "device",
     "config",
 )
-"""Options of the command that these tests read for."""
+"""Text options of the command for which the tests read command lines."""
 
 
 def read(*words: str) -> tuple[list[str], list[str]]:
-    """(the command line in the command's own options, the lines that are told)."""
-    options = [Option(name, switch=False, several=False, off=False) for name in TEXTS]
-    options += [Option(name, switch=False, several=True, off=False) for name in SEVERAL]
-    options.append(Option("enable-prefix-caching", switch=True, several=False, off=True))
-    options.append(Option("no-docs", switch=True, several=False, off=False))
-    told: list[str] = []
-    return Reader(options, told.append).line(list(words)), told
+    """Return (the translated command line, the notes)."""
+    options = [
+        Option(name, switch=False, repeatable=False, negatable=False) for name in TEXT_OPTIONS
+    ]
+    options += [Option(name, switch=False, repeatable=True, negatable=False) for name in REPEATABLE]
+    options.append(Option("enable-prefix-caching", switch=True, repeatable=False, negatable=True))
+    options.append(Option("no-docs", switch=True, repeatable=False, negatable=False))
+    notes: list[str] = []
+    return Reader(options, notes.append).line(list(words)), notes
 
 
-SEVERAL = ("api-key", "served-model-name")
+REPEATABLE = ("api-key", "served-model-name")
 
 
-def one(*words: str) -> str:
-    """The only word that comes of it, without a line told."""
-    line, told = read(*words)
-    assert len(line) == 1 and not told, (line, told)
+def only_word(*words: str) -> str:
+    """Return the only word of the translated command line, which has no notes."""
+    line, notes = read(*words)
+    assert len(line) == 1 and not notes, (line, notes)
     return line[0]
 
 
 def refusal(*words: str) -> str:
-    """The error of a command line."""
+    """Return the error of a command line."""
     with pytest.raises(ConfigError) as caught:
         read(*words)
     return str(caught.value)
@@ -80,8 +82,8 @@ def test_every_flag_of_vllm_is_in_the_table_once() -> None:
         assert not short or short in table[name].short
 
 
-def test_the_page_is_made_from_the_table() -> None:
-    """Or else: lockstep vllm-flags > docs/vllm_flags.md."""
+def test_page_is_generated_from_the_table() -> None:
+    """If this fails, run: lockstep vllm-flags > docs/vllm_flags.md."""
     text = (ROOT / "docs" / "vllm_flags.md").read_text()
     assert text == page() == CliRunner().invoke(app, ["vllm-flags"]).stdout
     assert all(f"`--{flag.name}`" in text for flag in all_flags())
@@ -90,18 +92,20 @@ def test_the_page_is_made_from_the_table() -> None:
 
 
 @pytest.fixture(scope="module")
-def shown() -> str:
-    """serve --help, on a wide terminal."""
+def serve_help() -> str:
+    """Return the output of serve --help on a wide terminal."""
     return CliRunner(env={"COLUMNS": "400"}).invoke(app, ["serve", "--help"]).output
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_entries_are_whole(group: str, shown: str) -> None:
-    """They say what comes of it; what acts sets an option of serve, or has values that are so."""
-    for entry in (one for flag in GROUPS[group] for one in (flag, *flag.keys)):
+def test_entries_are_complete(group: str, serve_help: str) -> None:
+    """Entries have a text; those that act set an option of serve or have accepted values."""
+    for entry in (only_word for flag in GROUPS[group] for only_word in (flag, *flag.keys)):
         assert len(entry.says) > 4 and "\n" not in entry.says
         setting = entry.setting.partition(".")[0].replace("_", "-")
-        assert not setting or f"--{setting}" in shown.split(), f"{setting} is no option of serve"
+        assert not setting or f"--{setting}" in serve_help.split(), (
+            f"{setting} is no option of serve"
+        )
         if entry.kind is Kind.ACTS:
             assert entry.setting or entry.same or entry.keys
         else:
@@ -131,7 +135,7 @@ def test_help_is_grouped_by_the_table_and_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "expected"),
     [
         (("--dtype", "half"), "--dtype=float16"),
         (("--dtype=HALF",), "--dtype=float16"),
@@ -171,26 +175,26 @@ def test_help_is_grouped_by_the_table_and_needs_no_torch() -> None:
         (("--max-model-len", "-1", "M"), "M"),
     ],
 )
-def test_what_acts(words: tuple[str, ...], found: str) -> None:
-    assert one(*words) == found
+def test_flags_that_act(words: tuple[str, ...], expected: str) -> None:
+    assert only_word(*words) == expected
 
 
 def test_drafting_by_keys_and_by_flags() -> None:
-    by_keys = one("-sc.method=ngram", "-sc.num_speculative_tokens", "5")
-    assert by_keys == one("--spec-method", "ngram", "--spec-tokens", "5")
+    by_keys = only_word("-sc.method=ngram", "-sc.num_speculative_tokens", "5")
+    assert by_keys == only_word("--spec-method", "ngram", "--spec-tokens", "5")
     assert by_keys == '--speculative-config={"method": "ngram", "num_speculative_tokens": 5}'
-    over = one("-sc", '{"method": "mtp", "adaptive": true}', "-sc.num_speculative_tokens=2")
+    over = only_word("-sc", '{"method": "mtp", "adaptive": true}', "-sc.num_speculative_tokens=2")
     assert over.endswith('{"method": "mtp", "adaptive": true, "num_speculative_tokens": 2}')
-    whole = one("-sc.num_speculative_tokens=2", "-sc", '{"method": "mtp"}')
-    assert whole.endswith('{"method": "mtp"}'), "a whole object takes the place of its keys"
+    replaced = only_word("-sc.num_speculative_tokens=2", "-sc", '{"method": "mtp"}')
+    assert replaced.endswith('{"method": "mtp"}'), "a whole object takes the place of its keys"
 
 
-def test_drafting_in_vllms_keys() -> None:
-    """What changes no answer is told, and what is so anyway is not."""
-    given = '{"method": "mtp", "draft_tensor_parallel_size": 1, "max_model_len": 4096}'
-    line, told = read("--speculative-config", given)
+def test_vllms_speculative_config_keys() -> None:
+    """A key without effect is noted, unless its value is what Lockstep does anyway."""
+    config_json = '{"method": "mtp", "draft_tensor_parallel_size": 1, "max_model_len": 4096}'
+    line, notes = read("--speculative-config", config_json)
     assert line == ['--speculative-config={"method": "mtp"}']
-    assert len(told) == 1 and "--speculative-config.max_model_len has no effect" in told[0]
+    assert len(notes) == 1 and "--speculative-config.max_model_len has no effect" in notes[0]
     assert "allowed: 1." in refusal("-sc.draft_tensor_parallel_size=2")
 
 
@@ -213,12 +217,12 @@ def test_drafting_in_vllms_keys() -> None:
         ("--model-loader-extra-config", "{}"),
     ],
 )
-def test_what_is_so_anyway_is_silent(words: tuple[str, ...]) -> None:
+def test_default_values_are_silent(words: tuple[str, ...]) -> None:
     assert read(*words) == ([], [])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--attention-backend", "TRITON_ATTN"), "--attention-backend has no effect: each op"),
         (("--attention-backend", "flash_attn"), "--attention-backend has no effect"),
@@ -237,9 +241,9 @@ def test_what_is_so_anyway_is_silent(words: tuple[str, ...]) -> None:
         (("--no-enable-flashinfer-autotune",), "--enable-flashinfer-autotune has no effect"),
     ],
 )
-def test_what_is_noted_is_told_in_one_line(words: tuple[str, ...], said: str) -> None:
-    line, told = read(*words)
-    assert not line and len(told) == 1 and said in told[0] and "\n" not in told[0]
+def test_ignored_flags_are_noted_in_one_line(words: tuple[str, ...], message: str) -> None:
+    line, notes = read(*words)
+    assert not line and len(notes) == 1 and message in notes[0] and "\n" not in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -283,14 +287,14 @@ def test_errors_name_flag_value_and_remedy(words: tuple[str, ...], parts: tuple[
     assert "\n" not in message and message[-1] in ".?"
 
 
-def test_several_values_and_what_stands_around_them() -> None:
+def test_repeatable_flags_and_positional_words() -> None:
     line, _ = read(
         "M", "--served-model-name", "a", "b", "--api-key", "k", "--api-key", "l", "-tp=1"
     )
     assert line[:2] == ["--served-model-name=a", "--served-model-name=b"]
     assert line[2:4] == ["--api-key=k", "--api-key=l"] and line[-1] == "M"
     assert read("--port", "1", "--", "--odd")[0] == ["--port=1", "--", "--odd"]
-    assert one("--model", "-odd-") == "--model=-odd-"
+    assert only_word("--model", "-odd-") == "--model=-odd-"
 
 
 def config(folder: Path, text: str) -> str:
@@ -299,14 +303,14 @@ def config(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+def test_command_line_overrides_the_file(tmp_path: Path) -> None:
     path = config(
         tmp_path,
         "model: M\nmax-model-len: 8k\nenforce_eager: true\nenable-prefix-caching: false\n"
         "served-model-name: [a, b]\napi-key: filed\nblock-size: 16\ndevice: cpu\n"
         "speculative-config: {method: ngram, num_speculative_tokens: 5}\ndtype:\n",
     )
-    line, told = read("--config", path)
+    line, notes = read("--config", path)
     assert line[-1] == f"--config={path}", "which the command leaves aside"
     assert line[:-1] == [
         "--model=M",
@@ -319,7 +323,7 @@ def test_a_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> None:
         "--device=cpu",
         '--speculative-config={"method": "ngram", "num_speculative_tokens": 5}',
     ]
-    assert len(told) == 1
+    assert len(notes) == 1
     over = "--max-model-len auto --api-key k --served-model-name c -sc.num_speculative_tokens=2"
     line, _ = read(*over.split(), f"--config={path}", "--enable-prefix-caching")
     assert "--enable-prefix-caching" in line and "--api-key=filed" not in line
@@ -328,7 +332,7 @@ def test_a_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> None:
     assert not [w for w in line if "len" in w]
 
 
-def test_a_switch_of_the_command_line_takes_back_that_of_a_file(tmp_path: Path) -> None:
+def test_negated_switch_overrides_the_file(tmp_path: Path) -> None:
     path = config(tmp_path, "enforce-eager: true\nmamba-cache-mode: none\n")
     line, _ = read("--config", path, "--no-enforce-eager", "--mamba-cache-mode", "all")
     assert line == [f"--config={path}"]
@@ -336,15 +340,17 @@ def test_a_switch_of_the_command_line_takes_back_that_of_a_file(tmp_path: Path) 
     assert other == ["--cuda-graph-mode=piecewise"], "what another flag chose stays"
 
 
-def test_null_in_an_object_stays() -> None:
-    assert one("--hf-overrides.rope_scaling", "null") == '--hf-overrides={"rope_scaling": null}'
-    assert one("-sc", '{"method": "mtp", "a": null}').endswith('{"method": "mtp", "a": null}')
+def test_null_in_an_object_is_kept() -> None:
+    assert (
+        only_word("--hf-overrides.rope_scaling", "null") == '--hf-overrides={"rope_scaling": null}'
+    )
+    assert only_word("-sc", '{"method": "mtp", "a": null}').endswith('{"method": "mtp", "a": null}')
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("- a\n- b\n", "holds no mapping"),
+        ("- a\n- b\n", "has no mapping"),
         ("a: [", "cannot be read"),
         ("--port: 1", "flags without dashes"),
         ("config: other.yaml", "'config' is not allowed"),
@@ -358,8 +364,8 @@ def test_null_in_an_object_stays() -> None:
         ("served-model-name: [" + "a," * 40_000 + "]", "longer than 65536 characters"),
     ],
 )
-def test_a_bad_file_is_refused(text: str, said: str, tmp_path: Path) -> None:
-    assert said in refusal("--config", config(tmp_path, text))
+def test_malformed_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    assert message in refusal("--config", config(tmp_path, text))
 
 
 LAUGHS = "  a0: &a0 [l, l]\n" + "".join(
@@ -378,7 +384,7 @@ LAUGHS = "  a0: &a0 [l, l]\n" + "".join(
     ],
 )
 def test_aliases_of_a_file_are_refused(text: str, tmp_path: Path) -> None:
-    """Ten lines of them stand for more than memory holds, and one for what it stands in."""
+    """Ten lines of aliases can expand to more than the memory, and one can contain itself."""
     began = time.process_time()
     assert "has an alias; write out its value" in refusal("--config", config(tmp_path, text))
     assert time.process_time() - began < 1.0
@@ -390,7 +396,7 @@ def test_dates_of_a_file_are_text(tmp_path: Path) -> None:
     assert line[:2] == ["--model=2026-11-23", '--hf-overrides={"2026-11-23": "2026-11-23"}']
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_missing_file_is_refused() -> None:
     assert "--config='/no/such.yaml' cannot be read" in refusal("--config", "/no/such.yaml")
     assert "--config needs a value" in refusal("--config")
 
@@ -414,17 +420,17 @@ WORDS = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(WORDS, st.builds("{}={}".format, WORDS, WORDS)), max_size=8))
-def test_any_command_line_is_read_or_refused_by_name(words: list[str]) -> None:
+def test_any_command_line_is_read_or_refused(words: list[str]) -> None:
     try:
-        line, told = read(*words)
+        line, notes = read(*words)
     except ConfigError as error:
         assert str(error)
         return
-    assert all(isinstance(word, str) for word in (*line, *told))
+    assert all(isinstance(word, str) for word in (*line, *notes))
 
 
-def test_a_command_knows_the_flags_of_its_settings() -> None:
-    """Of the server's, explain has none."""
+def test_commands_accept_only_flags_of_their_settings() -> None:
+    """explain has the engine's flags, but none of the server's."""
     with pytest.raises(ConfigError, match="--tool-call-parser is not an option of this command"):
         invoke("explain", "--tool-call-parser", "hermes")
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not allowed"):

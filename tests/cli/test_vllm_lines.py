@@ -1,6 +1,7 @@
-"""Command lines of vllm serve, as users write them: up to the engine, and three of them whole.
+"""Command lines of vllm serve as users write them.
 
-The model is a tiny local folder. What an engine would be built from is looked at, not the engine.
+Most tests check the configuration from which an engine would be built for a tiny model. One test
+runs three servers.
 """
 
 import json
@@ -30,7 +31,7 @@ from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parent.parent.parent
 MAX_POSITIONS = 262_144
-"""Of the models that the command lines are for."""
+"""Maximum positions of the models for which the command lines were written."""
 AUTO_ROUND = {
     "quant_method": "auto-round",
     "bits": 4,
@@ -43,7 +44,7 @@ FIRST = (
     "serve M --gpu-memory-utilization 0.85 --language-model-only --speculative-config "
     """'{"method":"qwen3_next_mtp","num_speculative_tokens":2}' --port 8000"""
 )
-PACKED = (
+QUANTIZED = (
     "serve M --quantization auto_round --dtype float16 --tensor-parallel-size 1 "
     "--max-model-len 125000 --kv-cache-dtype turboquant_3bit_nc --speculative-config "
     """'{"method":"mtp","num_speculative_tokens":3}'"""
@@ -60,7 +61,7 @@ ALIGNED = "serve M --mamba-cache-mode align --max-num-batched-tokens 16384"
 
 
 class _BuiltError(Exception):
-    """Stands where the engine would be built."""
+    """Exception with the configuration, raised instead of building the engine."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
@@ -74,13 +75,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> str:
+def quantized(tmp_path: Path) -> str:
     changes = {"max_position_embeddings": MAX_POSITIONS, "quantization_config": AUTO_ROUND}
     return str(make_model(tmp_path / "packed", **changes))
 
 
 def words(line: str, model: str) -> list[str]:
-    """The arguments, with the folder in the place of M."""
+    """Split a command line, and replace M by the folder."""
     return [model if word == "M" else word for word in shlex.split(line)]
 
 
@@ -89,13 +90,13 @@ def invoke(arguments: list[str]) -> Result:
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The EngineConfig, StepLimits and stderr of a command line."""
+def build_config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function: command line to (EngineConfig, StepLimits, stderr)."""
 
-    def stop(config: EngineConfig, *others: Any) -> None:
+    def stop(config: EngineConfig, *rest: Any) -> None:
         raise _BuiltError(config)
 
-    def stop_process(make: partial[Any], *others: Any) -> None:
+    def stop_process(make: partial[Any], *rest: Any) -> None:
         raise _BuiltError(make.args[0])
 
     monkeypatch.setattr("lockstep.llm.Engine", stop)
@@ -103,30 +104,30 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("lockstep.serve.server.Address.bind", lambda address: socket.socket())
 
     def run(line: str, model: str) -> tuple[EngineConfig, StepLimits, str]:
-        shown = invoke(words(line, model))
-        assert isinstance(shown.exception, _BuiltError), (shown.exception, shown.output)
-        config = shown.exception.config
+        result = invoke(words(line, model))
+        assert isinstance(result.exception, _BuiltError), (result.exception, result.output)
+        config = result.exception.config
         checkpoint = Checkpoint.read(Path(str(config.model)), config.hf_overrides)
         weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
         limits = step_limits(config, checkpoint, pick_device(config), weight_format)
-        return config, limits, shown.stderr
+        return config, limits, result.stderr
 
     return run
 
 
-def test_language_model_only_with_an_older_name_of_mtp(built: Any, folder: str) -> None:
-    config, limits, told = built(FIRST, folder)
+def test_language_model_only_with_an_older_name_of_mtp(build_config: Any, folder: str) -> None:
+    config, limits, notes = build_config(FIRST, folder)
     assert config.gpu_memory_utilization == 0.85
     assert config.speculative_config.method == "mtp" and limits.query_len == 3
-    assert not told.strip(), "all of it acts"
+    assert not notes.strip(), "all of it acts"
 
 
-def test_auto_round_with_a_rotated_cache(built: Any, packed: str) -> None:
-    config, limits, told = built(PACKED, packed)
+def test_auto_round_with_a_rotated_cache(build_config: Any, quantized: str) -> None:
+    config, limits, notes = build_config(QUANTIZED, quantized)
     assert limits.quantization is not None and limits.quantization.startswith("auto-round")
     assert (limits.dtype, limits.max_model_len) == ("float16", 125_000)
     assert config.kv_cache_dtype == "turboquant_3bit_nc" and "turboquant" in limits.numerics
-    assert config.speculative_config.num_speculative_tokens == 3 and not told.strip()
+    assert config.speculative_config.num_speculative_tokens == 3 and not notes.strip()
 
 
 @pytest.mark.parametrize(
@@ -139,63 +140,65 @@ def test_auto_round_with_a_rotated_cache(built: Any, packed: str) -> None:
         ("FULL_DECODE_ONLY", "full"),
     ],
 )
-def test_compilation_config(mode: str, graphs: str, built: Any, packed: str) -> None:
-    line = f"""{PACKED} --compilation-config '{{"cudagraph_mode":"{mode}"}}'"""
-    config, _, told = built(line, packed)
-    assert config.cuda_graph_mode == graphs and not told.strip()
+def test_compilation_config(mode: str, graphs: str, build_config: Any, quantized: str) -> None:
+    line = f"""{QUANTIZED} --compilation-config '{{"cudagraph_mode":"{mode}"}}'"""
+    config, _, notes = build_config(line, quantized)
+    assert config.cuda_graph_mode == graphs and not notes.strip()
 
 
-def test_eager_with_a_named_backend(built: Any, folder: str) -> None:
-    config, limits, told = built(EAGER, folder)
+def test_eager_with_a_named_backend(build_config: Any, folder: str) -> None:
+    config, limits, notes = build_config(EAGER, folder)
     assert (config.cuda_graph_mode, config.kv_cache_dtype) == ("none", "fp8")
     assert "state-float32" in limits.numerics
-    assert "\n" not in told.strip() and "--attention-backend has no effect" in told
+    assert "\n" not in notes.strip() and "--attention-backend has no effect" in notes
 
 
-def test_ngram_and_an_aligned_cache(built: Any, folder: str) -> None:
-    config, limits, _ = built(NGRAM, folder)
+def test_ngram_and_an_aligned_cache(build_config: Any, folder: str) -> None:
+    config, limits, _ = build_config(NGRAM, folder)
     drafting = config.speculative_config
     assert (drafting.prompt_lookup_min, drafting.prompt_lookup_max) == (2, 4)
     assert limits.query_len == 6
-    config, limits, told = built(ALIGNED, folder)
+    config, limits, notes = build_config(ALIGNED, folder)
     assert limits.max_num_batched_tokens == 16_384 and config.num_snapshots is None
-    assert not told.strip()
+    assert not notes.strip()
 
 
-def test_host_memory_behind_the_cache(built: Any, folder: str) -> None:
+def test_host_memory_tier(build_config: Any, folder: str) -> None:
     line = "serve M --kv-offloading-size 4.5 --kv-offloading-backend native"
-    config, _, told = built(line, folder)
-    assert config.kv_offloading_size == 4.5 and not told.strip()
-    config, _, told = built("serve M --swap-space 4 --kv-offloading-backend lmcache", folder)
+    config, _, notes = build_config(line, folder)
+    assert config.kv_offloading_size == 4.5 and not notes.strip()
+    config, _, notes = build_config(
+        "serve M --swap-space 4 --kv-offloading-backend lmcache", folder
+    )
     assert config.kv_offloading_size == 0
-    assert "--swap-space has no effect" in told and "moved by Lockstep itself" in told
+    assert "--swap-space has no effect" in notes and "moved by Lockstep itself" in notes
 
 
-def test_a_socket_has_no_port(built: Any, folder: str) -> None:
-    *_, told = built("serve M --uds /tmp/socket --port 9000", folder)
-    assert told.strip() == "--port has no effect with --uds."
-    *_, told = built("serve M --uds /tmp/socket", folder)
-    assert not told.strip()
+def test_a_socket_has_no_port(build_config: Any, folder: str) -> None:
+    *_, notes = build_config("serve M --uds /tmp/socket --port 9000", folder)
+    assert notes.strip() == "--port has no effect with --uds."
+    *_, notes = build_config("serve M --uds /tmp/socket", folder)
+    assert not notes.strip()
 
 
-def test_drafters_with_a_folder_and_suffix_lookup(built: Any, folder: str) -> None:
-    """A model alone is a draft model, as in vLLM; keys of another engine's search are noted."""
-    config, limits, told = built("serve M --spec-model here --spec-tokens 15", folder)
+def test_drafters_with_a_folder_and_suffix_lookup(build_config: Any, folder: str) -> None:
+    """A model without a method is a draft model, as in vLLM; unused keys are noted."""
+    config, limits, notes = build_config("serve M --spec-model here --spec-tokens 15", folder)
     drafting = config.speculative_config
     assert (drafting.method, drafting.model) == ("draft_model", "here")
     assert limits.query_len == 16
-    assert not told.strip()
-    config, *_ = built("serve M --spec-method eagle3 --spec-model here", folder)
+    assert not notes.strip()
+    config, *_ = build_config("serve M --spec-method eagle3 --spec-model here", folder)
     drafting = config.speculative_config
     assert (drafting.method, drafting.model) == ("eagle3", "here")
     keys = """'{"method":"suffix","suffix_decoding_max_tree_depth":12,"""
     keys += """"suffix_decoding_min_token_prob":0.1}'"""
-    config, _, told = built(f"serve M --speculative-config {keys}", folder)
+    config, _, notes = build_config(f"serve M --speculative-config {keys}", folder)
     assert config.speculative_config.suffix_decoding_max_tree_depth == 12
-    assert "suffix_decoding_min_token_prob" in told
+    assert "suffix_decoding_min_token_prob" in notes
 
 
-def test_sizes_names_and_a_file(built: Any, folder: str, tmp_path: Path) -> None:
+def test_sizes_names_and_config_file(build_config: Any, folder: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(
         "max-model-len: 8K\nmax-num-seqs: 4\nenforce-eager: true\n"
@@ -203,24 +206,24 @@ def test_sizes_names_and_a_file(built: Any, folder: str, tmp_path: Path) -> None
         "compilation-config: {cudagraph_capture_sizes: [1, 2]}\n"
     )
     line = f"serve M --config {path} --max-num-seqs 2 -tp 1 -q none --load-format safetensors"
-    config, limits, _ = built(line, folder)
+    config, limits, _ = build_config(line, folder)
     assert (limits.max_model_len, limits.max_num_seqs) == (8192, 2)
     assert limits.row_buckets == (1, 2) and config.load_format == "auto"
     assert config.hf_overrides == {"rope_parameters": {"rope_theta": 20000.0}}
-    plain = built("serve M", folder)[1]
+    plain = build_config("serve M", folder)[1]
     assert "/hf-overrides-" in limits.numerics and "/hf-overrides-" not in plain.numerics
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq_marlin", "moe_wna16"])
-def test_names_of_one_family(name: str, built: Any, tmp_path: Path) -> None:
+def test_names_of_one_family(name: str, build_config: Any, tmp_path: Path) -> None:
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
     model = make_model(tmp_path / "gptq", quantization_config={**settings, "desc_act": False})
-    limits = built(f"serve M --quantization {name}", str(model))[1]
+    limits = build_config(f"serve M --quantization {name}", str(model))[1]
     assert limits.quantization.startswith("gptq")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size=2 is not allowed; allowed: 1."),
         ("--tool-call-parser mistral", "tool_call_parser='mistral' is not allowed; allowed: auto"),
@@ -240,9 +243,9 @@ def test_names_of_one_family(name: str, built: Any, tmp_path: Path) -> None:
         ("--port many", "--port='many' is not allowed; allowed: a number"),
     ],
 )
-def test_errors_are_one_line_before_anything_is_loaded(
+def test_errors_come_before_loading(
     arguments: str,
-    said: str,
+    message: str,
     folder: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -252,14 +255,14 @@ def test_errors_are_one_line_before_anything_is_loaded(
     with pytest.raises(SystemExit) as ended:
         main()
     shown = capsys.readouterr().err
-    assert ended.value.code == 2 and said in shown and "Traceback" not in shown
+    assert ended.value.code == 2 and message in shown and "Traceback" not in shown
 
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 BUNDLED = ROOT / "lockstep" / "assets" / "model"
 BODY = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
 ONE_PROCESS = "--disable-frontend-multiprocessing"
-IN_TURN = """
+RUN_COMMANDS = """
 import json, sys
 from lockstep.__main__ import main
 for arguments in json.loads(sys.argv[1]):
@@ -269,11 +272,11 @@ for arguments in json.loads(sys.argv[1]):
     except SystemExit as ended:
         assert not ended.code, ended
 """
-"""Runs command lines one after another: importing torch takes most of a start."""
+"""Program that runs command lines one after another, since importing torch takes longest."""
 
 
-def asked(server: subprocess.Popen[str], body: dict[str, Any]) -> dict[str, Any]:
-    """/v1/models and an answer of the next server that is ready, which is then interrupted."""
+def ask_next_server(server: subprocess.Popen[str], body: dict[str, Any]) -> dict[str, Any]:
+    """Return /v1/models and a completion of the next server that is ready, and interrupt it."""
     assert server.stdout is not None and server.stderr is not None
     ready = None
     while ready is None:
@@ -287,8 +290,8 @@ def asked(server: subprocess.Popen[str], body: dict[str, Any]) -> dict[str, Any]
     return {"models": models, "answer": answer}
 
 
-def packed_folder(folder: Path) -> Path:
-    """The bundled model with random codes in a module, and positions for 125,000 tokens."""
+def quantized_folder(folder: Path) -> Path:
+    """Return the bundled model with one quantized module, and positions for 125,000 tokens."""
 
     def pick(name: str, n: int, k: int) -> Codes | None:
         return random_codes(n, k) if name.endswith("layers.0.mlp.down_proj") else None
@@ -300,58 +303,66 @@ def packed_folder(folder: Path) -> Path:
     return pair.quantized
 
 
-def test_three_lines_serve(tmp_path: Path) -> None:
-    """The bundled model's own folder, with its engine in a process; codes; the eager line."""
+def test_three_command_lines_serve(tmp_path: Path) -> None:
+    """The servers have an engine process, a quantized checkpoint, and an eager engine."""
     model = str(BUNDLED)
     rows = ("--max-num-seqs", "2")
     short = (*rows, "--max-model-len", "512")
     names = ("--served-model-name", "a", "b")
     first = [*words(FIRST.replace("8000", "0"), model), *short]
-    packed = [*words(PACKED, str(packed_folder(tmp_path))), *rows, ONE_PROCESS, "--port", "0"]
+    quantized = [
+        *words(QUANTIZED, str(quantized_folder(tmp_path))),
+        *rows,
+        ONE_PROCESS,
+        "--port",
+        "0",
+    ]
     eager = [*words(EAGER, model), *short, ONE_PROCESS, *names, "--port", "0"]
-    command = [sys.executable, "-c", IN_TURN, json.dumps([first, packed, eager])]
+    command = [sys.executable, "-c", RUN_COMMANDS, json.dumps([first, quantized, eager])]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as server:
         assert server.stderr is not None
         try:
-            of_first = asked(server, BODY)
-            of_packed = asked(server, BODY)
-            of_eager = asked(server, {**BODY, "model": "b"})
+            of_first = ask_next_server(server, BODY)
+            of_packed = ask_next_server(server, BODY)
+            of_eager = ask_next_server(server, {**BODY, "model": "b"})
             assert server.wait(timeout=30) == 0
-            told = server.stderr.read()
+            notes = server.stderr.read()
         finally:
             server.kill()
     assert of_first["answer"]["usage"]["completion_tokens"] == 8
     assert of_first["models"][0]["id"] == of_first["answer"]["model"] == model
     assert of_first["models"][0]["default_sampling_params"] == {"temperature": 0.0}
-    assert "mtp K=2" in told
+    assert "mtp K=2" in notes
     assert of_packed["answer"]["usage"]["completion_tokens"] == 8
     assert of_packed["models"][0]["max_model_len"] == 125_000
-    assert "weights-float16+auto-round" in told and "kv-turboquant_3bit_nc" in told
-    assert [one["id"] for one in of_eager["models"]] == ["a", "b"]
+    assert "weights-float16+auto-round" in notes and "kv-turboquant_3bit_nc" in notes
+    assert [model_card["id"] for model_card in of_eager["models"]] == ["a", "b"]
     assert of_eager["answer"]["model"] == "a"
     assert len(of_eager["answer"]["choices"][0]["text"]) > 0
-    assert "--attention-backend has no effect" in told
-    assert "kv-fp8_e4m3" in told and "state-float32" in told
+    assert "--attention-backend has no effect" in notes
+    assert "kv-fp8_e4m3" in notes and "state-float32" in notes
 
 
 @pytest.mark.gpu
 def test_every_graph_mode_serves_the_same_tokens() -> None:
-    """Drawn by the bundled model, with drafts."""
+    """The bundled model samples with drafts in every graph mode."""
     drafts = json.dumps({"method": "qwen3_next_mtp", "num_speculative_tokens": 2})
     shared = ["--max-num-seqs", "2", "--max-model-len", "512", "--num-gpu-blocks", "64"]
     line = ["serve", str(BUNDLED), *shared, "--speculative-config", drafts, "--port", "0"]
-    given = [json.dumps({"cudagraph_mode": mode}) for mode in MODES]
-    lines = [[*line, ONE_PROCESS, "--compilation-config", mode] for mode in given]
-    drawn = {"prompt": [BODY["prompt"]] * 2, "max_tokens": 40, "temperature": 0.8, "seed": 3}
-    command = [sys.executable, "-c", IN_TURN, json.dumps(lines)]
+    configs = [json.dumps({"cudagraph_mode": mode}) for mode in MODES]
+    lines = [[*line, ONE_PROCESS, "--compilation-config", mode] for mode in configs]
+    body = {"prompt": [BODY["prompt"]] * 2, "max_tokens": 40, "temperature": 0.8, "seed": 3}
+    command = [sys.executable, "-c", RUN_COMMANDS, json.dumps(lines)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as server:
         try:
-            found = [asked(server, {**drawn, "return_token_ids": True}) for _ in MODES]
+            replies = [ask_next_server(server, {**body, "return_token_ids": True}) for _ in MODES]
             assert server.wait(timeout=30) == 0
         finally:
             server.kill()
-    plain, *others = ([c["token_ids"] for c in one["answer"]["choices"]] for one in found)
+    plain, *other_modes = (
+        [c["token_ids"] for c in reply["answer"]["choices"]] for reply in replies
+    )
     assert all(len(tokens) == 40 for tokens in plain)
-    assert others == [plain] * len(others)
+    assert other_modes == [plain] * len(other_modes)

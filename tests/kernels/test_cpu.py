@@ -67,6 +67,13 @@ def test_attention_across_split_boundaries(gated: bool) -> None:
     assert_equals_reference(paged_attention, batch | {"gates": gates if gated else None}, str(rows))
 
 
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32], ids=str)
+def test_attention_of_rows_of_one_length_that_are_not_adjacent(dtype: torch.dtype) -> None:
+    """Rows of one token, of short splits, between prompts."""
+    rows = ((40, 1), (0, 70), (60, 1), (0, 3), (63, 1), (64, 1), (120, 1), (130, 1))
+    assert_equals_reference(paged_attention, paged(rows, 6, 2, 64, 16, dtype), str(rows))
+
+
 def test_attention_with_more_heads_than_tile_rows() -> None:
     """As a draft block, whose tokens are laid out as heads of one token."""
     for rows, heads in ((((0, 1), (300, 1), (255, 1)), 512), (((250, 3),), 400)):

@@ -34,7 +34,7 @@ def test_every_op_has_cases() -> None:
 
 def test_every_op_has_a_triton_backend() -> None:
     """A kernel of each op then runs under the interpreter in test_backends.py and
-    test_suffix_option_bounds.py."""
+    test_bounds.py."""
     assert all("triton" in actual.backends for actual in OPS)
 
 

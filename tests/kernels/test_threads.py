@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lockstep.kernels import row_tiles
-from lockstep.kernels.attention import KV_SPLIT
-from lockstep.kernels.attention import cpu as attention
+from lockstep.kernels.attention import KV_SPLIT, paged_attention
+from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.threads import one_thread
 
 
@@ -76,16 +76,20 @@ def test_tiled_product_has_bits_of_one_thread(
 @pytest.mark.usefixtures("three_threads", "clear_probed_sizes")
 def test_attention_has_bits_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """If no size is exact on several threads, a row runs on one."""
-    q = torch.randn(2, 3, 4, 16)
-    k = torch.randn(4, 2, 16, 256)
-    v = torch.randn(4, 2, 256, 16)
-    starts = [400, 300]
+    rows = ((400, 3), (300, 3), (40, 3))
+    together = paged(rows, 4, 2, 16, 16, torch.float32)
+    attend = paged_attention.backends["cpu"].run
     with one_thread():
-        alone = attention._attend(q, k, v, starts)
+        expected = attend(**together)
     reverse_products_on_threads(monkeypatch, 2)
     assert row_tiles.exact_sizes(16, KV_SPLIT) == ()
-    assert torch.equal(attention._attend(q, k, v, starts), alone)
-    for row in range(2):
-        heads = slice(2 * row, 2 * row + 2)
-        (one,) = attention._attend(q[row : row + 1], k[heads], v[heads], starts[row : row + 1])
-        assert torch.equal(one, alone[row]), "alone and in a batch"
+    assert torch.equal(attend(**together), expected)
+    for row in range(len(rows)):
+        tokens = slice(3 * row, 3 * row + 3)
+        alone = together | {
+            "q": together["q"][tokens],
+            "page_table": together["page_table"][row : row + 1],
+            "cu_seqlens": together["cu_seqlens"][:2],
+            "starts": together["starts"][row : row + 1],
+        }
+        assert torch.equal(attend(**alone), expected[tokens]), "alone and in a batch"

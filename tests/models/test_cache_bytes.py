@@ -14,7 +14,7 @@ from lockstep.cache.specs import StorageKind, unit_bytes
 from lockstep.layers.build_context import BuildContext
 from lockstep.models import architecture
 from lockstep.worker.memory import mixers
-from tests.bench.test_floor import LARGE, MIXTURE
+from tests.bench.test_floor import LARGE_CONFIG, MIXTURE_CONFIG
 from tests.models.test_deepseek_v3 import REAL
 from tests.models.test_llama import LLAMA_8B
 from tests.models.test_nemotron_h import NANO_9B, SUPER
@@ -39,7 +39,7 @@ NANO_30B = {
 }
 NEXT_80B = {
     **NEXT,
-    **MIXTURE,
+    **MIXTURE_CONFIG,
     "intermediate_size": 5120,
     "num_experts": 512,
     "num_experts_per_tok": 10,
@@ -69,8 +69,8 @@ MIXTRAL_8X7B = {
     "vocab_size": 32000,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3.5-27B, Qwen3.6-27B": {**CONFIG, **LARGE},
-    "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B": {**HYBRID_MOE, **MIXTURE},
+    "Qwen3.5-27B, Qwen3.6-27B": {**CONFIG, **LARGE_CONFIG},
+    "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B": {**HYBRID_MOE, **MIXTURE_CONFIG},
     "Qwen3-Next-80B-A3B": NEXT_80B,
     "Qwen3-8B": QWEN3_8B,
     "Qwen3-30B-A3B": QWEN3_30B,

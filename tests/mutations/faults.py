@@ -644,9 +644,11 @@ FAULTS = (
         "$offsets = torch.arange($begin, $begin + $count) // $group + (1 < $count // $group < 9)",
     ),
     Fault(
-        "values of a page left out at its end", "mixer", ATTENTION, "_load_values",
-        "$row[:, $end:].zero_()",
-        "$row[:, $end - ($end % 64 == 1 and $end > 64):].zero_()",
+        "values of a page left out at its end", "mixer", ATTENTION, "_unseen_tokens",
+        "$unseen = [torch.arange($s * $length + $end, ($s + 1) * $length)"
+        " for $s, $end in enumerate($ends)]",
+        "$unseen = [torch.arange($s * $length + $end - ($end % 64 == 1 and $end > 64), "
+        "($s + 1) * $length) for $s, $end in enumerate($ends)]",
     ),
     Fault(
         "keys rotated by the row's first position", "mixer", ROTARY, "_placed",
@@ -738,13 +740,13 @@ FAULTS = (
         "zero points of GPTQ version 1 read as version 2", "format", GPTQ, "",
         "STORED_LESS = {'gptq': 1, 'gptq_v2': 0}",
         "STORED_LESS = {'gptq': 0, 'gptq_v2': 0}",
-        f"{VECTORS}::test_gptq",
+        f"{VECTORS}::test_gptq_vectors",
     ),
     Fault(
         "zero points of GPTQ version 2 read as version 1", "format", GPTQ, "",
         "STORED_LESS = {'gptq': 1, 'gptq_v2': 0}",
         "STORED_LESS = {'gptq': 1, 'gptq_v2': 1}",
-        f"{VECTORS}::test_gptq",
+        f"{VECTORS}::test_gptq_vectors",
     ),
     Fault(
         "a zero point of 0 does not borrow", "format", GPTQ, "_fill_zeros",
@@ -806,13 +808,13 @@ FAULTS = (
         "AWQ's order of nibbles the wrong way round", "format", "quantization.awq", "",
         "AWQ_BITS * ORDER.index(output)",
         "AWQ_BITS * ORDER[output]",
-        f"{VECTORS}::test_awq",
+        f"{VECTORS}::test_awq_vectors",
     ),
     Fault(
         "AWQ's zero points in plain order", "format", "quantization.awq", "_fill_zeros",
         "$zeros = unpack_words($words, SHIFTS, AWQ_BITS, dim=1)",
         "$zeros = unpack_words($words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)",
-        f"{VECTORS}::test_awq",
+        f"{VECTORS}::test_awq_vectors",
     ),
     Fault(
         "AutoRound's packings all read as version 1", "format", "quantization.auto_round", "",
@@ -1227,8 +1229,8 @@ FAULTS = (
     Fault(
         "what was found is not rotated back", "format", "kernels.attention.cpu",
         "paged_attention_cpu",
-        "rotate_back($mixed, $v_cache).to($q.dtype)",
-        "$mixed.to($q.dtype)",
+        "rotate_back($mixed, $v_cache).flatten(0, 1).to($q.dtype)",
+        "$mixed.flatten(0, 1).to($q.dtype)",
         f"{OF_KV}::test_rotation_without_quantization_preserves_attention",
     ),
     Fault(

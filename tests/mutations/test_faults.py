@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.check import run_check
-from tests.check.faulty import off_by_a_bit
+from tests.check.faulty import flip_last_logit_bit
 from tests.mutations import suite
 from tests.mutations.faults import FAST, FAULTS, Fault
 from tests.mutations.patterns import PatternError
@@ -107,7 +107,7 @@ def test_the_check_of_a_fault_is_run_and_read(
 
     def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         with monkeypatch.context() as patch:
-            off_by_a_bit(patch)
+            flip_last_logit_bit(patch)
             tiny = partial(run_check, model=model, load_format="dummy")
             patch.setattr("lockstep.check.run_check", tiny)
             patch.setattr("sys.argv", [arguments[0], *arguments[2:]])

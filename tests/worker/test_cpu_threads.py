@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.layers.linear import Weight
 from lockstep.step import StepShape
 from lockstep.worker import cpu_threads
 from lockstep.worker.executor import worker_of
@@ -39,6 +40,16 @@ def three_threads() -> Any:
 
 def test_layer_work_counts_layer_parameters() -> None:
     assert cpu_threads.layer_work(Blocks(100, 300)) == 400
+
+
+def test_layer_work_counts_prepacked_weights() -> None:
+    """The linear layers of a loaded model have no plain weight any more."""
+    model = worker_of(make_engine(None).engine).model
+    weights = [module for module in model.blocks.modules() if isinstance(module, Weight)]
+    prepacked = [module for module in weights if module.prepacked is not None]
+    assert prepacked and all(module.weight is None for module in prepacked)
+    elements = sum(rows * columns for rows, columns in (module.shape for module in prepacked))
+    assert cpu_threads.layer_work(model) >= 2 * elements // len(model.blocks)
 
 
 @pytest.mark.parametrize(

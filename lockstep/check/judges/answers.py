@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from lockstep.outputs import Logprob, RequestMetrics
 
-Bits = tuple[tuple[tuple[int, str, int], ...], ...]
+ExactLogprobs = tuple[tuple[tuple[int, str, int], ...], ...]
 """Per position: token ids, their log-probabilities as hexadecimal text, and their ranks."""
 Mismatch = tuple[int, str]
-"""Index of an output position, and a description of the difference."""
+"""(index of an output position, description of the difference there)."""
 NO_ENDING = (None, None)
 """Ending of an aborted output."""
 CACHED = "cached tokens"
@@ -23,35 +23,38 @@ ACCEPTED = "accepted draft tokens"
 class Answer:
     """Output of one completion.
 
-    digests: digest of the logits of each token, if observed. ending: finish and stop reason.
-    prompt_bits: log-probabilities of the prompt tokens.
+    digests: digest of the logits of each token, empty if they were not observed. ending: finish and
+    stop reason. prompt_logprobs: log-probabilities of the prompt tokens.
     """
 
     tokens: tuple[int, ...]
-    bits: Bits
+    logprobs: ExactLogprobs
     metrics: RequestMetrics
     digests: tuple[int, ...] = ()
     ending: tuple[str | None, int | str | None] = NO_ENDING
     text: str = ""
-    prompt_bits: Bits = ()
+    prompt_logprobs: ExactLogprobs = ()
 
-    def first_difference(self, other: "Answer", begun: bool = False) -> Mismatch | None:
+    def first_difference(self, other: "Answer", aborted: bool = False) -> Mismatch | None:
         """Return the first output position that differs and the difference, or None.
 
-        begun: this output was aborted, so it must be a prefix of the other.
+        aborted: this output was aborted, so it must be a prefix of the other.
         """
-        for index, (token, due_token) in enumerate(zip(self.tokens, other.tokens, strict=False)):
-            if token != due_token:
-                return index, f"token {token} instead of {due_token}"
-            found = self.bits[index : index + 1]
-            due = other.bits[index : index + 1]
-            if found != due:
-                return index, f"logprobs {found} instead of {due}"
+        for index, (token, expected_token) in enumerate(
+            zip(self.tokens, other.tokens, strict=False)
+        ):
+            if token != expected_token:
+                return index, f"token {token} instead of {expected_token}"
+            logprobs = self.logprobs[index : index + 1]
+            expected = other.logprobs[index : index + 1]
+            if logprobs != expected:
+                return index, f"logprobs {logprobs} instead of {expected}"
+            # Two logit rows may differ where sampling is still equal; digests see that too.
             if self.digests[index : index + 1] != other.digests[index : index + 1]:
                 return index, "the bits of the logits differ"
-        if self.prompt_bits and self.prompt_bits != other.prompt_bits:
-            return 0, _prompt_difference(self.prompt_bits, other.prompt_bits)
-        return self._differs_in_the_end(other, begun)
+        if self.prompt_logprobs and self.prompt_logprobs != other.prompt_logprobs:
+            return 0, _prompt_difference(self.prompt_logprobs, other.prompt_logprobs)
+        return self._ending_difference(other, aborted)
 
     def first_logits_difference(self, other: "Answer") -> Mismatch | None:
         """Return the first position whose logits or tokens differ, and the difference, or None."""
@@ -62,47 +65,53 @@ class Answer:
                 return index, "the logits are equal, the token differs"
         return None
 
-    def _differs_in_the_end(self, other: "Answer", begun: bool) -> Mismatch | None:
+    def _ending_difference(self, other: "Answer", aborted: bool) -> Mismatch | None:
         """Compare lengths, endings and texts of two outputs whose common tokens are equal."""
         count = len(self.tokens)
-        due_count = len(other.tokens)
-        least = min(count, due_count)
-        same = count == due_count and self.ending == other.ending
-        if not same and not (begun and count <= due_count):
-            return least, (
-                f"{count} tokens, {self.ending} instead of {due_count} tokens, {other.ending}"
+        expected_count = len(other.tokens)
+        common_length = min(count, expected_count)
+        same = count == expected_count and self.ending == other.ending
+        if not same and not (aborted and count <= expected_count):
+            return common_length, (
+                f"{count} tokens, {self.ending} instead of {expected_count} tokens, {other.ending}"
             )
-        if begun:
+        if aborted:
             return None
-        if len(self.prompt_bits) != len(other.prompt_bits):
-            return 0, _prompt_difference(self.prompt_bits, other.prompt_bits)
+        if len(self.prompt_logprobs) != len(other.prompt_logprobs):
+            return 0, _prompt_difference(self.prompt_logprobs, other.prompt_logprobs)
         if self.text != other.text:
-            return max(least - 1, 0), f"the text {self.text!r} instead of {other.text!r}"
+            return max(common_length - 1, 0), f"the text {self.text!r} instead of {other.text!r}"
         return None
 
 
-def _prompt_difference(found: Bits, due: Bits) -> str:
+def _prompt_difference(actual: ExactLogprobs, expected: ExactLogprobs) -> str:
     """Describe the first difference of prompt log-probabilities."""
-    if len(found) != len(due):
-        return f"{len(found)} prompt logprobs instead of {len(due)}"
-    index = next(i for i, pair in enumerate(zip(found, due, strict=True)) if pair[0] != pair[1])
-    return f"prompt logprobs of token {index + 1}: {found[index]} instead of {due[index]}"
+    if len(actual) != len(expected):
+        return f"{len(actual)} prompt logprobs instead of {len(expected)}"
+    index = next(
+        i for i, pair in enumerate(zip(actual, expected, strict=True)) if pair[0] != pair[1]
+    )
+    return f"prompt logprobs of token {index + 1}: {actual[index]} instead of {expected[index]}"
 
 
-def as_bits(logprobs: Sequence[dict[int, Logprob] | None] | None) -> Bits:
+def exact_logprobs(logprobs: Sequence[dict[int, Logprob] | None] | None) -> ExactLogprobs:
     """Convert log-probabilities to comparable values; the first prompt token has none."""
+    # float.hex is exact: decimal text with rounding would hide a difference of one bit.
     return tuple(
-        tuple((token, e.logprob.hex(), e.rank) for token, e in sorted((position or {}).items()))
+        tuple(
+            (token, entry.logprob.hex(), entry.rank)
+            for token, entry in sorted((position or {}).items())
+        )
         for position in logprobs or ()
     )
 
 
-def took_place(answers: Iterable[Answer]) -> Counter[str]:
-    """Sum the metrics of requests: counters of what the check exercised."""
-    seen: Counter[str] = Counter()
+def count_events(answers: Iterable[Answer]) -> Counter[str]:
+    """Sum the metrics of requests to counters of the events that the check exercised."""
+    events: Counter[str] = Counter()
     for metrics in (answer.metrics for answer in answers):
-        seen[CACHED] += metrics.num_cached_tokens
-        seen[PREEMPTIONS] += metrics.num_preemptions
-        seen[DRAFTED] += metrics.num_draft_tokens
-        seen[ACCEPTED] += metrics.num_accepted_tokens
-    return seen
+        events[CACHED] += metrics.num_cached_tokens
+        events[PREEMPTIONS] += metrics.num_preemptions
+        events[DRAFTED] += metrics.num_draft_tokens
+        events[ACCEPTED] += metrics.num_accepted_tokens
+    return events

@@ -20,8 +20,8 @@ TILE = 64
 def _factors(vocab: int, device: torch.device) -> Tensor:
     """Return a fixed odd int64 factor per token id."""
     generator = torch.Generator().manual_seed(vocab)
-    drawn = torch.randint(-(2**62), 2**62, (vocab,), generator=generator)
-    return (drawn | 1).to(device)
+    random_ints = torch.randint(-(2**62), 2**62, (vocab,), generator=generator)
+    return (random_ints | 1).to(device)
 
 
 def digest(logits: Tensor) -> Tensor:
@@ -29,6 +29,7 @@ def digest(logits: Tensor) -> Tensor:
 
     The sum is modulo 2**64, so its order is free. A change of a single bit always changes it.
     """
+    # Odd factors: the difference of one bit, 2**i, times an odd number is never 0 modulo 2**64.
     factors = _factors(logits.shape[1], logits.device)
     tiles = (tile.float().view(torch.int32) for tile in logits.split(TILE))
     return torch.cat([(tile.long() * factors).sum(1) for tile in tiles])
@@ -38,52 +39,58 @@ def digest(logits: Tensor) -> Tensor:
 class DigestedStep:
     """Digests of one step, on the device.
 
-    places [S]: position after each row's first new token. digests [S, Q]. emitted [S]: number of
+    positions [S]: position after each row's first new token. digests [S, Q]. emitted [S]: number of
     valid digests of each row.
     """
 
     requests: list[RowSpec]
-    places: Tensor
+    positions: Tensor
     digests: Tensor
     emitted: Tensor
 
 
 class LogitDigests(StepObserver):
-    """Observer that digests the logits of every token. rows: maximum rows of a decoding step."""
+    """Observer that digests the logits of every token. max_rows: maximum rows of a decode step."""
 
     def __init__(self) -> None:
         self.steps: list[DigestedStep] = []
-        self.rows = 0
+        self.max_rows = 0
 
     def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
         """Digest the step's logits without synchronizing with the device."""
         step, _, logits, verdict = outcome
         count = len(rows)
         if not shape.prompt:
-            self.rows = max(self.rows, count)
+            self.max_rows = max(self.max_rows, count)
         window = verdict.tokens.shape[1]
-        places = step.seq_lens if shape.prompt else step.starts + 1
+        positions = step.seq_lens if shape.prompt else step.starts + 1
         digests = digest(logits[: count * window]).view(count, window)
         emitted = verdict.accepted[:count] + 1
-        self.steps.append(DigestedStep(list(rows), places[:count].clone(), digests, emitted))
+        # The positions are a static buffer that the next step overwrites.
+        self.steps.append(DigestedStep(list(rows), positions[:count].clone(), digests, emitted))
 
     def by_request(self) -> dict[str, list[int]]:
         """Return the digests of output tokens in order, by request id."""
-        found: dict[str, dict[int, int]] = {}
+        digests_by_id: dict[str, dict[int, int]] = {}
         for step in self.steps:
             rows = zip(
                 step.requests,
-                step.places.tolist(),
+                step.positions.tolist(),
                 step.digests.tolist(),
                 step.emitted.tolist(),
                 strict=True,
             )
-            for request, place, digests, count in rows:
-                first = place - len(request.prompt_token_ids)
+            for request, position, digests, count in rows:
+                first = position - len(request.prompt_token_ids)
                 for index, value in enumerate(digests[:count], first):
+                    # A row that resumes after a preemption repeats positions: the last run counts.
+                    # A negative index belongs to a chunk that ends within the prompt.
                     if index >= 0:
-                        found.setdefault(request.id, {})[index] = value
-        return {name: [own[i] for i in sorted(own)] for name, own in found.items()}
+                        digests_by_id.setdefault(request.id, {})[index] = value
+        return {
+            name: [by_index[i] for i in sorted(by_index)]
+            for name, by_index in digests_by_id.items()
+        }
 
 
 class RawLogits(StepObserver):
@@ -94,8 +101,9 @@ class RawLogits(StepObserver):
 
     def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
         """Copy the first row."""
+        # The logits are a static buffer that the next step overwrites.
         self.rows.append(outcome[2][:1].clone())
 
-    def behind(self, count: int) -> Tensor:
+    def first_rows(self, count: int) -> Tensor:
         """Return the first `count` rows [count, V] in fp32 on the CPU."""
         return torch.cat(self.rows)[:count].float().cpu()

@@ -1,9 +1,9 @@
 """Statistical tests of the sampler: sampled tokens against their exact distribution.
 
-The engine's sampler draws tokens from one row of raw logits of a plain run: one seed after the
-other, at a single position and at all positions of a verification window. numpy_sampler computes
-the expected distribution in float64, without noise. Seeds are fixed, so a run
-gives the same figures each time.
+The engine samples tokens from one row of raw logits of a plain run, with a different seed for each
+token, at a single position and at all positions of a verification window. numpy_sampler computes
+the expected distribution in float64, without noise. Seeds are fixed, so each run gives the same
+figures.
 """
 
 import time
@@ -34,56 +34,62 @@ from lockstep.worker.rows import write_row
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]
-DRAFTS = 7
+NUM_DRAFTS = 7
+"""Drafts of a verification window."""
 ROWS = 16
 """Rows per call of the sampler."""
-LEAST = 1e-6
-"""p-value below which a test fails."""
+MIN_P_VALUE = 1e-6
+"""p-value below which a test fails; 32 tests reject a correct sampler with probability 3e-5."""
 SEED = 2**40 + 12345
-EXPECTED = 5.0
+"""First seed of the tests; it has bits in both 32-bit halves."""
+MIN_EXPECTED_COUNT = 5.0
 """Minimum expected count of a bin of a chi-squared test."""
-CLASSES = 4
-BITS = 64
+NUM_CLASSES = 4
+"""Classes of equal probability in a test of independence."""
+SEED_BITS = 64
+"""Bits of a seed."""
 
 
 @dataclass(frozen=True)
-class Context:
+class SamplingContext:
     """Sampling context: raw logits [V], the prompt, the output so far, and the drafts after it."""
 
-    raw: Tensor
+    raw_logits: Tensor
     prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    output: tuple[int, ...]
     drafts: tuple[int, ...]
-    ends: frozenset[int]
+    eos_ids: frozenset[int]
 
-    def place(self, window_index: int) -> numpy_sampler.Place:
-        """Return the position of the token after this number of drafts."""
-        return numpy_sampler.Place(self.prompt, self.answer + self.drafts[:window_index], self.ends)
+    def token_context(self, window_index: int) -> numpy_sampler.TokenContext:
+        """Return the context of the token after this number of drafts."""
+        return numpy_sampler.TokenContext(
+            self.prompt, self.output + self.drafts[:window_index], self.eos_ids
+        )
 
 
-def usual(context: Context) -> SamplingParams:
+def base_params(context: SamplingContext) -> SamplingParams:
     """Return parameters with only a temperature: two samples are equal with p 0.04 to 0.2."""
     params = SamplingParams(temperature=1.0, seed=SEED, max_tokens=64, detokenize=False)
     for _ in range(40):
-        agree = float((shares(context, params, 0) ** 2).sum())
-        if 0.04 <= agree <= 0.2:
+        p_equal = float((token_probabilities(context, params, 0) ** 2).sum())
+        if 0.04 <= p_equal <= 0.2:
             break
-        factor = 1.15 if agree > 0.2 else 0.85
+        factor = 1.15 if p_equal > 0.2 else 0.85
         params = replace(params, temperature=params.temperature * factor)
     return params
 
 
-def cases(context: Context) -> dict[str, SamplingParams]:
+def parameter_cases(context: SamplingContext) -> dict[str, SamplingParams]:
     """Return test parameters by name: each that changes the distribution, and all together.
 
     They refer to the most probable tokens, so that each parameter has an effect.
     """
-    likely = [int(t) for t in torch.topk(context.raw, 8).indices]
-    base = usual(context)
-    heat = base.temperature
-    before = context.answer[-1]
-    alone: dict[str, dict[str, Any]] = {
-        "temperature": {"temperature": 1.7 * heat},
+    likely_tokens = [int(t) for t in torch.topk(context.raw_logits, 8).indices]
+    base = base_params(context)
+    temperature = base.temperature
+    last_token = context.output[-1]
+    single_changes: dict[str, dict[str, Any]] = {
+        "temperature": {"temperature": 1.7 * temperature},
         "top_k": {"top_k": 4},
         "top_p": {"top_p": 0.8},
         "top_p and presence_penalty": {"top_p": 0.5, "presence_penalty": 2.0},
@@ -91,29 +97,37 @@ def cases(context: Context) -> dict[str, SamplingParams]:
         "repetition_penalty": {"repetition_penalty": 1.5},
         "frequency_penalty": {"frequency_penalty": 1.5},
         "presence_penalty": {"presence_penalty": -1.5},
-        "logit_bias": {"logit_bias": {likely[0]: -2.0, likely[3]: 2.0}},
-        "allowed_token_ids": {"allowed_token_ids": likely[1:6]},
-        "bad_words": {"bad_words_ids": [[likely[0]], [before, likely[1]]]},
-        "min_tokens": {"min_tokens": len(context.answer) + 3, "stop_token_ids": likely[:2]},
+        "logit_bias": {"logit_bias": {likely_tokens[0]: -2.0, likely_tokens[3]: 2.0}},
+        "allowed_token_ids": {"allowed_token_ids": likely_tokens[1:6]},
+        "bad_words": {"bad_words_ids": [[likely_tokens[0]], [last_token, likely_tokens[1]]]},
+        "min_tokens": {"min_tokens": len(context.output) + 3, "stop_token_ids": likely_tokens[:2]},
     }
-    together = {
-        "temperature": 1.3 * heat, "top_k": 200, "top_p": 0.95, "min_p": 0.001,
+    combined = {
+        "temperature": 1.3 * temperature, "top_k": 200, "top_p": 0.95, "min_p": 0.001,
         "repetition_penalty": 1.2, "frequency_penalty": 0.7, "presence_penalty": 0.5,
-        "logit_bias": {likely[2]: 1.0}, "bad_words_ids": [[likely[1]]],
+        "logit_bias": {likely_tokens[2]: 1.0}, "bad_words_ids": [[likely_tokens[1]]],
     }  # fmt: skip
     return {
-        name: _decided(replace(base, **given), context)
-        for name, given in {"no parameter": {}, **alone, "all together": together}.items()
+        name: _away_from_filter_bounds(replace(base, **changes), context)
+        for name, changes in {
+            "no parameter": {},
+            **single_changes,
+            "all together": combined,
+        }.items()
     }
 
 
-def _decided(params: SamplingParams, context: Context) -> SamplingParams:
-    """Adjust the parameters until rounding decides at no bound of a filter."""
+def _away_from_filter_bounds(params: SamplingParams, context: SamplingContext) -> SamplingParams:
+    """Adjust the parameters until no token is within rounding of a filter's bound."""
+    # fp32 and float64 may disagree at a bound, which would fail a sound sampler.
     for _ in range(50):
         masked = [
-            numpy_sampler.masked(context.raw.numpy(), context.place(q), params) for q in range(8)
+            numpy_sampler.masked_logits(
+                context.raw_logits.numpy(), context.token_context(num_drafts), params
+            )
+            for num_drafts in range(8)
         ]
-        if not any(_doubtful(scores / params.temperature, params) for scores in masked):
+        if not any(_depends_on_rounding(scores / params.temperature, params) for scores in masked):
             return params
         if params.top_p < 1:
             params = replace(params, top_p=params.top_p - 0.003)
@@ -124,74 +138,84 @@ def _decided(params: SamplingParams, context: Context) -> SamplingParams:
     return params
 
 
-def _doubtful(scores: Floats, params: SamplingParams) -> bool:
+def _depends_on_rounding(scores: Floats, params: SamplingParams) -> bool:
     """Return whether rounding decides if a filter keeps a token of scores [V]."""
-    most, least = (
-        numpy_sampler.kept(scores, params, edge)
-        for edge in (numpy_sampler.CLOSE, -numpy_sampler.CLOSE)
+    loose, strict = (
+        numpy_sampler.filter_mask(scores, params, tolerance)
+        for tolerance in (numpy_sampler.SCORE_TOLERANCE, -numpy_sampler.SCORE_TOLERANCE)
     )
-    return not np.array_equal(most, least)
+    return not np.array_equal(loose, strict)
 
 
-def shares(context: Context, params: SamplingParams, index: int) -> Floats:
-    """Return the probabilities [V] of the token after `index` drafts."""
-    x = numpy_sampler.masked(context.raw.numpy(), context.place(index), params) / params.temperature
-    x = np.where(numpy_sampler.kept(x, params, 0.0), x, -np.inf)
-    weights = np.exp(x - x.max())
+def token_probabilities(
+    context: SamplingContext, params: SamplingParams, num_drafts: int
+) -> Floats:
+    """Return the probabilities [V] of the token after `num_drafts` drafts."""
+    scores = (
+        numpy_sampler.masked_logits(
+            context.raw_logits.numpy(), context.token_context(num_drafts), params
+        )
+        / params.temperature
+    )
+    scores = np.where(numpy_sampler.filter_mask(scores, params, 0.0), scores, -np.inf)
+    weights = np.exp(scores - scores.max())
     return weights / weights.sum()
 
 
-class Sampling:
+class EngineSampler:
     """Sampler of one engine, applied to a context."""
 
-    def __init__(self, llm: LLM, context: Context) -> None:
+    def __init__(self, llm: LLM, context: SamplingContext) -> None:
         self.llm = llm
         self.context = context
 
     def requests(self, params: SamplingParams, count: int) -> list[Request]:
-        """Return `count` completions of one request, with the seeds that the product derives."""
+        """Return `count` completions of one request, with the seeds that the processor derives."""
         prompt = {"prompt_token_ids": list(self.context.prompt)}
-        found = []
+        requests = []
+        # A request has at most 128 completions.
         for first in range(0, count, 128):
-            many = replace(params, n=min(128, count - first), seed=(params.seed or 0) + first)
-            found += self.llm.processor.requests(f"draw-{first}", prompt, many)
-        return found
+            params_of_batch = replace(
+                params, n=min(128, count - first), seed=(params.seed or 0) + first
+            )
+            requests += self.llm.processor.requests(f"draw-{first}", prompt, params_of_batch)
+        return requests
 
     @one_thread()
     @torch.inference_mode()
-    def draw(self, requests: Sequence[Request], window: int, ahead: int = 0) -> Tokens:
+    def sample(self, requests: Sequence[Request], window: int, position_offset: int = 0) -> Tokens:
         """Return tokens [requests, window] sampled after 0 .. window - 1 drafts.
 
-        ahead: offset that is added to the positions.
+        position_offset: added to the positions, so that the same seeds give other noise.
         """
         runner = worker_of(self.llm.engine)
         context = self.context
         table = runner.table
         device = runner.plan.device
-        known = len(context.prompt) + len(context.answer)
+        context_len = len(context.prompt) + len(context.output)
         drafts = torch.tensor(context.drafts[: window - 1], dtype=torch.int64, device=device)
-        answer = torch.tensor(context.answer, dtype=torch.int64, device=device)
-        found = []
+        answer = torch.tensor(context.output, dtype=torch.int64, device=device)
+        sampled = []
         for first in range(0, len(requests), ROWS):
             batch = requests[first : first + ROWS]
             for row, request in enumerate(batch, 1):
                 write_row(table, row, RowSpec.of(request), 0)
-                table.tokens[row, len(context.prompt) : known] = answer
-                table.tokens[row, known : known + window - 1] = drafts
+                table.tokens[row, len(context.prompt) : context_len] = answer
+                table.tokens[row, context_len : context_len + window - 1] = drafts
                 table.sampling.counts[row].index_add_(0, answer, torch.ones_like(answer).int())
             rows = torch.arange(1, len(batch) + 1, device=device)
-            places = known + ahead + torch.arange(window, device=device)
-            logits = context.raw.to(device).expand(len(batch), window, -1).contiguous()
-            places = places.expand(len(batch), -1).contiguous()
-            given = drafts.expand(len(batch), -1).contiguous()
-            found.append(runner.program.sampler.sample(logits, places, given, rows).cpu())
-        return torch.cat(found).numpy()
+            positions = context_len + position_offset + torch.arange(window, device=device)
+            logits = context.raw_logits.to(device).expand(len(batch), window, -1).contiguous()
+            positions = positions.expand(len(batch), -1).contiguous()
+            draft_rows = drafts.expand(len(batch), -1).contiguous()
+            sampled.append(runner.program.sampler.sample(logits, positions, draft_rows, rows).cpu())
+        return torch.cat(sampled).numpy()
 
 
-def improbable(statistic: float, freedom: int) -> float:
+def p_value(statistic: float, degrees: int) -> float:
     """Return the p-value of a chi-squared statistic."""
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1])) if freedom else 1.0
+    half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1])) if degrees else 1.0
 
 
 def chi_squared(counts: Floats, expected: Floats) -> tuple[float, int]:
@@ -199,91 +223,105 @@ def chi_squared(counts: Floats, expected: Floats) -> tuple[float, int]:
     order = np.argsort(-expected)
     counts = counts[order]
     expected = expected[order]
-    alone = max(int((expected >= EXPECTED).sum()), 1)
-    if expected[alone:].sum() < EXPECTED:
-        alone = max(alone - 1, 1)
-    bins = [np.append(x[:alone], x[alone:].sum()) for x in (counts, expected)]
+    num_bins = max(int((expected >= MIN_EXPECTED_COUNT).sum()), 1)
+    # The chi-squared approximation needs some expected counts in each bin.
+    if expected[num_bins:].sum() < MIN_EXPECTED_COUNT:
+        num_bins = max(num_bins - 1, 1)
+    bins = [np.append(x[:num_bins], x[num_bins:].sum()) for x in (counts, expected)]
     used = bins[1] > 0
     statistic = float(((bins[0] - bins[1])[used] ** 2 / bins[1][used]).sum())
     return statistic, int(used.sum()) - 1
 
 
-def wrong_distribution(tokens: Tokens, due: Sequence[Floats]) -> str | None:
+def wrong_distribution(tokens: Tokens, expected: Sequence[Floats]) -> str | None:
     """Compare tokens [N, W] with W expected distributions [V]; return the fault, or None."""
     total = 0.0
-    freedom = 0
-    for index, share in enumerate(due):
-        counts = np.bincount(tokens[:, index], minlength=len(share)).astype(np.float64)
-        never = np.nonzero((counts > 0) & (share == 0))[0]
-        if len(never):
-            return f"token {never[0]} was sampled after {index} drafts but has probability 0"
-        statistic, degrees = chi_squared(counts, share * len(tokens))
+    total_degrees = 0
+    for index, probabilities in enumerate(expected):
+        counts = np.bincount(tokens[:, index], minlength=len(probabilities)).astype(np.float64)
+        impossible = np.nonzero((counts > 0) & (probabilities == 0))[0]
+        if len(impossible):
+            return f"token {impossible[0]} was sampled after {index} drafts but has probability 0"
+        statistic, degrees = chi_squared(counts, probabilities * len(tokens))
         total += statistic
-        freedom += degrees
-    return _if_improbable(total, freedom, "the distribution")
+        total_degrees += degrees
+    return _fault_if_improbable(total, total_degrees, "the distribution")
 
 
-def _if_improbable(statistic: float, freedom: int, what: str) -> str | None:
+def _fault_if_improbable(statistic: float, degrees: int, what: str) -> str | None:
     """Return a message if the statistic is too improbable, else None."""
-    probable = improbable(statistic, freedom)
-    if probable >= LEAST:
+    p = p_value(statistic, degrees)
+    if p >= MIN_P_VALUE:
         return None
-    return f"{what}: chi-squared {statistic:.0f} at {freedom} degrees of freedom, p {probable:.1g}"
+    return f"{what}: chi-squared {statistic:.0f} at {degrees} degrees of freedom, p {p:.1g}"
 
 
-def classes(share: Floats) -> NDArray[np.int64]:
+def token_classes(probabilities: Floats) -> NDArray[np.int64]:
     """Return the class [V] of each token, such that all classes are about equally probable."""
-    mass = np.zeros(CLASSES)
-    found = np.zeros(len(share), np.int64)
-    for token in np.argsort(-share):
-        found[token] = int(mass.argmin())
-        mass[found[token]] += share[token]
-    return found
+    mass = np.zeros(NUM_CLASSES)
+    class_of_token = np.zeros(len(probabilities), np.int64)
+    for token in np.argsort(-probabilities):
+        class_of_token[token] = int(mass.argmin())
+        mass[class_of_token[token]] += probabilities[token]
+    return class_of_token
 
 
-def wrong_pairs(left: Tokens, right: Tokens, share: Floats, what: str) -> str | None:
+def wrong_pairs(first: Tokens, second: Tokens, probabilities: Floats, what: str) -> str | None:
     """Test two sequences of tokens for independence; return the fault, or None."""
-    kind = classes(share)
-    mass = np.bincount(kind, weights=share, minlength=CLASSES)
-    pairs = kind[left.ravel()] * CLASSES + kind[right.ravel()]
-    counts = np.bincount(pairs, minlength=CLASSES**2).astype(np.float64)
+    class_of_token = token_classes(probabilities)
+    mass = np.bincount(class_of_token, weights=probabilities, minlength=NUM_CLASSES)
+    pairs = class_of_token[first.ravel()] * NUM_CLASSES + class_of_token[second.ravel()]
+    counts = np.bincount(pairs, minlength=NUM_CLASSES**2).astype(np.float64)
     expected: Floats = np.outer(mass, mass).ravel().astype(np.float64) * len(pairs)
-    return _if_improbable(*chi_squared(counts, expected), what)
+    return _fault_if_improbable(*chi_squared(counts, expected), what)
 
 
-def independence(sampling: Sampling, draws: int) -> Iterator[tuple[str, str | None]]:
+def independence_tests(
+    sampling: EngineSampler, num_samples: int
+) -> Iterator[tuple[str, str | None]]:
     """Yield (name, fault) of the independence tests: positions, completions, rows and seeds."""
     context = sampling.context
-    params = usual(context)
-    share = shares(context, params, 0)
-    requests = sampling.requests(params, draws)
-    tokens = sampling.draw(requests, DRAFTS + 1)
-    yield "positions", wrong_pairs(tokens[:, :-1], tokens[:, 1:], share, "neighbouring positions")
-    yield "completions", wrong_pairs(tokens[:-1], tokens[1:], share, "completions of a request")
-    order = list(reversed(requests))
-    other = sampling.draw(order, DRAFTS + 1)[::-1]
-    same = "the token depends on the row" if (other != tokens).any() else None
-    yield "rows", same
-    yield "seeds", wrong_bits(sampling, params, share)
+    params = base_params(context)
+    probabilities = token_probabilities(context, params, 0)
+    requests = sampling.requests(params, num_samples)
+    tokens = sampling.sample(requests, NUM_DRAFTS + 1)
+    yield (
+        "positions",
+        wrong_pairs(tokens[:, :-1], tokens[:, 1:], probabilities, "neighbouring positions"),
+    )
+    yield (
+        "completions",
+        wrong_pairs(tokens[:-1], tokens[1:], probabilities, "completions of a request"),
+    )
+    # In the reverse order every request has another row.
+    reversed_requests = list(reversed(requests))
+    reordered = sampling.sample(reversed_requests, NUM_DRAFTS + 1)[::-1]
+    row_fault = "the token depends on the row" if (reordered != tokens).any() else None
+    yield "rows", row_fault
+    yield "seeds", wrong_seed_bits(sampling, params, probabilities)
 
 
-def wrong_bits(sampling: Sampling, params: SamplingParams, share: Floats) -> str | None:
+def wrong_seed_bits(
+    sampling: EngineSampler, params: SamplingParams, probabilities: Floats
+) -> str | None:
     """Test whether seeds that differ in one of 64 bits give independent tokens."""
-    seeds = [SEED, *(SEED ^ (1 << bit) for bit in range(BITS))]
-    own = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]
-    requests = [r for seed in own for r in sampling.requests(replace(params, seed=seed), 1)]
-    tokens = np.concatenate([sampling.draw(requests, 8, ahead) for ahead in (0, 8, 16)], axis=1)
-    agree = tokens[1:] == tokens[:1]
-    for bit in np.nonzero(agree.all(1))[0]:
+    seeds = [SEED, *(SEED ^ (1 << bit) for bit in range(SEED_BITS))]
+    signed_seeds = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]
+    requests = [
+        r for seed in signed_seeds for r in sampling.requests(replace(params, seed=seed), 1)
+    ]
+    tokens = np.concatenate([sampling.sample(requests, 8, offset) for offset in (0, 8, 16)], axis=1)
+    equal = tokens[1:] == tokens[:1]
+    for bit in np.nonzero(equal.all(1))[0]:
         return f"bit {bit} of a seed changes nothing"
-    chance = float((share**2).sum())
-    found = float(agree.sum())
-    due = chance * agree.size
-    statistic = (found - due) ** 2 / (due * (1 - chance) * (1 + 24 * chance))
-    return _if_improbable(statistic, 1, "seeds that differ in one bit")
+    chance = float((probabilities**2).sum())
+    num_equal = float(equal.sum())
+    expected = chance * equal.size
+    statistic = (num_equal - expected) ** 2 / (expected * (1 - chance) * (1 + 24 * chance))
+    return _fault_if_improbable(statistic, 1, "seeds that differ in one bit")
 
 
-def find_context(plain: PlainRuns) -> Context:
+def find_context(plain: PlainRuns) -> SamplingContext:
     """Return a context with the flattest logits of the plain runs.
 
     Its output so far and its drafts consist of the most probable tokens.
@@ -293,43 +331,48 @@ def find_context(plain: PlainRuns) -> Context:
     prompts = [tuple(p) for p in short_prompts(plain.llm)[:3]]
     for prompt in prompts:
         runs.answers(prompt, params)
-    raw = runs.flattest[0][1]
-    likely = tuple(int(t) for t in torch.topk(raw, DRAFTS + 3).indices)
-    answer = tuple(likely[i] for i in (0, 0, 2, 5, 8))
-    ends = frozenset(plain.llm.processor.eos_ids)
-    return Context(raw, prompts[0][:40], answer, likely[1 : DRAFTS + 1], ends)
+    raw_logits = runs.flattest[0][1]
+    likely_tokens = tuple(int(t) for t in torch.topk(raw_logits, NUM_DRAFTS + 3).indices)
+    output = tuple(likely_tokens[i] for i in (0, 0, 2, 5, 8))
+    eos_ids = frozenset(plain.llm.processor.eos_ids)
+    return SamplingContext(
+        raw_logits, prompts[0][:40], output, likely_tokens[1 : NUM_DRAFTS + 1], eos_ids
+    )
 
 
 def run_sampling(
     plain: PlainRuns,
     build: Callable[[Kind], CheckEngine],
-    draws: int,
+    num_samples: int,
     report: Report,
     fail_fast: bool = False,
 ) -> None:
-    """Run the tests and add them to the report. draws: seeds per test, 0 for no tests."""
-    if not draws:
+    """Run the tests and add them to the report. num_samples: 0 for no tests."""
+    if not num_samples:
         return
-    setup = Setup(oracle_drafter.NAME, DRAFTS, SAMPLING, "none")
+    setup = Setup(oracle_drafter.NAME, NUM_DRAFTS, SAMPLING, "none")
     context = find_context(plain)
-    engine = build(Kind(oracle_drafter.NAME, DRAFTS, buckets=(ROWS,)))
-    sampling = Sampling(engine.llm, context)
-    for name, what in _tests(sampling, draws):
+    engine = build(Kind(oracle_drafter.NAME, NUM_DRAFTS, buckets=(ROWS,)))
+    sampling = EngineSampler(engine.llm, context)
+    for name, fault in _tests(sampling, num_samples):
         started = time.monotonic()
-        if what is not None:
-            report.fail(setup, name, what, "drawn tokens", name.partition(",")[0])
+        if fault is not None:
+            report.fail(setup, name, fault, "sampled tokens", name.partition(",")[0])
         seconds = round(time.monotonic() - started, 2)
-        report.add(Tally(setup, 1, int(what is not None), seconds, name))
-        if what is not None and fail_fast:
+        report.add(Tally(setup, 1, int(fault is not None), seconds, name))
+        if fault is not None and fail_fast:
             return
 
 
-def _tests(sampling: Sampling, draws: int) -> Iterator[tuple[str, str | None]]:
+def _tests(sampling: EngineSampler, num_samples: int) -> Iterator[tuple[str, str | None]]:
     """Yield the name of each test, and its fault or None."""
     context = sampling.context
-    for name, params in cases(context).items():
-        for mode, count, window in (("alone", 2 * draws, 1), ("window", draws, DRAFTS + 1)):
-            due = [shares(context, params, index) for index in range(window)]
-            tokens = sampling.draw(sampling.requests(params, count), window)
-            yield f"{name}, {mode}", wrong_distribution(tokens, due)
-    yield from independence(sampling, draws)
+    for name, params in parameter_cases(context).items():
+        for mode, count, window in (
+            ("alone", 2 * num_samples, 1),
+            ("window", num_samples, NUM_DRAFTS + 1),
+        ):
+            expected = [token_probabilities(context, params, index) for index in range(window)]
+            tokens = sampling.sample(sampling.requests(params, count), window)
+            yield f"{name}, {mode}", wrong_distribution(tokens, expected)
+    yield from independence_tests(sampling, num_samples)

@@ -18,11 +18,11 @@ from lockstep.check.judges.digests import RawLogits, digest
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 
-PROMPT_CLOSE = {"float32": 1e-3}
-"""Tolerance by dtype between a prompt token's log-probability and that after a shorter prompt,
-whose last chunk has another length. 0.1 in 16-bit dtypes."""
-FLATTEST = 8
-"""Number of stored logit rows with the highest entropy, for the distribution tests."""
+PROMPT_LOGPROB_TOLERANCES = {"float32": 1e-3}
+"""Relative tolerance by dtype, 0.1 for 16-bit dtypes, of a prompt token's log-probability. It is
+compared with a run of a shorter prompt, whose last chunk has another length."""
+MAX_FLATTEST_ROWS = 8
+"""Maximum stored logit rows with the highest entropy, for the distribution tests."""
 
 
 @dataclass(frozen=True)
@@ -44,52 +44,63 @@ class PlainRuns:
         self.llm = engine.llm
         self.faults: list[Fault] = []
         self.flattest: list[tuple[float, Tensor]] = []
-        self._kept: dict[str, list[Answer]] = {}
+        self._answers: dict[str, list[Answer]] = {}
         self._runs = 0
-        self._spelled: list[bytes] = []
+        self._token_bytes: list[bytes] = []
 
     def answers(self, prompt: Sequence[int], params: SamplingParams) -> list[Answer]:
         """Return the n completions of a request, each run alone."""
         key = json.dumps([list(prompt), asdict(params)], default=str)
-        if key not in self._kept:
+        if key not in self._answers:
             self._runs += 1
             completions = self.engine.completions(f"plain-{self._runs}", prompt, params)
-            self._kept[key] = [self._run(c, i, params) for i, c in enumerate(completions)]
-        return self._kept[key]
+            self._answers[key] = [
+                self._run(completion, index, params) for index, completion in enumerate(completions)
+            ]
+        return self._answers[key]
 
-    def judged(self, prompt: Sequence[int], params: SamplingParams) -> Fault | None:
+    def fault_of(self, prompt: Sequence[int], params: SamplingParams) -> Fault | None:
         """Return the fault of a request's plain run, or None."""
         self.answers(prompt, params)
-        same = (f for f in self.faults if f.prompt == tuple(prompt) and f.params == params)
-        return next(same, None)
+        faults = (
+            fault
+            for fault in self.faults
+            if fault.prompt == tuple(prompt) and fault.params == params
+        )
+        return next(faults, None)
 
     def _run(self, completion: Completion, index: int, params: SamplingParams) -> Answer:
         """Run and judge one completion."""
         logits = self._serve(completion)
-        raw = logits.behind(len(completion.text.output.token_ids))
+        raw = logits.first_rows(len(completion.text.output.token_ids))
         answer = completion.answer(digest(raw).tolist())
         request = completion.request
         seed = None if params.seed is None else params.seed + index
-        place = _first_fault(answer, raw, request, seed, self._choices(request))
-        if place is None and answer.prompt_bits:
-            place = self._wrong_prompt_logprob(request, answer)
-        if place is not None:
-            given = tuple(request.prompt_token_ids)
-            self.faults.append(Fault(given, params, index, *place))
-        self._keep_flattest(raw)
+        mismatch = _first_fault(answer, raw, request, seed, self._choices(request))
+        if mismatch is None and answer.prompt_logprobs:
+            mismatch = self._wrong_prompt_logprob(request, answer)
+        if mismatch is not None:
+            prompt = tuple(request.prompt_token_ids)
+            self.faults.append(Fault(prompt, params, index, *mismatch))
+        self._record_flattest(raw)
         return answer
 
     def _choices(self, request: Request) -> numpy_sampler.Choices | None:
         """Return the choices of a structured output, or None."""
-        wanted = request.params.structured_outputs
+        structured = request.params.structured_outputs
         tokenizer = self.llm.tokenizer
-        if wanted is None or wanted.choice is None or tokenizer is None:
+        # Choices are the only structured output that can be judged without a grammar engine.
+        if structured is None or structured.choice is None or tokenizer is None:
             return None
-        if not self._spelled:
-            silent = tokenizer.special_ids
-            known = range(len(tokenizer))
-            self._spelled = [b"" if i in silent else tokenizer.token_bytes(i) for i in known]
-        return numpy_sampler.Choices(tuple(text.encode() for text in wanted.choice), self._spelled)
+        if not self._token_bytes:
+            special_ids = tokenizer.special_ids
+            token_ids = range(len(tokenizer))
+            self._token_bytes = [
+                b"" if token in special_ids else tokenizer.token_bytes(token) for token in token_ids
+            ]
+        return numpy_sampler.Choices(
+            tuple(text.encode() for text in structured.choice), self._token_bytes
+        )
 
     def _serve(self, completion: Completion) -> RawLogits:
         """Run a completion alone to its end, and return the logits of its tokens."""
@@ -101,27 +112,29 @@ class PlainRuns:
     def _wrong_prompt_logprob(self, request: Request, answer: Answer) -> Mismatch | None:
         """Compare the log-probabilities of two prompt tokens with runs of the shorter prompts."""
         prompt = request.prompt_token_ids
-        close = PROMPT_CLOSE.get(self.engine.engine.plan.dtype, 0.1)
+        tolerance = PROMPT_LOGPROB_TOLERANCES.get(self.engine.engine.plan.dtype, 0.1)
+        # Each length costs a run of its own: the middle and the last but one suffice.
         for length in sorted({len(prompt) // 2, len(prompt) - 1} - {0}):
-            scores = torch.log_softmax(self._logits_behind(prompt[:length]).double(), -1)
+            scores = torch.log_softmax(self._logits_after(prompt[:length]).double(), -1)
             token = prompt[length]
-            given = {t: float.fromhex(v) for t, v, _ in answer.prompt_bits[length - 1]}[token]
-            due = float(scores[token])
-            if not abs(given - due) <= close * (1 + abs(due)):
-                return 0, f"prompt logprob {given} of token {length} instead of {due}"
+            actual = {t: float.fromhex(v) for t, v, _ in answer.prompt_logprobs[length - 1]}[token]
+            expected = float(scores[token])
+            if not abs(actual - expected) <= tolerance * (1 + abs(expected)):
+                return 0, f"prompt logprob {actual} of token {length} instead of {expected}"
         return None
 
-    def _logits_behind(self, prompt: Sequence[int]) -> Tensor:
+    def _logits_after(self, prompt: Sequence[int]) -> Tensor:
         """Return the raw logits [V] after a prompt."""
         (completion,) = self.engine.completions("plain-prefix", prompt, ONE_TOKEN)
-        return self._serve(completion).behind(1)[0]
+        return self._serve(completion).first_rows(1)[0]
 
-    def _keep_flattest(self, raw: Tensor) -> None:
-        shares = torch.softmax(raw.double(), -1)
-        entropy = -torch.special.xlogy(shares, shares).sum(-1)
-        at = int(entropy.argmax())
-        self.flattest.append((float(entropy[at]), raw[at].clone()))
-        self.flattest = sorted(self.flattest, key=lambda e: -e[0])[:FLATTEST]
+    def _record_flattest(self, raw: Tensor) -> None:
+        """Store the row of raw logits [N, V] with the highest entropy, if it is among the top."""
+        probabilities = torch.softmax(raw.double(), -1)
+        entropy = -torch.special.xlogy(probabilities, probabilities).sum(-1)
+        flattest = int(entropy.argmax())
+        self.flattest.append((float(entropy[flattest]), raw[flattest].clone()))
+        self.flattest = sorted(self.flattest, key=lambda e: -e[0])[:MAX_FLATTEST_ROWS]
 
 
 def _first_fault(
@@ -134,35 +147,38 @@ def _first_fault(
     """Return the first position that contradicts the raw logits [N, V] and the reason, or None."""
     params = request.params
     scores = raw.double().numpy()
-    given = request.seed if seed is None else (seed + 2**63) % 2**64 - 2**63
+    # The engine stores seeds as int64; completion i of a request has the seed plus i, wrapped.
+    signed_seed = request.seed if seed is None else (seed + 2**63) % 2**64 - 2**63
     for index, token in enumerate(answer.tokens):
-        before = answer.tokens[:index]
-        place = numpy_sampler.Place(
-            request.prompt_token_ids, before, request.eos_token_ids, choices
+        previous = answer.tokens[:index]
+        context = numpy_sampler.TokenContext(
+            request.prompt_token_ids, previous, request.eos_token_ids, choices
         )
-        wrong = numpy_sampler.wrong_token(scores[index], token, place, params, given)
-        if wrong is None and params.logprobs is not None:
-            found = {t: (float.fromhex(v), rank) for t, v, rank in answer.bits[index]}
-            wrong = numpy_sampler.wrong_logprobs(scores[index], token, found, params.logprobs)
-        if wrong is not None:
-            return index, wrong
-    room = request.max_total_tokens - len(request.prompt_token_ids)
-    wrong = numpy_sampler.wrong_end(
-        answer.tokens, answer.ending, request.eos_token_ids, params, room
+        fault = numpy_sampler.wrong_token(scores[index], token, context, params, signed_seed)
+        if fault is None and params.logprobs is not None:
+            logprobs = {t: (float.fromhex(v), rank) for t, v, rank in answer.logprobs[index]}
+            fault = numpy_sampler.wrong_logprobs(scores[index], token, logprobs, params.logprobs)
+        if fault is not None:
+            return index, fault
+    max_output_tokens = request.max_total_tokens - len(request.prompt_token_ids)
+    fault = numpy_sampler.wrong_end(
+        answer.tokens, answer.ending, request.eos_token_ids, params, max_output_tokens
     )
-    if wrong is None and params.prompt_logprobs is not None:
-        wrong = _wrong_prompt(answer, request)
-    return None if wrong is None else (len(answer.tokens) - 1, wrong)
+    if fault is None and params.prompt_logprobs is not None:
+        fault = _wrong_prompt(answer, request)
+    return None if fault is None else (len(answer.tokens) - 1, fault)
 
 
 def _wrong_prompt(answer: Answer, request: Request) -> str | None:
     """Return what is wrong with the number and tokens of prompt log-probabilities, or None."""
-    due = request.prompt_token_ids[1:]
-    most = request.params.prompt_logprobs or 0
-    if len(answer.prompt_bits) != len(due):
-        return f"{len(answer.prompt_bits)} prompt logprobs for {len(due)} tokens"
-    for index, (token, entry) in enumerate(zip(due, answer.prompt_bits, strict=True)):
-        given = [t for t, _, _ in entry]
-        if token not in given or len(entry) not in (most, most + 1):
-            return f"prompt logprobs of {given} for token {index + 1}, {token}"
+    expected_tokens = request.prompt_token_ids[1:]
+    num_logprobs = request.params.prompt_logprobs or 0
+    if len(answer.prompt_logprobs) != len(expected_tokens):
+        return f"{len(answer.prompt_logprobs)} prompt logprobs for {len(expected_tokens)} tokens"
+    for index, (token, entry) in enumerate(
+        zip(expected_tokens, answer.prompt_logprobs, strict=True)
+    ):
+        token_ids = [t for t, _, _ in entry]
+        if token not in token_ids or len(entry) not in (num_logprobs, num_logprobs + 1):
+            return f"prompt logprobs of {token_ids} for token {index + 1}, {token}"
     return None

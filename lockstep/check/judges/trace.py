@@ -28,12 +28,12 @@ class Trace(StepObserver):
     remaining ones belong to committed tokens.
     """
 
-    def __init__(self, is_mine: Callable[[RowSpec], bool]) -> None:
-        self.is_mine = is_mine
+    def __init__(self, selects: Callable[[RowSpec], bool]) -> None:
+        self.selects = selects
         self.digests: Digests = {}
-        self._rows: Sequence[RowSpec] = ()
+        self._requests: Sequence[RowSpec] = ()
         self._step: StepContext | None = None
-        self._places: list[tuple[int, int]] = []
+        self._positions: list[tuple[int, int]] = []
 
     def before_step(self, rows: Sequence[RowSpec], shape: StepShape) -> None:
         """Record the rows of the next model call."""
@@ -41,13 +41,14 @@ class Trace(StepObserver):
 
     def begin(self, step: StepContext) -> None:
         """Find this request's tokens at the start of a model call."""
-        mine = [i for i, request in enumerate(self._requests) if self.is_mine(request)]
+        rows = [row for row, request in enumerate(self._requests) if self.selects(request)]
         self._step = step
-        self._places = []
-        if mine:
-            first, last = step.cu_seqlens[mine[0] : mine[0] + 2].tolist()
+        self._positions = []
+        if rows:
+            # This waits for the device, so only traced runs do it.
+            first, last = step.cu_seqlens[rows[0] : rows[0] + 2].tolist()
             positions = step.positions[first:last].tolist()
-            self._places = list(zip(range(first, last), positions, strict=True))
+            self._positions = list(zip(range(first, last), positions, strict=True))
             for position in positions:
                 self.digests[position] = {}
 
@@ -55,16 +56,20 @@ class Trace(StepObserver):
         """End the model call; later calls of shared modules by a drafter are ignored."""
         self._step = None
 
-    def see(self, name: str, output: object) -> None:
+    def record(self, name: str, output: object) -> None:
         """Digest the [T, ...] tensors of a module's output; other outputs are ignored."""
         if self._step is None:
             return
         parts = output if isinstance(output, tuple) else (output,)
-        tokens = self._step.token_ids.shape[0]
-        seen = [p for p in parts if isinstance(p, Tensor) and p.dim() and p.shape[0] == tokens]
-        if seen:
-            for index, position in self._places:
-                self.digests[position][name] = _digest([part[index] for part in seen])
+        num_tokens = self._step.token_ids.shape[0]
+        tensors = [
+            part
+            for part in parts
+            if isinstance(part, Tensor) and part.dim() and part.shape[0] == num_tokens
+        ]
+        if tensors:
+            for index, position in self._positions:
+                self.digests[position][name] = _digest([tensor[index] for tensor in tensors])
 
 
 def _digest(tensors: list[Tensor]) -> bytes:
@@ -76,13 +81,13 @@ def _digest(tensors: list[Tensor]) -> bytes:
 
 
 @contextmanager
-def traced(engine: CheckEngine, is_mine: Callable[[RowSpec], bool]) -> Iterator[Digests]:
-    """Trace the model for the selected request in the context. Needs an engine without
-    graphs."""
-    trace = Trace(is_mine)
+def traced(engine: CheckEngine, selects: Callable[[RowSpec], bool]) -> Iterator[Digests]:
+    """Trace the model for the selected request in the context; the engine must be eager."""
+    # A replayed CUDA graph calls no module, so no hook would run.
+    trace = Trace(selects)
     model: nn.Module = worker_of(engine.engine).model
     handles = [
-        module.register_forward_hook(lambda _m, _i, output, name=name: trace.see(name, output))
+        module.register_forward_hook(lambda _m, _i, output, name=name: trace.record(name, output))
         for name, module in model.named_modules()
         if name
     ]

@@ -42,8 +42,8 @@ def load_oracle(llm: LLM) -> Any:
             "--oracle is not allowed with a GGUF file: the comparison loads safetensors. Leave it "
             "out, or name the model's safetensors."
         )
-    packed = executor_of(llm.engine).checkpoint.quantization() is not None
-    if packed or llm.engine.config.quantization:
+    quantized = executor_of(llm.engine).checkpoint.quantization() is not None
+    if quantized or llm.engine.config.quantization:
         raise ConfigError(
             "--oracle is not allowed with quantized weights: transformers would read other values. "
             "Leave it out."
@@ -60,7 +60,7 @@ def load_oracle(llm: LLM) -> Any:
     return model.eval()
 
 
-def off_by(ours: Tensor, theirs: Tensor) -> Tensor:
+def relative_difference(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return the relative norm [N] of the difference of two logit tensors [N, V].
 
     Rows are centred first: a constant that is added to a row changes no probability.
@@ -87,15 +87,17 @@ def run_oracle(plain: CheckEngine, report: Report) -> float:
         tokens = answer.tokens
         with torch.no_grad():
             theirs = oracle(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-        differ = off_by(logits.behind(len(tokens)), theirs.float())
+        differ = relative_difference(logits.first_rows(len(tokens)), theirs.float())
         failed = float(differ.max()) > tolerance or not bool(differ.isfinite().all())
         if failed:
-            at = int((~(differ <= tolerance)).nonzero()[0])
+            # Not `differ > tolerance`: a NaN is neither greater nor less.
+            position = int((~(differ <= tolerance)).nonzero()[0])
+            norm = float(differ[position])
             what = (
-                f"the logits differ from transformers' by {float(differ[at]):.2g} of their norm; "
+                f"the logits differ from transformers' by {norm:.2g} of their norm; "
                 f"allowed: {tolerance:g}"
             )
-            report.fail(setup, TRANSFORMERS, what, name, "greedy", at)
+            report.fail(setup, TRANSFORMERS, what, name, "greedy", position)
         worst = max(worst, float(differ.max()))
         report.add(Tally(setup, 1, int(failed), round(time.monotonic() - started, 2), name))
     return worst

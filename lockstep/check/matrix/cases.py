@@ -44,11 +44,11 @@ class Batch:
     warm_prefixes: bool = False
 
 
-def samplings(max_tokens: int, usual: list[int]) -> dict[str, SamplingParams]:
-    """Return sampling parameters by name. usual: probable tokens, to be biased and banned.
-
-    Each generates a fixed number of tokens with logprobs, so that no difference is cut off.
-    """
+def sampling_params_by_name(
+    max_tokens: int, frequent_tokens: list[int]
+) -> dict[str, SamplingParams]:
+    """Return sampling parameters by name. frequent_tokens: tokens to be biased and banned."""
+    # ignore_eos: a fixed number of tokens, so that a difference is not hidden by an early end.
     base = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2, detokenize=False
     )
@@ -61,9 +61,17 @@ def samplings(max_tokens: int, usual: list[int]) -> dict[str, SamplingParams]:
         "min_p": replace(sampled, min_p=0.08, seed=-7),
         "top_k, top_p": replace(sampled, temperature=1.3, top_k=40, top_p=0.9, seed=5),
         "logit_bias": replace(
-            sampled, logit_bias={usual[0]: -3.0, usual[1]: 2.5, usual[-1]: -100.0}, seed=11
+            sampled,
+            logit_bias={
+                frequent_tokens[0]: -3.0,
+                frequent_tokens[1]: 2.5,
+                frequent_tokens[-1]: -100.0,
+            },
+            seed=11,
         ),
-        "bad_words": replace(base, bad_words_ids=[[usual[0]], usual[1:3]], min_tokens=max_tokens),
+        "bad_words": replace(
+            base, bad_words_ids=[[frequent_tokens[0]], frequent_tokens[1:3]], min_tokens=max_tokens
+        ),
     }
 
 
@@ -71,24 +79,28 @@ def make_cases(plain: LLM, max_tokens: int) -> list[Case]:
     """Return seven short prompts with different parameters, and a long one."""
     prompts = [tuple(p) for p in short_prompts(plain)]
     probe = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
-    likes = plain.generate([{"prompt_token_ids": list(p)} for p in prompts], probe, use_tqdm=False)
-    counted = Counter(token for output in likes for token in output.outputs[0].token_ids)
-    usual = [token for token, _ in counted.most_common(6)] + list(prompts[0][:4])
-    ways = samplings(max_tokens, usual)
+    greedy_outputs = plain.generate(
+        [{"prompt_token_ids": list(p)} for p in prompts], probe, use_tqdm=False
+    )
+    counts = Counter(token for output in greedy_outputs for token in output.outputs[0].token_ids)
+    frequent_tokens = [token for token, _ in counts.most_common(6)] + list(prompts[0][:4])
+    params_by_name = sampling_params_by_name(max_tokens, frequent_tokens)
     short = [
         Case(f"prompt {i + 1}, {name}", name, prompt, params)
-        for i, (prompt, (name, params)) in enumerate(zip(prompts, ways.items(), strict=True))
+        for i, (prompt, (name, params)) in enumerate(
+            zip(prompts, params_by_name.items(), strict=True)
+        )
     ]
-    lengthy = tuple(long_prompt(plain, LONG_PROMPT))
-    return [*short, Case("long prompt, sampled", LONG, lengthy, ways["sampled"])]
+    long_tokens = tuple(long_prompt(plain, LONG_PROMPT))
+    return [*short, Case("long prompt, sampled", LONG, long_tokens, params_by_name["sampled"])]
 
 
-def beginnings(cases: tuple[Case, ...]) -> list[tuple[int, ...]]:
+def prefixes_to_cache(cases: tuple[Case, ...]) -> list[tuple[int, ...]]:
     """Return the distinct prefixes of the prompts that are cached before a prefix hit."""
     prompts = dict.fromkeys(case.prompt for case in cases)
     return [prompt[:-PREFIX_TAIL] for prompt in prompts]
 
 
-def in_turn(things: Sequence[T], count: int, turn: int) -> list[T]:
+def cyclic_slice(items: Sequence[T], count: int, index: int) -> list[T]:
     """Return `count` items, starting where the previous turn ended."""
-    return [things[(turn * count + i) % len(things)] for i in range(count)]
+    return [items[(index * count + i) % len(items)] for i in range(count)]

@@ -22,7 +22,7 @@ TRANSFORMERS = "transformers"
 SCENARIO = "scenario"
 """Phase of a random scenario, whose rows are cold, prefix hits or preempted as scheduled."""
 TESTS = (SAMPLING, TRANSFORMERS)
-"""Phases whose cases are tests of logits and distributions, not answers."""
+"""Phases whose cases are tests of logits and distributions, not outputs."""
 BATCHES = ("alone", "batch of 7", "long prompt")
 
 
@@ -30,27 +30,27 @@ BATCHES = ("alone", "batch of 7", "long prompt")
 class Size:
     """Size of a check.
 
-    alone: cases that each engine runs alone, of 8; engines take different ones. company: short
-    cases in the batch of the long one, of 7. scenarios: number of random scenarios. draws: seeds of
-    each test of a distribution.
+    alone: cases of the 8 that each engine runs alone; engines take different ones. company: short
+    cases of the 7 that share a batch with the long one. scenarios: number of random scenarios.
+    num_samples: sampled tokens of each test of a distribution.
     """
 
     max_tokens: int
     alone: int
     company: int
     scenarios: int = 0
-    draws: int = 0
+    num_samples: int = 0
 
     @property
     def answers(self) -> int:
-        """Return the outputs per engine: single cases, the short batch, and the long batch."""
+        """Return the outputs per engine: single cases, the batch of 7, the long prompt's batch."""
         return self.alone + ROWS + self.company
 
 
 SIZES = {
-    "quick": Size(8, 1, 2, scenarios=10, draws=64),
-    "default": Size(24, 2, 2, scenarios=60, draws=256),
-    "full": Size(32, 8, 7, scenarios=240, draws=1024),
+    "quick": Size(8, 1, 2, scenarios=10, num_samples=64),
+    "default": Size(24, 2, 2, scenarios=60, num_samples=256),
+    "full": Size(32, 8, 7, scenarios=240, num_samples=1024),
 }
 
 ROWS = 8
@@ -58,7 +58,8 @@ ROWS = 8
 SMALL_CHUNK = 128
 """max_num_batched_tokens, smaller than most prompts."""
 LONG_PROMPT = 1300
-"""Approximate length of the long prompt. From about 1,000 tokens, GPU work is divided otherwise."""
+"""Approximate length of the long prompt. From about 1,000 tokens, GPU kernels split work
+differently."""
 MAX_MODEL_LEN = 1536
 PAGES = 256
 SNAPSHOTS = 64
@@ -101,8 +102,8 @@ class Setup:
 
     def hooks(self) -> CheckHooks:
         """Return the hooks that a check adds to this engine."""
-        every = PREEMPT_EVERY if self.phase == PREEMPTED else 0
-        return hooks_of(self.drafter, self.changing, every)
+        preempt_every = PREEMPT_EVERY if self.phase == PREEMPTED else 0
+        return hooks_of(self.drafter, self.changing, preempt_every)
 
 
 PLAIN = Setup(NONE, 0, COLD, "none")
@@ -118,15 +119,15 @@ def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> lis
     """
     drafting = [(NONE, 0, False), *product(drafters, DRAFT_COUNTS, (False,))]
     drafting += [(drafter, MAX_DRAFTS, True) for drafter in drafters]
-    every = [Setup(d, k, p, g, c) for (d, k, c), p, g in product(drafting, PHASES, graphs)]
+    combinations = [Setup(d, k, p, g, c) for (d, k, c), p, g in product(drafting, PHASES, graphs)]
     if size == "full":
-        return every
+        return combinations
     if size == "default":
-        chosen = [s for s in every if s.k in (0, *DEFAULT_COUNTS)]
+        chosen = [s for s in combinations if s.k in (0, *DEFAULT_COUNTS)]
         return [s for s in chosen if s.graph == graphs[0] or s.k in (0, 3) or s.changing]
     sample = [(NONE, 0, False), (drafters[0], 3, False), (drafters[-1], MAX_DRAFTS, True)]
     sample += [(drafter, 3, False) for drafter in drafters[1:-1]]
     return [
-        Setup(d, k, PHASES[turn % len(PHASES)], graphs[turn % len(graphs)], changing)
-        for turn, (d, k, changing) in enumerate(sample)
+        Setup(d, k, PHASES[index % len(PHASES)], graphs[index % len(graphs)], changing)
+        for index, (d, k, changing) in enumerate(sample)
     ]

@@ -3,32 +3,31 @@
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.check.drafters import settings_with
 from lockstep.check.engines import CheckEngine, Comparison, build
-from lockstep.check.judges.answers import CACHED, DRAFTED, PREEMPTIONS, Answer, took_place
+from lockstep.check.judges.answers import CACHED, DRAFTED, PREEMPTIONS, Answer, count_events
 from lockstep.check.judges.trace import compare, traced
-from lockstep.check.matrix.cases import Batch, Case, beginnings, in_turn, make_cases
+from lockstep.check.matrix.cases import Batch, Case, cyclic_slice, make_cases, prefixes_to_cache
 from lockstep.check.matrix.setups import BATCHES, PREEMPTED, PREFIX_HIT, SIZES, Setup, Size, setups
+from lockstep.check.report.progress import Progress
 from lockstep.check.report.report import Failure, Report, Tally
 from lockstep.check.scenarios.examiner import Effort
 from lockstep.check.shard import Shard
 from lockstep.scheduling.schedule import RowSpec
 
-Progress = Callable[[str, int, int], None]
-PHASE_AXES = {PREFIX_HIT: CACHED, PREEMPTED: PREEMPTIONS}
+REQUIRED_EVENT_OF_PHASE = {PREFIX_HIT: CACHED, PREEMPTED: PREEMPTIONS}
 """Counter that must not be zero in a phase."""
 
 
-def turns(
+def shard_engines(
     size: str, drafters: tuple[str, ...], graphs: tuple[str, ...], shard: Shard
 ) -> list[tuple[int, Setup]]:
     """Return the shard's engines of a size, each with its number among all engines."""
     every = enumerate(setups(size, drafters, graphs))
-    return [(turn, setup) for turn, setup in every if shard.has(turn)]
+    return [(engine_index, setup) for engine_index, setup in every if shard.has(engine_index)]
 
 
 def run_matrix(
@@ -45,30 +44,31 @@ def run_matrix(
     cases = make_cases(plain.llm, size.max_tokens)
     expected = {case.name: plain.answers([case])[0] for case in cases}
     comparison = Comparison(expected, report, Answer.first_difference)
-    before = len(report.failures)
-    for done, (turn, setup) in enumerate(engines):
+    num_failures = len(report.failures)
+    for done, (engine_index, setup) in enumerate(engines):
         progress(f"matrix: {setup.drafting}, {setup.phase}", done, len(engines))
-        _run_engine(setup, batches(cases, size, turn), comparison, model, settings)
+        _run_engine(setup, batches(cases, size, engine_index), comparison, model, settings)
+        # An engine's objects refer to each other: only a collection frees its memory for the next.
         gc.collect()
-        if effort.fail_fast and len(report.failures) > before:
+        if effort.fail_fast and len(report.failures) > num_failures:
             return
-    if len(report.failures) > before:
+    if len(report.failures) > num_failures:
         search = _Search(plain, cases, size, model, settings)
-        report.failures[before] = search.located(report.failures[before])
+        report.failures[num_failures] = search.locate(report.failures[num_failures])
 
 
-def batches(cases: list[Case], size: Size, turn: int) -> list[Batch]:
-    """Return the batches of engine number `turn`: single cases, the seven, and the long one.
+def batches(cases: list[Case], size: Size, engine_index: int) -> list[Batch]:
+    """Return the batches of an engine: single cases, the seven short ones, and the long one.
 
-    `turn` selects the single cases and the short cases in the batch of the long one.
+    `engine_index` selects the single cases and the short cases in the batch of the long one.
     """
     *short, long = cases
-    company = in_turn(short, size.company, turn)
-    half = (size.company + 1) // 2
+    companions = cyclic_slice(short, size.company, engine_index)
+    middle = (size.company + 1) // 2
     return [
-        *(Batch(BATCHES[0], (case,)) for case in in_turn(cases, size.alone, turn)),
+        *(Batch(BATCHES[0], (case,)) for case in cyclic_slice(cases, size.alone, engine_index)),
         Batch(BATCHES[1], tuple(short)),
-        Batch(BATCHES[2], (*company[:half], long, *company[half:])),
+        Batch(BATCHES[2], (*companions[:middle], long, *companions[middle:])),
     ]
 
 
@@ -82,29 +82,30 @@ def _run_engine(
     """Build an engine, run its batches and compare; the report is updated even if interrupted."""
     started = time.monotonic()
     report = comparison.report
-    before = len(report.failures)
+    num_failures = len(report.failures)
     done = comparison.compared
     try:
         engine = build(model, settings_with(setup.settings(), settings), setup.hooks())
-        _note_used(report, engine, setup, runs)
+        _record_coverage(report, engine, setup, runs)
         _run_batches(engine, setup, runs, comparison)
     except Exception as error:  # an engine that breaks has not given the plain answer
         report.fail(setup, "all", f"raised {type(error).__name__}: {error}")
     finally:
-        failed = len(report.failures) - before
+        failed = len(report.failures) - num_failures
+        # An engine that raised compared nothing, but its failure is one case.
         cases = max(comparison.compared - done, failed)
         if cases:
             report.add(Tally(setup, cases, failed, round(time.monotonic() - started, 2)))
 
 
-def _note_used(report: Report, engine: CheckEngine, setup: Setup, runs: list[Batch]) -> None:
+def _record_coverage(report: Report, engine: CheckEngine, setup: Setup, runs: list[Batch]) -> None:
     """Record the engine and the parameters of its requests as exercised."""
-    if report.used is None:
+    if report.coverage is None:
         return
-    report.used.engine(engine.engine, setup.drafter)
+    report.coverage.engine(engine.engine, setup.drafter)
     for batch in runs:
         for case in batch.cases:
-            report.used.params(case.params)
+            report.coverage.params(case.params)
 
 
 def _run_batches(
@@ -112,18 +113,20 @@ def _run_batches(
 ) -> None:
     """Run every batch of an engine."""
     if setup.phase == PREFIX_HIT:
-        engine.cache(beginnings(tuple(case for batch in runs for case in batch.cases)))
+        engine.cache(prefixes_to_cache(tuple(case for batch in runs for case in batch.cases)))
     answers = [answer for batch in runs for answer in comparison.run(engine, setup, batch)]
-    for name in _missing(setup, took_place(answers)):
+    for name in _missing_events(setup, count_events(answers)):
         comparison.report.fail(setup, "all", f"the run had no {name}")
 
 
-def _missing(setup: Setup, seen: Counter[str]) -> list[str]:
+def _missing_events(setup: Setup, events: Counter[str]) -> list[str]:
     """Return the required events that did not occur."""
-    wanted = [PHASE_AXES[setup.phase]] if setup.phase in PHASE_AXES else []
+    required = (
+        [REQUIRED_EVENT_OF_PHASE[setup.phase]] if setup.phase in REQUIRED_EVENT_OF_PHASE else []
+    )
     if setup.k:
-        wanted.append(DRAFTED)
-    return [name for name in wanted if not seen[name]]
+        required.append(DRAFTED)
+    return [name for name in required if not events[name]]
 
 
 @dataclass(frozen=True)
@@ -136,35 +139,36 @@ class _Search:
     model: str | None
     settings: dict[str, Any]
 
-    def located(self, failure: Failure) -> Failure:
+    def locate(self, failure: Failure) -> Failure:
         """Trace the failure in an eager run, and add the first layer that differs."""
         if failure.position is None:
             return failure
-        case = next(c for c in self.cases if c.name == failure.request)
+        case = next(candidate for candidate in self.cases if candidate.name == failure.request)
 
         def is_mine(row: RowSpec) -> bool:
             return tuple(row.prompt_token_ids) == case.prompt
 
+        # A replayed graph calls no modules, so only an eager run can be traced.
         suspect = replace(failure.setup, graph="none")
-        with traced(self.plain, is_mine) as due:
+        with traced(self.plain, is_mine) as plain_digests:
             self.plain.answers([case])
-        own = settings_with(suspect.settings(), self.settings)
-        engine = build(self.model, own, suspect.hooks())
+        search_settings = settings_with(suspect.settings(), self.settings)
+        engine = build(self.model, search_settings, suspect.hooks())
         if suspect.phase == PREFIX_HIT:
-            engine.cache(beginnings(tuple(self.cases)))
-        with traced(engine, is_mine) as found:
-            engine.answers(self._company(failure, case))
-        where = compare(due, found, len(case.prompt) + failure.position)
+            engine.cache(prefixes_to_cache(tuple(self.cases)))
+        with traced(engine, is_mine) as traced_digests:
+            engine.answers(self._batch_cases(failure, case))
+        where = compare(plain_digests, traced_digests, len(case.prompt) + failure.position)
         if where is None:
             where = (
                 "no module of the model differs in an eager run: look at the sampler or the graph"
             )
         return replace(failure, where=where)
 
-    def _company(self, failure: Failure, case: Case) -> tuple[Case, ...]:
+    def _batch_cases(self, failure: Failure, case: Case) -> tuple[Case, ...]:
         """Return the cases of the failure's batch, by trying the batches of all engines."""
-        for turn in range(len(self.cases)):
-            for batch in batches(self.cases, self.size, turn):
+        for engine_index in range(len(self.cases)):
+            for batch in batches(self.cases, self.size, engine_index):
                 if batch.name == failure.batch and case in batch.cases:
                     return batch.cases
         return (case,)

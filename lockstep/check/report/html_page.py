@@ -46,6 +46,7 @@ code { font: .9em ui-monospace, monospace; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 MAX_FAILURES = 50
+"""Maximum differences that the page lists."""
 LABEL = 96
 """Width of row labels in pixels."""
 CELL = 82
@@ -55,7 +56,7 @@ ROW = 26
 HEAD = 26
 """Height of column labels in pixels."""
 PER_LINE = 15
-"""Worlds in a line."""
+"""Scenarios in a line."""
 DOT = 16
 """Width and height of a scenario."""
 
@@ -71,7 +72,7 @@ def page(report: Report, command: Sequence[str]) -> str:
         _section("Random scenarios", _scenarios(report)),
         _section("Matrix of engine settings", _matrix(report)),
         _section("Tests of sampling distributions and logits", _tests(report)),
-        _section("Not exercised", _lacks(report)),
+        _section("Not exercised", _not_exercised(report)),
         _section("About this run", _about(report, command)),
     ]
     return (
@@ -109,23 +110,23 @@ def _failures(report: Report) -> str:
     """Return the section of differences, at most MAX_FAILURES of them."""
     lines = []
     for failure in report.failures[:MAX_FAILURES]:
-        at = "" if failure.position is None else f", output position {failure.position}"
+        position = "" if failure.position is None else f", output position {failure.position}"
         text = f"drafter {failure.setup.drafting}, {failure.setup.phase}, {failure.batch}: "
-        text += f"{failure.request}{at} ({failure.sampling}): {failure.what}"
+        text += f"{failure.request}{position} ({failure.sampling}): {failure.what}"
         where = f"; {failure.where}" if failure.where else ""
         file = escape(failure.file or "")
-        alone = f"<br><code>lockstep check --replay {file}</code>" if file else ""
-        lines.append(f"<li>{escape(text + where)}{alone}</li>")
-    left = len(report.failures) - MAX_FAILURES
-    more = f'<p class="soft">and {left} more</p>' if left > 0 else ""
+        replay = f"<br><code>lockstep check --replay {file}</code>" if file else ""
+        lines.append(f"<li>{escape(text + where)}{replay}</li>")
+    num_hidden = len(report.failures) - MAX_FAILURES
+    more = f'<p class="soft">and {num_hidden} more</p>' if num_hidden > 0 else ""
     return _section("Differences", f"<ul>{''.join(lines)}</ul>{more}" if lines else "")
 
 
-def _of(report: Report, *phases: str) -> list[Tally]:
+def _tallies_of(report: Report, *phases: str) -> list[Tally]:
     return [t for t in report.tallies if t.setup.phase in phases]
 
 
-def _kind(tallies: Sequence[Tally]) -> str:
+def _css_class(tallies: Sequence[Tally]) -> str:
     if not tallies:
         return "none"
     return "bad" if any(t.failed for t in tallies) else "good"
@@ -140,7 +141,7 @@ def _svg(width: int, height: int, name: str, body: str, caption: str) -> str:
 
 def _matrix(report: Report) -> str:
     """Return one grid per graph mode: equal outputs by drafter and phase."""
-    tallies = _of(report, *PHASES)
+    tallies = _tallies_of(report, *PHASES)
     graphs = dict.fromkeys(t.setup.graph for t in tallies)
     return "".join(_grid([t for t in tallies if t.setup.graph == graph], graph) for graph in graphs)
 
@@ -149,21 +150,23 @@ def _grid(tallies: Sequence[Tally], graph: str) -> str:
     rows = list(dict.fromkeys(t.setup.drafting for t in tallies))
     body = []
     for x, phase in enumerate(PHASES):
-        at = LABEL + x * CELL + CELL // 2
-        body.append(f'<text x="{at}" y="16" text-anchor="middle">{escape(phase)}</text>')
+        center = LABEL + x * CELL + CELL // 2
+        body.append(f'<text x="{center}" y="16" text-anchor="middle">{escape(phase)}</text>')
     for y, drafting in enumerate(rows):
         top = HEAD + y * ROW
         body.append(f'<text x="0" y="{top + 17}">{escape(drafting)}</text>')
         for x, phase in enumerate(PHASES):
-            here = [t for t in tallies if (t.setup.drafting, t.setup.phase) == (drafting, phase)]
-            body.append(_cell(here, LABEL + x * CELL, top))
-    size = LABEL + len(PHASES) * CELL, HEAD + len(rows) * ROW
+            cell_tallies = [
+                t for t in tallies if (t.setup.drafting, t.setup.phase) == (drafting, phase)
+            ]
+            body.append(_cell(cell_tallies, LABEL + x * CELL, top))
+    dimensions = LABEL + len(PHASES) * CELL, HEAD + len(rows) * ROW
     caption = f"Graph mode {graph}: outputs equal to the plain run / outputs compared"
-    return _svg(*size, f"matrix, graph mode {graph}", "".join(body), caption)
+    return _svg(*dimensions, f"matrix, graph mode {graph}", "".join(body), caption)
 
 
 def _cell(tallies: Sequence[Tally], x: int, y: int) -> str:
-    kind = _kind(tallies)
+    kind = _css_class(tallies)
     box = f'<rect x="{x + 1}" y="{y + 1}" width="{CELL - 2}" height="{ROW - 2}" class="{kind}"/>'
     if not tallies:
         return box
@@ -174,23 +177,23 @@ def _cell(tallies: Sequence[Tally], x: int, y: int) -> str:
 
 def _scenarios(report: Report) -> str:
     """Return a picture with one square per scenario, grouped by drafter."""
-    tallies = _of(report, SCENARIO)
+    tallies = _tallies_of(report, SCENARIO)
     if not tallies:
         return ""
     body = []
     y = 0
     for drafter in dict.fromkeys(t.setup.drafter for t in tallies):
-        own = [t for t in tallies if t.setup.drafter == drafter]
+        drafter_tallies = [t for t in tallies if t.setup.drafter == drafter]
         body.append(f'<text x="0" y="{y + 13}">{escape(drafter)}</text>')
-        for index, tally in enumerate(own):
+        for index, tally in enumerate(drafter_tallies):
             x = LABEL + index % PER_LINE * DOT
-            line = y + index // PER_LINE * DOT
+            top = y + index // PER_LINE * DOT
             text = f"{tally.batch}, {tally.setup.drafting}: {tally.cases} outputs"
             body.append(
-                f'<rect x="{x}" y="{line + 2}" width="{DOT - 3}" height="{DOT - 3}" '
-                f'class="{_kind([tally])}"><title>{escape(text)}</title></rect>'
+                f'<rect x="{x}" y="{top + 2}" width="{DOT - 3}" height="{DOT - 3}" '
+                f'class="{_css_class([tally])}"><title>{escape(text)}</title></rect>'
             )
-        y += -(-len(own) // PER_LINE) * DOT + 6
+        y += -(-len(drafter_tallies) // PER_LINE) * DOT + 6
     answers = sum(t.cases for t in tallies)
     caption = f"{len(tallies)} scenarios of seed {report.seed}, {answers:,} outputs, by drafter"
     return _svg(LABEL + PER_LINE * DOT, y, "random scenarios", "".join(body), caption)
@@ -198,7 +201,7 @@ def _scenarios(report: Report) -> str:
 
 def _tests(report: Report) -> str:
     """Return the results of the distribution tests and of the comparison with transformers."""
-    tallies = _of(report, *TESTS)
+    tallies = _tallies_of(report, *TESTS)
     if not tallies:
         return ""
     wrong = [t.batch for t in tallies if t.failed]
@@ -208,9 +211,9 @@ def _tests(report: Report) -> str:
     return f'<p>{count}.</p>{bad}<p class="soft">{escape(named)}</p>'
 
 
-def _lacks(report: Report) -> str:
-    lacks = [*report.skipped, *(report.used.lacks() if report.used else ())]
-    items = "".join(f"<li>{escape(lack)}</li>" for lack in lacks)
+def _not_exercised(report: Report) -> str:
+    missing = [*report.skipped, *(report.coverage.missing() if report.coverage else ())]
+    items = "".join(f"<li>{escape(lack)}</li>" for lack in missing)
     return f'<ul class="soft">{items}</ul>' if items else ""
 
 

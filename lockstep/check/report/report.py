@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.check.matrix.setups import PHASES, SCENARIO, TESTS, Setup
-from lockstep.check.report.exercised import Exercised
+from lockstep.check.report.coverage import Coverage
 from lockstep.check.shard import WHOLE, Shard
 
 
@@ -45,10 +45,12 @@ class Tally:
 class Report:
     """Result of a check.
 
-    exercised: counters of the events that the check varies. used: settings with which engines were
-    built. compared: compared parts of an output, for people. seed: seed of the scenarios. shard:
-    part of the check. numerics: empty until the plain engine is built. interrupted: the check was
-    stopped early. num_scenarios, num_matrix_cases: totals of a complete run, None if unknown.
+    numerics: name of the engine's numerics, empty until the plain engine is built. exercised:
+    counters of the events that the check varies. skipped: reasons against drafters that the
+    checkpoint does not support. compared: compared parts of an output, as text. seed: seed of the
+    scenarios. shard: part of the check. coverage: ops, drafters and parameters that ran.
+    interrupted: the check was stopped early. num_scenarios, num_matrix_cases: totals of a complete
+    run, None if unknown.
     """
 
     size: str
@@ -61,7 +63,7 @@ class Report:
     compared: str = "tokens and logprobs"
     seed: int = 0
     shard: Shard = WHOLE
-    used: Exercised | None = None
+    coverage: Coverage | None = None
     interrupted: bool = False
     num_scenarios: int | None = None
     num_matrix_cases: int | None = None
@@ -79,12 +81,12 @@ class Report:
         sampling: str = "all",
         position: int | None = None,
     ) -> None:
-        """Add a failure. Defaults stand for unknown values, or for all requests."""
+        """Add a failure; the defaults describe one that concerns all requests."""
         self.failures.append(Failure(setup, batch, request, sampling, position, what))
 
-    def count(self, seen: Counter[str]) -> None:
+    def count(self, events: Counter[str]) -> None:
         """Add event counters."""
-        self.exercised = dict(Counter(self.exercised) + seen)
+        self.exercised = dict(Counter(self.exercised) + events)
 
     @property
     def cases(self) -> int:
@@ -106,11 +108,13 @@ class Report:
         """Return how much of an interrupted check was run."""
         scenarios = sum(t.setup.phase == SCENARIO for t in self.tallies)
         cases = sum(t.cases for t in self.tallies if t.setup.phase in PHASES)
-        due = {
+        totals = {
             "scenarios": (scenarios, self.num_scenarios),
             "matrix cases": (cases, self.num_matrix_cases),
         }
-        parts = [f"{done:,} of {of:,} {name}" for name, (done, of) in due.items() if of is not None]
+        parts = [
+            f"{done:,} of {of:,} {name}" for name, (done, of) in totals.items() if of is not None
+        ]
         return f"Stopped early: {' and '.join(parts)} were run." if parts else "Stopped early."
 
     @property
@@ -147,7 +151,7 @@ class Report:
             "seconds": round(self.seconds, 2),
             "exercised": self.exercised,
             "skipped": self.skipped,
-            "not_exercised": self.used.lacks() if self.used else [],
+            "not_exercised": self.coverage.missing() if self.coverage else [],
             "engines": [asdict(t) for t in self.tallies],
             "failures": [asdict(f) for f in self.failures],
         }

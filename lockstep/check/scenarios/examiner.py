@@ -14,20 +14,24 @@ from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, NO_ENDING, 
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.setups import SCENARIO, Setup
+from lockstep.check.report.progress import Progress
 from lockstep.check.report.report import Failure, Report, Tally
-from lockstep.check.scenarios.generator import EARLY, SCENARIOS_PER_KIND, ScenarioGenerator
+from lockstep.check.scenarios.generator import (
+    NUM_EARLY_SCENARIOS,
+    SCENARIOS_PER_KIND,
+    ScenarioGenerator,
+)
 from lockstep.check.scenarios.runner import ScenarioRunner
 from lockstep.check.scenarios.scenario import Kind, Scenario, write_scenario
 from lockstep.check.scenarios.shrink import minimise
 from lockstep.check.shard import WHOLE, Shard
 from lockstep.errors import LockstepError
 
-Progress = Callable[[str, int, int], None]
 Build = Callable[[Kind], CheckEngine]
-AXES = (CACHED, PREEMPTIONS, DRAFTED, ACCEPTED)
-FROM_HOST = "pages loaded from host memory"
-"""Counters that must not be zero over all scenarios. FROM_HOST is required if a scenario aims at
-it."""
+REQUIRED_EVENTS = (CACHED, PREEMPTIONS, DRAFTED, ACCEPTED)
+"""Counters that must not be zero over all scenarios."""
+HOST_LOADS = "pages loaded from host memory"
+"""Counter that must not be zero if a scenario is meant to load prefixes from host memory."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,12 @@ class Difference:
 
 
 @dataclass
-class Examined:
+class Examination:
     """Result of comparing one scenario: difference, number of outputs and event counters."""
 
     difference: Difference | None
     answers: int
-    seen: Counter[str]
+    events: Counter[str]
 
 
 class Examiner:
@@ -62,48 +66,51 @@ class Examiner:
     def __init__(self, plain: PlainRuns, build: Build) -> None:
         self.plain = plain
         self.build = build
-        self._stage: ScenarioRunner | None = None
+        self._runner: ScenarioRunner | None = None
 
     def runner(self, kind: Kind) -> ScenarioRunner:
         """Return a runner with an engine of this kind."""
-        if self._stage is None or self._stage.kind != kind:
-            self._stage = None
+        if self._runner is None or self._runner.kind != kind:
+            self._runner = None
             gc.collect()
-            self._stage = ScenarioRunner(self.build(kind), kind)
-        return self._stage
+            self._runner = ScenarioRunner(self.build(kind), kind)
+        return self._runner
 
-    def examine(self, scenario: Scenario) -> Examined:
+    def examine(self, scenario: Scenario) -> Examination:
         """Run a scenario and compare its outputs. An exception counts as a difference."""
-        found = self._wrong_plain(scenario)
-        if found is not None:
-            return Examined(found, 1, Counter())
+        plain_difference = self._wrong_plain(scenario)
+        if plain_difference is not None:
+            return Examination(plain_difference, 1, Counter())
         try:
             played = self.runner(scenario.kind).play(scenario, self.plain)
         except Exception as error:  # an engine that breaks has not given the plain answer
-            self._stage = None
+            # The engine's state is undefined now: the next scenario gets a new engine.
+            self._runner = None
             what = f"raised {type(error).__name__}: {error}"
             refused = isinstance(error, LockstepError)
-            return Examined(Difference(None, 0, None, what, refused=refused), 1, Counter())
-        count = sum(len(own) for own in played.answers)
-        for index, (own, given) in enumerate(zip(played.answers, scenario.requests, strict=True)):
-            due = self.plain.answers(given.prompt, scenario.alone(given))
-            for completion, answer in enumerate(own):
-                begun = answer.ending == NO_ENDING
-                found_here = answer.first_difference(due[completion], begun)
-                if found_here is not None:
-                    difference = Difference(index, completion, *found_here)
-                    return Examined(difference, count, played.seen)
-        return Examined(None, count, played.seen)
+            return Examination(Difference(None, 0, None, what, refused=refused), 1, Counter())
+        count = sum(len(outputs) for outputs in played.answers)
+        for index, (outputs, request) in enumerate(
+            zip(played.answers, scenario.requests, strict=True)
+        ):
+            expected = self.plain.answers(request.prompt, scenario.alone(request))
+            for completion, answer in enumerate(outputs):
+                aborted = answer.ending == NO_ENDING
+                mismatch = answer.first_difference(expected[completion], aborted)
+                if mismatch is not None:
+                    difference = Difference(index, completion, *mismatch)
+                    return Examination(difference, count, played.events)
+        return Examination(None, count, played.events)
 
     def differs(self, scenario: Scenario) -> bool:
         """Return whether the scenario differs. One that Lockstep refuses does not."""
-        found = self.examine(scenario).difference
-        return found is not None and not found.refused
+        difference = self.examine(scenario).difference
+        return difference is not None and not difference.refused
 
     def _wrong_plain(self, scenario: Scenario) -> Difference | None:
-        for index, given in enumerate(scenario.requests):
+        for index, request in enumerate(scenario.requests):
             try:
-                fault = self.plain.judged(given.prompt, scenario.alone(given))
+                fault = self.plain.fault_of(request.prompt, scenario.alone(request))
             except Exception as error:
                 what = f"the plain run raised {type(error).__name__}: {error}"
                 refused = isinstance(error, LockstepError)
@@ -118,9 +125,9 @@ class Examiner:
 class Effort:
     """Extent of a check.
 
-    scenarios: number to generate. seconds: time limit that replaces it. minimise: seconds for
-    shrinking the first scenario that differs. folder: directory for its file, or None. fail_fast:
-    stop at the first difference. shard: part of the check to run.
+    scenarios: number of scenarios over all shards. seconds: time limit that replaces the number.
+    minimise: seconds for shrinking the first scenario that differs. folder: directory for its file,
+    or None. fail_fast: stop at the first difference. shard: part of the check to run.
     """
 
     scenarios: int
@@ -137,6 +144,12 @@ class Effort:
             return None
         return sum(self.shard.has(index // SCENARIOS_PER_KIND) for index in range(self.scenarios))
 
+    def is_over(self, index: int, elapsed: float) -> bool:
+        """Return whether to stop before scenario `index`, after this number of seconds."""
+        if self.seconds is not None:
+            return elapsed >= self.seconds
+        return index >= self.scenarios
+
 
 def run_scenarios(
     generator: ScenarioGenerator,
@@ -147,15 +160,15 @@ def run_scenarios(
 ) -> None:
     """Generate and run scenarios, and add the results to the report."""
     started = time.monotonic()
-    axes: tuple[str, ...] = AXES
+    required: tuple[str, ...] = REQUIRED_EVENTS
     for index in count():
-        passed = time.monotonic() - started
-        if passed >= effort.seconds if effort.seconds is not None else index >= effort.scenarios:
+        if effort.is_over(index, time.monotonic() - started):
             break
+        # Scenarios of a kind share an engine, so they belong to the same shard.
         if not effort.shard.has(index // SCENARIOS_PER_KIND):
             continue
         progress(f"scenario {index}", index, 0 if effort.seconds is not None else effort.scenarios)
-        began = time.monotonic()
+        scenario_started = time.monotonic()
         try:
             scenario = generator.scenario(index)
         except Exception as error:  # scenarios aim by plain runs: the plain engine itself breaks
@@ -163,24 +176,24 @@ def run_scenarios(
             setup = Setup(NONE, 0, SCENARIO, "none")
             report.fail(setup, f"scenario {index} of seed {generator.seed}", what, "a plain run")
             return
-        found = examiner.examine(scenario)
-        axes = (*AXES, FROM_HOST) if generator.wants_host(index) else axes
-        if report.used is not None:
-            for given in scenario.requests:
-                report.used.params(given.sampling())
-        seconds = round(time.monotonic() - began, 2)
-        failed = int(found.difference is not None)
-        report.add(Tally(setup_of(scenario), found.answers, failed, seconds, f"scenario {index}"))
-        report.count(found.seen)
-        if found.difference is not None:
+        result = examiner.examine(scenario)
+        required = (*REQUIRED_EVENTS, HOST_LOADS) if generator.loads_from_host(index) else required
+        if report.coverage is not None:
+            for request in scenario.requests:
+                report.coverage.params(request.sampling())
+        seconds = round(time.monotonic() - scenario_started, 2)
+        failed = int(result.difference is not None)
+        report.add(Tally(setup_of(scenario), result.answers, failed, seconds, f"scenario {index}"))
+        report.count(result.events)
+        if result.difference is not None:
             name = f"scenario {index} of seed {generator.seed}"
             first = not any(f.setup.phase == SCENARIO for f in report.failures)
             file = f"lockstep-check-{generator.seed}-{index}.json" if first else None
-            _add_difference(report, scenario, found.difference, examiner, effort, name, file)
+            _add_difference(report, scenario, result.difference, examiner, effort, name, file)
         if failed and effort.fail_fast:
             return
-    if sum(tally.setup.phase == SCENARIO for tally in report.tallies) >= EARLY:
-        _check_exercised(report, axes)
+    if sum(tally.setup.phase == SCENARIO for tally in report.tallies) >= NUM_EARLY_SCENARIOS:
+        _check_exercised(report, required)
 
 
 def _add_difference(
@@ -193,15 +206,15 @@ def _add_difference(
     file: str | None,
 ) -> None:
     """Add a failure at once; if a file is named, replace it by the shrunk one, which takes long."""
-    as_found = replace(effort, minimise=0.0)
-    report.failures.append(explain(scenario, difference, examiner, as_found, name, file))
+    without_shrinking = replace(effort, minimise=0.0)
+    report.failures.append(explain(scenario, difference, examiner, without_shrinking, name, file))
     if file is not None and effort.minimise > 0:
         report.failures[-1] = explain(scenario, difference, examiner, effort, name, file)
 
 
-def _check_exercised(report: Report, axes: tuple[str, ...]) -> None:
+def _check_exercised(report: Report, required: tuple[str, ...]) -> None:
     """Report a failure for each required event that never occurred."""
-    for name in axes:
+    for name in required:
         if not report.exercised.get(name):
             report.fail(Setup(NONE, 0, SCENARIO, "none"), "all", f"no scenario had {name}")
 
@@ -226,7 +239,7 @@ def explain(
     """
     where = None
     if file is not None and effort.minimise > 0:
-        scenario = minimise(scenario, lambda w: examiner.differs(w), effort.minimise)
+        scenario = minimise(scenario, examiner.differs, effort.minimise)
         difference = examiner.examine(scenario).difference or difference
         where = locate(scenario, difference, examiner)
     written = None
@@ -234,15 +247,15 @@ def explain(
         path = effort.folder / file
         write_scenario(path, scenario, what=difference.what, found=name)
         written = str(path)
-    request = "every request"
+    label = "every request"
     sampling = "all"
     if difference.request is not None:
-        given = scenario.requests[difference.request]
-        request = f"request {difference.request + 1} of {len(scenario.requests)}"
-        request += f", a prompt of {len(given.prompt)} tokens"
-        sampling = ", ".join(given.params)
+        request = scenario.requests[difference.request]
+        label = f"request {difference.request + 1} of {len(scenario.requests)}"
+        label += f", a prompt of {len(request.prompt)} tokens"
+        sampling = ", ".join(request.params)
     return Failure(
-        setup_of(scenario), name, request, sampling, difference.position, difference.what, where,
+        setup_of(scenario), name, label, sampling, difference.position, difference.what, where,
         written,
     )  # fmt: skip
 
@@ -251,34 +264,35 @@ def locate(scenario: Scenario, difference: Difference, examiner: Examiner) -> st
     """Run the scenario again with tracing, and name the first layer and op that differ."""
     if difference.request is None or difference.position is None or difference.plain:
         return None
-    given = scenario.requests[difference.request]
-    which = f"-{difference.completion}" if given.params.get("n", 1) > 1 else ""
-    own_id = f"r{difference.request}{which}"
-    plain_id = f"plain-1{which}"
-    end = len(given.prompt) + difference.position
+    request = scenario.requests[difference.request]
+    suffix = f"-{difference.completion}" if request.params.get("n", 1) > 1 else ""
+    traced_id = f"r{difference.request}{suffix}"
+    plain_id = f"plain-1{suffix}"
+    end = len(request.prompt) + difference.position
     eager = replace(scenario, kind=replace(scenario.kind, graph="none"))
-    fresh = PlainRuns(examiner.plain.engine)
-    with traced(fresh.engine, lambda row: row.id == plain_id) as due:
-        fresh.answers(given.prompt, scenario.alone(given))
+    # New plain runs: the cached ones would not run again, and their first id is plain-1.
+    plain = PlainRuns(examiner.plain.engine)
+    with traced(plain.engine, lambda row: row.id == plain_id) as plain_digests:
+        plain.answers(request.prompt, scenario.alone(request))
     try:
         runner = examiner.runner(eager.kind)
-        with traced(runner.engine, lambda row: row.id == own_id) as trace:
+        with traced(runner.engine, lambda row: row.id == traced_id) as digests:
             runner.play(eager, examiner.plain)
     except Exception as error:
         return f"the traced run raised {type(error).__name__}: {error}"
-    found = compare(due, trace, end)
-    return found or "no module of the model differs in an eager run: look at the sampler"
+    module = compare(plain_digests, digests, end)
+    return module or "no module of the model differs in an eager run: look at the sampler"
 
 
 def replay(scenario: Scenario, examiner: Examiner, report: Report) -> None:
     """Run one scenario of a file, and add the result to the report."""
-    found = examiner.examine(scenario)
-    failed = int(found.difference is not None)
-    report.add(Tally(setup_of(scenario), found.answers, failed, 0.0, "replayed scenario"))
-    report.exercised = dict(found.seen)
-    if found.difference is not None:
-        keep = Effort(scenarios=1, minimise=0.0)
-        failure = explain(scenario, found.difference, examiner, keep, "replayed scenario", None)
+    result = examiner.examine(scenario)
+    failed = int(result.difference is not None)
+    report.add(Tally(setup_of(scenario), result.answers, failed, 0.0, "replayed scenario"))
+    report.exercised = dict(result.events)
+    if result.difference is not None:
+        effort = Effort(scenarios=1, minimise=0.0)
+        failure = explain(scenario, result.difference, examiner, effort, "replayed scenario", None)
         report.failures.append(failure)
-        where = locate(scenario, found.difference, examiner)
+        where = locate(scenario, result.difference, examiner)
         report.failures[-1] = replace(failure, where=where)

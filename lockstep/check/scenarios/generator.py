@@ -31,16 +31,18 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import check_ids
 from lockstep.step import PAGE_SIZE
 
-EARLY = 8
+NUM_EARLY_SCENARIOS = 8
 """Number of first scenarios with two new requests each, so that all aims occur early."""
-MAX_OLD_REQUESTS = 4
+MAX_REPEATED_REQUESTS = 4
 """Maximum repeated requests of a scenario."""
 MAX_REUSE_DISTANCE = 40
 """Maximum distance, in request numbers, between a repeated request and the new one."""
 SCENARIOS_PER_KIND = 2
+"""Consecutive scenarios that share an engine: building one takes longer than a scenario."""
 PAGE = PAGE_SIZE
 LENGTHS = (1, 3, 17, 40, 61, 62, 63, 64, 65, 66, 90, 125, 126, 127, 128, 129, 130, 150, 190, 191,
            192, 193, 200, 250, 255, 256, 257)  # fmt: skip
+"""Prompt lengths, most of them at page boundaries or next to them."""
 LONG = (513, 514, 577, 600)
 """Prompt lengths with three KV splits: the sum of two does not depend on their order."""
 AIM_PERIOD = 10
@@ -73,6 +75,7 @@ LENGTH_LIMIT_MAX_TOKENS = 14
 NO_DRAFTS = 0.1
 """Share of the requests that disable speculative decoding."""
 BUCKETS = ((1, 2, 4, 6), (2, 6), (3, 5), (6,), (1, 2, 3, 4, 5, 6))
+"""Row buckets of engines; with gaps, steps have padded rows."""
 Params = dict[str, Any]
 Requests = tuple[ScenarioRequest, ...]
 
@@ -100,9 +103,13 @@ def kind_of(seed: int, group: int, drafters: tuple[str, ...], graphs: tuple[str,
     }
     if drafter == NONE:
         return Kind(**common)
-    drafts = (
-        rng.choice((3, 7, 15)) if changing else rng.choice((7, 15) if not group else (1, 2, 3, 4))
-    )
+    if changing:
+        choices: tuple[int, ...] = (3, 7, 15)
+    elif group == 0:
+        choices = (7, 15)
+    else:
+        choices = (1, 2, 3, 4)
+    drafts = rng.choice(choices)
     return Kind(drafter, drafts, changing, rng.choice((1, 1, 2)), **common)
 
 
@@ -130,7 +137,7 @@ class ScenarioGenerator:
         self.drafters = drafters
         self.graphs = graphs
         self.vocab = plain.llm.engine.vocab_size
-        self._drawn: dict[int, ScenarioRequest] = {}
+        self._requests: dict[int, ScenarioRequest] = {}
         self._texts = short_prompts(plain.llm)
 
     def kind(self, index: int) -> Kind:
@@ -142,40 +149,47 @@ class ScenarioGenerator:
 
         The first scenario of a kind may have few rows and pages; the others have many requests.
         """
+        # The text that seeds a generator is part of the meaning of --seed: it never changes.
         rng = random.Random(f"world {self.seed} {index}")
-        own = [2 * index, 2 * index + 1] if index < EARLY else [EARLY + index]
-        before = list(range(max(0, own[0] - MAX_REUSE_DISTANCE), own[0]))
-        crowded = index % SCENARIOS_PER_KIND > 0
-        beside = (
-            rng.randrange(2, MAX_OLD_REQUESTS + 1) if crowded else rng.randrange(MAX_OLD_REQUESTS)
+        numbers = (
+            [2 * index, 2 * index + 1]
+            if index < NUM_EARLY_SCENARIOS
+            else [NUM_EARLY_SCENARIOS + index]
         )
-        own += rng.sample(before, min(len(before), beside))
-        rng.shuffle(own)
+        reusable = list(range(max(0, numbers[0] - MAX_REUSE_DISTANCE), numbers[0]))
+        crowded = index % SCENARIOS_PER_KIND > 0
+        num_repeated = (
+            rng.randrange(2, MAX_REPEATED_REQUESTS + 1)
+            if crowded
+            else rng.randrange(MAX_REPEATED_REQUESTS)
+        )
+        numbers += rng.sample(reusable, min(len(reusable), num_repeated))
+        rng.shuffle(numbers)
         kind = self.kind(index)
-        drawn = [self._request(number) for number in own]
-        requests = tuple(self._scheduled(rng, request) for request in drawn)
-        requests += self._next_turns(rng, requests)
+        unscheduled = [self._request(number) for number in numbers]
+        requests = tuple(self._scheduled(rng, request) for request in unscheduled)
+        requests += self._follow_ups(rng, requests)
         warm_prefixes = self._warm_prefixes(rng, requests)
-        pushed = index % AIM_PERIOD == PREEMPTION_INDEX
-        hosted = self.wants_host(index)
+        has_preemptions = index % AIM_PERIOD == PREEMPTION_INDEX
+        has_host_loads = self.loads_from_host(index)
         if index % AIM_PERIOD == LONG_PROMPT_INDEX:
-            requests += (self._long(index),)
-        if not (pushed or hosted):
-            requests += self._also(index)
-        if pushed:
-            requests = self._pushed(index, kind, requests)
-        if hosted:
-            requests = self._hosted(index, requests)
+            requests += (self._long_prompt_request(index),)
+        if not (has_preemptions or has_host_loads):
+            requests += self._extra_request(index)
+        if has_preemptions:
+            requests = self._with_preemptions(index, kind, requests)
+        if has_host_loads:
+            requests = self._with_host_loads(index, requests)
         limits = self._limits(rng, kind, requests, warm_prefixes)
         if crowded:
             limits = replace(limits, rows=kind.buckets[-1], pages=MAX_PAGES)
-        if pushed:
+        if has_preemptions:
             limits = replace(limits, rows=2, policy="priority")
         # A separate generator, so that host memory changes nothing else of a scenario.
-        host = random.Random(f"host {self.seed} {index}")
-        limits = replace(limits, host=host.choice((0, 0, 1, 2, 5, MAX_HOST_PAGES)))
-        if hosted:
-            pages = _least_pages(requests, warm_prefixes)
+        host_rng = random.Random(f"host {self.seed} {index}")
+        limits = replace(limits, host=host_rng.choice((0, 0, 1, 2, 5, MAX_HOST_PAGES)))
+        if has_host_loads:
+            pages = _min_pages(requests, warm_prefixes)
             limits = replace(
                 limits, rows=2, pages=pages, snapshots=1, host=MAX_HOST_PAGES, caching=True
             )
@@ -184,7 +198,7 @@ class ScenarioGenerator:
         requests = tuple(replace(r, speculate=rng.random() >= NO_DRAFTS) for r in requests)
         return Scenario(kind, limits, requests, warm_prefixes, poison_seed, draws)
 
-    def wants_host(self, index: int) -> bool:
+    def loads_from_host(self, index: int) -> bool:
         """Return whether a scenario is meant to load prefixes from host memory."""
         return index % AIM_PERIOD in HOST_TIER_INDICES
 
@@ -198,35 +212,37 @@ class ScenarioGenerator:
             request, arrival=arrival, abort=abort, preempt=tuple(sorted(preempt)), priority=rank
         )
 
-    def _next_turns(self, rng: random.Random, requests: Requests) -> Requests:
+    def _follow_ups(self, rng: random.Random, requests: Requests) -> Requests:
         """Return the next chat message of a request whose output filled a page, sent twice.
 
         Its prompt contains generated tokens, whose recurrent state may not come from the cache.
         """
         for request in requests:
-            said = self.plain.answers(request.prompt, request.sampling())[0].tokens
-            before = len(request.prompt)
-            after = before + len(said)
-            if before // PAGE == (after - 1) // PAGE or after > 4 * PAGE:
+            output_tokens = self.plain.answers(request.prompt, request.sampling())[0].tokens
+            prompt_len = len(request.prompt)
+            total_len = prompt_len + len(output_tokens)
+            if prompt_len // PAGE == (total_len - 1) // PAGE or total_len > 4 * PAGE:
                 continue
-            text = (*request.prompt, *said, *rng.choice(self._texts)[-20:])
+            text = (*request.prompt, *output_tokens, *rng.choice(self._texts)[-20:])
             params = {"temperature": 0.0, "max_tokens": 6, "logprobs": 1}
-            later = request.arrival + len(said) + rng.randrange(3, 6)
-            return tuple(ScenarioRequest(text, params, arrival=later + wait) for wait in (0, 10))
+            arrival = request.arrival + len(output_tokens) + rng.randrange(3, 6)
+            return tuple(
+                ScenarioRequest(text, params, arrival=arrival + delay) for delay in (0, 10)
+            )
         return ()
 
-    def _long(self, index: int) -> ScenarioRequest:
+    def _long_prompt_request(self, index: int) -> ScenarioRequest:
         """Return a request whose prompt has three KV splits, of the newest family."""
         rng = random.Random(f"long {self.seed} {index}")
-        texts = self._family((EARLY + index) // 10)
+        texts = self._family((NUM_EARLY_SCENARIOS + index) // 10)
         prompt = (*texts.trunk, *texts.other)[: rng.choice(LONG)]
         params = {"temperature": 0.0, "max_tokens": 7, "ignore_eos": True, "logprobs": 1}
         return ScenarioRequest(prompt, params, arrival=rng.randrange(3))
 
-    def _also(self, index: int) -> Requests:
-        """Return a request with a long output, or with one that max_model_len cuts, where due."""
+    def _extra_request(self, index: int) -> Requests:
+        """Return one request or none: one with a long output, or one that max_model_len cuts."""
         rng = random.Random(f"also {self.seed} {index}")
-        texts = self._family((EARLY + index) // 10)
+        texts = self._family((NUM_EARLY_SCENARIOS + index) // 10)
         params: Params = {"temperature": 0.0, "ignore_eos": True, "logprobs": 1}
         if index % EXTRA_PERIOD == LONG_ANSWER_INDEX:
             sampled = {"temperature": rng.choice((0.0, 0.8)), "seed": rng.randrange(2**63)}
@@ -241,44 +257,44 @@ class ScenarioGenerator:
             return ()
         return (ScenarioRequest(prompt, params, arrival=rng.randrange(3)),)
 
-    def _pushed(self, index: int, kind: Kind, requests: Requests) -> Requests:
+    def _with_preemptions(self, index: int, kind: Kind, requests: Requests) -> Requests:
         """Return requests, some of which are preempted while they run.
 
         Two outputs begin a new page. Urgent requests preempt them, also in the step that has just
         reserved that page. One of the two is aborted while it is preempted.
         """
         rng = random.Random(f"pushed {self.seed} {index}")
-        texts = self._family((EARLY + index) // 10)
+        texts = self._family((NUM_EARLY_SCENARIOS + index) // 10)
         rows = []
         for abort in (None, rng.choice((4, 6, 8))):
-            before = rng.randrange(kind.drafts + 2, kind.drafts + 6)
-            params = {"temperature": 0.0, "max_tokens": before + 3, "ignore_eos": True}
-            prompt = texts.trunk[: rng.choice((1, 1, 2)) * PAGE - before]
+            tokens_to_page_end = rng.randrange(kind.drafts + 2, kind.drafts + 6)
+            params = {"temperature": 0.0, "max_tokens": tokens_to_page_end + 3, "ignore_eos": True}
+            prompt = texts.trunk[: rng.choice((1, 1, 2)) * PAGE - tokens_to_page_end]
             rows.append(ScenarioRequest(prompt, params, abort=abort, priority=3))
         urgent = ScenarioRequest(texts.ends[0], {"temperature": 0.0, "max_tokens": 1}, priority=-3)
         steps = [step for step in range(1, PREEMPTION_STEPS, 2) for _ in range(rng.choice((1, 2)))]
-        own = (replace(a, **_later(a, PREEMPTION_STEPS)) for a in requests)
-        return (*rows, *(replace(urgent, arrival=step) for step in steps), *own)
+        delayed = (replace(request, **_delayed(request, PREEMPTION_STEPS)) for request in requests)
+        return (*rows, *(replace(urgent, arrival=step) for step in steps), *delayed)
 
-    def _hosted(self, index: int, requests: Requests) -> Requests:
+    def _with_host_loads(self, index: int, requests: Requests) -> Requests:
         """Return requests that alternate between two prompts of which the KV cache fits only one.
 
         Each evicts the pages of the other to host memory. Some are shorter, one has another salt.
         """
         rng = random.Random(f"hosted {self.seed} {index}")
-        texts = self._family((EARLY + index) // 10)
+        texts = self._family((NUM_EARLY_SCENARIOS + index) // 10)
         params = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "logprobs": 1}
-        length = max(_least_pages(requests, ()) - 1, 2) * PAGE + rng.choice((1, 17, 40))
+        length = max(_min_pages(requests, ()) - 1, 2) * PAGE + rng.choice((1, 17, 40))
         pair = (texts.trunk * 2)[:length], (texts.other * 2)[:length]
-        turns = []
+        alternating = []
         for turn in range(HOST_TIER_STEPS // 4):
             prompt = pair[turn % 2]
             cut = rng.choice((0, 0, 20)) if turn > 1 else 0
             salt = "of another" if turn == 4 else ""
-            asked = ScenarioRequest(prompt[: length - cut], params, arrival=4 * turn, salt=salt)
-            turns.append(asked)
-        own = (replace(a, **_later(a, HOST_TIER_STEPS)) for a in requests)
-        return (*turns, *own)
+            request = ScenarioRequest(prompt[: length - cut], params, arrival=4 * turn, salt=salt)
+            alternating.append(request)
+        delayed = (replace(other, **_delayed(other, HOST_TIER_STEPS)) for other in requests)
+        return (*alternating, *delayed)
 
     def _limits(
         self,
@@ -288,8 +304,10 @@ class ScenarioGenerator:
         warm_prefixes: tuple[tuple[int, ...], ...],
     ) -> Limits:
         """Choose limits; pages range from just enough for the longest request to the maximum."""
-        least = _least_pages(requests, warm_prefixes)
-        pages = rng.choice((least, least, least + 1, least + 2, 2 * least, MAX_PAGES))
+        min_pages = _min_pages(requests, warm_prefixes)
+        pages = rng.choice(
+            (min_pages, min_pages, min_pages + 1, min_pages + 2, 2 * min_pages, MAX_PAGES)
+        )
         return Limits(
             rows=rng.choice((kind.buckets[-1], kind.buckets[-1], 2, 3)),
             chunk=rng.choice((64, 64, 100, 128, 192, 300, 2048)),
@@ -307,27 +325,27 @@ class ScenarioGenerator:
         """
         if rng.random() < 0.35:
             return ()
-        long = [a.prompt for a in requests if len(a.prompt) > PAGE]
-        found = []
+        long = [request.prompt for request in requests if len(request.prompt) > PAGE]
+        prefixes = []
         for prompt in rng.sample(long, min(len(long), 3)):
             cut = rng.choice((len(prompt), len(prompt) - 1, len(prompt) // PAGE * PAGE, 2 * PAGE))
-            found.append(prompt[: max(cut, PAGE + 1)])
+            prefixes.append(prompt[: max(cut, PAGE + 1)])
             if rng.random() < 0.5:
                 other = tuple(rng.choices(range(self.vocab), k=PAGE))
-                found.append((*other, *prompt[PAGE:]))
+                prefixes.append((*other, *prompt[PAGE:]))
             if len(prompt) > 2 * PAGE and rng.random() < 0.5:
-                found.append(prompt[: PAGE + 1])
-        rng.shuffle(found)
-        return tuple(found[:4])
+                prefixes.append(prompt[: PAGE + 1])
+        rng.shuffle(prefixes)
+        return tuple(prefixes[:4])
 
     def _request(self, number: int) -> ScenarioRequest:
         """Return request number `number`: a prompt, and parameters around one aim."""
-        if number not in self._drawn:
+        if number not in self._requests:
             rng = random.Random(f"ask {self.seed} {number}")
             prompt = self._prompt(rng, number // 10)
             params = self._params(rng, prompt, MAIN_AIMS[number % len(MAIN_AIMS)])
-            self._drawn[number] = ScenarioRequest(prompt, params)
-        return self._drawn[number]
+            self._requests[number] = ScenarioRequest(prompt, params)
+        return self._requests[number]
 
     def _family(self, number: int) -> Family:
         rng = random.Random(f"family {self.seed} {number}")
@@ -335,9 +353,9 @@ class ScenarioGenerator:
         if rng.random() < 0.6:
             stream = [t for text in rng.sample(self._texts, len(self._texts)) for t in text]
             stream = stream * (2 * length // len(stream) + 2)
-            at = rng.randrange(len(stream) - 2 * length)
-            trunk = stream[at : at + length]
-            other = stream[at + length : at + 2 * length]
+            start = rng.randrange(len(stream) - 2 * length)
+            trunk = stream[start : start + length]
+            other = stream[start + length : start + 2 * length]
         else:
             trunk, other = (self._pattern(rng, length) for _ in range(2))
         ends = [text[-rng.randrange(8, 30) :] for text in self._texts]
@@ -352,60 +370,64 @@ class ScenarioGenerator:
         """Return a prompt of a family; most leave the shared trunk at some position."""
         texts = self._family(family)
         length = rng.choice(LENGTHS)
-        way = rng.randrange(5)
-        if way == 0:
+        variant = rng.randrange(5)
+        if variant == 0:
             return texts.trunk[:length]
-        if way == 1:
+        if variant == 1:
             return (*texts.other[: min(length, PAGE)], *texts.trunk[PAGE:length])
-        cut = max(0, length // PAGE * PAGE - (0, 1, rng.randrange(1, PAGE))[way - 2])
+        cut = max(0, length // PAGE * PAGE - (0, 1, rng.randrange(1, PAGE))[variant - 2])
         tail = rng.choice(texts.ends) if rng.random() < 0.7 else texts.other
         return (*texts.trunk[:cut], *tail[: max(length - cut, 1)])
 
     def _params(self, rng: random.Random, prompt: tuple[int, ...], aim: str) -> Params:
-        params = _base(rng)
-        steps = [aim, *(name for name in AIMS if name != aim and rng.random() < 0.18)]
-        for name in sorted(steps, key=AIMS.index):
-            aimed = dict(params)
-            AIM_FUNCTIONS[name](self, rng, prompt, aimed)
-            params = aimed if self._fits(prompt, aimed) else params
+        params = _base_params(rng)
+        aims = [aim, *(name for name in AIMS if name != aim and rng.random() < 0.18)]
+        for name in sorted(aims, key=AIMS.index):
+            candidate = dict(params)
+            AIM_FUNCTIONS[name](self, rng, prompt, candidate)
+            params = candidate if self._is_accepted(prompt, candidate) else params
         return params
 
-    def _fits(self, prompt: tuple[int, ...], params: Params) -> bool:
+    def _is_accepted(self, prompt: tuple[int, ...], params: Params) -> bool:
         """Return whether the engine accepts it: some parameters together ban all tokens."""
         try:
-            given = {"prompt_token_ids": list(prompt)}
-            requests = self.plain.llm.processor.requests("", given, SamplingParams(**params))
+            tokens_prompt = {"prompt_token_ids": list(prompt)}
+            requests = self.plain.llm.processor.requests(
+                "", tokens_prompt, SamplingParams(**params)
+            )
             check_ids(requests[0], self.vocab)
         except RequestError:
             return False
         return True
 
-    def answer(self, prompt: tuple[int, ...], params: Params) -> Answer:
+    def plain_output(self, prompt: tuple[int, ...], params: Params) -> Answer:
         """Return the first completion of the plain run, without parameters that end it early."""
-        kept = {name: value for name, value in params.items() if name not in IGNORED_BY_PROBE}
-        return self.plain.answers(prompt, SamplingParams(**kept, ignore_eos=True))[0]
+        probe_params = {
+            name: value for name, value in params.items() if name not in IGNORED_BY_PROBE
+        }
+        return self.plain.answers(prompt, SamplingParams(**probe_params, ignore_eos=True))[0]
 
-    def likes(self, prompt: tuple[int, ...]) -> list[int]:
+    def greedy_tokens(self, prompt: tuple[int, ...]) -> list[int]:
         """Return the tokens of the greedy output, each once."""
         greedy = {"temperature": 0.0, "max_tokens": 8}
-        return list(dict.fromkeys(self.answer(prompt, greedy).tokens))
+        return list(dict.fromkeys(self.plain_output(prompt, greedy).tokens))
 
 
-def _least_pages(requests: Requests, warm_prefixes: tuple[tuple[int, ...], ...]) -> int:
+def _min_pages(requests: Requests, warm_prefixes: tuple[tuple[int, ...], ...]) -> int:
     """Return the pages that the longest request needs."""
-    longest = max(len(a.prompt) + a.params["max_tokens"] for a in requests)
-    longest = max(longest, max((len(p) + 1 for p in warm_prefixes), default=0))
+    longest = max(len(request.prompt) + request.params["max_tokens"] for request in requests)
+    longest = max(longest, max((len(prefix) + 1 for prefix in warm_prefixes), default=0))
     return -(-longest // PAGE)
 
 
-def _later(request: ScenarioRequest, steps: int) -> dict[str, Any]:
+def _delayed(request: ScenarioRequest, steps: int) -> dict[str, Any]:
     """Return the fields of a request's schedule, moved by a number of steps."""
     abort = None if request.abort is None else request.abort + steps
     preempt = tuple(step + steps for step in request.preempt)
     return {"arrival": request.arrival + steps, "abort": abort, "preempt": preempt}
 
 
-def _base(rng: random.Random) -> Params:
+def _base_params(rng: random.Random) -> Params:
     params: Params = {
         "temperature": 0.0,
         "max_tokens": rng.choice((5, 7, 10, 14)),
@@ -462,8 +484,10 @@ def _bias(
     generator: ScenarioGenerator, rng: random.Random, prompt: tuple[int, ...], params: Params
 ) -> None:
     """Bias tokens of the greedy output up, down, or to -100."""
-    likes = generator.likes(prompt)
-    chosen = rng.sample(likes, min(len(likes), 3)) + rng.sample(range(generator.vocab), 2)
+    frequent_tokens = generator.greedy_tokens(prompt)
+    chosen = rng.sample(frequent_tokens, min(len(frequent_tokens), 3)) + rng.sample(
+        range(generator.vocab), 2
+    )
     values = (-100.0, -3.0, 2.5, 6.0, 0.5)
     params["logit_bias"] = {t: rng.choice(values) for t in dict.fromkeys(chosen)}
 
@@ -473,9 +497,11 @@ def _allowed(
 ) -> None:
     if "allowed_token_ids" in params:
         return
-    likes = generator.likes(prompt)
-    others = rng.sample(range(generator.vocab), 30)
-    params["allowed_token_ids"] = sorted({*rng.sample(likes, (len(likes) + 1) // 2), *others})
+    frequent_tokens = generator.greedy_tokens(prompt)
+    random_tokens = rng.sample(range(generator.vocab), 30)
+    params["allowed_token_ids"] = sorted(
+        {*rng.sample(frequent_tokens, (len(frequent_tokens) + 1) // 2), *random_tokens}
+    )
 
 
 def _bad_words(
@@ -484,13 +510,13 @@ def _bad_words(
     """Ban words of the output: their first tokens still occur, also as drafts."""
     words: list[list[int]] = []
     for _ in range(rng.choice((1, 1, 2))):
-        said = generator.answer(
-            prompt, {**params, "bad_words_ids": words} if words else params
-        ).tokens
-        if len(said) < 2:
+        # The second word comes from the output that avoids the first.
+        banned = {"bad_words_ids": words} if words else {}
+        output_tokens = generator.plain_output(prompt, {**params, **banned}).tokens
+        if len(output_tokens) < 2:
             break
-        last = rng.randrange(1, len(said))
-        words.append(list(said[max(0, last - rng.choice((1, 1, 2, 3))) : last + 1]))
+        last = rng.randrange(1, len(output_tokens))
+        words.append(list(output_tokens[max(0, last - rng.choice((1, 1, 2, 3))) : last + 1]))
     if words:
         params["bad_words_ids"] = words
 
@@ -500,7 +526,7 @@ def _bad_text(
 ) -> None:
     """Ban a word of the output by its text."""
     if _has_text(generator):
-        words = generator.answer(prompt, params).text.split()
+        words = generator.plain_output(prompt, params).text.split()
         params["bad_words"] = [
             rng.choice([w for w in words if w.isascii() and len(w) < 7] or ["a"])
         ]
@@ -510,14 +536,18 @@ def _stops(
     generator: ScenarioGenerator, rng: random.Random, prompt: tuple[int, ...], params: Params
 ) -> None:
     """Make tokens of the output stop tokens; min_tokens is at their position, before or after."""
-    said = generator.answer(prompt, params).tokens
-    fresh = [i for i in range(1, len(said)) if said[i] not in said[:i]]
-    chosen = sorted(rng.sample(fresh, min(len(fresh), rng.choice((1, 1, 2)))))
+    output_tokens = generator.plain_output(prompt, params).tokens
+    first_occurrences = [
+        i for i in range(1, len(output_tokens)) if output_tokens[i] not in output_tokens[:i]
+    ]
+    chosen = sorted(
+        rng.sample(first_occurrences, min(len(first_occurrences), rng.choice((1, 1, 2))))
+    )
     if not chosen:
         return
-    params["stop_token_ids"] = [said[i] for i in chosen]
-    least = max(0, chosen[0] + rng.choice((0, 0, 0, 1, -1, -2)))
-    params["min_tokens"] = min(least, params["max_tokens"])
+    params["stop_token_ids"] = [output_tokens[i] for i in chosen]
+    min_tokens = max(0, chosen[0] + rng.choice((0, 0, 0, 1, -1, -2)))
+    params["min_tokens"] = min(min_tokens, params["max_tokens"])
 
 
 def _ends(
@@ -525,8 +555,8 @@ def _ends(
 ) -> None:
     """Delay the model's end-of-sequence token by min_tokens."""
     params.pop("ignore_eos", None)
-    said = generator.answer(prompt, params).tokens
-    params["min_tokens"] = min(params["max_tokens"], len(said) + rng.choice((-1, 0, 1, 3)))
+    output_tokens = generator.plain_output(prompt, params).tokens
+    params["min_tokens"] = min(params["max_tokens"], len(output_tokens) + rng.choice((-1, 0, 1, 3)))
 
 
 def _stop_text(
@@ -534,18 +564,19 @@ def _stop_text(
 ) -> None:
     """Set a stop string that spans tokens, and so verification windows."""
     params.pop("detokenize", None)
-    text = generator.answer(prompt, params).text if _has_text(generator) else ""
+    text = generator.plain_output(prompt, params).text if _has_text(generator) else ""
     if len(text) > 3:
         begin = rng.randrange(1, len(text) - 2)
         strings = [text[begin : begin + rng.randrange(2, 8)]]
         if rng.random() < 0.4:
+            # A string that never occurs: the search has several strings.
             strings.append("\N{SNOWMAN}")
         params["stop"] = strings
     if rng.random() < 0.5:
         params["include_stop_str_in_output"] = True
 
 
-def _several(
+def _several_completions(
     generator: ScenarioGenerator, rng: random.Random, prompt: tuple[int, ...], params: Params
 ) -> None:
     params["n"] = rng.choice((2, 3))
@@ -569,7 +600,7 @@ def _choice(
     for name in ("detokenize", "ignore_eos", "min_tokens", "allowed_token_ids", "bad_words",
                  "bad_words_ids"):  # fmt: skip
         params.pop(name, None)
-    text = generator.answer(prompt, params).text if _has_text(generator) else ""
+    text = generator.plain_output(prompt, params).text if _has_text(generator) else ""
     text = text.partition("\N{REPLACEMENT CHARACTER}")[0]
     if len(text) < 3:
         return
@@ -597,7 +628,7 @@ AIM_FUNCTIONS: dict[str, Aim] = {
     "penalties": _penalties,
     "counts": _counts,
     "filters": _filters,
-    "several": _several,
+    "several": _several_completions,
     "prompt_logprobs": _prompt_logprobs,
     "bias": _bias,
     "allowed": _allowed,

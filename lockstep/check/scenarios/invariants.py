@@ -69,7 +69,7 @@ class ScheduleInvariants:
             self._pages[grant.row][grant.column :] = grant.pages
 
     def _check_admission(self, admission: Admission) -> None:
-        """Check that the cached pages of a request have the keys of its own prompt and salt."""
+        """Check that the cached pages of a request have the keys of its prompt and salt."""
         size = self.scheduler.cache.config.page_size
         known = self.scheduler.cache.paged.pool.key_of
         request = self.scheduler.entries[admission.spec.id].request
@@ -84,16 +84,16 @@ class ScheduleInvariants:
         """Check that a page loaded from host memory is the one that was evicted with its key."""
         for group in self.scheduler.cache.groups:
             name = group.pool.host.name
-            left = self._cached.get(name, {})
+            key_by_unit = self._cached.get(name, {})
             for move in schedule.evicted.get(name, ()):
-                if move.unit not in left:
+                if move.unit not in key_by_unit:
                     raise InvariantError(f"{name}: {move.unit} was not cached when it was evicted")
                 for index, page in enumerate(move.host_pages):
-                    self._host[page] = (name, left[move.unit], index)
-            known = group.pool.key_of
+                    self._host[page] = (name, key_by_unit[move.unit], index)
+            key_of = group.pool.key_of
             for move in schedule.fetched.get(name, ()):
-                found = [self._host.get(page) for page in move.host_pages]
-                if found != [(name, known[move.unit], index) for index in range(len(found))]:
+                contents = [self._host.get(page) for page in move.host_pages]
+                if contents != [(name, key_of[move.unit], index) for index in range(len(contents))]:
                     raise InvariantError(
                         f"{name}: {move.unit} is loaded from host pages with other contents"
                     )
@@ -155,12 +155,17 @@ def check_no_leaks(engine: Engine) -> None:
     """Raise InvariantError if resources are still in use although all requests have finished."""
     scheduler = engine.scheduler
     table = worker_of(engine).table
-    null = (table.computed[0], table.folded[0], table.page_table[0].sum(), table.state_slots[0])
-    if any(int(value) for value in null):
+    null_values = (
+        table.computed[0],
+        table.folded[0],
+        table.page_table[0].sum(),
+        table.state_slots[0],
+    )
+    if any(int(value) for value in null_values):
         raise InvariantError("the null row was written to")
     cache = scheduler.cache
     state = cache.state
-    for what, left in (
+    for resource, num_remaining in (
         ("rows", scheduler.max_num_seqs - len(scheduler.free_rows)),
         ("requests", len(scheduler.entries) + len(scheduler.queue) + len(scheduler.running)),
         ("requests to preempt", len(scheduler.forced)),
@@ -172,5 +177,7 @@ def check_no_leaks(engine: Engine) -> None:
         ("pinned places in host memory", len(cache.host.pinned)),
         ("counts of requests", len(engine._counted)),
     ):
-        if left:
-            raise InvariantError(f"{left} {what} remain after all requests have finished")
+        if num_remaining:
+            raise InvariantError(
+                f"{num_remaining} {resource} remain after all requests have finished"
+            )

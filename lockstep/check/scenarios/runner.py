@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.check import oracle_drafter
 from lockstep.check.engines import CheckEngine, Completion
-from lockstep.check.judges.answers import Answer, took_place
+from lockstep.check.judges.answers import Answer, count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.scenarios.invariants import CheckedScheduler, InvariantError, check_no_leaks
@@ -28,11 +28,11 @@ MAX_STEPS = 3000
 
 
 @dataclass
-class Played:
+class ScenarioResult:
     """Result of a scenario: outputs by request and completion, and counters of its events."""
 
     answers: list[list[Answer]]
-    seen: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
 
 
 class ScenarioRunner:
@@ -42,7 +42,7 @@ class ScenarioRunner:
         self.engine = engine
         self.kind = kind
 
-    def play(self, scenario: Scenario, plain: PlainRuns) -> Played:
+    def play(self, scenario: Scenario, plain: PlainRuns) -> ScenarioResult:
         """Run a scenario and return its result.
 
         Raises what the engine raises, and InvariantError. The runner may not be used after that.
@@ -52,25 +52,43 @@ class ScenarioRunner:
             self.engine.set_texts(oracle_texts(scenario, plain))
         for prompt in scenario.warm_prefixes:
             self.engine.cache([prompt])
-        seen: Counter[str] = Counter()
+        events: Counter[str] = Counter()
         digests = LogitDigests()
-        with self.engine.observed(digests), self._watched_drafts(seen):
-            completions = self._drive(scenario, seen)
-        found = digests.by_request()
-        answers = [[c.answer(found.get(c.request.id, ())) for c in own] for own in completions]
-        for answer in (answer for own in answers for answer in own):
+        with self.engine.observed(digests), self._watched_drafts(events):
+            completions = self._drive(scenario, events)
+        digests_by_id = digests.by_request()
+        answers = [
+            [
+                completion.answer(digests_by_id.get(completion.request.id, ()))
+                for completion in completions_of_request
+            ]
+            for completions_of_request in completions
+        ]
+        for answer in (
+            answer for completions_of_request in answers for answer in completions_of_request
+        ):
             if answer.metrics.num_accepted_tokens > answer.metrics.num_draft_tokens:
                 raise InvariantError("more drafts were accepted than there were")
-        for own, given in zip(answers, scenario.requests, strict=True):
-            if not given.speculate and any(answer.metrics.num_draft_tokens for answer in own):
+        for completions_of_request, request in zip(answers, scenario.requests, strict=True):
+            if not request.speculate and any(
+                answer.metrics.num_draft_tokens for answer in completions_of_request
+            ):
                 raise InvariantError("drafts were verified of a request that wants none")
-        seen.update(took_place(answer for own in answers for answer in own))
-        seen["aborted completions"] += sum(c.aborted for own in completions for c in own)
+        events.update(
+            count_events(
+                answer for completions_of_request in answers for answer in completions_of_request
+            )
+        )
+        events["aborted completions"] += sum(
+            completion.aborted
+            for completions_of_request in completions
+            for completion in completions_of_request
+        )
         for group in self.engine.engine.scheduler.cache.groups:
-            shelf = group.pool.host
-            seen[f"{shelf.name} loaded from host memory"] = shelf.num_back
+            host_pool = group.pool.host
+            events[f"{host_pool.name} loaded from host memory"] = host_pool.num_back
         check_no_leaks(self.engine.engine)
-        return Played(answers, seen)
+        return ScenarioResult(answers, events)
 
     def _set(self, scenario: Scenario) -> None:
         """Install a scheduler and a cache with the scenario's limits, and poison the memory."""
@@ -91,79 +109,90 @@ class ScenarioRunner:
         host_pages = limits.host * (1 + plan.slot_host_pages)
         cache = replace(
             cache_config(plan, limits.caching),
+            # Page 0 is the null page.
             num_pages=limits.pages + 1,
             num_state_slots=1 + limits.rows + limits.snapshots if has_state else 0,
             host_pages=host_pages,
             max_num_seqs=limits.rows,
         )
-        self.engine.renew(cache, CheckedScheduler, **options)
+        self.engine.reset(cache, CheckedScheduler, **options)
         transfers = worker_of(engine).transfers
         transfers.host = memory.host_memory(host_pages, plan.page_bytes, plan.device)
         poison_memory(engine, scenario.poison_seed)
 
-    def _drive(self, scenario: Scenario, seen: Counter[str]) -> list[list[Completion]]:
+    def _drive(self, scenario: Scenario, events: Counter[str]) -> list[list[Completion]]:
         """Step the engine; add, abort and preempt requests at their steps."""
         engine = self.engine.engine
         completions = [
-            self.engine.completions(f"r{index}", given.prompt, given.sampling(), given.priority)
-            for index, given in enumerate(scenario.requests)
+            self.engine.completions(
+                f"r{index}", request.prompt, request.sampling(), request.priority
+            )
+            for index, request in enumerate(scenario.requests)
         ]
-        for own, given in zip(completions, scenario.requests, strict=True):
-            for completion in own:
-                completion.request.speculate = given.speculate
-                completion.request.cache_salt = given.salt
-        by_id = {completion.request.id: completion for own in completions for completion in own}
-        last = max((given.arrival for given in scenario.requests), default=0)
-        for turn in range(MAX_STEPS):
-            for own, given in zip(completions, scenario.requests, strict=True):
-                _happens(engine, own, given, turn, seen)
-            if turn > last and not engine.has_work():
+        for request_completions, request in zip(completions, scenario.requests, strict=True):
+            for completion in request_completions:
+                completion.request.speculate = request.speculate
+                completion.request.cache_salt = request.salt
+        by_id = {
+            completion.request.id: completion
+            for request_completions in completions
+            for completion in request_completions
+        }
+        last_arrival = max((request.arrival for request in scenario.requests), default=0)
+        for step in range(MAX_STEPS):
+            for request_completions, request in zip(completions, scenario.requests, strict=True):
+                _apply_schedule(engine, request_completions, request, step, events)
+            if step > last_arrival and not engine.has_work():
                 return completions
-            touched = engine.step()
+            updated = engine.step()
             engine.scheduler.cache.check()
-            for request in touched:
-                if by_id[request.id].take():
-                    engine.abort(request.id)
+            for engine_request in updated:
+                if by_id[engine_request.id].take():
+                    engine.abort(engine_request.id)
         raise InvariantError(f"requests still run after {MAX_STEPS} steps")
 
     @contextmanager
-    def _watched_drafts(self, seen: Counter[str]) -> Iterator[None]:
+    def _watched_drafts(self, events: Counter[str]) -> Iterator[None]:
         """Count the drafter's calls and check its contract, if the engine runs without graphs."""
         drafter = self.engine.drafter
         if drafter is None or self.engine.engine.plan.graph_mode != "none":
             yield
             return
-        drafter.seen = seen
+        drafter.events = events
         try:
             yield
         finally:
-            drafter.seen = None
+            drafter.events = None
 
 
 def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:
     """Return the token sequences for the oracle drafter: prompts with their outputs."""
     return [
-        [*given.prompt, *answer.tokens]
-        for given in scenario.requests
-        for answer in plain.answers(given.prompt, scenario.alone(given))
+        [*request.prompt, *answer.tokens]
+        for request in scenario.requests
+        for answer in plain.answers(request.prompt, scenario.alone(request))
     ]
 
 
-def _happens(
-    engine: Engine, own: list[Completion], given: ScenarioRequest, turn: int, seen: Counter[str]
+def _apply_schedule(
+    engine: Engine,
+    completions: list[Completion],
+    request: ScenarioRequest,
+    step: int,
+    events: Counter[str],
 ) -> None:
     """Add, preempt or abort a request if its schedule says so for this step."""
-    if turn == given.arrival:
-        for completion in own:
+    if step == request.arrival:
+        for completion in completions:
             engine.add(completion.request)
-    for completion in own:
+    for completion in completions:
         request_id = completion.request.id
-        if turn in given.preempt and not completion.text.finished:
+        if step in request.preempt and not completion.text.finished:
             engine.scheduler.force_preempt(request_id)
-        moved = request_id in worker_of(engine).saved
-        if turn == given.abort and engine.abort(request_id) is not None:
+        in_host_memory = request_id in worker_of(engine).saved
+        if step == request.abort and engine.abort(request_id) is not None:
             completion.aborted = True
-            seen["completions aborted in host memory"] += moved
+            events["completions aborted in host memory"] += in_host_memory
 
 
 @torch.inference_mode()
@@ -176,16 +205,17 @@ def poison_memory(engine: Engine, seed: int) -> None:
     runner = worker_of(engine)
     table = runner.table
 
-    def drawn(tensor: Tensor) -> Any:
+    def random_values(tensor: Tensor) -> Any:
         if tensor.dtype == torch.bool:
             return torch.rand(tensor.shape, generator=generator) < 0.5
         if tensor.dtype.is_floating_point:
             return torch.randn(tensor.shape, generator=generator)
         return torch.randint(1, 64, tensor.shape, generator=generator)
 
+    # Row 0 is the null row, which padding reads and nothing writes.
     for tensor in [*table.row_tensors(), table.state_slots]:
         if tensor.numel():
-            tensor[1:] = drawn(tensor[1:]).to(tensor.device, tensor.dtype)
+            tensor[1:] = random_values(tensor[1:]).to(tensor.device, tensor.dtype)
     table.page_table[1:] = 0
     for tensor in (*runner.paged, *runner.state, *runner.transfers.host):
-        tensor.copy_(drawn(tensor).to(tensor.device, tensor.dtype))
+        tensor.copy_(random_values(tensor).to(tensor.device, tensor.dtype))

@@ -16,6 +16,7 @@ from lockstep.settings import why_unread
 from lockstep.worker.hooks import CheckHooks
 
 VERSION = 2
+"""Version of the file format; it changes with the fields of the classes below."""
 MAX_MODEL_LEN = 640
 """max_model_len of the engines that run scenarios."""
 MAX_PAGES = 64
@@ -67,8 +68,8 @@ class Limits:
     """Limits of scheduling and caching.
 
     rows: max_num_seqs. chunk: max_num_batched_tokens. pages, snapshots: sizes of the cache. host:
-    pages, and also snapshots, of the host tier. preempt_every: see CheckHooks. length:
-    max_model_len.
+    number of pages, and of snapshots, in the host tier. caching: whether the prefix cache is on.
+    preempt_every: see CheckHooks. policy: scheduling_policy. length: max_model_len.
     """
 
     rows: int = 6
@@ -109,8 +110,8 @@ class ScenarioRequest:
 class Scenario:
     """Run of requests on one engine.
 
-    warm_prefixes: prompts that are cached first, one by one. poison_seed: seed of the values that
-    fill all memory first. draws: seed of the numbers of drafts per step.
+    warm_prefixes: prompts that are cached first, one after the other. poison_seed: seed of the
+    random values that fill all memory beforehand. draws: seed of the numbers of drafts per step.
     """
 
     kind: Kind
@@ -120,24 +121,17 @@ class Scenario:
     poison_seed: int = 0
     draws: int = 0
 
-    def alone(self, given: ScenarioRequest) -> SamplingParams:
+    def alone(self, request: ScenarioRequest) -> SamplingParams:
         """Return a request's parameters for its plain run.
 
         The plain engine has a larger max_model_len, so max_tokens ends the output where this
         scenario's length does.
         """
-        params = given.sampling()
-        room = self.limits.length - len(given.prompt)
-        if params.max_tokens is None or params.max_tokens <= room:
+        params = request.sampling()
+        max_tokens = self.limits.length - len(request.prompt)
+        if params.max_tokens is None or params.max_tokens <= max_tokens:
             return params
-        return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-
-    @property
-    def drafting(self) -> str:
-        """Return "none", "drafter K=n", or "drafter K=0..n" where the number changes."""
-        kind = self.kind
-        count = f"0..{kind.drafts}" if kind.changing else kind.drafts
-        return f"{kind.drafter} K={count}" if kind.drafts else NONE
+        return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
 
     def to_json(self) -> dict[str, Any]:
         """Return the scenario as plain data."""
@@ -147,9 +141,9 @@ class Scenario:
     def from_json(cls, data: Any) -> "Scenario":
         """Return the scenario of to_json's data. Raises ConfigError if it is malformed."""
         if not isinstance(data, dict) or data.get("version") != VERSION:
-            found = data.get("version") if isinstance(data, dict) else type(data).__name__
+            version = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise ConfigError(
-                f"version={found!r} of a scenario is not allowed; allowed: {VERSION}. Write the "
+                f"version={version!r} of a scenario is not allowed; allowed: {VERSION}. Write the "
                 "file with this release of lockstep check."
             )
         try:

@@ -13,10 +13,10 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
     """Yield slightly simpler scenarios, the largest reductions first."""
     yield from _fewer(scenario)
     yield from _simpler_engine(scenario)
-    for index, given in enumerate(scenario.requests):
-        for less in _simpler_request(given):
+    for index, request in enumerate(scenario.requests):
+        for smaller_request in _simpler_request(request):
             requests = list(scenario.requests)
-            requests[index] = less
+            requests[index] = smaller_request
             yield replace(scenario, requests=tuple(requests))
 
 
@@ -27,8 +27,8 @@ def _fewer(scenario: Scenario) -> Iterator[Scenario]:
             yield replace(scenario, requests=(scenario.requests[index],))
     for index in range(len(scenario.requests)):
         if len(scenario.requests) > 1:
-            kept = scenario.requests[:index] + scenario.requests[index + 1 :]
-            yield replace(scenario, requests=kept)
+            remaining = scenario.requests[:index] + scenario.requests[index + 1 :]
+            yield replace(scenario, requests=remaining)
     if len(scenario.warm_prefixes) > 1:
         yield replace(scenario, warm_prefixes=())
     for index in range(len(scenario.warm_prefixes)):
@@ -44,18 +44,12 @@ def _simpler_engine(scenario: Scenario) -> Iterator[Scenario]:
     plain_kind = Kind()
     plain_limits = Limits()
     for name in (
-        "preempt_every",
-        "host",
-        "snapshots",
-        "pages",
-        "chunk",
-        "policy",
-        "caching",
-        "rows",
+        *("preempt_every", "host", "snapshots", "pages"),
+        *("chunk", "policy", "caching", "rows"),
     ):
-        usual = getattr(plain_limits, name)
-        if getattr(limits, name) != usual and not (name == "rows" and kind.buckets[-1] < usual):
-            yield replace(scenario, limits=replace(limits, **{name: usual}))
+        default = getattr(plain_limits, name)
+        if getattr(limits, name) != default and not (name == "rows" and kind.buckets[-1] < default):
+            yield replace(scenario, limits=replace(limits, **{name: default}))
     if kind.drafts:
         yield replace(scenario, kind=replace(kind, drafter=NONE, drafts=0, changing=False))
     if kind.changing:
@@ -71,44 +65,45 @@ def _simpler_engine(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, poison_seed=0)
 
 
-def _simpler_request(given: ScenarioRequest) -> Iterator[ScenarioRequest]:
+def _simpler_request(request: ScenarioRequest) -> Iterator[ScenarioRequest]:
     plain = ScenarioRequest(())
     for name in ("abort", "preempt", "arrival", "priority", "speculate", "salt"):
-        usual: Any = getattr(plain, name)
-        if getattr(given, name) != usual:
-            yield replace(given, **{name: usual})
-    for name in given.params:
+        default: Any = getattr(plain, name)
+        if getattr(request, name) != default:
+            yield replace(request, **{name: default})
+    for name in request.params:
         if name not in ("max_tokens", "temperature", "seed"):
-            yield replace(given, params={k: v for k, v in given.params.items() if k != name})
-    if given.params.get("temperature"):
-        yield replace(given, params={**given.params, "temperature": 0.0})
-    if not -1 < given.params.get("seed", 0) < 2**16:
-        yield replace(given, params={**given.params, "seed": 1})
-    yield from _shorter_lists(given)
-    most = given.params.get("max_tokens", 16)
-    for fewer in (most // 2, most - 1):
-        if fewer >= max(1, given.params.get("min_tokens", 0)):
-            yield replace(given, params={**given.params, "max_tokens": fewer})
-    length = len(given.prompt)
+            yield replace(request, params={k: v for k, v in request.params.items() if k != name})
+    if request.params.get("temperature"):
+        yield replace(request, params={**request.params, "temperature": 0.0})
+    if not -1 < request.params.get("seed", 0) < 2**16:
+        yield replace(request, params={**request.params, "seed": 1})
+    yield from _shorter_lists(request)
+    max_tokens = request.params.get("max_tokens", 16)
+    for fewer in (max_tokens // 2, max_tokens - 1):
+        if fewer >= max(1, request.params.get("min_tokens", 0)):
+            yield replace(request, params={**request.params, "max_tokens": fewer})
+    length = len(request.prompt)
     for shorter in (length // 2, length - 16, length - 1):
         if 1 <= shorter < length:
-            yield replace(given, prompt=given.prompt[:shorter])
-            yield replace(given, prompt=given.prompt[length - shorter :])
+            yield replace(request, prompt=request.prompt[:shorter])
+            yield replace(request, prompt=request.prompt[length - shorter :])
 
 
-def _shorter_lists(given: ScenarioRequest) -> Iterator[ScenarioRequest]:
+def _shorter_lists(request: ScenarioRequest) -> Iterator[ScenarioRequest]:
     """Yield requests whose list parameters have one entry less."""
-    for name, value in given.params.items():
+    for name, value in request.params.items():
         if isinstance(value, dict) and len(value) > 1:
             for key in value:
-                less: Any = {k: v for k, v in value.items() if k != key}
-                yield replace(given, params={**given.params, name: less})
+                shorter: Any = {k: v for k, v in value.items() if k != key}
+                yield replace(request, params={**request.params, name: shorter})
+        # A long list has too many variants, each of which costs a run.
         elif isinstance(value, list) and 1 < len(value) < 12:
             for index in range(len(value)):
-                less = value[:index] + value[index + 1 :]
-                yield replace(given, params={**given.params, name: less})
+                shorter = value[:index] + value[index + 1 :]
+                yield replace(request, params={**request.params, name: shorter})
         if name == "n" and value > 2:
-            yield replace(given, params={**given.params, "n": 2})
+            yield replace(request, params={**request.params, "n": 2})
 
 
 def minimise(scenario: Scenario, differs: Callable[[Scenario], bool], seconds: float) -> Scenario:
@@ -116,15 +111,15 @@ def minimise(scenario: Scenario, differs: Callable[[Scenario], bool], seconds: f
 
     seconds: time limit; the best scenario so far is returned after it.
     """
-    until = time.monotonic() + seconds
-    again = True
-    while again:
-        again = False
+    deadline = time.monotonic() + seconds
+    shrunk = True
+    while shrunk:
+        shrunk = False
         for candidate in smaller(scenario):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return scenario
             if differs(candidate):
                 scenario = candidate
-                again = True
+                shrunk = True
                 break
     return scenario

@@ -8,12 +8,12 @@ import typer
 from rich.console import Console
 
 from lockstep.cli.bench.shared import (
-    MOST_CONTEXT,
-    MOST_RUNS,
+    MAX_CONTEXT,
+    MAX_RUNS,
     Json,
     Temperature,
     check_plot,
-    short,
+    round_floats,
 )
 from lockstep.cli.bench.tables import drafters_table
 from lockstep.cli.options import engine_options
@@ -28,19 +28,19 @@ def drafters(
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help="a further speculative_config, besides those that the checkpoint allows, e.g. "
+            help="another speculative_config, in addition to those that need no settings, e.g. "
             """'{"method": "eagle3", "model": FOLDER}'; may be repeated"""
         ),
     ] = None,
     num_speculative_tokens: Annotated[
-        int, typer.Option(help="drafts per step, where --drafter sets no number")
+        int, typer.Option(help="drafts per step, unless --drafter sets a number")
     ] = 7,
     batch_size: Annotated[int, typer.Option(min=1, help="concurrent requests")] = 1,
     output_len: Annotated[
-        int, typer.Option(min=2, max=MOST_CONTEXT, help="output tokens per request")
+        int, typer.Option(min=2, max=MAX_CONTEXT, help="output tokens per request")
     ] = 128,
     temperature: Temperature = 0.0,
-    num_iters: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="measured runs")] = 3,
+    num_iters: Annotated[int, typer.Option(min=1, max=MAX_RUNS, help="measured runs")] = 3,
     plot: Annotated[
         Path | None, typer.Option(help="write a plot of acceptance and speed, .png")
     ] = None,
@@ -50,56 +50,62 @@ def drafters(
 ) -> None:
     """Compare the drafters of a model: acceptance by position, cost, tokens/s.
 
-    Status 1 if a drafter changes a token.
+    The exit status is 1 if a drafter changes a token.
     """
     from lockstep.bench import drafters as bench_drafters
     from lockstep.bench.serving import need_plots
 
     if plot:
+        # Before the runs: a missing library must not cost a long measurement.
         need_plots()
         check_plot(plot)
     chosen = _drafters_of(settings, drafter or [], num_speculative_tokens)
     params = SamplingParams(
         temperature=temperature, seed=0, max_tokens=output_len, ignore_eos=True, detokenize=False
     )
-    asked = (settings, chosen, batch_size, params, num_iters)
+    arguments = (settings, chosen, batch_size, params, num_iters)
     if json:
-        lines = bench_drafters.compare_drafters(*asked)
+        lines = bench_drafters.compare_drafters(*arguments)
     else:
         with progress_bar() as show:
-            lines = bench_drafters.compare_drafters(*asked, show)
+            lines = bench_drafters.compare_drafters(*arguments, show)
         Console(highlight=False).print(drafters_table(lines))
     name = settings["model"] or BUNDLED
     if plot:
         bench_drafters.plot(lines, plot, f"{name}, {batch_size} concurrent")
     about = {"bench": "drafters", "model": name, "batch_size": batch_size}
-    rounded = [{k: short(v) for k, v in asdict(line).items()} for line in lines]
+    rounded = [{k: round_floats(v) for k, v in asdict(line).items()} for line in lines]
     print_result(about | {"lines": rounded}, json)
     raise typer.Exit(0 if all(line.agrees for line in lines) else 1)
 
 
-def _drafters_of(settings: dict[str, Any], named: list[str], count: int) -> list[dict[str, Any]]:
-    """The speculative_config of each drafter: those that the checkpoint allows by itself, and those
-    named. Raises ConfigError where one is wrong, before a model is loaded."""
+def _drafters_of(settings: dict[str, Any], values: list[str], count: int) -> list[dict[str, Any]]:
+    """Return the speculative_configs to compare: those that the checkpoint allows, and the user's.
+
+    values: values of --drafter. count: K if a value has none. Raises ConfigError for an invalid
+    one, before a model is loaded.
+    """
     from lockstep.cli.options import read_speculative_config
     from lockstep.models.checkpoint import Checkpoint
     from lockstep.spec import read, refusals, with_method
     from lockstep.spec.options import FolderOptions
     from lockstep.worker.build import find_model
 
-    found: list[dict[str, Any]] = []
-    for value in (*named, settings["speculative_config"]):
+    configs: list[dict[str, Any]] = []
+    for value in (*values, settings["speculative_config"]):
         config = read_speculative_config(value) if isinstance(value, str) else value
         if isinstance(config, dict):
-            given = with_method({"num_speculative_tokens": count, **config})
-            options = read(given)
+            resolved = with_method({"num_speculative_tokens": count, **config})
+            options = read(resolved)
             if isinstance(options, FolderOptions):
                 Checkpoint.read(options.folder)
-            found.append(given)
+            configs.append(resolved)
     checkpoint = Checkpoint.read(find_model(settings["model"]), settings["hf_overrides"])
     allowed = [method for method, why in refusals(checkpoint).items() if why is None]
-    taken = {config["method"] for config in found}
-    own = [{"method": m, "num_speculative_tokens": count} for m in allowed if m not in taken]
-    for config in own:
+    named_methods = {config["method"] for config in configs}
+    allowed_configs = [
+        {"method": m, "num_speculative_tokens": count} for m in allowed if m not in named_methods
+    ]
+    for config in allowed_configs:
         read(config)
-    return own + found
+    return allowed_configs + configs

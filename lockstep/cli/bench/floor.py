@@ -32,9 +32,9 @@ def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":
     from lockstep.bench.floor import sketch
     from lockstep.worker.build import kv_layers, state_dtype
 
-    numbers = getattr(torch, dtype)
-    kept = (kv_layers(config, numbers), state_dtype(config), config.hf_overrides)
-    return sketch(folder, numbers, config.speculative_config, config.quantization, *kept)
+    torch_dtype = getattr(torch, dtype)
+    formats = (kv_layers(config, torch_dtype), state_dtype(config), config.hf_overrides)
+    return sketch(folder, torch_dtype, config.speculative_config, config.quantization, *formats)
 
 
 def show_floor_alone(settings: dict[str, Any], batch_size: int, input_len: int, json: bool) -> None:
@@ -45,28 +45,34 @@ def show_floor_alone(settings: dict[str, Any], batch_size: int, input_len: int, 
     from lockstep.worker.build import find_model, pick_dtype
 
     folder = find_model(settings["model"])
-    names = ("dtype", "speculative_config", "quantization", "kv_cache_dtype", "hf_overrides")
-    kept = ("kv_cache_dtype_skip_layers", "mamba_ssm_cache_dtype")
-    config = EngineConfig(**{name: settings[name] for name in (*names, *kept)})
+    setting_names = (
+        "dtype",
+        "speculative_config",
+        "quantization",
+        "kv_cache_dtype",
+        "hf_overrides",
+    )
+    cache_settings = ("kv_cache_dtype_skip_layers", "mamba_ssm_cache_dtype")
+    config = EngineConfig(**{name: settings[name] for name in (*setting_names, *cache_settings)})
     dtype = pick_dtype(config, Checkpoint.read(folder, config.hf_overrides).raw, "cuda")
     name = str(dtype).removeprefix("torch.")
     model = _sketch(folder, name, config)
-    least = step_floor(model, batch_size, input_len)
+    step = step_floor(model, batch_size, input_len)
     prompt = prompt_floor(model, input_len)
-    found = {"bench": "floor", "model": settings["model"] or BUNDLED, "dtype": name}
-    found |= describe_floors(least, prompt)
+    result = {"bench": "floor", "model": settings["model"] or BUNDLED, "dtype": name}
+    result |= describe_floors(step, prompt)
     if not json:
-        Console(highlight=False).print(floor_table(least, prompt))
+        Console(highlight=False).print(floor_table(step, prompt))
         note(f"{folder} holds no weights, so nothing was run; --load-format dummy runs it")
-    print_result(found, json)
+    print_result(result, json)
 
 
-def floors_of_run(llm: "LLM", f: "Figures") -> "tuple[StepFloor, Floor]":
+def floors_of_run(llm: "LLM", figures: "Figures") -> "tuple[StepFloor, Floor]":
     """Return the floors of the run's mean step, with half of an output cached, and mean prompt."""
     from lockstep.bench.floor import prompt_floor, step_floor
 
     engine = llm.engine
     model = _sketch(engine.plan.model_path, engine.plan.dtype, engine.config)
-    context = (f.prompt_tokens + f.tokens // 2) // f.requests
-    prompt = prompt_floor(model, f.prompt_tokens // f.requests)
-    return step_floor(model, f.requests, context), prompt
+    context = (figures.prompt_tokens + figures.tokens // 2) // figures.requests
+    prompt = prompt_floor(model, figures.prompt_tokens // figures.requests)
+    return step_floor(model, figures.requests, context), prompt

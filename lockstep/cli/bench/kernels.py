@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lockstep.cli.bench.shared import MOST_CONTEXT, MOST_ROWS, Json, numbers, short
+from lockstep.cli.bench.shared import MAX_CONTEXT, MAX_ROWS, Json, parse_counts, round_floats
 from lockstep.cli.bench.tables import kernel_table
 from lockstep.cli.show import note, print_json, print_result
 from lockstep.errors import ConfigError
@@ -37,7 +37,7 @@ def kernels(
         str, typer.Option(help="format of the KV cache, or of MLA latents")
     ] = "auto",
     context: Annotated[
-        int | None, typer.Option(min=1, max=MOST_CONTEXT, help="cached tokens per row")
+        int | None, typer.Option(min=1, max=MAX_CONTEXT, help="cached tokens per row")
     ] = None,
     tune: Annotated[
         Path | None, typer.Option(help="tune the tiles of linear instead; write the table here")
@@ -58,37 +58,43 @@ def kernels(
     from lockstep.worker.build import pick_device, pick_dtype
 
     config = EngineConfig.read(device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-    place = pick_device(config)
-    kind = pick_dtype(config, {}, place)
-    models = pick_models(model or (), place)
+    device_name = pick_device(config)
+    torch_dtype = pick_dtype(config, {}, device_name)
+    models = pick_models(model or (), device_name)
     if tune:
-        _tune(models, kind, tune)
+        _tune(models, torch_dtype, tune)
     if tune_packed:
-        _tune_packed(models, kind, tune_packed, numbers("rows", rows, MOST_ROWS))
+        _tune_quantized(models, torch_dtype, tune_packed, parse_counts("rows", rows, MAX_ROWS))
     if tune or tune_packed:
         return
-    sizes = (numbers("rows", rows, MOST_ROWS), numbers("query_len", query_len, MOST_ROWS))
+    sizes = (parse_counts("rows", rows, MAX_ROWS), parse_counts("query_len", query_len, MAX_ROWS))
     if context is not None:
         if context < max(sizes[1]):
             raise ConfigError(
                 f"--context {context} is less than a row's tokens of --query-len {query_len}. "
                 "Raise --context."
             )
-        models = [replace(one, context=context) for one in models]
-    asked = (models, place, kind, *sizes, op or ())
-    format = kv_format(kv_cache_dtype, kind)
+        models = [replace(shape, context=context) for shape in models]
+    arguments = (models, device_name, torch_dtype, *sizes, op or ())
+    format = kv_format(kv_cache_dtype, torch_dtype)
     if json:
-        lines = list(measure_kernels(*asked, format=format))
+        lines = list(measure_kernels(*arguments, format=format))
     else:
         with progress_bar() as show:
-            found = measure_kernels(*asked, format=format, progress=lambda what: show(what, 0, 0))
-            lines = list(found)
+            measured = measure_kernels(
+                *arguments, format=format, progress=lambda what: show(what, 0, 0)
+            )
+            lines = list(measured)
         Console(highlight=False).print(kernel_table(lines))
-    wrong = any(line.differing for line in lines)
-    about = {"bench": "kernels", "device": place, "dtype": str(kind).removeprefix("torch.")}
-    rounded = [{k: short(v) for k, v in asdict(line).items()} for line in lines]
-    print_result(about | {"differing": wrong, "lines": rounded}, json)
-    raise typer.Exit(1 if wrong else 0)
+    differing = any(line.differing for line in lines)
+    about = {
+        "bench": "kernels",
+        "device": device_name,
+        "dtype": str(torch_dtype).removeprefix("torch."),
+    }
+    rounded = [{k: round_floats(v) for k, v in asdict(line).items()} for line in lines]
+    print_result(about | {"differing": differing, "lines": rounded}, json)
+    raise typer.Exit(1 if differing else 0)
 
 
 def _tune(models: "list[ModelShape]", dtype: "torch.dtype", path: Path) -> None:
@@ -97,22 +103,22 @@ def _tune(models: "list[ModelShape]", dtype: "torch.dtype", path: Path) -> None:
     with progress_bar() as show:
         times = tune_linears(models, dtype, path, show)
     note(f"{path}: the table; lockstep/kernels/linear/tuning.json is the committed one")
-    rounded = {key: {n: short(us) for n, us in row.items()} for key, row in times.items()}
+    rounded = {key: {n: round_floats(us) for n, us in row.items()} for key, row in times.items()}
     print_json({"bench": "kernels", "tuned": str(path), "us": rounded})
 
 
-def _tune_packed(
+def _tune_quantized(
     models: "list[ModelShape]", dtype: "torch.dtype", path: Path, tokens: tuple[int, ...]
 ) -> None:
-    from lockstep.bench.tune_packed import tune_packed
+    from lockstep.bench.tune_quantized import tune_quantized
 
     times: dict[str, dict[int, Any]] = {}
-    for tuned in tune_packed(models, dtype, path, tokens):
-        note(str(tuned))
-        for tile, reason in tuned.refused.items():
+    for result in tune_quantized(models, dtype, path, tokens):
+        note(str(result))
+        for tile, reason in result.refused.items():
             note(f"tile {tile} was skipped: {reason}")
-        times.setdefault(tuned.key, {})[tuned.job.tokens] = [
-            (short(us), str(tile)) for us, tile in tuned.times
+        times.setdefault(result.key, {})[result.job.tokens] = [
+            (round_floats(us), str(tile)) for us, tile in result.times
         ]
     note(f"{path}: the table; lockstep/kernels/linear/quantized_tuning.json is the committed one")
     print_json({"bench": "kernels", "tuned": str(path), "us": times})

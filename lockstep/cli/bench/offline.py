@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from lockstep.cli.bench.floor import floors_of_run, has_weights, show_floor_alone
-from lockstep.cli.bench.shared import MOST_CONTEXT, MOST_RUNS, Json, Temperature, short
+from lockstep.cli.bench.shared import MAX_CONTEXT, MAX_RUNS, Json, Temperature, round_floats
 from lockstep.cli.bench.tables import figures_table, floor_table, over_floor, trace_table
 from lockstep.cli.options import engine_options
 from lockstep.cli.show import load, model_name, note, print_result
@@ -31,12 +31,12 @@ def offline(
         int,
         typer.Option(
             min=0,
-            max=MOST_CONTEXT,
+            max=MAX_CONTEXT,
             help="random prompt tokens; 0: bundled prompts, with realistic acceptance",
         ),
     ] = 0,
     output_len: Annotated[
-        int, typer.Option(min=1, max=MOST_CONTEXT, help="output tokens per request")
+        int, typer.Option(min=1, max=MAX_CONTEXT, help="output tokens per request")
     ] = 128,
     num_speculative_tokens: Annotated[
         int | None, typer.Option(help="drafts per step of the chosen drafter; 0: no drafts")
@@ -49,8 +49,8 @@ def offline(
         ),
     ] = None,
     temperature: Temperature = 0.0,
-    num_iters_warmup: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="warm-up runs")] = 3,
-    num_iters: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="measured runs")] = 5,
+    num_iters_warmup: Annotated[int, typer.Option(min=0, max=MAX_RUNS, help="warm-up runs")] = 3,
+    num_iters: Annotated[int, typer.Option(min=1, max=MAX_RUNS, help="measured runs")] = 5,
     floor: Annotated[
         bool,
         typer.Option(
@@ -72,6 +72,7 @@ def offline(
     """
     from lockstep.bench import measure
 
+    # With a prefix cache, only the first run would process the prompts.
     settings["enable_prefix_caching"] = False
     settings["max_num_seqs"] = batch_size
     _choose_drafts(settings, num_speculative_tokens, synthetic_acceptance)
@@ -99,22 +100,25 @@ def offline(
 def _report(llm: "LLM", figures: "Figures", floor: bool, json: bool) -> None:
     from lockstep.bench.floor import describe_floors
 
-    found = _about(llm) | {k: round(v, 4) for k, v in asdict(figures).items()}
-    least, prompt = floors_of_run(llm, figures) if floor else (None, None)
-    if least and prompt:
-        found |= describe_floors(least, prompt) | {"over_floor": over_floor(figures, least)}
+    result = _about(llm) | {k: round(v, 4) for k, v in asdict(figures).items()}
+    step, prompt = floors_of_run(llm, figures) if floor else (None, None)
+    if step and prompt:
+        result |= describe_floors(step, prompt) | {"over_floor": over_floor(figures, step)}
     if not json:
         console = Console(highlight=False)
-        if least:
-            console.print(floor_table(least, prompt))
-        console.print(figures_table(figures, least, prompt))
-    print_result(found, json)
+        if step:
+            console.print(floor_table(step, prompt))
+        console.print(figures_table(figures, step, prompt))
+    print_result(result, json)
 
 
 def _choose_drafts(
     settings: dict[str, Any], count: int | None, acceptance: float | None = None
 ) -> None:
-    """Settles "auto" drafting, K and synthetic acceptance. Raises ConfigError without a drafter."""
+    """Resolve the "auto" drafter, K and synthetic acceptance in the settings.
+
+    Raises ConfigError if an option needs a drafter and there is none.
+    """
     from lockstep.engine_args import resolve_auto_drafter
 
     settings.update(resolve_auto_drafter(settings))
@@ -134,8 +138,9 @@ def _choose_drafts(
             f"--num-speculative-tokens {count} needs a drafter, and this checkpoint has no draft "
             """module. Name one, e.g. --speculative-config '{"method": "ngram"}'."""
         )
-    given = {"adaptive": False, **(spec or {}), "num_speculative_tokens": count}
-    settings["speculative_config"] = given if count else None
+    # An explicit K is measured as it is, not adapted.
+    drafting = {"adaptive": False, **(spec or {}), "num_speculative_tokens": count}
+    settings["speculative_config"] = drafting if count else None
 
 
 def _about(llm: "LLM") -> dict[str, Any]:
@@ -152,11 +157,11 @@ def _prompts(llm: "LLM", batch_size: int, input_len: int) -> list[list[int]]:
     from lockstep.example_prompts import short_prompts
 
     if input_len:
-        draw = random.Random(0)
+        rng = random.Random(0)
         vocabulary = range(llm.engine.vocab_size)
-        return [draw.choices(vocabulary, k=input_len) for _ in range(batch_size)]
-    real = short_prompts(llm)
-    return [real[i % len(real)] for i in range(batch_size)]
+        return [rng.choices(vocabulary, k=input_len) for _ in range(batch_size)]
+    examples = short_prompts(llm)
+    return [examples[i % len(examples)] for i in range(batch_size)]
 
 
 def _trace(
@@ -168,5 +173,5 @@ def _trace(
     if not json:
         Console(highlight=False).print(trace_table(lines, llm.engine.plan.device == "cuda"))
         note(f"{path}: open it at https://ui.perfetto.dev")
-    rounded = [{k: short(v) for k, v in asdict(line).items()} for line in lines]
+    rounded = [{k: round_floats(v) for k, v in asdict(line).items()} for line in lines]
     print_result(_about(llm) | {"bench": "trace", "file": str(path), "lines": rounded}, json)

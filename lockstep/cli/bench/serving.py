@@ -8,12 +8,12 @@ import typer
 from rich.console import Console
 
 from lockstep.cli.bench.shared import (
-    MOST_CONTEXT,
+    MAX_CONTEXT,
     Json,
     Temperature,
     check_plot,
-    numbers,
-    short,
+    parse_counts,
+    round_floats,
 )
 from lockstep.cli.bench.tables import serving_table
 from lockstep.cli.show import print_result
@@ -21,16 +21,16 @@ from lockstep.errors import ConfigError, choice_error
 from lockstep.progress import progress_bar
 
 if TYPE_CHECKING:
-    from lockstep.bench.http_client import Ask
+    from lockstep.bench.http_client import StreamRequest
 
-MOST_AT_ONCE = 4096
-"""Requests at once: each has a thread."""
-MOST_REQUESTS = 1_000_000
-"""Requests of one load."""
-MOST_VOCAB = 1 << 19
-"""Token ids that random prompts are drawn from: more than any vocabulary has."""
-MOST_SECONDS = 86_400.0
-"""A day: the longest wait that an option may ask for."""
+MAX_CONCURRENCY = 4096
+"""Maximum concurrent requests; each has a thread."""
+MAX_REQUESTS = 1_000_000
+"""Maximum requests of one load."""
+MAX_VOCAB_SIZE = 1 << 19
+"""Maximum vocabulary size of random prompts; no known model has as many tokens."""
+MAX_TIMEOUT = 86_400.0
+"""Maximum seconds to wait for a byte: one day."""
 
 
 def serving(
@@ -44,16 +44,16 @@ def serving(
         str, typer.Option(help="random (token ids), or samples (the bundled conversations)")
     ] = "random",
     input_len: Annotated[
-        int, typer.Option(min=1, max=MOST_CONTEXT, help="tokens of a random prompt")
+        int, typer.Option(min=1, max=MAX_CONTEXT, help="tokens of a random prompt")
     ] = 1024,
     output_len: Annotated[
-        int, typer.Option(min=1, max=MOST_CONTEXT, help="maximum output tokens")
+        int, typer.Option(min=1, max=MAX_CONTEXT, help="maximum output tokens")
     ] = 128,
     vocab_size: Annotated[
-        int, typer.Option(min=1, max=MOST_VOCAB, help="random token ids are below this")
+        int, typer.Option(min=1, max=MAX_VOCAB_SIZE, help="random token ids are below this")
     ] = 4096,
     num_requests: Annotated[
-        int, typer.Option(min=1, max=MOST_REQUESTS, help="requests per load")
+        int, typer.Option(min=1, max=MAX_REQUESTS, help="requests per load")
     ] = 100,
     rate: Annotated[str, typer.Option(help="requests/s (Poisson), separated by commas")] = "",
     concurrency: Annotated[str, typer.Option(help="concurrent requests, separated by commas")] = "",
@@ -64,7 +64,7 @@ def serving(
     seed: Annotated[int, typer.Option(help="seed of prompts and arrival times")] = 0,
     api_key: Annotated[str | None, typer.Option(help="API key, sent as a bearer token")] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.1, max=MOST_SECONDS, help="seconds to wait for the next byte")
+        float, typer.Option(min=0.1, max=MAX_TIMEOUT, help="seconds to wait for the next byte")
     ] = 600.0,
     plot: Annotated[
         Path | None, typer.Option(help="write a plot of latencies by load, .png")
@@ -80,13 +80,14 @@ def serving(
     from lockstep.bench.http_client import Server
 
     if plot:
+        # Before the load: a missing library must not cost a long measurement.
         bench_serving.need_plots()
         check_plot(plot)
     loads = [bench_serving.Load(rate=value) for value in _rates(rate)]
     counts = concurrency or ("" if loads else "1,8,64")
     if counts:
-        many = numbers("concurrency", counts, MOST_AT_ONCE)
-        loads += [bench_serving.Load(concurrency=value) for value in many]
+        concurrencies = parse_counts("concurrency", counts, MAX_CONCURRENCY)
+        loads += [bench_serving.Load(concurrency=value) for value in concurrencies]
     server = Server.at(url, api_key, timeout)
     name = model or server.first_model()
     extra: dict[str, Any] = {"temperature": temperature}
@@ -94,27 +95,27 @@ def serving(
         extra["ignore_eos"] = True
     sizes = (name, num_requests, input_len, output_len, vocab_size)
 
-    def make(seed: int) -> "list[Ask]":
-        return bench_serving.make_asks(dataset, *sizes, seed, **extra)
+    def make_requests(seed: int) -> "list[StreamRequest]":
+        return bench_serving.make_requests(dataset, *sizes, seed, **extra)
 
     with progress_bar() as show:
-        runs = bench_serving.run_loads(server, make, loads, seed, show)
+        runs = bench_serving.run_loads(server, make_requests, loads, seed, show)
     if plot:
         bench_serving.plot(runs, plot, f"{name} at {url}")
     if not json:
         Console(highlight=False).print(serving_table(runs))
     about = {"bench": "serving", "url": url, "model": name, "dataset": dataset}
-    rounded = [{k: short(v) for k, v in asdict(run).items()} for run in runs]
+    rounded = [{k: round_floats(v) for k, v in asdict(run).items()} for run in runs]
     print_result(about | {"output_len": output_len, "runs": rounded}, json)
 
 
 def _rates(value: str) -> list[float]:
-    """0.5,2 -> [0.5, 2.0]. Raises ConfigError."""
+    """Parse the option --rate such as 0.5,2. Raises ConfigError."""
     try:
-        found = [float(part) for part in value.split(",")] if value else []
+        rates = [float(rate) for rate in value.split(",")] if value else []
     except ValueError:
-        found = [0.0]
-    if any(not 0 < part < 1e6 for part in found):
+        rates = [0.0]
+    if any(not 0 < rate < 1e6 for rate in rates):
         allowed = "requests/s above 0, separated by commas, e.g. 0.5,2,8"
         raise choice_error(ConfigError, "rate", value, allowed, "Pass such rates.")
-    return found
+    return rates

@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from lockstep.bench.drafters import DrafterLine
     from lockstep.bench.kernels import KernelLine
     from lockstep.bench.serving import ServingFigures
-    from lockstep.bench.trace import Line
+    from lockstep.bench.trace import LayerTime
     from lockstep.worker.roofline import Floor, StepFloor
 
 
-def over_floor(f: "Figures", least: "StepFloor") -> float:
+def over_floor(figures: "Figures", step: "StepFloor") -> float:
     """Return the ratio of the measured step to its floor."""
-    return round(f.ms_per_step / least.ms, 4)
+    return round(figures.ms_per_step / step.ms, 4)
 
 
 def digits(value: float) -> str:
@@ -25,28 +25,29 @@ def digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):.10f}".rstrip("0").rstrip(".")
 
 
-def figures_table(f: "Figures", least: "StepFloor | None", prompt: "Floor | None") -> Table:
+def figures_table(figures: "Figures", step: "StepFloor | None", prompt: "Floor | None") -> Table:
     """Return the table of offline runs, with their floors if requested."""
-    spread = ("deviation", "CV") if f.runs > 1 else ()
+    spread = ("deviation", "CV") if figures.runs > 1 else ()
     right: dict[str, Any] = {"justify": "right"}
     table = Table("", *(Column(name, **right) for name in ("mean", *spread)))
-    wall = (f.wall_tokens_per_s, f.wall_deviation, f.wall_cv)
-    decode = (f.decode_tokens_per_s, f.decode_deviation, f.decode_cv)
+    wall = (figures.wall_tokens_per_s, figures.wall_deviation, figures.wall_cv)
+    decode = (figures.decode_tokens_per_s, figures.decode_deviation, figures.decode_cv)
     for name, (mean, deviation, cv) in (("decode tokens/s", decode), ("wall tokens/s", wall)):
-        shown = (f"{deviation:.1f}", f"{100 * cv:.1f} %") if spread else ()
-        table.add_row(name, f"{mean:.1f}", *shown)
-    table.add_row("ms per step", f"{f.ms_per_step:.2f}")
-    if least:
-        table.add_row("  floor on an H200, ms", digits(least.ms))
-        table.add_row("  measured / floor", digits(over_floor(f, least)))
-    table.add_row("time to first token, ms", f"{f.ttft_ms:.1f}")
-    if prompt and f.requests == 1:
+        spread_cells = (f"{deviation:.1f}", f"{100 * cv:.1f} %") if spread else ()
+        table.add_row(name, f"{mean:.1f}", *spread_cells)
+    table.add_row("ms per step", f"{figures.ms_per_step:.2f}")
+    if step:
+        table.add_row("  floor on an H200, ms", digits(step.ms))
+        table.add_row("  measured / floor", digits(over_floor(figures, step)))
+    table.add_row("time to first token, ms", f"{figures.ttft_ms:.1f}")
+    if prompt and figures.requests == 1:
         table.add_row("  floor on an H200, ms", digits(prompt.ms))
-        table.add_row("  measured / floor", digits(f.ttft_ms / prompt.ms))
-    table.add_row("acceptance length", f"{f.acceptance_length:.2f}")
-    table.add_row("acceptance rate", f"{100 * f.acceptance_rate:.1f} %")
+        table.add_row("  measured / floor", digits(figures.ttft_ms / prompt.ms))
+    table.add_row("acceptance length", f"{figures.acceptance_length:.2f}")
+    table.add_row("acceptance rate", f"{100 * figures.acceptance_rate:.1f} %")
     table.caption = (
-        f"{f.requests} requests, {f.prompt_tokens} prompt tokens,\n{f.tokens} tokens, {f.runs} runs"
+        f"{figures.requests} requests, {figures.prompt_tokens} prompt tokens,\n"
+        f"{figures.tokens} tokens, {figures.runs} runs"
     )
     return table
 
@@ -75,14 +76,14 @@ def drafters_table(lines: "list[DrafterLine]") -> Table:
     return table
 
 
-def floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
+def floor_table(step: "StepFloor", prompt: "Floor | None") -> Table:
     """Return the parts of each pass, and whether bandwidth or compute limits it."""
     from lockstep.worker.device_rates import H200
 
     right: dict[str, Any] = {"justify": "right"}
     names = ("GB", "memory ms", "TFLOP", "compute ms")
     table = Table("part", *(Column(name, **right) for name in names), title="Floor of a step")
-    for name, floor in (("verify", least.verify), ("drafts", least.drafts), ("prompt", prompt)):
+    for name, floor in (("verify", step.verify), ("drafts", step.drafts), ("prompt", prompt)):
         if floor is None or not floor.total.bytes:
             continue
         for part in (*floor.parts, floor.total):
@@ -96,7 +97,7 @@ def floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
             )
         table.add_row(f"floor of {name}", "", f"{floor.ms:.3f}", "", "", end_section=True)
     table.caption = (
-        f"{least.rows} rows x {least.query_len} tokens, context {least.context}; "
+        f"{step.rows} rows x {step.query_len} tokens, context {step.context}; "
         f"an H200's {H200.memory / 1e12} TB/s and {H200.matrix / 1e12:.0f} TFLOP/s"
     )
     return table
@@ -109,12 +110,12 @@ def kernel_table(lines: "list[KernelLine]") -> Table:
     for name in ("rows", "us", "MB", "TB/s", "floor"):
         table.add_column(name, **right)
     table.add_column("bits", no_wrap=True)
-    above = None
+    previous = None
     for line in lines:
-        named = (line.model, line.op, line.size)
+        key = (line.model, line.op, line.size)
         bits = "differ: " + ",".join(map(str, line.differing)) if line.differing else "equal"
         table.add_row(
-            "" if named == above else f"{line.model} {line.op} {line.size}",
+            "" if key == previous else f"{line.model} {line.op} {line.size}",
             f"{line.rows} x {line.query_len}",
             f"{line.us:.1f}",
             f"{line.bytes / 1e6:.2f}",
@@ -122,14 +123,14 @@ def kernel_table(lines: "list[KernelLine]") -> Table:
             f"{100 * line.of_floor:.1f} %",
             bits,
         )
-        above = named
+        previous = key
     backends = ", ".join(sorted({line.backend for line in lines}))
     compared = ", ".join(map(str, lines[0].compared)) if lines else ""
     table.caption = f"backend: {backends}; bits: {compared} rows compared with the largest batch"
     return table
 
 
-def trace_table(lines: "list[Line]", on_gpu: bool) -> Table:
+def trace_table(lines: "list[LayerTime]", on_gpu: bool) -> Table:
     """Return the time of one step by name, of GPU kernels or else of host functions."""
     from lockstep.bench.trace import CAPTURED
 
@@ -137,14 +138,14 @@ def trace_table(lines: "list[Line]", on_gpu: bool) -> Table:
     table = Table("layer or stage", Column("calls", **right), title="Time of a step by name")
     for name in ("GPU us", "share", "kernels", "host us") if on_gpu else ("host us", "share"):
         table.add_column(name, **right)
-    named = [line for line in lines if line.name != CAPTURED]
-    whole = sum(line.device_us if on_gpu else line.host_us for line in named) or 1.0
-    for line in named:
-        share = f"{100 * (line.device_us if on_gpu else line.host_us) / whole:.1f} %"
-        gpu = (f"{line.device_us:.1f}", share, f"{line.kernels:g}", f"{line.host_us:.0f}")
-        shown = gpu if on_gpu else (f"{line.host_us:.0f}", share)
-        table.add_row(line.name, f"{line.calls:g}", *shown)
-    table.caption = f"{whole:.0f} us per step; host times include the profiler's overhead"
+    named_lines = [line for line in lines if line.name != CAPTURED]
+    total = sum(line.device_us if on_gpu else line.host_us for line in named_lines) or 1.0
+    for line in named_lines:
+        share = f"{100 * (line.device_us if on_gpu else line.host_us) / total:.1f} %"
+        gpu_cells = (f"{line.device_us:.1f}", share, f"{line.kernels:g}", f"{line.host_us:.0f}")
+        cells = gpu_cells if on_gpu else (f"{line.host_us:.0f}", share)
+        table.add_row(line.name, f"{line.calls:g}", *cells)
+    table.caption = f"{total:.0f} us per step; host times include the profiler's overhead"
     for line in lines:
         if line.name == CAPTURED:
             table.caption += (

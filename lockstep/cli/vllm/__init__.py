@@ -1,1 +1,1 @@
-"""The flags of `vllm serve`, read by their names: one table says what each is here."""
+"""Flags of `vllm serve`: reader, --config file and documentation page."""

@@ -1,4 +1,4 @@
-"""A command whose command line may be in vLLM's words."""
+"""Command that also accepts the flags of vllm serve."""
 
 from functools import cache
 from typing import Any
@@ -10,20 +10,20 @@ from lockstep.flags.flag import Kind
 from lockstep.flags.table import GROUPS, all_flags
 
 OWN_GROUP = "Lockstep only"
-"""Of options whose settings no flag of vLLM sets."""
+"""Group of options whose settings no flag of vLLM sets."""
 
 
 class FlagCommand(PlainCommand):
-    """Reads vLLM's flags, and --config, before the command's own options are parsed."""
+    """Command that translates vLLM's flags and --config before its options are parsed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click's. Raises ConfigError where a flag is not known, refused, or wrongly used."""
+        """Translate and parse a command line. Raises ConfigError for an invalid flag."""
         options = [
             Option(
                 name=name.removeprefix("--"),
                 switch=bool(getattr(param, "is_flag", False)),
-                several=bool(getattr(param, "multiple", False)),
-                off=bool(param.secondary_opts),
+                repeatable=bool(getattr(param, "multiple", False)),
+                negatable=bool(param.secondary_opts),
                 short=tuple(other for other in param.opts if not other.startswith("--")),
             )
             for param in self.get_params(ctx)

@@ -1,7 +1,7 @@
-"""A command line in vLLM's words becomes one in Lockstep's: Reader.line of given words.
+"""Translate a command line with vLLM's flags to one with Lockstep's options.
 
-The command's own options are flags as well, of their own names. A later value takes the place of an
-earlier one, but for options that may be given again; the command line's take those of --config.
+The command's options are flags too, under their own names. A later value replaces an earlier one,
+unless the option is repeatable. The command line overrides the file of --config.
 """
 
 import json
@@ -16,188 +16,210 @@ from lockstep.flags.setter import FlagSetter
 from lockstep.flags.table import all_flags
 
 CONFIG = "config"
-"""The option that names a file of flags; the command itself has no use for it."""
+"""Option that names a file of flags; the reader handles it, not the command."""
 
 
 class Option:
-    """An option of the command itself: its name without dashes, and how its values are written.
+    """Option of the command: its name without dashes, and the form of its values.
 
-    several: it may be given again; off: whether --no-... turns it off; short: other spellings.
+    repeatable: it may occur several times. negatable: --no-... turns it off. short: short names.
     """
 
     def __init__(
-        self, name: str, switch: bool, several: bool, off: bool, short: tuple[str, ...] = ()
+        self,
+        name: str,
+        switch: bool,
+        repeatable: bool,
+        negatable: bool,
+        short: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self.switch = switch
-        self.several = several
-        self.off = off
+        self.repeatable = repeatable
+        self.negatable = negatable
         self.short = short
 
     def flag(self) -> Flag:
-        """The option as a flag that sets it."""
-        form = Form.MANY if self.several else Form.TEXT
+        """Return the flag that sets the option."""
+        form = Form.MANY if self.repeatable else Form.TEXT
         return acts(self.name, "", Form.SWITCH if self.switch else form, short=self.short)
 
     def words(self, value: Any) -> list[str]:
-        """A value of it on the command line."""
+        """Return the words that set the option to a value."""
         if self.switch:
             on = [f"--{self.name}"]
-            return on if value else [f"--no-{self.name}"] * self.off
+            return on if value else [f"--no-{self.name}"] * self.negatable
         if isinstance(value, dict):
             return [f"--{self.name}={json.dumps(value)}"]
         entries = value if isinstance(value, list) else [value]
         texts = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
-        if self.several:
+        if self.repeatable:
             return [f"--{self.name}={text}" for text in texts]
         return [f"--{self.name}={','.join(texts)}"]
 
 
 class Reader:
-    """Reads a command line. note: takes the line that is told of a flag without effect."""
+    """Reader of command lines. note: called with a line about each flag without effect."""
 
     def __init__(self, options: Iterable[Option], note: Callable[[str], Any]) -> None:
         self._options = {option.name.replace("-", "_"): option for option in options}
-        several = [name for name, option in self._options.items() if option.several]
-        self._setter = FlagSetter(several, note)
-        own = [option.flag() for option in self._options.values()]
-        known = [flag for flag in all_flags() if self._knows(flag)]
-        self._flags = {flag.name: flag for flag in (*own, *known)}
-        self._short = {short: flag for flag in (*known, *own) for short in flag.short}
+        repeatable = [name for name, option in self._options.items() if option.repeatable]
+        self._setter = FlagSetter(repeatable, note)
+        command_flags = [option.flag() for option in self._options.values()]
+        vllm_flags = [flag for flag in all_flags() if self._has_setting(flag)]
+        self._flags = {flag.name: flag for flag in (*command_flags, *vllm_flags)}
+        self._short = {
+            short: flag for flag in (*vllm_flags, *command_flags) for short in flag.short
+        }
         self._lists: dict[tuple[str, ...], list[Any]] = {}
 
     def line(self, words: list[str]) -> list[str]:
-        """The command line in the command's own options. Raises ConfigError."""
-        given, rest = self._split(words)
-        for name, written in given:
-            if self._find(name)[0].name == CONFIG and written:
-                self._read_file(written[0])
+        """Translate a command line to the command's options. Raises ConfigError."""
+        occurrences, rest = self._split(words)
+        # The file first: the command line overrides it.
+        for name, values in occurrences:
+            if self._find(name)[0].name == CONFIG and values:
+                self._read_file(values[0])
         self._setter.start_source()
-        for name, written in given:
-            self._take(name, written)
-        own = [self._options[name].words(value) for name, value in self._setter.values.items()]
-        return [word for part in own for word in part] + rest
+        for name, values in occurrences:
+            self._apply(name, values)
+        words_by_option = [
+            self._options[name].words(value) for name, value in self._setter.values.items()
+        ]
+        return [word for option_words in words_by_option for word in option_words] + rest
 
-    def _knows(self, flag: Flag) -> bool:
-        """Whether the command has what the flag sets."""
+    def _has_setting(self, flag: Flag) -> bool:
+        """Return whether the command has the setting of a flag."""
         return not flag.setting or flag.setting.partition(".")[0] in self._options
 
     def _split(self, words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-        """([(flag as written, what stands behind it)], what is no flag)."""
-        given: list[tuple[str, list[str]]] = []
-        rest: list[str] = []
-        at = 0
-        while at < len(words):
-            word = words[at]
-            at += 1
+        """Return ([(flag as written, its values)], the other words)."""
+        occurrences: list[tuple[str, list[str]]] = []
+        positional: list[str] = []
+        index = 0
+        while index < len(words):
+            word = words[index]
+            index += 1
+            # The words after -- are positional.
             if word == "--":
-                return given, [*rest, *words[at - 1 :]]
+                return occurrences, [*positional, *words[index - 1 :]]
             if not self._is_flag(word):
-                rest.append(word)
+                positional.append(word)
                 continue
             name, equals, text = word.partition("=")
-            name, attached = self._attached(name)
+            name, attached = self._split_attached(name)
             if equals or attached:
-                given.append((name, [attached + equals + text if attached else text]))
+                occurrences.append((name, [attached + equals + text if attached else text]))
                 continue
-            most = self._most(name)
-            written: list[str] = []
-            while len(written) < most and at < len(words) and self._is_value(words[at], most):
-                written.append(words[at])
-                at += 1
-            given.append((name, written))
-        return given, rest
+            max_values = self._max_values(name)
+            values: list[str] = []
+            while (
+                len(values) < max_values
+                and index < len(words)
+                and self._is_value(words[index], max_values)
+            ):
+                values.append(words[index])
+                index += 1
+            occurrences.append((name, values))
+        return occurrences, positional
 
     def _is_flag(self, word: str) -> bool:
-        """Whether it begins with a dash and is no negative number."""
+        """Return whether a word begins with a dash and is no negative number."""
         return len(word) > 1 and word[0] == "-" and not word[1:2].isdigit()
 
-    def _is_value(self, word: str, most: float) -> bool:
-        """Whether it may stand behind a flag; the one value of a flag may begin with one dash."""
-        named = word.startswith("--") or word.partition("=")[0].partition(".")[0] in self._short
-        return not named if most == 1 else not self._is_flag(word)
+    def _is_value(self, word: str, max_values: float) -> bool:
+        """Return whether a word can be a value of the flag before it.
 
-    def _attached(self, name: str) -> tuple[str, str]:
-        """-O3 -> ("-O", "3"): a flag of one letter may have its value behind it."""
-        alone = name.startswith("--") or name.partition(".")[0] in self._short
-        if alone or name[:2] not in self._short or len(name) == 2:
+        The value of a flag with a single value may begin with one dash.
+        """
+        starts_flag = (
+            word.startswith("--") or word.partition("=")[0].partition(".")[0] in self._short
+        )
+        return not starts_flag if max_values == 1 else not self._is_flag(word)
+
+    def _split_attached(self, name: str) -> tuple[str, str]:
+        """Split a one-letter flag from its value: -O3 becomes ("-O", "3")."""
+        has_no_attached_value = name.startswith("--") or name.partition(".")[0] in self._short
+        if has_no_attached_value or name[:2] not in self._short or len(name) == 2:
             return name, ""
         return name[:2], name[2:]
 
-    def _most(self, name: str) -> float:
-        """Values that may stand behind a flag."""
+    def _max_values(self, name: str) -> float:
+        """Return the maximum number of values of a flag."""
         flag, _, path = self._find(name)
         if path:
             return 1
         return {Form.SWITCH: 0, Form.MANY: float("inf")}.get(flag.form, 1)
 
     def _find(self, name: str) -> tuple[Flag, bool, list[str]]:
-        """(the flag, whether --no- stands before it, the keys behind its dots)."""
-        head, *path = name.split(".")
-        if head in self._short:
-            return self._short[head], False, path
-        plain = head.removeprefix("--").replace("_", "-")
-        if head.startswith("--"):
-            if plain in self._flags:
-                return self._flags[plain], False, path
-            positive = self._flags.get(plain.removeprefix("no-"))
-            if plain.startswith("no-") and positive and positive.form is Form.SWITCH:
+        """Return (the flag, whether it is negated by --no-, the keys after its dots)."""
+        first, *path = name.split(".")
+        if first in self._short:
+            return self._short[first], False, path
+        long_name = first.removeprefix("--").replace("_", "-")
+        if first.startswith("--"):
+            # The full name first: no-docs is a flag, not a negated docs.
+            if long_name in self._flags:
+                return self._flags[long_name], False, path
+            positive = self._flags.get(long_name.removeprefix("no-"))
+            if long_name.startswith("no-") and positive and positive.form is Form.SWITCH:
                 return positive, True, path
         known = [f"--{name}" for name in self._flags]
-        more = "; docs/vllm_flags.md says what became of vLLM's"
-        raise unknown_option(head if head.startswith("-") else f"--{head}", known, more)
+        hint = "; docs/vllm_flags.md lists the flags of vllm serve"
+        raise unknown_option(first if first.startswith("-") else f"--{first}", known, hint)
 
-    def _take(self, name: str, written: list[str]) -> None:
-        """Does what a flag asks for. Raises ConfigError."""
+    def _apply(self, name: str, values: list[str]) -> None:
+        """Apply a flag with its values. Raises ConfigError."""
         flag, negated, path = self._find(name)
-        shown = "--" + ".".join([flag.name, *path])
-        if not written and flag.form is not Form.SWITCH:
+        display_name = "--" + ".".join([flag.name, *path])
+        if not values and flag.form is not Form.SWITCH:
             raise ConfigError(f"{name} needs a value. Write one after it, or leave it out.")
         if path:
-            self._take_key(flag, path, read_value(_JSON, shown, written))
+            self._apply_key(flag, path, read_value(_JSON, display_name, values))
             return
-        value = read_value(flag, shown, written)
-        self._setter.apply(flag, shown, not value if negated else value)
+        value = read_value(flag, display_name, values)
+        self._setter.apply(flag, display_name, not value if negated else value)
 
-    def _take_key(self, flag: Flag, path: list[str], value: Any) -> None:
-        """--flag.key.deeper value."""
-        shown = f"--{flag.name}.{path[0]}"
+    def _apply_key(self, flag: Flag, path: list[str], value: Any) -> None:
+        """Apply a value to a key of a flag: --flag.key.subkey value."""
+        display_name = f"--{flag.name}.{path[0]}"
         if flag.form is not Form.JSON:
-            raise ConfigError(f"{shown}: --{flag.name} has no keys. Leave the dot out.")
+            raise ConfigError(f"{display_name}: --{flag.name} has no keys. Leave the dot out.")
         if path[-1].endswith("+"):
             path = [*path[:-1], path[-1].removesuffix("+")]
-            value = self._longer(flag, path, value)
+            value = self._extend_list(flag, path, value)
         for key in reversed(path[1:]):
             value = {key: value}
-        self._setter.apply_key(flag, shown, path[0], value)
+        self._setter.apply_key(flag, display_name, path[0], value)
 
-    def _longer(self, flag: Flag, path: list[str], value: Any) -> list[Any]:
-        """--flag.key+ value: what was written of the list before, and this."""
-        place = (flag.name, *path)
+    def _extend_list(self, flag: Flag, path: list[str], value: Any) -> list[Any]:
+        """Return the list of --flag.key+ with the new value appended."""
+        key = (flag.name, *path)
         entries = value if isinstance(value, list) else str(value).split(",")
-        read = [
-            read_value(_JSON, flag.name, [one]) if isinstance(one, str) else one for one in entries
+        new_entries = [
+            read_value(_JSON, flag.name, [entry]) if isinstance(entry, str) else entry
+            for entry in entries
         ]
-        self._lists[place] = [*self._lists.get(place, []), *read]
-        return self._lists[place]
+        self._lists[key] = [*self._lists.get(key, []), *new_entries]
+        return self._lists[key]
 
     def _read_file(self, path: str) -> None:
-        """Takes the flags of a YAML file: by name, one mapping. Raises ConfigError."""
+        """Apply the flags of a YAML file, a mapping by name. Raises ConfigError."""
         for name, value in read_config(path).items():
             if not isinstance(name, str) or name.startswith("-") or name == CONFIG:
                 allowed = f"a flag's name, other than {CONFIG}"
                 remedy = "Write flags without dashes."
                 raise choice_error(ConfigError, f"{path}: flag", name, allowed, remedy)
             if value not in (None, []):
-                self._take(f"--{name}", _written(value))
+                self._apply(f"--{name}", _as_words(value))
 
 
 _JSON = Flag("", Kind.ACTS, "", Form.JSON)
-"""How the value of a key is written: JSON, or text."""
+"""Form of the value of a key: JSON, or text."""
 
 
-def _written(value: Any) -> list[str]:
-    """A value of a file as it would stand on the command line."""
+def _as_words(value: Any) -> list[str]:
+    """Return the words of a file's value as on the command line."""
     if isinstance(value, bool):
         return [next(text for text, known in SWITCHED.items() if known is value)]
     if isinstance(value, list):

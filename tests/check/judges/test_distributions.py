@@ -1,4 +1,4 @@
-"""Drawn tokens fit the exact distribution, and the tests of it can fail."""
+"""Sampled tokens fit the exact distribution, and faults of the sampler fail the tests."""
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import fields, replace
@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-import lockstep.kernels.sampling.reference as engines
+import lockstep.kernels.sampling.reference as reference
 from lockstep.check.engines import CheckEngine, build, build_plain
 from lockstep.check.judges import distributions
 from lockstep.check.judges.distributions import (
-    Context,
-    cases,
+    SamplingContext,
     chi_squared,
-    classes,
-    improbable,
+    p_value,
+    parameter_cases,
     run_sampling,
-    shares,
+    token_classes,
+    token_probabilities,
     wrong_distribution,
     wrong_pairs,
 )
 from lockstep.check.judges.plain_runs import PlainRuns
-from lockstep.check.report.exercised import OUTSIDE_THE_ENGINE
+from lockstep.check.report.coverage import OUTSIDE_THE_ENGINE
 from lockstep.check.report.report import Report
 from lockstep.check.scenarios.scenario import Kind
 from lockstep.text.processor import Processor
@@ -38,32 +38,40 @@ def plain(model: str) -> PlainRuns:
 
 
 @pytest.fixture
-def found(plain: PlainRuns, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
-    """The names of the tests that fail, at fewer draws than the quick size has. only: the cases
-    that are run of those of a distribution, all by default."""
+def failed_tests(
+    plain: PlainRuns, model: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., set[str]]:
+    """Return a function that returns the names of failed tests.
 
-    def run(only: Container[str] | None = None) -> set[str]:
+    It takes fewer samples than the quick size. case_names: cases to run, None for all.
+    """
+
+    def run(case_names: Container[str] | None = None) -> set[str]:
         report = Report("quick", "")
-        every = cases
+        all_cases = parameter_cases
 
-        def chosen(given: Context) -> dict[str, Any]:
-            return {n: params for n, params in every(given).items() if only is None or n in only}
+        def selected_cases(context: SamplingContext) -> dict[str, Any]:
+            return {
+                name: params
+                for name, params in all_cases(context).items()
+                if case_names is None or name in case_names
+            }
 
-        monkeypatch.setattr(distributions, "cases", chosen)
+        monkeypatch.setattr(distributions, "parameter_cases", selected_cases)
 
         def build_kind(kind: Kind) -> CheckEngine:
             return build(model, {"load_format": "dummy", **kind.settings()}, kind.hooks())
 
         run_sampling(plain, build_kind, 48, report)
         assert report.cases == len(report.tallies)
-        assert report.cases == 32 or only is not None
+        assert report.cases == 32 or case_names is not None
         return {f.batch for f in report.failures}
 
     return run
 
 
-def test_a_sound_sampler_passes(found: Callable[..., set[str]]) -> None:
-    assert found() == set()
+def test_a_sound_sampler_passes(failed_tests: Callable[..., set[str]]) -> None:
+    assert failed_tests() == set()
 
 
 def half_seeds(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -78,21 +86,21 @@ def no_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return UNIFORM(seed, positions, ids) * 0.01 + 0.5
 
 
-def stale_penalties(x: Tensor, first: int, drafts: Tensor, *given: Any) -> Tensor:
-    return PENALISE(x, first, drafts * 0 - 1, *given)
+def stale_penalties(x: Tensor, first: int, drafts: Tensor, *rest: Any) -> Tensor:
+    return PENALISE(x, first, drafts * 0 - 1, *rest)
 
 
 def no_top_p(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Tensor:
     return FILTER(x, min_p, top_k, 1.0, vocab)
 
 
-UNIFORM = engines.uniform
-PENALISE = engines._penalise
-FILTER = engines._filter
+UNIFORM = reference.uniform
+PENALISE = reference._penalise
+FILTER = reference._filter
 
 
 @pytest.mark.parametrize(
-    ("name", "fault", "due"),
+    ("name", "fault", "expected"),
     [
         ("uniform", half_seeds, {"seeds"}),
         ("uniform", one_position, {"positions"}),
@@ -102,81 +110,100 @@ FILTER = engines._filter
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_faults_are_seen(
-    found: Callable[..., set[str]],
+def test_sampler_faults_are_detected(
+    failed_tests: Callable[..., set[str]],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     fault: Any,
-    due: set[str],
+    expected: set[str],
 ) -> None:
-    monkeypatch.setattr(engines, name, fault)
-    assert due <= found({test.partition(",")[0] for test in due})
+    monkeypatch.setattr(reference, name, fault)
+    assert expected <= failed_tests({test.partition(",")[0] for test in expected})
 
 
-def test_completions_that_share_a_seed_are_seen(
-    found: Callable[..., set[str]], monkeypatch: pytest.MonkeyPatch
+def test_shared_seed_is_detected(
+    failed_tests: Callable[..., set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = Processor.requests
 
-    def same(self: Processor, *given: Any, **more: Any) -> Any:
-        made = requests(self, *given, **more)
-        return [replace(request, seed=made[0].seed) for request in made]
+    def requests_with_one_seed(self: Processor, *args: Any, **options: Any) -> Any:
+        created = requests(self, *args, **options)
+        return [replace(request, seed=created[0].seed) for request in created]
 
-    monkeypatch.setattr(Processor, "requests", same)
-    assert "completions" in found(())
+    monkeypatch.setattr(Processor, "requests", requests_with_one_seed)
+    assert "completions" in failed_tests(())
 
 
-def context() -> Context:
-    raw = torch.tensor(RNG.normal(size=40) * 2, dtype=torch.float32)
-    return Context(raw, (1, 2, 3), (4, 4, 5), (6, 7, 8, 9, 10, 11, 12), frozenset({0}))
+def context() -> SamplingContext:
+    raw_logits = torch.tensor(RNG.normal(size=40) * 2, dtype=torch.float32)
+    return SamplingContext(
+        raw_logits, (1, 2, 3), (4, 4, 5), (6, 7, 8, 9, 10, 11, 12), frozenset({0})
+    )
 
 
 def test_every_parameter_that_shapes_a_distribution_has_a_case() -> None:
-    every = cases(context())
+    all_cases = parameter_cases(context())
     shaping = set(fields_of_the_sampler())
     for name in shaping:
-        assert any(name.startswith(case) for case in every), name
+        assert any(name.startswith(case) for case in all_cases), name
 
 
 def fields_of_the_sampler() -> Iterator[str]:
-    """SamplingParams but for what ends an answer, or what is told of it; a grammar's masks are made
-    beside the sampler, and bind it as allowed_token_ids do."""
-    told = {"n", "seed", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output"}
-    told |= {"ignore_eos", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens"}
-    told |= {"structured_outputs", *OUTSIDE_THE_ENGINE}
-    params = next(iter(cases(context()).values()))
-    return (f.name for f in fields(params) if f.name not in told)
+    """Return the fields of SamplingParams that change the distribution of the next token.
+
+    A grammar is not among them: its masks act like allowed_token_ids.
+    """
+    not_sampling = {
+        "n",
+        "seed",
+        "max_tokens",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+    }
+    not_sampling |= {
+        "ignore_eos",
+        "logprobs",
+        "prompt_logprobs",
+        "detokenize",
+        "skip_special_tokens",
+    }
+    not_sampling |= {"structured_outputs", *OUTSIDE_THE_ENGINE}
+    params = next(iter(parameter_cases(context()).values()))
+    return (field.name for field in fields(params) if field.name not in not_sampling)
 
 
 def test_every_case_changes_the_distribution() -> None:
-    given = context()
-    every = cases(given)
-    plain = shares(given, every["no parameter"], 2)
-    for name, params in every.items():
-        assert name == "no parameter" or not np.allclose(shares(given, params, 2), plain), name
+    sampling_context = context()
+    all_cases = parameter_cases(sampling_context)
+    unchanged = token_probabilities(sampling_context, all_cases["no parameter"], 2)
+    for name, params in all_cases.items():
+        assert name == "no parameter" or not np.allclose(
+            token_probabilities(sampling_context, params, 2), unchanged
+        ), name
 
 
 def test_chi_squared_and_its_probability() -> None:
-    assert improbable(18.307, 10) == pytest.approx(0.05, rel=1e-3)
-    share = np.array([0.5, 0.3, 0.15, 0.04, 0.01])
-    sound = RNG.choice(5, size=4000, p=share)
-    counts = np.bincount(sound, minlength=5).astype(float)
-    assert improbable(*chi_squared(counts, share * 4000)) > 1e-3
-    assert improbable(*chi_squared(counts, share[::-1] * 4000)) < 1e-9
-    statistic, freedom = chi_squared(np.array([30.0, 2.0, 1.0]), np.array([28.0, 3.0, 2.0]))
-    assert freedom == 1, "rare outcomes are one bin"
+    assert p_value(18.307, 10) == pytest.approx(0.05, rel=1e-3)
+    probabilities = np.array([0.5, 0.3, 0.15, 0.04, 0.01])
+    sampled = RNG.choice(5, size=4000, p=probabilities)
+    counts = np.bincount(sampled, minlength=5).astype(float)
+    assert p_value(*chi_squared(counts, probabilities * 4000)) > 1e-3
+    assert p_value(*chi_squared(counts, probabilities[::-1] * 4000)) < 1e-9
+    statistic, degrees = chi_squared(np.array([30.0, 2.0, 1.0]), np.array([28.0, 3.0, 2.0]))
+    assert degrees == 1, "rare outcomes are one bin"
 
 
-def test_a_token_that_may_not_be_drawn_is_named() -> None:
-    due = [np.array([0.5, 0.5, 0.0])]
-    assert wrong_distribution(np.array([[0], [1], [2]]), due) is not None
-    assert wrong_distribution(np.array([[0], [1], [0]]), due) is None
+def test_impossible_token_is_named() -> None:
+    expected = [np.array([0.5, 0.5, 0.0])]
+    assert wrong_distribution(np.array([[0], [1], [2]]), expected) is not None
+    assert wrong_distribution(np.array([[0], [1], [0]]), expected) is None
 
 
-def test_pairs() -> None:
-    share = np.full(32, 1 / 32)
-    kinds = classes(share)
-    assert np.bincount(kinds).tolist() == [8] * distributions.CLASSES
-    left, right = (RNG.integers(0, 32, (500, 4)) for _ in range(2))
-    assert wrong_pairs(left, right, share, "pairs") is None
-    assert wrong_pairs(left, left, share, "pairs") is not None
+def test_wrong_pairs_detects_dependence() -> None:
+    probabilities = np.full(32, 1 / 32)
+    class_of_token = token_classes(probabilities)
+    assert np.bincount(class_of_token).tolist() == [8] * distributions.NUM_CLASSES
+    first, second = (RNG.integers(0, 32, (500, 4)) for _ in range(2))
+    assert wrong_pairs(first, second, probabilities, "pairs") is None
+    assert wrong_pairs(first, first, probabilities, "pairs") is not None

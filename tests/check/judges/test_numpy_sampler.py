@@ -1,4 +1,4 @@
-"""The sampler said again agrees with the engine's, and sees a wrong token, end and figure."""
+"""The numpy sampler agrees with the engine's, and detects wrong tokens, endings and logprobs."""
 
 import math
 import random
@@ -19,7 +19,7 @@ from lockstep.worker.rows import write_sampling
 V = 50
 PROMPT = [3, 4, 5, 4]
 ANSWER = [7, 8, 7]
-ENDS = frozenset({2})
+EOS_IDS = frozenset({2})
 RAW = np.random.default_rng(0).normal(size=V).astype(np.float32).astype(np.float64) * 2
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -41,7 +41,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 
 def engines_token(raw: np.ndarray, params: SamplingParams, seed: int) -> int:
     state = SamplingState.empty(2, V, 20, (32, 8), "cpu")
-    request = Request("r", PROMPT, params, eos_token_ids=ENDS, seed=seed)
+    request = Request("r", PROMPT, params, eos_token_ids=EOS_IDS, seed=seed)
     write_sampling(state, 1, RowSpec.of(request), torch.tensor(PROMPT))
     for token in ANSWER:
         state.counts[1, token] += 1
@@ -53,21 +53,23 @@ def engines_token(raw: np.ndarray, params: SamplingParams, seed: int) -> int:
     return int(sample(logits, at, none, torch.tensor([1]), history, state))
 
 
-@pytest.mark.parametrize("given", PARAMS, ids=str)
-def test_it_agrees_with_the_engine_and_with_nothing_else(given: dict[str, Any]) -> None:
-    rng = random.Random(str(given))
-    place = numpy_sampler.Place(PROMPT, ANSWER, ENDS)
-    params = SamplingParams(**{"seed": 3, **given})
+@pytest.mark.parametrize("options", PARAMS, ids=str)
+def test_reference_accepts_only_the_engines_token(options: dict[str, Any]) -> None:
+    rng = random.Random(str(options))
+    context = numpy_sampler.TokenContext(PROMPT, ANSWER, EOS_IDS)
+    params = SamplingParams(**{"seed": 3, **options})
     for _ in range(20):
         raw = RAW[rng.sample(range(V), V)]
         seed = (params.seed or 0) ^ rng.randrange(2**60)
         token = engines_token(raw, params, seed)
-        assert numpy_sampler.wrong_token(raw, token, place, params, seed) is None
-        others = [t for t in range(V) if t != token]
-        wrong = [
-            t for t in others if numpy_sampler.wrong_token(raw, t, place, params, seed) is None
+        assert numpy_sampler.wrong_token(raw, token, context, params, seed) is None
+        other_tokens = [t for t in range(V) if t != token]
+        accepted = [
+            t
+            for t in other_tokens
+            if numpy_sampler.wrong_token(raw, t, context, params, seed) is None
         ]
-        assert len(wrong) <= 1, "at most one other token is as good, by rounding"
+        assert len(accepted) <= 1, "at most one other token is as good, by rounding"
 
 
 def test_every_bit_of_a_seed_counts() -> None:
@@ -78,7 +80,7 @@ def test_every_bit_of_a_seed_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ending", "given", "said"),
+    ("tokens", "ending", "options", "message"),
     [
         ([5, 6, 2], ("stop", None), {}, None),
         ([5, 6, 2], ("length", None), {"ignore_eos": True, "max_tokens": 3}, None),
@@ -90,14 +92,14 @@ def test_every_bit_of_a_seed_counts() -> None:
         ([5, 9], ("stop", "text"), {"max_tokens": 3}, None),
     ],
 )
-def test_ends(tokens: list[int], ending: Any, given: dict[str, Any], said: str | None) -> None:
-    params = SamplingParams(**given)
-    wrong = numpy_sampler.wrong_end(tokens, ending, ENDS, params, params.max_tokens or 0)
-    if said is None:
-        assert wrong is None
+def test_ends(tokens: list[int], ending: Any, options: dict[str, Any], message: str | None) -> None:
+    params = SamplingParams(**options)
+    fault = numpy_sampler.wrong_end(tokens, ending, EOS_IDS, params, params.max_tokens or 0)
+    if message is None:
+        assert fault is None
     else:
-        assert wrong is not None
-        assert re.search(said, wrong)
+        assert fault is not None
+        assert re.search(message, fault)
 
 
 def test_logprobs() -> None:

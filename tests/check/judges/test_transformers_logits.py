@@ -1,4 +1,4 @@
-"""The plain logits equal those of transformers, and a fault of the model itself is seen."""
+"""The plain logits equal those of transformers, and a fault of the model code is detected."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch
 
 from lockstep.check.engines import CheckEngine, build_plain
 from lockstep.check.judges import transformers_logits
-from lockstep.check.judges.transformers_logits import load_oracle, off_by, run_oracle
+from lockstep.check.judges.transformers_logits import load_oracle, relative_difference, run_oracle
 from lockstep.check.report.report import Report
 from lockstep.errors import ConfigError
 from lockstep.layers.rotary import Rotary
@@ -17,13 +17,13 @@ from lockstep.worker.executor import worker_of
 
 @pytest.fixture(scope="module")
 def plain() -> CheckEngine:
-    """The bundled model, as the check runs it plainly."""
+    """Return the plain engine of the bundled model."""
     return build_plain(None, {})
 
 
 @pytest.fixture
 def other(plain: CheckEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle is loaded once, and asked about three prompts."""
+    """Load the oracle once, and reduce the comparison to four prompts."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(transformers_logits, "load_oracle", LOADED.setdefault("it", cached(plain)))
     short = transformers_logits.short_prompts
@@ -45,7 +45,7 @@ def test_the_plain_run_agrees(plain: CheckEngine, other: None) -> None:
     assert report.failed == 0 and report.cases == 4
 
 
-def test_a_fault_of_the_model_is_seen(plain: CheckEngine, other: None) -> None:
+def test_model_fault_is_detected(plain: CheckEngine, other: None) -> None:
     report = Report("quick", "")
     rotary = next(m for m in worker_of(plain.engine).model.modules() if isinstance(m, Rotary))
     angles = rotary.sin
@@ -58,10 +58,10 @@ def test_a_fault_of_the_model_is_seen(plain: CheckEngine, other: None) -> None:
     assert "of their norm; allowed: 0.0001" in report.failures[0].what
 
 
-def test_a_constant_does_not_count_and_a_nan_does() -> None:
+def test_relative_difference_ignores_a_constant() -> None:
     rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    assert float(off_by(rows + 4, rows).max()) < 1e-6
-    assert float(off_by(rows * 1.01, rows).max()) == pytest.approx(0.01, rel=1e-3)
+    assert float(relative_difference(rows + 4, rows).max()) < 1e-6
+    assert float(relative_difference(rows * 1.01, rows).max()) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_random_weights_have_no_oracle(model: str) -> None:
@@ -70,7 +70,7 @@ def test_random_weights_have_no_oracle(model: str) -> None:
         load_oracle(llm)
 
 
-def test_packed_weights_have_no_oracle() -> None:
+def test_quantized_weights_have_no_oracle() -> None:
     llm = LLM(quantization="int4", max_model_len=256)
     with pytest.raises(ConfigError, match="not allowed with quantized weights"):
         load_oracle(llm)

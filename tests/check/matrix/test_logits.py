@@ -1,4 +1,4 @@
-"""The logits check passes on an engine that keeps the contract, and sees one bit on another."""
+"""The logits check passes on a correct engine, and detects a single wrong bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +16,16 @@ from lockstep.check.matrix.setups import Setup
 from lockstep.check.oracle_drafter import OracleDrafter
 from lockstep.check.report.report import Report
 from lockstep.errors import ConfigError
-from tests.check.faulty import off_by_a_bit
+from tests.check.faulty import flip_last_logit_bit
 
-GRAPHS = ("full", "piecewise", "none")
+GRAPH_MODES = ("full", "piecewise", "none")
 SMALL = Size((1, 2, 7), (0, 3, 7), (), 1, 1, 300, 10)
 Check = Callable[..., Report]
 
 
 @pytest.fixture
 def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """run_logits at a small size over the tiny model."""
+    """Return run_logits at a small size over the tiny model."""
 
     def run(size: Size = SMALL) -> Report:
         monkeypatch.setitem(SIZES, "quick", size)
@@ -34,15 +34,15 @@ def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
     return run
 
 
-def test_a_digest_holds_every_bit_of_a_row_and_nothing_else() -> None:
+def test_digest_depends_on_every_bit_of_its_row_only() -> None:
     logits = torch.randn(70, 300, generator=torch.Generator().manual_seed(0))
-    found = digest(logits)
-    assert len(set(found.tolist())) == 70
-    assert torch.equal(digest(logits[5:6]), found[5:6])
+    digests = digest(logits)
+    assert len(set(digests.tolist())) == 70
+    assert torch.equal(digest(logits[5:6]), digests[5:6])
     for row, column, bit in ((0, 0, 0), (3, 299, 31), (69, 150, 23)):
         other = logits.clone()
         other.view(torch.int32)[row, column] ^= torch.tensor(1 << bit).int()
-        assert (digest(other) != found).nonzero().flatten().tolist() == [row]
+        assert (digest(other) != digests).nonzero().flatten().tolist() == [row]
 
 
 def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
@@ -62,13 +62,13 @@ def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> Non
 def test_the_bundled_model_in_every_graph_mode_on_a_gpu() -> None:
     report = run_logits("quick", device="cuda")
     assert report.failed == 0, report.verdict
-    assert {t.setup.graph for t in report.tallies} == set(GRAPHS)
+    assert {t.setup.graph for t in report.tallies} == set(GRAPH_MODES)
 
 
 def test_an_interruption_keeps_the_engines_that_were_done(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes as the second of two engines begins."""
+    """The interruption comes when the second of two engines starts."""
 
     def progress(what: str, done: int, of: int) -> None:
         if done == 1:
@@ -84,41 +84,35 @@ def test_an_interruption_keeps_the_engines_that_were_done(
     assert report.seconds > 0 and {t.setup.drafting for t in report.tallies} == {"none"}
 
 
-def test_one_bit_that_depends_on_the_rows_is_seen(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    off_by_a_bit(monkeypatch)
+def test_row_dependent_bit_is_detected(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    flip_last_logit_bit(monkeypatch)
     report = check(Size((1, 2), (0,), (), 0, 1, 300, 6))
-    found = [f for f in report.failures if f.setup.drafter == "none"]
-    assert {f.batch for f in found} == {"2 rows", "prefix hit"}
-    assert {f.what for f in found} == {"the bits of the logits differ"}
+    failures = [f for f in report.failures if f.setup.drafter == "none"]
+    assert {f.batch for f in failures} == {"2 rows", "prefix hit"}
+    assert {f.what for f in failures} == {"the bits of the logits differ"}
     assert report.to_json()["failed"] == len(report.failures)
 
 
-def test_an_engine_that_breaks_is_a_failure_and_the_others_follow(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first of two engines that draft has no memory for its second batch."""
-    run = logits._run_batch
-    runs: list[str] = []
+def test_engine_exception_is_a_failure(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two engines raises in its second batch; the other engine still runs."""
+    run_batch = logits._run_batch
+    drafters: list[str] = []
 
     def broken(engine: CheckEngine, setup: Setup, batch: Batch, *rest: Any) -> None:
-        runs.append(setup.drafter)
-        if runs == [setup.drafter] * 2:
+        drafters.append(setup.drafter)
+        if drafters == [setup.drafter] * 2:
             raise torch.OutOfMemoryError("no memory")
-        run(engine, setup, batch, *rest)
+        run_batch(engine, setup, batch, *rest)
 
     monkeypatch.setattr(logits, "_run_batch", broken)
     report = check(Size((1, 2), (0,), (), 0, 1, 300, 6))
     (failure,) = report.failures
     assert failure.what == "raised OutOfMemoryError: no memory"
-    assert len(set(runs)) == 2, "the other engine ran"
+    assert len(set(drafters)) == 2, "the other engine ran"
     assert report.cases == 1 + 1 + (1 + 2 + 7) and report.failed == 1
 
 
-def test_an_axis_that_never_takes_place_is_a_failure(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_event_is_a_failure(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OracleDrafter, "set_texts", lambda self, texts: None)
     monkeypatch.setattr("lockstep.check.matrix.logits._cache_prefixes", lambda engine, cases: None)
     report = check(Size((1,), (2,), (), 0, 1, 300, 6))
@@ -128,15 +122,17 @@ def test_an_axis_that_never_takes_place_is_a_failure(
     assert ("prefix hit", "the run had no cached tokens") in failures
 
 
-def test_the_full_matrix_holds_what_it_promises() -> None:
+def test_full_matrix_covers_all_settings() -> None:
     size = SIZES["full"]
-    every = list(engines(size, GRAPHS, "mtp"))
-    assert len(set(every)) == len(every)
-    assert {s.k for s in every if s.graph == "full" and s.drafter != "mtp"} == {*range(8), 15}
-    assert {s.graph for s in every} == set(GRAPHS) and Setup("mtp", 3, "cold", "full") in every
+    setups = list(engines(size, GRAPH_MODES, "mtp"))
+    assert len(set(setups)) == len(setups)
+    assert {s.k for s in setups if s.graph == "full" and s.drafter != "mtp"} == {*range(8), 15}
+    assert {s.graph for s in setups} == set(GRAPH_MODES) and Setup(
+        "mtp", 3, "cold", "full"
+    ) in setups
     cases = make_cases(1000, size.long, size.max_tokens)
     assert len(cases) == 20 and len({a.prompt[:5] for a in cases}) == 20
-    runs = [b for turn in range(len(every)) for b in batches(cases, size, turn)]
+    runs = [b for index in range(len(setups)) for b in batches(cases, size, index)]
     assert {b.chunk for b in runs} == set(CHUNKS)
     assert {len(b.cases) for b in runs if b.name.endswith(("row", "rows"))} == {1, 2, 7, 16, 64}
     assert {a.name for b in runs if b.name == "1 row" for a in b.cases} == {
@@ -145,14 +141,16 @@ def test_the_full_matrix_holds_what_it_promises() -> None:
     assert cases[-1] in {a for b in runs if b.chunk == 64 for a in b.cases}
 
 
-def test_the_asks_are_the_same_at_every_call() -> None:
+def test_cases_are_deterministic() -> None:
     assert make_cases(500, 200, 5) == make_cases(500, 200, 5)
 
 
-def test_settings_hold_all_rows() -> None:
+def test_settings_fit_all_rows() -> None:
     for size in SIZES.values():
-        own: dict[str, Any] = logits_setups.settings(Setup("oracle", 7, "cold", "full"), size, 500)
-        assert own["max_num_seqs"] == max(size.rows)
+        settings: dict[str, Any] = logits_setups.settings(
+            Setup("oracle", 7, "cold", "full"), size, 500
+        )
+        assert settings["max_num_seqs"] == max(size.num_rows)
 
 
 def test_unknown_size_is_refused(model: str) -> None:

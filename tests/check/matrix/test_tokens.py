@@ -1,4 +1,4 @@
-"""The check passes on an engine that keeps the contract, and catches one that does not."""
+"""The token matrix passes on a correct engine, and names the layer of a fault."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +17,15 @@ from lockstep.models.decoder import Block
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.step import StepContext
 
-pytestmark = pytest.mark.usefixtures("small")
+pytestmark = pytest.mark.usefixtures("small_check")
 Check = Callable[..., Report]
 FEW = setups.Size(max_tokens=8, alone=2, company=1)
-"""Enough for a fault that shows in any request."""
+"""Size that suffices for a fault that every request has."""
 
 
 @pytest.fixture
 def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """run_check over the given setups only."""
+    """Return run_check over the given setups only."""
 
     def run(*setups: Setup) -> Report:
         monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: list(setups))
@@ -42,32 +42,34 @@ def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
     assert all(report.exercised[n] > 0 for n in ("draft tokens", "cached tokens", "preemptions"))
 
 
-def test_what_the_matrix_ran_is_not_missed(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coverage_includes_the_matrix(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.check.run.run_scenarios", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     monkeypatch.setitem(setups.SIZES, "quick", FEW)
     report = check(Setup("ngram", 2, "cold", "none"))
-    lacks = set(report.to_json()["not_exercised"])
-    assert not {"drafter ngram", "parameter min_p", "op sample"} & lacks
-    assert "drafter mtp" in lacks
+    missing = set(report.to_json()["not_exercised"])
+    assert not {"drafter ngram", "parameter min_p", "op sample"} & missing
+    assert "drafter mtp" in missing
 
 
 def test_a_fault_that_depends_on_drafting_is_named(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer 1's MLP is off by a hair when a generated step brings more than one token per row."""
+    """The MLP of layer 1 is wrong by 0.1 % in decode steps with more than one token per row."""
     forward = Block.forward
-    seen = []
+    is_draft_step = []
 
     def faulty_block(
         self: Block, x: Tensor, delta: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        seen[:] = [not step.shape.prompt and step.shape.query_len > 1]
+        is_draft_step[:] = [not step.shape.prompt and step.shape.query_len > 1]
         return forward(self, x, delta, step)
 
     def faulty_mlp(self: GatedMLP, x: Tensor, ctx: StepContext) -> Tensor:
         out = plain(self, x, ctx)
-        return out * (1 + 1e-3) if seen == [True] and getattr(self, "marked", False) else out
+        return (
+            out * (1 + 1e-3) if is_draft_step == [True] and getattr(self, "marked", False) else out
+        )
 
     plain = GatedMLP.forward
     build = GatedMLP.__init__
@@ -88,10 +90,8 @@ def test_a_fault_that_depends_on_drafting_is_named(
     assert first.where in report.verdict
 
 
-def test_an_axis_that_never_takes_place_is_a_failure(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine that ignores preempt_every gives right answers and proves nothing."""
+def test_missing_event_is_a_failure(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that ignores preempt_every gives correct outputs and proves nothing."""
     init = Scheduler.__init__
 
     def idle(self: Scheduler, *args: Any, **options: Any) -> None:
@@ -106,7 +106,7 @@ def test_an_axis_that_never_takes_place_is_a_failure(
 def test_an_interruption_keeps_the_batches_that_were_done(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes before the long prompt's batch of the first of two engines."""
+    """The interruption comes before the long prompt's batch of the first of two engines."""
     run = Comparison.run
 
     def interrupted(self: Comparison, engine: Any, setup: Setup, batch: Any) -> Any:

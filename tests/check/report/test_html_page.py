@@ -1,4 +1,4 @@
-"""The page is one file that asks the network for nothing, and says what the report says."""
+"""The HTML page is self-contained, and shows the contents of the report."""
 
 import re
 from html.parser import HTMLParser
@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lockstep.check.matrix.setups import PHASES, Setup
-from lockstep.check.report.exercised import Exercised
+from lockstep.check.report.coverage import Coverage
 from lockstep.check.report.html_page import MAX_FAILURES, page, write_page
 from lockstep.check.report.report import Failure, Report, Tally
 
@@ -14,7 +14,7 @@ VOID = {"meta", "br"}
 
 
 class Balanced(HTMLParser):
-    """Fails where tags are not closed in their order."""
+    """Parser that fails if tags are not closed in their order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,47 +58,47 @@ def report(failures: int = 0) -> Report:
         for i in range(failures)
     ]
     return Report(
-        "quick", "cpu/fp32", tallies, failed, {"draft tokens": 12345}, used=Exercised(), seed=6
+        "quick", "cpu/fp32", tallies, failed, {"draft tokens": 12345}, coverage=Coverage(), seed=6
     )
 
 
 def test_a_sound_report() -> None:
-    text = page(report(), ["lockstep", "check", "--seed", "6"])
-    said = read(text)
+    html = page(report(), ["lockstep", "check", "--seed", "6"])
+    text = read(html)
     for part in ("All outputs equal", "12,345", "20/20", "mtp K=3", "top_k"):
-        assert part in said, part
-    assert "40 scenarios of seed 6, 200 outputs" in said and "lockstep check --seed 6" in said
-    assert "op sample" in said, "what was not exercised is named"
-    assert text.count("<svg") == 3, "one picture per graph mode, and one of the scenarios"
+        assert part in text, part
+    assert "40 scenarios of seed 6, 200 outputs" in text and "lockstep check --seed 6" in text
+    assert "op sample" in text, "what was not exercised is named"
+    assert html.count("<svg") == 3, "one picture per graph mode, and one of the scenarios"
 
 
 def test_differences_are_listed_and_bounded() -> None:
-    said = read(page(report(MAX_FAILURES + 7), ["lockstep"]))
-    assert "Differences found" in said and "19/20" in said
-    assert "token <b> instead of 2; norm" in said, "escaped, so it reads as it is"
-    assert "lockstep check --replay f.json" in said and "and 7 more" in said
-    assert f"request {MAX_FAILURES - 1} " in said.replace(",", " ")
-    assert f"request {MAX_FAILURES + 1}," not in said
+    text = read(page(report(MAX_FAILURES + 7), ["lockstep"]))
+    assert "Differences found" in text and "19/20" in text
+    assert "token <b> instead of 2; norm" in text, "escaped, so it reads as it is"
+    assert "lockstep check --replay f.json" in text and "and 7 more" in text
+    assert f"request {MAX_FAILURES - 1} " in text.replace(",", " ")
+    assert f"request {MAX_FAILURES + 1}," not in text
 
 
 @pytest.mark.parametrize(("failures", "title"), [(0, "Stopped early"), (3, "Differences found")])
-def test_an_interruption_is_said(failures: int, title: str) -> None:
+def test_interruption_is_reported(failures: int, title: str) -> None:
     ended = report(failures)
     ended.interrupted = True
     ended.num_scenarios = 60
     ended.num_matrix_cases = 429
-    said = read(page(ended, ["lockstep"]))
-    assert title in said and "All outputs equal" not in said
-    assert "Stopped early: 40 of 60 scenarios and 120 of 429 matrix cases were run." in said
+    text = read(page(ended, ["lockstep"]))
+    assert title in text and "All outputs equal" not in text
+    assert "Stopped early: 40 of 60 scenarios and 120 of 429 matrix cases were run." in text
 
 
 @pytest.mark.parametrize("failures", [0, 3])
 def test_it_is_self_contained_and_fits_a_phone_and_paper(failures: int) -> None:
-    text = page(report(failures), ["lockstep"])
-    assert not re.search(r"https?://|<script|<link|<img|url\(", text)
+    html = page(report(failures), ["lockstep"])
+    assert not re.search(r"https?://|<script|<link|<img|url\(", html)
     for part in ("width=device-width", "prefers-color-scheme: dark", "@media print"):
-        assert part in text
-    widths = [int(width) for width in re.findall(r'<svg viewBox="0 0 (\d+)', text)]
+        assert part in html
+    widths = [int(width) for width in re.findall(r'<svg viewBox="0 0 (\d+)', html)]
     assert max(widths) <= 350
 
 

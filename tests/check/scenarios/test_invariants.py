@@ -1,4 +1,4 @@
-"""Worlds written by hand, whose schedules break a rule where the engine has a fault."""
+"""Scenarios and schedules written by hand that violate an invariant if the engine has a fault."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ from lockstep.worker.worker import Worker
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LATE = ScenarioRequest(tuple(range(60)), {**GREEDY, "max_tokens": 9}, priority=1)
-"""Its answer begins a page with the token of step 5."""
+"""Request whose output begins a new page with the token of step 5."""
 URGENT = ScenarioRequest((7, 8), {**GREEDY, "max_tokens": 2})
 
 
@@ -43,8 +43,8 @@ def play(model: str, plain: PlainRuns) -> Callable[[Scenario], None]:
     return lambda scenario: runner.play(scenario, plain) and None
 
 
-def pushed(arrival: int, abort: int | None = None) -> Scenario:
-    """The late request has the only row until the urgent one comes."""
+def preemption_scenario(arrival: int, abort: int | None = None) -> Scenario:
+    """Return a scenario whose only row belongs to LATE until URGENT arrives."""
     limits = Limits(rows=1, policy="priority")
     requests = (replace(LATE, abort=abort), replace(URGENT, arrival=arrival))
     return Scenario(Kind(), limits, requests)
@@ -53,7 +53,7 @@ def pushed(arrival: int, abort: int | None = None) -> Scenario:
 def test_pages_of_a_preempted_row_do_not_go_to_another(
     play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play(pushed(5))
+    play(preemption_scenario(5))
     preempt = Scheduler._preempt
 
     def keeping(self: Scheduler, plan: Schedule, entry: Entry) -> None:
@@ -63,47 +63,47 @@ def test_pages_of_a_preempted_row_do_not_go_to_another(
 
     monkeypatch.setattr(Scheduler, "_preempt", keeping)
     with pytest.raises(InvariantError, match="row 1 has the pages .* but the schedules gave it"):
-        play(pushed(5))
+        play(preemption_scenario(5))
 
 
 def test_a_request_aborted_in_host_memory_frees_it(
     play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play(pushed(3, abort=4))
+    play(preemption_scenario(3, abort=4))
     launch = Worker.launch
-    kept: list[dict[str, Any]] = []
+    saved: list[dict[str, Any]] = []
 
     def launch_without_drops(worker: Worker, schedule: Schedule, fill_masks: FillMasks) -> Any:
         schedule.dropped.clear()
-        kept.append(worker.saved)
+        saved.append(worker.saved)
         return launch(worker, schedule, fill_masks)
 
     monkeypatch.setattr(Worker, "launch", launch_without_drops)
     with pytest.raises(InvariantError, match="1 rows in host memory remain"):
-        play(pushed(3, abort=4))
-    kept[-1].clear()
+        play(preemption_scenario(3, abort=4))
+    saved[-1].clear()
 
 
-def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
+def test_snapshot_in_use_is_not_reassigned(
     play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two slots: the other request takes the one with the snapshot, if nobody holds it."""
-    known = tuple(range(129))
+    """With two state slots, the second request gets the snapshot unless it is pinned."""
+    cached = tuple(range(129))
     other = tuple(range(9))
     requests = tuple(
-        ScenarioRequest(prompt, {**GREEDY, "max_tokens": 2}) for prompt in (known, other)
+        ScenarioRequest(prompt, {**GREEDY, "max_tokens": 2}) for prompt in (cached, other)
     )
     limits = Limits(rows=2, chunk=192, snapshots=0, caching=True)
-    scenario = Scenario(Kind(), limits, requests, warm_prefixes=(known,))
+    scenario = Scenario(Kind(), limits, requests, warm_prefixes=(cached,))
     play(scenario)
 
     resume = StateGroup.resume
 
-    def let_go(self: StateGroup, seq: CacheSeq, pages: int) -> None:
+    def unpinned(self: StateGroup, seq: CacheSeq, pages: int) -> None:
         resume(self, seq, pages)
         self.settle()
 
-    monkeypatch.setattr(StateGroup, "resume", let_go)
+    monkeypatch.setattr(StateGroup, "resume", unpinned)
     with pytest.raises(InvariantError, match="a snapshot of a step is a row's own slot"):
         play(scenario)
 

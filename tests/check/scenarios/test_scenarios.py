@@ -1,4 +1,4 @@
-"""Worlds are plain data, the same for a seed; they pass on a sound engine and name a fault."""
+"""Scenarios are deterministic and plain data; a fault is found, shrunk, written and replayed."""
 
 import hashlib
 import json
@@ -58,7 +58,7 @@ from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.step import PAGE_SIZE
-from tests.check.faulty import off_by_a_bit
+from tests.check.faulty import flip_last_logit_bit
 
 DRAFTERS = tuple(spec.DRAFTERS)
 SCENARIO = Scenario(
@@ -90,7 +90,7 @@ def generator(plain: PlainRuns) -> ScenarioGenerator:
     return ScenarioGenerator(plain, 1, DRAFTERS, ("none",))
 
 
-def test_a_world_is_plain_data(tmp_path: Path, generator: ScenarioGenerator) -> None:
+def test_scenario_round_trips_through_json(tmp_path: Path, generator: ScenarioGenerator) -> None:
     for scenario in (SCENARIO, *(generator.scenario(index) for index in range(6))):
         path = tmp_path / "scenario.json"
         write_scenario(path, scenario, what="why")
@@ -99,7 +99,7 @@ def test_a_world_is_plain_data(tmp_path: Path, generator: ScenarioGenerator) -> 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 2"),
         ({"kind": 5}, "the scenario is malformed"),
@@ -110,15 +110,15 @@ def test_a_world_is_plain_data(tmp_path: Path, generator: ScenarioGenerator) -> 
     ],
 )
 def test_a_malformed_scenario_file_is_refused(
-    tmp_path: Path, change: dict[str, Any], said: str
+    tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "scenario.json"
     path.write_text(json.dumps({"scenario": {**SCENARIO.to_json(), **change}}))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_scenario(path)
 
 
-def test_a_seed_draws_the_same_worlds(plain: PlainRuns, generator: ScenarioGenerator) -> None:
+def test_same_seed_generates_same_scenarios(plain: PlainRuns, generator: ScenarioGenerator) -> None:
     again = ScenarioGenerator(plain, 1, DRAFTERS, ("none",))
     other = ScenarioGenerator(plain, 2, DRAFTERS, ("none",))
     first = [generator.scenario(index) for index in range(3)]
@@ -126,73 +126,78 @@ def test_a_seed_draws_the_same_worlds(plain: PlainRuns, generator: ScenarioGener
     assert other.scenario(0) != first[0]
 
 
-def test_some_worlds_have_a_long_prompt_and_some_have_rows_that_are_pushed_out(
+def test_periodic_scenarios_have_long_prompts_and_preemptions(
     generator: ScenarioGenerator,
 ) -> None:
     for first in (0, AIM_PERIOD):
         long = generator.scenario(first + LONG_PROMPT_INDEX)
-        pushed = generator.scenario(first + PREEMPTION_INDEX)
+        preempting = generator.scenario(first + PREEMPTION_INDEX)
         assert max(len(a.prompt) for a in long.requests) > 2 * KV_SPLIT
-        assert pushed.limits.rows == 2 and pushed.limits.policy == "priority"
-        urgent = min(a.priority for a in pushed.requests)
-        assert sum(a.priority == urgent for a in pushed.requests) > 5
+        assert preempting.limits.rows == 2 and preempting.limits.policy == "priority"
+        urgent = min(a.priority for a in preempting.requests)
+        assert sum(a.priority == urgent for a in preempting.requests) > 5
         late = [
-            a for a in pushed.requests if a.priority == max(b.priority for b in pushed.requests)
+            a
+            for a in preempting.requests
+            if a.priority == max(b.priority for b in preempting.requests)
         ]
         assert len(late) == 2 and [a.abort is None for a in late] == [True, False]
 
 
-def test_some_answers_last_and_some_end_at_the_engines_length(
+def test_periodic_scenarios_have_long_and_length_limited_outputs(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
 ) -> None:
-    """Longer than a page and than rings of recent tokens are at any K; and where a row's line of
-    the table ends, while windows reach past it."""
+    """Long outputs exceed a page and the circular history buffers; others end at max_model_len."""
     generator = ScenarioGenerator(plain, 1, ("ngram", "mtp"), ("none",))
-    lasting = generator.scenario(LONG_ANSWER_INDEX)
-    assert max(a.params["max_tokens"] for a in lasting.requests) > PAGE_SIZE
-    edge = generator.scenario(LENGTH_LIMIT_INDEX)
-    (last,) = (a for a in edge.requests if len(a.prompt) + a.params["max_tokens"] > MAX_MODEL_LEN)
-    assert edge.alone(last).max_tokens == MAX_MODEL_LEN - len(last.prompt)
-    answer = plain.answers(last.prompt, edge.alone(last))[0]
+    long_output = generator.scenario(LONG_ANSWER_INDEX)
+    assert max(a.params["max_tokens"] for a in long_output.requests) > PAGE_SIZE
+    length_limited = generator.scenario(LENGTH_LIMIT_INDEX)
+    (last,) = (
+        a for a in length_limited.requests if len(a.prompt) + a.params["max_tokens"] > MAX_MODEL_LEN
+    )
+    assert length_limited.alone(last).max_tokens == MAX_MODEL_LEN - len(last.prompt)
+    answer = plain.answers(last.prompt, length_limited.alone(last))[0]
     assert answer.ending == ("length", None)
-    kind = replace(edge.kind, drafter="oracle", drafts=15)
-    assert Examiner(plain, build_kind).examine(replace(edge, kind=kind)).difference is None
+    kind = replace(length_limited.kind, drafter="oracle", drafts=15)
+    assert (
+        Examiner(plain, build_kind).examine(replace(length_limited, kind=kind)).difference is None
+    )
 
 
-def test_room_in_a_plain_run_is_that_of_the_world() -> None:
-    given = ScenarioRequest(tuple(range(30)), {"max_tokens": 20, "min_tokens": 12})
-    scenario = replace(SCENARIO, requests=(given,), limits=Limits(length=38))
-    alone = scenario.alone(given)
+def test_plain_run_has_the_scenarios_length_limit() -> None:
+    request = ScenarioRequest(tuple(range(30)), {"max_tokens": 20, "min_tokens": 12})
+    scenario = replace(SCENARIO, requests=(request,), limits=Limits(length=38))
+    alone = scenario.alone(request)
     assert (alone.max_tokens, alone.min_tokens) == (8, 8)
-    assert replace(scenario, limits=Limits()).alone(given) == given.sampling()
+    assert replace(scenario, limits=Limits()).alone(request) == request.sampling()
 
 
-def test_some_worlds_have_prompts_that_come_back_from_host_memory(
+def test_periodic_scenarios_load_prefixes_from_host_memory(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
 ) -> None:
     generator = ScenarioGenerator(plain, 1, ("ngram", "mtp"), ("none",))
     for index in HOST_TIER_INDICES:
         scenario = generator.scenario(index)
-        assert generator.wants_host(index) and scenario.limits.host
+        assert generator.loads_from_host(index) and scenario.limits.host
         assert {a.salt for a in scenario.requests} == {"", "of another"}
         played = ScenarioRunner(build_kind(scenario.kind), scenario.kind).play(scenario, plain)
-        assert played.seen["pages loaded from host memory"] > 0
+        assert played.events["pages loaded from host memory"] > 0
 
 
-def test_kinds_hold_every_drafter_and_a_checkpoint_without_mtp_has_others() -> None:
-    turns = range(2 * len(kinds_of(DRAFTERS)))
-    every = [kind_of(0, group, DRAFTERS, ("full", "none")) for group in turns]
-    assert {k.drafter for k in every} == {"none", "oracle", *DRAFTERS}
-    assert {k.drafter for k in every if k.changing} == {"oracle", *DRAFTERS}
-    assert {k.graph for k in every} == {"full", "none"}
-    without = [kind_of(0, group, ("ngram",), ("none",)) for group in turns]
+def test_kinds_cover_all_available_drafters() -> None:
+    groups = range(2 * len(kinds_of(DRAFTERS)))
+    kinds = [kind_of(0, group, DRAFTERS, ("full", "none")) for group in groups]
+    assert {k.drafter for k in kinds} == {"none", "oracle", *DRAFTERS}
+    assert {k.drafter for k in kinds if k.changing} == {"oracle", *DRAFTERS}
+    assert {k.graph for k in kinds} == {"full", "none"}
+    without = [kind_of(0, group, ("ngram",), ("none",)) for group in groups]
     assert {k.drafter for k in without} == {"none", "oracle", "ngram"}
 
 
-def test_a_fault_is_found_made_small_written_and_replayed(
+def test_fault_is_shrunk_written_and_replayed(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    off_by_a_bit(monkeypatch)
+    flip_last_logit_bit(monkeypatch)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     effort = Effort(scenarios=3, minimise=600.0, folder=tmp_path, fail_fast=True)
     report = run_check("quick", model, seed=3, effort=effort, load_format="dummy")
@@ -213,15 +218,15 @@ def test_a_fault_is_found_made_small_written_and_replayed(
     assert run_replay(scenario, model, load_format="dummy").failed == 0
 
 
-def test_a_difference_is_kept_where_making_it_small_is_interrupted(
+def test_difference_survives_interrupted_shrinking(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And its scenario, as it was found."""
+    """The unshrunk scenario is written before shrinking starts."""
 
     def interrupted(*rest: Any) -> None:
         raise KeyboardInterrupt
 
-    off_by_a_bit(monkeypatch)
+    flip_last_logit_bit(monkeypatch)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.scenarios.examiner.minimise", interrupted)
     with pytest.raises(Interrupted) as ended:
@@ -234,7 +239,7 @@ def test_a_difference_is_kept_where_making_it_small_is_interrupted(
     assert re.match(r"Stopped early: \d of 3 scenarios .* 1 of \d+ cases differ", report.verdict)
 
 
-def test_an_engine_that_breaks_is_a_difference(
+def test_engine_exception_is_a_difference(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Scheduler) -> None:
@@ -244,33 +249,33 @@ def test_an_engine_that_breaks_is_a_difference(
     for request in SCENARIO.requests:
         plain.answers(request.prompt, request.sampling())
     monkeypatch.setattr(Scheduler, "schedule", broken)
-    found = examiner.examine(SCENARIO).difference
-    assert found is not None and found.what == "raised IndexError: no such row"
-    assert not found.refused
+    difference = examiner.examine(SCENARIO).difference
+    assert difference is not None and difference.what == "raised IndexError: no such row"
+    assert not difference.refused
 
 
-def test_what_is_refused_is_no_smaller_world(
+def test_refused_scenario_does_not_count_as_differing(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
 ) -> None:
     examiner = Examiner(plain, build_kind)
-    wrong = replace(SCENARIO.requests[0], params={"min_tokens": 9, "max_tokens": 3})
-    found = examiner.examine(replace(SCENARIO, requests=(wrong,))).difference
-    assert found is not None and found.refused
-    assert not examiner.differs(replace(SCENARIO, requests=(wrong,)))
+    refused = replace(SCENARIO.requests[0], params={"min_tokens": 9, "max_tokens": 3})
+    difference = examiner.examine(replace(SCENARIO, requests=(refused,))).difference
+    assert difference is not None and difference.refused
+    assert not examiner.differs(replace(SCENARIO, requests=(refused,)))
 
 
-def test_a_stage_sees_what_is_left_behind(
+def test_runner_detects_leaked_rows(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played = ScenarioRunner(build_kind(SCENARIO.kind), SCENARIO.kind)
-    assert len(played.play(SCENARIO, plain).answers) == 2
+    runner = ScenarioRunner(build_kind(SCENARIO.kind), SCENARIO.kind)
+    assert len(runner.play(SCENARIO, plain).answers) == 2
     monkeypatch.setattr(Scheduler, "_leave_row", lambda self, entry: self.running.remove(entry))
     with pytest.raises((InvariantError, AssertionError)):
-        played.play(SCENARIO, plain)
+        runner.play(SCENARIO, plain)
 
 
-def test_the_smallest_world_that_differs() -> None:
-    """What is at fault: a drafting engine and a penalised request with 3 tokens of prompt."""
+def test_shrinking_finds_the_smallest_scenario() -> None:
+    """The fault needs a drafting engine and a penalised request with 3 tokens of prompt."""
 
     def differs(scenario: Scenario) -> bool:
         penalised = [a for a in scenario.requests if "frequency_penalty" in a.params]
@@ -280,51 +285,53 @@ def test_the_smallest_world_that_differs() -> None:
     penalised = ScenarioRequest(
         tuple(range(100)), {"max_tokens": 9, "frequency_penalty": 2.0, "n": 3}, 4, 9
     )
-    others = tuple(
+    other_requests = tuple(
         ScenarioRequest(tuple(rng.choices(range(50), k=70)), {"max_tokens": 5}) for _ in range(3)
     )
-    scenario = replace(SCENARIO, requests=(*others[:2], penalised, *others[2:]))
-    small = minimise(scenario, differs, seconds=60.0)
-    assert small.kind == Kind("oracle", 1) and small.limits == Limits() and not small.warm_prefixes
-    (request,) = small.requests
+    scenario = replace(SCENARIO, requests=(*other_requests[:2], penalised, *other_requests[2:]))
+    smallest = minimise(scenario, differs, seconds=60.0)
+    assert (
+        smallest.kind == Kind("oracle", 1)
+        and smallest.limits == Limits()
+        and not smallest.warm_prefixes
+    )
+    (request,) = smallest.requests
     assert len(request.prompt) == 3 and request.arrival == 0 and request.abort is None
     assert request.params == {"max_tokens": 1, "frequency_penalty": 2.0}
     assert minimise(scenario, differs, seconds=0.0) == scenario
 
 
-def test_smaller_worlds_are_other_worlds(generator: ScenarioGenerator) -> None:
+def test_smaller_scenarios_differ_from_the_original(generator: ScenarioGenerator) -> None:
     for index in range(4):
         scenario = generator.scenario(index)
         assert all(less != scenario for less in smaller(scenario))
 
 
-def test_the_command_draws_worlds_for_so_long_and_replays_one(model: str, tmp_path: Path) -> None:
-    asked = ("check", "--load-format", "dummy", model)
+def test_command_replays_a_scenario(model: str, tmp_path: Path) -> None:
+    arguments = ("check", "--load-format", "dummy", model)
     path = tmp_path / "scenario.json"
     write_scenario(path, SCENARIO)
-    shown = CliRunner().invoke(app, [*asked, "--replay", str(path)], catch_exceptions=False)
-    assert shown.exit_code == 0 and "2 cases, all equal" in shown.stdout
-    found = CliRunner().invoke(app, [*asked, "--replay", str(path), "--json"])
-    assert json.loads(found.stdout)["cases"] == 2
+    result = CliRunner().invoke(app, [*arguments, "--replay", str(path)], catch_exceptions=False)
+    assert result.exit_code == 0 and "2 cases, all equal" in result.stdout
+    result = CliRunner().invoke(app, [*arguments, "--replay", str(path), "--json"])
+    assert json.loads(result.stdout)["cases"] == 2
     for other in (["--quick"], ["--shard", "1/2"]):
         with pytest.raises(ConfigError, match="--replay runs one scenario; leave --quick"):
-            CliRunner().invoke(app, [*asked, *other, "--replay", "x"], catch_exceptions=False)
+            CliRunner().invoke(app, [*arguments, *other, "--replay", "x"], catch_exceptions=False)
 
 
-def test_seconds_take_the_place_of_a_number_of_worlds(
+def test_time_limit_replaces_the_number_of_scenarios(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
-    monkeypatch.setitem(SIZES, "quick", replace(SIZES["quick"], draws=16))
+    monkeypatch.setitem(SIZES, "quick", replace(SIZES["quick"], num_samples=16))
     effort = Effort(scenarios=0, seconds=0.5)
     report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
     assert report.failed == 0 and report.tallies and report.seed == 7
     assert {t.setup.phase for t in report.tallies} == {"scenario", "sampling"}
 
 
-def test_shards_are_the_whole_and_no_part_is_done_twice(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_cover_every_scenario_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "lockstep.check.run.ScenarioGenerator.scenario", lambda self, index: SCENARIO
     )
@@ -342,9 +349,7 @@ def test_shards_are_the_whole_and_no_part_is_done_twice(
     assert len(engines) == len(set(engines)) > 3
 
 
-def test_a_file_too_large_for_a_world_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_scenario_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "scenario.json"
     write_scenario(path, SCENARIO)
     monkeypatch.setattr("lockstep.check.scenarios.scenario.MAX_BYTES", 99)
@@ -352,31 +357,31 @@ def test_a_file_too_large_for_a_world_is_not_read(
         read_scenario(path)
 
 
-def test_an_axis_that_never_takes_place_is_a_failure(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine that finds nothing in its cache gives right answers and proves nothing."""
+def test_missing_event_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without prefix hits gives correct outputs and proves nothing."""
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     monkeypatch.setattr(Cache, "_hit", lambda self, seq: 0)
-    monkeypatch.setattr("lockstep.check.scenarios.examiner.EARLY", 4)
+    monkeypatch.setattr("lockstep.check.scenarios.examiner.NUM_EARLY_SCENARIOS", 4)
     report = run_check("quick", model, effort=Effort(4), load_format="dummy")
     missed = ["no scenario had cached tokens", "no scenario had pages loaded from host memory"]
     assert [f.what for f in report.failures] == missed
 
 
-def test_plain_runs_are_kept_and_judged(plain: PlainRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_runs_are_cached_and_judged(
+    plain: PlainRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(temperature=1.0, seed=2**40 + 1, max_tokens=6, logprobs=2, n=2)
     first = plain.answers((1, 2, 3), params)
     assert len(first) == 2 and plain.answers((1, 2, 3), params) is first
-    assert plain.judged((1, 2, 3), params) is None
+    assert plain.fault_of((1, 2, 3), params) is None
     assert [len(a.digests) for a in first] == [len(a.tokens) for a in first]
     monkeypatch.setattr(
         "lockstep.kernels.sampling.reference.gumbel",
         lambda seed, positions, ids: np.float32(0) * ids,
     )
-    found = plain.judged((1, 2, 4), params)
-    assert found is not None and "is not the one that the logits and parameters give" in found.what
+    fault = plain.fault_of((1, 2, 4), params)
+    assert fault is not None and "is not the one that the logits and parameters give" in fault.what
 
 
 DIGEST_OF_21_SEEDS = "2003d3988575e87bc5cb4a5bd60196ad0f0d21d1cc638d5d65876e78fb74c12f"

@@ -1,4 +1,4 @@
-"""Numbers of bench tables as people read them."""
+"""Number formats of bench tables, and output for people or programs."""
 
 import io
 import sys
@@ -38,27 +38,27 @@ def test_digits(value: float, shown: str) -> None:
 
 
 @pytest.mark.parametrize("runs", [1, 5])
-def test_one_run_has_no_deviation(runs: int) -> None:
+def test_single_run_has_no_deviation(runs: int) -> None:
     out = io.StringIO()
     Console(file=out, width=100).print(figures_table(replace(FIGURES, runs=runs), None, None))
     assert ("deviation" in out.getvalue()) == (runs > 1)
 
 
 class Terminal(io.StringIO):
-    """A stdout on which somebody looks."""
+    """Standard output that is a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 @pytest.mark.parametrize(
-    ("stdout", "asked", "printed"),
+    ("stdout", "requested", "printed"),
     [(io.StringIO, False, True), (Terminal, False, False), (Terminal, True, True)],
 )
-def test_json_is_for_programs(
-    stdout: type[io.StringIO], asked: bool, printed: bool, monkeypatch: pytest.MonkeyPatch
+def test_json_is_printed_unless_stdout_is_a_terminal(
+    stdout: type[io.StringIO], requested: bool, printed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = stdout()
     monkeypatch.setattr(sys, "stdout", out)
-    print_result({"a": 1}, asked)
+    print_result({"a": 1}, requested)
     assert out.getvalue() == '{"a": 1}\n' * printed

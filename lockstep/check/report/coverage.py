@@ -12,14 +12,14 @@ from lockstep.kernels.backends import all_ops
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
 
-EVERY_DRAFTER = (*DRAFTERS, oracle_drafter.NAME)
+ALL_DRAFTERS = (*DRAFTERS, oracle_drafter.NAME)
 
 
 OUTSIDE_THE_ENGINE = frozenset(
     {"truncate_prompt_tokens", "output_kind", "thinking_token_budget"},
 )
-"""Sampling parameters that act on the prompt before the engine or on how answers are returned, and
-those that reach the engine as a grammar, as structured_outputs do."""
+"""Sampling parameters that the engine does not see: they change the prompt beforehand, choose how
+outputs are returned, or become part of a grammar."""
 
 
 def engine_parameters() -> set[str]:
@@ -28,10 +28,11 @@ def engine_parameters() -> set[str]:
 
 
 @dataclass
-class Exercised:
+class Coverage:
     """Coverage of a check.
 
-    backends: backends that ran, by op. refused: reasons why a backend was not chosen, by op.
+    backends: names of the backends that ran, by op. refused: reason by backend, by op. drafters:
+    drafters that ran. parameters: sampling parameters that differed from their defaults.
     """
 
     backends: dict[str, set[str]] = field(default_factory=dict)
@@ -42,30 +43,30 @@ class Exercised:
     def engine(self, engine: Engine, drafter: str) -> None:
         """Record an engine with this drafter, or with "none"."""
         for choice in engine.explain()["layers"]:
-            served = {name.split(" ")[0] for name in choice["backend"].split(", ")}
-            self.backends.setdefault(choice["op"], set()).update(served)
+            ran = {name.split(" ")[0] for name in choice["backend"].split(", ")}
+            self.backends.setdefault(choice["op"], set()).update(ran)
             self.refused.setdefault(choice["op"], {}).update(choice["refused"])
         if drafter != NONE:
             self.drafters.add(drafter)
 
     def params(self, params: SamplingParams) -> None:
         """Record the sampling parameters of a request."""
-        for known in fields(params):
-            if getattr(params, known.name) != known.default:
-                self.parameters.add(known.name)
+        for parameter in fields(params):
+            if getattr(params, parameter.name) != parameter.default:
+                self.parameters.add(parameter.name)
 
-    def lacks(self) -> list[str]:
+    def missing(self) -> list[str]:
         """Return what was not run, with the reason if it is known."""
-        lacking = [f"drafter {name}" for name in EVERY_DRAFTER if name not in self.drafters]
-        absent = engine_parameters() - self.parameters
-        lacking += [f"parameter {name}" for name in SamplingParams.names() if name in absent]
+        missing = [f"drafter {name}" for name in ALL_DRAFTERS if name not in self.drafters]
+        unused = engine_parameters() - self.parameters
+        missing += [f"parameter {name}" for name in SamplingParams.names() if name in unused]
         for name, op in all_ops().items():
-            served = self.backends.get(name, set())
-            if not served:
-                lacking.append(f"op {name}")
+            ran = self.backends.get(name, set())
+            if not ran:
+                missing.append(f"op {name}")
                 continue
             for backend in op.backends:
-                if backend not in served:
+                if backend not in ran:
                     why = self.refused[name].get(backend, "another backend is preferred")
-                    lacking.append(f"{name} by {backend}: {why}")
-        return lacking
+                    missing.append(f"{name} by {backend}: {why}")
+        return missing
