@@ -272,7 +272,7 @@ def test_quantized_experts_equal_dequantized(tensors: Any) -> None:
         weight.finish()
     x = torch.randn(9, HIDDEN)
     assert torch.equal(layer(x, NO_CONTEXT), plain(x, NO_CONTEXT))
-    requested = weight_format.asked[:2]
+    requested = weight_format.requested[:2]
     assert [module.path for module in requested] == [
         f"moe.experts.0.{n}_proj" for n in ("gate", "up")
     ]
