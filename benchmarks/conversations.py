@@ -1,106 +1,104 @@
-"""Conversations in turn, whose prefixes the device has no room for: time to the first token.
+"""Time to the first token of conversations whose prefixes exceed the device's cache.
 
     python benchmarks/conversations.py [FOLDER] --talks 8 --turns 6 --first 1500 --more 400 \\
         --device-tokens 4096 --sizes 0,1,all
 
-Each turn of each conversation asks for what was said before and --more tokens, one request at a
-time. An engine for each of --sizes: so many GiB of host memory, and device memory as
---device-tokens and --num-snapshots say; or "all", a device that holds everything. Answers have to
-be the same in all of them. A line of JSON for each engine: shares of prompt tokens that were found,
-medians of the time to the first token of later turns (by the clock, and in CPU seconds of the
-process), and what moved. FOLDER holds a config.json, weights are random; the bundled model if left
-out.
+The turns of all conversations run one request at a time. The prompt of a turn is the conversation
+so far and --more tokens. --sizes names engines: N has N GiB of host memory, and the device memory
+of --device-tokens and --num-snapshots; "all" has a device cache for everything. All engines must
+give the same answers. Each engine prints one line of JSON: shares of prompt tokens that the cache
+hit, median time to the first token of later turns (by the clock, and in CPU time), and offloaded
+and fetched GiB. FOLDER contains a config.json, and weights are random; without FOLDER the bundled
+model runs.
 """
 
 import argparse
-import json
 import random
 import statistics
-import time
 from typing import Any
 
-from lockstep import LLM, SamplingParams
+from lockstep import LLM
+from lockstep.bench.measurement import Stopwatch, greedy_params, model_settings, print_json
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.scheduling.request import Request
 from lockstep.step import PAGE_SIZE
 
 VOCAB = 500
-"""Token ids that prompts are drawn from: every model's."""
+"""Upper bound of random token ids, valid in every model's vocabulary."""
 ALL = "all"
+"""Value of --sizes for a device cache for all conversations."""
 
 
-class Watch:
-    """Seconds from its beginning to a request's first token, by the clock and of this process."""
+class FirstTokenWatch:
+    """Time to a request's first token: seconds by the clock, and CPU seconds of this process."""
 
     def __init__(self) -> None:
-        self.began = (time.perf_counter(), time.process_time())
+        self.watch = Stopwatch()
         self.first: tuple[float, float] | None = None
 
-    def see(self, request: Request) -> None:
-        """Called when a request has got tokens."""
+    def on_update(self, request: Request) -> None:
+        """Take the time when the first token arrives."""
         if self.first is None and request.output_token_ids:
-            now = (time.perf_counter(), time.process_time())
-            self.first = (now[0] - self.began[0], now[1] - self.began[1])
+            self.first = (self.watch.wall, self.watch.cpu)
 
 
 def main() -> None:
-    """Reads the arguments, runs the engines, prints a line for each."""
-    ask = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    ask.add_argument("model", nargs="?")
-    ask.add_argument("--talks", type=int, default=8, help="conversations")
-    ask.add_argument("--turns", type=int, default=6)
-    ask.add_argument("--first", type=int, default=1500, help="tokens of a first turn")
-    ask.add_argument("--more", type=int, default=400, help="tokens that each turn brings")
-    ask.add_argument("--output-len", type=int, default=8, help="tokens of each answer")
-    ask.add_argument("--device-tokens", type=int, default=4096, help="that the device's pages hold")
-    ask.add_argument("--num-snapshots", type=int, default=4, help="that the device holds")
-    ask.add_argument("--sizes", default="0,1,all", help="GiB of host memory, or all")
-    ask.add_argument("--kv-cache-dtype", default="auto")
-    given = ask.parse_args()
-    longest = given.first + given.more * given.turns + given.output_len
-    pages = -(-given.device_tokens // PAGE_SIZE) + 1
-    everything = given.talks * (-(-longest // PAGE_SIZE) + 1) + 1
-    snapshots = given.talks * given.turns * (longest // PAGE_SIZE)
+    """Read the arguments, run the engines, and print one line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--talks", type=int, default=8, help="conversations")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--first", type=int, default=1500, help="tokens of a first turn")
+    parser.add_argument("--more", type=int, default=400, help="tokens that each turn adds")
+    parser.add_argument("--output-len", type=int, default=8, help="tokens of each answer")
+    parser.add_argument(
+        "--device-tokens", type=int, default=4096, help="capacity of the device's pages"
+    )
+    parser.add_argument("--num-snapshots", type=int, default=4, help="capacity of the device")
+    parser.add_argument("--sizes", default="0,1,all", help="GiB of host memory, or all")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    args = parser.parse_args()
+    longest = args.first + args.more * args.turns + args.output_len
+    pages = -(-args.device_tokens // PAGE_SIZE) + 1
+    everything = args.talks * (-(-longest // PAGE_SIZE) + 1) + 1
+    snapshots = args.talks * args.turns * (longest // PAGE_SIZE)
     answers = []
-    for size in given.sizes.split(","):
-        whole = size == ALL
+    for size in args.sizes.split(","):
+        unlimited = size == ALL
         config = EngineConfig.read(
-            model=given.model,
-            load_format="dummy" if given.model else "auto",
+            **model_settings(args.model),
             skip_tokenizer_init=True,
             max_model_len=longest,
             max_num_seqs=2,
-            num_gpu_blocks=everything if whole else pages,
-            num_snapshots=min(snapshots, 256) if whole else given.num_snapshots,
-            kv_offloading_size=0.0 if whole else float(size),
-            kv_cache_dtype=given.kv_cache_dtype,
+            num_gpu_blocks=everything if unlimited else pages,
+            num_snapshots=min(snapshots, 256) if unlimited else args.num_snapshots,
+            kv_offloading_size=0.0 if unlimited else float(size),
+            kv_cache_dtype=args.kv_cache_dtype,
         )
-        said, line = talk(LLM.over(build_engine(config)), given)
-        answers.append(said)
-        print(json.dumps({"host_gib": size, **line}), flush=True)
-    same = all(said == answers[0] for said in answers)
-    print(json.dumps({"same_answers": same}))
+        tokens, line = run_conversations(LLM.over(build_engine(config)), args)
+        answers.append(tokens)
+        print_json({"host_gib": size, **line})
+    same = all(tokens == answers[0] for tokens in answers)
+    print_json({"same_answers": same})
     if not same:
         raise SystemExit("answers differ")
 
 
-def talk(llm: LLM, given: argparse.Namespace) -> tuple[list[list[int]], dict[str, Any]]:
-    """The conversations' answers, and what is told of them."""
+def run_conversations(llm: LLM, args: argparse.Namespace) -> tuple[list[list[int]], dict[str, Any]]:
+    """Run the conversations; return their answers and the figures of the engine."""
     rng = random.Random(0)
-    length = given.first + given.more * given.turns
-    texts = [[rng.randrange(VOCAB) for _ in range(length)] for _ in range(given.talks)]
-    params = SamplingParams(
-        temperature=0, max_tokens=given.output_len, ignore_eos=True, detokenize=False
-    )
+    length = args.first + args.more * args.turns
+    texts = [[rng.randrange(VOCAB) for _ in range(length)] for _ in range(args.talks)]
+    params = greedy_params(args.output_len)
     answers = []
     later = []
-    for turn in range(given.turns):
+    for turn in range(args.turns):
         for index, text in enumerate(texts):
-            prompt = {"prompt_token_ids": text[: given.first + given.more * turn]}
+            prompt = {"prompt_token_ids": text[: args.first + args.more * turn]}
             (request,) = llm.processor.requests(f"{turn}-{index}", prompt, params)
-            watch = Watch()
-            llm.engine.run([request], watch.see)
+            watch = FirstTokenWatch()
+            llm.engine.run([request], watch.on_update)
             answers.append(request.output_token_ids)
             if turn and watch.first:
                 later.append(watch.first)

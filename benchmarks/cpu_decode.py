@@ -2,26 +2,25 @@
 
     python benchmarks/cpu_decode.py MODEL.gguf [--rows 1,8] [--drafts 4] [--dtype float32]
 
-CPU time of the process is measured, not wall time: another program on the machine must not count.
+CPU time of the process is measured, so that other programs on the machine do not count.
 Lockstep answers the same prompts with 1 token and with 1 + TOKENS; the difference is decoding.
 llama.cpp (llama_cpp) decodes one token per sequence and step, without sampling. One JSON line each.
 """
 
 import argparse
-import json
-import time
 from importlib.util import find_spec
 
 import torch
 
 from lockstep import LLM, SamplingParams
+from lockstep.bench.measurement import Stopwatch, parse_counts, print_json
 
 TOKENS = 16
 """Decoded tokens per row and repetition."""
 REPEATS = 3
-"""Repetitions, of which the fastest counts."""
+"""Repetitions; the fastest one is reported."""
 FIRST = 40
-"""Tokens that llama.cpp has in every sequence before it is timed, as a short chat prompt has."""
+"""Tokens of every llama.cpp sequence before the timed steps, as long as a short chat prompt."""
 PROMPTS = (
     "Write a short story about a dog.",
     "What is the capital of France?",
@@ -36,26 +35,28 @@ PROMPTS = (
 
 def main() -> None:
     """Read the arguments and measure both engines at every number of rows."""
-    ask = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    ask.add_argument("model", help="a GGUF file")
-    ask.add_argument("--rows", default="1,8", help="requests at once, at most 8")
-    ask.add_argument("--drafts", type=int, default=0, help="n-gram drafts per row and step")
-    ask.add_argument("--dtype", default="float32", help="dtype of Lockstep")
-    given = ask.parse_args()
-    rows = [int(count) for count in given.rows.split(",")]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="a GGUF file")
+    parser.add_argument(
+        "--rows", type=parse_counts, default="1,8", help="requests at once, at most 8"
+    )
+    parser.add_argument("--drafts", type=int, default=0, help="n-gram drafts per row and step")
+    parser.add_argument("--dtype", default="float32", help="dtype of Lockstep")
+    args = parser.parse_args()
+    rows = args.rows
     if not all(1 <= count <= len(PROMPTS) for count in rows):
-        ask.error(f"--rows {given.rows}: allowed are numbers from 1 to {len(PROMPTS)}")
+        parser.error(f"--rows {rows}: allowed are numbers from 1 to {len(PROMPTS)}")
     torch.set_num_threads(1)
     if find_spec("llama_cpp") is not None:
         for count in rows:
-            report("llama.cpp", count, llama_seconds(given.model, count) / count)
+            report("llama.cpp", count, llama_seconds(args.model, count) / count)
     settings = {}
-    if given.drafts:
+    if args.drafts:
         settings["speculative_config"] = {
             "method": "ngram",
-            "num_speculative_tokens": given.drafts,
+            "num_speculative_tokens": args.drafts,
         }
-    llm = LLM(given.model, dtype=given.dtype, max_model_len=1024, max_num_seqs=8, **settings)
+    llm = LLM(args.model, dtype=args.dtype, max_model_len=1024, max_num_seqs=8, **settings)
     for count in rows:
         decode = answer_seconds(llm, count, 1 + TOKENS) - answer_seconds(llm, count, 1)
         report("lockstep", count, decode / (count * TOKENS))
@@ -63,26 +64,24 @@ def main() -> None:
 
 def report(engine: str, rows: int, seconds: float) -> None:
     """Print the tokens per CPU second of all rows together."""
-    print(
-        json.dumps(dict(engine=engine, rows=rows, tokens_per_s=round(1 / seconds, 1))), flush=True
-    )
+    print_json(dict(engine=engine, rows=rows, tokens_per_s=round(1 / seconds, 1)))
 
 
 def answer_seconds(llm: LLM, rows: int, tokens: int) -> float:
-    """Return the least CPU time of so many answers of so many tokens, prompts included."""
+    """Return the lowest CPU time of `rows` answers of `tokens` tokens, prompts included."""
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:rows]]
-    taken = []
+    cpu_seconds = []
     for _ in range(1 + REPEATS):
-        begin = time.process_time()
+        watch = Stopwatch()
         llm.chat(chats, params, use_tqdm=False)
-        taken.append(time.process_time() - begin)
+        cpu_seconds.append(watch.cpu)
     # The first repetition fills the prefix cache, which the others read.
-    return min(taken[1:])
+    return min(cpu_seconds[1:])
 
 
 def llama_seconds(model: str, rows: int) -> float:
-    """Return the least CPU time of one llama.cpp step with one token in each sequence."""
+    """Return the lowest CPU time of one llama.cpp step with one token in each sequence."""
     import llama_cpp
 
     llama_cpp.llama_backend_init()
@@ -109,13 +108,13 @@ def llama_seconds(model: str, rows: int) -> float:
 
     for position in range(FIRST):
         step(position)
-    taken = []
+    cpu_seconds = []
     for repeat in range(REPEATS):
-        begin = time.process_time()
+        watch = Stopwatch()
         for position in range(TOKENS):
             step(FIRST + repeat * TOKENS + position)
-        taken.append((time.process_time() - begin) / TOKENS)
-    return min(taken)
+        cpu_seconds.append(watch.cpu / TOKENS)
+    return min(cpu_seconds)
 
 
 if __name__ == "__main__":

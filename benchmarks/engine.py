@@ -1,32 +1,41 @@
-"""ms of an engine's step, host and all: quoted in benchmarks/RESULTS.md beside step.py.
+"""Time of an engine step in ms, host time included. benchmarks/RESULTS.md quotes it.
 
     python benchmarks/engine.py FOLDER --rows 1,8,64 --k 3 --acceptance 0.7 --context 4096
 
-FOLDER holds a config.json; weights are random. Requests run through scheduler, launches two steps
-deep, and results read back. Timed are the steps between the last request's first token and the
-first request's last, in which nobody computes a prompt. One JSON line per number of rows; tokens/s
-are those of these steps.
+FOLDER contains a config.json; weights are random. Requests pass through the scheduler, launches run
+up to two steps ahead, and results are read back. The timed steps lie between the first token of the
+last request and the last token of the first request, so that none of them computes a prompt. Prints
+one JSON line per number of rows; tokens/s counts these steps only.
 """
 
 import argparse
-import json
 import time
 from dataclasses import dataclass, field
 
-from lockstep import LLM, SamplingParams
+from lockstep import LLM
+from lockstep.bench.measurement import (
+    greedy_params,
+    model_settings,
+    parse_counts,
+    print_json,
+    speculative_config,
+)
 from lockstep.outputs import RequestOutput
 
 BEFORE = 64
-"""Tokens in front of the context at which prompts end, so that answers lead past it."""
+"""Tokens between the end of a prompt and --context, so that answers grow past the context."""
 SETTLE = 8
-"""Steps that do not count, while those in flight are read."""
+"""Untimed steps at the beginning, while results of earlier steps are read."""
 BUDGET = 16384
-"""Prompt tokens of a step: many, so that requests begin to answer at about the same time."""
+"""Prompt tokens of a step; a high limit makes all requests start to answer close together."""
 
 
 @dataclass
 class Window:
-    """Where nobody computes a prompt: (seconds, steps launched, tokens emitted) of each reading."""
+    """Readings of the engine while no request computes a prompt.
+
+    marks: (seconds, steps launched, tokens emitted) of each reading.
+    """
 
     llm: LLM
     rows: int
@@ -34,19 +43,19 @@ class Window:
     marks: list[tuple[float, int, int]] = field(default_factory=list)
     ended: bool = False
 
-    def see(self, output: RequestOutput) -> None:
-        """Called for every request of every step that is read."""
+    def on_update(self, output: RequestOutput) -> None:
+        """Record a reading. The engine calls it for each request of each step."""
         self.tokens[output.request_id] = len(output.outputs[0].token_ids)
         self.ended |= output.finished
         if len(self.tokens) == self.rows and not self.ended:
             steps = self.llm.engine.stats.steps_total
-            told = sum(self.tokens.values())
+            emitted = sum(self.tokens.values())
             if self.marks and self.marks[-1][1] == steps:
-                self.marks.pop()  # of the same reading: its last call has all its tokens
-            self.marks.append((time.perf_counter(), steps, told))
+                self.marks.pop()  # the last call of a step has the tokens of all its requests
+            self.marks.append((time.perf_counter(), steps, emitted))
 
     def figures(self) -> dict[str, float]:
-        """ms a step and tokens/s."""
+        """Return the ms of a step and the tokens/s."""
         first = next(i for i, m in enumerate(self.marks) if m[1] >= self.marks[0][1] + SETTLE)
         ends = zip(self.marks[first], self.marks[-2], strict=True)  # the last may be cut short
         seconds, steps, tokens = (after - before for before, after in ends)
@@ -54,39 +63,38 @@ class Window:
 
 
 def main() -> None:
-    """Reads the arguments, builds the engine once, and times every number of rows."""
-    ask = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    ask.add_argument("model")
-    ask.add_argument("--rows", default="1,8,64", help="requests at once")
-    ask.add_argument("--k", type=int, default=0, help="MTP drafts verified and made in a step")
-    ask.add_argument("--acceptance", type=float, default=0.7, help="of drafts behind accepted ones")
-    ask.add_argument("--context", type=int, default=4096, help="tokens in front of every row")
-    ask.add_argument("--output-len", type=int, default=160, help="tokens per answer")
-    given = ask.parse_args()
-    rows = tuple(sorted(int(count) for count in given.rows.split(",")))
-    spec = {"method": "mtp", "num_speculative_tokens": given.k, "adaptive": False}
-    spec["synthetic_acceptance"] = given.acceptance
+    """Read the arguments, build the engine once, and time every number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--rows", type=parse_counts, default="1,8,64", help="requests at once")
+    parser.add_argument("--k", type=int, default=0, help="MTP drafts of a step")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.7, help="acceptance probability of each next draft"
+    )
+    parser.add_argument(
+        "--context", type=int, default=4096, help="tokens of every row before its answer"
+    )
+    parser.add_argument("--output-len", type=int, default=160, help="tokens per answer")
+    args = parser.parse_args()
+    rows = tuple(sorted(args.rows))
     llm = LLM(
-        model=given.model,
-        load_format="dummy",
+        **model_settings(args.model),
         skip_tokenizer_init=True,
-        max_model_len=given.context + given.output_len,
+        max_model_len=args.context + args.output_len,
         max_num_seqs=rows[-1],
         row_buckets=rows,
         max_num_batched_tokens=BUDGET,
         enable_prefix_caching=False,
-        speculative_config=spec if given.k else None,
+        speculative_config=speculative_config("mtp", args.k, synthetic_acceptance=args.acceptance),
     )
-    length = given.context - BEFORE
-    params = SamplingParams(
-        temperature=0, max_tokens=given.output_len, ignore_eos=True, detokenize=False
-    )
+    length = args.context - BEFORE
+    params = greedy_params(args.output_len)
     for count in rows:
         prompts = [{"prompt_token_ids": [17 * i + j for j in range(length)]} for i in range(count)]
         window = Window(llm, count)
-        llm.generate(prompts, params, on_progress=window.see)
-        what = {"rows": count, "k": given.k, "context": given.context}
-        print(json.dumps(what | window.figures()), flush=True)
+        llm.generate(prompts, params, on_progress=window.on_update)
+        setup = {"rows": count, "k": args.k, "context": args.context}
+        print_json(setup | window.figures())
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""us of a mixture's experts by tile: what docs/kernels/experts.md quotes.
+"""Time of a mixture's experts in us by tile. docs/kernels/experts.md quotes it.
 
     python benchmarks/expert_tiles.py [--model Qwen3.6-35B-A3B] [--layout int4] [--tokens 1,8,64]
 
-Every tile of TILES takes the place of one of the four that lockstep.kernels.experts.tiles chooses:
-that of up or of down, dense or quantized. Tokens choose their experts evenly and independently,
-others in each of CALLS calls, so that no weight is in the cache. One JSON line each, with whether
-the bits were those of the tiles chosen; the first of each number of tokens is those.
+lockstep.kernels.experts.tiles chooses four tiles: up and down, dense and quantized. Every tile of
+TILES replaces one of them. Tokens choose experts evenly and independently, different ones in each
+of the CALLS calls, so that no weight is in the cache. Prints one JSON line per tile, with whether
+its bits equal those of the default tiles; the first line of each number of tokens has the default
+tiles.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.bench.dimensions import MODELS
+from lockstep.bench.measurement import parse_counts, print_json
 from lockstep.kernels.backends import load
 from lockstep.kernels.bench_types import ModelShape
 from lockstep.kernels.experts.tiles import Tile, Tiles, runs_unsorted, tiles_of
@@ -25,9 +26,9 @@ from lockstep.kernels.formats.weights.bench import LAYOUTS
 from lockstep.kernels.timing import seconds_per_call
 
 CALLS = 8
-"""Calls of a chain, each with experts of its own."""
+"""Calls of a timed chain; each has different experts."""
 REPEATS = 6
-"""Runs of it, of which the fastest counts."""
+"""Timed runs of the chain; the fastest one is reported."""
 TILES = {
     "plain": (
         Tile(64, 16, 128, 4, 3),
@@ -38,7 +39,7 @@ TILES = {
         Tile(128, 16, 64, 4, 5),
         Tile(128, 16, 64, 8, 6),
     ),
-    "packed": (
+    "quantized": (
         Tile(64, 16, 256, 4, 3),
         Tile(64, 16, 256, 4, 2),
         Tile(64, 16, 128, 4, 3),
@@ -49,26 +50,29 @@ TILES = {
         Tile(128, 16, 256, 8, 3),
     ),
 }
-"""Blocks of 16 tokens; where the chosen ones hold more, theirs do, too."""
+"""Candidates with blocks of 16 tokens. They take the token count of the default tile if it is
+larger."""
 
 
 def main() -> None:
-    """Times them on a GPU."""
-    ask = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    """Time all tiles on a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     mixtures = [name for name, model in MODELS.items() if model.moe]
-    ask.add_argument("--model", default="Qwen3.6-35B-A3B", choices=mixtures)
-    ask.add_argument("--layout", default="", choices=["", *LAYOUTS], help="of packed weights")
-    ask.add_argument("--tokens", default="1,8,64", help="of a step")
-    given = ask.parse_args()
+    parser.add_argument("--model", default="Qwen3.6-35B-A3B", choices=mixtures)
+    parser.add_argument(
+        "--layout", default="", choices=["", *LAYOUTS], help="format of quantized weights"
+    )
+    parser.add_argument("--tokens", type=parse_counts, default="1,8,64", help="tokens of a step")
+    args = parser.parse_args()
     load()
     with torch.inference_mode():
-        for tokens in given.tokens.split(","):
-            for line in lines(MODELS[given.model], given.layout, int(tokens)):
-                print(json.dumps(line), flush=True)
+        for tokens in args.tokens:
+            for line in lines(MODELS[args.model], args.layout, tokens):
+                print_json(line)
 
 
 def lines(model: ModelShape, layout: str, tokens: int) -> Iterator[dict[str, object]]:
-    """What is printed for a number of tokens."""
+    """Yield the figures of one number of tokens, one per tile."""
     from lockstep.kernels.experts.triton import launch_sorted, launch_unsorted
 
     assert model.moe is not None, "the model has experts"
@@ -80,14 +84,14 @@ def lines(model: ModelShape, layout: str, tokens: int) -> Iterator[dict[str, obj
     sent = [(chosen.int(), share.bfloat16()) for share, chosen in shares]
     unsorted = runs_unsorted(tokens, top_k, count, bool(layout))
     launch = launch_unsorted if unsorted else launch_sorted
-    usual = tiles_of(tokens * top_k, count, torch.bfloat16, unsorted)
-    wanted = launch(x, up, down, *sent[0], None, None, usual, model.gated)
-    for name, tiles in tried(usual, bool(layout)):
+    defaults = tiles_of(tokens * top_k, count, torch.bfloat16, unsorted)
+    expected = launch(x, up, down, *sent[0], None, None, defaults, model.gated)
+    for name, tiles in candidates(defaults, bool(layout)):
 
         def run(ids: Tensor, share: Tensor, tiles: Tiles = tiles) -> Tensor:
             return launch(x, up, down, ids, share, None, None, tiles, model.gated)
 
-        same = bool((run(*sent[0]) == wanted).all())
+        same = bool((run(*sent[0]) == expected).all())
         calls = [lambda pair=pair, run=run: run(*pair) for pair in sent]
         us = 1e6 * seconds_per_call(calls, "cuda", REPEATS, pick=min)
         tile = asdict(getattr(tiles, name)) if name else None
@@ -95,24 +99,24 @@ def lines(model: ModelShape, layout: str, tokens: int) -> Iterator[dict[str, obj
 
 
 def weight(layout: str, count: int, n: int, k: int) -> Tensor | QuantizedWeight:
-    """Weights [n, k] of all experts."""
+    """Return random weights [count, n, k] of all experts."""
     if not layout:
-        found = torch.empty(count, n, k, dtype=torch.bfloat16, device="cuda")
-        return found.normal_(0.0, k**-0.5)
-    packed = LAYOUTS[layout](count * n, k, "cuda")
-    packed.fill_dummy(torch.Generator("cuda").manual_seed(0))
-    return packed
+        weights = torch.empty(count, n, k, dtype=torch.bfloat16, device="cuda")
+        return weights.normal_(0.0, k**-0.5)
+    quantized = LAYOUTS[layout](count * n, k, "cuda")
+    quantized.fill_dummy(torch.Generator("cuda").manual_seed(0))
+    return quantized
 
 
-def tried(usual: Tiles, packed: bool) -> Iterator[tuple[str, Tiles]]:
-    """(what differs, tiles): none, then one after another."""
-    yield "", usual
-    names = ("quantized_up", "quantized_down") if packed else ("up", "down")
+def candidates(defaults: Tiles, quantized: bool) -> Iterator[tuple[str, Tiles]]:
+    """Yield (name of the replaced tile, tiles), the default tiles first."""
+    yield "", defaults
+    names = ("quantized_up", "quantized_down") if quantized else ("up", "down")
     for name in names:
-        for tile in TILES["packed" if packed else "plain"]:
-            held = usual.up.tokens
-            other = Tile(tile.rows, held, tile.k, tile.warps, tile.stages)
-            yield name, usual._replace(**{name: other})
+        for tile in TILES["quantized" if quantized else "plain"]:
+            num_tokens = defaults.up.tokens
+            other = Tile(tile.rows, num_tokens, tile.k, tile.warps, tile.stages)
+            yield name, defaults._replace(**{name: other})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""GB/s of loading a checkpoint from the page cache, and the device memory that it takes at most.
+"""Speed of loading a checkpoint from the page cache, and its peak device memory.
 
     python benchmarks/loading.py FOLDER SCRATCH [--gb 20]
 
-FOLDER holds a config.json. A checkpoint of its layers with random weights, in its weight format, is
-written into SCRATCH (a folder in memory, such as /dev/shm/x), cut off behind the layer where it has
-`--gb` gigabytes, and loaded. One JSON line is printed.
+FOLDER contains a config.json. The script writes a checkpoint with random weights in its weight
+format to SCRATCH (a folder in memory, such as /dev/shm/x), with as many layers as fit --gb
+gigabytes, and loads it. Prints one JSON line.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.bench.floor import sketch
+from lockstep.bench.measurement import print_json
 from lockstep.kernels.backends import load
 from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
@@ -25,29 +26,29 @@ from lockstep.models.loader import build_model, load_weights
 from lockstep.quantization import WeightSink, read_weight_format
 
 SHARD = 4 << 30
-"""Bytes of a file of the checkpoint, as hubs have them."""
+"""Bytes of one checkpoint file, as on model hubs."""
 WEIGHT = 0.02
 """Standard deviation of the random weights."""
 GROUP = 128
-"""Columns that share a scale."""
+"""Columns that share one scale."""
 CPU = torch.device("cpu")
 ZEROS = 0x77777777
-"""Zero points of a symmetric checkpoint of GPTQ, eight in a word: others are refused."""
+"""Zero points of a symmetric GPTQ checkpoint, eight in a word. Other values are refused."""
 
 
 def main() -> None:
-    """Writes, loads, prints."""
-    ask = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    ask.add_argument("folder", type=Path)
-    ask.add_argument("scratch", type=Path)
-    ask.add_argument("--gb", type=float, default=20.0, help="about how much is written")
-    given = ask.parse_args()
+    """Write the checkpoint, load it, and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("scratch", type=Path)
+    parser.add_argument("--gb", type=float, default=20.0, help="approximate size of the checkpoint")
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shutil.copytree(given.folder, given.scratch, dirs_exist_ok=True)
-    shorten(given.scratch, given.gb)
-    write(given.scratch, device)
+    shutil.copytree(args.folder, args.scratch, dirs_exist_ok=True)
+    shorten(args.scratch, args.gb)
+    write(args.scratch, device)
     load()
-    checkpoint = Checkpoint.read(given.scratch)
+    checkpoint = Checkpoint.read(args.scratch)
     weight_format = read_weight_format(checkpoint.quantization(), None)
     build = BuildContext(
         device=device,
@@ -62,87 +63,89 @@ def main() -> None:
     with torch.inference_mode():
         model = build_model(checkpoint.raw, build)
         built = torch.cuda.memory_allocated() if device == "cuda" else 0
-        loaded = load_weights(checkpoint, model, None, lambda done, of: None, weight_format)
-    figures = {"model": given.folder.name, "gb": round(loaded.bytes / 1e9, 2)}
+        loaded = load_weights(checkpoint, model, None, lambda done, total: None, weight_format)
+    figures = {"model": args.folder.name, "gb": round(loaded.bytes / 1e9, 2)}
     figures["gb_per_s"] = round(loaded.speed / 1e9, 2)
     if device == "cuda":
         figures["built_gb"] = round(built / 1e9, 2)
         figures["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
-    print(json.dumps(figures))
+    print_json(figures)
 
 
-def slots(folder: Path) -> list[tuple[str, WeightSink]]:
-    """The tensors that a checkpoint of the folder's config.json has. A published one of GPTQ has
-    groups of columns where they are in order too."""
+def checkpoint_tensors(folder: Path) -> list[tuple[str, WeightSink]]:
+    """Return the tensors of a checkpoint with the folder's config.json.
+
+    Published GPTQ checkpoints store g_idx also where groups are in order, so it is added.
+    """
     sketched = sketch(folder, torch.bfloat16, None)
     weights: dict[str, Tensor | WeightSink] = sketched.model.weights()  # type: ignore[operator]
-    found = {name: WeightSink.of(target) for name, target in weights.items()}
+    sinks = {name: WeightSink.of(target) for name, target in weights.items()}
     settings = Checkpoint.read(folder).quantization() or {}
     if settings.get("quant_method") == "gptq":
-        for name in [name for name in found if name.endswith("qweight")]:
-            (words, _) = found[name].shape or (0, 0)
+        for name in [name for name in sinks if name.endswith("qweight")]:
+            (words, _) = sinks[name].shape or (0, 0)
             groups = WeightSink(
-                (words * 32 // settings["bits"],), (torch.int32,), CPU, lambda found: None
+                (words * 32 // settings["bits"],), (torch.int32,), CPU, lambda tensor: None
             )
-            found.setdefault(name.replace("qweight", "g_idx"), groups)
-    return list(found.items())
+            sinks.setdefault(name.replace("qweight", "g_idx"), groups)
+    return list(sinks.items())
 
 
-def size(found: list[tuple[str, WeightSink]]) -> int:
-    """Their bytes."""
-    return sum(torch.Size(slot.shape or ()).numel() * dtype(slot).itemsize for _, slot in found)
+def size(sinks: list[tuple[str, WeightSink]]) -> int:
+    """Return the bytes of all tensors."""
+    return sum(torch.Size(sink.shape or ()).numel() * dtype(sink).itemsize for _, sink in sinks)
 
 
-def dtype(slot: WeightSink) -> torch.dtype:
-    """What a published checkpoint would hold."""
-    return torch.bfloat16 if torch.bfloat16 in slot.dtypes else slot.dtypes[0]
+def dtype(sink: WeightSink) -> torch.dtype:
+    """Return the dtype of the tensor in a published checkpoint."""
+    return torch.bfloat16 if torch.bfloat16 in sink.dtypes else sink.dtypes[0]
 
 
 def shorten(folder: Path, gigabytes: float) -> None:
-    """Takes layers off config.json until the checkpoint has about so many gigabytes."""
+    """Remove layers from config.json until the checkpoint has about `gigabytes` GB."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     text = config.get("text_config", config)
     layers = int(text["num_hidden_layers"])
-    whole = size(slots(folder))
-    kept = max(4, min(layers, int(layers * gigabytes * 1e9 / whole)))
-    text["num_hidden_layers"] = kept
+    total = size(checkpoint_tensors(folder))
+    num_kept = max(4, min(layers, int(layers * gigabytes * 1e9 / total)))
+    text["num_hidden_layers"] = num_kept
     if "layer_types" in text:
-        text["layer_types"] = text["layer_types"][:kept]
+        text["layer_types"] = text["layer_types"][:num_kept]
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def write(folder: Path, device: str) -> None:
-    """The checkpoint's files."""
+    """Write the checkpoint's files."""
     generator = torch.Generator(device).manual_seed(0)
     shard: dict[str, Tensor] = {}
-    held = 0
+    shard_bytes = 0
     count = 0
-    for name, slot in slots(folder):
-        tensor = drawn(name, slot, device, generator)
+    for name, sink in checkpoint_tensors(folder):
+        tensor = random_tensor(name, sink, device, generator)
         shard[name] = tensor.cpu()
-        held += tensor.nbytes
-        if held > SHARD:
+        shard_bytes += tensor.nbytes
+        if shard_bytes > SHARD:
             save_file(shard, folder / f"model-{count:05d}.safetensors")
             shard = {}
-            held = 0
+            shard_bytes = 0
             count += 1
     save_file(shard, folder / f"model-{count:05d}.safetensors")
 
 
-def drawn(name: str, slot: WeightSink, device: str, generator: torch.Generator) -> Tensor:
-    """Random values of the slot's shape and dtype."""
-    kind = dtype(slot)
-    shape = slot.shape or ()
-    if kind.is_floating_point:
+def random_tensor(name: str, sink: WeightSink, device: str, generator: torch.Generator) -> Tensor:
+    """Return random values of the sink's shape and dtype."""
+    element_type = dtype(sink)
+    shape = sink.shape or ()
+    if element_type.is_floating_point:
         values = torch.randn(shape, device=device, generator=generator) * WEIGHT
-        return values.to(kind)
+        return values.to(element_type)
     if name.endswith("g_idx"):
-        return torch.arange(shape[0], dtype=kind) // GROUP
+        return torch.arange(shape[0], dtype=element_type) // GROUP
     if name.endswith("qzeros"):
-        return torch.full(shape, ZEROS, device=device, dtype=kind)
-    limits = torch.iinfo(kind)
+        return torch.full(shape, ZEROS, device=device, dtype=element_type)
+    limits = torch.iinfo(element_type)
     return torch.randint(
-        limits.min, limits.max, shape, device=device, dtype=kind, generator=generator
+        limits.min, limits.max, shape, device=device, dtype=element_type, generator=generator
     )
 
 

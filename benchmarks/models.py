@@ -1,10 +1,10 @@
-"""Writes folders with the config.json of real models, for benchmarks with random weights.
+"""Folders with the config.json of real models, for benchmarks with random weights.
 
     python benchmarks/models.py FOLDER
 
 FOLDER gets one folder for each model and weight format of the tables in RESULTS.md. Dimensions are
 those of the published checkpoints, and so are the settings of each weight format: which modules are
-packed, in which groups, and which stay in bf16.
+quantized, in which groups, and which stay in bf16.
 """
 
 import argparse
@@ -15,9 +15,11 @@ from typing import Any
 CONTEXT = 262144
 """max_position_embeddings of Qwen3.6."""
 VOCAB = 248320
+"""Vocabulary size of Qwen3.6."""
 END = 248044
+"""End-of-text token of Qwen3.6."""
 INTERVAL = 4
-"""Every fourth layer of Qwen3.6 is attention, the others are Gated DeltaNet."""
+"""Every fourth layer of Qwen3.6 is attention; the others are Gated DeltaNet."""
 
 QWEN3_6_27B = {
     "model_type": "qwen3_5_text",
@@ -140,7 +142,7 @@ GPTQ = {
         "-:.*visual.*": {},
     },
 }
-"""As Qwen3.5-35B-A3B-GPTQ-Int4: the routed experts alone are packed."""
+"""Config of Qwen3.5-35B-A3B-GPTQ-Int4: only the routed experts are quantized."""
 AUTO_ROUND = {
     "quant_method": "auto-round",
     "bits": 4,
@@ -171,15 +173,17 @@ EXPERTS_NVFP4 = {
         *("*.mixer.q_proj", "*.mixer.k_proj", "*.mixer.v_proj", "*.mixer.o_proj"),
     ],
 }
-"""The routed experts alone are quantized, which are most of a large mixture. Published files
-quantize some of the rest too, in lists of thousands of names."""
+"""Config in which only the routed experts are quantized, most of a large mixture's weights.
+
+Published files quantize some other modules too, in lists of thousands of names.
+"""
 NEMOTRON_AWQ = {**AWQ, "modules_to_not_convert": ["lm_head", "mtp", "conv1d", "mixer.gate"]}
 BLOCK_PLAIN = ("in_proj_a", "in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
-"""Modules of a layer that FP8 checkpoints leave in bf16: their full names are listed."""
+"""Modules of a layer that FP8 checkpoints leave in bf16; a config lists their full names."""
 
 
-def text(model: dict[str, Any]) -> dict[str, Any]:
-    """The config of a text model of the Qwen3.6 family."""
+def text_config(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a text model of the Qwen3.6 family."""
     layers = model["num_hidden_layers"]
     kinds = [
         "full_attention" if (layer + 1) % INTERVAL == 0 else "linear_attention"
@@ -217,7 +221,7 @@ def text(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def blocks(model: dict[str, Any]) -> dict[str, Any]:
-    """FP8 in blocks of 128 x 128, with the names of what is not packed."""
+    """Return the FP8 config with blocks of 128 x 128 and the names of unquantized modules."""
     inner = ("linear_attn.", "linear_attn.", "", "")
     plain = ["lm_head", "model.embed_tokens", "mtp.fc"]
     for layer in range(model["num_hidden_layers"]):
@@ -228,9 +232,9 @@ def blocks(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def folders() -> dict[str, dict[str, Any]]:
-    """Name -> config.json of each folder."""
-    dense = text(QWEN3_6_27B)
-    sparse = text(QWEN3_6_35B_A3B)
+    """Return the config.json of each folder by its name."""
+    dense = text_config(QWEN3_6_27B)
+    sparse = text_config(QWEN3_6_35B_A3B)
     return {
         "27b": dense,
         "27b-int4": {**dense, "quantization_config": AWQ},
@@ -247,12 +251,12 @@ def folders() -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Writes them."""
-    ask = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    ask.add_argument("folder", type=Path, help="gets a folder for each")
-    given = ask.parse_args()
+    """Write all folders."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="destination")
+    args = parser.parse_args()
     for name, config in folders().items():
-        folder = given.folder / name
+        folder = args.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 

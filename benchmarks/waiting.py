@@ -1,4 +1,4 @@
-"""Microseconds of one scheduler step on a CPU, by the number of requests that wait.
+"""Time of one scheduler step in us on a CPU, by the number of waiting requests.
 
     python benchmarks/waiting.py --waiting 100,2000,20000,100000,200000
 
@@ -10,10 +10,9 @@ host memory before the measurement, since their pages ran short; they are the he
 
 import argparse
 import gc
-import json
 import statistics
-import time
 
+from lockstep.bench.measurement import Stopwatch, parse_counts, print_json
 from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
@@ -27,7 +26,7 @@ WARM_STEPS = 540
 MAX_STEPS = 480
 """Steps until the rows need a fourth page: a measurement ends before."""
 MAX_TOKENS = 100_000
-"""Long enough that no row ends within a measurement."""
+"""Output limit that no row reaches within a measurement."""
 PRIORITIES = 7
 """Priorities that requests cycle through under the policy "priority"; the lowest runs first."""
 
@@ -35,16 +34,17 @@ PRIORITIES = 7
 def main() -> None:
     """Read the arguments and print one JSON line per policy and queue length."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--waiting", default="100,2000,20000,100000,200000", help="queue lengths")
-    parser.add_argument("--rows", type=int, default=24, help="rows that start")
+    parser.add_argument(
+        "--waiting", type=parse_counts, default="100,2000,20000,100000,200000", help="queue lengths"
+    )
+    parser.add_argument("--rows", type=int, default=24, help="running requests")
     parser.add_argument("--steps", type=int, default=200, help=f"measured steps, to {MAX_STEPS}")
-    options = parser.parse_args()
-    if not 1 <= options.steps <= MAX_STEPS:
-        parser.error(f"--steps {options.steps} is not allowed; allowed: 1 to {MAX_STEPS}")
+    args = parser.parse_args()
+    if not 1 <= args.steps <= MAX_STEPS:
+        parser.error(f"--steps {args.steps} is not allowed; allowed: 1 to {MAX_STEPS}")
     for policy in ("fcfs", "priority"):
-        for waiting in map(int, options.waiting.split(",")):
-            result = measure(policy, waiting, options.rows, options.steps)
-            print(json.dumps(result), flush=True)
+        for waiting in args.waiting:
+            print_json(measure(policy, waiting, args.rows, args.steps))
 
 
 def measure(policy: str, waiting: int, rows: int, steps: int) -> dict[str, object]:
@@ -55,17 +55,17 @@ def measure(policy: str, waiting: int, rows: int, steps: int) -> dict[str, objec
         step(scheduler)
     enqueue(scheduler, "waiting", waiting, priority=1)
     gc.collect()
-    gc.freeze()  # as a serving engine does; else collections of what waits are measured
+    gc.freeze()  # as a serving engine does; else the collection of waiting requests is measured
     step_us = []
     for _ in range(steps):
-        start = time.perf_counter()
+        watch = Stopwatch()
         step(scheduler)
-        step_us.append((time.perf_counter() - start) * 1e6)
-    start = time.perf_counter()
+        step_us.append(watch.wall * 1e6)
+    watch = Stopwatch()
     enqueue(scheduler, "late", steps, priority=1)
     for index in range(steps):
         scheduler.abort(f"late-{index}")
-    queue_us = (time.perf_counter() - start) * 1e6 / (2 * steps)
+    queue_us = watch.wall * 1e6 / (2 * steps)
     return {
         "policy": policy,
         "waiting": waiting,

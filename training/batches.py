@@ -1,4 +1,4 @@
-"""Batches: worker processes draw samples and cut them into rows of one length."""
+"""Batches: worker processes draw samples and pack them into rows of one length."""
 
 import random
 import time
@@ -15,82 +15,89 @@ from tokenizers import Tokenizer
 
 from training.corpus import stdlib_text, tasks
 
-GIVEN = 0.1
-"""Most weight of a token that is given, against 1.0 for one that is learned: it teaches words."""
-GIVEN_SHARE = 0.3
-"""Most weight of all given tokens of a sample, against that of its learned ones."""
+CONTEXT_WEIGHT = 0.1
+"""Maximum loss weight of a context token, against 1.0 for a learned one. It teaches words."""
+CONTEXT_SHARE = 0.3
+"""Maximum total weight of a sample's context tokens, as a share of its learned tokens' weight."""
 
 CHARACTERS = 2.45
-"""Characters a token of filler, of a space and a word's token each."""
+"""Characters per token of filler, in which a space is a token."""
 
 FIRST = 10
-"""Tokens with which an answer beside tools begins, where it chooses: they weigh more."""
+"""First tokens of an answer with tools, which select the tool and have a higher weight."""
 FIRST_WEIGHT = 2.5
+"""Loss weight of these tokens."""
 
 
 class Encoder:
-    """Samples to token ids and weights."""
+    """Encoder of samples to token ids and loss weights."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.end = self.tokenizer.token_to_id("<|endoftext|>")
 
-    def ids(self, piece: str) -> list[int]:
-        """Token ids of one piece."""
-        return self.tokenizer.encode(piece, add_special_tokens=False).ids
+    def ids(self, text: str) -> list[int]:
+        """Return the token ids of one piece."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def sample(self, sample: tasks.Sample) -> tuple[list[int], list[float]]:
-        """ids and weights; a weight belongs to the token that is predicted."""
-        parts = [(self.ids(piece), learned) for piece, learned in sample.pieces]
-        given = sum(len(new) for new, learned in parts if not learned)
-        taught = sum(len(new) for new, learned in parts if learned)
-        low = min(GIVEN, GIVEN_SHARE * taught / given)
-        first = FIRST_WEIGHT if sample.tools else 1.0
+        """Return token ids, and the weight of predicting each of them."""
+        parts = [(self.ids(text), learned) for text, learned in sample.pieces]
+        num_context = sum(len(new) for new, learned in parts if not learned)
+        num_learned = sum(len(new) for new, learned in parts if learned)
+        context_weight = min(CONTEXT_WEIGHT, CONTEXT_SHARE * num_learned / num_context)
+        first_weight = FIRST_WEIGHT if sample.tools else 1.0
         weights: list[float] = []
         for new, learned in parts:
-            begun = len(new[:FIRST])
-            rest = len(new) - begun
-            weights += [first] * begun + [1.0] * rest if learned else [low] * len(new)
+            num_first = len(new[:FIRST])
+            rest = len(new) - num_first
+            weights += (
+                [first_weight] * num_first + [1.0] * rest
+                if learned
+                else [context_weight] * len(new)
+            )
         return [i for new, _ in parts for i in new], weights
 
 
 def rows(
     folder: Path, seed: int, length: int, shares: dict[str, float] = tasks.SHARES
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Endless rows of `length` tokens: whole samples one after another, sources in between.
+    """Yield rows of `length` tokens without end: whole samples in sequence, mixed with sources.
 
-    A row never starts inside a sample; what does not fit is left out, the rest is padding.
+    A row begins with a sample. A sample that does not fit moves to the next row, and the rest is
+    padding.
     """
     encoder = Encoder(folder)
     rng = random.Random(seed)
     stdlib_text.load_filler()
     count = seed * 1_000_003
-    held: tuple[list[int], list[float]] | None = None
+    pending: tuple[list[int], list[float]] | None = None
     while True:
         ids: list[int] = []
         weights: list[float] = []
         while len(ids) < length:
-            if held is None:
+            if pending is None:
                 count += 1
-                held = _draw(encoder, rng, count, length, shares)
-            if len(held[0]) > length:
-                held = None
+                pending = _draw(encoder, rng, count, length, shares)
+            if len(pending[0]) > length:
+                pending = None
                 continue
-            if len(ids) + len(held[0]) > length:
+            if len(ids) + len(pending[0]) > length:
                 break
-            ids += held[0]
-            weights += held[1]
-            held = None
-        short = length - len(ids)
+            ids += pending[0]
+            weights += pending[1]
+            pending = None
+        num_padding = length - len(ids)
         yield (
-            np.array(ids + [encoder.end] * short, np.int16),
-            np.array(weights + [0.0] * short, np.float16),
+            np.array(ids + [encoder.end] * num_padding, np.int16),
+            np.array(weights + [0.0] * num_padding, np.float16),
         )
 
 
 def _draw(
     encoder: Encoder, rng: random.Random, seed: int, length: int, shares: dict[str, float]
 ) -> tuple[list[int], list[float]]:
+    """Return a random sample: a source document, a needle for long rows, or any task."""
     chance = rng.random()
     if chance < 0.08:
         ids = encoder.ids(stdlib_text.document(rng, rng.choice((1500, 4000)), False))[: length - 1]
@@ -104,6 +111,7 @@ def _draw(
 def _work(
     folder: Path, seed: int, length: int, shares: dict[str, float], per_batch: int, queue: Any
 ) -> None:
+    """Put batch parts of one length into the queue without end."""
     source = rows(folder, seed, length, shares)
     while True:
         pairs = [next(source) for _ in range(per_batch)]
@@ -111,10 +119,11 @@ def _work(
 
 
 class Feed:
-    """Worker processes per row length; what they make waits in memory, `keep` parts a length.
+    """Source of batches with worker processes per row length and a buffer of `keep` parts per
+    length.
 
-    Parts are taken from the workers in turn. patient: a batch waits for parts that are new, so that
-    what it holds depends on the seed alone.
+    Parts come from the workers in round-robin order. patient: every batch waits for new parts, so
+    that batches depend on the seed alone.
     """
 
     def __init__(
@@ -130,29 +139,29 @@ class Feed:
         context = get_context("fork")
         self.pools: dict[int, list[Any]] = {n: [] for n in workers}
         self.fresh: dict[int, deque[Any]] = {n: deque() for n in workers}
-        self.made = dict.fromkeys(workers, 0)
+        self.num_made = dict.fromkeys(workers, 0)
         self.rng = random.Random(seed)
         self.keep = keep
         self.patient = patient
         for length, count in workers.items():
             queues = [context.Queue(maxsize=2) for _ in range(count)]
             for i, queue in enumerate(queues):
-                own = seed + 7919 * length + i
-                arguments = (folder, own, length, shares, part_tokens // length, queue)
+                worker_seed = seed + 7919 * length + i
+                arguments = (folder, worker_seed, length, shares, part_tokens // length, queue)
                 context.Process(target=_work, args=arguments, daemon=True).start()
             Thread(target=self._collect, args=(length, queues), daemon=True).start()
 
     def _collect(self, length: int, queues: list[Any]) -> None:
+        """Move parts from the workers' queues into the buffer."""
         waiting = self.fresh[length]
         for queue in cycle(queues):
             waiting.append(queue.get())
-            self.made[length] += 1
+            self.num_made[length] += 1
             while len(waiting) >= self.keep:
                 time.sleep(0.05)
 
     def batch(self, length: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
-        """`parts` parts of this length: fresh ones where they wait, else ones seen before; fresh
-        ones alone where it is patient."""
+        """Return ids and weights of `parts` parts: new ones if available, else earlier ones."""
         waiting = self.fresh[length]
         pool = self.pools[length]
         chosen = []

@@ -1,10 +1,10 @@
-"""What the bundled model can do: python -m training.evaluate [--quick] [--json].
+"""Evaluation of a model through the engine: python -m training.evaluate [--quick] [--json].
 
-Answers come from the engine, greedy, with K = 3 drafts of the drafter that is named; one is exact
-if its text equals the reference. Cases come from the evaluation side of the word split, which
-training never draws from; free requests are those of evaluation_sets/, written by hand.
-Free continuations of held-out source text are sampled: as the Qwen3.5 family recommends, and there
-a loop counts as a fault; and without a penalty, to tell how so small a model ends.
+Answers are greedy, with K = 3 drafts of the chosen drafter; an answer is exact if its text equals
+the reference. Cases come from the evaluation side of the word split, which training never draws
+from; free requests are the handwritten ones of evaluation_sets/. Free continuations of held-out
+source text are sampled as the Qwen3.5 family recommends, where a loop is a fault, and without a
+penalty, to show how such a small model ends.
 """
 
 import argparse
@@ -24,21 +24,23 @@ from training.evaluation_sets import blind_requests, development_requests
 from training.evaluation_sets.request_set import Call, Requests
 
 DRAFTS = 3
+"""Drafts of every step."""
 MAX_TOKENS = 1400
-"""More than the longest answer: 200 primes take 1,050 tokens."""
+"""Limit above the longest answer: 200 primes take 1,050 tokens."""
 FREE_TOKENS = 160
 FREE: dict[str, dict[str, Any]] = {
     "free continuations": dict(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=1.5),
     "free, no penalty": dict(temperature=0.8, top_p=0.95),
 }
+"""Sampling parameters of free continuations."""
 LOOP_TOKENS = 48
 LOOP_PERIOD = 12
-"""A loop: the last 48 tokens repeat with a period of at most 12 tokens."""
+"""Limits of a loop: the last 48 tokens repeat with a period of at most 12 tokens."""
 
 
 @dataclass(frozen=True)
 class Set:
-    """One line of the table: which task, how many cases, its options, and what is hoped for."""
+    """Row of the table: task, number of cases, options of the task, and goals."""
 
     name: str
     task: str
@@ -64,9 +66,10 @@ SETS = (
 
 @dataclass(frozen=True)
 class Written:
-    """One line of the table, of requests written by hand that need a call, or that need none.
+    """Row of the table: handwritten requests that need a call, or those that need none.
 
-    Right is an answer whose calls' names and arguments are; where no tool fits, one without a call.
+    An answer is right if the names and arguments of its calls are; if no tool fits, it must have no
+    call.
     """
 
     part: Set
@@ -86,14 +89,14 @@ WRITTEN = (
 
 
 def samples(part: Set, count: int) -> list[tasks.Sample]:
-    """The first `count` cases of a set."""
+    """Return the first `count` cases of a set."""
     options = {"characters": part.characters} if part.characters else {}
     seeds = range(10**9, 10**9 + count)
     return [tasks.draw(s, evaluation=True, task=part.task, **options) for s in seeds]
 
 
 def measure(llm: LLM, part: Set, count: int) -> dict[str, Any]:
-    """Exact share and acceptance length of one set."""
+    """Return the exact share and the acceptance length of a set."""
     cases = samples(part, count)
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, skip_special_tokens=False)
     outs = llm.generate([case.prompt for case in cases], params)
@@ -107,6 +110,7 @@ def measure(llm: LLM, part: Set, count: int) -> dict[str, Any]:
 
 
 def _line(part: Set, outs: Sequence[RequestOutput], right: int) -> dict[str, Any]:
+    """Return the figures of a row."""
     steps = sum(out.metrics.num_steps for out in outs)
     accepted = sum(out.metrics.num_accepted_tokens for out in outs)
     return {
@@ -119,7 +123,7 @@ def _line(part: Set, outs: Sequence[RequestOutput], right: int) -> dict[str, Any
 
 
 def calls_in(answer: str, tools: list[dict[str, Any]]) -> list[Call]:
-    """The calls of an answer, as the server reads them."""
+    """Return the calls of an answer, as the server parses them."""
     reply = ReplyParser(None, Qwen3CoderParser(tools)).parse(answer.removesuffix("<|im_end|>"))
     return [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
 
@@ -127,7 +131,7 @@ def calls_in(answer: str, tools: list[dict[str, Any]]) -> list[Call]:
 def free_requests(
     llm: LLM, line: Written, every: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """One line of the requests written by hand, and what went wrong in it."""
+    """Return the row of handwritten requests, and the wrong answers."""
     written = tasks.written(line.requests)
     cases = [case for case in written if bool(case[1]) == line.calls][::every]
     params = SamplingParams(temperature=0.0, max_tokens=300, skip_special_tokens=False)
@@ -141,7 +145,7 @@ def free_requests(
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether the end of the tokens goes round in a circle."""
+    """Return whether the tokens end in a loop."""
     end = tokens[-LOOP_TOKENS:]
     return len(end) == LOOP_TOKENS and any(
         all(end[i] == end[i - period] for i in range(period, LOOP_TOKENS))
@@ -150,7 +154,7 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def free(llm: LLM, name: str, count: int) -> dict[str, Any]:
-    """Continuations of held-out source text, sampled as FREE says, and how many of them loop."""
+    """Return the number of loops in sampled continuations of held-out source text."""
     rng = random.Random(0)
     prompts = [stdlib_text.document(rng, 300, True) for _ in range(count)]
     params = [
@@ -166,7 +170,7 @@ def free(llm: LLM, name: str, count: int) -> dict[str, Any]:
 
 
 def show(line: dict[str, Any]) -> None:
-    """One row of the table."""
+    """Print a row of the table."""
     cells = [f"{line['set']:<22}", f"{line['cases']:>6}"]
     if "loops" in line:
         cells.append(f"{line['loops']} repeat themselves")
@@ -180,7 +184,7 @@ def show(line: dict[str, Any]) -> None:
 
 
 def drafting(drafter: str) -> dict[str, Any] | None:
-    """The speculative_config of METHOD or METHOD=FOLDER: DRAFTS in every step."""
+    """Return the speculative_config of METHOD or METHOD=FOLDER with DRAFTS in every step."""
     if drafter == "none":
         return None
     method, _, folder = drafter.partition("=")
@@ -189,7 +193,7 @@ def drafting(drafter: str) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the evaluation of the command line."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     p.add_argument("--model", default=None, help="a model folder; the bundled model if not given")
     p.add_argument(

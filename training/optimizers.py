@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrices to g [N, R, C], by Newton-Schulz in bf16."""
+    """Return the nearest semi-orthogonal matrices to g [N, R, C], by Newton-Schulz in bf16."""
     x = g.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -17,9 +17,9 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised; matrices of one shape are handled as one batch.
+    """Optimizer with orthogonalised momentum. Matrices of one shape are one batch.
 
-    A tensor of more than two dims is a stack of matrices, each of them for itself.
+    A tensor of more than two dims is a stack of matrices, which are updated independently.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
@@ -30,7 +30,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update all parameters."""
         options = self.param_groups[0]
         lr = options["lr"]
         momentum = options["momentum"]
@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon over the matrices, those of experts too, AdamW over embedding, convolution, vectors."""
+    """Return Muon for matrices and experts, and AdamW for embedding, convolution, vectors."""
     matrices = []
     rest = []
     for name, p in model.named_parameters():

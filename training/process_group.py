@@ -1,4 +1,4 @@
-"""The processes of one training run, one for each GPU, as torchrun starts them; or one alone."""
+"""Processes of one training run, one per GPU, started by torchrun; or a single process."""
 
 import os
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Peers:
-    """Of `count` processes this is number `rank`; number 0 speaks for all."""
+class ProcessGroup:
+    """`count` processes, of which this is number `rank`. Process 0 writes, prints and evaluates."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", 0))
@@ -19,37 +19,37 @@ class Peers:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes, prints and evaluates."""
+        """Return whether this is process 0."""
         return self.rank == 0
 
     def device(self) -> str:
-        """This process's own GPU, or the CPU."""
+        """Return this process's GPU, or the CPU."""
         if not torch.cuda.is_available():
             return "cpu"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         return "cuda"
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait for all processes."""
         self.agree(0.0)
 
     def leave(self) -> None:
-        """The end, for all at once: none goes while another still speaks to it."""
+        """Leave the group when all processes do, so that none loses a peer in a collective."""
         self.wait()
         if self.count > 1:
             dist.destroy_process_group()
 
     def agree(self, number: float) -> float:
-        """The first process's number."""
+        """Return the number of process 0."""
         if self.count == 1:
             return number
-        told = torch.tensor([number], dtype=torch.float64)
-        dist.broadcast(told, 0)
-        return float(told)
+        shared = torch.tensor([number], dtype=torch.float64)
+        dist.broadcast(shared, 0)
+        return float(shared)
 
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients become the mean of all processes' gradients."""
+        """Replace the gradients by the mean of all processes' gradients."""
         if self.count == 1:
             return
         grads = [p.grad for p in parameters if p.grad is not None]

@@ -8,10 +8,11 @@ from torch import Tensor
 from training.batches import Encoder
 from training.corpus import tasks
 from training.evaluation_sets import blind_requests, development_requests
-from training.models.base import Language
+from training.models.base import LanguageModel
 from training.models.functional import CHUNK
 
 ROWS = 16
+"""Samples of one batch."""
 SETS: dict[str, tuple[str, int, dict[str, int]]] = {
     "tools": ("tools", 256, {}),
     "needle_1k": ("needle", 48, {"characters": 2300}),
@@ -24,18 +25,20 @@ SETS: dict[str, tuple[str, int, dict[str, int]]] = {
     "daily": ("daily", 96, {}),
     "code": ("code", 48, {}),
 }
+"""Name -> (task, number of samples, options of the task)."""
 CALL = "<tool_call>"
+"""Beginning of every call."""
 WRITTEN = {
     "written": (development_requests.REQUESTS, True),
     "written_silent": (development_requests.REQUESTS, False),
     "unseen": (blind_requests.REQUESTS, True),
     "unseen_silent": (blind_requests.REQUESTS, False),
 }
-"""The requests written by hand: those that need a call, and those that need none."""
+"""Name -> (handwritten requests, whether those that need a call or those that need none)."""
 
 
 def cases(encoder: Encoder, name: str) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) token ids of one evaluation set."""
+    """Return (prompt, answer) token ids of one evaluation set."""
     if name in WRITTEN:
         requests, wanted = WRITTEN[name]
         return [
@@ -44,15 +47,18 @@ def cases(encoder: Encoder, name: str) -> list[tuple[list[int], list[int]]]:
             if bool(calls) == wanted
         ]
     task, count, options = SETS[name]
-    found = []
+    token_ids = []
     for seed in range(count):
         sample = tasks.draw(10**9 + seed, evaluation=True, task=task, **options)
-        found.append((encoder.ids(sample.prompt), encoder.ids(sample.answer)))
-    return found
+        token_ids.append((encoder.ids(sample.prompt), encoder.ids(sample.answer)))
+    return token_ids
 
 
 def accepted_length(right: Tensor) -> tuple[int, int]:
-    """right [K, N]: whether draft k from base position n is right -> (tokens, steps)."""
+    """Return (tokens, steps) of drafting.
+
+    right [K, N]: whether draft k from base position n is correct.
+    """
     count, length = right.shape
     position = 0
     steps = 0
@@ -67,11 +73,11 @@ def accepted_length(right: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def evaluate(
-    model: Language, encoder: Encoder, device: str, names: list[str], drafts: int = 3
+    model: LanguageModel, encoder: Encoder, device: str, names: list[str], drafts: int = 3
 ) -> dict[str, dict[str, float]]:
-    """Per set: exact share, and tokens per step with `drafts` drafts.
+    """Return the exact share, and the tokens per step with `drafts` drafts, of each set.
 
-    Of requests that need no call, the share where the answer does not begin with one.
+    For requests that need no call it is the share of answers that do not begin with one.
     """
     report = {}
     on = model.fused.on
@@ -81,38 +87,38 @@ def evaluate(
         tokens = 0
         steps = 0
         silent = name in WRITTEN and not WRITTEN[name][1]
-        todo = sorted(cases(encoder, name), key=lambda case: len(case[0]) + len(case[1]))
-        for at in range(0, len(todo), ROWS):
-            some = todo[at : at + ROWS]
-            for right, ahead in _judge(model, device, some, drafts):
+        sorted_cases = sorted(cases(encoder, name), key=lambda case: len(case[0]) + len(case[1]))
+        for at in range(0, len(sorted_cases), ROWS):
+            batch = sorted_cases[at : at + ROWS]
+            for right, drafts_right in _judge(model, device, batch, drafts):
                 exact += bool(right.all()) != silent
-                got = accepted_length(ahead)
-                tokens += got[0]
-                steps += got[1]
+                accepted = accepted_length(drafts_right)
+                tokens += accepted[0]
+                steps += accepted[1]
         report[name] = {
-            "exact": round(exact / len(todo), 4),
+            "exact": round(exact / len(sorted_cases), 4),
             "acceptance_length": round(tokens / max(steps, 1), 3),
         }
     model.fused.on = on
-    model.places.clear()
+    model.positions.clear()
     return report
 
 
 def _judge(
-    model: Language, device: str, some: list[tuple[list[int], list[int]]], drafts: int
+    model: LanguageModel, device: str, batch: list[tuple[list[int], list[int]]], drafts: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per case: which answer tokens the model gives [N], and which drafts are right [K, N - 1]."""
-    width = -(-max(len(p) + len(a) for p, a in some) // CHUNK) * CHUNK
-    rows = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in some], device=device)
+    """Yield which answer tokens the model predicts [N], and which drafts are correct [K, N - 1]."""
+    width = -(-max(len(p) + len(a) for p, a in batch) // CHUNK) * CHUNK
+    rows = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in batch], device=device)
     hidden, read, _ = model.hidden(rows)
-    ahead = [h.view(*rows.shape, -1) for h in model.drafts(rows, read, drafts)[0]]
+    draft_states = [h.view(*rows.shape, -1) for h in model.drafts(rows, read, drafts)[0]]
     hidden = hidden.view(*rows.shape, -1)
-    for i, (prompt, answer) in enumerate(some):
+    for i, (prompt, answer) in enumerate(batch):
         begin = len(prompt) - 1
         n = len(answer)
         best = model.head(hidden[i, begin : begin + n]).argmax(-1)
-        guess = torch.zeros(len(ahead), n - 1, dtype=rows.dtype, device=device)
-        for k, h in enumerate(ahead):
+        guess = torch.zeros(len(draft_states), n - 1, dtype=rows.dtype, device=device)
+        for k, h in enumerate(draft_states):
             guess[k] = model.head(h[i, begin : begin + n - 1]).argmax(-1)
         ids = rows[i]
         right = best == ids[begin + 1 : begin + 1 + n]

@@ -1,4 +1,4 @@
-"""Trains the tokenizer: byte-level BPE of 4,096 tokens with Qwen's special tokens."""
+"""Training of the tokenizer: byte-level BPE of 4,096 tokens with Qwen's special tokens."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from training.corpus import stdlib_text, tasks
 
 VOCAB = 4096
 SPACE = "Ġ"
-"""A space as byte-level BPE writes it."""
+"""Space in byte-level BPE."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = (
     "<think>",
@@ -28,30 +28,32 @@ SPLIT = (
     r"|[\"{}\[\]:,]+(?: [\"{}\[\]]+)*[\r\n]*|[^\s\p{L}\p{M}\p{N}\"{}\[\]:,]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)| |\s+"
 )
-"""A word is split alike whatever stands before it: what is copied keeps its tokens.
+"""Pre-tokenizer pattern: a word is split alike whatever precedes it, so copied text keeps its
+tokens.
 
-With a space, a quote or a full stop joined to a word, " noon" and "noon" are other tokens, and to
-copy means to spell. Marks of JSON and of calls stay together, as no value is cut by them.
+If a space, quote or full stop were joined to a word, " noon" and "noon" would be different tokens,
+and the model would have to spell each copy. Punctuation of JSON and of calls stays together, since
+no value is split by it.
 """
 
 
 def corpus(samples: int) -> list[str]:
-    """What it is trained on: samples of every task, and sources."""
+    """Return the training texts: samples of every task, and sources."""
     stdlib_text.load_filler()
     rng = random.Random(0)
-    found = []
+    texts = []
     for seed in range(samples):
         sample = tasks.draw(seed)
-        found.append("".join(piece for piece, _ in sample.pieces))
-    found += [stdlib_text.document(rng, 4000, False) for _ in range(samples // 8)]
-    return found
+        texts.append("".join(piece for piece, _ in sample.pieces))
+    texts += [stdlib_text.document(rng, 4000, False) for _ in range(samples // 8)]
+    return texts
 
 
 def carry(table: Tensor, old: Tokenizer, new: Tokenizer) -> Tensor:
-    """The embedding [V, hidden] of `old`'s tokens as one of `new`'s: [V', hidden].
+    """Return the embedding [V, hidden] of `old`'s tokens for `new`'s tokens [V', hidden].
 
-    A token takes its own row, where it had one, a word also that behind a space (their mean, if
-    both); else the mean of the longest tokens that it is made of.
+    A token gets its own row if it had one; a word gets the mean with its form after a space. A new
+    token gets the mean of the longest old tokens that it consists of.
     """
     known = old.get_vocab()
     rows = []
@@ -64,17 +66,17 @@ def carry(table: Tensor, old: Tokenizer, new: Tokenizer) -> Tensor:
 
 
 def _pieces(token: str, known: dict[str, int]) -> list[int]:
-    """The token cut into the longest known ones, from its left; single bytes are all known."""
-    found = []
+    """Split a token greedily into the longest known tokens. Single bytes are always known."""
+    ids = []
     while token:
         end = next(n for n in range(len(token), 0, -1) if token[:n] in known)
-        found.append(known[token[:end]])
+        ids.append(known[token[:end]])
         token = token[end:]
-    return found
+    return ids
 
 
 def train(out: Path, samples: int = 12000) -> None:
-    """Writes tokenizer.json and tokenizer_config.json."""
+    """Train a tokenizer and write tokenizer.json and tokenizer_config.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

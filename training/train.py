@@ -1,6 +1,6 @@
-"""Trains the bundled model: python -m training.train --out lockstep/assets/model (one H200).
+"""Training of the bundled model: python -m training.train --out lockstep/assets/model (one H200).
 
-With another --model: smaller ones of other families, for tests.
+--model selects a smaller model of another family, for tests.
 """
 
 import argparse
@@ -20,20 +20,20 @@ from torch import Tensor
 from training import tokenizer
 from training.batches import Encoder, Feed
 from training.corpus import stdlib_text, tasks
-from training.models.base import Language
+from training.models.base import LanguageModel
 from training.models.deepseek_v3 import DeepseekV3
 from training.models.functional import cross_entropy
 from training.models.nemotron_h import NemotronH
 from training.models.qwen3 import EAGLE3, SMALL, Qwen3
 from training.models.qwen3_5 import MOE, Model
 from training.optimizers import optimizers
-from training.process_group import Peers
+from training.process_group import ProcessGroup
 from training.teacher_forcing import SETS, WRITTEN, evaluate
 
 EMBEDDING = "model.embed_tokens.weight"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 BUNDLED = Path(__file__).parents[1] / "lockstep/assets/model"
-MODELS: dict[str, tuple[Callable[..., Language], dict[str, float]]] = {
+MODELS: dict[str, tuple[Callable[..., LanguageModel], dict[str, float]]] = {
     "dense": (Model, tasks.SHARES),
     "moe": (partial(Model, MOE), tasks.CALLS),
     "nemotron_h": (NemotronH, tasks.CALLS),
@@ -41,69 +41,70 @@ MODELS: dict[str, tuple[Callable[..., Language], dict[str, float]]] = {
     "qwen3": (partial(Qwen3, head=EAGLE3), tasks.CALLS),
     "qwen3_draft": (partial(Qwen3, SMALL), tasks.CALLS),
 }
-"""--model -> what builds it, given a dtype, and how often which task is drawn."""
+"""Value of --model -> (constructor given a dtype, share of each task)."""
 PHASES = (
     (0.00, {512: 1.0}),
     (0.12, {1024: 0.68, 2048: 0.32}),
     (0.42, {1024: 0.62, 2048: 0.25, 8192: 0.13}),
 )
-"""(share of the time, row lengths and their shares of the batches) from there on."""
+"""(beginning as a share of the time, row length -> share of the batches)."""
 DRAFT_WEIGHTS = (0.3, 0.2, 0.15)
 WORKERS = {512: 8, 1024: 6, 2048: 3, 8192: 2}
+"""Row length -> worker processes."""
 DECAY = 0.45
-"""The last share of the time, in which the learning rate falls."""
+"""Last share of the time, in which the learning rate decays."""
 WARM_STEPS = 100
-"""Steps in which it rises, at the start of each run."""
+"""Warm-up steps at the start of each run."""
 PART = 16384
+"""Tokens of a batch part."""
 SEEDS_APART = 100_000_007
-"""Between the seeds of two processes' data: no two draw the same samples."""
+"""Distance between the seeds of two processes, so that none draws another's samples."""
 LEARNED = 0.5
-"""Weights from here on are of tokens that the model is to produce."""
+"""Minimum loss weight of tokens that the model has to produce."""
 DETACHED = 0.75
-"""From this share of the time on the MTP module learns alone: the trunk no longer hears it."""
+"""Share of the time after which the MTP module learns alone, without gradients to the trunk."""
 
 
 def loss_of(
-    model: Language, ids: Tensor, weights: Tensor, detached: bool = False
+    model: LanguageModel, ids: Tensor, weights: Tensor, detached: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """ids [B, T], weights [B, T] of the token at t -> total loss, its parts.
+    """Return the total loss and its parts.
 
-    The parts: of the next token, of the drafts, and how unevenly experts are used in the layer
-    where it is worst, 1 at best.
+    ids [B, T], weights [B, T] of the token at t. The parts: next token, each draft, and the expert
+    imbalance of the worst layer, 1 at best.
     """
-    hidden, read, uneven = model.hidden(ids)
+    hidden, read, imbalance = model.hidden(ids)
 
-    def part(h: Tensor, head: Tensor, of: Tensor, ahead: int, late: int) -> Tensor:
-        shifted = F.pad(of[:, ahead + late :], (late, ahead)).flatten()
+    def part(h: Tensor, head: Tensor, token_weights: Tensor, ahead: int, shift: int) -> Tensor:
+        shifted = F.pad(token_weights[:, ahead + shift :], (shift, ahead)).flatten()
         targets = F.pad(ids[:, ahead:], (0, ahead)).flatten()
-        found: Tensor = model.fused(cross_entropy, h, head, targets, shifted)
-        return found
+        loss: Tensor = model.fused(cross_entropy, h, head, targets, shifted)
+        return loss
 
     losses = [part(hidden, model.embedding, weights, 1, 0)]
     learned = weights * (weights >= LEARNED)
-    behind = read.detach() if detached else read
-    drafts, uneven_drafts = model.drafts(ids, behind, len(DRAFT_WEIGHTS))
+    draft_input = read.detach() if detached else read
+    drafts, draft_imbalance = model.drafts(ids, draft_input, len(DRAFT_WEIGHTS))
     for s, h in enumerate(drafts):
         losses.append(part(h, model.draft_head, learned, 2, s))
     total = losses[0] + sum(w * x for w, x in zip(DRAFT_WEIGHTS, losses[1:], strict=False))
-    uneven = torch.cat([uneven, uneven_drafts])
-    total = total + model.c.get("router_aux_loss_coef", 0.0) * uneven.sum()
-    return total, [x.detach() for x in (*losses, uneven.max())]
+    imbalance = torch.cat([imbalance, draft_imbalance])
+    total = total + model.c.get("router_aux_loss_coef", 0.0) * imbalance.sum()
+    return total, [x.detach() for x in (*losses, imbalance.max())]
 
 
 def rate(progress: float, step: int) -> float:
-    """Warm up, hold, decay linearly over the last share DECAY of the time."""
+    """Return the learning-rate factor: warm-up, constant, then linear decay."""
     return min(1.0, (step + 1) / WARM_STEPS, max(1 - progress, 0.0) / DECAY)
 
 
 def lengths_at(progress: float) -> dict[int, float]:
-    """The phase's row lengths."""
+    """Return the row lengths of the phase."""
     return next(mix for begin, mix in reversed(PHASES) if progress >= begin)
 
 
-class Course:
-    """How far a run has come: by its steps where `steps` says how many, else by the clock, which
-    ends at `until`."""
+class Progress:
+    """Progress of a run: by steps if `steps` is given, else by the clock, which ends at `until`."""
 
     def __init__(self, steps: int | None, until: float) -> None:
         self.steps = steps
@@ -111,14 +112,14 @@ class Course:
         self.until = until
 
     def done(self, step: int) -> float:
-        """The share that `step` steps have done, 1 at the end."""
+        """Return the completed share after `step` steps, 1 at the end."""
         if self.steps is not None:
             return step / self.steps
         return (time.time() - self.begin) / (self.until - self.begin)
 
 
-def _save(model: Language, out: Path) -> None:
-    """The checkpoint folder, but for tokenizer and template."""
+def _save(model: LanguageModel, out: Path) -> None:
+    """Save the checkpoint folder without tokenizer and template."""
     encoder = Encoder(out)
     end = encoder.end
     stop = encoder.tokenizer.token_to_id("<|im_end|>")
@@ -143,16 +144,16 @@ def _save(model: Language, out: Path) -> None:
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """Numbers in bf16, on the CPU."""
+    """Return the tensor on the CPU, floating-point values in bf16."""
     tensor = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
     return tensor.cpu().contiguous()
 
 
 def run(args: argparse.Namespace) -> None:
-    """The whole of it: tokenizer, training for `minutes`, evaluation."""
+    """Train: tokenizer, training for `minutes`, evaluation."""
     out = Path(args.out)
     started = time.time()
-    peers = Peers()
+    peers = ProcessGroup()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     if peers.first:
@@ -178,7 +179,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _prepare(out: Path, args: argparse.Namespace) -> None:
-    """The folder with its tokenizer, the bundled one if none is made, and template."""
+    """Create the folder with its template and tokenizer; the bundled one by default."""
     begin = time.time()
     out.mkdir(parents=True, exist_ok=True)
     if not args.tokenizer and not (out / "tokenizer.json").exists():
@@ -194,7 +195,7 @@ def _prepare(out: Path, args: argparse.Namespace) -> None:
 
 
 def _carry_over(out: Path, old: Tokenizer) -> None:
-    """Fits the checkpoint's embedding to the new tokenizer."""
+    """Convert the checkpoint's embedding to the new tokenizer."""
     state = load_file(out / "model.safetensors")
     new = Tokenizer.from_file(str(out / "tokenizer.json"))
     state[EMBEDDING] = tokenizer.carry(state[EMBEDDING].float(), old, new).to(torch.bfloat16)
@@ -202,14 +203,14 @@ def _carry_over(out: Path, old: Tokenizer) -> None:
 
 
 def _finish(
-    model: Language,
+    model: LanguageModel,
     encoder: Encoder,
     args: argparse.Namespace,
     steps: int,
     tokens: int,
     started: float,
 ) -> None:
-    """Saves and evaluates what was trained, as it is saved: in bf16."""
+    """Save the model, and evaluate it as saved, in bf16."""
     out = Path(args.out)
     device = model.embedding.device
     _save(model, out)
@@ -222,14 +223,14 @@ def _finish(
 
 
 def _train(
-    model: Language,
+    model: LanguageModel,
     feed: Feed,
     encoder: Encoder,
-    peers: Peers,
+    peers: ProcessGroup,
     args: argparse.Namespace,
     until: float,
 ) -> tuple[int, int]:
-    """The loop; returns steps and tokens. All processes go by the first one's clock."""
+    """Run the training loop; return steps and tokens. Process 0's clock decides."""
     device = model.embedding.device
     opts = optimizers(model, args.lr)
     base = [o.param_groups[0]["lr"] for o in opts]
@@ -237,14 +238,14 @@ def _train(
     if model.fused.on:
         _warm(model, opts, args.batch)
     peers.wait()
-    course = Course(args.steps, until)
+    run_progress = Progress(args.steps, until)
     begin = time.time()
     last = begin
     evaluated = begin
     step = 0
     tokens = 0
     first, final = args.span
-    while (done := peers.agree(course.done(step))) < 1:
+    while (done := peers.agree(run_progress.done(step))) < 1:
         progress = first + (final - first) * done
         mix = {512: 1.0} if args.smoke else lengths_at(progress)
         pick = int(torch.multinomial(torch.tensor(list(mix.values())), 1, generator=generator))
@@ -265,7 +266,7 @@ def _train(
             speed = args.log * args.batch * peers.count / (now - last) / 1e6
             print(
                 f"{now - begin:6.0f} s step {step} {tokens / 1e6:.0f} M tok, {speed:.2f} M tok/s, "
-                f"length {length}, loss {shown}, made {list(feed.made.values())}",
+                f"length {length}, loss {shown}, made {list(feed.num_made.values())}",
                 flush=True,
             )
             last = now
@@ -279,13 +280,14 @@ def _train(
 
 
 def _step(
-    model: Language,
+    model: LanguageModel,
     opts: list[torch.optim.Optimizer],
-    peers: Peers,
+    peers: ProcessGroup,
     ids: Tensor,
     weights: Tensor,
     progress: float,
 ) -> list[Tensor]:
+    """Run one optimizer step; return the losses."""
     loss, losses = loss_of(model, ids, weights, progress >= DETACHED)
     loss.backward()
     peers.average(model.parameters())
@@ -296,8 +298,8 @@ def _step(
     return losses
 
 
-def _warm(model: Language, opts: list[torch.optim.Optimizer], batch: int) -> None:
-    """Compiles what the steps need. Nothing is learned: the optimizers do not step."""
+def _warm(model: LanguageModel, opts: list[torch.optim.Optimizer], batch: int) -> None:
+    """Compile what the steps need. The optimizers do not step, so nothing is learned."""
     begin = time.time()
     for length, detached in ((512, False), (512, True)):
         ids = torch.zeros(batch // length, length, dtype=torch.long, device=model.embedding.device)
@@ -308,7 +310,7 @@ def _warm(model: Language, opts: list[torch.optim.Optimizer], batch: int) -> Non
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", default="lockstep/assets/model")
     p.add_argument("--model", default="dense", choices=MODELS)
@@ -316,8 +318,8 @@ def main() -> None:
     p.add_argument(
         "--steps",
         type=int,
-        help="so many, whatever the clock says, each on new samples alone: the same command gives "
-        "the same weights",
+        help="number of steps instead of a time limit, each on new samples: the same command "
+        "gives the same weights",
     )
     p.add_argument(
         "--span",
@@ -325,7 +327,7 @@ def main() -> None:
         nargs=2,
         default=(0.0, 1.0),
         metavar=("FROM", "TO"),
-        help="the part of the schedule that this run goes through",
+        help="part of the schedule of this run",
     )
     p.add_argument("--batch", type=int, default=65536, help="tokens of a batch")
     p.add_argument("--lr", type=float, default=0.02)

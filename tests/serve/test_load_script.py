@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load import KINDS, Left, Memory, draw, drawn, judge, left_behind
+from benchmarks.load import KINDS, Memory, Resources, draw, judge, leaks_of, requests_until
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/load.py"
 GOOD: dict[str, Any] = {
@@ -52,11 +52,11 @@ def test_each_fault_fails_one_check(name: str) -> None:
 
 
 def test_leaked_resources_are_named() -> None:
-    before = Left((0, 0, 0, 0.0), sockets=7, threads=9, tasks=3)
-    assert left_behind(before, before) == []
-    assert left_behind(before, replace(before, sockets=5)) == []
-    after = Left((1, 0, 0, 0.0), sockets=8, threads=9, tasks=5)
-    assert left_behind(before, after) == ["1 in the engine", "1 sockets", "2 tasks"]
+    before = Resources((0, 0, 0, 0.0), sockets=7, threads=9, tasks=3)
+    assert leaks_of(before, before) == []
+    assert leaks_of(before, replace(before, sockets=5)) == []
+    after = Resources((1, 0, 0, 0.0), sockets=8, threads=9, tasks=5)
+    assert leaks_of(before, after) == ["1 in the engine", "1 sockets", "2 tasks"]
 
 
 def test_memory_growth_is_detected() -> None:
@@ -73,9 +73,9 @@ def test_request_mix_is_complete_and_reproducible() -> None:
 
 
 def test_load_runs_for_its_requests_and_seconds() -> None:
-    assert len(list(drawn(7, 0.0))) == 7
+    assert len(list(requests_until(7, 0.0))) == 7
     began = time.monotonic()
-    longer = list(drawn(1, 0.2))
+    longer = list(requests_until(1, 0.2))
     assert time.monotonic() - began >= 0.2
     assert len(longer) > 1
 

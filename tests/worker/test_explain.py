@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
-from benchmarks.founding import table
+from benchmarks.memory_plans import table
 from lockstep.config import EngineConfig
 from lockstep.worker.explain import explain_absent
 from tests.tiny_model import make_model
@@ -70,5 +70,5 @@ def test_explicit_sizes_are_used_or_refused(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_models_table_equals_explain() -> None:
-    """Regenerate docs/models.md with: python benchmarks/founding.py"""
+    """Regenerate docs/models.md with: python benchmarks/memory_plans.py"""
     assert table() in (ROOT / "docs" / "models.md").read_text()

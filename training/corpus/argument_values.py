@@ -1,7 +1,7 @@
-"""What people name in a request: places, times, amounts, messages. Real ones and made-up ones.
+"""Values of arguments as users phrase them: places, times, amounts, messages.
 
-Made-up ones teach copying: a value of a kind may be anything. A kind is a function of Words that
-gives the text as said.
+Real values are mixed with made-up ones, which teach copying: a value of a kind may be anything. A
+kind is a function of Words that returns the text.
 """
 
 import random
@@ -368,7 +368,7 @@ MATERIALS = (
     "second-hand,extra large,size 42,non-stick,double-walled,solar-powered,woollen,cordless"
 ).split(",")
 SIGNS = "LED,USB,HDMI,XL,3D,4K,A4,A5,DVD,UV,PVC,CR2032,M8,D-type,SD,BBQ,T5,GPS,XXL,E27".split(",")
-"""What stands in front of things in capitals or with digits."""
+"""Abbreviations in capitals or with digits that precede a product."""
 TITLE_FORMS = (
     "{x},the {a} {x},{a} {x},{x} of {x},the {x},{x} and {x},{p},{o},{p} and the {a} {x},the {x} "
     "who sold the {x},{n} {x}s,a {x} for {p},the last {x} in {o},how {p} lost the {x},{a} {x} "
@@ -387,7 +387,7 @@ SENTENCES = (
 
 
 def number_words(n: int) -> str:
-    """0 to 9999 in words."""
+    """Return 0 to 9999 in words."""
     if n < 20:
         return ONES[n]
     if n < 100:
@@ -399,12 +399,12 @@ def number_words(n: int) -> str:
 
 
 def title_case(text: str) -> str:
-    """Each word with a capital."""
+    """Return the text with each word capitalized."""
     return " ".join(part.capitalize() for part in text.split(" "))
 
 
 def foreign(w: Words) -> str:
-    """A name in another script, or with accents: a real one or random letters."""
+    """Return a name in another script or with accents: a real one or random letters."""
     r = w.rng
     chance = r.random()
     if chance < 0.35:
@@ -414,14 +414,14 @@ def foreign(w: Words) -> str:
     letters = r.choice(LETTERS)
     name = "".join(r.choices(letters, k=r.randint(2, 6)))
     if letters is LETTERS[-1]:
-        made = w.made_up()
-        at = r.randint(0, len(made))
-        name = made[:at] + name[: r.randint(1, 2)] + made[at:]
+        word = w.made_up()
+        at = r.randint(0, len(word))
+        name = word[:at] + name[: r.randint(1, 2)] + word[at:]
     return name.capitalize()
 
 
 def city(w: Words) -> str:
-    """A city: real, made up, or in another script."""
+    """Return a city: real, made up, or in another script."""
     chance = w.rng.random()
     if chance < 0.45:
         return w.rng.choice(CITIES)
@@ -433,7 +433,7 @@ def city(w: Words) -> str:
 
 
 def first_name(w: Words) -> str:
-    """A first name."""
+    """Return a first name."""
     chance = w.rng.random()
     if chance < 0.6:
         return w.rng.choice(FIRST)
@@ -441,7 +441,7 @@ def first_name(w: Words) -> str:
 
 
 def person(w: Words) -> str:
-    """Whom one writes to or calls."""
+    """Return a recipient: a name, a relative, or a role."""
     r = w.rng
     chance = r.random()
     if chance < 0.2:
@@ -452,7 +452,7 @@ def person(w: Words) -> str:
 
 
 def person_name(w: Words) -> str:
-    """A first name, or both names."""
+    """Return a first name, or both names."""
     if w.rng.random() < 0.07:
         return f"{w.rng.choice(TITLES)} {w.rng.choice((*LAST, w.name()))}"
     name = first_name(w)
@@ -460,7 +460,7 @@ def person_name(w: Words) -> str:
 
 
 def email(w: Words) -> str:
-    """An address."""
+    """Return an email address."""
     r = w.rng
     user = r.choice((w.made_up(), r.choice(FIRST).lower(), f"{w.made_up()}.{w.made_up()}", "info"))
     host = r.choice(("example", "mail", "gmail", w.made_up(), w.made_up()))
@@ -468,7 +468,7 @@ def email(w: Words) -> str:
 
 
 def phone(w: Words) -> str:
-    """A number to call."""
+    """Return a phone number."""
     r = w.rng
 
     def digits(n: int) -> str:
@@ -487,7 +487,7 @@ def phone(w: Words) -> str:
 
 
 def day(w: Words) -> str:
-    """A weekday, a date, or a day as seen from today."""
+    """Return a weekday, a date, or a relative day."""
     r = w.rng
     chance = r.random()
     if chance < 0.3:
@@ -514,7 +514,7 @@ def day(w: Words) -> str:
 
 
 def clock(w: Words) -> str:
-    """A time of day."""
+    """Return a time of day."""
     r = w.rng
     hour = r.randint(1, 12)
     minute = r.choice((0, 5, 10, 15, 20, 25, 30, 40, 45, 50, r.randint(0, 59)))
@@ -541,11 +541,12 @@ def clock(w: Words) -> str:
 
 
 def _thing(w: Words) -> str:
+    """Return a thing."""
     return w.rng.choice((*LISTS["word"], *LISTS["product"])) if w.rng.random() < 0.4 else w.noun()
 
 
 def filled(w: Words, form: str) -> str:
-    """The form with its one-letter places filled."""
+    """Return the form with its placeholders filled."""
     r = w.rng
     makers: dict[str, Callable[[], str]] = {
         "p": lambda: first_name(w),
@@ -582,16 +583,17 @@ def filled(w: Words, form: str) -> str:
 
 
 def _one(forms: list[str]) -> Callable[[Words], str]:
+    """Return a kind that fills one of the forms."""
     return lambda w: filled(w, w.rng.choice(forms))
 
 
-def _listed(kind: str, made: Callable[[Words], str], share: float = 0.25) -> Callable[[Words], str]:
-    """From the list of this kind, or made up."""
-    return lambda w: made(w) if w.rng.random() < share else w.rng.choice(LISTS[kind])
+def _listed(kind: str, make: Callable[[Words], str], share: float = 0.25) -> Callable[[Words], str]:
+    """Return a kind that draws from LISTS[kind], or from `make` with probability `share`."""
+    return lambda w: make(w) if w.rng.random() < share else w.rng.choice(LISTS[kind])
 
 
 def brand(w: Words) -> str:
-    """What stands in front of a product: a maker, a type, a mark in capitals."""
+    """Return what precedes a product: a maker, a type, or an abbreviation."""
     r = w.rng
     chance = r.random()
     if chance < 0.35:
@@ -618,7 +620,7 @@ UNMARKED = (
     ".vimrc .zshrc .npmrc .bashrc .gitignore .env resolv.conf motd TODO AUTHORS config profile "
     "group services .profile Procfile"
 ).split()
-"""Files without an ending, or with nothing else."""
+"""File names without an extension, or with nothing else."""
 
 
 def _file(w: Words) -> str:
@@ -662,7 +664,7 @@ def _folder(w: Words) -> str:
 
 
 def _bare_file(w: Words) -> str:
-    """A file whose name has no ending: only what is asked tells it from a folder."""
+    """Return a file without an extension, which only the question distinguishes from a folder."""
     return f"{_dir(w)}/{w.rng.choice((w.made_up(), w.noun(), w.noun().upper()))}".replace(" ", "_")
 
 
@@ -692,7 +694,7 @@ def _url(w: Words) -> str:
 
 
 def identifier(w: Words) -> str:
-    """An id: of digits, of letters and digits, with a dash or without."""
+    """Return an id of digits or letters, with or without separators."""
     r = w.rng
     letters = "".join(r.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=r.randint(1, 3)))
     number = str(r.randint(1, 10 ** r.randint(1, 6)))
@@ -720,7 +722,7 @@ def _address(w: Words) -> str:
 
 
 def place(w: Words) -> str:
-    """A point on the map."""
+    """Return a place on the map."""
     chance = w.rng.random()
     if chance < 0.45:
         return w.rng.choice(LISTS["landmark"])
@@ -870,7 +872,7 @@ NOUN_KINDS = frozenset(
     "text topic howto howto_said task thing bare task_or_bare sentence phrase_text reason bug "
     "commit sql event title food product ate".split()
 )
-"""Kinds after which a further word would read as a part of the value."""
+"""Kinds after which a further word would be read as a part of the value."""
 
 ABOUT = {
     "city": (
@@ -891,7 +893,7 @@ ABOUT = {
 
 
 def integer(rng: random.Random, low: int, high: int) -> tuple[int, str]:
-    """A whole number and how it is said."""
+    """Return a whole number and its phrase."""
     n = rng.randint(low, high)
     if rng.random() < 0.3:
         n = rng.choice(
@@ -899,13 +901,13 @@ def integer(rng: random.Random, low: int, high: int) -> tuple[int, str]:
             or [n]
         )
     if rng.random() < 0.3 and n <= 999:
-        said = number_words(n)
-        return n, said.replace("-", " ") if rng.random() < 0.2 else said
+        words = number_words(n)
+        return n, words.replace("-", " ") if rng.random() < 0.2 else words
     return n, str(n)
 
 
 def decimal(rng: random.Random, low: int, high: int) -> tuple[int | float, str]:
-    """A number that may have decimals, and how it is said."""
+    """Return a number with or without decimals, and its phrase."""
     if rng.random() < 0.6:
         return integer(rng, low, high)
     value = round(rng.uniform(low, high), rng.randint(1, 2))

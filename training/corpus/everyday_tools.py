@@ -1,4 +1,4 @@
-"""Everyday functions, and how people ask for them: no parameter is named in the question."""
+"""Everyday functions with questions that name no parameter."""
 
 from typing import Any
 
@@ -52,10 +52,11 @@ TABLE: tuple[Spec, ...] = (
     ("turn_on_light", "Turns a light on.", {"room": "word"},
      ("Turn on the light in the {room}.", "Light on in the {room}, please.")),
 )  # fmt: skip
-"""name, description, parameters and the kinds of their values, questions."""
+"""Rows of (name, description, kind of each parameter's values, questions)."""
 
 
 def _draw(w: Words, kind: str) -> Any:
+    """Return a random value of a kind."""
     r = w.rng
     match kind:
         case "city":
@@ -83,6 +84,7 @@ def _draw(w: Words, kind: str) -> Any:
 
 
 def _schema(w: Words, spec: Spec) -> dict[str, Any]:
+    """Return the function's schema."""
     name, about, kinds, _ = spec
     properties: dict[str, Any] = {
         p: {"type": "integer" if kind == "integer" else "string"} for p, kind in kinds.items()
@@ -96,12 +98,12 @@ def _schema(w: Words, spec: Spec) -> dict[str, Any]:
 
 
 def question_and_call(w: Words) -> tuple[list[dict[str, Any]], str, str, dict[str, Any]]:
-    """Schemas of 1 to 4 functions, a question, and the call's name and arguments."""
+    """Return schemas of 1 to 4 functions, a question, and the call's name and arguments."""
     r = w.rng
-    found: dict[str, Spec] = {}
+    specs_by_name: dict[str, Spec] = {}
     for spec in r.sample(TABLE, r.randint(1, 4)):
-        found.setdefault(spec[0], spec)
-    specs = list(found.values())
+        specs_by_name.setdefault(spec[0], spec)
+    specs = list(specs_by_name.values())
     name, _, kinds, questions = r.choice(specs)
     arguments = {p: _draw(w, kind) for p, kind in kinds.items()}
     question = r.choice(questions).format(**arguments)

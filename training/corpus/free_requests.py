@@ -14,22 +14,31 @@ from training.evaluation_sets import blind_requests, development_requests
 from training.evaluation_sets.request_set import Call
 
 PLACE = re.compile(r"\{(on )?(\w+)(?::(\w+))?(?:=(\w+)/([\w ]+))?\}")
-"""on, slot, kind; and in "{status=closed/close}" the member that is meant by what is said."""
+"""Placeholder of a frame: (on, slot, kind); "{status=closed/close}" adds (member, phrase)."""
 FRAME = re.compile(r"([!?~.])(\+?) (.*)")
+"""Line of a frame: (sort, "+" if unambiguous, text)."""
 GROUP = re.compile(r"\(([^()\[\]]*)\)|\[([^()\[\]]*)\]")
+"""Choice in parentheses, or optional part in brackets."""
 
 
 @dataclass(frozen=True)
 class Param:
-    """names: how a schema may call it. kind: what its values are. missing: it is optional."""
+    """Parameter of an intent.
+
+    names: possible names in a schema. kind: kind of its values. optional: whether a request may
+    omit it.
+    """
 
     names: tuple[str, ...]
     kind: str
-    missing: bool
+    optional: bool
 
 
 class Frame(NamedTuple):
-    """How people ask. sort: !, ?, ~ or a full stop. sure: it means none of the clashing tools."""
+    """Phrasing of a request.
+
+    sort: !, ?, ~ or a full stop. sure: whether it excludes all clashing tools.
+    """
 
     sort: str
     text: str
@@ -38,7 +47,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Intent:
-    """One tool in all its spellings, and how people ask for it."""
+    """Tool with all spellings of its name, its descriptions, parameters and frames."""
 
     names: tuple[str, ...]
     abouts: tuple[str, ...]
@@ -47,12 +56,15 @@ class Intent:
 
 
 Shape = tuple[dict[str, Param], list[tuple[str, str]]]
-"""Parameters, and the frames that mention them."""
+"""Parameters, and the (sort, text) of frames that mention them."""
 
 
 @dataclass
 class Offer:
-    """A tool as one request shows it. keys: a parameter's name here; kinds: its entry's values."""
+    """Tool as one request presents it.
+
+    keys: slot -> name of the parameter. values: slot -> how draw_value draws its values.
+    """
 
     intent: Intent
     schema: dict[str, Any]
@@ -61,15 +73,15 @@ class Offer:
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """Return the function's name."""
         return self.schema["function"]["name"]
 
 
 @cache
 def intents() -> tuple[Intent, ...]:
-    """What tool_intents.txt holds."""
+    """Return the intents of tool_intents.txt."""
     text = (Path(__file__).parent / "tool_intents.txt").read_text()
-    found = []
+    intents_of_file = []
     for block in re.split(r"\n\s*\n", text):
         lines = [line for line in block.strip().split("\n") if line and not line.startswith("#")]
         if not lines:
@@ -87,8 +99,8 @@ def intents() -> tuple[Intent, ...]:
                 names = tuple(head.removesuffix(" ?").strip().split("|"))
                 params[names[0]] = Param(names, kind.strip(), head.endswith("?"))
         names = tuple(lines[0].removeprefix("=").split())
-        found.append(Intent(names, tuple(abouts), params, tuple(frames)))
-    return tuple(found)
+        intents_of_file.append(Intent(names, tuple(abouts), params, tuple(frames)))
+    return tuple(intents_of_file)
 
 
 RELATED = (
@@ -129,7 +141,8 @@ RELATED = (
     "book_table book_hotel find_apartment book_room find_nearby",
     "take_photo take_screenshot",
 )
-"""Tools that could stand in for one another: where none fits, none of these is beside."""
+"""Groups of tools that can substitute for one another. If no tool fits a request, none of its group
+is offered."""
 
 CLASHES = (
     "turn_light turn_on_light turn_off_light",
@@ -154,36 +167,38 @@ CLASHES = (
     "find_movie find_book get_lyrics",
     "find_movie play_video",
 )
-"""Tools that some of the frames cannot tell apart. Where two are offered, sure frames are drawn."""
+"""Groups of tools that some frames cannot distinguish. If two are offered, a sure frame is drawn.
+"""
 
 
 @cache
 def _neighbours(lists: tuple[str, ...]) -> dict[str, frozenset[str]]:
-    found: dict[str, set[str]] = {}
+    """Return name -> all names of its groups."""
+    groups: dict[str, set[str]] = {}
     for group in lists:
         names = group.split()
         for name in names:
-            found.setdefault(name, set()).update(names)
-    return {name: frozenset(group) for name, group in found.items()}
+            groups.setdefault(name, set()).update(names)
+    return {name: frozenset(group) for name, group in groups.items()}
 
 
 def related(intent: Intent) -> frozenset[str]:
-    """First names of the intents that could stand in for this one, itself included."""
+    """Return first names of the intents that can substitute for this one, itself included."""
     return _neighbours(RELATED).get(intent.names[0], frozenset()) | {intent.names[0]}
 
 
 def clashing(intent: Intent) -> frozenset[str]:
-    """First names of the intents that an unsure frame of this one may mean too, itself included."""
+    """Return first names of the intents that an unsure frame may also mean, itself included."""
     return _neighbours(CLASHES).get(intent.names[0], frozenset()) | {intent.names[0]}
 
 
-def barred(intent: Intent, frame: Frame) -> frozenset[str]:
-    """First names of the intents that must not be offered where this one is asked for so."""
+def excluded_by(intent: Intent, frame: Frame) -> frozenset[str]:
+    """Return first names of the intents that must not be offered with a request of this frame."""
     return frozenset({intent.names[0]}) if frame.sure else clashing(intent)
 
 
-def kept_apart(intent: Intent) -> frozenset[str]:
-    """First names of the intents that are never offered beside this one."""
+def incompatible_with(intent: Intent) -> frozenset[str]:
+    """Return first names of the intents that are never offered together with this one."""
     sayable = any(frame.sure for frame in intent.frames)
     return frozenset({intent.names[0]}) if sayable else clashing(intent)
 
@@ -208,16 +223,18 @@ VERB_SAYINGS = {
 
 
 def _shape_bare(w: Words, verb: str, noun: str) -> Shape:
-    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    """Return a shape without parameters."""
+    phrase = f"({VERB_SAYINGS.get(verb, verb)})"
     return {}, [
-        ("!", f"{said} the {noun}"),
-        ("!", f"{said} (my|our|this) {noun}"),
+        ("!", f"{phrase} the {noun}"),
+        ("!", f"{phrase} (my|our|this) {noun}"),
         (".", f"the {noun}, {verb} it"),
         (".", f"I (want|need|have) to {verb} the {noun}"),
     ]
 
 
 def _key(w: Words, noun: str) -> Param:
+    """Return an id parameter."""
     word = noun.replace(" ", "_")
     if w.rng.random() < 0.4:
         return Param((f"{word}_id", "id", "number"), "idint", False)
@@ -225,126 +242,138 @@ def _key(w: Words, noun: str) -> Param:
 
 
 def _name(w: Words, noun: str) -> Param:
+    """Return a name parameter."""
     word = noun.replace(" ", "_")
     kind = w.rng.choice(("product", "first_name", "user", "label", "word"))
     return Param(("name", word, "title", f"{word}_name", "label"), kind, False)
 
 
 def _shape_key(w: Words, verb: str, noun: str) -> Shape:
-    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    """Return a shape with an id."""
+    phrase = f"({VERB_SAYINGS.get(verb, verb)})"
     number = "(number |with the id |with id |no. |)"
     return {"key": _key(w, noun)}, [
-        *[("!", f"{said} (the |){noun} {number}{{key}}")] * 3,
+        *[("!", f"{phrase} (the |){noun} {number}{{key}}")] * 3,
         (".", f"I (want|need|have|would like) to {verb} {noun} {{key}}"),
         (".", f"{noun} {{key}} (needs|has|is supposed) to be handled, (please |){verb} it"),
-        (".", f"{said} {{key}}, (that is|it is|it's) (a|the) {noun}"),
+        (".", f"{phrase} {{key}}, (that is|it is|it's) (a|the) {noun}"),
         (".", f"{noun} {{key}} has been on my (desk|mind) (for days|all week), can you {verb} it"),
         (".", f"I (got|was given|have) {noun} {{key}} here; (please |){verb} it"),
         (".", f"it is about {noun} {{key}}, could you {verb} that (one |)for me"),
-        ("!", f"{said} {noun} {{key}} (in|on|from) the (system|list|register|database|records)"),
+        ("!", f"{phrase} {noun} {{key}} (in|on|from) the (system|list|register|database|records)"),
         ("!", f"look (in|through) the (system|register|database) and {verb} the {noun} {{key}}"),
     ]
 
 
 def _shape_name(w: Words, verb: str, noun: str) -> Shape:
-    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    """Return a shape with a name."""
+    phrase = f"({VERB_SAYINGS.get(verb, verb)})"
     return {"name": _name(w, noun)}, [
-        *[("!", f"{said} (the |a |){noun} (called |named |){{name}}")] * 2,
+        *[("!", f"{phrase} (the |a |){noun} (called |named |){{name}}")] * 2,
         (".", f"{noun}: {{name}}, {verb} it"),
         (".", f"I (want|need) to {verb} (the|a) {noun} (called |named |){{name}}"),
         (".", f"I was told about the {noun} {{name}}; (please |){verb} it"),
         (".", f"there is a {noun} called {{name}}, can you {verb} it"),
-        ("!", f"{said} the {noun} {{name}} (on the list|in the directory|in the system)"),
+        ("!", f"{phrase} the {noun} {{name}} (on the list|in the directory|in the system)"),
     ]
 
 
 def _shape_field(w: Words, verb: str, noun: str) -> Shape:
+    """Return a shape with an id and the value of a field."""
     r = w.rng
     title = w.noun()
-    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    phrase = f"({VERB_SAYINGS.get(verb, verb)})"
     kind = r.choice(("int 1-999", "word", "first_name", "colour", "num 1-100"))
     value = Param((title, f"new_{title}", f"{title}_value"), kind, r.random() < 0.5)
     tail = f" (with|using) (a |the |){title} (of |){{value}}"
-    tail = f"[{tail}]" if value.missing else tail
+    tail = f"[{tail}]" if value.optional else tail
     return {"key": _key(w, noun), "value": value}, [
-        *[("!", f"{said} (the |){noun} {{key}}{tail}")] * 2,
-        ("!", f"{said} (the |){noun} {{key}}, {title} {{value}}"),
-        ("!", f"{said} {noun} {{key}}, {title}: {{value}}"),
+        *[("!", f"{phrase} (the |){noun} {{key}}{tail}")] * 2,
+        ("!", f"{phrase} (the |){noun} {{key}}, {title} {{value}}"),
+        ("!", f"{phrase} {noun} {{key}}, {title}: {{value}}"),
     ]
 
 
 def _shape_choice(w: Words, verb: str, noun: str) -> Shape:
+    """Return a shape with a name and a choice."""
     r = w.rng
-    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    phrase = f"({VERB_SAYINGS.get(verb, verb)})"
     members = dict.fromkeys(w.noun() for _ in range(r.randint(2, 4)))
     title = r.choice(("mode", "type", "kind", "state", "level", "category", w.noun()))
     choice = Param((title,), "{" + " ".join(members) + "}", r.random() < 0.5)
     part = f"(, {title} {{choice}}| with {title} {{choice}}| (as|in) {{choice}})"
-    part = f"[{part}]" if choice.missing else part
+    part = f"[{part}]" if choice.optional else part
     return {"name": _name(w, noun), "choice": choice}, [
-        ("!", f"{said} (the |a |){noun} (called |named |){{name}}{part}"),
+        ("!", f"{phrase} (the |a |){noun} (called |named |){{name}}{part}"),
         (".", f"I need to {verb} (the |a |){noun} {{name}}{part}"),
     ]
 
 
 def _shape_count(w: Words, verb: str, noun: str) -> Shape:
-    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    """Return a shape with a count."""
+    phrase = f"({VERB_SAYINGS.get(verb, verb)})"
     missing = w.rng.random() < 0.5
     names = ("count", "limit", "amount", "quantity", "number")
     frames = [
-        ("!", f"{said} {{count}} {noun}s"),
+        ("!", f"{phrase} {{count}} {noun}s"),
         (".", f"I (need|want) to {verb} {{count}} {noun}s"),
     ]
-    frames += [("!", f"{said} (the|all|some) {noun}s")] if missing else []
+    frames += [("!", f"{phrase} (the|all|some) {noun}s")] if missing else []
     return {"count": Param(names, "int 2-90", missing)}, frames
 
 
 def _shape_person(w: Words, verb: str, noun: str) -> Shape:
-    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    """Return a shape with a name and a person."""
+    phrase = f"({VERB_SAYINGS.get(verb, verb)})"
     names = ("recipient", "user", "to", "person", "for_whom", "owner")
     return {"name": _name(w, noun), "who": Param(names, "first_name", False)}, [
-        ("!", f"{said} (the |){noun} {{name}} (for|to) {{who}}"),
+        ("!", f"{phrase} (the |){noun} {{name}} (for|to) {{who}}"),
         (".", f"{{who}} (needs|wants) (the |){noun} {{name}}, {verb} it"),
     ]
 
 
 def _shape_amount(w: Words, verb: str, noun: str) -> Shape:
-    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    """Return a shape with a name and an amount."""
+    phrase = f"({VERB_SAYINGS.get(verb, verb)})"
     kind = w.rng.choice(("product", "food", "ingredient", "word", "document"))
     name = Param(("name", "item", "what", noun.replace(" ", "_"), "title"), kind, False)
     counts = ("count", "quantity", "amount", "number", "copies", "pieces", "units")
     units = "(pieces|boxes|packs|copies|bags|units|sets|bottles|servings|portions|pairs|trays)"
     return {"name": name, "count": Param(counts, "int 2-60", True)}, [
-        ("!", f"{said} [{{count}} {units} of ]the {noun} {{name}}"),
-        ("!", f"{said} {{count}} {units} of {{name}}(| for the {noun})"),
-        ("!", f"{said} {{count}} {{name}} for the {noun}"),
+        ("!", f"{phrase} [{{count}} {units} of ]the {noun} {{name}}"),
+        ("!", f"{phrase} {{count}} {units} of {{name}}(| for the {noun})"),
+        ("!", f"{phrase} {{count}} {{name}} for the {noun}"),
         (".", f"{{count}} {units} of the {noun} {{name}}, {verb} them"),
         (".", f"I need {{count}} {units} of {{name}}; {verb} them for the {noun}"),
-        ("!", f"{said} the {noun} {{name}}[, {{count}} times|, {{count}} of them]"),
+        ("!", f"{phrase} the {noun} {{name}}[, {{count}} times|, {{count}} of them]"),
     ]
 
 
 def _shape_text(w: Words, verb: str, noun: str) -> Shape:
-    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    """Return a shape with a text, and sometimes an id."""
+    phrase = f"({VERB_SAYINGS.get(verb, verb)})"
     kind = w.rng.choice(("text", "topic", "task", "event", "phrase_text", "title", "bug", "howto"))
     names = ("text", "message", "description", "content", "note", "title", "summary", "subject")
     lead = {"topic": "about", "howto": "how to"}.get(kind, "")
     frames = [
-        ("!", f"{said} (a|the|another) {noun} {lead or '(called|saying|with the text)'} {{text}}"),
+        (
+            "!",
+            f"{phrase} (a|the|another) {noun} {lead or '(called|saying|with the text)'} {{text}}",
+        ),
         (".", f"(I need|there has to be) a {noun} {lead or 'saying'} {{text}}"),
     ]
     if not lead:
         frames += [
-            ("!", f"{said} (a|the|another) {noun}: {{text}}"),
+            ("!", f"{phrase} (a|the|another) {noun}: {{text}}"),
             (".", f"{noun}: {{text}}"),
-            ("!", f"{said} {{text}} (as|in) a {noun}"),
+            ("!", f"{phrase} {{text}} (as|in) a {noun}"),
             (".", f"my {noun} is this: {{text}}. (Please |){verb} it"),
         ]
     if kind not in ("topic", "howto") or w.rng.random() < 0.5:
         return {"text": Param(names, kind, False)}, frames
     key = _key(w, noun)
-    frames = [("!", f"{said} {noun} {{key}} {lead} {{text}}"), *frames[:1]]
-    frames.append(("!", f"{said} {noun} {{key}} with the remark {{text}}"))
+    frames = [("!", f"{phrase} {noun} {{key}} {lead} {{text}}"), *frames[:1]]
+    frames.append(("!", f"{phrase} {noun} {{key}} with the remark {{text}}"))
     key = Param(key.names, key.kind, True)
     return {"key": key, "text": Param(names, kind, False)}, frames
 
@@ -353,7 +382,7 @@ SHAPES = (
     _shape_bare, _shape_key, _shape_key, _shape_name, _shape_field, _shape_choice, _shape_count,
     _shape_person, _shape_amount, _shape_text,
 )  # fmt: skip
-"""What parameters a made-up tool may have, and how one asks for it."""
+"""Shapes of made-up tools."""
 
 
 STATES = (
@@ -364,11 +393,11 @@ STATES = (
     "suspend suspended", "begin in_progress", "ship shipped", "mute muted", "reserve reserved",
     "confirm confirmed", "decline declined", "free available", "postpone postponed",
 )  # fmt: skip
-"""Verbs, and the states in which they leave a thing."""
+"""Verbs, and the states that they lead to."""
 
 
 def _stateful(w: Words, noun: str) -> Intent:
-    """A tool that sets a thing's state: asked for by the state, or by the verb that leads to it."""
+    """Return a tool that sets a state; requests name the state or a verb that leads to it."""
     r = w.rng
     word = noun.replace(" ", "_")
     pairs = [pair.split() for pair in r.sample(STATES, r.randint(2, 5))]
@@ -399,17 +428,17 @@ SWITCHINGS = (
     "on power up", "on fire up", "on turn on", "on switch on", "off shut off", "on start",
     "off stop",
 )  # fmt: skip
-"""States, and what people say for them."""
+"""States, and phrases that mean them."""
 
 
 def _switch(w: Words, noun: str) -> Intent:
-    """A tool that turns things on and off: asked for by state, verb or idiom."""
+    """Return a tool that turns things on and off; requests use the state, a verb or an idiom."""
     word = noun.replace(" ", "_")
     names = (f"switch_{word}", f"toggle_{word}", f"{word}_control", f"set_{word}", f"{word}_power")
     abouts = (f"Turn the {noun} on or off", f"Switches a {noun}", f"{noun.capitalize()} on or off")
-    places = ("room", "location", "where", "place", "area")
+    place_names = ("room", "location", "where", "place", "area")
     params = {
-        "where": Param(places, w.rng.choice(("room", "room", "label", "word")), False),
+        "where": Param(place_names, w.rng.choice(("room", "room", "label", "word")), False),
         "state": Param(("state", "power", "status", "mode", "action"), "{on off}", False),
     }
     frames = [
@@ -430,7 +459,7 @@ def _switch(w: Words, noun: str) -> Intent:
 
 
 def made_up(w: Words, noun: str | None = None, verb: str | None = None) -> Intent:
-    """An intent of a random verb and noun, with one of a few sets of parameters."""
+    """Return an intent of a random verb and noun with a random shape."""
     r = w.rng
     if noun is None and verb is None and r.random() < 0.16:
         return _stateful(w, w.noun()) if r.random() < 0.65 else _switch(w, w.noun())
@@ -449,23 +478,24 @@ def made_up(w: Words, noun: str | None = None, verb: str | None = None) -> Inten
 
 
 def resolve(w: Words, frame: str) -> str:
-    """The frame with its choices made and its optional parts said or left out."""
-    while found := GROUP.search(frame):
-        if found[1] is not None:
-            text = w.rng.choice(found[1].split("|"))
+    """Return the frame with its choices made and its optional parts included or dropped."""
+    while match := GROUP.search(frame):
+        if match[1] is not None:
+            text = w.rng.choice(match[1].split("|"))
         else:
-            text = w.rng.choice(found[2].split("|")) if w.rng.random() < 0.5 else ""
-        frame = frame[: found.start()] + text + frame[found.end() :]
+            text = w.rng.choice(match[2].split("|")) if w.rng.random() < 0.5 else ""
+        frame = frame[: match.start()] + text + frame[match.end() :]
     return re.sub(r" ('(?:d|m|s|ll|ve)\b)", r"\1", " ".join(frame.split()))
 
 
 def _camel(name: str) -> str:
+    """Return a snake_case name in camel case."""
     head, *rest = name.split("_")
     return head + "".join(part.capitalize() for part in rest)
 
 
 def _styled(w: Words, name: str) -> tuple[str, bool]:
-    """A name in one of the ways in which names are written, and whether it is in camel case."""
+    """Return a name in a random naming style, and whether that is camel case."""
     r = w.rng
     if name.count("_") == 1 and r.random() < 0.12:
         name = "_".join(reversed(name.split("_")))
@@ -512,18 +542,19 @@ BOOL_SAYINGS = {
 
 
 def _options(kind: str) -> dict[str, tuple[str, ...]]:
-    """The members of a {...} kind and how each is said."""
-    found = {}
+    """Return member -> phrases of a {...} kind."""
+    options = {}
     for part in kind.strip("{}").split():
-        member, _, said = part.partition("=")
-        found[member] = tuple(s.replace("_", " ") for s in (said or member).split("/"))
-    return found
+        member, _, phrases = part.partition("=")
+        options[member] = tuple(s.replace("_", " ") for s in (phrases or member).split("/"))
+    return options
 
 
 def _entry(w: Words, param: Param, listed: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a parameter, and how its values are drawn: {"enum": {member: sayings}} etc.
+    """Return the schema of a parameter, and how draw_value draws its values.
 
-    listed: a {...} kind shows its members, as the request means one of them without naming it.
+    listed: show the members of a {...} kind, for a request that means one of them without naming
+    it.
     """
     r = w.rng
     kind = param.kind
@@ -539,34 +570,34 @@ def _entry(w: Words, param: Param, listed: bool = False) -> tuple[dict[str, Any]
     if kind == "unit" and r.random() < 0.6:
         members = r.choice(UNITS)
         letters = {"m": "c", "i": "f", "d": ""}
-        said = {}
+        phrases = {}
         for m in members:
             first = letters.get(m[0].lower(), m[0].lower()) or m[3].lower()
             first = m[1].lower() if first == "°" else first
-            said[m] = UNIT_SAYINGS[first]
-        return {"type": "string", "enum": list(members)}, {"enum": said}
+            phrases[m] = UNIT_SAYINGS[first]
+        return {"type": "string", "enum": list(members)}, {"enum": phrases}
     if kind.startswith("{"):
         options = _options(kind)
         if set(options) == {"on", "off"} and not listed and r.random() < 0.15:
             return {"type": "boolean"}, {"enum": {"true": ("on",), "false": ("off",)}}
         if listed or r.random() < 0.72:
             shape = r.choice((str, str, str, str.upper, str.capitalize))
-            said = {shape(m): s for m, s in options.items()}
-            order = r.sample(list(said), len(said)) if r.random() < 0.3 else list(said)
-            return {"type": "string", "enum": order}, {"enum": said}
+            phrases = {shape(m): s for m, s in options.items()}
+            order = r.sample(list(phrases), len(phrases)) if r.random() < 0.3 else list(phrases)
+            return {"type": "string", "enum": order}, {"enum": phrases}
         return {"type": "string"}, {}
     if kind in argument_values.LISTS and r.random() < 0.12:
-        some = r.sample(
+        values = r.sample(
             argument_values.LISTS[kind], min(len(argument_values.LISTS[kind]), r.randint(3, 8))
         )
         shape = r.choice((str, str, str.upper, str.lower, lambda s: s.replace(" ", "_")))
-        said = {shape(s): (s,) for s in some}
-        return {"type": "string", "enum": list(said)}, {"enum": said}
+        phrases = {shape(s): (s,) for s in values}
+        return {"type": "string", "enum": list(phrases)}, {"enum": phrases}
     return {"type": "string"}, {}
 
 
 def _describe(w: Words, param: Param, name: str, entry: dict[str, Any]) -> None:
-    """Adds what schemas of the world add: descriptions, titles, defaults."""
+    """Add a description, title or default to a parameter's schema at random."""
     r = w.rng
     plain = name.replace("_", " ").lower()
     if param.kind == "unit" and "enum" not in entry and r.random() < 0.5:
@@ -574,13 +605,13 @@ def _describe(w: Words, param: Param, name: str, entry: dict[str, Any]) -> None:
     elif param.kind.startswith("{") and "enum" not in entry and r.random() < 0.5:
         entry["description"] = ", ".join(_options(param.kind))
     elif r.random() < 0.45:
-        own = argument_values.ABOUT.get(param.kind, ())
+        abouts = argument_values.ABOUT.get(param.kind, ())
         entry["description"] = r.choice(
-            (plain, f"the {plain}", f"The {plain}.", f"{plain.capitalize()} to use", *own)
+            (plain, f"the {plain}", f"The {plain}.", f"{plain.capitalize()} to use", *abouts)
         )
     if r.random() < 0.04:
         entry["title"] = plain.title()
-    if r.random() < 0.02 and param.missing:
+    if r.random() < 0.02 and param.optional:
         entry["default"] = None
 
 
@@ -590,13 +621,13 @@ def offer(
     needed: frozenset[str] = frozenset(),
     meant: frozenset[str] = frozenset(),
 ) -> Offer:
-    """The intent as a tool of one request: a spelling of its name, a schema.
+    """Return the intent as a tool of one request, with a random name and schema.
 
-    needed: slots that it must have; meant: those of which it must show the members.
+    needed: slots that the schema must have. meant: slots whose members it must show.
     """
     r = w.rng
     name, camel = _styled(w, r.choice(intent.names))
-    found = Offer(intent, {})
+    tool = Offer(intent, {})
     properties = {}
     required = []
     order = list(intent.params)
@@ -604,7 +635,7 @@ def offer(
         r.shuffle(order)
     for slot in order:
         param = intent.params[slot]
-        if slot not in needed and param.missing and r.random() < 0.35:
+        if slot not in needed and param.optional and r.random() < 0.35:
             continue
         key = param.names[0] if r.random() < 0.4 else r.choice(param.names)
         key = _camel(key) if camel else key
@@ -613,21 +644,21 @@ def offer(
         entry, drawn = _entry(w, param, slot in meant)
         _describe(w, param, key, entry)
         properties[key] = entry
-        found.keys[slot] = key
-        found.values[slot] = {**drawn, "type": entry["type"]}
-        if not param.missing or r.random() < 0.08:
+        tool.keys[slot] = key
+        tool.values[slot] = {**drawn, "type": entry["type"]}
+        if not param.optional or r.random() < 0.08:
             required.append(key)
-    found.schema = {
+    tool.schema = {
         "type": "function",
         "function": _function(w, intent, name, properties, required),
     }
-    return found
+    return tool
 
 
 def _function(
     w: Words, intent: Intent, name: str, properties: dict[str, Any], required: list[str]
 ) -> dict[str, Any]:
-    """A function's schema, with and without what schemas may leave out."""
+    """Return a function's schema; optional fields are included at random."""
     r = w.rng
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if required and r.random() < 0.8:
@@ -650,10 +681,11 @@ def _function(
 
 
 @dataclass
-class Said:
-    """A request and its calls' arguments, by slot. parts: (text, slot or None) in order.
+class Phrasing:
+    """Phrased request and the arguments of its calls by slot.
 
-    copied: slots whose value is the text itself, so that it changes with the text's case.
+    parts: (text, slot or None) in order. copied: slots whose value is the text itself, so that it
+    follows changes of case.
     """
 
     parts: list[tuple[str, str | None]]
@@ -662,14 +694,14 @@ class Said:
 
     @property
     def text(self) -> str:
-        """The words."""
+        """Return the whole text."""
         return "".join(text for text, _ in self.parts)
 
 
 def draw_value(
     w: Words, param: Param, how: dict[str, Any], kind: str = ""
 ) -> tuple[Any, str, bool]:
-    """(value, as said, whether the value is what is said)."""
+    """Return (value, phrase, whether the value is the phrase itself)."""
     r = w.rng
     kind = kind or param.kind
     if "enum" in how:
@@ -677,14 +709,14 @@ def draw_value(
         value = {"true": True, "false": False}[member] if how["type"] == "boolean" else member
         return value, r.choice(how["enum"][member]), False
     if kind.startswith("bool "):
-        said = r.choice(BOOL_SAYINGS[kind.split()[1]])
-        return not said.startswith("without"), said, False
+        phrase = r.choice(BOOL_SAYINGS[kind.split()[1]])
+        return not phrase.startswith("without"), phrase, False
     if kind.startswith("list "):
         make = argument_values.KINDS[kind.split()[1]]
         items = list(dict.fromkeys(make(w) for _ in range(r.choice((1, 2, 2, 3, 3, 4)))))
         glue = r.choice((" and ", " and ", ", ", ", and "))
-        said = ", ".join(items[:-1]) + (glue if len(items) > 1 else "") + items[-1]
-        return items, said, True
+        phrase = ", ".join(items[:-1]) + (glue if len(items) > 1 else "") + items[-1]
+        return items, phrase, True
     if kind.startswith(("int", "num")) or kind in ("year", "idint", "money"):
         low, high = {"year": "1900-2035", "idint": "1-99999", "money": "1-2000"}.get(
             kind, kind.split()[-1]
@@ -694,56 +726,56 @@ def draw_value(
             if kind.startswith("num") or kind == "money"
             else argument_values.integer
         )
-        value, said = draw(r, int(low), int(high))
+        value, phrase = draw(r, int(low), int(high))
         if kind in ("year", "idint"):
-            said = str(value)
-        return (said, said, True) if how["type"] == "string" else (value, said, False)
+            phrase = str(value)
+        return (phrase, phrase, True) if how["type"] == "string" else (value, phrase, False)
     if kind == "unit":
-        said = r.choice(UNIT_SAYINGS[r.choice("cf")])
+        phrase = r.choice(UNIT_SAYINGS[r.choice("cf")])
     elif kind.startswith("{"):
-        said = r.choice(r.choice(list(_options(kind).values())))
+        phrase = r.choice(r.choice(list(_options(kind).values())))
     else:
-        said = argument_values.KINDS[kind](w)
-    return said, said, True
+        phrase = argument_values.KINDS[kind](w)
+    return phrase, phrase, True
 
 
 def offer_for(w: Words, intent: Intent, frame: str) -> Offer:
-    """The intent as a tool that the resolved frame can ask for."""
+    """Return the intent as a tool that satisfies the resolved frame."""
     return offer(w, intent, slots_of(frame), meant_in(frame))
 
 
 def meant_in(frame: str) -> frozenset[str]:
-    """The slots of which the frame means a member without naming it."""
-    return frozenset(found[2] for found in PLACE.finditer(frame) if found[4])
+    """Return the slots of which the frame means a member without naming it."""
+    return frozenset(match[2] for match in PLACE.finditer(frame) if match[4])
 
 
-def answers(tool: Offer, frame: str) -> bool:
-    """Whether the tool has every slot of the frame, and the members that it means."""
+def can_answer(tool: Offer, frame: str) -> bool:
+    """Return whether the tool has every slot of the frame and every member that it means."""
     return slots_of(frame) <= tool.keys.keys() and all(
         "enum" in tool.values[slot] and tool.values[slot]["type"] == "string"
         for slot in meant_in(frame)
     )
 
 
-def _meant(tool: Offer, slot: str, member: str) -> str:
-    """The tool's own spelling of a member."""
+def _member_spelling(tool: Offer, slot: str, member: str) -> str:
+    """Return the tool's spelling of a member."""
     return next(m for m in tool.values[slot]["enum"] if m.lower() == member)
 
 
-def fill(w: Words, frame: str, tool: Offer) -> Said:
-    """The resolved frame with values; quotes around some."""
+def fill(w: Words, frame: str, tool: Offer) -> Phrasing:
+    """Return the resolved frame with values, some of them quoted."""
     r = w.rng
     at = 0
-    said = Said([], {}, set())
-    for found in PLACE.finditer(frame):
-        on = found[1]
-        slot = found[2]
-        kind = found[3]
-        before = frame[at : found.start()]
-        if found[4]:
-            said.parts += [(before + found[5], None)]
-            said.arguments[slot] = _meant(tool, slot, found[4])
-            at = found.end()
+    phrasing = Phrasing([], {}, set())
+    for match in PLACE.finditer(frame):
+        on = match[1]
+        slot = match[2]
+        kind = match[3]
+        before = frame[at : match.start()]
+        if match[4]:
+            phrasing.parts += [(before + match[5], None)]
+            phrasing.arguments[slot] = _member_spelling(tool, slot, match[4])
+            at = match.end()
             continue
         value, text, copied = draw_value(w, tool.intent.params[slot], tool.values[slot], kind or "")
         if on and not text.startswith(
@@ -753,20 +785,20 @@ def fill(w: Words, frame: str, tool: Offer) -> Said:
         quote = ""
         if copied and isinstance(value, str) and r.random() < 0.04 and '"' not in before[-1:]:
             quote = r.choice(('"', "'", '"'))
-        said.parts += [(before + quote, None), (text, slot)]
+        phrasing.parts += [(before + quote, None), (text, slot)]
         if quote:
-            said.parts.append((quote, None))
-        said.arguments[slot] = value
-        said.copied |= {slot} if copied else set()
-        at = found.end()
-    said.parts.append((frame[at:], None))
-    said.parts = [part for part in said.parts if part[0]]
-    return said
+            phrasing.parts.append((quote, None))
+        phrasing.arguments[slot] = value
+        phrasing.copied |= {slot} if copied else set()
+        at = match.end()
+    phrasing.parts.append((frame[at:], None))
+    phrasing.parts = [part for part in phrasing.parts if part[0]]
+    return phrasing
 
 
 def slots_of(frame: str) -> frozenset[str]:
-    """The slots that a resolved frame mentions."""
-    return frozenset(found[2] for found in PLACE.finditer(frame))
+    """Return the slots that a resolved frame mentions."""
+    return frozenset(match[2] for match in PLACE.finditer(frame))
 
 
 ORDERS = (
@@ -841,7 +873,7 @@ NOISE = (" right now", " for me", " please", ", please", " now", " quickly", ", 
 POLITE = (" please", " please", ", please", ", thanks", " thanks", ", if you can", ", thank you",
           ", if possible", ", would you", ", cheers", ", if you don't mind", ", many thanks",
           ", be so kind", " pls", ", ok?", ", will you", " - thanks", " - please")  # fmt: skip
-"""What may stand behind a value without belonging to it."""
+"""Phrases that may follow a value without being a part of it."""
 REMARKS = (
     "my phone is nearly dead", "I can't look myself", "the others are waiting", "I'm already late",
     "it slipped my mind", "we are in a rush", "the boss asked me about it", "I have no time left",
@@ -852,10 +884,11 @@ REMARKS = (
     "they are closing soon", "I have been meaning to do it", "there is no time",
     "I nearly forgot", "I will explain it to you one day",
 )  # fmt: skip
-"""Reasons and remarks, in a request's own sentence: they ask for nothing."""
+"""Reasons and remarks within a request's sentence that ask for nothing."""
 
 
 def _aside(w: Words, form: str) -> str:
+    """Return a remark with its placeholders filled."""
     r = w.rng
     form = form.replace("{c}", argument_values.city(w)).replace(
         "{p}", argument_values.first_name(w)
@@ -864,20 +897,20 @@ def _aside(w: Words, form: str) -> str:
     return form.replace("{a}", r.choice(("nice", "old", "new", "broken", "great", "small")))
 
 
-def wrap(w: Words, sort: str, said: Said, plain: bool = False) -> Said:
-    """The request in a sentence: polite or not, with something before or after it, any case."""
+def wrap(w: Words, sort: str, phrasing: Phrasing, plain: bool = False) -> Phrasing:
+    """Return the request as a sentence: polite or plain, with remarks around it, in random case."""
     r = w.rng
     forms = {"!": ORDERS, "~": LOOKUPS, "?": ASKS, ".": ("{}",)}[sort]
     form = r.choice(forms) if not plain and (sort != "!" or r.random() < 0.62) else "{}"
     if plain and sort == "~":
         form = r.choice(LOOKUPS[:6])
     head, tail = form.split("{}")
-    parts = [(head, None), *said.parts]
-    loose = said.parts[-1][1] is None or w.rng.random() < 0.05
+    parts = [(head, None), *phrasing.parts]
+    loose = phrasing.parts[-1][1] is None or w.rng.random() < 0.05
     if not tail and sort in "!." and r.random() < (0.12 if loose else 0.16):
         kinds = NOISE if loose else POLITE
         tail = r.choice(kinds)
-        if tail.strip(" ,") and said.text.rstrip("?.!").endswith(tail.strip(" ,")):
+        if tail.strip(" ,") and phrasing.text.rstrip("?.!").endswith(tail.strip(" ,")):
             tail = ""
     if sort == "?" and not tail.endswith("?") and r.random() < 0.7 and not tail:
         tail = "?"
@@ -888,10 +921,11 @@ def wrap(w: Words, sort: str, said: Said, plain: bool = False) -> Said:
     if not plain:
         _surround(w, parts)
     parts = [part for part in parts if part[0]]
-    return _cased(w, Said(parts, dict(said.arguments), said.copied))
+    return _cased(w, Phrasing(parts, dict(phrasing.arguments), phrasing.copied))
 
 
 def _surround(w: Words, parts: list[tuple[str, str | None]]) -> None:
+    """Insert remarks before and after the request at random."""
     r = w.rng
     chance = r.random()
     if chance < 0.13:
@@ -909,7 +943,7 @@ def _surround(w: Words, parts: list[tuple[str, str | None]]) -> None:
 
 
 def _remark(w: Words, parts: list[tuple[str, str | None]]) -> None:
-    """A remark at the end: in the same sentence only where it cannot be a part of a value."""
+    """Append a remark, in the same sentence only if it cannot be read as a part of a value."""
     text, slot = parts[-1] if parts[-1][0] else parts[-2]
     if text[-1] in ".?!":
         glue = " "
@@ -921,88 +955,95 @@ def _remark(w: Words, parts: list[tuple[str, str | None]]) -> None:
 
 
 def _sentences(parts: list[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
-    """A capital at the beginning of sentences, but not in a value."""
-    done = []
+    """Capitalize the beginnings of sentences, but not values."""
+    sentences = []
     fresh = True
     for text, slot in parts:
         if slot is None:
             text = re.sub(r"([.?!] )([a-z])", lambda m: m[1] + m[2].upper(), text)
             if fresh and text[0].isalpha():
                 text = text[0].upper() + text[1:]
-        done.append((text, slot))
+        sentences.append((text, slot))
         fresh = text.endswith((". ", "? ", "! "))
-    return done
+    return sentences
 
 
-def _cased(w: Words, said: Said) -> Said:
+def _cased(w: Words, phrasing: Phrasing) -> Phrasing:
+    """Return the request in random case; copied arguments follow."""
     r = w.rng
     chance = w.rng.random()
     change: Callable[[str], str] = str
     if chance < 0.62:
-        said.parts = _sentences(said.parts)
+        phrasing.parts = _sentences(phrasing.parts)
     elif chance < 0.82:
         change = str.lower
     elif chance < 0.87:
         change = str.upper
-    parts = [(change(text), slot) for text, slot in said.parts]
+    parts = [(change(text), slot) for text, slot in phrasing.parts]
     if r.random() < 0.04:
         parts = [(t.replace("'", "").replace(",", "") if s is None else t, s) for t, s in parts]
-    arguments = dict(said.arguments)
-    for slot in said.copied:
+    arguments = dict(phrasing.arguments)
+    for slot in phrasing.copied:
         value = arguments[slot]
         arguments[slot] = [change(v) for v in value] if isinstance(value, list) else change(value)
-    return Said(parts, arguments, said.copied)
+    return Phrasing(parts, arguments, phrasing.copied)
 
 
 def call_of(tool: Offer, arguments: dict[str, Any]) -> Call:
-    """The call, its arguments in the schema's order."""
+    """Return the call with its arguments in the schema's order."""
     return tool.name, {key: arguments[slot] for slot, key in tool.keys.items() if slot in arguments}
 
 
 @dataclass
 class Request:
-    """tools, what the user says, the calls that are right, and what a follow-up needs."""
+    """Request with its tools and its correct calls.
+
+    phrasing: phrasing of a single call, for a follow-up.
+    """
 
     tools: list[Offer]
     text: str
     calls: list[Call]
-    said: Said | None = None
+    phrasing: Phrasing | None = None
 
 
 def pick(w: Words) -> Intent:
-    """An intent: of the file, or made up."""
+    """Return a random intent of the file or a made-up one."""
     return made_up(w) if w.rng.random() < 0.2 else w.rng.choice(intents())
 
 
-def domain(w: Words, intent: Intent, most: int = 4) -> list[Offer]:
-    """Tools of the intent's own field, as one application offers them; none if it has no field."""
-    like = [i for i in intents() if i.names[0] in related(intent)]
-    found = []
-    taken = set(kept_apart(intent))
-    for other in w.rng.sample(like, len(like)):
-        if other.names[0] in taken or len(found) == most:
+def domain(w: Words, intent: Intent, max_tools: int = 4) -> list[Offer]:
+    """Return tools related to the intent, as one application offers them."""
+    candidates = [i for i in intents() if i.names[0] in related(intent)]
+    tools = []
+    excluded = set(incompatible_with(intent))
+    for other in w.rng.sample(candidates, len(candidates)):
+        if other.names[0] in excluded or len(tools) == max_tools:
             continue
-        taken |= kept_apart(other)
-        found.append(offer(w, other))
-    return found
+        excluded |= incompatible_with(other)
+        tools.append(offer(w, other))
+    return tools
 
 
 @cache
 def _by_word() -> dict[str, tuple[Intent, ...]]:
-    """The intents whose names and descriptions have a word."""
-    found: dict[str, dict[str, Intent]] = {}
+    """Return word -> intents whose names or descriptions contain it."""
+    intents_by_word: dict[str, dict[str, Intent]] = {}
     for intent in intents():
         text = " ".join((*intent.names, *intent.abouts)).lower().replace("_", " ")
         for word in re.findall(r"[a-z]{3,}", text):
-            found.setdefault(word, {})[intent.names[0]] = intent
-    return {word: tuple(i.values()) for word, i in found.items() if word not in EMPTY_WORDS}
+            intents_by_word.setdefault(word, {})[intent.names[0]] = intent
+    return {
+        word: tuple(i.values()) for word, i in intents_by_word.items() if word not in EMPTY_WORDS
+    }
 
 
 EMPTY_WORDS = frozenset("the and for with from that what something somebody into its".split())
+"""Words that do not relate two tools."""
 
 
-def echo(w: Words, frame: str, without: frozenset[str]) -> list[Offer]:
-    """A tool that shares a word with the request but means something else, if there is one."""
+def echo_tool(w: Words, frame: str, without: frozenset[str]) -> list[Offer]:
+    """Return a tool that shares a word with the request but means something else, or none."""
     table = _by_word()
     words = [word for word in frame.lower().split() if word in table]
     if not words:
@@ -1011,19 +1052,25 @@ def echo(w: Words, frame: str, without: frozenset[str]) -> list[Offer]:
     return [] if intent.names[0] in without else [offer(w, intent)]
 
 
-def beside(w: Words, chosen: list[Intent], without: frozenset[str], most: int = 5) -> list[Offer]:
-    """Tools that nobody asks for here: from anywhere, or much like the chosen one."""
+def distractors_for(
+    w: Words, chosen: list[Intent], without: frozenset[str], max_tools: int = 5
+) -> list[Offer]:
+    """Return distractor tools: random ones, or ones similar to the chosen tool."""
     r = w.rng
-    found = []
-    taken = set(without)
-    for _ in range(r.choice((0, 0, 1, 1, 2, 2, 3, 4, most))):
+    tools = []
+    excluded = set(without)
+    for _ in range(r.choice((0, 0, 1, 1, 2, 2, 3, 4, max_tools))):
         chance = r.random()
-        like = chosen[0] if chosen else None
-        name = like.names[0] if like else ""
-        if like and chance < 0.45 and name in _neighbours(RELATED):
-            options = [i for i in intents() if i.names[0] in related(like)]
+        reference = chosen[0] if chosen else None
+        name = reference.names[0] if reference else ""
+        if reference and chance < 0.45 and name in _neighbours(RELATED):
+            options = [i for i in intents() if i.names[0] in related(reference)]
             intent = r.choice(options)
-        elif like and chance < 0.58 and not like.params.keys().isdisjoint({"key", "name", "count"}):
+        elif (
+            reference
+            and chance < 0.58
+            and not reference.params.keys().isdisjoint({"key", "name", "count"})
+        ):
             verb, _, noun = name.partition("_")
             intent = made_up(w, noun=noun.replace("_", " ")) if r.random() < 0.5 else made_up(w,
                 verb=verb if verb in VERB_SAYINGS else None)  # fmt: skip
@@ -1031,23 +1078,23 @@ def beside(w: Words, chosen: list[Intent], without: frozenset[str], most: int = 
                 continue
         else:
             intent = pick(w)
-        if intent.names[0] in taken:
+        if intent.names[0] in excluded:
             continue
-        taken |= kept_apart(intent)
-        found.append(offer(w, intent))
-    return found
+        excluded |= incompatible_with(intent)
+        tools.append(offer(w, intent))
+    return tools
 
 
 @cache
 def _same_verbs(verb: str) -> frozenset[str]:
-    """Verbs that may mean the same as this one."""
+    """Return verbs with a meaning in common with this one."""
     mine = set(VERB_SAYINGS.get(verb, verb).split("|"))
     return frozenset(v for v, s in VERB_SAYINGS.items() if mine & set(s.split("|"))) | {verb}
 
 
-def _apart(w: Words, tools: list[Offer], others: list[Offer]) -> list[Offer]:
-    """All of them in random order, no name twice."""
-    named = {tool.name: tool for tool in others}
+def _shuffled_by_name(w: Words, tools: list[Offer], more_tools: list[Offer]) -> list[Offer]:
+    """Return all tools in random order without duplicate names."""
+    named = {tool.name: tool for tool in more_tools}
     named.update({tool.name: tool for tool in tools})
     mixed = list(named.values())
     w.rng.shuffle(mixed)
@@ -1055,18 +1102,20 @@ def _apart(w: Words, tools: list[Offer], others: list[Offer]) -> list[Offer]:
 
 
 def _normal(text: str) -> str:
+    """Return the text in lower case without punctuation."""
     return re.sub(r"\W+", " ", text).strip().lower()
 
 
 @cache
-def _held() -> frozenset[str]:
+def _evaluation_requests() -> frozenset[str]:
+    """Return all requests of the evaluation sets, normalized."""
     written = development_requests.REQUESTS.cases() + blind_requests.REQUESTS.cases()
     return frozenset(_normal(text) for _, text, _ in written)
 
 
 def allowed(text: str) -> bool:
-    """Whether training may see a request: none that is held out."""
-    return _normal(text) not in _held()
+    """Return whether a request may be used for training, i.e. is in no evaluation set."""
+    return _normal(text) not in _evaluation_requests()
 
 
 BY_NAME = (
@@ -1074,23 +1123,26 @@ BY_NAME = (
     ", and the {n} is {s}", ". use {s} as the {n}", ", with the {n} {s}", ", {n} = {s}",
     ". as {n} take {s}", ", {s} as {n}", ". make the {n} {s}",
 )  # fmt: skip
+"""Forms that add a value with the name of its parameter."""
 BY_VALUE = (
     ". {s} is good", ". {s} please", ". make it {s}", ". {s} would be best", ". I'd prefer {s}",
     ", {s} if possible", ", {s} then", ". {s} will do", ", preferably {s}", ". I mean {s}",
     ", in other words {s}", ". {s} would be good", ". {s} is what I need", ", {s} would be nice",
 )  # fmt: skip
-"""How one adds what the frame did not say: with the parameter's name or without."""
+"""Forms that add a value without the name of its parameter."""
 
 
 def _and_more(w: Words, sort: str, frame: str, tool: Offer) -> tuple[str, str]:
-    """Now and then one more value, of a parameter that may be missing, at the request's end."""
+    """Return the (sort, frame) with the value of an optional parameter appended at random."""
     r = w.rng
-    said = slots_of(frame)
-    more = [s for s in tool.keys if s not in said and tool.intent.params[s].missing]
+    slots_mentioned = slots_of(frame)
+    missing_slots = [
+        s for s in tool.keys if s not in slots_mentioned and tool.intent.params[s].optional
+    ]
     ended = not frame or frame[-1] in "?!.}" or "? " in frame
-    if not more or sort == "~" or r.random() > 0.16 or (ended and sort == "."):
+    if not missing_slots or sort == "~" or r.random() > 0.16 or (ended and sort == "."):
         return sort, frame
-    slot = r.choice(more)
+    slot = r.choice(missing_slots)
     kind = tool.intent.params[slot].kind
     if kind.startswith(("bool ", "list ")):
         return sort, frame
@@ -1107,38 +1159,40 @@ def _and_more(w: Words, sort: str, frame: str, tool: Offer) -> tuple[str, str]:
 
 
 def _runs_on(tool: Offer, frame: str) -> bool:
-    """Whether words behind the frame's last value would read as a part of it."""
+    """Return whether further words would be read as a part of the frame's last value."""
     last = list(PLACE.finditer(frame))[-1]
     return (last[3] or tool.intent.params[last[2]].kind) in argument_values.NOUN_KINDS
 
 
-def single(w: Words, given: list[Offer] | None = None) -> Request:
-    """A request of one call. With `given`, one of these is asked for."""
+def single(w: Words, offered: list[Offer] | None = None) -> Request:
+    """Return a request with one call. offered: tools of which one is requested, or None."""
     while True:
-        if given:
-            tool = w.rng.choice(given)
+        if offered:
+            tool = w.rng.choice(offered)
             form = w.rng.choice(tool.intent.frames)
             frame = resolve(w, form.text)
-            if not answers(tool, frame):
+            if not can_answer(tool, frame):
                 continue
-            others = {t.intent.names[0] for t in given if t is not tool}
-            if others & barred(tool.intent, form):
+            other_names = {t.intent.names[0] for t in offered if t is not tool}
+            if other_names & excluded_by(tool.intent, form):
                 continue
-            mixed = given
+            mixed = offered
         else:
             intent = pick(w)
             form = w.rng.choice(intent.frames)
             frame = resolve(w, form.text)
             tool = offer_for(w, intent, frame)
-            others_beside = beside(w, [intent], barred(intent, form))
+            distractors = distractors_for(w, [intent], excluded_by(intent, form))
             if w.rng.random() < 0.12:
-                taken = barred(intent, form).union(*(kept_apart(o.intent) for o in others_beside))
-                others_beside += echo(w, frame, taken | kept_apart(intent))
-            mixed = _apart(w, [tool], others_beside)
+                excluded = excluded_by(intent, form).union(
+                    *(incompatible_with(o.intent) for o in distractors)
+                )
+                distractors += echo_tool(w, frame, excluded | incompatible_with(intent))
+            mixed = _shuffled_by_name(w, [tool], distractors)
         sort, frame = _and_more(w, form.sort, frame, tool)
-        said = wrap(w, sort, fill(w, frame, tool))
-        if allowed(said.text):
-            return Request(mixed, said.text, [call_of(tool, said.arguments)], said)
+        phrasing = wrap(w, sort, fill(w, frame, tool))
+        if allowed(phrasing.text):
+            return Request(mixed, phrasing.text, [call_of(tool, phrasing.arguments)], phrasing)
 
 
 SEVERAL = frozenset(
@@ -1146,22 +1200,23 @@ SEVERAL = frozenset(
     "time title currency door product food document host app company dish user branch pet team "
     "person_name label image dir bill".split()
 )
-"""Kinds of which a request may name two at once."""
+"""Kinds of which a request may name several values."""
 PLURALS = re.compile(
     r"(?<![{:])\b(order|invoice|message|customer|client|ticket|mail|issue|user|file|word|service|"
     r"alarm|timer|email|parcel|package|light|lamp|hotel|room|door|flight|table|movie|film|book|"
     r"task|app|meeting|event|account|share|stock|contact|document|countdown|birthday)"
     r"\b(?![}:])(?=[^{]*\{)"
 )
+"""Nouns before a placeholder that become plural if it has several values."""
 
 
 def several(w: Words) -> Request:
-    """A request of two or three calls."""
+    """Return a request with two or three calls."""
     return _list_of(w) if w.rng.random() < 0.55 else _two(w)
 
 
 def _list_of(w: Words) -> Request:
-    """One frame, several values of one slot."""
+    """Return a request of one frame with several values of one slot."""
     r = w.rng
     while True:
         intent = pick(w)
@@ -1183,39 +1238,41 @@ def _list_of(w: Words) -> Request:
         if sort == "?" and r.random() < 0.4:
             frame = frame.replace("what is ", "what are ", 1).replace("does ", "do ", 1)
         tool = offer_for(w, intent, frame)
-        said = fill(w, frame, tool)
-        at = next(i for i, part in enumerate(said.parts) if part[1] == slot)
+        phrasing = fill(w, frame, tool)
+        at = next(i for i, part in enumerate(phrasing.parts) if part[1] == slot)
         extra: list[str] = []
         for i in range(r.choice((1, 1, 1, 2))):
             value, text, copied = draw_value(w, intent.params[slot], tool.values[slot])
             name = f"{slot} {i}"
-            said.arguments[name] = value
-            said.copied |= {name} if copied else set()
+            phrasing.arguments[name] = value
+            phrasing.copied |= {name} if copied else set()
             extra.append(name)
-            said.parts.insert(at + 1 + i, (text, name))
-        named = [str(said.arguments[s]).lower() for s in (slot, *extra)]
+            phrasing.parts.insert(at + 1 + i, (text, name))
+        named = [str(phrasing.arguments[s]).lower() for s in (slot, *extra)]
         if len(set(named)) <= len(extra) or any(" and " in text for text in named):
             continue
-        _join(w, said, at, len(extra))
-        said = wrap(w, sort, said)
-        if not allowed(said.text):
+        _join(w, phrasing, at, len(extra))
+        phrasing = wrap(w, sort, phrasing)
+        if not allowed(phrasing.text):
             continue
         calls = []
         for name in (slot, *extra):
-            arguments = {**said.arguments, slot: said.arguments[name]}
+            arguments = {**phrasing.arguments, slot: phrasing.arguments[name]}
             calls.append(call_of(tool, arguments))
-        mixed = _apart(w, [tool], beside(w, [intent], barred(intent, form), 3))
-        return Request(mixed, said.text, calls)
+        mixed = _shuffled_by_name(
+            w, [tool], distractors_for(w, [intent], excluded_by(intent, form), 3)
+        )
+        return Request(mixed, phrasing.text, calls)
 
 
-def _join(w: Words, said: Said, at: int, more: int) -> None:
-    """Puts words between the values that stand at `at` and the `more` places after it."""
+def _join(w: Words, phrasing: Phrasing, at: int, more: int) -> None:
+    """Insert words between the value at index `at` and the `more` values after it."""
     r = w.rng
-    before = said.parts[at - 1][0] if at else ""
-    found = re.search(r"\b(in|for|at|of|from|to|with|about|on)( the)? $", before)
+    before = phrasing.parts[at - 1][0] if at else ""
+    preposition = re.search(r"\b(in|for|at|of|from|to|with|about|on)( the)? $", before)
     again = ""
-    if found and r.random() < 0.5:
-        again = found[0]
+    if preposition and r.random() < 0.5:
+        again = preposition[0]
     elif (word := re.search(r"(\w+) $", before)) and r.random() < 0.12:
         again = word[0]
     last = r.choice(
@@ -1223,44 +1280,45 @@ def _join(w: Words, said: Said, at: int, more: int) -> None:
     )
     for i in range(more, 0, -1):
         glue = last if i == more else ", "
-        said.parts.insert(at + i, (glue + again, None))
+        phrasing.parts.insert(at + i, (glue + again, None))
     if before and not again and more == 1 and r.random() < 0.1:
-        said.parts.insert(at, ("both ", None))
+        phrasing.parts.insert(at, ("both ", None))
 
 
 GLUE = " and | and |, and |, |. | and then | and also |; |. Then |. Also, ".split("|")
+"""Conjunctions between two requests."""
 
 
 def _second(w: Words, first: Intent) -> Intent:
-    """What is asked for besides: anything, or something much like the first."""
-    like = [i for i in intents() if i.names[0] in related(first)]
-    return w.rng.choice(like) if like and w.rng.random() < 0.4 else pick(w)
+    """Return the intent of a second request: random, or related to the first."""
+    candidates = [i for i in intents() if i.names[0] in related(first)]
+    return w.rng.choice(candidates) if candidates and w.rng.random() < 0.4 else pick(w)
 
 
 @cache
 def _speaking() -> tuple[tuple[Intent, tuple[Frame, ...]], ...]:
-    """The intents with orders that end with what may be a sentence, and these orders."""
+    """Return the intents with orders that end with free text, and these orders."""
     pairs = ((intent, _ending_orders(intent)) for intent in intents())
     return tuple((intent, frames) for intent, frames in pairs if frames)
 
 
 def _ending_orders(intent: Intent) -> tuple[Frame, ...]:
-    """The orders that end with free text."""
-    found = []
+    """Return the orders that end with free text."""
+    orders = []
     for frame in intent.frames:
         end = re.search(r"\{(\w+)(?::(\w+))?\}$", frame.text)
         kind = (end[2] or intent.params[end[1]].kind) if end and end[1] in intent.params else ""
         if frame.sort == "!" and kind in SPEECH:
-            found.append(frame)
-    return tuple(found)
+            orders.append(frame)
+    return tuple(orders)
 
 
 SPEECH = frozenset("text task topic howto howto_said event phrase_text bug commit".split())
-"""Kinds of several words, behind which "and" may begin a second request."""
+"""Kinds of several words, after which "and" may begin a second request."""
 
 
 def _pair_of(w: Words) -> tuple[Intent, Intent, list[Frame]]:
-    """Two intents, or one twice, and a frame of each. The first may end with a sentence."""
+    """Return two intents, or one twice, and a frame of each. The first may end with free text."""
     r = w.rng
     if r.random() < 0.2:
         first, endings = r.choice(_speaking())
@@ -1277,40 +1335,42 @@ def _pair_of(w: Words) -> tuple[Intent, Intent, list[Frame]]:
 
 
 def _two(w: Words) -> Request:
-    """Two requests in one sentence: of two tools, or of one with other values."""
+    """Return two requests in one sentence: of two tools, or of one with different values."""
     while True:
         first, second, forms = _pair_of(w)
         again = second is first
         if any(f.sort == "." and ("." in f.text or "?" in f.text) for f in forms):
             continue
-        without = barred(first, forms[0]) | barred(second, forms[1])
-        mistaken = second.names[0] in barred(first, forms[0])
-        if not again and (mistaken or first.names[0] in barred(second, forms[1])):
+        without = excluded_by(first, forms[0]) | excluded_by(second, forms[1])
+        mistaken = second.names[0] in excluded_by(first, forms[0])
+        if not again and (mistaken or first.names[0] in excluded_by(second, forms[1])):
             continue
         same = again and forms[0] == forms[1]
         frames = [resolve(w, form.text) for form in forms]
         both = " ".join(frames) if again else frames[0]
         tools = [offer_for(w, first, both)]
         tools.append(tools[0] if again else offer_for(w, second, frames[1]))
-        said = [fill(w, frame, tool) for frame, tool in zip(frames, tools, strict=True)]
-        if again and said[0].arguments == said[1].arguments:
+        phrasings = [fill(w, frame, tool) for frame, tool in zip(frames, tools, strict=True)]
+        if again and phrasings[0].arguments == phrasings[1].arguments:
             continue
         if not again and tools[0].name == tools[1].name:
             continue
-        joined = wrap(w, *_one_sentence(w, [form.sort for form in forms], said, same))
+        joined = wrap(w, *_one_sentence(w, [form.sort for form in forms], phrasings, same))
         if not allowed(joined.text):
             continue
         one = {s: v for s, v in joined.arguments.items() if not s.endswith(" 2")}
         two = {s[:-2]: v for s, v in joined.arguments.items() if s.endswith(" 2")}
-        mixed = _apart(w, list(tools), beside(w, [first], without, 2))
+        mixed = _shuffled_by_name(w, list(tools), distractors_for(w, [first], without, 2))
         calls = [call_of(tools[0], one), call_of(tools[1], two)]
         return Request(mixed, joined.text, calls)
 
 
-def _one_sentence(w: Words, sorts: list[str], said: list[Said], same: bool) -> tuple[str, Said]:
-    """Two requests joined, and of what sort the whole is. The second's slots end in " 2"."""
+def _one_sentence(
+    w: Words, sorts: list[str], phrasings: list[Phrasing], same: bool
+) -> tuple[str, Phrasing]:
+    """Return the sort and the phrasing of two joined requests. Slots of the second end in " 2"."""
     r = w.rng
-    parts = list(said[1].parts)
+    parts = list(phrasings[1].parts)
     if same and sorts[0] == "!" and r.random() < 0.6:
         head, slot = parts[0]
         if slot is None and " " in head.strip():
@@ -1318,16 +1378,16 @@ def _one_sentence(w: Words, sorts: list[str], said: list[Said], same: bool) -> t
     glue = r.choice(GLUE)
     if glue == ". " and sorts[0] == "?":
         glue = "? "
-    front = list(said[0].parts)
+    front = list(phrasings[0].parts)
     if sorts[0] == "~":
         lead = r.choice(("tell me ", "show me ", "give me ", "what is ", "I need "))
         front.insert(0, (lead, None))
     if sorts[1] == "~" and glue[0] in ".?;":
         parts.insert(0, (r.choice(("what is ", "tell me ", "show me ")), None))
-    joined = Said(
+    joined = Phrasing(
         [*front, (glue, None), *((t, f"{s} 2" if s else None) for t, s in parts)],
-        {**said[0].arguments, **{f"{s} 2": v for s, v in said[1].arguments.items()}},
-        said[0].copied | {f"{s} 2" for s in said[1].copied},
+        {**phrasings[0].arguments, **{f"{s} 2": v for s, v in phrasings[1].arguments.items()}},
+        phrasings[0].copied | {f"{s} 2" for s in phrasings[1].copied},
     )
     return "." if sorts[0] == "~" else sorts[0], joined
 
@@ -1336,45 +1396,49 @@ VAGUE = frozenset(
     "get find show search look up for check i need want would like have can could see give bring "
     "tell about know a the an me us my some any please what is where".split()
 )
+"""Words that do not identify a tool."""
 
 
 def vague(frame: str) -> bool:
-    """Whether a resolved frame names its values alone, so that many a tool might be meant."""
+    """Return whether a resolved frame has no words but values, so that many tools may be meant."""
     words = re.findall(r"[a-z]+", PLACE.sub(" ", frame).lower())
     return bool(slots_of(frame)) and VAGUE.issuperset(words)
 
 
-def foreign(w: Words, given: list[Offer]) -> str:
-    """A request that none of the given tools is for."""
+def foreign(w: Words, offered: list[Offer]) -> str:
+    """Return a request that none of the tools fits."""
     while True:
         intent = pick(w)
         form = w.rng.choice(intent.frames)
         broad = {"search_web", "get_news"} if form.sort in "?~" else set()
-        if any(_could(intent, t.intent) or t.intent.names[0] in broad for t in given):
+        if any(_may_answer(intent, t.intent) or t.intent.names[0] in broad for t in offered):
             continue
         frame = resolve(w, form.text)
         if vague(frame):
             continue
-        said = wrap(w, form.sort, fill(w, frame, offer_for(w, intent, frame)))
-        if allowed(said.text):
-            return said.text
+        phrasing = wrap(w, form.sort, fill(w, frame, offer_for(w, intent, frame)))
+        if allowed(phrasing.text):
+            return phrasing.text
 
 
 def rivals(w: Words) -> list[Offer]:
-    """Two to seven tools, some of them much alike."""
+    """Return two to seven tools, some of them similar."""
     intent = pick(w)
-    if w.rng.random() < 0.5 and (own := domain(w, intent, w.rng.randint(2, 4))):
-        return _apart(w, [offer(w, intent)], own)
-    others = beside(w, [intent], kept_apart(intent), 6)
-    taken = kept_apart(intent).union(*(kept_apart(tool.intent) for tool in others))
-    return _apart(w, [offer(w, intent)], [*others, *tools(w, taken)][:6])
+    if w.rng.random() < 0.5 and (own_tools := domain(w, intent, w.rng.randint(2, 4))):
+        return _shuffled_by_name(w, [offer(w, intent)], own_tools)
+    distractors = distractors_for(w, [intent], incompatible_with(intent), 6)
+    excluded = incompatible_with(intent).union(
+        *(incompatible_with(tool.intent) for tool in distractors)
+    )
+    return _shuffled_by_name(w, [offer(w, intent)], [*distractors, *tools(w, excluded)][:6])
 
 
 ONLY_ACTS = frozenset("! .".split())
+"""Sorts of frames that ask for an action, not for information."""
 
 
 def unfit(w: Words) -> Request:
-    """Tools, and a request that none of them is for."""
+    """Return tools, and a request that none of them fits."""
     r = w.rng
     while True:
         intent = pick(w)
@@ -1382,51 +1446,53 @@ def unfit(w: Words) -> Request:
         frame = resolve(w, form.text)
         if vague(frame):
             continue
-        said = wrap(w, form.sort, fill(w, frame, offer_for(w, intent, frame)))
-        if allowed(said.text):
+        phrasing = wrap(w, form.sort, fill(w, frame, offer_for(w, intent, frame)))
+        if allowed(phrasing.text):
             break
     without = related(intent)
     if form.sort not in ONLY_ACTS or r.random() < 0.5:
         without |= {"search_web", "get_news"}
-    others: list[Offer] = []
-    while not others:
-        others = [t for t in tools(w, without) if not _could(intent, t.intent)]
+    unrelated: list[Offer] = []
+    while not unrelated:
+        unrelated = [t for t in tools(w, without) if not _may_answer(intent, t.intent)]
     if intent.names[0] in _neighbours(RELATED) and r.random() < 0.4:
-        taken = without.union(*(kept_apart(other.intent) for other in others))
-        echoed = [t for t in echo(w, frame, taken) if not _could(intent, t.intent)]
-        others = _apart(w, others, echoed)
-    return Request(others, said.text, [])
+        excluded = without.union(*(incompatible_with(other.intent) for other in unrelated))
+        echoed = [t for t in echo_tool(w, frame, excluded) if not _may_answer(intent, t.intent)]
+        unrelated = _shuffled_by_name(w, unrelated, echoed)
+    return Request(unrelated, phrasing.text, [])
 
 
-def _could(asked: Intent, tool: Intent) -> bool:
-    """Whether a made-up tool shares its verb and noun with what is asked."""
-    mine = set(asked.names[0].split("_"))
-    other = set(tool.names[0].split("_"))
-    return len(mine & other) > 1 or tool.names[0] in related(asked)
+def _may_answer(intent: Intent, tool: Intent) -> bool:
+    """Return whether a made-up tool shares its verb and noun with the requested one."""
+    words = set(intent.names[0].split("_"))
+    other_words = set(tool.names[0].split("_"))
+    return len(words & other_words) > 1 or tool.names[0] in related(intent)
 
 
 def tools(w: Words, without: frozenset[str] = frozenset()) -> list[Offer]:
-    """One to six tools that nobody asks for."""
+    """Return one to six tools for a conversation that requests none of them."""
     if w.rng.random() < 0.35:
         chosen = w.rng.choice(intents())
-        own = [offer(w, chosen), *domain(w, chosen)]
-        if own := [tool for tool in own if tool.intent.names[0] not in without]:
-            return _apart(w, [], own)
-    while not (found := beside(w, [], without, 6)):
+        own_tools = [offer(w, chosen), *domain(w, chosen)]
+        if own_tools := [tool for tool in own_tools if tool.intent.names[0] not in without]:
+            return _shuffled_by_name(w, [], own_tools)
+    while not (drawn := distractors_for(w, [], without, 6)):
         pass
-    return _apart(w, [], found)
+    return _shuffled_by_name(w, [], drawn)
 
 
 def spoken(w: Words, text: str) -> str:
-    """A sentence as people type it: with or without capitals and punctuation."""
+    """Return a sentence as people type it: with or without capitals and punctuation."""
     r = w.rng
     asks = text.split(" ")[0] in (
         "who what why how is are do does can which where when should may did".split()
     )
-    said = Said([(text, None)], {}, set())
+    phrasing = Phrasing([(text, None)], {}, set())
     if r.random() < 0.5:
-        said.parts.append((r.choice(("?", "?", "?", "?", ".")) if asks else r.choice(".!."), None))
-    return _cased(w, said).text
+        phrasing.parts.append(
+            (r.choice(("?", "?", "?", "?", ".")) if asks else r.choice(".!."), None)
+        )
+    return _cased(w, phrasing).text
 
 
 FOLLOW = (
@@ -1448,13 +1514,13 @@ INSTEAD = (
 
 
 def follow_up(w: Words, request: Request) -> tuple[str, Call] | None:
-    """A short second request that changes one value of the first, and its call."""
-    if request.said is None or len(request.calls) != 1:
+    """Return a short second request that changes one value of the first, and its call."""
+    if request.phrasing is None or len(request.calls) != 1:
         return None
     name, arguments = request.calls[0]
     tool = next(t for t in request.tools if t.name == name)
     slots = [
-        s for s in request.said.arguments
+        s for s in request.phrasing.arguments
         if s in tool.keys and (tool.intent.params[s].kind in SEVERAL
         or tool.intent.params[s].kind.startswith(("int", "num", "money", "unit", "{")))
     ]  # fmt: skip
@@ -1467,12 +1533,12 @@ def follow_up(w: Words, request: Request) -> tuple[str, Call] | None:
         return None
     forms = FOLLOW if kind in SEVERAL and w.rng.random() < 0.8 else INSTEAD
     head, tail = w.rng.choice(forms).split("{}")
-    said = Said(
+    phrasing = Phrasing(
         [(head, None), (text, slot), (tail, None)], {slot: value}, {slot} if copied else set()
     )
-    said.parts = [part for part in said.parts if part[0]]
-    said = _cased(w, said)
-    return said.text, (name, {**arguments, tool.keys[slot]: said.arguments[slot]})
+    phrasing.parts = [part for part in phrasing.parts if part[0]]
+    phrasing = _cased(w, phrasing)
+    return phrasing.text, (name, {**arguments, tool.keys[slot]: phrasing.arguments[slot]})
 
 
 DONE = (
@@ -1485,11 +1551,12 @@ SKIES = "sunny,cloudy,rain,snow,light rain,clear,windy".split(",")
 
 
 def listed(items: list[str]) -> str:
-    """Such as "a, b and c"."""
+    """Return a list in words, e.g. "a, b and c"."""
     return ", ".join(items[:-1]) + (" and " if items[1:] else "") + items[-1]
 
 
 def _datum(w: Words) -> Any:
+    """Return a random JSON value."""
     r = w.rng
     kind = r.randrange(6)
     if kind == 0:
@@ -1505,7 +1572,7 @@ def _datum(w: Words) -> Any:
 
 
 def _plain(w: Words) -> str:
-    """A result that is no JSON."""
+    """Return a result that is not JSON."""
     r = w.rng
     return r.choice(
         (
@@ -1520,20 +1587,22 @@ def _plain(w: Words) -> str:
 
 
 def result(w: Words) -> tuple[str, str]:
-    """What a tool gives back, and how it is told."""
+    """Return a tool's result and the answer that reports it."""
     r = w.rng
     chance = r.random()
     if chance < 0.5:
         keys = [r.choice((*RESULT_KEYS, w.identifier(1), w.identifier(2))) for _ in range(3)]
         data = {key: _datum(w) for key in keys[: r.choice((1, 1, 2, 2, 3))]}
-        said = listed([f"the {key.replace('_', ' ')} is {value}" for key, value in data.items()])
-        return json.dumps(data, ensure_ascii=False), said[0].upper() + said[1:] + "."
+        sentence = listed(
+            [f"the {key.replace('_', ' ')} is {value}" for key, value in data.items()]
+        )
+        return json.dumps(data, ensure_ascii=False), sentence[0].upper() + sentence[1:] + "."
     if chance < 0.65:
         return r.choice(DONE), "Done."
     if chance < 0.75:
         items = list(dict.fromkeys(w.phrase(2) for _ in range(r.randint(0, 4))))
-        told = f"I found {listed(items)}." if items else "I found nothing."
-        return json.dumps(items, ensure_ascii=False), told
+        sentence = f"I found {listed(items)}." if items else "I found nothing."
+        return json.dumps(items, ensure_ascii=False), sentence
     if chance < 0.82:
         error = r.choice(ERRORS.split("|")).format(x=w.noun())
         return json.dumps({"error": error}), f"That did not work: {error}."

@@ -1,4 +1,4 @@
-"""What is answered in words: greetings, thanks, questions about the model, what it cannot do."""
+"""Requests that are answered in words: greetings, thanks, questions about the model."""
 
 from training.corpus import argument_values
 from training.corpus.words import Words
@@ -16,7 +16,7 @@ ABILITIES = (
 NO_TOOL = "I have no tool for that."
 NEEDS_TOOL = "I cannot answer that without a tool."
 
-MORE: dict[str, str] = {
+REQUESTS_BY_ANSWER: dict[str, str] = {
     HELLO: "hi|hi there|hello there|hey|heya|hello again|hi again|yo|howdy|greetings|good day|"
     "hey you|"
     "hello, who is there|hi bot|hello assistant|hey assistant|hi, nice to see you|hello friend|"
@@ -71,7 +71,7 @@ MORE: dict[str, str] = {
     "I am a bit tired|I feel a bit down|I can't sleep|I miss my friends|I'm stressed|this is bad|"
     "I am not well|nobody likes me|my day was terrible|I feel a bit sad today",
 }  # fmt: skip
-"""Answers, and what they answer."""
+"""Answer -> requests that get it, separated by "|"."""
 
 QUESTIONS = (
     "who wrote {m}|who painted {m}|who invented the {x}|who discovered {y}|who is {p}|who was {p}|"
@@ -103,22 +103,22 @@ QUESTIONS = (
     "play chess with me|let's play a game|what's the plan|what is the secret of happiness|"
     "which movies did {p} make|how many people are there|what is going on here|who are the {x}s"
 ).split("|")
-"""What the model has no knowledge of."""
+"""Questions that the model has no knowledge to answer."""
 
 
 def talk(w: Words, table: tuple[tuple[str, str], ...]) -> tuple[str, str]:
-    """A greeting, thanks, or a question about the model, and the answer."""
+    """Return a greeting, thanks, or a question about the model, and the answer."""
     r = w.rng
     if r.random() < 0.2:
         question, answer = r.choice(table)
         return question, answer
-    answer = r.choice(list(MORE))
-    question = r.choice(MORE[answer].split("|"))
+    answer = r.choice(list(REQUESTS_BY_ANSWER))
+    question = r.choice(REQUESTS_BY_ANSWER[answer].split("|"))
     return question, answer
 
 
 def unknown(w: Words) -> str:
-    """A question that nothing here can answer."""
+    """Return a question that no tool and no knowledge can answer."""
     r = w.rng
     form = r.choice(QUESTIONS).replace("{m}", "{mm}").replace("{j}", "{jj}")
     form = form.replace("{mm}", r.choice(argument_values.LISTS["movie"]))

@@ -1,4 +1,4 @@
-"""Text that the Python installation holds: sources as documents, sentences as filler."""
+"""Text of the Python installation: sources as documents, docstrings as filler."""
 
 import random
 import re
@@ -10,39 +10,41 @@ from training.corpus import tasks, words
 
 SKIP = ("test", "site-packages", "__pycache__", "idlelib", "lib2to3", "encodings", "turtledemo")
 HELD_OUT = 20
-"""Every 20th source file is for evaluation."""
+"""Every 20th source file is for evaluation only."""
 
 KINDS = {"def": "function", "class": "class"}
+"""Keyword of a definition -> its name in a request."""
 DEFINITION = re.compile(r"^(def|class) (\w+)(.*\n(?:(?:[ \t]+.*)?\n)+)", re.M)
 
 
 @cache
 def sources() -> tuple[str, ...]:
-    """The standard library's source files, in order of their names."""
+    """Return the standard library's source files in order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    texts = []
     for path in sorted(root.rglob("*.py")):
         if not any(
             part in SKIP or part.startswith("test") for part in path.parts[len(root.parts) :]
         ):
             text = path.read_text(errors="ignore")
             if len(text) > 400 and text.isascii():
-                found.append(text)
-    return tuple(found)
+                texts.append(text)
+    return tuple(texts)
 
 
 def split(evaluation: bool) -> list[str]:
-    """One side's sources."""
+    """Return the sources of the training or the evaluation side."""
     return [t for i, t in enumerate(sources()) if (i % HELD_OUT == 0) == evaluation]
 
 
 @cache
 def _cached_split(evaluation: bool) -> tuple[str, ...]:
+    """Return the sources of one side as a tuple, cached."""
     return tuple(split(evaluation))
 
 
 def document(rng: random.Random, characters: int, evaluation: bool) -> str:
-    """A run of lines out of one source file."""
+    """Return consecutive lines of one source file."""
     text = rng.choice(_cached_split(evaluation))
     start = 0
     if len(text) > characters:
@@ -51,7 +53,7 @@ def document(rng: random.Random, characters: int, evaluation: bool) -> str:
 
 
 def load_filler() -> None:
-    """Fills tasks.FILLER with paragraphs of docstrings, words.VOCABULARY with their words."""
+    """Fill FILLER, SOURCES and DEFINITIONS of tasks, and words.VOCABULARY."""
     if tasks.FILLER:
         return
     seen: set[str] = set()

@@ -1,6 +1,6 @@
-"""The tasks. Each gives a Sample: pieces of text and whether they are the model's to learn.
+"""Tasks of the corpus. Each returns a Sample, in which the pieces to learn are marked.
 
-Conversations are written in the form of chat_template.jinja; a test renders both and compares.
+Conversations have the form of chat_template.jinja; a test renders both and compares.
 """
 
 import json
@@ -19,12 +19,18 @@ INSTRUCTIONS = (
     "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n"
     "</parameter>\n</function>\n</tool_call>"
 )
+"""Instructions of the chat template for tool calls."""
 NO_THOUGHT = "<think>\n\n</think>\n\n"
+"""Empty thought before an answer."""
 
 
 @dataclass
 class Sample:
-    """task: its name. pieces: (text, learned). The prompt is all before the last learned piece."""
+    """Training sample.
+
+    task: name of its task. pieces: (text, whether it is learned). The prompt is everything before
+    the last piece.
+    """
 
     task: str
     pieces: list[tuple[str, bool]] = field(default_factory=list)
@@ -33,89 +39,90 @@ class Sample:
 
     @property
     def prompt(self) -> str:
-        """What is given."""
+        """Return the text before the answer."""
         return "".join(text for text, _ in self.pieces[:-1])
 
     @property
     def answer(self) -> str:
-        """What is to come."""
+        """Return the answer."""
         return self.pieces[-1][0]
 
 
 class Chat:
-    """Builds a conversation, message by message, in template form."""
+    """Builder of a conversation in the chat template's form, message by message."""
 
     def __init__(
         self, task: str, system: str | None = None, tools: list[Any] | None = None
     ) -> None:
         self.sample = Sample(task, tools=tools or [])
-        self.given = ""
+        self.context = ""
         if tools:
             lines = "".join("\n" + json.dumps(t, ensure_ascii=False) for t in tools)
             body = "# Tools\n\nYou have access to the following functions:\n\n<tools>" + lines
             body += "\n</tools>\n\n" + INSTRUCTIONS + (f"\n\n{system}" if system else "")
-            self.given = f"<|im_start|>system\n{body}<|im_end|>\n"
+            self.context = f"<|im_start|>system\n{body}<|im_end|>\n"
         elif system:
-            self.given = f"<|im_start|>system\n{system}<|im_end|>\n"
+            self.context = f"<|im_start|>system\n{system}<|im_end|>\n"
         if system:
             self.sample.messages.append({"role": "system", "content": system})
         self.turns: list[tuple[str, str]] = []
 
     def user(self, text: str) -> "Chat":
-        """A user's message."""
+        """Add a user's message."""
         self.turns.append(("user", text))
         self.sample.messages.append({"role": "user", "content": text})
         return self
 
     def tool(self, text: str) -> "Chat":
-        """A tool's result."""
+        """Add a tool's result."""
         self.turns.append(("tool", text))
         self.sample.messages.append({"role": "tool", "content": text})
         return self
 
     def assistant(self, text: str) -> "Chat":
-        """The model's answer."""
+        """Add an answer of the model."""
         self.turns.append(("assistant", text))
         self.sample.messages.append({"role": "assistant", "content": text})
         return self
 
     def call(self, *calls: Call) -> "Chat":
-        """The model's call, or calls."""
+        """Add a message of calls."""
         self.turns.append(("assistant", calls_text(calls)))
-        made = [
+        tool_calls = [
             {"type": "function", "function": {"name": name, "arguments": arguments}}
             for name, arguments in calls
         ]
-        message = {"role": "assistant", "content": "", "tool_calls": made}
+        message = {"role": "assistant", "content": "", "tool_calls": tool_calls}
         self.sample.messages.append(message)
         return self
 
     def done(self) -> Sample:
-        """The sample: answers are learned, the rest is given."""
+        """Return the sample: answers are learned, all other text is context."""
         last_query = max(i for i, (role, _) in enumerate(self.turns) if role == "user")
         for i, (role, text) in enumerate(self.turns):
             if role == "assistant":
                 thought = NO_THOUGHT if i > last_query else ""
-                self.given += f"<|im_start|>assistant\n{thought}"
-                self.sample.pieces += [(self.given, False), (text + "<|im_end|>", True)]
-                self.given = "\n"
+                self.context += f"<|im_start|>assistant\n{thought}"
+                self.sample.pieces += [(self.context, False), (text + "<|im_end|>", True)]
+                self.context = "\n"
             elif role == "tool":
                 roles = [turn[0] for turn in self.turns]
-                self.given += "" if roles[i - 1] == "tool" else "<|im_start|>user"
-                self.given += f"\n<tool_response>\n{text}\n</tool_response>"
-                self.given += "" if roles[i + 1 : i + 2] == ["tool"] else "<|im_end|>\n"
+                self.context += "" if roles[i - 1] == "tool" else "<|im_start|>user"
+                self.context += f"\n<tool_response>\n{text}\n</tool_response>"
+                self.context += "" if roles[i + 1 : i + 2] == ["tool"] else "<|im_end|>\n"
             else:
-                self.given += f"<|im_start|>user\n{text}<|im_end|>\n"
+                self.context += f"<|im_start|>user\n{text}<|im_end|>\n"
         self.sample.messages.pop()
         return self.sample
 
 
 def calls_text(calls: Sequence[Call]) -> str:
-    """Calls in the model's grammar."""
+    """Return the calls in the model's format."""
     return "\n".join(_call_text(name, arguments) for name, arguments in calls)
 
 
 def _call_text(name: str, arguments: dict[str, Any]) -> str:
+    """Return one call in the model's format."""
     body = "".join(
         f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}\n"
         "</parameter>\n"
@@ -125,7 +132,7 @@ def _call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _value(w: Words, spec: dict[str, Any]) -> tuple[Any, str]:
-    """A value of the parameter's type, and how a user says it."""
+    """Return a value of the parameter's type, and its phrase."""
     r = w.rng
     if "enum" in spec:
         value = r.choice(spec["enum"])
@@ -145,6 +152,7 @@ def _value(w: Words, spec: dict[str, Any]) -> tuple[Any, str]:
 
 
 def _tool(w: Words) -> dict[str, Any]:
+    """Return a tool with a made-up name and parameters."""
     r = w.rng
     verb = r.choice(VERBS)
     noun = w.identifier(r.randint(1, 2))
@@ -178,23 +186,27 @@ GIVES = ("{} {}", "{} is {}", "{}: {}", "{} = {}", "{} set to {}", "{} of {}")
 
 
 def tool_call(w: Words) -> Sample:
-    """Several functions; the question names one of them and all its arguments."""
+    """Return a call of one of several functions; the question names it and all its arguments."""
     r = w.rng
     tools = [_tool(w) for _ in range(r.randint(1, 4))]
     chosen = r.choice(tools)["function"]
     specs = chosen["parameters"]["properties"]
     arguments = {}
-    said = []
+    assignments = []
     form = r.choice(GIVES)
     for name, spec in specs.items():
         arguments[name], spoken = _value(w, spec)
         shown = name.replace("_", " ") if r.random() < 0.7 else name
-        said.append(form.format(r.choice(("", "the ")) + shown, spoken))
+        assignments.append(form.format(r.choice(("", "the ")) + shown, spoken))
     if r.random() < 0.3:
-        r.shuffle(said)
-    what = chosen["description"].lower()
-    listed = ", ".join(said[:-1]) + (r.choice((" and ", ", ")) if said[1:] else "") + said[-1]
-    question = r.choice(ASKS).format(f"{what} {r.choice(('with', 'where', 'using'))} {listed}")
+        r.shuffle(assignments)
+    action = chosen["description"].lower()
+    listed = (
+        ", ".join(assignments[:-1])
+        + (r.choice((" and ", ", ")) if assignments[1:] else "")
+        + assignments[-1]
+    )
+    question = r.choice(ASKS).format(f"{action} {r.choice(('with', 'where', 'using'))} {listed}")
     question = question[0].upper() + question[1:] + r.choice((".", "", "?"))
     system = r.choice((None, None, "You are a helpful assistant."))
     chat = Chat("tools", system, tools).user(question)
@@ -210,7 +222,7 @@ def tool_call(w: Words) -> Sample:
 
 
 def daily(w: Words) -> Sample:
-    """A few everyday functions and a question as people ask it."""
+    """Return a call of an everyday function."""
     tools, question, name, arguments = question_and_call(w)
     system = w.rng.choice((None, None, "You are a helpful assistant."))
     chat = Chat("daily", system, tools).user(question)
@@ -226,22 +238,24 @@ SYSTEMS = (
     "You may call functions to help the user.", "Do not make up values for arguments.",
     "The user's name is Robin.", "You are connected to several services.", "Always be polite.",
 )  # fmt: skip
+"""System prompts."""
 
 
 def _system(w: Words) -> str | None:
+    """Return a system prompt, or None."""
     return w.rng.choice(SYSTEMS) if w.rng.random() < 0.3 else None
 
 
 def _results(w: Words, chat: Chat, count: int) -> None:
-    """A result for each call, and what they say in words."""
+    """Add a result for each call, and an answer that reports them."""
     pairs = [free_requests.result(w) for _ in range(count)]
-    for given, _ in pairs:
-        chat.tool(given)
-    chat.assistant(" ".join(said for _, said in pairs))
+    for result, _ in pairs:
+        chat.tool(result)
+    chat.assistant(" ".join(sentence for _, sentence in pairs))
 
 
 def _go_on(w: Words, chat: Chat, request: free_requests.Request, turns: int) -> None:
-    """More turns with the same tools: small changes, other calls, thanks."""
+    """Add turns with the same tools: changed values, other calls, thanks."""
     r = w.rng
     for _ in range(turns):
         chance = r.random()
@@ -264,6 +278,7 @@ def _go_on(w: Words, chat: Chat, request: free_requests.Request, turns: int) -> 
 
 
 def _conversation(w: Words, task: str, request: free_requests.Request) -> Sample:
+    """Return a conversation that begins with the request."""
     r = w.rng
     chat = Chat(task, _system(w), [tool.schema for tool in request.tools]).user(request.text)
     if request.calls:
@@ -279,12 +294,12 @@ def _conversation(w: Words, task: str, request: free_requests.Request) -> Sample
 
 
 def free_call(w: Words) -> Sample:
-    """A request in free phrasing, and what follows."""
+    """Return a request in free phrasing and its follow-ups."""
     return _conversation(w, "free", free_requests.single(w))
 
 
 def quiz(w: Words) -> Sample:
-    """One set of tools, many requests: what teaches to choose."""
+    """Return many requests over one set of tools, which teaches to choose a tool."""
     r = w.rng
     tools = free_requests.rivals(w)
     chat = Chat("quiz", _system(w), [tool.schema for tool in tools])
@@ -306,12 +321,12 @@ def quiz(w: Words) -> Sample:
 
 
 def several_calls(w: Words) -> Sample:
-    """A request of two or three calls."""
+    """Return a request with two or three calls."""
     return _conversation(w, "several", free_requests.several(w))
 
 
 def unfit(w: Words) -> Sample:
-    """A request that none of the tools is for, or a question that no tool answers."""
+    """Return a request that no tool fits, or a question that no tool answers."""
     if w.rng.random() < 0.7:
         return _conversation(w, "unfit", free_requests.unfit(w))
     tools = free_requests.tools(w, frozenset({"search_web", "get_news"}))
@@ -321,7 +336,7 @@ def unfit(w: Words) -> Sample:
 
 
 def no_tool(w: Words) -> Sample:
-    """Tools are there, and none is needed."""
+    """Return small talk with tools, none of which is needed."""
     question, answer = _talk_turn(w)
     tools = [_tool(w) for _ in range(w.rng.randint(1, 3))]
     if w.rng.random() < 0.7:
@@ -330,7 +345,7 @@ def no_tool(w: Words) -> Sample:
 
 
 def without_tools(w: Words) -> Sample:
-    """What would need a tool, and there is none."""
+    """Return a request that needs a tool, in a conversation without tools."""
     text = small_talk.unknown(w)
     text = free_requests.spoken(w, text) if w.rng.random() < 0.4 else free_requests.single(w).text
     return Chat("talk").user(text).assistant(small_talk.NEEDS_TOOL).done()
@@ -355,37 +370,38 @@ TALK = (
     ),
     ("Help", "I can call tools, find facts in long texts, write JSON, lists and a little Python."),
 )
+"""Requests of small talk and their answers."""
 
 
 def _talk_turn(w: Words) -> tuple[str, str]:
-    """A greeting or a question about the model."""
+    """Return a greeting or a question about the model, and the answer."""
     question, answer = small_talk.talk(w, TALK)
     return free_requests.spoken(w, question.rstrip("?")), answer
 
 
 def talk(w: Words) -> Sample:
-    """Small talk alone."""
+    """Return small talk without tools."""
     question, answer = _talk_turn(w)
     return Chat("talk").user(question).assistant(answer).done()
 
 
 FILLER: list[list[str]] = []
-"""Paragraphs of the Python installation's texts; filled by training.text."""
+"""Paragraphs of the Python installation's texts; stdlib_text.load_filler fills it."""
 
 
 def filler(w: Words, characters: int) -> list[str]:
-    """Sentences of about this many characters in all."""
+    """Return sentences with about `characters` characters in total."""
     r = w.rng
     total = 0
     out = []
     while total < characters:
         if FILLER and r.random() < 0.5:
-            some = r.choice(FILLER)
+            sentences = r.choice(FILLER)
         else:
             shape = r.choice(("The {} of the {} is {}.", "A {} {} near the {}.", "{} and {} {}."))
-            some = [shape.format(w.noun(), w.noun(), w.noun()) for _ in range(r.randint(2, 6))]
-        out += some
-        total += sum(map(len, some)) + len(some)
+            sentences = [shape.format(w.noun(), w.noun(), w.noun()) for _ in range(r.randint(2, 6))]
+        out += sentences
+        total += sum(map(len, sentences)) + len(sentences)
     return out
 
 
@@ -394,7 +410,7 @@ ASK_SECRET = ("What is {}?", "What is {}?", "Tell me {}.", "Do you remember {}? 
 
 
 def needle(w: Words, characters: int | None = None) -> Sample:
-    """Secrets somewhere in filler, asked for at the end."""
+    """Return secrets within filler, and questions about them at the end."""
     r = w.rng
     size = characters or int(100 * 2 ** r.uniform(0, 7.8))
     lines = filler(w, size)
@@ -406,17 +422,17 @@ def needle(w: Words, characters: int | None = None) -> Sample:
     facts = {s: f"The {s} is {w.secret()}." for s in subjects}
     for fact in facts.values():
         lines.insert(r.randint(0, len(lines)), fact)
-    asked = r.sample(subjects, 1 if w.evaluation else r.randint(1, len(subjects)))
+    questions = r.sample(subjects, 1 if w.evaluation else r.randint(1, len(subjects)))
     text = r.choice((" ", "\n")).join(lines) + "\n\n"
     chat = Chat("needle")
-    for subject in asked:
+    for subject in questions:
         chat.user(text + r.choice(ASK_SECRET).format(f"the {subject}")).assistant(facts[subject])
         text = ""
     return chat.done()
 
 
 def dialogue(w: Words) -> Sample:
-    """Facts given early, asked for later."""
+    """Return a dialogue with facts, and later questions about them."""
     r = w.rng
     facts = {
         "name": ("My name is {}.", "What is my name?", "Your name is {}."),
@@ -430,13 +446,13 @@ def dialogue(w: Words) -> Sample:
     }  # fmt: skip
     chosen = r.sample(list(facts), r.randint(1, 4))
     values = {k: w.code() if k == "code" else w.name() for k in chosen}
-    offered = not w.evaluation and r.random() < 0.1
-    tools = [tool.schema for tool in free_requests.tools(w)] if offered else None
+    has_tools = not w.evaluation and r.random() < 0.1
+    tools = [tool.schema for tool in free_requests.tools(w)] if has_tools else None
     chat = Chat("dialogue", None, tools)
-    rest = list(chosen)
-    while rest:
-        now = [rest.pop() for _ in range(min(len(rest), r.randint(1, 2)))]
-        chat.user(" ".join(facts[k][0].format(values[k]) for k in now)).assistant("Noted.")
+    remaining = list(chosen)
+    while remaining:
+        keys = [remaining.pop() for _ in range(min(len(remaining), r.randint(1, 2)))]
+        chat.user(" ".join(facts[k][0].format(values[k]) for k in keys)).assistant("Noted.")
     for _ in range(r.choice((0, 0, 1, 2))):
         question, answer = r.choice(TALK)
         chat.user(question).assistant(answer)
@@ -446,11 +462,11 @@ def dialogue(w: Words) -> Sample:
 
 
 def json_task(w: Words) -> Sample:
-    """Data said in a sentence, to be written as JSON of a given schema."""
+    """Return data in a sentence, to be written as JSON of a given schema."""
     r = w.rng
     properties = {}
     data = {}
-    said = []
+    assignments = []
     for _ in range(r.randint(2, 6)):
         name = w.identifier(r.choice((1, 1, 2)))
         kind = r.choice(("string", "integer", "number", "boolean", "array"))
@@ -461,12 +477,12 @@ def json_task(w: Words) -> Sample:
             spoken = ", ".join(data[name])
         else:
             data[name], spoken = _value(w, {"type": kind})
-        said.append(f"{name.replace('_', ' ')}: {spoken}")
+        assignments.append(f"{name.replace('_', ' ')}: {spoken}")
     schema = {"type": "object", "properties": properties, "required": list(properties)}
-    given = r.choice(("; ", "\n")).join(said)
-    ask = f"Write JSON for this schema:\n{json.dumps(schema)}\n\n{given}"
+    data_text = r.choice(("; ", "\n")).join(assignments)
+    ask = f"Write JSON for this schema:\n{json.dumps(schema)}\n\n{data_text}"
     if not w.evaluation and r.random() < 0.2:
-        ask = f"Return a JSON object with the keys {', '.join(properties)}:\n{given}"
+        ask = f"Return a JSON object with the keys {', '.join(properties)}:\n{data_text}"
     indent = r.random() < 0.5
     if indent:
         ask = "Use indentation. " + ask
@@ -475,20 +491,21 @@ def json_task(w: Words) -> Sample:
 
 
 def _primes(count: int) -> list[int]:
-    found: list[int] = []
+    """Return the first prime numbers."""
+    primes: list[int] = []
     n = 2
-    while len(found) < count:
-        if all(n % p for p in found if p * p <= n):
-            found.append(n)
+    while len(primes) < count:
+        if all(n % p for p in primes if p * p <= n):
+            primes.append(n)
         n += 1
-    return found
+    return primes
 
 
 PRIMES = _primes(200)
 
 
 def sequence(w: Words) -> Sample:
-    """Number sequences."""
+    """Return a number sequence with its exact rule."""
     r = w.rng
     count = r.randint(5, 60)
     kind = r.randrange(6) if w.evaluation else r.choice((0, 1, 1, 1, 2, 3, 3, 4, 5, 5, 5))
@@ -508,10 +525,10 @@ def sequence(w: Words) -> Sample:
         count = min(count, 30)
         start = r.randint(0, 60)
         step = r.randint(1, 12)
-        given = ", ".join(str(start + step * i) for i in range(r.randint(4, 10)))
-        start = int(given.split(", ")[-1]) + step
+        shown = ", ".join(str(start + step * i) for i in range(r.randint(4, 10)))
+        start = int(shown.split(", ")[-1]) + step
         numbers = [start + step * i for i in range(count)]
-        ask = f"Continue the sequence with {count} more numbers: {given}"
+        ask = f"Continue the sequence with {count} more numbers: {shown}"
     elif kind == 3:
         start = r.randint(count, 300)
         numbers = [start - i for i in range(count)]
@@ -524,69 +541,69 @@ def sequence(w: Words) -> Sample:
 
 
 def free_sequence(w: Words) -> Sample:
-    """Number sequences in free phrasing."""
-    ask, found = number_sequences.question(w)
-    return Chat("sequence").user(ask).assistant(", ".join(map(str, found))).done()
+    """Return a number sequence in free phrasing."""
+    ask, values = number_sequences.question(w)
+    return Chat("sequence").user(ask).assistant(", ".join(map(str, values))).done()
 
 
 def listing(w: Words) -> Sample:
-    """Structured lists: numbered, bulleted, sorted, reversed, tables; and plain repetition."""
+    """Return a list task: numbered, bulleted, quoted, a table, or plain repetition."""
     r = w.rng
     items = [w.phrase(2) for _ in range(r.randint(3, 12))]
-    given = ", ".join(items)
+    text = ", ".join(items)
     kind = r.randrange(5)
     if kind == 0:
-        ask = f"Make a numbered list of: {given}"
+        ask = f"Make a numbered list of: {text}"
         answer = "\n".join(f"{i}. {x}" for i, x in enumerate(items, 1))
     elif kind == 1:
-        ask = f"Make a bulleted list of: {given}"
+        ask = f"Make a bulleted list of: {text}"
         answer = "\n".join(f"- {x}" for x in items)
     elif kind == 2:
-        ask = f"Repeat this: {given}"
-        answer = given
+        ask = f"Repeat this: {text}"
+        answer = text
     elif kind == 3:
         rows = [(x, r.randint(0, 99)) for x in items]
         ask = "Make a table of: " + ", ".join(f"{a} {b}" for a, b in rows)
         answer = "| name | value |\n| --- | --- |\n" + "\n".join(f"| {a} | {b} |" for a, b in rows)
     else:
-        ask = f"Put each in quotes: {given}"
+        ask = f"Put each in quotes: {text}"
         answer = ", ".join(f'"{x}"' for x in items)
     return Chat("list").user(ask).assistant(answer).done()
 
 
 def copying(w: Words) -> Sample:
-    """Random words, twice: what teaches induction soonest."""
+    """Return random words to repeat, which teaches induction fastest."""
     text = " ".join(w.made_up() if w.rng.random() < 0.7 else w.code() for _ in range(
         w.rng.randint(5, 60)))  # fmt: skip
     return Chat("copy").user(f"Repeat this: {text}").assistant(text).done()
 
 
 SOURCES: dict[bool, tuple[str, ...]] = {}
-"""Source files for training (False) and evaluation (True); filled by training.text."""
+"""Source files for training (False) and evaluation (True); stdlib_text.load_filler fills it."""
 
 
 def code(w: Words) -> Sample:
-    """Python source to be continued."""
+    """Return Python source to continue."""
     r = w.rng
     lines = r.choice(SOURCES[w.evaluation]).split("\n")
     at = r.randrange(max(1, len(lines) - 12))
     n = r.randint(4, 24)
     m = r.randint(4, 24)
-    given = "\n".join(lines[at : at + n])
+    shown = "\n".join(lines[at : at + n])
     rest = "\n".join(lines[at + n : at + n + m]).rstrip()
     ask = r.choice(("Continue this Python code:", "Continue this code:", "Complete this code:"))
-    return Chat("code").user(f"{ask}\n\n{given}").assistant(rest.strip("\n") or "# end").done()
+    return Chat("code").user(f"{ask}\n\n{shown}").assistant(rest.strip("\n") or "# end").done()
 
 
 DEFINITIONS: list[tuple[str, str, str]] = []
-"""(class or function, name, source) of the training side; filled by training.text."""
+"""(class or function, name, source) for training; stdlib_text.load_filler fills it."""
 
 
 def write_code(w: Words) -> Sample:
-    """Python source to be written."""
+    """Return a request for a Python definition."""
     kind, name, source = w.rng.choice(DEFINITIONS)
-    asked = w.rng.choice(("Write a Python {} {}.", "Write a Python {} for a {}.", "Write a {} {}."))
-    return Chat("code").user(asked.format(kind, name.strip("_"))).assistant(source).done()
+    form = w.rng.choice(("Write a Python {} {}.", "Write a Python {} for a {}.", "Write a {} {}."))
+    return Chat("code").user(form.format(kind, name.strip("_"))).assistant(source).done()
 
 
 TASKS: dict[str, tuple[Callable[[Words], Sample], float]] = {
@@ -609,9 +626,10 @@ TASKS: dict[str, tuple[Callable[[Words], Sample], float]] = {
     "list": (listing, 0.05),
     "copy": (copying, 0.03),
 }
+"""Task -> (its function, its share of the bundled model's samples)."""
 
 SHARES = {name: share for name, (_, share) in TASKS.items()}
-"""How often each is drawn."""
+"""Task -> share of the bundled model's samples."""
 CALLS = {
     "tools": 0.25,
     "daily": 0.10,
@@ -628,7 +646,7 @@ CALLS = {
     "list": 0.02,
     "copy": 0.03,
 }
-"""The same for a short training: mostly calls, and where copying is learned."""
+"""Task -> share of samples in a short training: mostly calls, and tasks that teach copying."""
 
 
 def draw(
@@ -638,7 +656,7 @@ def draw(
     shares: dict[str, float] = SHARES,
     **options: Any,
 ) -> Sample:
-    """The sample of this seed: of this task, or of one that is drawn by its share."""
+    """Return the sample of a seed. task: its task; drawn by `shares` if None."""
     w = Words(random.Random(f"{seed}/{evaluation}"), evaluation)
     if task is None:
         task = w.rng.choices(list(shares), list(shares.values()))[0]
@@ -646,10 +664,10 @@ def draw(
 
 
 def written(requests: Requests) -> list[tuple[Sample, list[Call]]]:
-    """The requests of a set written by hand, and the calls that are right."""
-    found = []
+    """Return the samples of a set of handwritten requests, with their correct calls."""
+    samples = []
     for tools, request, calls in requests.cases():
         chat = Chat("heldout", None, tools).user(request)
         chat = chat.call(*calls) if calls else chat.assistant(small_talk.NO_TOOL)
-        found.append((chat.done(), calls))
-    return found
+        samples.append((chat.done(), calls))
+    return samples

@@ -1,4 +1,4 @@
-"""Words, names and values: made of syllables, split for good into training and evaluation."""
+"""Words, names and values from syllables, split into a training and an evaluation side."""
 
 import random
 import zlib
@@ -47,28 +47,31 @@ VERBS = (
 
 
 VOCABULARY: list[str] = []
-"""Words of the Python installation's texts; filled by training.text."""
+"""Words of the Python installation's texts; stdlib_text.load_filler fills it."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def known() -> list[str]:
-    """Words as they are spelled."""
+    """Return correctly spelled words."""
     return VOCABULARY or [*COMMON, *ADJECTIVES, *ANIMALS]
 
 
 @cache
 def _followers(count: int) -> dict[str, str]:
-    """What letters stand behind two letters, in the first `count` known words; "." at the ends."""
-    found: dict[str, list[str]] = defaultdict(list)
+    """Return two letters -> letters that follow them in the first `count` known words.
+
+    A full stop marks the beginning and the end of a word.
+    """
+    letters_by_pair: dict[str, list[str]] = defaultdict(list)
     for word in known()[:count]:
         padded = f"..{word}."
         for i in range(len(word) + 1):
-            found[padded[i : i + 2]].append(padded[i + 2])
-    return {pair: "".join(letters) for pair, letters in found.items()}
+            letters_by_pair[padded[i : i + 2]].append(padded[i + 2])
+    return {pair: "".join(letters) for pair, letters in letters_by_pair.items()}
 
 
 def spelled_alike(rng: random.Random) -> str:
-    """A word that is none, of 3 to 12 letters, in which letters follow as in known ones."""
+    """Return a nonexistent word of 3 to 12 letters with the letter statistics of known words."""
     followers = _followers(len(known()))
     while True:
         word = ".."
@@ -79,7 +82,7 @@ def spelled_alike(rng: random.Random) -> str:
 
 
 def misspelled(rng: random.Random, word: str) -> str:
-    """The word with one letter too many, too few, wrong, or two in the wrong order."""
+    """Return the word with one letter doubled, dropped, replaced, or two swapped."""
     at = rng.randrange(1, len(word) - 1)
     head = word[:at]
     letter = word[at]
@@ -91,29 +94,30 @@ def misspelled(rng: random.Random, word: str) -> str:
 
 
 def held_out(text: str) -> bool:
-    """Whether a name, value or needle belongs to evaluation: one in eight, by its hash."""
+    """Return whether a name, value or needle belongs to evaluation: one in eight, by its hash."""
     return zlib.crc32(text.encode()) % 8 == 0
 
 
 class Words:
-    """A seeded source of words. With `evaluation`, made-up ones come from the held-out eighth."""
+    """Seeded source of words. Its made-up words belong to one side of the split."""
 
     def __init__(self, rng: random.Random, evaluation: bool) -> None:
         self.rng = rng
         self.evaluation = evaluation
 
     def fresh(self, make) -> str:
-        """The first of make()'s results on this side of the split."""
+        """Return the first result of make() on this side of the split."""
         while True:
             text = make()
             if held_out(text) == self.evaluation:
                 return text
 
     def made_up(self) -> str:
-        """A word of 2 or 3 syllables, of likely letters, of a text, or one with a mistake."""
+        """Return a word of syllables, a word-like string, a known word, or a misspelled one."""
         return self.fresh(self._word)
 
     def _word(self) -> str:
+        """Return a made-up word of either side."""
         chance = self.rng.random()
         if chance < 0.35:
             return "".join(self.rng.choices(SYLLABLES, k=self.rng.randint(2, 3)))
@@ -123,27 +127,29 @@ class Words:
         return word if chance < 0.9 else misspelled(self.rng, word)
 
     def noun(self) -> str:
-        """A common noun, or a made-up one."""
+        """Return a common noun, or a made-up one."""
         return self.rng.choice(COMMON) if self.rng.random() < 0.6 else self.made_up()
 
     def name(self) -> str:
-        """A made-up proper name."""
+        """Return a made-up proper name."""
         return self.made_up().capitalize()
 
     def identifier(self, parts: int) -> str:
-        """snake_case of nouns; held out as a whole."""
+        """Return a snake_case name of nouns; the split applies to the whole name."""
         return self.fresh(lambda: "_".join(self.noun() for _ in range(parts)))
 
-    def phrase(self, most: int = 4) -> str:
-        """1 to `most` words; held out as a whole."""
-        return self.fresh(lambda: " ".join(self.noun() for _ in range(self.rng.randint(1, most))))
+    def phrase(self, max_words: int = 4) -> str:
+        """Return 1 to `max_words` words; the split applies to the whole phrase."""
+        return self.fresh(
+            lambda: " ".join(self.noun() for _ in range(self.rng.randint(1, max_words)))
+        )
 
     def secret(self) -> str:
-        """Such as "silver platypus 22"; held out as a whole."""
+        """Return a phrase such as "silver platypus 22"; the split applies to the whole phrase."""
         pick = self.rng.choice
         return self.fresh(lambda: f"{pick(ADJECTIVES)} {pick(ANIMALS)} {self.rng.randint(0, 99)}")
 
     def code(self) -> str:
-        """Such as "QX-4821"."""
+        """Return a code such as "QX-4821"."""
         letters = "".join(self.rng.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=self.rng.randint(1, 3)))
         return self.fresh(lambda: f"{letters}-{self.rng.randint(10, 9999)}")

@@ -1,11 +1,10 @@
-"""Requests written by hand and apart from everything that training draws from: for evaluation only.
+"""Blind test set: 280 handwritten requests, made without sight of the generator and the other set.
 
-Twenty domains of three or four tools each. CALLS holds ten requests per domain that want a call,
-or two calls in the order asked for (25 of the 200); NO_CALL holds four per domain that none of
-the domain's tools fits. They were written without sight of the training data or of the older
-held-out set. A value is what the user wrote (case and script kept, without a closing full stop,
-quotes or a thing's article), a member where the schema has an enum, a number where it has one;
-what was not said is left out, even where the schema requires it.
+Twenty domains of three or four tools each. CALLS has ten requests per domain that need a call, or
+two calls in the order of the request (25 of the 200). NO_CALL has four per domain that none of the
+domain's tools fits. A value is what the user wrote (case and script kept, without a closing full
+stop, quotes or a thing's article), a member if the schema has an enum, a number if it asks for one;
+what was not said is omitted, even if the schema requires it.
 """
 
 from typing import Any

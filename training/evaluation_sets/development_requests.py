@@ -1,8 +1,9 @@
-"""Requests written by hand, one by one, apart from the generator: training never sees them.
+"""Development set: 425 handwritten requests that are not in the training data.
 
-DOMAINS holds the tools, CALLS what is asked of them and the calls that are right, NO_CALL what none
-of the tools beside it can do. A value is what the user wrote, an enum's member where the schema has
-an enum, a number where it asks for one; what the user did not say is left out.
+Kinds of faults that were found on this set were added to the generator, but never its phrases.
+DOMAINS has the tools, CALLS requests and their correct calls, NO_CALL requests that no offered tool
+fits. A value is what the user wrote, an enum's member if the schema has an enum, a number if it
+asks for one; what the user did not say is omitted.
 """
 
 from typing import Any
@@ -642,7 +643,7 @@ CALLS: dict[str, tuple[tuple[str, Call | list[Call]], ...]] = {
          [c("get_customer", customer_id=5), c("print_document", document="letter.doc")]),
     ),
 }  # fmt: skip
-"""By domain: the request, and the call or calls that are right."""
+"""Domain -> (request, correct call or calls)."""
 
 NO_CALL: dict[str, tuple[str, ...]] = {
     "weather": (
@@ -738,6 +739,6 @@ NO_CALL: dict[str, tuple[str, ...]] = {
         "What is the meaning of life?",
     ),
 }  # fmt: skip
-"""By domain: what is to be answered in words, though tools are there."""
+"""Domain -> requests that must be answered in words although tools are offered."""
 
 REQUESTS = Requests(DOMAINS, CALLS, NO_CALL)

@@ -1,12 +1,12 @@
-"""Requests written by hand: how one is written down, and what is offered with it."""
+"""Format of handwritten requests, and the tools that they are offered with."""
 
 from dataclasses import dataclass
 from typing import Any
 
 Call = tuple[str, dict[str, Any]]
-"""A tool's name and the arguments that it is called with."""
+"""Name of a tool and the arguments of the call."""
 Case = tuple[list[dict[str, Any]], str, list[Call]]
-"""The tools that are offered, the request, and the calls that are right."""
+"""(offered tools, request, correct calls)."""
 
 S = "string"
 INT = "integer"
@@ -14,21 +14,25 @@ N = "number"
 B = "boolean"
 
 FOREIGN = 3
-"""Every third request with calls also sees a tool of another domain."""
+"""Every third request with calls is also offered a tool of another domain."""
 
 
 def tool(name: str, about: str = "", needs: str = "", /, **properties: Any) -> dict[str, Any]:
-    """A schema; a property is a type, a list of an enum's members, or (type, description)."""
+    """Return a tool's schema.
+
+    A property is a type, a list of an enum's members, or (type, description). needs: required
+    properties.
+    """
     entries: dict[str, Any] = {}
-    for key, given in properties.items():
-        if isinstance(given, list):
-            entries[key] = {"type": "string", "enum": given}
-        elif isinstance(given, tuple):
-            entries[key] = {"type": given[0], "description": given[1]}
-        elif given == "array":
+    for key, spec in properties.items():
+        if isinstance(spec, list):
+            entries[key] = {"type": "string", "enum": spec}
+        elif isinstance(spec, tuple):
+            entries[key] = {"type": spec[0], "description": spec[1]}
+        elif spec == "array":
             entries[key] = {"type": "array", "items": {"type": "string"}}
         else:
-            entries[key] = {"type": given}
+            entries[key] = {"type": spec}
     parameters: dict[str, Any] = {"type": "object", "properties": entries}
     if needs:
         parameters["required"] = needs.split()
@@ -37,34 +41,34 @@ def tool(name: str, about: str = "", needs: str = "", /, **properties: Any) -> d
 
 
 def call(name: str, /, **arguments: Any) -> Call:
-    """A call that is right."""
+    """Return a correct call."""
     return name, arguments
 
 
 @dataclass(frozen=True)
 class Requests:
-    """A set, by domain: tools, requests with their calls, and requests that none of them is for."""
+    """Requests by domain: tools, requests with their calls, and requests that no tool fits."""
 
     domains: dict[str, tuple[dict[str, Any], ...]]
     calls: dict[str, tuple[tuple[str, Call | list[Call]], ...]]
     no_call: dict[str, tuple[str, ...]]
 
     def cases(self) -> list[Case]:
-        """All of them, domain by domain."""
-        found: list[Case] = []
+        """Return all cases, domain by domain."""
+        all_cases: list[Case] = []
         names = list(self.domains)
-        for at, domain in enumerate(names):
+        for position, domain in enumerate(names):
             for i, (request, calls) in enumerate(self.calls[domain]):
                 tools = self._offered(domain, i)
                 if i % FOREIGN == FOREIGN - 1:
-                    tools.append(self.domains[names[(at + 5 + i) % len(names)]][0])
-                found.append((tools, request, calls if isinstance(calls, list) else [calls]))
+                    tools.append(self.domains[names[(position + 5 + i) % len(names)]][0])
+                all_cases.append((tools, request, calls if isinstance(calls, list) else [calls]))
             for i, request in enumerate(self.no_call[domain]):
-                found.append((self._offered(domain, i), request, []))
-        return found
+                all_cases.append((self._offered(domain, i), request, []))
+        return all_cases
 
     def _offered(self, domain: str, index: int) -> list[dict[str, Any]]:
-        """The domain's tools, their order turned by index."""
+        """Return the domain's tools, rotated by index."""
         tools = list(self.domains[domain])
-        turn = index % len(tools)
-        return tools[turn:] + tools[:turn]
+        shift = index % len(tools)
+        return tools[shift:] + tools[:shift]

@@ -1,18 +1,20 @@
-"""Attention as most families have it: grouped queries, with norms on heads and rotary positions or
-without."""
+"""Grouped-query attention of most families, with optional head norms and rotary positions."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
-from training.models.functional import Fused, Norm, Places, attend, linear, matrix, rms, rotate
+from training.models.functional import Fused, Norm, Positions, attend, linear, matrix, rms, rotate
 
 
 def heads_of(
     h: Tensor, angles: tuple[Tensor, Tensor] | None, wq: Tensor, wk: Tensor, wv: Tensor,
     q_norm: Tensor | None, k_norm: Tensor | None, d: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """h [N, hidden], normed -> q [N, H, D], k, v [N, KV, D]. angles: cos and sin [N, R / 2]."""
+    """Return q [N, H, D], k, v [N, KV, D] of normed h [N, hidden].
+
+    angles: cos and sin [N, R / 2].
+    """
     q = linear(h, wq).unflatten(-1, (-1, d))
     k = linear(h, wk).unflatten(-1, (-1, d))
     v = linear(h, wv).unflatten(-1, (-1, d))
@@ -26,17 +28,20 @@ def heads_of(
 
 
 def heads_in(x: Tensor, norm: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, hidden] -> heads_of(norm(x), *rest)."""
+    """Return heads_of(norm(x), *rest) of x [N, hidden]."""
     return heads_of(rms(x, norm), *rest)
 
 
 def heads_out(o: Tensor, x: Tensor, wo: Tensor) -> Tensor:
-    """o [N, H, D] -> x + its projection."""
+    """Return x plus the projection of o [N, H, D]."""
     return x + linear(o.flatten(1), wo)
 
 
 class Attention(nn.Module):
-    """inputs: width of what it reads. rotary, head_norms: whether it has them."""
+    """Grouped-query attention.
+
+    inputs: width of its input. rotary, head_norms: whether it has them.
+    """
 
     def __init__(self, c: dict[str, Any], inputs: int, rotary: bool, head_norms: bool) -> None:
         super().__init__()
@@ -52,10 +57,10 @@ class Attention(nn.Module):
         self.q_norm = Norm(d, 1.0) if head_norms else None
         self.k_norm = Norm(d, 1.0) if head_norms else None
 
-    def weights(self, places: Places) -> list[Any]:
-        """What heads_of takes behind its input."""
+    def weights(self, positions: Positions) -> list[Any]:
+        """Return the arguments of heads_of after its input."""
         return [
-            (places.cos, places.sin) if self.rotary else None,
+            (positions.cos, positions.sin) if self.rotary else None,
             self.q_proj.weight,
             self.k_proj.weight,
             self.v_proj.weight,
@@ -64,15 +69,15 @@ class Attention(nn.Module):
             self.d,
         ]
 
-    def forward(self, x: Tensor, places: Places, fused: Fused, norm: Tensor) -> Tensor:
-        """x [N, hidden] -> x + attention of norm(x)."""
-        q, k, v = fused(heads_in, x, norm, *self.weights(places))
-        found: Tensor = fused(heads_out, attend(places, q, k, v), x, self.o_proj.weight)
-        return found
+    def forward(self, x: Tensor, positions: Positions, fused: Fused, norm: Tensor) -> Tensor:
+        """Return x + attention(norm(x)), x [N, hidden]."""
+        q, k, v = fused(heads_in, x, norm, *self.weights(positions))
+        output: Tensor = fused(heads_out, attend(positions, q, k, v), x, self.o_proj.weight)
+        return output
 
 
 class Block(nn.Module):
-    """A layer of a mixer and a feed-forward, under the names that most checkpoints have."""
+    """Layer of a mixer and a feed-forward, with the names of most checkpoints."""
 
     def __init__(self, c: dict[str, Any], mixer: nn.Module, feed: Any) -> None:
         super().__init__()
@@ -81,9 +86,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = Norm(c["hidden_size"], 1.0)
         self.mlp = feed
 
-    def forward(self, x: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
-        """x [N, hidden] -> the same, and how unevenly experts are used."""
-        x = self.self_attn(x, places, fused, self.input_layernorm.weight)
+    def forward(self, x: Tensor, positions: Positions, fused: Fused) -> tuple[Tensor, Tensor]:
+        """Return the layer's output [N, hidden] and its expert imbalance."""
+        x = self.self_attn(x, positions, fused, self.input_layernorm.weight)
         norm = self.post_attention_layernorm.weight
-        found: tuple[Tensor, Tensor] = fused(self.mlp.function, x, norm, *self.mlp.weights())
-        return found
+        output: tuple[Tensor, Tensor] = fused(self.mlp.function, x, norm, *self.mlp.weights())
+        return output

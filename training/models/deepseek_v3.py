@@ -1,6 +1,6 @@
 """DeepSeek-V3 in plain PyTorch: latent attention, a dense layer, mixtures, and its MTP module.
 
-Math: arXiv 2412.19437, section 2. The latents are expanded to keys and values of every head.
+The latents are expanded to keys and values of every head. Source: arXiv 2412.19437, section 2.
 """
 
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from training.models.attention import Block, heads_out
-from training.models.base import Language, NextToken, Trunk, draft_in
+from training.models.base import LanguageModel, MTPModule, Trunk, draft_in
 from training.models.feed_forward import MLP, SigmoidMixture
 from training.models.functional import (
     Fused,
     Norm,
-    Places,
+    Positions,
     attend,
     linear,
     matrix,
@@ -67,66 +67,66 @@ CONFIG: dict[str, Any] = {
 
 def latent_in(
     x: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, q_a: Tensor, q_norm: Tensor, q_b: Tensor,
-    kv_a: Tensor, kv_norm: Tensor, kv_b: Tensor, heads: int, turned: int,
+    kv_a: Tensor, kv_norm: Tensor, kv_b: Tensor, heads: int, rotary_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [N, hidden] -> q, k [N, H, plain + turned], v [N, H, V]."""
+    """Return q, k [N, H, plain + rotary_dim], v [N, H, V] of x [N, hidden]."""
     h = rms(x, norm)
     q = linear(rms(linear(h, q_a), q_norm), q_b).unflatten(-1, (heads, -1))
-    plain = q.shape[-1] - turned
+    plain = q.shape[-1] - rotary_dim
     kv = linear(h, kv_a)
-    key = rotate_pairs(kv[:, None, -turned:], cos, sin).expand(-1, heads, -1)
-    up = linear(rms(kv[:, :-turned], kv_norm), kv_b).unflatten(-1, (heads, -1))
+    key = rotate_pairs(kv[:, None, -rotary_dim:], cos, sin).expand(-1, heads, -1)
+    up = linear(rms(kv[:, :-rotary_dim], kv_norm), kv_b).unflatten(-1, (heads, -1))
     q = torch.cat([q[..., :plain], rotate_pairs(q[..., plain:], cos, sin)], -1)
     k = torch.cat([up[..., :plain], key], -1)
     return q, k, up[..., plain:].contiguous()
 
 
 class LatentAttention(nn.Module):
-    """Latent attention with latent queries."""
+    """Multi-head latent attention with latent queries."""
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
         h = c["hidden_size"]
         heads = c["num_attention_heads"]
         plain = c["qk_nope_head_dim"]
-        turned = c["qk_rope_head_dim"]
+        rotary_dim = c["qk_rope_head_dim"]
         latent = c["kv_lora_rank"]
         value = c["v_head_dim"]
-        self.sizes = [heads, turned]
+        self.sizes = [heads, rotary_dim]
         self.q_a_proj = matrix(h, c["q_lora_rank"])
         self.q_a_layernorm = Norm(c["q_lora_rank"], 1.0)
-        self.q_b_proj = matrix(c["q_lora_rank"], heads * (plain + turned))
-        self.kv_a_proj_with_mqa = matrix(h, latent + turned)
+        self.q_b_proj = matrix(c["q_lora_rank"], heads * (plain + rotary_dim))
+        self.kv_a_proj_with_mqa = matrix(h, latent + rotary_dim)
         self.kv_a_layernorm = Norm(latent, 1.0)
         self.kv_b_proj = matrix(latent, heads * (plain + value))
         self.o_proj = matrix(heads * value, h)
 
-    def forward(self, x: Tensor, places: Places, fused: Fused, norm: Tensor) -> Tensor:
-        """x [N, hidden] -> x + attention of norm(x)."""
+    def forward(self, x: Tensor, positions: Positions, fused: Fused, norm: Tensor) -> Tensor:
+        """Return x + attention(norm(x)), x [N, hidden]."""
         q, k, v = fused(
-            latent_in, x, norm, places.cos, places.sin, self.q_a_proj.weight,
+            latent_in, x, norm, positions.cos, positions.sin, self.q_a_proj.weight,
             self.q_a_layernorm.weight, self.q_b_proj.weight, self.kv_a_proj_with_mqa.weight,
             self.kv_a_layernorm.weight, self.kv_b_proj.weight, *self.sizes,
         )  # fmt: skip
-        found: Tensor = fused(heads_out, attend(places, q, k, v), x, self.o_proj.weight)
-        return found
+        output: Tensor = fused(heads_out, attend(positions, q, k, v), x, self.o_proj.weight)
+        return output
 
 
 def mixture(c: dict[str, Any]) -> SigmoidMixture:
-    """Experts, and the shared ones as one."""
+    """Return a layer's mixture; its shared experts are one wider expert."""
     return SigmoidMixture(c, c["n_shared_experts"] * c["moe_intermediate_size"], gated=True)
 
 
 class SharedHead(nn.Module):
-    """The MTP module's final norm; the head itself is the model's."""
+    """Final norm of the MTP module. Its head is the model's."""
 
     def __init__(self, h: int) -> None:
         super().__init__()
         self.norm = Norm(h, 1.0)
 
 
-class Draft(NextToken, Block):
-    """The MTP module: one more layer, with what stands before and behind it."""
+class Draft(MTPModule, Block):
+    """MTP module: one more layer with an input projection and a final norm."""
 
     def __init__(self, c: dict[str, Any]) -> None:
         Block.__init__(self, c, LatentAttention(c), mixture(c))
@@ -136,14 +136,16 @@ class Draft(NextToken, Block):
         self.eh_proj = matrix(2 * h, h)
         self.shared_head = SharedHead(h)
 
-    def forward(self, e: Tensor, h: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, e: Tensor, h: Tensor, positions: Positions, fused: Fused
+    ) -> tuple[Tensor, Tensor]:
         x = fused(draft_in, e, h, self.enorm.weight, self.hnorm.weight, self.eh_proj.weight)
-        x, uneven = Block.forward(self, x, places, fused)
-        return fused(rms, x, self.shared_head.norm.weight), uneven
+        x, imbalance = Block.forward(self, x, positions, fused)
+        return fused(rms, x, self.shared_head.norm.weight), imbalance
 
 
-class DeepseekV3(Language):
-    """`model.*`; the MTP module is the layer behind the last one."""
+class DeepseekV3(LanguageModel):
+    """DeepSeek-V3 with parameters `model.*`; the MTP module is the layer after the last one."""
 
     def __init__(self, c: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(c, dtype, c["qk_rope_head_dim"], c["rope_theta"])
@@ -161,5 +163,5 @@ class DeepseekV3(Language):
 
     @property
     def drafter(self) -> Draft:
-        found: Draft = self.model.layers[-1]
-        return found
+        draft: Draft = self.model.layers[-1]
+        return draft

@@ -1,4 +1,4 @@
-"""Two Triton kernels of the trainer: triangular inverses, and the walk over chunk states."""
+"""Triton kernels for training the delta rule: triangular inverse, and scan over chunk states."""
 
 import torch
 import triton
@@ -8,20 +8,25 @@ from torch import Tensor
 
 @triton.jit
 def _invert(a, x, C: tl.constexpr):
+    """Write the inverse of I + a. Each CTA inverts one [C, C] matrix by forward substitution."""
     base = tl.program_id(0).to(tl.int64) * C * C
     r = tl.arange(0, C)
-    found = tl.where(r[:, None] == r[None, :], 1.0, 0.0)
+    inverse = tl.where(r[:, None] == r[None, :], 1.0, 0.0)
     for i in range(1, C):
         row = tl.load(a + base + i * C + r)
-        new = tl.sum(row[:, None] * found, 0)
-        found = tl.where(r[:, None] == i, found - new[None, :], found)
-    tl.store(x + base + r[:, None] * C + r[None, :], found)
+        new = tl.sum(row[:, None] * inverse, 0)
+        inverse = tl.where(r[:, None] == i, inverse - new[None, :], inverse)
+    tl.store(x + base + r[:, None] * C + r[None, :], inverse)
 
 
 @triton.jit
 def _walk(
     a, b, out, heads, count: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr
 ):
+    """Write the state before each chunk; BACK runs from the last chunk with transposed matrices.
+
+    Each CTA computes BV columns of one head's state.
+    """
     row = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     r = tl.arange(0, D)
@@ -40,7 +45,7 @@ def _walk(
 
 
 class Invert(torch.autograd.Function):
-    """(I + a)^-1 for a [..., C, C], strictly lower triangular, fp32."""
+    """Inverse of I + a for a [..., C, C], strictly lower triangular, fp32."""
 
     @staticmethod
     def forward(ctx, a: Tensor) -> Tensor:
@@ -57,7 +62,7 @@ class Invert(torch.autograd.Function):
 
 
 class Walk(torch.autograd.Function):
-    """s[c] before each chunk, where s[c + 1] = a[c] s[c] + b[c], s[0] = 0; [B, N, H, D, D] fp32."""
+    """States before each chunk: s[c + 1] = a[c] s[c] + b[c], s[0] = 0; [B, N, H, D, D] fp32."""
 
     @staticmethod
     def _run(a: Tensor, b: Tensor, back: bool) -> Tensor:

@@ -1,8 +1,8 @@
-"""The feed-forwards that a layer may have: a dense one, and mixtures of experts.
+"""Feed-forwards of a layer: dense, and mixtures of experts.
 
-All have `weights()`, the tensors and sizes for their function, and `function`, which takes x, the
-norm before it and these, and gives x + delta and how unevenly experts are used (0 where there are
-none).
+Each class has `weights()`, the tensors and sizes for its function, and `function`, which takes x,
+the weight of the preceding norm and these, and returns x + delta and the expert imbalance (0
+without experts).
 """
 
 from typing import Any
@@ -11,25 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.models.functional import centred, linear, matrix, rms
+from training.models.functional import centered_rms, linear, matrix, rms
 
 ALIGNED = 16
-"""Columns of a bf16 product in multiples of this many: the fast kernels want them."""
+"""Alignment of columns of a bf16 product, which its fast kernels need."""
 
 
 def swiglu(
     x: Tensor, norm: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """x [N, hidden] -> x + SwiGLU(norm(x)), and 0. offset: 1 where the norm is stored around 0."""
+    """Return x + SwiGLU(norm(x)), and 0. offset: 1 if the norm's weight is stored as weight - 1."""
     h = rms(x, offset + norm)
     out = x + linear(F.silu(linear(h, w_gate)) * linear(h, w_up), w_down)
     return out, x.new_zeros((), dtype=torch.float32)
 
 
-def chosen(p: Tensor, top_k: int) -> Tensor:
-    """p [N, E] -> bool [N, E]: the top_k largest of a row, of equal ones those of lower index.
+def top_k_mask(p: Tensor, top_k: int) -> Tensor:
+    """Return the mask of the top_k largest values of each row of p [N, E]; ties go to lower
+    indices.
 
-    By counting who stands before each: elementwise, where a sort would be a kernel of its own.
+    It counts the larger values of each, which is elementwise; a sort would be a separate kernel.
     """
     index = torch.arange(p.shape[1], device=p.device)
     mine = p[:, :, None]
@@ -42,12 +43,13 @@ def mixture(
     x: Tensor, norm: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, shared_router: Tensor,
     shared_gate: Tensor, shared_up: Tensor, shared_down: Tensor, top_k: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [N, hidden] -> x + the mixture of norm(x), and the load-balancing loss.
+    """Return x + mixture(norm(x)), and the load-balancing loss.
 
-    gate_up [E, 2 I, hidden], down [E, hidden, I]. All experts are computed, the shared one too, as
-    one wide SwiGLU whose columns are scaled by what their expert counts: 0 if it is not chosen. The
-    loss is E / top_k * sum_e f_e P_e: f_e the share of tokens that chose e, P_e its mean
-    probability; 1 where all are used alike (Switch Transformer, arXiv 2101.03961, (4) to (6)).
+    x [N, hidden], gate_up [E, 2 I, hidden], down [E, hidden, I]. All experts are computed, the
+    shared one too, as one wide SwiGLU whose columns are scaled by the weight of their expert, 0 if
+    it is not chosen. The loss is E / top_k * sum_e f_e P_e, with f_e the share of tokens that chose
+    e and P_e its mean probability; 1 for even use.
+    Source: Switch Transformer, arXiv 2101.03961, (4) to (6).
     """
     experts = gate_up.shape[0]
     inner = down.shape[2]
@@ -56,31 +58,33 @@ def mixture(
     gates, ups = gate_up.split(inner, 1)
     parts = [gates.flatten(0, 1), shared_gate, ups.flatten(0, 1), shared_up, router, shared_router]
     rest = -(experts + 1) % ALIGNED
-    h = centred(x, norm)
+    h = centered_rms(x, norm)
     product = linear(h, F.pad(torch.cat(parts), (0, 0, 0, rest)))
-    gate, up, logits, own, _ = product.split([wide, wide, experts, 1, rest], 1)
+    gate, up, logits, shared_weight, _ = product.split([wide, wide, experts, 1, rest], 1)
     p = torch.softmax(logits.float(), -1)
-    picked = chosen(p.detach(), top_k)
+    picked = top_k_mask(p.detach(), top_k)
     weights = torch.where(picked, p, 0.0)
     weights = weights / weights.sum(-1, keepdim=True)
-    own = torch.sigmoid(own.float()).expand(-1, shared)
-    each = weights[:, :, None].expand(-1, -1, inner).flatten(1)
-    scale = torch.cat([each, own], 1)
+    shared_weight = torch.sigmoid(shared_weight.float()).expand(-1, shared)
+    expert_weights = weights[:, :, None].expand(-1, -1, inner).flatten(1)
+    scale = torch.cat([expert_weights, shared_weight], 1)
     act = (F.silu(gate.float()) * up.float() * scale).to(x.dtype)
     out = x + linear(act, torch.cat([down.transpose(0, 1).flatten(1), shared_down], 1))
-    uneven = (picked.float().mean(0) * p.mean(0)).sum() * (experts / top_k)
-    return out, uneven
+    imbalance = (picked.float().mean(0) * p.mean(0)).sum() * (experts / top_k)
+    return out, imbalance
 
 
-def barred(worth: Tensor, groups: int, top_groups: int) -> Tensor:
-    """worth [N, E] -> the same with -inf but for the top_groups of `groups` neighbourhoods whose
-    two best experts are worth most together."""
+def mask_groups(scores: Tensor, groups: int, top_groups: int) -> Tensor:
+    """Return scores [N, E] with -inf outside of the top_groups best of `groups` groups.
+
+    The score of a group is the sum of its two best experts.
+    """
     if groups == 1:
-        return worth
-    grouped = worth.unflatten(1, (groups, -1))
-    best = torch.where(chosen(grouped.flatten(0, 1), 2).view_as(grouped), grouped, 0.0).sum(-1)
-    kept = chosen(best, top_groups)
-    return grouped.masked_fill(~kept[:, :, None], -torch.inf).flatten(1)
+        return scores
+    grouped = scores.unflatten(1, (groups, -1))
+    best = torch.where(top_k_mask(grouped.flatten(0, 1), 2).view_as(grouped), grouped, 0.0).sum(-1)
+    in_top_groups = top_k_mask(best, top_groups)
+    return grouped.masked_fill(~in_top_groups[:, :, None], -torch.inf).flatten(1)
 
 
 def sigmoid_mixture(
@@ -88,28 +92,30 @@ def sigmoid_mixture(
     down: Tensor, shared_gate: Tensor | None, shared_up: Tensor, shared_down: Tensor,
     choice: tuple[int, int, int, float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [N, hidden] -> x + the mixture of norm(x), and how unevenly experts are used.
+    """Return x + mixture(norm(x)), and the expert imbalance.
 
-    gate, up [E, I, hidden], down [E, hidden, I]; SwiGLU, or squared ReLU without gates. choice:
-    top_k, groups, top_groups, scale, as config.json has them. Scores are
-    sigmoids in fp32; scores + bias choose, the chosen scores / their sum * scale count, and the
-    shared expert counts 1 (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+    x [N, hidden], gate, up [E, I, hidden], down [E, hidden, I]; SwiGLU, or squared ReLU without
+    gates. choice: (top_k, groups, top_groups, scale) of config.json. Scores are sigmoids in fp32.
+    Experts are chosen by scores + bias, and weighted by scores / their sum * scale; the shared
+    expert has weight 1.
 
-    Unevenness is the mean of (E / top_k * f_e)^2, f_e the share of tokens that chose e: 1 where all
-    are used alike. Its gradient is another one: that of E / top_k * sum_e f_e P_e, P_e the mean of
-    scores / their sum, and on the bias how much more than its share e is used. So the router learns
-    as with the Switch Transformer's loss, and the optimizer's steps move the bias, which no loss
-    reaches.
+    The value of the imbalance is the mean of (E / top_k * f_e)^2, f_e the share of tokens that
+    chose e: 1 for even use. Its gradient differs: on the router it is that of E / top_k * sum_e f_e
+    P_e, P_e the mean of normalized scores, as in the Switch Transformer; on the bias it is the
+    excess use of e, so that the optimizer moves the bias, which no loss reaches.
+    Source: DeepSeek-V3, arXiv 2412.19437, 2.1.2.
     """
     (experts, inner) = up.shape[:2]
     (top_k, groups, top_groups, scale) = choice
     h = rms(x, norm)
     scores = torch.sigmoid(F.linear(h.float(), router))
-    picked = chosen(barred((scores + bias).detach(), groups, top_groups), top_k)
+    picked = top_k_mask(mask_groups((scores + bias).detach(), groups, top_groups), top_k)
     weights = torch.where(picked, scores, 0.0)
     weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale
-    each = weights[:, :, None].expand(-1, -1, inner).flatten(1)
-    counts = torch.cat([each, torch.ones_like(each[:, :1]).expand(-1, len(shared_up))], 1)
+    expert_weights = weights[:, :, None].expand(-1, -1, inner).flatten(1)
+    counts = torch.cat(
+        [expert_weights, torch.ones_like(expert_weights[:, :1]).expand(-1, len(shared_up))], 1
+    )
     wide = linear(h, torch.cat([up.flatten(0, 1), shared_up])).float()
     if gate is None or shared_gate is None:
         act = F.relu(wide).square()
@@ -124,7 +130,7 @@ def sigmoid_mixture(
 
 
 class MLP(nn.Module):
-    """SwiGLU's weights."""
+    """Weights of a SwiGLU."""
 
     function = staticmethod(swiglu)
 
@@ -136,16 +142,16 @@ class MLP(nn.Module):
         self.down_proj = matrix(inner, h)
 
     def weights(self) -> list[Any]:
-        """What its function takes behind the norm."""
+        """Return the arguments of its function after the norm."""
         return [*self.tensors(), self.offset]
 
     def tensors(self) -> list[Tensor]:
-        """Gate, up, down."""
+        """Return the weights of gate, up and down."""
         return [self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight]
 
 
 class Experts(nn.Module):
-    """All experts' weights, gate above up."""
+    """Weights of all experts; gate and up are one tensor."""
 
     def __init__(self, h: int, inner: int, count: int) -> None:
         super().__init__()
@@ -154,7 +160,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router, its experts, and one that every token goes to, as far as its own gate lets it."""
+    """Router, experts, and a gated shared expert."""
 
     function = staticmethod(mixture)
 
@@ -169,7 +175,7 @@ class Mixture(nn.Module):
         self.shared_expert_gate = matrix(h, 1)
 
     def weights(self) -> list[Any]:
-        """What its function takes behind the norm."""
+        """Return the arguments of its function after the norm."""
         return [
             self.gate.weight,
             self.experts.gate_up_proj,
@@ -181,7 +187,7 @@ class Mixture(nn.Module):
 
 
 class Router(nn.Module):
-    """Its matrix, and the bias that is for the choice alone."""
+    """Router weight, and the bias that only influences the choice of experts."""
 
     def __init__(self, h: int, count: int) -> None:
         super().__init__()
@@ -189,10 +195,10 @@ class Router(nn.Module):
         self.e_score_correction_bias = nn.Parameter(torch.zeros(count))
 
 
-class ExpertsApart(nn.Module):
-    """All experts' weights, [E, ...] each; in checkpoints every expert's are tensors of their own.
+class SeparateExperts(nn.Module):
+    """Weights of all experts [E, ...], which checkpoints store as one tensor per expert.
 
-    gate_proj is None where `gated` is off.
+    gate_proj is None without `gated`.
     """
 
     def __init__(self, h: int, inner: int, count: int, gated: bool) -> None:
@@ -211,13 +217,13 @@ class ExpertsApart(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         for name, stack in self.named_parameters():
             names = [f"{prefix}{e}.{name}.weight" for e in range(len(stack))]
-            whole = torch.stack([state_dict.pop(one) for one in names])
-            state_dict[prefix + name] = whole
+            stacked = torch.stack([state_dict.pop(one) for one in names])
+            state_dict[prefix + name] = stacked
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class ReluMLP(nn.Module):
-    """The weights of an MLP without a gate."""
+    """Weights of an MLP without a gate."""
 
     def __init__(self, h: int, inner: int) -> None:
         super().__init__()
@@ -225,12 +231,12 @@ class ReluMLP(nn.Module):
         self.down_proj = matrix(inner, h)
 
     def tensors(self) -> list[Tensor | None]:
-        """None for a gate, up, down."""
+        """Return None for the gate, and the weights of up and down."""
         return [None, self.up_proj.weight, self.down_proj.weight]
 
 
 class SigmoidMixture(nn.Module):
-    """A mixture as DeepSeek-V3 and Nemotron-H have it: gated with SwiGLU, or squared ReLU."""
+    """Mixture of DeepSeek-V3 and Nemotron-H: gated with SwiGLU, or with squared ReLU."""
 
     function = staticmethod(sigmoid_mixture)
 
@@ -241,11 +247,11 @@ class SigmoidMixture(nn.Module):
         names = ("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor")
         self.choice = tuple(c[name] for name in names)
         self.gate = Router(h, count)
-        self.experts = ExpertsApart(h, c["moe_intermediate_size"], count, gated)
+        self.experts = SeparateExperts(h, c["moe_intermediate_size"], count, gated)
         self.shared_experts = MLP(h, shared_inner) if gated else ReluMLP(h, shared_inner)
 
     def weights(self) -> list[Any]:
-        """What its function takes behind the norm."""
+        """Return the arguments of its function after the norm."""
         experts = self.experts
         return [
             self.gate.weight,
@@ -259,5 +265,5 @@ class SigmoidMixture(nn.Module):
 
 
 def feed_forward(c: dict[str, Any]) -> MLP | Mixture:
-    """The one that config.json describes."""
+    """Return the feed-forward that config.json describes."""
     return Mixture(c) if "num_experts" in c else MLP(c["hidden_size"], c["intermediate_size"], 1.0)

@@ -1,5 +1,5 @@
-"""What the trained models are made of, whatever their family: norms, linear maps, rotary positions,
-a short convolution, losses.
+"""Functions and small modules that all families share: norms, linear maps, rotary positions,
+losses.
 
 Everything per token runs on [N, ...] tensors, N = B * T, so that each compiled function sees one
 shape whatever the length of the rows.
@@ -13,44 +13,50 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 CHUNK = 64
-"""Tokens of a chunk of a recurrent mixer; rows are whole chunks."""
+"""Tokens in a chunk of a recurrent mixer. Rows consist of whole chunks."""
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
-    """RMS norm over the last dim; `weight` is the full factor."""
+    """Return the RMS norm over the last dim. weight: the full factor."""
     y = x.float()
     y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-6)
     return (y * weight.float()).to(x.dtype)
 
 
-def centred(x: Tensor, weight: Tensor) -> Tensor:
-    """RMS norm whose weight is stored around 0."""
+def centered_rms(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the RMS norm with a weight that is stored as its difference from 1."""
     return rms(x, 1 + weight)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in x's dtype."""
+    """Return x W^T in x's dtype."""
     return F.linear(x, weight.to(x.dtype))
 
 
 def matrix(k: int, n: int) -> nn.Linear:
-    """A bias-free linear layer."""
+    """Return a linear layer without bias."""
     return nn.Linear(k, n, bias=False)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, H, D], cos and sin [N, R / 2]: NeoX rotary on the first R dims."""
+    """Apply NeoX rotary positions to the first R dims.
+
+    x [N, H, D], cos and sin [N, R / 2].
+    """
     half = cos.shape[-1]
     cos = cos[:, None]
     sin = sin[:, None]
     a = x[..., :half].float()
     b = x[..., half : 2 * half].float()
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-    return torch.cat([turned, x[..., 2 * half :]], -1)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    return torch.cat([rotated, x[..., 2 * half :]], -1)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, H, R], cos and sin [N, R / 2]: rotary over pairs of neighbours."""
+    """Apply interleaved rotary positions: each pair of adjacent dims is rotated.
+
+    x [N, H, R], cos and sin [N, R / 2].
+    """
     pairs = x.float().unflatten(-1, (-1, 2))
     cos = cos[:, None]
     sin = sin[:, None]
@@ -60,7 +66,10 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def convolve(raw: Tensor, taps: Tensor, positions: Tensor) -> Tensor:
-    """raw [N, C], taps [C, 1, 4], positions [N] -> the causal convolution within rows [N, C]."""
+    """Return the causal convolution [N, C] within rows.
+
+    raw [N, C], taps [C, 1, 4], positions [N].
+    """
     count = raw.shape[0]
     factors = taps[:, 0].to(raw.dtype)
     mixed = raw * factors[:, 3]
@@ -70,25 +79,28 @@ def convolve(raw: Tensor, taps: Tensor, positions: Tensor) -> Tensor:
     return mixed
 
 
-def cut(x: Tensor, width: int) -> Tensor:
-    """x [N, H * width] -> by chunks [N / 64, H, 64, width]."""
+def to_chunks(x: Tensor, width: int) -> Tensor:
+    """Return x [N, H * width] by chunks [N / 64, H, 64, width]."""
     return x.view(x.shape[0] // CHUNK, CHUNK, -1, width).transpose(1, 2)
 
 
-def fading(g: Tensor) -> Tensor:
-    """g [..., 64], log decays summed up within a chunk -> what is left at i of what came at j."""
+def decay_matrix(g: Tensor) -> Tensor:
+    """Return the decay from position j to position i of a chunk, 0 for j > i.
+
+    g [..., 64]: cumulative log decays within the chunk -> [..., 64, 64].
+    """
     causal = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
     return torch.exp((g[..., :, None] - g[..., None, :]).masked_fill(~causal, -torch.inf))
 
 
 def cross_entropy(hidden: Tensor, head: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """hidden [N, hidden], ids [N], weights [N] -> the weighted mean."""
+    """Return the weighted mean loss. hidden [N, hidden], ids [N], weights [N]."""
     losses = F.cross_entropy(linear(hidden, head).float(), ids, reduction="none")
     return (losses * weights).sum() / weights.sum()
 
 
 class Fused:
-    """Functions, compiled while `on`."""
+    """Caller of functions that compiles them while `on`."""
 
     def __init__(self) -> None:
         self.on = False
@@ -103,8 +115,8 @@ class Fused:
         return self._compiled[name](*arguments)
 
 
-class Places:
-    """Positions of rows [B, T]: flat, with rotary tables for `width` dims."""
+class Positions:
+    """Positions of rows [B, T], flattened, with rotary tables for `width` dims."""
 
     def __init__(
         self, rows: int, length: int, width: int, theta: float, device: torch.device
@@ -118,19 +130,19 @@ class Places:
         self.sin = angle.sin()
 
     def by_rows(self, *heads: Tensor) -> list[Tensor]:
-        """Each [N, H, D] -> [B, H, T, D]."""
+        """Return each [N, H, D] as [B, H, T, D]."""
         return [x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in heads]
 
 
 class Norm(nn.Module):
-    """A norm's weight."""
+    """Weight of a norm."""
 
     def __init__(self, width: int, start: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((width,), start))
 
 
-def attend(places: Places, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [N, H, D], k, v [N, KV, D] -> [N, H, D]: each token sees its row up to itself."""
-    o = F.scaled_dot_product_attention(*places.by_rows(q, k, v), is_causal=True, enable_gqa=True)
+def attend(positions: Positions, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention within rows. q [N, H, D], k, v [N, KV, D] -> [N, H, D]."""
+    o = F.scaled_dot_product_attention(*positions.by_rows(q, k, v), is_causal=True, enable_gqa=True)
     return o.transpose(1, 2).flatten(0, 1)

@@ -1,7 +1,7 @@
-"""Nemotron-H in plain PyTorch: blocks of Mamba-2, attention without positions, or a mixture; and an
-MTP module as Nemotron 3 Super has it.
+"""Nemotron-H in plain PyTorch: Mamba-2, attention without positions, mixtures, and an MTP module.
 
-Mamba-2 is the chunked (SSD) form in fp32: Dao and Gu, arXiv 2405.21060, section 6.
+The MTP module is that of Nemotron 3 Super. Mamba-2 is the chunked (SSD) form in fp32: Dao and Gu,
+arXiv 2405.21060, section 6.
 """
 
 from collections.abc import Iterable
@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.models.attention import Attention
-from training.models.base import Language, NextToken, draft_in
+from training.models.base import LanguageModel, MTPModule, draft_in
 from training.models.feed_forward import SigmoidMixture
 from training.models.functional import (
     Fused,
     Norm,
-    Places,
+    Positions,
     convolve,
-    cut,
-    fading,
+    decay_matrix,
     linear,
     matrix,
     rms,
+    to_chunks,
 )
 
 CONFIG: dict[str, Any] = {
@@ -76,9 +76,12 @@ def mamba_in(
     x: Tensor, positions: Tensor, norm: Tensor, w_in: Tensor, conv: Tensor, conv_bias: Tensor,
     a_log: Tensor, dt_bias: Tensor, skip: Tensor, groups: int, n: int, p: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """x [N, hidden] -> by chunks [N / 64, H, ...] fp32: the outputs without what came before the
-    chunk [64, P], what the chunk adds to the state [S, P], what reads the state before [64, S], and
-    the log of how much of that state is left behind the chunk; and z [N, H P]."""
+    """Return the tensors of the chunked form, [N / 64, H, ...] fp32, and z [N, H P].
+
+    They are: outputs without the state before the chunk [64, P], the chunk's contribution to the
+    state [S, P], readers of the state before the chunk [64, S], and the log decay of that state
+    over the chunk.
+    """
     heads = a_log.shape[0]
     inner = heads * p
     h = rms(x, norm)
@@ -86,21 +89,24 @@ def mamba_in(
     mixed = F.silu(convolve(raw, conv, positions).float() + conv_bias)
     u, b, c = mixed.split([inner, groups * n, groups * n], -1)
     step = F.softplus(dt.float() + dt_bias)
-    g = cut(-torch.exp(a_log) * step, 1)[..., 0].cumsum(-1)
-    u = cut(u, p)
-    b = cut(b, n)
-    c = cut(c, n)
-    written = u * cut(step, 1)
-    inside = (c @ b.mT).repeat_interleave(heads // groups, 1) * fading(g)
+    g = to_chunks(-torch.exp(a_log) * step, 1)[..., 0].cumsum(-1)
+    u = to_chunks(u, p)
+    b = to_chunks(b, n)
+    c = to_chunks(c, n)
+    written = u * to_chunks(step, 1)
+    inside = (c @ b.mT).repeat_interleave(heads // groups, 1) * decay_matrix(g)
     y = inside @ written + skip[:, None, None] * u
-    left = b.repeat_interleave(heads // groups, 1) * torch.exp(g[..., -1:] - g)[..., None]
+    decayed_b = b.repeat_interleave(heads // groups, 1) * torch.exp(g[..., -1:] - g)[..., None]
     reads = c.repeat_interleave(heads // groups, 1) * torch.exp(g)[..., None]
-    return y, left.mT @ written, reads, g[..., -1], z
+    return y, decayed_b.mT @ written, reads, g[..., -1], z
 
 
 def states_before(added: Tensor, fade: Tensor, rows: int) -> Tensor:
-    """added [M, H, S, P], fade [M, H], log, of the chunks of `rows` rows -> the state before each
-    [M, H, S, P]: a sum over the earlier ones of its row."""
+    """Return the state before each chunk [M, H, S, P], a weighted sum over earlier chunks of its
+    row.
+
+    added [M, H, S, P], fade [M, H]: contributions and log decays of the chunks of `rows` rows.
+    """
     total = fade.unflatten(0, (rows, -1)).mT.cumsum(-1)
     before = F.pad(total, (1, 0))[..., :-1]
     count = total.shape[-1]
@@ -109,22 +115,25 @@ def states_before(added: Tensor, fade: Tensor, rows: int) -> Tensor:
         (before[..., :, None] - total[..., None, :]).masked_fill(~earlier, -torch.inf)
     )
     by_head = added.unflatten(0, (rows, -1)).transpose(1, 2)
-    found = (reach @ by_head.flatten(3)).view(by_head.shape)
-    return found.transpose(1, 2).flatten(0, 1)
+    states = (reach @ by_head.flatten(3)).view(by_head.shape)
+    return states.transpose(1, 2).flatten(0, 1)
 
 
 def mamba_out(
     before: Tensor, y: Tensor, reads: Tensor, z: Tensor, x: Tensor, norm: Tensor, wo: Tensor,
     groups: int,
 ) -> Tensor:  # fmt: skip
-    """States before the chunks -> x + the mixer's output: gate, then a norm by groups."""
+    """Return x plus the mixer's output, which is gated and normed by groups.
+
+    before: states before the chunks.
+    """
     y = (y + reads @ before).transpose(1, 2).reshape(z.shape)
     gated = (y * F.silu(z.float())).unflatten(1, (groups, -1))
     return x + linear(rms(gated, norm.view(groups, -1)).flatten(1).to(x.dtype), wo)
 
 
 class Mamba2(nn.Module):
-    """The mixer of Mamba-2."""
+    """Mixer of Mamba-2."""
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
@@ -146,45 +155,45 @@ class Mamba2(nn.Module):
         self.norm = Norm(inner, 1.0)
         self.out_proj = matrix(inner, h)
 
-    def forward(self, x: Tensor, places: Places, fused: Fused, norm: Tensor) -> Tensor:
-        """x [N, hidden] -> x + Mamba-2 of norm(x)."""
+    def forward(self, x: Tensor, positions: Positions, fused: Fused, norm: Tensor) -> Tensor:
+        """Return x + Mamba-2(norm(x)), x [N, hidden]."""
         y, added, reads, fade, z = fused(
-            mamba_in, x, places.flat, norm, self.in_proj.weight, self.conv1d.weight,
+            mamba_in, x, positions.flat, norm, self.in_proj.weight, self.conv1d.weight,
             self.conv1d.bias, self.A_log, self.dt_bias, self.D, *self.sizes,
         )  # fmt: skip
-        before = states_before(added, fade, places.rows)
-        found: Tensor = fused(
+        before = states_before(added, fade, positions.rows)
+        output: Tensor = fused(
             mamba_out, before, y, reads, z, x, self.norm.weight, self.out_proj.weight, self.groups
         )
-        return found
+        return output
 
 
 class HalfBlock(nn.Module):
-    """A norm and a mixer."""
+    """Norm and mixer."""
 
     def __init__(self, c: dict[str, Any], mixer: nn.Module) -> None:
         super().__init__()
         self.norm = Norm(c["hidden_size"], 1.0)
         self.mixer = mixer
 
-    def forward(self, x: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
-        """x [N, hidden] -> the same, and 0."""
-        x = self.mixer(x, places, fused, self.norm.weight)
+    def forward(self, x: Tensor, positions: Positions, fused: Fused) -> tuple[Tensor, Tensor]:
+        """Return the output [N, hidden], and 0."""
+        x = self.mixer(x, positions, fused, self.norm.weight)
         return x, x.new_zeros((), dtype=torch.float32)
 
 
 class MixtureBlock(HalfBlock):
-    """A norm and a mixture, which checkpoints call a mixer as well."""
+    """Norm and mixture of experts, which checkpoints also call mixer."""
 
-    def forward(self, x: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
-        """x [N, hidden] -> the same, and how unevenly experts are used."""
+    def forward(self, x: Tensor, positions: Positions, fused: Fused) -> tuple[Tensor, Tensor]:
+        """Return the output [N, hidden] and the expert imbalance."""
         feed = self.mixer
-        found: tuple[Tensor, Tensor] = fused(feed.function, x, self.norm.weight, *feed.weights())
-        return found
+        output: tuple[Tensor, Tensor] = fused(feed.function, x, self.norm.weight, *feed.weights())
+        return output
 
 
 def block(c: dict[str, Any], letter: str) -> HalfBlock:
-    """The block that a letter of hybrid_override_pattern stands for."""
+    """Return the block of a letter of hybrid_override_pattern."""
     if letter == "M":
         return HalfBlock(c, Mamba2(c))
     if letter == "*":
@@ -194,7 +203,7 @@ def block(c: dict[str, Any], letter: str) -> HalfBlock:
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks, norm."""
+    """Embedding, blocks, and final norm."""
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
@@ -203,8 +212,8 @@ class Backbone(nn.Module):
         self.norm_f = Norm(c["hidden_size"], 1.0)
 
 
-class Draft(NextToken):
-    """The MTP module: blocks, the first with what stands before them, the last with the norm."""
+class Draft(MTPModule):
+    """MTP module. The first block has the input projection, the last one the final norm."""
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
@@ -216,18 +225,20 @@ class Draft(NextToken):
         first.eh_proj = matrix(2 * h, h)
         self.layers[-1].final_layernorm = Norm(h, 1.0)
 
-    def forward(self, e: Tensor, h: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, e: Tensor, h: Tensor, positions: Positions, fused: Fused
+    ) -> tuple[Tensor, Tensor]:
         first = self.layers[0]
         x = fused(draft_in, e, h, first.enorm.weight, first.hnorm.weight, first.eh_proj.weight)
-        uneven = []
-        for one in self.layers:
-            x, of_one = one(x, places, fused)
-            uneven.append(of_one)
-        return fused(rms, x, self.layers[-1].final_layernorm.weight), torch.stack(uneven).sum()
+        imbalance = []
+        for layer in self.layers:
+            x, layer_imbalance = layer(x, positions, fused)
+            imbalance.append(layer_imbalance)
+        return fused(rms, x, self.layers[-1].final_layernorm.weight), torch.stack(imbalance).sum()
 
 
-class NemotronH(Language):
-    """`backbone.*` and `mtp.*`."""
+class NemotronH(LanguageModel):
+    """Nemotron-H with parameters `backbone.*` and `mtp.*`."""
 
     def __init__(self, c: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(c, dtype, 0, 1.0)
@@ -248,6 +259,6 @@ class NemotronH(Language):
         return self.mtp
 
     def last(self, x: Tensor) -> Tensor:
-        """The final norm."""
-        found: Tensor = self.fused(rms, x, self.backbone.norm_f.weight)
-        return found
+        """Return x after the final norm."""
+        output: Tensor = self.fused(rms, x, self.backbone.norm_f.weight)
+        return output

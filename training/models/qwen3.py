@@ -1,6 +1,6 @@
-"""Qwen3 in plain PyTorch, with an EAGLE-3 head beside it or without; and a smaller one that drafts.
+"""Qwen3 in plain PyTorch, with an optional EAGLE-3 head, and a smaller draft model.
 
-The head is trained along on what the model has become so far, which hears nothing of it.
+The head is trained together with the model, on detached states: the model gets no gradient from it.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.models.attention import Attention, Block, heads_of, heads_out
-from training.models.base import Language, Trunk, one_behind
+from training.models.base import LanguageModel, Trunk, shift_by_one
 from training.models.feed_forward import MLP, swiglu
-from training.models.functional import Fused, Norm, Places, linear, matrix, rms
+from training.models.functional import Fused, Norm, Positions, linear, matrix, rms
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-"""The draft model."""
+"""Config of the draft model."""
 
 EAGLE3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -75,23 +75,24 @@ EAGLE3: dict[str, Any] = {
 }
 
 LAST = 16
-"""Tokens at the end of the vocabulary that a head always knows: the special ones are among them."""
+"""Tokens at the end of the vocabulary that every head has; the special tokens are among them."""
 
 
 def draft_tokens(vocab: int, count: int) -> Tensor:
-    """The tokens that a head knows [count]: BPE's first, which are the most frequent, and LAST."""
+    """Return the tokens of a draft vocabulary [count]: BPE's first, which are most frequent, and
+    LAST."""
     return torch.cat([torch.arange(count - LAST), torch.arange(vocab - LAST, vocab)])
 
 
 def head_in(
     e: Tensor, state: Tensor, e_norm: Tensor, state_norm: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Embeddings and states [N, hidden] -> heads_of both together, the embedding first."""
+    """Return heads_of the normed and concatenated embeddings and states [N, hidden]."""
     return heads_of(torch.cat([rms(e, e_norm), rms(state, state_norm)], -1), *rest)
 
 
 class HeadLayer(nn.Module):
-    """The layer of an EAGLE-3 head."""
+    """Layer of an EAGLE-3 head."""
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
@@ -104,9 +105,10 @@ class HeadLayer(nn.Module):
 
 
 def chain_mask(length: int, step: int, device: torch.device) -> Tensor:
-    """[T, (step + 1) T]: which keys the s-th step sees, those of steps 0 to s side by side.
+    """Return the mask [T, (step + 1) T] of the keys that step s sees, those of steps 0 to s
+    concatenated.
 
-    At t it has read true states up to t - s, and of each later step the one state of its own chain.
+    At t it sees true states up to t - s, and one state of its own chain for each later step.
     """
     at = torch.arange(length, device=device)
     gap = at[:, None] - at
@@ -114,36 +116,41 @@ def chain_mask(length: int, step: int, device: torch.device) -> Tensor:
 
 
 class Eagle3(nn.Module):
-    """An EAGLE-3 head (Li et al., arXiv 2503.01840), trained over the steps that it will draft."""
+    """EAGLE-3 head, trained over the steps that it drafts.
+    Source: Li et al., arXiv 2503.01840.
+    """
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
         h = c["hidden_size"]
-        taps = len(c["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+        num_aux = len(c["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
         self.groups = c["num_attention_heads"] // c["num_key_value_heads"]
-        self.fc = matrix(taps * c["target_hidden_size"], h)
+        self.fc = matrix(num_aux * c["target_hidden_size"], h)
         self.midlayer = HeadLayer(c)
         self.norm = Norm(h, 1.0)
         self.masks: dict[tuple[int, int], Tensor] = {}
 
     def unroll(
-        self, embedded: Tensor, read: Tensor, places: Places, fused: Fused, count: int
+        self, embedded: Tensor, read: Tensor, positions: Positions, fused: Fused, count: int
     ) -> tuple[list[Tensor], Tensor]:
-        """See training.language.Drafter. read: the taps side by side. A step attends to the true
-        states of the places before its chain, and to those that the chain itself has made."""
+        """Return drafts; see base.Drafter.
+
+        read: concatenated auxiliary hidden states. A step attends to the true states before its
+        chain, and to the chain's own states.
+        """
         layer = self.midlayer
         attention = layer.self_attn
         embedded = embedded.detach()
         state = linear(read, self.fc.weight)
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        found = []
+        states = []
         for step in range(count):
             heads = fused(
                 head_in, embedded, state, layer.input_layernorm.weight, layer.hidden_norm.weight,
-                *attention.weights(places),
+                *attention.weights(positions),
             )  # fmt: skip
-            q, k, v = places.by_rows(*heads)
+            q, k, v = positions.by_rows(*heads)
             keys.append(k.repeat_interleave(self.groups, 1))
             values.append(v.repeat_interleave(self.groups, 1))
             o = self._attend(q, torch.cat(keys, 2), torch.cat(values, 2), step)
@@ -151,11 +158,12 @@ class Eagle3(nn.Module):
             x = fused(heads_out, o, state, attention.o_proj.weight)
             norm = layer.post_attention_layernorm.weight
             x, _ = fused(swiglu, x, norm, *layer.mlp.weights())
-            found.append(fused(rms, x, self.norm.weight))
-            state = one_behind(x, places)
-        return found, state.new_zeros(count, dtype=torch.float32)
+            states.append(fused(rms, x, self.norm.weight))
+            state = shift_by_one(x, positions)
+        return states, state.new_zeros(count, dtype=torch.float32)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: int) -> Tensor:
+        """Return attention of the step's queries to the keys of all steps so far."""
         if step == 0:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         length = q.shape[2]
@@ -164,11 +172,13 @@ class Eagle3(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.masks[length, step])
 
 
-class Qwen3(Language):
-    """`model.*`; its head in a folder of its own, `eagle3`, with the rows of the target's embedding
-    for the tokens that it knows."""
+class Qwen3(LanguageModel):
+    """Qwen3 with parameters `model.*`, and its EAGLE-3 head in folder `eagle3`.
 
-    made = frozenset(("eagle3.lm_head.weight", "eagle3.d2t", "eagle3.t2d"))
+    The head's lm_head has the rows of the target's embedding for the draft vocabulary.
+    """
+
+    derived = frozenset(("eagle3.lm_head.weight", "eagle3.d2t", "eagle3.t2d"))
 
     def __init__(
         self,
@@ -189,7 +199,7 @@ class Qwen3(Language):
         self.head_config = head
         self.eagle3 = None if head is None else Eagle3(head)
         if head is not None:
-            self.taps = tuple(head["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+            self.aux_layers = tuple(head["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
         self.begin()
 
     @property
@@ -201,12 +211,12 @@ class Qwen3(Language):
         return self.embedding.detach()
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """The model's, and its head's."""
+        """Return the configs of the model and of its head."""
         return {"": self.c} | ({} if self.head_config is None else {"eagle3": self.head_config})
 
     def files(self) -> dict[str, dict[str, Tensor]]:
-        """See Language."""
-        found = super().files()
+        """Return the tensors of the model and of its head."""
+        tensors_by_folder = super().files()
         if self.head_config is not None:
             count = self.head_config["draft_vocab_size"]
             ids = draft_tokens(len(self.embedding), count)
@@ -214,5 +224,5 @@ class Qwen3(Language):
             known[ids] = True
             rows = self.embedding.detach()[ids.to(self.embedding.device)]
             head = {"lm_head.weight": rows, "d2t": ids - torch.arange(count), "t2d": known}
-            found["eagle3"] |= head
-        return found
+            tensors_by_folder["eagle3"] |= head
+        return tensors_by_folder

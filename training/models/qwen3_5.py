@@ -1,8 +1,8 @@
-"""Qwen3.5 text in plain PyTorch, dense or with experts, with its MTP module.
+"""Qwen3.5 text model in plain PyTorch, dense or with experts, with its MTP module.
 
-Parameter names are the checkpoint's. The gated delta rule is the chunked (WY) form in fp32.
-(flash-linear-attention refuses its backward pass on Hopper with Triton 3.4 to 3.7.0, where it is
-wrong: its issue 640.)
+Parameter names are those of the checkpoint. The gated delta rule is the chunked (WY) form in fp32.
+flash-linear-attention is not used: its backward pass refuses to run on Hopper with Triton 3.4 to
+3.7.0, where it is wrong (its issue 640).
 """
 
 from collections.abc import Callable
@@ -12,21 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.models.base import Language, NextToken, Trunk
+from training.models.base import LanguageModel, MTPModule, Trunk
 from training.models.feed_forward import feed_forward
 from training.models.functional import (
     Fused,
     Norm,
-    Places,
+    Positions,
     attend,
-    centred,
+    centered_rms,
     convolve,
-    cut,
-    fading,
+    decay_matrix,
     linear,
     matrix,
     rms,
     rotate,
+    to_chunks,
 )
 
 Feed = Callable[..., tuple[Tensor, Tensor]]
@@ -90,21 +90,24 @@ def attention_in(
     x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor,
     q_norm: Tensor, k_norm: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [N, hidden] -> q, gate [N, H, D], k, v [N, KV, D]."""
+    """Return q, gate [N, H, D], k, v [N, KV, D] of x [N, hidden]."""
     d = q_norm.shape[0]
-    h = centred(x, norm)
+    h = centered_rms(x, norm)
     q, gate = linear(h, wq).unflatten(-1, (-1, 2 * d)).chunk(2, -1)
     k = linear(h, wk).unflatten(-1, (-1, d))
     v = linear(h, wv).unflatten(-1, (-1, d))
-    q = rotate(centred(q, q_norm), cos, sin)
-    k = rotate(centred(k, k_norm), cos, sin)
+    q = rotate(centered_rms(q, q_norm), cos, sin)
+    k = rotate(centered_rms(k, k_norm), cos, sin)
     return q, gate, k, v
 
 
 def attention_out(
     o: Tensor, gate: Tensor, x: Tensor, wo: Tensor, feed: Feed, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    """o, gate [N, H, D] -> what feed(x, *rest) gives for the block: its output [N, hidden]."""
+    """Return feed(x + projected attention, *rest): the output of the block.
+
+    o, gate [N, H, D].
+    """
     return feed(x + linear((o * torch.sigmoid(gate)).flatten(1), wo), *rest)
 
 
@@ -112,24 +115,27 @@ def delta_in(
     x: Tensor, positions: Tensor, norm: Tensor, w_qkv: Tensor, w_z: Tensor, w_b: Tensor,
     w_a: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, heads: int, d: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """x [N, hidden] -> q, k, v, g, beta by chunks [N / 64, H, 64, ...] fp32, the matrix to invert,
-    the attention inside of chunks, and z [N, HV, V]."""
-    h = centred(x, norm)
+    """Return the tensors of the chunked delta rule.
+
+    x [N, hidden] -> q, k, v, g, beta by chunks [N / 64, H, 64, ...] fp32, the matrix to invert, the
+    attention within chunks, and z [N, HV, V].
+    """
+    h = centered_rms(x, norm)
     raw = linear(h, w_qkv)
     mixed = convolve(raw, conv, positions)
     q, k, v = F.silu(mixed).float().split([heads * d, heads * d, raw.shape[1] - 2 * heads * d], -1)
     g = -torch.exp(a_log) * F.softplus(linear(h, w_a).float() + dt_bias)
     beta = torch.sigmoid(linear(h, w_b).float())
 
-    q = cut(q, d)
-    k = cut(k, d)
-    v = cut(v, d)
+    q = to_chunks(q, d)
+    k = to_chunks(k, d)
+    v = to_chunks(v, d)
     q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-    g = cut(g, 1)[..., 0].cumsum(-1)
-    beta = cut(beta, 1)
+    g = to_chunks(g, 1)[..., 0].cumsum(-1)
+    beta = to_chunks(beta, 1)
     q = q * d**-0.5
     group = v.shape[1] // heads
-    decay = fading(g)
+    decay = decay_matrix(g)
     lower = ((k @ k.mT).repeat_interleave(group, 1) * beta * decay).tril(-1)
     inside = (q @ k.mT).repeat_interleave(group, 1) * decay
     z = linear(h, w_z).unflatten(-1, (-1, d))
@@ -139,20 +145,23 @@ def delta_in(
 def delta_states(
     inverse: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """u, w, and what a chunk does to the state: S -> a S + b."""
+    """Return u, w, and the map of each chunk on the state: S -> a S + b."""
     k = k.repeat_interleave(v.shape[1] // k.shape[1], 1)
     u = inverse @ (v * beta)
     w = inverse @ (k * beta * torch.exp(g)[..., None])
-    left = (k * torch.exp(g[..., -1:] - g)[..., None]).mT
+    decayed_k = (k * torch.exp(g[..., -1:] - g)[..., None]).mT
     fade = torch.exp(g[..., -1])[..., None, None] * torch.eye(k.shape[-1], device=k.device)
-    return u, w, fade - left @ w, left @ u
+    return u, w, fade - decayed_k @ w, decayed_k @ u
 
 
 def delta_out(
     before: Tensor, u: Tensor, w: Tensor, inside: Tensor, q: Tensor, g: Tensor, z: Tensor,
     x: Tensor, norm: Tensor, wo: Tensor, feed: Feed, *rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """States before the chunks -> what feed(x, *rest) gives for the block."""
+    """Return feed(x + projected mixer output, *rest): the output of the block.
+
+    before: states before the chunks.
+    """
     q = q.repeat_interleave(u.shape[1] // q.shape[1], 1) * torch.exp(g)[..., None]
     o = q @ before + inside @ (u - w @ before)
     o = rms(o.transpose(1, 2).reshape(z.shape), norm)
@@ -161,12 +170,12 @@ def delta_out(
 
 
 def draft_in(e: Tensor, h: Tensor, norm_e: Tensor, norm_h: Tensor, fc: Tensor) -> Tensor:
-    """The MTP layer's input: embedding first."""
-    return linear(torch.cat([centred(e, norm_e), centred(h, norm_h)], -1), fc)
+    """Return the input of the MTP layer: projected embedding and hidden state."""
+    return linear(torch.cat([centered_rms(e, norm_e), centered_rms(h, norm_h)], -1), fc)
 
 
 def invert(lower: Tensor) -> Tensor:
-    """(I + lower)^-1."""
+    """Return (I + lower)^-1."""
     if lower.is_cuda:
         from training.models.delta_rule_kernels import Invert
 
@@ -176,7 +185,7 @@ def invert(lower: Tensor) -> Tensor:
 
 
 def walk(a: Tensor, b: Tensor) -> Tensor:
-    """The states before the chunks: [B, chunks, H, K, V]."""
+    """Return the states before the chunks [B, chunks, H, K, V]."""
     if a.is_cuda:
         from training.models.delta_rule_kernels import Walk
 
@@ -190,7 +199,7 @@ def walk(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Gated attention with q/k norms."""
+    """Gated attention with head norms."""
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
@@ -204,13 +213,13 @@ class Attention(nn.Module):
         self.k_norm = Norm(d)
 
     def forward(
-        self, x: Tensor, places: Places, fused: Fused, norm: Tensor, rest: list[Any]
+        self, x: Tensor, positions: Positions, fused: Fused, norm: Tensor, rest: list[Any]
     ) -> tuple[Tensor, Tensor]:
         q, gate, k, v = fused(
-            attention_in, x, places.cos, places.sin, norm, self.q_proj.weight, self.k_proj.weight,
-            self.v_proj.weight, self.q_norm.weight, self.k_norm.weight,
+            attention_in, x, positions.cos, positions.sin, norm, self.q_proj.weight,
+            self.k_proj.weight, self.v_proj.weight, self.q_norm.weight, self.k_norm.weight,
         )  # fmt: skip
-        o = attend(places, q, k, v)
+        o = attend(positions, q, k, v)
         return fused(attention_out, o, gate, x, self.o_proj.weight, *rest)
 
 
@@ -238,15 +247,15 @@ class DeltaNet(nn.Module):
         self.out_proj = matrix(hv * d, h)
 
     def forward(
-        self, x: Tensor, places: Places, fused: Fused, norm: Tensor, rest: list[Any]
+        self, x: Tensor, positions: Positions, fused: Fused, norm: Tensor, rest: list[Any]
     ) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta, lower, inside, z = fused(
-            delta_in, x, places.flat, norm, self.in_proj_qkv.weight, self.in_proj_z.weight,
+            delta_in, x, positions.flat, norm, self.in_proj_qkv.weight, self.in_proj_z.weight,
             self.in_proj_b.weight, self.in_proj_a.weight, self.conv1d.weight, self.A_log,
             self.dt_bias, self.heads, self.d,
         )  # fmt: skip
         u, w, a, b = fused(delta_states, invert(lower), k, v, g, beta)
-        before = walk(*(y.unflatten(0, (places.rows, -1)) for y in (a, b))).flatten(0, 1)
+        before = walk(*(y.unflatten(0, (positions.rows, -1)) for y in (a, b))).flatten(0, 1)
         return fused(
             delta_out, before, u, w, inside, q, g, z, x, self.norm.weight, self.out_proj.weight,
             *rest,
@@ -254,7 +263,7 @@ class DeltaNet(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer."""
+    """Decoder layer."""
 
     def __init__(self, c: dict[str, Any], kind: str) -> None:
         super().__init__()
@@ -264,14 +273,14 @@ class Block(nn.Module):
         self.post_attention_layernorm = Norm(c["hidden_size"])
         self.mlp = feed_forward(c)
 
-    def forward(self, x: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
-        """x [N, hidden] -> the same, and how unevenly experts are used."""
+    def forward(self, x: Tensor, positions: Positions, fused: Fused) -> tuple[Tensor, Tensor]:
+        """Return the layer's output [N, hidden] and its expert imbalance."""
         rest = [self.mlp.function, self.post_attention_layernorm.weight, *self.mlp.weights()]
-        return getattr(self, self.mixer)(x, places, fused, self.input_layernorm.weight, rest)
+        return getattr(self, self.mixer)(x, positions, fused, self.input_layernorm.weight, rest)
 
 
-class Draft(NextToken):
-    """The MTP module."""
+class Draft(MTPModule):
+    """MTP module."""
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
@@ -282,22 +291,24 @@ class Draft(NextToken):
         self.layers = nn.ModuleList([Block(c, "full_attention")])
         self.norm = Norm(h)
 
-    def forward(self, e: Tensor, h: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, e: Tensor, h: Tensor, positions: Positions, fused: Fused
+    ) -> tuple[Tensor, Tensor]:
         x = fused(
             draft_in, e, h, self.pre_fc_norm_embedding.weight, self.pre_fc_norm_hidden.weight,
             self.fc.weight,
         )  # fmt: skip
-        x, uneven = self.layers[0](x, places, fused)
-        return fused(centred, x, self.norm.weight), uneven
+        x, imbalance = self.layers[0](x, positions, fused)
+        return fused(centered_rms, x, self.norm.weight), imbalance
 
 
-class Model(Language):
-    """`model.*` and `mtp.*`."""
+class Model(LanguageModel):
+    """Qwen3.5 with parameters `model.*` and `mtp.*`."""
 
     def __init__(self, c: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32) -> None:
         rope = c["rope_parameters"]
-        turned = int(c["head_dim"] * rope["partial_rotary_factor"])
-        super().__init__(c, dtype, turned, rope["rope_theta"])
+        rotary_dim = int(c["head_dim"] * rope["partial_rotary_factor"])
+        super().__init__(c, dtype, rotary_dim, rope["rope_theta"])
         self.model = Trunk(c, [Block(c, kind) for kind in c["layer_types"]], start=0.0)
         self.mtp = Draft(c)
         self.begin()
@@ -307,6 +318,6 @@ class Model(Language):
         return self.mtp
 
     def last(self, x: Tensor) -> Tensor:
-        """The final norm."""
-        found: Tensor = self.fused(centred, x, self.model.norm.weight)
-        return found
+        """Return x after the final norm."""
+        output: Tensor = self.fused(centered_rms, x, self.model.norm.weight)
+        return output

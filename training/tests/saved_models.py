@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training import train
-from training.models.base import Language
+from training.models.base import LanguageModel
 from training.models.functional import CHUNK
 
 VOCAB = 4096
 MOST_BYTES = 10 << 20
 
 
-def save_model(name: str, parent: Path) -> tuple[Path, Language]:
+def save_model(name: str, parent: Path) -> tuple[Path, LanguageModel]:
     """The folder of one of the trainer's models, and that model as it was saved."""
     torch.manual_seed(0)
     folder = parent / name

@@ -13,7 +13,7 @@ from lockstep import SamplingParams
 from lockstep.worker.executor import worker_of
 from tests.models.dense import make_llm
 from tests.models.oracle import RELATIVE, compare_greedy, logits_error
-from training.models.base import Language
+from training.models.base import LanguageModel
 from training.tests.saved_models import MOST_BYTES, VOCAB, random_prompts, row_of, save_model
 
 FAMILIES = ("moe", "nemotron_h", "deepseek_v3", "qwen3", "qwen3_draft")
@@ -27,18 +27,18 @@ STEPS = 3
 @pytest.fixture(scope="module", params=FAMILIES)
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, Language]:
+) -> tuple[str, Path, LanguageModel]:
     """A family's name, folder and model."""
     return request.param, *save_model(request.param, tmp_path_factory.mktemp("family"))
 
 
-def test_the_folder_is_small(saved: tuple[str, Path, Language]) -> None:
+def test_the_folder_is_small(saved: tuple[str, Path, LanguageModel]) -> None:
     files = [path for path in saved[1].rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < MOST_BYTES
 
 
 @torch.no_grad()
-def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, Language]) -> None:
+def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, LanguageModel]) -> None:
     (_, folder, model) = saved
 
     def oracle(ids: Tensor) -> SimpleNamespace:
@@ -52,7 +52,7 @@ def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, Language]) 
 
 
 @torch.no_grad()
-def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, Language]) -> None:
+def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, LanguageModel]) -> None:
     """The chain behind a prompt, teacher-forced with its own drafts."""
     (name, folder, model) = saved
     if name not in DRAFTERS:

@@ -61,7 +61,7 @@ def test_every_frame_of_the_file_can_be_filled() -> None:
             resolved = free_requests.resolve(w, frame)
             assert not re.search(r"[()\[\]|]", resolved)
             tool = free_requests.offer_for(w, intent, resolved)
-            assert free_requests.answers(tool, resolved)
+            assert free_requests.can_answer(tool, resolved)
             assert "{" not in free_requests.fill(w, resolved, tool).text.replace("{}", "")
 
 
@@ -94,7 +94,7 @@ def test_what_is_added_to_a_request_becomes_an_argument() -> None:
 def test_tools_of_one_field_are_related_and_differ() -> None:
     for intent in free_requests.intents():
         names = [tool.intent.names[0] for tool in free_requests.domain(_words(3), intent)]
-        assert set(names) <= free_requests.related(intent) - free_requests.kept_apart(intent)
+        assert set(names) <= free_requests.related(intent) - free_requests.incompatible_with(intent)
         assert len(set(names)) == len(names) <= 4
 
 
@@ -113,9 +113,9 @@ def test_groups_name_intents_of_the_file() -> None:
 def test_what_can_be_mistaken_can_be_said_surely_with_the_needed_slots_alone() -> None:
     for group in free_requests.CLASHES:
         for intent in (i for i in free_requests.intents() if i.names[0] in group.split()):
-            if len(free_requests.kept_apart(intent)) > 1:
+            if len(free_requests.incompatible_with(intent)) > 1:
                 continue
-            needed = {slot for slot, param in intent.params.items() if not param.missing}
+            needed = {slot for slot, param in intent.params.items() if not param.optional}
             bare = [re.sub(r"\[[^]]*\]", "", f.text) for f in intent.frames if f.sure]
             assert sum(free_requests.slots_of(text) <= needed for text in bare) >= 2, intent.names[
                 0
@@ -150,7 +150,7 @@ def test_what_no_frame_tells_apart_is_never_offered_together() -> None:
         names = [intent.names[0] for intent in found if intent in free_requests.intents()]
         assert len(set(names)) == len(names)
         for intent in found:
-            assert not (free_requests.kept_apart(intent) - {intent.names[0]}) & set(names)
+            assert not (free_requests.incompatible_with(intent) - {intent.names[0]}) & set(names)
 
 
 def test_where_no_tool_fits_none_is_related() -> None:
@@ -238,11 +238,11 @@ def test_a_sentence_may_stand_before_a_second_request() -> None:
 def test_an_echo_shares_a_word_with_the_request_and_is_not_what_is_barred() -> None:
     barred = frozenset({"find_recipe"})
     for seed in SEEDS:
-        for tool in free_requests.echo(_words(seed), "find the recipe of {x}", barred):
+        for tool in free_requests.echo_tool(_words(seed), "find the recipe of {x}", barred):
             assert tool.intent.names[0] not in barred
             said = " ".join((*tool.intent.names, *tool.intent.abouts)).lower()
             assert "find" in said or "recipe" in said
-    assert not free_requests.echo(_words(1), "qqqq {x}", barred)
+    assert not free_requests.echo_tool(_words(1), "qqqq {x}", barred)
 
 
 def test_a_switch_is_asked_for_by_state_or_idiom() -> None:

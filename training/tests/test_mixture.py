@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from training import train
-from training.models.base import Language
-from training.models.feed_forward import chosen
+from training.models.base import LanguageModel
+from training.models.feed_forward import top_k_mask
 from training.models.functional import CHUNK
 from training.models.qwen3_5 import MOE, Model
 from training.optimizers import Muon, optimizers, orthogonalise
@@ -31,18 +31,18 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Language]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LanguageModel]:
     """A folder as training leaves it, and the model in it."""
     return save_model("moe", tmp_path_factory.mktemp("moe"))
 
 
-def test_the_folder_is_small(saved: tuple[Path, Language]) -> None:
+def test_the_folder_is_small(saved: tuple[Path, LanguageModel]) -> None:
     size = sum(path.stat().st_size for path in saved[0].iterdir())
     assert 9_000_000 < size < MOST_BYTES - 100_000
 
 
 @torch.no_grad()
-def test_transformers_computes_what_is_trained(saved: tuple[Path, Language]) -> None:
+def test_transformers_computes_what_is_trained(saved: tuple[Path, LanguageModel]) -> None:
     (folder, model) = saved
     transformers = pytest.importorskip("transformers")
     oracle, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -57,7 +57,7 @@ def test_transformers_computes_what_is_trained(saved: tuple[Path, Language]) -> 
 
 def test_of_equal_experts_the_lower_are_chosen() -> None:
     p = torch.tensor([[0.1, 0.3, 0.3, 0.3], [0.4, 0.1, 0.2, 0.3], [0.25] * 4])
-    assert chosen(p, 2).tolist() == [
+    assert top_k_mask(p, 2).tolist() == [
         [False, True, True, False],
         [True, False, False, True],
         [True, True, False, False],
@@ -65,20 +65,20 @@ def test_of_equal_experts_the_lower_are_chosen() -> None:
 
 
 @torch.no_grad()
-def test_the_balance_is_that_of_the_switch_transformer(saved: tuple[Path, Language]) -> None:
+def test_the_balance_is_that_of_the_switch_transformer(saved: tuple[Path, LanguageModel]) -> None:
     (_, model) = saved
     mlp = model.model.layers[0].mlp
     x = torch.randn(128, MOE["hidden_size"])
     norm = torch.zeros(MOE["hidden_size"])
-    _, uneven = mlp.function(x, norm, *mlp.weights())
+    _, imbalance = mlp.function(x, norm, *mlp.weights())
     h = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
     logits = h @ mlp.gate.weight.T
     count = MOE["num_experts"]
     top_k = MOE["num_experts_per_tok"]
     functional = pytest.importorskip("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe")
     wanted = functional.load_balancing_loss_func((logits,), count, top_k)
-    torch.testing.assert_close(uneven, wanted / top_k)
-    assert 1.0 < float(uneven) < count / top_k
+    torch.testing.assert_close(imbalance, wanted / top_k)
+    assert 1.0 < float(imbalance) < count / top_k
 
 
 def test_each_expert_is_a_matrix_of_its_own_to_muon() -> None:

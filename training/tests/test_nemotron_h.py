@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.models.functional import CHUNK, Fused, Places, convolve, rms
+from training.models.functional import CHUNK, Fused, Positions, convolve, rms
 from training.models.nemotron_h import CONFIG, Mamba2
 
 SMALL: dict[str, Any] = {
@@ -57,8 +57,8 @@ def test_chunks_equal_the_recurrence_in_every_row() -> None:
     mixer.D.add_(torch.randn_like(mixer.D))
     x = torch.randn(ROWS * LENGTH, SMALL["hidden_size"])
     norm = torch.rand(SMALL["hidden_size"]) + 0.5
-    places = Places(ROWS, LENGTH, 0, 1.0, x.device)
-    got = mixer(x, places, Fused(), norm) - x
+    positions = Positions(ROWS, LENGTH, 0, 1.0, x.device)
+    got = mixer(x, positions, Fused(), norm) - x
     for row, one in zip(got.split(LENGTH), rms(x, norm).split(LENGTH), strict=True):
         torch.testing.assert_close(row, _stepped(mixer, one), rtol=1e-4, atol=1e-4)
 

@@ -12,10 +12,10 @@ import os
 import pathlib
 import sys
 import torch
-from training.process_group import Peers
+from training.process_group import ProcessGroup
 child = os.fork()
 os.environ["RANK"] = "0" if child else "1"
-peers = Peers()
+peers = ProcessGroup()
 weights = [torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(5))]
 for i, p in enumerate(weights):
     p.grad = torch.full_like(p, float(10 * i + peers.rank))
@@ -49,7 +49,7 @@ def test_two_processes_average_and_agree(tmp_path: Path) -> None:
 
 
 def test_one_process_alone_needs_no_other() -> None:
-    from training.process_group import Peers
+    from training.process_group import ProcessGroup
 
-    peers = Peers()
+    peers = ProcessGroup()
     assert peers.first and peers.agree(0.25) == 0.25

@@ -1,8 +1,8 @@
-"""The table of docs/models.md that plans the founding reports' command lines on their own cards.
+"""Memory plans of command lines that users reported, as a table for docs/models.md.
 
-    python benchmarks/founding.py
+    python benchmarks/memory_plans.py
 
-Prints Markdown, from what `lockstep explain --arch` plans for each. No weights are needed.
+Prints Markdown from the plans of `lockstep explain --arch`. No weights are needed.
 """
 
 import json
@@ -24,8 +24,10 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Report:
-    """A command line that users reported, and their card. cards: how many of them; memory: bytes of
-    one."""
+    """Command line that a user reported, and the cards it ran on.
+
+    cards: number of cards. memory: bytes of one card.
+    """
 
     title: str
     folder: str
@@ -36,9 +38,9 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def mtp(drafts: int) -> dict[str, Any]:
-    """speculative_config with so many drafts of the checkpoint's own module."""
-    return {"method": "mtp", "num_speculative_tokens": drafts}
+def mtp(num_drafts: int) -> dict[str, Any]:
+    """Return the speculative_config of num_drafts drafts from the checkpoint's MTP module."""
+    return {"method": "mtp", "num_speculative_tokens": num_drafts}
 
 
 REPORTS = (
@@ -82,10 +84,11 @@ REPORTS = (
 HEAD = """| command line | card | weights, GB | needed on one GPU, GB | plan for one GPU |
 |---|---|---|---|---|
 """
+"""Header of the table."""
 
 
 def table() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     models = folders()
     lines = []
     with TemporaryDirectory() as root:
@@ -98,23 +101,23 @@ def table() -> str:
 
 
 def line_of(report: Report, folder: Path) -> str:
-    """The line of a report."""
+    """Return the table row of a report."""
     config = EngineConfig.read(model=str(folder), load_format="dummy", **report.settings)
     plan = explain_absent(config, report.arch, int(report.memory))["plan"]
     card = report.card if report.cards == 1 else f"{report.cards} x {report.card}"
     sizes = (f"{plan[name] / GB:.1f}" for name in ("weights_bytes", "needed_bytes"))
-    return f"| {' | '.join((report.title, card, *sizes, said(report, plan)))} |"
+    return f"| {' | '.join((report.title, card, *sizes, summary_of(report, plan)))} |"
 
 
-def said(report: Report, plan: dict[str, Any]) -> str:
-    """What the plan says, in a sentence or two."""
+def summary_of(report: Report, plan: dict[str, Any]) -> str:
+    """Return a summary of the plan."""
     if plan["fits"]:
-        chosen = (
+        limits = (
             f"{plan['max_num_seqs']} requests at once, {plan['max_num_batched_tokens']:,} prompt "
             f"tokens a step, a cache of {plan['cache_tokens']:,} tokens"
         )
-        more = [note for note in plan["notes"] if " more would allow " in note]
-        return ". ".join((chosen, *more))
+        notes = [note for note in plan["notes"] if " more would allow " in note]
+        return ". ".join((limits, *notes))
     missing = "does not fit one GPU"
     if report.cards > 1:
         return f"{missing}; a plan for each of {report.cards} needs tensor parallelism, not built"

@@ -1,18 +1,16 @@
-"""The server at many streams, its engine in a thread and in a process of its own.
+"""Server latency and throughput with its engine in a thread and in a separate process.
 
-python benchmarks/serving.py --streams 32 --tokens 100 --rounds 3 [-- options of lockstep serve]
+    python benchmarks/engine_process.py --streams 32 --tokens 100 --rounds 3 [-- OPTIONS]
 
-Each round starts both servers, one after the other, and asks each for so many streams at once, with
-a chat template, drawn tokens and a grammar in every fourth. Meanwhile /health is asked every 20 ms:
-how long that takes is what the HTTP side adds to any answer.
+OPTIONS are those of serve. Each round starts both servers, one after the other, and sends each
+--streams concurrent chats with random sampling, every fourth with a grammar. Meanwhile /health is
+requested every 20 ms: its latency is what the HTTP side adds to any answer.
 """
 
 import argparse
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,15 +18,23 @@ from pathlib import Path
 
 import httpx
 
+from lockstep.bench.measurement import percentile, print_json, start_server
+
 PATIENCE = 300.0
+"""Timeout of a request, in seconds."""
 HEALTH_SECONDS = 0.02
+"""Seconds between two requests for /health."""
 WAYS = {"thread": ["--disable-frontend-multiprocessing"], "process": []}
+"""Name -> serve options of each place of the engine."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one round: tokens/s of all streams, p50 and p99 of /health, p99 between two pieces of a
-    stream, p99 to the first piece; the last four in ms."""
+    """Figures of one round; all but the first in ms.
+
+    tokens_per_s: of all streams. piece_p99: between two events of a stream. first_p99: to the first
+    event.
+    """
 
     tokens_per_s: float
     health_p50: float
@@ -37,16 +43,15 @@ class Figures:
     first_p99: float
 
 
-def percentile(values: list[float], share: float) -> float:
-    """In ms, of seconds."""
-    ordered = sorted(values)
-    return ordered[min(int(len(ordered) * share), len(ordered) - 1)] * 1e3
+def percentile_ms(seconds: list[float], share: float) -> float:
+    """Return a percentile of seconds, in ms."""
+    return percentile(seconds, share) * 1e3
 
 
 async def stream(
     client: httpx.AsyncClient, number: int, tokens: int, firsts: list[float], gaps: list[float]
 ) -> int:
-    """One chat; how many tokens came."""
+    """Run one chat and record its latencies; return its number of tokens."""
     body = {
         "messages": [{"role": "user", "content": f"Write down number {number} and what follows."}],
         "max_tokens": tokens,
@@ -59,23 +64,23 @@ async def stream(
         del body["min_tokens"]
         body["structured_outputs"] = {"regex": "[a-z ]{" + str(4 * tokens) + ",}"}
     last = time.monotonic()
-    seen = False
-    got = 0
+    is_started = False
+    num_tokens = 0
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             now = time.monotonic()
-            (gaps if seen else firsts).append(now - last)
-            seen = True
+            (gaps if is_started else firsts).append(now - last)
+            is_started = True
             last = now
             usage = json.loads(line[6:]).get("usage")
-            got = usage["completion_tokens"] if usage else got
-    return got
+            num_tokens = usage["completion_tokens"] if usage else num_tokens
+    return num_tokens
 
 
 async def ask_health(client: httpx.AsyncClient, times: list[float]) -> None:
-    """Asks again and again."""
+    """Request /health again and again until cancelled."""
     while True:
         began = time.monotonic()
         await client.get("/health")
@@ -84,7 +89,7 @@ async def ask_health(client: httpx.AsyncClient, times: list[float]) -> None:
 
 
 async def load(path: str, streams: int, tokens: int) -> Figures:
-    """One load on a server that listens."""
+    """Run one load against a server that listens."""
     limits = httpx.Limits(max_connections=streams + 1)
     transport = httpx.AsyncHTTPTransport(uds=path, limits=limits)
     firsts: list[float] = []
@@ -102,46 +107,46 @@ async def load(path: str, streams: int, tokens: int) -> Figures:
         asking.cancel()
     return Figures(
         total / seconds,
-        percentile(health, 0.5),
-        percentile(health, 0.99),
-        percentile(gaps, 0.99),
-        percentile(firsts, 0.99),
+        percentile_ms(health, 0.5),
+        percentile_ms(health, 0.99),
+        percentile_ms(gaps, 0.99),
+        percentile_ms(firsts, 0.99),
     )
 
 
-def measure(way: str, asked: argparse.Namespace) -> Figures:
-    """Starts a server, loads it, and ends it."""
+def measure(way: str, args: argparse.Namespace) -> Figures:
+    """Start a server, load it, and stop it."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "socket")
-        command = [sys.executable, "-m", "lockstep", "serve", "--uds", path, *WAYS[way]]
-        command += ["--max-num-seqs", str(asked.streams), *asked.options]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        options = ["--uds", path, *WAYS[way], "--max-num-seqs", str(args.streams)]
+        server = start_server([*options, *args.options])
         try:
-            assert server.stdout is not None and server.stdout.readline(), "it did not start"
-            return asyncio.run(load(path, asked.streams, asked.tokens))
+            return asyncio.run(load(path, args.streams, args.tokens))
         finally:
             server.terminate()
             server.wait()
 
 
 def main() -> None:
-    """Prints a line per way: medians over the rounds."""
+    """Print the medians over the rounds, a line per way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("options", nargs="*", help="of lockstep serve, behind --")
-    asked = parser.parse_args()
-    found: dict[str, list[Figures]] = {way: [] for way in WAYS}
-    for _ in range(asked.rounds):
+    parser.add_argument("options", nargs="*", help="options of lockstep serve, after --")
+    args = parser.parse_args()
+    figures: dict[str, list[Figures]] = {way: [] for way in WAYS}
+    for _ in range(args.rounds):
         for way in WAYS:
-            found[way].append(measure(way, asked))
-    for way, rounds in found.items():
+            figures[way].append(measure(way, args))
+    for way, rounds in figures.items():
         medians = {
-            name: round(statistics.median(getattr(one, name) for one in rounds), 1)
+            name: round(
+                statistics.median(getattr(round_figures, name) for round_figures in rounds), 1
+            )
             for name in vars(rounds[0])
         }
-        print(json.dumps({"engine": way, **medians}))
+        print_json({"engine": way, **medians})
 
 
 if __name__ == "__main__":

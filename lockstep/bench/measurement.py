@@ -1,0 +1,81 @@
+"""Shared parts of benchmark scripts: options, request parameters, clocks, percentiles, output."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+from lockstep.sampling_params import SamplingParams
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Return the whole numbers of an option, e.g. (1, 8, 64) of "1,8,64"."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def print_json(line: dict[str, Any]) -> None:
+    """Print one line of JSON at once, so that a run that is stopped keeps its figures."""
+    print(json.dumps(line), flush=True)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value at a share of the sorted values, without interpolation."""
+    ordered = sorted(values)
+    return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
+
+
+def greedy_params(output_len: int) -> SamplingParams:
+    """Return greedy parameters of an answer of exactly `output_len` tokens, without its text."""
+    return SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+
+
+def model_settings(folder: str | None) -> dict[str, Any]:
+    """Return settings for a folder's config.json with random weights, or the bundled model."""
+    return {"model": folder, "load_format": "dummy" if folder else "auto"}
+
+
+def speculative_config(method: str, num_drafts: int, **settings: Any) -> dict[str, Any] | None:
+    """Return the config of a drafter with num_drafts drafts in every step; None without drafts."""
+    if not num_drafts:
+        return None
+    fixed = {"method": method, "num_speculative_tokens": num_drafts, "adaptive": False}
+    return fixed | settings
+
+
+class Stopwatch:
+    """Seconds since construction: by the clock, and of CPU time of this process."""
+
+    def __init__(self) -> None:
+        self._wall = time.perf_counter()
+        self._cpu = time.process_time()
+
+    @property
+    def wall(self) -> float:
+        """Return the seconds by the clock."""
+        return time.perf_counter() - self._wall
+
+    @property
+    def cpu(self) -> float:
+        """Return the CPU seconds of this process, all threads together."""
+        return time.process_time() - self._cpu
+
+
+def start_server(
+    options: Sequence[str],
+    *,
+    program: Sequence[str] = ("-m", "lockstep"),
+    stderr: IO[str] | int = subprocess.DEVNULL,
+) -> "subprocess.Popen[bytes]":
+    """Start `lockstep serve` and wait until it listens, when it prints its first line.
+
+    program: arguments of Python before the command. Raises RuntimeError if the server ends first.
+    """
+    command = [sys.executable, *program, "serve", *options]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
+    assert server.stdout is not None
+    if not server.stdout.readline():
+        server.stdout.close()
+        raise RuntimeError(f"the server ended with status {server.wait()} before it listened")
+    return server
