@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install serve test test-clients test-real pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
+.PHONY: install serve test test-slow test-clients test-real pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -31,6 +31,12 @@ test: install
 WORKERS = $(shell $(BIN)/python -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
 pytest: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow"
+
+# What `make test` leaves out: further parameters of its tests, and long ones. Those of clients, of a
+# real model and of faults have commands of their own.
+test-slow: install
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow and not gpu" \
+	  --ignore tests/clients --ignore tests/real --ignore tests/mutations
 
 lint: install
 	$(BIN)/ruff check .

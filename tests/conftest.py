@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -28,7 +29,11 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
     """Collect garbage after each file's tests, and freeze what remains."""
+    interrupt = signal.getsignal(signal.SIGINT)
     done = yield
+    if signal.getsignal(signal.SIGINT) is not interrupt:
+        # A command that was interrupted lets the next Ctrl-C end the process: here, the worker.
+        signal.signal(signal.SIGINT, interrupt)
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()

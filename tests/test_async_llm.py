@@ -10,8 +10,8 @@ import pytest
 
 from lockstep import LLM, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind
 from lockstep.errors import EngineDeadError, RequestError
-from tests.bundled_model import GREEDY, PROMPTS, SEEDED, TEXT, answer
-from tests.tiny_model import make_model
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, TEXT, answer, make_engine
+from tests.tiny_model import TWO_LAYERS, make_model
 
 PATIENCE = 90
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4}
@@ -20,9 +20,22 @@ IDS = {"prompt_token_ids": [5, 6, 7, 8]}
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[AsyncLLM]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a tiny model."""
+    return str(make_model(tmp_path_factory.mktemp("tiny"), **TWO_LAYERS))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: str) -> LLM:
+    """Return an LLM of the tiny model, with random weights."""
+    return make_engine(None, model=folder, load_format="dummy")
+
+
+@pytest.fixture(scope="module")
+def client(folder: str) -> Iterator[AsyncLLM]:
     """Return an AsyncLLM of the bundled model in a thread."""
-    llm = AsyncLLM(disable_frontend_multiprocessing=True, **SETTINGS)
+    local = {"load_format": "dummy", "disable_frontend_multiprocessing": True}
+    llm = AsyncLLM(folder, **local, **SETTINGS)
     yield llm
     llm.shutdown()
 

@@ -201,9 +201,7 @@ def test_explain_for_an_absent_gpu(model: str) -> None:
     assert plan["fits"] and plan["weights_bytes"] > 0 and plan["num_pages"] > 64
     small = json.loads(run(*request, "--json", "--gpu-memory-bytes", "1e9").stdout)["plan"]
     assert not small["fits"] and small["why"] and small["weights_bytes"] == plan["weights_bytes"]
-    same = json.loads(run(*request, "--json", "--gpu-memory-bytes", "24GB").stdout)
-    assert same["plan"] == plan
-    roomy = run(*request, "--gpu-memory-bytes", "24e9").stdout.splitlines()[-1]
+    roomy = run(*request, "--gpu-memory-bytes", "24GB").stdout.splitlines()[-1]
     assert roomy == f"The model fits, with a KV cache of {plan['cache_tokens']:,} tokens."
     tight = run(*request, "--gpu-memory-bytes", "1e9").stdout.splitlines()[-1]
     assert "other programs" not in tight  # on a card that is not there are none

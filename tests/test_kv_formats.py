@@ -23,6 +23,7 @@ from lockstep.layers.kv_format import StaticScales
 from lockstep.quantization import TensorInfo
 from lockstep.worker.executor import worker_of
 from tests.models.random_checkpoint import MTP, build, weights_of
+from tests.selection import some_slow
 from tests.tiny_model import QWEN3, make_model
 
 PROMPT = {"prompt_token_ids": list(range(5, 90))}
@@ -147,7 +148,7 @@ def test_rotations_differ_by_layer_and_draft_module(folder: Path) -> None:
     assert answer(llm) == answer(engine(folder, kv_cache_dtype="turboquant_4bit_nc"))
 
 
-@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("dim", some_slow([32, 64, 128], (128,)))
 def test_supported_and_refused_head_dims(tmp_path: Path, dim: int) -> None:
     """With groups of 3 query heads; drafts and chunks keep the answer."""
     sizes = dict(num_hidden_layers=4, head_dim=dim, num_attention_heads=3)
@@ -200,7 +201,10 @@ def test_kv_format_from_a_temporary_folder(
 
 @pytest.mark.parametrize(
     "where",
-    ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale", "self_attn.{}_proj.output_scale"],
+    some_slow(
+        ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale", "self_attn.{}_proj.output_scale"],
+        ("self_attn.{}_proj.output_scale",),
+    ),
 )
 def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str) -> None:
     """Read where the format uses them, under each of their names."""

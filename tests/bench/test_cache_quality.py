@@ -12,14 +12,14 @@ from lockstep.bench.cache_quality import CacheDtypes, CacheScores, Scores, compa
 from lockstep.bench.cache_quality_plot import plot, points_of
 from lockstep.cli import app
 from lockstep.errors import ConfigError
-from tests.tiny_model import make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 30
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("model")))
+    return str(make_model(tmp_path_factory.mktemp("model"), **TWO_LAYERS))
 
 
 @pytest.fixture(scope="module")

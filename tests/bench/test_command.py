@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from lockstep.bench import kernels
 from lockstep.cli import app
 from lockstep.errors import ConfigError, brief
-from tests.tiny_model import make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 SMALL = ("--batch-size", "2", "--input-len", "70", "--output-len", "6")
 ONCE = ("--num-iters-warmup", "0", "--num-iters", "1")
@@ -18,7 +18,7 @@ ONCE = ("--num-iters-warmup", "0", "--num-iters", "1")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = make_model(tmp_path_factory.mktemp("model"))
+    folder: Path = make_model(tmp_path_factory.mktemp("model"), **TWO_LAYERS)
     return str(folder)
 
 

@@ -9,7 +9,7 @@ from lockstep.bench.offline import _figures
 from lockstep.llm import LLM
 from lockstep.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from lockstep.sampling_params import SamplingParams
-from tests.tiny_model import make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 PROMPTS = [{"prompt_token_ids": list(range(3, 40))}, {"prompt_token_ids": list(range(50, 70))}]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False)
@@ -17,7 +17,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokeni
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = make_model(tmp_path_factory.mktemp("model"))
+    folder: Path = make_model(tmp_path_factory.mktemp("model"), **TWO_LAYERS)
     return str(folder)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lockstep.check.scenarios.generator import ScenarioGenerator
 from lockstep.check.scenarios.scenario import Kind
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.worker.executor import executor_of
+from tests.selection import some_slow
 from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head
 from tests.tiny_model import CONFIG, LLAMA, THREE_LAYERS, make_model
@@ -54,8 +56,13 @@ def drafting(target: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("drafts", [3, 15])
-@pytest.mark.parametrize("name", ["eagle3", "draft_model", "recurrent", "dflash", "suffix"])
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    some_slow(
+        product(("eagle3", "draft_model", "recurrent", "dflash", "suffix"), (3, 15)),
+        (("eagle3", 15), ("draft_model", 3), ("recurrent", 3), ("dflash", 15), ("suffix", 15)),
+    ),
+)
 def test_scenarios_give_the_plain_outputs(
     target: Path, plain: PlainRuns, drafting: dict[str, Any], name: str, drafts: int
 ) -> None:

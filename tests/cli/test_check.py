@@ -23,6 +23,7 @@ from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report, Tally
 from lockstep.cli import app
 from lockstep.cli.check import _table
+from tests.tiny_model import TWO_LAYERS, make_model
 
 SETUP = Setup("none", 0, "cold", "none")
 PATIENCE = 120.0
@@ -52,12 +53,23 @@ class TerminalReader(threading.Thread):
             return b""
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
-def test_signal_ends_a_check_with_its_report(signals: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the arguments that choose a tiny model with random weights."""
+    folder = make_model(tmp_path_factory.mktemp("tiny") / "model", **TWO_LAYERS)
+    return ["--load-format", "dummy", str(folder)]
+
+
+@pytest.mark.parametrize(
+    "signals", [pytest.param([signal.SIGINT], marks=pytest.mark.slow), [signal.SIGTERM] * 2]
+)
+def test_signal_ends_a_check_with_its_report(
+    signals: list[int], tiny: list[str], tmp_path: Path
+) -> None:
     """timeout sends SIGTERM twice. The second shard begins with scenarios."""
     page = tmp_path / "page.html"
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "lockstep", "check", "--quick", "--shard", "2/2"]
+    command = [sys.executable, "-m", "lockstep", "check", *tiny, "--quick", "--shard", "2/2"]
     with subprocess.Popen(
         [*command, "--report", str(page)],
         stdout=subprocess.PIPE,
@@ -82,7 +94,9 @@ def test_signal_ends_a_check_with_its_report(signals: tuple[int, ...], tmp_path:
     assert verdict[0] in page.read_text() and "All outputs equal" not in page.read_text()
 
 
-def test_json_says_that_a_check_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_says_that_a_check_was_interrupted(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A signal between two engines ends the check; the previous handler is restored."""
     previous_handler = signal.getsignal(signal.SIGTERM)
     run_engine = tokens._run_engine
@@ -94,7 +108,8 @@ def test_json_says_that_a_check_was_interrupted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, company=1))
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: [SETUP, SETUP])
     monkeypatch.setattr(tokens, "_run_engine", signalled)
-    result = CliRunner().invoke(app, ["check", "--quick", "--kv-cache-dtype", "all", "--json"])
+    arguments = ["check", *tiny, "--quick", "--kv-cache-dtype", "all", "--json"]
+    result = CliRunner().invoke(app, arguments)
     report = json.loads(result.stdout)
     assert result.exit_code == 130 and report["interrupted"] is True
     assert (report["cases"], report["failed"], len(report["engines"])) == (11, 0, 1)

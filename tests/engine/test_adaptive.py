@@ -18,7 +18,7 @@ from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Outcome
 from lockstep.worker.step_observer import StepObserver
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
-from tests.tiny_model import make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 PARAMS = [
     replace(GREEDY, max_tokens=18, logprobs=2),
@@ -60,7 +60,12 @@ def cycle_counts(llm: LLM) -> list[int]:
 
 @pytest.mark.parametrize(
     ("phase", "drafter"),
-    [*((phase, "mtp") for phase in PHASES), ("two in flight, small chunks", "ngram")],
+    [
+        pytest.param("usual", "mtp", marks=pytest.mark.slow),  # the two below have its steps too
+        ("preempted", "mtp"),
+        ("two in flight, small chunks", "mtp"),
+        pytest.param("two in flight, small chunks", "ngram", marks=pytest.mark.slow),
+    ],
 )
 def test_every_transition_of_draft_counts(expected: list[Any], drafter: str, phase: str) -> None:
     hooks = replace(CHANGING, preempt_every=3 if phase == "preempted" else 0)
@@ -114,7 +119,7 @@ def fake_step_times(drafts: AdaptiveDraftLength, ms: float, ms_per_draft: float)
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return settings of a tiny model with random weights."""
-    folder = str(make_model(tmp_path_factory.mktemp("tiny")))
+    folder = str(make_model(tmp_path_factory.mktemp("tiny"), **TWO_LAYERS))
     return {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
 
 

@@ -22,7 +22,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.worker.executor import worker_of
 from tests.engine_factories import PATIENCE, plain, run, wait_until_empty
-from tests.tiny_model import make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 LONG = 3000
 
@@ -31,7 +31,7 @@ LONG = 3000
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return settings of a tiny engine with two rows that drafts by n-grams."""
     return {
-        "model": str(make_model(tmp_path_factory.mktemp("client"))),
+        "model": str(make_model(tmp_path_factory.mktemp("client"), **TWO_LAYERS)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 4096,
@@ -134,10 +134,10 @@ def test_concurrent_streams_get_their_own_tokens_incrementally(client: AsyncEngi
 
 def test_reset_prefix_cache_keeps_running_requests(client: AsyncEngine) -> None:
     prompt = [i * 7 % 90 for i in range(400)]
-    expected = answer_alone(client, make_request("r alone", 200, prompt))
+    expected = answer_alone(client, make_request("r alone", 80, prompt))
 
     async def work() -> tuple[list[int], list[int | None]]:
-        running = client.stream(make_request("r running", 200, prompt))
+        running = client.stream(make_request("r running", 80, prompt))
         received = [await first(running)]
         hits = []
         for name in ("r cached", "r new", "r again"):

@@ -23,7 +23,8 @@ from tests.bundled_model import (
     make_engine,
     one,
 )
-from tests.tiny_model import THREE_LAYERS, make_model
+from tests.selection import some_slow
+from tests.tiny_model import TWO_LAYERS, make_model
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +223,7 @@ def answer_bits(request: Request) -> list[Any]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return settings of a tiny model with random weights."""
-    folder = str(make_model(tmp_path_factory.mktemp("tiny"), **THREE_LAYERS))
+    folder = str(make_model(tmp_path_factory.mktemp("tiny"), **TWO_LAYERS))
     return {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
 
 
@@ -236,7 +237,7 @@ def expected(tiny: dict[str, Any]) -> dict[str, list[Any]]:
     return {request.id: answer_bits(request) for request in requests}
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
+@pytest.mark.parametrize("drafter", some_slow([None, "ngram", "mtp"], (None, "mtp")))
 def test_random_arrivals_and_aborts_change_no_answer(
     tiny: dict[str, Any], expected: dict[str, list[Any]], drafter: str | None
 ) -> None:

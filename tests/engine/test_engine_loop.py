@@ -10,13 +10,13 @@ from lockstep.engine.engine_loop import Delivery, EngineLoop, TokenUpdate
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from tests.bundled_model import make_engine
-from tests.tiny_model import make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Return a tiny engine that runs two steps ahead."""
-    folder = str(make_model(tmp_path_factory.mktemp("loop")))
+    folder = str(make_model(tmp_path_factory.mktemp("loop"), **TWO_LAYERS))
     settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
     return make_engine(
         "ngram", model=folder, steps_in_flight=2, num_gpu_blocks=60, **settings

@@ -20,18 +20,26 @@ from lockstep.worker.hooks import NO_HOOKS
 from lockstep.worker.startup import WorkerStartup, smallest_fit
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED
+from tests.tiny_model import TWO_LAYERS, make_model
 from tests.worker.test_grammar_masks import HistoryGrammar
 
 DRAFTS = 2
-CONFIG = EngineConfig.read(
-    max_model_len=512,
-    max_num_seqs=3,
-    num_gpu_blocks=9,
-    num_snapshots=2,
-    kv_offloading_size=0.1,
-    speculative_config={"method": "suffix", "num_speculative_tokens": DRAFTS, "adaptive": False},
-)
-"""Settings with which rows are preempted, and pages are evicted to the host and fetched back."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """Return settings under which rows are preempted, and pages are evicted and fetched back."""
+    drafts = {"method": "suffix", "num_speculative_tokens": DRAFTS, "adaptive": False}
+    return EngineConfig.read(
+        model=str(make_model(tmp_path_factory.mktemp("tiny"), **TWO_LAYERS)),
+        load_format="dummy",
+        max_model_len=512,
+        max_num_seqs=3,
+        num_gpu_blocks=9,
+        num_snapshots=2,
+        kv_offloading_size=0.1,
+        speculative_config=drafts,
+    )
 
 
 def through_pickle(message: Any) -> Any:
@@ -114,18 +122,18 @@ def answers(executor: InProcessExecutor) -> list[Any]:
     ]
 
 
-def test_pickled_schedules_give_the_same_answers() -> None:
-    executor = PickledExecutor(CONFIG)
-    expected = answers(InProcessExecutor(CONFIG, lambda what, done, of: None, NO_HOOKS))
+def test_pickled_schedules_give_the_same_answers(config: EngineConfig) -> None:
+    executor = PickledExecutor(config)
+    expected = answers(InProcessExecutor(config, lambda what, done, of: None, NO_HOOKS))
     assert answers(executor) == expected
     seen = executor.schedules
     for name in ("admissions", "swap_out", "swap_in", "grants", "masked", "answers", "evicted"):
         assert any(getattr(schedule, name) for schedule in seen), f"no schedule had {name}"
 
 
-def test_plan_uses_the_smallest_rank() -> None:
+def test_plan_uses_the_smallest_rank(config: EngineConfig) -> None:
     """Each rank measures separately; the plan is made once and every rank starts with it."""
-    startup = WorkerStartup(CONFIG, lambda what, done, of: None, NO_HOOKS)
+    startup = WorkerStartup(config, lambda what, done, of: None, NO_HOOKS)
     fit = startup.fit_memory()
     smaller = replace(
         fit,
@@ -133,7 +141,7 @@ def test_plan_uses_the_smallest_rank() -> None:
         num_pages=7,
         num_slots=5,
     )
-    chosen = smallest_fit([fit, smaller], CONFIG)
+    chosen = smallest_fit([fit, smaller], config)
     plan = startup.plan(chosen)
     assert (plan.max_num_seqs, plan.row_buckets[-1], plan.max_num_batched_tokens) == (2, 2, 256)
     assert (plan.num_pages, plan.num_slots) == (7, 5)

@@ -18,7 +18,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.worker.executor import worker_of
 from tests.bundled_model import make_engine
-from tests.tiny_model import make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 PATIENCE = 60
 SECRET = "RuntimeError('device 0x7f lost')"
@@ -27,7 +27,7 @@ SECRET = "RuntimeError('device 0x7f lost')"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a tiny model's folder."""
-    return str(make_model(tmp_path_factory.mktemp("faults")))
+    return str(make_model(tmp_path_factory.mktemp("faults"), **TWO_LAYERS))
 
 
 def make_tiny_engine(folder: str, **settings: Any) -> Engine:

@@ -31,7 +31,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from tests import engine_factories
 from tests.engine_factories import run, wait_until, wait_until_empty
-from tests.tiny_model import make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 LONG = 3000
 STEP_SECONDS = 5.0
@@ -43,7 +43,7 @@ LOWEST_PRIORITY = 19
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return settings of a tiny engine."""
     return {
-        "model": str(make_model(tmp_path_factory.mktemp("process"))),
+        "model": str(make_model(tmp_path_factory.mktemp("process"), **TWO_LAYERS)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 4096,

@@ -15,6 +15,7 @@ from lockstep.errors import RequestError
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.worker.hooks import CheckHooks
 from tests.bundled_model import PROMPTS, SEEDED, answer, make_engine
+from tests.selection import some_slow
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -107,9 +108,9 @@ def random_draft_length(counts: tuple[int, ...]) -> RandomDraftLength:
 @pytest.mark.parametrize(
     ("drafter", "hooks", "settings"),
     [
-        (None, CheckHooks(), {}),
+        pytest.param(None, CheckHooks(), {}, marks=pytest.mark.slow),
         (None, CheckHooks(preempt_every=4), {"steps_in_flight": 2}),
-        ("ngram", CheckHooks(), {}),
+        pytest.param("ngram", CheckHooks(), {}, marks=pytest.mark.slow),
         ("mtp", CheckHooks(), {"steps_in_flight": 2}),
         ("mtp", CheckHooks(draft_policy=random_draft_length, preempt_every=5), {}),
     ],
@@ -130,7 +131,7 @@ def llm() -> LLM:
 
 
 @pytest.mark.parametrize("name", ["json", "regex", "choice", "gbnf"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some_slow([0.0, 1.0], (1.0,)))
 def test_finished_answers_follow_their_structure(llm: LLM, name: str, temperature: float) -> None:
     seeds = range(4) if temperature else range(1)
     requested = [

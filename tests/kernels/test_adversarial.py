@@ -64,7 +64,7 @@ EXACT_BACKENDS = [
 ]
 """Backends that promise row independence. A backend that is opt-in, such as cuBLAS, promises no
 bits; a probe watches it."""
-STRIDE_ALONE = {"cuda": 1, "cpu": 3}
+STRIDE_ALONE = {"cuda": 1, "cpu": 6}
 """Device -> stride of the rows that run alone. In the batches, each has other batch mates and
 another index."""
 REPEATS = {"cuda": 40, "cpu": 4}

@@ -20,6 +20,7 @@ from tests.models.test_llama import LLAMA_8B
 from tests.models.test_nemotron_h import NANO_9B, SUPER
 from tests.models.test_qwen2 import QWEN2_7B
 from tests.models.test_qwen3 import QWEN3_8B
+from tests.selection import some_slow
 from tests.tiny_model import CONFIG, HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
@@ -83,6 +84,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Nemotron 3 Super 120B-A12B": SUPER,
     "Nemotron Nano 9B v2": NANO_9B,
 }
+DEFAULT_MODELS = ("Qwen3-Next-80B-A3B", "Qwen3-8B", "DeepSeek-V3, R1", "Nemotron 3 Nano 30B-A3B")
+"""Models of the default run: a hybrid, one with keys and values, with latents, with Mamba-2."""
 
 
 def documented_bytes() -> dict[str, tuple[int, float]]:
@@ -99,7 +102,7 @@ def test_table_lists_all_models() -> None:
     assert set(documented_bytes()) == set(MODELS)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_slow(MODELS, DEFAULT_MODELS))
 def test_cache_bytes_per_token_and_row(name: str) -> None:
     raw = {**MODELS[name], "layer_types": None}
     built = architecture(raw["model_type"])

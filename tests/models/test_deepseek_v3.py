@@ -346,6 +346,9 @@ def test_top_k_beyond_selected_groups_is_refused() -> None:
         Config.read({**DEEPSEEK, "vocab_size": VOCAB, "num_experts_per_tok": 5})
 
 
+@pytest.mark.parametrize(
+    "pair", ["deepseek_v3", pytest.param("kimi_k2", marks=pytest.mark.slow)], indirect=True
+)
 def test_preemption_changes_no_bit(pair) -> None:
     """Rows are preempted and restored, since the cache holds less than two of them."""
     (_, folder, _) = pair

@@ -20,9 +20,9 @@ FAMILIES = {
 }
 
 
-SLOW_FAMILIES = ("llama", "mixtral", "kimi_k2")
-"""Families whose features are covered by another one: biases, the same experts, or latent
-queries."""
+SLOW_FAMILIES = ("qwen3", "qwen2", "llama", "mixtral", "kimi_k2")
+"""Families whose features are covered by another one: norms of heads, biases, the same experts, or
+latent queries."""
 
 
 @pytest.fixture(

@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             None if names_in(name, PLAIN) else random_codes(n, k, 4, 32, seed=sum(map(ord, name)))
         )
 
-    result = write(target, tensors, plain, SETTINGS, pick, partial(gptq, less=1)).quantized
+    result = write(target, tensors, plain, SETTINGS, pick, partial(gptq, less=1)).packed
     config = json.loads((result / "config.json").read_text())
     settings = config.pop("quantization_config")
     outer = {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "text_config": config}
@@ -100,6 +100,7 @@ def test_other_rows_keep_every_bit_without_drafts(folder: Path, alone: list[Any]
     assert answers(build(folder, **SMALL)) == alone
 
 
+@pytest.mark.slow  # its engine is tested above, serving in tests/cli/test_vllm_lines.py
 def test_command_line_of_the_report(tmp_path: Path, folder: Path) -> None:
     options = ["--max-model-len", "512", "--max-num-seqs", "8", "--cuda-graph-mode", "full"]
     options += ["--speculative-config", json.dumps(MTP), "--disable-frontend-multiprocessing"]

@@ -20,9 +20,14 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 METHODS = ("eagle3", "draft_model", "suffix")
 WINDOW = 4
-EVERY_TARGET = pytest.mark.parametrize("kind", TARGETS)
 SLOW = pytest.mark.slow
-EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
+PAIRS = [(kind, method) for kind in TARGETS for method in METHODS]
+DEFAULT = (("hybrid", "draft_model"), ("latent", "eagle3"))
+CASES = pytest.mark.parametrize(
+    ("kind", "method"),
+    [pair if pair in DEFAULT else pytest.param(*pair, marks=SLOW) for pair in PAIRS],
+)
+"""By default both targets, each with another method that has a module."""
 
 
 class Case:
@@ -47,20 +52,18 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return {kind: Case(tmp_path_factory.mktemp(kind), base) for kind, base in TARGETS.items()}
 
 
-@EVERY_TARGET
-@EVERY_METHOD
+@CASES
 @pytest.mark.parametrize("k", [pytest.param(1, marks=SLOW), 3, pytest.param(15, marks=SLOW)])
 def test_answers_equal_those_without_drafts(
     cases: dict[str, Case], kind: str, method: str, k: int
 ) -> None:
-    """A long prompt in small chunks with drafting rows, then all prompts again from the cache."""
+    """A long prompt in small chunks beside rows that draft, and all of it again from the cache."""
     llm = cases[kind].engine(method, k, max_num_batched_tokens=64)
     assert answers(llm) == cases[kind].plain
     assert answers(llm) == cases[kind].plain
 
 
-@EVERY_TARGET
-@EVERY_METHOD
+@CASES
 def test_changing_drafts_and_preemption_keep_the_answers(
     cases: dict[str, Case], kind: str, method: str
 ) -> None:
@@ -70,8 +73,7 @@ def test_changing_drafts_and_preemption_keep_the_answers(
     assert llm.engine.scheduler.preemptions > 0
 
 
-@EVERY_TARGET
-@EVERY_METHOD
+@CASES
 @pytest.mark.parametrize("bucket", [pytest.param(1, marks=SLOW), 3, pytest.param(8, marks=SLOW)])
 def test_null_rows_need_a_pool_of_two_pages(
     cases: dict[str, Case], kind: str, method: str, bucket: int

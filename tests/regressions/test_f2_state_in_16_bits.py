@@ -23,6 +23,7 @@ from lockstep.layers import gated_delta_net
 from lockstep.worker import row_table
 from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import PARAMS, PROMPTS, answers
+from tests.selection import some_slow
 
 HALF = "bfloat16"
 
@@ -45,7 +46,7 @@ def test_float32_is_the_default(make: Callable[..., LLM], plain: list[Any]) -> N
     assert llm.engine.numerics == make().engine.numerics
 
 
-@pytest.mark.parametrize("flush", [1, 5, 20])
+@pytest.mark.parametrize("flush", some_slow([1, 5, 20], (20,)))
 def test_chunks_drafts_and_preemption_keep_the_answer(
     make: Callable[..., LLM],
     plain: list[Any],
@@ -73,7 +74,7 @@ def test_chunks_drafts_and_preemption_keep_the_answer(
     assert llm.engine.scheduler.cache.hit_tokens > 0
 
 
-@pytest.mark.parametrize("k", [1, 3, 15])
+@pytest.mark.parametrize("k", some_slow([1, 3, 15], (15,)))
 def test_answers_longer_than_the_token_ring_are_equal(make: Callable[..., LLM], k: int) -> None:
     """Only long answers let a state lack the maximum, 15 tokens and a window, so that the ring
     wraps."""

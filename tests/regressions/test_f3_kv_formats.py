@@ -23,9 +23,13 @@ from lockstep.layers.attention import Attention
 from lockstep.step import StepContext
 from tests.kernels.backends import same_bits
 from tests.regressions.conftest import PROMPTS, answers
+from tests.selection import some_slow
 
 KINDS = sorted({format.name for format in KV_FORMATS.values()})
-FORMAT = pytest.mark.parametrize("kind", KINDS)
+FORMAT = pytest.mark.parametrize(
+    "kind", some_slow(KINDS, ("bfloat16", "int8_per_token_head", "turboquant_k3v4_nc"))
+)
+"""By default one format of each way of storing: a cast, scales, codebooks of two sizes."""
 GROUPS = (1, 2, 4, 5, 6, 7, 8, 16)
 """Query heads per KV head."""
 

@@ -20,9 +20,13 @@ from lockstep.layers.latent_attention import LatentAttention
 from lockstep.step import PAGE_SIZE, StepContext
 from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import PROMPTS, answers, engine_over
+from tests.selection import some_slow
 from tests.tiny_model import DEEPSEEK, make_model
 
-KINDS = pytest.mark.parametrize("kind", LATENT_QUANTIZERS)
+KINDS = pytest.mark.parametrize(
+    "kind", some_slow(LATENT_QUANTIZERS, ("fp8_e4m3", "turboquant_3bit_nc"))
+)
+"""By default a format with scales and the one whose codes cross bytes."""
 LATENT = 32
 ROPE = 12
 LAYERS = 4

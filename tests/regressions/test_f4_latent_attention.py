@@ -13,10 +13,11 @@ from lockstep import LLM, EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.kernels.latent_attention import cpu
 from tests.regressions.conftest import PARAMS, answers, poison_latents_behind, run_null_rows
+from tests.selection import some_slow
 from tests.tiny_model import DEEPSEEK, make_model
 
 SHORT = [[3, 1, 4, 1, 5, i] for i in range(2)]
-"""Prompts for a pool of one page and the null page, one at a time."""
+"""Prompts for a pool of one page beside the null page, one at a time."""
 FEW = replace(PARAMS, max_tokens=6)
 LONG = [[(7 * i + i * i) % 250 for i in range(n)] for n in (250, 5, 65, 130)]
 WINDOW = 4
@@ -54,7 +55,7 @@ def plain(latent: Make) -> list[Any]:
     return answers(latent(), LONG)
 
 
-@pytest.mark.parametrize("bucket", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("bucket", some_slow(range(1, 9), (1, 8)))
 def test_every_bucket_runs_null_rows_with_two_pages(
     latent: Make, alone: list[Any], bucket: int
 ) -> None:
@@ -64,7 +65,7 @@ def test_every_bucket_runs_null_rows_with_two_pages(
     assert [answers(llm, [prompt], FEW) for prompt in SHORT] == alone
 
 
-@pytest.mark.parametrize("bucket", [1, 3, 8])
+@pytest.mark.parametrize("bucket", some_slow((1, 3, 8), (3,)))
 def test_padded_rows_do_not_change_real_rows(latent: Make, plain: list[Any], bucket: int) -> None:
     assert answers(latent(True, row_buckets=(bucket, 8)), LONG) == plain
 

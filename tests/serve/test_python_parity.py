@@ -11,6 +11,7 @@ import pytest
 from lockstep import LLM
 from lockstep.outputs import CompletionOutput
 from lockstep.worker.build import find_model
+from tests.selection import some_slow
 from tests.serve.live_server import CALL, CODE, TOOLS, serving
 
 SETTINGS: dict[str, Any] = {
@@ -63,6 +64,8 @@ CHATS = {
         [*HI, {"role": "assistant", "content": "It is"}],
     ),
 }
+DEFAULT_CHATS = ("defaults", "max_tokens over max_new_tokens", "stop", "n", "calls", "continued")
+"""One of each group that takes its own way: sampling fields, stops, choices, tools, templates."""
 TEXTS: dict[str, dict[str, Any]] = {
     "defaults": {"seed": 1},
     "greedy": {"seed": 1, "temperature": 0, "max_tokens": 20},
@@ -111,7 +114,7 @@ def over_http(choice: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("name", some_slow(CHATS, DEFAULT_CHATS))
 def test_chat_equals_python(server: Any, name: str) -> None:
     requested = CHATS[name]
     sampling = {"max_tokens": None, **requested.sampling}
