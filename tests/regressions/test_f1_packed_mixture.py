@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             None if names_in(name, PLAIN) else random_codes(n, k, 4, 32, seed=sum(map(ord, name)))
         )
 
-    result = write(target, tensors, plain, SETTINGS, pick, partial(gptq, less=1)).packed
+    result = write(target, tensors, plain, SETTINGS, pick, partial(gptq, less=1)).quantized
     config = json.loads((result / "config.json").read_text())
     settings = config.pop("quantization_config")
     outer = {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "text_config": config}
