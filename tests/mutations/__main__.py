@@ -14,24 +14,24 @@ def meant(fault: Fault, word: str) -> bool:
 
 
 def main() -> int:
-    """Return the number of faults that were not found."""
+    """Run the faults of the command line; return the number that were not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations")
     parser.add_argument("words", nargs="*", help="areas, or parts of names; all if left out")
     parser.add_argument("--size", default="default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", default="0/1", help="I/N: every Nth fault from the Ith on")
-    asked = parser.parse_args()
-    first, step = map(int, asked.part.split("/"))
-    chosen = [f for f in FAULTS if not asked.words or any(meant(f, w) for w in asked.words)]
+    args = parser.parse_args()
+    first, step = map(int, args.part.split("/"))
+    chosen = [f for f in FAULTS if not args.words or any(meant(f, w) for w in args.words)]
     missed = 0
     print("| fault | area | found by | s |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name, copied(Path(name)) as folder:
-        require_sound(folder, asked.seed)
+        require_sound(folder, args.seed)
         for fault in chosen[first::step]:
-            found = try_fault(fault, folder, asked.size, asked.seed)
-            missed += not found.case
-            by = f"{found.case}: {found.what[:90]}" if found.case else f"NOT FOUND {found.what}"
-            print(f"| {fault.name} | {fault.area} | {by} | {found.seconds:.0f} |", flush=True)
+            result = try_fault(fault, folder, args.size, args.seed)
+            missed += not result.case
+            by = f"{result.case}: {result.what[:90]}" if result.case else f"NOT FOUND {result.what}"
+            print(f"| {fault.name} | {fault.area} | {by} | {result.seconds:.0f} |", flush=True)
     print(f"{missed} not found")
     return missed
 

@@ -71,14 +71,14 @@ PACKAGE = Path(__file__).parents[2] / "lockstep"
 
 @dataclass(frozen=True)
 class Fault:
-    """Change of one place of the package that a test or `lockstep check` must find.
+    """Code change of the package that a test or `lockstep check` must find.
 
     area: part of the engine that the fault is in.
     module: dotted name within lockstep.
     scope: qualified name of the function or class; "" is the whole module.
     old, new: pattern of the code that the fault changes, and its replacement.
     test: the test of pytest that finds the fault. "": `lockstep check` finds it; the check runs the
-        bundled model, which is dense and not quantized.
+    bundled model, which is dense and not quantized.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Fault:
 
     @property
     def file(self) -> str:
-        """Path of the module's file within the package."""
+        """Return the path of the module's file within the package."""
         path = self.module.replace(".", "/")
         is_package = (PACKAGE / path).is_dir()
         return f"{path}/__init__.py" if is_package else f"{path}.py"
@@ -1262,7 +1262,10 @@ FAULTS = (
         OF_EAGLE3,
     ),
     Fault(
-        "a tap one layer further", "drafter", "models.decoder", "Decoder.forward",
+        "an auxiliary hidden state one layer further",
+        "drafter",
+        "models.decoder",
+        "Decoder.forward",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
         "if $place in self.aux_hidden_layers:\n"
         "    ...",

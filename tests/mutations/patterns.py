@@ -29,16 +29,16 @@ ATOMS = (
 )  # fmt: skip
 """Expressions that need no parentheses wherever they are put."""
 MAX_CANDIDATES = 3
-"""Maximum similar places that an error lists."""
+"""Maximum number of similar nodes that an error lists."""
 
 
 class PatternError(ValueError):
-    """A pattern that does not match exactly one place, or a change that cannot be made."""
+    """Pattern that does not match exactly once, or change that cannot be made."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """Place in a file that a pattern matches.
+    """Code of a file that a pattern matches.
 
     nodes: one expression, or consecutive statements.
     bindings: the code that each placeholder matched.
@@ -175,9 +175,9 @@ def _match(wanted: object, node: object, match: Match) -> Iterator[Match]:
         yield from _match_fields(wanted, node, list(wanted._fields), paired)
     elif isinstance(wanted, list):
         if isinstance(node, list):
-            for length, found in _match_prefix(wanted, node, match):
+            for length, inner_match in _match_prefix(wanted, node, match):
                 if length == len(node):
-                    yield found
+                    yield inner_match
     elif type(wanted) is type(node) and wanted == node:
         yield match
 
@@ -199,8 +199,8 @@ def _match_fields(
         # The dots among a call's arguments stand for keywords too.
         names_wanted = {keyword.arg for keyword in ours}
         theirs = [keyword for keyword in theirs if keyword.arg in names_wanted]
-    for found in _match(ours, theirs, match):
-        yield from _match_fields(wanted, node, rest, found)
+    for field_match in _match(ours, theirs, match):
+        yield from _match_fields(wanted, node, rest, field_match)
 
 
 def _match_prefix(
@@ -212,12 +212,12 @@ def _match_prefix(
         return
     if _is_dots(wanted[0]):
         for skipped in range(len(nodes), -1, -1):
-            for length, found in _match_prefix(wanted[1:], nodes[skipped:], match):
-                yield skipped + length, found
+            for length, rest_match in _match_prefix(wanted[1:], nodes[skipped:], match):
+                yield skipped + length, rest_match
     elif nodes:
         for first in _match(wanted[0], nodes[0], match):
-            for length, found in _match_prefix(wanted[1:], nodes[1:], first):
-                yield length + 1, found
+            for length, rest_match in _match_prefix(wanted[1:], nodes[1:], first):
+                yield length + 1, rest_match
 
 
 def _bind(name: str, node: object, match: Match) -> Iterator[Match]:
@@ -241,17 +241,18 @@ def _placeholder(value: object) -> str | None:
 
 
 def _is_dots(value: object) -> bool:
-    """Whether a statement or an argument is `...`. In a subscript it is Python's own."""
+    """Return whether a statement or an argument is `...`. In a subscript it is Python's own."""
     value = value.value if isinstance(value, ast.Expr) else value
     return isinstance(value, ast.Constant) and value.value is Ellipsis
 
 
 def same(one: ast.AST, other: ast.AST) -> bool:
-    """Whether two trees are the same code, wherever it is written to or read."""
+    """Return whether two trees are the same code, regardless of load and store contexts."""
     return _code(one) == _code(other)
 
 
 def _code(node: ast.AST) -> str:
+    """Return the dump of a tree without its contexts."""
     return re.sub(r"ctx=(Load|Store|Del)\(\)", "", ast.dump(node))
 
 
@@ -299,7 +300,7 @@ class _Editor:
         if index < len(old) and not _is_dots(old[index]):
             start, _ = self._span(old[index])
             return Edit(start, start, self._indented([*text, ""], start))
-        raise PatternError("a statement is put in between two `...`: name one beside it")
+        raise PatternError("a statement is put in between two `...`: name a statement next to it")
 
     def _of_nodes(self, old: ast.AST, new: ast.AST) -> list[Edit]:
         """Return the edits of one statement or expression, as deep in it as they can be made."""
@@ -367,6 +368,7 @@ class _Editor:
         return start, self.starts[node.end_lineno - 1] + node.end_col_offset
 
     def _line_start(self, at: int) -> int:
+        """Return the first byte of the line of a byte."""
         return self.data.rfind(b"\n", 0, at) + 1
 
     def _indented(self, text: list[str], at: int) -> str:
@@ -381,6 +383,7 @@ class _Editor:
 
 
 def _are_statements(was: list, now: list) -> bool:
+    """Return whether either list contains statements."""
     return any(isinstance(item, ast.stmt) for item in [*was, *now])
 
 
@@ -472,13 +475,15 @@ def _report(
     """Return the error for a pattern that matches no place, or several."""
     where = scope or "the module"
     if matches:
-        places = [match.nodes[0] for match in matches]
-        listed = "\n".join(_place(node) for node in places)
+        matched_nodes = [match.nodes[0] for match in matches]
+        listed = "\n".join(_first_line(node) for node in matched_nodes)
         return f"{old!r} matches {len(matches)} places of {where}, not one:\n{listed}"
     kind = type(_wanted(pattern[0])) if pattern else ast.stmt
     code = ast.unparse(pattern[0]).replace(PREFIX, "$") if pattern else ""
-    others = {_place(n): n for root in roots for n in ast.walk(root) if type(n) is kind}
-    texts = {place: ast.unparse(node) for place, node in others.items()}
+    nodes_by_place = {
+        _first_line(n): n for root in roots for n in ast.walk(root) if type(n) is kind
+    }
+    texts = {place: ast.unparse(node) for place, node in nodes_by_place.items()}
     ratio = {p: difflib.SequenceMatcher(None, code, t).ratio() for p, t in texts.items()}
     near = "\n".join(sorted(ratio, key=lambda p: -ratio[p])[:MAX_CANDIDATES])
     listed = f" The most similar code there:\n{near}" if near else ""
@@ -486,9 +491,10 @@ def _report(
 
 
 def _wanted(statement: ast.stmt) -> ast.AST:
+    """Return the expression of an expression statement, else the statement."""
     return statement.value if isinstance(statement, ast.Expr) else statement
 
 
-def _place(node: ast.AST) -> str:
+def _first_line(node: ast.AST) -> str:
     """Return a node's line number and the first line of its code."""
     return f"  line {node.lineno}: {ast.unparse(node).splitlines()[0]}"  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Puts a fault into a copy of the package, runs the check there, and says what found it.
+"""Runner of faults: puts a fault into a copy of the package, and runs the check there.
 
-A fault that the bundled model does not reach names a test instead, which is run in the copy.
+A fault that the bundled model does not reach names a test, which runs in the copy instead.
 """
 
 import json
@@ -26,20 +26,23 @@ from lockstep.config import EngineConfig
 started = time.process_time()
 effort = Effort(SIZES[sys.argv[1]].scenarios, minimise=0.0, fail_fast=True)
 report = run_check(sys.argv[1], seed=int(sys.argv[2]), effort=effort)
-found = report.to_json()
-found["spent"] = time.process_time() - started
-print(json.dumps(found))
+result = report.to_json()
+result["spent"] = time.process_time() - started
+print(json.dumps(result))
 """
-MOST_SECONDS = 900
-"""A check that has found nothing by then, on a busy machine, is taken to hang."""
+MAX_SECONDS = 900
+"""Time limit of a check that has found nothing, on a busy machine."""
 TESTS_FAILED = 1
-"""What pytest returns where a test failed; above it, tests were not run."""
+"""Exit status of pytest if a test failed. Higher ones mean that tests did not run."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a check of a fault gave. case: which one differed first, "" if none; seconds: of CPU
-    time until then, without the start of the process where the check was run."""
+class Result:
+    """Result of a check or test of a fault.
+
+    case: the first case that differed, "" if none. seconds: CPU time until then, without the start
+    of the process for a check.
+    """
 
     fault: Fault
     case: str
@@ -49,8 +52,7 @@ class Found:
 
 @contextmanager
 def copied(folder: Path) -> Iterator[Path]:
-    """A copy of the package to put faults into, and of its tests; the bundled model is not
-    copied."""
+    """Copy the package and its tests to a folder for the context; the bundled model is linked."""
     package = folder / "lockstep"
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("assets"))
     (package / "assets").symlink_to(SOURCE / "assets")
@@ -74,12 +76,12 @@ def mutated(text: str, fault: Fault) -> str:
         ) from None
 
 
-def try_fault(fault: Fault, folder: Path, size: str = "default", seed: int = 0) -> Found:
-    """Runs the check of a size, or the fault's test, with the fault in the copy, which is then
-    mended."""
+def try_fault(fault: Fault, folder: Path, size: str = "default", seed: int = 0) -> Result:
+    """Run the check of a size, or the fault's test, with the fault in the copy; then restore the
+    file."""
     path = folder / "lockstep" / fault.file
-    sound = (SOURCE / fault.file).read_text(encoding="utf-8")
-    path.write_text(mutated(sound, fault), encoding="utf-8")
+    original = (SOURCE / fault.file).read_text(encoding="utf-8")
+    path.write_text(mutated(original, fault), encoding="utf-8")
     try:
         if fault.test:
             return _tested(fault, folder)
@@ -87,38 +89,39 @@ def try_fault(fault: Fault, folder: Path, size: str = "default", seed: int = 0) 
     finally:
         shutil.copy2(SOURCE / fault.file, path)
     if "failures" not in report:
-        return Found(fault, report["case"], report["what"], 0.0)
+        return Result(fault, report["case"], report["what"], 0.0)
     if not report["failures"]:
-        return Found(fault, "", "", report["spent"])
+        return Result(fault, "", "", report["spent"])
     first = report["failures"][0]
-    return Found(fault, _case(first), first["what"], report["spent"])
+    return Result(fault, _case(first), first["what"], report["spent"])
 
 
-def _tested(fault: Fault, folder: Path) -> Found:
-    """What the fault's test says. Raises RuntimeError where it does not run."""
+def _tested(fault: Fault, folder: Path) -> Result:
+    """Return the result of the fault's test. Raises RuntimeError if it does not run."""
     command = ["-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-m", "not gpu"]
     spent = _spent()
     try:
         done = _python(folder, *command, fault.test)
     except subprocess.TimeoutExpired:
-        return Found(fault, "", f"no end after {MOST_SECONDS} s", 0.0)
+        return Result(fault, "", f"no end after {MAX_SECONDS} s", 0.0)
     spent = _spent() - spent
     if done.returncode == 0:
-        return Found(fault, "", "", spent)
+        return Result(fault, "", "", spent)
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
     if done.returncode != TESTS_FAILED or not failed:
         raise RuntimeError(f"{fault.test} was not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     case, _, what = failed[0].removeprefix("FAILED ").partition(" - ")
-    return Found(fault, case, what, spent)
+    return Result(fault, case, what, spent)
 
 
 def _spent() -> float:
-    """CPU seconds of the processes that have ended."""
+    """Return the CPU seconds of ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _case(failure: dict) -> str:
+    """Return the name of a failed case of the check."""
     setup = failure["setup"]
     if setup["phase"] == "scenario":
         return failure["batch"]
@@ -129,26 +132,28 @@ def _case(failure: dict) -> str:
 
 
 def require_sound(folder: Path, seed: int = 0) -> None:
-    """Raises RuntimeError where the copy without a fault fails the quick check: a check that
-    cannot run would seem to find every fault."""
+    """Raise RuntimeError if the copy without a fault fails the quick check.
+
+    A check that cannot run would seem to find every fault.
+    """
     report = _run(folder, "quick", seed)
     if report.get("failures") != []:
         raise RuntimeError(f"the check of the copy without a fault is not clean: {report}")
 
 
 def _run(folder: Path, size: str, seed: int) -> dict:
-    """The report of a check in a process of its own, or how the process ended without one."""
+    """Return the report of a check in a separate process, or how the process ended without one."""
     try:
         done = _python(folder, "-c", CHECK, size, str(seed))
     except subprocess.TimeoutExpired:
-        return {"case": "", "what": f"no end after {MOST_SECONDS} s"}
+        return {"case": "", "what": f"no end after {MAX_SECONDS} s"}
     if done.returncode:
         return {"case": "the check itself", "what": done.stderr.strip().splitlines()[-1]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python in the copy, to its end. Raises RuntimeError where a signal ended it."""
+    """Run Python in the copy until it ends. Raises RuntimeError if a signal ended it."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     settings = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -156,7 +161,7 @@ def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=MOST_SECONDS,
+        timeout=MAX_SECONDS,
         env={**os.environ, **settings},
     )
     if done.returncode < 0:

@@ -86,7 +86,8 @@ def test_a_fault_that_does_not_apply_says_so() -> None:
     )
 
 
-def found(fault: Fault, folder: Path, size: str) -> None:
+def assert_found(fault: Fault, folder: Path, size: str) -> None:
+    """Assert that the fault is found."""
     result = try_fault(fault, folder, size)
     print(f"{fault.name}: {result.case}: {result.what}, {result.seconds:.0f} s")
     assert result.case, f"{fault.name} was not found: {result.what}"
@@ -94,13 +95,13 @@ def found(fault: Fault, folder: Path, size: str) -> None:
 
 @pytest.mark.parametrize("name", FAST)
 def test_quick_finds(name: str, folder: Path) -> None:
-    found(next(f for f in FAULTS if f.name == name), folder, "quick")
+    assert_found(next(f for f in FAULTS if f.name == name), folder, "quick")
 
 
 def test_the_check_of_a_fault_is_run_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its script, in this process, over a tiny model that is wrong by a bit."""
+    """Run its script in this process, over a tiny model with one wrong bit."""
     fault = next(fault for fault in FAULTS if not fault.test)
     (tmp_path / "lockstep" / fault.file).parent.mkdir(parents=True)
     model = str(make_model(tmp_path / "model", **TWO_LAYERS))
@@ -130,7 +131,7 @@ def sound_folder(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
 def test_the_default_check_or_its_test_finds(fault: Fault, sound_folder: Path) -> None:
-    found(fault, sound_folder, "default")
+    assert_found(fault, sound_folder, "default")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_check_that_fails_without_a_fault_judges_none(
         require_sound(tmp_path)
 
 
-def test_a_sound_copy_is_not_mended_away(folder: Path) -> None:
-    """The copy is the package as it stands, after faults were put in and taken out."""
+def test_faults_leave_no_change_in_the_copy(folder: Path) -> None:
+    """Compare the copy with the package after faults were put in and removed."""
     for path in SOURCE.rglob("*.py"):
         assert (folder / "lockstep" / path.relative_to(SOURCE)).read_bytes() == path.read_bytes()

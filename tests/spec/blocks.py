@@ -26,14 +26,14 @@ Tensors = dict[str, Tensor]
 
 
 def make_block_model(
-    folder: Path, vocab: int, hidden: int, taps: list[int], inner: bool = True, **changes: Any
+    folder: Path, vocab: int, hidden: int, aux_layers: list[int], inner: bool = True, **changes: Any
 ) -> Tensors:
     """Write a draft model for a target of width `hidden`; return its tensors by name.
 
     taps: target_layer_ids; inner: block_size is inside dflash_config; changes: of its config.
     """
     folder.mkdir(exist_ok=True)
-    mine = {"mask_token_id": MASK, "target_layer_ids": taps}
+    mine = {"mask_token_id": MASK, "target_layer_ids": aux_layers}
     sizes = {"block_size": BLOCK}
     config = {
         "architectures": ["DFlashDraftModel"],
@@ -57,18 +57,18 @@ def make_block_model(
         **changes,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = random_model(hidden, len(taps), config["head_dim"])
+    tensors = random_model(hidden, len(aux_layers), config["head_dim"])
     save_file(tensors, folder / "model.safetensors")
     return tensors
 
 
-def random_model(hidden: int, taps: int, dim: int) -> Tensors:
+def random_model(hidden: int, aux_layers: int, dim: int) -> Tensors:
     """Return random tensors with the names of the authors' files."""
     drawn = RandomTensors()
     matrix = drawn.matrix
     norm = drawn.norm
     tensors = {
-        "fc.weight": matrix(hidden, taps * hidden),
+        "fc.weight": matrix(hidden, aux_layers * hidden),
         "hidden_norm.weight": norm(hidden),
         "norm.weight": norm(hidden),
     }

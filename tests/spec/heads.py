@@ -72,8 +72,8 @@ def make_head(
     }
     (folder / "config.json").write_text(json.dumps(config))
     named = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    taps = len(named or (1, 2, 3))
-    tensors = random_head(vocab, hidden, width, known, taps)
+    aux_layers = len(named or (1, 2, 3))
+    tensors = random_head(vocab, hidden, width, known, aux_layers)
     for index in range(1, config["num_hidden_layers"]):
         tensors |= later_layer(index, width)
     if "kv_lora_rank" in config:
@@ -81,20 +81,20 @@ def make_head(
     if config.get("attention_bias"):
         tensors |= biases(tensors)
     if config.get("fc_norm"):
-        tensors |= {f"fc_norm.{i}.weight": torch.rand(hidden) + 0.5 for i in range(taps)}
+        tensors |= {f"fc_norm.{i}.weight": torch.rand(hidden) + 0.5 for i in range(aux_layers)}
     if config.get("norm_before_fc"):
-        tensors["input_norm.weight"] = torch.rand(taps * hidden) + 0.5
+        tensors["input_norm.weight"] = torch.rand(aux_layers * hidden) + 0.5
     save_head(folder, tensors)
     return tensors
 
 
-def random_head(vocab: int, hidden: int, width: int, known: int, taps: int) -> Tensors:
+def random_head(vocab: int, hidden: int, width: int, known: int, aux_layers: int) -> Tensors:
     """Return random tensors with the names of the authors' files."""
     drawn = RandomTensors()
     matrix = drawn.matrix
     norm = drawn.norm
     tensors = {
-        "fc.weight": matrix(width, taps * hidden),
+        "fc.weight": matrix(width, aux_layers * hidden),
         "norm.weight": norm(width),
         "lm_head.weight": matrix(known, width),
         "midlayer.hidden_norm.weight": norm(width),

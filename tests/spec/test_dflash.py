@@ -22,7 +22,7 @@ from tests.tiny_model import LLAMA, QWEN3
 
 HIDDEN = 48
 LAYERS = 5
-TAPS = [0, 1, 3]
+AUX_LAYERS = [0, 1, 3]
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (130, 5, 52)]
 REQUESTS = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
@@ -48,7 +48,7 @@ def test_drafts_equal_the_paper(
     """At every step and in both rows: chunked prompts, a varying number of drafts, rows moved to
     the host, and prefix hits."""
     folder, oracle = targets[family]
-    model = make_block_model(tmp_path / "draft", VOCAB, HIDDEN, TAPS, inner=k > 1)
+    model = make_block_model(tmp_path / "draft", VOCAB, HIDDEN, AUX_LAYERS, inner=k > 1)
     seen = RecordedDrafts(create)
     hooks = CheckHooks(drafter=seen.create, draft_policy=RandomDraftLength, preempt_every=3)
     llm = make_engine(folder, tmp_path / "draft", k, hooks, max_num_batched_tokens=64)
@@ -61,11 +61,11 @@ def test_drafts_equal_the_paper(
     assert max(len(drafts) for _, drafts in seen.drafts) == k
 
     @torch.no_grad()
-    def tapped(tokens: list[int]) -> list[torch.Tensor]:
+    def aux_hidden_states(tokens: list[int]) -> list[torch.Tensor]:
         states = oracle.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        return [states[tap + 1][0] for tap in TAPS]
+        return [states[layer + 1][0] for layer in AUX_LAYERS]
 
-    every = seen.by_longest_prefix(tapped)
+    every = seen.by_longest_prefix(aux_hidden_states)
     for known, drafts in seen.drafts:
         residuals = [states[: len(known) - 1] for states in every(known)]
         expected = drafts_of(model, embedding, head, residuals, known[-1], len(drafts))
@@ -76,7 +76,9 @@ def test_drafts_equal_the_paper(
     assert [o.outputs[0].token_ids for o in again] == expected
 
 
-def test_default_taps_are_spread(targets: dict[str, Any], tmp_path: Path) -> None:
+def test_auxiliary_layers_are_spread_where_none_are_named(
+    targets: dict[str, Any], tmp_path: Path
+) -> None:
     folder, _ = targets["Llama"]
     make_block_model(tmp_path / "draft", VOCAB, HIDDEN, [1, 2])
     path = tmp_path / "draft" / "config.json"
@@ -122,14 +124,14 @@ def within(**changes: Any) -> dict[str, Any]:
 def test_unsupported_settings_are_refused(
     targets: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    make_block_model(tmp_path / "draft", VOCAB, HIDDEN, TAPS, **changes)
+    make_block_model(tmp_path / "draft", VOCAB, HIDDEN, AUX_LAYERS, **changes)
     with pytest.raises(CheckpointError, match=f"draft/config.json .*{message}"):
         make_engine(targets["Llama"][0], tmp_path / "draft", 3)
 
 
 def test_drafts_beyond_block_size_are_refused(targets: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = targets["Llama"]
-    make_block_model(tmp_path / "draft", VOCAB, HIDDEN, TAPS, inner=False, block_size=8)
+    make_block_model(tmp_path / "draft", VOCAB, HIDDEN, AUX_LAYERS, inner=False, block_size=8)
     with pytest.raises(
         ConfigError, match="num_speculative_tokens=8 is not allowed; allowed: 1 to 7"
     ):
@@ -138,7 +140,7 @@ def test_drafts_beyond_block_size_are_refused(targets: dict[str, Any], tmp_path:
 
 def test_missing_and_spare_tensors_are_refused(targets: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = targets["Llama"]
-    tensors = make_block_model(tmp_path / "draft", VOCAB, HIDDEN, TAPS)
+    tensors = make_block_model(tmp_path / "draft", VOCAB, HIDDEN, AUX_LAYERS)
     kept = {f"model.{n}": t for n, t in tensors.items() if n != "fc.weight"}
     save_file(kept | {"more": torch.ones(2)}, tmp_path / "draft" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"missing tensors \(1\): fc.weight; spare .*more"):

@@ -21,7 +21,7 @@ from tests.spec.blocks import MASK, Tensors, logits_of, make_block_model
 pytestmark = pytest.mark.slow
 
 BUNDLED = str(Path(lockstep.__file__).parent / "assets" / "model")
-TAPS = [1, 3, 5]
+AUX_LAYERS = [1, 3, 5]
 WIDTH = 8
 """Tokens per block."""
 ANSWERS = 40
@@ -103,7 +103,7 @@ def test_trained_layers_draft_accepted_tokens(tmp_path: Path) -> None:
     conversations = make_conversations()
     plain = make_engine(None).chat(conversations, GREEDY)
     expected = [out.outputs[0].token_ids for out in plain]
-    model = make_block_model(tmp_path, 4096, 256, TAPS)
+    model = make_block_model(tmp_path, 4096, 256, AUX_LAYERS)
     catching = make_engine(tmp_path, CheckHooks(drafter=ResidualRecorder))
     catcher: Any = worker_of(catching.engine).program.drafter
     one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)

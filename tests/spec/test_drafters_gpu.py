@@ -45,8 +45,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Pat
         root = tmp_path_factory.mktemp(kind)
         target = make_model(root / "target", base)
         vocab = json.loads((target / "config.json").read_text())["vocab_size"]
-        taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-        make_head(root / "head", vocab, 64, eagle_config=taps, num_hidden_layers=2, head_dim=32)
+        aux_layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        make_head(
+            root / "head", vocab, 64, eagle_config=aux_layers, num_hidden_layers=2, head_dim=32
+        )
         make_block_model(root / "blocks", vocab, 64, [0, 1], head_dim=32)
         draft = make_model(root / "draft", LLAMA, num_hidden_layers=1, **WIDE)
         result[kind] = {

@@ -57,7 +57,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
     return random_targets(tmp_path_factory, families, LAYERS)
 
 
-def residuals_of(oracle: Any, tokens: list[int], taps: tuple[int, ...]) -> list[torch.Tensor]:
+def residuals_of(oracle: Any, tokens: list[int], aux_layers: tuple[int, ...]) -> list[torch.Tensor]:
     """Return transformers' residuals before these layers; for the number of layers, the one before
     the final norm."""
     inner = oracle.model
@@ -79,7 +79,7 @@ def residuals_of(oracle: Any, tokens: list[int], taps: tuple[int, ...]) -> list[
         inner(torch.tensor([tokens]))
     for hook in hooks:
         hook.remove()
-    return [result[tap][0] for tap in taps]
+    return [result[layer][0] for layer in aux_layers]
 
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -114,7 +114,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "named taps": (
+    "named auxiliary layers": (
         "Llama",
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4, 6]}},
     ),
@@ -141,10 +141,10 @@ def test_drafts_equal_the_paper(targets: dict[str, Any], tmp_path: Path, form: s
     )
     llm.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)
     named = changes.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    taps = tuple(named or (2, LAYERS // 2, LAYERS - 3))
+    aux_layers = tuple(named or (2, LAYERS // 2, LAYERS - 3))
     flags = {name: value for name, value in changes.items() if value is True}
     embedding = oracle.get_input_embeddings().weight.detach()
-    every = seen.by_longest_prefix(lambda tokens: residuals_of(oracle, tokens, taps))
+    every = seen.by_longest_prefix(lambda tokens: residuals_of(oracle, tokens, aux_layers))
     for known, drafts in seen.drafts:
         residuals = [states[: len(known) - 1] for states in every(known)]
         assert drafts == drafts_of(head, embedding, residuals, known, K, **flags), len(known)
@@ -242,9 +242,9 @@ def test_head_and_embedding_are_own_or_shared(
     for name, tensor in shared.items():
         if name not in mine:
             head[name] = tensor
-    taps = (2, LAYERS // 2, LAYERS - 3)
+    aux_layers = (2, LAYERS // 2, LAYERS - 3)
     for known, drafts in drafts_with(folder, tmp_path / "head"):
-        residuals = residuals_of(oracle, known[:-1], taps)
+        residuals = residuals_of(oracle, known[:-1], aux_layers)
         embedding = head["embed_tokens.weight"]
         assert drafts == drafts_of(head, embedding, residuals, known, K)
 

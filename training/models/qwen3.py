@@ -105,10 +105,9 @@ class HeadLayer(nn.Module):
 
 
 def chain_mask(length: int, step: int, device: torch.device) -> Tensor:
-    """Return the mask [T, (step + 1) T] of the keys that step s sees, those of steps 0 to s
-    concatenated.
+    """Return the mask [T, (step + 1) T] of the keys of steps 0 to s that step s sees.
 
-    At t it sees true states up to t - s, and one state of its own chain for each later step.
+    At t it sees true states up to t - s, and one state of its chain for each later step.
     """
     at = torch.arange(length, device=device)
     gap = at[:, None] - at

@@ -1,4 +1,4 @@
-"""Models that begin, saved as training leaves them, and what they are asked."""
+"""Models with initial weights, saved as training saves them, and their prompts."""
 
 import argparse
 from pathlib import Path
@@ -12,11 +12,11 @@ from training.models.base import LanguageModel
 from training.models.functional import CHUNK
 
 VOCAB = 4096
-MOST_BYTES = 10 << 20
+MAX_BYTES = 10 << 20
 
 
 def save_model(name: str, parent: Path) -> tuple[Path, LanguageModel]:
-    """The folder of one of the trainer's models, and that model as it was saved."""
+    """Return the folder of a saved model, and the model as it was saved."""
     torch.manual_seed(0)
     folder = parent / name
     train._prepare(folder, argparse.Namespace(tokenizer=False, resume=False))
@@ -33,12 +33,12 @@ def save_model(name: str, parent: Path) -> tuple[Path, LanguageModel]:
 
 
 def random_prompts() -> list[list[int]]:
-    """Two, of less than a chunk and of more."""
+    """Return two prompts, one shorter and one longer than a chunk."""
     draw = torch.Generator().manual_seed(1)
     return [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in (20, 150)]
 
 
 def row_of(ids: list[int]) -> Tensor:
-    """[1, T], filled up to whole chunks."""
+    """Return ids as a row [1, T] of whole chunks."""
     row = torch.tensor([ids])
     return F.pad(row, (0, -len(ids) % CHUNK))

@@ -1,4 +1,4 @@
-"""The bundled model: the tool calls that a first user tries."""
+"""Tests of the bundled model with the tool calls that a first user tries."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Corpus stability: the samples of fixed seeds keep their bytes.
+"""Digests of the corpus: the samples of fixed seeds keep their bytes.
 
 The bundled model is reproducible only while its corpus is. Paragraphs, sources and vocabulary come
-from the standard library of the running Python, so a fixed text stands in for them.
+from the standard library of the running Python, so a fixed text replaces them.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def digest(samples: list[tasks.Sample]) -> str:
 
 
 def test_the_corpus_keeps_its_bytes() -> None:
-    """Mixed samples, as a training run draws them, then every task by itself."""
+    """Hash mixed samples, as a training run draws them, and samples of every task."""
     samples = [tasks.draw(seed) for seed in SEEDS]
     for task in tasks.TASKS:
         samples += [tasks.draw(seed, task=task) for seed in SEEDS[:40]]
@@ -47,7 +47,7 @@ def test_the_corpus_keeps_its_bytes() -> None:
 
 
 def test_the_evaluation_sets_keep_their_bytes() -> None:
-    """Evaluation samples of every task, and the requests written by hand."""
+    """Hash evaluation samples of every task, and the handwritten requests."""
     samples = [tasks.draw(s, evaluation=True, task=t) for t in tasks.TASKS for s in SEEDS[:40]]
     for requests in (development_requests.REQUESTS, blind_requests.REQUESTS):
         samples += [sample for sample, _ in tasks.written(requests)]

@@ -1,4 +1,4 @@
-"""The trainer's Triton kernels against their plain forms."""
+"""Tests of the trainer's Triton kernels against PyTorch."""
 
 import pytest
 import torch

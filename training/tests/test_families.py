@@ -1,4 +1,4 @@
-"""Every family's trainer against the engine: one computation, of the target and of its drafter."""
+"""Tests of every family: trainer and engine compute the same, target and drafter."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from lockstep.worker.executor import worker_of
 from tests.models.dense import make_llm
 from tests.models.oracle import RELATIVE, compare_greedy, logits_error
 from training.models.base import LanguageModel
-from training.tests.saved_models import MOST_BYTES, VOCAB, random_prompts, row_of, save_model
+from training.tests.saved_models import MAX_BYTES, VOCAB, random_prompts, row_of, save_model
 
 FAMILIES = ("moe", "nemotron_h", "deepseek_v3", "qwen3", "qwen3_draft")
 DRAFTERS = {"moe": "mtp", "nemotron_h": "mtp", "deepseek_v3": "mtp", "qwen3": "eagle3"}
@@ -34,7 +34,7 @@ def saved(
 
 def test_the_folder_is_small(saved: tuple[str, Path, LanguageModel]) -> None:
     files = [path for path in saved[1].rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < MOST_BYTES
+    assert sum(path.stat().st_size for path in files) < MAX_BYTES
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, LanguageMod
 
 @torch.no_grad()
 def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, LanguageModel]) -> None:
-    """The chain behind a prompt, teacher-forced with its own drafts."""
+    """Compare the chain after a prompt, teacher-forced with the drafts themselves."""
     (name, folder, model) = saved
     if name not in DRAFTERS:
         assert model.drafter is None
@@ -83,7 +83,7 @@ def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, LanguageModel
         drafted = [int(known[logits.argmax()]) for logits in seen[:STEPS]]
         rows = row_of(ids + first + drafted)
         _, read, _ = model.hidden(rows)
-        found, _ = model.drafts(rows, read, STEPS)
-        for step, hidden in enumerate(found[: ALIKE[DRAFTERS[name]]]):
+        drafts, _ = model.drafts(rows, read, STEPS)
+        for step, hidden in enumerate(drafts[: ALIKE[DRAFTERS[name]]]):
             wanted = F.linear(hidden[len(ids) - 1 + step], model.draft_head)[known]
             assert float((seen[step] - wanted).norm() / wanted.norm()) < RELATIVE

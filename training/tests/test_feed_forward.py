@@ -1,4 +1,4 @@
-"""The trainer's sigmoid mixture: its choice against the engine's, its balance, its files."""
+"""Tests of the sigmoid mixture: choice of experts as in the engine, balance, files."""
 
 from typing import Any
 
@@ -55,8 +55,8 @@ def test_the_balance_moves_the_bias_and_the_router_as_the_switch_transformers_lo
     (used * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum().backward()
     torch.testing.assert_close(mixture.gate.weight.grad, router.grad)
     torch.testing.assert_close(bias.grad, used - 1)
-    others = [p for p in mixture.parameters() if p is not bias and p is not mixture.gate.weight]
-    assert all(p.grad is None or not p.grad.any() for p in others)
+    frozen = [p for p in mixture.parameters() if p is not bias and p is not mixture.gate.weight]
+    assert all(p.grad is None or not p.grad.any() for p in frozen)
 
 
 def test_steps_along_the_balance_even_it_out() -> None:

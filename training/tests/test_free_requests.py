@@ -1,4 +1,4 @@
-"""Requests in free phrasing: what is called was said, and nothing of it is held out."""
+"""Tests of requests in free phrasing: arguments come from the request, and none is held out."""
 
 import random
 import re
@@ -21,8 +21,8 @@ def _words(seed: int) -> Words:
 
 
 def _properties(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    (found,) = (t["function"] for t in tools if t["function"]["name"] == name)
-    return found.get("parameters", {}).get("properties", {})
+    (function,) = (t["function"] for t in tools if t["function"]["name"] == name)
+    return function.get("parameters", {}).get("properties", {})
 
 
 def _check(tools: list[dict[str, Any]], request: str, calls: list[Call]) -> None:
@@ -73,10 +73,10 @@ def test_a_verb_may_mean_a_member_of_an_enum() -> None:
         w = _words(seed)
         tool = free_requests.offer_for(w, intent, frame.text)
         (listed,) = tool.schema["function"]["parameters"]["properties"].values()
-        said = free_requests.fill(w, frame.text, tool)
-        assert said.text == "finish it"
-        assert said.arguments["status"].lower() == "closed"
-        assert said.arguments["status"] in listed["enum"]
+        phrasing = free_requests.fill(w, frame.text, tool)
+        assert phrasing.text == "finish it"
+        assert phrasing.arguments["status"].lower() == "closed"
+        assert phrasing.arguments["status"] in listed["enum"]
 
 
 def test_what_is_added_to_a_request_becomes_an_argument() -> None:
@@ -86,8 +86,8 @@ def test_what_is_added_to_a_request_becomes_an_argument() -> None:
     }
     intent = free_requests.Intent(("f",), ("F",), params, (free_requests.Frame("!", "see {city}"),))
     tools = [free_requests.offer(_words(1), intent, frozenset(params))]
-    found = [free_requests.single(_words(seed), tools) for seed in range(300)]
-    counts = [len(request.calls[0][1]) for request in found]
+    requests = [free_requests.single(_words(seed), tools) for seed in range(300)]
+    counts = [len(request.calls[0][1]) for request in requests]
     assert 15 < counts.count(2) < 90 and counts.count(1) + counts.count(2) == 300
 
 
@@ -146,10 +146,10 @@ def test_beside_a_tool_that_it_could_be_taken_for_a_request_is_sure() -> None:
 
 def test_what_no_frame_tells_apart_is_never_offered_together() -> None:
     for seed in range(600):
-        found = [tool.intent for tool in free_requests.rivals(_words(seed))]
-        names = [intent.names[0] for intent in found if intent in free_requests.intents()]
+        drawn = [tool.intent for tool in free_requests.rivals(_words(seed))]
+        names = [intent.names[0] for intent in drawn if intent in free_requests.intents()]
         assert len(set(names)) == len(names)
-        for intent in found:
+        for intent in drawn:
             assert not (free_requests.incompatible_with(intent) - {intent.names[0]}) & set(names)
 
 
@@ -178,7 +178,7 @@ def test_a_set_written_by_hand_is_as_large_as_it_says_and_sound(
     cases = requests.cases()
     assert sum(bool(right) for _, _, right in cases) >= calls
     assert sum(not right for _, _, right in cases) >= silent
-    assert sum(len(own) for own in requests.domains.values()) >= tools
+    assert sum(len(tools_of_domain) for tools_of_domain in requests.domains.values()) >= tools
     assert len({text for _, text, _ in cases}) > 0.98 * len(cases)
     for offered, text, right in cases:
         assert len({tool["function"]["name"] for tool in offered}) == len(offered)
@@ -193,8 +193,8 @@ def test_answers_read_back_as_the_calls_that_were_meant() -> None:
     for seed in SEEDS:
         request = free_requests.several(_words(seed))
         tools = [tool.schema for tool in request.tools]
-        found = calls_in(tasks.calls_text(request.calls), tools)
-        assert [name for name, _ in found] == [name for name, _ in request.calls]
+        parsed = calls_in(tasks.calls_text(request.calls), tools)
+        assert [name for name, _ in parsed] == [name for name, _ in request.calls]
     (sign,) = Qwen3CoderParser.SIGNS
     assert sign in tasks.calls_text([("f", {})])
 
@@ -240,8 +240,8 @@ def test_an_echo_shares_a_word_with_the_request_and_is_not_what_is_barred() -> N
     for seed in SEEDS:
         for tool in free_requests.echo_tool(_words(seed), "find the recipe of {x}", barred):
             assert tool.intent.names[0] not in barred
-            said = " ".join((*tool.intent.names, *tool.intent.abouts)).lower()
-            assert "find" in said or "recipe" in said
+            words = " ".join((*tool.intent.names, *tool.intent.abouts)).lower()
+            assert "find" in words or "recipe" in words
     assert not free_requests.echo_tool(_words(1), "qqqq {x}", barred)
 
 
@@ -255,11 +255,11 @@ def test_a_switch_is_asked_for_by_state_or_idiom() -> None:
 
 
 def test_number_words_and_sequences() -> None:
-    said = {0: "zero", 21: "twenty-one", 100: "one hundred", 345: "three hundred forty-five"}
-    assert {n: argument_values.number_words(n) for n in said} == said
+    words = {0: "zero", 21: "twenty-one", 100: "one hundred", 345: "three hundred forty-five"}
+    assert {n: argument_values.number_words(n) for n in words} == words
     for seed in SEEDS:
-        ask, found = number_sequences.question(_words(seed))
-        assert ask and len(found) >= 3 and all(isinstance(n, int) for n in found)
+        ask, values = number_sequences.question(_words(seed))
+        assert ask and len(values) >= 3 and all(isinstance(n, int) for n in values)
 
 
 def test_a_follow_up_changes_one_argument() -> None:

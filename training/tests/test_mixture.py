@@ -1,4 +1,4 @@
-"""The mixture of experts: one computation in the trainer and in transformers; how it is trained."""
+"""Tests of the mixture of experts: same computation as transformers, and its training."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from training.models.feed_forward import top_k_mask
 from training.models.functional import CHUNK
 from training.models.qwen3_5 import MOE, Model
 from training.optimizers import Muon, optimizers, orthogonalise
-from training.tests.saved_models import MOST_BYTES, VOCAB, save_model
+from training.tests.saved_models import MAX_BYTES, VOCAB, save_model
 
 TINY: dict[str, Any] = {
     **MOE,
@@ -38,17 +38,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LanguageModel
 
 def test_the_folder_is_small(saved: tuple[Path, LanguageModel]) -> None:
     size = sum(path.stat().st_size for path in saved[0].iterdir())
-    assert 9_000_000 < size < MOST_BYTES - 100_000
+    assert 9_000_000 < size < MAX_BYTES - 100_000
 
 
 @torch.no_grad()
 def test_transformers_computes_what_is_trained(saved: tuple[Path, LanguageModel]) -> None:
     (folder, model) = saved
     transformers = pytest.importorskip("transformers")
-    oracle, found = transformers.AutoModelForCausalLM.from_pretrained(
+    oracle, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
     )
-    assert not found["missing_keys"] and not found["mismatched_keys"]
+    assert not loading_info["missing_keys"] and not loading_info["mismatched_keys"]
     ids = torch.randint(VOCAB, (2, 2 * CHUNK), generator=torch.Generator().manual_seed(2))
     got = model.head(model.hidden(ids)[0]).view(2, 2 * CHUNK, -1)
     wanted = oracle.eval()(ids).logits

@@ -1,4 +1,4 @@
-"""The trainer's Mamba-2: the chunked form against the recurrence, and rows against each other."""
+"""Tests of Mamba-2: chunked form against the recurrence, and independence of rows."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def _stepped(mixer: Mamba2, h: Tensor) -> Tensor:
     step = F.softplus(dt + mixer.dt_bias)
     decay = torch.exp(-torch.exp(mixer.A_log) * step)
     state = torch.zeros(heads, n, p)
-    found = []
+    outputs = []
     for t in range(len(h)):
         x = u[t].view(heads, p)
         key = b[t].view(groups, n).repeat_interleave(heads // groups, 0)
@@ -45,8 +45,8 @@ def _stepped(mixer: Mamba2, h: Tensor) -> Tensor:
         state = state * decay[t][:, None, None] + written
         y = torch.einsum("hn,hnp->hp", query, state) + mixer.D[:, None] * x
         gated = (y.flatten() * F.silu(z[t])).view(groups, -1)
-        found.append(rms(gated, mixer.norm.weight.view(groups, -1)).flatten())
-    return F.linear(torch.stack(found), mixer.out_proj.weight)
+        outputs.append(rms(gated, mixer.norm.weight.view(groups, -1)).flatten())
+    return F.linear(torch.stack(outputs), mixer.out_proj.weight)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Two processes train as one: they go by one clock, and their gradients are averaged."""
+"""Tests of a run with two processes: one clock, and averaged gradients."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The trainer's EAGLE-3 head: what a step sees, and that its target hears nothing of it."""
+"""Tests of the EAGLE-3 head: what a step sees, and that the target gets no gradient from it."""
 
 import torch
 
@@ -12,7 +12,7 @@ def test_a_step_sees_true_states_and_its_own_chain() -> None:
     for step in (1, 2):
         mask = chain_mask(length, step, torch.device("cpu"))
         for t in range(length):
-            wanted = [(0, place) for place in range(t - step + 1)]
+            wanted = [(0, position) for position in range(t - step + 1)]
             wanted += [(i, t - step + i) for i in range(1, step + 1) if t - step + i >= 0]
             seen = [divmod(key, length) for key in mask[t].nonzero()[:, 0].tolist()]
             assert seen == wanted
@@ -26,5 +26,5 @@ def test_the_target_hears_nothing_of_its_head() -> None:
     drafts, _ = model.drafts(ids, read, 2)
     sum((h @ model.draft_head.T).square().mean() for h in drafts).backward()
     for name, p in model.named_parameters():
-        heard = p.grad is not None and bool(p.grad.any())
-        assert heard == name.startswith("eagle3."), name
+        has_gradient = p.grad is not None and bool(p.grad.any())
+        assert has_gradient == name.startswith("eagle3."), name

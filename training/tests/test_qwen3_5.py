@@ -1,4 +1,4 @@
-"""The trained model: the chunked form against the recurrence, names against transformers."""
+"""Tests of Qwen3.5: chunked form against the recurrence, names against transformers."""
 
 from typing import Any
 
@@ -93,10 +93,10 @@ def test_losses_line_up_with_the_tokens_they_predict(tiny: Model) -> None:
     learned = weights * (weights >= 0.5)
     cases = [(hidden, weights, 1, 0)]
     cases += [(h, learned, 2, s) for s, h in enumerate(tiny.drafts(ids, hidden, 3)[0])]
-    for (h, of, ahead, late), part in zip(cases, parts[:-1], strict=True):
-        logits = tiny.head(h).view(2, CHUNK, -1)[:, late:-ahead]
-        targets = ids[:, late + ahead :]
-        w = of[:, late + ahead :]
+    for (h, of, offset, shift), part in zip(cases, parts[:-1], strict=True):
+        logits = tiny.head(h).view(2, CHUNK, -1)[:, shift:-offset]
+        targets = ids[:, shift + offset :]
+        w = of[:, shift + offset :]
         losses = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none")
         torch.testing.assert_close(part, ((losses * w).sum() / w.sum()).detach())
 

@@ -1,4 +1,4 @@
-"""A run that goes by steps can be repeated: the same data, and the same weights."""
+"""Tests of runs by steps: they give the same data and the same weights."""
 
 import argparse
 import os
@@ -20,19 +20,19 @@ COMMAND = ["-m", "training.train", "--smoke", "--steps", "3", "--batch", "2048",
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the bundled tokenizer."""
-    found = tmp_path_factory.mktemp("data")
-    train._prepare(found, argparse.Namespace(tokenizer=False, resume=False))
-    return found
+    prepared = tmp_path_factory.mktemp("data")
+    train._prepare(prepared, argparse.Namespace(tokenizer=False, resume=False))
+    return prepared
 
 
 def batches(folder: Path, seed: int, wait: float) -> list[np.ndarray]:
-    """The first ones of two workers, asked for every `wait` seconds."""
+    """The first ones of two workers, command for every `wait` seconds."""
     feed = Feed(folder, {64: 2}, 256, seed, {"json": 1.0}, keep=4, patient=True)
-    found = []
+    arrays = []
     for _ in range(4):
-        found.extend(feed.batch(64, 2))
+        arrays.extend(feed.batch(64, 2))
         time.sleep(wait)
-    return found
+    return arrays
 
 
 def test_what_a_patient_feed_gives_depends_on_the_seed_alone(folder: Path) -> None:
@@ -45,8 +45,8 @@ def test_what_a_patient_feed_gives_depends_on_the_seed_alone(folder: Path) -> No
 def trained(name: str, folder: Path, salt: str) -> dict[str, bytes]:
     """The weights that a run of three steps leaves. salt: of Python's own hashes."""
     known = {**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": str(ROOT)}
-    asked = [sys.executable, *COMMAND, name, "--out", str(folder)]
-    subprocess.run(asked, check=True, capture_output=True, timeout=900, env=known, cwd=ROOT)
+    command = [sys.executable, *COMMAND, name, "--out", str(folder)]
+    subprocess.run(command, check=True, capture_output=True, timeout=900, env=known, cwd=ROOT)
     paths = folder.rglob("*.safetensors")
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 

@@ -1,4 +1,4 @@
-"""The generator: same seed, same sample; answers follow from prompts; the template agrees."""
+"""Tests of tasks: seeds determine samples, answers follow from prompts, the template agrees."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The tokenizer: a word's tokens do not depend on what stands before it."""
+"""Tests of the tokenizer: a word's tokens do not depend on what precedes it."""
 
 from pathlib import Path
 
@@ -26,8 +26,8 @@ def test_a_value_has_the_same_tokens_wherever_it_stands(new: Tokenizer, value: s
     call = calls_text([("f", {"x": value})])
     for text in (f"see {value} now", f'say "{value}"', f"x={value}", f"(as {value})", call):
         ids = new.encode(text).ids
-        found = [ids[i : i + len(alone)] for i in range(len(ids))]
-        assert alone in found, (text, new.encode(text).tokens)
+        windows = [ids[i : i + len(alone)] for i in range(len(ids))]
+        assert alone in windows, (text, new.encode(text).tokens)
 
 
 def test_text_comes_back(new: Tokenizer) -> None:
@@ -36,8 +36,8 @@ def test_text_comes_back(new: Tokenizer) -> None:
 
 
 def test_marks_of_a_call_are_one_token_each(new: Tokenizer) -> None:
-    pieces = ("<function=", "<parameter=", "</parameter>\n", "</function>\n")
-    assert all(len(new.encode(piece).ids) == 1 for piece in pieces)
+    marks = ("<function=", "<parameter=", "</parameter>\n", "</function>\n")
+    assert all(len(new.encode(mark).ids) == 1 for mark in marks)
 
 
 def test_an_embedding_is_carried_over_by_spelling(new: Tokenizer) -> None:
