@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.bench.http_client import Server
 from lockstep.bench.measurement import Stopwatch, greedy_params, print_json
-from lockstep.bench.serving import FIRST_ID, Load, random_asks, run_load
+from lockstep.bench.serving import FIRST_ID, Load, random_requests, run_load
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine
 from lockstep.engine.process_transport import ProcessTransport
@@ -44,7 +44,7 @@ VOCABULARY = 4096
 def bodies(args: argparse.Namespace, seed: int) -> list[Any]:
     """Return the requests of a round. Rounds share no prompt."""
     sizes = (args.streams, args.input_len, args.output_len, VOCABULARY, seed)
-    return random_asks("lockstep", *sizes, temperature=0.0, ignore_eos=True)
+    return random_requests("lockstep", *sizes, temperature=0.0, ignore_eos=True)
 
 
 async def without_http(engine: AsyncEngine, args: argparse.Namespace, seed: int) -> float:
@@ -55,7 +55,7 @@ async def without_http(engine: AsyncEngine, args: argparse.Namespace, seed: int)
         return sum([len(update.token_ids) async for update in engine.stream(request)])
 
     params = greedy_params(args.output_len)
-    prompts = [ask.body["prompt"] for ask in bodies(args, seed)]
+    prompts = [request.body["prompt"] for request in bodies(args, seed)]
     watch = Stopwatch()
     tokens = sum(await asyncio.gather(*(one(*pair) for pair in enumerate(prompts))))
     return tokens / watch.wall

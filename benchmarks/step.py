@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.bench.measurement import model_settings, parse_counts, print_json, speculative_config
 from lockstep.config import EngineConfig
+from lockstep.engine.engine import Engine
+from lockstep.engine_builder import build_engine
 from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker.executor import worker_of
-from lockstep.worker.hooks import NO_HOOKS
 from lockstep.worker.rows import write_place
-from lockstep.worker.startup import EngineParts, build_engine
 from lockstep.worker.step_timer import StepTimer
 
 NAME = 80
@@ -75,27 +75,27 @@ def main() -> None:
         kv_cache_dtype=args.kv_cache_dtype,
         speculative_config=speculative_config(args.drafter, args.k, **draft_model),
     )
-    built = build_engine(config, lambda *_: None, NO_HOOKS)
+    engine = build_engine(config)
     with torch.inference_mode():
-        for cache in worker_of(built).paged:
+        for cache in worker_of(engine).paged:
             fill_cache(cache)
         for count in rows:
-            set_rows(built, count, args.context - AHEAD, pages)
-            worker_of(built).table.inputs.fill(row_ids=list(range(1, count + 1)))
-            ms = timed(built, StepShape.uniform(count, args.k + 1), WARM, REPLAYS)
+            set_rows(engine, count, args.context - AHEAD, pages)
+            worker_of(engine).table.inputs.fill(row_ids=list(range(1, count + 1)))
+            ms = timed(engine, StepShape.uniform(count, args.k + 1), WARM, REPLAYS)
             line = {"rows": count, "k": args.k, "context": args.context, "ms": ms}
             if args.kv_cache_dtype != "auto":
                 line["kv"] = args.kv_cache_dtype
             if args.halves:
-                line["decide_ms"] = decide_ms(built, StepShape.uniform(count, args.k + 1))
+                line["decide_ms"] = decide_ms(engine, StepShape.uniform(count, args.k + 1))
             if args.kernels:
-                line["kernels"] = kernels(built, StepShape.uniform(count, args.k + 1))
+                line["kernels"] = kernels(engine, StepShape.uniform(count, args.k + 1))
             print_json(line)
         if args.prompt:
-            line = {"prompt": args.prompt, "ms": prompt_ms(built, args.prompt, pages)}
+            line = {"prompt": args.prompt, "ms": prompt_ms(engine, args.prompt, pages)}
             if args.kernels:
-                set_prompt(built, args.prompt, pages)
-                line["kernels"] = kernels(built, prompt_shape(args.prompt), 1)
+                set_prompt(engine, args.prompt, pages)
+                line["kernels"] = kernels(engine, prompt_shape(args.prompt), 1)
             print_json(line)
 
 
@@ -107,9 +107,9 @@ def fill_cache(cache: Tensor) -> None:
         cache.view(torch.uint8).random_(0, 256)
 
 
-def set_rows(built: EngineParts, rows: int, computed: int, pages: int) -> None:
+def set_rows(engine: Engine, rows: int, computed: int, pages: int) -> None:
     """Set rows 1 to `rows` of the table to `computed` tokens, each on separate pages."""
-    table = worker_of(built).table
+    table = worker_of(engine).table
     for row in range(1, rows + 1):
         table.tokens[row].random_(0, 1000)
         table.computed[row] = computed
@@ -117,28 +117,28 @@ def set_rows(built: EngineParts, rows: int, computed: int, pages: int) -> None:
         table.folded[row] = computed
         first = 1 + (row - 1) * pages
         page_ids = list(range(first, first + pages))
-        write_place(table, row, page_ids, row if worker_of(built).state else 0)
+        write_place(table, row, page_ids, row if worker_of(engine).state else 0)
 
 
-def timed(built: EngineParts, shape: StepShape, warm: int, times: int) -> float:
+def timed(engine: Engine, shape: StepShape, warm: int, times: int) -> float:
     """Return the mean ms of `times` steps after `warm` untimed ones."""
     for _ in range(warm):
-        worker_of(built).run_step(shape)
-    timer = StepTimer(built.plan.device)
+        worker_of(engine).run_step(shape)
+    timer = StepTimer(engine.plan.device)
     for _ in range(times):
-        worker_of(built).run_step(shape)
+        worker_of(engine).run_step(shape)
     timer.end()
     timer.wait()
     return round(timer.ms / times, 3)
 
 
-def decide_ms(built: EngineParts, shape: StepShape) -> float:
+def decide_ms(engine: Engine, shape: StepShape) -> float:
     """Return the mean ms of the second half of a step, repeated on one first half."""
-    forward, decide = worker_of(built).run_step
+    forward, decide = worker_of(engine).run_step
     forwarded = forward(shape)
     for _ in range(WARM):
         decide(forwarded)
-    timer = StepTimer(built.plan.device)
+    timer = StepTimer(engine.plan.device)
     for _ in range(REPLAYS):
         decide(forwarded)
     timer.end()
@@ -147,12 +147,12 @@ def decide_ms(built: EngineParts, shape: StepShape) -> float:
 
 
 def kernels(
-    built: EngineParts, shape: StepShape, times: int = PROFILED
+    engine: Engine, shape: StepShape, times: int = PROFILED
 ) -> list[tuple[str, float, float]]:
     """Return (name, launches, us) of each kernel of a step, the slowest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(times):
-            worker_of(built).run_step(shape)
+            worker_of(engine).run_step(shape)
         torch.cuda.synchronize()
     kernels_by_time = [
         (event.key[:NAME], event.count / times, round(event.device_time_total / times, 1))
@@ -167,19 +167,19 @@ def prompt_shape(tokens: int) -> StepShape:
     return StepShape(1, tokens, tokens, prompt=True)
 
 
-def set_prompt(built: EngineParts, tokens: int, pages: int) -> None:
+def set_prompt(engine: Engine, tokens: int, pages: int) -> None:
     """Set one row of the table to a prompt of which no token is computed."""
-    set_rows(built, 1, 0, pages)
-    worker_of(built).table.inputs.fill(row_ids=[1], query_lens=[tokens])
+    set_rows(engine, 1, 0, pages)
+    worker_of(engine).table.inputs.fill(row_ids=[1], query_lens=[tokens])
 
 
-def prompt_ms(built: EngineParts, tokens: int, pages: int) -> float:
+def prompt_ms(engine: Engine, tokens: int, pages: int) -> float:
     """Return the lowest ms of a few prompts of one row, each in one step."""
     shape = prompt_shape(tokens)
     times = []
     for _ in range(1 + PROMPTS):
-        set_prompt(built, tokens, pages)
-        times.append(timed(built, shape, 0, 1))
+        set_prompt(engine, tokens, pages)
+        times.append(timed(engine, shape, 0, 1))
     return min(times[1:])
 
 

@@ -1,4 +1,4 @@
-"""Engines of the bundled model for tests, and comparison of their answers bit by bit."""
+"""Engines of the bundled model for tests, and bitwise comparison of their answers."""
 
 from dataclasses import fields, replace
 from typing import Any

@@ -1,5 +1,4 @@
-"""Triton's interpreter where there is no GPU, and the bundled model, as the tests of requests and
-of sampling parameters ask it."""
+"""Triton's interpreter on machines without a GPU, and fixtures with the bundled model."""
 
 import gc
 import os
@@ -13,8 +12,8 @@ from lockstep import LLM
 from tests.bundled_model import assert_idle, make_engine
 
 SEARCH = (10_000, 10, 1_000)
-"""gc's thresholds. To search all objects as often as Python does by itself took a tenth of the time
-of all tests: what they import stays, and is as much as there is besides."""
+"""gc's thresholds. Python's defaults take a tenth of the tests' time, since imported objects stay
+and are half of all."""
 gc.disable()  # while tests are collected: it would look at all of them again and again
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports Triton, which reads it then

@@ -29,11 +29,11 @@ def together(grammars: Sequence[Any], drafts: Sequence[Sequence[int]]) -> list[l
     width = 1 + max(len(line) for line in drafts)
     memory = bytearray(b"\xaa" * (len(grammars) * width * size))
     pairs = list(zip(grammars, drafts, strict=True))
-    wanted = [Wanted(grammar, line, i * width) for i, (grammar, line) in enumerate(pairs)]
+    wanted_value = [Wanted(grammar, line, i * width) for i, (grammar, line) in enumerate(pairs)]
     indices = len(memory) // size
-    grammars[0].fill(wanted, memoryview(memory).cast("B", shape=[indices, size]))
+    grammars[0].fill(wanted_value, memoryview(memory).cast("B", shape=[indices, size]))
     result = []
-    for one in wanted:
+    for one in wanted_value:
         expected = range(one.first, one.first + 1 + len(one.drafts))
         masks = [bytes(memory[index * size : (index + 1) * size]) for index in expected]
         legal = takewhile(lambda pair: allows(*pair), zip(masks, one.drafts, strict=False))

@@ -1,4 +1,5 @@
-"""The house rules that a program can hold: words, who knows what. Imports: see pyproject.toml."""
+"""Rules of the source that a program can check: words, lengths, dependencies. Imports: see
+pyproject.toml."""
 
 import ast
 import re
@@ -10,17 +11,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "lockstep"
 FILES = sorted(SOURCE.rglob("*.py"))
-OURS = set(FILES)
+SOURCE_FILES = set(FILES)
 TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "training").rglob("*.py")])
-SCREEN = 60
-"""Lines."""
+MAX_FUNCTION_LINES = 60
+"""Lines of a function."""
 FORBIDDEN = re.compile(
     r"is_prefill|is_capturing|is_dummy|is_current_stream_capturing|os\.environ|os\.getenv"
     r"|NotImplementedError|\bTODO\b|\bFIXME\b"
 )
 
 ALLOWED = {"__init__.py": 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")'}
-"""The one setting of the process that must stand before torch is imported, from wherever."""
+"""The single environment setting that must precede the import of torch."""
 
 
 def relative(path: Path) -> str:
@@ -28,14 +29,14 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_files_keep_the_rules() -> None:
+def test_files_follow_the_rules() -> None:
     """Parse each file once and drop its tree, to keep garbage collection fast."""
     faults: list[str] = []
     for path in [*FILES, *TESTS]:
         text = path.read_text()
         tree = ast.parse(text)
         faults += long_functions(path, tree)
-        if path in OURS:
+        if path in SOURCE_FILES:
             faults += rules_broken(path, text, tree)
     assert not faults, "\n".join(faults)
 
@@ -57,7 +58,7 @@ def long_functions(path: Path, tree: ast.Module) -> Iterator[str]:
         result = statements.pop()
         if isinstance(result, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = lines_of(result)
-            if lines > SCREEN:
+            if lines > MAX_FUNCTION_LINES:
                 yield f"{relative(path)}:{result.lineno}: {result.name} takes {lines}"
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):
             statements += getattr(result, name, ())  # expressions hold no functions: 2 s less
@@ -107,11 +108,11 @@ get_command(app).main(["generate", "--help"], standalone_mode=False)
 """
 
 
-def test_engine_knows_no_text_and_the_command_line_no_server() -> None:
-    """The engine and all below it import neither the tokenizer nor the chat template.
+def test_engine_imports_no_text_and_cli_no_server() -> None:
+    """The engine and its dependencies import neither the tokenizer nor the chat template.
 
-    generate, check, bench and explain work where no package of the server, of the load generator
-    or of the tests is installed, nor Triton. One interpreter: torch is slow to import.
+    generate, check, bench and explain run without the packages of the server, of the load generator
+    and of the tests, and without Triton. One interpreter: torch is slow to import.
     """
     done = run(ENGINE + COMMANDS)
     assert done.returncode == 0, done.stderr

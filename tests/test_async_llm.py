@@ -1,4 +1,4 @@
-"""AsyncLLM gives the answers of LLM, as they grow, and ends them when it is told to."""
+"""AsyncLLM streams the answers of LLM, and aborts them."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator
@@ -33,7 +33,7 @@ def plain(folder: str) -> LLM:
 
 @pytest.fixture(scope="module")
 def client(folder: str) -> Iterator[AsyncLLM]:
-    """Yield the same model in a thread."""
+    """Return an AsyncLLM of the bundled model in a thread."""
     local = {"load_format": "dummy", "disable_frontend_multiprocessing": True}
     llm = AsyncLLM(folder, **local, **SETTINGS)
     yield llm
@@ -41,16 +41,16 @@ def client(folder: str) -> Iterator[AsyncLLM]:
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine; one that hangs fails."""
+    """Return the result of a coroutine; fail after PATIENCE seconds."""
     return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
 async def read(llm: AsyncLLM, *messages: Any, **options: Any) -> list[RequestOutput]:
-    """All outputs of a request."""
+    """Return all outputs of a request."""
     return [output async for output in llm.generate(*messages, **options)]
 
 
-def test_many_requests_at_once_get_the_answers_of_llm(client: AsyncLLM, plain: LLM) -> None:
+def test_concurrent_requests_equal_llm(client: AsyncLLM, plain: LLM) -> None:
     params = [replace(SEEDED, n=2), GREEDY, replace(GREEDY, logprobs=2, prompt_logprobs=1), SEEDED]
     expected = [answer(out) for out in plain.generate(PROMPTS, params)]
 
@@ -67,7 +67,7 @@ def test_many_requests_at_once_get_the_answers_of_llm(client: AsyncLLM, plain: L
         assert lengths == sorted(lengths) and len(outs) > 1, "an output changed after it was given"
 
 
-def test_an_output_holds_what_its_kind_says(client: AsyncLLM, plain: LLM) -> None:
+def test_outputs_follow_their_output_kind(client: AsyncLLM, plain: LLM) -> None:
     params = replace(SEEDED, n=2, logprobs=0)
     expected = answer(plain.generate(TEXT, params)[0])[0]
     deltas = run(read(client, TEXT, replace(params, output_kind=RequestOutputKind.DELTA)))
@@ -80,7 +80,7 @@ def test_an_output_holds_what_its_kind_says(client: AsyncLLM, plain: LLM) -> Non
     assert answer(only)[0] == expected and only.finished
 
 
-def test_abort_and_leaving_end_a_request(client: AsyncLLM) -> None:
+def test_abort_and_closed_generator_end_a_request(client: AsyncLLM) -> None:
     async def aborted() -> list[RequestOutput]:
         outputs = []
         async for output in client.generate(TEXT, LONG, "long"):
@@ -102,7 +102,7 @@ def test_abort_and_leaving_end_a_request(client: AsyncLLM) -> None:
     assert client._client.num_open == 0 and not client._groups
 
 
-def test_what_is_wrong_is_told_and_harms_nobody(client: AsyncLLM) -> None:
+def test_invalid_requests_do_not_affect_others(client: AsyncLLM) -> None:
     async def twice() -> None:
         stream = await client.add_request("same", TEXT, LONG)
         with pytest.raises(RequestError, match="request_id='same' is not allowed"):
@@ -125,7 +125,7 @@ def test_what_is_wrong_is_told_and_harms_nobody(client: AsyncLLM) -> None:
     assert run(read(client, TEXT, GREEDY))[-1].finished
 
 
-def test_an_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_engine_in_another_process(tmp_path: Path) -> None:
     args = EngineArgs(
         str(make_model(tmp_path)), load_format="dummy", skip_tokenizer_init=True, **SETTINGS
     )

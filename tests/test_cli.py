@@ -1,4 +1,4 @@
-"""The command line, run as its users run it, on a tiny model."""
+"""The command line on a tiny model, as users run it."""
 
 import io
 import json
@@ -53,7 +53,7 @@ def test_every_engine_setting_is_an_option(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "top", "check"])
-def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
+def test_help_is_complete_on_a_narrow_terminal(command: str) -> None:
     """Every line fits, no option is cut, and -h is --help."""
     narrow = CliRunner(env={"COLUMNS": "60"})
     help = narrow.invoke(app, [command, "--help"]).output
@@ -76,14 +76,14 @@ def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
         (("bench", "serve", "--rates", "x"), "Did you mean --rate"),
     ],
 )
-def test_errors_of_usage_are_one_line(words: tuple[str, ...], reported: str) -> None:
+def test_usage_errors_are_one_line(words: tuple[str, ...], reported: str) -> None:
     with pytest.raises(ConfigError, match=reported) as raised:
         app(list(words), prog_name="lockstep", standalone_mode=False)
     assert "\n" not in str(raised.value)
 
 
 def test_help_names_every_command() -> None:
-    """Those below others too, and their other names."""
+    """Also subcommands and aliases."""
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, []).output
     for words in ("serve", "generate", "chat", "explain", "top", "configuration", "vllm-flags",
                   "check quality", "bench drafters", "bench kernels", "bench serving",
@@ -94,17 +94,17 @@ def test_help_names_every_command() -> None:
     assert "bench kernels" in below
 
 
-def test_the_release_is_shown() -> None:
+def test_version_option() -> None:
     assert run("--version").stdout == f"lockstep {lockstep.__version__}\n"
 
 
-def test_two_models_are_one_too_many(model: str) -> None:
+def test_two_models_are_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="model='other' and --model=.* are two models"):
         run("explain", "other", "--model", model)
 
 
-def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
-    """The hub is not asked, and its words about ids are not shown."""
+def test_missing_path_is_no_hub_id(tmp_path: Path) -> None:
+    """The hub is not queried, and its messages about ids are not shown."""
     file = tmp_path / "file"
     file.touch()
     for path in (str(tmp_path / "none"), str(file), "./none", "~/none"):
@@ -112,17 +112,17 @@ def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
             run("explain", path)
 
 
-def test_no_bar_where_stderr_is_no_terminal(model: str) -> None:
+def test_no_progress_bar_without_a_terminal(model: str) -> None:
     shown = run("generate", "-p", "hello", "--max-tokens", "2", *dummy(model))
     assert shown.stderr.startswith(f"{model} on cpu, mtp K=3, max_num_seqs 4, KV cache of ")
 
 
-def test_the_page_of_settings_is_what_they_declare() -> None:
-    """Or else: lockstep configuration > docs/configuration.md."""
+def test_configuration_page_is_current() -> None:
+    """Update: lockstep configuration > docs/configuration.md."""
     assert run("configuration").stdout == (ROOT / "docs" / "configuration.md").read_text()
 
 
-def test_generate_prints_the_text_it_streams(model: str) -> None:
+def test_generate_prints_the_streamed_text(model: str) -> None:
     request = (
         "generate",
         "-p",
@@ -142,14 +142,14 @@ def test_generate_prints_the_text_it_streams(model: str) -> None:
     assert answer["system_fingerprint"].startswith("ls-")
 
 
-def test_generate_takes_its_prompt_from_a_pipe_and_the_seed_from_the_flag(model: str) -> None:
+def test_generate_reads_prompt_from_pipe_and_seed_flag(model: str) -> None:
     request = ("generate", "--seed", "7", "--max-tokens", "8", "--json", *dummy(model))
     piped = json.loads(run(*request, input="hello fox").stdout)
-    given = json.loads(run(*request, "-p", "hello fox").stdout)
-    assert piped["token_ids"] == given["token_ids"] and piped["seed"] == 7
+    flagged = json.loads(run(*request, "-p", "hello fox").stdout)
+    assert piped["token_ids"] == flagged["token_ids"] and piped["seed"] == 7
 
 
-def test_compare_shows_both_and_that_they_agree(model: str) -> None:
+def test_compare_shows_equal_tokens(model: str) -> None:
     request = ("generate", "-p", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
     shown = run(*request)
     assert shown.exit_code == 0 and "the tokens agree" in shown.stdout
@@ -183,13 +183,13 @@ def test_explain_names_ops_backends_and_the_plan(model: str) -> None:
     assert shown.stdout.count("\nrefused ") == len(why)
 
 
-def test_layers_in_a_row_are_a_span() -> None:
+def test_consecutive_layers_are_a_span() -> None:
     indices = ["layers.0", "layers.1", "layers.2", "layers.4", "mtp.layers.5", "norm", "layers.9"]
     assert spans(indices) == "layers.0-2, layers.4, mtp.layers.5, norm, layers.9"
 
 
-def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
-    """Hopper's kernel is refused with a reason; a request of the whole length fits, or does not."""
+def test_explain_for_an_absent_gpu(model: str) -> None:
+    """Hopper's kernel is refused with a reason; a request of full length fits, or does not."""
     request = ("explain", "--arch", "sm_86", "--model", model, "--max-num-seqs", "4")
     result = json.loads(run(*request, "--json", "--gpu-memory-bytes", "24e9").stdout)
     chosen = {one["op"]: one for one in result["layers"]}
@@ -211,8 +211,8 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     assert shown.stdout.splitlines()[-1].startswith("Add --gpu-memory-bytes")
 
 
-def test_explain_counts_a_draft_head_of_some_tokens(model: str) -> None:
-    """Of a GPU that is not there, its rows of the target's head are only counted."""
+def test_explain_counts_a_reduced_draft_head(model: str) -> None:
+    """For an absent GPU its rows of the target's head are only counted."""
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
     request = ("explain", "--arch", "sm_86", "--model", model, "--json", "--speculative-config")
     complete = json.loads(run(*request, json.dumps(drafts)).stdout)["plan"]
@@ -221,7 +221,7 @@ def test_explain_counts_a_draft_head_of_some_tokens(model: str) -> None:
     assert some["weights_bytes"] > complete["weights_bytes"]
 
 
-def test_explain_counts_a_state_of_16_bits(model: str) -> None:
+def test_explain_counts_a_16_bit_state(model: str) -> None:
     request = ("explain", "--arch", "sm_86", "--model", model, "--json")
     plans = [json.loads(run(*request, "--mamba-ssm-cache-dtype", kept).stdout)["plan"]
              for kept in ("auto", "bfloat16")]  # fmt: skip
@@ -230,7 +230,7 @@ def test_explain_counts_a_state_of_16_bits(model: str) -> None:
 
 
 def test_explain_counts_latents_in_a_kv_format(tmp_path: Path) -> None:
-    """Of DeepSeek-V3's sizes, which Hopper's own kernel takes, packed or not."""
+    """With DeepSeek-V3's sizes, which Hopper's kernel supports, quantized or not."""
     sizes = dict(kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=16)
     folder = str(make_model(tmp_path / "latent", DEEPSEEK, **sizes, torch_dtype="bfloat16"))
     spec = json.dumps({"method": "ngram"})
@@ -243,7 +243,7 @@ def test_explain_counts_latents_in_a_kv_format(tmp_path: Path) -> None:
         assert "latent_attention" in {one["op"] for one in result["tiles"]}
 
 
-def test_explain_names_the_architectures_that_it_knows(model: str) -> None:
+def test_explain_error_names_known_architectures(model: str) -> None:
     with pytest.raises(ConfigError, match="sm_80.*sm_121"):
         run("explain", "--arch", "sm_75", "--model", model)
     with pytest.raises(ConfigError, match="gpu_memory_bytes"):
@@ -278,10 +278,10 @@ def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("coding", ["utf-8", "ascii"])
-def test_bytes_that_are_no_text_end_in_one_line(
+def test_invalid_input_bytes_are_a_one_line_error(
     model: str, coding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where a terminal's text is read strictly."""
+    """With strict decoding of a terminal's text."""
     pipe = io.TextIOWrapper(io.BytesIO(b"a\xffb"), encoding=coding, errors="strict")
     monkeypatch.setattr("sys.stdin", pipe)
     monkeypatch.setattr("sys.argv", ["lockstep", "generate", "--max-tokens", "1", *dummy(model)])
@@ -291,19 +291,19 @@ def test_bytes_that_are_no_text_end_in_one_line(
     assert ended.value.code == 2 and last.startswith("RequestError: prompt: character")
 
 
-def test_a_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["lockstep.cli.generate"], "MAX_STDIN_CHARACTERS", 7)
     assert run("generate", "--max-tokens", "1", *dummy(model), input="x" * 7).exit_code == 0
     with pytest.raises(ConfigError, match="more than 7 characters"):
         run("generate", *dummy(model), input="x" * 8)
 
 
-def test_a_parameter_is_refused_before_a_model_is_looked_for() -> None:
+def test_parameters_are_checked_before_the_model() -> None:
     with pytest.raises(RequestError, match="temperature=-1.0 is not allowed"):
         run("generate", "/nowhere", "-p", "a", "--temperature", "-1")
 
 
-def test_generate_takes_its_argument_as_the_model(model: str) -> None:
+def test_generate_argument_is_the_model(model: str) -> None:
     short = ("--max-tokens", "4", "--temperature", "0")
     options = ("--prompt", "hello fox", *short, "--json", *dummy(model)[2:])
     named = json.loads(run("generate", model, *options).stdout)
@@ -311,7 +311,7 @@ def test_generate_takes_its_argument_as_the_model(model: str) -> None:
     assert named["token_ids"] == flagged["token_ids"] and named["prompt"] == "hello fox"
 
 
-def test_a_prompt_in_the_place_of_the_model_is_told_where_it_belongs() -> None:
+def test_prompt_as_model_error_names_the_option() -> None:
     with pytest.raises(ConfigError, match="model='What is a fox.*Write a prompt after -p"):
         run("generate", "What is a fox?")
 
@@ -386,13 +386,15 @@ def test_errors_are_one_line_and_status_2(
     assert len(shown) < 1000
 
 
-def test_files_are_tried_before_anything_is_checked() -> None:
+def test_output_files_are_checked_first() -> None:
     with pytest.raises(ConfigError, match="report='/none/a.html' is not .*No such file"):
         run("check", "--quick", "--report", "/none/a.html")
     with pytest.raises(ConfigError, match="plot='/none/a.svg' is not .*No such file"):
         run("check", "quality", "--text", __file__, "--plot", "/none/a.svg")
 
 
-def test_check_refuses_what_it_varies(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_refuses_settings_that_it_varies(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(Exception, match="--max-num-seqs is not allowed here"):
         run("check", "--quick", *dummy(model))

@@ -1,4 +1,5 @@
-"""Settings: a bad one is refused by name, value, what is allowed and what to do; the plan fits."""
+"""Invalid settings are refused by name, value, allowed values and remedy; plans follow the
+config."""
 
 import dataclasses
 import math
@@ -92,8 +93,8 @@ BAD_DRAFTS: list[tuple[str, Any, str]] = [
 ]
 
 
-def assert_says_all(message: str, field: str, value: Any, allowed: str) -> None:
-    """The message has the field with the value, what is allowed, and then a remedy."""
+def assert_complete_error(message: str, field: str, value: Any, allowed: str) -> None:
+    """Assert that the message has the field with its value, allowed values, and then a remedy."""
     head, result, rest = message.partition(" is not allowed; allowed: ")
     assert head == f"{field}={value!r}" and result, message
     assert allowed in rest, message
@@ -103,51 +104,53 @@ def assert_says_all(message: str, field: str, value: Any, allowed: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """A tiny model's folder."""
+    """Return a tiny model's folder."""
     return str(make_model(tmp_path / "model"))
 
 
 def build(folder: str, **settings: Any) -> LLM:
-    """An engine over the tiny model with random weights."""
+    """Return an engine of the tiny model with random weights."""
     settings = {"max_model_len": 256, "max_num_seqs": 2, **settings}
     return LLM(folder, load_format="dummy", skip_tokenizer_init=True, **settings)
 
 
 @pytest.mark.parametrize(("field", "value", "allowed"), BAD)
-def test_a_bad_setting_is_refused(field: str, value: Any, allowed: str) -> None:
+def test_invalid_setting_is_refused(field: str, value: Any, allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.read(**{field: value})
-    assert_says_all(str(caught.value), field, value, allowed)
+    assert_complete_error(str(caught.value), field, value, allowed)
 
 
 @pytest.mark.parametrize(("field", "value", "allowed"), BAD_DRAFTS)
-def test_a_bad_setting_of_the_drafter_is_refused(field: str, value: Any, allowed: str) -> None:
+def test_invalid_drafter_setting_is_refused(field: str, value: Any, allowed: str) -> None:
     drafting = {"method": "ngram", "prompt_lookup_max": 4, field: value}
     with pytest.raises(ConfigError) as caught:
         EngineConfig.read(speculative_config=drafting)
-    assert_says_all(str(caught.value), f"speculative_config {field}", value, allowed)
+    assert_complete_error(str(caught.value), f"speculative_config {field}", value, allowed)
 
 
 @pytest.mark.parametrize("name", OLDER_NAMES)
-def test_older_names_of_drafters_are_known(name: str) -> None:
+def test_older_drafter_names_are_known(name: str) -> None:
     config = EngineConfig.read(speculative_config={"method": name, "num_speculative_tokens": 2})
     assert config.speculative_config.method == "mtp"
 
 
-def test_unknown_names_are_refused_with_all_known_ones() -> None:
+def test_unknown_setting_error_names_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.read(max_seqs=4)
-    assert_says_all(str(caught.value), "setting", "max_seqs", "max_num_seqs")
+    assert_complete_error(str(caught.value), "setting", "max_seqs", "max_num_seqs")
     for field in dataclasses.fields(EngineConfig):
         assert field.name in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         EngineConfig.read(speculative_config={"method": "mtp", "k": 3})
-    assert_says_all(str(caught.value), "speculative_config key", "k", "num_speculative_tokens")
+    assert_complete_error(
+        str(caught.value), "speculative_config key", "k", "num_speculative_tokens"
+    )
     with pytest.raises(ConfigError, match='no "method"; name a drafter'):
         EngineConfig.read(speculative_config={"num_speculative_tokens": 3})
 
 
-def test_every_field_has_a_bad_value_above_and_a_help() -> None:
+def test_every_field_has_an_invalid_value_and_help() -> None:
     reported = {field for field, _, _ in BAD}
     for field in dataclasses.fields(EngineConfig):
         assert field.name in reported
@@ -156,25 +159,25 @@ def test_every_field_has_a_bad_value_above_and_a_help() -> None:
         assert all(field.metadata["help"] for field in dataclasses.fields(settings))
 
 
-def test_a_drafter_has_its_own_keys_and_no_other_ones() -> None:
+def test_drafter_refuses_keys_of_others() -> None:
     for method, foreign, expected in (
         ("ngram", "draft_vocab_size", "prompt_lookup_max"),
         ("mtp", "prompt_lookup_max", "draft_vocab_size"),
     ):
         with pytest.raises(ConfigError) as caught:
             EngineConfig.read(speculative_config={"method": method, foreign: 64})
-        assert_says_all(str(caught.value), "speculative_config key", foreign, expected)
+        assert_complete_error(str(caught.value), "speculative_config key", foreign, expected)
         assert f"method={method!r}" in str(caught.value)
         value = 64 if method == "mtp" else 5
         EngineConfig.read(speculative_config={"method": method, expected: value})
 
 
 @pytest.mark.parametrize("value", [0, 32, 100, 2**30, 64.0, True, "short", None])
-def test_a_bad_size_of_a_draft_head_is_refused(value: Any) -> None:
+def test_invalid_draft_vocab_size_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.read(speculative_config={"method": "mtp", "draft_vocab_size": value})
     allowed = "auto, full, or multiples of 64 from 64"
-    assert_says_all(str(caught.value), "speculative_config draft_vocab_size", value, allowed)
+    assert_complete_error(str(caught.value), "speculative_config draft_vocab_size", value, allowed)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_a_bad_size_of_a_draft_head_is_refused(value: Any) -> None:
         *({"cuda_graph_mode": mode} for mode in GRAPH_MODES),
     ],
 )
-def test_what_is_allowed_is_taken(chosen: dict[str, Any]) -> None:
+def test_valid_settings_are_kept(chosen: dict[str, Any]) -> None:
     config = EngineConfig.read(**chosen)
     for name, value in chosen.items():
         if name == "speculative_config":
@@ -201,32 +204,32 @@ def test_what_is_allowed_is_taken(chosen: dict[str, Any]) -> None:
     assert chosen.get("speculative_config") or config.max_drafts == 0
 
 
-def test_a_model_may_be_a_path(tmp_path: Path) -> None:
+def test_model_may_be_a_path(tmp_path: Path) -> None:
     assert EngineConfig.read(model=tmp_path).model == str(tmp_path)
 
 
-def test_frozen() -> None:
+def test_configs_are_frozen() -> None:
     config = EngineConfig.read(speculative_config={"method": "mtp"})
     for frozen, name in ((config, "dtype"), (config.speculative_config, "method")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(frozen, name, "auto")
 
 
-def test_a_length_above_the_positions_of_the_checkpoint(folder: str) -> None:
+def test_max_model_len_above_checkpoint_positions(folder: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(folder, max_model_len=5000)
-    assert_says_all(str(caught.value), "max_model_len", 5000, "2 to 4096")
+    assert_complete_error(str(caught.value), "max_model_len", 5000, "2 to 4096")
 
 
-def test_an_unknown_drafter(folder: str) -> None:
+def test_unknown_drafter(folder: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(folder, speculative_config={"method": "medusa"})
-    assert_says_all(
+    assert_complete_error(
         str(caught.value), "speculative_config method", "medusa", "ngram, suffix, mtp, "
     )
 
 
-def test_mtp_on_a_checkpoint_without_its_module(tmp_path: Path) -> None:
+def test_mtp_without_its_module(tmp_path: Path) -> None:
     folder = str(make_model(tmp_path / "model", mtp_num_hidden_layers=0))
     with pytest.raises(CheckpointError, match="method='mtp'.*mtp_num_hidden_layers.*ngram"):
         build(folder, speculative_config={"method": "mtp"})
@@ -234,24 +237,24 @@ def test_mtp_on_a_checkpoint_without_its_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has the GPU that is asked for")
-def test_a_gpu_that_is_not_there(folder: str) -> None:
+def test_absent_gpu(folder: str) -> None:
     with pytest.raises(ConfigError, match="device='cuda' .* use device='cpu'"):
         build(folder, device="cuda")
 
 
-def test_the_cache_has_one_size() -> None:
+def test_cache_size_is_set_once() -> None:
     with pytest.raises(ConfigError, match="num_gpu_blocks=9 is not allowed with kv_cache_memory"):
         EngineConfig(num_gpu_blocks=9, kv_cache_memory_bytes=1 << 30)
 
 
-def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
+def test_missing_model(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "no" / "such" / "folder")
     with pytest.raises(ConfigError) as caught:
         LLM(nowhere)
     assert f"model={nowhere!r}" in str(caught.value) and "Name a folder" in str(caught.value)
 
 
-def test_a_cache_too_small_for_one_request(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_too_small_for_one_request(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 40_000)
     with pytest.raises(CapacityError) as caught:
         build(folder)
@@ -260,15 +263,15 @@ def test_a_cache_too_small_for_one_request(folder: str, monkeypatch: pytest.Monk
     assert "max_model_len" in message.partition(" Lower ")[2]
 
 
-def test_the_cache_takes_the_bytes_that_it_is_given(folder: str) -> None:
+def test_cache_uses_the_given_bytes(folder: str) -> None:
     usual = build(folder).engine.plan
-    given = usual.page_bytes * 5 + usual.page_bytes // 2
-    assert build(folder, kv_cache_memory_bytes=given).engine.plan.num_pages == 5
+    num_bytes = usual.page_bytes * 5 + usual.page_bytes // 2
+    assert build(folder, kv_cache_memory_bytes=num_bytes).engine.plan.num_pages == 5
     with pytest.raises(CapacityError, match="the KV cache has room for 0 pages"):
         build(folder, kv_cache_memory_bytes=1)
 
 
-def test_overrides_reach_the_model_and_the_numerics(folder: str) -> None:
+def test_hf_overrides_change_model_and_numerics(folder: str) -> None:
     usual = build(folder).engine
     result = build(folder, hf_overrides={"rms_norm_eps": 0.5}).engine
     assert executor_of(result).checkpoint.raw["rms_norm_eps"] == 0.5
@@ -276,7 +279,7 @@ def test_overrides_reach_the_model_and_the_numerics(folder: str) -> None:
     assert build(folder, hf_overrides={}).engine.numerics == usual.numerics
 
 
-def test_a_pool_of_pages_too_small_for_one_prompt(folder: str) -> None:
+def test_page_pool_too_small_for_one_prompt(folder: str) -> None:
     llm = build(folder, num_gpu_blocks=2, num_snapshots=0)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
     with pytest.raises(CapacityError) as caught:
@@ -290,7 +293,7 @@ def test_a_pool_of_pages_too_small_for_one_prompt(folder: str) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, MAX_DRAFTS])
 @pytest.mark.parametrize("length", [63, 64, 250])
-def test_the_plan_follows_from_the_config(folder: str, k: int, length: int) -> None:
+def test_plan_follows_from_the_config(folder: str, k: int, length: int) -> None:
     spec = {"method": "ngram", "num_speculative_tokens": k} if k else None
     llm = build(folder, max_model_len=length, row_buckets=(9, 1, 1), speculative_config=spec)
     plan = llm.engine.plan
@@ -309,7 +312,7 @@ def test_the_plan_follows_from_the_config(folder: str, k: int, length: int) -> N
         plan.num_pages = 1  # type: ignore[misc]
 
 
-def test_the_plan_is_all_that_is_told(folder: str) -> None:
+def test_explain_reports_every_plan_field(folder: str) -> None:
     reported = build(folder).engine.explain()
     assert set(reported["plan"]) == {field.name for field in dataclasses.fields(Plan)}
     assert reported["plan"]["model_path"] == folder

@@ -1,4 +1,4 @@
-"""deploy/: what is written there holds together, and with what the server knows."""
+"""The files of deploy/ agree with each other and with the server."""
 
 import json
 import re
@@ -34,7 +34,7 @@ DRAIN_SECONDS = 30
 
 
 def read(name: str) -> Any:
-    """A YAML file of deploy/."""
+    """Return a YAML file of deploy/."""
     return yaml.safe_load((DEPLOY / name).read_text())
 
 
@@ -42,7 +42,7 @@ COMPOSE = read("compose.yaml")
 
 
 def objects(*names: str) -> dict[str, Any]:
-    """The objects of files of deploy/kubernetes, by kind."""
+    """Return the objects of files of deploy/kubernetes by kind."""
     texts = [(DEPLOY / "kubernetes" / name).read_text() for name in names]
     return {one["kind"]: one for text in texts for one in yaml.safe_load_all(text)}
 
@@ -55,7 +55,7 @@ POD = OBJECTS["Deployment"]["spec"]["template"]["spec"]
 
 
 def unit() -> dict[str, dict[str, list[str]]]:
-    """The systemd unit: sections of keys, which may stand several times."""
+    """Return the systemd unit: sections of keys with lists of values."""
     result: dict[str, dict[str, list[str]]] = {}
     for line in (DEPLOY / "systemd/lockstep.service").read_text().splitlines():
         if line.startswith("["):
@@ -67,7 +67,7 @@ def unit() -> dict[str, dict[str, list[str]]]:
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Where `lockstep serve` is started, and its arguments."""
+    """Yield the place and the arguments of each `lockstep serve`."""
     entry = json.loads(re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.MULTILINE)[-1])
     assert entry[:2] == ["lockstep", "serve"]
     yield "Dockerfile", entry[2:]
@@ -92,12 +92,12 @@ def test_hadolint() -> None:
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_kubernetes_knows_every_field(kind: str) -> None:
+def test_kubernetes_fields_are_valid(kind: str) -> None:
     kubernetes_validate.validate(OBJECTS[kind], "1.30", strict=True)
 
 
 def closed(required: str = "", **properties: Any) -> dict[str, Any]:
-    """A JSON schema of an object with these properties and no other."""
+    """Return a JSON schema of an object with only these properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -138,11 +138,11 @@ CUSTOM_SPECS = {
     ),
     "PrometheusRule": closed("groups", groups=GROUPS),
 }
-"""Of the operator's kinds, what is used of them: Kubernetes' own schemas do not know these."""
+"""Used parts of the operator's kinds, which Kubernetes' own schemas do not include."""
 
 
 @pytest.mark.parametrize("kind", CUSTOM_SPECS)
-def test_the_operator_knows_every_field(kind: str) -> None:
+def test_operator_fields_are_valid(kind: str) -> None:
     schema = closed("apiVersion kind metadata spec", spec=CUSTOM_SPECS[kind], **HEAD)
     jsonschema.validate(CUSTOM[kind], schema)
     wrong = CUSTOM[kind] | {"spec": CUSTOM[kind]["spec"] | {"endpoint": []}}
@@ -150,7 +150,7 @@ def test_the_operator_knows_every_field(kind: str) -> None:
         jsonschema.validate(wrong, schema)
 
 
-def test_alerts_ask_for_metrics_that_are_there() -> None:
+def test_alerts_use_existing_metrics() -> None:
     assert CUSTOM["PrometheusRule"]["spec"]["groups"] == ALERTS["groups"]
     assert read("prometheus/prometheus.yml")["rule_files"] == ["alerts.yml"]
     stats = Stats(pages=10)
@@ -166,7 +166,7 @@ def test_alerts_ask_for_metrics_that_are_there() -> None:
             assert label == "job" or f'{label}="{value}"' in served
 
 
-def test_what_the_monitor_reads() -> None:
+def test_service_monitor_endpoint() -> None:
     """The service's port, with a key of the secret that the pod mounts."""
     (endpoint,) = CUSTOM["ServiceMonitor"]["spec"]["endpoints"]
     (port,) = OBJECTS["Service"]["spec"]["ports"]
@@ -179,7 +179,7 @@ def test_what_the_monitor_reads() -> None:
     assert endpoint["authorization"]["credentials"]["name"] in secrets
 
 
-def test_policy_budget_and_ingress_mean_the_pod() -> None:
+def test_policy_budget_and_ingress_select_the_pod() -> None:
     labels = OBJECTS["Deployment"]["spec"]["template"]["metadata"]["labels"]
     policy = OBJECTS["NetworkPolicy"]["spec"]
     assert policy["podSelector"]["matchLabels"] == labels
@@ -190,7 +190,7 @@ def test_policy_budget_and_ingress_mean_the_pod() -> None:
     assert service == {"name": OBJECTS["Service"]["metadata"]["name"], "port": {"name": "http"}}
 
 
-def test_the_ingress_buffers_no_stream() -> None:
+def test_ingress_does_not_buffer_streams() -> None:
     prefix = "nginx.ingress.kubernetes.io/"
     chosen = OBJECTS["Ingress"]["metadata"]["annotations"]
     assert chosen[f"{prefix}proxy-buffering"] == "off"
@@ -198,21 +198,21 @@ def test_the_ingress_buffers_no_stream() -> None:
     assert chosen[f"{prefix}proxy-body-size"] == f"{ServerSettings().max_body_size:g}m"
 
 
-def test_tokens_of_the_hub_come_from_outside() -> None:
+def test_hub_tokens_are_not_stored() -> None:
     (token,) = CONTAINER["env"]
     assert token["name"] == "HF_TOKEN" and token["valueFrom"]["secretKeyRef"]["optional"] is True
     assert COMPOSE["services"]["lockstep"]["environment"] == {"HF_TOKEN": "${HF_TOKEN:-}"}
     assert unit()["Service"]["EnvironmentFile"] == ["-/etc/lockstep/environment"]
 
 
-def test_the_pod_goes_to_a_gpu() -> None:
+def test_pod_is_scheduled_on_a_gpu() -> None:
     assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert POD["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
     assert [t["key"] for t in POD["tolerations"]] == ["nvidia.com/gpu"]
 
 
-def test_constraints_fix_every_dependency() -> None:
-    """Each within its range, torch above all: another build of it may give other bits."""
+def test_constraints_pin_every_dependency() -> None:
+    """Each within its range; above all torch, whose other builds may give other bits."""
     lines = (DEPLOY / "constraints.txt").read_text().splitlines()
     fixed = dict(line.split("==") for line in lines if not line.startswith("#"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -222,8 +222,8 @@ def test_constraints_fix_every_dependency() -> None:
     assert "--constraint constraints.txt" in DOCKERFILE
 
 
-def test_a_wrong_field_is_seen() -> None:
-    """The judge is no rubber stamp."""
+def test_wrong_kubernetes_field_is_detected() -> None:
+    """Shows that validation can fail."""
     wrong = OBJECTS["Deployment"] | {"spec": OBJECTS["Deployment"]["spec"] | {"replica": 1}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, "1.30", strict=True)
@@ -232,25 +232,25 @@ def test_a_wrong_field_is_seen() -> None:
 @pytest.mark.parametrize(
     "arguments", [pytest.param(result, id=where) for where, result in commands()]
 )
-def test_the_server_knows_every_option(arguments: list[str]) -> None:
+def test_server_options_exist(arguments: list[str]) -> None:
     flags = [argument for argument in arguments if argument.startswith("--")]
     assert flags and not [flag for flag in flags if flag not in FLAGS]
 
 
-def test_the_server_knows_every_setting_of_the_config() -> None:
+def test_config_settings_exist() -> None:
     known = {flag.removeprefix("--").replace("-", "_") for flag in FLAGS}
     assert set(read("systemd/config.yaml")) <= known
     assert read("systemd/config.yaml")["port"] == PORT
 
 
-def test_nobody_is_served_without_a_key() -> None:
+def test_every_deployment_needs_an_api_key() -> None:
     for where, arguments in commands():
         assert where == "Dockerfile" or "--api-key-file" in arguments
     for service in COMPOSE["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
 
 
-def test_probes_ask_what_needs_no_key() -> None:
+def test_probes_use_paths_without_a_key() -> None:
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert CONTAINER[name]["httpGet"]["path"] in OPEN_PATHS
     for name in ("startupProbe", "livenessProbe"):
@@ -261,7 +261,7 @@ def test_probes_ask_what_needs_no_key() -> None:
     assert messages[0] == str(PORT) and messages[1] in OPEN_PATHS
 
 
-def test_running_requests_may_end() -> None:
+def test_stop_timeouts_exceed_the_drain_time() -> None:
     assert ServerSettings().shutdown_timeout == DRAIN_SECONDS
     (stop,) = unit()["Service"]["TimeoutStopSec"]
     grace = COMPOSE["services"]["lockstep"]["stop_grace_period"]
@@ -281,8 +281,8 @@ def test_nothing_runs_as_root() -> None:
     assert unit()["Service"]["User"] == ["lockstep"]
 
 
-def test_what_is_written_to_can_be_written_to() -> None:
-    """Root file systems are read-only: the cache and /tmp are not on them."""
+def test_written_folders_are_writable() -> None:
+    """Root file systems are read-only: the cache and /tmp are mounted."""
     folders = re.findall(r"(?:HF_HOME|TRITON_CACHE_DIR)=(/\w+)", DOCKERFILE)
     assert folders == ["/data", "/data"]
     mounted = {mount["mountPath"]: mount["name"] for mount in CONTAINER["volumeMounts"]}
@@ -303,7 +303,7 @@ def test_ports_agree() -> None:
     assert job["metrics_path"] == "/metrics"
 
 
-def test_selectors_find_the_pod() -> None:
+def test_selectors_match_the_pod() -> None:
     labels = OBJECTS["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert OBJECTS["Service"]["spec"]["selector"] == labels
     assert OBJECTS["Deployment"]["spec"]["selector"]["matchLabels"] == labels
@@ -311,8 +311,8 @@ def test_selectors_find_the_pod() -> None:
     assert claim["claimName"] == OBJECTS["PersistentVolumeClaim"]["metadata"]["name"]
 
 
-def test_what_compose_mounts_exists() -> None:
-    """Files of the repository, named volumes and secrets that are declared; none is stored."""
+def test_compose_mounts_exist() -> None:
+    """Files of the repository, named volumes, and declared secrets, of which none is stored."""
     for service in COMPOSE["services"].values():
         for mount in service["volumes"]:
             source = mount.split(":")[0]
@@ -327,7 +327,7 @@ def test_what_compose_mounts_exists() -> None:
     assert COMPOSE["services"]["lockstep"]["build"]["dockerfile"] == "deploy/Dockerfile"
 
 
-def test_prometheus_may_read_the_key() -> None:
+def test_prometheus_has_the_key() -> None:
     (job,) = read("prometheus/prometheus.yml")["scrape_configs"]
     path = job["authorization"]["credentials_file"]
     assert path.removeprefix("/run/secrets/") in COMPOSE["services"]["prometheus"]["secrets"]
@@ -347,7 +347,7 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     assert environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == dashboard
 
 
-def test_the_image_gets_the_package_and_nothing_else() -> None:
+def test_image_contains_only_the_package() -> None:
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)
     named = [name.removeprefix("./") for line in copied for name in line.split()]
     sent = (DEPLOY / "Dockerfile.dockerignore").read_text().split()

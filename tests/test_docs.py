@@ -45,19 +45,19 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def blocks(page: Path, language: str = "python") -> list[str]:
+def code_blocks(page: Path, language: str = "python") -> list[str]:
     """Return the code blocks of a language in a page."""
     return [m[2] for m in FENCE.finditer(page.read_text()) if m[1] == language]
 
 
 def code(page: Path, language: str = "python") -> str:
     """Return the first code block of a language."""
-    return blocks(page, language)[0]
+    return code_blocks(page, language)[0]
 
 
 def command_lines(page: Path) -> list[list[str]]:
     """Return every `lockstep ...` command of a page as words. N, K and P become 1."""
-    shell = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    shell = "\n".join(code_blocks(page, "sh")).replace("\\\n", " ").splitlines()
     text = FENCE.sub("", page.read_text())
     inline = [result.replace("\n", " ") for result in re.findall(r"`(lockstep [^`]+)`", text)]
     lines = [line for line in (*shell, *inline) if line.startswith("lockstep ")]
@@ -77,7 +77,7 @@ COMMANDS = [
 
 def code_with(page: Path, word: str) -> str:
     """Return the first shell block with a word."""
-    return next(block for block in blocks(page, "sh") if word in block)
+    return next(block for block in code_blocks(page, "sh") if word in block)
 
 
 def free_port() -> int:
@@ -96,7 +96,7 @@ def silence(command: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def idle() -> Any:
+def without_effects() -> Any:
     """Return the commands with callbacks that do nothing. To build them takes 20 ms."""
     return silence(get_command(app))
 
@@ -107,7 +107,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-def broken(page: Path) -> Iterator[str]:
+def broken_links(page: Path) -> Iterator[str]:
     """Yield links of a page without a target."""
     for target in LINK.findall(FENCE.sub("", page.read_text())):
         if target.startswith(("http://", "https://")):
@@ -120,13 +120,13 @@ def broken(page: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_links_lead_to_files(page: Path) -> None:
-    assert not list(broken(page))
+    assert not list(broken_links(page))
 
 
-def test_broken_links_are_seen(tmp_path: Path) -> None:
+def test_broken_links_are_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A head\n[a](no.md) [b](#a-head) [c](page.md#none) [d](https://x.example)")
-    assert list(broken(page)) == ["no.md", "page.md#none"]
+    assert list(broken_links(page)) == ["no.md", "page.md#none"]
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -135,7 +135,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert named == pages, "the nav of mkdocs.yml and docs/ differ"
 
 
-def test_serving_names_every_option() -> None:
+def test_serving_page_names_every_option() -> None:
     reported = set(re.findall(r"--[a-z][\w-]*", (DOCS / "serving.md").read_text()))
     known = get_command(app).commands["serve"].params  # type: ignore[attr-defined]
     flags = {f for p in known for f in (*p.opts, *p.secondary_opts) if f.startswith("--")}
@@ -151,7 +151,7 @@ def test_every_dependency_has_a_reason() -> None:
     assert not [name for name in names if name not in text]
 
 
-def test_four_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_example(capsys: pytest.CaptureFixture[str]) -> None:
     shown = code(ROOT / "README.md")
     assert shown == code(DOCS / "quickstart.md")
     exec(compile(shown, "README.md", "exec"), {})
@@ -166,22 +166,22 @@ def test_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda result: str(result)[:60])
-def test_commands_are_understood(idle: Any, page: str, words: list[str]) -> None:
-    """Every option of a command line is one of its command, and JSON on it is JSON."""
-    idle.main(args=words, prog_name="lockstep", standalone_mode=False)
+def test_documented_commands_parse(without_effects: Any, page: str, words: list[str]) -> None:
+    """Every option belongs to its command, and JSON is valid."""
+    without_effects.main(args=words, prog_name="lockstep", standalone_mode=False)
     for word in words:
         assert not word.startswith("{") or json.loads(word)
 
 
-def test_an_option_that_is_none_is_seen(idle: Any) -> None:
+def test_unknown_option_is_detected(without_effects: Any) -> None:
     with pytest.raises(ConfigError, match="--prot is not an option"):
-        idle.main(args=["serve", "--prot", "1"], standalone_mode=False)
+        without_effects.main(args=["serve", "--prot", "1"], standalone_mode=False)
 
 
-def test_structured_output_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The blocks of the page in their order: the later ones use names of the first."""
+def test_structured_output_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """Run the page's blocks in order; later ones use names of the first."""
     names: dict[str, object] = {}
-    for block in blocks(DOCS / "structured_output.md"):
+    for block in code_blocks(DOCS / "structured_output.md"):
         exec(compile(block, "structured_output.md", "exec"), names)
     first, *calls = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"[a-z]{3,9}-[0-9]{2}", first)
@@ -190,7 +190,7 @@ def test_structured_output_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", command_lines(DOCS / "quickstart.md")[:4], ids=" ".join)
-def test_commands_of_the_quickstart_run(words: list[str], tmp_path: Path) -> None:
+def test_quickstart_commands(words: list[str], tmp_path: Path) -> None:
     """Run the commands for the bundled model as written."""
     assert words[0] in ("generate", "check", "explain")
     done = subprocess.run(
@@ -221,15 +221,15 @@ def served() -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_openais_client_asks_the_server(served: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_openai_client_example(served: str, capsys: pytest.CaptureFixture[str]) -> None:
     block = code(DOCS / "serving.md").replace("http://127.0.0.1:8000", served)
     exec(compile(block, "serving.md", "exec"), {})
     assert capsys.readouterr().out == "2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37\n"
 
 
 @pytest.mark.slow
-def test_the_quickstart_asks_the_server(served: str) -> None:
-    """The body of its curl gets the call that the page shows."""
+def test_quickstart_curl_example(served: str) -> None:
+    """The body of its curl command gets the call that the page shows."""
     (sent,) = re.findall(r"-d '(.*?)'", code_with(DOCS / "quickstart.md", "curl"), re.DOTALL)
     answer = httpx.post(f"{served}/v1/chat/completions", json=json.loads(sent), timeout=120).json()
     (call,) = answer["choices"][0]["message"]["tool_calls"]
@@ -238,9 +238,9 @@ def test_the_quickstart_asks_the_server(served: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_names_of_python_blocks_are_there(page: Path) -> None:
-    """Also of blocks that need a GPU: they parse, and what they import from lockstep exists."""
-    for block in blocks(page):
+def test_python_blocks_import_existing_names(page: Path) -> None:
+    """Also blocks that need a GPU: they parse, and their imports from lockstep exist."""
+    for block in code_blocks(page):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lockstep"):
                 module = import_module(str(node.module))
@@ -248,7 +248,7 @@ def test_names_of_python_blocks_are_there(page: Path) -> None:
                 assert not missing, f"{node.module} has none of {missing}"
 
 
-def test_the_drafter_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_a_drafter_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bigram_drafter.py").write_text(code(DOCS / "add_a_drafter.md"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(spec.DRAFTERS, "bigram", "bigram_drafter")
@@ -260,9 +260,9 @@ def test_the_drafter_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     prompts = [{"prompt_token_ids": ids} for ids in short_prompts(plain)[:2]]
     params = SamplingParams(temperature=0, max_tokens=48)
-    wanted = plain.generate(prompts, params)
+    expected = plain.generate(prompts, params)
     result = drafting.generate(prompts, params)
-    assert [o.outputs[0].token_ids for o in result] == [o.outputs[0].token_ids for o in wanted]
+    assert [o.outputs[0].token_ids for o in result] == [o.outputs[0].token_ids for o in expected]
     assert sum(o.metrics.num_accepted_tokens for o in result) > 0
 
 
@@ -282,8 +282,8 @@ def plots() -> ModuleType:
     return script("plots")
 
 
-def test_counts_are_those_of_the_code_and_the_results() -> None:
-    """Or else: python docs/counts.py."""
+def test_counts_are_current() -> None:
+    """Update: python docs/counts.py."""
     counts = script("counts")
     assert not list(counts.stale())
     wrong = counts.Count("README.md", "lockstep check --quick, ", " cases", lambda: "7")
@@ -291,8 +291,8 @@ def test_counts_are_those_of_the_code_and_the_results() -> None:
     assert [message for _, message, _ in counts.stale()] == [counts.QUICK(), "nothing"]
 
 
-def test_the_picture_of_the_packages_is_current() -> None:
-    """Otherwise: python docs/package_diagram.py."""
+def test_package_diagram_is_current() -> None:
+    """Update: python docs/package_diagram.py."""
     diagram = script("package_diagram")
     assert diagram.PICTURE.read_text() == diagram.svg()
     graph = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
@@ -300,19 +300,19 @@ def test_the_picture_of_the_packages_is_current() -> None:
     assert diagram.rows(graph) == [["a"], ["b"], ["c"]]
 
 
-def test_the_table_of_published_checkpoints_is_what_their_settings_come_to() -> None:
-    """Or else: python docs/published.py."""
+def test_published_checkpoints_table_is_current() -> None:
+    """Update: python docs/published.py."""
     published = script("published")
     assert published.PAGE.read_text() == published.page()
 
 
-def test_the_plot_shows_the_results(plots: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every figure of the log is a label of the committed plot, and no other is."""
+def test_plot_shows_the_results(plots: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The labels of the committed plot are the figures of the log."""
     pairs = plots.pairs(plots.RESULTS.read_text())
     assert len(pairs) == 9
-    wanted = sorted(speed.label for pair in pairs for speed in (pair.ours, pair.theirs))
+    expected = sorted(speed.label for pair in pairs for speed in (pair.ours, pair.theirs))
     texts = re.findall(r"<text[^>]*fill: #1f2328[^>]*>([^<]+)<", plots.PLOT.read_text())
-    assert sorted(texts) == wanted
+    assert sorted(texts) == expected
 
 
 def figures(text: str) -> set[str]:
@@ -321,8 +321,8 @@ def figures(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("head", ["## Speed", "## Proof"])
-def test_figures_of_the_readme_are_results(head: str) -> None:
-    """Every figure of these sections that is no number of rows, drafts or cores."""
+def test_readme_figures_are_logged(head: str) -> None:
+    """Every figure of these sections except numbers of rows, drafts and cores."""
     section = (ROOT / "README.md").read_text().partition(head)[2].partition("\n## ")[0]
     known = (ROOT / "benchmarks" / "log" / "2026-11.md").read_text()
     reported = figures(FENCE.sub("", section)) - {"1", "2", "3", "8", "64"}
@@ -331,7 +331,7 @@ def test_figures_of_the_readme_are_results(head: str) -> None:
 
 
 @pytest.mark.parametrize("image", sorted((DOCS / "images").glob("*.svg")), ids=relative)
-def test_images_read_on_any_background(image: Path) -> None:
+def test_images_are_readable_on_any_background(image: Path) -> None:
     """A picture has its own background and no text below 12 px."""
     text = image.read_text()
     width = re.search(r'<svg[^>]* width="([\d.]+)(pt)?"', text, re.DOTALL)

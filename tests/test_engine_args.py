@@ -1,4 +1,4 @@
-"""Keywords of LLM: settings, vLLM's flags by their names, and what is said of all others."""
+"""Keywords of LLM: settings, vLLM's flags, and explanations of all others."""
 
 import warnings
 from dataclasses import fields
@@ -17,7 +17,7 @@ from tests.tiny_model import make_model
 
 
 @pytest.mark.parametrize(
-    ("given", "settings"),
+    ("arguments", "settings"),
     [
         ({"enforce_eager": True}, {"cuda_graph_mode": "none"}),
         ({"enforce_eager": False}, {}),
@@ -33,13 +33,13 @@ from tests.tiny_model import make_model
     ],
     ids=str,
 )
-def test_what_a_keyword_sets(given: dict[str, Any], settings: dict[str, Any] | None) -> None:
+def test_keyword_values(arguments: dict[str, Any], settings: dict[str, Any] | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert keyword_values(given) == (given if settings is None else settings)
+        assert keyword_values(arguments) == (arguments if settings is None else settings)
 
 
-def test_a_flag_without_effect_is_a_warning_in_pythons_words() -> None:
+def test_flag_without_effect_warns_in_python_terms() -> None:
     with pytest.warns(UserWarning) as reported:
         assert (
             keyword_values({"max_seq_len_to_capture": 8192, "enable_chunked_prefill": False}) == {}
@@ -50,7 +50,7 @@ def test_a_flag_without_effect_is_a_warning_in_pythons_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not.*tensor_parallel_size"),
         ({"enable_lora": True}, "enable_lora=True is not supported: merge the adapter"),
@@ -65,14 +65,14 @@ def test_a_flag_without_effect_is_a_warning_in_pythons_words() -> None:
     ],
     ids=str,
 )
-def test_a_keyword_that_is_refused_says_what_to_do(given: dict[str, Any], message: str) -> None:
+def test_refused_keyword_suggests_a_remedy(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        keyword_values(given)
+        keyword_values(arguments)
     assert "_" not in str(caught.value).split()[0][:1]
 
 
-def test_each_flag_of_serve_is_taken_or_explained() -> None:
-    """A value of no type that a flag expects: no flag fails in another way."""
+def test_every_serve_flag_is_accepted_or_explained() -> None:
+    """With a value of a type that no flag expects; no flag fails otherwise."""
     for flag in all_flags():
         name = flag.name.replace("-", "_")
         with warnings.catch_warnings(record=True) as reported:
@@ -85,12 +85,12 @@ def test_each_flag_of_serve_is_taken_or_explained() -> None:
         assert bool(taken) != bool(reported) or (flag.kind is Kind.ACTS and not flag.setting), name
 
 
-def test_options_of_the_server_are_known() -> None:
+def test_server_options_are_known() -> None:
     flags = {flag.name.replace("-", "_") for flag in all_flags()}
     assert {one.name for one in fields(ServerSettings)} <= {*flags, *SERVER_OPTIONS}
 
 
-def test_drafts_are_those_of_the_checkpoint_unless_told_otherwise(tmp_path: Path) -> None:
+def test_drafter_defaults_to_the_checkpoint(tmp_path: Path) -> None:
     model = str(make_model(tmp_path))
     for messages, method in (({}, "mtp"), ({"speculative_config": "auto"}, "mtp")):
         config, _ = EngineArgs(model, load_format="dummy", **messages).read()

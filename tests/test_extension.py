@@ -1,4 +1,4 @@
-"""A drafter and an architecture are one file and one table line each."""
+"""A new drafter or architecture is one file and one table line."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ PROMPT = {"prompt_token_ids": list(range(5, 90))}
 
 
 def tokens(folder: Path, **settings: object) -> list[int]:
-    """What the model of this folder answers."""
+    """Return the answer of the model in this folder."""
     llm = LLM(
         str(folder),
         load_format="dummy",
@@ -55,7 +55,7 @@ def tokens(folder: Path, **settings: object) -> list[int]:
     return llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids
 
 
-def test_a_drafter_from_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_from_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "echo_drafter.py").write_text(DRAFTER)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(spec.DRAFTERS, "echo", "echo_drafter")
@@ -65,7 +65,7 @@ def test_a_drafter_from_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.M
     assert len(drafted) == 12
 
 
-def test_an_architecture_from_a_temporary_folder(
+def test_architecture_from_a_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "minus_model.py").write_text(MODEL)

@@ -1,4 +1,4 @@
-"""Effects of importing the package on the process: OpenMP's threads wait without spinning."""
+"""Effects of importing the package: OpenMP threads wait without spinning."""
 
 import os
 import subprocess
@@ -20,7 +20,8 @@ ctypes.CDLL(str(found[0]))
 
 
 def run(code: str, **settings: str) -> str:
-    """What it prints, on either stream, in a new interpreter with these settings alone of OMP's."""
+    """Return the output on both streams of code in a new interpreter with only these OMP
+    settings."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | settings
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
@@ -29,15 +30,15 @@ def run(code: str, **settings: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_names_that_are_imported_later_are_listed() -> None:
+def test_lazy_names_are_listed() -> None:
     assert {*lockstep.__all__, "__file__"} <= {*dir(lockstep)}
 
 
-def test_threads_that_wait_give_their_core_away() -> None:
-    """As torch's own libgomp says when it is loaded: it reads the setting that the package left."""
+def test_waiting_threads_do_not_spin() -> None:
+    """Reported by torch's libgomp when it is loaded."""
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in run(LOADED, OMP_DISPLAY_ENV="true")
 
 
-def test_what_the_user_chose_stays() -> None:
+def test_user_setting_is_kept() -> None:
     code = "import lockstep, os; print(os.environ['OMP_WAIT_POLICY'])"
     assert run(code, OMP_WAIT_POLICY="active") == "active\n"

@@ -1,4 +1,4 @@
-"""kv_cache_dtype from the settings to the cache: by layer, for the draft module, from a file."""
+"""kv_cache_dtype from settings to the cache: by layer, for the draft module, from a file."""
 
 import json
 import math
@@ -58,24 +58,24 @@ FORMAT = KVFormat("signs", Signs(), Signs())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny hybrid of eight layers: 3 and 7 attend."""
+    """Return the tiny hybrid of eight layers; layers 3 and 7 are attention."""
     return make_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=8)
 
 
 def engine(folder: Path, **settings: Any) -> LLM:
-    """An engine of the tiny hybrid."""
+    """Return an LLM of the tiny hybrid."""
     settings = {"load_format": "dummy", "max_model_len": 256, "max_num_seqs": 2} | settings
     return LLM(str(folder), **{"skip_tokenizer_init": True, "speculative_config": None, **settings})
 
 
 def answer(llm: LLM) -> Any:
-    """Tokens and log-probabilities."""
+    """Return tokens and log-probabilities."""
     out = llm.generate(PROMPT, PARAMS)[0].outputs[0]
     return out.token_ids, [[x.logprob for x in entry.values()] for entry in out.logprobs]
 
 
-def names(llm: LLM) -> dict[str, str]:
-    """The format of each attention layer's cache."""
+def layer_formats(llm: LLM) -> dict[str, str]:
+    """Return the format of each attention layer's cache."""
     layers = worker_of(llm.engine).layers
     result = {n: m.k_cache for n, m in layers.items() if hasattr(m, "k_cache")}
     return {
@@ -84,7 +84,7 @@ def names(llm: LLM) -> dict[str, str]:
     }
 
 
-def test_layers_that_are_left_out_keep_the_models_dtype(folder: Path) -> None:
+def test_skipped_layers_keep_the_model_dtype(folder: Path) -> None:
     for skipped, kinds in (
         ((), ["Int8()", "Int8()"]),
         (("first",), ["float32", "Int8()"]),
@@ -96,7 +96,7 @@ def test_layers_that_are_left_out_keep_the_models_dtype(folder: Path) -> None:
         llm = engine(
             folder, kv_cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=skipped
         )
-        assert list(names(llm).values()) == kinds
+        assert list(layer_formats(llm).values()) == kinds
         reported = "-skip-" + ".".join(sorted({str(one) for one in skipped})) if skipped else ""
         assert f"/kv-int8_per_token_head{reported}/" in llm.engine.numerics
     assert answer(llm) == answer(engine(folder))
@@ -104,7 +104,7 @@ def test_layers_that_are_left_out_keep_the_models_dtype(folder: Path) -> None:
         engine(folder, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[4])
 
 
-def test_the_draft_modules_cache_may_differ_and_changes_no_answer(folder: Path) -> None:
+def test_draft_module_format_does_not_change_the_answer(folder: Path) -> None:
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     same = engine(folder, kv_cache_dtype="fp8", speculative_config=spec)
     other = engine(
@@ -112,32 +112,34 @@ def test_the_draft_modules_cache_may_differ_and_changes_no_answer(folder: Path) 
         kv_cache_dtype="fp8",
         speculative_config=spec | {"kv_cache_dtype": "int8_per_token_head"},
     )
-    own = engine(folder, kv_cache_dtype="fp8", speculative_config=spec | {"kv_cache_dtype": "auto"})
+    mine = engine(
+        folder, kv_cache_dtype="fp8", speculative_config=spec | {"kv_cache_dtype": "auto"}
+    )
     fp8 = str(Fp8())
-    assert [list(names(llm).values())[-1] for llm in (same, other, own)] == [
+    assert [list(layer_formats(llm).values())[-1] for llm in (same, other, mine)] == [
         fp8, "Int8()", "float32",
     ]  # fmt: skip
-    assert same.engine.numerics == other.engine.numerics == own.engine.numerics
+    assert same.engine.numerics == other.engine.numerics == mine.engine.numerics
     assert "/kv-fp8_e4m3/" in same.engine.numerics
     plain = engine(folder, kv_cache_dtype="fp8")
-    assert answer(same) == answer(other) == answer(own) == answer(plain)
+    assert answer(same) == answer(other) == answer(mine) == answer(plain)
 
 
-def test_a_draft_model_whose_heads_do_not_fit_names_its_own_setting(tmp_path: Path) -> None:
+def test_draft_model_format_error_names_its_setting(tmp_path: Path) -> None:
     target = make_model(tmp_path / "target", QWEN3, head_dim=32)
     small = make_model(tmp_path / "small", QWEN3, head_dim=24)
     spec = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}
-    for messages, own in (
+    for messages, mine in (
         ("turboquant_3bit_nc", {}),
         ("fp8", {"kv_cache_dtype": "turboquant_3bit_nc"}),
     ):
         with pytest.raises(ConfigError, match="speculative_config kv_cache_dtype='turboquant_3bit"):
-            engine(target, kv_cache_dtype=messages, speculative_config=spec | own)
-    own = {"kv_cache_dtype": "fp8"}
-    engine(target, kv_cache_dtype="turboquant_3bit_nc", speculative_config=spec | own)
+            engine(target, kv_cache_dtype=messages, speculative_config=spec | mine)
+    mine = {"kv_cache_dtype": "fp8"}
+    engine(target, kv_cache_dtype="turboquant_3bit_nc", speculative_config=spec | mine)
 
 
-def test_rotations_differ_by_layer_and_the_draft_module_has_its_own(folder: Path) -> None:
+def test_rotations_differ_by_layer_and_draft_module(folder: Path) -> None:
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     llm = engine(folder, kv_cache_dtype="turboquant_4bit_nc", speculative_config=spec)
     layers = [m for m in worker_of(llm.engine).layers.values() if hasattr(m, "k_cache")]
@@ -147,8 +149,8 @@ def test_rotations_differ_by_layer_and_the_draft_module_has_its_own(folder: Path
 
 
 @pytest.mark.parametrize("dim", some_slow([32, 64, 128], (128,)))
-def test_heads_of_other_dims_and_a_dim_that_is_refused(tmp_path: Path, dim: int) -> None:
-    """Groups of 3 query heads; drafts and chunks change nothing."""
+def test_supported_and_refused_head_dims(tmp_path: Path, dim: int) -> None:
+    """With groups of 3 query heads; drafts and chunks keep the answer."""
     sizes = dict(num_hidden_layers=4, head_dim=dim, num_attention_heads=3)
     folder = make_model(tmp_path / "dims", **sizes)
     kind = "turboquant_3bit_nc"
@@ -162,7 +164,7 @@ def test_heads_of_other_dims_and_a_dim_that_is_refused(tmp_path: Path, dim: int)
         engine(make_model(tmp_path / "odd", **sizes | {"head_dim": 24}), kv_cache_dtype=kind)
 
 
-def test_pages_cost_what_their_parts_do(folder: Path) -> None:
+def test_page_bytes_are_those_of_their_tensors(folder: Path) -> None:
     sizes = {
         kind: engine(folder, kv_cache_dtype=kind).engine.plan.page_bytes
         for kind in ("auto", "bfloat16", "fp8", "int8_per_token_head", "turboquant_4bit_nc")
@@ -177,7 +179,7 @@ def test_pages_cost_what_their_parts_do(folder: Path) -> None:
     }
 
 
-def test_a_format_from_a_temporary_folder(
+def test_kv_format_from_a_temporary_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "signs_format.py").write_text(OWN)
@@ -205,7 +207,7 @@ def test_a_format_from_a_temporary_folder(
     ),
 )
 def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str) -> None:
-    """Read where the format is scaled by them, under each of their names."""
+    """Read where the format uses them, under each of their names."""
     llm = build(folder, load_format="dummy", speculative_config=MTP)
     tensors = weights_of(llm)
     prefix = next(n for n in tensors if n.endswith("layers.3.self_attn.k_proj.weight"))
@@ -241,10 +243,10 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
         ({"kv_cache_scheme": "fp8"}, None),
     ],
 )
-def test_scales_of_another_format_are_refused_where_fp8_would_take_them(
+def test_scales_of_another_format_are_refused_for_fp8(
     folder: Path, tmp_path: Path, settings: dict[str, Any], message: str | None
 ) -> None:
-    """ModelOpt's of NVFP4 are a sixth of what fp8 takes them for: numbers would be cut off."""
+    """ModelOpt's NVFP4 scales are a sixth of fp8's, so values would overflow."""
     tensors = weights_of(build(folder, load_format="dummy", speculative_config=MTP))
     prefix = next(n for n in tensors if n.endswith("layers.3.self_attn.k_proj.weight"))
     tensors[prefix.replace("k_proj.weight", "k_proj.k_scale")] = torch.tensor(0.01)
@@ -263,8 +265,8 @@ def test_scales_of_another_format_are_refused_where_fp8_would_take_them(
         engine(tmp_path, load_format="auto", kv_cache_dtype="fp8")
 
 
-def test_one_scale_for_both_sides_and_which_counts() -> None:
-    """AutoFP8 has a kv_scale; where a newer name stands beside an older one, the newer counts."""
+def test_shared_scale_and_precedence_of_names() -> None:
+    """AutoFP8 has a kv_scale; a newer name takes precedence over an older one."""
 
     def scales(**modules: dict[str, float]) -> dict[str, float]:
         tensors = {
@@ -285,8 +287,8 @@ def test_one_scale_for_both_sides_and_which_counts() -> None:
     }  # fmt: skip
 
 
-def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each once, the model's dtype first, with a page of its own."""
+def test_check_runs_every_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each once, the model's dtype first, with a report each."""
     messages = []
 
     def stand_in(size: str, settings: dict[str, Any], *rest: Any) -> Report:
@@ -307,10 +309,8 @@ def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("messages", ["all", "turboquant_k8v4"])
-def test_check_names_the_formats_that_a_model_does_not_take(
-    monkeypatch: pytest.MonkeyPatch, messages: str
-) -> None:
-    """Of every format; one that was asked for by its name is an error."""
+def test_check_names_unsupported_formats(monkeypatch: pytest.MonkeyPatch, messages: str) -> None:
+    """With all formats they are skipped; one requested by name is an error."""
     checked = []
 
     def stand_in(size: str, settings: dict[str, Any], *rest: Any) -> Report:

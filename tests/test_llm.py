@@ -1,4 +1,4 @@
-"""LLM on the bundled model: what is asked for is what comes, and a bad request harms nobody."""
+"""LLM on the bundled model: outputs match requests, and invalid ones do not affect others."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM) -> None:
     assert len({out.request_id for out in together}) == len(forms)
 
 
-def test_outputs_come_in_order_each_with_its_own_parameters(llm: LLM) -> None:
+def test_outputs_are_in_order_with_their_parameters(llm: LLM) -> None:
     params = [replace(GREEDY, max_tokens=n, seed=n) for n in (5, 9, 1, 3)]
     outs = llm.generate(PROMPTS, params)
     assert [len(o.outputs[0].token_ids) for o in outs] == [5, 9, 1, 3]
@@ -71,7 +71,7 @@ def test_outputs_come_in_order_each_with_its_own_parameters(llm: LLM) -> None:
         assert caught.value.field == name
 
 
-def test_n_completions_are_the_seeds_in_a_row(llm: LLM) -> None:
+def test_n_completions_use_consecutive_seeds(llm: LLM) -> None:
     outs = llm.generate(PROMPTS[:2], replace(SEEDED, n=2, max_tokens=8))
     for prompt, out in zip(PROMPTS[:2], outs, strict=True):
         assert [(o.index, o.seed) for o in out.outputs] == [(0, 7), (1, 8)]
@@ -81,7 +81,7 @@ def test_n_completions_are_the_seeds_in_a_row(llm: LLM) -> None:
             assert alone.token_ids == completion.token_ids
 
 
-def test_a_drawn_seed_is_returned_and_gives_the_answer_again(llm: LLM) -> None:
+def test_returned_random_seed_reproduces_the_answer(llm: LLM) -> None:
     free = replace(SEEDED, seed=None, temperature=2.0, ignore_eos=True, max_tokens=8)
     first, second = (one(llm, params=free) for _ in range(2))
     assert first.seed != second.seed and first.token_ids != second.token_ids
@@ -89,7 +89,7 @@ def test_a_drawn_seed_is_returned_and_gives_the_answer_again(llm: LLM) -> None:
         assert one(llm, params=free, seed=drawn.seed).token_ids == drawn.token_ids
 
 
-def test_a_conversation_and_several(llm: LLM) -> None:
+def test_one_and_several_conversations(llm: LLM) -> None:
     tool = {"type": "function", "function": {"name": "get_time", "parameters": {}}}
     single = llm.chat(QUESTION, GREEDY)
     multiple = llm.chat([QUESTION, QUESTION[:1]], GREEDY)
@@ -112,13 +112,13 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def calls_of(llm: LLM, out: RequestOutput) -> list[tuple[str, Any]]:
-    """The calls that the model's own parser reads in an answer."""
+    """Return the calls that the model's own parser reads in an answer."""
     reply = llm.processor.reply_parser("</think>", TOOLS).parse(out.outputs[0].text)
     assert reply.errors == []
     return [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
 
 
-def test_calls_that_must_come(llm: LLM) -> None:
+def test_required_tool_calls(llm: LLM) -> None:
     params = replace(ENDS, temperature=1, seed=3)
     (must,) = llm.chat(QUESTION, params, tools=TOOLS, tool_choice="required")
     assert calls_of(llm, must)
@@ -132,8 +132,8 @@ def test_calls_that_must_come(llm: LLM) -> None:
     assert answer(none) == answer(llm.chat(QUESTION, plain)[0])
 
 
-def test_calls_whose_tags_are_special_tokens(tmp_path: Path) -> None:
-    """They are part of the text, where tools were sent, and one token each."""
+def test_calls_with_special_token_tags(tmp_path: Path) -> None:
+    """With tools they are part of the text, and single tokens."""
     copy = tmp_path / "model"
     shutil.copytree(find_model(None), copy)
     path = copy / "tokenizer.json"
@@ -148,8 +148,8 @@ def test_calls_whose_tags_are_special_tokens(tmp_path: Path) -> None:
     assert {tag["id"] for tag in tags} <= set(out.outputs[0].token_ids)
 
 
-def test_what_is_wrong_with_tools_is_named(llm: LLM) -> None:
-    wanted = replace(ENDS, structured_outputs=StructuredOutputsParams(choice=["a"]))
+def test_invalid_tools_are_named(llm: LLM) -> None:
+    expected = replace(ENDS, structured_outputs=StructuredOutputsParams(choice=["a"]))
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
     for params, options, field in (
         (ENDS, {"tool_choice": "required"}, "tool_choice"),
@@ -161,7 +161,7 @@ def test_what_is_wrong_with_tools_is_named(llm: LLM) -> None:
         (ENDS, {"tools": 5, "tool_choice": "required"}, "tools"),
         (ENDS, {"tools": TOOLS, "parallel_tool_calls": "false"}, "parallel_tool_calls"),
         (ENDS, {"chat_template_kwargs": ""}, "chat_template_kwargs"),
-        (wanted, {"tools": strict}, "tools"),
+        (expected, {"tools": strict}, "tools"),
     ):
         with pytest.raises(RequestError) as caught:
             llm.chat(QUESTION, params, **options)
@@ -170,14 +170,14 @@ def test_what_is_wrong_with_tools_is_named(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.array([1, 2]), np.array([]), torch.tensor([1, 2])])
-def test_an_array_is_no_type_of_a_part(llm: LLM, kind: Any) -> None:
-    """Whatever a comparison with it gives is no truth value."""
+def test_array_is_no_content_part_type(llm: LLM, kind: Any) -> None:
+    """A comparison with it has no truth value."""
     with pytest.raises(RequestError, match="has a part of type"):
         llm.chat([{"role": "user", "content": [{"type": kind, "text": "x"}]}])
     assert_idle(llm)
 
 
-def test_a_value_of_any_size_is_named_shortly(llm: LLM) -> None:
+def test_errors_abbreviate_long_values(llm: LLM) -> None:
     for params, options in (("x" * 100_000, {}), (GREEDY, {"priority": "x" * 100_000})):
         with pytest.raises(RequestError) as caught:
             llm.generate(TEXT, params, **options)  # type: ignore[arg-type]
@@ -185,13 +185,13 @@ def test_a_value_of_any_size_is_named_shortly(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_the_answer_ends_where_the_model_does(llm: LLM) -> None:
+def test_answer_ends_at_max_model_len(llm: LLM) -> None:
     for length, space in ((511, 1), (505, 7)):
         out = one(llm, [5] * length, max_tokens=None)
         assert (len(out.token_ids), out.finish_reason) == (space, "length")
 
 
-def test_a_caller_that_fails_midway_leaves_nothing_behind(llm: LLM) -> None:
+def test_failed_caller_leaves_no_request(llm: LLM) -> None:
     expected = one(llm).token_ids
 
     def fail(out: RequestOutput) -> None:
@@ -203,7 +203,7 @@ def test_a_caller_that_fails_midway_leaves_nothing_behind(llm: LLM) -> None:
     assert one(llm).token_ids == expected
 
 
-def test_progress_shows_growing_answers(llm: LLM) -> None:
+def test_on_progress_gets_growing_answers(llm: LLM) -> None:
     seen: dict[str, list[CompletionOutput]] = {}
     grow: Callable[[RequestOutput], None] = lambda out: seen.setdefault(  # noqa: E731
         out.request_id, []
@@ -218,7 +218,7 @@ def test_progress_shows_growing_answers(llm: LLM) -> None:
         assert steps[-1].token_ids == out.outputs[0].token_ids
 
 
-def test_a_bar_counts_the_answers_where_stderr_is_a_terminal(
+def test_progress_bar_counts_answers_on_a_terminal(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = replace(GREEDY, max_tokens=2, n=2)
@@ -245,7 +245,7 @@ def test_a_bar_counts_the_answers_where_stderr_is_a_terminal(
         llm.generate(TEXT, short, use_tqdm=3)  # type: ignore[arg-type]
 
 
-def test_without_a_tokenizer_ids_go_in_and_out(plain: LLM) -> None:
+def test_ids_without_a_tokenizer(plain: LLM) -> None:
     bare = make_engine(None, skip_tokenizer_init=True)
     ids = plain.tokenizer.encode(TEXT)  # type: ignore[union-attr]
     out = one(bare, ids)
@@ -282,9 +282,7 @@ def test_without_a_tokenizer_ids_go_in_and_out(plain: LLM) -> None:
     ],
     ids=lambda v: str(v)[:24],
 )
-def test_bad_prompts_are_refused_and_the_engine_lives_on(
-    llm: LLM, wrong: Any, reported: str
-) -> None:
+def test_invalid_prompts_leave_the_engine_running(llm: LLM, wrong: Any, reported: str) -> None:
     many = [TEXT, *wrong, TEXT] if isinstance(wrong, list) else wrong  # the bad one in the middle
     with pytest.raises(RequestError) as caught:
         llm.generate(many, GREEDY)
@@ -294,7 +292,7 @@ def test_bad_prompts_are_refused_and_the_engine_lives_on(
     assert len(one(llm, max_tokens=3).token_ids) == 3
 
 
-def test_log_probabilities_have_text_and_a_sum(llm: LLM) -> None:
+def test_logprobs_have_text_and_a_sum(llm: LLM) -> None:
     (out,) = llm.generate(TEXT, replace(GREEDY, logprobs=1, prompt_logprobs=1))
     done = out.outputs[0]
     assert done.logprobs is not None and out.prompt_logprobs is not None
@@ -305,7 +303,7 @@ def test_log_probabilities_have_text_and_a_sum(llm: LLM) -> None:
     assert one(llm).cumulative_logprob is None
 
 
-def test_a_chat_is_read_as_over_http(llm: LLM) -> None:
+def test_chat_outputs_are_parsed_as_over_http(llm: LLM) -> None:
     (must,) = llm.chat(QUESTION, ENDS, tools=TOOLS, tool_choice="required")
     done = must.outputs[0]
     assert [(c.name, json.loads(c.arguments)) for c in done.tool_calls] == calls_of(llm, must)
@@ -313,8 +311,8 @@ def test_a_chat_is_read_as_over_http(llm: LLM) -> None:
     assert llm.generate(TEXT, GREEDY)[0].outputs[0].content is None
 
 
-def test_a_tokenizer_renders_chats(llm: LLM) -> None:
-    """Ids are those of chat(); the text, sent as a prompt, gives the same answer."""
+def test_tokenizer_renders_chats(llm: LLM) -> None:
+    """Its ids are those of chat(); its text as a prompt gives the same answer."""
     tokenizer = llm.get_tokenizer()
     text = tokenizer.apply_chat_template(
         QUESTION, TOOLS, tokenize=False, add_generation_prompt=True
@@ -334,7 +332,7 @@ def test_a_tokenizer_renders_chats(llm: LLM) -> None:
             tokenizer.apply_chat_template(QUESTION, **wrong)
 
 
-def test_a_tokenizer_has_what_transformers_has(llm: LLM) -> None:
+def test_tokenizer_has_the_transformers_methods(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     ids = tokenizer.encode(TEXT)
     assert tokenizer(TEXT) == {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -355,9 +353,7 @@ def test_a_tokenizer_has_what_transformers_has(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(("name", "message"), [("embed", "generate text"), ("sleep", "close()")])
-def test_methods_of_vllm_that_are_not_here_say_what_to_do(
-    llm: LLM, name: str, message: str
-) -> None:
+def test_missing_vllm_methods_suggest_a_remedy(llm: LLM, name: str, message: str) -> None:
     assert not hasattr(llm, name)
     with pytest.raises(AttributeError, match=f"LLM has no {name}: .*{re.escape(message)}"):
         getattr(llm, name)
@@ -365,14 +361,14 @@ def test_methods_of_vllm_that_are_not_here_say_what_to_do(
         llm.embeds  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_old_keywords_of_generate_are_explained(llm: LLM) -> None:
+def test_old_generate_keywords_are_explained(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"prompt_token_ids=.* is not supported: send \["):
         llm.generate(prompt_token_ids=[[1, 2]])
     with pytest.raises(RequestError, match="prompt=None is not allowed"):
         llm.generate()
 
 
-def test_prompts_as_vllm_has_them(llm: LLM) -> None:
+def test_vllm_prompt_types(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode(TEXT)
     for prompt in (TokensPrompt(prompt_token_ids=ids, prompt=TEXT), TextPrompt(prompt=TEXT)):
         (out,) = llm.generate(prompt, GREEDY)
@@ -392,7 +388,7 @@ def test_prompts_as_vllm_has_them(llm: LLM) -> None:
         llm.generate({"prompt": TEXT, "cache_salt": ""}, GREEDY)
 
 
-def test_the_end_of_a_prompt_is_read_where_that_is_asked_for(llm: LLM) -> None:
+def test_truncate_prompt_tokens_keeps_the_end(llm: LLM) -> None:
     ids = [5 + i % 90 for i in range(700)]
     for messages, remaining in ((7, 7), (-1, 512 - 16)):
         (out,) = llm.generate([ids], replace(GREEDY, truncate_prompt_tokens=messages))
@@ -400,7 +396,7 @@ def test_the_end_of_a_prompt_is_read_where_that_is_asked_for(llm: LLM) -> None:
         assert answer(out) == answer(llm.generate([ids[-remaining:]], GREEDY)[0])
 
 
-def test_keywords_that_are_none_are_explained(llm: LLM) -> None:
+def test_unknown_keywords_are_explained(llm: LLM) -> None:
     for call, message, name in (
         (lambda: llm.generate(TEXT, lora_request="x"), "merge the adapter", "lora_request"),
         (lambda: llm.generate(TEXT, priorty=1), "Did you mean priority", "priorty"),
@@ -415,7 +411,7 @@ def test_keywords_that_are_none_are_explained(llm: LLM) -> None:
     assert llm.llm_engine is llm.engine
 
 
-def test_parameters_may_be_changed_and_are_checked_when_they_are_used(llm: LLM) -> None:
+def test_changed_parameters_are_checked_on_use(llm: LLM) -> None:
     params = llm.get_default_sampling_params()
     params.temperature = 0
     assert llm.generate(TEXT, params)[0].finished

@@ -1,4 +1,4 @@
-"""LLM from several threads: each caller gets its own answer, or one clear error."""
+"""LLM from several threads: each caller gets its own answer, or one error."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ IDS = {"prompt_token_ids": [5, 6, 7, 8]}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model's folder."""
+    """Return a tiny model's folder."""
     return str(make_model(tmp_path_factory.mktemp("threads"), **TWO_LAYERS))
 
 
@@ -41,7 +41,7 @@ def engine(folder: str) -> LLM:
 
 @pytest.fixture
 def tiny(folder: str) -> Iterator[LLM]:
-    """A tiny LLM of two rows that is closed after the test."""
+    """Yield a tiny LLM of two rows; close it after the test."""
     more: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
     with make_engine(None, model=folder, max_num_seqs=2, num_gpu_blocks=60, **more) as llm:
         yield llm
@@ -49,17 +49,17 @@ def tiny(folder: str) -> Iterator[LLM]:
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    """Threads that call an LLM."""
+    """Yield threads that call an LLM."""
     with ThreadPoolExecutor(8) as threads:
         yield threads
 
 
 def results(futures: list[Future[Any]]) -> list[Any]:
-    """The results of all; one that hangs fails."""
+    """Return the results of all; fail if one hangs."""
     return [future.result(PATIENCE) for future in futures]
 
 
-def test_each_thread_gets_its_own_answers(llm: LLM, pool: ThreadPoolExecutor) -> None:
+def test_threads_get_their_own_answers(llm: LLM, pool: ThreadPoolExecutor) -> None:
     calls: list[Callable[[], list[RequestOutput]]] = [
         *(lambda p=p: llm.generate(p, GREEDY) for p in PROMPTS),  # type: ignore[misc]
         lambda: llm.generate(PROMPTS, SEEDED),
@@ -76,7 +76,7 @@ def test_each_thread_gets_its_own_answers(llm: LLM, pool: ThreadPoolExecutor) ->
     assert_idle(llm)
 
 
-def test_an_exception_in_one_caller_is_its_own(llm: LLM, pool: ThreadPoolExecutor) -> None:
+def test_exception_of_one_caller_does_not_affect_others(llm: LLM, pool: ThreadPoolExecutor) -> None:
     expected = answer(llm.generate(PROMPTS[0], GREEDY)[0])
     begun = threading.Barrier(2)
 
@@ -100,7 +100,7 @@ def test_an_exception_in_one_caller_is_its_own(llm: LLM, pool: ThreadPoolExecuto
     assert_idle(llm)
 
 
-def test_an_interrupt_aborts_the_main_threads_requests_alone(
+def test_interrupt_aborts_only_requests_of_the_main_thread(
     llm: LLM, pool: ThreadPoolExecutor
 ) -> None:
     expected = answer(llm.generate(PROMPTS[0], GREEDY)[0])
@@ -119,7 +119,7 @@ def test_an_interrupt_aborts_the_main_threads_requests_alone(
     assert_idle(llm)
 
 
-def test_a_failed_step_is_an_error_of_those_that_ran(
+def test_failed_step_fails_only_running_requests(
     tiny: LLM, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answer(tiny.generate(IDS, GREEDY)[0])
@@ -146,7 +146,7 @@ def test_a_failed_step_is_an_error_of_those_that_ran(
     assert answer(tiny.generate(IDS, GREEDY)[0]) == expected
 
 
-def test_an_engine_that_cannot_go_on_is_an_error_of_every_caller(
+def test_dead_engine_fails_every_caller(
     tiny: LLM, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any) -> Any:
@@ -161,7 +161,7 @@ def test_an_engine_that_cannot_go_on_is_an_error_of_every_caller(
         tiny.generate(IDS, GREEDY)
 
 
-def test_close_ends_the_calls_of_other_threads(tiny: LLM, pool: ThreadPoolExecutor) -> None:
+def test_close_ends_calls_of_other_threads(tiny: LLM, pool: ThreadPoolExecutor) -> None:
     running = threading.Event()
     calls = [
         pool.submit(tiny.generate, IDS, LONG, on_progress=lambda out: running.set())
@@ -178,7 +178,7 @@ def test_close_ends_the_calls_of_other_threads(tiny: LLM, pool: ThreadPoolExecut
     tiny.close()
 
 
-def test_an_llm_that_is_let_go_frees_its_engine(folder: str) -> None:
+def test_unreferenced_llm_frees_its_engine(folder: str) -> None:
     llm = make_engine(None, model=folder, load_format="dummy", skip_tokenizer_init=True)
     llm.generate(IDS, GREEDY)
     engine = weakref.ref(llm.engine)

@@ -1,4 +1,4 @@
-"""The package as users install it: an sdist and a wheel, built and run away from the checkout."""
+"""The installed package: an sdist and a wheel, built and run outside of the checkout."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def run(*words: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(sdist, wheel), made of a copy of what an installation needs."""
+    """Return (sdist, wheel), built from a copy of the needed files."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -48,8 +48,8 @@ def package_files() -> set[str]:
     return {str(path.relative_to(ROOT)) for path in result if "__pycache__" not in path.parts}
 
 
-def test_sdist_and_wheel_hold_every_file(built: tuple[Path, Path]) -> None:
-    """Weights, tables, the playground and py.typed too."""
+def test_sdist_and_wheel_contain_every_file(built: tuple[Path, Path]) -> None:
+    """Including weights, tables, the playground and py.typed."""
     sdist, wheel = built
     with zipfile.ZipFile(wheel) as archive:
         assert not package_files() - set(archive.namelist())
@@ -60,9 +60,9 @@ def test_sdist_and_wheel_hold_every_file(built: tuple[Path, Path]) -> None:
 
 @pytest.fixture(scope="module")
 def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of a new environment with the wheel.
+    """Return the programs of a new environment with the wheel.
 
-    Its dependencies are those of this environment, so that nothing is downloaded.
+    Its dependencies are those of this environment, so nothing is downloaded.
     """
     tmp_path = tmp_path_factory.mktemp("installed")
     python = tmp_path / "env/bin/python"
@@ -75,7 +75,7 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     return python.parent
 
 
-def test_the_wheel_runs_in_an_environment_of_its_own(installed: Path, tmp_path: Path) -> None:
+def test_wheel_runs_in_a_new_environment(installed: Path, tmp_path: Path) -> None:
     shown = run(installed / "lockstep", "--version", cwd=tmp_path)
     assert shown == f"lockstep {lockstep.__version__}\n"
     where = run(installed / "python", "-c", "import lockstep; print(lockstep)", cwd=tmp_path)
@@ -83,7 +83,7 @@ def test_the_wheel_runs_in_an_environment_of_its_own(installed: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_wheel_answers(installed: Path, tmp_path: Path) -> None:
+def test_wheel_generates_an_answer(installed: Path, tmp_path: Path) -> None:
     words = ("generate", "-p", "List the first 12 primes.", "--chat", "--temperature", "0")
     answer = run(installed / "lockstep", *words, cwd=tmp_path)
     assert answer.startswith("2, 3, 5, 7, 11")

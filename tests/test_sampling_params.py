@@ -27,14 +27,12 @@ from tests.bundled_model import (
 
 @pytest.fixture(scope="module")
 def greedy(engine: LLM) -> CompletionOutput:
-    """What the model answers to TEXT by GREEDY, which most tests change in one place."""
+    """Return the model's answer to TEXT by GREEDY, of which most tests change one parameter."""
     return one(engine)
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_ends_the_text_where_it_begins(
-    llm: LLM, greedy: CompletionOutput, include: bool
-) -> None:
+def test_stop_string_ends_the_text(llm: LLM, greedy: CompletionOutput, include: bool) -> None:
     complete = greedy.text
     stop = complete[9:13]
     cut = one(llm, stop=["never there", stop], include_stop_str_in_output=include)
@@ -47,7 +45,7 @@ def test_a_stop_string_ends_the_text_where_it_begins(
     assert one(llm, stop=complete[-3:] + "never there").text == complete, "nothing is held back"
 
 
-def test_a_stop_string_of_one_leaves_the_others_running(llm: LLM) -> None:
+def test_stop_string_ends_only_its_request(llm: LLM) -> None:
     complete = [o.outputs[0] for o in llm.generate(PROMPTS[:3], GREEDY)]
     stop = complete[1].text[5:8]
     params = [GREEDY, replace(GREEDY, stop=stop), GREEDY]
@@ -61,7 +59,7 @@ def test_a_stop_string_of_one_leaves_the_others_running(llm: LLM) -> None:
     assert outs[1].text == complete[1].text[: complete[1].text.index(stop)]
 
 
-def test_a_stop_token_ends_the_answer_and_gives_no_text(llm: LLM, greedy: CompletionOutput) -> None:
+def test_stop_token_ends_the_answer_without_text(llm: LLM, greedy: CompletionOutput) -> None:
     ids = greedy.token_ids
     index = 6
     stop = ids[index]
@@ -74,7 +72,7 @@ def test_a_stop_token_ends_the_answer_and_gives_no_text(llm: LLM, greedy: Comple
     assert shown.text == llm.tokenizer.decode(ids[: first + 1])  # type: ignore[union-attr]
 
 
-def test_the_end_token_ends_unless_it_is_ignored_or_too_early(llm: LLM) -> None:
+def test_end_token_with_ignore_eos_and_min_tokens(llm: LLM) -> None:
     ends = replace(GREEDY, max_tokens=40, ignore_eos=False)
     ended = llm.chat(QUESTION, ends)[0].outputs[0]
     assert ended.finish_reason == "stop" and ended.stop_reason is None
@@ -89,7 +87,7 @@ def test_the_end_token_ends_unless_it_is_ignored_or_too_early(llm: LLM) -> None:
     assert len(late.token_ids) > minimum or late.finish_reason == "length"
 
 
-def test_min_tokens_holds_stop_tokens_back(llm: LLM, greedy: CompletionOutput) -> None:
+def test_min_tokens_delays_stop_tokens(llm: LLM, greedy: CompletionOutput) -> None:
     tokens = greedy.token_ids
     stop = tokens[0]
     kept = one(llm, stop_token_ids=[stop], min_tokens=10)
@@ -100,7 +98,7 @@ def test_min_tokens_holds_stop_tokens_back(llm: LLM, greedy: CompletionOutput) -
     assert just.token_ids == tokens[: index + 1], "as soon as that many tokens came before it"
 
 
-def test_logprobs_hold_the_token_and_the_likeliest(llm: LLM, greedy: CompletionOutput) -> None:
+def test_logprobs_have_the_token_and_the_most_likely(llm: LLM, greedy: CompletionOutput) -> None:
     for params in (GREEDY, SEEDED):
         out = one(llm, params=params, logprobs=4)
         assert out.logprobs is not None and len(out.logprobs) == len(out.token_ids)
@@ -115,7 +113,7 @@ def test_logprobs_hold_the_token_and_the_likeliest(llm: LLM, greedy: CompletionO
     assert greedy.logprobs is None
 
 
-def test_prompt_logprobs_are_the_models_own(llm: LLM) -> None:
+def test_prompt_logprobs_equal_generated_logprobs(llm: LLM) -> None:
     out = one(llm, logprobs=2)
     ids = llm.tokenizer.encode(TEXT) + out.token_ids  # type: ignore[union-attr]
     scored = llm.generate(ids, replace(GREEDY, max_tokens=1, prompt_logprobs=2))[0]
@@ -131,7 +129,7 @@ def test_prompt_logprobs_are_the_models_own(llm: LLM) -> None:
     assert llm.generate(ids, GREEDY)[0].prompt_logprobs is None
 
 
-def test_prompt_logprobs_do_not_see_chunks_or_the_prefix_cache(plain: LLM) -> None:
+def test_prompt_logprobs_are_independent_of_chunks_and_cache(plain: LLM) -> None:
     ids = (plain.tokenizer.encode(TEXT) * 80)[:300]  # type: ignore[union-attr]
     ask = replace(GREEDY, max_tokens=3, prompt_logprobs=1, logprobs=1)
     chunked = make_engine(None, max_num_batched_tokens=64)
@@ -144,7 +142,7 @@ def test_prompt_logprobs_do_not_see_chunks_or_the_prefix_cache(plain: LLM) -> No
     assert answer(chunked.generate(ids, ask)[0]) == complete
 
 
-def test_only_allowed_tokens_come(llm: LLM) -> None:
+def test_allowed_token_ids(llm: LLM) -> None:
     allowed = [11, 200, 1000, 3000]
     for params in (GREEDY, SEEDED):
         out = one(llm, params=params, allowed_token_ids=allowed)
@@ -152,7 +150,7 @@ def test_only_allowed_tokens_come(llm: LLM) -> None:
     assert one(llm, allowed_token_ids=[3000]).token_ids == [3000] * 16
 
 
-def test_bad_words_never_come(llm: LLM, greedy: CompletionOutput) -> None:
+def test_bad_words_are_never_generated(llm: LLM, greedy: CompletionOutput) -> None:
     tokens = greedy.token_ids
     pair = tokens[2:4]
     clean = one(llm, bad_words_ids=[pair]).token_ids
@@ -167,13 +165,13 @@ def test_bad_words_never_come(llm: LLM, greedy: CompletionOutput) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
-def test_a_temperature_near_0_is_greedy(
+def test_temperature_near_0_is_greedy(
     llm: LLM, greedy: CompletionOutput, temperature: float
 ) -> None:
     assert one(llm, temperature=temperature).token_ids == greedy.token_ids
 
 
-def test_logit_bias_moves_tokens(llm: LLM, greedy: CompletionOutput) -> None:
+def test_logit_bias(llm: LLM, greedy: CompletionOutput) -> None:
     tokens = greedy.token_ids
     assert one(llm, logit_bias={77: 100.0}).token_ids == [77] * 16
     assert tokens[0] not in one(llm, logit_bias={tokens[0]: -100.0}).token_ids
@@ -183,7 +181,7 @@ def test_logit_bias_moves_tokens(llm: LLM, greedy: CompletionOutput) -> None:
     assert reported[0][77].logprob < -1, "log-probabilities are of the raw logits"
 
 
-BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
+INVALID_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 0}, "n", "from 1 to 128"),
     ({"n": True}, "n", "from 1 to 128"),
     ({"temperature": -0.1}, "temperature", "from 0.0 to 100.0"),
@@ -249,8 +247,8 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "field", "allowed"), BAD_PARAMS, ids=lambda v: str(v)[:40])
-def test_bad_parameters_are_refused_and_the_engine_lives_on(
+@pytest.mark.parametrize(("wrong", "field", "allowed"), INVALID_PARAMS, ids=lambda v: str(v)[:40])
+def test_invalid_parameters_leave_the_engine_running(
     llm: LLM, wrong: dict[str, Any], field: str, allowed: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -295,7 +293,7 @@ def test_huge_parameters_are_refused_at_once(name: str, make: Callable[[], Any])
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "text_said"),
+    ("arguments", "field", "message"),
     [
         ({"best_of": 3}, "best_of", "ask for n and choose"),
         ({"logits_processors": [print]}, "logits_processors", "use logit_bias"),
@@ -309,19 +307,19 @@ def test_huge_parameters_are_refused_at_once(name: str, make: Callable[[], Any])
     ids=str,
 )
 def test_keywords_of_other_engines_are_explained(
-    given: dict[str, Any], field: str, text_said: str
+    arguments: dict[str, Any], field: str, message: str
 ) -> None:
-    with pytest.raises(RequestError, match=text_said) as caught:
-        SamplingParams(**given)
+    with pytest.raises(RequestError, match=message) as caught:
+        SamplingParams(**arguments)
     assert caught.value.field == field
 
 
-def test_keywords_that_ask_for_what_is_done_anyway_pass() -> None:
+def test_keywords_of_default_behaviour_are_accepted() -> None:
     harmless = {"best_of": 1, "early_stopping": False, "logits_processors": None, "extra_args": {}}
     assert SamplingParams(**harmless) == SamplingParams()
 
 
-def test_a_clone_is_a_checked_copy() -> None:
+def test_clone_is_a_checked_copy() -> None:
     params = SamplingParams(temperature=0.5, stop=["a"])
     assert params.clone() == params and params.clone() is not params
     assert params.clone(n=2) == SamplingParams(temperature=0.5, stop=["a"], n=2)

@@ -1,4 +1,4 @@
-"""Files that settings name."""
+"""Files and sizes in settings."""
 
 import os
 import stat
@@ -22,7 +22,7 @@ NOBODY = 65_534
 
 @pytest.fixture
 def unprivileged() -> Iterator[Path]:
-    """A folder of a user whom permissions bind, which they do not bind root."""
+    """Yield a folder as a user who is subject to permissions, unlike root."""
     is_root = os.geteuid() == 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -38,7 +38,7 @@ def unprivileged() -> Iterator[Path]:
                 path.chmod(stat.S_IRWXU)
 
 
-def test_a_file_that_is_tried_stays_as_it_was(tmp_path: Path) -> None:
+def test_check_writable_keeps_files(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.write_text("what stood there")
     for path in (kept, tmp_path / "new"):
@@ -47,13 +47,13 @@ def test_a_file_that_is_tried_stays_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [kept]
 
 
-def test_a_file_that_cannot_be_is_named(tmp_path: Path) -> None:
+def test_unwritable_file_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "a", tmp_path / ("x" * 9_999)):
         with pytest.raises(ConfigError, match="report='.* is not allowed; .* can be written"):
             check_writable("report", path)
 
 
-def test_reasons_are_short() -> None:
+def test_error_reasons_are_short() -> None:
     assert why_unread(FileNotFoundError(2, "No such file", "x" * 9_999)) == "No such file"
     assert len(why_unread(ValueError("x" * 9_999))) == 200
 
@@ -66,17 +66,17 @@ def test_reasons_are_short() -> None:
         ("1.5MiB", 1.5 * 2**20), ("2T", 2 * 2**40),
     ],
 )  # fmt: skip
-def test_sizes_of_memory(text: str, size: float) -> None:
+def test_memory_sizes(text: str, size: float) -> None:
     assert read_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "G", "24X", "-1G", "1e999", "24GG", "nan", "1" * 40, "0x10"])
-def test_texts_that_are_no_sizes(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         read_bytes(text)
 
 
-def test_settings_of_memory_take_sizes() -> None:
+def test_memory_settings_accept_sizes() -> None:
     assert EngineConfig(kv_cache_memory_bytes="24GB").kv_cache_memory_bytes == 24 * 10**9
     assert EngineConfig(kv_offloading_size="4GiB").kv_offloading_size == 4
     assert ServerSettings(max_body_size="512K").max_body_size == 0.5
@@ -84,8 +84,8 @@ def test_settings_of_memory_take_sizes() -> None:
         EngineConfig(kv_cache_memory_bytes="24Q")
 
 
-def test_paths_tell_missing_from_forbidden(unprivileged: Path) -> None:
-    """One reason for each: Permission denied, a folder, a file on the way, nothing there."""
+def test_path_errors_distinguish_missing_and_forbidden(unprivileged: Path) -> None:
+    """One reason each: Permission denied, a folder, a file in the path, not found."""
     file = unprivileged / "secret"
     file.write_text("x")
     file.chmod(0)
@@ -101,7 +101,7 @@ def test_paths_tell_missing_from_forbidden(unprivileged: Path) -> None:
         assert reason in why_unread(raised.value)
 
 
-def test_a_model_without_permission_is_not_missing(unprivileged: Path) -> None:
+def test_unreadable_model_is_not_missing(unprivileged: Path) -> None:
     model = unprivileged / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""A folder with a tiny model's config.json and tokenizer; its weights are random (dummy)."""
+"""A folder with a tiny model's config.json and tokenizer, for random weights (dummy)."""
 
 import json
 from pathlib import Path
@@ -239,13 +239,13 @@ NEMOTRON_H = {
 }
 
 THREE_LAYERS: dict[str, object] = {"num_hidden_layers": 3, "full_attention_interval": 3}
-"""Changes of a hybrid: two layers recur and one attends, for tests of many steps."""
+"""Changes of a hybrid to two recurrent layers and one of attention, for tests of many steps."""
 TWO_LAYERS: dict[str, object] = {"num_hidden_layers": 2, "full_attention_interval": 2}
-"""One recurs and one attends, where what is tested is not the model."""
+"""One recurrent layer and one of attention, for tests of other parts."""
 
 
 def make_model(folder: Path, base: dict[str, object] = CONFIG, **changes: object) -> Path:
-    """Fills the folder; `changes` replace settings of `base`. Load it with load_format="dummy"."""
+    """Fill the folder; `changes` replace settings of `base`. Load it with load_format="dummy"."""
     folder.mkdir(exist_ok=True)
     make_folder(folder)
     size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]) + 64

@@ -59,4 +59,5 @@ class SpeculativeConfig(Settings):
         max_drafts = self.num_speculative_tokens
         if not self.adaptive:
             return (max_drafts,)
+        # Every length has its own CUDA graphs, hence only a few lengths.
         return (*(k for k in LENGTHS if k < max_drafts), max_drafts)

@@ -1,4 +1,4 @@
-"""The cache's verbs: joint hits, pins, eviction order, exclusive writers."""
+"""The cache's operations: joint hits, pins, eviction order, exclusive writers."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ def make(pages: int = 20, slots: int = 0, rows: int = 2, caching: bool = True) -
 
 
 def run_prompt(cache: Cache, tokens: list[int], snapshots: tuple[int, ...] = ()) -> CacheSeq:
-    """Admits, computes and commits a whole prompt, leaving snapshots at these lengths."""
+    """Admit, compute and commit a complete prompt, with snapshots at these lengths."""
     seq = CacheSeq(tokens)
     assert cache.admit(seq, len(tokens)) is not None
     for point in snapshots:
@@ -30,14 +30,14 @@ def run_prompt(cache: Cache, tokens: list[int], snapshots: tuple[int, ...] = ())
 
 def cached(cache: Cache, tokens: list[int]) -> int | None:
     seq = CacheSeq(tokens)
-    found = cache.admit(seq, len(tokens))
+    result = cache.admit(seq, len(tokens))
     cache.settle()
     cache.check()
     cache.release(seq)
-    return found
+    return result
 
 
-def test_paged_hits_are_whole_pages_and_leave_a_token() -> None:
+def test_hits_are_full_pages_and_leave_one_token() -> None:
     cache = make()
     prompt = list(range(12))
     assert cached(cache, prompt) == 0
@@ -85,7 +85,7 @@ def test_generated_pages_are_cached_only_without_state() -> None:
         assert cached(cache, [*range(6), *output, 1]) == expected
 
 
-def test_a_snapshot_is_pinned_before_a_page_or_slot_is_taken() -> None:
+def test_snapshot_is_pinned_before_allocation() -> None:
     cache = make(slots=4)
     prompt = list(range(8))
     cache.release(run_prompt(cache, prompt, snapshots=(4,)))
@@ -103,7 +103,7 @@ def test_a_snapshot_is_pinned_before_a_page_or_slot_is_taken() -> None:
     cache.check()
 
 
-def test_a_row_comes_before_the_snapshot_it_could_resume() -> None:
+def test_row_slot_has_priority_over_a_snapshot() -> None:
     cache = make(slots=2, rows=1)
     prompt = list(range(8))
     seq = run_prompt(cache, prompt)
@@ -113,14 +113,14 @@ def test_a_row_comes_before_the_snapshot_it_could_resume() -> None:
     assert cached(cache, prompt) == 0
 
 
-def test_a_cached_snapshot_is_not_taken_again() -> None:
+def test_cached_snapshot_is_not_repeated() -> None:
     cache = make(slots=9)
     prompt = list(range(8))
     seq = run_prompt(cache, prompt, snapshots=(4,))
     assert cache.snapshot(seq, 4) == 0
 
 
-def test_eviction_is_least_recently_used_and_tails_go_first() -> None:
+def test_eviction_is_lru_from_the_tail() -> None:
     cache = make(pages=7)
     first = [1] * 12
     second = [2] * 12
@@ -148,7 +148,7 @@ def test_refused_admission_changes_nothing() -> None:
     cache.check()
 
 
-def test_caching_off_and_opting_out_find_nothing() -> None:
+def test_disabled_caching_and_opt_out_have_no_hits() -> None:
     cache = make(caching=False)
     run_prompt(cache, [1] * 8)
     assert cached(cache, [1] * 9) == 0 and cache.query_tokens == 0
@@ -158,7 +158,7 @@ def test_caching_off_and_opting_out_find_nothing() -> None:
     assert cache.admit(CacheSeq([1] * 9, salt=b"other"), 9) == 0
 
 
-def test_forgetting_empties_the_cache_and_leaves_what_is_owned() -> None:
+def test_reset_empties_the_cache_and_keeps_owned_pages() -> None:
     cache = make(slots=6)
     prompt = list(range(9))
     cache.release(run_prompt(cache, prompt, snapshots=(4, 8)))
@@ -173,22 +173,23 @@ def test_forgetting_empties_the_cache_and_leaves_what_is_owned() -> None:
     assert cache.paged.pool.available == cache.paged.pool.total
 
 
-def test_pool_never_gives_the_null_id_and_check_sees_a_leak() -> None:
+def test_pool_excludes_the_null_id_and_detects_leaks() -> None:
     pool = Pool(3)
     assert sorted([pool.take(), pool.take()]) == [1, 2] and pool.take() == 0
     with pytest.raises(AssertionError):
         pool.check(Counter([1]))
 
 
-def test_config_is_refused_by_name() -> None:
+def test_invalid_cache_config_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="num_pages=1"):
         CacheConfig(1)
     with pytest.raises(ConfigError, match="num_state_slots=3"):
         CacheConfig(9, num_state_slots=3, max_num_seqs=4)
 
 
-def test_digests_key_the_pages_that_hold_their_tokens_and_all_that_follow() -> None:
-    """Placeholder tokens are equal; what they stand for decides which pages two prompts share."""
+def test_digests_change_keys_of_their_page_and_later_pages() -> None:
+    """Placeholder tokens are equal, so the digest of their content determines which pages two
+    prompts share."""
     tokens = list(range(4 * PAGE))
     plain = CacheSeq(tokens)
     image = CacheSeq(tokens, digests={PAGE + 1: b"first image"})

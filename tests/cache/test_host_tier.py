@@ -1,4 +1,4 @@
-"""Host memory behind the cache: what is evicted is found again, in its place, and within bounds."""
+"""The host tier of the cache: evicted entries are found again, within its capacity."""
 
 import random
 from collections import OrderedDict
@@ -13,14 +13,16 @@ PAGE = 4
 
 
 def make(pages: int, host: int, slots: int = 0, rows: int = 2) -> Cache:
-    """host: pages of host memory, of which a snapshot takes two."""
+    """Return a cache. host: pages of host memory; a snapshot needs two."""
     sizes = {"host_pages": host, "slot_host_pages": 2}
     return Cache(CacheConfig(pages + 1, PAGE, slots, rows, **sizes))
 
 
 def run_prompt(cache: Cache, tokens: list[int], salt: str = "") -> tuple[int, Moves, Moves]:
-    """Computes a prompt, with a snapshot behind its last whole page, and releases it. -> the tokens
-    that were cached, what moved out, and back."""
+    """Compute a prompt, with a snapshot after its last full page, and release it.
+
+    Returns: number of cached tokens, moves to the host, and back.
+    """
     seq = CacheSeq(tokens, salt=salt_of(salt))
     cached = cache.admit(seq, len(tokens))
     assert cached is not None
@@ -34,7 +36,7 @@ def run_prompt(cache: Cache, tokens: list[int], salt: str = "") -> tuple[int, Mo
     return cached, out, back
 
 
-def test_what_is_evicted_comes_back_to_where_it_is_wanted() -> None:
+def test_evicted_pages_are_restored() -> None:
     cache = make(pages=3, host=9)
     first = [1] * 9
     assert run_prompt(cache, first)[0] == 0
@@ -47,7 +49,7 @@ def test_what_is_evicted_comes_back_to_where_it_is_wanted() -> None:
     assert len({move.unit for move in back[PAGES]}) == 2
 
 
-def test_what_the_host_has_is_not_copied_again() -> None:
+def test_pages_on_the_host_are_not_copied_again() -> None:
     cache = make(pages=3, host=9)
     for tokens in ([1] * 9, [2] * 9, [1] * 9):
         run_prompt(cache, tokens)
@@ -55,14 +57,14 @@ def test_what_the_host_has_is_not_copied_again() -> None:
     assert cache.host.used == 4
 
 
-def test_without_host_memory_what_is_evicted_is_gone() -> None:
+def test_without_host_memory_evicted_pages_are_lost() -> None:
     cache = make(pages=3, host=0, slots=4)
     for tokens in ([1] * 9, [2] * 9, [1] * 9):
         assert run_prompt(cache, tokens) == (0, {}, {})
 
 
-def test_one_host_page_keeps_what_was_evicted_last() -> None:
-    """Tails are evicted first, so that a beginning is what is left."""
+def test_one_host_page_keeps_the_last_evicted_page() -> None:
+    """Tails are evicted first, so the start of the prompt remains."""
     cache = make(pages=3, host=1)
     run_prompt(cache, [1] * 9)
     run_prompt(cache, [2] * 9)
@@ -71,8 +73,8 @@ def test_one_host_page_keeps_what_was_evicted_last() -> None:
     assert cached == 4 and len(back[PAGES]) == 1
 
 
-def test_a_place_is_filled_once_in_a_schedule() -> None:
-    """Pages and snapshots move apart, so that the order of two to one place would be lost."""
+def test_host_page_is_written_once_per_schedule() -> None:
+    """Pages and snapshots move separately, so two writes to one host page would have no order."""
     cache = make(pages=4, host=2, slots=4, rows=1)
     for number in (1, 2):
         run_prompt(cache, [number] * 5)
@@ -89,7 +91,7 @@ def test_a_place_is_filled_once_in_a_schedule() -> None:
     assert len(filled) == len(set(filled)) == 2
 
 
-def test_a_snapshot_comes_back_with_its_pages() -> None:
+def test_snapshot_is_restored_with_its_pages() -> None:
     cache = make(pages=3, host=9, slots=4, rows=1)
     for number in (1, 2, 3):
         run_prompt(cache, [number] * 9)
@@ -103,7 +105,7 @@ def test_a_snapshot_comes_back_with_its_pages() -> None:
     cache.check()
 
 
-def test_a_snapshot_in_host_memory_needs_a_slot_beside_the_rows() -> None:
+def test_restored_snapshot_needs_a_free_slot() -> None:
     cache = make(pages=3, host=9, slots=3, rows=1)
     for number in (1, 2, 3):
         run_prompt(cache, [number] * 9)
@@ -113,8 +115,8 @@ def test_a_snapshot_in_host_memory_needs_a_slot_beside_the_rows() -> None:
     assert cached == 0 and not back
 
 
-def test_what_a_hit_needs_makes_no_room_for_what_it_evicts() -> None:
-    """Host memory is full: the pages that come back push out three, which find no room there."""
+def test_restored_host_pages_are_not_evicted_by_their_hit() -> None:
+    """With full host memory the restored pages evict three others, which find no space there."""
     cache = make(pages=3, host=2)
     run_prompt(cache, [1] * 9)
     run_prompt(cache, [2] * 12)
@@ -123,7 +125,7 @@ def test_what_a_hit_needs_makes_no_room_for_what_it_evicts() -> None:
     assert not cache.host.pinned
 
 
-def test_what_can_not_be_admitted_moves_nothing() -> None:
+def test_refused_admission_moves_nothing() -> None:
     cache = make(pages=4, host=9, slots=4, rows=1)
     run_prompt(cache, [1] * 9)
     run_prompt(cache, [2] * 16)
@@ -134,7 +136,7 @@ def test_what_can_not_be_admitted_moves_nothing() -> None:
     cache.check()
 
 
-def test_no_salt_finds_what_another_left_in_host_memory() -> None:
+def test_salts_isolate_host_memory() -> None:
     cache = make(pages=3, host=9)
     tokens = [1] * 9
     run_prompt(cache, tokens, "mine")
@@ -144,7 +146,7 @@ def test_no_salt_finds_what_another_left_in_host_memory() -> None:
     assert run_prompt(cache, tokens, "mine")[0] == 8
 
 
-def test_forgetting_empties_host_memory() -> None:
+def test_reset_empties_host_memory() -> None:
     cache = make(pages=3, host=9, slots=4, rows=1)
     for number in (1, 2, 3):
         run_prompt(cache, [number] * 9)
@@ -155,11 +157,11 @@ def test_forgetting_empties_host_memory() -> None:
     assert run_prompt(cache, [1] * 9)[0] == 0
 
 
-def test_a_place_longer_than_host_memory_is_none() -> None:
+def test_entry_larger_than_host_memory_is_refused() -> None:
     pool = HostPool(3)
     assert pool.store((PAGES, b"a"), 4) == ()
-    place = pool.store((PAGES, b"a"), 3)
-    assert sorted(place) == [0, 1, 2]
+    index = pool.store((PAGES, b"a"), 3)
+    assert sorted(index) == [0, 1, 2]
     pool.pin((PAGES, b"a"))
     assert pool.store((PAGES, b"b"), 1) == ()
     pool.settle()
@@ -167,8 +169,9 @@ def test_a_place_longer_than_host_memory_is_none() -> None:
     assert not pool.touch((PAGES, b"a"))
 
 
-class Shelf:
-    """Host memory as a dict: what was used longest ago goes first, but for what is held."""
+class HostModel:
+    """Reference of host memory as a dict: least recently used entries are evicted, except pinned
+    ones."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -176,8 +179,8 @@ class Shelf:
         self.held: set[tuple[str, bytes]] = set()
 
     def store(self, name: tuple[str, bytes], length: int) -> bool:
-        """Whether it found room."""
-        if length > self.size - sum(self.kept[held] for held in self.held):
+        """Return True if there is space."""
+        if length > self.size - sum(self.kept[key] for key in self.held):
             return False
         while sum(self.kept.values()) + length > self.size:
             del self.kept[next(known for known in self.kept if known not in self.held)]
@@ -186,11 +189,11 @@ class Shelf:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_walk_of_the_host_pool_beside_a_dict(seed: int) -> None:
+def test_random_walk_equals_the_reference_host_pool(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice([0, 1, 5, 20])
     pool = HostPool(size)
-    model = Shelf(size)
+    model = HostModel(size)
     for _ in range(600):
         name = (rng.choice([PAGES, SLOTS]), bytes([rng.randrange(12)]))
         length = 1 if name[0] == PAGES else 3

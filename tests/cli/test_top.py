@@ -148,7 +148,7 @@ def test_q_ends_the_live_view(server: SimpleNamespace, monkeypatch: pytest.Monke
     os.close(keyboard)
 
 
-def test_keys(server: SimpleNamespace, run: Any, tmp_path: Any) -> None:
+def test_api_keys(server: SimpleNamespace, run: Any, tmp_path: Any) -> None:
     server.key = "secret"
     status, _, err = run(server.url, "--once")
     assert status == 2 and "it answered 401" in err and "--api-key" in err

@@ -26,7 +26,7 @@ from lockstep.config import EngineConfig, StepLimits
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.quantization import read_weight_format
 from lockstep.worker.build import pick_device, step_limits
-from tests.quantization.disk import Codes, draw, gptq, set_config, write
+from tests.quantization.disk import Codes, gptq, random_codes, set_config, write
 from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -294,13 +294,13 @@ def quantized_folder(folder: Path) -> Path:
     """Return the bundled model with one quantized module, and positions for 125,000 tokens."""
 
     def pick(name: str, n: int, k: int) -> Codes | None:
-        return draw(n, k) if name.endswith("layers.0.mlp.down_proj") else None
+        return random_codes(n, k) if name.endswith("layers.0.mlp.down_proj") else None
 
     tensors = load_file(BUNDLED / "model.safetensors")
     lay = partial(gptq, g_idx=False)
     pair = write(folder, tensors, BUNDLED, AUTO_ROUND, pick, lay)
-    set_config(pair.packed, max_position_embeddings=MAX_POSITIONS)
-    return pair.packed
+    set_config(pair.quantized, max_position_embeddings=MAX_POSITIONS)
+    return pair.quantized
 
 
 def test_three_command_lines_serve(tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ NAMES = [name for name, _ in random_weights(8, 128) if name not in ("int4 desc_a
 """Layouts with regular scales."""
 
 
-def gemv_tile(m: int, high: int, warps: int, earlier: int, split_k: int = 1) -> QuantizedTile:
+def gemv_tile(m: int, high: int, warps: int, stages: int, split_k: int = 1) -> QuantizedTile:
     """Return a tile of `high` products of 16 outputs per warp."""
-    return QuantizedTile(m, 16 * high * warps, 128, warps, earlier, split_k, gemv=True)
+    return QuantizedTile(m, 16 * high * warps, 128, warps, stages, split_k, gemv=True)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -1,4 +1,4 @@
-"""A weight format that packs weights while they are loaded, for tests of layers."""
+"""A weight format for tests that quantizes weights while they are loaded."""
 
 from dataclasses import dataclass, field
 
@@ -12,17 +12,17 @@ from lockstep.quantization.weight_sink import FLOAT_DTYPES
 
 @dataclass
 class Rounding(WeightFormat):
-    """Integers in groups of 4. of: in the path of what is packed; odd: a
-    module that is left as it is."""
+    """Integers in groups of 4. of: part of the names of quantized weights; odd: a module that stays
+    dense."""
 
     of: str = ".experts."
     odd: str = ""
-    asked: list[CheckpointLinear] = field(default_factory=list)
+    requested: list[CheckpointLinear] = field(default_factory=list)
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         if self.of not in module.path or module.path == self.odd:
             return None
-        self.asked.append(module)
+        self.requested.append(module)
         return Layout.of(IntWeight, bits=4, group=4, scale_dtype=torch.float32)
 
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:

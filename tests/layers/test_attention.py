@@ -1,4 +1,4 @@
-"""Attention without rotary positions, with biases and another scale, against torch's."""
+"""Attention without rotary positions, with biases and another scale, equals torch's."""
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,13 @@ SCALE = 0.7
 
 
 def prompt_step() -> StepContext:
-    """One prompt of TOKENS tokens in page 1."""
-    places = torch.arange(TOKENS)
+    """Return a step of one prompt of TOKENS tokens in page 1."""
+    indices = torch.arange(TOKENS)
     unread = dict.fromkeys(StepContext.__dataclass_fields__)
     read = dict(
         shape=StepShape(1, TOKENS, TOKENS, prompt=True),
-        positions=places,
-        slot_mapping=PAGE + places,
+        positions=indices,
+        slot_mapping=PAGE + indices,
         page_table=torch.tensor([[1]], dtype=torch.int32),
         cu_seqlens=torch.tensor([0, TOKENS], dtype=torch.int32),
         starts=torch.tensor([0], dtype=torch.int32),
@@ -31,7 +31,7 @@ def prompt_step() -> StepContext:
     return StepContext(**{**unread, **read})  # type: ignore[arg-type]
 
 
-def test_no_positions_biases_and_a_scale() -> None:
+def test_biases_and_scale_without_positions() -> None:
     torch.manual_seed(0)
     build = BuildContext("cpu", torch.float32, 1, 64)
     mixer = Attention(
@@ -52,8 +52,8 @@ def test_no_positions_biases_and_a_scale() -> None:
     table = mixer.weights()
     assert set(table) == {f"{n}_proj.{part}" for n in "qkvo" for part in ("weight", "bias")}
 
-    def project(name: str, given: torch.Tensor) -> torch.Tensor:
-        return F.linear(given, table[f"{name}_proj.weight"], table[f"{name}_proj.bias"])
+    def project(name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, table[f"{name}_proj.weight"], table[f"{name}_proj.bias"])
 
     q, k, v = (project(n, x).unflatten(1, (-1, HEAD_DIM)).transpose(0, 1) for n in "qkv")
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)

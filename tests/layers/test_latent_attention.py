@@ -1,4 +1,4 @@
-"""The heads' absorbed maps, of latents that a cache keeps in a rotation."""
+"""The absorbed projections of latent attention, for latents cached in a rotated basis."""
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ VALUE = 128
 TURN = HadamardRotation(77, K_BLOCK)
 
 
-def absorbed(weight: Tensor, dtype: torch.dtype, turn: HadamardRotation | None) -> AbsorbedHeads:
-    """The maps of a kv_b_proj, filled as a checkpoint fills them."""
+def absorbed_projections(
+    weight: Tensor, dtype: torch.dtype, turn: HadamardRotation | None
+) -> AbsorbedHeads:
+    """Return the absorbed projections of a kv_b_proj, filled as by a checkpoint."""
     build = BuildContext("cpu", dtype, 1, 64)
     maps = AbsorbedHeads(build, HEADS, PLAIN, LATENT, VALUE, turn)
     (slot,) = maps.weights().values()
@@ -24,32 +26,34 @@ def absorbed(weight: Tensor, dtype: torch.dtype, turn: HadamardRotation | None) 
     return maps
 
 
-def off(found: Tensor, wanted: Tensor) -> float:
-    """The relative error of a norm."""
-    return float((found.double() - wanted).norm() / wanted.norm())
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Return the relative error of a norm."""
+    return float((result.double() - expected).norm() / expected.norm())
 
 
-def test_rotated_maps_compare_and_expand_rotated_latents() -> None:
-    """A score and a head's output are what they are without any rotation. In fp32 to its rounding;
-    in bf16 as exactly as with queries that are rotated, and rounded once more, in every step."""
+def test_rotated_projections_equal_unrotated_ones() -> None:
+    """Scores and head outputs are equal: in fp32 up to rounding; in bf16 as exact as with queries
+    rotated, and rounded once more, in every step."""
     draw = torch.Generator().manual_seed(3)
     weight = torch.randn(HEADS * (PLAIN + VALUE), LATENT, generator=draw) * LATENT**-0.5
     q = torch.randn(64, HEADS, PLAIN, generator=draw)
     latent = torch.randn(64, HEADS, LATENT, generator=draw)
-    for dtype, most in ((torch.float32, 2e-6), (torch.bfloat16, 6e-3)):
-        own = weight.to(dtype)
+    for dtype, maximum in ((torch.float32, 2e-6), (torch.bfloat16, 6e-3)):
+        mine = weight.to(dtype)
         query = q.to(dtype)
         mixed = latent.to(dtype)
-        heads = own.double().unflatten(0, (HEADS, -1))
+        heads = mine.double().unflatten(0, (HEADS, -1))
         keys = heads[:, :PLAIN]
         values = heads[:, PLAIN:]
         scores = torch.einsum("thn,hnc,thc->th", query.double(), keys, mixed.double())
         outputs = torch.einsum("hvc,thc->thv", values, mixed.double())
-        maps = absorbed(weight, dtype, TURN)
+        maps = absorbed_projections(weight, dtype, TURN)
         turned = TURN.rotate(mixed)
-        found = (maps.absorb(query).double() * turned.double()).sum(-1)
-        assert off(found, scores) < most
-        after = TURN.rotate(absorbed(weight, dtype, None).absorb(query)).to(dtype)
+        actual = (maps.absorb(query).double() * turned.double()).sum(-1)
+        assert relative_error(actual, scores) < maximum
+        after = TURN.rotate(absorbed_projections(weight, dtype, None).absorb(query)).to(dtype)
         again = (after.double() * turned.double()).sum(-1)
-        assert dtype == torch.float32 or off(found, scores) < 1.1 * off(again, scores)
-        assert off(maps.expand(turned.to(dtype)), outputs) < most
+        assert dtype == torch.float32 or relative_error(actual, scores) < 1.1 * relative_error(
+            again, scores
+        )
+        assert relative_error(maps.expand(turned.to(dtype)), outputs) < maximum

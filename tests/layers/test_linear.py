@@ -1,4 +1,4 @@
-"""Which backend a model's linears get, and how the build says so."""
+"""Backends of a model's linear layers, and the build report about them."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,8 @@ from tests.layers.rounding import Rounding
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """Replace the probe by one that lets 96 and 128 rows pass.
+def probe_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """Replace the probe by one that accepts 96 and 128 rows.
 
     Returns: (number of weights, split_k, allow_partials) of each call.
     """
@@ -39,52 +39,52 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     return calls
 
 
-def on_a_gpu(build: BuildContext, layer: nn.Module) -> None:
-    """Lets a layer be served as one that was built for a GPU."""
+def pretend_gpu(build: BuildContext, layer: nn.Module) -> None:
+    """Mark a layer as built for a GPU."""
     product = next(part for part in layer.modules() if isinstance(part, Gemm))
     product.linear = build.probed.setdefault((*product.shape, build.dtype), Probed(linear, linear))
     build.choices[-1].backend = "triton"
     build.choices[-1].refused = {"cublas": "not asked"}
 
 
-def test_a_probe_is_by_the_shape_and_says_what_it_found(
-    asked: list[tuple[int, int, bool]],
+def test_probe_is_once_per_shape_and_reported(
+    probe_calls: list[tuple[int, int, bool]],
 ) -> None:
     build = BuildContext("cpu", torch.bfloat16, 1, 1)
     model = nn.ModuleList()
     for layer in (Linear, Linear, ResidualLinear):
         model.append(layer(build, 8, {"w": 16 if layer is Linear else 24}))
-        on_a_gpu(build, model[-1])
+        pretend_gpu(build, model[-1])
     model.append(Head(build, 40, 8))
-    on_a_gpu(build, model[-1])
+    pretend_gpu(build, model[-1])
     inexact = BuildContext("cpu", torch.bfloat16, 1, 1, exact=False, choices=build.choices)
     drafter = Linear(inexact, 8, {"w": 16})
     probe(build, nn.ModuleList([*model, drafter]), (64, 96, 128))
-    assert asked == [(2, 1, False), (1, 1, True), (1, 1, False)]
+    assert probe_calls == [(2, 1, False), (1, 1, True), (1, 1, False)]
     for choice in build.choices[:4]:
         assert choice.backend == "triton, cublas at 96, 128 rows"
         assert choice.refused == {"cublas": "at 64 rows slower, 2 us against 1"}
     assert build.choices[4].backend == "draft" and build.choices[4].refused == {}
 
 
-def test_where_all_rows_are_served_nothing_is_refused(asked: list[tuple[int, int, bool]]) -> None:
+def test_no_refusal_where_all_rows_are_supported(probe_calls: list[tuple[int, int, bool]]) -> None:
     build = BuildContext("cpu", torch.bfloat16, 1, 1)
     layer = Linear(build, 8, {"w": 16})
-    on_a_gpu(build, layer)
+    pretend_gpu(build, layer)
     probe(build, layer, (96,))
     assert build.choices[0].backend == "triton, cublas at 96 rows"
-    assert build.choices[0].refused == {} and len(asked) == 1
+    assert build.choices[0].refused == {} and len(probe_calls) == 1
 
 
-def test_a_cpu_has_nothing_to_probe(asked: list[tuple[int, int, bool]]) -> None:
+def test_cpu_layers_are_not_probed(probe_calls: list[tuple[int, int, bool]]) -> None:
     build = BuildContext("cpu", torch.float32, 1, 1)
     layer = Linear(build, 8, {"w": 16})
     probe(build, layer, (96,))
-    assert asked == [] and build.choices[0].backend in ("reference", "cpu")
+    assert probe_calls == [] and build.choices[0].backend in ("reference", "cpu")
     assert build.choices[0].size == "16x8"
 
 
-def test_a_part_of_a_drafters_weight_is_its_rows() -> None:
+def test_part_of_a_fused_weight_is_its_rows() -> None:
     layer = Linear(
         BuildContext("cpu", torch.float32, 1, 1, exact=False), 8, {"a": 16, "b": 4, "c": 6}
     )
@@ -92,16 +92,16 @@ def test_a_part_of_a_drafters_weight_is_its_rows() -> None:
     for part in range(3):
         layer.part(part).normal_()
     layer.part(0).fill_(torch.nan)
-    found = layer.from_part(1, x)
-    whole = layer(x)
-    assert found.shape == (3, 10)
-    torch.testing.assert_close(found, whole[:, 16:])
+    actual = layer.from_part(1, x)
+    full = layer(x)
+    assert actual.shape == (3, 10)
+    torch.testing.assert_close(actual, full[:, 16:])
 
 
 @pytest.mark.parametrize("kind", [Linear, ResidualLinear])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "draft"])
-def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool) -> None:
-    """Both roundings are to the dtype; a row's bits do not depend on the others."""
+def test_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool) -> None:
+    """Both are rounded to the dtype; a row's bits are independent of others."""
     torch.manual_seed(0)
     layer = kind(
         BuildContext("cpu", torch.bfloat16, 1, 1, exact=exact), 8, {"a": 16, "b": 4}, bias=True
@@ -117,7 +117,7 @@ def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool)
         assert torch.equal(layer(x[5:6]), expected[5:6])
 
 
-def test_the_names_of_fused_weights() -> None:
+def test_names_of_fused_weights() -> None:
     layer = Linear(
         BuildContext("cpu", torch.float32, 1, 1, exact=False), 8, {"a": 16, "b": 4}, bias=True
     )
@@ -140,38 +140,39 @@ def test_the_names_of_fused_weights() -> None:
 
 
 def test_parts_are_the_outputs_of_each_fused_weight() -> None:
-    """Of one product, and of one for each, which need no place beside each other."""
+    """As one GEMM, and as one per weight whose outputs are not adjacent."""
     build = BuildContext("cpu", torch.float32, 1, 1)
     layer = Linear(build, 8, {"a": 16, "b": 24})
     weight = torch.randn(40, 8)
     x = torch.randn(5, 8)
     layer.gemms[0].weight.data.copy_(weight)
-    wanted = layer(x).split([16, 24], dim=1)
-    assert all(map(torch.equal, layer.parts(x), wanted))
+    expected = layer(x).split([16, 24], dim=1)
+    assert all(map(torch.equal, layer.parts(x), expected))
     rows = [nn.Parameter(part, requires_grad=False) for part in weight.split([16, 24])]
     layer.gemms = nn.ModuleList(Gemm(build, 8, [(None, len(part))], existing=part) for part in rows)
     layer.gemm_begins = (0, 16, 40)
-    found = layer.parts(x)
-    assert all(map(torch.equal, found, layer(x).split([16, 24], dim=1)))
-    assert all(part.is_contiguous() for part in found)
-    torch.testing.assert_close(torch.cat(found, 1), torch.cat(wanted, 1))
+    actual = layer.parts(x)
+    assert all(map(torch.equal, actual, layer(x).split([16, 24], dim=1)))
+    assert all(part.is_contiguous() for part in actual)
+    torch.testing.assert_close(torch.cat(actual, 1), torch.cat(expected, 1))
 
 
-JOINED = "lockstep.layers.linear.MAX_DEQUANTIZED"
+MAX_DEQUANTIZED = "lockstep.layers.linear.MAX_DEQUANTIZED"
 
 
-@pytest.mark.parametrize("most", [10**6, 0])
+@pytest.mark.parametrize("maximum", [10**6, 0])
 @pytest.mark.parametrize("packed", ["a", "b", "c"])
-def test_packed_rows_have_the_bits_of_their_values_in_one_product_or_several(
-    packed: str, most: int, monkeypatch: pytest.MonkeyPatch
+def test_quantized_rows_equal_dequantized_in_one_or_several_gemms(
+    packed: str, maximum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever of the fused weights is packed. Where none is small, each run is a product."""
-    monkeypatch.setattr(JOINED, most)
+    """Whichever of the fused weights is quantized. If none is small, each run of equal formats is a
+    GEMM."""
+    monkeypatch.setattr(MAX_DEQUANTIZED, maximum)
     sizes = {"a": 16, "b": 8, "c": 24}
     layer = Linear(
         BuildContext("cpu", torch.float32, 1, 1, weight_format=Rounding(of=packed)), 12, sizes
     )
-    assert len(layer.gemms) == (1 if most else 3 if packed == "b" else 2)
+    assert len(layer.gemms) == (1 if maximum else 3 if packed == "b" else 2)
     plain = Linear(BuildContext("cpu", torch.float32, 1, 1), 12, sizes)
     filled = layer.weights()
     for name, target in plain.weights().items():
@@ -187,8 +188,8 @@ def test_packed_rows_have_the_bits_of_their_values_in_one_product_or_several(
     assert torch.equal(layer.from_part(1, x), plain.from_part(1, x))
 
 
-def test_blocks_that_end_within_a_map_are_one_product_with_those_that_do_not() -> None:
-    """FP8 in blocks of 128 rows: 256 of one map, 72 of the other, as DeepSeek-V3's latents have."""
+def test_partial_fp8_blocks_fuse_into_one_gemm() -> None:
+    """FP8 in blocks of 128 rows: projections of 256 and 72 rows, as in DeepSeek-V3's latents."""
     sizes = {"a": 256, "b": 72}
     weight_format = fp8.read({"weight_block_size": [128, 128]})
     layer = Linear(
@@ -211,26 +212,26 @@ def test_blocks_that_end_within_a_map_are_one_product_with_those_that_do_not() -
     assert torch.equal(layer.from_part(1, x), plain.from_part(1, x))
 
 
-def test_what_is_packed_stays_so_on_a_gpu_unless_small_and_beside_what_is_not(
+def test_gpu_dequantizes_only_small_weights_fused_with_dense_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(JOINED, 16 * 12)
+    monkeypatch.setattr(MAX_DEQUANTIZED, 16 * 12)
     load()
     build = BuildContext("cuda:0", torch.bfloat16, 1, 1, weight_format=Rounding(of="a"), arch=90)
     with FakeTensorMode():
         alone = Linear(build, 12, {"a": 8}).gemms
-        beside = Linear(build, 12, {"a": 16, "b": 8}).gemms
+        fused = Linear(build, 12, {"a": 16, "b": 8}).gemms
         larger = Linear(build, 12, {"a": 17, "b": 8}).gemms
     assert alone[0].quantized is not None
-    assert len(beside) == 1 and beside[0].quantized is None and beside[0].shape == (24, 12)
-    said = [choice.storage_format for choice in build.choices]
-    assert said[0] == "IntWeight(bits=4, group=4, scale_dtype=float32)"
-    assert said[1] == f"{said[0]}, 16 rows, dequantized when loaded"
+    assert len(fused) == 1 and fused[0].quantized is None and fused[0].shape == (24, 12)
+    message = [choice.storage_format for choice in build.choices]
+    assert message[0] == "IntWeight(bits=4, group=4, scale_dtype=float32)"
+    assert message[1] == f"{message[0]}, 16 rows, dequantized when loaded"
     assert [product.quantized is not None for product in larger] == [True, False]
 
 
-def test_launches_of_nvfp4_ask_nothing_of_the_device() -> None:
-    """A captured step may be the first to launch a weight: no number of it may be read then."""
+def test_nvfp4_launches_do_not_synchronize() -> None:
+    """A captured step may be the first to launch a weight, and may read no value of it."""
     weight = Fp4Weight.empty(4, 128)
     weight.fill_dummy(torch.Generator().manual_seed(0))
     product = Gemm(BuildContext("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)], existing=weight)

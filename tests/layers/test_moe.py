@@ -1,4 +1,4 @@
-"""MoE against the formulas of the models that have it, in plain torch."""
+"""MoE layers equal the models' formulas in plain torch."""
 
 from typing import Any
 
@@ -28,17 +28,17 @@ ROUTING = set(Routing.__dataclass_fields__)
 
 
 NO_CONTEXT: Any = None
-"""Context of a step; a mixture reads none of it."""
+"""Context of a step; MoE layers do not read it."""
 
 
-def made(
+def random_moe(
     dtype: torch.dtype = torch.float32,
     experts: int = 12,
     build: BuildContext | None = None,
     hidden: int = HIDDEN,
     **more: Any,
 ) -> MoE:
-    """A layer of random weights; top 3."""
+    """Return a layer of random weights with top 3."""
     torch.manual_seed(0)
     routing = Routing(experts, 3, **{name: more.pop(name) for name in ROUTING & set(more)})
     layer = MoE(build or BuildContext("cpu", dtype, 1, 1), hidden, INNER, routing, **more)
@@ -51,8 +51,8 @@ def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
-def mixture(x: Tensor, table: dict[str, Tensor], ids: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum over each token's experts, by the checkpoint's names."""
+def reference_moe(x: Tensor, table: dict[str, Tensor], ids: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum over each token's experts, by the checkpoint's names."""
     y = torch.zeros_like(x)
     for t, mine in enumerate(ids.tolist()):
         for slot, e in enumerate(mine):
@@ -66,11 +66,11 @@ def mixture(x: Tensor, table: dict[str, Tensor], ids: Tensor, weights: Tensor) -
 def test_qwen(shared: int, gated: bool) -> None:
     """Qwen3-MoE has no shared expert, Qwen3-Next and Qwen3.5 a gated one."""
     gated = gated and shared > 0
-    layer = made(shared_inner=shared, shared_gate=gated)
+    layer = random_moe(shared_inner=shared, shared_gate=gated)
     x = torch.randn(9, HIDDEN)
     table = layer.weights()
     weights, ids = F.linear(x, table["gate.weight"]).softmax(-1).topk(3)
-    expected = mixture(x, table, ids, weights / weights.sum(-1, keepdim=True))
+    expected = reference_moe(x, table, ids, weights / weights.sum(-1, keepdim=True))
     if shared:
         names = [f"shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")]
         last = mlp(x, *(table[name] for name in names))
@@ -81,7 +81,7 @@ def test_qwen(shared: int, gated: bool) -> None:
 
 
 def test_deepseek_grouped_routing() -> None:
-    layer = made(
+    layer = random_moe(
         scoring="sigmoid", scale=2.5, bias=True, groups=4, top_groups=2, shared_inner=20,
         shared_name="shared_experts",
     )  # fmt: skip
@@ -96,12 +96,12 @@ def test_deepseek_grouped_routing() -> None:
     weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
     names = [f"shared_experts.{n}_proj.weight" for n in ("gate", "up", "down")]
     last = mlp(x, *(table[name] for name in names))
-    torch.testing.assert_close(layer(x, NO_CONTEXT), mixture(x, table, ids, weights) + last)
+    torch.testing.assert_close(layer(x, NO_CONTEXT), reference_moe(x, table, ids, weights) + last)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_a_router_that_scores_by_sigmoid_is_fp32_all_through(scoring: str) -> None:
-    layer = made(torch.bfloat16, scoring=scoring)
+def test_sigmoid_router_is_fp32(scoring: str) -> None:
+    layer = random_moe(torch.bfloat16, scoring=scoring)
     wide = scoring == "sigmoid"
     x = torch.randn(5, HIDDEN).bfloat16()
     assert layer.router.part(0).dtype == (torch.float32 if wide else torch.bfloat16)
@@ -112,13 +112,11 @@ def test_a_router_that_scores_by_sigmoid_is_fp32_all_through(scoring: str) -> No
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_maps_of_one_dtype_are_one_product_with_the_bits_of_several(
-    dtype: torch.dtype, scoring: str
-) -> None:
-    """The router, the shared expert's gate, its gate and up: a router in fp32 is a product of its
-    own beside a model in bf16."""
+def test_fused_router_equals_separate_gemms(dtype: torch.dtype, scoring: str) -> None:
+    """Fused are the router, the shared expert's gate, its gate and up projections; an fp32 router
+    of a bf16 model is a GEMM of its own."""
     gated = scoring == "softmax"
-    layer = made(dtype, scoring=scoring, shared_inner=16, shared_gate=gated)
+    layer = random_moe(dtype, scoring=scoring, shared_inner=16, shared_gate=gated)
     apart = layer.router.dtype != dtype
     assert len(layer.router.gemms) == 1 and (layer.shared_up is not None) == apart
     load()
@@ -142,7 +140,7 @@ def test_maps_of_one_dtype_are_one_product_with_the_bits_of_several(
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
+def test_small_quantized_shared_expert_fuses_with_the_router(
     joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.layers.linear.MAX_DEQUANTIZED", (32 - (not joined)) * HIDDEN)
@@ -150,7 +148,7 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
     load()
     build = BuildContext("cuda:0", torch.bfloat16, 1, 1, weight_format=weight_format, arch=90)
     with FakeTensorMode():
-        layer = made(build=build, shared_inner=16)
+        layer = random_moe(build=build, shared_inner=16)
     router = layer.router.gemms[0]
     assert len(layer.router.gemms) == 1 and router.quantized is None
     assert (layer.shared_up is None) == joined
@@ -162,13 +160,13 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: bool) -> None:
-    """As one product with the router, unpacked when it is loaded; down stays packed on a GPU."""
+def test_quantized_shared_expert_equals_dequantized(device: str, gated: bool) -> None:
+    """Fused with the router, and dequantized when it is loaded; down stays quantized on a GPU."""
     load()
     build = BuildContext(device, torch.bfloat16, 1, 1, weight_format=Rounding(of="shared_expert."))
     sizes: dict[str, Any] = dict(hidden=256, shared_inner=16, shared_gate=gated)
-    layer = made(build=build, **sizes)
-    plain = made(build=BuildContext(device, torch.bfloat16, 1, 1), **sizes)
+    layer = random_moe(build=build, **sizes)
+    plain = random_moe(build=BuildContext(device, torch.bfloat16, 1, 1), **sizes)
     assert layer.shared_up is None and layer.shared_down is not None
     expected = plain.weights()
     for name, target in layer.weights().items():
@@ -183,7 +181,7 @@ def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: b
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_row_bits_are_batch_independent(dtype: torch.dtype) -> None:
-    layer = made(dtype, shared_inner=16, shared_gate=True)
+    layer = random_moe(dtype, shared_inner=16, shared_gate=True)
     x = torch.randn(40, HIDDEN).to(dtype)
     full = layer(x, NO_CONTEXT)
     for begin, end in ((0, 1), (3, 5), (7, 40), (6, 6)):
@@ -196,10 +194,10 @@ FUSED = {
         "down_proj": TensorInfo("moe.experts.down_proj", (12, HIDDEN, INNER), "F32"),
     }
 }
-"""What the header of a file says that has all experts as one tensor."""
+"""Header of a file that stores all experts as one tensor."""
 
 
-def building(
+def build_context(
     tensors: Any = None,
     weight_format: WeightFormat | None = None,
     device: str = "cpu",
@@ -217,11 +215,11 @@ def building(
     return context.at("moe")
 
 
-def test_experts_one_by_one_or_as_one_tensor_fill_the_same_memory() -> None:
+def test_separate_and_stacked_experts_load_equally() -> None:
     names = ("w1", "w3", "w2")
     shared = dict(shared_inner=16, shared_gate=True, bias=True)
-    one = made(names=names, **shared)
-    all_at_once = made(build=building(FUSED), **shared)
+    one = random_moe(names=names, **shared)
+    all_at_once = random_moe(build=build_context(FUSED), **shared)
     single = one.weights()
     fused = all_at_once.weights()
     mine = {f"experts.{e}.w{n}.weight" for e in range(12) for n in (1, 2, 3)}
@@ -243,9 +241,9 @@ def test_experts_one_by_one_or_as_one_tensor_fill_the_same_memory() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_rank_holds_its_columns_of_every_expert(index: int) -> None:
-    """One tensor of all experts is cut within each expert, not across experts."""
-    layer = made(build=building(FUSED, rank=Rank(index, 2)))
+def test_rank_has_its_columns_of_every_expert(index: int) -> None:
+    """A stacked tensor is sharded within each expert, not across experts."""
+    layer = random_moe(build=build_context(FUSED, rank=Rank(index, 2)))
     sink = layer.weights()["experts.gate_up_proj"]
     assert isinstance(sink, WeightSink) and sink.shape == (12, 2 * INNER, HIDDEN)
     tensor = torch.randn(12, 2 * INNER, HIDDEN)
@@ -258,8 +256,10 @@ def test_a_rank_holds_its_columns_of_every_expert(index: int) -> None:
 @pytest.mark.parametrize("tensors", [None, FUSED], ids=["single", "fused"])
 def test_quantized_experts_equal_dequantized(tensors: Any) -> None:
     weight_format = Rounding()
-    layer = made(build=building(tensors, weight_format), shared_inner=16, shared_gate=True)
-    plain = made(build=building(tensors), shared_inner=16, shared_gate=True)
+    layer = random_moe(
+        build=build_context(tensors, weight_format), shared_inner=16, shared_gate=True
+    )
+    plain = random_moe(build=build_context(tensors), shared_inner=16, shared_gate=True)
     expected = plain.weights()
     for name, target in layer.weights().items():
         WeightSink.of(target).fill(expected[name].clone())
@@ -272,7 +272,7 @@ def test_quantized_experts_equal_dequantized(tensors: Any) -> None:
         weight.finish()
     x = torch.randn(9, HIDDEN)
     assert torch.equal(layer(x, NO_CONTEXT), plain(x, NO_CONTEXT))
-    requested = weight_format.asked[:2]
+    requested = weight_format.requested[:2]
     assert [module.path for module in requested] == [
         f"moe.experts.0.{n}_proj" for n in ("gate", "up")
     ]
@@ -283,14 +283,14 @@ def test_quantized_experts_equal_dequantized(tensors: Any) -> None:
         }
 
 
-def test_an_expert_that_is_packed_in_another_way_is_named() -> None:
+def test_expert_of_another_format_is_named() -> None:
     odd = "moe.experts.7.up_proj"
     with pytest.raises(CheckpointError, match=f"{odd} is stored as a plain weight"):
-        made(build=building(weight_format=Rounding(odd=odd)))
+        random_moe(build=build_context(weight_format=Rounding(odd=odd)))
 
 
-def test_packed_experts_are_served_on_a_gpu() -> None:
-    """There they stay packed, and the backend that serves plain ones reads them."""
+def test_quantized_experts_run_on_a_gpu() -> None:
+    """They stay quantized, and are read by the backend of dense experts."""
     load()
     assert set(experts_op.backends) == {"reference", "cpu", "triton"}
     for packed in (False, True):
@@ -311,21 +311,21 @@ def test_packed_experts_are_served_on_a_gpu() -> None:
     ],
     ids=str,
 )
-def test_a_choice_that_cannot_be_made_is_an_error(wrong: dict[str, object]) -> None:
+def test_invalid_routing_is_an_error(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="is not allowed; allowed:"):
-        made(**wrong)
+        random_moe(**wrong)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("shared", [0, 1024])
-def test_a_row_has_its_bits_in_any_batch_on_a_gpu(scoring: str, shared: int) -> None:
-    """Routers of two segments, whose products leave partials at some numbers of rows."""
+def test_row_bits_are_batch_independent_on_a_gpu(scoring: str, shared: int) -> None:
+    """With routers of two segments, whose GEMMs leave partial sums at some numbers of rows."""
     load()
     build = BuildContext("cuda", torch.bfloat16, 1, 1)
     gated = scoring == "softmax" and shared > 0
     sizes = dict(experts=128, hidden=2048, shared_inner=shared, shared_gate=gated)
-    layer = made(build=build, scoring=scoring, **sizes)
+    layer = random_moe(build=build, scoring=scoring, **sizes)
     x = torch.randn(300, 2048, device="cuda").bfloat16()
     full = layer(x, NO_CONTEXT)
     for begin, end in ((0, 1), (5, 13), (40, 104), (30, 158), (0, 256)):

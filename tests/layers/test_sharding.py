@@ -1,4 +1,4 @@
-"""Which output columns a rank holds: shares, replicated KV heads, sizes that do not divide."""
+"""Output columns of each rank: shares, replicated KV heads, indivisible sizes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from lockstep.layers.sharding import Columns, Part, Rank, count_columns
 from lockstep.quantization import WeightSink
 
 
-def test_a_rank_holds_its_share_of_every_part() -> None:
+def test_rank_has_its_share_of_every_part() -> None:
     columns = Columns((Part(4, 2), Part(4, 3, sharing=2)))
     assert columns.total == 14
     assert columns.ranges(Rank()) == ()
@@ -22,8 +22,8 @@ def test_a_rank_holds_its_share_of_every_part() -> None:
 
 def test_fewer_kv_heads_than_ranks_are_replicated() -> None:
     columns = Columns.heads(4, 16, sharing=2)
-    held = [columns.ranges(Rank(index, 4)) for index in range(4)]
-    assert held == [((0, 16),), ((0, 16),), ((16, 32),), ((16, 32),)]
+    found = [columns.ranges(Rank(index, 4)) for index in range(4)]
+    assert found == [((0, 16),), ((0, 16),), ((16, 32),), ((16, 32),)]
 
 
 def test_heads_that_cover_shared_units_in_part_have_a_copy_each() -> None:
@@ -43,7 +43,7 @@ def test_heads_that_cover_shared_units_in_part_have_a_copy_each() -> None:
     ],
     ids=["query heads", "KV heads", "columns"],
 )
-def test_sizes_that_do_not_divide_are_refused_with_those_that_work(
+def test_indivisible_sizes_error_names_valid_ones(
     columns: Columns, size: int, allowed: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"tensor_parallel_size={size} .*allowed: {allowed}"):
@@ -69,7 +69,7 @@ def test_columns_without_heads_are_cut_in_the_largest_granule(
     assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
 
 
-def test_split_k_follows_the_whole_weight() -> None:
+def test_split_k_depends_on_the_full_weight() -> None:
     ranks = [Rank(), Rank(0, 2), Rank(1, 4)]
     layers = [
         Linear(
@@ -83,7 +83,7 @@ def test_split_k_follows_the_whole_weight() -> None:
     assert len({layer.gemms[0].split_k for layer in layers}) == 1
 
 
-def test_a_range_within_a_word_of_codes_is_refused() -> None:
+def test_range_within_a_packed_word_is_refused() -> None:
     sink = WeightSink((16, 3), (torch.int32,), torch.device("cpu"), print, 1, 8, ((0, 12),))
     with pytest.raises(CheckpointError, match="columns 0 to 12 .* groups of 8"):
         sink.narrow(torch.zeros(16, 3, dtype=torch.int32))

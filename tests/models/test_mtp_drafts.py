@@ -22,8 +22,8 @@ from lockstep.worker.hooks import CheckHooks
 from tests.models.dense import make_llm, random_oracle
 from tests.models.test_deepseek_v3 import oracle_of as latent_oracle
 from tests.models.test_mixtures import without_unknown_settings
-from tests.spec.drawn import Drawn
-from tests.spec.watching import Seen
+from tests.spec.drawn import RandomTensors
+from tests.spec.watching import RecordedDrafts
 from tests.tiny_model import CONFIG, DEEPSEEK, HYBRID_MOE, NEXT, THREE_LAYERS
 
 Base = dict[str, Any]
@@ -122,7 +122,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     layer_folder = tmp_path_factory.mktemp("layer")
     oracle = oracle_of(family, folder, family.target)
     layer = oracle_of(family, layer_folder, family.layer)
-    drawn = Drawn()
+    drawn = RandomTensors()
     module_tensors = {
         f"{family.embedding}.weight": drawn.norm(HIDDEN) - (1 - family.centre),
         f"{family.hidden}.weight": drawn.norm(HIDDEN) - (1 - family.centre),
@@ -168,11 +168,11 @@ def test_drafts_equal_transformers_layer(target: Target) -> None:
     """At every step and in both rows, with chunked prompts, a varying number of drafts (sometimes
     none), and rows moved to the host."""
     spec = {"method": "mtp", "num_speculative_tokens": K}
-    seen = Seen(create)
+    seen = RecordedDrafts(create)
     hooks = CheckHooks(drafter=seen.create, draft_policy=RandomDraftLength, preempt_every=3)
     settings = {"max_model_len": 256, "max_num_batched_tokens": 64, "speculative_config": spec}
     llm = make_llm(target.folder, hooks, **settings)
     llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY)
-    for known, drafts in seen.found:
+    for known, drafts in seen.drafts:
         assert drafts == drafts_of(target, known, len(drafts)), len(known)
-    assert {len(drafts) for _, drafts in seen.found} >= {1, 3, K}
+    assert {len(drafts) for _, drafts in seen.drafts} >= {1, 3, K}

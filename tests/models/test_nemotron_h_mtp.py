@@ -24,7 +24,7 @@ from lockstep.spec.mtp import create
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from tests.models.dense import VOCAB, make_llm
 from tests.models.test_nemotron_h import BIASES, MTP_OF_SUPER, SUPER, oracle_of
-from tests.spec.watching import Seen
+from tests.spec.watching import RecordedDrafts
 from tests.tiny_model import NEMOTRON_H
 
 K = 4
@@ -197,12 +197,12 @@ def test_drafts_equal_independent_forward(target: Target) -> None:
     """At every step and in both rows, with chunked prompts; the answers equal those without
     drafts."""
     assert own_drafter(Checkpoint.read(target.folder)) == "mtp"
-    seen = Seen(create)
+    seen = RecordedDrafts(create)
     hooks = CheckHooks(drafter=seen.create)
     llm = make_engine(target.folder, hooks, max_num_batched_tokens=64)
     outs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)
-    assert len(seen.found) > 9
-    for known, drafts in seen.found:
+    assert len(seen.drafts) > 9
+    for known, drafts in seen.drafts:
         assert drafts == drafts_of(target, known), len(known)
     plain = make_engine(target.folder, speculative_config=None)
     expected = plain.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)

@@ -37,7 +37,7 @@ LINEAR = "layers.linear"
 MOE = "layers.moe"
 VECTORS = "tests/quantization/test_vectors.py"
 STORED = "tests/quantization/test_stored.py"
-STORED_MAPS = f"{STORED}::test_a_map_is_what_its_tensors_stand_for"
+STORED_MAPS = f"{STORED}::test_loaded_weight_equals_represented_weight"
 REFUSED = "tests/quantization/test_refused.py"
 OF_CHECKPOINTS = "tests/quantization/test_expert_checkpoints.py"
 OF_EXPERTS = "tests/kernels/test_experts.py"
@@ -54,12 +54,14 @@ MAMBA = "kernels.mamba2.cpu"
 OF_MAMBA = "tests/regressions/test_f2_f4_mamba2.py"
 OF_NEMOTRON = "tests/models/test_nemotron_h.py"
 EAGLE3 = "models.eagle3"
-OF_EAGLE3 = "tests/spec/test_eagle3.py::test_drafts_are_those_of_the_paper"
-OF_SUFFIX = "tests/spec/test_suffix.py::test_the_longest_match_wins_then_the_own_then_the_latest"
-OF_RING = "tests/spec/test_suffix.py::test_drafts_end_where_an_answer_does"
-OF_RECURRENT_DRAFTS = "tests/spec/test_recurrent_draft_model.py::test_drafts_are_what_it_says_alone"
-OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_are_those_of_the_paper"
-OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_are_the_models_own_answer"
+OF_EAGLE3 = "tests/spec/test_eagle3.py::test_drafts_equal_the_paper"
+OF_SUFFIX = "tests/spec/test_suffix.py::test_longest_then_own_then_latest_match_wins"
+OF_RING = "tests/spec/test_suffix.py::test_drafts_end_with_the_matched_answer"
+OF_RECURRENT_DRAFTS = (
+    "tests/spec/test_recurrent_draft_model.py::test_recurrent_drafts_equal_its_own_answers"
+)
+OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_equal_the_paper"
+OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_equal_the_draft_models_greedy_answer"
 OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_speculate_changes_no_token"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
 OF_HOST = "tests/cache/test_host_tier.py"
@@ -392,7 +394,7 @@ FAULTS = (
         "ToolChoice.allows",
         "return self.names is None or $name in self.names",
         "return True",
-        "tests/text/grammars/test_tool_calls.py::test_every_call_of_a_writer_fits",
+        "tests/text/grammars/test_tool_calls.py::test_grammar_allows_calls_of_every_writer",
     ),
     Fault(
         "a large body is parsed at once", "request", "serve.http.json_body", "BodyReader.read",
@@ -400,7 +402,7 @@ FAULTS = (
         "    ...",
         "if $body:\n"
         "    ...",
-        "tests/serve/http/test_json_body.py::test_others_go_on_while_a_large_body_is_parsed",
+        "tests/serve/http/test_json_body.py::test_large_body_does_not_block_the_event_loop",
     ),
     Fault(
         "bad_words match at the prompt's beginning", "sampler", SAMPLING, "_ban_words",
@@ -503,7 +505,7 @@ FAULTS = (
         "two moves of a schedule go to one place", "cache", HOST, "HostPool.store",
         "self.evictions.pop($oldest, None)",
         "",
-        f"{OF_HOST}::test_a_place_is_filled_once_in_a_schedule",
+        f"{OF_HOST}::test_host_page_is_written_once_per_schedule",
     ),
     Fault(
         "a host page keeps the name of what it held", "cache", HOST, "HostPool.store",
@@ -521,19 +523,19 @@ FAULTS = (
         "    ...",
         "if False:\n"
         "    ...",
-        f"{OF_HOST}::test_what_a_hit_needs_makes_no_room_for_what_it_evicts",
+        f"{OF_HOST}::test_restored_host_pages_are_not_evicted_by_their_hit",
     ),
     Fault(
         "host memory outlives what is forgotten", "cache", "cache.cache", "Cache.forget",
         "self.host.forget()",
         "",
-        f"{OF_HOST}::test_forgetting_empties_host_memory",
+        f"{OF_HOST}::test_reset_empties_host_memory",
     ),
     Fault(
         "a page of another salt comes back from the host", "cache", GROUPS, "CacheSeq.key",
         "$parent = self.keys[-1] if self.keys else self.salt",
         "$parent = self.keys[-1] if self.keys else b''",
-        f"{OF_HOST}::test_no_salt_finds_what_another_left_in_host_memory",
+        f"{OF_HOST}::test_salts_isolate_host_memory",
     ),
     Fault(
         "the steps read what is on its way to the device", "worker", TRANSFERS, "Transfers.back",
@@ -738,27 +740,27 @@ FAULTS = (
         "zero points of GPTQ version 1 read as version 2", "format", GPTQ, "",
         "STORED_LESS = {'gptq': 1, 'gptq_v2': 0}",
         "STORED_LESS = {'gptq': 0, 'gptq_v2': 0}",
-        f"{VECTORS}::test_gptq",
+        f"{VECTORS}::test_gptq_vectors",
     ),
     Fault(
         "zero points of GPTQ version 2 read as version 1", "format", GPTQ, "",
         "STORED_LESS = {'gptq': 1, 'gptq_v2': 0}",
         "STORED_LESS = {'gptq': 1, 'gptq_v2': 1}",
-        f"{VECTORS}::test_gptq",
+        f"{VECTORS}::test_gptq_vectors",
     ),
     Fault(
         "a zero point of 0 does not borrow", "format", GPTQ, "_fill_zeros",
         "$zeros = unpack_words($words + $stored_less * $each, $shifts, $weight.bits, dim=1)",
         "$zeros = unpack_words($words, $shifts, $weight.bits, dim=1) + $stored_less\n"
         "$zeros &= 2 ** $weight.bits - 1",
-        f"{VECTORS}::test_zero_points_of_zero_borrow",
+        f"{VECTORS}::test_zero_points_of_zero_borrow_in_version_1",
     ),
     Fault(
         "AutoRound's older name of its tensors not read", "format", "quantization.auto_round",
         "_packing_format",
         "$name = $c.called('packing_format', 'backend')",
         "$name = 'packing_format'",
-        f"{VECTORS}::test_how_older_versions_of_auto_round_name_their_tensors",
+        f"{VECTORS}::test_older_auto_round_formats",
     ),
     Fault(
         "the order of desc_act ignored", "format", GPTQ, "_fill_order",
@@ -768,13 +770,13 @@ FAULTS = (
         "if not torch.equal($order.long().sort().values, $plain):\n"
         "    ...\n"
         "$weight.g_idx.copy_($plain)",
-        f"{VECTORS}::test_gptq_with_its_columns_in_any_group",
+        f"{VECTORS}::test_gptq_with_shuffled_groups",
     ),
     Fault(
         "a rule of dynamic does not leave a module out", "format", GPTQ, "GPTQ.asked",
         "return ModuleScheme($scheme, False, f'{SETTINGS_PREFIX}dynamic[{$rule.text[:100]!r}]')",
         "continue",
-        f"{REFUSED}::test_settings_decide_alone_where_there_are_no_files",
+        f"{REFUSED}::test_settings_decide_without_files",
     ),
     Fault(
         "bits of a rule of dynamic ignored", "format", GPTQ, "GPTQ.asked",
@@ -784,7 +786,7 @@ FAULTS = (
         "if $rule.scheme is None:\n"
         "    ...\n"
         "$scheme = $scheme",
-        f"{REFUSED}::test_the_first_rule_that_matches_wins",
+        f"{REFUSED}::test_first_matching_rule_wins",
     ),
     Fault(
         "steps of GGUF scales one too large", "format", "quantization.gguf_format",
@@ -793,7 +795,7 @@ FAULTS = (
         "$numbers.copy_($steps.view($numbers.shape))",
         "$bases.copy_($base.view($bases.shape))\n"
         "$numbers.copy_($steps.view($numbers.shape) + 1)",
-        "tests/quantization/test_gguf_format.py::test_values_are_those_of_the_file",
+        "tests/quantization/test_gguf_format.py::test_device_weight_equals_file_values",
     ),
     Fault(
         "high bits of GGUF codes in reverse order", "packed",
@@ -806,13 +808,13 @@ FAULTS = (
         "AWQ's order of nibbles the wrong way round", "format", "quantization.awq", "",
         "AWQ_BITS * ORDER.index(output)",
         "AWQ_BITS * ORDER[output]",
-        f"{VECTORS}::test_awq",
+        f"{VECTORS}::test_awq_vectors",
     ),
     Fault(
         "AWQ's zero points in plain order", "format", "quantization.awq", "_fill_zeros",
         "$zeros = unpack_words($words, SHIFTS, AWQ_BITS, dim=1)",
         "$zeros = unpack_words($words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)",
-        f"{VECTORS}::test_awq",
+        f"{VECTORS}::test_awq_vectors",
     ),
     Fault(
         "AutoRound's packings all read as version 1", "format", "quantization.auto_round", "",
@@ -826,7 +828,7 @@ FAULTS = (
         "bits of extra_config ignored", "format", "quantization.auto_round", "AutoRound._scheme",
         "$found = replace(self.scheme.overridden($c), act_order=False)",
         "$found = self.scheme",
-        "tests/quantization/test_checkpoints.py::test_auto_round_on_a_hybrid",
+        "tests/quantization/test_checkpoints.py::test_auto_round_of_hybrid",
     ),
     Fault(
         "the scale of the block below at a block's edge", "format", STORAGE, "by_row",
@@ -879,7 +881,7 @@ FAULTS = (
         "ModelOpt.storage",
         "$entry = self.excluded.find($module)",
         "$entry = None",
-        f"{STORED}::test_settings_that_contradict_the_tensors_are_refused",
+        f"{STORED}::test_contradicting_settings_are_refused",
     ),
     Fault(
         "small projections and draft modules rounded to nearest", "format",
@@ -888,14 +890,14 @@ FAULTS = (
         "    ...",
         "if $module.path == 'lm_head':\n"
         "    ...",
-        "tests/quantization/test_round_to_nearest.py::test_answers_are_those_of_the_rounded_weights",
+        "tests/quantization/test_round_to_nearest.py::test_answers_equal_rounded_weights",
     ),
     # Where weights go.
     Fault(
         "parts of a fused product filled in the wrong order", "slots", LINEAR, "Linear.weights",
         "$part = self.part($index)",
         "$part = self.part(-1 - $index if len(set(self.outputs)) == 1 else $index)",
-        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
+        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_per_layer_and_dense_modules",
     ),
     Fault(
         "a product behind another packed part begins at its first row", "slots", LINEAR,
@@ -903,13 +905,13 @@ FAULTS = (
         "return $product.stored_rows($rows.start - $first, $rows.stop - $first)",
         "size = $rows.stop - $rows.start\n"
         "return $product.stored_rows(0, size)",
-        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
+        "tests/quantization/test_checkpoints.py::test_gptq_with_bits_per_layer_and_dense_modules",
     ),
     Fault(
         "packed rows stay in the checkpoint's order", "slots", LINEAR, "Linear.finish",
         "$part.reorder($order)",
         "$part.reorder($order.sort().values)",
-        f"{OF_CHECKPOINTS}::test_every_family_of_mixtures[qwen3_next-gptq]",
+        f"{OF_CHECKPOINTS}::test_quantized_mixtures_of_every_family[qwen3_next-gptq]",
     ),
     # Mixtures of experts.
     Fault(
@@ -920,7 +922,7 @@ FAULTS = (
         "    first = $begin - self.rows\n"
         "    above = self.stored_rows(first, first + $read.outputs)\n"
         "    object.__setattr__($rows, 'scales', above.scales)",
-        f"{OF_CHECKPOINTS}::test_each_expert_has_its_own_scales",
+        f"{OF_CHECKPOINTS}::test_experts_with_their_own_scales_equal_dense",
     ),
     Fault(
         "slots of a token added from behind where several come together", "experts", EXPERTS,
@@ -1032,19 +1034,19 @@ FAULTS = (
         "next_folded",
         "$last = $starts // $grid * $grid",
         "$last = $starts",
-        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
         "rings too short for what a state of 16 bits lacks", "mixer", "cache.state", "state_spec",
         "$slots = history_length($window, max_replayed($window, $flush, state_grid($state_dtype)))",
         "$slots = max_replayed($window, $flush, state_grid($state_dtype)) - 2",
-        f"{OF_HALF_STATE}::test_answers_longer_than_the_rings_are_left_alone",
+        f"{OF_HALF_STATE}::test_answers_longer_than_the_token_ring_are_equal",
     ),
     Fault(
         "a window rounds by its own positions", "mixer", DELTA, "_step_tokens",
         "round_rows($state, $s, [$start + $t + 1 for $start in $starts])",
         "round_rows($state, $s, [$t + 1 for $start in $starts])",
-        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
         "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_run_chunks",
@@ -1052,7 +1054,7 @@ FAULTS = (
         "$s = $rounded($s)",
         "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
         "$s = $rounded($s) if $c + 1 == chunks else $s",
-        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
         "a kernel rounds by positions in the window", "mixer", "kernels.recurrent.step_kernel",
@@ -1070,14 +1072,14 @@ FAULTS = (
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
         "$window.append($x, $b, $decay)\n"
         "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
-        f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
+        f"{OF_MAMBA}::test_accepted_drafts_keep_the_answer",
     ),
     Fault(
         "a resumed prompt of Mamba-2 begins from the row's own state", "mixer", PROMPT_ROWS,
         "prompt_rows",
         "$before = $state.recurrent[$src].to(torch.float32, copy=True)",
         "$before = $state.recurrent[slot].to(torch.float32, copy=True)",
-        f"{OF_MAMBA}::test_preemption_and_prefix_hits_leave_the_answer_alone",
+        f"{OF_MAMBA}::test_preemption_and_prefix_hits_keep_the_answer",
     ),
     Fault(
         "a token's step of Mamba-2 decays with the cumulated time", "mixer",
@@ -1085,7 +1087,7 @@ FAULTS = (
         "discretize",
         "return ($step, $step * -torch.exp($weights.a_log))",
         "return ($step, $step.cumsum(0) * -torch.exp($weights.a_log))",
-        f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
+        f"{OF_MAMBA}::test_accepted_drafts_keep_the_answer",
     ),
     Fault(
         "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA, "_run_chunks",
@@ -1118,13 +1120,13 @@ FAULTS = (
         "Cache.wants_snapshot",
         "$ends = (len($seq.prompt) // $size * $size, $seq.branch)",
         "$ends = ($seq.branch,)",
-        "tests/scheduling/test_scheduler.py::test_snapshots_may_be_rare_but_for_a_prompts_last",
+        "tests/scheduling/test_scheduler.py::test_rare_snapshots_include_the_last_page",
     ),
     Fault(
         "a chunk that passes where prompts part", "cache", "cache.cache", "Cache.prompt_end",
         "return $seq.branch if $start < $seq.branch else len($seq.prompt)",
         "return len($seq.prompt)",
-        "tests/scheduling/test_scheduler.py::test_a_snapshot_is_left_where_cached_pages_end",
+        "tests/scheduling/test_scheduler.py::test_snapshot_is_saved_where_cached_pages_end",
     ),
     # KV formats: the bundled model is checked in its own dtype unless a format is asked for.
     Fault(
@@ -1142,14 +1144,14 @@ FAULTS = (
         "    self.k_cache, self.v_cache = kept\n"
         "$mixed = self.attend($q, *raw, $step.page_table, $step.cu_seqlens, $step.starts, "
         "$step.shape.query_len, self.scale, $qkv if self.gated else None)",
-        f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+        f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
         "scales stay behind when a row moves to the host", "cache", "kernels.formats.kv.contract",
         "QuantizedKV.tensors",
         "return [self.qdata] if self.scales is None else [self.qdata, self.scales]",
         "return [self.qdata]",
-        f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+        f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
         "one scale for all heads of a token", "format", "kernels.formats.kv.int8", "Int8.quantize",
@@ -1260,7 +1262,10 @@ FAULTS = (
         OF_EAGLE3,
     ),
     Fault(
-        "a tap one layer further", "drafter", "models.decoder", "Decoder.forward",
+        "an auxiliary hidden state one layer further",
+        "drafter",
+        "models.decoder",
+        "Decoder.forward",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
         "if $place in self.aux_hidden_layers:\n"
         "    ...",

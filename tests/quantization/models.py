@@ -1,4 +1,5 @@
-"""Tiny models of transformers with random weights, to be packed and answered with."""
+"""Tiny transformers models with random weights, and the comparison of quantized and dense
+answers."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from tests.models.oracle import RELATIVE, compare_greedy, logits_error
 from tests.quantization.disk import Pair
 
 TOKENS = 64
-"""Of each answer that is compared."""
+"""Tokens of each compared answer."""
 
 
 def random_model(folder: Path, family: str, base: dict[str, Any], **changes: Any) -> nn.Module:
-    """A model of transformers, saved in the folder. family: its classes' name, e.g. Qwen3."""
+    """Return a random transformers model, saved in the folder. family: prefix of its classes, e.g.
+    Qwen3."""
     transformers = pytest.importorskip("transformers")
     settings = {**base, "dtype": "float32", "vocab_size": VOCAB, **changes}
     settings.pop("torch_dtype", None)
@@ -39,23 +41,23 @@ def random_model(folder: Path, family: str, base: dict[str, Any], **changes: Any
     return model
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """The weights of a folder."""
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a folder."""
     return load_file(folder / "model.safetensors")
 
 
-def same_answers(pair: Pair, oracle: nn.Module | None, **settings: Any) -> LLM:
-    """Checks that the packed model's answers are the plain one's bit for bit, and the oracle's with
-    the plain one's weights nearly. Returns the packed model."""
+def check_answers(pair: Pair, oracle: nn.Module | None, **settings: Any) -> LLM:
+    """Assert that the quantized model's answers equal the dense one's bit for bit, and are close to
+    the oracle's with the dense weights; return the quantized model."""
     small = {"max_num_seqs": 1, "max_model_len": 256}
-    packed = make_llm(pair.packed, **small, **settings)
-    plain = make_llm(pair.plain, **small)
+    quantized = make_llm(pair.quantized, **small, **settings)
+    dense = make_llm(pair.dense, **small)
     for ids in prompts(2, 100):
-        found = generate_greedy(packed, ids, TOKENS)
-        assert bits(found) == bits(generate_greedy(plain, ids, TOKENS))
+        actual = generate_greedy(quantized, ids, TOKENS)
+        assert bits(actual) == bits(generate_greedy(dense, ids, TOKENS))
     if oracle is not None:
-        oracle.load_state_dict(tensors_of(pair.plain), strict=False)
+        oracle.load_state_dict(load_tensors(pair.dense), strict=False)
         ids = prompts(1, 60)[0]
-        assert logits_error(packed, oracle, ids) < RELATIVE
-        compare_greedy(packed, oracle, ids, TOKENS)
-    return packed
+        assert logits_error(quantized, oracle, ids) < RELATIVE
+        compare_greedy(quantized, oracle, ids, TOKENS)
+    return quantized

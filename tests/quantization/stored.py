@@ -1,7 +1,7 @@
-"""Writers of packed weights as checkpoints store them, in numpy; they share nothing with lockstep.
+"""Writers of quantized weights as checkpoints store them, in numpy, independent of lockstep.
 
-Each draws codes and scales, and returns the tensors of a linear map by suffix, and the weight
-[N, K] in fp32 that they stand for.
+Each draws codes and scales, and returns the tensors of a linear layer by suffix, and the weight [N,
+K] in fp32 that they represent.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Writer = Callable[[int, int, int], Stored]
 
 
 def e4m3(codes: Codes) -> Floats:
-    """Values of e4m3fn codes, from its definition: sign, 4 bits of exponent, 3 of mantissa."""
+    """Return the values of e4m3fn codes by definition: sign, 4 bits of exponent, 3 of mantissa."""
     exponent = (codes >> 3 & 15).astype(np.int32)
     mantissa = (codes & 7).astype(np.float32) / 8
     small = mantissa * np.float32(2.0**-6)
@@ -39,42 +39,43 @@ def e4m3(codes: Codes) -> Floats:
 
 
 def e2m1(codes: Codes) -> Floats:
-    """Values of e2m1 codes."""
+    """Return the values of e2m1 codes."""
     size = E2M1[codes & 7]
     return np.where(codes >> 3 == 1, -size, size)
 
 
 def fp8_codes(draw: np.random.Generator, n: int, k: int) -> Codes:
-    """Codes below 2^4, of which none is NaN: [n, k]."""
+    """Return codes [n, k] below 2^4, without NaN."""
     return (draw.integers(0, 0x58, (n, k)) | draw.integers(0, 2, (n, k)) << 7).astype(np.uint8)
 
 
 def scales(draw: np.random.Generator, k: int, size: float, *shape: int) -> Floats:
-    """Scales for codes of this size that make a weight of a trained one's."""
+    """Return scales with which codes of this magnitude have the size of trained weights."""
     middle = 0.7 * k**-0.5 / size
     return draw.uniform(0.7 * middle, 1.3 * middle, shape).astype(np.float32)
 
 
 def rounded(values: Floats, dtype: torch.dtype) -> tuple[Tensor, Floats]:
-    """Values in a dtype, and again in fp32."""
+    """Return values in a dtype, and converted back to fp32."""
     stored = torch.from_numpy(values).to(dtype)
     return stored, stored.float().numpy()
 
 
 def tensor(values: Floats) -> Tensor:
-    """A weight's value as a tensor."""
+    """Return a weight's value as a tensor."""
     return torch.from_numpy(np.ascontiguousarray(values, np.float32))
 
 
 def fp8(codes: Codes) -> Tensor:
-    """Codes as a tensor of e4m3fn."""
+    """Return codes as a tensor of e4m3fn."""
     return torch.from_numpy(codes).view(torch.float8_e4m3fn)
 
 
 def fp8_weight(
     grain: str, scale: str = "weight_scale", dtype: torch.dtype = torch.float32, four: bool = False
 ) -> Writer:
-    """e4m3fn with a scale per tensor ("scalar": of no dimension), channel or block."""
+    """Return a writer of e4m3fn with a scale per tensor ("scalar": of no dimension), channel or
+    block."""
 
     def write(n: int, k: int, seed: int) -> Stored:
         draw = np.random.default_rng(seed)
@@ -94,7 +95,7 @@ def fp8_weight(
 
 
 def words(codes: Codes, bits: int) -> Tensor:
-    """Codes [n, k] in int32 words along k, the lowest bits first."""
+    """Pack codes [n, k] in int32 words along k, the lowest bits first."""
     per = 32 // bits
     (n, k) = codes.shape
     padded = np.zeros((n, -(-k // per) * per), np.uint64)
@@ -114,9 +115,10 @@ def int_weight(
     in_words: bool = True,
     single: bool = False,
 ) -> Writer:
-    """compressed-tensors' integers. group 0: one scale per output; single: one for all.
+    """Return a writer of compressed-tensors' integers.
 
-    zeros: "words" along N or "int8"; ordered: with weight_g_idx.
+    group 0: one scale per output; single: one for all. zeros: "words" along N or "int8"; ordered:
+    with weight_g_idx.
     """
 
     def write(n: int, k: int, seed: int) -> Stored:
@@ -151,7 +153,7 @@ def int_weight(
 
 
 def nvfp4_weight(weight: str, factor: str, *, divides: bool, shape: tuple[int, ...]) -> Writer:
-    """NVFP4 of ModelOpt (a multiplier) or compressed-tensors (a divisor)."""
+    """Return a writer of NVFP4 of ModelOpt (a multiplier) or compressed-tensors (a divisor)."""
 
     def write(n: int, k: int, seed: int) -> Stored:
         draw = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""docs/quantization.md, "Add a format": what it says works, from an empty folder."""
+"""docs/quantization.md, "Add a format", works from an empty folder."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
 FILE = re.compile(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def test_the_page_adds_a_format_and_answers_as_the_rounded_weights(
+def test_add_a_format_page_equals_rounded_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = PAGE.read_text()

@@ -1,4 +1,4 @@
-"""Packed checkpoints that are damaged: what refuses them says so in one line."""
+"""Damaged quantized checkpoints are refused with a one-line message."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from lockstep.engine_builder import build_engine
 from lockstep.errors import CapacityError, CheckpointError, ConfigError
 from tests.models.random_checkpoint import MTP, build, weights_of
 from tests.models.test_damaged import VALUES
-from tests.quantization.disk import Codes, Pair, copy_files, draw, gptq, names_in, write
+from tests.quantization.disk import Codes, Pair, copy_files, gptq, names_in, random_codes, write
 from tests.tiny_model import make_model
 
 SETTINGS: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
@@ -29,20 +29,22 @@ Damage = tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], Any]]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A tiny hybrid whose layers are packed, with its draft module."""
+    """Return a tiny hybrid with quantized layers, and its draft module."""
     folder = make_model(tmp_path_factory.mktemp("whole") / "model", num_hidden_layers=4)
     llm = build(folder, load_format="dummy", speculative_config=MTP)
 
     def pick(name: str, n: int, k: int) -> Codes | None:
-        left = names_in(name, ("embed", "in_proj_a", "in_proj_b", "layers.1.", "layers.2.", "mtp."))
-        return None if left else draw(n, k, 4, 32)
+        remaining = names_in(
+            name, ("embed", "in_proj_a", "in_proj_b", "layers.1.", "layers.2.", "mtp.")
+        )
+        return None if remaining else random_codes(n, k, 4, 32)
 
     lay = partial(gptq, less=1)
     return write(folder.parent, weights_of(llm), folder, SETTINGS, pick, lay)
 
 
 def tensor(name: str, change: Callable[[Tensor], Tensor | None]) -> Damage:
-    """One tensor is another, or gone."""
+    """Return damage that replaces or removes one tensor."""
 
     def apply(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
         changed = change(tensors.pop(name))
@@ -53,7 +55,8 @@ def tensor(name: str, change: Callable[[Tensor], Tensor | None]) -> Damage:
 
 
 def damages() -> Iterator[Damage]:
-    """Tensors that are gone, of another size or type, or hold what they cannot; wrong settings."""
+    """Yield damages: tensors that are missing, of another size or type, or with invalid values;
+    wrong settings."""
     for suffix in ("qweight", "qzeros", "scales", "g_idx"):
         for module in (MODULE, FUSED):
             name = f"{module}.{suffix}"
@@ -89,13 +92,14 @@ def damages() -> Iterator[Damage]:
 
 
 def outcome(folder: Path, pair: Pair, damage: Damage) -> str | None:
-    """The refusal of a damaged checkpoint; None where it loads. Any other error is raised."""
+    """Return the message that refuses a damaged checkpoint, or None if it loads; raise any other
+    error."""
     name, apply = damage
     tensors = dict(pair.tensors)
     settings = dict(SETTINGS)
     apply(tensors, settings)
     folder.mkdir()
-    copy_files(pair.packed, folder)
+    copy_files(pair.quantized, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     save_file(tensors, folder / "model.safetensors")
@@ -107,7 +111,7 @@ def outcome(folder: Path, pair: Pair, damage: Damage) -> str | None:
     return None
 
 
-def test_a_sample_of_damages_is_refused(tmp_path: Path, pair: Pair) -> None:
+def test_sample_of_quantized_damages_is_refused(tmp_path: Path, pair: Pair) -> None:
     every = list(damages())
     tensors = [one for one in every if "=" not in one[0]]
     settings = [one for one in every if "=" in one[0]]
@@ -115,16 +119,19 @@ def test_a_sample_of_damages_is_refused(tmp_path: Path, pair: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_every_damage_is_refused(tmp_path: Path, pair: Pair) -> None:
+def test_every_quantized_damage_is_refused(tmp_path: Path, pair: Pair) -> None:
     check(tmp_path, pair, list(damages()))
 
 
 def check(folder: Path, pair: Pair, chosen: list[Damage]) -> None:
-    """Damaged tensors are all refused, wrong settings where they are; every message is one line."""
+    """Assert that damaged tensors are all refused, and that every message is one line; wrong
+    settings may be harmless."""
     assert outcome(folder / "whole", pair, ("whole", lambda tensors, settings: None)) is None
     for number, damage in enumerate(chosen):
-        told = outcome(folder / str(number), pair, damage)
-        if told is None:
+        received = outcome(folder / str(number), pair, damage)
+        if received is None:
             assert "=" in damage[0], damage[0]
             continue
-        assert told.endswith(".") and 40 < len(told) < 2000 and "\n" not in told, told
+        assert received.endswith(".") and 40 < len(received) < 2000 and "\n" not in received, (
+            received
+        )

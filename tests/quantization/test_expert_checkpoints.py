@@ -1,5 +1,5 @@
-"""Checkpoints of mixtures whose experts are packed, each with scales of its own: the same model,
-bit by bit, as from their plain weights."""
+"""Checkpoints of mixtures with quantized experts, each with its own scales, equal their dense
+weights bit for bit."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from tests.models.dense import VOCAB
 from tests.models.random_checkpoint import MTP, answer, build
 from tests.models.test_mixtures import fuse_experts
 from tests.quantization.cases import BLOCKS, FP8, NVFP4, ints, modelopt
-from tests.quantization.disk import Codes, awq, draw, gptq, names_in
+from tests.quantization.disk import Codes, awq, gptq, names_in, random_codes
 from tests.quantization.stored import (
     MODELOPT_FP4,
     TENSORS_FP4,
@@ -71,30 +71,38 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 128,
     },
 }
-"""Widths of experts within a block of 128, past it, and of whole blocks."""
-SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba", "lm_head", "fc")
-"""Last parts of the names of maps that stay plain."""
+"""Families with widths of experts within a block of 128, beyond one, and of whole blocks."""
+DENSE_MODULES = (
+    "gate",
+    "shared_expert_gate",
+    "in_proj_a",
+    "in_proj_b",
+    "in_proj_ba",
+    "lm_head",
+    "fc",
+)
+"""Last parts of the names of layers that stay dense."""
 
 
-def integers(lay: Callable[[Codes], dict[str, Tensor]], **options: Any) -> Writer:
-    """A writer of GPTQ's or AWQ's tensors."""
+def integer_writer(serialize: Callable[[Codes], dict[str, Tensor]], **options: Any) -> Writer:
+    """Return a writer of GPTQ's or AWQ's tensors."""
 
     def write(n: int, k: int, seed: int) -> Stored:
-        codes = draw(n, k, seed=seed, **options)
-        return Stored(lay(codes), codes.values())
+        codes = random_codes(n, k, seed=seed, **options)
+        return Stored(serialize(codes), codes.values())
 
     return write
 
 
 Format = tuple[dict[str, Any], Writer]
 FORMATS: dict[str, Format] = {
-    "gptq": (GPTQ, integers(gptq)),
+    "gptq": (GPTQ, integer_writer(gptq)),
     "gptq asymmetric": (
         {**GPTQ, "bits": 8, "sym": False, "checkpoint_format": "gptq_v2"},
-        integers(partial(gptq, less=0), bits=8, sym=False),
+        integer_writer(partial(gptq, less=0), bits=8, sym=False),
     ),
-    "awq": (AWQ, integers(awq, sym=False)),
-    "auto-round": (ROUND, integers(awq)),
+    "awq": (AWQ, integer_writer(awq, sym=False)),
+    "auto-round": (ROUND, integer_writer(awq)),
     "fp8 blocks": (BLOCKS, fp8_weight("block", "weight_scale_inv", torch.bfloat16)),
     "fp8 tensor": (FP8, fp8_weight("scalar")),
     "fp8 channel": (FP8, fp8_weight("channel")),
@@ -105,8 +113,8 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def tensors_of(raw: dict[str, Any]) -> dict[str, Tensor]:
-    """Random weights of a model with its draft module, by their names in a checkpoint."""
+def random_tensors(raw: dict[str, Any]) -> dict[str, Tensor]:
+    """Return random weights of a model with its draft module, by their names in a checkpoint."""
     at = BuildContext("cpu", torch.float32, 1, 64)
     model: Any = build_model(raw, at)
     module = architecture(raw["model_type"])
@@ -117,31 +125,32 @@ def tensors_of(raw: dict[str, Any]) -> dict[str, Tensor]:
     if raw.get("mtp_num_hidden_layers"):
         table |= {f"mtp.{name}": x for name, x in module.Draft(model, at).weights().items()}
     generator = torch.Generator().manual_seed(5)
-    found = {}
+    result = {}
     for name, target in table.items():
         shape = WeightSink.of(target).shape
         assert shape is not None
         drawn = torch.randn(shape, generator=generator)
-        found[name] = drawn * shape[-1] ** -0.5 if len(shape) > 1 else 1 + drawn / 5
-    return found
+        result[name] = drawn * shape[-1] ** -0.5 if len(shape) > 1 else 1 + drawn / 5
+    return result
 
 
 def write(
-    folder: Path, family: str, chosen: Format, left: tuple[str, ...] = ("mtp.",)
+    folder: Path, family: str, chosen: Format, excluded: tuple[str, ...] = ("mtp.",)
 ) -> tuple[Path, Path, list[str]]:
-    """The folders of a packed checkpoint and of its plain weights; what is packed.
+    """Write a quantized checkpoint and its dense weights; return (both folders, the quantized
+    modules).
 
-    left: what stands in the names of modules that stay plain.
+    excluded: parts of the names of modules that stay dense.
     """
     settings, writer = chosen
     raw = {**FAMILIES[family], "vocab_size": VOCAB}
-    plain = tensors_of(raw)
+    plain = random_tensors(raw)
     packed: dict[str, Tensor] = {}
     done = []
     for seed, (name, tensor) in enumerate(sorted(plain.items())):
         module = name.removesuffix(".weight")
-        whole = tensor.dim() == 2 and "embed" not in name
-        if not whole or module.rpartition(".")[2] in SMALL or names_in(module, left):
+        full = tensor.dim() == 2 and "embed" not in name
+        if not full or module.rpartition(".")[2] in DENSE_MODULES or names_in(module, excluded):
             packed[name] = tensor
             continue
         stored = writer(*tensor.shape, seed)
@@ -153,20 +162,20 @@ def write(
         target = folder / kind
         target.mkdir()
         save_file({name: x.contiguous() for name, x in tensors.items()}, target / "x.safetensors")
-        own = {"quantization_config": settings} if kind == "packed" else {}
-        (target / "config.json").write_text(json.dumps({**raw, **own, "dtype": "float32"}))
+        mine = {"quantization_config": settings} if kind == "packed" else {}
+        (target / "config.json").write_text(json.dumps({**raw, **mine, "dtype": "float32"}))
         folders.append(target)
     return folders[0], folders[1], done
 
 
-def drafts(folder: Path) -> Tensor:
-    """Every number of the draft module's linear maps, as `weights` has them."""
+def draft_weights(folder: Path) -> Tensor:
+    """Return every element of the draft module's linear layers, as loaded."""
     program = worker_of(build(folder, speculative_config=MTP).engine).program
     return weights_in(program.drafter.context.module)
 
 
 def weights(llm: LLM) -> Tensor:
-    """Every number of the target's linear maps, expert by expert and row by row."""
+    """Return every element of the target's linear layers, expert by expert and row by row."""
     return weights_in(worker_of(llm.engine).model)
 
 
@@ -178,26 +187,26 @@ def weights_in(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_expert_has_its_own_scales(tmp_path: Path, name: str) -> None:
+def test_experts_with_their_own_scales_equal_dense(tmp_path: Path, name: str) -> None:
     (packed, plain, done) = write(tmp_path, "qwen3_moe", FORMATS[name])
     assert sum(".experts." in module for module in done) == 18
-    found = build(packed)
-    wanted = build(plain)
-    assert torch.equal(weights(found), weights(wanted))
-    assert answer(found) == answer(wanted)
+    actual = build(packed)
+    expected = build(plain)
+    assert torch.equal(weights(actual), weights(expected))
+    assert answer(actual) == answer(expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_experts_of_whole_blocks_are_taken_over_together(
+def test_experts_of_whole_blocks_are_loaded_together(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they are one by one: codes are joined in every format."""
+    """With the result of loading one by one: codes are joined in every format."""
     joined = []
     real = FusedExpertSink._join
 
-    def counted(stack: FusedExpertSink, found: Sequence[Tensor]) -> Tensor | None:
-        joined.append(len(found))
-        return real(stack, found)
+    def counted(stack: FusedExpertSink, actual: Sequence[Tensor]) -> Tensor | None:
+        joined.append(len(actual))
+        return real(stack, actual)
 
     monkeypatch.setattr(FusedExpertSink, "_join", counted)
     (packed, plain, _) = write(tmp_path, "whole", FORMATS[name])
@@ -207,24 +216,31 @@ def test_experts_of_whole_blocks_are_taken_over_together(
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "auto-round", "fp8 blocks", "compressed nvfp4"])
-def test_the_draft_modules_experts_may_be_packed(tmp_path: Path, name: str) -> None:
-    """Of whole blocks, which are taken over together."""
-    (packed, plain, done) = write(tmp_path, "packed draft", FORMATS[name], left=())
+def test_quantized_draft_experts_equal_dense(tmp_path: Path, name: str) -> None:
+    """With whole blocks, which are loaded together."""
+    (packed, plain, done) = write(tmp_path, "packed draft", FORMATS[name], excluded=())
     assert sum(module.startswith("mtp.layers.0.mlp.experts.") for module in done) == 18
     right = answer(build(plain))
     assert answer(build(packed, speculative_config=MTP)) == right
-    assert torch.equal(drafts(packed), drafts(plain))
+    assert torch.equal(draft_weights(packed), draft_weights(plain))
 
 
-PASSED_BY = ["gptq", "awq", "fp8 blocks", "fp8 channel", "compressed int4", "modelopt nvfp4"]
+FORMATS_WITH_DENSE_EXPERTS = [
+    "gptq",
+    "awq",
+    "fp8 blocks",
+    "fp8 channel",
+    "compressed int4",
+    "modelopt nvfp4",
+]
 
 
-@pytest.mark.parametrize("name", PASSED_BY)
-def test_experts_may_be_plain_beside_packed_layers(tmp_path: Path, name: str) -> None:
-    """Tools that pack linear layers pass experts by where they are one tensor, and list none of
-    them; they are written as one or one by one."""
-    left = ("mtp.", ".experts.")
-    (packed, plain, done) = write(tmp_path, "qwen3_5_moe", FORMATS[name], left)
+@pytest.mark.parametrize("name", FORMATS_WITH_DENSE_EXPERTS)
+def test_dense_experts_with_quantized_layers(tmp_path: Path, name: str) -> None:
+    """Tools that quantize linear layers skip experts stored as one tensor, and list none of them;
+    the file has one tensor or one per expert."""
+    excluded = ("mtp.", ".experts.")
+    (packed, plain, done) = write(tmp_path, "qwen3_5_moe", FORMATS[name], excluded)
     assert any("self_attn" in module for module in done)
     right = answer(build(plain))
     assert answer(build(packed)) == right
@@ -234,7 +250,7 @@ def test_experts_may_be_plain_beside_packed_layers(tmp_path: Path, name: str) ->
     assert answer(build(packed)) == right
 
 
-def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
+def test_damaged_expert_is_named(tmp_path: Path) -> None:
     (packed, _, _) = write(tmp_path, "whole", FORMATS["gptq"])
     tensors = load_file(packed / "x.safetensors")
     tensors["model.layers.0.mlp.experts.2.up_proj.scales"][0, 3] = float("nan")
@@ -245,36 +261,36 @@ def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gptq", "fp8 blocks", "modelopt nvfp4"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_next", "qwen3_5_moe"])
-def test_every_family_of_mixtures(tmp_path: Path, family: str, name: str) -> None:
-    """Shared experts too, and projections that lie by key head (Qwen3-Next); the draft module is
-    plain."""
+def test_quantized_mixtures_of_every_family(tmp_path: Path, family: str, name: str) -> None:
+    """With shared experts, and projections grouped by key head (Qwen3-Next); the draft module is
+    dense."""
     (packed, plain, done) = write(tmp_path, family, FORMATS[name])
-    found = build(packed)
-    wanted = build(plain)
-    assert torch.equal(weights(found), weights(wanted))
-    right = answer(wanted)
-    assert answer(found) == right
+    actual = build(packed)
+    expected = build(plain)
+    assert torch.equal(weights(actual), weights(expected))
+    right = answer(expected)
+    assert answer(actual) == right
     if family != "mixtral":
         assert any("shared_expert.down_proj" in module for module in done)
         assert answer(build(packed, speculative_config=MTP)) == right
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8 blocks", "modelopt fp8", "modelopt nvfp4"])
-def test_nemotron_h(tmp_path: Path, name: str) -> None:
-    """Mamba-2's projections, MLPs and experts without a gate, their latent projections."""
+def test_quantized_nemotron_h(tmp_path: Path, name: str) -> None:
+    """Mamba-2's projections, MLPs and experts without a gate, and their latent projections."""
     (packed, plain, done) = write(tmp_path, "nemotron_h", FORMATS[name])
-    found = build(packed)
-    wanted = build(plain)
+    actual = build(packed)
+    expected = build(plain)
     parts = {module.rpartition(".")[2] for module in done}
     assert parts >= {"in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_proj", "up_proj"}
-    assert torch.equal(weights(found), weights(wanted))
-    assert answer(found) == answer(wanted)
+    assert torch.equal(weights(actual), weights(expected))
+    assert answer(actual) == answer(expected)
 
 
-def test_nemotron_3_packs_its_layers_in_two_ways(tmp_path: Path) -> None:
-    """Super's: experts in NVFP4, some projections in FP8, the rest plain."""
+def test_nemotron_3_with_two_formats(tmp_path: Path) -> None:
+    """As Super: experts in NVFP4, some projections in FP8, the rest dense."""
     raw = {**FAMILIES["nemotron_h"], "vocab_size": VOCAB}
-    plain = {n.replace("model.", "backbone."): x for n, x in tensors_of(raw).items()}
+    plain = {n.replace("model.", "backbone."): x for n, x in random_tensors(raw).items()}
     packed: dict[str, Tensor] = {}
     layers: dict[str, dict[str, Any]] = {}
     for seed, (name, tensor) in enumerate(sorted(plain.items())):
@@ -297,29 +313,29 @@ def test_nemotron_3_packs_its_layers_in_two_ways(tmp_path: Path) -> None:
         target = tmp_path / kind
         target.mkdir()
         save_file({n: x.contiguous() for n, x in tensors.items()}, target / "x.safetensors")
-        own = {"quantization_config": settings} if kind == "packed" else {}
-        (target / "config.json").write_text(json.dumps({**raw, **own, "dtype": "float32"}))
+        mine = {"quantization_config": settings} if kind == "packed" else {}
+        (target / "config.json").write_text(json.dumps({**raw, **mine, "dtype": "float32"}))
         folders.append(target)
-    (found, wanted) = (build(folder) for folder in folders)
-    assert torch.equal(weights(found), weights(wanted))
-    assert answer(found) == answer(wanted)
+    (actual, expected) = (build(folder) for folder in folders)
+    assert torch.equal(weights(actual), weights(expected))
+    assert answer(actual) == answer(expected)
 
 
-def test_experts_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
-    """Each would order its columns as it likes, and all experts of a layer are one storage."""
+def test_experts_with_activation_order_are_refused(tmp_path: Path) -> None:
+    """Each would have its own column order, but all experts of a layer share one storage."""
     settings = {**GPTQ, "desc_act": True, "group_size": 32}
-    (packed, _, _) = write(tmp_path, "qwen3_moe", (settings, integers(gptq, shuffle=True)))
+    (packed, _, _) = write(tmp_path, "qwen3_moe", (settings, integer_writer(gptq, shuffle=True)))
     with pytest.raises(CheckpointError, match="experts.0.*desc_act"):
         build(packed)
 
 
-def test_experts_in_groups_that_were_chosen_before_their_order(tmp_path: Path) -> None:
+def test_experts_with_static_groups(tmp_path: Path) -> None:
     settings = {**GPTQ, "desc_act": True, "static_groups": True}
     (packed, plain, _) = write(tmp_path, "qwen3_moe", (settings, FORMATS["gptq"][1]))
     assert answer(build(packed)) == answer(build(plain))
 
 
-def test_an_expert_without_tensors_is_named(tmp_path: Path) -> None:
+def test_missing_expert_is_named(tmp_path: Path) -> None:
     (packed, _, _) = write(tmp_path, "qwen3_moe", FORMATS["gptq"])
     tensors = load_file(packed / "x.safetensors")
     gone = "layers.0.mlp.experts.2."
@@ -328,10 +344,10 @@ def test_an_expert_without_tensors_is_named(tmp_path: Path) -> None:
         build(packed)
 
 
-def test_an_order_of_rows_that_cuts_blocks_is_refused(
+def test_row_order_that_splits_blocks_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen3-Next's rows lie by key head: with heads of 64, half a block of scales each."""
+    """Qwen3-Next's rows are grouped by key head: with heads of 64, half a block of scales each."""
     heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     monkeypatch.setitem(FAMILIES, "qwen3_next", {**FAMILIES["qwen3_next"], **heads})
     (packed, _, _) = write(tmp_path, "qwen3_next", FORMATS["fp8 blocks"])

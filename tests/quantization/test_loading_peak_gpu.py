@@ -1,4 +1,4 @@
-"""Loading takes no more of a GPU's memory than the model has, and one file of weights."""
+"""Loading needs no more GPU memory than the model and one file of weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model, fill_dummy, load_weights
 from lockstep.quantization import read_weight_format
 from lockstep.worker.build import prepare_device
-from tests.quantization.disk import Codes, awq, draw, gptq, write
+from tests.quantization.disk import Codes, awq, gptq, random_codes, write
 from tests.tiny_model import QWEN3
 
 pytestmark = pytest.mark.gpu
@@ -25,15 +25,15 @@ RAW = {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_laye
        "vocab_size": 2048}  # fmt: skip
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-FILE = 48 << 20
-"""Bytes of a file of weights, at most."""
-PIECE = 1 << 19
-"""Numbers that are repacked at once, of 12 million that the largest weight has. Each takes some 20
-bytes; of the usual 16 million at once that is 340 MB, less than a file of published weights."""
+FILE_BYTES = 48 << 20
+"""Maximum bytes of a file of weights."""
+CHUNK_NUMEL = 1 << 19
+"""Elements that are repacked at once, of 12 million in the largest weight. Each needs about 20
+bytes; with the usual 16 million at once that is 340 MB, less than a file of published weights."""
 
 
 def plain_weights() -> dict[str, Tensor]:
-    """Random weights under their names in a checkpoint."""
+    """Return random weights by their names in a checkpoint."""
     model: Any = build_model(RAW, BuildContext("cpu", torch.bfloat16, 1, 64))
     fill_dummy(model, None, seed=0)
     names = {n if n == "lm_head.weight" else f"model.{n}": t for n, t in model.weights().items()}
@@ -41,10 +41,10 @@ def plain_weights() -> dict[str, Tensor]:
 
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> int:
-    """Saves them in files of FILE bytes and fewer; bytes of the largest."""
+    """Save the tensors in files of at most FILE_BYTES; return the bytes of the largest."""
     files: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
-        if sum(t.nbytes for t in files[-1].values()) + tensor.nbytes > FILE:
+        if sum(t.nbytes for t in files[-1].values()) + tensor.nbytes > FILE_BYTES:
             files.append({})
         files[-1][name] = tensor
     for index, some in enumerate(files):
@@ -53,14 +53,14 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> int:
 
 
 def pick(name: str, n: int, k: int) -> Codes | None:
-    """Codes of all but embedding and head."""
+    """Return codes of all modules but embedding and head."""
     if "embed" in name or "head" in name:
         return None
-    return draw(n, k, 4, 128, sym=False, seed=len(name))
+    return random_codes(n, k, 4, 128, sym=False, seed=len(name))
 
 
 @pytest.mark.parametrize(
-    ("settings", "lay", "online"),
+    ("settings", "serialize", "online"),
     [
         (GPTQ, partial(gptq, g_idx=False), None),
         (AWQ, awq, None),
@@ -70,19 +70,19 @@ def pick(name: str, n: int, k: int) -> Codes | None:
     ],
     ids=["gptq", "awq", "plain", "quantised to int4", "quantised to fp8"],
 )
-def test_the_peak_is_the_model_and_a_file(
+def test_loading_peak_is_model_plus_one_file(
     tmp_path: Path,
     settings: dict[str, Any] | None,
-    lay: Callable[[Codes], dict[str, Tensor]] | None,
+    serialize: Callable[[Codes], dict[str, Tensor]] | None,
     online: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lockstep.kernels.formats.weights.quantized_weight.CHUNK", PIECE)
+    monkeypatch.setattr("lockstep.kernels.formats.weights.quantized_weight.CHUNK", CHUNK_NUMEL)
     tensors = plain_weights()
-    if settings is not None and lay is not None:
+    if settings is not None and serialize is not None:
         (tmp_path / "config").mkdir()
         (tmp_path / "config" / "config.json").write_text("{}")
-        tensors = write(tmp_path, tensors, tmp_path / "config", settings, pick, lay).tensors
+        tensors = write(tmp_path, tensors, tmp_path / "config", settings, pick, serialize).tensors
     folder = tmp_path / "model"
     folder.mkdir()
     largest = save(folder, tensors)
@@ -103,5 +103,5 @@ def test_the_peak_is_the_model_and_a_file(
     size = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_allocated() - before
     stored = sum(tensor.nbytes for tensor in tensors.values())
-    assert size <= stored * 1.05 + (1 << 20), "what is packed stays packed"
+    assert size <= stored * 1.05 + (1 << 20), "quantized weights stay quantized"
     assert peak <= size + largest, (peak, size, largest)

@@ -1,4 +1,4 @@
-"""Settings and tensors that do not fit: each is refused in one line that says what to do."""
+"""Quantization settings and tensors that do not fit are refused with a one-line remedy."""
 
 from typing import Any
 
@@ -23,18 +23,18 @@ READ_BY_SOME = {
     "quant_method", "version", "meta", "backend", "act_bits", "activation_scheme", "quantization",
     "block_name_to_quantize", "to_quant_block_names",
 }  # fmt: skip
-"""Settings without effect for some formats that the code of another reads."""
+"""Settings that one format ignores and another reads."""
 
 
 def weight_format(settings: dict[str, Any], **changes: Any) -> WeightFormat:
     """The weight format of these settings."""
-    found = read_weight_format({**settings, **changes})
-    assert found is not None
-    return found
+    result = read_weight_format({**settings, **changes})
+    assert result is not None
+    return result
 
 
 def module(path: str, *suffixes: str, files: bool = True, scales: str = "F16") -> CheckpointLinear:
-    """A module of 64 x 256 with these tensors, or of no files."""
+    """Return a module of 64 x 256 with these tensors, or without files."""
     name = path if path.startswith(("mtp.", "lm_head")) else f"model.language_model.{path}"
     infos = {
         s: TensorInfo(f"{name}.{s}", (1,), scales if s == "scales" else "I32") for s in suffixes
@@ -46,11 +46,11 @@ def module(path: str, *suffixes: str, files: bool = True, scales: str = "F16") -
 def layout(
     weight_format: WeightFormat, path: str, *suffixes: str, files: bool = True
 ) -> Layout | None:
-    """Of a module."""
+    """Return the layout of a module."""
     return weight_format.layout(module(path, *suffixes, files=files))
 
 
-BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+INVALID_SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GPTQ, {"bits": 3}, "bits=3 is not allowed; allowed: 4, 8"),
     (GPTQ, {"bits": "4"}, "bits='4'"),
     (GPTQ, {"bits": True}, "bits=True"),
@@ -100,18 +100,20 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("base", "change", "told"), BAD, ids=lambda value: str(value)[:40])
-def test_settings_that_are_not_built(
-    base: dict[str, Any], change: dict[str, Any], told: str
+@pytest.mark.parametrize(
+    ("base", "change", "received"), INVALID_SETTINGS, ids=lambda value: str(value)[:40]
+)
+def test_invalid_quantization_settings_are_refused(
+    base: dict[str, Any], change: dict[str, Any], received: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(CheckpointError, match=received) as caught:
         weight_format(base, **change)
     message = str(caught.value)
     assert message.startswith("config.json quantization_config.") and message.endswith(".")
     assert "allowed" in message and len(message) < 600 and "\n" not in message
 
 
-def test_settings_of_released_checkpoints_that_carry_no_meaning() -> None:
+def test_released_settings_without_effect_are_accepted() -> None:
     common = {"autoround_version": "0.9", "iters": 1000, "nsamples": 512, "seqlen": 2048}
     weight_format(ROUND, **common, amp=True, low_gpu_mem_usage=True, enable_quanted_input=False)
     weight_format(
@@ -139,9 +141,9 @@ INT8 = {
 
 
 @pytest.mark.parametrize("settings", [GPTQ, AWQ, ROUND, FP8, MODELOPT, INT8])
-def test_a_setting_that_no_format_code_reads_is_refused(settings: dict[str, Any]) -> None:
-    said = "quantization_config.unheard_of='hadamard' is not allowed; .* null"
-    with pytest.raises(CheckpointError, match=said):
+def test_unread_quantization_setting_is_refused(settings: dict[str, Any]) -> None:
+    message = "quantization_config.unheard_of='hadamard' is not allowed; .* null"
+    with pytest.raises(CheckpointError, match=message):
         weight_format(settings, unheard_of="hadamard")
     for off in (None, False, [], {}):
         weight_format(settings, unheard_of=off)
@@ -162,13 +164,13 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("settings", [GPTQ, AWQ, ROUND, FP8, MODELOPT, INT8])
-def test_settings_of_another_format_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_of_other_formats_are_refused(settings: dict[str, Any]) -> None:
     for name in FOREIGN[settings["quant_method"]]:
         with pytest.raises(CheckpointError, match=f"quantization_config.{name}='x'"):
             weight_format(settings, **{name: "x"})
 
 
-def test_modelopt_may_repeat_its_format_in_config_groups() -> None:
+def test_modelopt_config_groups_may_repeat_the_format() -> None:
     weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     groups = {"group_0": {"weights": weights, "input_activations": weights, "targets": ["Linear"]}}
     scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
@@ -178,7 +180,7 @@ def test_modelopt_may_repeat_its_format_in_config_groups() -> None:
     weight_format(MODELOPT, quant_algo="FP8", group_size=128, config_groups=groups)
 
 
-def test_unread_settings_within_objects_are_refused() -> None:
+def test_unread_nested_settings_are_refused() -> None:
     weights = {**GROUP["weights"], "smooth": 0.5}
     groups = {"group_0": {**GROUP, "weights": weights}}
     with pytest.raises(CheckpointError, match=r"config_groups\['group_0'\].weights.smooth=0.5"):
@@ -196,7 +198,7 @@ BLOCKS = "model.layers"
 
 
 def label(value: object) -> str:
-    """In every process the same, so that tests can be shared among several."""
+    """Return an id that is the same in every process, so that tests can be distributed."""
     return type(value).__name__ if isinstance(value, WeightFormat) else str(value)[:40]
 
 
@@ -250,30 +252,30 @@ CONTRADICTIONS: list[tuple[WeightFormat, tuple[str, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("found", "read", "told"), CONTRADICTIONS, ids=label)
-def test_settings_and_tensors_that_contradict_each_other(
-    found: WeightFormat, read: tuple[str, ...], told: str
+@pytest.mark.parametrize(("actual", "read", "received"), CONTRADICTIONS, ids=label)
+def test_settings_that_contradict_tensors_are_refused(
+    actual: WeightFormat, read: tuple[str, ...], received: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=told) as caught:
-        layout(found, *read)
+    with pytest.raises(CheckpointError, match=received) as caught:
+        layout(actual, *read)
     message = str(caught.value)
     name = read[0] if read[0] == "lm_head" else f"model.language_model.{read[0]}"
     assert message.startswith(f"{read[0]} has the tensors {name}.") and message.endswith(".")
 
 
-def test_tensors_decide_where_no_setting_names_a_module() -> None:
-    for found in (weight_format(GPTQ), weight_format(AWQ), weight_format(ROUND)):
+def test_tensors_decide_for_unlisted_modules() -> None:
+    for actual in (weight_format(GPTQ), weight_format(AWQ), weight_format(ROUND)):
         for path in (DOWN, "mtp.layers.0.mlp.up_proj", "lm_head", "layers.1.linear_attn.in_proj_a"):
-            assert layout(found, path, "weight") is None
-            assert layout(found, path, *PACKED) is not None
-            assert layout(found, path) is None
-        assert layout(found, DOWN, "qweight") is not None
+            assert layout(actual, path, "weight") is None
+            assert layout(actual, path, *PACKED) is not None
+            assert layout(actual, path) is None
+        assert layout(actual, DOWN, "qweight") is not None
     wide = weight_format(GPTQ, dynamic={"+:.*layers.*": {"bits": 8}})
     assert layout(wide, DOWN, "weight") is None
 
 
 @pytest.mark.parametrize(
-    ("found", "packed", "plain"),
+    ("actual", "packed", "plain"),
     [
         (weight_format(GPTQ), (DOWN,), ("lm_head", "mtp.fc", "layers.0.linear_attn.in_proj_b")),
         (weight_format(GPTQ, lm_head=True), (DOWN, "lm_head"), ()),
@@ -306,26 +308,26 @@ def test_tensors_decide_where_no_setting_names_a_module() -> None:
         ),
     ],
 )
-def test_settings_decide_alone_where_there_are_no_files(
-    found: WeightFormat, packed: tuple[str, ...], plain: tuple[str, ...]
+def test_settings_decide_without_files(
+    actual: WeightFormat, packed: tuple[str, ...], plain: tuple[str, ...]
 ) -> None:
-    assert all(layout(found, path, files=False) is not None for path in packed)
-    assert all(layout(found, path, files=False) is None for path in plain)
+    assert all(layout(actual, path, files=False) is not None for path in packed)
+    assert all(layout(actual, path, files=False) is None for path in plain)
 
 
-def test_the_first_rule_that_matches_wins() -> None:
+def test_first_matching_rule_wins() -> None:
     rules = {"+:.*down.*": {"group_size": 64}, "-:.*mlp.*": {}, ".*": {"bits": 8}}
-    found = weight_format(GPTQ, dynamic=rules)
+    actual = weight_format(GPTQ, dynamic=rules)
     options = [dict(one.options) for path in (DOWN, "layers.0.self_attn.q_proj")
-               if (one := layout(found, path, *PACKED))]  # fmt: skip
+               if (one := layout(actual, path, *PACKED))]  # fmt: skip
     assert [(one["bits"], one["group"]) for one in options] == [(4, 64), (8, 128)]
-    assert layout(found, "layers.0.mlp.up_proj", "weight") is None
+    assert layout(actual, "layers.0.mlp.up_proj", "weight") is None
 
 
-def test_weights_that_differ_in_what_rows_share_are_not_fused() -> None:
-    found = weight_format(GPTQ, desc_act=True)
-    first = layout(found, "layers.0.self_attn.q_proj", *PACKED, "g_idx")
-    second = layout(found, "layers.0.self_attn.k_proj", *PACKED, "g_idx")
+def test_weights_with_different_layouts_are_not_fused() -> None:
+    actual = weight_format(GPTQ, desc_act=True)
+    first = layout(actual, "layers.0.self_attn.q_proj", *PACKED, "g_idx")
+    second = layout(actual, "layers.0.self_attn.k_proj", *PACKED, "g_idx")
     assert first is not None and second is not None and first != second
     assert first.options == second.options and dict(first.options)["g_idx"]
     plain = weight_format(GPTQ)

@@ -1,5 +1,5 @@
-"""The settings of released checkpoints, and the names that stand in their files: which modules are
-packed is read alike from the tensors and, without any, from the settings alone."""
+"""Settings and tensor names of released checkpoints: which modules are quantized follows equally
+from the tensors and, without any, from the settings."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from lockstep.quantization import (
     WeightFormat,
     read_weight_format,
 )
-from tests.quantization.disk import ROUTED_ALONE
+from tests.quantization.disk import EXPERTS_ONLY
 
 GPTQ = {"qweight": "I32", "qzeros": "I32", "scales": "BF16", "g_idx": "I32"}
 ROUND = {"qweight": "I32", "qzeros": "I32", "scales": "F16"}
@@ -43,8 +43,13 @@ DENSE = tuple(f"model.layers.7.{name}" for name in ("self_attn.k_proj", "mlp.up_
 
 @dataclass(frozen=True)
 class Release:
-    """settings: quantization_config; packed: the modules that are, in these tensors; plain: those
-    that are not; alone: plain ones of which the settings alone say nothing."""
+    """A released checkpoint.
+
+    settings: its quantization_config.
+    packed: modules that are quantized -> their tensors.
+    plain: modules that are dense.
+    alone: dense modules about which the settings say nothing.
+    """
 
     family: str
     settings: dict[str, Any]
@@ -55,12 +60,12 @@ class Release:
 
 
 def listed(*parts: str, layers: int = 64) -> list[str]:
-    """The names of parts of every layer with Gated DeltaNet."""
+    """Return the names of these parts of every layer with Gated DeltaNet."""
     return [f"{HYBRID}.{i}.{part}" for i in range(layers) if (i + 1) % 4 for part in parts]
 
 
 def groups(kind: str, ignore: list[str], acts: object = None, **weights: Any) -> dict[str, Any]:
-    """compressed-tensors as llm-compressor writes it."""
+    """Return settings of compressed-tensors as llm-compressor writes them."""
     common = {"dynamic": False, "observer": "minmax", "observer_kwargs": {}, "symmetric": True}
     common |= {"actorder": None, "block_structure": None, "scale_dtype": None, "zp_dtype": None}
     group = {"targets": ["Linear"], "weights": {**common, **weights}, "format": kind}
@@ -88,7 +93,7 @@ OFFICIAL_GPTQ = {
     "checkpoint_format": "gptq",
     "pack_dtype": "int32",
     "meta": {"quantizer": ["gptqmodel:4.2.5"], "static_groups": False, "true_sequential": True},
-    "dynamic": ROUTED_ALONE,
+    "dynamic": EXPERTS_ONLY,
 }
 FLOAT = {"bits": 16, "data_type": "float"}
 MODEL_FREE = {
@@ -295,13 +300,13 @@ RELEASES = {
 
 def weight_format(release: Release) -> WeightFormat:
     """The weight format of its settings."""
-    found = read_weight_format(release.settings)
-    assert found is not None
-    return found
+    result = read_weight_format(release.settings)
+    assert result is not None
+    return result
 
 
 def module(release: Release, name: str, tensors: dict[str, str] | None) -> CheckpointLinear:
-    """The module of this name in the files, of 256 x 128, with these tensors or without files."""
+    """Return the module of this name, of 256 x 128, with these tensors or without files."""
     prefixes = architecture(release.family).PREFIXES
     prefix = next((one for one in prefixes if name.startswith(one)), "")
     path = name.removeprefix(prefix)
@@ -313,7 +318,7 @@ def module(release: Release, name: str, tensors: dict[str, str] | None) -> Check
 
 
 def kind(layout: Layout | None) -> str:
-    """What it is packed as, less the dtype of scales, which files alone tell."""
+    """Return a description of its layout, without the dtype of scales, which only files give."""
     if layout is None:
         return "plain"
     options = {name: value for name, value in layout.options if name != "scale_dtype"}
@@ -321,19 +326,19 @@ def kind(layout: Layout | None) -> str:
 
 
 @pytest.mark.parametrize("name", RELEASES)
-def test_what_is_packed_stands_in_tensors_and_settings_alike(name: str) -> None:
+def test_quantized_modules_follow_from_tensors_and_settings(name: str) -> None:
     release = RELEASES[name]
-    found = weight_format(release)
-    assert found.name == release.name
+    actual = weight_format(release)
+    assert actual.name == release.name
     for modules, tensors in release.packed.items():
         for one in modules:
             read = module(release, one, tensors)
-            layout = found.layout(read)
+            layout = actual.layout(read)
             assert layout is not None, one
-            slots = found.sinks(read, layout.empty(256, 128, "cpu"))
-            assert tensors.keys() - slots.keys() <= found.unused, one
+            slots = actual.sinks(read, layout.empty(256, 128, "cpu"))
+            assert tensors.keys() - slots.keys() <= actual.unused, one
             if one not in release.alone:
-                assert kind(found.layout(module(release, one, None))) == kind(layout), one
+                assert kind(actual.layout(module(release, one, None))) == kind(layout), one
     for one in release.plain:
-        assert found.layout(module(release, one, PLAIN)) is None, one
-        assert found.layout(module(release, one, None)) is None, one
+        assert actual.layout(module(release, one, PLAIN)) is None, one
+        assert actual.layout(module(release, one, None)) is None, one

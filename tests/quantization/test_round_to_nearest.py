@@ -1,4 +1,4 @@
-"""Plain checkpoints that are packed while they are loaded."""
+"""Dense checkpoints that are quantized while loading."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,21 @@ from tests.models.random_checkpoint import MTP, answer, build, weights_of
 from tests.quantization.disk import copy_files, set_config
 from tests.tiny_model import CONFIG, make_model
 
-LEFT = ("norm", "embed", "lm_head", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "mtp.")
+DENSE_PARTS = (
+    "norm",
+    "embed",
+    "lm_head",
+    "in_proj_a",
+    "in_proj_b",
+    "conv1d",
+    "A_log",
+    "dt_bias",
+    "mtp.",
+)
 
 
-def rounded(weight: Tensor, method: str) -> Tensor:
-    """weight [N, K] as its format stores it, row by row, in fp32."""
+def round_weight(weight: Tensor, method: str) -> Tensor:
+    """Return weight [N, K] quantized and dequantized row by row, in fp32."""
     n, k = weight.shape
     wide = weight.float().numpy()
     out = np.zeros((n, k), dtype=np.float32)
@@ -30,20 +40,20 @@ def rounded(weight: Tensor, method: str) -> Tensor:
             codes = torch.from_numpy(wide[row] / scale).to(torch.float8_e4m3fn).float().numpy()
             out[row] = codes * scale
         return torch.from_numpy(out)
-    most, group = (127, k) if method == "int8" else (7, 128)
+    maximum, group = (127, k) if method == "int8" else (7, 128)
     for row in range(n):
         for begin in range(0, k, group):
             part = wide[row, begin : begin + group]
-            exact = torch.tensor(np.abs(part).max() / np.float32(most))
+            exact = torch.tensor(np.abs(part).max() / np.float32(maximum))
             scale = np.float32(exact.to(weight.dtype).float())
-            steps = np.clip(np.rint(part / scale), -most - 1, most)
+            steps = np.clip(np.rint(part / scale), -maximum - 1, maximum)
             out[row, begin : begin + group] = steps * scale
     return torch.from_numpy(out)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid's folder in bfloat16, with its draft module."""
+def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a hybrid's folder in bfloat16, with its draft module."""
     sizes = {"hidden_size": 144, "intermediate_size": 40, "num_attention_heads": 2}
     folder = make_model(tmp_path_factory.mktemp("plain"), CONFIG, **sizes)
     llm = build(folder, load_format="dummy", speculative_config=MTP, dtype="bfloat16")
@@ -52,25 +62,25 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
-def test_answers_are_those_of_the_rounded_weights(plain: Path, tmp_path: Path, method: str) -> None:
+def test_answers_equal_rounded_weights(dense_folder: Path, tmp_path: Path, method: str) -> None:
     llm = LLM(
-        str(plain),
+        str(dense_folder),
         quantization=method,
         max_model_len=128,
         max_num_seqs=1,
         skip_tokenizer_init=True,
         speculative_config=MTP,
     )
-    tensors = weights_of(build(plain, speculative_config=MTP))
-    wanted = {
+    tensors = weights_of(build(dense_folder, speculative_config=MTP))
+    expected = {
         name: x
-        if x.dim() != 2 or any(part in name for part in LEFT)
-        else rounded(x.bfloat16(), method)
+        if x.dim() != 2 or any(part in name for part in DENSE_PARTS)
+        else round_weight(x.bfloat16(), method)
         for name, x in tensors.items()
     }
-    copy_files(plain, tmp_path)
-    save_file(wanted, tmp_path / "model.safetensors")
-    assert answer(llm) == answer(build(tmp_path)) != answer(build(plain))
+    copy_files(dense_folder, tmp_path)
+    save_file(expected, tmp_path / "model.safetensors")
+    assert answer(llm) == answer(build(tmp_path)) != answer(build(dense_folder))
     name = {"fp8": "fp8-channel", "int8": "int8-channel", "int4": "int4-g128"}[method]
     assert llm.engine.plan.quantization == name
     assert f"/weights-float32+{name}/" in llm.engine.numerics
@@ -78,30 +88,30 @@ def test_answers_are_those_of_the_rounded_weights(plain: Path, tmp_path: Path, m
     assert packed == {f"layers.{i}" for i in range(4)}
 
 
-def test_a_plain_checkpoint_says_nothing_of_packing(plain: Path) -> None:
-    llm = build(plain)
+def test_dense_checkpoint_reports_no_quantization(dense_folder: Path) -> None:
+    llm = build(dense_folder)
     assert "/weights-float32/" in llm.engine.numerics and llm.engine.plan.quantization is None
     assert not any(one["storage_format"] for one in llm.engine.explain()["layers"])
 
 
 @pytest.mark.parametrize("method", ["fp8", "int4"])
-def test_dummy_weights_may_be_packed(plain: Path, method: str) -> None:
+def test_dummy_weights_can_be_quantized(dense_folder: Path, method: str) -> None:
     settings: dict[str, Any] = {"load_format": "dummy", "quantization": method}
-    assert answer(build(plain, **settings)) == answer(
-        build(plain, **settings, speculative_config=MTP)
+    assert answer(build(dense_folder, **settings)) == answer(
+        build(dense_folder, **settings, speculative_config=MTP)
     )
 
 
 @pytest.mark.parametrize("method", ["int3", "gptq", "", "FP8"])
-def test_what_a_plain_checkpoint_cannot_be_packed_to(plain: Path, method: str) -> None:
+def test_unknown_online_quantization_is_refused(dense_folder: Path, method: str) -> None:
     with pytest.raises(ConfigError, match="quantization=.*allowed: 'fp8', 'int8', 'int4' or None"):
-        build(plain, quantization=method)
+        build(dense_folder, quantization=method)
 
 
-def test_a_packed_checkpoint_is_packed_already() -> None:
+def test_quantized_checkpoint_refuses_other_formats() -> None:
     settings = {"quant_method": "auto-round", "bits": 4, "group_size": 128}
-    for own in ("auto-round", "auto_round", "intel/auto-round", None):
-        assert read_weight_format(settings, own) is not None
+    for mine in ("auto-round", "auto_round", "intel/auto-round", None):
+        assert read_weight_format(settings, mine) is not None
     for other in ("int4", "fp8", "gptq", "int3"):
         with pytest.raises(ConfigError, match="quantized already, as auto-round") as caught:
             read_weight_format(settings, other)
@@ -109,11 +119,11 @@ def test_a_packed_checkpoint_is_packed_already() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_cannot_be_rounded_is_refused(plain: Path, tmp_path: Path, value: float) -> None:
-    tensors = weights_of(build(plain, speculative_config=MTP))
+def test_non_finite_weights_are_refused(dense_folder: Path, tmp_path: Path, value: float) -> None:
+    tensors = weights_of(build(dense_folder, speculative_config=MTP))
     name = "model.layers.3.self_attn.o_proj.weight"
     tensors[name][1, 2] = value
-    copy_files(plain, tmp_path)
+    copy_files(dense_folder, tmp_path)
     set_config(tmp_path, mtp_num_hidden_layers=1)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.3\.self_attn\.o_proj\.weight has inf"):

@@ -1,4 +1,5 @@
-"""Regular expressions of modules' names match what Python's do, those that are texts too."""
+"""Patterns of module names match as Python's regular expressions do, also those searched as plain
+text."""
 
 import re
 
@@ -31,14 +32,14 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize("text", PATTERNS)
-def test_names_that_a_pattern_matches(text: str) -> None:
+def test_patterns_match_as_regular_expressions(text: str) -> None:
     pattern = NamePattern(text)
     for module in MODULES:
         assert pattern.match(module) == any(re.match(text, name) for name in module.names)
         assert pattern.search(module) == any(re.search(text, name) for name in module.names)
 
 
-def test_patterns_that_are_looked_for_as_texts() -> None:
-    found = {text: NamePattern(text).inside for text in PATTERNS}
-    others = {r".*mlp\.": "mlp.", r".*\\.*": "\\"}
-    assert {text: inside for text, inside in found.items() if inside is not None} == TEXTS | others
+def test_plain_text_patterns() -> None:
+    actual = {text: NamePattern(text).inside for text in PATTERNS}
+    rest = {r".*mlp\.": "mlp.", r".*\\.*": "\\"}
+    assert {text: inside for text, inside in actual.items() if inside is not None} == TEXTS | rest

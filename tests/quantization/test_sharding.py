@@ -1,4 +1,5 @@
-"""Every weight format as ranks load it: the slice of a quantized weight is its rows."""
+"""Every weight format as ranks load it: a rank's slice of a quantized weight has its rows'
+values."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,8 @@ from torch import Tensor
 from lockstep.quantization import CheckpointLinear, WeightFormat, read_weight_format
 from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
 from tests.quantization.cases import CASES
-from tests.quantization.disk import awq, draw, gptq
-from tests.quantization.test_gguf_blocks import sound_blocks
+from tests.quantization.disk import awq, gptq, random_codes
+from tests.quantization.test_gguf_blocks import valid_blocks
 from tests.quantization.test_gguf_format import module as gguf_module
 from tests.quantization.test_stored import module_of
 from tests.quantization.test_vectors import module as int_module
@@ -20,7 +21,7 @@ K = 256
 
 
 def ranges_of(sizes: tuple[int, int], rank: int) -> tuple[tuple[int, int], ...]:
-    """Return the half of each of two parts that a rank of two holds."""
+    """Return the half of each of two parts that a rank of two owns."""
     offsets = (0, sizes[0])
     return tuple(
         (offset + rank * size // 2, offset + (rank + 1) * size // 2)
@@ -49,13 +50,13 @@ def check(
     sizes: tuple[int, int],
 ) -> None:
     """Compare the slices of both ranks with the rows of the whole weight, bit for bit."""
-    whole = load(weight_format, module, tensors)
-    covered = torch.zeros(len(whole), dtype=torch.bool)
+    full = load(weight_format, module, tensors)
+    covered = torch.zeros(len(full), dtype=torch.bool)
     for rank in range(2):
         ranges = ranges_of(sizes, rank)
         part = replace(module, outputs=sum(sizes) // 2, ranges=ranges)
         rows = torch.cat([torch.arange(*pair) for pair in ranges])
-        assert torch.equal(load(weight_format, part, tensors), whole[rows])
+        assert torch.equal(load(weight_format, part, tensors), full[rows])
         covered[rows] = True
     assert covered.all()
 
@@ -86,7 +87,7 @@ def test_stored_formats(name: str, sizes: tuple[int, int]) -> None:
 def test_integers(kind: str, symmetric: bool, sizes: tuple[int, int]) -> None:
     n = sum(sizes)
     bits = 8 if kind == "gptq 8 bits" else 4
-    codes = draw(n, K, bits, 32, sym=symmetric, shuffle=kind == "gptq by activation")
+    codes = random_codes(n, K, bits, 32, sym=symmetric, shuffle=kind == "gptq by activation")
     common = {"bits": bits, "group_size": 32}
     if kind == "awq":
         weight_format = read("awq", **common, zero_point=not symmetric)
@@ -102,7 +103,7 @@ def test_integers(kind: str, symmetric: bool, sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_gguf(kind: str) -> None:
     sizes = (64, 32)
-    blocks = sound_blocks(kind, rows=sum(sizes), columns=768)
+    blocks = valid_blocks(kind, rows=sum(sizes), columns=768)
     check(read("gguf"), gguf_module(kind, sum(sizes), 768), {"weight": blocks}, sizes)
     assert dequantize(kind, blocks).isfinite().all()
 

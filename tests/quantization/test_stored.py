@@ -1,4 +1,4 @@
-"""One linear map in every storage: its tensors give the weight that they stand for, bit by bit."""
+"""A linear layer in every storage: its tensors give the represented weight bit for bit."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,16 @@ from torch import Tensor
 from lockstep.errors import CheckpointError
 from lockstep.kernels.formats.weights import Fp4Weight, QuantizedWeight
 from lockstep.quantization import CheckpointLinear, TensorInfo, WeightFormat, read_weight_format
-from tests.quantization.cases import BLOCKS, CASES, FP8, NVFP4, floats, ints, modelopt, tensors_of
+from tests.quantization.cases import (
+    BLOCKS,
+    CASES,
+    FP8,
+    NVFP4,
+    compressed_settings,
+    floats,
+    ints,
+    modelopt,
+)
 from tests.quantization.stored import fp8_weight, int_weight, words
 
 NAMES = {
@@ -32,19 +41,19 @@ Tensors = dict[str, Tensor]
 
 
 def module_of(tensors: Tensors | None, n: int, k: int, path: str = PATH) -> CheckpointLinear:
-    """The map as a checkpoint's headers describe it."""
-    found = None
+    """Return the layer as a checkpoint's headers describe it."""
+    result = None
     if tensors is not None:
-        found = {
+        result = {
             suffix: TensorInfo(f"model.{path}.{suffix}", tuple(x.shape), NAMES[x.dtype])
             for suffix, x in tensors.items()
         }
     names = (f"model.language_model.{path}", f"model.{path}", path)
-    return CheckpointLinear(path, names, n, k, found)
+    return CheckpointLinear(path, names, n, k, result)
 
 
 def read(settings: dict[str, Any]) -> WeightFormat:
-    """The format of these settings."""
+    """Return the weight format of these settings."""
     weight_format = read_weight_format(settings)
     assert weight_format is not None
     return weight_format
@@ -53,7 +62,7 @@ def read(settings: dict[str, Any]) -> WeightFormat:
 def fill(
     weight_format: WeightFormat, module: CheckpointLinear, tensors: Tensors, weight: QuantizedWeight
 ) -> list[str]:
-    """Hands over the tensors that have a slot, in another order; returns what does not fit."""
+    """Load the tensors that have a sink, in reverse order; return the mismatches."""
     faults = []
     slots = weight_format.sinks(module, weight)
     for suffix in sorted(tensors, reverse=True):
@@ -70,7 +79,7 @@ def fill(
 
 
 def loaded(settings: dict[str, Any], tensors: Tensors, n: int, k: int) -> Tensor:
-    """The weight [n, k] in fp32 that these tensors give."""
+    """Return the weight [n, k] in fp32 that these tensors give."""
     weight_format = read(settings)
     module = module_of(tensors, n, k)
     layout = weight_format.layout(module)
@@ -82,17 +91,17 @@ def loaded(settings: dict[str, Any], tensors: Tensors, n: int, k: int) -> Tensor
 
 @pytest.mark.parametrize("shape", [(192, 144), (7, 33), (300, 205), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_a_map_is_what_its_tensors_stand_for(name: str, shape: tuple[int, int]) -> None:
+def test_loaded_weight_equals_represented_weight(name: str, shape: tuple[int, int]) -> None:
     case = CASES[name]
     (n, k) = shape
     stored = case.write(n, k, 5)
     extra = {suffix: torch.tensor(0.25) for suffix in case.extra}
-    found = loaded(case.settings, {**stored.tensors, **extra}, n, k)
-    assert torch.equal(found, stored.value)
+    actual = loaded(case.settings, {**stored.tensors, **extra}, n, k)
+    assert torch.equal(actual, stored.value)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_of_a_fused_weight_are_filled_where_they_lie(name: str) -> None:
+def test_parts_of_fused_weight_are_loaded_in_place(name: str) -> None:
     case = CASES[name]
     weight_format = read(case.settings)
     parts = [case.write(n, 144, seed) for seed, n in enumerate((256, 128, 128))]
@@ -116,7 +125,7 @@ def test_parts_of_a_fused_weight_are_filled_where_they_lie(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_no_file_describes_is_laid_out_by_the_settings(name: str) -> None:
+def test_layout_without_files_follows_settings(name: str) -> None:
     case = CASES[name]
     weight_format = read(case.settings)
     layout = weight_format.layout(module_of(None, 192, 144))
@@ -129,11 +138,11 @@ def test_what_no_file_describes_is_laid_out_by_the_settings(name: str) -> None:
 
 
 def signed(word: int) -> int:
-    """A word of 32 bits as int32 has it."""
+    """Return a word of 32 bits as int32."""
     return word - (1 << 32) if word >> 31 else word
 
 
-def test_integers_lie_as_compressed_tensors_has_them() -> None:
+def test_compressed_tensors_integer_order() -> None:
     tensors = {
         "weight_packed": torch.tensor([[signed(0x76543210), signed(0xFEDCBA98)]] * 8).int(),
         "weight_scale": torch.ones(8, 1),
@@ -149,7 +158,7 @@ def test_integers_lie_as_compressed_tensors_has_them() -> None:
     assert torch.equal(loaded(settings, tensors, 8, 16), row - zeros)
 
 
-def test_fp4_codes_lie_as_nvidia_has_them() -> None:
+def test_nvidia_fp4_code_order() -> None:
     data = [0x10, 0x32, 0x54, 0x76, 0xA9, 0xCB, 0xED, 0x0F]
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 0]
     one = torch.ones(1, 1).to(torch.float8_e4m3fn)
@@ -162,7 +171,7 @@ def test_fp4_codes_lie_as_nvidia_has_them() -> None:
     assert torch.equal(loaded(NVFP4, divided, 1, 16), expected)
 
 
-def test_both_forms_of_nvfp4_are_the_same_weight() -> None:
+def test_both_forms_of_nvfp4_are_equal() -> None:
     largest = 3.7
     blocks = torch.tensor([[3.7, 1.2, 0.4]])
     scales = (blocks / 6 / (largest / 2688)).to(torch.float8_e4m3fn)
@@ -179,7 +188,9 @@ def test_both_forms_of_nvfp4_are_the_same_weight() -> None:
     ("shape", "blocks"),
     [((576, 7168), (5, 56)), ((2048, 7168), (16, 56)), ((10240, 5120), (80, 40))],
 )
-def test_blocks_of_real_maps(shape: tuple[int, int], blocks: tuple[int, int]) -> None:
+def test_fp8_block_shapes_of_published_layers(
+    shape: tuple[int, int], blocks: tuple[int, int]
+) -> None:
     weight_format = read(BLOCKS)
     module = module_of(None, *shape)
     layout = weight_format.layout(module)
@@ -188,7 +199,7 @@ def test_blocks_of_real_maps(shape: tuple[int, int], blocks: tuple[int, int]) ->
     assert weight_format.sinks(module, weight)["weight_scale_inv"].shape == blocks
 
 
-def test_shapes_of_real_maps() -> None:
+def test_tensor_shapes_of_published_layers() -> None:
     fp4 = read(modelopt("NVFP4"))
     module = module_of(None, 17408, 5120)
     layout = fp4.layout(module)
@@ -204,7 +215,7 @@ def test_shapes_of_real_maps() -> None:
     assert slots["weight_scale"].shape == (17408, 40)
 
 
-def test_order_that_says_nothing_is_in_order() -> None:
+def test_negative_g_idx_means_no_order() -> None:
     stored = int_weight()(16, 64, 3)
     tensors = {**stored.tensors, "weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}
     assert torch.equal(loaded(ints(actorder="group"), tensors, 16, 64), stored.value)
@@ -259,8 +270,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_tensors_are_refused_in_plain_words(name: str) -> None:
-    (case, suffix, instead, told) = DAMAGES[name]
+def test_damaged_tensors_are_refused(name: str) -> None:
+    (case, suffix, instead, received) = DAMAGES[name]
     tensors = dict(CASES[case].write(192, 144, 2).tensors)
     tensors.pop(suffix, None)
     if instead is not None:
@@ -277,7 +288,7 @@ def test_damaged_tensors_are_refused_in_plain_words(name: str) -> None:
         message = str(error)
         assert message.endswith(".") and 40 < len(message) < 2000 and "\n" not in message
         assert PATH in message
-    assert message and told in message
+    assert message and received in message
 
 
 EIGHT = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -316,26 +327,24 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_settings_that_contradict_the_tensors_are_refused(name: str) -> None:
-    (settings, case, told) = CONTRADICTIONS[name]
+def test_contradicting_settings_are_refused(name: str) -> None:
+    (settings, case, received) = CONTRADICTIONS[name]
     tensors = PLAIN if case is None else CASES[case].write(192, 144, 2).tensors
     with pytest.raises(CheckpointError) as caught:
         read(settings).layout(module_of(tensors, 192, 144))
     message = str(caught.value)
     assert message.startswith(f"{PATH} has the tensors ") and message.endswith(".")
-    assert told in message and next(iter(tensors)) in message and len(message) < 2000
+    assert received in message and next(iter(tensors)) in message and len(message) < 2000
 
 
 @pytest.mark.parametrize("path", ["lm_head", "mtp.layers.0.mlp.down_proj"])
 @pytest.mark.parametrize("settings", [BLOCKS, ints(), modelopt("NVFP4")])
-def test_a_head_and_a_draft_module_may_be_plain_unlisted(
-    settings: dict[str, Any], path: str
-) -> None:
+def test_unlisted_head_and_draft_module_may_be_dense(settings: dict[str, Any], path: str) -> None:
     assert read(settings).layout(module_of(PLAIN, 192, 144, path)) is None
     assert read(settings).layout(module_of({}, 192, 144, path)) is None
 
 
-def test_a_packed_head_needs_no_word_in_the_settings() -> None:
+def test_quantized_head_needs_no_setting() -> None:
     tensors = CASES["fp8 blocks"].write(192, 144, 2).tensors
     assert read(BLOCKS).layout(module_of(tensors, 192, 144, "lm_head")) is not None
     assert read(BLOCKS).layout(module_of(None, 192, 144, "lm_head")) is None
@@ -344,7 +353,7 @@ def test_a_packed_head_needs_no_word_in_the_settings() -> None:
 @pytest.mark.parametrize(
     "entry", [PATH, f"model.{PATH}", f"model.language_model.{PATH}", "model.layers.0", "down_proj"]
 )
-def test_fp8_lists_name_modules_in_several_ways(entry: str) -> None:
+def test_fp8_exclusions_by_several_names(entry: str) -> None:
     weight_format = read({**BLOCKS, "modules_to_not_convert": [entry]})
     assert weight_format.layout(module_of(PLAIN, 192, 144)) is None
     assert weight_format.layout(module_of(None, 192, 144)) is None
@@ -352,7 +361,7 @@ def test_fp8_lists_name_modules_in_several_ways(entry: str) -> None:
     assert near.layout(module_of(None, 192, 144)) is not None
 
 
-def test_the_most_precise_target_decides() -> None:
+def test_most_specific_target_wins() -> None:
     four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
     sixteen = {**four, "group_size": 16}
     groups = {
@@ -361,12 +370,12 @@ def test_the_most_precise_target_decides() -> None:
         "name": {"targets": [f"model.{PATH}"], "weights": sixteen},
         "keys": {"targets": ["re:.*"], "weights": None},
     }
-    weight_format = read({**tensors_of("pack-quantized"), "config_groups": groups})
-    found = [
+    weight_format = read({**compressed_settings("pack-quantized"), "config_groups": groups})
+    actual = [
         weight_format.layout(module_of(None, 192, 144, path))
         for path in ("layers.0.self_attn.q_proj", "layers.0.mlp.up_proj", PATH)
     ]
-    options = [dict(one.options) for one in found if one is not None]
+    options = [dict(one.options) for one in actual if one is not None]
     assert [(o["bits"], o["group"]) for o in options] == [(8, 144), (4, 32), (4, 16)]
 
 
@@ -386,14 +395,14 @@ def test_the_most_precise_target_decides() -> None:
         ("model.layers.0.m?", False),
     ],
 )
-def test_wildcards_of_modelopt(entry: str, covers: bool) -> None:
+def test_modelopt_wildcards(entry: str, covers: bool) -> None:
     for more in ([], ["model.layers.0.mx*"]):
         weight_format = read(modelopt("NVFP4", exclude_modules=[*more, entry]))
         assert (weight_format.layout(module_of(None, 192, 144)) is None) == covers
 
 
-def test_fp8_lists_hold_regular_expressions() -> None:
-    """Of what a name begins with up to a dot, as transformers 5.24 reads them."""
+def test_fp8_exclusions_are_regular_expressions() -> None:
+    """They match the beginning of a name up to a dot, as in transformers 5.24."""
 
     def left(*entries: str, path: str = PATH) -> bool:
         weight_format = read({**BLOCKS, "modules_to_not_convert": list(entries)})
@@ -425,17 +434,18 @@ def test_fp8_lists_hold_regular_expressions() -> None:
         ((["Linear"], ["Linear", "re:.*q_proj"]), 16),
     ],
 )
-def test_of_targets_as_precise_the_first_by_the_alphabet_decides(
+def test_equally_specific_targets_are_sorted_alphabetically(
     targets: tuple[list[str], list[str]], group: int
 ) -> None:
-    """And of equal ones the last group: as compressed-tensors 0.20.0 sorts and overwrites them."""
+    """The last group wins among equal targets: compressed-tensors 0.20.0 sorts and overwrites them
+    so."""
     four = {"num_bits": 4, "type": "int", "strategy": "group"}
     (first, second) = targets
     groups = {
         "first": {"targets": first, "weights": {**four, "group_size": 32}},
         "second": {"targets": second, "weights": {**four, "group_size": 16}},
     }
-    weight_format = read({**tensors_of("pack-quantized"), "config_groups": groups})
+    weight_format = read({**compressed_settings("pack-quantized"), "config_groups": groups})
     layout = weight_format.layout(module_of(None, 192, 144))
     assert layout is not None and dict(layout.options)["group"] == group
 
@@ -446,7 +456,7 @@ NAMED = {f"model.{EXPERT}": {"quant_algo": "FP8"}}
 
 
 @pytest.mark.parametrize("settings", [BLOCKS, FP8, ints(), NVFP4, modelopt("FP8")])
-def test_settings_of_all_layers_leave_plain_experts_as_they_are(settings: dict[str, Any]) -> None:
+def test_settings_of_all_layers_allow_dense_experts(settings: dict[str, Any]) -> None:
     assert read(settings).layout(module_of(PLAIN, 192, 144, EXPERT)) is None
     assert read(settings).layout(module_of(None, 192, 144, EXPERT)) is not None
     with pytest.raises(CheckpointError, match="asks for"):
@@ -460,7 +470,7 @@ def test_settings_of_all_layers_leave_plain_experts_as_they_are(settings: dict[s
         modelopt("MIXED_PRECISION", quantized_layers=NAMED),
     ],
 )
-def test_settings_that_name_experts_contradict_plain_ones(settings: dict[str, Any]) -> None:
+def test_settings_that_name_experts_require_quantized_ones(settings: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="experts.3.down_proj has the tensors .* asks for"):
         read(settings).layout(module_of(PLAIN, 192, 144, EXPERT))
 
@@ -472,9 +482,9 @@ REFUSED = {
     "fp8 scheme": ({**FP8, "activation_scheme": "other"}, "activation_scheme"),
     "fp8 list": ({**FP8, "ignored_layers": {"lm_head": 1}}, "ignored_layers"),
     "fp8 list of numbers": ({**FP8, "modules_to_not_convert": [5]}, "modules_to_not_convert"),
-    "mxfp4": (tensors_of("mxfp4-pack-quantized", num_bits=4, type="float"), "format"),
-    "mxfp8": (tensors_of("mxfp8-quantized", num_bits=8, type="float"), "format"),
-    "marlin": (tensors_of("marlin-24"), "format"),
+    "mxfp4": (compressed_settings("mxfp4-pack-quantized", num_bits=4, type="float"), "format"),
+    "mxfp8": (compressed_settings("mxfp8-quantized", num_bits=8, type="float"), "format"),
+    "marlin": (compressed_settings("marlin-24"), "format"),
     "no format": ({"quant_method": "compressed-tensors"}, "format"),
     "no groups": ({**ints(), "config_groups": None}, "config_groups"),
     "groups a list": ({**ints(), "config_groups": [1]}, "config_groups"),
@@ -497,7 +507,8 @@ REFUSED = {
     "actorder": (ints(actorder="other"), "actorder"),
     "int4 as int8": (ints("int-quantized"), "num_bits"),
     "fp4 group": (
-        tensors_of("nvfp4-pack-quantized", num_bits=4, type="float", group_size=32), "group_size"
+        compressed_settings("nvfp4-pack-quantized", num_bits=4, type="float", group_size=32),
+        "group_size",
     ),
     "transforms": ({**ints(), "transform_config": {"config_groups": {"a": 1}}}, "transform_config"),
     "sparse": ({**ints(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "format"),
@@ -515,7 +526,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_are_not_built_are_refused(name: str) -> None:
+def test_unsupported_quantization_settings_are_refused(name: str) -> None:
     (settings, field) = REFUSED[name]
     with pytest.raises(CheckpointError) as caught:
         read(settings)
@@ -524,17 +535,17 @@ def test_settings_that_are_not_built_are_refused(name: str) -> None:
     assert message.endswith(".") and len(message) < 1000
 
 
-def test_what_is_not_followed_is_said() -> None:
+def test_ignored_settings_are_noted() -> None:
     group = {**ints()["config_groups"]["group_0"], "input_activations": {"num_bits": 8}}
     settings = {**ints(), "config_groups": {"g": group}, "kv_cache_scheme": {"num_bits": 8}}
-    told = read(settings).notes
-    assert any("['g'].input_activations" in note for note in told)
-    assert any("kv_cache_scheme" in note for note in told)
+    received = read(settings).notes
+    assert any("['g'].input_activations" in note for note in received)
+    assert any("kv_cache_scheme" in note for note in received)
     assert "static" in read({**FP8, "activation_scheme": "static"}).notes[0]
     assert "kv_cache_quant_algo" in read(modelopt("FP8", kv_cache_quant_algo="FP8")).notes[1]
 
 
-def test_checkpoints_that_pack_keys_and_values_alone() -> None:
+def test_kv_cache_only_checkpoints() -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     dense = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": scheme}
     attending = {"targets": ["LlamaAttention"], "weights": None, "input_activations": scheme}
@@ -556,7 +567,7 @@ def test_checkpoints_that_pack_keys_and_values_alone() -> None:
         read({**ints(), "format": "dense"})
 
 
-def test_names_of_formats() -> None:
+def test_weight_format_names() -> None:
     assert read(BLOCKS).name == "fp8-128x128"
     assert read(FP8).name == "fp8"
     assert read(NVFP4).name == "compressed-tensors-nvfp4-pack-quantized"
@@ -568,7 +579,7 @@ def test_names_of_formats() -> None:
     )
 
 
-def test_the_writers_agree_with_the_words_of_the_formats() -> None:
+def test_writers_follow_the_published_layouts() -> None:
     import numpy as np
 
     codes = np.arange(16, dtype=np.uint8)[None]
@@ -577,8 +588,8 @@ def test_the_writers_agree_with_the_words_of_the_formats() -> None:
     assert stored["weight"].dtype == torch.float8_e4m3fn
 
 
-def written() -> dict[str, tuple[dict[str, Any], Tensors]]:
-    """Case -> settings and tensors, as the library compressed-tensors wrote them."""
+def read_written_cases() -> dict[str, tuple[dict[str, Any], Tensors]]:
+    """Return case -> (settings, tensors), as the library compressed-tensors wrote them."""
     cases: dict[str, tuple[dict[str, Any], Tensors]] = {}
     with safe_open(WRITTEN, framework="pt") as file:
         for name, settings in file.metadata().items():
@@ -596,14 +607,14 @@ def written() -> dict[str, tuple[dict[str, Any], Tensors]]:
         "fp8-channel", "fp8-block", "nvfp4",
     ],
 )  # fmt: skip
-def test_what_compressed_tensors_writes_is_what_it_reads(name: str) -> None:
-    (settings, tensors) = written()[name]
+def test_loaded_weights_equal_compressed_tensors(name: str) -> None:
+    (settings, tensors) = read_written_cases()[name]
     value = tensors.pop("value")
-    found = loaded(settings, tensors, *value.shape)
+    actual = loaded(settings, tensors, *value.shape)
     if name == "nvfp4":
-        assert torch.allclose(found, value, rtol=2**-7, atol=0)  # it computes in bf16
+        assert torch.allclose(actual, value, rtol=2**-7, atol=0)  # it computes in bf16
     else:
-        assert torch.equal(found, value)
+        assert torch.equal(actual, value)
 
 
 ABSURD: tuple[Any, ...] = (
@@ -612,30 +623,30 @@ ABSURD: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def replaced(settings: Any) -> list[Any]:
-    """The settings with each of their values, within objects too, made absurd."""
+def absurd_variants(settings: Any) -> list[Any]:
+    """Return the settings with each of their values, nested ones too, made absurd."""
     if not isinstance(settings, dict):
         return []
-    found = []
+    results = []
     for name, value in settings.items():
-        found += [{**settings, name: one} for one in ABSURD]
-        found += [{**settings, name: inner} for inner in replaced(value)]
-    return found
+        results += [{**settings, name: one} for one in ABSURD]
+        results += [{**settings, name: inner} for inner in absurd_variants(value)]
+    return results
 
 
 @pytest.mark.parametrize(
     "name",
     ["fp8 blocks", "int4 ordered", "float block", "tensors nvfp4", "modelopt nvfp4"],
 )
-def test_absurd_settings_are_refused_or_harmless(name: str) -> None:
+def test_absurd_quantization_settings_are_refused_or_harmless(name: str) -> None:
     case = CASES[name]
     more = {"ignore": ["a"], "exclude_modules": ["a"], "modules_to_not_convert": ["a"]}
     tensors = case.write(7, 33, 1).tensors
     refused = 0
-    for settings in replaced({**case.settings, **more}):
-        for found in (tensors, None):
+    for settings in absurd_variants({**case.settings, **more}):
+        for actual in (tensors, None):
             try:
-                layout = read(settings).layout(module_of(found, 7, 33))
+                layout = read(settings).layout(module_of(actual, 7, 33))
                 assert layout is None or layout.empty(7, 33, "meta").nbytes < 10**4
             except CheckpointError as error:
                 message = str(error)

@@ -1,4 +1,4 @@
-"""Whole checkpoints, packed in part: the same model, bit by bit, as from their plain weights."""
+"""Whole partly quantized checkpoints equal their dense weights bit for bit."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from lockstep.layers.linear import Gemm
 from lockstep.worker.executor import worker_of
 from tests.models.oracle import RELATIVE, TIE, logits_error
 from tests.models.random_checkpoint import build, weights_of
-from tests.quantization.cases import BLOCKS, floats, ints, modelopt, tensors_of
+from tests.quantization.cases import BLOCKS, compressed_settings, floats, ints, modelopt
 from tests.quantization.stored import MODELOPT_FP4, TENSORS_FP4, Writer, fp8_weight, int_weight
 from tests.tiny_model import CONFIG, LLAMA, QWEN3, make_model
 
@@ -35,34 +35,38 @@ Choose = Callable[[str], Writer | None]
 
 @dataclass(frozen=True)
 class Model:
-    """settings: quantization_config; choose: a linear map's name -> its writer, None: plain.
+    """A checkpoint.
 
-    own: the file that the settings stand in, where it is not config.json; unused: the names of
-    tensors that are not used, {} for a linear map; count: tokens to generate.
+    settings: its quantization_config.
+    choose: a linear layer's name -> its writer, None: dense.
+    own: the settings' file, if it is not config.json.
+    unused: names of unused tensors, {} for a linear layer.
+    count: tokens to generate.
     """
 
     base: dict[str, Any]
     settings: dict[str, Any]
     choose: Choose
-    own: str | None = None
+    settings_file: str | None = None
     unused: tuple[str, ...] = ()
     count: int = 16
 
 
-def but(*parts: str, to: Writer) -> Choose:
-    """All maps but those with one of these in their names."""
+def all_except(*parts: str, to: Writer) -> Choose:
+    """Quantize all layers without one of these parts in their names."""
     return lambda name: None if any(part in name for part in parts) else to
 
 
 def mixed_blocks(name: str) -> Writer | None:
-    """As Qwen's FP8 checkpoints: a, b, fc and the head are plain, the draft module is packed."""
+    """Quantize as Qwen's FP8 checkpoints: a, b, fc and the head are dense, the draft module is
+    quantized."""
     if name.endswith((*SMALL, "mtp.fc", "lm_head")):
         return None
     return fp8_weight("block", "weight_scale_inv", torch.bfloat16)
 
 
 def mixed_groups(name: str) -> Writer | None:
-    """Each kind of compressed-tensors in one checkpoint."""
+    """Use each kind of compressed-tensors in one checkpoint."""
     if name.startswith("mtp.") or name.endswith(("lm_head", *SMALL)):
         return None
     if name.endswith("down_proj"):
@@ -75,7 +79,8 @@ def mixed_groups(name: str) -> Writer | None:
 
 
 def mixed_modelopt(name: str) -> Writer | None:
-    """As nvidia/Qwen3.6-35B-A3B-NVFP4: head and MLP in 4 bits, mixers in 8, the draft plain."""
+    """Quantize as nvidia/Qwen3.6-35B-A3B-NVFP4: head and MLP in 4 bits, mixers in 8, the draft
+    module dense."""
     if name.startswith("mtp.") or name.endswith(SMALL):
         return None
     return fp8_weight("scalar") if any(part in name for part in MIXERS) else MODELOPT_FP4
@@ -156,13 +161,13 @@ MODELS = {
     "int4 of a dense model": Model(
         DENSE,
         {**ints(group_size=16), "ignore": ["lm_head"]},
-        but("lm_head", to=int_weight(4, 16)),
+        all_except("lm_head", to=int_weight(4, 16)),
         count=64,
     ),
     "ordered int4 of a dense model": Model(
         DENSE,
         {**ints(actorder="group"), "ignore": ["lm_head", "re:.*self_attn.*"]},
-        but("lm_head", "self_attn", to=int_weight(ordered=True)),
+        all_except("lm_head", "self_attn", to=int_weight(ordered=True)),
     ),
     "int8 of a dense model": Model(
         GROUPED,
@@ -170,29 +175,29 @@ MODELS = {
             **ints("int-quantized", num_bits=8, strategy="channel", group_size=None),
             "ignore": ["lm_head"],
         },
-        but("lm_head", to=int_weight(8, 0, in_words=False)),
+        all_except("lm_head", to=int_weight(8, 0, in_words=False)),
     ),
     "fp8 of a dense model": Model(
         GROUPED,
         {**floats("tensor"), "ignore": ["lm_head"]},
-        but("lm_head", to=fp8_weight("tensor")),
+        all_except("lm_head", to=fp8_weight("tensor")),
     ),
     "modelopt nvfp4 of a dense model": Model(
         DENSE,
         modelopt("NVFP4", "modelopt_fp4", ignore=["lm_head", "*.layers.1.*"]),
-        but("lm_head", ".layers.1.", to=MODELOPT_FP4),
+        all_except("lm_head", ".layers.1.", to=MODELOPT_FP4),
     ),
 }
 
 
-def is_map(name: str, value: Tensor) -> bool:
-    """Whether a tensor of a plain checkpoint is a linear map's weight."""
+def is_linear(name: str, value: Tensor) -> bool:
+    """Return True if a tensor of a dense checkpoint is a linear layer's weight."""
     return value.dim() == 2 and name.endswith(".weight") and "embed" not in name
 
 
 def write(folder: Path, model: Model) -> tuple[Path, Path, set[str]]:
-    """The folders of a packed checkpoint in several files, and of its plain weights; the names of
-    what is packed."""
+    """Write a quantized checkpoint in several files, and its dense weights; return (both folders,
+    names of the quantized layers)."""
     drafting = {"speculative_config": MTP} if model.base is HYBRID else {}
     plain_folder = make_model(folder / "plain", model.base, dtype="float32", torch_dtype="float32")
     llm = build(plain_folder, load_format="dummy", **drafting)
@@ -201,7 +206,7 @@ def write(folder: Path, model: Model) -> tuple[Path, Path, set[str]]:
     done = set()
     for seed, name in enumerate(sorted(plain)):
         module = name.removesuffix(".weight")
-        writer = model.choose(module) if is_map(name, plain[name]) else None
+        writer = model.choose(module) if is_linear(name, plain[name]) else None
         if writer is None:
             files[0][name] = plain[name]
             continue
@@ -213,17 +218,17 @@ def write(folder: Path, model: Model) -> tuple[Path, Path, set[str]]:
         for spare in model.unused:
             files[seed % 2][spare.format(module)] = torch.tensor(0.5)
     save_file(plain, plain_folder / "model.safetensors")
-    outer = {} if model.own else {"quantization_config": model.settings}
+    outer = {} if model.settings_file else {"quantization_config": model.settings}
     packed = make_model(folder / "packed", model.base, **outer)
-    if model.own:
-        (packed / model.own).write_text(json.dumps(model.settings))
+    if model.settings_file:
+        (packed / model.settings_file).write_text(json.dumps(model.settings))
     for index, tensors in enumerate(files):
         save_file(tensors, packed / f"model-{index}.safetensors")
     return packed, plain_folder, done
 
 
 def target_weights(llm: LLM) -> dict[str, Tensor]:
-    """The checkpoint of a model without a draft module."""
+    """Return the weights of a model without a draft module as a checkpoint."""
     model: Any = worker_of(llm.engine).model
     return {
         name if name == "lm_head.weight" else f"model.{name}": x.detach().clone().contiguous()
@@ -232,20 +237,20 @@ def target_weights(llm: LLM) -> dict[str, Tensor]:
 
 
 def answer(llm: LLM, count: int) -> list[Any]:
-    """Greedy tokens, and the bits of the log-probabilities of them and of the prompt's tokens."""
+    """Return greedy tokens, and the bits of the log-probabilities of answer and prompt."""
     params = SamplingParams(
         temperature=0, max_tokens=count, ignore_eos=True, logprobs=0, prompt_logprobs=0
     )
-    found = llm.generate({"prompt_token_ids": IDS}, params)[0]
-    out = found.outputs[0]
-    prompt = [{t: e.logprob.hex() for t, e in one.items()} for one in found.prompt_logprobs[1:]]
+    result = llm.generate({"prompt_token_ids": IDS}, params)[0]
+    out = result.outputs[0]
+    prompt = [{t: e.logprob.hex() for t, e in one.items()} for one in result.prompt_logprobs[1:]]
     steps = [{t: e.logprob.hex() for t, e in one.items()} for one in out.logprobs or ()]
     assert len(out.token_ids) == count
     return [out.token_ids, prompt, steps]
 
 
 def parameters(llm: LLM) -> list[Tensor]:
-    """The weights of the linear maps, as a CPU has them, target and draft."""
+    """Return the weights of the linear layers as a CPU has them, of target and draft."""
     runner: Any = worker_of(llm.engine)
     roots = [runner.model]
     draft = getattr(getattr(runner.program.drafter, "context", None), "module", None)
@@ -255,7 +260,7 @@ def parameters(llm: LLM) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_packed_model_answers_as_its_plain_weights(tmp_path: Path, name: str) -> None:
+def test_quantized_model_equals_dense_model(tmp_path: Path, name: str) -> None:
     model = MODELS[name]
     (packed_folder, plain_folder, done) = write(tmp_path, model)
     assert len(done) > 6
@@ -265,8 +270,8 @@ def test_a_packed_model_answers_as_its_plain_weights(tmp_path: Path, name: str) 
     ours = torch.cat([weight.flatten() for weight in rows(packed)])
     theirs = torch.cat([weight.flatten() for weight in rows(plain)])
     assert torch.equal(ours, theirs) and not ours.isnan().any()
-    found = answer(packed, model.count)
-    assert found == answer(plain, model.count)
+    actual = answer(packed, model.count)
+    assert actual == answer(plain, model.count)
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
@@ -274,23 +279,21 @@ def test_a_packed_model_answers_as_its_plain_weights(tmp_path: Path, name: str) 
     ).eval()
     assert logits_error(packed, oracle, IDS) < RELATIVE
     with torch.no_grad():
-        logits = oracle(torch.tensor([IDS + found[0]])).logits[0, len(IDS) - 1 : -1]
-    chosen = logits.gather(1, torch.tensor(found[0])[:, None])[:, 0]
+        logits = oracle(torch.tensor([IDS + actual[0]])).logits[0, len(IDS) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(actual[0])[:, None])[:, 0]
     assert float((logits.amax(-1) - chosen).max()) <= TIE
 
 
 def rows(llm: LLM) -> list[Tensor]:
-    """Each row of the linear maps; how maps are fused depends on what is packed."""
+    """Return each row of the linear layers; their fusion depends on their formats."""
     return [row for weight in parameters(llm) for row in weight.unbind(0)]
 
 
-def test_mixed_maps_are_fused_where_they_are_stored_alike_or_small(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_or_small_layers_are_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder, _, done) = write(tmp_path, MODELS["fp8 of a hybrid"])
     answers = []
-    for most, fused in ((1 << 22, [200]), (0, [192, 8])):
-        monkeypatch.setattr("lockstep.layers.linear.MAX_DEQUANTIZED", most)
+    for maximum, fused in ((1 << 22, [200]), (0, [192, 8])):
+        monkeypatch.setattr("lockstep.layers.linear.MAX_DEQUANTIZED", maximum)
         llm = build(folder, speculative_config=MTP)
         runner: Any = worker_of(llm.engine)
         mixer = runner.model.blocks[0].sublayers[0].body
@@ -300,14 +303,14 @@ def test_mixed_maps_are_fused_where_they_are_stored_alike_or_small(
     assert "mtp.layers.0.mlp.down_proj" in done and "mtp.fc" not in done
 
 
-def test_a_packed_head_serves_target_and_draft(tmp_path: Path) -> None:
+def test_quantized_head_is_shared_by_draft(tmp_path: Path) -> None:
     (folder, _, done) = write(tmp_path, MODELS["modelopt of a hybrid"])
     assert "lm_head" in done
     with_draft = build(folder, speculative_config=MTP)
     assert answer(with_draft, 16) == answer(build(folder), 16)
 
 
-def test_dummy_weights_follow_the_settings(tmp_path: Path) -> None:
+def test_dummy_weights_follow_quantization_settings(tmp_path: Path) -> None:
     for name in ("fp8 of a hybrid", "compressed-tensors of a hybrid"):
         model = MODELS[name]
         (tmp_path / name).mkdir()
@@ -316,19 +319,19 @@ def test_dummy_weights_follow_the_settings(tmp_path: Path) -> None:
         assert len(answer(llm, 4)[0]) == 4
 
 
-def test_explain_says_what_is_not_followed(tmp_path: Path) -> None:
+def test_explain_notes_ignored_settings(tmp_path: Path) -> None:
     model = MODELS["compressed-tensors of a hybrid"]
     folder = make_model(tmp_path / "m", model.base, quantization_config=model.settings)
-    told = build(folder, load_format="dummy").engine.explain()["notes"]
-    assert any("kv_cache_scheme is not followed: --kv-cache-dtype" in note for note in told)
-    assert any("['group_2'].input_activations is not used" in note for note in told)
+    received = build(folder, load_format="dummy").engine.explain()["notes"]
+    assert any("kv_cache_scheme is not followed: --kv-cache-dtype" in note for note in received)
+    assert any("['group_2'].input_activations is not used" in note for note in received)
     settings = ("--model", str(folder), "--load-format", "dummy", "--max-num-seqs", "2")
     shown = CliRunner().invoke(app, ["explain", *settings]).stdout.replace("\n", " ")
     assert "note: quantization_config.config_groups['group_2'].input_activations" in shown
 
 
-def edited(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> str:
-    """The message of the error that the checkpoint raises once its tensors are edited."""
+def refusal_after_edit(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> str:
+    """Return the message of the error that the edited checkpoint raises."""
     files = sorted(folder.glob("*.safetensors"))
     tensors = {name: x for file in files for name, x in load_file(file).items()}
     edit(tensors)
@@ -361,25 +364,25 @@ EDITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 }
 
 
-def test_damaged_checkpoints_name_what_is_wrong(tmp_path: Path) -> None:
+def test_damaged_tensors_of_checkpoints_are_named(tmp_path: Path) -> None:
     model = MODELS["int4 of a dense model"]
-    for name, (edit, told) in EDITS.items():
+    for name, (edit, received) in EDITS.items():
         (tmp_path / name).mkdir()
         (folder, _, _) = write(tmp_path / name, model)
-        message = edited(folder, edit)
-        assert told in message and "layers.1.mlp.down_proj" in message, message
+        message = refusal_after_edit(folder, edit)
+        assert received in message and "layers.1.mlp.down_proj" in message, message
 
 
 @pytest.mark.parametrize("inner", [5, "x", [1], None])
-def test_a_settings_file_of_another_form_is_refused(tmp_path: Path, inner: Any) -> None:
+def test_malformed_settings_file_is_refused(tmp_path: Path, inner: Any) -> None:
     folder = make_model(tmp_path / "m", DENSE)
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
     with pytest.raises(CheckpointError, match="hf_quant_config.json quantization="):
         build(folder, load_format="dummy")
 
 
-def test_a_format_that_is_not_built_is_refused(tmp_path: Path) -> None:
-    settings = tensors_of("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)
+def test_unsupported_weight_format_is_refused(tmp_path: Path) -> None:
+    settings = compressed_settings("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)
     folder = make_model(tmp_path / "m", DENSE, quantization_config=settings)
     with pytest.raises(CheckpointError, match="format='mxfp4-pack-quantized' is not allowed"):
         build(folder, load_format="dummy")

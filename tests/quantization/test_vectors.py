@@ -1,4 +1,4 @@
-"""Test vectors of the disk layouts, and that slots bring them to the codes that they are."""
+"""Test vectors of the disk layouts, and the codes that sinks load from them."""
 
 from typing import Any
 
@@ -12,38 +12,38 @@ from lockstep.kernels.formats.weights import IntWeight
 from lockstep.quantization import CheckpointLinear, TensorInfo, WeightFormat, read_weight_format
 from lockstep.quantization.awq import SHIFTS
 from lockstep.quantization.integers import ascending, unpack_words
-from tests.quantization.disk import AWQ_ORDER, Codes, awq, draw, gptq, words_along
+from tests.quantization.disk import AWQ_ORDER, Codes, awq, gptq, pack_words, random_codes
 
 NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32"}
 
 
 def word(text: str) -> Tensor:
-    """0x... as a tensor of one int32."""
+    """Return 0x... as a tensor of one int32."""
     return torch.from_numpy(np.array([[int(text, 16)]], dtype=np.uint32).view(np.int32))
 
 
 def codes_in(text: str, shifts: tuple[int, ...], bits: int = 4) -> list[int]:
-    """The codes of a word."""
+    """Return the codes of a word."""
     return unpack_words(word(text), shifts, bits, dim=1)[0].tolist()
 
 
-def test_the_words_of_gptq() -> None:
+def test_gptq_word_order() -> None:
     assert codes_in("0x76543210", ascending(4)) == list(range(8))
     assert codes_in("0x77777777", ascending(4)) == [7] * 8
     assert codes_in("0x88888888", ascending(4)) == [8] * 8
     assert codes_in("0x7f7f7f7f", ascending(8), 8) == [127] * 4
-    assert words_along(np.arange(8)[None], 4, 1).equal(word("0x76543210"))
+    assert pack_words(np.arange(8)[None], 4, 1).equal(word("0x76543210"))
 
 
-def test_the_words_of_awq() -> None:
+def test_awq_word_order() -> None:
     assert codes_in("0x75316420", SHIFTS) == list(range(8))
-    assert words_along(np.arange(8)[None], 4, 1, AWQ_ORDER).equal(word("0x75316420"))
+    assert pack_words(np.arange(8)[None], 4, 1, AWQ_ORDER).equal(word("0x75316420"))
 
 
 def module(
     n: int, k: int, tensors: dict[str, Tensor] | None, path: str = "layers.0.x"
 ) -> CheckpointLinear:
-    """A module with these tensors."""
+    """Return a module with these tensors."""
     infos = None
     if tensors is not None:
         infos = {
@@ -55,31 +55,31 @@ def module(
 
 def weight_format(method: str, **settings: object) -> WeightFormat:
     """The weight format of these settings."""
-    found = read_weight_format({"quant_method": method, **settings})
-    assert found is not None
-    return found
+    result = read_weight_format({"quant_method": method, **settings})
+    assert result is not None
+    return result
 
 
 def loaded(weight_format: WeightFormat, n: int, k: int, tensors: dict[str, Tensor]) -> IntWeight:
-    """The weight that a module's tensors fill, within a larger one."""
+    """Return the weight that a module's tensors fill, within a larger one."""
     read = module(n, k, tensors)
     layout = weight_format.layout(read)
     assert layout is not None
-    around = layout.empty(n + 11, k, "cpu")
-    for tensor in around.tensors().values():
+    surrounding = layout.empty(n + 11, k, "cpu")
+    for tensor in surrounding.tensors().values():
         tensor.zero_()
-    weight = around.rows(3, 3 + n)
+    weight = surrounding.rows(3, 3 + n)
     slots = weight_format.sinks(read, weight)
     assert slots.keys() == tensors.keys()
     for name, slot in slots.items():
         assert slot.mismatch(tensors[name]) is None, name
         slot.fill(tensors[name])
-    assert not around.words[:3].any() and not around.words[3 + n :].any()
+    assert not surrounding.words[:3].any() and not surrounding.words[3 + n :].any()
     return weight  # type: ignore[return-value]
 
 
-def same(weight: IntWeight, codes: Codes) -> None:
-    """The weight is these codes, and its values are theirs, bit for bit."""
+def assert_equals_codes(weight: IntWeight, codes: Codes) -> None:
+    """Assert that the weight has these codes, and their values bit for bit."""
     assert np.array_equal(weight.codes().numpy(), codes.codes)
     assert torch.equal(weight.dequantize(torch.float32), codes.values())
 
@@ -88,67 +88,71 @@ def same(weight: IntWeight, codes: Codes) -> None:
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 @pytest.mark.parametrize("sym", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_gptq(bits: int, group: int, sym: bool, version: int) -> None:
+def test_gptq_vectors(bits: int, group: int, sym: bool, version: int) -> None:
     n = 21
     k = 136
-    codes = draw(n, k, bits, group, sym=sym, dtype=torch.bfloat16)
+    codes = random_codes(n, k, bits, group, sym=sym, dtype=torch.bfloat16)
     form = {1: "gptq", 2: "gptq_v2"}[version]
-    found = weight_format("gptq", bits=bits, group_size=group, sym=sym, checkpoint_format=form)
-    weight = loaded(found, n, k, gptq(codes, less=2 - version))
-    same(weight, codes)
+    actual = weight_format("gptq", bits=bits, group_size=group, sym=sym, checkpoint_format=form)
+    weight = loaded(actual, n, k, gptq(codes, less=2 - version))
+    assert_equals_codes(weight, codes)
     assert (weight.zeros is None) == sym and weight.g_idx is None
-    assert found.name == f"gptq-int{bits}-" + ("channel" if group == -1 else f"g{group}")
+    assert actual.name == f"gptq-int{bits}-" + ("channel" if group == -1 else f"g{group}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_gptq_with_its_columns_in_any_group(dtype: torch.dtype) -> None:
-    codes = draw(24, 100, 4, 32, shuffle=True, dtype=dtype)
-    found = weight_format("gptq", bits=4, group_size=32, sym=True, desc_act=True)
-    weight = loaded(found, 24, 100, gptq(codes))
-    same(weight, codes)
+def test_gptq_with_shuffled_groups(dtype: torch.dtype) -> None:
+    codes = random_codes(24, 100, 4, 32, shuffle=True, dtype=dtype)
+    actual = weight_format("gptq", bits=4, group_size=32, sym=True, desc_act=True)
+    weight = loaded(actual, 24, 100, gptq(codes))
+    assert_equals_codes(weight, codes)
     assert weight.g_idx is not None and weight.scales.dtype == dtype
 
 
 @pytest.mark.parametrize("settings", [{"static_groups": True}, {"meta": {"static_groups": True}}])
-def test_groups_that_were_chosen_before_have_no_order(settings: dict[str, Any]) -> None:
-    """AutoGPTQ says so beside desc_act, GPTQModel in `meta`: a column's group is that of its place,
-    whatever came first."""
-    codes = draw(24, 100, 4, 32)
+def test_static_groups_have_no_order(settings: dict[str, Any]) -> None:
+    """AutoGPTQ declares static groups next to desc_act, GPTQModel in `meta`: a column's group
+    follows from its position."""
+    codes = random_codes(24, 100, 4, 32)
     base = dict(bits=4, group_size=32, sym=True, desc_act=True)
     weight = loaded(weight_format("gptq", **base, **settings), 24, 100, gptq(codes))
     assert isinstance(weight, IntWeight) and weight.g_idx is None
-    same(weight, codes)
-    told = {"meta": {"static_groups": False}, "dynamic": {".*": {"static_groups": True}}}
-    for more, ordered in (({"meta": {"static_groups": False}}, True), (told, False)):
+    assert_equals_codes(weight, codes)
+    received = {"meta": {"static_groups": False}, "dynamic": {".*": {"static_groups": True}}}
+    for more, ordered in (({"meta": {"static_groups": False}}, True), (received, False)):
         layout = weight_format("gptq", **base, **more).layout(module(24, 100, gptq(codes)))
         assert layout is not None and dict(layout.options)["g_idx"] is ordered
 
 
-def test_all_columns_in_one_group_have_no_order() -> None:
-    codes = draw(24, 40, 4, -1)
-    found = weight_format("gptq", bits=4, group_size=-1, sym=True, desc_act=True)
-    weight = loaded(found, 24, 40, gptq(codes))
-    same(weight, codes)
+def test_single_group_has_no_order() -> None:
+    codes = random_codes(24, 40, 4, -1)
+    actual = weight_format("gptq", bits=4, group_size=-1, sym=True, desc_act=True)
+    weight = loaded(actual, 24, 40, gptq(codes))
+    assert_equals_codes(weight, codes)
     assert weight.g_idx is None
 
 
 @pytest.mark.parametrize("order", ["absent", "zeros", "plain"])
-def test_an_order_that_is_none(order: str) -> None:
-    codes = draw(8, 72, 4, 32)
+def test_trivial_order_is_dropped(order: str) -> None:
+    codes = random_codes(8, 72, 4, 32)
     tensors = gptq(codes, g_idx=order != "absent")
     if order == "zeros":
         tensors["g_idx"].zero_()
-    same(loaded(weight_format("gptq", bits=4, group_size=32, sym=True), 8, 72, tensors), codes)
+    assert_equals_codes(
+        loaded(weight_format("gptq", bits=4, group_size=32, sym=True), 8, 72, tensors), codes
+    )
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 @pytest.mark.parametrize("zero_point", [True, False])
-def test_awq(group: int, zero_point: bool) -> None:
+def test_awq_vectors(group: int, zero_point: bool) -> None:
     n = 21
     k = 136
-    codes = draw(n, k, 4, group, sym=not zero_point)
-    found = weight_format("awq", w_bit=4, q_group_size=group, zero_point=zero_point, version="GEMM")
-    same(loaded(found, n, k, awq(codes)), codes)
+    codes = random_codes(n, k, 4, group, sym=not zero_point)
+    actual = weight_format(
+        "awq", w_bit=4, q_group_size=group, zero_point=zero_point, version="GEMM"
+    )
+    assert_equals_codes(loaded(actual, n, k, awq(codes)), codes)
 
 
 @pytest.mark.parametrize("method", ["auto-round", "intel/auto-round"])
@@ -163,10 +167,10 @@ def test_awq(group: int, zero_point: bool) -> None:
     ],
 )
 def test_auto_round(method: str, sym: bool, form: str, less: int | None) -> None:
-    codes = draw(40, 72, 4, 32, sym=sym)
+    codes = random_codes(40, 72, 4, 32, sym=sym)
     tensors = awq(codes) if less is None else gptq(codes, less, g_idx=form.endswith("model"))
-    found = weight_format(method, bits=4, group_size=32, sym=sym, packing_format=form, iters=200)
-    same(loaded(found, 40, 72, tensors), codes)
+    actual = weight_format(method, bits=4, group_size=32, sym=sym, packing_format=form, iters=200)
+    assert_equals_codes(loaded(actual, 40, 72, tensors), codes)
 
 
 @pytest.mark.parametrize(
@@ -182,60 +186,62 @@ def test_auto_round(method: str, sym: bool, form: str, less: int | None) -> None
     ],
 )
 @pytest.mark.parametrize("sym", [True, False], ids=["sym", "asym"])
-def test_how_older_versions_of_auto_round_name_their_tensors(
-    sym: bool, setting: str, form: str, less: int | None
-) -> None:
-    """auto-round 0.3 to 0.5. A wrong guess would move every weight by a step."""
-    codes = draw(40, 72, 4, 32, sym=sym)
+def test_older_auto_round_formats(sym: bool, setting: str, form: str, less: int | None) -> None:
+    """auto-round 0.3 to 0.5. A wrong guess would shift every weight by a step."""
+    codes = random_codes(40, 72, 4, 32, sym=sym)
     tensors = awq(codes) if less is None else gptq(codes, less, g_idx=False)
     settings = {"bits": 4, "group_size": 32, "sym": sym, setting: form}
-    found = weight_format("intel/auto-round", **settings, autoround_version="0.4.3")
-    same(loaded(found, 40, 72, tensors), codes)
+    actual = weight_format("intel/auto-round", **settings, autoround_version="0.4.3")
+    assert_equals_codes(loaded(actual, 40, 72, tensors), codes)
 
 
-def test_rounded_activations_of_auto_round_are_a_note() -> None:
-    found = weight_format("auto-round", bits=4, group_size=32, sym=True, act_bits=8)
-    assert found.notes == (
+def test_auto_round_activation_bits_are_noted() -> None:
+    actual = weight_format("auto-round", bits=4, group_size=32, sym=True, act_bits=8)
+    assert actual.notes == (
         "quantization_config.act_bits=8 is not followed: activations are not rounded",
     )
     assert weight_format("auto-round", bits=4, sym=True, act_bits=16).notes == ()
 
 
-def test_large_weights_are_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_loaded_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.kernels.formats.weights.quantized_weight.CHUNK", 1000)
-    codes = draw(53, 72, 4, 32, sym=False)
-    same(loaded(weight_format("gptq", bits=4, group_size=32), 53, 72, gptq(codes)), codes)
-    same(loaded(weight_format("awq", bits=4, group_size=32), 53, 72, awq(codes)), codes)
+    codes = random_codes(53, 72, 4, 32, sym=False)
+    assert_equals_codes(
+        loaded(weight_format("gptq", bits=4, group_size=32), 53, 72, gptq(codes)), codes
+    )
+    assert_equals_codes(
+        loaded(weight_format("awq", bits=4, group_size=32), 53, 72, awq(codes)), codes
+    )
 
 
-def test_zero_points_of_zero_borrow() -> None:
-    """Version 1 takes 1 off all zero points of a word at once."""
-    codes = draw(8, 32, 4, 32, sym=False)
+def test_zero_points_of_zero_borrow_in_version_1() -> None:
+    """Version 1 subtracts 1 from all zero points of a word at once."""
+    codes = random_codes(8, 32, 4, 32, sym=False)
     codes.zeros[:] = 0
     tensors = gptq(codes)
     assert tensors["qzeros"].equal(word("0xeeeeeeef"))
-    same(loaded(weight_format("gptq", bits=4, group_size=32), 8, 32, tensors), codes)
+    assert_equals_codes(loaded(weight_format("gptq", bits=4, group_size=32), 8, 32, tensors), codes)
 
 
-def test_sizes_of_a_real_checkpoint() -> None:
+def test_tensor_shapes_of_published_checkpoint() -> None:
     """Qwen3.5-27B in 4 bits, groups of 128: [17408, 5120] and [5120, 17408]."""
     cases = {
         "gptq": [((640, 17408), (40, 2176), (40, 17408)), ((2176, 5120), (136, 640), (136, 5120))],
         "awq": [((5120, 2176), (40, 2176), (40, 17408)), ((17408, 640), (136, 640), (136, 5120))],
     }
     for method, sizes in cases.items():
-        found = weight_format(method, bits=4, group_size=128)
+        actual = weight_format(method, bits=4, group_size=128)
         for (n, k), expected in zip(((17408, 5120), (5120, 17408)), sizes, strict=True):
             read = module(n, k, None)
-            layout = found.layout(read)
+            layout = actual.layout(read)
             assert layout is not None
-            slots = found.sinks(read, layout.empty(n, k, "meta"))
+            slots = actual.sinks(read, layout.empty(n, k, "meta"))
             names = ("qweight", "qzeros", "scales")
             assert tuple(slots[name].shape for name in names) == expected
 
 
 @pytest.mark.parametrize("kind", ["int", "fp8", "fp4"])
-def test_rows_are_gathered_and_reordered(kind: str) -> None:
+def test_gather_and_reorder_rows(kind: str) -> None:
     from lockstep.kernels.formats.weights import Fp4Weight, Fp8Weight
 
     make = {
@@ -254,7 +260,7 @@ def test_rows_are_gathered_and_reordered(kind: str) -> None:
     assert torch.equal(weight.dequantize(torch.float32), values)
 
 
-def test_blocks_of_rows_move_whole_or_not_at_all() -> None:
+def test_reorder_keeps_scale_blocks_whole() -> None:
     from lockstep.kernels.formats.weights import Fp8Weight
 
     weight = Fp8Weight.empty(14, 16, 4, 8)
@@ -296,26 +302,26 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_tensors_cannot_hold_is_refused(damage: str) -> None:
-    name, spoil, told, settings = DAMAGES[damage]
-    codes = draw(8, 72, 4, 32)
+def test_invalid_tensor_values_are_refused(damage: str) -> None:
+    name, damage_tensor, received, settings = DAMAGES[damage]
+    codes = random_codes(8, 72, 4, 32)
     tensors = {**gptq(codes), "bias": torch.zeros(8)}
-    found = weight_format("gptq", bits=4, group_size=32, sym=True, **settings)
-    same(loaded(found, 8, 72, tensors), codes)
-    spoil(tensors[name])
-    with pytest.raises(CheckpointError, match=told) as caught:
-        loaded(found, 8, 72, tensors)
+    actual = weight_format("gptq", bits=4, group_size=32, sym=True, **settings)
+    assert_equals_codes(loaded(actual, 8, 72, tensors), codes)
+    damage_tensor(tensors[name])
+    with pytest.raises(CheckpointError, match=received) as caught:
+        loaded(actual, 8, 72, tensors)
     assert str(caught.value).startswith(f"layers.0.x.{name} ")
 
 
-def test_a_slot_says_what_shape_it_wants() -> None:
-    codes = draw(8, 72, 4, 32)
+def test_sink_mismatch_names_expected_shape() -> None:
+    codes = random_codes(8, 72, 4, 32)
     tensors = gptq(codes)
-    found = weight_format("gptq", bits=4, group_size=64, sym=True)
+    actual = weight_format("gptq", bits=4, group_size=64, sym=True)
     read = module(8, 72, tensors)
-    layout = found.layout(read)
+    layout = actual.layout(read)
     assert layout is not None
-    slots = found.sinks(read, layout.empty(8, 72, "cpu"))
+    slots = actual.sinks(read, layout.empty(8, 72, "cpu"))
     assert slots["scales"].mismatch(tensors["scales"]) == (
         "shape (3, 8), config.json asks for (2, 8)"
     )

@@ -1,4 +1,5 @@
-"""What auto-round, AutoAWQ and GPTQModel packed themselves, see write_integers.py."""
+"""Weights that auto-round, AutoAWQ and GPTQModel wrote themselves load with equal values; see
+write_integers.py."""
 
 import json
 from pathlib import Path
@@ -13,15 +14,15 @@ WRITTEN = Path(__file__).parent / "data" / "integers.safetensors"
 
 
 def names() -> list[str]:
-    """The cases in the file."""
+    """Return the cases in the file."""
     with safe_open(WRITTEN, framework="pt") as file:
         return sorted(file.metadata())
 
 
 @pytest.mark.parametrize("name", names())
-def test_what_the_tools_packed_themselves(name: str) -> None:
-    """Bit for bit, in fp16; zero points of 0 too, which GPTQModel lets borrow from their neighbours
-    in version 1 of GPTQ's layout."""
+def test_loaded_weights_equal_writing_tool(name: str) -> None:
+    """Bit for bit, in fp16; also with zero points of 0, which borrow from their neighbours in
+    GPTQModel's version 1."""
     with safe_open(WRITTEN, framework="pt") as file:
         settings = json.loads(file.metadata()[name])
         tensors = {

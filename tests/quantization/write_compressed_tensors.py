@@ -1,11 +1,11 @@
-"""Writes data/compressed_tensors.safetensors with the library compressed-tensors (0.20.0).
+"""Write data/compressed_tensors.safetensors with the library compressed-tensors (0.20.0).
 
     pip install compressed-tensors loguru psutil
     python tests/quantization/write_compressed_tensors.py
 
-A linear map per case: what the library's compressor makes of it, and `value`, what its decompressor
-makes of that. The settings of each case stand in the file's metadata. The library takes nine
-seconds to import, so tests read the file.
+Each case is a linear layer: the output of the library's compressor, and `value`, the output of its
+decompressor. The settings of each case are in the file's metadata. The library takes nine seconds
+to import, so tests read the file.
 """
 
 import json
@@ -49,11 +49,11 @@ CASES = {
         (12, 4),
     ),
 }
-"""format, weights' settings, shape of the scales of a weight [12, 64]."""
+"""(format, weights' settings, shape of the scales of a weight [12, 64])."""
 
 
 def main() -> None:
-    """Writes the file."""
+    """Write the file."""
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     generator = torch.Generator().manual_seed(7)

@@ -1,10 +1,10 @@
-"""Writes data/integers.safetensors with auto-round (0.16.1), AutoAWQ (0.2.9), GPTQModel (7.7.0).
+"""Write data/integers.safetensors with auto-round (0.16.1), AutoAWQ (0.2.9), GPTQModel (7.7.0).
 
     pip install auto-round==0.16.1 autoawq==0.2.9 gptqmodel==7.7.0
     python tests/quantization/write_integers.py
 
-A linear map per case: the tensors that the library packs it into, and `value` [N, K] fp16, what the
-library's own reader makes of them. The settings of each case stand in the file's metadata. Zero
+Each case is a linear layer: the tensors that the library writes, and `value` [N, K] fp16, as the
+library's own reader dequantizes them. The settings of each case are in the file's metadata. Zero
 points go from 0 to the largest; auto-round writes 1 for 0 in version 1 of GPTQ's layout. The
 libraries take half a minute to import, so tests read the file.
 """
@@ -28,12 +28,12 @@ FILE = Path(__file__).parent / "data" / "integers.safetensors"
 N = 32
 K = 96
 GROUP = 32
-Made = tuple[dict[str, Any], dict[str, Tensor], Tensor]
-"""Settings, tensors and the value [N, K]."""
+Written = tuple[dict[str, Any], dict[str, Tensor], Tensor]
+"""(settings, tensors, the value [N, K])."""
 
 
-class Drawn:
-    """A random linear map whose weights lie on their grid: scales and zeros [N, G]."""
+class RandomLinear:
+    """A random linear layer with weights exactly on their grid: scales and zeros [N, G]."""
 
     def __init__(self, bits: int, *, sym: bool, shuffle: bool = False) -> None:
         generator = torch.Generator().manual_seed(bits + sym)
@@ -54,13 +54,13 @@ class Drawn:
 
 
 def buffers(module: nn.Module, *names: str) -> dict[str, Tensor]:
-    """These tensors of a module."""
+    """Return these tensors of a module."""
     return {name: getattr(module, name).contiguous() for name in names}
 
 
-def auto_round(bits: int, *, sym: bool, form: str) -> Made:
-    """The classes that auto-round packs with, by packing_format."""
-    drawn = Drawn(bits, sym=sym)
+def auto_round(bits: int, *, sym: bool, form: str) -> Written:
+    """Return a case of the classes that auto-round uses, by packing_format."""
+    drawn = RandomLinear(bits, sym=sym)
     settings = {"quant_method": "auto-round", "bits": bits, "group_size": GROUP, "sym": sym}
     kind = RoundGptq if form == "auto_round:auto_gptq" else RoundOwn
     module = kind(bits, GROUP, K, N, False)
@@ -70,9 +70,9 @@ def auto_round(bits: int, *, sym: bool, form: str) -> Made:
     return {**settings, "packing_format": form}, tensors, module(torch.eye(K).half()).t()
 
 
-def auto_round_awq() -> Made:
-    """auto-round's copy of AutoAWQ's class."""
-    drawn = Drawn(4, sym=False)
+def auto_round_awq() -> Written:
+    """Return a case of auto-round's copy of AutoAWQ's class."""
+    drawn = RandomLinear(4, sym=False)
     module = RoundAwq.from_linear(
         drawn.linear, 4, GROUP, scales=drawn.scales.t(), zeros=drawn.zeros.t().float()
     )
@@ -82,9 +82,9 @@ def auto_round_awq() -> Made:
     return {**settings, "packing_format": "auto_round:auto_awq"}, tensors, value
 
 
-def auto_awq() -> Made:
-    """AutoAWQ."""
-    drawn = Drawn(4, sym=False)
+def auto_awq() -> Written:
+    """Return a case of AutoAWQ."""
+    drawn = RandomLinear(4, sym=False)
     module = WQLinear_GEMM.from_linear(
         drawn.linear, 4, GROUP, scales=drawn.scales.t(), zeros=drawn.zeros.t().float()
     )
@@ -93,9 +93,10 @@ def auto_awq() -> Made:
     return settings, tensors, dequantize_gemm(*tensors.values(), 4, GROUP).t()
 
 
-def gptq(bits: int, version: int, *, sym: bool, shuffle: bool = False) -> Made:
-    """GPTQModel, which packs version 2 and takes 1 off every zero point of a word for version 1."""
-    drawn = Drawn(bits, sym=sym, shuffle=shuffle)
+def gptq(bits: int, version: int, *, sym: bool, shuffle: bool = False) -> Written:
+    """Return a case of GPTQModel, which writes version 2 and subtracts 1 from every zero point of a
+    word for version 1."""
+    drawn = RandomLinear(bits, sym=sym, shuffle=shuffle)
     module = TorchLinear(
         bits=bits, group_size=GROUP, sym=sym, desc_act=shuffle, in_features=K, out_features=N
     )
@@ -112,10 +113,10 @@ def gptq(bits: int, version: int, *, sym: bool, shuffle: bool = False) -> Made:
     return settings, tensors, module.dequantize_weight().t()
 
 
-def made() -> dict[str, Made]:
-    """The cases by name."""
+def all_cases() -> dict[str, Written]:
+    """Return the cases by name."""
     forms = ("auto_round:auto_gptq", "auto_round")
-    found = {
+    result = {
         f"{form.replace(':', '-')}-{bits}-{'sym' if sym else 'asym'}": auto_round(
             bits, sym=sym, form=form
         )
@@ -123,20 +124,20 @@ def made() -> dict[str, Made]:
         for bits in (4, 8)
         for sym in (True, False)
     }
-    found |= {"auto_round-auto_awq": auto_round_awq(), "awq": auto_awq()}
+    result |= {"auto_round-auto_awq": auto_round_awq(), "awq": auto_awq()}
     for bits in (4, 8):
         for version in (1, 2):
             for sym in (True, False):
                 name = f"gptq-{bits}-v{version}-{'sym' if sym else 'asym'}"
-                found[name] = gptq(bits, version, sym=sym)
-    return found | {"gptq-4-v2-ordered": gptq(4, 2, sym=True, shuffle=True)}
+                result[name] = gptq(bits, version, sym=sym)
+    return result | {"gptq-4-v2-ordered": gptq(4, 2, sym=True, shuffle=True)}
 
 
 def main() -> None:
-    """Writes the file."""
+    """Write the file."""
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
-    for name, (settings, packed, value) in made().items():
+    for name, (settings, packed, value) in all_cases().items():
         tensors |= {f"{name}.{suffix}": x for suffix, x in packed.items()}
         tensors[f"{name}.value"] = value.half().contiguous()
         metadata[name] = json.dumps(settings)

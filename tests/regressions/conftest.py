@@ -1,4 +1,4 @@
-"""A small hybrid model whose state matters, and answers as bits."""
+"""A small hybrid model whose state affects the answers, and answers as bits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,18 +22,18 @@ from tests.tiny_model import THREE_LAYERS, make_model
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (310, 5, 65, 130)]
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1, detokenize=False)
 WRONG_EVERY = 5
-"""Positions at which the scripted drafter is wrong: the multiples of this."""
+"""The scripted drafter is wrong at multiples of this position."""
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model's folder."""
+    """Return a tiny model's folder."""
     return make_model(tmp_path_factory.mktemp("tiny"), **THREE_LAYERS)
 
 
 @pytest.fixture(scope="session")
 def make(folder: Path) -> Callable[..., LLM]:
-    """An engine over the tiny model: engine_over."""
+    """Return a function that makes an engine of the tiny model: engine_over."""
     return partial(engine_over, folder)
 
 
@@ -47,9 +47,12 @@ def engine_over(
     drafts_with: Path | None = None,
     **settings: Any,
 ) -> LLM:
-    """An engine over a folder with these settings. changing: every step brings another number of
-    drafts; known: texts that a scripted drafter knows, which stands in for the method;
-    preempt_every: as in CheckHooks; drafts_with: the folder of the method's module."""
+    """Return an LLM over a folder with these settings.
+
+    changing: a different number of drafts in every step; known: texts of a scripted drafter that
+    replaces the method; preempt_every: as in CheckHooks; drafts_with: the folder of the method's
+    module.
+    """
     if method:
         spec = {"method": method, "num_speculative_tokens": k, "adaptive": changing}
         spec |= {"model": str(drafts_with)} if drafts_with else {}
@@ -59,7 +62,7 @@ def engine_over(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings
     )
     hooks = CheckHooks(
-        drafter=partial(Scripted, known) if known else None,
+        drafter=partial(ScriptedDrafter, known) if known else None,
         draft_policy=RandomDraftLength if changing else None,
         preempt_every=preempt_every,
     )
@@ -69,14 +72,16 @@ def engine_over(
 def answers(
     llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = PARAMS
 ) -> list[Any]:
-    """Tokens and log-probability bits of every prompt."""
+    """Return tokens and log-probability bits of every prompt."""
     outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
     return [(o.outputs[0].token_ids, bits(o.outputs[0].logprobs)) for o in outs]
 
 
 def run_null_rows(llm: LLM, rows: int, window: int) -> None:
-    """A step of so many null rows with windows of so many tokens: it is legal, reads and writes the
-    null page alone, and changes no row."""
+    """Run a step of null rows with windows of this many tokens.
+
+    Assert that it reads and writes only the null page, and changes no row.
+    """
     runner = worker_of(llm.engine)
     table = runner.table
     with torch.inference_mode():
@@ -91,14 +96,17 @@ def run_null_rows(llm: LLM, rows: int, window: int) -> None:
 
 
 def poison_latents_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From here on, before every step, each of its rows' slots from the first that it writes on is
-    poisoned, in every layer and the draft module's. The pages that were, as they come."""
-    place = LatentAttention._place
+    """Before every step, poison each row's slots from its first written one, in every layer and the
+    draft module's.
+
+    Returns: the list of poisoned pages, which grows.
+    """
+    index = LatentAttention._place
     poisoned: list[int] = []
 
     def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
         if is_architecture_assumed():
-            return place(self, q, kv, step)  # a dry run has no values to poison
+            return index(self, q, kv, step)  # a dry run has no values to poison
         size = self.ropes.shape[1]
         for start, pages in zip(step.starts.tolist(), step.page_table.tolist(), strict=False):
             for j, page in enumerate(pages):
@@ -107,50 +115,50 @@ def poison_latents_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                     for part in self.cache_tensors():
                         part[page, first:] = torch.nan
                     poisoned.append(page)
-        return place(self, q, kv, step)
+        return index(self, q, kv, step)
 
     monkeypatch.setattr(LatentAttention, "_place", poisoning)
     return poisoned
 
 
 def replay_faults(replay: Callable[..., torch.Tensor]) -> list[Callable[..., torch.Tensor]]:
-    """What may stand in the place of a CPU face's replay of accepted tokens, and is wrong."""
+    """Return faulty replacements of the CPU backend's replay of accepted tokens."""
 
     def no_replay(state: Any, slots: Any, *rest: Any) -> torch.Tensor:
         """The state as it was before the last window: accepted tokens are forgotten."""
         return state.recurrent.index_select(0, slots).float()
 
     def replay_all_but_one(
-        state: Any, slots: Any, starts: Any, folded: Any, places: Any, flush: int
+        state: Any, slots: Any, starts: Any, folded: Any, indices: Any, flush: int
     ) -> torch.Tensor:
         """The state one token too early."""
         early = torch.maximum(starts - 1, folded)
-        return replay(state, slots, early, folded, places[: -len(slots)], flush)
+        return replay(state, slots, early, folded, indices[: -len(slots)], flush)
 
     return [no_replay, replay_all_but_one]
 
 
 def bits(logprobs: Any) -> list[dict[int, str]]:
-    """Log-probabilities as the bits of floats."""
+    """Return log-probabilities as the bits of floats."""
     return [{token: x.logprob.hex() for token, x in entry.items()} for entry in logprobs]
 
 
 @pytest.fixture(scope="session")
 def plain(make: Callable[..., LLM]) -> list[Any]:
-    """The answers to PROMPTS of the engine without drafts, made before a test changes anything."""
+    """Return the answers to PROMPTS without drafts, from before a test's changes."""
     return answers(make())
 
 
 @pytest.fixture(scope="session")
 def known(plain: list[Any]) -> list[list[int]]:
-    """The prompts with their plain answers, for a drafter that knows them."""
+    """Return the prompts with their plain answers, for a scripted drafter."""
     return [p + tokens for p, (tokens, _) in zip(PROMPTS, plain, strict=True)]
 
 
-class Scripted:
-    """A drafter that knows the answers: proposes the right token, but for every WRONG_EVERY-th one.
+class ScriptedDrafter:
+    """Drafter that knows the answers, and is wrong at every WRONG_EVERY-th position.
 
-    So that drafts are accepted in every number, and a step without drafts follows (F2).
+    Drafts are accepted in every number, and steps without drafts follow (F2).
     """
 
     def __init__(self, known: list[list[int]], context: DraftContext) -> None:
@@ -159,7 +167,7 @@ class Scripted:
         self.calls = 0
 
     def propose(self, step: Any, hidden: Any, aux_hidden_states: Any, verdict: Any) -> None:
-        """Writes drafts from the known answers; none at all on every fourth call."""
+        """Write drafts from the known answers; none on every fourth call."""
         self.calls += 1
         drafts = self.context.drafts
         for row in step.row_ids.tolist():
@@ -170,7 +178,7 @@ class Scripted:
             mine = self.context.tokens[row, :length].tolist()
             for full in self.known:
                 if full[:length] == mine:
-                    ahead = full[length : length + drafts.shape[1]]
-                    for k, token in enumerate(ahead):
+                    known_tokens = full[length : length + drafts.shape[1]]
+                    for k, token in enumerate(known_tokens):
                         wrong = (length + k) % WRONG_EVERY == 0
                         drafts[row, k] = (token + 1) % 200 if wrong else token

@@ -1,8 +1,8 @@
-"""F1 (vLLM #39483), the first report's own command line: a mixture of experts in GPTQ int4, two
-drafts of its MTP module, full graphs. There the engine did not start.
+"""F1 (vLLM #39483), command line of the first report: a GPTQ int4 mixture of experts, two MTP
+drafts, full graphs.
 
-Here the server starts on a checkpoint of that kind and answers; the answer is the one without
-drafts, and the one that a request gets alone.
+In vLLM the engine did not start. Here the server starts on such a checkpoint and answers as without
+drafts, and as for a single request.
 """
 
 import json
@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from lockstep import LLM, SamplingParams
 from tests.models.random_checkpoint import build, weights_of
-from tests.quantization.disk import ROUTED_ALONE, Codes, draw, gptq, names_in, write
+from tests.quantization.disk import EXPERTS_ONLY, Codes, gptq, names_in, random_codes, write
 from tests.regressions.conftest import PROMPTS, answers
 from tests.serve.server_process import served
 from tests.tiny_model import HYBRID_MOE, THREE_LAYERS, make_model
@@ -28,9 +28,9 @@ SETTINGS = {
     "group_size": 32,
     "sym": True,
     "desc_act": False,
-    "dynamic": ROUTED_ALONE,
+    "dynamic": EXPERTS_ONLY,
 }
-"""As the released checkpoints have it: routed experts are packed, all else is not."""
+"""As in released checkpoints: only routed experts are quantized."""
 PLAIN = ("embed", "attn", "shared_expert", "mlp.gate", "mtp.", "lm_head")
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "cuda_graph_mode": "full"}
 COUNT = 24
@@ -39,7 +39,8 @@ COUNT = 24
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny qwen3_5_moe in GPTQ int4, named and nested as a multimodal checkpoint is."""
+    """Return a tiny qwen3_5_moe in GPTQ int4, with the names and nesting of a multimodal
+    checkpoint."""
     target = tmp_path_factory.mktemp("mixture")
     plain = make_model(target / "model", HYBRID_MOE, **THREE_LAYERS)
     llm = build(plain, load_format="dummy", speculative_config=MTP)
@@ -49,30 +50,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
 
     def pick(name: str, n: int, k: int) -> Codes | None:
-        return None if names_in(name, PLAIN) else draw(n, k, 4, 32, seed=sum(map(ord, name)))
+        return (
+            None if names_in(name, PLAIN) else random_codes(n, k, 4, 32, seed=sum(map(ord, name)))
+        )
 
-    found = write(target, tensors, plain, SETTINGS, pick, partial(gptq, less=1)).packed
-    config = json.loads((found / "config.json").read_text())
+    result = write(target, tensors, plain, SETTINGS, pick, partial(gptq, less=1)).quantized
+    config = json.loads((result / "config.json").read_text())
     settings = config.pop("quantization_config")
     outer = {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "text_config": config}
-    (found / "config.json").write_text(json.dumps({**outer, "quantization_config": settings}))
-    return found
+    (result / "config.json").write_text(json.dumps({**outer, "quantization_config": settings}))
+    return result
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[Any]:
-    """The answers to PROMPTS, each asked by itself, without drafts."""
+    """Return the answers to PROMPTS as single requests without drafts."""
     llm = build(folder, **{**SMALL, "max_num_seqs": 1}, enable_prefix_caching=False)
     return [answers(llm, [prompt])[0] for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def drafting(folder: Path) -> LLM:
-    """The engine of the report."""
+    """Return the engine of the report."""
     return build(folder, **SMALL, speculative_config=MTP)
 
 
-def test_the_engine_of_the_report_starts(folder: Path, drafting: LLM) -> None:
+def test_engine_of_the_report_starts(folder: Path, drafting: LLM) -> None:
     on_gpu = torch.cuda.is_available()
     assert drafting.engine.plan.graph_mode == ("full" if on_gpu else "none")
     assert drafting.engine.plan.quantization == "gptq-int4-g32"
@@ -82,23 +85,23 @@ def test_the_engine_of_the_report_starts(folder: Path, drafting: LLM) -> None:
 
 
 def weight_names(folder: Path) -> list[str]:
-    """The tensors of the checkpoint."""
+    """Return the tensors of the checkpoint."""
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         return list(file.keys())
 
 
-def test_drafts_and_neighbours_change_no_bit(drafting: LLM, alone: list[Any]) -> None:
+def test_drafts_and_other_rows_keep_every_bit(drafting: LLM, alone: list[Any]) -> None:
     assert answers(drafting) == alone
     assert [answers(drafting, [prompt])[0] for prompt in PROMPTS] == alone
     assert drafting.engine.stats.draft_tokens_total > 0
 
 
-def test_neighbours_without_drafts_change_no_bit(folder: Path, alone: list[Any]) -> None:
+def test_other_rows_keep_every_bit_without_drafts(folder: Path, alone: list[Any]) -> None:
     assert answers(build(folder, **SMALL)) == alone
 
 
 @pytest.mark.slow  # its engine is tested above, serving in tests/cli/test_vllm_lines.py
-def test_the_command_line_of_the_report(tmp_path: Path, folder: Path) -> None:
+def test_command_line_of_the_report(tmp_path: Path, folder: Path) -> None:
     options = ["--max-model-len", "512", "--max-num-seqs", "8", "--cuda-graph-mode", "full"]
     options += ["--speculative-config", json.dumps(MTP), "--disable-frontend-multiprocessing"]
     prompt = PROMPTS[1]
@@ -107,8 +110,8 @@ def test_the_command_line_of_the_report(tmp_path: Path, folder: Path) -> None:
         answer = client.post("/v1/completions", json={**body, "logprobs": 0}).json()
     (choice,) = answer["choices"]
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
-    wanted = LLM(str(folder), **SMALL).generate({"prompt_token_ids": prompt}, params)[0]
-    plain = wanted.outputs[0]
+    expected = LLM(str(folder), **SMALL).generate({"prompt_token_ids": prompt}, params)[0]
+    plain = expected.outputs[0]
     pairs = zip(plain.token_ids, plain.logprobs or (), strict=True)
     assert choice["text"] == plain.text
     assert choice["logprobs"]["token_logprobs"] == [entry[t].logprob for t, entry in pairs]

@@ -1,7 +1,7 @@
-"""F1 (vLLM #39483): a hybrid in GPTQ int4 that drafts with its MTP module starts, and answers.
+"""F1 (vLLM #39483): a hybrid in GPTQ int4 with MTP drafts starts and answers.
 
-There the engine did not start: graphs held a path with drafts that warm-up never ran. Here an int4
-checkpoint goes from its files to answers, and drafting changes no bit of them.
+In vLLM the engine did not start: graphs captured a path with drafts that warm-up never ran. Here an
+int4 checkpoint is loaded and answers, with the same bits with drafts and without.
 """
 
 from functools import partial
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.random_checkpoint import MTP, build, weights_of
-from tests.quantization.disk import Codes, draw, gptq, names_in, write
+from tests.quantization.disk import Codes, gptq, names_in, random_codes, write
 from tests.regressions.conftest import answers
 
 SETTINGS = {
@@ -21,23 +21,23 @@ SETTINGS = {
     "desc_act": False,
     "dynamic": {"lm_head": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}, "-:.*visual.*": {}},
 }
-"""As the released checkpoints of Qwen3.5 have it: MLPs are packed, all else is not."""
+"""As in released checkpoints of Qwen3.5: only MLPs are quantized."""
 PLAIN = ("embed", "attn", "mtp.")
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
-    """The tiny hybrid's folder, in GPTQ int4."""
+    """Return the tiny hybrid's folder in GPTQ int4."""
     llm = build(folder, load_format="dummy", speculative_config=MTP)
 
     def pick(name: str, n: int, k: int) -> Codes | None:
-        return None if names_in(name, PLAIN) else draw(n, k, 4, 32, seed=len(name))
+        return None if names_in(name, PLAIN) else random_codes(n, k, 4, 32, seed=len(name))
 
     target = tmp_path_factory.mktemp("gptq")
-    return write(target, weights_of(llm), folder, SETTINGS, pick, partial(gptq, less=1)).packed
+    return write(target, weights_of(llm), folder, SETTINGS, pick, partial(gptq, less=1)).quantized
 
 
-def test_an_int4_hybrid_answers_the_same_with_drafts_and_without(packed: Path) -> None:
+def test_int4_hybrid_has_equal_answers_with_drafts(packed: Path) -> None:
     settings = {"max_model_len": 512, "max_num_seqs": 8}
     plain = build(packed, **settings)
     drafting = build(packed, speculative_config=MTP, **settings)

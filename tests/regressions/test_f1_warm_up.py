@@ -1,7 +1,7 @@
 """F1 (vLLM #39483): a graph captured a path that warm-up never ran.
 
-Warm-up is the step itself. Every op that serving calls, with the shape of its step, has been called
-before the first request; a warm-up that leaves the step out (the old fault) is caught.
+Warm-up runs the serving step itself, so every op and shape has run before the first request. A
+warm-up that omits a kind of step (the fault) is detected.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,11 @@ from tests.regressions.conftest import answers
 Seen = set[tuple[bool, int]]
 
 
-def watched(
+def steps_run(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, changing: bool = False
 ) -> tuple[Seen, Seen]:
-    """(kinds of step that warm-up ran, kinds that serving ran): prompt or not, query length."""
+    """Return the kinds of step that warm-up ran, and those that serving ran: (prompt or not, query
+    length)."""
     seen: Seen = set()
     run = Program.forward
 
@@ -37,35 +38,35 @@ def watched(
     return warmed, seen
 
 
-def test_serving_runs_nothing_that_warm_up_did_not(
+def test_warm_up_covers_every_serving_step(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warmed, served = watched(make, monkeypatch)
+    warmed, served = steps_run(make, monkeypatch)
     assert served == {(True, 0), (False, 4)}
     assert served <= warmed
 
 
-def test_every_number_of_drafts_was_warmed_up(
+def test_warm_up_covers_every_number_of_drafts(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warmed, served = watched(make, monkeypatch, changing=True)
+    warmed, served = steps_run(make, monkeypatch, changing=True)
     assert served == {(True, 0), (False, 1), (False, 2), (False, 4)}
     assert served <= warmed
 
 
-def test_a_warm_up_that_imitates_the_step_is_caught(
+def test_imitated_warm_up_is_detected(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault: warm-up runs zero drafts, serving runs K."""
+    """The fault: warm-up runs without drafts, serving with K."""
     warm_up = Worker.warm_up
 
     def imitation(self: Worker, progress: Any) -> Any:
         real = self.run_step
-        self.run_step = lambda *given: None  # type: ignore[assignment]
+        self.run_step = lambda *args: None  # type: ignore[assignment]
         taken = warm_up(self, progress)
         self.run_step = real
         return taken
 
     monkeypatch.setattr(Worker, "warm_up", imitation)
-    warmed, served = watched(make, monkeypatch)
+    warmed, served = steps_run(make, monkeypatch)
     assert not served <= warmed

@@ -1,7 +1,7 @@
-"""F2 and F4 with every other drafter: EAGLE-3, a draft model, suffix lookup.
+"""F2 and F4 with the other drafters: EAGLE-3, a draft model, suffix lookup.
 
-On a hybrid, whose state must stand where the accepted drafts end, and on latent attention, as in
-the report of F4 (Kimi-K2 and EAGLE-3).
+On a hybrid, whose state must match the accepted drafts, and on latent attention, as in the report
+of F4 (Kimi-K2 and EAGLE-3).
 """
 
 import json
@@ -20,30 +20,30 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 METHODS = ("eagle3", "draft_model", "suffix")
 WINDOW = 4
-SELDOM = pytest.mark.slow
+SLOW = pytest.mark.slow
 PAIRS = [(kind, method) for kind in TARGETS for method in METHODS]
 DEFAULT = (("hybrid", "draft_model"), ("latent", "eagle3"))
 CASES = pytest.mark.parametrize(
     ("kind", "method"),
-    [pair if pair in DEFAULT else pytest.param(*pair, marks=SELDOM) for pair in PAIRS],
+    [pair if pair in DEFAULT else pytest.param(*pair, marks=SLOW) for pair in PAIRS],
 )
 """By default both targets, each with another method that has a module."""
 
 
 class Case:
-    """A target with random weights, its plain answers, and what drafts for it."""
+    """A target with random weights, its plain answers, and its drafters."""
 
     def __init__(self, folder: Path, base: dict[str, Any]) -> None:
         self.target = make_model(folder / "target", base)
         raw = json.loads((self.target / "config.json").read_text())
         taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         make_head(folder / "head", raw["vocab_size"], raw["hidden_size"], eagle_config=taps)
-        own = make_model(folder / "draft", QWEN3, num_hidden_layers=1)
-        self.folders = {"eagle3": folder / "head", "draft_model": own, "suffix": None}
+        mine = make_model(folder / "draft", QWEN3, num_hidden_layers=1)
+        self.folders = {"eagle3": folder / "head", "draft_model": mine, "suffix": None}
         self.plain = answers(engine_over(self.target))
 
     def engine(self, method: str, k: int = WINDOW - 1, **settings: Any) -> Any:
-        """An engine that drafts so."""
+        """Return an engine with a drafter."""
         return engine_over(self.target, method, k, drafts_with=self.folders[method], **settings)
 
 
@@ -53,8 +53,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 @CASES
-@pytest.mark.parametrize("k", [pytest.param(1, marks=SELDOM), 3, pytest.param(15, marks=SELDOM)])
-def test_the_answers_are_the_plain_ones(
+@pytest.mark.parametrize("k", [pytest.param(1, marks=SLOW), 3, pytest.param(15, marks=SLOW)])
+def test_answers_equal_those_without_drafts(
     cases: dict[str, Case], kind: str, method: str, k: int
 ) -> None:
     """A long prompt in small chunks beside rows that draft, and all of it again from the cache."""
@@ -64,24 +64,22 @@ def test_the_answers_are_the_plain_ones(
 
 
 @CASES
-def test_drafts_that_come_and_go_and_rows_that_move(
+def test_changing_drafts_and_preemption_keep_the_answers(
     cases: dict[str, Case], kind: str, method: str
 ) -> None:
-    """Another number of drafts in every step, 0 among them; preemption; a small pool."""
+    """A different number of drafts in every step, including 0; preemption; a small pool."""
     llm = cases[kind].engine(method, 7, changing=True, preempt_every=3, num_gpu_blocks=12)
     assert answers(llm) == cases[kind].plain
     assert llm.engine.scheduler.preemptions > 0
 
 
 @CASES
-@pytest.mark.parametrize(
-    "bucket", [pytest.param(1, marks=SELDOM), 3, pytest.param(8, marks=SELDOM)]
-)
+@pytest.mark.parametrize("bucket", [pytest.param(1, marks=SLOW), 3, pytest.param(8, marks=SLOW)])
 def test_null_rows_need_a_pool_of_two_pages(
     cases: dict[str, Case], kind: str, method: str, bucket: int
 ) -> None:
-    """Every uniform step of null rows is legal and leaves no drafts outside of the null row; rows
-    are served behind it."""
+    """Every uniform step of null rows is valid and leaves no drafts outside of the null row; rows
+    run afterwards."""
     llm = cases[kind].engine(method, row_buckets=(bucket, 8), num_gpu_blocks=2, num_snapshots=0)
     run_null_rows(llm, bucket, WINDOW)
     short = PROMPTS[1]

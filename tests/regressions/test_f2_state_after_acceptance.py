@@ -1,7 +1,7 @@
 """F2 (vLLM #39273, #40738, #40880, #52942): recurrent state after N accepted drafts.
 
-A scripted drafter has drafts accepted in every number and drafts nothing at times. Each fault of
-the old engines, put in here, must change the answer; without a fault the answer is the plain one.
+A scripted drafter has drafts accepted in every number, and sometimes drafts nothing. Each injected
+fault of the reported engines must change the answer; without it the answer is the plain one.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from lockstep.worker import row_table
 from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import answers, replay_faults
 
-SELDOM = pytest.mark.slow
-K = (1, pytest.param(2, marks=SELDOM), 3, pytest.param(5, marks=SELDOM), 7)
+SLOW = pytest.mark.slow
+K = (1, pytest.param(2, marks=SLOW), 3, pytest.param(5, marks=SLOW), 7)
 
 
 @pytest.mark.parametrize("k", K)
 @pytest.mark.parametrize("chunk", [64, 2048])
-def test_accepted_drafts_leave_the_answer_alone(
+def test_accepted_drafts_keep_the_answer(
     make: Callable[..., LLM], plain: list[Any], known: list[list[int]], k: int, chunk: int
 ) -> None:
     llm = make("ngram", k, known=known, max_num_batched_tokens=chunk)
@@ -36,21 +36,21 @@ def test_accepted_drafts_leave_the_answer_alone(
 
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 @pytest.mark.parametrize("k", K)
-def test_real_drafters_leave_the_answer_alone(
+def test_real_drafters_keep_the_answer(
     make: Callable[..., LLM], plain: list[Any], method: str, k: int
 ) -> None:
     assert answers(make(method, k)) == plain
 
 
 @pytest.mark.parametrize("flush", [2, 5])
-def test_state_written_rarely_leaves_the_answer_alone(
+def test_rare_state_writes_keep_the_answer(
     make: Callable[..., LLM],
     plain: list[Any],
     known: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
     flush: int,
 ) -> None:
-    """As on a GPU: a state may lack up to `flush` tokens before it is written."""
+    """As on a GPU, the stored state may lack up to `flush` tokens."""
     for user in (gated_delta_net, row_table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     llm = make("ngram", 3, known=known)
@@ -60,7 +60,7 @@ def test_state_written_rarely_leaves_the_answer_alone(
 
 @pytest.mark.parametrize("flush", [1, 8])
 @pytest.mark.parametrize("k", [3, 7])
-def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
+def test_changing_numbers_of_drafts_keep_the_answer(
     make: Callable[..., LLM],
     plain: list[Any],
     known: list[list[int]],
@@ -68,7 +68,7 @@ def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
     k: int,
     flush: int,
 ) -> None:
-    """Windows of one length hold what another left to be replayed."""
+    """Windows of one length replay tokens of windows of another."""
     for user in (gated_delta_net, row_table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     llm = make("ngram", k, changing=True, known=known)
@@ -77,7 +77,7 @@ def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
 
 
 @pytest.mark.parametrize("fault", replay_faults(cpu.replay))
-def test_state_read_at_the_wrong_place_is_caught(
+def test_state_read_at_a_wrong_position_is_detected(
     make: Callable[..., LLM],
     plain: list[Any],
     known: list[list[int]],
@@ -89,7 +89,7 @@ def test_state_read_at_the_wrong_place_is_caught(
     assert answers(llm) != plain
 
 
-def test_conv_window_that_does_not_move_is_caught(
+def test_stuck_conv_window_is_detected(
     make: Callable[..., LLM],
     plain: list[Any],
     known: list[list[int]],
@@ -115,8 +115,8 @@ def test_conv_window_that_does_not_move_is_caught(
     assert answers(llm) != plain
 
 
-def test_replay_is_stepping_bit_for_bit() -> None:
-    """Random acceptance over 60 steps against one token a step."""
+def test_replay_equals_single_steps() -> None:
+    """Random acceptance over 60 steps equals one token per step, bit for bit."""
     generator = torch.Generator().manual_seed(3)
     hk = 2
     hv = 4

@@ -1,6 +1,9 @@
-"""F2 on a recurrent state of 16 bits: it is rounded at absolute positions, so that nothing that
-exists for speed changes an answer. An engine that rounds wherever a step wrote the state gives
-another answer with every window; each such fault, put in here, must show."""
+"""F2 on a 16-bit recurrent state: it is rounded at absolute positions, so batching and drafts keep
+the answer.
+
+An engine that rounds wherever a step writes the state gives another answer for every window; each
+such injected fault must be detected.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,15 +29,15 @@ HALF = "bfloat16"
 
 
 @pytest.fixture(scope="module")
-def wanted(make: Callable[..., LLM]) -> list[Any]:
-    """The plain answers of an engine with such a state."""
+def half_answers(make: Callable[..., LLM]) -> list[Any]:
+    """Return the plain answers with such a state."""
     return answers(make(mamba_ssm_cache_dtype=HALF))
 
 
 @pytest.fixture(scope="module")
-def texts(wanted: list[Any]) -> list[list[int]]:
-    """The prompts with these answers, for a drafter that knows them."""
-    return [p + tokens for p, (tokens, _) in zip(PROMPTS, wanted, strict=True)]
+def known_half(half_answers: list[Any]) -> list[list[int]]:
+    """Return the prompts with these answers, for a scripted drafter."""
+    return [p + tokens for p, (tokens, _) in zip(PROMPTS, half_answers, strict=True)]
 
 
 def test_float32_is_the_default(make: Callable[..., LLM], plain: list[Any]) -> None:
@@ -44,37 +47,37 @@ def test_float32_is_the_default(make: Callable[..., LLM], plain: list[Any]) -> N
 
 
 @pytest.mark.parametrize("flush", some_slow([1, 5, 20], (20,)))
-def test_chunks_drafts_and_preemption_leave_the_answer_alone(
+def test_chunks_drafts_and_preemption_keep_the_answer(
     make: Callable[..., LLM],
     plain: list[Any],
-    wanted: list[Any],
-    texts: list[list[int]],
+    half_answers: list[Any],
+    known_half: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
     flush: int,
 ) -> None:
-    """Also where the state may lack tokens for longer than to the next point of its grid."""
-    assert wanted != plain, "rounding changes no bit"
+    """Also where the stored state may lack more tokens than to the next rounding position."""
+    assert half_answers != plain, "rounding changes no bit"
     for user in (gated_delta_net, row_table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     for settings in (
         dict(max_num_batched_tokens=64),
-        dict(method="ngram", k=7, changing=True, known=texts),
-        dict(method="ngram", k=3, known=texts),
+        dict(method="ngram", k=7, changing=True, known=known_half),
+        dict(method="ngram", k=3, known=known_half),
     ):
         llm = make(mamba_ssm_cache_dtype=HALF, **settings)
-        assert answers(llm) == wanted, settings
+        assert answers(llm) == half_answers, settings
     assert llm.engine.stats.accepted_tokens_total > 20
     llm = make("mtp", 3, preempt_every=4, mamba_ssm_cache_dtype=HALF, max_num_batched_tokens=128)
-    assert answers(llm) == wanted
-    assert answers(llm) == wanted, "with what is cached"
+    assert answers(llm) == half_answers
+    assert answers(llm) == half_answers, "with what is cached"
     assert llm.engine.refresh_stats().preemptions_total > 0
     assert llm.engine.scheduler.cache.hit_tokens > 0
 
 
 @pytest.mark.parametrize("k", some_slow([1, 3, 15], (15,)))
-def test_answers_longer_than_the_rings_are_left_alone(make: Callable[..., LLM], k: int) -> None:
-    """A state lacks the most tokens, 15 and a window, only where an answer goes on for longer than
-    that; then rings have gone round, and none of their tokens may be missing."""
+def test_answers_longer_than_the_token_ring_are_equal(make: Callable[..., LLM], k: int) -> None:
+    """Only long answers let a state lack the maximum, 15 tokens and a window, so that the ring
+    wraps."""
     prompts = PROMPTS[1:3]
     lasting = replace(PARAMS, max_tokens=100)
     due = answers(make(mamba_ssm_cache_dtype=HALF), prompts, lasting)
@@ -84,13 +87,13 @@ def test_answers_longer_than_the_rings_are_left_alone(make: Callable[..., LLM], 
         assert answers(llm, prompts, lasting) == due
 
 
-def test_numerics_slots_and_snapshots_say_so(make: Callable[..., LLM]) -> None:
-    """Half of the bytes of the states themselves; rings hold the tokens up to the next point."""
-    whole = make()
+def test_numerics_slots_and_snapshots_of_the_state(make: Callable[..., LLM]) -> None:
+    """States have half the bytes; rings hold the tokens up to the next rounding position."""
+    full = make()
     half = make(mamba_ssm_cache_dtype=HALF)
     assert "/state-bfloat16/" in half.engine.numerics
-    assert "/state-float32/" in whole.engine.numerics
-    pairs = zip(*(_mixers(llm) for llm in (whole, half)), strict=True)
+    assert "/state-float32/" in full.engine.numerics
+    pairs = zip(*(_mixers(llm) for llm in (full, half)), strict=True)
     layers = [(wide.state, narrow.state) for wide, narrow in pairs]
     for wide, narrow in layers:
         assert 2 * narrow.recurrent.nbytes == wide.recurrent.nbytes
@@ -99,7 +102,7 @@ def test_numerics_slots_and_snapshots_say_so(make: Callable[..., LLM]) -> None:
         assert wide.k.shape[1] == 2
     states = 4 * sum(s.recurrent[0].numel() for s, _ in layers)
     lines = sum(ring[0, 0].nbytes for state, _ in layers for ring in state.tensors()[2:])
-    saved = whole.engine.plan.slot_bytes - half.engine.plan.slot_bytes
+    saved = full.engine.plan.slot_bytes - half.engine.plan.slot_bytes
     assert saved == states // 2 - (history.ROUNDING_INTERVAL - 1) * lines
 
 
@@ -108,8 +111,8 @@ def _mixers(llm: LLM) -> list[Any]:
     return [block.linear_attn for block in blocks if hasattr(block, "linear_attn")]
 
 
-def as_each_step_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds what a step writes, where it writes it: behind the tokens that it found."""
+def round_at_step_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round each written state after the tokens of its step."""
 
     def by_step(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
         return torch.where(starts - folded >= flush, starts, folded)
@@ -118,8 +121,8 @@ def as_each_step_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(user, "next_folded", by_step)
 
 
-def as_the_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds by the token's place in the window, not in the row."""
+def round_by_window_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round by the token's position in the window, not in the row."""
     run = cpu._step_tokens
 
     def by_window(state: RecurrentState, s: Tensor, starts: Any, *rest: Any) -> Any:
@@ -128,13 +131,13 @@ def as_the_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_step_tokens", by_window)
 
 
-@pytest.mark.parametrize("fault", [as_each_step_leaves_it, as_the_window_counts])
-def test_rounding_that_follows_the_step_is_caught(
+@pytest.mark.parametrize("fault", [round_at_step_end, round_by_window_position])
+def test_rounding_by_step_is_detected(
     make: Callable[..., LLM],
-    texts: list[list[int]],
+    known_half: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
     fault(monkeypatch)
-    drafted = make("ngram", 7, known=texts, mamba_ssm_cache_dtype=HALF)
+    drafted = make("ngram", 7, known=known_half, mamba_ssm_cache_dtype=HALF)
     assert answers(drafted) != answers(make(mamba_ssm_cache_dtype=HALF))

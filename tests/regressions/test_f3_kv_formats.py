@@ -1,8 +1,8 @@
-"""F3 (vLLM #40880, #40914): a packed KV cache, drafts and chunks, on a hybrid.
+"""F3 (vLLM #40880, #40914): a quantized KV cache, drafts and chunks, on a hybrid.
 
-There a verification step attended only to its own chunk; other engines attend to the current chunk
-as it is and to the rest as it was packed. Here attention reads the cache alone, so that neither
-chunks nor drafts nor preemption change a bit; each fault, put in, must change the answer.
+In vLLM a verification step attended only to its own chunk; other engines attend to the current
+chunk before quantization, and to the rest after it. Here attention reads the cache only, so chunks,
+drafts and preemption change no bit; each injected fault must change the answer.
 """
 
 import copy
@@ -31,33 +31,33 @@ FORMAT = pytest.mark.parametrize(
 )
 """By default one format of each way of storing: a cast, scales, codebooks of two sizes."""
 GROUPS = (1, 2, 4, 5, 6, 7, 8, 16)
-"""Query heads of a KV head."""
+"""Query heads per KV head."""
 
 
 @pytest.fixture(scope="module")
 def plain_of(make: Callable[..., LLM]) -> Callable[[str], list[Any]]:
-    """The answers over a format of an engine without drafts, asked once."""
+    """Return a function that gives a format's answers without drafts, computed once."""
     return cache(lambda kind: answers(make(kv_cache_dtype=kind)))
 
 
 @FORMAT
-def test_chunks_drafts_and_preemption_leave_the_answer_alone(
+def test_chunks_drafts_and_preemption_keep_the_answer(
     make: Callable[..., LLM], plain: list[Any], plain_of: Callable[[str], list[Any]], kind: str
 ) -> None:
-    wanted = plain_of(kind)
-    assert wanted != plain, "the format changes no bit"
-    texts = [p + tokens for p, (tokens, _) in zip(PROMPTS, wanted, strict=True)]
+    expected = plain_of(kind)
+    assert expected != plain, "the format changes no bit"
+    texts = [p + tokens for p, (tokens, _) in zip(PROMPTS, expected, strict=True)]
     drafting = dict(method="ngram", k=7, changing=True, known=texts)
-    assert answers(make(kv_cache_dtype=kind, max_num_batched_tokens=64, **drafting)) == wanted
+    assert answers(make(kv_cache_dtype=kind, max_num_batched_tokens=64, **drafting)) == expected
     llm = make("mtp", 3, preempt_every=4, kv_cache_dtype=kind, max_num_batched_tokens=128)
-    assert answers(llm) == wanted
-    assert answers(llm) == wanted, "with what is cached"
+    assert answers(llm) == expected
+    assert answers(llm) == expected, "with what is cached"
     assert llm.engine.refresh_stats().preemptions_total > 0
     assert llm.engine.scheduler.cache.hit_tokens > 0
 
 
-def raw_chunk(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention to a prompt's current chunk as it is, and to the rest as it was packed."""
+def unquantized_chunk(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention to a prompt's current chunk before quantization."""
 
     def forward(self: Attention, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         packed = self.k_cache, self.v_cache
@@ -74,7 +74,7 @@ def raw_chunk(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def own_window(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Verification that sees nothing of what its row had before."""
+    """Verification that ignores the row's earlier tokens."""
 
     def forward(self: Attention, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         def mistaken(q: Any, k: Any, v: Any, pages: Any, bounds: Any, starts: Any, *rest: Any):  # type: ignore[no-untyped-def]
@@ -94,9 +94,9 @@ def own_window(attend: Callable[..., Any]) -> Callable[..., Any]:
 @FORMAT
 @pytest.mark.parametrize(
     ("fault", "settings"),
-    [(raw_chunk, dict(max_num_batched_tokens=64)), (own_window, dict(method="mtp", k=3))],
+    [(unquantized_chunk, dict(max_num_batched_tokens=64)), (own_window, dict(method="mtp", k=3))],
 )
-def test_attention_to_the_chunk_alone_is_caught(
+def test_attention_to_only_the_chunk_is_detected(
     make: Callable[..., LLM],
     plain_of: Callable[[str], list[Any]],
     monkeypatch: pytest.MonkeyPatch,
@@ -104,21 +104,20 @@ def test_attention_to_the_chunk_alone_is_caught(
     fault: Callable[..., Any],
     settings: dict[str, Any],
 ) -> None:
-    wanted = plain_of(kind)
+    expected = plain_of(kind)
     monkeypatch.setattr(Attention, "forward", fault(Attention.forward))
-    assert answers(make(kv_cache_dtype=kind, **settings)) != wanted
+    assert answers(make(kv_cache_dtype=kind, **settings)) != expected
 
 
 @pytest.mark.parametrize("format", KERNEL_FORMATS.values(), ids=list(KERNEL_FORMATS))
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_verified_token_sees_what_it_would_see_alone(
-    group: int, format: Any, backend: str
-) -> None:
-    """Each of K + 1 tokens: all earlier tokens, its own, nothing later; across a segment's end."""
+def test_verified_token_attends_as_a_single_token(group: int, format: Any, backend: str) -> None:
+    """Each of K + 1 tokens attends to all earlier tokens and itself, and no later one; across a
+    segment's end."""
     attend = paged_attention.backends[backend].run
     batch = paged(((253, 4), (3, 4)), 2 * group, 2, 16, 16, torch.float32, format=format)
-    whole = attend(**batch)
+    full = attend(**batch)
     for token in range(4):
         one = batch | dict(
             q=batch["q"].unflatten(0, (2, 4))[:, token].contiguous(),
@@ -126,4 +125,4 @@ def test_a_verified_token_sees_what_it_would_see_alone(
             starts=batch["starts"] + token,
             query_len=1,
         )
-        assert same_bits(attend(**one), whole.unflatten(0, (2, 4))[:, token])
+        assert same_bits(attend(**one), full.unflatten(0, (2, 4))[:, token])

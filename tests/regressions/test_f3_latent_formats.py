@@ -1,6 +1,7 @@
-"""F3 (vLLM #40880, #40914) on packed latents: drafts, chunks and preemption over latent attention.
+"""F3 (vLLM #40880, #40914) on quantized latents: drafts, chunks and preemption over latent
+attention.
 
-What test_f3_kv_formats.py holds for keys and values; a latent is both.
+The same as test_f3_kv_formats.py for keys and values; a latent is both.
 """
 
 import copy
@@ -38,55 +39,56 @@ BYTES = {
     "turboquant_4bit_nc": LATENT // 2 + 2,
     "turboquant_3bit_nc": 3 * LATENT // 8 + 2,
 }
-"""Of a latent; the turned key beside it is of the model's dtype, fp32."""
+"""Bytes per latent; its rotary key has the model's dtype, fp32."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny DeepSeek-V3 whose latents are a power of two wide."""
+    """Return a tiny DeepSeek-V3 whose latent width is a power of two."""
     path = tmp_path_factory.mktemp("latents") / "model"
     return make_model(path, DEEPSEEK, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[Any]:
-    """The answers over latents in the model's dtype."""
+    """Return the answers with latents in the model's dtype."""
     return answers(engine_over(folder))
 
 
 @pytest.fixture(scope="module")
 def plain_of(folder: Path) -> Callable[[str], list[Any]]:
-    """The answers over a format of an engine without drafts, asked once."""
+    """Return a function that gives a format's answers without drafts, computed once."""
     return cache(lambda kind: answers(engine_over(folder, kv_cache_dtype=kind)))
 
 
 @KINDS
-def test_chunks_drafts_and_preemption_leave_the_answer_alone(
+def test_chunks_drafts_and_preemption_keep_the_answer(
     folder: Path, plain: list[Any], plain_of: Callable[[str], list[Any]], kind: str
 ) -> None:
-    wanted = plain_of(kind)
-    assert wanted != plain, "the format changes no bit"
-    texts = [p + tokens for p, (tokens, _) in zip(PROMPTS, wanted, strict=True)]
+    expected = plain_of(kind)
+    assert expected != plain, "the format changes no bit"
+    texts = [p + tokens for p, (tokens, _) in zip(PROMPTS, expected, strict=True)]
     drafting: Any = dict(method="ngram", k=7, changing=True, known=texts)
     small = engine_over(folder, kv_cache_dtype=kind, max_num_batched_tokens=70, **drafting)
-    assert answers(small) == wanted
+    assert answers(small) == expected
     settings = dict(preempt_every=4, max_num_batched_tokens=128)
     llm = engine_over(folder, "mtp", 3, kv_cache_dtype=kind, **settings)
-    assert answers(llm) == wanted
-    assert answers(llm) == wanted, "with what is cached"
+    assert answers(llm) == expected
+    assert answers(llm) == expected, "with what is cached"
     assert llm.engine.refresh_stats().preemptions_total > 0
     assert llm.engine.scheduler.cache.hit_tokens > 0
 
 
 @KINDS
-def test_attention_to_the_chunk_as_it_was_is_caught(
+def test_attention_to_an_unquantized_chunk_is_detected(
     folder: Path,
     plain_of: Callable[[str], list[Any]],
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    """The test above can fail: a prompt's current chunk as it is, the rest as it was packed."""
-    wanted = plain_of(kind)
+    """Shows that the test above can fail: only tokens before the prompt's current chunk are
+    quantized."""
+    expected = plain_of(kind)
     attend = LatentAttention.forward
 
     def forward(self: LatentAttention, x: torch.Tensor, step: StepContext) -> torch.Tensor:
@@ -101,19 +103,19 @@ def test_attention_to_the_chunk_as_it_was_is_caught(
             self.latents = packed
 
     monkeypatch.setattr(LatentAttention, "forward", forward)
-    assert answers(engine_over(folder, kv_cache_dtype=kind, max_num_batched_tokens=70)) != wanted
+    assert answers(engine_over(folder, kv_cache_dtype=kind, max_num_batched_tokens=70)) != expected
 
 
 @KINDS
-def test_rejected_drafts_leave_nothing(
+def test_rejected_drafts_leave_no_trace(
     folder: Path,
     plain_of: Callable[[str], list[Any]],
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    """Before every step, each of its rows' slots from the first that it writes on is poisoned."""
-    wanted = plain_of(kind)
-    place = LatentAttention._place
+    """Before every step each row's slots from its first written one are poisoned."""
+    expected = plain_of(kind)
+    index = LatentAttention._place
     poisoned = 0
 
     def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
@@ -127,16 +129,16 @@ def test_rejected_drafts_leave_nothing(
                             torch.nan if part.is_floating_point() else UNWRITTEN_BYTE
                         )
                     poisoned += 1
-        return place(self, q, kv, step)
+        return index(self, q, kv, step)
 
     monkeypatch.setattr(LatentAttention, "_place", poisoning)
     settings = dict(kv_cache_dtype=kind, enable_prefix_caching=False)
-    assert answers(engine_over(folder, "mtp", 3, **settings)) == wanted
+    assert answers(engine_over(folder, "mtp", 3, **settings)) == expected
     assert poisoned
 
 
-def test_pages_cost_what_their_parts_do(folder: Path) -> None:
-    """And hold nothing else: what is moved to the host is what is packed."""
+def test_page_bytes_are_those_of_their_tensors(folder: Path) -> None:
+    """Pages contain only quantized data, so that is what is swapped to the host."""
     for kind, size in BYTES.items():
         engine = engine_over(folder, "mtp", 3, kv_cache_dtype=kind).engine
         assert engine.plan.page_bytes == LAYERS * PAGE_SIZE * (size + 4 * ROPE), kind
@@ -144,7 +146,7 @@ def test_pages_cost_what_their_parts_do(folder: Path) -> None:
         assert sum(t[0].nbytes for t in tensors) == engine.plan.page_bytes
 
 
-def test_layers_rotate_differently_and_some_may_be_left_out(folder: Path) -> None:
+def test_rotations_differ_by_layer_and_layers_may_be_skipped(folder: Path) -> None:
     settings = dict(kv_cache_dtype="turboquant_4bit_nc", kv_cache_dtype_skip_layers=["first"])
     layers = worker_of(engine_over(folder, "mtp", 3, **settings).engine).layers.values()
     quantizers = [m.latents.quantizer for m in layers if isinstance(m.latents, QuantizedKV)]

@@ -1,6 +1,6 @@
-"""F3 (vLLM #40880, #40914), as users saw it: tool calls and needles, with a packed KV cache.
+"""F3 (vLLM #40880, #40914), as reported by users: tool calls and needles with a quantized KV cache.
 
-The bundled model answers; within a format no drafter changes a character of it.
+The bundled model answers; within a format no drafter changes a character.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ DRAFTS: dict[str, dict[str, Any] | None] = {
 
 
 PAGES = 8 * 2048 // 64 + 1
-"""Of a cache that holds every row: so that engines of several processes fit on one GPU."""
+"""Pages of a cache for all rows, so that several engines fit on one GPU."""
 POINTS: dict[str, float] = {
     "fp8_e4m3": 1,
     "fp8_e5m2": 100,
@@ -33,20 +33,20 @@ POINTS: dict[str, float] = {
     "turboquant_k3v4_nc": 100,
     "turboquant_3bit_nc": 100,
 }
-"""Format -> percent that it may lose; 100: what it loses is stated, not promised."""
+"""Format -> maximum loss in percent; 100: the loss is recorded, not bounded."""
 
 
 class Rates:
-    """Answers of the bundled model to tool calls and needles, by format and drafter, on a GPU where
-    there is one."""
+    """Answers of the bundled model to tool calls and needles by format and drafter, on a GPU if
+    present."""
 
     def __init__(self, calls: int, needles: int) -> None:
         stdlib_text.load_filler()
         self.tools = samples(TOOLS, calls)
         self.needles = samples(NEEDLE, needles)
 
-    def ask(self, kind: str, drafter: str) -> list[str]:
-        """The answers, tool calls first."""
+    def answers(self, kind: str, drafter: str) -> list[str]:
+        """Return the answers, tool calls first."""
         llm = LLM(
             kv_cache_dtype=kind,
             speculative_config=DRAFTS[drafter],
@@ -59,15 +59,15 @@ class Rates:
         outs = llm.generate([case.prompt for case in cases], GREEDY)
         return [out.outputs[0].text.removesuffix("<|im_end|>") for out in outs]
 
-    def clean(self, found: list[str]) -> dict[str, float]:
-        """Percent of the tool calls that are parsed as what was asked for, and of the needles."""
-        wanted = [c.answer.removesuffix("<|im_end|>") for c in (*self.tools, *self.needles)]
+    def success_rates(self, result: list[str]) -> dict[str, float]:
+        """Return the percentages of correct tool calls and of found needles."""
+        expected = [c.answer.removesuffix("<|im_end|>") for c in (*self.tools, *self.needles)]
         calls = [
             calls_in(text, case.tools) == calls_in(answer, case.tools)
-            for text, answer, case in zip(found, wanted, self.tools, strict=False)
+            for text, answer, case in zip(result, expected, self.tools, strict=False)
         ]
         count = len(self.tools)
-        pairs = zip(found[count:], wanted[count:], strict=True)
+        pairs = zip(result[count:], expected[count:], strict=True)
         needles = [text == answer for text, answer in pairs]
         return {"calls": _percent(calls), "needles": _percent(needles)}
 
@@ -77,24 +77,27 @@ def _percent(right: list[bool]) -> float:
 
 
 def assert_within_points(rates: Rates, kind: str, record: Callable[[str, object], None]) -> None:
-    """The format loses no more than its points; within it, no drafter changes a character.
-    record: pytest's record_property, for --junitxml."""
-    base = rates.clean(rates.ask("auto", "none"))
+    """Assert that the format loses no more than its points, and that no drafter changes a character
+    within it.
+
+    record: pytest's record_property, for --junitxml.
+    """
+    base = rates.success_rates(rates.answers("auto", "none"))
     assert min(base.values()) > 90
-    plain = rates.ask(kind, "none")
-    found = rates.clean(plain)
+    plain = rates.answers(kind, "none")
+    actual = rates.success_rates(plain)
     record("format", kind)
     record("unpacked", base)
-    record("packed", found)
-    for name, rate in found.items():
-        assert rate >= base[name] - POINTS[kind], (kind, found, base)
+    record("packed", actual)
+    for name, rate in actual.items():
+        assert rate >= base[name] - POINTS[kind], (kind, actual, base)
     for drafter in ("ngram", "mtp"):
-        assert rates.ask(kind, drafter) == plain, (kind, drafter)
+        assert rates.answers(kind, drafter) == plain, (kind, drafter)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", POINTS)
-def test_tool_calls_and_needles_survive_packing(
+def test_quantized_cache_keeps_tool_calls_and_needles(
     kind: str, record_property: Callable[[str, object], None]
 ) -> None:
     assert_within_points(Rates(calls=6, needles=2), kind, record_property)
@@ -102,7 +105,7 @@ def test_tool_calls_and_needles_survive_packing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", POINTS)
-def test_tool_calls_and_needles_survive_packing_at_length(
+def test_quantized_cache_keeps_tool_calls_and_needles_at_length(
     kind: str, record_property: Callable[[str, object], None]
 ) -> None:
     assert_within_points(Rates(calls=200, needles=40), kind, record_property)

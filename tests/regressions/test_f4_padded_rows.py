@@ -1,4 +1,4 @@
-"""F4 (TokenSpeed #260): per-token causal bounds, and padded rows that are always legal rows."""
+"""F4 (TokenSpeed #260): causal bounds per token, and padded rows that are always valid rows."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,19 +14,19 @@ from lockstep.worker.row_table import RowTable
 from tests.regressions.conftest import PARAMS, answers, run_null_rows
 
 SHORT = [[3, 1, 4, 1, 5, i] for i in range(2)]
-"""Prompts that fit into a pool of one page beside the null page, one at a time."""
+"""Prompts for a pool of one page and the null page, one at a time."""
 FEW = replace(PARAMS, max_tokens=4)
 
 
 @pytest.fixture(scope="module")
 def alone(make: Callable[..., LLM]) -> list[Any]:
-    """The plain engine's answers to SHORT, one at a time."""
+    """Return the plain engine's answers to SHORT, one at a time."""
     llm = make()
     return [answers(llm, [prompt], FEW) for prompt in SHORT]
 
 
 @pytest.mark.parametrize("bucket", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
+def test_every_bucket_runs_null_rows_with_two_pages(
     make: Callable[..., LLM], alone: list[Any], bucket: int
 ) -> None:
     llm = make("mtp", 3, num_gpu_blocks=2, row_buckets=(bucket, 8), num_snapshots=0)
@@ -34,11 +34,11 @@ def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
     assert [answers(llm, [prompt], FEW) for prompt in SHORT] == alone
 
 
-def test_padded_rows_leave_real_rows_alone(make: Callable[..., LLM], plain: list[Any]) -> None:
+def test_padded_rows_do_not_change_real_rows(make: Callable[..., LLM], plain: list[Any]) -> None:
     assert answers(make("mtp", 3, row_buckets=(8,))) == plain
 
 
-def test_lengths_shifted_by_the_drafts_are_caught(
+def test_lengths_shifted_by_drafts_are_detected(
     make: Callable[..., LLM],
     plain: list[Any],
     known: list[list[int]],
@@ -58,8 +58,8 @@ def test_lengths_shifted_by_the_drafts_are_caught(
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 6, 7, 8, 16])
-def test_a_verified_token_sees_its_own_prefix_and_nothing_later(group: int) -> None:
-    """Four tokens at once equal four single steps, bit for bit, and the future may be NaN."""
+def test_verified_token_attends_only_to_its_prefix(group: int) -> None:
+    """Four tokens at once equal four single steps, bit for bit; later tokens may be NaN."""
     generator = torch.Generator().manual_seed(group)
     dim = 32
     start = 261

@@ -1,7 +1,7 @@
-"""A mixture of experts must not see the batch: who comes with a token, and how it is padded.
+"""Mixture-of-experts answers are independent of the batch: of other tokens and padding.
 
-Other engines give an expert's tokens another kernel, another order of sums or a limited capacity as
-their number changes, so that a request's answer depends on its company.
+Other engines change an expert's kernel, order of sums or capacity with its number of tokens, so
+that a request's answer depends on the others.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from lockstep.engine_builder import build_engine
 from lockstep.kernels.experts import cpu as experts_cpu
 from lockstep.worker.hooks import CheckHooks
 from tests.models.dense import make_llm
-from tests.regressions.conftest import PROMPTS, Scripted, answers
+from tests.regressions.conftest import PROMPTS, ScriptedDrafter, answers
 from tests.tiny_model import HYBRID_MOE, NEXT, THREE_LAYERS, make_model
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
@@ -25,7 +25,7 @@ FAMILIES = {
     "qwen3_5_moe": {**HYBRID_MOE, **THREE_LAYERS},
     "qwen3_next": {**NEXT, **THREE_LAYERS, "mtp_num_hidden_layers": 1},
 }
-WAYS: dict[str, dict[str, Any]] = {
+SERVING_SETTINGS: dict[str, dict[str, Any]] = {
     "in company": {},
     "ngram": {"speculative_config": NGRAM},
     "mtp": {"speculative_config": MTP},
@@ -34,28 +34,28 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def dummy(folder: Path, **settings: Any) -> LLM:
+def make_dummy_llm(folder: Path, **settings: Any) -> LLM:
     chosen = {"max_num_seqs": 8, "dtype": "bfloat16", **settings}
     return make_llm(folder, load_format="dummy", **chosen)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(folder, answers to PROMPTS, each of them asked by itself)"""
+    """Return (folder, answers to PROMPTS as single requests)."""
     folder = make_model(tmp_path_factory.mktemp("mixture") / "model", FAMILIES[request.param])
-    llm = dummy(folder, max_num_seqs=1, enable_prefix_caching=False)
+    llm = make_dummy_llm(folder, max_num_seqs=1, enable_prefix_caching=False)
     return folder, [answers(llm, [prompt])[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_way_of_serving_changes_a_bit(alone, way: str) -> None:
-    (folder, wanted) = alone
-    assert answers(dummy(folder, **WAYS[way])) == wanted
+@pytest.mark.parametrize("way", SERVING_SETTINGS)
+def test_serving_settings_keep_every_bit(alone, way: str) -> None:
+    (folder, expected) = alone
+    assert answers(make_dummy_llm(folder, **SERVING_SETTINGS[way])) == expected
 
 
-def test_accepted_drafts_leave_the_answer_alone(alone) -> None:
-    (folder, wanted) = alone
-    known = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, wanted, strict=True)]
+def test_accepted_drafts_keep_the_answer(alone) -> None:
+    (folder, expected) = alone
+    known = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=True)]
     config = EngineConfig.read(
         model=str(folder),
         load_format="dummy",
@@ -65,16 +65,14 @@ def test_accepted_drafts_leave_the_answer_alone(alone) -> None:
         max_num_seqs=8,
         speculative_config=NGRAM,
     )
-    llm = LLM.over(build_engine(config, hooks=CheckHooks(drafter=partial(Scripted, known))))
-    assert answers(llm) == wanted
+    llm = LLM.over(build_engine(config, hooks=CheckHooks(drafter=partial(ScriptedDrafter, known))))
+    assert answers(llm) == expected
     assert llm.engine.stats.accepted_tokens_total > 20
 
 
-def test_an_expert_that_sees_how_many_tokens_it_has_is_caught(
-    alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_dependent_expert_is_detected(alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault: an expert with several tokens multiplies in two halves of K."""
-    (folder, wanted) = alone
+    (folder, expected) = alone
     right = experts_cpu.tiled_linear
 
     def split(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -84,4 +82,4 @@ def test_an_expert_that_sees_how_many_tokens_it_has_is_caught(
         return right(x[:, :half], weight[:, :half]) + right(x[:, half:], weight[:, half:])
 
     monkeypatch.setattr(experts_cpu, "tiled_linear", split)
-    assert answers(dummy(folder)) != wanted
+    assert answers(make_dummy_llm(folder)) != expected

@@ -1,4 +1,4 @@
-"""The number of drafts, against a device of known costs that accepts drafts by coin."""
+"""The number of drafts, on a simulated device of known costs with random acceptance."""
 
 import random
 from collections import Counter
@@ -20,7 +20,7 @@ from lockstep.scheduling.draft_length import (
 )
 
 Chance = Callable[[int, int], float]
-"""(step, place) -> how likely a draft there is accepted behind accepted ones."""
+"""(step, position) -> probability that a draft is accepted after accepted ones."""
 
 DEVICES = {
     "27B, 1 row": (1, 2, {0: 14.5, 1: 14.9, 3: 15.7}),
@@ -31,30 +31,32 @@ DEVICES = {
     "drafts that hardly pay": (8, 2, {0: 5.0, 1: 8.0, 3: 16.0}),
     "cpu": (1, 1, {0: 10.0, 1: 12.5, 3: 17.0}),
 }
-"""rows, steps in flight, ms by count. Null rows take 0.8 of it."""
+"""Rows, steps in flight, ms by number of drafts. Null rows take 0.8 of it."""
 
 CONSTANT = (0.0, 0.03, 0.1, 0.2, 0.3, 0.4, 0.7, 0.95)
 TURNS = (5, 20, 100, 700)
 WORKLOADS: dict[str, Chance] = {
-    **{f"accepted {p}": lambda step, place, p=p: p for p in CONSTANT},
-    **{f"turns of {n}": lambda step, place, n=n: 0.9 * (step // n % 2) for n in TURNS},
-    "where contexts are long": lambda step, place: 0.4 * (step // 150 % 2),
-    "the first of a step": lambda step, place: 0.95 * (place == 0),
-    "ever less": lambda step, place: max(0.9 - 0.0005 * step, 0.0),
+    **{f"accepted {p}": lambda step, position, p=p: p for p in CONSTANT},
+    **{f"turns of {n}": lambda step, position, n=n: 0.9 * (step // n % 2) for n in TURNS},
+    "where contexts are long": lambda step, position: 0.4 * (step // 150 % 2),
+    "the first of a step": lambda step, position: 0.95 * (position == 0),
+    "ever less": lambda step, position: max(0.9 - 0.0005 * step, 0.0),
 }
 CONTEXTS: dict[str, Callable[[int], float]] = {
     "equal": lambda step: 1.0,
     "growing": lambda step: 1.0 + step / 2000,
     "jumping": lambda step: 1.0 + step // 150 % 2,
 }
-"""What a step without drafts takes, over its ms in DEVICES. Any other takes as much more."""
+"""Duration of a step without drafts over its ms in DEVICES; the difference is added to all
+others."""
 
 
 @dataclass
 class Device:
-    """Steps of known cost; what is measured of one is off by `noise`, or now and then by `spike`.
+    """Steps of known cost, measured with `noise` and occasional `spikes`.
 
-    behind: by how many steps without drafts it was behind those at worst, beyond 2 % of the time.
+    steps_lost: maximum number of steps by which it was slower than without drafts, beyond 2 % of
+        the time.
     """
 
     name: str
@@ -64,10 +66,10 @@ class Device:
     noise: float = 0.03
     spikes: float = 0.01
     used: Counter[int] = field(default_factory=Counter)
-    behind: float = 0.0
+    steps_lost: float = 0.0
 
     def speed(self, steps: int = 2000) -> float:
-        """Tokens per ms over that of steps without drafts."""
+        """Return tokens per ms over that of steps without drafts."""
         rows, latency, ms = DEVICES[self.name]
         draw = random.Random(self.seed)
         coins = np.random.default_rng(self.seed)
@@ -79,60 +81,63 @@ class Device:
         without = 0.0
         for step in range(steps):
             count = chooser.choose(rows)
-            made = min(count, last)
+            result = min(count, last)
             last = count
-            accepted = self._accepted(coins, step, made, rows)
+            accepted = self._accepted(coins, step, result, rows)
             plain = ms[0] * self.context(step)
             took = plain + ms[count] - ms[0]
             self.used[count] += 1
             time += took
             without += plain * (1 + sum(accepted) / rows)
-            self.behind = max(self.behind, (0.98 * time - without) / plain)
+            self.steps_lost = max(self.steps_lost, (0.98 * time - without) / plain)
             off = 5.0 if draw.random() < self.spikes else abs(draw.gauss(0, self.noise))
-            flights.append((rows, count, made, accepted, took * (1 + off)))
+            flights.append((rows, count, result, accepted, took * (1 + off)))
             if len(flights) >= latency:
                 chooser.observe(*flights.pop(0))
         return without / time
 
-    def _accepted(self, coins: np.random.Generator, step: int, made: int, rows: int) -> list[int]:
-        """Of each row, those that lose first standing first: a coin at each place in the race."""
+    def _accepted(self, coins: np.random.Generator, step: int, result: int, rows: int) -> list[int]:
+        """Return each row's accepted drafts: a random draw at each position."""
         accepted: list[int] = []
-        left = rows
-        for place in range(made):
-            chance = self.chance(step, place)
+        remaining = rows
+        for index in range(result):
+            chance = self.chance(step, index)
             stay = (
-                int(coins.binomial(left, chance)) if left > 1 else left * (coins.random() < chance)
+                int(coins.binomial(remaining, chance))
+                if remaining > 1
+                else remaining * (coins.random() < chance)
             )
-            accepted += [place] * (left - stay)
-            left = stay
-        return accepted + [made] * left
+            accepted += [index] * (remaining - stay)
+            remaining = stay
+        return accepted + [result] * remaining
 
 
 def best(name: str, chance: float) -> float:
-    """The speed of the best count that never changes, over that without drafts."""
+    """Return the speed of the best constant number of drafts over that without drafts."""
     ms = DEVICES[name][2]
     return max(sum(chance**i for i in range(k + 1)) / ms[k] for k in ms) * ms[0]
 
 
-def in_turn(others: Sequence[object]) -> list[Any]:
-    """Params (device, other), all of them; those of other turns than the device's own are slow."""
+def device_pairs(rest: Sequence[object]) -> list[Any]:
+    """Return params of all pairs (device, other); those of a device with another's setting are
+    slow."""
     return [
-        pytest.param(name, other, marks=() if i % len(others) == at else pytest.mark.slow)
+        pytest.param(name, other, marks=() if i % len(rest) == at else pytest.mark.slow)
         for i, name in enumerate(DEVICES)
-        for at, other in enumerate(others)
+        for at, other in enumerate(rest)
     ]
 
 
-@pytest.mark.parametrize(("name", "context"), in_turn(tuple(CONTEXTS)))
-def test_never_loses_two_percent(name: str, context: str) -> None:
+@pytest.mark.parametrize(("name", "context"), device_pairs(tuple(CONTEXTS)))
+def test_adaptive_drafts_never_lose_two_percent(name: str, context: str) -> None:
     for seed, (workload, chance) in enumerate(WORKLOADS.items()):
         device = Device(name, chance, CONTEXTS[context], seed)
         assert device.speed(1500) > 0.98, workload
-        assert device.behind < 4, f"{workload}: what the first trial costs, at no time more"
+        assert device.steps_lost < 4, f"{workload}: what the first trial costs, at no time more"
 
 
-@pytest.mark.parametrize(("name", "clock"), in_turn([(0.0, 0.0), (0.1, 0.01), (0.003, 0.2)]))
-def test_a_clock_that_is_off_loses_no_more(name: str, clock: tuple[float, float]) -> None:
+@pytest.mark.parametrize(("name", "clock"), device_pairs([(0.0, 0.0), (0.1, 0.01), (0.003, 0.2)]))
+def test_noisy_clock_loses_no_more(name: str, clock: tuple[float, float]) -> None:
     """clock: noise and spikes of a Device."""
     noise, spikes = clock
     for chance in (0.0, 0.1):
@@ -148,8 +153,8 @@ def test_finds_the_best_count(name: str, chance: float) -> None:
     assert Device(name, lambda t, i: chance).speed(3000) > 0.95 * best(name, chance)
 
 
-def test_places_are_told_apart() -> None:
-    """The first draft is nearly always right and the second never: one draft it is."""
+def test_acceptance_is_learned_per_position() -> None:
+    """The first draft is nearly always accepted and the second never, so one draft is chosen."""
     device = Device("27B, 64 rows", WORKLOADS["the first of a step"])
     ms = DEVICES["27B, 64 rows"][2]
     assert device.speed() > 0.96 * 1.95 / ms[1] * ms[0]
@@ -168,56 +173,58 @@ NULL = {0: 16.0, 1: 22.0, 3: 33.0}
 
 
 def null_costs() -> Costs:
-    """Of 64 null rows."""
+    """Return costs of 64 null rows."""
     return Costs.measured({(64, k): NULL[k] for k in COUNTS})
 
 
-def run(costs: Costs, count: int, *ms: float) -> dict[int, float]:
-    """What steps of this count are known to cost after these."""
+def observe(costs: Costs, count: int, *ms: float) -> dict[int, float]:
+    """Observe steps of this count; return the known costs."""
     for value in ms:
         costs.observe(64, count, value)
     return costs.ms(64)
 
 
 def test_costs_are_learned_from_real_rows() -> None:
-    """Null rows are cheap; the first real step corrects its own cost and guesses the others'."""
+    """Null rows are cheap; the first real step corrects its own cost and estimates the others."""
     costs = null_costs()
     assert costs.ms(64) == NULL
-    assert run(costs, 0, 26.0) == {k: ms + 10.0 for k, ms in NULL.items()}
-    assert run(costs, 3, 500.0, 50.0) == {0: 26.0, 1: 32.0, 3: 50.0}, "the first was disturbed"
-    run(costs, 0, 26.0, 26.0)
-    assert run(costs, 1, 500.0)[1] == 32.0, "which does not count against one draft"
-    assert run(costs, 1, 34.0, 34.0)[1] == 34.0
+    assert observe(costs, 0, 26.0) == {k: ms + 10.0 for k, ms in NULL.items()}
+    assert observe(costs, 3, 500.0, 50.0) == {0: 26.0, 1: 32.0, 3: 50.0}, "the first was disturbed"
+    observe(costs, 0, 26.0, 26.0)
+    assert observe(costs, 1, 500.0)[1] == 32.0, "which does not count against one draft"
+    assert observe(costs, 1, 34.0, 34.0)[1] == 34.0
 
 
-def test_costs_that_all_counts_share_move_together() -> None:
-    """Contexts have grown: 10 ms more, seen in steps of three drafts alone."""
+def test_shared_costs_change_together() -> None:
+    """Longer contexts add 10 ms, observed in steps of three drafts only."""
     costs = null_costs()
-    run(costs, 0, 26.0, 26.0, 26.0)
-    run(costs, 3, 50.0, 50.0, 50.0)
-    assert run(costs, 3, *[60.0] * 30) == pytest.approx({0: 36.0, 1: 42.0, 3: 60.0})
+    observe(costs, 0, 26.0, 26.0, 26.0)
+    observe(costs, 3, 50.0, 50.0, 50.0)
+    assert observe(costs, 3, *[60.0] * 30) == pytest.approx({0: 36.0, 1: 42.0, 3: 60.0})
     known = costs.ms(64)
-    assert run(costs, 3, 3000.0, 60.0) == pytest.approx(known), "a disturbed step does not count"
+    assert observe(costs, 3, 3000.0, 60.0) == pytest.approx(known), (
+        "a disturbed step does not count"
+    )
 
 
-def test_what_sets_a_count_apart_is_learned_at_the_start_of_its_runs() -> None:
+def test_costs_of_one_count_are_learned_at_its_start() -> None:
     costs = null_costs()
-    run(costs, 0, 26.0, 26.0, 26.0)
-    run(costs, 3, 50.0, 50.0, 50.0)
-    assert run(costs, 0, 28.0, 28.0, 28.0) == pytest.approx({0: 26.5, 1: 32.5, 3: 50.0})
+    observe(costs, 0, 26.0, 26.0, 26.0)
+    observe(costs, 3, 50.0, 50.0, 50.0)
+    assert observe(costs, 0, 28.0, 28.0, 28.0) == pytest.approx({0: 26.5, 1: 32.5, 3: 50.0})
     for _ in range(30):
-        run(costs, 3, 50.0, 50.0, 50.0)
-        run(costs, 0, 28.0, 28.0, 28.0)
+        observe(costs, 3, 50.0, 50.0, 50.0)
+        observe(costs, 0, 28.0, 28.0, 28.0)
     assert costs.ms(64) == pytest.approx({0: 28.0, 1: 34.0, 3: 50.0}, rel=1e-3)
 
 
-def test_rows_between_those_measured() -> None:
+def test_costs_are_interpolated_between_row_counts() -> None:
     costs = Costs.measured({(1, 0): 10.0, (1, 3): 20.0, (5, 0): 30.0, (5, 3): 80.0})
     assert costs.ms(3) == {0: 20.0, 3: 50.0}
     assert costs.ms(9) == costs.ms(5) and Costs({2: {0: Cost(7.0)}}).ms(1) == {0: 7.0}
 
 
-def test_acceptance_length_of_what_was_seen() -> None:
+def test_acceptance_length_follows_observations() -> None:
     seen = Acceptance(3)
     guess = seen.length(3)
     assert 1 < seen.length(1) < guess < 4
@@ -231,14 +238,14 @@ def test_acceptance_length_of_what_was_seen() -> None:
     assert seen.length(3) > 2.4, "what is not tried any more is forgotten"
 
 
-def test_the_config_says_who_chooses() -> None:
+def test_config_selects_the_policy() -> None:
     taken = {(1, k): 10.0 + k for k in COUNTS}
     fixed = draft_length_policy(False, (3,), {(1, 3): 5.0})
     assert isinstance(fixed, FixedDraftLength) and fixed.choose(1) == 3
     assert isinstance(draft_length_policy(True, COUNTS, taken), AdaptiveDraftLength)
 
 
-def test_a_random_draft_length_is_any_and_the_same_in_each_run() -> None:
+def test_random_draft_length_is_reproducible() -> None:
     drawn = [[RandomDraftLength(COUNTS).choose(1)] for _ in range(2)]
     assert drawn[0] == drawn[1]
     one = RandomDraftLength(COUNTS)

@@ -1,4 +1,4 @@
-"""How a request takes tokens, and why it ends."""
+"""How a request appends tokens, and why it finishes."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_append(params: dict, tokens: list, taken: int, finish: str | None, stop
     assert (request.finish_reason, request.stop_reason) == (finish, stop)
 
 
-def test_nothing_is_taken_after_the_end() -> None:
+def test_no_token_is_appended_after_the_end() -> None:
     request = make(max_tokens=1)
     assert request.append([4]) == 1
     assert request.append([5]) == 0

@@ -1,4 +1,4 @@
-"""Random walks of scheduler and cache against a model of the device that stores token contents."""
+"""Random walks of scheduler and cache on a simulated device that stores token contents."""
 
 import random
 from collections import deque
@@ -24,12 +24,12 @@ def fold(state: int, token: int) -> int:
 
 
 class Truth:
-    """What a request's tokens are, and the state after each; generated from the state alone."""
+    """A request's tokens and the state after each, generated from the state only."""
 
-    def __init__(self, request: Request, most: int) -> None:
+    def __init__(self, request: Request, max_tokens: int) -> None:
         self.tokens = list(request.prompt_token_ids)
         self.states = [0]
-        for i in range(most):
+        for i in range(max_tokens):
             if i == len(self.tokens):
                 self.tokens.append(self.states[i] % 40)
             self.states.append(fold(self.states[i], self.tokens[i]))
@@ -58,18 +58,18 @@ class Device:
         self.truth: dict[Request, Truth] = {}
 
     def evict(self, moves: Sequence[Move], content: Callable[[int], object]) -> None:
-        """Every host page of a place holds its part of what goes there."""
+        """Write a part of the content to every host page of the entry."""
         for move in moves:
             kept = content(move.unit)
             assert move.unit > 0
             for part, page in enumerate(move.host_pages):
                 self.host[page] = (part, kept)
 
-    def fetch(self, place: tuple[int, ...]) -> object:
-        """What is in a place: all of one thing."""
-        found = [self.host[page] for page in place]
-        assert found == [(part, found[0][1]) for part in range(len(place))]
-        return found[0][1]
+    def fetch(self, index: tuple[int, ...]) -> object:
+        """Return the content of an entry; all parts must belong together."""
+        results = [self.host[page] for page in index]
+        assert results == [(part, results[0][1]) for part in range(len(index))]
+        return results[0][1]
 
     def launch(self, plan: Schedule) -> Results:
         for request_id in plan.dropped:
@@ -164,8 +164,8 @@ class Device:
 
     def _read(self, row: Row) -> None:
         length = min(row.computed, row.request.max_total_tokens)
-        found = [t for p in row.pages for t in self.kv[p]][:length]
-        assert found == self.truth[row.request].tokens[:length], "a row reads another's tokens"
+        results = [t for p in row.pages for t in self.kv[p]][:length]
+        assert results == self.truth[row.request].tokens[:length], "a row reads another's tokens"
 
     def _write(self, row: Row, begin: int, tokens: list[int]) -> None:
         for position, token in enumerate(tokens, begin):
@@ -186,16 +186,17 @@ def expected(request: Request, truth: Truth) -> list[int]:
 
 
 def check_prompt_logprobs(request: Request) -> None:
-    """With its first tokens a request has the entries of its whole prompt, in order, if it asks."""
+    """Assert that a request that asks for them gets entries of its full prompt, in order, with its
+    first tokens."""
     if request.params.prompt_logprobs is not None:
-        found = [next(iter(entry or ())) for entry in request.prompt_logprobs]
-        assert found == request.prompt_token_ids[1:]
+        actual = [next(iter(entry or ())) for entry in request.prompt_logprobs]
+        assert actual == request.prompt_token_ids[1:]
 
 
-def drawn(rng: random.Random, name: str, stems: list[list[int]], most: int) -> Request:
-    """A request whose prompt begins like one of the stems and is shorter than `most` tokens."""
-    stem = rng.choice(stems)[: rng.randrange(1, min(33, most))]
-    prompt = (stem + [rng.randrange(40)] * rng.randrange(3))[: most - 1]
+def random_request(rng: random.Random, name: str, stems: list[list[int]], maximum: int) -> Request:
+    """Return a request of fewer than `maximum` prompt tokens, which start like one of the stems."""
+    stem = rng.choice(stems)[: rng.randrange(1, min(33, maximum))]
+    prompt = (stem + [rng.randrange(40)] * rng.randrange(3))[: maximum - 1]
     params = SamplingParams(
         max_tokens=rng.choice([None, 1, 5, 30]),
         min_tokens=rng.choice([0, 1]),
@@ -208,7 +209,8 @@ def drawn(rng: random.Random, name: str, stems: list[list[int]], most: int) -> R
 
 
 def check_plan(plan: Schedule, sched: Scheduler) -> None:
-    """What moves in is computed with; what moves is moved, since an empty plan is not launched."""
+    """Assert that restored pages are used, and that moves make a plan non-empty, since empty plans
+    are not launched."""
     busy = bool(plan.decode or plan.prompt)
     moved = [*plan.evicted.values(), *plan.fetched.values()]
     assert busy or not plan.swap_in, "a move in that computes nothing"
@@ -216,8 +218,8 @@ def check_plan(plan: Schedule, sched: Scheduler) -> None:
     assert sum(c.length for c in plan.prompt) <= sched.budget
 
 
-def leaves_nothing(sched: Scheduler, rows: int) -> None:
-    """All that requests had is given back, and all that is cached can be forgotten."""
+def assert_empty(sched: Scheduler, rows: int) -> None:
+    """Assert that all resources of requests are free, and that the cache can be emptied."""
     cache = sched.cache
     assert cache.paged.pool.used == 0 and (cache.state is None or cache.state.pool.used == 0)
     assert not cache.seqs and not sched.running and not sched.queue and not sched.launched
@@ -228,10 +230,10 @@ def leaves_nothing(sched: Scheduler, rows: int) -> None:
     assert cache.host.used == 0 and cache.paged.pool.available == cache.paged.pool.total
 
 
-def drawn_scheduler(
+def random_scheduler(
     rng: random.Random, state: bool, query_len: int, policy: str, drafts_in_pages: bool
 ) -> Scheduler:
-    """One with few rows, pages and slots."""
+    """Return a scheduler with few rows, pages and slots."""
     rows = rng.choice([1, 3, 5])
     pages = rng.choice([9, 17, 30])
     slots = 1 + rows + rng.choice([0, 1, 6]) if state else 0
@@ -248,30 +250,32 @@ def drawn_scheduler(
     )
 
 
-def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead: int) -> Scheduler:
+def walk(
+    seed: int, ticks: int, state: bool, query_len: int, policy: str, steps_ahead: int
+) -> Scheduler:
     rng = random.Random(seed)
-    sched = drawn_scheduler(rng, state, query_len, policy, bool(seed % 2))
+    sched = random_scheduler(rng, state, query_len, policy, bool(seed % 2))
     cache = sched.cache
     sizes = cache.config
     device = Device(sizes.num_pages, max(sizes.num_state_slots, 1), query_len, rng)
     stems = [[rng.randrange(40) for _ in range(32)] for _ in range(3)]
     flights: deque[tuple[Schedule, Results]] = deque()
     finished = set()
-    made = {}
+    result = {}
     aborted = set()
     tick = 0
     while tick < ticks or sched.has_work() or flights:
         tick += 1
         assert tick < ticks + 3_000, "the walk does not end"
         if tick < ticks and len(sched.entries) < 12 and rng.random() < 0.35:
-            request = drawn(rng, f"r{len(made)}", stems, min(60, cache.capacity))
-            made[request.id] = request
+            request = random_request(rng, f"r{len(result)}", stems, min(60, cache.capacity))
+            result[request.id] = request
             device.requests[request.id] = request
             device.truth[request] = Truth(request, 60 + 8 * query_len)
             sched.add(request)
         if sched.entries and rng.random() < 0.03:
             victim = rng.choice(list(sched.entries))
-            assert sched.abort(victim) is made[victim]
+            assert sched.abort(victim) is result[victim]
             aborted.add(victim)
             cache.check()
         if sched.entries and rng.random() < 0.03:
@@ -284,7 +288,7 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
             results = device.launch(plan)
             if plan.has_steps:
                 flights.append((plan, results))
-        while flights and (len(flights) > ahead or not busy):
+        while flights and (len(flights) > steps_ahead or not busy):
             for request in sched.update(*flights.popleft()):
                 assert request.id not in finished | aborted
                 if request.finish_reason:
@@ -292,11 +296,11 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
                     assert request.output_token_ids == expected(request, device.truth[request])
                 check_prompt_logprobs(request)
             cache.check()
-    assert finished | aborted == set(made) and not finished & aborted
-    for request in made.values():
+    assert finished | aborted == set(result) and not finished & aborted
+    for request in result.values():
         full = expected(request, device.truth[request])
         assert request.output_token_ids == full[: len(request.output_token_ids)]
-    leaves_nothing(sched, sizes.max_num_seqs)
+    assert_empty(sched, sizes.max_num_seqs)
     assert not device.saved
     return sched
 
@@ -304,10 +308,10 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_row_table_random_walk(state: bool, query_len: int, policy: str, ahead: int) -> None:
-    base = 100 * (ahead + 3 * state + 6 * query_len) + len(policy)
-    scheds = [walk(base + i, 210, state, query_len, policy, ahead) for i in range(4)]
+@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+def test_row_table_random_walk(state: bool, query_len: int, policy: str, steps_ahead: int) -> None:
+    base = 100 * (steps_ahead + 3 * state + 6 * query_len) + len(policy)
+    scheds = [walk(base + i, 210, state, query_len, policy, steps_ahead) for i in range(4)]
     assert sum(s.cache.hit_tokens for s in scheds) > 0
     assert sum(s.preemptions for s in scheds) > 0
     assert sum(s.cache.host_hit_tokens for s in scheds) > 0

@@ -1,4 +1,4 @@
-"""The queue of requests that wait: its order, removal from the middle, and costs that stay flat."""
+"""The queue of waiting requests: order, removal, and constant cost."""
 
 import sys
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Item:
 @given(
     st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 9)), max_size=400)
 )
-def test_the_queue_equals_a_sorted_list(moves: list[tuple[str, int]]) -> None:
+def test_queue_equals_a_sorted_list(moves: list[tuple[str, int]]) -> None:
     queue: WaitingQueue[Item] = WaitingQueue()
     expected: list[Item] = []
     removed: list[Item] = []
@@ -47,7 +47,7 @@ def test_the_queue_equals_a_sorted_list(moves: list[tuple[str, int]]) -> None:
         assert len(queue._heap) <= 2 * len(expected) + MIN_STALE_KEYS + 1
 
 
-def test_an_entry_is_in_the_queue_once() -> None:
+def test_entry_is_queued_once() -> None:
     queue: WaitingQueue[Item] = WaitingQueue()
     item = Item((0, 1))
     queue.push(item)
@@ -59,9 +59,9 @@ def test_an_entry_is_in_the_queue_once() -> None:
 
 
 def calls_of_steps(policy: str, waiting: int) -> int:
-    """Return how many functions five steps call while `waiting` requests wait for a row.
+    """Return the number of function calls of five steps while `waiting` requests wait for a row.
 
-    Two of four rows were preempted before: pages of 8 tokens run short.
+    Two of four rows were preempted before, because pages of 8 tokens run short.
     """
     cache = Cache(CacheConfig(num_pages=9, page_size=8, max_num_seqs=4))
     options = {"max_num_batched_tokens": 64, "max_model_len": 60, "query_len": 1}
@@ -94,11 +94,11 @@ def calls_of_steps(policy: str, waiting: int) -> int:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_step_costs_the_same_whatever_waits(policy: str) -> None:
+def test_step_cost_is_independent_of_waiting_requests(policy: str) -> None:
     assert calls_of_steps(policy, 3) == calls_of_steps(policy, 2000)
 
 
-def test_aborting_all_that_waits_leaves_nothing() -> None:
+def test_abort_of_all_waiting_requests_empties_the_queue() -> None:
     cache = Cache(CacheConfig(num_pages=9, page_size=8, max_num_seqs=2))
     scheduler = Scheduler(
         cache, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=60, query_len=1

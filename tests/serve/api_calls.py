@@ -1,4 +1,4 @@
-"""Calls of the server's API: through the official clients, or with a body for a path."""
+"""Calls of the server's API: through the official clients, or with a raw body."""
 
 import asyncio
 from importlib import import_module
@@ -14,16 +14,16 @@ CALL = (
     "<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
 )
 BODIES: dict[str, dict[str, Any]] = {CHAT_PATH: {"messages": USER}, TEXT_PATH: {"prompt": "the"}}
-"""The least that a path takes."""
+"""Minimal body of each path."""
 
 
 def anthropic() -> Any:
-    """Anthropic's official library: slow to import, so not where tests are only collected."""
+    """Import Anthropic's official library, which is slow and so not imported at collection."""
     return import_module("anthropic")
 
 
-def ask(server, **options):
-    """A chat completion, or its chunks."""
+def create_chat(server, **options):
+    """Return a chat completion, or its chunks."""
 
     async def run():
         async with server.openai() as client:
@@ -34,8 +34,8 @@ def ask(server, **options):
     return asyncio.run(run())
 
 
-def complete(server, **options):
-    """A completion, or its chunks."""
+def create_completion(server, **options):
+    """Return a completion, or its chunks."""
 
     async def run():
         async with server.openai() as client:
@@ -46,7 +46,7 @@ def complete(server, **options):
 
 
 def fetch(server, method, path, **options):
-    """The answer to a request, as it comes."""
+    """Return the raw response to a request."""
 
     async def run():
         async with server.http() as client:
@@ -56,5 +56,5 @@ def fetch(server, method, path, **options):
 
 
 def post(server, path, **body):
-    """The answer to what a path needs in a body, with these fields."""
+    """Return the response to a path's minimal body with these fields added."""
     return fetch(server, "POST", path, json={**BODIES.get(path, {}), **body})

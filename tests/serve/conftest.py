@@ -1,4 +1,4 @@
-"""A service over the fake client, and the official client in front of it."""
+"""A service over the fake engine client, and official clients of it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,8 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
 
 @pytest.fixture
 def server(processor: Processor) -> SimpleNamespace:
-    """`says(text)` sets the answer; `openai()` and `http()` give clients, for `async with`."""
+    """Return a server whose `text` is its answer; `openai()` and `http()` give clients, for `async
+    with`."""
     eos = processor.tokenizer.fast.token_to_id("<|im_end|>")
     result = SimpleNamespace(text="hello fox", eos=eos)
     result.client = FakeClient(lambda request: [*processor.tokenizer.encode(result.text), eos])

@@ -1,4 +1,4 @@
-"""An engine client that answers from a script, with the real client's interface."""
+"""A fake engine client that answers from a script, with the real client's interface."""
 
 import asyncio
 import json
@@ -18,10 +18,11 @@ VOCABULARY = 1 << 20
 
 
 class FakeClient:
-    """Gives each request the tokens of `answer(request)`, `step` at a time; `hang` never ends.
+    """Client that gives each request the tokens of `answer(request)`, `step` at a time; with `hang`
+    it never ends.
 
-    A request that wants more gets the first one again and again. nan_after: tokens after which a
-    request ends with an error.
+    A request for more tokens gets the first one repeatedly. nan_after: tokens after which a request
+    ends with an error.
     """
 
     def __init__(self, answer: Callable[[Request], list[int]]) -> None:
@@ -105,9 +106,8 @@ class FakeClient:
 
 
 def _sources(count: int, speculate: bool) -> tuple[TokenSource, ...]:
-    """Return the sources of the tokens of one step. All but the last are drafts, if the request
-    allows them.
-    """
+    """Return the sources of one step's tokens: all but the last are drafts, if the request allows
+    drafts."""
     if not speculate:
         return ("plain",) * count
     return (*("draft",) * (count - 1), "bonus") if count else ()
@@ -118,7 +118,7 @@ def _scores(token: int) -> dict[int, Logprob]:
     return {token: Logprob(-0.5, 1), other: Logprob(float("-inf"), 2)}
 
 
-async def ask_and_leave(server: SimpleNamespace, path: str, body: Any, requests: int) -> None:
+async def post_and_disconnect(server: SimpleNamespace, path: str, body: Any, requests: int) -> None:
     """Post to the application, and disconnect when its client has this number of requests."""
     gone = asyncio.Event()
     sent = json.dumps(body).encode()

@@ -46,18 +46,18 @@ CALL: list[Any] = [
 
 @contextlib.contextmanager
 def serving(llm: LLM) -> Iterator[SimpleNamespace]:
-    """The engine in its thread, the application in another, and clients of both kinds."""
+    """Yield the engine in a thread, the application in another, and clients of both APIs."""
     transport = ThreadTransport(llm.engine)
-    with listening(transport, llm.processor, llm.engine.fingerprint) as found:
-        found.llm = llm
-        yield found
+    with listening(transport, llm.processor, llm.engine.fingerprint) as result:
+        result.llm = llm
+        yield result
 
 
 @contextlib.contextmanager
 def listening(
     transport: Transport, processor: Processor, fingerprint: str, limits: Limits | None = None
 ) -> Iterator[SimpleNamespace]:
-    """The application over an engine, in a thread, and clients of both kinds."""
+    """Yield the application over an engine, in a thread, and clients of both APIs."""
     engine = AsyncEngine(transport)
     engine.start()
     service = Service(engine, processor, "lockstep", fingerprint, limits)
@@ -93,19 +93,19 @@ def wait_until(condition: Any) -> None:
     """Wait for a condition; fail after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.005)
 
 
 def chat(server: SimpleNamespace, messages: list[Any], **options: Any) -> Any:
-    """An answer, or the list of its chunks."""
+    """Return a chat completion, or the list of its chunks."""
     options = {"temperature": 0, "max_tokens": 80, **options}
     response = server.ask.chat.completions.create(model="lockstep", messages=messages, **options)
     return list(response) if options.get("stream") else response
 
 
 def complete(server: SimpleNamespace, prompt: Any = CODE, **options: Any) -> Any:
-    """The same of /v1/completions."""
+    """Return a completion, or the list of its chunks."""
     options = {"temperature": 0, "max_tokens": 16, **options}
     response = server.ask.completions.create(model="lockstep", prompt=prompt, **options)
     return list(response) if options.get("stream") else response

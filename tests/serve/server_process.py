@@ -1,4 +1,4 @@
-"""The server as a process, on a Unix socket."""
+"""The server as a process on a Unix socket."""
 
 import contextlib
 import socket
@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 PATIENCE = 90.0
-"""Seconds that a server may take to start, or to answer."""
+"""Time limit in seconds of a server's start or answer."""
 COMMAND = [sys.executable, "-m", "lockstep", "serve"]
 
 
@@ -19,10 +19,10 @@ COMMAND = [sys.executable, "-m", "lockstep", "serve"]
 def served(
     path: Path, *options: str, code: str | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """(the process, a client of it) once it answers; it is gone afterwards. It leads a group of its
-    own, as a command of a terminal does.
+    """Yield (the process, a client of it) once it answers, in its own process group; end it
+    afterwards.
 
-    path: of the socket; options: of the command; code: what runs instead of `-m lockstep`.
+    path: of the socket; options: of the command; code: Python code to run instead of `-m lockstep`.
     """
     command = [sys.executable, "-c", code, *COMMAND[3:]] if code else COMMAND
     running = subprocess.Popen(
@@ -52,15 +52,15 @@ def _listens(path: Path) -> bool:
 
 
 def engine_of(running: "subprocess.Popen[str]") -> int:
-    """The number of a server's engine process."""
+    """Return the process id of a server's engine."""
     threads = Path(f"/proc/{running.pid}/task").iterdir()
-    children = [pid for each in threads for pid in (each / "children").read_text().split()]
-    (found,) = [pid for pid in children if b"spawn_main" in _command(pid)]
-    return int(found)
+    children = [pid for item in threads for pid in (item / "children").read_text().split()]
+    (result,) = [pid for pid in children if b"spawn_main" in _command(pid)]
+    return int(result)
 
 
 def is_gone(pid: int) -> bool:
-    """Return whether the process has ended."""
+    """Return True if the process has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

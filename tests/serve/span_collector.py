@@ -1,4 +1,4 @@
-"""A collector of spans, and a request that bears a trace."""
+"""A collector of OpenTelemetry spans, and headers of a traced request."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ TRACED = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01", "X-Request-Id": "m
 
 @contextmanager
 def collecting() -> Iterator[SimpleNamespace]:
-    """A collector: `url`, `paths` that were asked for, and `spans` that came, each with what it is
-    of."""
+    """Yield a collector: `url`, the requested `paths`, and the received `spans` with their
+    resources."""
     result = SimpleNamespace(spans=[], paths=[])
 
     class Collect(QuietHandler):
@@ -36,5 +36,5 @@ def collecting() -> Iterator[SimpleNamespace]:
 
 
 def values(attributes: Any) -> dict[str, Any]:
-    """OTLP's attributes as plain values."""
+    """Return OTLP attributes as plain values."""
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}

@@ -1,10 +1,10 @@
-"""Sessions of coding agents and SDKs, turn after turn, with the bodies that these clients send.
+"""Sessions of coding agents and SDKs, turn by turn, with the bodies that these clients send.
 
 A file of `sessions/` has a client's constant fields and its turns. `add`: entries that the client
-adds to the conversation. `results`: what the tools gave that the model has called in the turn
-before. `model`: the text that the model writes. `shown`, `hidden`: texts that the prompt has, or
-has not. `ignored`: fields that the answer's header names. `calls`: tools that the answer calls.
-`returns`: how the client sends an answer back.
+adds to the conversation. `results`: results of the tools called in the previous turn. `model`: the
+text that the model writes. `shown`, `hidden`: texts that the prompt contains, or does not.
+`ignored`: fields that the response header names. `calls`: tools that the answer calls. `returns`:
+how the client sends an answer back.
 """
 
 import json
@@ -42,7 +42,7 @@ TEMPLATE = """{{ tools | default([], true) | tojson }}<tool_call>
 <|im_start|>assistant
 {% if enable_thinking %}<think>
 {% endif %}"""
-"""Shows all of a conversation."""
+"""Template that shows the whole conversation."""
 OUTPUTS = {
     "function_call": "function_call_output",
     "custom_tool_call": "custom_tool_call_output",
@@ -54,7 +54,8 @@ OUTPUTS = {
 
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
-    """The tiny model's text side, with room for sessions and a template that shows them whole."""
+    """Return the tiny model's text processor, with room for sessions and a template that shows them
+    whole."""
     folder = make_folder(tmp_path_factory.mktemp("tiny"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return Processor.for_model(Tokenizer(folder), folder, 16384)
@@ -112,30 +113,34 @@ def blocks_of(answer: Any) -> list[dict[str, Any]]:
     return blocks
 
 
-def next_entries(path: str, said: list[dict[str, Any]], turn: Any, how: str) -> list[Any]:
+def next_entries(path: str, message: list[dict[str, Any]], turn: Any, how: str) -> list[Any]:
     """Return what the client adds to the conversation: the answer, results, and the turn's own."""
     results = turn.get("results", [])
     if path == RESPONSES:
-        calls = [item for item in said if item["type"] in OUTPUTS]
-        values = [returned(item, how) for item in said]
+        calls = [item for item in message if item["type"] in OUTPUTS]
+        values = [returned(item, how) for item in message]
         values += map(result_of, calls, results)
         return [*values, *turn.get("add", [])]
-    values = [{"role": "assistant", "content": said}] if said else []
-    uses = [block["id"] for block in said if block["type"] == "tool_use"]
-    given = [
+    values = [{"role": "assistant", "content": message}] if message else []
+    uses = [block["id"] for block in message if block["type"] == "tool_use"]
+    user_content = [
         {"type": "tool_result", "tool_use_id": use, "content": result}
         for use, result in zip(uses, results, strict=True)
     ]
-    return [*values, *([{"role": "user", "content": given}] if given else []), *turn.get("add", [])]
+    return [
+        *values,
+        *([{"role": "user", "content": user_content}] if user_content else []),
+        *turn.get("add", []),
+    ]
 
 
 @pytest.mark.parametrize("path", SESSIONS, ids=lambda path: path.stem)
-def test_a_session_goes_on_turn_after_turn(server: Any, processor: Any, path: Path) -> None:
+def test_agent_session(server: Any, processor: Any, path: Path) -> None:
     session = json.loads(path.read_text())
     conversation: list[Any] = []
-    said: list[dict[str, Any]] = []
+    message: list[dict[str, Any]] = []
     for turn in session["turns"]:
-        conversation += next_entries(session["path"], said, turn, session["returns"])
+        conversation += next_entries(session["path"], message, turn, session["returns"])
         server.text = turn["model"]
         body = {**session["body"], session["list"]: conversation}
         answer = post(server, session["path"], **body)
@@ -149,13 +154,13 @@ def test_a_session_goes_on_turn_after_turn(server: Any, processor: Any, path: Pa
             assert text not in prompt
         ignored = answer.headers.get("x-lockstep-ignored-fields")
         assert ignored == turn.get("ignored", ignored)
-        said = items_of(answer) if session["path"] == RESPONSES else blocks_of(answer)
-        for name, item in zip(turn.get("calls", []), said, strict=False):
+        message = items_of(answer) if session["path"] == RESPONSES else blocks_of(answer)
+        for name, item in zip(turn.get("calls", []), message, strict=False):
             assert name == f"{item['namespace']} {item['name']}"
 
 
-def listed(server: Any, response_id: str) -> list[dict[str, Any]]:
-    """Return the items that a response was made from."""
+def list_input_items(server: Any, response_id: str) -> list[dict[str, Any]]:
+    """Return the input items of a response."""
     answer = fetch(server, "GET", f"{RESPONSES}/{response_id}/input_items?order=asc")
     data: list[dict[str, Any]] = answer.json()["data"]
     return data
@@ -168,7 +173,7 @@ SHELL = (
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_of_a_tool_that_the_api_defines_is_an_item(server: Any, stream: bool) -> None:
+def test_call_of_api_defined_tool_is_an_item(server: Any, stream: bool) -> None:
     server.text = SHELL
     answer = create(server, tools=[{"type": "local_shell"}], stream=stream)
     if stream:
@@ -185,25 +190,25 @@ def test_a_call_of_a_tool_that_the_api_defines_is_an_item(server: Any, stream: b
     assert item.id.startswith("lsh_") and item.call_id.startswith("call_")
     assert server.client.requests[-1].grammar is not None
     following = create(server, previous_response_id=answer.id, input="and?")
-    (_, call, _) = listed(server, following.id)
+    (_, call, _) = list_input_items(server, following.id)
     assert call["type"] == "local_shell_call" and call["action"]["command"] == ["ls"]
 
 
-def test_a_call_that_was_cut_runs_no_command(server: Any, processor: Any) -> None:
+def test_truncated_shell_call_has_no_command(server: Any, processor: Any) -> None:
     server.text = SHELL
-    most = len(processor.tokenizer.encode(SHELL)) - 5
-    answer = create(server, tools=[{"type": "local_shell"}], max_output_tokens=most)
+    maximum = len(processor.tokenizer.encode(SHELL)) - 5
+    answer = create(server, tools=[{"type": "local_shell"}], max_output_tokens=maximum)
     (item,) = answer.output
     assert (item.type, item.status) == ("local_shell_call", "incomplete")
     assert item.action.command == []
     following = create(server, previous_response_id=answer.id, input="and?")
-    assert [item.get("content") for item in listed(server, following.id)] == [
+    assert [item.get("content") for item in list_input_items(server, following.id)] == [
         [{"type": "input_text", "text": "the fox"}],
         [{"type": "input_text", "text": "and?"}],
     ]
 
 
-def test_a_search_for_tools_is_the_clients(server: Any, processor: Any) -> None:
+def test_client_side_tool_search(server: Any, processor: Any) -> None:
     search = {
         "type": "tool_search",
         "execution": "client",
@@ -224,22 +229,22 @@ def test_a_search_for_tools_is_the_clients(server: Any, processor: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["local_shell", "shell", "apply_patch"])
-def test_a_choice_names_a_tool_that_the_api_defines(server: Any, name: str) -> None:
+def test_tool_choice_names_api_defined_tool(server: Any, name: str) -> None:
     tools = [{"type": "local_shell"}, {"type": "shell"}, {"type": "apply_patch"}]
     response = post(server, RESPONSES, input="x", tools=tools, tool_choice={"type": name})
     assert response.status_code == 200, response.text
     assert f"<function={name}>" in server.client.requests[-1].params.structured_outputs.grammar
 
 
-def test_a_reference_is_the_item_that_it_names(server: Any, processor: Any) -> None:
+def test_item_reference_is_resolved(server: Any, processor: Any) -> None:
     first = create(server)
     (item,) = first.output
     reference = {"type": "item_reference", "id": item.id}
     body = [{"role": "user", "content": "a"}, {"id": item.id}, {"role": "user", "content": "b"}]
     second = create(server, input=body)
     assert "hello fox" in last_prompt(server, processor)
-    assert listed(server, second.id)[1]["content"][0]["text"] == "hello fox"
-    for items, status, told in [
+    assert list_input_items(server, second.id)[1]["content"][0]["text"] == "hello fox"
+    for items, status, received in [
         ([reference, reference], 400, f"input[0].id='{item.id}' is there twice"),
         ([{**reference, "id": "msg_1_0"}], 404, "input[0].id='msg_1_0' is not known"),
         ([{**reference, "id": "x"}], 404, "store: false"),
@@ -247,10 +252,10 @@ def test_a_reference_is_the_item_that_it_names(server: Any, processor: Any) -> N
     ]:
         response = post(server, RESPONSES, input=items)
         assert response.status_code == status, response.text
-        assert told in response.json()["error"]["message"]
+        assert received in response.json()["error"]["message"]
 
 
-def test_references_outlive_the_responses_of_earlier_turns(server: Any, processor: Any) -> None:
+def test_item_references_outlive_earlier_responses(server: Any, processor: Any) -> None:
     """Only the latest response of the conversation is still stored."""
     service = Service(server.client, processor, "tiny", "ls-test", Limits(max_stored_responses=1))
     server.app = create_app(service)
@@ -264,10 +269,10 @@ def test_references_outlive_the_responses_of_earlier_turns(server: Any, processo
     assert "hello fox" in prompt and "lazy dog" in prompt
 
 
-def test_a_summary_is_read_where_reasoning_has_no_content(server: Any, processor: Any) -> None:
+def test_reasoning_summary_replaces_missing_content(server: Any, processor: Any) -> None:
     summary = [{"type": "summary_text", "text": "shorter"}]
     content = [{"type": "reasoning_text", "text": "whole"}]
-    for item, told in (
+    for item, received in (
         ({"summary": summary}, "shorter"),
         ({"summary": summary, "content": content}, "whole"),
     ):
@@ -275,13 +280,13 @@ def test_a_summary_is_read_where_reasoning_has_no_content(server: Any, processor
         create(server, input=items)
         prompt = last_prompt(server, processor)
         assert [text in prompt for text in ("shorter", "whole")] == [
-            told == "shorter",
-            told == "whole",
+            received == "shorter",
+            received == "whole",
         ]
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         (
             {"input": [{"role": "user", "content": "a"}, {"type": "compaction"}]},
@@ -322,15 +327,15 @@ def test_a_summary_is_read_where_reasoning_has_no_content(server: Any, processor
         ),
     ],
 )
-def test_a_refusal_names_the_place_and_a_remedy(server: Any, body: Any, told: str) -> None:
+def test_responses_error_names_path_and_remedy(server: Any, body: Any, message: str) -> None:
     response = post(server, RESPONSES, **{"input": "x", **body})
     assert response.status_code == 400, response.text
-    assert told in response.json()["error"]["message"], response.text
+    assert message in response.json()["error"]["message"], response.text
 
 
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         (
             {"role": "system", "content": "b"},
@@ -352,17 +357,15 @@ def test_a_refusal_names_the_place_and_a_remedy(server: Any, body: Any, told: st
         ({"role": "user", "content": [{"type": "document"}]}, "messages[1].content[0]: type='doc"),
     ],
 )
-def test_a_refusal_of_messages_names_the_place(
-    server: Any, path: str, entry: Any, told: str
-) -> None:
+def test_messages_error_names_path(server: Any, path: str, entry: Any, message: str) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}, entry]}
     body |= {"max_tokens": 9} if path == MESSAGES else {}
     response = post(server, path, **body)
     assert response.status_code == 400, response.text
-    assert response.json()["error"]["message"].startswith(told), response.text
+    assert response.json()["error"]["message"].startswith(message), response.text
 
 
-def test_the_page_says_what_becomes_of_every_item() -> None:
+def test_page_documents_every_item() -> None:
     """The page lists all items of OpenAI's library and of this server."""
     from openai.types.responses.response_input_item_param import ResponseInputItemParam
 

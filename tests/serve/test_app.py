@@ -1,4 +1,4 @@
-"""Completions, errors, disconnects, metrics and the rest of the server."""
+"""Completions, errors, disconnects, metrics and the other routes of the server."""
 
 import asyncio
 import json
@@ -12,8 +12,8 @@ from lockstep.engine.stats import Stats
 from lockstep.errors import RequestError
 from lockstep.serve.server import startup_message
 from lockstep.serve.telemetry.metrics import Metrics
-from tests.serve.api_calls import complete
-from tests.serve.fake_client import ask_and_leave
+from tests.serve.api_calls import create_completion
+from tests.serve.fake_client import post_and_disconnect
 
 
 def fetch(server, method, path, **options):
@@ -25,19 +25,19 @@ def fetch(server, method, path, **options):
 
 
 def test_completion_and_stream(server):
-    whole = complete(server, prompt="the", n=2, max_tokens=50)
-    assert [c.text for c in whole.choices] == ["hello fox"] * 2
-    chunks = complete(server, prompt=["the", "a"], stream=True, max_tokens=50)
+    full = create_completion(server, prompt="the", n=2, max_tokens=50)
+    assert [c.text for c in full.choices] == ["hello fox"] * 2
+    chunks = create_completion(server, prompt=["the", "a"], stream=True, max_tokens=50)
     for index in (0, 1):
-        own = [c.choices[0] for c in chunks if c.choices[0].index == index]
-        assert "".join(c.text for c in own) == "hello fox" and own[-1].finish_reason == "stop"
-    assert complete(server, prompt=[1, 2, 3]).usage.prompt_tokens == 3
+        mine = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert "".join(c.text for c in mine) == "hello fox" and mine[-1].finish_reason == "stop"
+    assert create_completion(server, prompt=[1, 2, 3]).usage.prompt_tokens == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs(server, processor, stream):
     server.text = "hello lazy fox"
-    response = complete(
+    response = create_completion(
         server, prompt="the dog", echo=True, logprobs=1, max_tokens=50, stream=stream
     )
     choices = [c.choices[0] for c in response] if stream else response.choices
@@ -50,14 +50,14 @@ def test_echo_with_logprobs(server, processor, stream):
         assert "".join(tokens)[offset:].startswith(token)
 
 
-def test_a_prompt_without_the_tokens_that_the_tokenizer_adds(server, processor):
+def test_add_special_tokens_false(server, processor):
     """Clients that render the chat template themselves send this option."""
     begin = processor.tokenizer.fast.token_to_id("<|im_start|>")
     added = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", begin)])
     processor.tokenizer.fast.post_processor = added
     try:
         for options in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
-            response = complete(server, prompt=["the", "a"], echo=True, extra_body=options)
+            response = create_completion(server, prompt=["the", "a"], echo=True, extra_body=options)
             assert [choice.text for choice in response.choices] == ["thehello fox", "ahello fox"]
         first = [request.prompt_token_ids[0] == begin for request in server.client.requests]
         assert first == [True, True, True, True, False, False]
@@ -66,34 +66,34 @@ def test_a_prompt_without_the_tokens_that_the_tokenizer_adds(server, processor):
 
 
 @pytest.mark.parametrize("step", [1, 3, 80])
-def test_offsets_are_places_in_the_text(server, step):
-    """Characters of several tokens and tokens whose text must wait, with and without streaming."""
+def test_logprobs_text_offsets(server, step):
+    """Characters of several tokens and tokens whose text is delayed, with and without streaming."""
     server.client.step = step
     server.text = "a 🦊 is é, stopp the fox"
-    asked = {
+    requested = {
         "prompt": "naïve 🦊 dog",
         "echo": True,
         "logprobs": 0,
         "max_tokens": 90,
         "stop": "op q",
     }
-    (whole,) = complete(server, **asked).choices
-    text = whole.text
-    logprobs = whole.logprobs
+    (full,) = create_completion(server, **requested).choices
+    text = full.text
+    logprobs = full.logprobs
     assert text == "naïve 🦊 doga 🦊 is é, stopp the fox"
-    for place, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+    for index, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
         if "\ufffd" not in token and token != "<|im_end|>":
-            assert text[place:].startswith(token), (place, token)
+            assert text[index:].startswith(token), (index, token)
     assert logprobs.text_offset == sorted(logprobs.text_offset)
     assert logprobs.text_offset[-1] == len(text), "of the token that ends it"
-    streamed = [chunk.choices[0] for chunk in complete(server, stream=True, **asked)]
+    streamed = [chunk.choices[0] for chunk in create_completion(server, stream=True, **requested)]
     assert "".join(choice.text for choice in streamed) == text
-    offsets = [place for choice in streamed for place in choice.logprobs.text_offset]
+    offsets = [index for choice in streamed for index in choice.logprobs.text_offset]
     assert offsets == logprobs.text_offset
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_ids_that_cannot_be_echoed_begin_nothing(server, stream):
+def test_invalid_echo_ids_are_refused_before_generation(server, stream):
     body = {"prompt": [[1, 2], [-1]], "echo": True, "stream": stream, "logprobs": 1}
     response = fetch(server, "POST", "/v1/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
@@ -118,12 +118,12 @@ def test_errors_are_objects(server, body, param, status):
     assert fetch(server, "GET", "/health").status_code == 200
 
 
-def test_too_long_names_the_limit(server):
+def test_too_long_prompt_names_the_limit(server):
     answer = fetch(server, "POST", "/v1/completions", json={"prompt": [1] * 600})
     assert "600 tokens" in answer.text and "context length is 512" in answer.text
 
 
-def test_no_json_and_no_route(server):
+def test_invalid_json_and_unknown_route(server):
     assert fetch(server, "POST", "/v1/completions", content=b"{").status_code == 400
     missing = fetch(server, "GET", "/v2")
     assert missing.status_code == 404 and missing.json()["error"]["message"]
@@ -135,7 +135,7 @@ def test_no_json_and_no_route(server):
 @pytest.mark.parametrize(
     ("path", "methods"), [("/ping", "GET, POST"), ("/v1/responses/x", "DELETE, GET")]
 )
-def test_all_methods_of_a_path_are_allowed(server, path, methods):
+def test_allow_header_lists_all_methods(server, path, methods):
     wrong = fetch(server, "PUT", path)
     assert wrong.status_code == 405 and wrong.headers["allow"] == methods
     assert (
@@ -149,9 +149,9 @@ def test_engine_errors(server, error, status):
     answer = fetch(server, "POST", "/v1/completions", json={"prompt": "x"})
     assert answer.status_code == status
     with pytest.raises(openai.APIError):
-        complete(server, prompt="x", stream=True)
+        create_completion(server, prompt="x", stream=True)
     server.client.error = None
-    assert complete(server, prompt="x", max_tokens=40).choices[0].text == "hello fox"
+    assert create_completion(server, prompt="x", max_tokens=40).choices[0].text == "hello fox"
 
 
 def test_dead_engine(server):
@@ -167,7 +167,7 @@ def test_disconnect_aborts(server, stream):
     server.client.answer = lambda request: request.prompt_token_ids[:1]
 
     body = {"prompt": "x", "max_tokens": 50, "stream": stream, "n": 2}
-    asyncio.run(ask_and_leave(server, "/v1/completions", body, requests=2))
+    asyncio.run(post_and_disconnect(server, "/v1/completions", body, requests=2))
     assert sorted(server.client.aborted) == sorted(r.id for r in server.client.requests)
 
 
@@ -200,14 +200,14 @@ def test_metrics(server):
     assert 'lockstep:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
 
 
-def test_counters_only_grow():
+def test_metrics_counters_are_set_to_totals():
     metrics = Metrics("m")
     for total in (3, 5):
         text = metrics.render(Stats(steps_total=total)).decode()
     assert 'lockstep:decode_steps_total{model_name="m"} 5.0' in text
 
 
-def test_shown_lines_work(processor):
+def test_startup_message_commands_work(processor):
     url = "http://127.0.0.1:1"
     ready, curl = startup_message(url, "tiny").splitlines()
     assert ready == f"Ready: the model 'tiny' at {url}/v1 (base_url of OpenAI clients)"

@@ -1,4 +1,4 @@
-"""Attacks on a whole server that take a while: it lives on, others are served, nothing leaks."""
+"""Slow attacks on a whole server: it keeps running, others are served, nothing leaks."""
 
 import json
 import socket
@@ -39,7 +39,7 @@ def until_idle(client: httpx.Client) -> None:
         time.sleep(0.1)
 
 
-def asked(path: Path, **body: Any) -> socket.socket:
+def open_request(path: Path, **body: Any) -> socket.socket:
     """Return a connection with a request whose response is not read."""
     sent = json.dumps(body).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n"
@@ -49,11 +49,11 @@ def asked(path: Path, **body: Any) -> socket.socket:
     return result
 
 
-def test_streams_that_nobody_reads(server: tuple[Path, httpx.Client]) -> None:
-    """Their clients leave with all of it unread; pages are free again, and others are served."""
+def test_unread_streams_are_released(server: tuple[Path, httpx.Client]) -> None:
+    """Their clients leave with everything unread; pages are freed, and others are served."""
     path, client = server
     body = {"messages": USER, "stream": True, "n": 8, "max_tokens": 300, "ignore_eos": True}
-    unread = [asked(path, **body, logprobs=True, top_logprobs=20) for _ in range(100)]
+    unread = [open_request(path, **body, logprobs=True, top_logprobs=20) for _ in range(100)]
     for _ in range(50):
         assert client.get("/health").text == "ok"
         time.sleep(0.2)
@@ -64,8 +64,8 @@ def test_streams_that_nobody_reads(server: tuple[Path, httpx.Client]) -> None:
     assert response.status_code == 200
 
 
-def test_grammars_that_are_ambiguous(server: tuple[Path, httpx.Client]) -> None:
-    """They end with an error before a step takes so long that the engine counts as lost."""
+def test_ambiguous_grammars_end_with_an_error(server: tuple[Path, httpx.Client]) -> None:
+    """They end before a step takes so long that the engine counts as lost."""
     _, client = server
     grammar = 'start: e\ne: e "1" e | e e | "1" | "2"'
     ends = client.post("/tokenize", json={"prompt": "<|im_end|><|endoftext|>"}).json()["tokens"]

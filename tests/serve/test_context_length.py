@@ -1,4 +1,5 @@
-"""A prompt that does not fit is refused in words and with fields by which agents compact."""
+"""A prompt that does not fit is refused with the texts and fields that agents use to compact their
+context."""
 
 import re
 from typing import Any
@@ -9,7 +10,8 @@ from tests.serve.api_calls import CHAT_PATH, TEXT_PATH, post
 from tests.serve.openai.responses.test_endpoint import create
 
 LONG = "the fox " * 600
-"""More tokens than the context has, and fewer characters than are counted before tokens are."""
+"""More tokens than the context, with fewer characters than the limit that is checked before
+tokenizing."""
 ENDLESS = "x" * 1_000_000
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -28,7 +30,7 @@ OPENAIS = "maximum context length is 512 tokens"
         (RESPONSES, lambda text: {"input": text}, "input"),
     ],
 )
-def test_openais_clients_see_the_code(
+def test_openai_error_code(
     server: Any, path: str, body: Any, param: str, text: str, stream: bool
 ) -> None:
     result = post(server, path, stream=stream, **body(text))
@@ -42,8 +44,8 @@ def test_openais_clients_see_the_code(
 
 
 @pytest.mark.parametrize("text", [LONG, ENDLESS], ids=["tokens", "characters"])
-def test_a_stream_of_responses_fails_by_the_code(server: Any, text: str) -> None:
-    """Codex compacts a conversation where response.failed has this code, and not at a 400."""
+def test_responses_stream_fails_with_the_code(server: Any, text: str) -> None:
+    """Codex compacts a conversation if response.failed has this code, and not at a 400."""
     created, failed = create(server, input=text, stream=True)
     assert (created.type, failed.type) == ("response.created", "response.failed")
     assert [created.sequence_number, failed.sequence_number] == [0, 1]
@@ -55,7 +57,7 @@ def test_a_stream_of_responses_fails_by_the_code(server: Any, text: str) -> None
 
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_token_ids_that_are_echoed_are_told_alike(server: Any, echo: bool, logprobs: Any) -> None:
+def test_echoed_token_ids_have_the_same_error(server: Any, echo: bool, logprobs: Any) -> None:
     result = post(server, TEXT_PATH, prompt=[7] * 4000, echo=echo, logprobs=logprobs, max_tokens=1)
     error = result.json()["error"]
     assert (result.status_code, error["code"]) == (400, "context_length_exceeded"), result.text
@@ -64,7 +66,7 @@ def test_token_ids_that_are_echoed_are_told_alike(server: Any, echo: bool, logpr
 
 @pytest.mark.parametrize("text", [LONG, ENDLESS], ids=["tokens", "characters"])
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
-def test_anthropics_clients_see_the_phrase(server: Any, path: str, text: str) -> None:
+def test_anthropic_error_phrase(server: Any, path: str, text: str) -> None:
     counting = path.endswith("count_tokens")
     extra = {} if counting else {"max_tokens": 9, "stream": True}
     result = post(server, path, messages=[{"role": "user", "content": text}], **extra)
@@ -78,19 +80,19 @@ def test_anthropics_clients_see_the_phrase(server: Any, path: str, text: str) ->
     assert int(phrase[1]) > int(phrase[2]) == 511
 
 
-def test_max_tokens_are_made_to_fit(server: Any) -> None:
+def test_max_tokens_is_reduced_to_the_context(server: Any) -> None:
     """A max_tokens above the rest of the context is reduced to it."""
     server.text = "fox " * 700
-    whole = post(server, CHAT_PATH, messages=[{"role": "user", "content": "x"}], max_tokens=5000)
-    assert whole.json()["choices"][0]["finish_reason"] == "length"
-    usage = whole.json()["usage"]
+    full = post(server, CHAT_PATH, messages=[{"role": "user", "content": "x"}], max_tokens=5000)
+    assert full.json()["choices"][0]["finish_reason"] == "length"
+    usage = full.json()["usage"]
     assert usage["total_tokens"] == 512
 
 
 @pytest.mark.parametrize(
     ("max_tokens", "reason"), [(5000, "model_context_window_exceeded"), (9, "max_tokens")]
 )
-def test_a_message_says_which_limit_ended_it(server: Any, max_tokens: int, reason: str) -> None:
+def test_message_stop_reason_names_the_limit(server: Any, max_tokens: int, reason: str) -> None:
     server.text = "fox " * 700
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": max_tokens}
     assert post(server, MESSAGES, **body).json()["stop_reason"] == reason

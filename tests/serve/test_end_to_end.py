@@ -27,7 +27,7 @@ from tests.serve.live_server import (
 )
 
 ENDS = ("<|endoftext|>", "<|im_end|>")
-"""Not part of a text; one of the tokens all the same."""
+"""End tokens, which are not part of a text but count as tokens."""
 DIALOGUE: list[Any] = [
     {"role": "user", "content": "My name is Tavoli."},
     {"role": "assistant", "content": "Noted."},
@@ -37,14 +37,14 @@ DIALOGUE: list[Any] = [
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[SimpleNamespace]:
-    """The server, drafting with the model's own module."""
-    with serving(LLM(speculative_config=MTP, **SETTINGS)) as found:
-        yield found
+    """Yield the server, drafting with the model's own module."""
+    with serving(LLM(speculative_config=MTP, **SETTINGS)) as result:
+        yield result
 
 
 @pytest.fixture
 def server(stack: SimpleNamespace) -> Iterator[SimpleNamespace]:
-    """The server; afterwards it is alive and no request is left in it."""
+    """Yield the server; assert afterwards that it is alive and holds no request."""
     yield stack
     wait_until(lambda: not stack.llm.engine.scheduler.entries)
     assert stack.engine.is_alive and stack.http.get("/health").text == "ok"
@@ -52,11 +52,11 @@ def server(stack: SimpleNamespace) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    """The same model called directly, without drafts: what the server has to say."""
+    """Return the same model called directly, without drafts."""
     return LLM(**SETTINGS)
 
 
-def test_a_tool_call_and_what_it_cost(server: SimpleNamespace, plain: LLM) -> None:
+def test_tool_call_and_usage(server: SimpleNamespace, plain: LLM) -> None:
     answer = chat(server, CALL, tools=TOOLS, tool_choice="auto")
     (choice,) = answer.choices
     (call,) = choice.message.tool_calls
@@ -77,7 +77,7 @@ def test_a_tool_call_and_what_it_cost(server: SimpleNamespace, plain: LLM) -> No
     assert details.rejected_prediction_tokens >= 0
 
 
-def test_the_other_apis_make_the_same_call(server: SimpleNamespace) -> None:
+def test_tool_call_is_equal_in_all_apis(server: SimpleNamespace) -> None:
     (call,) = chat(server, CALL, tools=TOOLS).choices[0].message.tool_calls
     function = TOOLS[0]["function"]
     question = CALL[0]["content"]
@@ -90,30 +90,30 @@ def test_the_other_apis_make_the_same_call(server: SimpleNamespace) -> None:
     tool["input_schema"] = function["parameters"]
     url = str(server.http.base_url)
     claude = anthropic().Anthropic(base_url=url, api_key="none", max_retries=0)
-    asked: Any = {"model": "lockstep", "max_tokens": 80, "messages": CALL, "tools": [tool]}
-    asked["extra_body"] = {"temperature": 0}
-    message = claude.messages.create(**asked)
+    requested: Any = {"model": "lockstep", "max_tokens": 80, "messages": CALL, "tools": [tool]}
+    requested["extra_body"] = {"temperature": 0}
+    message = claude.messages.create(**requested)
     (block,) = [block for block in message.content if block.type == "tool_use"]
     assert (block.name, block.input) == (call.function.name, json.loads(call.function.arguments))
-    with claude.messages.stream(**asked) as stream:
+    with claude.messages.stream(**requested) as stream:
         final = stream.get_final_message()
     assert [b.model_dump(exclude={"id"}) for b in final.content] == [
         b.model_dump(exclude={"id"}) for b in message.content
     ]
-    asked["messages"] = [{"role": "user", "content": "Hello."}]
-    forced = claude.messages.create(**asked, tool_choice={"type": "any"})
+    requested["messages"] = [{"role": "user", "content": "Hello."}]
+    forced = claude.messages.create(**requested, tool_choice={"type": "any"})
     assert [block.type for block in forced.content] == ["tool_use"]
     assert forced.stop_reason in ("tool_use", "max_tokens")
     claude.close()
 
 
-def test_a_streamed_tool_call_is_the_same(server: SimpleNamespace) -> None:
-    (whole,) = chat(server, CALL, tools=TOOLS).choices[0].message.tool_calls
+def test_streamed_tool_call_is_equal(server: SimpleNamespace) -> None:
+    (full,) = chat(server, CALL, tools=TOOLS).choices[0].message.tool_calls
     chunks = chat(server, CALL, tools=TOOLS, stream=True, stream_options={"include_usage": True})
-    pieces = [d for c in chunks if c.choices for d in c.choices[0].delta.tool_calls or []]
-    assert len(pieces) > 2 and pieces[0].id and pieces[0].function.name == whole.function.name
-    assert {piece.index for piece in pieces} == {0}
-    assert "".join(p.function.arguments or "" for p in pieces) == whole.function.arguments
+    parts = [d for c in chunks if c.choices for d in c.choices[0].delta.tool_calls or []]
+    assert len(parts) > 2 and parts[0].id and parts[0].function.name == full.function.name
+    assert {chunk.index for chunk in parts} == {0}
+    assert "".join(p.function.arguments or "" for p in parts) == full.function.arguments
     assert not any(c.choices[0].delta.content for c in chunks if c.choices)
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 10
@@ -135,14 +135,16 @@ WEATHER: list[Any] = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_weather_in_paris(server: SimpleNamespace, stream: bool) -> None:
-    """The example of a new user, word for word."""
-    asked = [{"role": "user", "content": "What is the weather in Paris in Celsius? Use the tool."}]
-    result = chat(server, asked, tools=WEATHER, tool_choice="auto", stream=stream)
+def test_weather_tool_example(server: SimpleNamespace, stream: bool) -> None:
+    """The documented first example, verbatim."""
+    requested = [
+        {"role": "user", "content": "What is the weather in Paris in Celsius? Use the tool."}
+    ]
+    result = chat(server, requested, tools=WEATHER, tool_choice="auto", stream=stream)
     if stream:
-        pieces = [d for c in result if c.choices for d in c.choices[0].delta.tool_calls or []]
-        name = "".join(p.function.name or "" for p in pieces)
-        arguments = "".join(p.function.arguments or "" for p in pieces)
+        chunks = [d for c in result if c.choices for d in c.choices[0].delta.tool_calls or []]
+        name = "".join(p.function.name or "" for p in chunks)
+        arguments = "".join(p.function.arguments or "" for p in chunks)
         reason = result[-1].choices[0].finish_reason
     else:
         (call,) = result.choices[0].message.tool_calls
@@ -154,37 +156,37 @@ def test_the_weather_in_paris(server: SimpleNamespace, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_two_calls_in_one_answer(server: SimpleNamespace, stream: bool) -> None:
-    asked = [{"role": "user", "content": "Weather in Paris and in Rome, in Celsius."}]
-    result = chat(server, asked, tools=WEATHER, stream=stream)
+def test_parallel_tool_calls(server: SimpleNamespace, stream: bool) -> None:
+    requested = [{"role": "user", "content": "Weather in Paris and in Rome, in Celsius."}]
+    result = chat(server, requested, tools=WEATHER, stream=stream)
     calls = {0: "", 1: ""}
     if stream:
         for delta in (d for c in result if c.choices for d in c.choices[0].delta.tool_calls or []):
             calls[delta.index] += delta.function.arguments or ""
     else:
-        told = result.choices[0].message.tool_calls
-        calls = {i: call.function.arguments for i, call in enumerate(told)}
+        received = result.choices[0].message.tool_calls
+        calls = {i: call.function.arguments for i, call in enumerate(received)}
     assert [json.loads(arguments)["city"] for arguments in calls.values()] == ["Paris", "Rome"]
 
 
-def test_tools_that_may_not_be_called(server: SimpleNamespace) -> None:
+def test_tool_choice_none(server: SimpleNamespace) -> None:
     message = chat(server, CALL, tools=TOOLS, tool_choice="none").choices[0].message
     assert message.tool_calls is None and message.content
 
 
-def test_streaming_says_the_same(server: SimpleNamespace, plain: LLM) -> None:
-    whole = chat(server, DIALOGUE)
+def test_stream_equals_response_and_python(server: SimpleNamespace, plain: LLM) -> None:
+    full = chat(server, DIALOGUE)
     chunks = chat(server, DIALOGUE, stream=True)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     direct = plain.chat(DIALOGUE, GREEDY)[0].outputs[0]
-    assert text == whole.choices[0].message.content == direct.text
+    assert text == full.choices[0].message.content == direct.text
     assert "Tavoli" in text
     assert len([c for c in chunks if c.choices[0].delta.content]) > 1, "as it comes, not at once"
-    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
-    assert {c.id for c in chunks} == {chunks[0].id} != {whole.id}
+    assert chunks[-1].choices[0].finish_reason == full.choices[0].finish_reason == "stop"
+    assert {c.id for c in chunks} == {chunks[0].id} != {full.id}
 
 
-def test_a_tool_result_goes_back_in(server: SimpleNamespace) -> None:
+def test_tool_result_is_part_of_the_prompt(server: SimpleNamespace) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "find_record", "arguments": "{}"}}
     turns = [
         {"role": "assistant", "tool_calls": [call]},
@@ -195,13 +197,13 @@ def test_a_tool_result_goes_back_in(server: SimpleNamespace) -> None:
     assert answer.choices[0].finish_reason in ("length", "stop", "tool_calls")
 
 
-def test_a_template_keyword_reaches_the_template(server: SimpleNamespace) -> None:
+def test_chat_template_kwargs_reach_the_template(server: SimpleNamespace) -> None:
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
     thinking = chat(server, DIALOGUE, extra_body=extra, max_tokens=4).usage.prompt_tokens
     assert thinking != chat(server, DIALOGUE, max_tokens=4).usage.prompt_tokens
 
 
-def test_a_prompt_seen_before_comes_from_the_cache(server: SimpleNamespace) -> None:
+def test_repeated_prompt_hits_the_cache(server: SimpleNamespace) -> None:
     story = [{"role": "user", "content": "The clock on the square is late. " * 30}]
     first, second = (chat(server, story, max_tokens=8) for _ in range(2))
     assert first.usage.prompt_tokens_details.cached_tokens == 0
@@ -209,19 +211,19 @@ def test_a_prompt_seen_before_comes_from_the_cache(server: SimpleNamespace) -> N
     assert first.choices[0].message.content == second.choices[0].message.content
 
 
-def test_a_salt_separates_prefixes(server: SimpleNamespace) -> None:
+def test_cache_salt_separates_prefixes(server: SimpleNamespace) -> None:
     story = [{"role": "user", "content": "A tale that only some may find again. " * 30}]
 
     def cached(salt: str | None) -> int:
         extra = {"cache_salt": salt} if salt else {}
         answer = chat(server, story, max_tokens=8, extra_body=extra)
-        said.add(answer.choices[0].message.content)
+        message.add(answer.choices[0].message.content)
         return answer.usage.prompt_tokens_details.cached_tokens
 
-    said: set[str] = set()
+    message: set[str] = set()
     assert [cached(salt) for salt in ("mine", "yours", None)] == [0, 0, 0]
     assert all(cached(salt) >= 64 for salt in ("mine", "yours", None))
-    assert len(said) == 1
+    assert len(message) == 1
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "seed": 11, "top_p": 0.9}])
@@ -233,30 +235,28 @@ def test_completions_with_logprobs(
     direct = plain.generate(CODE, SamplingParams(**changes))[0].outputs[0]
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (direct.text, direct.finish_reason)
-    told = choice.logprobs
+    received = choice.logprobs
     tokens = direct.token_ids
     entries = list(zip(tokens, direct.logprobs or (), strict=True))
-    assert told.token_logprobs == [entry[token].logprob for token, entry in entries]
-    assert [len(top) >= 3 for top in told.top_logprobs] == [True] * len(tokens)
-    *said, last = told.tokens
-    assert "".join(said if last in ENDS else told.tokens) == direct.text
-    assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(len(tokens))]
+    assert received.token_logprobs == [entry[token].logprob for token, entry in entries]
+    assert [len(top) >= 3 for top in received.top_logprobs] == [True] * len(tokens)
+    *message, last = received.tokens
+    assert "".join(message if last in ENDS else received.tokens) == direct.text
+    assert received.text_offset == [len("".join(received.tokens[:i])) for i in range(len(tokens))]
     streamed = [c.choices[0] for c in complete(server, logprobs=3, stream=True, **sampled)]
     assert "".join(c.text for c in streamed) == choice.text
-    assert [x for c in streamed for x in c.logprobs.token_logprobs] == told.token_logprobs
+    assert [x for c in streamed for x in c.logprobs.token_logprobs] == received.token_logprobs
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_prompt_logprobs_are_those_of_the_library(
-    server: SimpleNamespace, plain: LLM, several: bool
-) -> None:
-    """Over HTTP the ids of tokens are the keys of JSON, as in vLLM."""
-    prompts = [CODE, "import os"] if several else CODE
+@pytest.mark.parametrize("multiple", [False, True])
+def test_prompt_logprobs_equal_python(server: SimpleNamespace, plain: LLM, multiple: bool) -> None:
+    """Over HTTP, token ids are JSON keys, as in vLLM."""
+    prompts = [CODE, "import os"] if multiple else CODE
     sent = {"model": "lockstep", "prompt": prompts, "temperature": 0, "max_tokens": 3, "n": 1}
     result = server.http.post("/v1/completions", json={**sent, "prompt_logprobs": 2}).json()
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
     outs = plain.generate(prompts, params)
-    assert len(result["choices"]) == len(outs) == (2 if several else 1)
+    assert len(result["choices"]) == len(outs) == (2 if multiple else 1)
     for choice, out in zip(result["choices"], outs, strict=True):
         assert choice["text"] == out.outputs[0].text
         direct = [
@@ -285,12 +285,12 @@ def test_chat_logprobs(server: SimpleNamespace) -> None:
     choice = chat(server, DIALOGUE, logprobs=True, top_logprobs=2).choices[0]
     content = choice.logprobs.content
     assert bytes(b for t in content[:-1] for b in t.bytes).decode() == choice.message.content
-    for told in content:
-        assert told.logprob == told.top_logprobs[0].logprob <= 0
-        assert len(told.top_logprobs) == 2
+    for received in content:
+        assert received.logprob == received.top_logprobs[0].logprob <= 0
+        assert len(received.top_logprobs) == 2
 
 
-def test_callers_at_the_same_time_get_their_own_answers(server: SimpleNamespace) -> None:
+def test_concurrent_callers_get_their_own_answers(server: SimpleNamespace) -> None:
     names = [f"Tavoli{i}" for i in range(6)]
 
     def ask(name: str) -> str:
@@ -308,7 +308,7 @@ def aborted(server: SimpleNamespace) -> int:
     return server.llm.engine.stats.requests_success_total["abort"]
 
 
-def test_a_client_that_hangs_up_mid_stream_aborts(server: SimpleNamespace) -> None:
+def test_disconnect_during_stream_aborts(server: SimpleNamespace) -> None:
     before = aborted(server)
     stream = server.ask.completions.create(
         model="lockstep", prompt=CODE, stream=True, max_tokens=900, extra_body={"ignore_eos": True}
@@ -321,7 +321,7 @@ def test_a_client_that_hangs_up_mid_stream_aborts(server: SimpleNamespace) -> No
     assert running.finish_reason == "abort" and len(running.output_token_ids) < 900
 
 
-def test_a_client_that_tires_of_waiting_aborts(server: SimpleNamespace) -> None:
+def test_client_timeout_aborts(server: SimpleNamespace) -> None:
     before = aborted(server)
     impatient = server.ask.with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
@@ -332,9 +332,7 @@ def test_a_client_that_tires_of_waiting_aborts(server: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_request_in_the_engine(
-    server: SimpleNamespace, stream: bool
-) -> None:
+def test_stop_string_ends_the_engine_request(server: SimpleNamespace, stream: bool) -> None:
     text = complete(server).choices[0].text
     stop = text[8:12]
     extra = {"ignore_eos": True}
@@ -347,7 +345,7 @@ def test_a_stop_string_ends_the_request_in_the_engine(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("options", "param", "told"),
+    ("options", "param", "message"),
     [
         ({"temperature": 3e9}, "temperature", "from 0.0 to 100.0"),
         ({"prompt": "path " * 2000}, "prompt", "context length is 1024"),
@@ -361,18 +359,18 @@ def test_a_stop_string_ends_the_request_in_the_engine(
     ],
     ids=lambda value: str(value)[:24] if isinstance(value, dict) else "",
 )
-def test_bad_input_is_told_what_is_wrong(
-    server: SimpleNamespace, options: dict[str, Any], param: str, told: str, stream: bool
+def test_invalid_input_errors(
+    server: SimpleNamespace, options: dict[str, Any], param: str, message: str, stream: bool
 ) -> None:
     with pytest.raises(openai.APIError) as caught:
         complete(server, **{"prompt": CODE, **options}, stream=stream)
     assert caught.value.param == param and caught.value.type == "invalid_request_error"
-    assert told in caught.value.message
+    assert message in caught.value.message
     if not stream:
         assert isinstance(caught.value, openai.BadRequestError)
 
 
-def test_half_a_character_is_bad_input(server: SimpleNamespace) -> None:
+def test_lone_surrogate_is_refused(server: SimpleNamespace) -> None:
     body = rb'{"messages": [{"role": "user", "content": "x\ud800y"}]}'
     json_type = {"Content-Type": "application/json"}
     result = server.http.post("/v1/chat/completions", content=body, headers=json_type)
@@ -380,7 +378,7 @@ def test_half_a_character_is_bad_input(server: SimpleNamespace) -> None:
     assert "half of a surrogate pair" in result.json()["error"]["message"]
 
 
-def test_what_does_not_exist(server: SimpleNamespace) -> None:
+def test_unknown_model_and_route(server: SimpleNamespace) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-9.*lockstep"):
         server.ask.completions.create(model="gpt-9", prompt=CODE)
     with pytest.raises(openai.NotFoundError):
@@ -388,7 +386,7 @@ def test_what_does_not_exist(server: SimpleNamespace) -> None:
     assert [model.id for model in server.ask.models.list()] == ["lockstep"]
 
 
-def test_metrics_count_what_was_served(server: SimpleNamespace) -> None:
+def test_metrics_count_served_requests(server: SimpleNamespace) -> None:
     def counted(name: str) -> float:
         lines = server.http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
@@ -400,14 +398,14 @@ def test_metrics_count_what_was_served(server: SimpleNamespace) -> None:
     assert counted("lockstep:time_to_first_token_seconds_count") > 0
 
 
-def test_a_dead_engine_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_engine_fails_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(LLM(**SETTINGS)) as server:
         step = server.llm.engine.step
         monkeypatch.setattr(server.llm.engine, "step", lambda: step() and 1 / 0)
         monkeypatch.setattr(worker_of(server.llm.engine), "probe", lambda: 1 / 0)
-        with pytest.raises(openai.InternalServerError, match="stopped.*Restart") as told:
+        with pytest.raises(openai.InternalServerError, match="stopped.*Restart") as received:
             complete(server)
-        assert told.value.status_code == 503
+        assert received.value.status_code == 503
         with pytest.raises(openai.InternalServerError, match="Restart"):
             chat(server, DIALOGUE, stream=True)
         health = server.http.get("/health")

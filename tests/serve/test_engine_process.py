@@ -1,4 +1,4 @@
-"""The server and its engine's process, seen from outside: kills, restarts, signals."""
+"""The server and its engine process from outside: kills, restarts, signals."""
 
 import json
 import os
@@ -19,26 +19,26 @@ LONG = {"prompt": "1, 2,", "max_tokens": 1900, "ignore_eos": True, "stream": Tru
 SHORT = {"prompt": "def read(path):", "max_tokens": 30, "seed": 5, "temperature": 1.0}
 HELD = {**SHORT, "structured_outputs": {"regex": "[a-f]{8}"}}
 BEHIND = {**SHORT, "structured_outputs": {"regex": "[g-k]{8}"}}
-"""Its grammar is compiled when the one before it has its row: there is one row."""
+"""Its grammar is compiled once the previous one has a row, since there is one row."""
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Any]:
-    """(the server's process, a client), one row."""
+    """Yield (the server's process, a client), with one row."""
     options = ["--max-model-len", "2048", "--max-num-seqs", "1", "--shutdown-timeout", "80"]
-    with served(tmp_path / "s", *options) as found:
-        yield found
+    with served(tmp_path / "s", *options) as result:
+        yield result
 
 
-def said(client: httpx.Client, body: dict[str, Any]) -> str:
-    """The text of an answer."""
+def completion_text(client: httpx.Client, body: dict[str, Any]) -> str:
+    """Return the text of a completion."""
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
 
 
 def counters(client: httpx.Client) -> dict[str, float]:
-    """The totals of /metrics."""
+    """Return the totals of /metrics."""
     lines = client.get("/metrics").text.splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
     return {name: float(value) for name, value in pairs if "_total" in name}
@@ -52,11 +52,12 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.02)
 
 
-def test_an_engine_is_killed_under_load_and_the_group_is_interrupted(server: Any) -> None:
-    """Waiting requests get the same answers after the restart, and then Ctrl-C lets answers end."""
+def test_killed_engine_restarts_and_interrupt_ends_gracefully(server: Any) -> None:
+    """Waiting requests get the same answers after the restart, and then Ctrl-C lets answers
+    finish."""
     running, client = server
     bodies = (SHORT, HELD, BEHIND)
-    expected = [said(client, body) for body in bodies]
+    expected = [completion_text(client, body) for body in bodies]
     time.sleep(0.6)  # two pulses
     before = counters(client)
     engine = engine_of(running)
@@ -65,14 +66,14 @@ def test_an_engine_is_killed_under_load_and_the_group_is_interrupted(server: Any
     with pool, client.stream("POST", "/v1/completions", json=LONG) as run:
         lines = run.iter_lines()
         next(lines)
-        waiting = [pool.submit(said, client, body) for body in bodies]
-        wait_until(lambda: waits(client) == len(bodies))
+        waiting = [pool.submit(completion_text, client, body) for body in bodies]
+        wait_until(lambda: num_waiting(client) == len(bodies))
         os.kill(engine, signal.SIGKILL)
-        told = [line for line in lines if line]
+        received = [line for line in lines if line]
         health = watch_restart(client)
         assert [future.result(PATIENCE) for future in waiting] == expected
-    error = json.loads(told[-2].removeprefix("data: "))["error"]
-    assert told[-1] == "data: [DONE]" and error["code"] == "compute_error"
+    error = json.loads(received[-2].removeprefix("data: "))["error"]
+    assert received[-1] == "data: [DONE]" and error["code"] == "compute_error"
     assert "the engine was restarted" in error["message"]
     assert "the engine is restarting. Ask again later." in health
     time.sleep(0.6)
@@ -114,7 +115,7 @@ def watch_restart(client: httpx.Client) -> set[str]:
 
 
 @pytest.mark.slow
-def test_an_engine_does_not_outlive_its_server(server: Any) -> None:
+def test_engine_ends_with_its_server(server: Any) -> None:
     running, client = server
     engine = engine_of(running)
     with client.stream("POST", "/v1/completions", json=LONG) as answer:
@@ -125,20 +126,20 @@ def test_an_engine_does_not_outlive_its_server(server: Any) -> None:
 
 
 @pytest.mark.slow
-def test_no_accepted_request_is_lost_by_sigterm(server: Any) -> None:
+def test_sigterm_finishes_accepted_requests(server: Any) -> None:
     """One request runs and others wait. All are answered before the server ends."""
     running, client = server
     bodies = [{**SHORT, "max_tokens": 120, "ignore_eos": True, "seed": seed} for seed in range(6)]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        asked = [pool.submit(said, client, body) for body in bodies]
-        wait_until(lambda: waits(client) == len(bodies) - 1)
+        requested = [pool.submit(completion_text, client, body) for body in bodies]
+        wait_until(lambda: num_waiting(client) == len(bodies) - 1)
         running.send_signal(signal.SIGTERM)
-        assert all(one.result(PATIENCE) for one in asked)
+        assert all(one.result(PATIENCE) for one in requested)
     assert running.wait(PATIENCE) == 0
 
 
-def waits(client: httpx.Client) -> float:
-    """Requests that wait."""
+def num_waiting(client: httpx.Client) -> float:
+    """Return the number of waiting requests."""
     lines = client.get("/metrics").text.splitlines()
     (line,) = [line for line in lines if line.startswith("lockstep:num_requests_waiting{")]
     return float(line.rsplit(" ", 1)[1])

@@ -1,4 +1,4 @@
-"""Rules of every route that generates: keys, sizes, queue, time limits and disconnects."""
+"""Rules of every generating route: API keys, sizes, queue, timeouts and disconnects."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from lockstep.serve.requests.body_models import MAX_FIELDS
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.text.grammars.structured_output import compile_structured_output
 from tests.serve.api_calls import fetch
-from tests.serve.fake_client import ask_and_leave
+from tests.serve.fake_client import post_and_disconnect
 
 USER = [{"role": "user", "content": "the fox"}]
 ROUTES: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def message_of(answer: Any) -> str:
         ({"x-api-key": "right"}, True),
     ],
 )
-def test_keys(server: Any, processor: Any, path: str, headers: Any, known: bool) -> None:
+def test_api_keys(server: Any, processor: Any, path: str, headers: Any, known: bool) -> None:
     service = Service(server.client, processor, "tiny", "ls-test")
     server.app = create_app(service, AccessRules(keys=("other", "right")))
     result = send(server, path, headers)
@@ -61,7 +61,7 @@ def test_keys(server: Any, processor: Any, path: str, headers: Any, known: bool)
 
 
 @pytest.mark.parametrize("path", COUNTED)
-def test_bodies_too_large(server: Any, processor: Any, path: str) -> None:
+def test_too_large_bodies_are_refused(server: Any, processor: Any, path: str) -> None:
     service = Service(server.client, processor, "tiny", "ls-test")
     server.app = create_app(service, AccessRules(max_body_bytes=200))
     result = send(server, path, metadata={"x": "y" * 500})
@@ -76,8 +76,8 @@ def test_bodies_too_large(server: Any, processor: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_fields_are_counted(server: Any, path: str) -> None:
-    """Each costs time, known or not."""
+def test_number_of_fields_is_limited(server: Any, path: str) -> None:
+    """Each field costs time, known or not."""
     many = {f"field_{number}": number for number in range(MAX_FIELDS)}
     result = send(server, path, **many)
     assert result.status_code == 400
@@ -90,12 +90,12 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "/v1/responses": ("max_tokens", "max_completion_tokens", "reasoning_effort", "stop"),
     "/v1/messages": ("max_completion_tokens", "reasoning_effort", "stop", "n"),
 }
-"""Fields of other routes that each has not."""
+"""For each route, fields of other routes that it does not have."""
 SAMPLED = ("min_p", "logit_bias", "frequency_penalty", "bad_words", "guided_regex", "ignore_eos")
 
 
 @pytest.mark.parametrize("path", OTHERS)
-def test_what_decides_answers_elsewhere_is_refused(server: Any, path: str) -> None:
+def test_fields_of_other_routes_are_refused(server: Any, path: str) -> None:
     sampled = SAMPLED if path in ("/v1/responses", "/v1/messages") else ()
     for name in (*OTHERS[path], *sampled):
         result = send(server, path, **{name: 5})
@@ -114,13 +114,13 @@ def test_what_decides_answers_elsewhere_is_refused(server: Any, path: str) -> No
         ("/v1/messages", "stop_sequences", ["x" * 300]),
     ],
 )
-def test_errors_name_what_was_sent(server: Any, path: str, name: str, value: Any) -> None:
+def test_errors_name_the_sent_field(server: Any, path: str, name: str, value: Any) -> None:
     result = send(server, path, **{name: value})
     assert result.status_code == 400 and message_of(result).startswith(name), result.text
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_full_queue(server: Any, processor: Any, path: str) -> None:
+def test_full_queue_is_429(server: Any, processor: Any, path: str) -> None:
     limits = Limits(max_running=0, max_queued=0)
     server.app = create_app(Service(server.client, processor, "tiny", "ls-test", limits))
     result = send(server, path)
@@ -130,7 +130,7 @@ def test_a_full_queue(server: Any, processor: Any, path: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_request_out_of_time(server: Any, path: str, stream: bool) -> None:
+def test_request_timeout(server: Any, path: str, stream: bool) -> None:
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:1]
     result = send(server, path, timeout=0.05, stream=stream)
@@ -140,48 +140,48 @@ def test_a_request_out_of_time(server: Any, path: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_dead_engine(server: Any, path: str) -> None:
+def test_dead_engine_is_503(server: Any, path: str) -> None:
     server.client.alive = False
     assert send(server, path).status_code == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_client_that_goes_away(server: Any, path: str, stream: bool) -> None:
-    """Its request is aborted, so its pages are free and nothing is stored."""
+def test_disconnected_client_aborts_the_request(server: Any, path: str, stream: bool) -> None:
+    """The request is aborted, so its pages are freed and nothing is stored."""
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:1]
 
     body = {**ROUTES[path], "stream": stream}
-    asyncio.run(ask_and_leave(server, path, body, requests=1))
+    asyncio.run(post_and_disconnect(server, path, body, requests=1))
     (request,) = server.client.requests
     assert server.client.aborted == [request.id]
     assert fetch(server, "GET", f"/v1/responses/{request.id}").status_code == 404
 
 
-def test_requests_without_a_grammar_wait_for_none(
+def test_requests_without_grammar_do_not_wait_for_compilation(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many grammars are being compiled, and however long that takes."""
     free = threading.Event()
 
-    def slow(wanted: Any, compiler: Any) -> Any:
+    def slow(expected: Any, compiler: Any) -> Any:
         assert free.wait(30)
-        return compile_structured_output(wanted, compiler)
+        return compile_structured_output(expected, compiler)
 
     monkeypatch.setattr("lockstep.text.processor.compile_structured_output", slow)
 
     async def run() -> None:
         async with server.http() as client:
             body = {"prompt": "x", "guided_choice": ["hello fox"]}
-            held = [
+            retained = [
                 asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(50)
             ]
             for path in ("/v1/completions", "/tokenize"):
                 result = await asyncio.wait_for(client.post(path, json={"prompt": "x"}), 20)
                 assert result.status_code == 200
-            assert not any(task.done() for task in held)
+            assert not any(task.done() for task in retained)
             free.set()
-            assert {(await task).status_code for task in held} == {200}
+            assert {(await task).status_code for task in retained} == {200}
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Many simultaneous streams: each is complete, and no resource leaks."""
+"""Many concurrent streams: each is complete, and no resource leaks."""
 
 import asyncio
 import contextlib
@@ -27,27 +27,27 @@ OWNERS = ("Zorin", "Tavoli", "Kelmar", "Bosan", "Ferdo")
 
 
 def burn(until: float) -> None:
-    """Keeps one core busy."""
+    """Keep one core busy."""
     while time.time() < until:
         sum(i * i for i in range(10_000))
 
 
 @pytest.fixture
 def busy() -> Any:
-    """Two processes that take all they get of both cores."""
+    """Run two processes that use all time of both cores."""
     context = multiprocessing.get_context("spawn")
     until = time.time() + 1800
-    others = [context.Process(target=burn, args=(until,), daemon=True) for _ in range(2)]
-    for other in others:
+    rest = [context.Process(target=burn, args=(until,), daemon=True) for _ in range(2)]
+    for other in rest:
         other.start()
     yield
-    for other in others:
+    for other in rest:
         other.terminate()
         other.join()
 
 
 @pytest.mark.slow
-def test_500_streamed_tool_calls_beside_two_busy_processes(busy: Any) -> None:
+def test_500_streamed_tool_calls_on_a_busy_machine(busy: Any) -> None:
     settings = {**SETTINGS, "max_num_seqs": 8}
     with serving(LLM(speculative_config=MTP, **settings)) as server:
         patient = server.ask.with_options(timeout=600)
@@ -76,9 +76,9 @@ def test_500_streamed_tool_calls_beside_two_busy_processes(busy: Any) -> None:
                 usage = chunk.usage or usage
                 for choice in chunk.choices:
                     ends += [choice.finish_reason] if choice.finish_reason else []
-                    for piece in choice.delta.tool_calls or []:
-                        name += piece.function.name or ""
-                        arguments += piece.function.arguments or ""
+                    for part in choice.delta.tool_calls or []:
+                        name += part.function.name or ""
+                        arguments += part.function.arguments or ""
             assert (name, ends) == ("find_record", ["tool_calls"])
             assert json.loads(arguments) == {"owner": owner, "limit": limit}
             assert usage is not None and usage.completion_tokens > 10
@@ -93,25 +93,25 @@ PROMPTS = ("1, 2, 3,", "def read(path):", "Once upon a time", "SELECT owner FROM
 
 @contextlib.contextmanager
 def in_thread() -> Iterator[SimpleNamespace]:
-    """The server over an engine in a thread."""
-    with serving(LLM(**LOAD)) as found:
-        yield found
+    """Yield the server over an engine in a thread."""
+    with serving(LLM(**LOAD)) as result:
+        yield result
 
 
 @contextlib.contextmanager
 def in_process() -> Iterator[SimpleNamespace]:
-    """The server over an engine in its own process."""
+    """Yield the server over an engine in its own process."""
     transport = ProcessTransport(partial(plain, LOAD), PATIENCE)
     processor = processor_of(transport.facts, TextSettings())
-    with listening(transport, processor, transport.facts.fingerprint) as found:
-        yield found
+    with listening(transport, processor, transport.facts.fingerprint) as result:
+        yield result
 
 
 LOAD: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "num_gpu_blocks": 60}
 
 
 async def one_stream(client: httpx.AsyncClient, number: int) -> str | None:
-    """The text of a stream that is read to its end; None of one that is left on the way."""
+    """Return the text of a stream read to its end, or None for one that is abandoned."""
     rng = random.Random(number)
     leaves = rng.choice((None, None, 0, 1, 5))
     body = {
@@ -137,7 +137,7 @@ async def one_stream(client: httpx.AsyncClient, number: int) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("open_server", [in_thread, in_process])
-def test_200_streams_of_which_many_are_left(open_server: Any) -> None:
+def test_200_streams_with_abandoned_ones(open_server: Any) -> None:
     """No row, page, stream or task leaks, and other streams change no answer."""
     with open_server() as server:
 
@@ -150,12 +150,12 @@ def test_200_streams_of_which_many_are_left(open_server: Any) -> None:
 
         idle = len(asyncio.all_tasks(server.loop))
         texts = asyncio.run(work())
-        whole: dict[int, set[str]] = {}
+        full: dict[int, set[str]] = {}
         for number, text in enumerate(texts):
             if text is not None:
-                whole.setdefault(number % len(PROMPTS), set()).add(text)
+                full.setdefault(number % len(PROMPTS), set()).add(text)
         assert sum(text is not None for text in texts) > STREAMS / 4
-        assert all(len(found) == 1 for found in whole.values())
+        assert all(len(actual) == 1 for actual in full.values())
         wait_until_empty(server.engine)
         assert not server.service._active
         wait_until(lambda: len(asyncio.all_tasks(server.loop)) == idle)

@@ -41,17 +41,17 @@ BAD: dict[str, Any] = {
 }
 
 
-def test_everything_holds() -> None:
+def test_good_run_passes_all_checks() -> None:
     assert all(line.holds for line in judge(GOOD))
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_hold_is_one_line(name: str) -> None:
+def test_each_fault_fails_one_check(name: str) -> None:
     lines = judge(GOOD | {name: BAD[name]})
     assert [line.holds for line in lines].count(False) == 1
 
 
-def test_what_is_left_is_named() -> None:
+def test_leaked_resources_are_named() -> None:
     before = Resources((0, 0, 0, 0.0), sockets=7, threads=9, tasks=3)
     assert leaks_of(before, before) == []
     assert leaks_of(before, replace(before, sockets=5)) == []
@@ -59,20 +59,20 @@ def test_what_is_left_is_named() -> None:
     assert leaks_of(before, after) == ["1 in the engine", "1 sockets", "2 tasks"]
 
 
-def test_memory_that_grows_all_the_time_is_seen() -> None:
+def test_memory_growth_is_detected() -> None:
     """The first fifth is warm-up."""
     assert Memory(0, [50, *[100] * 99]).growth == 0
     assert Memory(0, [100 + number for number in range(100)]).growth > 0.5
 
 
-def test_every_kind_is_drawn_and_the_same_again() -> None:
+def test_request_mix_is_complete_and_reproducible() -> None:
     drawn = [draw(number) for number in range(400)]
     assert len({one.kind for one in drawn}) == len(KINDS)
     assert [one.body for one in drawn] == [draw(number).body for number in range(400)]
     assert {one.status for one in drawn} == {200, 400, 413}
 
 
-def test_a_load_goes_on_for_its_requests_and_its_seconds() -> None:
+def test_load_runs_for_its_requests_and_seconds() -> None:
     assert len(list(requests_until(7, 0.0))) == 7
     began = time.monotonic()
     longer = list(requests_until(1, 0.2))

@@ -80,7 +80,7 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths to every entry of a JSON value."""
+    """Return the paths to every entry of a JSON value."""
     yield path
     if isinstance(value, (dict, list)):
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
@@ -88,7 +88,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
-    """A body with one to three entries replaced, dropped, doubled, or added."""
+    """Return a body with one to three entries replaced, dropped, doubled, or added."""
     body = copy.deepcopy(body)
     for _ in range(rng.randint(1, 3)):
         path = rng.choice([p for p in places(body)][1:] or [("x",)])
@@ -112,7 +112,7 @@ def changed(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def raw(rng: random.Random, body: dict[str, Any]) -> bytes:
-    """The body as bytes; one in five has something in it that JSON does not know."""
+    """Return the body as bytes; one in five contains invalid JSON."""
     text = json.dumps(body).encode()
     if rng.random() < 0.2:
         cut = rng.randrange(len(text))
@@ -121,7 +121,7 @@ def raw(rng: random.Random, body: dict[str, Any]) -> bytes:
 
 
 def attack(server: Any, count: int, seed: int) -> None:
-    """Sends `count` changed bodies, eight at a time, and asks for /health all the while."""
+    """Send `count` changed bodies, eight at a time, and request /health meanwhile."""
     rng = random.Random(seed)
     server.text = "Look:\n\n" + CALL
     headers = {"Content-Type": "application/json"}
@@ -144,11 +144,13 @@ def attack(server: Any, count: int, seed: int) -> None:
             for _ in range(count // 8):
                 chosen = [rng.choice(SEEDS) for _ in range(8)]
                 sent = [(path, raw(rng, changed(rng, body))) for path, body in chosen]
-                asked = [client.post(p, content=body, headers=headers) for p, body in sent]
-                for (path, body), found in zip(sent, await asyncio.gather(*asked), strict=True):
-                    late = found.status_code == 504 and b'"timeout"' in body
-                    assert found.status_code < 500 or late, (path, body[:500], found.text[:500])
-                    checked(found)
+                requested = [client.post(p, content=body, headers=headers) for p, body in sent]
+                for (path, body), result in zip(
+                    sent, await asyncio.gather(*requested), strict=True
+                ):
+                    late = result.status_code == 504 and b'"timeout"' in body
+                    assert result.status_code < 500 or late, (path, body[:500], result.text[:500])
+                    check_response(result)
             busy = False
             await probing
 
@@ -156,17 +158,18 @@ def attack(server: Any, count: int, seed: int) -> None:
     assert slowest < 1.0, f"/health took {slowest:.2f} s"
 
 
-def checked(found: Any) -> None:
-    """Every answer, whole or streamed, is JSON without NaN; an error is an error object."""
-    if found.headers["content-type"].startswith("text/event-stream"):
-        events = [e for e in found.text.split("\n\n") if e]
+def check_response(actual: Any) -> None:
+    """Assert that a response, whole or streamed, is JSON without NaN, and that an error is an error
+    object."""
+    if actual.headers["content-type"].startswith("text/event-stream"):
+        events = [e for e in actual.text.split("\n\n") if e]
         named = events[0].startswith("event: ")
         assert named or events.pop() == "data: [DONE]"
         parts = [strict(e.splitlines()[-1].removeprefix("data: ")) for e in events]
         assert all("internal error" not in json.dumps(part) for part in parts)
     else:
-        body = strict(found.text)
-        if found.status_code != 200:
+        body = strict(actual.text)
+        if actual.status_code != 200:
             assert {"message", "type"} <= set(body["error"])
             assert 0 < len(body["error"]["message"]) < 2000
 
@@ -178,11 +181,11 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_changed_bodies(server: Any) -> None:
+def test_server_survives_changed_bodies(server: Any) -> None:
     attack(server, 240, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_many_changed_bodies(server: Any, seed: int) -> None:
+def test_server_survives_many_changed_bodies(server: Any, seed: int) -> None:
     attack(server, 400, seed)

@@ -30,10 +30,9 @@ NAMED = {"type": "function", "function": {"name": "find_record"}}
 
 
 @dataclass(frozen=True)
-class Same:
+class ParityCase:
     """A request: sampling fields with the same names, fields of the call, and fields with two
-    names.
-    """
+    names."""
 
     sampling: dict[str, Any] = field(default_factory=dict)
     call: dict[str, Any] = field(default_factory=dict)
@@ -41,23 +40,25 @@ class Same:
 
 
 CHATS = {
-    "defaults": Same({"seed": 1}),
-    "greedy": Same({"seed": 1, "temperature": 0}),
-    "max_tokens": Same({"seed": 2, "max_tokens": 5}),
-    "max_tokens over max_new_tokens": Same({"seed": 2, "max_tokens": 300}),
-    "stop": Same({"seed": 3, "stop": ["the", "a"]}),
-    "stop kept": Same({"seed": 3, "stop": ["a"], "include_stop_str_in_output": True}),
-    "penalties": Same({"seed": 4, "presence_penalty": 1.0, "frequency_penalty": 0.5}),
-    "n": Same({"seed": 5, "n": 2}),
-    "form": Same({"seed": 6, **FORM}),
-    "calls": Same({"seed": 7}, {"tools": TOOLS}, CALL),
-    "calls that must come": Same({"seed": 7}, {"tools": TOOLS, "tool_choice": "required"}, CALL),
-    "a named call": Same(
+    "defaults": ParityCase({"seed": 1}),
+    "greedy": ParityCase({"seed": 1, "temperature": 0}),
+    "max_tokens": ParityCase({"seed": 2, "max_tokens": 5}),
+    "max_tokens over max_new_tokens": ParityCase({"seed": 2, "max_tokens": 300}),
+    "stop": ParityCase({"seed": 3, "stop": ["the", "a"]}),
+    "stop kept": ParityCase({"seed": 3, "stop": ["a"], "include_stop_str_in_output": True}),
+    "penalties": ParityCase({"seed": 4, "presence_penalty": 1.0, "frequency_penalty": 0.5}),
+    "n": ParityCase({"seed": 5, "n": 2}),
+    "form": ParityCase({"seed": 6, **FORM}),
+    "calls": ParityCase({"seed": 7}, {"tools": TOOLS}, CALL),
+    "calls that must come": ParityCase(
+        {"seed": 7}, {"tools": TOOLS, "tool_choice": "required"}, CALL
+    ),
+    "a named call": ParityCase(
         {"seed": 7}, {"tools": TOOLS, "tool_choice": NAMED, "parallel_tool_calls": False}, CALL
     ),
-    "no calls": Same({"seed": 7}, {"tools": TOOLS, "tool_choice": "none"}, CALL),
-    "no thought": Same({"seed": 8}, {"chat_template_kwargs": {"enable_thinking": False}}),
-    "continued": Same(
+    "no calls": ParityCase({"seed": 7}, {"tools": TOOLS, "tool_choice": "none"}, CALL),
+    "no thought": ParityCase({"seed": 8}, {"chat_template_kwargs": {"enable_thinking": False}}),
+    "continued": ParityCase(
         {"seed": 9},
         {"continue_final_message": True, "add_generation_prompt": False},
         [*HI, {"role": "assistant", "content": "It is"}],
@@ -79,13 +80,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder: Path = tmp_path_factory.mktemp("parity") / "model"
     shutil.copytree(find_model(None), folder)
     (folder / "generation_config.json").write_text(GENERATION)
-    with serving(LLM(str(folder), **SETTINGS)) as found, LLM(str(folder), **SETTINGS) as llm:
-        found.llm = llm  # an engine belongs to one thread, and the server's has another one
-        yield found
+    with serving(LLM(str(folder), **SETTINGS)) as result, LLM(str(folder), **SETTINGS) as llm:
+        result.llm = llm  # an engine belongs to one thread, and the server's has another one
+        yield result
 
 
 def in_python(one: CompletionOutput) -> dict[str, Any]:
-    """A completion of LLM.chat as the HTTP answer has it."""
+    """Return a completion of LLM.chat in the form of the HTTP answer."""
     calls = [(call.id is not None, call.name, call.arguments) for call in one.tool_calls]
     reason = "tool_calls" if calls and one.finish_reason == "stop" else one.finish_reason
     return {
@@ -99,14 +100,14 @@ def in_python(one: CompletionOutput) -> dict[str, Any]:
 
 
 def over_http(choice: dict[str, Any]) -> dict[str, Any]:
-    """The same of a choice of /v1/chat/completions."""
+    """Return a choice of /v1/chat/completions in the same form."""
     message = choice["message"]
     calls = message.get("tool_calls") or ()
-    made = [(True, one["function"]["name"], one["function"]["arguments"]) for one in calls]
+    results = [(True, one["function"]["name"], one["function"]["arguments"]) for one in calls]
     return {
         "content": message["content"] or None,
         "reasoning": message.get("reasoning_content"),
-        "calls": made,
+        "calls": results,
         "finish_reason": choice["finish_reason"],
         "seed": choice["seed"],
         "token_ids": choice["token_ids"],
@@ -114,19 +115,24 @@ def over_http(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", some_slow(CHATS, DEFAULT_CHATS))
-def test_a_chat(server: Any, name: str) -> None:
-    asked = CHATS[name]
-    sampling = {"max_tokens": None, **asked.sampling}
+def test_chat_equals_python(server: Any, name: str) -> None:
+    requested = CHATS[name]
+    sampling = {"max_tokens": None, **requested.sampling}
     params = server.llm.get_default_sampling_params(**sampling)
-    (out,) = server.llm.chat(asked.messages, params, **asked.call)
-    body = {"messages": asked.messages, **asked.sampling, **asked.call, "return_token_ids": True}
+    (out,) = server.llm.chat(requested.messages, params, **requested.call)
+    body = {
+        "messages": requested.messages,
+        **requested.sampling,
+        **requested.call,
+        "return_token_ids": True,
+    }
     answer = server.http.post("/v1/chat/completions", json=body).json()
     assert out.prompt_token_ids == answer["prompt_token_ids"]
     assert [in_python(one) for one in out.outputs] == [over_http(c) for c in answer["choices"]]
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_text(server: Any, name: str) -> None:
+def test_completion_equals_python(server: Any, name: str) -> None:
     (out,) = server.llm.generate(CODE, server.llm.get_default_sampling_params(**TEXTS[name]))
     body = {"prompt": CODE, **TEXTS[name], "return_token_ids": True}
     (choice,) = server.http.post("/v1/completions", json=body).json()["choices"]
@@ -135,8 +141,9 @@ def test_a_text(server: Any, name: str) -> None:
     assert (done.finish_reason, done.seed) == (choice["finish_reason"], choice["seed"])
 
 
-def test_parameters_that_are_left_out_are_the_servers(server: Any) -> None:
-    """generate() without parameters is /v1/completions without, chat() is /v1/chat/completions."""
+def test_default_parameters_equal_the_servers(server: Any) -> None:
+    """generate() without parameters equals /v1/completions without, chat() equals
+    /v1/chat/completions."""
     served = server.http.get("/v1/models").json()["data"][0]["default_sampling_params"]
     params = server.llm.get_default_sampling_params()
     assert {name: getattr(params, name) for name in served} == served | {"max_tokens": 16}

@@ -1,4 +1,4 @@
-"""The server process: sockets, TLS, signals, and the message at its start."""
+"""The server process: sockets, TLS, signals, and the startup message."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ CERT = str(TLS / "cert.pem")
 KEY = str(TLS / "key.pem")
 
 
-def test_ports():
+def test_invalid_and_used_ports():
     for port in (99999, -1, 10**18):
         with pytest.raises(ConfigError, match=f"port={port} is not allowed.*0 to 65535"):
             Address("127.0.0.1", port).bind()
@@ -50,7 +50,7 @@ def test_unix_sockets(tmp_path: Path):
     path = str(tmp_path / "lockstep.sock")
     address = Address(uds=path)
     address.bind().close()
-    assert os.path.exists(path), "a dead socket lies there"
+    assert os.path.exists(path), "a stale socket remains"
     with address.bind(), pytest.raises(ConfigError, match="cannot be opened"):
         address.bind()
     (tmp_path / "file").write_text("mine")
@@ -61,18 +61,18 @@ def test_unix_sockets(tmp_path: Path):
         Address(uds=str(tmp_path / ("x" * 300))).bind()
 
 
-def test_descriptors_are_raised():
+def test_file_descriptor_limit_is_raised():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(128, before[0]), before[1]))
-        most = raise_descriptors()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most == min(before[1], 1 << 16)
+        maximum = raise_descriptors()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == maximum == min(before[1], 1 << 16)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--port", "99999"], "port=99999"),
         (["--max-queued-requests", "-1"], "max_queued_requests"),
@@ -90,12 +90,12 @@ def test_descriptors_are_raised():
         (["--ssl-certfile", CERT, "--ssl-keyfile", KEY, "--ssl-ciphers", "x"], "ssl_certfile="),
     ],
 )
-def test_options_are_checked_before_a_model_is_loaded(options, told):
+def test_options_are_checked_before_loading(options, message):
     result = CliRunner().invoke(app, ["serve", "--model", "/no/such/model", *options])
-    assert isinstance(result.exception, ConfigError) and told in str(result.exception)
+    assert isinstance(result.exception, ConfigError) and message in str(result.exception)
 
 
-def test_keys_from_a_file(tmp_path: Path):
+def test_api_keys_from_file(tmp_path: Path):
     from lockstep.cli.serve import _access_rules
 
     file = tmp_path / "keys"
@@ -107,7 +107,7 @@ def test_keys_from_a_file(tmp_path: Path):
 
 
 def test_tls(server: Any, processor: Any):
-    """uvicorn's options make HTTPS of it."""
+    """uvicorn's options enable HTTPS."""
     asgi = create_app(Service(server.client, processor, "tiny", "ls-test"))
     files = {"ssl_certfile": str(TLS / "cert.pem"), "ssl_keyfile": str(TLS / "key.pem")}
     running = uvicorn.Server(uvicorn.Config(asgi, log_level="critical", lifespan="off", **files))
@@ -124,7 +124,7 @@ def test_tls(server: Any, processor: Any):
 
 @pytest.fixture
 def process(tmp_path: Path):
-    """`start(*options)` runs the server on a Unix socket; it is gone afterwards."""
+    """Yield `start(*options)`, which runs the server on a Unix socket; end it afterwards."""
     with contextlib.ExitStack() as started:
 
         def start(*options: str, code: str | None = None) -> Any:
@@ -134,7 +134,7 @@ def process(tmp_path: Path):
         yield start
 
 
-def test_a_server_sends_spans_writes_json_and_ends_at_sigterm(process: Any):
+def test_spans_json_logs_and_sigterm(process: Any):
     """One server with its engine in a process serves all three checks."""
     options = ["--shutdown-timeout", "3", "--api-key", "secret", "--no-playground"]
     options += ["--enable-log-requests", "--log-format", "json"]
@@ -146,14 +146,14 @@ def test_a_server_sends_spans_writes_json_and_ends_at_sigterm(process: Any):
         answer = client.post("/v1/completions", json=body, headers=TRACED)
         refused = client.post("/v1/completions", json={**body, "best_of": 3}, headers=TRACED)
         assert (answer.status_code, refused.status_code) == (200, 400)
-        assert_sigterm_lets_a_short_answer_end(running, client)
+        assert_sigterm_finishes_short_answer(running, client)
         lines = running.stderr.read().splitlines()
     assert set(collector.paths) == {"/v1/traces"}
     assert len(collector.spans) == 3, "what is refused has none"
     (mine,) = [pair for pair in collector.spans if int.from_bytes(pair[1].trace_id) == TRACE]
     assert_latencies(*mine, answer.json()["id"])
-    told = [json.loads(line) for line in lines if line.startswith('{"time"')]
-    ended = [line for line in told if line["logger"] == "lockstep.requests"]
+    received = [json.loads(line) for line in lines if line.startswith('{"time"')]
+    ended = [line for line in received if line["logger"] == "lockstep.requests"]
     assert [line["message"].partition(":")[0] for line in ended] == ["ended"] * 2 + ["ended early"]
     (line,) = [line for line in ended if line.get("request_id") == "mine"]
     assert line["id"] == answer.json()["id"]
@@ -163,19 +163,19 @@ def assert_latencies(resource: Any, span: Any, request_id: str) -> None:
     """Assert that a span has the engine's latencies and the ids of both sides."""
     assert values(resource.attributes)["service.name"] == "lockstep"
     assert int.from_bytes(span.parent_span_id) == PARENT
-    told = values(span.attributes)
-    assert told["gen_ai.request.id"] == request_id
-    assert told["gen_ai.usage.completion_tokens"] == 12
-    assert told["lockstep.usage.draft_tokens"] > 0
+    received = values(span.attributes)
+    assert received["gen_ai.request.id"] == request_id
+    assert received["gen_ai.usage.completion_tokens"] == 12
+    assert received["lockstep.usage.draft_tokens"] > 0
     parts = [f"gen_ai.latency.time_in_{name}" for name in ("queue", "model_prefill")]
-    first = told["gen_ai.latency.time_to_first_token"]
-    assert sum(told[name] for name in parts) == pytest.approx(first)
-    assert 0 < first < first + told["gen_ai.latency.time_in_model_decode"]
-    assert first + told["gen_ai.latency.time_in_model_decode"] <= told["gen_ai.latency.e2e"]
+    first = received["gen_ai.latency.time_to_first_token"]
+    assert sum(received[name] for name in parts) == pytest.approx(first)
+    assert 0 < first < first + received["gen_ai.latency.time_in_model_decode"]
+    assert first + received["gen_ai.latency.time_in_model_decode"] <= received["gen_ai.latency.e2e"]
 
 
-def assert_sigterm_lets_a_short_answer_end(running: Any, client: httpx.Client) -> None:
-    """And then ends streams with an error."""
+def assert_sigterm_finishes_short_answer(running: Any, client: httpx.Client) -> None:
+    """Assert that SIGTERM lets a short answer finish and ends streams with an error."""
     long = {"prompt": "1, 2,", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     short = {**long, "max_tokens": 8}
     with client.stream("POST", "/v1/completions", json=long) as endless:
@@ -223,16 +223,16 @@ main()
 """
 
 
-def test_an_engine_that_cannot_go_on_ends_the_process(process: Any):
+def test_dead_engine_ends_the_process(process: Any):
     running, client = process("--disable-frontend-multiprocessing", code=DYING)
     response = client.post("/v1/completions", json={"prompt": "x"})
     assert response.status_code == 503 and response.json()["error"]["code"] == "engine_unavailable"
-    _, told = running.communicate(timeout=PATIENCE)
-    assert running.returncode == 2, told
-    assert "EngineDeadError" in told and "the device is gone" in told.splitlines()[-1]
+    _, received = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 2, received
+    assert "EngineDeadError" in received and "the device is gone" in received.splitlines()[-1]
 
 
-def test_a_port_in_use_is_told_before_loading(
+def test_used_port_is_reported_before_loading(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -241,6 +241,6 @@ def test_a_port_in_use_is_told_before_loading(
         monkeypatch.setattr("sys.argv", command)
         with pytest.raises(SystemExit) as ended:
             main()
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and f"port={port}" in told
-    assert "Traceback" not in told
+    received = capsys.readouterr().err
+    assert ended.value.code == 2 and f"port={port}" in received
+    assert "Traceback" not in received

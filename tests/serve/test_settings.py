@@ -1,4 +1,4 @@
-"""Settings of the server: lists of names, as the command line and a file give them."""
+"""Settings of the server: lists of names from the command line and from a file."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from lockstep.errors import ConfigError
 from lockstep.serve.settings import ServerSettings
 
 
-@pytest.mark.parametrize(("given", "found"), [(None, ()), ([], ()), (["a", "b"], ("a", "b"))])
-def test_names_are_a_list(given: Any, found: tuple[str, ...]) -> None:
-    assert ServerSettings(api_key=given).api_key == found
-    assert ServerSettings(served_model_name=given).served_model_name == found
+@pytest.mark.parametrize(("value", "expected"), [(None, ()), ([], ()), (["a", "b"], ("a", "b"))])
+def test_names_are_read_as_lists(value: Any, expected: tuple[str, ...]) -> None:
+    assert ServerSettings(api_key=value).api_key == expected
+    assert ServerSettings(served_model_name=value).served_model_name == expected
 
 
-@pytest.mark.parametrize("given", ["secret", 5, {"a": 1}, [5], range(10**12)])
-def test_what_is_no_list_of_texts_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("value", ["secret", 5, {"a": 1}, [5], range(10**12)])
+def test_invalid_lists_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="api_key=.*allowed: keys of printable text"):
-        ServerSettings(api_key=given)
+        ServerSettings(api_key=value)
     with pytest.raises(ConfigError, match="allowed_origins=.* is not allowed"):
-        ServerSettings(allowed_origins=given)
+        ServerSettings(allowed_origins=value)

@@ -1,4 +1,5 @@
-"""DFlash draft models with random weights, and what one drafts, written from the paper."""
+"""DFlash draft models with random weights, and an independent forward pass written from the
+paper."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.spec.drawn import Drawn
+from tests.spec.drawn import RandomTensors
 from tests.spec.heads import rms
 
 EPS = 1e-5
@@ -25,18 +26,20 @@ Tensors = dict[str, Tensor]
 
 
 def make_block_model(
-    folder: Path, vocab: int, hidden: int, taps: list[int], inner: bool = True, **changes: Any
+    folder: Path, vocab: int, hidden: int, aux_layers: list[int], inner: bool = True, **changes: Any
 ) -> Tensors:
-    """Writes a draft model for a target of `hidden`, and returns its tensors by name. taps:
-    target_layer_ids; inner: whether block_size stands in dflash_config; changes: of its config."""
+    """Write a draft model for a target of width `hidden`; return its tensors by name.
+
+    taps: target_layer_ids; inner: block_size is inside dflash_config; changes: of its config.
+    """
     folder.mkdir(exist_ok=True)
-    own = {"mask_token_id": MASK, "target_layer_ids": taps}
+    mine = {"mask_token_id": MASK, "target_layer_ids": aux_layers}
     sizes = {"block_size": BLOCK}
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "attention_bias": False,
-        "dflash_config": own | sizes if inner else own,
+        "dflash_config": mine | sizes if inner else mine,
         "head_dim": DIM,
         "hidden_act": "silu",
         "hidden_size": hidden,
@@ -54,18 +57,18 @@ def make_block_model(
         **changes,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = random_model(hidden, len(taps), config["head_dim"])
+    tensors = random_model(hidden, len(aux_layers), config["head_dim"])
     save_file(tensors, folder / "model.safetensors")
     return tensors
 
 
-def random_model(hidden: int, taps: int, dim: int) -> Tensors:
-    """The tensors of the authors' files."""
-    drawn = Drawn()
+def random_model(hidden: int, aux_layers: int, dim: int) -> Tensors:
+    """Return random tensors with the names of the authors' files."""
+    drawn = RandomTensors()
     matrix = drawn.matrix
     norm = drawn.norm
     tensors = {
-        "fc.weight": matrix(hidden, taps * hidden),
+        "fc.weight": matrix(hidden, aux_layers * hidden),
         "hidden_norm.weight": norm(hidden),
         "norm.weight": norm(hidden),
     }
@@ -94,33 +97,38 @@ def drafts_of(
     last: int,
     count: int,
 ) -> list[int]:
-    """`count` greedy drafts behind the token `last`.
+    """Return `count` greedy drafts after the token `last`.
 
     residuals: the target's at each tap, [N, H], of all tokens before it.
     """
     block = torch.tensor([[last] + [MASK] * count])
     starts = torch.tensor([len(residuals[0])])
     logits = logits_of(model, embedding, head, torch.cat(residuals, -1), block, starts)
-    found: list[int] = logits[0].argmax(-1).tolist()
-    return found
+    result: list[int] = logits[0].argmax(-1).tolist()
+    return result
 
 
 def logits_of(
     model: Tensors, embedding: Tensor, head: Tensor, joined: Tensor, blocks: Tensor, starts: Tensor
 ) -> Tensor:
-    """Of blocks [A, B] of tokens that begin at the places starts [A], each by itself, the logits of
-    all tokens but the first: [A, B - 1, V]. joined [N, taps H]: the target's residuals."""
+    """Return the logits [A, B - 1, V] of all tokens but the first of independent blocks [A, B] that
+    begin at positions starts [A].
+
+    joined [N, taps H]: the target's residuals.
+    """
     count, width = blocks.shape
     seen = rms(F.linear(joined, model["fc.weight"]), model["hidden_norm.weight"])
     x = embedding[blocks.flatten()]
-    places = torch.cat([torch.arange(len(seen)), (starts[:, None] + torch.arange(width)).flatten()])
+    positions = torch.cat(
+        [torch.arange(len(seen)), (starts[:, None] + torch.arange(width)).flatten()]
+    )
     before = torch.arange(len(seen)) < starts.repeat_interleave(width)[:, None]
-    beside = torch.block_diag(*[torch.ones(width, width)] * count).bool()
-    mask = torch.cat([before, beside], 1)
+    same_block = torch.block_diag(*[torch.ones(width, width)] * count).bool()
+    mask = torch.cat([before, same_block], 1)
     for index in range(LAYERS):
         prefix = f"layers.{index}."
         part = {n.removeprefix(prefix): t for n, t in model.items() if n.startswith(prefix)}
-        x = x + attention(part, rms(x, part["input_layernorm.weight"]), seen, places, mask)
+        x = x + attention(part, rms(x, part["input_layernorm.weight"]), seen, positions, mask)
         y = rms(x, part["post_attention_layernorm.weight"])
         gate = F.silu(F.linear(y, part["mlp.gate_proj.weight"]))
         up = F.linear(y, part["mlp.up_proj.weight"])
@@ -129,26 +137,29 @@ def logits_of(
     return logits.unflatten(0, (count, width))[:, 1:]
 
 
-def attention(part: Tensors, x: Tensor, seen: Tensor, places: Tensor, mask: Tensor) -> Tensor:
-    """x [A B, H] over what was computed, seen [N, H], and itself, as far as mask [A B, N + A B]
-    shows. places [N + A B]: of all of them."""
+def attention(part: Tensors, x: Tensor, seen: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Return attention of x [A B, H] over the context seen [N, H] and itself, under mask [A B, N +
+    A B].
+
+    positions [N + A B]: of all keys.
+    """
     both = torch.cat([seen, x])
 
     def heads(name: str, y: Tensor) -> Tensor:
         return F.linear(y, part[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, DIM))
 
-    q = rotated(rms(heads("q", x), part["self_attn.q_norm.weight"]), places[len(seen) :])
-    k = rotated(rms(heads("k", both), part["self_attn.k_norm.weight"]), places)
+    q = rotated(rms(heads("q", x), part["self_attn.q_norm.weight"]), positions[len(seen) :])
+    k = rotated(rms(heads("k", both), part["self_attn.k_norm.weight"]), positions)
     v = heads("v", both)
     q, k, v = (y.transpose(0, 1) for y in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return F.linear(mixed.transpose(0, 1).flatten(1), part["self_attn.o_proj.weight"])
 
 
-def rotated(x: Tensor, places: Tensor) -> Tensor:
-    """x [N, heads, D] turned by its positions, halves against each other."""
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """Return x [N, heads, D] rotated by its positions, with halves as pairs."""
     half = DIM // 2
-    angles = torch.outer(places.float(), THETA ** (-torch.arange(half).float() / half))
+    angles = torch.outer(positions.float(), THETA ** (-torch.arange(half).float() / half))
     cos = angles.cos()[:, None]
     sin = angles.sin()[:, None]
     a = x[..., :half]

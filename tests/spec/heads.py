@@ -1,4 +1,4 @@
-"""EAGLE-3 heads with random weights, and what one drafts, written from the paper."""
+"""EAGLE-3 heads with random weights, and an independent forward pass written from the paper."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.spec.drawn import Drawn
+from tests.spec.drawn import RandomTensors
 
 EPS = 1e-5
 THETA = 10000.0
@@ -17,7 +17,7 @@ HEADS = 4
 KV_HEADS = 2
 DIM = 12
 INNER = 40
-KNOWN = 192
+DRAFT_VOCAB = 192
 """Tokens of a reduced head."""
 LATENT: dict[str, Any] = {
     "architectures": ["Eagle3DeepseekV2ForCausalLM"],
@@ -28,19 +28,26 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 8,
 }
-"""What a head with latent attention has beside the others' settings, or in their place."""
+"""Settings of a head with latent attention, which add to or replace those of other heads."""
 LATENT_EPS = 1e-6
-"""Of the norms of latents."""
+"""Epsilon of the norms of latents."""
 Tensors = dict[str, Tensor]
 
 
 def make_head(
-    folder: Path, vocab: int, hidden: int, *, width: int = 0, known: int = KNOWN, **changes: Any
+    folder: Path,
+    vocab: int,
+    hidden: int,
+    *,
+    width: int = 0,
+    known: int = DRAFT_VOCAB,
+    **changes: Any,
 ) -> Tensors:
-    """Writes a head for a target of `hidden` into the folder, and returns its tensors by name.
+    """Write a head for a target of width `hidden` into the folder; return its tensors by name.
 
-    width: of the head, `hidden` if 0; then it reads the target's embedding. changes: of its config.
-    The first layer is `midlayer`, as the authors name it; further ones are `layers.1` and so on.
+    width: of the head, `hidden` if 0, in which case it uses the target's embedding. changes: of its
+    config. The first layer is `midlayer`, as in the authors' files; further ones are `layers.1` and
+    so on.
     """
     folder.mkdir(exist_ok=True)
     width = width or hidden
@@ -65,8 +72,8 @@ def make_head(
     }
     (folder / "config.json").write_text(json.dumps(config))
     named = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    taps = len(named or (1, 2, 3))
-    tensors = random_head(vocab, hidden, width, known, taps)
+    aux_layers = len(named or (1, 2, 3))
+    tensors = random_head(vocab, hidden, width, known, aux_layers)
     for index in range(1, config["num_hidden_layers"]):
         tensors |= later_layer(index, width)
     if "kv_lora_rank" in config:
@@ -74,20 +81,20 @@ def make_head(
     if config.get("attention_bias"):
         tensors |= biases(tensors)
     if config.get("fc_norm"):
-        tensors |= {f"fc_norm.{i}.weight": torch.rand(hidden) + 0.5 for i in range(taps)}
+        tensors |= {f"fc_norm.{i}.weight": torch.rand(hidden) + 0.5 for i in range(aux_layers)}
     if config.get("norm_before_fc"):
-        tensors["input_norm.weight"] = torch.rand(taps * hidden) + 0.5
+        tensors["input_norm.weight"] = torch.rand(aux_layers * hidden) + 0.5
     save_head(folder, tensors)
     return tensors
 
 
-def random_head(vocab: int, hidden: int, width: int, known: int, taps: int) -> Tensors:
-    """The tensors of the authors' files."""
-    drawn = Drawn()
+def random_head(vocab: int, hidden: int, width: int, known: int, aux_layers: int) -> Tensors:
+    """Return random tensors with the names of the authors' files."""
+    drawn = RandomTensors()
     matrix = drawn.matrix
     norm = drawn.norm
     tensors = {
-        "fc.weight": matrix(width, taps * hidden),
+        "fc.weight": matrix(width, aux_layers * hidden),
         "norm.weight": norm(width),
         "lm_head.weight": matrix(known, width),
         "midlayer.hidden_norm.weight": norm(width),
@@ -111,8 +118,8 @@ def random_head(vocab: int, hidden: int, width: int, known: int, taps: int) -> T
 
 
 def later_layer(index: int, width: int) -> Tensors:
-    """The tensors of a layer that reads the state alone."""
-    drawn = Drawn(seed=5 + index)
+    """Return the tensors of a layer that reads only the hidden state."""
+    drawn = RandomTensors(seed=5 + index)
     sizes = {
         "self_attn.q_proj": (HEADS * DIM, width),
         "self_attn.k_proj": (KV_HEADS * DIM, width),
@@ -122,23 +129,23 @@ def later_layer(index: int, width: int) -> Tensors:
         "mlp.up_proj": (INNER, width),
         "mlp.down_proj": (width, INNER),
     }
-    found = {f"layers.{index}.{name}.weight": drawn.matrix(*size) for name, size in sizes.items()}
+    result = {f"layers.{index}.{name}.weight": drawn.matrix(*size) for name, size in sizes.items()}
     for name in ("input_layernorm", "post_attention_layernorm"):
-        found[f"layers.{index}.{name}.weight"] = drawn.norm(width)
-    return found
+        result[f"layers.{index}.{name}.weight"] = drawn.norm(width)
+    return result
 
 
 def biases(tensors: Tensors) -> Tensors:
-    """Those of a head's attention."""
-    found = {}
+    """Return biases of a head's attention."""
+    result = {}
     for name, weight in tensors.items():
         if ".self_attn." in name:
-            found[name.replace("weight", "bias")] = torch.randn(len(weight))
-    return found
+            result[name.replace("weight", "bias")] = torch.randn(len(weight))
+    return result
 
 
 def with_latents(tensors: Tensors, width: int) -> Tensors:
-    """The same head with latent attention, under the names of Kimi-K2's heads."""
+    """Return the same head with latent attention, with the names of Kimi-K2's heads."""
     generator = torch.Generator().manual_seed(6)
     plain = LATENT["qk_nope_head_dim"]
     turned = LATENT["qk_rope_head_dim"]
@@ -164,7 +171,7 @@ def with_latents(tensors: Tensors, width: int) -> Tensors:
 
 
 def save_head(folder: Path, tensors: Tensors) -> None:
-    """As published heads are saved."""
+    """Save a head as published heads are."""
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
 
 
@@ -176,7 +183,7 @@ def drafts_of(
     count: int,
     **flags: bool,
 ) -> list[int]:
-    """`count` greedy drafts behind `tokens` [N + 1].
+    """Return `count` greedy drafts after `tokens` [N + 1].
 
     residuals: the target's at each tap, [N, H], of all tokens but the last one. flags:
     norm_before_residual, norm_before_fc, fc_norm, norm_output.
@@ -188,42 +195,42 @@ def drafts_of(
     if flags.get("norm_before_fc"):
         joined = rms(joined, head["input_norm.weight"])
     states = F.linear(joined, head["fc.weight"])
-    given = tokens[1:]
-    found: list[int] = []
+    arguments = tokens[1:]
+    results: list[int] = []
     for _ in range(count):
-        left, normed = layers(head, embedding[torch.tensor(given)], states, flags)
-        recycled = normed if flags.get("norm_output") else left
+        remaining, normed = layers(head, embedding[torch.tensor(arguments)], states, flags)
+        recycled = normed if flags.get("norm_output") else remaining
         best = int((normed[-1] @ head["lm_head.weight"].T).argmax())
-        found.append(best + int(head["d2t"][best]) if "d2t" in head else best)
+        results.append(best + int(head["d2t"][best]) if "d2t" in head else best)
         states = torch.cat([states, recycled[-1:]])
-        given = [*given, found[-1]]
-    return found
+        arguments = [*arguments, results[-1]]
+    return results
 
 
 def layers(
     head: Tensors, embedded: Tensor, states: Tensor, flags: dict[str, bool]
 ) -> tuple[Tensor, Tensor]:
-    """What the layers leave, and its norm, both [N, W]."""
+    """Return the layers' output and its norm, both [N, W]."""
     part = part_of(head, "midlayer.")
     hidden = rms(states, part["hidden_norm.weight"])
     residual = hidden if flags.get("norm_before_residual") else states
     x = torch.cat([rms(embedded, part["input_layernorm.weight"]), hidden], -1)
-    left = layer(part, residual, x)
+    remaining = layer(part, residual, x)
     index = 1
     while part := part_of(head, f"layers.{index}."):
-        left = layer(part, left, rms(left, part["input_layernorm.weight"]))
+        remaining = layer(part, remaining, rms(remaining, part["input_layernorm.weight"]))
         index += 1
-    return left, rms(left, head["norm.weight"])
+    return remaining, rms(remaining, head["norm.weight"])
 
 
 def part_of(head: Tensors, prefix: str) -> Tensors:
-    """The tensors of a layer, by their names in it."""
+    """Return the tensors of a layer, by their names within it."""
     return {n.removeprefix(prefix): t for n, t in head.items() if n.startswith(prefix)}
 
 
 def layer(part: Tensors, residual: Tensor, x: Tensor) -> Tensor:
-    """What a layer leaves [N, W], whose attention reads x."""
-    mixed = attended(part, x) if "self_attn.q_proj.weight" in part else latent_attended(part, x)
+    """Return a layer's output [N, W], whose attention reads x."""
+    mixed = attention(part, x) if "self_attn.q_proj.weight" in part else latent_attention(part, x)
     out = "self_attn.o_proj"
     residual = residual + F.linear(mixed, part[f"{out}.weight"], part.get(f"{out}.bias"))
     y = rms(residual, part["post_attention_layernorm.weight"])
@@ -232,8 +239,8 @@ def layer(part: Tensors, residual: Tensor, x: Tensor) -> Tensor:
     return residual + F.linear(gate * up, part["mlp.down_proj.weight"])
 
 
-def attended(part: Tensors, x: Tensor) -> Tensor:
-    """What Llama's attention finds for x, [N, 2 W] or [N, W], before o_proj."""
+def attention(part: Tensors, x: Tensor) -> Tensor:
+    """Return Llama's attention over x, [N, 2 W] or [N, W], before o_proj."""
 
     def heads(name: str) -> Tensor:
         at = f"self_attn.{name}_proj"
@@ -246,17 +253,17 @@ def attended(part: Tensors, x: Tensor) -> Tensor:
     return seen.transpose(0, 1).flatten(1)
 
 
-def latent_attended(part: Tensors, x: Tensor) -> Tensor:
-    """What latent attention finds (DeepSeek-V2, arXiv 2405.04434, section 2.1), with the keys and
-    values of every head written out; neighbours of the turned dims turn against each other."""
+def latent_attention(part: Tensors, x: Tensor) -> Tensor:
+    """Return latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) with expanded keys and
+    values; adjacent rotary dims are pairs."""
     plain = LATENT["qk_nope_head_dim"]
-    own = {n.removeprefix("self_attn."): t for n, t in part.items() if n.startswith("self_attn.")}
-    q = rms(F.linear(x, own["q_a_proj.weight"]), own["q_a_layernorm.weight"], LATENT_EPS)
-    q = F.linear(q, own["q_b_proj.weight"]).unflatten(-1, (HEADS, -1))
-    both = F.linear(x, own["kv_a_proj_with_mqa.weight"])
-    latent = rms(both[:, : LATENT["kv_lora_rank"]], own["kv_a_layernorm.weight"], LATENT_EPS)
+    mine = {n.removeprefix("self_attn."): t for n, t in part.items() if n.startswith("self_attn.")}
+    q = rms(F.linear(x, mine["q_a_proj.weight"]), mine["q_a_layernorm.weight"], LATENT_EPS)
+    q = F.linear(q, mine["q_b_proj.weight"]).unflatten(-1, (HEADS, -1))
+    both = F.linear(x, mine["kv_a_proj_with_mqa.weight"])
+    latent = rms(both[:, : LATENT["kv_lora_rank"]], mine["kv_a_layernorm.weight"], LATENT_EPS)
     shared = rotated(halves(both[:, None, LATENT["kv_lora_rank"] :]))
-    kv = F.linear(latent, own["kv_b_proj.weight"]).unflatten(-1, (HEADS, -1))
+    kv = F.linear(latent, mine["kv_b_proj.weight"]).unflatten(-1, (HEADS, -1))
     keys = torch.cat([kv[..., :plain], shared.expand(-1, HEADS, -1)], -1)
     queries = torch.cat([q[..., :plain], rotated(halves(q[..., plain:]))], -1)
     seen = F.scaled_dot_product_attention(
@@ -269,17 +276,17 @@ def latent_attended(part: Tensors, x: Tensor) -> Tensor:
 
 
 def halves(x: Tensor) -> Tensor:
-    """Neighbours side by side -> the first ones, then the second ones."""
+    """Return the even elements, then the odd ones."""
     return torch.cat([x[..., ::2], x[..., 1::2]], -1)
 
 
 def rms(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
-    """x / rms(x) * weight."""
+    """Return x / rms(x) * weight."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def rotated(x: Tensor) -> Tensor:
-    """x [N, heads, D] turned by the positions 0 to N - 1, halves against each other."""
+    """Return x [N, heads, D] rotated by the positions 0 to N - 1, with halves as pairs."""
     half = x.shape[-1] // 2
     angles = torch.outer(
         torch.arange(len(x)).float(), THETA ** (-torch.arange(half).float() / half)

@@ -1,5 +1,5 @@
-"""DFlash layers that are trained on the bundled model's answers, with plain torch: what they learn
-there is what they draft in the engine."""
+"""DFlash layers trained with plain torch on the bundled model's answers draft in the engine what
+they learned."""
 
 import random
 from pathlib import Path
@@ -21,19 +21,20 @@ from tests.spec.blocks import MASK, Tensors, logits_of, make_block_model
 pytestmark = pytest.mark.slow
 
 BUNDLED = str(Path(lockstep.__file__).parent / "assets" / "model")
-TAPS = [1, 3, 5]
+AUX_LAYERS = [1, 3, 5]
 WIDTH = 8
-"""Tokens of a block."""
+"""Tokens per block."""
 ANSWERS = 40
 HELD_OUT = 8
 STEPS = 500
 BLOCKS = 12
-"""Of one answer, in a step of the training."""
+"""Blocks of one answer per training step."""
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
 
 
-class Catcher:
-    """Keeps the residuals of the last prompt at all taps, [T, taps H], and drafts nothing."""
+class ResidualRecorder:
+    """Drafter that records the residuals of the last prompt at all taps, [T, taps H], and drafts
+    nothing."""
 
     joined: Tensor
 
@@ -46,7 +47,7 @@ class Catcher:
 
 
 def make_engine(folder: Path | None, hooks: CheckHooks | None = None) -> LLM:
-    """The bundled model, drafting with the folder's layers if there is one."""
+    """Return the bundled model, which drafts with the folder's layers if there is one."""
     spec = None
     if folder is not None:
         spec = {"method": "dflash", "model": str(folder), "num_speculative_tokens": WIDTH - 1}
@@ -61,21 +62,22 @@ def make_engine(folder: Path | None, hooks: CheckHooks | None = None) -> LLM:
     return LLM.over(build_engine(config, hooks=hooks or CheckHooks()))
 
 
-def asked() -> list[list[dict[str, str]]]:
-    """Sequences of numbers to go on with."""
+def make_conversations() -> list[list[dict[str, str]]]:
+    """Return number sequences to continue."""
     draw = random.Random(0)
-    found = []
+    results = []
     for _ in range(ANSWERS + HELD_OUT):
         first = draw.randrange(1, 40)
         by = draw.randrange(1, 9)
         numbers = ", ".join(str(first + i * by) for i in range(10))
         text = f"Continue the sequence with twenty more numbers: {numbers}"
-        found.append([{"role": "user", "content": text}])
-    return found
+        results.append([{"role": "user", "content": text}])
+    return results
 
 
 def train(model: Tensors, examples: list[tuple[Tensor, int, Tensor]], target: Any) -> None:
-    """Masked tokens of blocks at random places of answers, all of them at once."""
+    """Train on masked tokens of blocks at random positions of answers, all tokens of a block at
+    once."""
     draw = random.Random(1)
     embedding = target.embed.weight.detach().clone()
     head = target.head.weight.detach().clone()
@@ -86,23 +88,23 @@ def train(model: Tensors, examples: list[tuple[Tensor, int, Tensor]], target: An
     for _ in range(STEPS):
         tokens, begin, joined = draw.choice(examples)
         starts = torch.tensor([draw.randrange(begin, len(tokens) - WIDTH) for _ in range(BLOCKS)])
-        due = tokens[starts[:, None] + torch.arange(WIDTH)]
-        blocks = torch.where(torch.arange(WIDTH) == 0, due, MASK)
+        expected = tokens[starts[:, None] + torch.arange(WIDTH)]
+        blocks = torch.where(torch.arange(WIDTH) == 0, expected, MASK)
         logits = logits_of(model, embedding, head, joined, blocks, starts)
-        loss = F.cross_entropy(logits.flatten(0, 1), due[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), expected[:, 1:].flatten())
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimiser.step()
 
 
-def test_what_it_has_learned_is_what_it_drafts(tmp_path: Path) -> None:
-    """On answers that it has not seen; the untrained layers hardly draft a token right."""
-    conversations = asked()
+def test_trained_layers_draft_accepted_tokens(tmp_path: Path) -> None:
+    """On unseen answers; the untrained layers have almost no accepted draft."""
+    conversations = make_conversations()
     plain = make_engine(None).chat(conversations, GREEDY)
-    due = [out.outputs[0].token_ids for out in plain]
-    model = make_block_model(tmp_path, 4096, 256, TAPS)
-    catching = make_engine(tmp_path, CheckHooks(drafter=Catcher))
+    expected = [out.outputs[0].token_ids for out in plain]
+    model = make_block_model(tmp_path, 4096, 256, AUX_LAYERS)
+    catching = make_engine(tmp_path, CheckHooks(drafter=ResidualRecorder))
     catcher: Any = worker_of(catching.engine).program.drafter
     one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     examples = []
@@ -118,7 +120,7 @@ def test_what_it_has_learned_is_what_it_drafts(tmp_path: Path) -> None:
             saved = {name: tensor.detach() for name, tensor in model.items()}
             save_file(saved, tmp_path / "model.safetensors")
         outs = make_engine(tmp_path).chat(conversations[ANSWERS:], GREEDY)
-        assert [out.outputs[0].token_ids for out in outs] == due[ANSWERS:]
+        assert [out.outputs[0].token_ids for out in outs] == expected[ANSWERS:]
         accepted.append(sum(out.metrics.num_accepted_tokens for out in outs))
     tokens = HELD_OUT * GREEDY.max_tokens
     assert accepted[0] < 0.1 * tokens

@@ -1,4 +1,4 @@
-"""A draft model: its drafts are its own greedy answer, and the tokens are the target's."""
+"""A draft model drafts its own greedy answer, and the tokens are the target's."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from tests.models.dense import VOCAB, make_llm, random_oracle
 from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head
-from tests.spec.watching import Seen
+from tests.spec.watching import RecordedDrafts
 from tests.text.tiny_tokenizer import make_folder
 from tests.tiny_model import DEEPSEEK, LLAMA, QWEN3
 
@@ -26,13 +26,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize
 
 
 def make_engine(folder: Path, draft: Path, hooks: CheckHooks = NO_HOOKS, **settings: Any) -> LLM:
-    """An engine of the target in `folder` that drafts with the model in `draft`."""
+    """Return an engine of the target in `folder` that drafts with the model in `draft`."""
     spec = {"model": str(draft), "num_speculative_tokens": K, "adaptive": False}
     return make_llm(folder, hooks, max_model_len=256, speculative_config=spec, **settings)
 
 
 def make_pair(folder: Path, family: str, base: dict[str, Any], **changes: Any) -> Any:
-    """A random model of transformers, saved in the folder beside a tokenizer."""
+    """Return a random transformers model, saved in the folder with a tokenizer."""
     oracle = random_oracle(folder, family, base, **changes)
     kept = (folder / "config.json").read_text()
     make_folder(folder)
@@ -42,19 +42,19 @@ def make_pair(folder: Path, family: str, base: dict[str, Any], **changes: Any) -
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of VOCAB tokens."""
+    """Return a random Llama of VOCAB tokens."""
     folder = tmp_path_factory.mktemp("target")
     make_pair(folder, "Llama", LLAMA)
     return folder
 
 
 def greedy(oracle: Any, known: list[int], count: int, vocab: int) -> list[int]:
-    """What transformers says behind the known tokens, among the first `vocab`."""
+    """Return transformers' greedy answer after the known tokens, among the first `vocab` tokens."""
     text = list(known)
     for _ in range(count):
-        most = oracle.config.vocab_size - 1
+        maximum = oracle.config.vocab_size - 1
         with torch.no_grad():
-            logits = oracle(torch.tensor([[min(t, most) for t in text]])).logits[0, -1]
+            logits = oracle(torch.tensor([[min(t, maximum) for t in text]])).logits[0, -1]
         text.append(int(logits[:vocab].argmax()))
     return text[len(known) :]
 
@@ -70,25 +70,25 @@ def greedy(oracle: Any, known: list[int], count: int, vocab: int) -> list[int]:
     ],
     ids=["llama", "qwen3", "latent attention", "fewer tokens", "more tokens"],
 )
-def test_drafts_are_the_models_own_answer(
+def test_drafts_equal_the_draft_models_greedy_answer(
     target: Path, tmp_path: Path, family: str, base: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    """At every step, behind prompts in chunks and accepted drafts."""
+    """At every step, after chunked prompts and accepted drafts."""
     oracle = make_pair(tmp_path, family, base, **changes)
-    seen = Seen(create)
+    seen = RecordedDrafts(create)
     hooks = CheckHooks(drafter=seen.create)
     llm = make_engine(target, tmp_path, hooks, max_num_batched_tokens=64)
     outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)
-    assert len(seen.found) > 9
-    for known, drafts in seen.found:
+    assert len(seen.drafts) > 9
+    for known, drafts in seen.drafts:
         assert drafts == greedy(oracle, known, K, VOCAB), len(known)
     plain = LLM(str(target), skip_tokenizer_init=True, max_model_len=256)
-    due = plain.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)
-    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in due]
+    expected = plain.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
 
 
-def test_a_model_drafts_for_itself_without_a_miss(target: Path) -> None:
-    """All drafts are accepted, also behind a prompt whose pages are found again."""
+def test_model_as_its_own_draft_has_no_rejections(target: Path) -> None:
+    """All drafts are accepted, also after a prompt with a prefix hit."""
     llm = make_engine(target, target)
     longer = SamplingParams(temperature=0, max_tokens=26, ignore_eos=True, detokenize=False)
     for _ in range(2):
@@ -98,9 +98,9 @@ def test_a_model_drafts_for_itself_without_a_miss(target: Path) -> None:
     assert out.metrics.num_cached_tokens == 64
 
 
-def test_rows_that_reach_a_page_together_draft_as_each_does_alone(target: Path) -> None:
-    """A chain of drafts goes on past the window: the page that it begins is the row's own by then,
-    not the null page, where rows would read each other's numbers."""
+def test_drafts_across_a_page_boundary_are_batch_independent(target: Path) -> None:
+    """A chain of drafts extends past the window: the page that it begins belongs to the row by
+    then, and is not the null page, which all rows would share."""
     llm = make_engine(target, target)
     prompts = [[(k * i + i * i) % 250 for i in range(59)] for k in (3, 7, 11, 13)]
     longer = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
@@ -108,16 +108,16 @@ def test_rows_that_reach_a_page_together_draft_as_each_does_alone(target: Path) 
         assert out.metrics.num_draft_tokens == out.metrics.num_accepted_tokens > 60
 
 
-def test_another_tokenizer_is_refused(target: Path, tmp_path: Path) -> None:
+def test_draft_model_with_other_tokenizer_is_refused(target: Path, tmp_path: Path) -> None:
     make_pair(tmp_path, "Llama", LLAMA, num_hidden_layers=1)
     path = tmp_path / "tokenizer.json"
-    sound = json.loads(path.read_text())
-    vocab = sound["model"]["vocab"]
+    valid = json.loads(path.read_text())
+    vocab = valid["model"]["vocab"]
     text, other = list(vocab)[40:42]
     changed = dict(vocab)
     changed[text] = vocab[other]
     changed[other] = vocab[text]
-    path.write_text(json.dumps(sound | {"model": sound["model"] | {"vocab": changed}}))
+    path.write_text(json.dumps(valid | {"model": valid["model"] | {"vocab": changed}}))
     with pytest.raises(ConfigError, match="has another tokenizer than .* token 40 is"):
         make_engine(target, tmp_path)
     path.write_text("{")
@@ -128,7 +128,7 @@ def test_another_tokenizer_is_refused(target: Path, tmp_path: Path) -> None:
         make_engine(target, tmp_path)
 
 
-def test_a_damaged_model_is_refused(target: Path, tmp_path: Path) -> None:
+def test_damaged_draft_model_is_refused(target: Path, tmp_path: Path) -> None:
     make_pair(tmp_path, "Llama", LLAMA, num_hidden_layers=1)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 2}))
@@ -136,7 +136,7 @@ def test_a_damaged_model_is_refused(target: Path, tmp_path: Path) -> None:
         make_engine(target, tmp_path)
 
 
-def test_what_another_method_drafts_with_is_refused(target: Path, tmp_path: Path) -> None:
+def test_drafter_of_another_method_is_refused(target: Path, tmp_path: Path) -> None:
     make_block_model(tmp_path / "blocks", VOCAB, 48, [0, 1])
     make_head(tmp_path / "head", VOCAB, 48)
     make_head(tmp_path / "authors", VOCAB, 48, architectures=["LlamaForCausalLM"])
@@ -147,9 +147,9 @@ def test_what_another_method_drafts_with_is_refused(target: Path, tmp_path: Path
             make_engine(target, tmp_path / folder)
 
 
-def test_a_model_alone_names_the_method() -> None:
-    found = read({"model": "here", "num_speculative_tokens": 15})
-    assert found is not None
-    assert found.method == "draft_model"
+def test_model_implies_draft_model_method() -> None:
+    actual = read({"model": "here", "num_speculative_tokens": 15})
+    assert actual is not None
+    assert actual.method == "draft_model"
     with pytest.raises(ConfigError, match="model='' is not allowed"):
         read({"method": "draft_model"})

@@ -1,4 +1,4 @@
-"""On a GPU: every drafter in every graph mode, up to 15 drafts, leaves the plain answers."""
+"""On a GPU, every drafter in every graph mode, with up to 15 drafts, leaves answers unchanged."""
 
 import json
 from itertools import product
@@ -31,7 +31,7 @@ METHODS = {
     "suffix": "suffix",
     "ngram": "ngram",
 }
-"""What drafts -> its method."""
+"""Drafter -> its method."""
 RECURRENT: dict[str, Any] = {**CONFIG, **THREE_LAYERS, **WIDE, "mtp_num_hidden_layers": 0}
 BUCKETS = (1, 2, 4, 8)
 GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_gpu_blocks": 64}
@@ -39,17 +39,19 @@ GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_gpu_blocks": 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path | None]]:
-    """Of each target: its folder, and those of what drafts for it."""
-    found = {}
+    """Return each target's folder, and those of its drafters."""
+    result = {}
     for kind, base in TARGETS.items():
         root = tmp_path_factory.mktemp(kind)
         target = make_model(root / "target", base)
         vocab = json.loads((target / "config.json").read_text())["vocab_size"]
-        taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-        make_head(root / "head", vocab, 64, eagle_config=taps, num_hidden_layers=2, head_dim=32)
+        aux_layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        make_head(
+            root / "head", vocab, 64, eagle_config=aux_layers, num_hidden_layers=2, head_dim=32
+        )
         make_block_model(root / "blocks", vocab, 64, [0, 1], head_dim=32)
         draft = make_model(root / "draft", LLAMA, num_hidden_layers=1, **WIDE)
-        found[kind] = {
+        result[kind] = {
             "target": target,
             "eagle3": root / "head",
             "draft_model": draft,
@@ -58,15 +60,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Pat
             "suffix": None,
             "ngram": None,
         }
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
-def plain(folders: dict[str, Any]) -> dict[str, list[Any]]:
-    """The eager answers without drafts."""
+def expected(folders: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the eager answers without drafts."""
     return {
-        kind: answers(engine_over(found["target"], cuda_graph_mode="none", **GPU))
-        for kind, found in folders.items()
+        kind: answers(engine_over(result["target"], cuda_graph_mode="none", **GPU))
+        for kind, result in folders.items()
     }
 
 
@@ -75,23 +77,23 @@ def plain(folders: dict[str, Any]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize(
     ("graph", "k"), [("full", 3), ("full", 15), ("piecewise", 15), ("none", 7)]
 )
-def test_the_answers_are_the_plain_ones(
-    folders: dict[str, Any], plain: dict[str, Any], kind: str, method: str, graph: str, k: int
+def test_drafters_change_no_answer_on_gpu(
+    folders: dict[str, Any], expected: dict[str, Any], kind: str, method: str, graph: str, k: int
 ) -> None:
-    """The second time from the prefix cache, and from the ring of answers."""
-    own = folders[kind]
+    """The second run uses the prefix cache and the buffer of past answers."""
+    mine = folders[kind]
     llm = engine_over(
-        own["target"],
+        mine["target"],
         METHODS[method],
         k,
-        drafts_with=own[method],
+        drafts_with=mine[method],
         cuda_graph_mode=graph,
         row_buckets=BUCKETS,
         max_num_batched_tokens=64,
         **GPU,
     )
-    assert answers(llm) == plain[kind]
-    assert answers(llm) == plain[kind]
+    assert answers(llm) == expected[kind]
+    assert answers(llm) == expected[kind]
     stats = llm.engine.refresh_stats()
     assert stats.draft_tokens_total
     if method == "suffix":
@@ -99,17 +101,17 @@ def test_the_answers_are_the_plain_ones(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_another_number_of_drafts_in_every_step(
-    folders: dict[str, Any], plain: dict[str, Any], method: str
+def test_varying_draft_counts_change_no_answer_on_gpu(
+    folders: dict[str, Any], expected: dict[str, Any], method: str
 ) -> None:
-    """Graphs of 0, 1, 3, 7 and 15 drafts for each bucket; rows that are moved to the host."""
-    own = folders["hybrid"]
+    """Graphs of 0, 1, 3, 7 and 15 drafts for each bucket; rows move to the host."""
+    mine = folders["hybrid"]
     llm = engine_over(
-        own["target"],
+        mine["target"],
         METHODS[method],
         15,
         changing=True,
-        drafts_with=own[method],
+        drafts_with=mine[method],
         row_buckets=BUCKETS,
         preempt_every=5,
         **GPU,
@@ -117,14 +119,14 @@ def test_another_number_of_drafts_in_every_step(
     for half in worker_of(llm.engine).run_step:
         assert isinstance(half, Captured)
         assert len(half.recordings) == len(list(product(BUCKETS, (0, 1, 3, 7, 15))))
-    assert answers(llm) == plain["hybrid"]
+    assert answers(llm) == expected["hybrid"]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_replay_of_null_rows_changes_no_row(folders: dict[str, Any], method: str) -> None:
-    own = folders["dense"]
-    where = {"drafts_with": own[method], "row_buckets": BUCKETS}
-    llm = engine_over(own["target"], METHODS[method], 15, **where, **GPU)
+    mine = folders["dense"]
+    where = {"drafts_with": mine[method], "row_buckets": BUCKETS}
+    llm = engine_over(mine["target"], METHODS[method], 15, **where, **GPU)
     runner = worker_of(llm.engine)
     before = [tensor[1:].clone() for tensor in runner.table.row_tensors()]
     with torch.inference_mode():

@@ -1,4 +1,5 @@
-"""EAGLE-3: drafts against an independent forward, files as they are published, and the contract."""
+"""EAGLE-3: drafts equal an independent forward pass, published files load, and invalid ones are
+refused."""
 
 import json
 from dataclasses import replace
@@ -17,7 +18,7 @@ from lockstep.spec.chain import ChainDrafter
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from tests.models.dense import VOCAB, make_llm, random_targets
 from tests.spec.heads import LATENT, drafts_of, make_head, save_head
-from tests.spec.watching import Seen
+from tests.spec.watching import RecordedDrafts
 from tests.tiny_model import DEEPSEEK, LLAMA, NEMOTRON_H, QWEN3, QWEN3_MOE
 
 HIDDEN = 48
@@ -33,7 +34,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize
 
 
 def make_engine(folder: Path, head: Path, hooks: CheckHooks = NO_HOOKS, **settings: Any) -> LLM:
-    """An engine of the target in `folder` that drafts with a head."""
+    """Return an engine of the target in `folder` that drafts with a head."""
     spec = {
         "method": "eagle3",
         "model": str(head),
@@ -56,29 +57,29 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
     return random_targets(tmp_path_factory, families, LAYERS)
 
 
-def residuals_of(oracle: Any, tokens: list[int], taps: tuple[int, ...]) -> list[torch.Tensor]:
-    """transformers' residual in front of these layers; behind the last one, in front of the
-    norm."""
+def residuals_of(oracle: Any, tokens: list[int], aux_layers: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return transformers' residuals before these layers; for the number of layers, the one before
+    the final norm."""
     inner = oracle.model
     norm = inner.norm_f if hasattr(inner, "norm_f") else inner.norm
-    found: dict[int, torch.Tensor] = {}
+    result: dict[int, torch.Tensor] = {}
 
-    def keeping(place: int) -> Any:
-        def keep(module: Any, given: Any, named: Any) -> None:
-            found[place] = given[0] if given else named["hidden_states"]
+    def keeping(index: int) -> Any:
+        def keep(module: Any, arguments: Any, named: Any) -> None:
+            result[index] = arguments[0] if arguments else named["hidden_states"]
 
         return keep
 
-    places = [*inner.layers, norm]
+    indices = [*inner.layers, norm]
     hooks = [
-        module.register_forward_pre_hook(keeping(place), with_kwargs=True)
-        for place, module in enumerate(places)
+        module.register_forward_pre_hook(keeping(index), with_kwargs=True)
+        for index, module in enumerate(indices)
     ]
     with torch.no_grad():
         inner(torch.tensor([tokens]))
     for hook in hooks:
         hook.remove()
-    return [found[tap][0] for tap in taps]
+    return [result[layer][0] for layer in aux_layers]
 
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -113,7 +114,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "named taps": (
+    "named auxiliary layers": (
         "Llama",
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4, 6]}},
     ),
@@ -124,84 +125,82 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "two layers of latent attention": ("DeepseekV3", {**LATENT, "num_hidden_layers": 2}),
 }
-CHANGING = ("llama", "latent attention for a latent target", "two layers")
-"""Forms that are tried with another number of drafts in every step."""
+VARYING_FORMS = ("llama", "latent attention for a latent target", "two layers")
+"""Forms that are also tested with a varying number of drafts."""
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_drafts_are_those_of_the_paper(targets: dict[str, Any], tmp_path: Path, form: str) -> None:
-    """At every step and in both rows, with prompts in chunks."""
+def test_drafts_equal_the_paper(targets: dict[str, Any], tmp_path: Path, form: str) -> None:
+    """At every step and in both rows, with chunked prompts."""
     family, changes = FORMS[form]
     folder, oracle = targets[family]
     head = make_head(tmp_path / "head", VOCAB, HIDDEN, **changes)
-    seen = Seen(ChainDrafter)
+    seen = RecordedDrafts(ChainDrafter)
     llm = make_engine(
         folder, tmp_path / "head", CheckHooks(drafter=seen.create), max_num_batched_tokens=64
     )
     llm.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)
     named = changes.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    taps = tuple(named or (2, LAYERS // 2, LAYERS - 3))
+    aux_layers = tuple(named or (2, LAYERS // 2, LAYERS - 3))
     flags = {name: value for name, value in changes.items() if value is True}
     embedding = oracle.get_input_embeddings().weight.detach()
-    every = seen.begun_with(lambda tokens: residuals_of(oracle, tokens, taps))
-    for known, drafts in seen.found:
+    every = seen.by_longest_prefix(lambda tokens: residuals_of(oracle, tokens, aux_layers))
+    for known, drafts in seen.drafts:
         residuals = [states[: len(known) - 1] for states in every(known)]
         assert drafts == drafts_of(head, embedding, residuals, known, K, **flags), len(known)
-    assert len(seen.found) > 9
+    assert len(seen.drafts) > 9
 
 
-@pytest.mark.parametrize("form", CHANGING)
-def test_steps_without_drafts_leave_no_gap(
+@pytest.mark.parametrize("form", VARYING_FORMS)
+def test_steps_without_drafts_store_head_state(
     targets: dict[str, Any], tmp_path: Path, form: str
 ) -> None:
-    """Nor do rows that were moved to host memory and back."""
+    """Rows that move to host memory and back keep it too."""
     family, changes = FORMS[form]
     folder, oracle = targets[family]
     head = make_head(tmp_path / "head", VOCAB, HIDDEN, **changes)
-    seen = Seen(ChainDrafter)
+    seen = RecordedDrafts(ChainDrafter)
     hooks = CheckHooks(drafter=seen.create, draft_policy=RandomDraftLength, preempt_every=3)
     llm = make_engine(folder, tmp_path / "head", hooks, options={"adaptive": True})
     llm.generate([{"prompt_token_ids": p} for p in PROMPTS], replace(GREEDY, max_tokens=24))
     embedding = oracle.get_input_embeddings().weight.detach()
-    for known, drafts in seen.found:
+    for known, drafts in seen.drafts:
         residuals = residuals_of(oracle, known[:-1], (2, LAYERS // 2, LAYERS - 3))
         assert drafts == drafts_of(head, embedding, residuals, known, len(drafts)), len(known)
-    assert {len(drafts) for _, drafts in seen.found} >= {1, 3, K}
+    assert {len(drafts) for _, drafts in seen.drafts} >= {1, 3, K}
 
 
 def drafts_with(
     folder: Path, head: Path, params: SamplingParams = GREEDY, **settings: Any
 ) -> list[tuple[list[int], list[int]]]:
-    """What an engine drafts behind the second prompt."""
-    seen = Seen(ChainDrafter)
+    """Return an engine's drafts for the second prompt."""
+    seen = RecordedDrafts(ChainDrafter)
     llm = make_engine(folder, head, CheckHooks(drafter=seen.create), **settings)
     llm.generate({"prompt_token_ids": PROMPTS[1]}, params)
-    return seen.found
+    return seen.drafts
 
 
-def test_sampled_drafts_are_drawn_from_scaled_logits(
-    targets: dict[str, Any], tmp_path: Path
-) -> None:
-    """logit_scale is what a factor of lm_head would be."""
+def test_logit_scale_scales_sampled_drafts(targets: dict[str, Any], tmp_path: Path) -> None:
+    """logit_scale equals a factor of lm_head."""
     folder, _ = targets["Llama"]
     drawn = replace(GREEDY, temperature=0.9, seed=3)
     tensors = make_head(tmp_path / "plain", VOCAB, HIDDEN)
     make_head(tmp_path / "scaled", VOCAB, HIDDEN, logit_scale=0.25)
-    due = make_head(tmp_path / "due", VOCAB, HIDDEN)
-    due["lm_head.weight"] = 0.25 * tensors["lm_head.weight"]
-    save_head(tmp_path / "due", due)
+    expected = make_head(tmp_path / "expected", VOCAB, HIDDEN)
+    expected["lm_head.weight"] = 0.25 * tensors["lm_head.weight"]
+    save_head(tmp_path / "expected", expected)
     scaled = drafts_with(folder, tmp_path / "scaled", drawn)
-    assert scaled == drafts_with(folder, tmp_path / "due", drawn)
+    assert scaled == drafts_with(folder, tmp_path / "expected", drawn)
     assert scaled != drafts_with(folder, tmp_path / "plain", drawn)
 
 
-def test_names_and_the_order_of_the_vocabulary_make_no_difference(
+def test_tensor_names_and_vocabulary_order_do_not_matter(
     targets: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Files of other trainers; rows of lm_head in any order; a config that lies in a part."""
+    """Files of other trainers; rows of lm_head in any order; a nested config."""
     folder, _ = targets["Llama"]
     tensors = make_head(tmp_path / "head", VOCAB, HIDDEN)
-    due = drafts_with(folder, tmp_path / "head")
+    expected = drafts_with(folder, tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
 
     other = tmp_path / "speculators"
@@ -225,12 +224,12 @@ def test_names_and_the_order_of_the_vocabulary_make_no_difference(
         for name, tensor in {**tensors, **changed}.items()
     }
     save_head(other, renamed)
-    assert drafts_with(folder, other) == due
+    assert drafts_with(folder, other) == expected
 
 
-@pytest.mark.parametrize("own", [(), ("lm_head.weight",), ("embed_tokens.weight",)])
-def test_head_and_embedding_are_its_own_or_the_targets(
-    targets: dict[str, Any], tmp_path: Path, own: tuple[str, ...]
+@pytest.mark.parametrize("mine", [(), ("lm_head.weight",), ("embed_tokens.weight",)])
+def test_head_and_embedding_are_own_or_shared(
+    targets: dict[str, Any], tmp_path: Path, mine: tuple[str, ...]
 ) -> None:
     folder, oracle = targets["Qwen3"]
     head = make_head(tmp_path / "head", VOCAB, HIDDEN, known=VOCAB)
@@ -239,19 +238,19 @@ def test_head_and_embedding_are_its_own_or_the_targets(
         "lm_head.weight": oracle.lm_head.weight.detach(),
         "embed_tokens.weight": oracle.model.embed_tokens.weight.detach(),
     }
-    save_head(tmp_path / "head", {n: t for n, t in head.items() if n in own or n not in shared})
+    save_head(tmp_path / "head", {n: t for n, t in head.items() if n in mine or n not in shared})
     for name, tensor in shared.items():
-        if name not in own:
+        if name not in mine:
             head[name] = tensor
-    taps = (2, LAYERS // 2, LAYERS - 3)
+    aux_layers = (2, LAYERS // 2, LAYERS - 3)
     for known, drafts in drafts_with(folder, tmp_path / "head"):
-        residuals = residuals_of(oracle, known[:-1], taps)
+        residuals = residuals_of(oracle, known[:-1], aux_layers)
         embedding = head["embed_tokens.weight"]
         assert drafts == drafts_of(head, embedding, residuals, known, K)
 
 
-def test_a_tied_head_is_the_one_in_its_file(targets: dict[str, Any], tmp_path: Path) -> None:
-    """As SpecForge's for Qwen3-4B, whose settings are copies of its target's: a reduced head is no
+def test_reduced_tied_head_uses_its_file(targets: dict[str, Any], tmp_path: Path) -> None:
+    """As SpecForge's for Qwen3-4B, whose settings are copied from its target: a reduced head is no
     copy of an embedding."""
     folder, _ = targets["Qwen3"]
     make_head(tmp_path / "apart", VOCAB, HIDDEN)
@@ -264,19 +263,19 @@ def test_a_tied_head_is_the_one_in_its_file(targets: dict[str, Any], tmp_path: P
         make_engine(folder, tmp_path / "whole")
 
 
-def test_layers_may_be_named_by_what_they_leave(targets: dict[str, Any], tmp_path: Path) -> None:
+def test_taps_may_name_layer_outputs(targets: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = targets["Qwen3"]
     ids = "eagle_aux_hidden_state_layer_ids"
     make_head(tmp_path / "front", VOCAB, HIDDEN, eagle_config={ids: [2, 4, 6]})
     make_head(tmp_path / "behind", VOCAB, HIDDEN, eagle_config={ids: [1, 3, 5]})
     front = drafts_with(folder, tmp_path / "front")
     assert drafts_with(folder, tmp_path / "behind") != front
-    behind = drafts_with(folder, tmp_path / "behind", options={"aux_hidden_layer_outputs": True})
-    assert behind == front
+    following = drafts_with(folder, tmp_path / "behind", options={"aux_hidden_layer_outputs": True})
+    assert following == front
 
 
 def without(name: str) -> Any:
-    """Takes a tensor out."""
+    """Return a change that removes a tensor."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[name]
@@ -285,7 +284,7 @@ def without(name: str) -> Any:
 
 
 def changed(name: str, make: Any) -> Any:
-    """Puts another tensor in the place of one."""
+    """Return a change that replaces a tensor."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = make(tensors.get(name))
@@ -293,20 +292,20 @@ def changed(name: str, make: Any) -> Any:
     return change
 
 
-def twice(offsets: torch.Tensor) -> torch.Tensor:
-    """The second token of the head is the first one's again."""
-    found = offsets.clone()
-    found[1] = found[0] - 1
-    return found
+def duplicate_offset(offsets: torch.Tensor) -> torch.Tensor:
+    """Return offsets that map the head's second token to the first one's again."""
+    result = offsets.clone()
+    result[1] = result[0] - 1
+    return result
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (without("midlayer.hidden_norm.weight"), r"missing tensors \(1\): layers.0.hidden_norm"),
         (without("d2t"), "has no tensor d2t"),
         (changed("d2t", lambda t: t + 400), "leads to token"),
-        (changed("d2t", twice), "a token twice"),
+        (changed("d2t", duplicate_offset), "a token twice"),
         (changed("d2t", lambda t: t[:-1]), "one for each token"),
         (changed("t2d", lambda t: ~t), "t2d names other tokens than d2t"),
         (
@@ -321,18 +320,18 @@ def twice(offsets: torch.Tensor) -> torch.Tensor:
         ),
     ],
 )
-def test_a_damaged_head_is_refused(
-    targets: dict[str, Any], tmp_path: Path, change: Any, said: str
+def test_damaged_head_is_refused(
+    targets: dict[str, Any], tmp_path: Path, change: Any, message: str
 ) -> None:
     tensors = make_head(tmp_path / "head", VOCAB, HIDDEN)
     change(tensors)
     save_head(tmp_path / "head", tensors)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         make_engine(targets["Llama"][0], tmp_path / "head")
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"vocab_size": VOCAB + 1}, "the target's, 320"),
         ({"target_hidden_size": 64}, "the target's, 48"),
@@ -360,17 +359,15 @@ def test_a_damaged_head_is_refused(
         ({**LATENT, "attention_bias": True}, "attention_bias=True"),
     ],
 )
-def test_settings_that_are_not_of_this_target_are_refused(
-    targets: dict[str, Any], tmp_path: Path, changes: dict[str, Any], said: str
+def test_head_settings_must_match_target(
+    targets: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     make_head(tmp_path / "head", VOCAB, HIDDEN, **changes)
-    with pytest.raises(CheckpointError, match=f"head/config.json .*{said}"):
+    with pytest.raises(CheckpointError, match=f"head/config.json .*{message}"):
         make_engine(targets["Llama"][0], tmp_path / "head")
 
 
-def test_outputs_of_the_last_layer_are_the_last_that_may_be_named(
-    targets: dict[str, Any], tmp_path: Path
-) -> None:
+def test_taps_beyond_last_layer_output_are_refused(targets: dict[str, Any], tmp_path: Path) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [1, LAYERS]}
     make_head(tmp_path / "head", VOCAB, HIDDEN, eagle_config=ids)
     with pytest.raises(CheckpointError, match="0 to 6"):
@@ -379,7 +376,7 @@ def test_outputs_of_the_last_layer_are_the_last_that_may_be_named(
         )
 
 
-def test_a_head_must_be_named_and_be_there(targets: dict[str, Any], tmp_path: Path) -> None:
+def test_head_must_be_named_and_exist(targets: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = targets["Llama"]
     with pytest.raises(ConfigError, match="model='' is not allowed"):
         EngineConfig.read(speculative_config={"method": "eagle3"})
@@ -388,13 +385,11 @@ def test_a_head_must_be_named_and_be_there(targets: dict[str, Any], tmp_path: Pa
         make_engine(folder, tmp_path / "empty")
 
 
-def test_a_head_of_pickles_is_refused_and_can_be_converted(
-    targets: dict[str, Any], tmp_path: Path
-) -> None:
-    """By what the message says: the authors' files are such."""
+def test_pickled_head_is_refused_with_conversion(targets: dict[str, Any], tmp_path: Path) -> None:
+    """The authors' files are pickles; the message's conversion works."""
     folder, _ = targets["Llama"]
     tensors = make_head(tmp_path / "head", VOCAB, HIDDEN)
-    due = drafts_with(folder, tmp_path / "head")
+    expected = drafts_with(folder, tmp_path / "head")
     ours = tmp_path / "head" / "model.safetensors"
     ours.unlink()
     pickled = tmp_path / "head" / "pytorch_model.bin"
@@ -404,10 +399,10 @@ def test_a_head_of_pickles_is_refused_and_can_be_converted(
     ):
         make_engine(folder, tmp_path / "head")
     save_file(torch.load(pickled, weights_only=True), ours)
-    assert drafts_with(folder, tmp_path / "head") == due
+    assert drafts_with(folder, tmp_path / "head") == expected
 
 
-def test_random_weights_need_settings_alone(targets: dict[str, Any], tmp_path: Path) -> None:
+def test_dummy_head_needs_only_settings(targets: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = targets["Llama"]
     make_head(tmp_path / "head", VOCAB, HIDDEN, width=40)
     (tmp_path / "head" / "model.safetensors").unlink()

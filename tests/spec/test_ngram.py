@@ -1,4 +1,4 @@
-"""The n-gram drafter against a plain lookup on random histories."""
+"""The n-gram drafter equals a plain lookup on random histories."""
 
 import random
 
@@ -9,26 +9,27 @@ from lockstep.spec.ngram import Options, create
 from lockstep.step import StepShape
 
 
-def lookup(known: list[int], least: int, most: int, count: int) -> list[int]:
-    """What followed the latest earlier occurrence of the longest n-gram, padded with -1."""
-    for n in range(most, least - 1, -1):
+def lookup(known: list[int], min_n: int, max_n: int, count: int) -> list[int]:
+    """Return the tokens after the latest earlier occurrence of the longest n-gram, padded with
+    -1."""
+    for n in range(max_n, min_n - 1, -1):
         for start in range(len(known) - n - 1, -1, -1):
             if len(known) > n and known[start : start + n] == known[-n:]:
-                found = known[start + n : start + n + count]
-                return found + [-1] * (count - len(found))
+                result = known[start + n : start + n + count]
+                return result + [-1] * (count - len(result))
     return [-1] * count
 
 
-def test_equals_a_plain_lookup() -> None:
+def test_ngram_drafts_equal_plain_lookup() -> None:
     rng = random.Random(0)
     seen: set[int] = set()
     for case in range(200):
-        least = rng.randint(1, 3)
+        min_n = rng.randint(1, 3)
         config = Options(
             "ngram",
             rng.randint(1, 7),
-            prompt_lookup_min=least,
-            prompt_lookup_max=rng.randint(least, 5),
+            prompt_lookup_min=min_n,
+            prompt_lookup_max=rng.randint(min_n, 5),
         )
         rows = 4
         length = 40
@@ -36,7 +37,7 @@ def test_equals_a_plain_lookup() -> None:
         computed = [rng.randrange(length - 1) for _ in range(rows)]
         tokens = torch.tensor(history)
         drafts = torch.full((rows, config.num_speculative_tokens), 7)
-        asked = rng.choice([config.num_speculative_tokens, rng.randint(0, drafts.shape[1])])
+        requested = rng.choice([config.num_speculative_tokens, rng.randint(0, drafts.shape[1])])
         context = DraftContext(
             config,
             drafts,
@@ -51,15 +52,15 @@ def test_equals_a_plain_lookup() -> None:
 
         class Step:
             row_ids = torch.arange(rows)
-            shape = StepShape.uniform(rows, asked + 1)
+            shape = StepShape.uniform(rows, requested + 1)
 
         create(context).propose(Step(), tokens, (), None)  # type: ignore[arg-type]
         for row in range(rows):
             known = history[row][: computed[row] + 1]
-            least = config.prompt_lookup_min
-            most = config.prompt_lookup_max
-            expected = lookup(known, least, most, asked) if asked else []
-            assert drafts[row, :asked].tolist() == expected
-            assert (drafts[row, asked:] == 7).all(), "the step did not ask for these"
+            min_n = config.prompt_lookup_min
+            max_n = config.prompt_lookup_max
+            expected = lookup(known, min_n, max_n, requested) if requested else []
+            assert drafts[row, :requested].tolist() == expected
+            assert (drafts[row, requested:] == 7).all(), "not requested by the step"
             seen.add(sum(d >= 0 for d in expected))
     assert {0, 1, 7} <= seen

@@ -1,4 +1,4 @@
-"""The suffix drafter: a ring of answers of bounded size, and the rows' own texts."""
+"""The suffix drafter uses a bounded buffer of past answers, and the rows' own texts."""
 
 import random
 from pathlib import Path
@@ -18,13 +18,13 @@ from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import engine_over
 from tests.tiny_model import THREE_LAYERS, make_model
 
-ROOM = 24
+CACHE_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 
 
 def drafter_of(history: list[int], count: int = 5, **options: int) -> SuffixDrafter:
-    """A drafter over one row that knows these tokens, and the null row."""
-    chosen = {"suffix_cache_tokens": ROOM, "suffix_lookup_min": 1, **options}
+    """Return a drafter with one row of known tokens, and the null row."""
+    chosen = {"suffix_cache_tokens": CACHE_TOKENS, "suffix_lookup_min": 1, **options}
     tokens = torch.zeros(2, 60, dtype=torch.int64)
     tokens[1, : len(history)] = torch.tensor(history)
     context = DraftContext(
@@ -42,25 +42,25 @@ def drafter_of(history: list[int], count: int = 5, **options: int) -> SuffixDraf
 
 
 def drafts(drafter: SuffixDrafter, count: int = 5) -> list[int]:
-    """What it drafts for the row, as many as there are."""
+    """Return its drafts for the row."""
 
     class Step:
         row_ids = torch.tensor([1, 0])
         shape = StepShape.uniform(2, count + 1)
 
     drafter.propose(Step(), None, (), None)  # type: ignore[arg-type]
-    found = drafter.context.drafts
-    assert (found[0, :count] == -1).all(), "the null row has no text"
-    return [token for token in found[1, :count].tolist() if token >= 0]
+    result = drafter.context.drafts
+    assert (result[0, :count] == -1).all(), "the null row has no text"
+    return [token for token in result[1, :count].tolist() if token >= 0]
 
 
-def test_an_empty_ring_leaves_the_rows_own_text() -> None:
+def test_empty_buffer_drafts_from_own_text() -> None:
     assert drafts(drafter_of([1, 2, 3, 4, 1, 2])) == [3, 4, 1, 2]
     assert drafts(drafter_of([1, 2, 3])) == []
     assert drafts(drafter_of([1, 2, 3, 1], suffix_cache_tokens=0)) == [2, 3, 1]
 
 
-def test_the_longest_match_wins_then_the_own_then_the_latest() -> None:
+def test_longest_then_own_then_latest_match_wins() -> None:
     drafter = drafter_of([5, 1, 2])
     drafter.learn([9, 1, 2, 30])
     assert drafts(drafter) == [30]
@@ -69,51 +69,51 @@ def test_the_longest_match_wins_then_the_own_then_the_latest() -> None:
     drafter.learn([5, 1, 2, 50])
     drafter.learn([7, 1, 2, 60])
     assert drafts(drafter) == [50], "three tokens alike beat two"
-    own = drafter_of([1, 2, 70, 1, 2])
-    own.learn([1, 2, 80])
-    assert drafts(own) == [70, 1, 2]
+    mine = drafter_of([1, 2, 70, 1, 2])
+    mine.learn([1, 2, 80])
+    assert drafts(mine) == [70, 1, 2]
 
 
-def test_drafts_end_where_an_answer_does() -> None:
+def test_drafts_end_with_the_matched_answer() -> None:
     drafter = drafter_of([4, 5])
     drafter.learn([4, 5, 6])
     drafter.learn([90, 91, 92, 93])
     assert drafts(drafter) == [6]
 
 
-def test_memory_is_bounded_and_answers_go_round() -> None:
-    """Against a plain list of the latest tokens, answers longer than the ring among them."""
+def test_buffer_is_bounded_and_circular() -> None:
+    """Compared with a plain list of the latest tokens, also for answers longer than the buffer."""
     rng = random.Random(0)
     drafter = drafter_of([1, 2])
-    kept: list[int] = [-1] * ROOM
+    kept: list[int] = [-1] * CACHE_TOKENS
     for _ in range(60):
         answer = [rng.randrange(4) for _ in range(rng.choice((0, 1, 3, 7, 23, 24, 40)))]
         drafter.learn(answer)
-        kept = [*kept, *answer[max(len(answer) - ROOM + 1, 0) :], -1][-ROOM:]
+        kept = [*kept, *answer[max(len(answer) - CACHE_TOKENS + 1, 0) :], -1][-CACHE_TOKENS:]
         begin = int(drafter.oldest)
-        found = drafter.texts.tolist()
-        assert found[begin:] + found[:begin] == kept
-        assert drafter.texts.shape == (ROOM,)
+        actual = drafter.texts.tolist()
+        assert actual[begin:] + actual[:begin] == kept
+        assert drafter.texts.shape == (CACHE_TOKENS,)
         text = [*kept, 1, 2]
         best: tuple[int, int] = (0, 0)
-        for place in range(1, len(text)):
+        for index in range(1, len(text)):
             n = 0
-            while n < min(2, place) and text[place - 1 - n] == text[-1 - n]:
+            while n < min(2, index) and text[index - 1 - n] == text[-1 - n]:
                 n += 1
-            best = max(best, (n, place)) if n else best
-        ahead = text[best[1] : best[1] + 5] if best[0] else []
-        ends = ahead.index(-1) if -1 in ahead else len(ahead)
-        assert drafts(drafter) == ahead[:ends]
+            best = max(best, (n, index)) if n else best
+        continuation = text[best[1] : best[1] + 5] if best[0] else []
+        ends = continuation.index(-1) if -1 in continuation else len(continuation)
+        assert drafts(drafter) == continuation[:ends]
 
 
-def test_fewer_drafts_than_may_be() -> None:
+def test_step_may_request_fewer_drafts() -> None:
     drafter = drafter_of([1, 2, 3, 4, 5, 1])
     assert drafts(drafter, 2) == [2, 3]
     assert drafter.context.drafts[1, 2:].tolist() == [7, 7, 7]
 
 
-def test_an_engine_learns_from_answers_that_end(tmp_path: Path) -> None:
-    """The second time a prompt is asked, all of its answer is drafted; the tokens stay."""
+def test_engine_learns_finished_answers(tmp_path: Path) -> None:
+    """When a prompt is repeated, its whole answer is drafted; the tokens do not change."""
     folder = make_model(tmp_path / "model", **THREE_LAYERS)
     prompt = {"prompt_token_ids": [(7 * i + i * i) % 250 for i in range(20)]}
     plain = engine_over(folder).generate(prompt, GREEDY)[0].outputs[0].token_ids
@@ -131,7 +131,7 @@ def test_an_engine_learns_from_answers_that_end(tmp_path: Path) -> None:
     assert learnt[len(plain) + 1 : 2 * len(plain) + 2] == [*plain, -1]
 
 
-def test_an_answer_that_a_salt_keeps_apart_is_not_learnt(tmp_path: Path) -> None:
+def test_salted_answers_are_not_learned(tmp_path: Path) -> None:
     llm = engine_over(make_model(tmp_path / "model", **THREE_LAYERS), "suffix", k=3)
     engine = llm.engine
     learnt = worker_of(engine).program.drafter.texts
@@ -153,6 +153,6 @@ def test_an_answer_that_a_salt_keeps_apart_is_not_learnt(tmp_path: Path) -> None
         ("num_speculative_tokens", 16),
     ],
 )
-def test_bounds(key: str, value: int) -> None:
+def test_suffix_option_bounds(key: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{key}={value} is not allowed"):
         read({"method": "suffix", key: value})

@@ -1,4 +1,4 @@
-"""Which tokens a short draft head keeps, and that drafting with it changes no answer."""
+"""The tokens that a reduced draft head keeps, and that drafting with it changes no answer."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ from lockstep.worker.executor import worker_of
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
-KEPT = 2048
+DRAFT_VOCAB = 2048
 
 
 def write(folder: Path, merges: list[Any], ids: dict[str, int], **more: Any) -> Path:
-    """A folder with a tokenizer of these merges."""
+    """Write a tokenizer with these merges into the folder."""
     tokenizer = {"model": {"vocab": ids, "merges": merges}, "added_tokens": [{"id": 90}]}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     for name, content in more.items():
@@ -27,7 +27,7 @@ def write(folder: Path, merges: list[Any], ids: dict[str, int], **more: Any) -> 
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_merges_in_order_whatever_their_ids(tmp_path: Path, joined: bool) -> None:
+def test_frequent_tokens_follow_merge_order(tmp_path: Path, joined: bool) -> None:
     merges = [["b", "c"], ["a", "b"], ["ab", "c"]]
     listed = [" ".join(m) for m in merges] if joined else merges
     ids = {"a": 5, "b": 6, "c": 7, "abc": 10, "ab": 11, "bc": 12}
@@ -41,49 +41,49 @@ def test_merges_in_order_whatever_their_ids(tmp_path: Path, joined: bool) -> Non
     )
     added = {80, 81, 90, 95}
     for size, kept in ((8, {5, 6, 7, 12}), (9, {5, 6, 7, 12, 11}), (10, {5, 6, 7, 10, 11, 12})):
-        found = frequent_tokens(folder, size, 100)
-        assert found == sorted(found) and set(found) == added | kept
-    assert frequent_tokens(folder, 1, 100) == [81], "an end comes first"
+        actual = frequent_tokens(folder, size, 100)
+        assert actual == sorted(actual) and set(actual) == added | kept
+    assert frequent_tokens(folder, 1, 100) == [81], "EOS tokens come first"
     assert frequent_tokens(folder, 12, 100)[:2] == [0, 1], "the rest by id"
     assert set(frequent_tokens(folder, 6, 90)) == {80, 81, 5, 6, 7, 12}, "none past the head"
 
 
-def test_without_a_tokenizer_the_lowest_ids(tmp_path: Path) -> None:
+def test_frequent_tokens_without_tokenizer_are_lowest_ids(tmp_path: Path) -> None:
     assert frequent_tokens(tmp_path, 64, 1000) == list(range(64))
 
 
 @pytest.mark.parametrize(
-    ("asked", "vocab", "size"),
+    ("requested", "vocab", "size"),
     [
         ("auto", 65536, 65536), ("auto", 65600, 32768), ("full", 248320, 248320),
         (4096, 4096, 4096), (64, 4096, 64),
     ],
 )  # fmt: skip
-def test_size(asked: int | str, vocab: int, size: int) -> None:
-    assert draft_vocab_size(asked, vocab) == size
+def test_draft_vocab_size(requested: int | str, vocab: int, size: int) -> None:
+    assert draft_vocab_size(requested, vocab) == size
 
 
-def test_refused_with_name_value_range_and_remedy() -> None:
+def test_draft_vocab_size_above_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"draft_vocab_size=8192 .*up to 4096.*Lower it"):
         make_engine("mtp", draft_vocab_size=8192)
 
 
-def test_every_draft_is_a_kept_token_and_no_answer_changes() -> None:
+def test_reduced_head_drafts_kept_tokens_and_changes_no_answer() -> None:
     plain = make_engine(None)
-    short = make_engine("mtp", draft_vocab_size=KEPT)
+    short = make_engine("mtp", draft_vocab_size=DRAFT_VOCAB)
     plan = short.engine.plan
     drafter = worker_of(short.engine).program.drafter
     module = drafter.context.module
-    kept = torch.tensor(frequent_tokens(find_model(None), KEPT, 4096))
+    kept = torch.tensor(frequent_tokens(find_model(None), DRAFT_VOCAB, 4096))
     full = worker_of(short.engine).model.head.weight
     assert torch.equal(module.head.weight, full[kept])
-    assert (plan.draft_vocab_size, plan.draft_head_bytes) == (KEPT, KEPT * 256 * 4)
+    assert (plan.draft_vocab_size, plan.draft_head_bytes) == (DRAFT_VOCAB, DRAFT_VOCAB * 256 * 4)
     seen: set[int] = set()
     propose = drafter.propose
 
-    def watch(*given: Any) -> None:
-        propose(*given)
-        seen.update(drafter.context.drafts[given[0].row_ids].flatten().tolist())
+    def watch(*args: Any) -> None:
+        propose(*args)
+        seen.update(drafter.context.drafts[args[0].row_ids].flatten().tolist())
 
     drafter.propose = watch
     accepted = 0
@@ -95,8 +95,8 @@ def test_every_draft_is_a_kept_token_and_no_answer_changes() -> None:
     assert len(seen) > 20 and seen <= set(kept.tolist()) and accepted > 10
 
 
-def test_a_dummy_head_is_reduced_too(tmp_path: Path) -> None:
-    """A checkpoint folder without a tokenizer of its own."""
+def test_dummy_draft_head_is_reduced(tmp_path: Path) -> None:
+    """For a checkpoint folder without a tokenizer."""
     folder = make_model(tmp_path / "model", vocab_size=1024)
     llm = make_engine(
         "mtp", draft_vocab_size=128, model=str(folder), load_format="dummy",
@@ -109,7 +109,7 @@ def test_a_dummy_head_is_reduced_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[1]", "[" * 100_000, '{"added_tokens": 5}', '{"model": [1]}']
 )
-def test_a_broken_tokenizer_is_told_in_plain_words(tmp_path: Path, text: str) -> None:
+def test_broken_tokenizer_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(CheckpointError, match="which tokens are frequent.*Fetch the files again"):
         frequent_tokens(tmp_path, 64, 128)

@@ -1,4 +1,4 @@
-"""What drafters are asked and answer."""
+"""Record the drafts of a drafter with the tokens known at each step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,34 +8,40 @@ from lockstep.worker.program import Drafter
 
 
 @dataclass
-class Seen:
-    """found: for each row of each step its known tokens, and its drafts. make: the drafter's;
-    context: what it was made with."""
+class RecordedDrafts:
+    """Recorder of a drafter.
+
+    drafts: for each row of each step its known tokens and its drafts. make: creates the drafter;
+    context: what it was created with.
+    """
 
     make: Callable[[Any], Drafter]
-    found: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    drafts: list[tuple[list[int], list[int]]] = field(default_factory=list)
     context: Any = None
 
-    def begun_with(self, of: Callable[[list[int]], Any]) -> Callable[[list[int]], Any]:
-        """Known tokens -> `of` the longest ones that begin with them, which is asked once."""
-        every = {tuple(known) for known, _ in self.found}
+    def by_longest_prefix(self, of: Callable[[list[int]], Any]) -> Callable[[list[int]], Any]:
+        """Return a function: known tokens -> `of` the longest recorded tokens that begin with them,
+        computed once."""
+        every = {tuple(known) for known, _ in self.drafts}
         longest = [k for k in every if not any(o != k and o[: len(k)] == k for o in every)]
-        asked = [(list(text), of(list(text))) for text in longest]
-        return lambda known: next(told for text, told in asked if text[: len(known)] == known)
+        requested = [(list(text), of(list(text))) for text in longest]
+        return lambda known: next(
+            received for text, received in requested if text[: len(known)] == known
+        )
 
     def create(self, context: Any) -> Any:
-        """The drafter, watched."""
+        """Return the drafter with recording."""
         inner = self.make(context)
         self.context = context
         seen = self
 
         class Watched:
-            def propose(self, step: Any, *others: Any) -> None:
-                inner.propose(step, *others)
+            def propose(self, step: Any, *args: Any) -> None:
+                inner.propose(step, *args)
                 count = step.shape.next_drafts
                 for row in step.row_ids.tolist():
                     known = context.tokens[row, : int(context.computed[row]) + 1].tolist()
                     if row and count:
-                        seen.found.append((known, context.drafts[row, :count].tolist()))
+                        seen.drafts.append((known, context.drafts[row, :count].tolist()))
 
         return Watched()

@@ -1,4 +1,4 @@
-"""The tiny tokenizer, made once; random texts without a clock."""
+"""The tiny tokenizer, built once, and hypothesis without deadlines."""
 
 from pathlib import Path
 

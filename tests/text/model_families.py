@@ -1,4 +1,4 @@
-"""Small models of several families: a tokenizer made on the spot, and a template in its style."""
+"""Small models of several families: a tokenizer trained at once, and a template in its style."""
 
 import json
 from dataclasses import dataclass
@@ -89,7 +89,8 @@ NEMOTRON = """{%- for message in messages %}
 
 @dataclass(frozen=True)
 class Family:
-    """A template, and what its tokenizer knows. `space`: the sentencepiece kind, and its scheme."""
+    """A template, and properties of its tokenizer. space: the SentencePiece kind, and its prepend
+    scheme."""
 
     template: str
     special: tuple[str, ...]
@@ -99,7 +100,7 @@ class Family:
     flags: tuple[str, ...] = ()
 
     def tokenizer(self) -> Fast:
-        """A tokenizer with a few hundred tokens; every byte has one."""
+        """Return a tokenizer with a few hundred tokens; every byte has one."""
         bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
         fast = Fast(models.BPE(byte_fallback=self.space is not None, fuse_unk=True))
         if self.space is None:

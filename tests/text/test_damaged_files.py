@@ -1,4 +1,4 @@
-"""Damaged model folders: whatever a file holds, it loads or CheckpointError names the file."""
+"""Damaged model folders load, or raise a CheckpointError that names the file."""
 
 import json
 import random
@@ -31,13 +31,13 @@ WRONG = [None, 5, -1, 10**18, 2.5, True, "x", "", "\ud800", [], [5], ["x"], [[]]
 
 @pytest.fixture
 def copy(folder, tmp_path):
-    """A folder that may be damaged."""
+    """Return a folder that a test may damage."""
     shutil.copytree(folder, tmp_path / "model")
     return tmp_path / "model"
 
 
 def load(folder):
-    """Loads a folder and asks it something; only the project's own errors may come."""
+    """Load and use a folder; return the project's error, if any."""
     try:
         tokenizer = Tokenizer(folder)
         processor = Processor.for_model(tokenizer, folder, 512)
@@ -58,7 +58,7 @@ def load(folder):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", RAW)
-def test_a_file_that_is_something_else_is_named(copy, name, kind):
+def test_file_of_another_type_is_named(copy, name, kind):
     (copy / name).write_bytes(RAW[kind])
     reported = load(copy)
     if name == "chat_template.jinja" and kind not in ("no UTF-8", "template"):
@@ -68,7 +68,7 @@ def test_a_file_that_is_something_else_is_named(copy, name, kind):
 
 
 # What makes each file an error, by the path of what is exchanged in it.
-EXCHANGED = [
+WRONG_VALUES = [
     ("tokenizer_config.json", ("added_tokens_decoder",), [5]),
     ("tokenizer_config.json", ("added_tokens_decoder", "x"), {"content": "a"}),
     ("tokenizer_config.json", ("added_tokens_decoder", "-1"), {"content": "a"}),
@@ -110,7 +110,7 @@ EXCHANGED = [
 
 
 def exchange(path, index, value):
-    """Writes the file with one of its values exchanged."""
+    """Replace one value of the file."""
     content = json.loads(path.read_text()) if path.is_file() else {}
     inner = content
     for step in index[:-1]:
@@ -119,8 +119,8 @@ def exchange(path, index, value):
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize(("name", "index", "value"), EXCHANGED, ids=lambda v: str(v)[:30])
-def test_a_wrong_value_is_named(copy, name, index, value):
+@pytest.mark.parametrize(("name", "index", "value"), WRONG_VALUES, ids=lambda v: str(v)[:30])
+def test_wrong_value_is_named(copy, name, index, value):
     exchange(copy / name, index, value)
     reported = load(copy)
     assert reported is not None and name in reported
@@ -128,37 +128,39 @@ def test_a_wrong_value_is_named(copy, name, index, value):
         assert index[0] in reported or index[-1] in reported or "chat template" in reported
 
 
-def places(value, path=()):
-    """The paths of all values, of long lists and objects only the first and the last."""
+def value_paths(value, path=()):
+    """Yield the paths of all values; of long lists and objects only the first and the last."""
     if path:
         yield path
     pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
     for key, item in pairs[:4] + pairs[-2:] if len(pairs) > 12 else pairs:
-        yield from places(item, (*path, key)) if isinstance(item, dict | list) else [(*path, key)]
+        yield from (
+            value_paths(item, (*path, key)) if isinstance(item, dict | list) else [(*path, key)]
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".json")])
-def test_no_exchange_of_values_gives_a_traceback(copy, name):
+def test_wrong_values_raise_no_other_error(copy, name):
     """Replace every value of the file by wrong ones, within the time limit."""
     entry = {"content": "<|new|>", "special": True, "normalized": True}
     exchange(copy / "tokenizer_config.json", ("added_tokens_decoder", "999"), entry)
     exchange(copy / "special_tokens_map.json", ("bos_token",), {"content": "<|im_start|>"})
     complete = (copy / name).read_text()
     rng = random.Random(name)
-    tries = [(index, value) for index in places(json.loads(complete)) for value in WRONG]
+    tries = [(index, value) for index in value_paths(json.loads(complete)) for value in WRONG]
     for index, value in rng.sample(tries, min(len(tries), 100)):
         (copy / name).write_text(complete)
         exchange(copy / name, index, value)
         load(copy)
 
 
-def test_prompts_are_not_cut_or_filled_up(copy):
+def test_truncation_of_tokenizer_json_is_ignored(copy):
     cut = {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     exchange(copy / "tokenizer.json", ("truncation",), cut)
     assert len(Tokenizer(copy).encode("a " * 50)) > 50
 
 
-def test_a_text_that_the_vocabulary_lacks_is_the_requests_fault(copy):
+def test_unencodable_text_is_a_request_error(copy):
     exchange(copy / "tokenizer.json", ("model",), {"type": "WordLevel", "vocab": {"a": 0}})
     exchange(copy / "tokenizer.json", ("model", "unk_token"), "<unk>")
     processor = Processor.for_model(Tokenizer(copy), copy, 512)

@@ -45,7 +45,7 @@ def test_requests_fan_out(processor):
     assert drawn.seed != other.seed and drawn.prompt_token_ids == [1, 2]
 
 
-def test_completions_of_one_request_share_what_is_known_of_their_grammar(processor, monkeypatch):
+def test_completions_of_one_request_compile_their_grammar_once(processor, monkeypatch):
     created = []
     compiled = processor.grammars._compile
     monkeypatch.setattr(
@@ -73,7 +73,7 @@ def test_completions_of_one_request_share_what_is_known_of_their_grammar(process
     assert len(once) == 1, "an engine that does not know it compiles it once"
 
 
-def test_bad_words_come_with_and_without_a_blank(processor):
+def test_bad_words_include_a_leading_space(processor):
     tokenizer = processor.tokenizer
     (request,) = processor.requests("r", "a", SamplingParams(bad_words=["the", "z"]))
     spelled = [tokenizer.decode(ids) for ids in request.params.bad_words_ids]
@@ -102,7 +102,7 @@ def test_wrong_requests_name_the_field(processor, prompt, params, field):
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 50])
-def test_stop_string_cuts_tokens_whatever_the_step(processor, step):
+def test_stop_string_is_independent_of_step_size(processor, step):
     ids = processor.tokenizer.encode("the lazy dog jumps")
     output = finish(processor, SamplingParams(stop="dog", logprobs=0), ids, step)
     assert (output.text, output.finish_reason, output.stop_reason) == ("the lazy ", "stop", "dog")
@@ -111,7 +111,7 @@ def test_stop_string_cuts_tokens_whatever_the_step(processor, step):
     assert output.logprobs[0][ids[0]].decoded_token == processor.tokenizer.decode(ids[:1])
 
 
-def test_an_update_stays_as_it_was(processor):
+def test_text_updates_do_not_change_later(processor):
     (request,) = processor.requests("r", "fox", SamplingParams(stop="dog", logprobs=0))
     text = processor.completion(request)
     ids = processor.tokenizer.encode("the lazy dog jumps")
@@ -127,7 +127,7 @@ def test_an_update_stays_as_it_was(processor):
         updates[0].texts = ("x",)
 
 
-def test_a_conversation_is_its_text_and_its_ids(processor):
+def test_conversation_has_text_and_ids(processor):
     messages = [{"role": "user", "content": "hi"}]
     result = processor.conversation(messages, enable_thinking=True)
     assert result.text == processor.render_text(messages, enable_thinking=True)
@@ -135,7 +135,7 @@ def test_a_conversation_is_its_text_and_its_ids(processor):
     assert processor.tokenizer.decode(result.ids, skip_special_tokens=False) == result.text
 
 
-def test_the_ending_token_gives_no_text(processor):
+def test_end_token_gives_no_text(processor):
     ids = processor.tokenizer.encode("fox!")
     output = finish(processor, SamplingParams(), ids, reason="stop")
     assert output.text == "fox" and output.token_ids == ids
@@ -144,7 +144,7 @@ def test_the_ending_token_gives_no_text(processor):
     assert finish(processor, SamplingParams(), ids, reason="length").text == "fox!"
 
 
-def test_held_text_comes_at_the_end(processor):
+def test_withheld_text_is_emitted_at_the_end(processor):
     ids = processor.tokenizer.encode("dog do")
     assert finish(processor, SamplingParams(stop="dogma"), ids, reason="length").text == "dog do"
 
@@ -206,13 +206,13 @@ def test_template_environment():
         ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}").render([])
 
 
-def test_a_template_is_bounded():
+def test_template_length_is_bounded():
     ChatTemplate("x" * MAX_TEMPLATE)
     with pytest.raises(CheckpointError, match=f"allowed: at most {MAX_TEMPLATE}"):
         ChatTemplate("x" * (MAX_TEMPLATE + 1))
 
 
-def test_a_template_that_does_not_come_to_its_end_is_stopped():
+def test_endless_template_is_stopped():
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
     with pytest.raises(RequestError, match="writes more than 4000 characters"):
         ChatTemplate(endless, limit=1000).render([])
@@ -235,7 +235,7 @@ RAISES = {
 
 
 @pytest.mark.parametrize("source", RAISES)
-def test_whatever_a_template_raises_is_the_requests_fault(tokenizer, source):
+def test_template_exceptions_are_request_errors(tokenizer, source):
     processor = Processor(tokenizer, source, 512)
     with pytest.raises(RequestError, match=r"chat template") as caught:
         processor.conversation([{"role": "user", "content": "<|im_start|>" + "x" * 5000}])
@@ -295,8 +295,8 @@ WRONG_MESSAGES = [
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1', "5", "null", "[1]", "[" * 3000, "9" * 3000, "x"])
-def test_calls_with_broken_arguments_are_text(processor, arguments):
-    """A call that broke off stays in a history forever, and its conversation goes on."""
+def test_calls_with_malformed_arguments_become_text(processor, arguments):
+    """A cut call stays in the history, and the conversation continues."""
     calls = [{"function": {"name": "f", "arguments": a}} for a in ('{"a": 1}', arguments)]
     end = [{"role": "tool", "content": "cut off"}, {"role": "user", "content": "Try again"}]
     text_said = {"role": "assistant", "content": "Look:", "tool_calls": calls}
@@ -308,15 +308,15 @@ def test_calls_with_broken_arguments_are_text(processor, arguments):
     assert f"assistant\nf {arguments}<|im_end|>" in processor.render_text([silent, *end])
 
 
-def test_the_text_of_a_broken_call_is_not_repeated(processor):
-    """An answer's content holds it already."""
+def test_text_of_a_malformed_call_is_not_repeated(processor):
+    """An answer's content contains it already."""
     call = {"function": {"name": "f", "arguments": '{"a": 1'}}
     text_said = {"role": "assistant", "content": 'call f {"a": 1', "tool_calls": [call]}
     assert processor.render_text([text_said]).count('{"a": 1') == 1
 
 
 @pytest.mark.parametrize(("messages", "reported"), WRONG_MESSAGES, ids=lambda v: brief(v, 4)[:50])
-def test_wrong_messages_are_refused_by_their_place(processor, messages, reported):
+def test_invalid_messages_error_names_the_position(processor, messages, reported):
     began = time.process_time()
     with pytest.raises(RequestError) as caught:
         processor.conversation(messages)
@@ -339,7 +339,7 @@ def test_wrong_messages_are_refused_by_their_place(processor, messages, reported
     ],
     ids=lambda v: brief(v, 4)[:50],
 )
-def test_wrong_tools_are_refused_by_their_place(processor, tools, reported):
+def test_invalid_tools_error_names_the_position(processor, tools, reported):
     with pytest.raises(RequestError) as caught:
         processor.conversation([{"role": "user", "content": "x"}], tools)
     assert reported in str(caught.value) and caught.value.field == "tools"
@@ -362,8 +362,8 @@ def test_template_variables_are_plain_values(processor):
         with pytest.raises(RequestError) as caught:
             processor.conversation(messages, **wrong)
         assert caught.value.field == "chat_template_kwargs"
-    given = processor.conversation(messages, add_generation_prompt=False).text
-    assert given == "<|im_start|>user\nx<|im_end|>\n"
+    arguments = processor.conversation(messages, add_generation_prompt=False).text
+    assert arguments == "<|im_start|>user\nx<|im_end|>\n"
 
 
 @pytest.mark.parametrize(
@@ -376,13 +376,13 @@ def test_template_variables_are_plain_values(processor):
         {"content": [{"type": "input_text", "text": "fox"}]},
     ],
 )
-def test_all_texts_of_an_answer_are_read(processor, text_said):
+def test_all_content_fields_of_an_answer_are_read(processor, text_said):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **text_said}]
     plain = [messages[0], {"role": "assistant", "content": "fox"}]
     assert processor.render_text(messages) == processor.render_text(plain)
 
 
-def test_developers_are_systems(processor):
+def test_developer_role_is_system(processor):
     reported = processor.conversation([{"role": "developer", "content": "x"}]).text
     assert reported == processor.conversation([{"role": "system", "content": "x"}]).text
 
@@ -403,7 +403,7 @@ anything = st.recursive(
 
 
 @given(anything, anything, anything)
-def test_odd_conversations_raise_nothing_else(processor, messages, tools, kwargs):
+def test_random_conversations_raise_request_errors_only(processor, messages, tools, kwargs):
     for sent in (messages, [messages], [{"role": "assistant", "tool_calls": [messages]}]):
         try:
             processor.conversation(sent, tools, **check_kwargs(kwargs))
@@ -435,7 +435,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
-def test_prompts_are_bounded_before_they_are_looked_at(processor, make):
+def test_prompt_length_is_checked_first(processor, make):
     prompt = make()
     began = time.process_time()
     try:
@@ -446,7 +446,7 @@ def test_prompts_are_bounded_before_they_are_looked_at(processor, make):
     assert time.process_time() - began < 0.2
 
 
-def test_the_bound_of_a_text_is_told(processor):
+def test_long_text_error_names_the_bound(processor):
     limit = 512 * processor.tokenizer.max_token_length
     with pytest.raises(RequestError, match="prompt is too long: 513 tokens > 511 maximum"):
         processor.encode("x" * (limit + 1))
@@ -459,13 +459,13 @@ def test_the_bound_of_a_text_is_told(processor):
     + [[1] * 513, ["x"] * MANY, {1: 2}],
     ids=lambda v: brief(v)[:30],
 )
-def test_ids_that_are_none_do_not_become_text(processor, ids):
+def test_invalid_ids_are_not_decoded(processor, ids):
     with pytest.raises(RequestError) as caught:
         processor.decode(ids)
     assert caught.value.field == "tokens" and len(str(caught.value)) < 500
 
 
-def test_ids_become_text(processor):
+def test_decode_ids(processor):
     ids = processor.encode("the fox<|im_end|>")
     assert processor.decode(ids) == "the fox<|im_end|>"
     assert processor.decode(ids, skip_special_tokens=True) == "the fox"

@@ -1,4 +1,4 @@
-"""Settings of the text side: template, its variables, parsers, defaults of sampling."""
+"""Text settings: chat template, its variables, parsers, sampling defaults."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def processor(folder: Path, tokenizer: Tokenizer, **chosen: Any) -> Processor:
     return Processor.for_model(tokenizer, folder, 512, TextSettings(**chosen))
 
 
-def test_a_template_is_a_text_or_a_file(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_template_may_be_text_or_file(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "own.jinja"
     path.write_text(TEMPLATE)
     for chosen in (TEMPLATE, str(path)):
@@ -34,7 +34,7 @@ def test_a_template_is_a_text_or_a_file(folder: Path, tokenizer: Tokenizer, tmp_
         result.check_tools(TOOLS)  # parsers are chosen by the template that is used
 
 
-def test_variables_stand_under_a_requests(folder: Path, tokenizer: Tokenizer) -> None:
+def test_request_variables_override_defaults(folder: Path, tokenizer: Tokenizer) -> None:
     variables = {"tone": "calm"}
     result = processor(
         folder, tokenizer, chat_template=TEMPLATE, default_chat_template_kwargs=variables
@@ -56,8 +56,8 @@ def test_parsers_by_name(folder: Path, tokenizer: Tokenizer) -> None:
     named.check_tools(TOOLS)
 
 
-def test_defaults_of_sampling(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """auto: the checkpoint's (0.5, as its generation_config.json says); over them, the user's."""
+def test_sampling_defaults(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """auto: the checkpoint's (0.5 in generation_config.json); the user's override them."""
     assert processor(folder, tokenizer).default_params().temperature == 0.5
     none = processor(folder, tokenizer, generation_config="vllm")
     assert none.defaults == {} and none.default_params().temperature == 1.0
@@ -76,7 +76,7 @@ def test_defaults_of_sampling(folder: Path, tokenizer: Tokenizer, tmp_path: Path
     assert over.defaults == {"top_k": 7, "temperature": 0.25} and over.max_new_tokens == 5
 
 
-def test_a_damaged_generation_config_is_named(
+def test_damaged_generation_config_is_named(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_p": "high"}')
@@ -118,7 +118,7 @@ UNSUPPORTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_a_generation_setting_that_no_code_reads_is_refused(
+def test_unsupported_generation_setting_is_refused(
     name: str, folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     path = tmp_path / "generation_config.json"
@@ -141,7 +141,7 @@ def test_generation_settings_without_effect_are_ignored(
     assert expected.defaults == read and expected.default_params().presence_penalty == 1.5
 
 
-def test_the_generation_defaults_of_transformers_are_accepted(
+def test_generation_defaults_of_transformers_are_accepted(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -168,12 +168,12 @@ def test_the_generation_defaults_of_transformers_are_accepted(
         ),
     ],
 )
-def test_what_is_wrong_is_told(chosen: dict[str, Any], message: str) -> None:
+def test_invalid_text_settings_are_refused(chosen: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TextSettings(**chosen)
 
 
-def test_llm_takes_them(tmp_path: Path) -> None:
+def test_llm_accepts_text_settings(tmp_path: Path) -> None:
     model = str(make_model(tmp_path / "model"))
     settings = {"load_format": "dummy", "max_model_len": 128, "max_num_seqs": 1}
     llm = LLM(model, chat_template=TEMPLATE, generation_config="vllm", **settings)
@@ -182,7 +182,7 @@ def test_llm_takes_them(tmp_path: Path) -> None:
         LLM(model, chat_templte=TEMPLATE, **settings)
 
 
-def test_a_template_file_has_a_bound(tmp_path: Path) -> None:
+def test_template_file_size_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "long.jinja"
     path.write_text("x" * (MAX_CHARACTERS + 1))
     with pytest.raises(ConfigError, match="chat_template=.*longer than 1048576 characters"):

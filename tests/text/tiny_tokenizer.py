@@ -1,4 +1,4 @@
-"""A tiny model folder: a byte-level BPE tokenizer trained on the spot, and its config files."""
+"""A tiny model folder: a byte-level BPE tokenizer trained at once, and its config files."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ TEXTS = ["the quick brown fox jumps over the lazy dog", "naïve café", "def mai
 
 
 def make_folder(folder: Path) -> Path:
-    """Writes tokenizer.json and the config files into the folder."""
+    """Write tokenizer.json and the config files into the folder."""
     fast = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-"""paged_attention of few query rows over quantized caches on Hopper, in Gluon: decode and
-verification, with triton.py's reduction tree.
+"""paged_attention for few query rows over quantized caches on Hopper, in Gluon.
+
+It serves decode and verification, with the reduction tree of triton.py.
 
 A CTA is one warp. It copies tiles of quantized values to shared memory by cp.async, loads them into
-the register layout of mma.sync's operands and dequantizes them there. No dequantized number goes
+the register layout of mma.sync's operands and dequantizes them there. No dequantized value goes
 through shared memory, and no warp waits for another. Every KV split is stored as a partial for the
 combine kernel of triton.py. See docs/kernels/attention.md.
 """
@@ -36,20 +37,22 @@ HEAD_DIM = 128
 that of 16 here, and a tile twice the shared memory: 249 us against 213 of quantized_hopper.py (27B,
 8 x 1, 32,768, fp8)."""
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(0, MMA_LAYOUT.value))
-"""Register layout of one number per query row."""
+"""Register layout of one value per query row."""
 
 
 @gluon.constexpr_function
 def copy_layout(words):
-    """Return how a warp copies a tile [64, words]: 16 bytes a lane."""
+    """Return the layout in which a warp copies a tile [64, words]: 16 bytes per lane."""
     across = min(32, words // 4)
     return gl.BlockedLayout([1, 4], [32 // across, across], [1, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def bank_swizzle(words, vector):
-    """Return the swizzle of a tile [64, words] in which reads of 8 tokens, `vector` words of each,
-    meet in no shared-memory bank, or in few."""
+    """Return the swizzle of a tile [64, words] that minimizes bank conflicts of reads.
+
+    A read takes `vector` words of each of 8 tokens.
+    """
     phases = min(words // vector, 32 // vector)
     per_phase = max(1, 32 // words) if vector == 4 else 2
     return gl.SwizzledSharedLayout(vector, per_phase, max(phases, 1), [1, 0])

@@ -4,14 +4,14 @@
 A CTA computes 16 or 32 outputs for each of its consumer warps, some tokens, and one split-K
 partition. One producer warp starts TMA copies of blocks of 128 columns, words and x, into the
 stages of a pipeline in shared memory (kernels/device/pipeline.py). The consumer warps dequantize 64
-columns into registers, where they already have the layout of a product's left operand, and multiply
-them: by mma.sync, or by wgmma, whose product of the previous 64 columns runs meanwhile.
+columns in registers, which are then in the layout of a product's left operand, and multiply them:
+by mma.sync, or by wgmma, overlapped with the product of the previous 64 columns.
 
 A consumer's reads of a stage complete asynchronously to the copy engine: a proxy fence must precede
 the arrival at `empty`, or the next copy may overtake them.
 
-Words of a lane are those of formats/weights/word_order.py: the part of a word that belongs to two
-neighbouring columns becomes one register, and nothing is shuffled between lanes.
+Words are interleaved as in formats/weights/word_order.py: the codes of two neighbouring columns
+become one register, and nothing is shuffled between lanes.
 """
 
 from triton.experimental import gluon

@@ -1,17 +1,17 @@
 # mypy: ignore-errors
 """Stream-K GEMM with a quantized weight: the kernel of quantized_pipeline.py with even work ranges.
 
-Where there are few more tiles than multiprocessors, some of these compute one tile more than
-others. Stream-K gives each CTA an equal range of k-iterations instead (an iteration is one pipeline
-stage), taken from the concatenation of all tiles: a range may begin and end within a tile.
+With one CTA per tile, a partial last wave leaves multiprocessors idle. Stream-K gives each CTA an
+equal range of k-iterations instead (an iteration is one pipeline stage), taken from the
+concatenation of all tiles: a range may begin and end within a tile.
 
-A CTA walks its range from the last tile to the first. The last one, which it begins and the next
-CTA finishes, comes first; its partial accumulators are handed over to that CTA, which continues
-from them in its own last tile, so that it hardly waits. The order of columns within an accumulator
-stays ascending: no fix-up addition, no change of bits. A CTA waits for one of a lower number alone,
-which the GPU starts first, so a wait cannot deadlock.
+A CTA walks its range from the last tile to the first. Its last tile, which it begins and the next
+CTA finishes, comes first. The next CTA continues from its partial accumulators in the first tile of
+its own range, which it processes last, so that it hardly waits. The order of columns within an
+accumulator stays ascending: no fix-up addition, no change of bits. A CTA waits only for the one
+with the next lower id, which the GPU starts earlier, so a wait cannot deadlock.
 
-The flags of handed-over accumulators hold the epoch of the launch (lockstep.kernels.epochs).
+The flags of handed-over accumulators contain the epoch of the launch (lockstep.kernels.epochs).
 Accumulators and flags of a launch that was aborted have another epoch, so no later launch reads
 them.
 """
@@ -66,7 +66,7 @@ def _work_range(iterations, remainder, tile_iterations):
 
 @gluon.jit
 def _tile_range(tile, begin, end, tile_iterations):
-    """Return the k-iterations (low, high) of a tile that lie within a work range."""
+    """Return the k-iterations (low, high) of a tile that are within a work range."""
     low = gl.maximum(begin - tile * tile_iterations, 0)
     return low, gl.minimum(end - tile * tile_iterations, tile_iterations)
 

@@ -1,13 +1,14 @@
 # mypy: ignore-errors
-"""min_p, top_k and top_p of one logit row's scores, by one program: no sort.
+"""min_p, top_k and top_p over one logit row's scores, in one CTA, without a sort.
 
-A logit row is cut into groups of GROUP tokens whose largest scores, the peaks, are known. The TILE
-groups of the highest peaks hold every token above the next peak: as a rule all that the filters can
-leave, so they are copied side by side and read instead of it. Where they are not all, the logit row
-is read: its scores are written down first, a few logit rows at a time.
-Thresholds come from bisection over the ordered bits of a float. Counts are exact in any order; the
-one sum, top-p's mass, runs block by block in one layout over the tokens that are read, or over
-blocks of the logit row, and which of them is a function of it.
+A logit row is cut into groups of GROUP tokens, whose maximum scores, the peaks, are known. The TILE
+groups with the highest peaks contain every token above the next lower peak, usually all that can
+pass the filters. They are gathered into a compact tile, and the filters read this tile alone. If it
+does not suffice, the full logit row is read: its scores are stored first, a few rows at a time.
+
+Thresholds are found by bisection over the ordered bits of a float. Counts are exact in any order.
+The only floating-point sum, top-p's mass, runs block by block in one layout, over the tile or over
+the logit row; the logit row alone decides which.
 """
 
 import triton
@@ -135,9 +136,9 @@ def _bound(keys, n, highest):
     high = highest + 1
     while low < high:
         middle = (low + high) >> 1
-        few = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) <= n
-        low = tl.where(few, low, middle + 1)
-        high = tl.where(few, middle, high)
+        fits = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) <= n
+        low = tl.where(fits, low, middle + 1)
+        high = tl.where(fits, middle, high)
     return low
 
 
@@ -162,7 +163,7 @@ def _gather(
 
 
 @triton.jit
-def _whole_mass(masses, peak, top, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+def _total_mass(masses, peak, top, BLOCKS: tl.constexpr, LANES: tl.constexpr):
     """Combine the masses of a logit row's blocks, each relative to its block's largest score."""
     lane = tl.arange(0, LANES)
     peaks = tl.max(tl.reshape(peak, (LANES, peak.shape[0] // LANES)), 1)
@@ -188,7 +189,7 @@ def _floor(top, min_p):
 
 
 @triton.jit
-def tile_left(
+def filter_tile(
     logit_row, peaks, masses, groups, tile, spots,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
@@ -208,27 +209,27 @@ def tile_left(
     floor = _floor(top, min_p)
     bound = tl.maximum(tl.maximum(_bound(keys, TILE, highest), floor), NOTHING + 1)
     _gather(logit_row, keys >= bound.to(tl.int32), groups, tile, spots, VOCAB, LANES, GROUP, TILE)
-    holds = (floor >= bound) | (bound == NOTHING + 1)
+    complete = (floor >= bound) | (bound == NOTHING + 1)
     if (k > 0) & (k < VOCAB):
-        holds = holds | (_count(tile, bound, SIZE, SIZE) >= k)
-        if holds:
+        complete = complete | (_count(tile, bound, SIZE, SIZE) >= k)
+        if complete:
             floor = tl.maximum(floor, _nth(tile, k, bound - 1, highest, SIZE, SIZE))
     threshold = floor.to(tl.int32)
     last = tl.full((), SIZE - 1, tl.int32)
     if p < 1:
         low = floor
         wanted = p * _mass(tile, top, floor, SIZE, SIZE)
-        if (holds == 0) & (min_p <= 0) & ((k <= 0) | (k >= VOCAB)):
+        if (complete == 0) & (min_p <= 0) & ((k <= 0) | (k >= VOCAB)):
             low = bound
-            wanted = p * _whole_mass(masses, peak, top, BLOCKS, BLOCK_LANES)
-            holds = _mass(tile, top, bound, SIZE, SIZE) >= wanted
-        if holds:
+            wanted = p * _total_mass(masses, peak, top, BLOCKS, BLOCK_LANES)
+            complete = _mass(tile, top, bound, SIZE, SIZE) >= wanted
+        if complete:
             threshold, last = _nucleus(tile, top, low, wanted, SIZE, SIZE)
-    return holds, threshold, last
+    return complete, threshold, last
 
 
 @triton.jit
-def logit_row_left(scores, top, logit_row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def filter_logit_row(scores, top, logit_row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Apply min_p, top_k and top_p to all scores of a logit row, the largest of which is top.
 
     Returns the threshold key, and the last index that is kept at the threshold.

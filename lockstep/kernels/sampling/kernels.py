@@ -16,9 +16,9 @@ from lockstep.kernels.sampling.device_filter import (
     HIGHEST,
     best_of,
     better_of,
+    filter_logit_row,
+    filter_tile,
     key_of,
-    logit_row_left,
-    tile_left,
 )
 from lockstep.kernels.sampling.device_score import (
     FLAGS,
@@ -131,18 +131,18 @@ def _pick(scores, spots, logit_row, threshold, last, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _best_left(
+def _best_filtered(
     logit_row, peaks, masses, groups, tile, spots,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Return the index of the best token that passes the filters; UNDECIDED if not in the tile."""
-    holds, threshold, last = tile_left(
+    complete, threshold, last = filter_tile(
         logit_row, peaks, masses, groups, tile, spots,
         VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
     )  # fmt: skip
     chosen = tl.full((), UNDECIDED, tl.int32)
-    if holds:
+    if complete:
         chosen = _pick(tile, spots, logit_row, threshold, last, TILE * GROUP, TILE * GROUP)
     return chosen
 
@@ -177,7 +177,7 @@ def choose_kernel(
     sound = (top > float("-inf")) & (top < float("inf"))
     if _filters(use) & sound:
         SIZE: tl.constexpr = TILE * GROUP
-        chosen = _best_left(
+        chosen = _best_filtered(
             LogitRow(
                 batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES
             ),
@@ -202,7 +202,7 @@ def _best_of_logit_row(logit_row, scores, VOCAB: tl.constexpr, BLOCK: tl.constex
         tl.store(scores + spot, x, mask=spot < VOCAB)
         best = tl.maximum(best, x)
     tl.debug_barrier()  # every thread reads scores that others have written
-    threshold, last = logit_row_left(scores, tl.max(best, 0), logit_row, VOCAB, BLOCK)
+    threshold, last = filter_logit_row(scores, tl.max(best, 0), logit_row, VOCAB, BLOCK)
     return _pick(scores, None, logit_row, threshold, last, VOCAB, BLOCK)
 
 

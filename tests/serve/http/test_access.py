@@ -1,4 +1,4 @@
-"""The door: hosts, keys, bodies."""
+"""Access rules: hosts, API keys, request bodies."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from lockstep.serve.requests.service import Service
 from tests.serve.api_calls import TEXT_PATH
 
 
-def ask(server, processor, rules, method="GET", path="/health", docs=True, more=None, **options):
+def send(server, processor, rules, method="GET", path="/health", docs=True, more=None, **options):
     service = Service(server.client, processor, "tiny", "ls-test")
     app = create_app(service, rules, docs, **(more or {}))
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -37,28 +37,28 @@ def ask(server, processor, rules, method="GET", path="/health", docs=True, more=
         ("bearer two", 200),
     ],
 )
-def test_keys(server, processor, sent, status):
+def test_api_keys(server, processor, sent, status):
     rules = AccessRules(keys=("one", "two"))
     headers = {"Authorization": sent} if sent else {}
-    response = ask(server, processor, rules, path="/v1/models", headers=headers)
+    response = send(server, processor, rules, path="/v1/models", headers=headers)
     assert response.status_code == status
     if status == 401:
         assert response.json()["error"]["code"] == "invalid_api_key"
         assert response.headers["www-authenticate"] == "Bearer"
     for path in ("/metrics", "/openapi.json", "/docs", "/nowhere"):
-        assert ask(server, processor, rules, path=path).status_code == 401
-    assert ask(server, processor, rules).status_code == 200, "probes have no key"
+        assert send(server, processor, rules, path=path).status_code == 401
+    assert send(server, processor, rules).status_code == 200, "probes have no key"
 
 
-def test_no_docs(server, processor):
+def test_docs_can_be_disabled(server, processor):
     for path in ("/docs", "/redoc", "/openapi.json"):
-        assert ask(server, processor, AccessRules(), path=path, docs=False).status_code == 404
+        assert send(server, processor, AccessRules(), path=path, docs=False).status_code == 404
 
 
-def test_the_tokenizers_settings_are_told_where_the_operator_allows_it(server, processor):
+def test_tokenizer_info_requires_opt_in(server, processor):
     path = "/tokenizer_info"
-    assert ask(server, processor, AccessRules(), path=path).status_code == 404
-    info = ask(server, processor, AccessRules(), path=path, more={"tokenizer_info": True}).json()
+    assert send(server, processor, AccessRules(), path=path).status_code == 404
+    info = send(server, processor, AccessRules(), path=path, more={"tokenizer_info": True}).json()
     tokenizer = processor.tokenizer
     assert info["chat_template"] == tokenizer.chat_template
     assert info["eos_token"] == tokenizer.special_tokens["eos_token"]
@@ -66,10 +66,10 @@ def test_the_tokenizers_settings_are_told_where_the_operator_allows_it(server, p
     assert info.keys() >= tokenizer.config.keys()
 
 
-def test_the_prefix_cache_is_reset_where_the_operator_allows_it(server, processor):
+def test_reset_prefix_cache_requires_opt_in(server, processor):
     path = "/reset_prefix_cache"
-    assert ask(server, processor, AccessRules(), "POST", path).status_code == 404
-    response = ask(server, processor, AccessRules(), "POST", path, more={"cache_reset": True})
+    assert send(server, processor, AccessRules(), "POST", path).status_code == 404
+    response = send(server, processor, AccessRules(), "POST", path, more={"cache_reset": True})
     assert (response.status_code, server.client.resets) == (200, 1)
 
 
@@ -87,41 +87,41 @@ def test_the_prefix_cache_is_reset_where_the_operator_allows_it(server, processo
         ("", 400),
     ],
 )
-def test_hosts(server, processor, host, status):
+def test_allowed_hosts(server, processor, host, status):
     rules = AccessRules(hosts=default_hosts("127.0.0.1"))
-    response = ask(server, processor, rules, headers={"Host": host})
+    response = send(server, processor, rules, headers={"Host": host})
     assert response.status_code == status
     if status == 400:
         assert "--allowed-hosts" in response.json()["error"]["message"]
 
 
-def test_hosts_of_addresses():
+def test_default_hosts_of_addresses():
     assert default_hosts("0.0.0.0") == default_hosts("::") == default_hosts("10.1.2.3") == ("*",)
     assert "127.0.0.5" in default_hosts("127.0.0.5")
 
 
-def test_a_body_too_large_by_its_header_and_by_its_length(server, processor):
+def test_too_large_body_by_header_and_by_length(server, processor):
     rules = AccessRules(max_body_bytes=1000)
     body = json.dumps({"prompt": "x" * 2000}).encode()
     headers = {"Content-Type": "application/json"}
-    response = ask(server, processor, rules, "POST", TEXT_PATH, content=body, headers=headers)
+    response = send(server, processor, rules, "POST", TEXT_PATH, content=body, headers=headers)
     assert response.status_code == 413 and "--max-body-size" in response.json()["error"]["message"]
 
     async def parts():
         for at in range(0, len(body), 100):
             yield body[at : at + 100]
 
-    response = ask(server, processor, rules, "POST", TEXT_PATH, content=parts(), headers=headers)
+    response = send(server, processor, rules, "POST", TEXT_PATH, content=parts(), headers=headers)
     assert (
         response.status_code == 413 and response.json()["error"]["type"] == "invalid_request_error"
     )
-    small = ask(server, processor, rules, "POST", TEXT_PATH, json={"prompt": "x"})
+    small = send(server, processor, rules, "POST", TEXT_PATH, json={"prompt": "x"})
     assert small.status_code == 200
 
 
-def test_two_lengths(server, processor):
+def test_content_length_with_transfer_encoding_is_refused(server, processor):
     headers = {"Content-Length": "3", "Transfer-Encoding": "chunked"}
-    response = ask(
+    response = send(
         server, processor, AccessRules(), "POST", TEXT_PATH, content=b"{}x", headers=headers
     )
     assert (
@@ -131,9 +131,9 @@ def test_two_lengths(server, processor):
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "9" * 5000])
-def test_lengths_that_are_none(server, processor, length):
+def test_invalid_content_lengths_are_refused(server, processor, length):
     headers = {"Content-Length": length}
-    response = ask(
+    response = send(
         server, processor, AccessRules(), "POST", TEXT_PATH, content=b"", headers=headers
     )
     assert response.status_code in (400, 413) and response.json()["error"]["message"]
@@ -142,10 +142,10 @@ def test_lengths_that_are_none(server, processor, length):
 @pytest.mark.parametrize(
     ("encoding", "status"), [("gzip", 415), ("identity", 200), ("br, gzip", 415)]
 )
-def test_compressed_bodies(server, processor, encoding, status):
-    """A body that decompresses to a thousand times its size is refused, not decompressed."""
+def test_compressed_bodies_are_refused(server, processor, encoding, status):
+    """Also one that decompresses to a thousand times its size."""
     headers = {"Content-Encoding": encoding}
-    response = ask(
+    response = send(
         server, processor, AccessRules(), "POST", TEXT_PATH, json={"prompt": "x"}, headers=headers
     )
     assert response.status_code == status
@@ -153,22 +153,22 @@ def test_compressed_bodies(server, processor, encoding, status):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "output"),
     [
         (b'{"prompt": "\xff"}', "codec can't decode"),
         (b'{"prompt": ' + b"[" * 10_000, "recursion depth"),
         (b'{"prompt": ' + b"9" * 5000 + b"}", "limit (4300 digits)"),
     ],
 )
-def test_bodies_that_json_has_no_place_for(server, processor, body, said):
+def test_invalid_json_bodies_are_refused(server, processor, body, output):
     headers = {"Content-Type": "application/json"}
-    response = ask(
+    response = send(
         server, processor, AccessRules(), "POST", TEXT_PATH, content=body, headers=headers
     )
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert message.startswith("the body is not JSON: ")
-    assert said in message
+    assert output in message
 
 
 def scope_of(path=TEXT_PATH):
@@ -189,7 +189,7 @@ def scope_of(path=TEXT_PATH):
     }
 
 
-def test_a_body_that_does_not_come(server, processor):
+def test_missing_body_times_out(server, processor):
     service = Service(server.client, processor, "tiny", "ls-test")
     app = create_app(service, AccessRules(max_body_seconds=0.05))
     sent = []

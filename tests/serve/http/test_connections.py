@@ -1,4 +1,5 @@
-"""Connections over real sockets: slow heads, too many of them, two lengths, a slow body."""
+"""Connections over real sockets: slow heads, too many connections, conflicting lengths, slow
+bodies."""
 
 import contextlib
 import socket
@@ -36,8 +37,11 @@ def serving(
     rules=None,
     limits=None,
 ) -> Iterator[tuple[str, int]]:
-    """gone: an event that tells that a connection has ended. drop: seconds of silence after which
-    a body's rest is not waited for; dropped: bytes of it that are read."""
+    """Serve the application on a socket.
+
+    gone: event set when a connection has ended. drop: seconds of silence after which the rest of a
+    body is not awaited; dropped: bytes of it that are read.
+    """
 
     class Protocol(BoundedProtocol):
         head_seconds = head
@@ -77,8 +81,8 @@ def connect(address: tuple[str, int]) -> socket.socket:
     return socket.create_connection(address, timeout=PATIENCE)
 
 
-def healthy(client: socket.socket) -> bool:
-    """Asks for /health and reads the answer, head and body."""
+def is_healthy(client: socket.socket) -> bool:
+    """Request /health and read the response, head and body."""
     client.sendall(HEALTH)
     result = b""
     while not result.endswith(b"ok"):
@@ -89,7 +93,7 @@ def healthy(client: socket.socket) -> bool:
     return b"200 OK" in result
 
 
-def closed_with(client: socket.socket) -> bytes:
+def read_until_closed(client: socket.socket) -> bytes:
     """Return all data that the server sends until it closes the connection."""
     result = b""
     with contextlib.suppress(ConnectionResetError):
@@ -98,33 +102,35 @@ def closed_with(client: socket.socket) -> bytes:
     return result
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
-def test_a_head_that_does_not_come(server, processor, said):
+@pytest.mark.parametrize("message", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
+def test_incomplete_head_times_out(server, processor, message):
     with serving(server, processor) as address, connect(address) as client:
-        client.sendall(said)
+        client.sendall(message)
         begun = time.monotonic()
-        assert closed_with(client).startswith(b"HTTP/1.1 408")
+        assert read_until_closed(client).startswith(b"HTTP/1.1 408")
         assert time.monotonic() - begun < PATIENCE / 2
 
 
-def test_a_head_byte_by_byte(server, processor):
-    """Every byte in time is not the head in time."""
+def test_slow_head_times_out(server, processor):
+    """The limit is on the whole head, not on each byte."""
     with serving(server, processor) as address, connect(address) as client:
         with contextlib.suppress(OSError):
             for byte in HEALTH * 3:
                 client.sendall(bytes([byte]))
                 time.sleep(0.02)
-        assert closed_with(client).startswith(b"HTTP/1.1 408") or not closed_with(client)
+        assert read_until_closed(client).startswith(b"HTTP/1.1 408") or not read_until_closed(
+            client
+        )
 
 
-def test_a_connection_may_be_used_again(server, processor):
+def test_keep_alive_connection_is_reused(server, processor):
     with serving(server, processor, head=0.3, keep_alive=2) as address, connect(address) as client:
         for _ in range(3):
-            assert healthy(client)
+            assert is_healthy(client)
             time.sleep(0.2)
 
 
-def test_an_answer_is_not_cut_by_the_head_s_time(server, processor):
+def test_head_timeout_does_not_end_a_running_request(server, processor):
     """A request in progress is not idle, however long it takes."""
     server.client.hang = True
     server.client.answer = lambda request: [5]
@@ -135,18 +141,18 @@ def test_an_answer_is_not_cut_by_the_head_s_time(server, processor):
         assert b"504" in client.recv(65536)
 
 
-def test_a_slow_body(server, processor):
+def test_slow_body_times_out(server, processor):
     with serving(server, processor) as address, connect(address) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
         client.sendall(head + b"Content-Type: application/json\r\n\r\n{")
-        assert b" 408 " in closed_with(client)
+        assert b" 408 " in read_until_closed(client)
 
 
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("headers", [[], [(b"content-length", b"13")]])
-def test_an_answer_is_written_as_h11_writes_it(method, version, headers):
-    """Chunks take a shorter way; what goes out is the same."""
+def test_response_bytes_equal_h11(method, version, headers):
+    """Chunks take a faster path with the same bytes."""
     result = []
     for connection in (h11.Connection(h11.SERVER), _BoundedConnection()):
         connection.receive_data(b"%b / HTTP/%b\r\nHost: x\r\n\r\n" % (method, version))
@@ -159,11 +165,11 @@ def test_an_answer_is_written_as_h11_writes_it(method, version, headers):
         result.append([connection.send(event) for event in events])
         with pytest.raises(h11.LocalProtocolError):
             connection.send(h11.Data(data=b"behind the end"))
-    own, other = result
-    assert own == other
+    mine, other = result
+    assert mine == other
 
 
-def test_nothing_is_written_into_a_broken_connection():
+def test_failed_connection_refuses_data():
     connection = _BoundedConnection()
     connection.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     connection.next_event()
@@ -175,10 +181,10 @@ def test_nothing_is_written_into_a_broken_connection():
 
 
 @pytest.mark.parametrize("version", [b"9.9", b"0.9", b"2.0"])
-def test_another_version_of_http_is_a_505(server, processor, version):
+def test_unsupported_http_version_is_505(server, processor, version):
     with serving(server, processor) as address, connect(address) as client:
         client.sendall(b"GET /health HTTP/%b\r\nHost: localhost\r\n\r\n" % version)
-        result = closed_with(client)
+        result = read_until_closed(client)
         assert result.startswith(b"HTTP/1.1 505 ") and b"allowed: 1.0 and 1.1" in result
 
 
@@ -191,16 +197,16 @@ def test_another_version_of_http_is_a_505(server, processor, version):
     ],
     ids=["one header", "many headers", "target"],
 )
-def test_a_head_that_is_too_large_is_a_431(server, processor, head):
-    """Also where all of it comes in one read."""
+def test_too_large_head_is_431(server, processor, head):
+    """Also if all of it arrives in one read."""
     with serving(server, processor) as address, connect(address) as client:
         with contextlib.suppress(OSError):
             client.sendall(head + b"\r\n\r\n")
-        result = closed_with(client)
+        result = read_until_closed(client)
         assert result.startswith(b"HTTP/1.1 431 ") and b"connection: close" in result
 
 
-def test_a_large_head_within_the_bound_is_read(server, processor):
+def test_large_head_within_limit_is_accepted(server, processor):
     with serving(server, processor) as address, connect(address) as client:
         client.sendall(HEALTH[:-2] + b"X-Long: " + b"x" * 15_000 + b"\r\n\r\n")
         assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -215,12 +221,12 @@ def send_large(
     path: bytes = b"/v1/completions",
     body: bytes = b" " * LARGE_BODY_BYTES,
 ) -> bytes:
-    """Send a body of 10 MiB whole, then read the answer."""
+    """Send a whole body of 10 MiB, then return the response."""
     lines = [b"POST " + path + b" HTTP/1.1", b"Host: x", b"Content-Type: application/json"]
     head = b"\r\n".join([*lines, b"Content-Length: %d" % LARGE_BODY_BYTES, *headers])
     client.sendall(head + b"\r\n\r\n")
     client.sendall(body)
-    return closed_with(client)
+    return read_until_closed(client)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +238,8 @@ def send_large(
         (AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, hosts=("localhost",)), b"400"),
     ],
 )
-def test_a_large_body_that_is_refused_gets_its_answer(server, processor, rules, status):
-    """The client sends all of it before it reads: a reset would cost it the answer."""
+def test_refused_large_body_gets_its_response(server, processor, rules, status):
+    """The client sends all of it before it reads, so a reset would lose the response."""
     with serving(server, processor, rules=rules) as address, connect(address) as client:
         result = send_large(client)
         assert result.startswith(b"HTTP/1.1 " + status) and result.endswith(b"}")
@@ -244,8 +250,8 @@ ROOMY = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, max_body_seconds=PATIEN
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages", b"/invocations"])
 @pytest.mark.parametrize(("status", "kind"), [(b"429", "full"), (b"503", "dead"), (b"400", "")])
-def test_a_large_body_that_was_allowed_gets_its_refusal(server, processor, path, status, kind):
-    """A queue without room and a dead engine are found once the body was read."""
+def test_allowed_large_body_gets_its_refusal(server, processor, path, status, kind):
+    """A full queue and a dead engine are detected after the body was read."""
     start = b'{"max_tokens": 3, "messages": [{"role": "user", "content": "a"}]'
     if path.endswith(b"completions"):
         start = b'{"prompt": "a"'
@@ -259,8 +265,8 @@ def test_a_large_body_that_was_allowed_gets_its_refusal(server, processor, path,
             assert (b"retry-after: " in result.lower()) == bool(kind)
 
 
-def test_more_is_dropped_where_larger_bodies_are_allowed(server, processor):
-    """The bound of what is dropped follows that of bodies."""
+def test_drop_limit_follows_body_limit(server, processor):
+    """At least the default is read and dropped."""
     rules = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, keys=("key",))
     with serving(server, processor, rules=rules, dropped=LARGE_BODY_BYTES) as address:
         with connect(address) as client:
@@ -272,26 +278,26 @@ def test_more_is_dropped_where_larger_bodies_are_allowed(server, processor):
     assert kept == connections.MAX_DROPPED_BYTES
 
 
-def test_a_large_body_in_chunks_is_a_413(server, processor):
+def test_large_chunked_body_is_413(server, processor):
     with serving(server, processor) as address, connect(address) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         for _ in range(10):
             client.sendall(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
         client.sendall(b"0\r\n\r\n")
-        assert b" 413 " in closed_with(client)
+        assert b" 413 " in read_until_closed(client)
 
 
-def test_a_body_for_no_route_is_dropped_and_the_connection_goes_on(server, processor):
+def test_body_for_unknown_route_keeps_the_connection(server, processor):
     rules = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES)
     with serving(server, processor, rules=rules) as address, connect(address) as client:
         head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE_BODY_BYTES
         client.sendall(head + b" " * LARGE_BODY_BYTES)
         assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
-        assert healthy(client)
+        assert is_healthy(client)
 
 
-def test_a_rest_without_end_is_not_read_for_ever(server, processor):
+def test_endless_body_is_dropped_up_to_the_limit(server, processor):
     gone = threading.Event()
     with (
         serving(server, processor, gone=gone, dropped=1 << 20) as address,
@@ -306,7 +312,7 @@ def test_a_rest_without_end_is_not_read_for_ever(server, processor):
 
 
 @pytest.mark.parametrize("path", [b"/nothing", b"/v1/completions"])
-def test_a_rest_that_does_not_come_is_not_waited_for(server, processor, path):
+def test_missing_body_rest_is_not_awaited(server, processor, path):
     gone = threading.Event()
     bounds = {"drop": 0.2, "head": 0.2, "keep_alive": 0.1, "gone": gone}
     with serving(server, processor, **bounds) as address, connect(address) as client:
@@ -321,94 +327,94 @@ def test_a_rest_that_does_not_come_is_not_waited_for(server, processor, path):
     [b"zz\r\nabc\r\n", b"-1\r\n", b"ffffffffffffffffffffffff\r\n", b"3\r\nabcdef\r\n0\r\n\r\n"],
 )
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nothing"])
-def test_chunks_of_bad_sizes(server, processor, rest, path, caplog):
-    """Before the answer they are a 400; after it they end the connection."""
+def test_invalid_chunk_sizes(server, processor, rest, path, caplog):
+    """Before the response they are a 400; after it they end the connection."""
     with serving(server, processor) as address, connect(address) as client:
         head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + rest)
         client.shutdown(socket.SHUT_WR)
-        result = closed_with(client)
+        result = read_until_closed(client)
         assert result.count(b"HTTP/1.1 ") == 1 and (b" 400 " in result or b" 404 " in result)
         with connect(address) as other:
-            assert healthy(other)
+            assert is_healthy(other)
     assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("lengths", [b"4, 5", b"4\r\nContent-Length: 5", b"-4", b"4x", b"+4"])
-def test_lengths_that_are_none(server, processor, lengths):
+def test_invalid_content_lengths_are_refused(server, processor, lengths):
     with serving(server, processor) as address, connect(address) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
         client.sendall(head + lengths + b"\r\n\r\n{}   ")
-        assert closed_with(client).startswith(b"HTTP/1.1 400 ")
+        assert read_until_closed(client).startswith(b"HTTP/1.1 400 ")
 
 
-def test_pipelined_requests_are_answered_in_their_order(server, processor):
+def test_pipelined_requests_are_answered_in_order(server, processor):
     with serving(server, processor) as address, connect(address) as client:
         last = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         client.sendall(HEALTH * 50 + last + HEALTH * 500)
-        result = closed_with(client)
+        result = read_until_closed(client)
         assert result.count(b"HTTP/1.1 200") == 51 and result.endswith(b"}")
 
 
-def test_a_kept_connection_does_not_get_longer_for_a_head(server, processor):
-    """The keep-alive time is for silence: from its first byte a head has its own time."""
+def test_head_timeout_applies_to_kept_connections(server, processor):
+    """The keep-alive timeout is for silence; from its first byte a head has its own timeout."""
     with serving(server, processor, head=0.2, keep_alive=60) as address, connect(address) as client:
-        assert healthy(client)
+        assert is_healthy(client)
         client.sendall(b"GET /health HT")
         begun = time.monotonic()
-        assert closed_with(client).startswith(b"HTTP/1.1 408")
+        assert read_until_closed(client).startswith(b"HTTP/1.1 408")
         assert time.monotonic() - begun < PATIENCE / 2
 
 
-def test_two_lengths(server, processor):
+def test_content_length_with_transfer_encoding_is_refused(server, processor):
     with serving(server, processor) as address, connect(address) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
         client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
-        assert b" 400 " in closed_with(client)
+        assert b" 400 " in read_until_closed(client)
 
 
 @pytest.mark.parametrize(("chunks", "status"), [(1000, b" 200 "), (MAX_CHUNKS + 10, b" 400 ")])
-def test_a_body_in_many_chunks(server, processor, chunks, status):
-    """Each costs time, however short it is."""
+def test_number_of_body_chunks_is_limited(server, processor, chunks, status):
+    """Each chunk costs time, however short it is."""
     with serving(server, processor) as address, connect(address) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         client.sendall(head + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
         body = b'{"prompt": "x"' + b" " * (chunks - 15) + b"}"
         with contextlib.suppress(OSError):
             client.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
-        assert status in closed_with(client)
+        assert status in read_until_closed(client)
 
 
-def test_idle_connections_make_room(server, processor):
+def test_idle_connections_are_closed_for_new_ones(server, processor):
     """Idle connections do not keep an active client out."""
     with serving(server, processor, most=8, head=PATIENCE) as address:
         idle = [connect(address) for _ in range(20)]
         for _ in range(5):
             with connect(address) as client:
-                assert healthy(client)
+                assert is_healthy(client)
         for client in idle:
             client.close()
 
 
-def test_an_idle_connection_that_makes_room_is_told(server, processor):
-    """One that has asked nothing yet gets a 503; one that waits between requests is closed; what
-    either is sending meanwhile resets nothing."""
+def test_closed_idle_connection_gets_503_or_close(server, processor):
+    """One without any request yet gets a 503; one between requests is closed. Data in flight causes
+    no reset."""
     with serving(server, processor, most=1, head=PATIENCE, keep_alive=PATIENCE) as address:
         with connect(address) as silent, connect(address) as resting:
-            assert healthy(resting)
+            assert is_healthy(resting)
             silent.sendall(HEALTH)
             assert silent.recv(65536).startswith(b"HTTP/1.1 503 ")
             with connect(address) as last:
-                assert healthy(last)
+                assert is_healthy(last)
                 assert resting.recv(65536) == b""
 
 
-def test_few_refused_connections_stay_open(server, processor):
+def test_refused_connections_are_reset(server, processor):
     """If clients do not close refused connections, all but a quarter of the limit are reset."""
     with contextlib.ExitStack() as stack, serving(server, processor, most=8, head=30) as address:
         clients = [stack.enter_context(connect(address)) for _ in range(40)]
         with connect(address) as last:
-            assert healthy(last)
+            assert is_healthy(last)
         open_ones = 0
         for client in clients:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -418,8 +424,8 @@ def test_few_refused_connections_stay_open(server, processor):
         assert open_ones <= 8 + 3
 
 
-def test_no_room_among_busy_ones(server, processor):
-    """A connection more than there is room for is turned away; those that work go on."""
+def test_connection_beyond_busy_limit_is_refused(server, processor):
+    """The refused connection gets a 503; busy ones continue."""
     server.client.hang = True
     server.client.answer = lambda request: [5]
     with serving(server, processor, most=3) as address:
@@ -433,7 +439,7 @@ def test_no_room_among_busy_ones(server, processor):
             time.sleep(0.01)
         with connect(address) as late:
             late.sendall(HEALTH)
-            answer = closed_with(late)
+            answer = read_until_closed(late)
         assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 5\r\n" in answer
         assert b"more than 3 connections are open (--limit-concurrency)" in answer
         for client in busy:
@@ -442,7 +448,7 @@ def test_no_room_among_busy_ones(server, processor):
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["last answer sent", "answers to come"])
-def test_a_client_that_reads_nothing(server, processor, ends):
+def test_unread_output_is_limited(server, processor, ends):
     """Unread output is limited in size and in time, also after the end of the response."""
     ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n"
     gone = threading.Event()
@@ -455,4 +461,4 @@ def test_a_client_that_reads_nothing(server, processor, ends):
             client.sendall((ask + b"\r\n") * 200)
         assert gone.wait(PATIENCE)
         with connect(address) as other:
-            assert healthy(other)
+            assert is_healthy(other)

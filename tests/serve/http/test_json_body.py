@@ -1,4 +1,4 @@
-"""Large bodies: what they say, what is refused of them, and who does not wait for them."""
+"""Large JSON bodies: equal results, refusals, and no delay of other requests."""
 
 import asyncio
 import json
@@ -20,12 +20,12 @@ def send(server: Any, body: bytes) -> Any:
 
 
 def large(**fields: Any) -> bytes:
-    """A body that is parsed in a thread."""
+    """Return a body that is large enough to be parsed in a thread."""
     body = json.dumps({"messages": [USER], **fields}).encode()
     return body + b" " * max(LARGE_BODY_BYTES - len(body), 0)
 
 
-def test_a_large_body_says_what_a_small_one_does(server: Any) -> None:
+def test_large_body_equals_small_body(server: Any) -> None:
     small = send(server, json.dumps({"messages": [USER], "seed": 5}).encode())
     prompt = server.client.requests[-1].prompt_token_ids
     result = send(server, large(seed=5))
@@ -34,7 +34,7 @@ def test_a_large_body_says_what_a_small_one_does(server: Any) -> None:
     assert server.client.requests[-1].seed == 5
 
 
-def test_the_slow_parser_reads_what_the_fast_one_does() -> None:
+def test_incremental_parser_equals_json() -> None:
     value = {"text": WIDE, "many": [1, -2.5e300, None, True, {"a": [[]]}], "": {}}
     body = json.dumps(value).encode()
     assert len(body) > LARGE_BODY_BYTES
@@ -42,7 +42,7 @@ def test_the_slow_parser_reads_what_the_fast_one_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b'{"messages": [}' + b" " * LARGE_BODY_BYTES, "not JSON"),
         (b"[" * LARGE_BODY_BYTES, "not JSON"),
@@ -50,21 +50,21 @@ def test_the_slow_parser_reads_what_the_fast_one_does() -> None:
         (b'{"zz": [' + b"[]," * 2 * MAX_VALUES + b"[]]}", "more than 131072 objects, lists"),
     ],
 )
-def test_what_is_wrong_with_a_large_body(server: Any, body: bytes, said: str) -> None:
+def test_invalid_large_body_is_refused(server: Any, body: bytes, message: str) -> None:
     result = send(server, body)
-    assert result.status_code == 400 and said in result.json()["error"]["message"], result.text
+    assert result.status_code == 400 and message in result.json()["error"]["message"], result.text
 
 
-def test_others_go_on_while_a_large_body_is_parsed() -> None:
-    """The fast parser would let the loop go on twice."""
+def test_large_body_does_not_block_the_event_loop() -> None:
+    """json.loads would let the loop run only twice."""
     numbers = b"[" + b"1," * 300_000 + b"1]"
     fields = b"{" + b",".join(b'"%06d":1' % number for number in range(100_000)) + b"}"
     for body in (numbers, fields):
         assert len(body) > LARGE_BODY_BYTES
-        assert asyncio.run(turns_beside(body)) > 5
+        assert asyncio.run(loop_turns_during(body)) > 5
 
 
-async def turns_beside(body: bytes) -> int:
+async def loop_turns_during(body: bytes) -> int:
     """Return how often the event loop ran while the body was parsed."""
     reading = asyncio.create_task(BodyReader().read(body))
     turns = 0

@@ -1,4 +1,4 @@
-"""Output that waits for its readers: limited, dropped with a reason, never delaying others."""
+"""Unread output is limited and dropped with a reason, and never delays other streams."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ from tests.serve.api_calls import TEXT_PATH, fetch
 NUM_TOKENS = 200
 
 
-def test_an_owner_above_its_limit_must_drop_its_output() -> None:
+def test_owner_above_its_limit_is_dropped() -> None:
     budget: OutputBudget[str] = OutputBudget(max_bytes=10, max_total_bytes=25)
     assert budget.add("a", 10) is None
     assert budget.add("a", 1) == "a"
@@ -25,7 +25,7 @@ def test_an_owner_above_its_limit_must_drop_its_output() -> None:
     assert budget.total_bytes == 6
 
 
-def test_the_largest_owner_must_drop_its_output_above_the_total_limit() -> None:
+def test_largest_owner_is_dropped_above_total_limit() -> None:
     budget: OutputBudget[str] = OutputBudget(max_bytes=10, max_total_bytes=25)
     for name, size in (("a", 9), ("b", 10), ("c", 6)):
         assert budget.add(name, size) is None
@@ -55,7 +55,7 @@ async def run_engine() -> None:
         await asyncio.sleep(0)
 
 
-def test_an_unread_stream_is_ended(server: Any, processor: Any) -> None:
+def test_unread_stream_is_ended(server: Any, processor: Any) -> None:
     service = service_of(server, processor, max_output_bytes=20_000)
 
     async def run() -> None:
@@ -72,7 +72,7 @@ def test_an_unread_stream_is_ended(server: Any, processor: Any) -> None:
     assert service.output_budget.total_bytes == 0
 
 
-def test_dropping_the_last_output_is_an_error(server: Any, processor: Any) -> None:
+def test_dropped_last_delta_is_an_error(server: Any, processor: Any) -> None:
     """The last delta exceeds the limit after generation has ended: an error, no empty response."""
 
     async def generate(**limits: int) -> tuple[ActiveRequest, int]:
@@ -92,7 +92,7 @@ def test_dropping_the_last_output_is_an_error(server: Any, processor: Any) -> No
     asyncio.run(run())
 
 
-def test_a_complete_response_is_not_ended_again(server: Any, processor: Any) -> None:
+def test_complete_response_is_not_ended_again(server: Any, processor: Any) -> None:
     """A shutdown does not change a response that is complete but not read."""
     service = service_of(server, processor)
 
@@ -112,7 +112,7 @@ def test_a_complete_response_is_not_ended_again(server: Any, processor: Any) -> 
     asyncio.run(run())
 
 
-def test_a_stream_that_is_read_needs_little_memory(server: Any, processor: Any) -> None:
+def test_read_stream_releases_memory(server: Any, processor: Any) -> None:
     service = service_of(server, processor, max_output_bytes=20_000)
     body = {"prompt": "x", "max_tokens": NUM_TOKENS, "stream": True}
     response = fetch(server, "POST", TEXT_PATH, json=body)
@@ -122,7 +122,7 @@ def test_a_stream_that_is_read_needs_little_memory(server: Any, processor: Any) 
 
 
 @pytest.mark.parametrize("logprobs", [None, 5])
-def test_a_response_without_stream_is_limited(
+def test_response_without_stream_is_limited(
     server: Any, processor: Any, logprobs: int | None
 ) -> None:
     service = service_of(server, processor, max_output_bytes=80_000)
@@ -135,7 +135,7 @@ def test_a_response_without_stream_is_limited(
     assert service.output_budget.total_bytes == 0
 
 
-def test_unread_streams_are_ended_in_favor_of_read_ones(server: Any, processor: Any) -> None:
+def test_unread_streams_are_ended_before_read_ones(server: Any, processor: Any) -> None:
     service = service_of(server, processor, max_total_output_bytes=100_000)
 
     async def run() -> None:
@@ -154,7 +154,7 @@ def test_unread_streams_are_ended_in_favor_of_read_ones(server: Any, processor: 
     assert service.output_budget.total_bytes == 0
 
 
-def test_a_long_queue_is_read_in_batches(server: Any, processor: Any) -> None:
+def test_long_queue_is_read_in_batches(server: Any, processor: Any) -> None:
     """Other tasks run between the batches of a slow reader."""
     service = service_of(server, processor)
 
@@ -179,6 +179,6 @@ def test_a_long_queue_is_read_in_batches(server: Any, processor: Any) -> None:
     asyncio.run(run())
 
 
-def test_sizes_grow_with_tokens_and_log_probabilities() -> None:
+def test_delta_bytes_grow_with_tokens_and_logprobs() -> None:
     assert delta_bytes(1, 0) < delta_bytes(2, 0) < delta_bytes(2, 1)
     assert delta_bytes(4, 4 * 20) > 10 * delta_bytes(4, 0)

@@ -1,4 +1,4 @@
-"""The id of a request: as it was sent, or one of ours, in every answer and in the log."""
+"""The request id, as sent or generated, is in every response and in the log."""
 
 import asyncio
 import logging
@@ -13,14 +13,14 @@ from lockstep.serve.http.access import AccessRules
 from lockstep.serve.http.request_context import REQUEST_CONTEXT, RequestContext
 from lockstep.serve.requests.service import Service
 
-OWN = re.compile(r"[0-9a-f]{32}")
-ASKED = {"model": "tiny", "prompt": "hello"}
+GENERATED_ID = re.compile(r"[0-9a-f]{32}")
+BODY = {"model": "tiny", "prompt": "hello"}
 
 
-def ask(
+def request(
     server: Any, method: str, path: str, headers: Any = (), body: dict[str, Any] | None = None
 ) -> Any:
-    """The answer to one request."""
+    """Return the response to one request."""
 
     async def work() -> Any:
         async with server.http() as http:
@@ -29,46 +29,46 @@ def ask(
     return asyncio.run(work())
 
 
-@pytest.mark.parametrize("given", ["a", "0f:9_x.y/z+=@-", "x" * 128])
-def test_an_id_comes_back(server: Any, given: str) -> None:
-    answer = ask(server, "POST", "/v1/completions", [("X-Request-Id", given)], ASKED)
-    assert answer.status_code == 200 and answer.headers.get_list("x-request-id") == [given]
+@pytest.mark.parametrize("sent_id", ["a", "0f:9_x.y/z+=@-", "x" * 128])
+def test_valid_request_id_is_returned(server: Any, sent_id: str) -> None:
+    answer = request(server, "POST", "/v1/completions", [("X-Request-Id", sent_id)], BODY)
+    assert answer.status_code == 200 and answer.headers.get_list("x-request-id") == [sent_id]
 
 
 @pytest.mark.parametrize(
-    "given",
+    "sent_id",
     [[], [""], ["x" * 129], ["a b"], ["a\tb"], ["a;b"], ["é"], ["<a>"], ["one", "two"]],
 )
-def test_what_is_no_id_is_replaced(server: Any, given: list[str]) -> None:
-    headers = [(b"X-Request-Id", value.encode("latin-1")) for value in given]
-    (found,) = ask(server, "GET", "/health", headers).headers.get_list("x-request-id")
-    assert OWN.fullmatch(found)
+def test_invalid_request_id_is_replaced(server: Any, sent_id: list[str]) -> None:
+    headers = [(b"X-Request-Id", value.encode("latin-1")) for value in sent_id]
+    (actual,) = request(server, "GET", "/health", headers).headers.get_list("x-request-id")
+    assert GENERATED_ID.fullmatch(actual)
 
 
-def test_refusals_and_faults_bear_it_too(server: Any, processor: Any) -> None:
+def test_errors_have_the_request_id(server: Any, processor: Any) -> None:
     headers = [("X-Request-Id", "mine")]
     cases = [
-        ("POST", "/v1/completions", 400, {**ASKED, "temperature": -1}),
+        ("POST", "/v1/completions", 400, {**BODY, "temperature": -1}),
         ("POST", "/v1/completions", 400, None),
         ("GET", "/nowhere", 404, None),
-        ("POST", "/v1/completions", 500, ASKED),
+        ("POST", "/v1/completions", 500, BODY),
     ]
     server.client.error = ZeroDivisionError("not foreseen")
     for method, path, status, body in cases:
-        answer = ask(server, method, path, headers, body)
+        answer = request(server, method, path, headers, body)
         assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine")
     service = Service(server.client, processor, "tiny", "ls-test")
     server.app = create_app(service, AccessRules(keys=("secret",)))
-    answer = ask(server, "POST", "/v1/completions", headers, ASKED)
+    answer = request(server, "POST", "/v1/completions", headers, BODY)
     assert (answer.status_code, answer.headers["x-request-id"]) == (401, "mine")
 
 
-def test_messages_name_it_as_anthropic_does(server: Any) -> None:
+def test_messages_use_anthropic_header(server: Any) -> None:
     body = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
     headers = [("X-Request-Id", "mine")]
-    answer = ask(server, "POST", "/v1/messages", headers, body)
+    answer = request(server, "POST", "/v1/messages", headers, body)
     assert (answer.headers["request-id"], answer.headers["x-request-id"]) == ("mine", "mine")
-    assert "request-id" not in ask(server, "GET", "/health", headers).headers
+    assert "request-id" not in request(server, "GET", "/health", headers).headers
 
 
 @pytest.mark.parametrize(
@@ -82,31 +82,29 @@ def test_messages_name_it_as_anthropic_does(server: Any) -> None:
         ("/v1/models/v1/messages", False),
     ],
 )
-def test_a_route_decides_whose_errors_are_told(
+def test_error_format_follows_the_route(
     server: Any, processor: Any, path: str, is_theirs: bool
 ) -> None:
-    """A path that contains the name of the route elsewhere does not count."""
+    """A path that contains the route's name elsewhere does not count."""
     service = Service(server.client, processor, "tiny", "ls-test")
     server.app = create_app(service, AccessRules(root_path="/llm"))
     for headers in ([("Host", "test")], [("Host", "test"), ("Content-Encoding", "gzip")]):
-        answer = ask(server, "POST", path, headers, {})
+        answer = request(server, "POST", path, headers, {})
         assert answer.status_code in (400, 404, 405, 415)
         assert ("request-id" in answer.headers) == is_theirs
         assert (answer.json().get("type") == "error") == is_theirs
 
 
-def test_the_official_client_finds_it(server: Any) -> None:
+def test_official_client_reads_request_id(server: Any) -> None:
     async def work() -> Any:
         async with server.openai() as client:
-            return await client.completions.create(**ASKED, extra_headers={"X-Request-Id": "mine"})
+            return await client.completions.create(**BODY, extra_headers={"X-Request-Id": "mine"})
 
     result = asyncio.run(work())
     assert isinstance(result, openai.types.Completion) and result._request_id == "mine"
 
 
-def test_what_works_for_a_request_knows_whose_it_is(
-    server: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logs_have_request_context(server: Any, caplog: pytest.LogCaptureFixture) -> None:
     seen = []
 
     class Watch(logging.Filter):
@@ -116,14 +114,14 @@ def test_what_works_for_a_request_knows_whose_it_is(
 
     server.client.error = ZeroDivisionError("not foreseen")
     caplog.handler.addFilter(Watch())
-    ask(server, "POST", "/v1/completions", [("X-Request-Id", "mine")], ASKED)
-    ask(server, "POST", "/v1/completions", [], {**ASKED, "stream": True})
+    request(server, "POST", "/v1/completions", [("X-Request-Id", "mine")], BODY)
+    request(server, "POST", "/v1/completions", [], {**BODY, "stream": True})
     (first, caller), (_, other) = seen
     assert "a request failed" in first and caller == RequestContext("mine", {})
-    assert other is not None and OWN.fullmatch(other.request_id)
+    assert other is not None and GENERATED_ID.fullmatch(other.request_id)
 
 
-def test_the_headers_of_a_trace() -> None:
+def test_trace_headers() -> None:
     parent = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     headers = [(b"traceparent", parent), (b"TraceState", b"a=1"), (b"other", b"x")]
     assert RequestContext.from_headers(headers).trace == {

@@ -1,4 +1,4 @@
-"""Fields under other servers' names, and fields that carry a conversation or its metadata."""
+"""Field names of other servers, and fields that carry a conversation or its metadata."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-def ask(server: Any, path: str, **fields: Any) -> Any:
+def post_to(server: Any, path: str, **fields: Any) -> Any:
     return post(server, path, **{**BASES[path], **fields})
 
 
@@ -41,31 +41,33 @@ def ask(server: Any, path: str, **fields: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-def test_other_servers_names_mean_the_same_here(
+def test_aliases_have_the_same_effect(
     server: Any, path: str, alias: str, value: Any, read: Any
 ) -> None:
-    response = ask(server, path, **{alias: value})
+    response = post_to(server, path, **{alias: value})
     assert response.status_code == 200, response.text
     assert "x-lockstep-ignored-fields" not in response.headers
     assert read(server.client.requests[-1].params) == value
 
 
-def test_every_alias_is_taken_or_refused_everywhere(server: Any) -> None:
-    """No API drops one in silence; a count of tokens takes those that its API has."""
+def test_every_alias_is_used_refused_or_reported(server: Any) -> None:
+    """No API ignores an alias silently; count_tokens accepts those of its API."""
     for path in BASES:
         for alias in sorted(ALIASES.keys() - {"enable_thinking"}):
-            response = ask(server, path, **{alias: 5.5 if alias == "json_schema" else {"wrong": 1}})
-            told = response.headers.get("x-lockstep-ignored-fields")
-            assert response.status_code == 400 or told, (path, alias, response.text)
+            response = post_to(
+                server, path, **{alias: 5.5 if alias == "json_schema" else {"wrong": 1}}
+            )
+            received = response.headers.get("x-lockstep-ignored-fields")
+            assert response.status_code == 400 or received, (path, alias, response.text)
 
 
-def test_an_alias_and_its_field_may_not_differ(server: Any) -> None:
+def test_alias_and_field_must_agree(server: Any) -> None:
     for path, field in ((CHAT_PATH, "max_tokens"), (RESPONSES, "max_output_tokens")):
-        assert ask(server, path, n_predict=3, **{field: 3}).status_code == 200
-        response = ask(server, path, n_predict=3, **{field: 4})
+        assert post_to(server, path, n_predict=3, **{field: 3}).status_code == 200
+        response = post_to(server, path, n_predict=3, **{field: 4})
         assert response.status_code == 400
         assert f"n_predict and {field}" in response.json()["error"]["message"]
-    two = ask(server, CHAT_PATH, regex="a", structured_outputs={"regex": "b"})
+    two = post_to(server, CHAT_PATH, regex="a", structured_outputs={"regex": "b"})
     assert two.status_code == 400 and "structured_outputs.regex" in two.text
 
 
@@ -73,53 +75,55 @@ def test_an_alias_and_its_field_may_not_differ(server: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "remedy"), [("n_keep", "prompts are not cut"), ("top_logprobs_num", "top_logprobs")]
 )
-def test_what_other_servers_decide_by_is_refused(
+def test_unsupported_fields_of_other_servers_are_refused(
     server: Any, path: str, name: str, remedy: str
 ) -> None:
-    response = ask(server, path, **{name: 3})
+    response = post_to(server, path, **{name: 3})
     message = response.json()["error"]["message"]
     assert response.status_code == 400 and message.startswith(f"{name}=3 is not supported")
     assert remedy in message
-    assert ask(server, path, **{name: 0}).status_code == 200
+    assert post_to(server, path, **{name: 0}).status_code == 200
 
 
-def test_a_schema_may_be_part_of_the_format_itself(server: Any) -> None:
+def test_schema_inside_response_format(server: Any) -> None:
     """llama.cpp and others accept this form."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for kind in ("json_object", "json_schema"):
-        assert ask(server, CHAT_PATH, response_format={"type": kind, "schema": schema}).is_success
+        assert post_to(
+            server, CHAT_PATH, response_format={"type": kind, "schema": schema}
+        ).is_success
         assert server.client.requests[-1].params.structured_outputs.json == schema
 
 
 def test_enable_thinking_reaches_the_template(server: Any, processor: Any) -> None:
     for path in (CHAT_PATH, RESPONSES, MESSAGES):
-        assert ask(server, path, enable_thinking=True).status_code == 200
+        assert post_to(server, path, enable_thinking=True).status_code == 200
         ids = server.client.requests[-1].prompt_token_ids
         prompt = processor.tokenizer.decode(ids, skip_special_tokens=False)
         assert prompt.endswith("<think>\n"), path
-    assert ask(server, TEXT_PATH, enable_thinking=True).status_code == 400
+    assert post_to(server, TEXT_PATH, enable_thinking=True).status_code == 400
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT, RESPONSES, CHAT_PATH])
 @pytest.mark.parametrize(
     "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
 )
-def test_a_thread_is_refused(server: Any, path: str, thread: Any) -> None:
-    """Else an answer would know nothing of what was said before."""
-    response = ask(server, path, thread=thread)
+def test_thread_field_is_refused(server: Any, path: str, thread: Any) -> None:
+    """Otherwise the answer would ignore the earlier conversation."""
+    response = post_to(server, path, thread=thread)
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith("thread=... is not supported")
     assert not server.client.requests
 
 
-def test_a_line_for_billing_is_no_part_of_the_prompt(server: Any) -> None:
+def test_billing_header_is_removed_from_the_prompt(server: Any) -> None:
     line = "x-anthropic-billing-header: cc_version=2.1; cch={};"
     rules = {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}
 
     def prompt(system: Any) -> list[int]:
-        assert ask(server, MESSAGES, system=system).status_code == 200
+        assert post_to(server, MESSAGES, system=system).status_code == 200
         ids: list[int] = server.client.requests[-1].prompt_token_ids
-        counted = ask(server, COUNT, system=system).json()["input_tokens"]
+        counted = post_to(server, COUNT, system=system).json()["input_tokens"]
         assert counted == len(ids)
         return ids
 
@@ -129,27 +133,27 @@ def test_a_line_for_billing_is_no_part_of_the_prompt(server: Any) -> None:
         assert prompt([first, rules]) == plain
         assert prompt(line.format(mark) + "\nbe brief") == plain
     assert prompt([rules, {"type": "text", "text": line}]) != plain, "only in front of all"
-    told = ask(server, MESSAGES, system=line).headers["x-lockstep-ignored-fields"]
-    assert told == "system.x-anthropic-billing-header"
+    received = post_to(server, MESSAGES, system=line).headers["x-lockstep-ignored-fields"]
+    assert received == "system.x-anthropic-billing-header"
 
 
-def test_redacted_thinking_is_left_out(server: Any) -> None:
-    """Sessions that began elsewhere go on."""
+def test_redacted_thinking_is_ignored(server: Any) -> None:
+    """Sessions that began on another server can continue."""
     hidden = {"type": "redacted_thinking", "data": "abc"}
-    said = [{"role": "assistant", "content": [hidden, {"type": "text", "text": "hello"}]}, *USER]
-    response = ask(server, MESSAGES, messages=[*USER, *said])
+    message = [{"role": "assistant", "content": [hidden, {"type": "text", "text": "hello"}]}, *USER]
+    response = post_to(server, MESSAGES, messages=[*USER, *message])
     assert response.status_code == 200
     assert response.headers["x-lockstep-ignored-fields"] == "redacted_thinking"
 
 
 @pytest.mark.parametrize("kind", ["image", "document", "search_result"])
-def test_an_image_in_a_result_is_told_by_the_clients_path(server: Any, kind: str) -> None:
+def test_image_in_tool_result_is_refused_by_path(server: Any, kind: str) -> None:
     call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
     content = [{"type": "text", "text": "seen"}, {"type": kind, "source": {}}]
     result = {"type": "tool_result", "tool_use_id": "a", "content": content}
     turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     for path in (MESSAGES, COUNT):
-        response = ask(server, path, messages=[*USER, *turns])
+        response = post_to(server, path, messages=[*USER, *turns])
         assert response.status_code == 400
-        place = f"messages[2].content[0].content[1].type='{kind}': this server reads text only"
-        assert response.json()["error"]["message"].startswith(place)
+        index = f"messages[2].content[0].content[1].type='{kind}': this server reads text only"
+        assert response.json()["error"]["message"].startswith(index)

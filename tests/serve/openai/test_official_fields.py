@@ -1,4 +1,5 @@
-"""Every field of the parameter types of the official clients is honoured, refused or documented."""
+"""Every field of the official clients' parameter types has an effect, is refused, or is documented
+as ignored."""
 
 import asyncio
 import re
@@ -48,7 +49,7 @@ VALUES: dict[str, Any] = {
     "allowed_callers": ["programmatic"],
     "url": "data:image/png;base64,AAAA",
 }
-"""Values that fit fields of these names, where any value of the type does not."""
+"""Valid values of fields by name, where an arbitrary value of the type is invalid."""
 TOOLS: dict[str, Any] = {
     CHAT_PATH: [{"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}],
     RESPONSES: [{"type": "function", "name": "a", "parameters": {"type": "object"}}],
@@ -69,7 +70,7 @@ NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     (TEXT_PATH, "stream_options"): {"stream": True},
     (RESPONSES, "background"): {"background": True},
 }
-"""Fields beside which others are needed."""
+"""Fields that need other fields."""
 DECLARED = {(CHAT_PATH, "user"), (TEXT_PATH, "user"), (MESSAGES, "metadata")}
 """Fields of the published schema that have no effect."""
 
@@ -115,7 +116,7 @@ def sample(kind: Any, name: str = "") -> Any:
         return VALUES[name]
     one = options[0]
     if is_typeddict(one):
-        return whole(one)
+        return minimal_object(one)
     if get_origin(one) is Literal:
         return get_args(one)[0]
     if is_listed(one):
@@ -129,24 +130,26 @@ def hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def whole(kind: Any) -> dict[str, Any]:
-    """Return an object with its required fields, and its type where that is a constant."""
+def minimal_object(kind: Any) -> dict[str, Any]:
+    """Return an object with only its required fields, and its type if that is a constant."""
     fields = hints(kind)
-    wanted = [name for name, field in fields.items() if name == "type" or is_required(kind, field)]
-    return {name: sample(fields[name], name) for name in wanted}
+    expected = [
+        name for name, field in fields.items() if name == "type" or is_required(kind, field)
+    ]
+    return {name: sample(fields[name], name) for name in expected}
 
 
 def is_required(kind: Any, field: Any) -> bool:
-    """Return whether an object of the type must have the field.
+    """Return True if an object of the type must have the field.
 
-    The class's own __required_keys__ are empty where its annotations are text.
+    The class's own __required_keys__ are empty if its annotations are strings.
     """
     origin = get_origin(field)
     return origin is typing.Required or (kind.__total__ and origin is not typing.NotRequired)
 
 
-class Walk:
-    """Asks a server about every field of one API's parameters."""
+class FieldWalk:
+    """Sender of a request for every field of one API's parameters."""
 
     def __init__(self, server: Any, path: str) -> None:
         self.server = server
@@ -165,13 +168,15 @@ class Walk:
         async with self.server.http() as self.client:
             await self._object(root, "", lambda value: {**BASES[self.path], **value}, [])
 
-    async def _object(self, kind: Any, place: str, wrap: Any, above: list[Any]) -> None:
+    async def _object(self, kind: Any, index: str, wrap: Any, above: list[Any]) -> None:
         for name, field in hints(kind).items():
-            spot = f"{place}.{name}" if place else name
+            spot = f"{index}.{name}" if index else name
             objects = list(objects_of(field))
             if not objects:
                 value = sample(field, name)
-                await self._ask(spot, wrap({**self._around(kind, place), name: value}), name)
+                await self._check_field(
+                    spot, wrap({**self._around(kind, index), name: value}), name
+                )
                 continue
             for suffix, one in objects:
                 if one in above:
@@ -182,17 +187,21 @@ class Walk:
                 ) -> dict[str, Any]:
                     for _ in range(suffix.count("[]")):
                         value = [value]
-                    return wrap({**self._around(kind, place), name: value})
+                    return wrap({**self._around(kind, index), name: value})
 
-                taken = await self._ask(f"{spot}{suffix}", inner(whole(one)), name, one)
+                taken = await self._check_field(
+                    f"{spot}{suffix}", inner(minimal_object(one)), name, one
+                )
                 if taken:
                     await self._object(one, f"{spot}{suffix}", inner, [*above, one])
 
-    def _around(self, kind: Any, place: str) -> dict[str, Any]:
-        return {} if not place else whole(kind)
+    def _around(self, kind: Any, index: str) -> dict[str, Any]:
+        return {} if not index else minimal_object(kind)
 
-    async def _ask(self, spot: str, body: dict[str, Any], name: str, kind: Any = None) -> bool:
-        """Judge one field; returns whether what it holds is read further."""
+    async def _check_field(
+        self, spot: str, body: dict[str, Any], name: str, kind: Any = None
+    ) -> bool:
+        """Check one field; return True if its content is read further."""
         self.count += 1
         top = spot.split(".")[0].removesuffix("[]")
         body = {**body, **NEEDS.get((self.path, top), {})}
@@ -216,7 +225,7 @@ class Walk:
         return True
 
     def _is_known(self, spot: str) -> bool:
-        """Return whether the published schema of the body has the field."""
+        """Return True if the published schema of the body has the field."""
         parts = [self.body_schema]
         for step in re.findall(r"\[\]|[^.\[\]]+", spot):
             parts = [
@@ -253,8 +262,8 @@ def documented(path: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PARAMS)
-def test_every_field_is_honoured_or_refused_or_listed(server: Any, path: str) -> None:
-    walk = Walk(server, path)
+def test_every_official_field_is_handled(server: Any, path: str) -> None:
+    walk = FieldWalk(server, path)
     asyncio.run(walk.run())
     print("FIELDS", path, sorted(walk.without_effect))
     assert not walk.faults, "\n".join(walk.faults)

@@ -1,4 +1,5 @@
-"""Request fields that cut a prompt, and that name tokens by their ids and the answer."""
+"""Request fields that truncate a prompt, and that name tokens by id and the answer by
+request_id."""
 
 from typing import Any
 
@@ -8,7 +9,7 @@ from tests.serve.api_calls import CHAT_PATH, TEXT_PATH, post
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-def test_only_the_last_tokens_of_a_prompt_are_read(server: Any, path: str) -> None:
+def test_truncate_prompt_tokens_keeps_the_last_tokens(server: Any, path: str) -> None:
     assert post(server, path).status_code == 200
     full = server.client.requests[-1].prompt_token_ids
     response = post(server, path, truncate_prompt_tokens=1)
@@ -17,7 +18,7 @@ def test_only_the_last_tokens_of_a_prompt_are_read(server: Any, path: str) -> No
     assert response.json()["usage"]["prompt_tokens"] == 1
 
 
-def test_minus_one_leaves_room_for_the_answer(server: Any) -> None:
+def test_truncate_minus_one_leaves_room_for_the_answer(server: Any) -> None:
     ids = [1 + i % 9 for i in range(600)]
     assert post(server, TEXT_PATH, prompt=ids).status_code == 400
     response = post(server, TEXT_PATH, prompt=ids, truncate_prompt_tokens=-1, max_tokens=12)
@@ -26,7 +27,7 @@ def test_minus_one_leaves_room_for_the_answer(server: Any) -> None:
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_a_text_longer_than_the_context_is_cut_before_it_is_measured(
+def test_long_text_is_truncated_before_the_length_check(
     server: Any, processor: Any, special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "the quick brown fox " * 3000
@@ -35,10 +36,12 @@ def test_a_text_longer_than_the_context_is_cut_before_it_is_measured(
     refused = post(server, TEXT_PATH, **fields)
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     ids = processor.tokenizer.encode(text, add_special_tokens=special)
-    for asked, left in ((7, 7), (-1, 512 - 12)):
-        response = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=asked, max_tokens=12)
+    for requested, remaining in ((7, 7), (-1, 512 - 12)):
+        response = post(
+            server, TEXT_PATH, **fields, truncate_prompt_tokens=requested, max_tokens=12
+        )
         assert response.status_code == 200, response.text
-        assert server.client.requests[-1].prompt_token_ids == ids[-left:]
+        assert server.client.requests[-1].prompt_token_ids == ids[-remaining:]
     response = post(server, TEXT_PATH, **fields, truncate_prompt_tokens=600)
     assert response.json()["error"]["code"] == "context_length_exceeded", "it is still too long"
     monkeypatch.setattr("lockstep.text.processor.MAX_CUT_CHARACTERS", 50_000)
@@ -47,7 +50,7 @@ def test_a_text_longer_than_the_context_is_cut_before_it_is_measured(
     assert "60000 characters; allowed with truncate_prompt_tokens" in response.text
 
 
-def test_an_echo_shows_the_tokens_that_were_read(server: Any, processor: Any) -> None:
+def test_echo_shows_the_truncated_prompt(server: Any, processor: Any) -> None:
     ids = processor.tokenizer.encode("the fox")
     response = post(server, TEXT_PATH, prompt="the fox", truncate_prompt_tokens=1, echo=True)
     kept = processor.tokenizer.decode(ids[-1:], skip_special_tokens=False)
@@ -56,7 +59,7 @@ def test_an_echo_shows_the_tokens_that_were_read(server: Any, processor: Any) ->
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
 @pytest.mark.parametrize("wrong", [0, -2, 2**31])
-def test_a_wrong_length_is_refused_by_name(server: Any, path: str, wrong: int) -> None:
+def test_invalid_truncation_length_is_refused(server: Any, path: str, wrong: int) -> None:
     response = post(server, path, truncate_prompt_tokens=wrong)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "truncate_prompt_tokens"
@@ -90,7 +93,7 @@ def test_completion_logprobs_name_tokens_by_their_ids(server: Any) -> None:
 
 
 @pytest.mark.parametrize(("path", "kind"), [(CHAT_PATH, "chatcmpl-"), (TEXT_PATH, "cmpl-")])
-def test_an_answer_has_the_name_that_the_client_sent(server: Any, path: str, kind: str) -> None:
+def test_response_id_contains_the_request_id(server: Any, path: str, kind: str) -> None:
     for _ in range(2):
         assert post(server, path, request_id="job-7:a").json()["id"] == f"{kind}job-7:a"
     first, second = server.client.requests[-2:]

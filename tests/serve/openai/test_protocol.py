@@ -21,7 +21,7 @@ def refused_by(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-def test_what_does_not_work_yet_is_refused(server, path):
+def test_unsupported_fields_are_refused(server, path):
     for name, (harmless, _) in refused_by(path).items():
         response = post(server, path, **{name: {"type": "nonsense"}})
         error = response.json()["error"]
@@ -43,19 +43,19 @@ def test_what_does_not_work_yet_is_refused(server, path):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_forms_that_clients_send(server, name, value, stream):
+def test_unsupported_values_of_clients_are_refused(server, name, value, stream):
     for path in BODIES:
         response = post(server, path, stream=stream, **{name: value})
         assert response.status_code == 400 and response.json()["error"]["param"] == name
 
 
-def test_true_is_not_one(server):
-    """best_of=1 changes nothing; true is no number."""
+def test_true_is_not_a_number(server):
+    """best_of=1 has no effect; true is no number."""
     assert post(server, TEXT_PATH, best_of=1).status_code == 200
     assert post(server, TEXT_PATH, best_of=True).status_code == 400
 
 
-def test_fields_without_effect_are_let_through(server):
+def test_fields_without_effect_are_ignored(server):
     extra = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "x": 1}
     assert post(server, CHAT_PATH, **extra).status_code == 200
     response = post(server, CHAT_PATH, guided_decoding_backend="xgrammar", guided_choice=["a"])
@@ -63,7 +63,7 @@ def test_fields_without_effect_are_let_through(server):
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-def test_fields_are_told_to_be_ignored_where_the_request_is_served(server, path, caplog):
+def test_ignored_fields_are_logged_for_served_requests(server, path, caplog):
     for refused in ({"model": "other"}, {"n": 0}, {"use_beam_search": True}, {"n": 5000}):
         assert post(server, path, store=False, **refused).status_code in (400, 404)
     assert "ignored" not in caplog.text
@@ -74,7 +74,7 @@ def test_fields_are_told_to_be_ignored_where_the_request_is_served(server, path,
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-def test_nulls_count_as_absent(server, path):
+def test_null_fields_use_defaults(server, path):
     names = "stream stream_options temperature n stop seed logit_bias max_tokens logprobs user"
     names += " top_p priority timeout cache_salt tools tool_choice parallel_tool_calls top_logprobs"
     names += " max_completion_tokens chat_template_kwargs add_generation_prompt echo model"
@@ -84,7 +84,7 @@ def test_nulls_count_as_absent(server, path):
     assert post(server, path, **nested).status_code == 200
 
 
-def test_prompt_logprobs_with_stream(server):
+def test_prompt_logprobs_with_stream_are_refused(server):
     response = post(server, TEXT_PATH, stream=True, prompt_logprobs=1)
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompt_logprobs"
 
@@ -101,7 +101,7 @@ def test_cache_salt(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_echo_of_the_prompt_alone(server, stream, logprobs):
+def test_echo_with_zero_max_tokens(server, stream, logprobs):
     body = {"prompt": "the dog", "echo": True, "max_tokens": 0, "logprobs": logprobs}
     response = post(server, TEXT_PATH, stream=stream, stream_options=None, **body)
     assert response.status_code == 200
@@ -121,7 +121,7 @@ def test_echo_of_the_prompt_alone(server, stream, logprobs):
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
 
 
-def test_developer_is_system(server):
+def test_developer_role_equals_system_role(server):
     """The roles system and developer give the same prompt."""
     prompts = []
     for role in ("system", "developer"):
@@ -154,23 +154,23 @@ WRONG_MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize(("messages", "told"), WRONG_MESSAGES, ids=lambda v: str(v)[:40])
-def test_wrong_types_in_messages(server, messages, told):
+@pytest.mark.parametrize(("messages", "message"), WRONG_MESSAGES, ids=lambda v: str(v)[:40])
+def test_wrong_types_in_messages(server, messages, message):
     response = post(server, CHAT_PATH, messages=[*messages])
     assert response.status_code == 400, response.text
-    assert told in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == "messages"
 
 
-def test_an_answer_of_the_client_may_be_sent_back_as_it_is(server):
-    """With all of its fields that are null."""
-    said = {"role": "assistant", "content": "fox", "function_call": None, "audio": None}
-    assert post(server, CHAT_PATH, messages=[*USER, said, *USER]).status_code == 200
+def test_message_with_null_fields_may_be_sent_back(server):
+    """As the official client serializes an answer."""
+    message = {"role": "assistant", "content": "fox", "function_call": None, "audio": None}
+    assert post(server, CHAT_PATH, messages=[*USER, message, *USER]).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "self"])
 @pytest.mark.parametrize("path", [CHAT_PATH, "/tokenize"])
-def test_template_kwargs_do_not_hide_the_messages(server, path, name):
+def test_reserved_template_kwargs_are_refused(server, path, name):
     response = post(server, path, messages=USER, chat_template_kwargs={name: []})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "chat_template_kwargs"
@@ -197,16 +197,16 @@ def test_wrong_types_in_tools(server, tools):
     assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
 
 
-def test_tools_reach_the_template_as_they_were_sent(server, processor):
-    """Not reordered, nothing dropped: the prompt is the client's."""
+def test_tools_reach_the_template_unchanged(server, processor):
+    """Keys are neither reordered nor dropped, so the prompt is the client's."""
     tool = {"function": {"x": 1, "parameters": {"b": 1, "a": 2}, "name": "f"}, "type": "function"}
     post(server, CHAT_PATH, tools=[tool])
-    asked = processor.render(USER, [tool])
-    assert server.client.requests[-1].prompt_token_ids == asked
+    requested = processor.render(USER, [tool])
+    assert server.client.requests[-1].prompt_token_ids == requested
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"{", "not JSON"),
         (b"", "JSON object"),
@@ -221,21 +221,21 @@ def test_tools_reach_the_template_as_they_were_sent(server, processor):
     ],
     ids=lambda v: str(v)[:20],
 )
-def test_what_is_no_body(server, content, told):
+def test_malformed_bodies_are_refused(server, content, message):
     headers = {"Content-Type": "application/json"}
     response = fetch(server, "POST", TEXT_PATH, content=content, headers=headers)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert told in error["message"] and error["type"] == "invalid_request_error"
+    assert message in error["message"] and error["type"] == "invalid_request_error"
 
 
-def test_a_body_of_another_type(server):
+def test_body_of_other_content_type_is_refused(server):
     response = fetch(server, "POST", TEXT_PATH, content=b"prompt=the")
     assert response.status_code == 400 and "Content-Type" in response.json()["error"]["message"]
 
 
-def test_big_bodies_are_refused_in_no_time(server):
-    """Bounds are looked at before the entries are."""
+def test_large_lists_are_refused_quickly(server):
+    """Limits are checked before the entries."""
     started = time.process_time()
     for path, body in [
         (TEXT_PATH, {"prompt": [0.5] * 200_000}),
@@ -259,7 +259,7 @@ def test_big_bodies_are_refused_in_no_time(server):
     assert time.process_time() - started < 20
 
 
-def test_many_completions(server):
+def test_number_of_completions_is_limited(server):
     response = post(server, TEXT_PATH, prompt=["x"] * 500, n=128)
     assert (
         response.status_code == 400 and "64000 completions" in response.json()["error"]["message"]
@@ -270,13 +270,13 @@ def test_many_completions(server):
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**80], [1.5], "x", [None], 5, [1, 2**20]])
-def test_detokenize_refuses(server, tokens):
+def test_detokenize_refuses_invalid_tokens(server, tokens):
     response = post(server, "/detokenize", tokens=tokens)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tokens"
 
 
-def test_tokenize_takes_a_prompt_or_messages(server):
+def test_tokenize_requires_prompt_or_messages(server):
     messages = [{"role": "user", "content": "a"}]
     for body in ({}, {"prompt": "a", "messages": messages}):
         response = post(server, "/tokenize", **body)
@@ -285,7 +285,7 @@ def test_tokenize_takes_a_prompt_or_messages(server):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "place"),
+    ("path", "body", "index"),
     [
         ("/v1/responses", {"input": [{"type": "image"}]}, "input[0]"),
         (
@@ -295,25 +295,25 @@ def test_tokenize_takes_a_prompt_or_messages(server):
         ),
     ],
 )
-def test_an_unknown_type_is_told_in_words(server, path, body, place):
+def test_unknown_type_error_lists_allowed_types(server, path, body, index):
     response = fetch(server, "POST", path, json=body)
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert message.startswith(
-        f"{place}: type='image' is not supported: this server reads text only"
+        f"{index}: type='image' is not supported: this server reads text only"
     )
     assert "_" not in message.partition("allowed: ")[0]
 
 
-def test_remedies_name_the_field_that_was_sent(server):
+def test_error_names_the_sent_field(server):
     response = fetch(server, "POST", "/v1/responses", json={"input": "a", "max_output_tokens": 0})
     message = response.json()["error"]["message"]
     assert message.startswith("max_output_tokens=0 is not allowed")
     assert "max_tokens" not in message
 
 
-def test_answers_are_as_the_schema_says(server):
-    """Whole and streamed, with everything switched on."""
+def test_responses_match_the_schema(server):
+    """With and without stream, with all options on."""
     from tests.serve.api_calls import CALL, TOOLS
 
     document = fetch(server, "GET", "/openapi.json").json()
@@ -328,11 +328,11 @@ def test_answers_are_as_the_schema_says(server):
     chat = {"tools": TOOLS, "logprobs": True, "top_logprobs": 2}
     text = {"logprobs": 2, "echo": True}
     stream_options = {"stream": True, "stream_options": {"include_usage": True}}
-    for path, extra, whole, chunk in (
+    for path, extra, full, chunk in (
         (CHAT_PATH, chat, "ChatCompletion", "ChatChunk"),
         (TEXT_PATH, text, "Completion", "CompletionChunk"),
     ):
-        validate(post(server, path, **options, **extra).json(), whole)
+        validate(post(server, path, **options, **extra).json(), full)
         stream = post(server, path, n=2, **stream_options, **extra).text
         lines = [line[6:] for line in stream.split("\n\n") if line.startswith("data: {")]
         assert len(lines) > 4
@@ -344,14 +344,14 @@ def test_answers_are_as_the_schema_says(server):
     validate(post(server, "/detokenize", tokens=[1]).json(), "DetokenizeResponse")
 
 
-def test_the_schema_promises_no_422(server):
+def test_schema_has_no_422(server):
     schema = fetch(server, "GET", "/openapi.json").json()
     text = json.dumps(schema)
     assert "HTTPValidationError" not in text and '"422"' not in text
     for path in (CHAT_PATH, TEXT_PATH, "/tokenize", "/detokenize"):
-        told = schema["paths"][path]["post"]["responses"]
-        assert {"200", "400", "401", "413", "429", "503"} <= set(told)
-        form = told["400"]["content"]["application/json"]["schema"]
+        received = schema["paths"][path]["post"]["responses"]
+        assert {"200", "400", "401", "413", "429", "503"} <= set(received)
+        form = received["400"]["content"]["application/json"]["schema"]
         assert form == {"$ref": "#/components/schemas/Error"}
     stream = schema["paths"][CHAT_PATH]["post"]["responses"]["200"]["content"]
     assert set(stream) == {"application/json", "text/event-stream"}
@@ -369,9 +369,7 @@ def test_the_schema_promises_no_422(server):
         ({"guided_regex": "[a-z]+"}, False),
     ],
 )
-def test_what_takes_long_to_read_is_read_beside_the_event_loop(
-    server, monkeypatch, fields, at_once
-):
+def test_slow_parsing_runs_in_a_thread(server, monkeypatch, fields, at_once):
     threads = []
     parse = Service._parse
 

@@ -1,4 +1,4 @@
-"""Prompts as they would be generated from, and the one path that SageMaker posts to."""
+"""Rendered prompts, and /invocations, the path of SageMaker."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,8 @@ from tests.serve.api_calls import CHAT_PATH, SCHEMA, TEXT_PATH, TOOLS, USER, fet
 FORM = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
 
 
-def rendered(server: SimpleNamespace, path: str, **body: Any) -> Any:
-    """The rendered prompts of a body, and what the same body hands the engine."""
+def render_and_send(server: SimpleNamespace, path: str, **body: Any) -> Any:
+    """Return the rendered prompts of a body, and the engine requests of the same body."""
     response = fetch(server, "POST", f"{path}/render", json=body)
     assert response.status_code == 200, response.text
     assert server.client.requests == [], "nothing is generated"
@@ -20,8 +20,8 @@ def rendered(server: SimpleNamespace, path: str, **body: Any) -> Any:
     return response.json()
 
 
-def test_a_rendered_chat_is_what_the_engine_would_get(server: SimpleNamespace) -> None:
-    result = rendered(
+def test_rendered_chat_equals_engine_request(server: SimpleNamespace) -> None:
+    result = render_and_send(
         server, CHAT_PATH, messages=USER, tools=TOOLS, seed=7, n=2, priority=3, cache_salt="mine"
     )
     requests = server.client.requests
@@ -35,9 +35,11 @@ def test_a_rendered_chat_is_what_the_engine_would_get(server: SimpleNamespace) -
     assert SamplingParams(**{**params, "n": 1}) == requests[0].params
 
 
-def test_each_prompt_is_rendered_by_itself(server: SimpleNamespace) -> None:
+def test_each_prompt_is_rendered_separately(server: SimpleNamespace) -> None:
     prompts = ["the fox", "the quick brown fox"]
-    result = rendered(server, TEXT_PATH, prompt=prompts, request_id="mine", bad_words=["dog"])
+    result = render_and_send(
+        server, TEXT_PATH, prompt=prompts, request_id="mine", bad_words=["dog"]
+    )
     requests = server.client.requests
     assert [one["token_ids"] for one in result] == [r.prompt_token_ids for r in requests]
     assert len({one["request_id"] for one in result}) == 2
@@ -49,7 +51,7 @@ def test_each_prompt_is_rendered_by_itself(server: SimpleNamespace) -> None:
     assert [one["request_id"] for one in alone.json()] == ["cmpl-mine"]
 
 
-def test_the_form_of_an_answer_is_rendered(server: SimpleNamespace) -> None:
+def test_response_format_is_rendered(server: SimpleNamespace) -> None:
     body = {"messages": USER, "response_format": FORM, "stream": True}
     options = {"stream_options": {"include_usage": True}}
     result = fetch(server, "POST", f"{CHAT_PATH}/render", json=body | options).json()
@@ -71,7 +73,7 @@ def test_the_form_of_an_answer_is_rendered(server: SimpleNamespace) -> None:
         (TEXT_PATH, {"prompt": "fox", "best_of": 3}, "best_of"),
     ],
 )
-def test_a_body_is_refused_as_where_it_is_generated_from(
+def test_render_refuses_like_generation(
     server: SimpleNamespace, path: str, body: dict[str, Any], field: str
 ) -> None:
     refused = fetch(server, "POST", f"{path}/render", json=body)
@@ -80,7 +82,7 @@ def test_a_body_is_refused_as_where_it_is_generated_from(
     assert (refused.status_code, refused.json()) == (again.status_code, again.json())
 
 
-def test_fields_without_effect_are_named(server: SimpleNamespace) -> None:
+def test_render_names_ignored_fields(server: SimpleNamespace) -> None:
     response = fetch(server, "POST", f"{CHAT_PATH}/render", json={"messages": USER, "store": True})
     assert response.headers["x-lockstep-ignored-fields"] == "store"
 
@@ -89,7 +91,7 @@ def test_fields_without_effect_are_named(server: SimpleNamespace) -> None:
     ("path", "body"), [(CHAT_PATH, {"messages": USER}), (TEXT_PATH, {"prompt": "the fox"})]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_invocation_is_routed_by_its_fields(
+def test_invocation_is_routed_by_its_fields(
     server: SimpleNamespace, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     body = {**body, "seed": 1, "request_id": "mine", "stream": stream}
@@ -106,7 +108,7 @@ def test_an_invocation_is_routed_by_its_fields(
 @pytest.mark.parametrize(
     "body", [{"messages": USER, "temperature": "hot"}, {"prompt": "a", "n": ""}]
 )
-def test_a_wrong_field_of_an_invocation_is_named(
+def test_invalid_field_of_invocation_is_named(
     server: SimpleNamespace, body: dict[str, Any]
 ) -> None:
     path = CHAT_PATH if "messages" in body else TEXT_PATH
@@ -116,7 +118,7 @@ def test_a_wrong_field_of_an_invocation_is_named(
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"inputs": "the fox"}, "neither"),
         ({"messages": None}, "neither"),
@@ -124,8 +126,8 @@ def test_a_wrong_field_of_an_invocation_is_named(
         ([USER], "not"),
     ],
 )
-def test_an_invocation_of_neither_kind_is_refused(
-    server: SimpleNamespace, body: Any, said: str
+def test_invocation_of_unknown_kind_is_refused(
+    server: SimpleNamespace, body: Any, message: str
 ) -> None:
     refused = fetch(server, "POST", "/invocations", json=body)
-    assert refused.status_code == 400 and said in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and message in refused.json()["error"]["message"]

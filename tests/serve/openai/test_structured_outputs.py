@@ -1,4 +1,4 @@
-"""Structured output through the API, of the bundled model, asked by the official client."""
+"""Structured output of the bundled model through the API and the official client."""
 
 import json
 import re
@@ -53,8 +53,8 @@ class Found(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[SimpleNamespace]:
-    with serving(LLM(speculative_config=MTP, **SETTINGS)) as found:
-        yield found
+    with serving(LLM(speculative_config=MTP, **SETTINGS)) as result:
+        yield result
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def server(stack: SimpleNamespace) -> Iterator[SimpleNamespace]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_json_schema(server: SimpleNamespace, stream: bool) -> None:
+def test_json_schema_response_format(server: SimpleNamespace, stream: bool) -> None:
     result = chat(server, CALL, response_format=FORMAT, stream=stream)
     if stream:
         text = "".join(c.choices[0].delta.content or "" for c in result if c.choices)
@@ -77,7 +77,7 @@ def test_a_json_schema(server: SimpleNamespace, stream: bool) -> None:
     assert reason == "stop"
 
 
-def test_the_clients_own_parser(server: SimpleNamespace) -> None:
+def test_parse_helper_of_official_client(server: SimpleNamespace) -> None:
     result = server.ask.chat.completions.parse(
         model="lockstep", messages=CALL, response_format=Found, temperature=0, max_tokens=80
     )
@@ -101,16 +101,18 @@ def test_the_clients_own_parser(server: SimpleNamespace) -> None:
         ),
     ],
 )
-def test_every_name_in_both_apis(server: SimpleNamespace, fields: Any, judge: Any) -> None:
-    said = chat(server, CALL, extra_body=fields, max_tokens=120)
-    assert said.choices[0].finish_reason == "stop"
-    assert judge(said.choices[0].message.content)
+def test_every_structured_field_in_both_apis(
+    server: SimpleNamespace, fields: Any, judge: Any
+) -> None:
+    answer = chat(server, CALL, extra_body=fields, max_tokens=120)
+    assert answer.choices[0].finish_reason == "stop"
+    assert judge(answer.choices[0].message.content)
     written = complete(server, extra_body=fields, max_tokens=120)
     assert written.choices[0].finish_reason == "stop"
     assert judge(written.choices[0].text)
 
 
-def test_any_json_object(server: SimpleNamespace) -> None:
+def test_json_object_response_format(server: SimpleNamespace) -> None:
     result = chat(server, CALL, response_format={"type": "json_object"}, max_tokens=200)
     if result.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(result.choices[0].message.content), dict)
@@ -118,23 +120,23 @@ def test_any_json_object(server: SimpleNamespace) -> None:
         assert result.choices[0].message.content.lstrip().startswith("{")
 
 
-def test_others_keep_their_tokens(server: SimpleNamespace) -> None:
+def test_structured_request_does_not_change_others(server: SimpleNamespace) -> None:
     alone = complete(server, max_tokens=30).choices[0].text
     prompts = [CODE] * 3
-    held = {"structured_outputs": {"regex": REGEX}}
+    retained = {"structured_outputs": {"regex": REGEX}}
     stream = server.ask.completions.create(
-        model="lockstep", prompt=prompts, stream=True, temperature=1, extra_body=held
+        model="lockstep", prompt=prompts, stream=True, temperature=1, extra_body=retained
     )
-    beside = complete(server, max_tokens=30).choices[0].text
+    companion = complete(server, max_tokens=30).choices[0].text
     list(stream)
-    assert beside == alone
+    assert companion == alone
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "find_record"}}]
 )
-def test_calls_that_must_come(server: SimpleNamespace, choice: Any, stream: bool) -> None:
+def test_required_tool_calls(server: SimpleNamespace, choice: Any, stream: bool) -> None:
     question = [{"role": "user", "content": "My name is Tavoli."}]
     result = chat(server, question, tools=TOOLS, tool_choice=choice, stream=stream, temperature=1)
     if stream:
@@ -151,14 +153,14 @@ def test_calls_that_must_come(server: SimpleNamespace, choice: Any, stream: bool
         assert reason == "length"
 
 
-def test_a_named_tool_is_the_one_that_is_called(server: SimpleNamespace) -> None:
+def test_named_tool_is_called(server: SimpleNamespace) -> None:
     named = {"type": "function", "function": {"name": "ping"}}
     result = chat(server, CALL, tools=SEVERAL, tool_choice=named, max_tokens=200)
     assert {call.function.name for call in result.choices[0].message.tool_calls} == {"ping"}
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
-def test_of_the_tools_that_are_shown_some_may_be_called(server: SimpleNamespace, mode: str) -> None:
+def test_allowed_tools_limit_calls(server: SimpleNamespace, mode: str) -> None:
     ping = {"type": "function", "function": {"name": "ping"}}
     some = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [ping]}}
     result = chat(server, CALL, tools=SEVERAL, tool_choice=some, max_tokens=200)
@@ -183,7 +185,7 @@ def test_of_the_tools_that_are_shown_some_may_be_called(server: SimpleNamespace,
     assert calls == {"ping"} if mode == "required" else calls <= {"ping"}
 
 
-def test_strict_tools_bind_what_is_called(server: SimpleNamespace) -> None:
+def test_strict_tools_constrain_arguments(server: SimpleNamespace) -> None:
     for temperature in (0, 1):
         result = chat(server, CALL, tools=STRICT, temperature=temperature, seed=3)
         for call in result.choices[0].message.tool_calls or ():
@@ -222,7 +224,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), REFUSED)
-def test_what_is_refused(
+def test_invalid_fields_are_refused(
     server: SimpleNamespace, fields: dict[str, Any], param: str, says: str
 ) -> None:
     for ask in (lambda: chat(server, CALL, extra_body=fields),
@@ -233,7 +235,7 @@ def test_what_is_refused(
         assert says in caught.value.message
 
 
-def test_tools_that_are_refused(server: SimpleNamespace) -> None:
+def test_unsupported_strict_tools_are_refused(server: SimpleNamespace) -> None:
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}
     wrong = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": bad}}]
     with pytest.raises(openai.BadRequestError, match="'pattern' at properties.a"):
@@ -248,7 +250,7 @@ def test_tools_that_are_refused(server: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("tools", [TOOLS, STRICT])
-def test_tools_beside_a_form_are_called_or_the_answer_has_the_form(
+def test_tools_with_response_format_call_or_follow_it(
     server: SimpleNamespace, tools: list[Any]
 ) -> None:
     called = chat(server, CALL, tools=tools, response_format=FORMAT)
@@ -265,25 +267,27 @@ def test_tools_beside_a_form_are_called_or_the_answer_has_the_form(
     assert answered.choices[0].message.tool_calls is None
 
 
-def test_a_call_that_must_come_leaves_nothing_for_a_form_to_bind(server: SimpleNamespace) -> None:
+def test_required_call_ignores_response_format(server: SimpleNamespace) -> None:
     fields = {"tools": TOOLS, "tool_choice": "required", "seed": 3}
-    assert said(server, **fields) == said(server, **fields, response_format=FORMAT)
+    assert content_and_call(server, **fields) == content_and_call(
+        server, **fields, response_format=FORMAT
+    )
 
 
-def said(server: SimpleNamespace, **fields: Any) -> tuple[Any, str]:
-    """The answer's content and its first call's arguments."""
+def content_and_call(server: SimpleNamespace, **fields: Any) -> tuple[Any, str]:
+    """Return the answer's content and its first call's arguments."""
     message = chat(server, CALL, **fields).choices[0].message
     return message.content, message.tool_calls[0].function.arguments
 
 
-def test_reasoning_is_free_and_content_is_bound(server: SimpleNamespace) -> None:
-    """The prompt leaves the answer inside of reasoning; a bias ends it at once."""
+def test_grammar_constrains_content_but_not_reasoning(server: SimpleNamespace) -> None:
+    """The prompt begins inside reasoning; a logit bias ends it immediately."""
     thinks = {"chat_template_kwargs": {"enable_thinking": True}}
     end = server.llm.tokenizer.fast.token_to_id("</think>")
-    held = {**thinks, "guided_choice": ["left", "right"]}
-    result = chat(server, CALL, extra_body=held, logit_bias={str(end): 100}, max_tokens=20)
+    retained = {**thinks, "guided_choice": ["left", "right"]}
+    result = chat(server, CALL, extra_body=retained, logit_bias={str(end): 100}, max_tokens=20)
     assert result.choices[0].message.content.strip() in ("left", "right")
-    free = chat(server, CALL, extra_body=held, logit_bias={str(end): -100}, max_tokens=8)
+    free = chat(server, CALL, extra_body=retained, logit_bias={str(end): -100}, max_tokens=8)
     plain = chat(server, CALL, extra_body=thinks, logit_bias={str(end): -100}, max_tokens=8)
     assert free.choices[0].message == plain.choices[0].message
 
@@ -291,10 +295,10 @@ def test_reasoning_is_free_and_content_is_bound(server: SimpleNamespace) -> None
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
-def test_a_budget_of_thought_gives_the_plain_answer_with_drafts(stack: SimpleNamespace) -> None:
-    """A bias keeps the model from ending its reasoning early."""
+def test_thinking_budget_with_drafts_changes_no_answer(stack: SimpleNamespace) -> None:
+    """A logit bias keeps the model from ending its reasoning early."""
     end = stack.llm.tokenizer.fast.token_to_id("</think>")
-    asked = [
+    requested = [
         SamplingParams(
             thinking_token_budget=budget,
             max_tokens=12,
@@ -310,19 +314,19 @@ def test_a_budget_of_thought_gives_the_plain_answer_with_drafts(stack: SimpleNam
             (7, None, {"n": 2, "repetition_penalty": 1.1}),
         )
     ]
-    told = []
+    received = []
     for drafts in (MTP, None):
         llm = LLM(speculative_config=drafts, **SETTINGS)
-        outs = llm.chat([CALL] * 3, asked, chat_template_kwargs=THINKS["chat_template_kwargs"])
-        told.append([[(one.token_ids, one.logprobs) for one in out.outputs] for out in outs])
-    assert told[0] == told[1]
-    for params, outputs in zip(asked, told[0], strict=True):
+        outs = llm.chat([CALL] * 3, requested, chat_template_kwargs=THINKS["chat_template_kwargs"])
+        received.append([[(one.token_ids, one.logprobs) for one in out.outputs] for out in outs])
+    assert received[0] == received[1]
+    for params, outputs in zip(requested, received[0], strict=True):
         for tokens, _ in outputs:
             assert tokens.index(end) == params.thinking_token_budget
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_tokens_are_bounded(server: SimpleNamespace, stream: bool) -> None:
+def test_thinking_budget_limits_reasoning_tokens(server: SimpleNamespace, stream: bool) -> None:
     end = server.llm.tokenizer.fast.token_to_id("</think>")
     fields: dict[str, Any] = {"logit_bias": {str(end): -100}, "stream": stream}
     if stream:
@@ -336,7 +340,7 @@ def test_reasoning_tokens_are_bounded(server: SimpleNamespace, stream: bool) -> 
     assert usage.completion_tokens_details.reasoning_tokens > 3
 
 
-def test_a_conversation_of_the_library(stack: SimpleNamespace) -> None:
-    asked = SamplingParams(temperature=0, structured_outputs={"choice": ["left", "right"]})
-    out = LLM(**SETTINGS).chat(CALL, asked)[0].outputs[0]
+def test_structured_chat_in_python(stack: SimpleNamespace) -> None:
+    requested = SamplingParams(temperature=0, structured_outputs={"choice": ["left", "right"]})
+    out = LLM(**SETTINGS).chat(CALL, requested)[0].outputs[0]
     assert out.text in ("left", "right")

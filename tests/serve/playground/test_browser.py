@@ -1,4 +1,4 @@
-"""The playground in a browser: Chromium, driven by playwright, against servers in this process."""
+"""The playground in Chromium, driven by playwright, against servers in this process."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def url(server: SimpleNamespace) -> Iterator[str]:
 
 
 def listening(app: Any) -> Iterator[str]:
-    """The URL of an application, while it serves."""
+    """Yield the URL of an application while it serves."""
     running = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", lifespan="off"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=running.run, args=([listener],))
@@ -64,26 +64,28 @@ def page(browser: Any) -> Iterator[Page]:
     result = context.new_page()
     errors: list[str] = []
     result.on("pageerror", lambda error: errors.append(str(error)))
-    result.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
-    asked: list[str] = []
-    result.on("request", lambda request: asked.append(request.url))
+    result.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
+    requested: list[str] = []
+    result.on("request", lambda request: requested.append(request.url))
     yield result
     context.close()
     refused = "Failed to load resource: the server responded with a status of 4"
     assert [text for text in errors if not text.startswith(refused)] == []
-    assert {re.sub(r":\d+/.*", "", address) for address in asked} == {"http://127.0.0.1"}
+    assert {re.sub(r":\d+/.*", "", address) for address in requested} == {"http://127.0.0.1"}
 
 
-def ask(page: Page, text: str) -> None:
+def send_message(page: Page, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
 
 
-def test_an_answer_is_tinted_by_token(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_answer_is_colored_by_token_source(page: Page, url: str, server: SimpleNamespace) -> None:
     server.text = "hello lazy fox"
     page.goto(url)
     expect(page.locator("#model")).to_have_text("tiny")
-    ask(page, "the fox")
+    send_message(page, "the fox")
     expect(page.locator("#status")).to_contain_text("Done: ")
     answer = page.locator(".answer")
     assert answer.text_content() == "hello lazy fox"
@@ -103,12 +105,12 @@ def test_an_answer_is_tinted_by_token(page: Page, url: str, server: SimpleNamesp
     assert tokens.nth(0).evaluate(tints) == tokens.nth(2).evaluate(tints)
 
 
-def test_compare_agrees_and_sees_a_difference(
+def test_compare_detects_differences(
     page: Page, url: str, server: SimpleNamespace, processor: Any
 ) -> None:
     page.goto(url)
     page.keyboard.press("Alt+c")
-    ask(page, "the fox")
+    send_message(page, "the fox")
     verdict = page.locator(".agreement")
     expect(verdict).to_have_text(re.compile(r"All \d+ tokens are equal\."))
     one, other = server.client.requests
@@ -127,7 +129,7 @@ def test_compare_agrees_and_sees_a_difference(
     assert page.locator(".token.other").count() >= 1
 
 
-def test_keys(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_keyboard_shortcuts(page: Page, url: str, server: SimpleNamespace) -> None:
     page.goto(url)
     field = page.get_by_label("Message", exact=True)
     expect(field).to_be_focused()
@@ -152,11 +154,11 @@ def test_keys(page: Page, url: str, server: SimpleNamespace) -> None:
     expect(field).to_be_focused()
 
 
-def test_escape_stops(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_escape_stops_generation(page: Page, url: str, server: SimpleNamespace) -> None:
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:6]
     page.goto(url)
-    ask(page, "the quick fox")
+    send_message(page, "the quick fox")
     expect(page.locator("#log")).to_have_attribute("aria-busy", "true")
     expect(page.locator(".assistant .figures")).to_contain_text("tokens")
     page.keyboard.press("Escape")
@@ -168,13 +170,13 @@ def test_escape_stops(page: Page, url: str, server: SimpleNamespace) -> None:
     expect(page.locator("#status")).to_contain_text("Done: ")
 
 
-def test_tool_calls_are_answered(
+def test_tool_results_continue_the_chat(
     page: Page, url: str, server: SimpleNamespace, processor: Any
 ) -> None:
     page.goto(url)
     page.get_by_label("Tools (JSON list)").fill(TOOL)
     server.text = CALL
-    ask(page, "the fox")
+    send_message(page, "the fox")
     card = page.locator(".call")
     expect(card.locator("h3")).to_have_text("get")
     expect(card.locator("pre")).to_contain_text('"city": "Rio"')
@@ -183,7 +185,7 @@ def test_tool_calls_are_answered(
     assert written.locator(".draft").count() > written.locator(".bonus").count() > 0
     field = page.get_by_label("Result of get")
     expect(field).to_be_focused()
-    ask(page, "something else")
+    send_message(page, "something else")
     expect(page.locator("#status")).to_contain_text("results of the tool calls first")
     server.text = "hello"
     field.fill("sunny")
@@ -193,11 +195,11 @@ def test_tool_calls_are_answered(
     assert "sunny" in processor.decode(last.prompt_token_ids)
 
 
-def test_the_answer_matches_a_schema(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_schema_field_constrains_the_answer(page: Page, url: str, server: SimpleNamespace) -> None:
     page.goto(url)
     field = page.get_by_label("JSON schema of the answer")
     field.fill("[1]")
-    ask(page, "the fox")
+    send_message(page, "the fox")
     expect(page.locator("#schema-problem")).to_have_text("Allowed: an object with a JSON schema.")
     assert server.client.requests == []
     field.fill('{"type": "object"}')
@@ -207,11 +209,11 @@ def test_the_answer_matches_a_schema(page: Page, url: str, server: SimpleNamespa
     assert request.params.structured_outputs.json == {"type": "object"}
 
 
-def test_reasoning_stands_apart(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_reasoning_is_shown_separately(page: Page, url: str, server: SimpleNamespace) -> None:
     server.text = "so it is\n</think>\n\nyes"
     page.route("**/v1/chat/completions", thinking)
     page.goto(url)
-    ask(page, "the fox")
+    send_message(page, "the fox")
     expect(page.locator("#status")).to_contain_text("Done: ")
     assert page.locator(".reasoning .text").text_content() == "so it is"
     assert page.locator(".answer").text_content() == "yes"
@@ -220,16 +222,16 @@ def test_reasoning_stands_apart(page: Page, url: str, server: SimpleNamespace) -
 
 
 def thinking(route: Any) -> None:
-    """Sends a request on, with the model's reasoning switched on."""
+    """Forward a request with the model's reasoning switched on."""
     body = route.request.post_data_json | {"chat_template_kwargs": {"enable_thinking": True}}
     route.continue_(post_data=json.dumps(body))
 
 
-def test_problems_lead_to_their_fields(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_invalid_fields_are_focused(page: Page, url: str, server: SimpleNamespace) -> None:
     page.goto(url)
     tools = page.get_by_label("Tools (JSON list)")
     tools.fill("[{")
-    ask(page, "the fox")
+    send_message(page, "the fox")
     expect(page.locator("#tools-problem")).to_contain_text("This is not valid JSON")
     expect(tools).to_have_attribute("aria-invalid", "true")
     expect(tools).to_be_focused()
@@ -242,7 +244,7 @@ def test_problems_lead_to_their_fields(page: Page, url: str, server: SimpleNames
     expect(page.get_by_label("Max tokens")).to_be_focused()
 
 
-def test_a_key_is_asked_for(page: Page, server: SimpleNamespace, processor: Any) -> None:
+def test_api_key_is_requested(page: Page, server: SimpleNamespace, processor: Any) -> None:
     service = Service(server.client, processor, "tiny", "ls-test")
     for url in listening(create_app(service, AccessRules(keys=("secret",)))):
         page.goto(url)
@@ -251,29 +253,31 @@ def test_a_key_is_asked_for(page: Page, server: SimpleNamespace, processor: Any)
         key.fill("secret")
         key.press("Tab")
         expect(page.locator("#model")).to_have_text("tiny")
-        ask(page, "the fox")
+        send_message(page, "the fox")
         expect(page.locator("#status")).to_contain_text("Done: ")
         assert page.evaluate("localStorage.length") == 0
         assert "secret" not in page.evaluate("JSON.stringify(sessionStorage)")
         assert page.evaluate("document.cookie") == ""
 
 
-def test_text_of_the_model_is_never_markup(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_model_text_is_never_markup(page: Page, url: str, server: SimpleNamespace) -> None:
     server.text = "<img src=x onerror=alert(1)> <b>fox</b>"
     page.goto(url)
-    ask(page, "<script>alert(1)</script>")
+    send_message(page, "<script>alert(1)</script>")
     expect(page.locator("#status")).to_contain_text("Done: ")
     assert page.locator(".answer").text_content() == server.text
     assert page.locator(".message img, .message b, .message script").count() == 0
 
 
-def test_markdown_keeps_tokens_and_no_markup(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_markdown_keeps_tokens_without_markup(
+    page: Page, url: str, server: SimpleNamespace
+) -> None:
     server.text = (
         "# A *head*\n\n- one **two**\n- `a*b*c` <b>\n\n```py\nx = [1]\n```\n"
         "[ok](https://a.example/) [no](javascript:alert(1)) ![i](data:x)"
     )
     page.goto(url)
-    ask(page, "the fox")
+    send_message(page, "the fox")
     expect(page.locator("#status")).to_contain_text("Done: ")
     answer = page.locator(".answer")
     assert answer.locator(".heading em").text_content() == "head"
@@ -291,7 +295,7 @@ def test_markdown_keeps_tokens_and_no_markup(page: Page, url: str, server: Simpl
     assert page.locator(".answer").text_content() == server.text
 
 
-def test_examples_are_asked_with_a_click(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_examples_are_sent_by_click(page: Page, url: str, server: SimpleNamespace) -> None:
     page.goto(url)
     examples = page.locator(".example")
     assert examples.count() == 3
@@ -301,17 +305,17 @@ def test_examples_are_asked_with_a_click(page: Page, url: str, server: SimpleNam
     assert "get_weather" in page.get_by_label("Tools (JSON list)").input_value()
 
 
-def test_a_chat_outlives_a_reload(
+def test_chat_survives_reload(
     page: Page, url: str, server: SimpleNamespace, processor: Any
 ) -> None:
     server.text = "hello **lazy** fox"
     page.goto(url)
-    ask(page, "the fox")
+    send_message(page, "the fox")
     expect(page.locator("#status")).to_contain_text("Done: ")
     page.reload()
     expect(page.locator(".user .text")).to_have_text("the fox")
     expect(page.locator(".answer strong")).to_have_text("lazy")
-    ask(page, "the dog")
+    send_message(page, "the dog")
     expect(page.locator("#status")).to_contain_text("Done: ")
     prompt = processor.decode(server.client.requests[-1].prompt_token_ids)
     assert "the fox" in prompt and "hello **lazy** fox" in prompt
@@ -321,10 +325,12 @@ def test_a_chat_outlives_a_reload(
     expect(page.locator("#cache-share")).to_have_text("0.0 %")
 
 
-def test_a_refused_message_leaves_the_chat(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_refused_message_is_removed_from_the_chat(
+    page: Page, url: str, server: SimpleNamespace
+) -> None:
     page.goto(url)
     page.get_by_label("Max tokens").fill("100000000000")
-    ask(page, "the fox")
+    send_message(page, "the fox")
     refused = page.locator(".refused .problem")
     expect(refused).to_contain_text("Not part of the chat: max_tokens=100000000000")
     expect(page.get_by_label("Message", exact=True)).to_have_value("the fox")
@@ -335,23 +341,23 @@ def test_a_refused_message_leaves_the_chat(page: Page, url: str, server: SimpleN
     assert page.evaluate("JSON.parse(sessionStorage['lockstep-chat']).messages.length") == 2
 
 
-def test_an_answer_that_was_cut_says_so(page: Page, url: str, server: SimpleNamespace) -> None:
+def test_truncated_answer_is_marked(page: Page, url: str, server: SimpleNamespace) -> None:
     server.text = "hello lazy fox"
     page.goto(url)
     page.get_by_label("Max tokens").fill("2")
-    ask(page, "the fox")
+    send_message(page, "the fox")
     expect(page.locator("#status")).to_contain_text("Done: ")
     expect(page.locator(".cut")).to_contain_text(
         "Cut: the answer reached the maximum number of tokens"
     )
 
 
-def test_a_request_is_copied_as_curl(page: Page, url: str, server: SimpleNamespace) -> None:
-    """The line as a shell splits it asks the same again."""
+def test_request_is_copied_as_curl(page: Page, url: str, server: SimpleNamespace) -> None:
+    """The line, split by a shell, sends the same request."""
     page.goto(url)
     page.evaluate("void (navigator.clipboard.writeText = () => Promise.reject())")
     page.get_by_label("API key").fill("secret")
-    ask(page, "the fox's")
+    send_message(page, "the fox's")
     expect(page.locator("#status")).to_contain_text("Done: ")
     page.get_by_role("button", name="Copy as curl").click()
     words = shlex.split(page.get_by_label("The request as curl").input_value())
@@ -361,14 +367,14 @@ def test_a_request_is_copied_as_curl(page: Page, url: str, server: SimpleNamespa
     assert body == {"messages": [{"role": "user", "content": "the fox's"}]}
 
 
-def test_the_page_fits_320_pixels(browser: Any, url: str, server: SimpleNamespace) -> None:
+def test_page_fits_320_pixels(browser: Any, url: str, server: SimpleNamespace) -> None:
     server.text = "hello " + "x" * 300 + "\n\n```\n" + "y" * 300 + "\n```"
     context = browser.new_context(viewport={"width": 320, "height": 640})
     page = context.new_page()
     page.goto(url)
     expect(page.locator("#settings")).to_be_hidden()
     page.get_by_label("Compare without speculation").check()
-    ask(page, "the fox")
+    send_message(page, "the fox")
     expect(page.locator(".agreement.good")).to_be_visible()
     for shown in (None, "Alt+s"):
         if shown:
@@ -380,17 +386,19 @@ def test_the_page_fits_320_pixels(browser: Any, url: str, server: SimpleNamespac
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing(browser: Any, url: str, server: SimpleNamespace, scheme: str) -> None:
-    """A page with all elements visible satisfies axe's rules of WCAG and good practice."""
+def test_axe_finds_no_violation(
+    browser: Any, url: str, server: SimpleNamespace, scheme: str
+) -> None:
+    """A page with all elements visible satisfies axe's rules of WCAG and best practices."""
     context = browser.new_context(color_scheme=scheme)
     page = context.new_page()
     page.goto(url)
     page.get_by_label("Compare without speculation").check()
-    ask(page, "the fox")
+    send_message(page, "the fox")
     expect(page.locator(".agreement.good")).to_be_visible()
     page.get_by_label("Tools (JSON list)").fill(TOOL)
     server.text = f"so it is\n</think>\n\n{CALL}"
-    ask(page, "the fox")
+    send_message(page, "the fox")
     expect(page.locator(".call")).to_be_visible()
     for shown in (None, "Alt+h"):
         if shown:
@@ -400,7 +408,7 @@ def test_axe_finds_nothing(browser: Any, url: str, server: SimpleNamespace, sche
     context.close()
 
 
-def test_axe_sees_text_that_is_too_faint(page: Page, url: str) -> None:
+def test_axe_detects_low_contrast(page: Page, url: str) -> None:
     page.goto(url)
     faint = "document.documentElement.style.setProperty('--quiet', '#dddddd')"
     page.evaluate(faint)
@@ -408,14 +416,14 @@ def test_axe_sees_text_that_is_too_faint(page: Page, url: str) -> None:
     assert "color-contrast" in [violation["id"] for violation in result.response["violations"]]
 
 
-def test_the_bundled_model_agrees_with_itself(page: Page) -> None:
-    """A real server: drawn tokens, with drafts of the model's own module and without."""
+def test_bundled_model_compares_equal(page: Page) -> None:
+    """On a real server: sampled tokens, with drafts of the model's own module and without."""
     with serving(LLM(speculative_config=MTP, **SETTINGS)) as stack:
         page.goto(str(stack.http.base_url))
         page.get_by_label("Compare without speculation").check()
         page.get_by_label("Temperature").fill("0.8")
         page.get_by_label("Max tokens").fill("60")
-        ask(page, "List the first 12 primes.")
+        send_message(page, "List the first 12 primes.")
         verdict = page.locator(".agreement")
         expect(verdict).to_have_text(re.compile(r"All \d+ tokens are equal"), timeout=60_000)
         first, second = (page.locator(".run").nth(i) for i in range(2))

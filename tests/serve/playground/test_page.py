@@ -1,4 +1,4 @@
-"""The page at /, and what it needs of the API: how tokens came, and runs without drafts."""
+"""The playground page at /, and its API fields: token sources, and runs without drafts."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def fetch(server, method, path, **options):
 
 
 def chunks(server, path, body):
-    """The chunks of a stream."""
+    """Return the chunks of a stream."""
     answer = fetch(server, "POST", path, json=body | {"stream": True})
     assert answer.status_code == 200, answer.text
     events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
@@ -40,7 +40,7 @@ def chunks(server, path, body):
 
 
 @pytest.mark.parametrize("path", TYPES)
-def test_files_and_their_headers(server, path):
+def test_page_files_and_headers(server, path):
     answer = fetch(server, "GET", path)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == f"{TYPES[path]}; charset=utf-8"
@@ -52,13 +52,13 @@ def test_files_and_their_headers(server, path):
     assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-def test_nothing_is_fetched_from_elsewhere(server):
+def test_page_links_no_other_origin(server):
     for file in FILES:
         text = fetch(server, "GET", file.path).text
         assert not re.search(r"https?:|//[a-z]|@import|url\(", text.replace("// ", "")), file.name
 
 
-def test_the_policy_lets_all_of_the_page_work(server):
+def test_content_security_policy_allows_the_page(server):
     """The page has no inline script or style, and the server has all files that it links."""
     page = fetch(server, "GET", "/").text
     assert not re.search(r"<style|style=|\son\w+=|<script(?![^>]*src=)", page)
@@ -66,7 +66,7 @@ def test_the_policy_lets_all_of_the_page_work(server):
     assert sorted(f"/{path}" for path in linked) == sorted(f.path for f in FILES if f.path != "/")
 
 
-def test_script_and_page_name_the_same_elements(server):
+def test_script_uses_existing_elements(server):
     page = fetch(server, "GET", "/").text
     script = fetch(server, "GET", "/playground/app.js").text
     ids = set(re.findall(r'\bid="([\w-]+)"', page))
@@ -77,7 +77,7 @@ def test_script_and_page_name_the_same_elements(server):
     assert labelled | described <= ids
 
 
-def test_every_control_has_a_name(server):
+def test_every_control_has_a_label(server):
     page = fetch(server, "GET", "/").text
     for control in re.finditer(r"<(?:input|select|textarea)\b[^>]*>", page):
         result = re.search(r'\bid="([\w-]+)"', control[0])
@@ -86,7 +86,7 @@ def test_every_control_has_a_name(server):
         assert inside or (result and f'for="{result[1]}"' in page), control[0]
 
 
-def test_the_page_needs_no_key_and_the_api_does(server, processor):
+def test_page_needs_no_api_key(server, processor):
     service = Service(server.client, processor, "tiny", "ls-test")
     server.app = create_app(service, AccessRules(keys=("secret",)))
     assert {file.path for file in FILES} <= set(OPEN_PATHS)
@@ -96,14 +96,14 @@ def test_the_page_needs_no_key_and_the_api_does(server, processor):
     assert fetch(server, "GET", "/metrics").status_code == 401
 
 
-def test_it_may_be_left_out(server, processor):
+def test_playground_can_be_disabled(server, processor):
     service = Service(server.client, processor, "tiny", "ls-test")
     server.app = create_app(service, playground=False)
     for file in FILES:
         assert fetch(server, "GET", file.path).status_code == 404
 
 
-def test_the_page_works_under_a_path(server, processor):
+def test_page_works_under_root_path(server, processor):
     service = Service(server.client, processor, "tiny", "ls-test")
     server.app = create_app(service, AccessRules(keys=("secret",), root_path="/llm"))
     assert fetch(server, "GET", "/llm/").status_code == 200
@@ -115,15 +115,15 @@ def test_the_page_works_under_a_path(server, processor):
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
 )
-def test_sources_go_with_the_tokens(server, path, body):
+def test_token_sources_match_token_ids(server, path, body):
     server.text = "hello lazy fox"
-    wanted = body | {"return_token_sources": True, "return_token_ids": True}
-    (choice,) = fetch(server, "POST", path, json=wanted).json()["choices"]
+    expected = body | {"return_token_sources": True, "return_token_ids": True}
+    (choice,) = fetch(server, "POST", path, json=expected).json()["choices"]
     sources = choice["token_sources"]
     assert len(sources) == len(choice["token_ids"])
     assert "".join(entry["text"] for entry in sources) == server.text
     assert [entry["source"] for entry in sources[:3]] == ["draft", "draft", "bonus"]
-    parts = [c for chunk in chunks(server, path, wanted) for c in chunk["choices"]]
+    parts = [c for chunk in chunks(server, path, expected) for c in chunk["choices"]]
     assert [entry for part in parts for entry in part["token_sources"]] == sources
     for part in parts:
         assert len(part["token_sources"]) == len(part["token_ids"])
@@ -132,14 +132,14 @@ def test_sources_go_with_the_tokens(server, path, body):
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
 )
-def test_sources_come_only_where_they_are_asked_for(server, path, body):
+def test_token_sources_are_opt_in(server, path, body):
     answer = fetch(server, "POST", path, json=body)
     assert "token_sources" not in answer.json()["choices"][0]
     assert "token_sources" not in str(chunks(server, path, body))
 
 
 @pytest.mark.parametrize("name", ["speculate", "return_token_sources"])
-def test_bad_switches(server, name):
+def test_invalid_switches_are_refused(server, name):
     answer = fetch(server, "POST", "/v1/chat/completions", json=CHAT | {name: "perhaps"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
@@ -147,17 +147,17 @@ def test_bad_switches(server, name):
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
 )
-def test_requests_say_whether_they_want_drafts(server, path, body):
-    for more, wanted in (({}, True), ({"speculate": None}, True), ({"speculate": False}, False)):
+def test_speculate_field_reaches_requests(server, path, body):
+    for more, expected in (({}, True), ({"speculate": None}, True), ({"speculate": False}, False)):
         server.client.requests.clear()
         answer = fetch(server, "POST", path, json=body | more | {"return_token_sources": True})
         assert "X-Lockstep-Ignored-Fields" not in answer.headers
-        assert [request.speculate for request in server.client.requests] == [wanted]
+        assert [request.speculate for request in server.client.requests] == [expected]
         sources = {entry["source"] for entry in answer.json()["choices"][0]["token_sources"]}
-        assert ("draft" in sources) == wanted
+        assert ("draft" in sources) == expected
 
 
-def test_tokens_behind_a_stop_string_have_no_source(server):
+def test_tokens_after_stop_string_have_no_source(server):
     server.text = "hello lazy fox"
     body = CHAT | {"stop": ["lazy"], "return_token_sources": True, "return_token_ids": True}
     (choice,) = fetch(server, "POST", "/v1/chat/completions", json=body).json()["choices"]
@@ -167,8 +167,8 @@ def test_tokens_behind_a_stop_string_have_no_source(server):
 
 
 @pytest.mark.parametrize("tokens", range(1, 7))
-def test_usage_counts_the_drafts_that_stand_in_the_answer(server, tokens):
-    """A step may verify more of them than the answer has room for."""
+def test_usage_counts_accepted_drafts_of_the_answer(server, tokens):
+    """A step may verify more drafts than the answer has room for."""
     server.text = "hello lazy fox"
     body = CHAT | {"return_token_sources": True, "max_tokens": tokens}
     answer = fetch(server, "POST", "/v1/chat/completions", json=body).json()
@@ -178,12 +178,12 @@ def test_usage_counts_the_drafts_that_stand_in_the_answer(server, tokens):
     (request,) = server.client.requests
     drafted = request.metrics.num_draft_tokens
     assert details["rejected_prediction_tokens"] == drafted - sources.count("draft")
-    told = {"stream_options": {"include_usage": True}}
-    last = chunks(server, "/v1/chat/completions", body | told)[-1]
+    received = {"stream_options": {"include_usage": True}}
+    last = chunks(server, "/v1/chat/completions", body | received)[-1]
     assert last["usage"] == answer["usage"]
 
 
-def test_sources_of_tokens_are_told_by_the_older_apis_alone(server):
+def test_token_sources_only_in_chat_and_completions(server):
     for path, body in (
         ("/v1/responses", {"input": "the fox"}),
         ("/v1/messages", {"messages": USER, "max_tokens": 50, "model": "tiny"}),

@@ -1,11 +1,11 @@
-"""Answers go back as history just as they came, in all three APIs."""
+"""Answers may be sent back as history unchanged, in all three APIs."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
-from tests.serve.api_calls import CALL, CHAT_PATH, SCHEMA, TOOLS, USER, anthropic, ask, post
+from tests.serve.api_calls import CALL, CHAT_PATH, SCHEMA, TOOLS, USER, anthropic, create_chat, post
 from tests.serve.openai.responses.test_endpoint import THINK, THOUGHT, create
 
 RESPONSES = "/v1/responses"
@@ -19,18 +19,18 @@ ALL = THOUGHT + "hello fox\n\n" + CALL
 
 
 @pytest.mark.parametrize("exclude_none", [False, True])
-def test_a_chat_message_goes_back(server: Any, exclude_none: bool) -> None:
+def test_chat_message_may_be_sent_back(server: Any, exclude_none: bool) -> None:
     server.text = ALL
-    answer = ask(server, tools=TOOLS, logprobs=True, extra_body=THINK)
+    answer = create_chat(server, tools=TOOLS, logprobs=True, extra_body=THINK)
     message = answer.choices[0].message
-    said = message.model_dump(exclude_none=exclude_none)
+    output = message.model_dump(exclude_none=exclude_none)
     assert message.tool_calls and message.reasoning_content
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
-    response = post(server, CHAT_PATH, messages=[*USER, said, result], tools=TOOLS)
+    response = post(server, CHAT_PATH, messages=[*USER, output, result], tools=TOOLS)
     assert response.status_code == 200, response.text
 
 
-def test_notes_that_clients_add_to_a_chat(server: Any) -> None:
+def test_extra_fields_of_chat_clients_are_accepted(server: Any) -> None:
     call = {
         "id": "a",
         "index": 0,
@@ -39,7 +39,7 @@ def test_notes_that_clients_add_to_a_chat(server: Any) -> None:
         "provider_specific_fields": {"a": 1},
         "extra_content": {"google": {}},
     }
-    said = {
+    message = {
         "role": "assistant",
         "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
         "refusal": None,
@@ -55,12 +55,12 @@ def test_notes_that_clients_add_to_a_chat(server: Any) -> None:
         "status": "completed",
     }
     result = {"role": "tool", "tool_call_id": "a", "name": "get", "content": "3"}
-    response = post(server, CHAT_PATH, messages=[*USER, said, result], tools=TOOLS)
+    response = post(server, CHAT_PATH, messages=[*USER, message, result], tools=TOOLS)
     assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("exclude_none", [False, True])
-def test_items_of_a_response_go_back(server: Any, exclude_none: bool) -> None:
+def test_response_items_may_be_sent_back(server: Any, exclude_none: bool) -> None:
     server.text = f"{ALL}\n{PATCH}"
     tools = [FUNCTION, CUSTOM]
     first = create(server, tools=tools, include=["message.output_text.logprobs"], extra_body=THINK)
@@ -73,8 +73,8 @@ def test_items_of_a_response_go_back(server: Any, exclude_none: bool) -> None:
     assert response.status_code == 200, response.text
 
 
-def test_what_the_clients_parse_helpers_add(server: Any) -> None:
-    """They add fields of their own to what came."""
+def test_fields_of_parse_helpers_are_accepted(server: Any) -> None:
+    """They add their own fields to the answer."""
     server.text = ALL
 
     async def run() -> tuple[Any, Any]:
@@ -90,23 +90,23 @@ def test_what_the_clients_parse_helpers_add(server: Any) -> None:
                 model="tiny", messages=USER, tools=chat_tools, extra_body=THINK
             )
             tools = [{**FUNCTION, "parameters": strict, "strict": True}]
-            whole = await client.responses.parse(
+            full = await client.responses.parse(
                 model="tiny", input="the", tools=tools, extra_body=THINK
             )
-            return chat.choices[0].message.model_dump(), [o.model_dump() for o in whole.output]
+            return chat.choices[0].message.model_dump(), [o.model_dump() for o in full.output]
 
     message, items = asyncio.run(run())
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
     response = post(server, CHAT_PATH, messages=[*USER, message, result], tools=TOOLS)
     assert response.status_code == 200, response.text
-    given = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "3"}
-    response = post(server, RESPONSES, input=[*USER, *items, given], tools=[FUNCTION])
+    result = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "3"}
+    response = post(server, RESPONSES, input=[*USER, *items, result], tools=[FUNCTION])
     assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("exclude_none", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_message_goes_back(server: Any, exclude_none: bool, whole: bool) -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_anthropic_message_may_be_sent_back(server: Any, exclude_none: bool, full: bool) -> None:
     """The next request repeats the content, as in Anthropic's examples, or the whole message."""
     server.text = ALL
     tools = [{"name": "get", "input_schema": SCHEMA}]
@@ -115,16 +115,16 @@ def test_a_message_goes_back(server: Any, exclude_none: bool, whole: bool) -> No
     answer = anthropic().types.Message.model_validate(post(server, MESSAGES, **sent).json())
     dumped = answer.model_dump(exclude_none=exclude_none)
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
-    said = dumped if whole else {"role": "assistant", "content": dumped["content"]}
-    given = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "3"}
-    turns = [*USER, said, {"role": "user", "content": [given]}]
+    message = dumped if full else {"role": "assistant", "content": dumped["content"]}
+    result = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "3"}
+    turns = [*USER, message, {"role": "user", "content": [result]}]
     for path, more in ((MESSAGES, {"max_tokens": 9}), (f"{MESSAGES}/count_tokens", {})):
         response = post(server, path, messages=turns, tools=tools, **more)
         assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "place"),
+    ("path", "body", "index"),
     [
         (CHAT_PATH, {"messages": [{**USER[0], "contnet": "x"}]}, "messages[0].contnet"),
         (
@@ -149,18 +149,18 @@ def test_a_message_goes_back(server: Any, exclude_none: bool, whole: bool) -> No
         ),
     ],
 )
-def test_a_misspelt_field_is_named_by_its_path(
-    server: Any, path: str, body: dict[str, Any], place: str
+def test_unknown_history_field_is_named_by_path(
+    server: Any, path: str, body: dict[str, Any], index: str
 ) -> None:
     response = post(server, path, **body)
     assert response.status_code == 400, response.text
-    assert response.json()["error"]["message"].startswith(f"{place} is not known here"), (
+    assert response.json()["error"]["message"].startswith(f"{index} is not known here"), (
         response.text
     )
     assert not server.client.requests
 
 
-def test_a_long_name_is_cut(server: Any) -> None:
+def test_long_field_name_is_truncated_in_errors(server: Any) -> None:
     """This also holds for a field that a template may read."""
     for message in ({**USER[0], "x" * 3000: 1}, {"role": "user", "content": [{"y" * 3000: 1}]}):
         response = post(server, CHAT_PATH, messages=[message])

@@ -1,4 +1,4 @@
-"""Room, time and faults: what a service does when it cannot do what was asked."""
+"""Queue limits, timeouts and faults of the service."""
 
 import asyncio
 import json
@@ -11,13 +11,13 @@ from tests.serve.api_calls import CHAT_PATH, TEXT_PATH, fetch, post
 
 
 def limited(server, processor, **limits):
-    """The server with other limits."""
+    """Replace the server's limits; return the service."""
     service = Service(server.client, processor, "tiny", "ls-test", Limits(**limits))
     server.app = create_app(service)
     return service
 
 
-def test_a_full_queue(server, processor):
+def test_full_queue_is_429(server, processor):
     service = limited(server, processor, max_running=2, max_queued=1)
     response = post(server, TEXT_PATH, n=4)
     assert response.status_code == 429 and response.headers["retry-after"] == "1"
@@ -29,7 +29,7 @@ def test_a_full_queue(server, processor):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-def test_a_request_out_of_time(server, path, stream):
+def test_request_timeout(server, path, stream):
     server.client.hang = True
     server.client.answer = lambda request: [5]
     response = post(server, path, timeout=0.05, stream=stream)
@@ -45,7 +45,7 @@ def test_a_request_out_of_time(server, path, stream):
     assert server.client.aborted == [r.id for r in server.client.requests]
 
 
-def test_the_servers_own_deadline(server, processor):
+def test_server_timeout_bounds_request_timeout(server, processor):
     limited(server, processor, max_seconds=0.05)
     server.client.hang = True
     server.client.answer = lambda request: [5]
@@ -53,7 +53,7 @@ def test_the_servers_own_deadline(server, processor):
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "soon", 1e9, float("nan")])
-def test_deadlines_that_are_none(server, timeout):
+def test_invalid_timeouts_are_refused(server, timeout):
     body = json.dumps({"prompt": "x", "timeout": timeout})
     headers = {"Content-Type": "application/json"}
     response = fetch(server, "POST", TEXT_PATH, content=body, headers=headers)
@@ -62,8 +62,8 @@ def test_deadlines_that_are_none(server, timeout):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-def test_a_row_that_failed(server, processor, path, stream):
-    """It ends with finish_reason error, and says why, in JSON that parses; so does its record."""
+def test_failed_row_fails_the_response(server, processor, path, stream):
+    """The response and its record end with finish_reason error and a valid JSON error object."""
     records = []
     service = Service(server.client, processor, "tiny", "ls-test", on_record=[records.append])
     server.app = create_app(service)
@@ -77,7 +77,7 @@ def test_a_row_that_failed(server, processor, path, stream):
     assert [record.error for record in records] == ["the model gave NaN"]
 
 
-def test_a_step_that_hangs(server, processor):
+def test_hanging_step_is_unhealthy(server, processor):
     limited(server, processor, max_step_seconds=5.0)
     assert fetch(server, "GET", "/health").status_code == 200
     server.client.stalled_for = 6.0
@@ -88,7 +88,7 @@ def test_a_step_that_hangs(server, processor):
     assert post(server, TEXT_PATH).status_code == 200
 
 
-def test_the_end_of_the_server(server, processor):
+def test_shutdown_refuses_and_ends_requests(server, processor):
     """New requests are refused, running ones end with an error event."""
     service = limited(server, processor)
     server.client.hang = True
@@ -114,8 +114,8 @@ def test_the_end_of_the_server(server, processor):
     assert server.client.aborted
 
 
-def test_nothing_of_an_exception_leaves(server, caplog):
-    """A client sees a number, and the log the rest."""
+def test_internal_errors_are_not_disclosed(server, caplog):
+    """The client gets an error number, and the log the details."""
     server.client.error = KeyError("secret path")
     response = post(server, TEXT_PATH)
     assert response.status_code == 500

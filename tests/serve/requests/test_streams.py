@@ -1,4 +1,4 @@
-"""A stream says the same however late it is read, and a burst loses nothing."""
+"""A stream is independent of how late it is read, and a burst loses nothing."""
 
 import asyncio
 import json
@@ -61,7 +61,9 @@ def _without_ids(value: dict[str, Any]) -> dict[str, Any]:
     delays=st.lists(st.sampled_from([0, 0, 1, 3, 400]), min_size=1, max_size=12),
 )
 @pytest.mark.parametrize("chat", [True, False])
-def test_every_delay_gives_the_same_events(processor, chat, text, step, n, stop, logprobs, delays):
+def test_events_are_independent_of_read_delays(
+    processor, chat, text, step, n, stop, logprobs, delays
+):
     options: dict[str, Any] = {
         "stream": True,
         "n": n,
@@ -84,9 +86,9 @@ def test_every_delay_gives_the_same_events(processor, chat, text, step, n, stop,
     prompt_reader = asyncio.run(events(start(), [0]))
     slow_reader = asyncio.run(events(start(), delays))
     for index in range(n):
-        assert own(slow_reader, index) == own(prompt_reader, index)
-        assert len([c for c in own(slow_reader, index) if c["finish_reason"]]) == 1
-        assert own(slow_reader, index)[-1]["finish_reason"]
+        assert choices_of(slow_reader, index) == choices_of(prompt_reader, index)
+        assert len([c for c in choices_of(slow_reader, index) if c["finish_reason"]]) == 1
+        assert choices_of(slow_reader, index)[-1]["finish_reason"]
     assert slow_reader[-1] == prompt_reader[-1] and slow_reader[-1]["choices"] == []
     if n == 1:
         assert slow_reader == prompt_reader
@@ -96,28 +98,28 @@ def test_every_delay_gives_the_same_events(processor, chat, text, step, n, stop,
             assert choice["delta"], "held-back text is no empty delta"
 
 
-def own(chunks: list[Any], index: int) -> list[Any]:
-    """The choices of one completion."""
+def choices_of(chunks: list[Any], index: int) -> list[Any]:
+    """Return the choices of one completion."""
     return [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
 
 
 @pytest.mark.parametrize("n", [1, 16])
-def test_a_burst_read_late_loses_no_call(processor, n):
+def test_late_read_burst_keeps_tool_calls(processor, n):
     """The engine sends all updates before the first chunk is read."""
     body = ChatRequest(messages=USER, tools=TOOLS, stream=True, n=n, max_tokens=200)
     chunks = asyncio.run(events(ChatWriter.start(service_of(processor, CALL, 1), body), [5000]))
     ends = [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
     assert ends == ["tool_calls"] * n
     for index in range(n):
-        deltas = [c["delta"] for c in own(chunks, index)]
+        deltas = [c["delta"] for c in choices_of(chunks, index)]
         arguments = "".join(
             call["function"]["arguments"] for d in deltas for call in d.get("tool_calls", ())
         )
         assert json.loads(arguments) == {"city": 'Rio "x"', "n": 3}
 
 
-def test_streamed_and_whole_ids_do_not_change_while_read(processor):
-    """A call has the id under which it began, in every piece."""
+def test_tool_call_id_is_stable(processor):
+    """A call keeps the id of its first delta."""
     body = ChatRequest(messages=USER, tools=TOOLS, stream=True, max_tokens=200)
 
     async def run() -> list[str]:
@@ -136,8 +138,8 @@ def test_streamed_and_whole_ids_do_not_change_while_read(processor):
     assert first != second
 
 
-def test_a_stream_nobody_reads_is_closed(processor):
-    """The client is gone before the first byte: the request ends in the engine all the same."""
+def test_unread_stream_aborts_the_request(processor):
+    """The client disconnects before the first byte, and the request still ends in the engine."""
     service = service_of(processor, "hello fox", 1)
     service.client.hang = True
     service.client.answer = lambda request: [5]
@@ -179,8 +181,8 @@ def test_deltas_are_immutable(processor):
     asyncio.run(run())
 
 
-def test_an_update_after_the_end_is_not_sent(processor):
-    """An engine that says more than it should cannot repeat a finish reason."""
+def test_updates_after_the_end_are_dropped(processor):
+    """A faulty engine cannot repeat a finish reason."""
     service = service_of(processor, "hello fox", 3)
 
     async def twice(request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Records of requests that have ended."""
+"""Records of finished requests."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.serve.telemetry.request_record import RequestRecord
 
 
-def ended(**changes: Any) -> RequestRecord:
-    """A request of two completions, the second of which gave no token."""
+def finished_record(**changes: Any) -> RequestRecord:
+    """Return the record of a request with two completions, the second without any token."""
     metrics = (
         RequestMetrics(arrival_time=10.0, scheduled_time=10.5, first_token_time=11.0),
         RequestMetrics(arrival_time=10.0),
     )
-    told: dict[str, Any] = dict(
+    received: dict[str, Any] = dict(
         id="cmpl-1",
         context=None,
         model="m",
@@ -29,4 +29,4 @@ def ended(**changes: Any) -> RequestRecord:
         error=None,
         end_time=12.25,
     )
-    return RequestRecord(**told | changes)
+    return RequestRecord(**received | changes)

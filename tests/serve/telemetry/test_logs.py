@@ -20,7 +20,7 @@ from lockstep.serve.telemetry.logs import (
     escaped,
     log_request,
 )
-from tests.serve.telemetry.records import ended
+from tests.serve.telemetry.records import finished_record
 
 FORGED = "a\nERROR forged\r\x1b[31m\u2028end é"
 ESCAPED = "a\\nERROR forged\\r\\x1b[31m\\u2028end é"
@@ -29,7 +29,7 @@ Lines = Callable[[], list[str]]
 
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
-    """Yield a function that returns new lines. Loggers are restored afterwards."""
+    """Yield a function that returns new log lines; restore the loggers afterwards."""
     before = {name: logging.getLogger(name).handlers for name in LOGGERS}
     uvicorn = logging.getLogger("uvicorn.error")
     level = uvicorn.level
@@ -43,7 +43,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
 
 @pytest.fixture
 def caller() -> Iterator[RequestContext]:
-    """The caller of all that is logged."""
+    """Set the request context of all log lines."""
     result = RequestContext("my-id", {})
     token = REQUEST_CONTEXT.set(result)
     yield result
@@ -54,7 +54,7 @@ def record(message: str, *args: object, name: str = "lockstep.serve") -> logging
     return logging.LogRecord(name, logging.WARNING, "file", 1, message, args, None)
 
 
-def test_one_line_whatever_is_in_it() -> None:
+def test_log_message_is_escaped_to_one_line() -> None:
     line = record("fields were ignored: %s", FORGED)
     assert LineFilter().filter(line)
     assert line.getMessage() == f"fields were ignored: {ESCAPED}"
@@ -62,17 +62,17 @@ def test_one_line_whatever_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_line_stays_one_whoever_writes_it(lines: Lines, form: Any) -> None:
-    """Loggers below those of the server, too."""
+def test_every_logger_writes_single_lines(lines: Lines, form: Any) -> None:
+    """Also loggers below those of the server."""
     configure_logs(form)
     for name in ("lockstep.serve", "lockstep.engine", "uvicorn.error", "opentelemetry.sdk"):
         logging.getLogger(name).warning("%s wrote %s", name, FORGED)
         (line,) = lines()
-        told = json.loads(line)["message"] if form == "json" else line
-        assert told.endswith(f"{name} wrote {ESCAPED}")
+        received = json.loads(line)["message"] if form == "json" else line
+        assert received.endswith(f"{name} wrote {ESCAPED}")
 
 
-def test_the_same_line_once(lines: Lines) -> None:
+def test_repeated_lines_are_written_once(lines: Lines) -> None:
     configure_logs()
     for _ in range(5):
         logging.getLogger("lockstep.serve").warning("invalid")
@@ -80,18 +80,18 @@ def test_the_same_line_once(lines: Lines) -> None:
     assert [line.split(": ")[1] for line in lines()] == ["invalid", "something else"]
 
 
-def test_many_different_lines_are_not_all_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that names new things in every request fills no disk, and hides no error."""
+def test_number_of_distinct_lines_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client with new names in every request neither fills the disk nor hides errors."""
     now = 1000.0
     monkeypatch.setattr("lockstep.serve.telemetry.logs.time.monotonic", lambda: now)
     one = LineFilter()
 
     def lines(level: int) -> list[logging.LogRecord]:
-        made = [
+        results = [
             logging.LogRecord("lockstep.serve", level, "", 0, f"line {n}", (), None)
             for n in range(3 * MAX_LINES)
         ]
-        return [line for line in made if one.filter(line)]
+        return [line for line in results if one.filter(line)]
 
     written = lines(logging.WARNING)
     assert len(written) == MAX_LINES
@@ -103,24 +103,24 @@ def test_many_different_lines_are_not_all_written(monkeypatch: pytest.MonkeyPatc
     assert len(lines(logging.WARNING)) == MAX_LINES
 
 
-def test_access_lines_are_all_written() -> None:
+def test_access_lines_are_not_deduplicated() -> None:
     one = LineFilter()
     for _ in range(3):
         line = record('%s - "%s %s"', "client", "GET", "/x\ny", name="uvicorn.access")
         assert one.filter(line) and "\n" not in line.getMessage()
 
 
-def test_a_line_names_the_request(lines: Lines, caller: RequestContext) -> None:
+def test_log_line_names_the_request(lines: Lines, caller: RequestContext) -> None:
     configure_logs("json")
     try:
         raise ValueError("no\nsuch")
     except ValueError:
         logging.getLogger("lockstep.serve").exception("it failed")
     (line,) = lines()
-    said = json.loads(line)
-    assert said.pop("exception").endswith("ValueError: no\nsuch")
-    assert said.pop("time").endswith("Z")
-    assert said == {
+    message = json.loads(line)
+    assert message.pop("exception").endswith("ValueError: no\nsuch")
+    assert message.pop("time").endswith("Z")
+    assert message == {
         "level": "error",
         "logger": "lockstep.serve",
         "message": "it failed",
@@ -128,19 +128,19 @@ def test_a_line_names_the_request(lines: Lines, caller: RequestContext) -> None:
     }
 
 
-def test_nothing_behind_a_traceback_looks_like_a_line(lines: Lines, caller: RequestContext) -> None:
+def test_traceback_cannot_forge_lines(lines: Lines, caller: RequestContext) -> None:
     configure_logs()
     try:
         raise ValueError("no\n2026-01-01T00:00:00.000Z ERROR lockstep: forged")
     except ValueError:
         logging.getLogger("lockstep.serve").exception("it failed")
-    first, *others = lines()
+    first, *rest = lines()
     assert first.endswith(" ERROR lockstep.serve: it failed request_id=my-id")
-    assert others and all(line.startswith("    ") for line in others)
+    assert rest and all(line.startswith("    ") for line in rest)
 
 
-def test_latencies_of_what_is_known() -> None:
-    assert ended().latencies == {
+def test_record_latencies() -> None:
+    assert finished_record().latencies == {
         "e2e": 2.25,
         "queue": 0.5,
         "first_token": 1.0,
@@ -148,15 +148,15 @@ def test_latencies_of_what_is_known() -> None:
         "decode": 1.25,
         "inference": 1.75,
     }
-    waited = ended(metrics=(RequestMetrics(arrival_time=10.0),))
+    waited = finished_record(metrics=(RequestMetrics(arrival_time=10.0),))
     assert waited.latencies == {"e2e": 2.25}
 
 
-def test_a_line_for_every_request_that_ended(lines: Lines, caller: RequestContext) -> None:
+def test_finished_requests_are_logged(lines: Lines, caller: RequestContext) -> None:
     configure_logs("json", log_requests=True)
-    log_request(ended())
-    log_request(ended())
-    log_request(ended(error="its time was up"))
+    log_request(finished_record())
+    log_request(finished_record())
+    log_request(finished_record(error="its time was up"))
     first, second, third = (json.loads(line) for line in lines())
     assert first["message"] == second["message"] == "ended"
     assert third["message"] == "ended early: its time was up"
@@ -165,7 +165,7 @@ def test_a_line_for_every_request_that_ended(lines: Lines, caller: RequestContex
     assert first["finish_reasons"] == "length,abort" and first["queue_seconds"] == 0.5
 
 
-def test_no_such_line_unasked(lines: Lines) -> None:
+def test_finished_requests_are_not_logged_by_default(lines: Lines) -> None:
     configure_logs("text")
-    log_request(ended())
+    log_request(finished_record())
     assert lines() == []

@@ -17,7 +17,7 @@ from lockstep.serve.telemetry.metrics import Metrics, Prefix
 from lockstep.worker.device_rates import Rates
 from lockstep.worker.roofline import PassCosts, StepCosts, StepFloors, WeightCost
 from tests.serve.api_calls import fetch
-from tests.serve.telemetry.records import ended
+from tests.serve.telemetry.records import finished_record
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "deploy/grafana/lockstep.json"
@@ -54,10 +54,10 @@ OF_VLLM = (
 )
 
 
-def told_in_all() -> set[str]:
+def all_metric_names() -> set[str]:
     """The names of all samples, of a model whose floors are known."""
     metrics = Metrics("m", floors=FLOORS, cache={"block_size": "64"})
-    metrics.observe(ended())
+    metrics.observe(finished_record())
     return samples(metrics.render(stats()).decode())
 
 
@@ -88,7 +88,7 @@ def test_drafts_by_position_and_steps() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["lockstep", "vllm"])
-def test_what_moves_to_host_memory_and_back(prefix: Prefix) -> None:
+def test_host_memory_metrics(prefix: Prefix) -> None:
     metrics = Metrics("m", prefix)
     result = Stats(
         host_pages=8,
@@ -114,7 +114,7 @@ def test_what_moves_to_host_memory_and_back(prefix: Prefix) -> None:
         assert f'{prefix}:{name}{{model_name="m"{label}}} {value}' in lines
 
 
-def test_steps_beside_their_floors() -> None:
+def test_step_floor_metrics() -> None:
     """Steps of stats() are compared with the roofline times of FLOORS."""
     text = Metrics("m", floors=FLOORS).render(stats()).decode()
     label = '{model_name="m"}'
@@ -131,14 +131,14 @@ def test_steps_beside_their_floors() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["lockstep", "vllm"])
-def test_names_differ_by_what_stands_in_front(server: Any, processor: Any, prefix: Prefix) -> None:
+def test_metric_names_differ_only_by_prefix(server: Any, processor: Any, prefix: Prefix) -> None:
     server.client.counts = stats()
     service = Service(server.client, processor, "tiny", "ls-test")
     server.app = create_app(service, metrics=Metrics("tiny", prefix))
     text = fetch(server, "GET", "/metrics").text
     assert f'{prefix}:num_requests_running{{model_name="tiny"}} 0.0' in text
-    own = Metrics("m").render(stats()).decode()
-    same = {name.replace("lockstep:", f"{prefix}:") for name in samples(own)}
+    mine = Metrics("m").render(stats()).decode()
+    same = {name.replace("lockstep:", f"{prefix}:") for name in samples(mine)}
     more = samples(text) - same
     assert same <= samples(text)
     assert bool(more) == (prefix == "vllm"), "what only readers of vLLM's names know"
@@ -146,26 +146,26 @@ def test_names_differ_by_what_stands_in_front(server: Any, processor: Any, prefi
     assert all(name.startswith(front) for name in more)
 
 
-def test_the_cache_is_told_by_labels() -> None:
+def test_cache_config_metric() -> None:
     sizes = {"block_size": "64", "num_gpu_blocks": "10"}
     text = Metrics("m", "vllm", cache=sizes).render(stats()).decode()
     (line,) = [x for x in text.splitlines() if x.startswith("vllm:cache_config_info{")]
     assert 'block_size="64"' in line and 'num_gpu_blocks="10"' in line and line.endswith(" 1.0")
 
 
-def test_an_idle_server_has_no_load(server: Any) -> None:
+def test_load_of_idle_server(server: Any) -> None:
     assert fetch(server, "GET", "/load").json() == {"server_load": 0}
 
 
-def test_tokens_of_steps_are_a_histogram() -> None:
+def test_tokens_per_step_histogram() -> None:
     text = Metrics("m").render(stats()).decode()
     assert 'lockstep:iteration_tokens_total_sum{model_name="m"} 101.0' in text
 
 
-def test_requests_that_have_ended() -> None:
+def test_finished_request_metrics() -> None:
     metrics = Metrics("m")
-    metrics.observe(ended())
-    metrics.observe(ended(metrics=(RequestMetrics(),), max_completion_tokens=0))
+    metrics.observe(finished_record())
+    metrics.observe(finished_record(metrics=(RequestMetrics(),), max_completion_tokens=0))
     result = metrics.render(stats()).decode()
     label = '{model_name="m"}'
     assert f"lockstep:request_prompt_tokens_count{label} 2.0" in result
@@ -178,36 +178,38 @@ def test_requests_that_have_ended() -> None:
     assert float(line.rpartition(" ")[2]) == pytest.approx(1.25 / 3)
 
 
-def test_what_dashboards_of_vllm_ask_for_is_there() -> None:
-    """The samples that the dashboards in its repository name, without those of older releases."""
+def test_metrics_of_vllm_dashboards_exist() -> None:
+    """The metrics that dashboards in vLLM's repository use, without those of older releases."""
     metrics = Metrics("m", "vllm")
-    metrics.observe(ended())
-    told = samples(metrics.render(stats()).decode())
-    assert {f"vllm:{name}" for name in OF_VLLM} <= told
+    metrics.observe(finished_record())
+    received = samples(metrics.render(stats()).decode())
+    assert {f"vllm:{name}" for name in OF_VLLM} <= received
 
 
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+def test_dashboard_uses_existing_metrics() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    asked = {
+    requested = {
         name
         for panel in panels
         for target in panel["targets"]
         for name in re.findall(r"lockstep:[a-z_0-9]+", target["expr"])
     }
-    assert len(asked) > 15 and all(panel["targets"] for panel in panels)
+    assert len(requested) > 15 and all(panel["targets"] for panel in panels)
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
         (x, y)
-        for place in (panel["gridPos"] for panel in panels)
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
+        for index in (panel["gridPos"] for panel in panels)
+        for x in range(index["x"], index["x"] + index["w"])
+        for y in range(index["y"], index["y"] + index["h"])
     ]
     assert len(set(cells)) == len(cells), "no panel covers another"
-    assert asked <= told_in_all()
+    assert requested <= all_metric_names()
 
 
-def test_the_dashboard_shows_every_metric() -> None:
+def test_dashboard_shows_every_metric() -> None:
     """Histograms count by their buckets; metrics that Prometheus adds do not count."""
     text = DASHBOARD.read_text()
-    bare = {name for name in told_in_all() if not name.endswith(("_created", "_sum", "_count"))}
+    bare = {
+        name for name in all_metric_names() if not name.endswith(("_created", "_sum", "_count"))
+    }
     assert not [name for name in bare if name not in text]

@@ -1,4 +1,4 @@
-"""Figures of a server from two readings of its /metrics, and what is no such server."""
+"""Figures of a server from two readings of its /metrics."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from lockstep.worker.device_rates import Rates
 from lockstep.worker.roofline import PassCosts, StepCosts, StepFloors, WeightCost
 
 KV = Part("k", (1,), torch.uint8)
-"""A byte of cache for each token."""
+"""A cache part of one byte per token."""
 
 
 def counted(**counts: object) -> Stats:
@@ -69,14 +69,14 @@ def watched(request: pytest.FixtureRequest) -> Frame:
     return frame(before, reading(metrics, late, 12.0))
 
 
-def test_gauges(watched: Frame) -> None:
+def test_reader_gauges(watched: Frame) -> None:
     assert watched.model == "my-model"
     assert (watched.running, watched.waiting, watched.swapped) == (2, 3, 1)
     assert watched.cache_usage == pytest.approx(0.4)
     assert watched.ended == {"length": 1, "stop": 2}
 
 
-def test_figures_of_now(watched: Frame) -> None:
+def test_reader_rates(watched: Frame) -> None:
     now = watched.now
     assert now.seconds == 2.0
     assert now.generation_speed == 20.0
@@ -93,17 +93,17 @@ def test_figures_of_now(watched: Frame) -> None:
     assert now.preemptions == 1
 
 
-def test_figures_since_the_start(watched: Frame) -> None:
-    whole = watched.since_start
-    assert whole.seconds is None and whole.generation_speed is None
-    assert whole.acceptance_length == pytest.approx(1 + 50 / 30)
-    assert whole.acceptance_rate == pytest.approx(50 / 90)
-    assert whole.accepted_at == pytest.approx((25 / 30, 14 / 30, 11 / 30))
-    assert whole.step_ms == pytest.approx(70 / 3)
-    assert whole.preemptions == 4
+def test_reader_totals_since_start(watched: Frame) -> None:
+    full = watched.since_start
+    assert full.seconds is None and full.generation_speed is None
+    assert full.acceptance_length == pytest.approx(1 + 50 / 30)
+    assert full.acceptance_rate == pytest.approx(50 / 90)
+    assert full.accepted_at == pytest.approx((25 / 30, 14 / 30, 11 / 30))
+    assert full.step_ms == pytest.approx(70 / 3)
+    assert full.preemptions == 4
 
 
-def test_nothing_happened() -> None:
+def test_reader_of_idle_server() -> None:
     metrics = Metrics("m")
     still = reading(metrics, counted(), 1.0)
     now = frame(still, reading(metrics, counted(), 2.0)).now
@@ -114,7 +114,7 @@ def test_nothing_happened() -> None:
     assert now.accepted_at == ()
 
 
-def test_a_server_that_began_anew() -> None:
+def test_reader_handles_counter_reset() -> None:
     """Counters that fall were reset, so their value is their increase."""
     before = reading(Metrics("m"), counted(generation_tokens_total=500), 1.0)
     after = reading(Metrics("m"), counted(generation_tokens_total=30), 2.0)
@@ -133,12 +133,12 @@ def test_a_server_that_began_anew() -> None:
         "lockstep:num_requests_running 1\nlockstep:request_success_total 1\n",
     ],
 )
-def test_what_is_no_reading(text: str) -> None:
+def test_other_metrics_are_not_a_reading(text: str) -> None:
     assert parse(text, 0.0) is None
 
 
 @pytest.mark.parametrize(
-    ("url", "asked"),
+    ("url", "requested"),
     [
         ("localhost:9000", "http://localhost:9000/metrics"),
         ("http://a:1/", "http://a:1/metrics"),
@@ -147,13 +147,13 @@ def test_what_is_no_reading(text: str) -> None:
         ("http://[::1]:8000", "http://[::1]:8000/metrics"),
     ],
 )
-def test_addresses(url: str, asked: str) -> None:
-    assert MetricsReader(url).url == asked
+def test_reader_url(url: str, requested: str) -> None:
+    assert MetricsReader(url).url == requested
 
 
 @pytest.mark.parametrize(
     "url", ["", "file:///etc/passwd", "http://", "http://a:b", "http://a:0", "//"]
 )
-def test_what_is_no_address(url: str) -> None:
+def test_invalid_reader_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="url=.*allowed: http://HOST:PORT"):
         MetricsReader(url)

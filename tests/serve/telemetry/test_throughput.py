@@ -1,4 +1,4 @@
-"""The log's lines of throughput."""
+"""Throughput lines in the log."""
 
 import logging
 
@@ -8,11 +8,13 @@ from lockstep.engine.stats import Stats
 from lockstep.serve.telemetry.throughput import THROUGHPUT_LOGGER, ThroughputLogger
 
 
-def test_a_line_while_there_is_work_and_one_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_throughput_is_logged_while_working_and_once_after(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, THROUGHPUT_LOGGER)
     lines = ThroughputLogger(Stats())
     lines.log(Stats(), 10.0)
-    assert not caplog.messages, "an idle server says nothing"
+    assert not caplog.messages, "an idle server logs nothing"
     busy = Stats(
         num_running=3,
         num_waiting=2,

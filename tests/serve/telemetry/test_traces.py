@@ -1,4 +1,4 @@
-"""A span for every request, as collectors get it, and none that a request waits for."""
+"""A span for every request, as collectors receive it, exported without delaying requests."""
 
 import asyncio
 import socket
@@ -22,12 +22,12 @@ from tests.serve.api_calls import fetch
 from tests.serve.server_process import PATIENCE
 from tests.serve.span_collector import PARENT, TRACE, TRACED
 
-ASKED = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "n": 2, "temperature": 0.5, "seed": 1}
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "n": 2, "temperature": 0.5, "seed": 1}
 
 
 @pytest.fixture
 def spans(server: Any, processor: Any) -> Iterator[Any]:
-    """`spans()` are those of the requests that have ended."""
+    """Return a function that returns the spans of the finished requests."""
     exporter = InMemorySpanExporter()
     with closing(SpanRecorder(exporter)) as traces:
         service = Service(server.client, processor, "tiny", "ls-test", on_record=[traces.record])
@@ -40,9 +40,9 @@ def spans(server: Any, processor: Any) -> Iterator[Any]:
         yield found
 
 
-def test_a_span_tells_of_its_request(server: Any, spans: Any) -> None:
+def test_span_attributes(server: Any, spans: Any) -> None:
     began = time.time_ns()
-    answer = fetch(server, "POST", "/v1/completions", headers=TRACED, json=ASKED).json()
+    answer = fetch(server, "POST", "/v1/completions", headers=TRACED, json=BODY).json()
     (span,) = spans()
     assert (span.name, span.kind, span.status.status_code) == (
         SPAN_NAME,
@@ -51,12 +51,12 @@ def test_a_span_tells_of_its_request(server: Any, spans: Any) -> None:
     )
     assert span.context.trace_id == TRACE and span.parent.span_id == PARENT
     assert began - 10**7 < span.start_time <= span.end_time <= time.time_ns() + 10**7
-    told = dict(span.attributes)
-    assert 0 < told.pop("gen_ai.latency.e2e") < 60
+    received = dict(span.attributes)
+    assert 0 < received.pop("gen_ai.latency.e2e") < 60
     usage = answer["usage"]
     details = usage["completion_tokens_details"]
     drafted = sum(details[f"{how}_prediction_tokens"] for how in ("accepted", "rejected"))
-    assert told == {
+    assert received == {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.request.id": answer["id"],
         "gen_ai.request.model": "tiny",
@@ -80,28 +80,28 @@ def test_a_span_tells_of_its_request(server: Any, spans: Any) -> None:
 
 
 @pytest.mark.parametrize("traced", ["", "no trace", f"00-{0:032x}-{PARENT:016x}-01", "x" * 600])
-def test_what_names_no_trace_begins_one(server: Any, spans: Any, traced: str) -> None:
-    fetch(server, "POST", "/v1/completions", headers={"traceparent": traced}, json=ASKED)
+def test_request_without_trace_starts_one(server: Any, spans: Any, traced: str) -> None:
+    fetch(server, "POST", "/v1/completions", headers={"traceparent": traced}, json=BODY)
     (span,) = spans()
     assert span.parent is None and span.context.trace_id not in (0, TRACE)
 
 
-def test_a_request_that_failed_says_so(server: Any, spans: Any) -> None:
+def test_span_of_failed_request(server: Any, spans: Any) -> None:
     """A completion that fails ends the response, and so the other completions."""
     server.client.error = ZeroDivisionError("not foreseen")
-    assert fetch(server, "POST", "/v1/completions", json=ASKED).status_code == 500
+    assert fetch(server, "POST", "/v1/completions", json=BODY).status_code == 500
     (span,) = spans()
     assert span.status.status_code is StatusCode.ERROR
     assert span.attributes["gen_ai.response.finish_reasons"] == ("error", "abort")
 
 
-def test_a_request_whose_client_left_was_aborted(server: Any, spans: Any) -> None:
+def test_span_of_aborted_request(server: Any, spans: Any) -> None:
     server.client.hang = True
     server.client.answer = lambda request: [5, 6]
 
     async def leave() -> None:
         async with server.http() as http:
-            ask = http.post("/v1/completions", json={**ASKED, "max_tokens": 400})
+            ask = http.post("/v1/completions", json={**BODY, "max_tokens": 400})
             await asyncio.wait_for(ask, 0.3)
 
     with pytest.raises(TimeoutError):
@@ -111,10 +111,10 @@ def test_a_request_whose_client_left_was_aborted(server: Any, spans: Any) -> Non
     assert span.status.status_code is StatusCode.UNSET
 
 
-def test_nobody_waits_for_a_collector_that_is_gone(
+def test_missing_collector_delays_nothing(
     server: Any, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor for one that takes connections and never answers."""
+    """Nor does one that accepts connections and never answers."""
     monkeypatch.setattr("lockstep.serve.telemetry.traces.CLOSE_SECONDS", CLOSE_SECONDS / 6)
     before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -124,8 +124,8 @@ def test_nobody_waits_for_a_collector_that_is_gone(
         server.app = create_app(service)
         began = time.monotonic()
         for _ in range(20):
-            assert fetch(server, "POST", "/v1/completions", json=ASKED).status_code == 200
-        asked = time.monotonic() - began
+            assert fetch(server, "POST", "/v1/completions", json=BODY).status_code == 200
+        requested = time.monotonic() - began
         began = time.monotonic()
         traces.close()
         closed = time.monotonic() - began
@@ -133,12 +133,12 @@ def test_nobody_waits_for_a_collector_that_is_gone(
     for thread in set(threading.enumerate()) - before:
         thread.join(PATIENCE)
         assert not thread.is_alive()
-    assert asked < 10
+    assert requested < 10
     assert closed < CLOSE_SECONDS / 6 + 1
 
 
 @pytest.mark.parametrize(
-    ("given", "sent_to"),
+    ("endpoint", "sent_to"),
     [
         ("http://host:4318", "http://host:4318/v1/traces"),
         ("https://host/", "https://host/v1/traces"),
@@ -146,18 +146,18 @@ def test_nobody_waits_for_a_collector_that_is_gone(
         ("http://host/own/path", "http://host/own/path"),
     ],
 )
-def test_where_spans_go(given: str, sent_to: str) -> None:
-    assert ServerSettings(otlp_traces_endpoint=given).otlp_traces_endpoint == given
-    assert otlp_exporter(given)._endpoint == sent_to
+def test_otlp_endpoint(endpoint: str, sent_to: str) -> None:
+    assert ServerSettings(otlp_traces_endpoint=endpoint).otlp_traces_endpoint == endpoint
+    assert otlp_exporter(endpoint)._endpoint == sent_to
 
 
-@pytest.mark.parametrize("given", ["grpc://host:4317", "host:4318", "", "http://", "http://a b"])
-def test_what_is_no_endpoint(given: str) -> None:
+@pytest.mark.parametrize("endpoint", ["grpc://host:4317", "host:4318", "", "http://", "http://a b"])
+def test_invalid_otlp_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="otlp_traces_endpoint.*allowed.*--otlp-traces-endpoint"):
-        ServerSettings(otlp_traces_endpoint=given)
+        ServerSettings(otlp_traces_endpoint=endpoint)
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_opentelemetry_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"pip install '.\[otel\]'"):

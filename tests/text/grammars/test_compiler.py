@@ -1,4 +1,4 @@
-"""Matchers against Python's re: every token that may come, at every place, and nothing else."""
+"""Grammar matchers equal Python's re: every allowed token at every position, and no other."""
 
 import ctypes
 import pickle
@@ -27,7 +27,7 @@ from tests.masks import every_token, masks_of, together
 
 MODEL = Path(__file__).parents[3] / "lockstep" / "assets" / "model"
 EXTRA = 40
-"""Ids of the model that the tokenizer lacks: no grammar lets them come."""
+"""Ids of the model without tokens: grammars never allow them."""
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,12 @@ def allowed(mask: bytes) -> set[int]:
     return {at * 8 + bit for at, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1}
 
 
-def matcher(compiler: Compiler, **wanted: object) -> Matcher:
-    return compile_structured_output(StructuredOutputsParams(**wanted), compiler)  # type: ignore[arg-type]
+def matcher(compiler: Compiler, **kwargs: object) -> Matcher:
+    return compile_structured_output(StructuredOutputsParams(**kwargs), compiler)  # type: ignore[arg-type]
 
 
-def due(compiler: Compiler, texts: list[str], before: bytes) -> set[int]:
-    """The tokens that lead from what is said towards one of the texts, or end there."""
+def expected_tokens(compiler: Compiler, texts: list[str], before: bytes) -> set[int]:
+    """Return the tokens that continue the text towards one of the texts, or end there."""
     tokenizer = compiler.tokenizer
     wholes = [text.encode() for text in texts]
     result = set()
@@ -60,23 +60,23 @@ CHOICES = ["yes", "yes, sir", 'no "quotes" \\ or / lines\n', "é€😀", "\x01"
 
 
 @pytest.mark.parametrize("text", CHOICES)
-def test_a_choice_allows_what_leads_to_one_of_them(compiler: Compiler, text: str) -> None:
+def test_choice_allows_prefixes_of_the_choices(compiler: Compiler, text: str) -> None:
     following = matcher(compiler, choice=CHOICES)
     before = b""
     for token in compiler.tokenizer.encode(text, add_special_tokens=False):
-        assert allowed(masks_of(following)[0]) == due(compiler, CHOICES, before)
+        assert allowed(masks_of(following)[0]) == expected_tokens(compiler, CHOICES, before)
         following.accept([token])
         before += compiler.tokenizer.token_bytes(token)
     assert before.decode() == text
-    assert allowed(masks_of(following)[0]) == due(compiler, CHOICES, before)
+    assert allowed(masks_of(following)[0]) == expected_tokens(compiler, CHOICES, before)
 
 
 PATTERN = r"(ab|[0-9]{1,3}x?)+;"
 ALPHABET = "ab0189x;"
 
 
-def test_a_regex_allows_what_leads_to_a_full_match(compiler: Compiler) -> None:
-    """Compare with re, by trying all short continuations of a text."""
+def test_regex_allows_prefixes_of_full_matches(compiler: Compiler) -> None:
+    """Compare with re on all short continuations of a text."""
     ends = ["", ";", "b;", "x;", "0;", "b0;"]
     tokenizer = compiler.tokenizer
     one = {c: tokenizer.encode(c, add_special_tokens=False) for c in ALPHABET}
@@ -98,8 +98,8 @@ def test_a_regex_allows_what_leads_to_a_full_match(compiler: Compiler) -> None:
         assert (compiler.ends <= result) == bool(re.fullmatch(PATTERN, text))
 
 
-def test_masks_behind_drafts_are_those_of_the_tokens(compiler: Compiler) -> None:
-    """Masks along drafts, illegal ones among them, and ends; nothing of the drafts is kept."""
+def test_masks_after_drafts_equal_masks_of_accepted_tokens(compiler: Compiler) -> None:
+    """Forbidden drafts and ends are among them; the matcher keeps no draft."""
     schema = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "number"}}}
     text = '{"name": "a b", "n": -12.5}'
     tokens = compiler.tokenizer.encode(text, add_special_tokens=False)
@@ -137,8 +137,8 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_random_answers_along_random_drafts(compiler: Compiler, source: str) -> None:
-    """Masks depend neither on drafts tried before nor on other answers of the step."""
+def test_masks_are_independent_of_drafts_and_neighbours(compiler: Compiler, source: str) -> None:
+    """Masks depend neither on earlier drafts nor on other answers of the step."""
     draw = random.Random(0)
     lines = []
     dues = []
@@ -152,8 +152,8 @@ def test_random_answers_along_random_drafts(compiler: Compiler, source: str) -> 
         drafts = [line + draw.choices(range(4000), k=draw.choice([0, 1])) for line in right]
         result = together(copy_ahead, drafts)
         for i, (following, line) in enumerate(zip(copy_ahead, lines, strict=True)):
-            due = dues[i][index : index + 1 + len(right[i])]
-            assert result[i][: len(due)] == due
+            expected_tokens = dues[i][index : index + 1 + len(right[i])]
+            assert result[i][: len(expected_tokens)] == expected_tokens
             following.accept(line[index : index + 1])
     assert all(following.fault is None for following in copy_ahead)
 
@@ -161,7 +161,7 @@ def test_random_answers_along_random_drafts(compiler: Compiler, source: str) -> 
 def random_answer(
     compiler: Compiler, source: str, draw: random.Random
 ) -> tuple[list[int], list[bytes]]:
-    """Tokens that may come, up to 8, and the masks in front of each and behind them."""
+    """Return up to 8 allowed tokens, and the masks before each and after them."""
     stepped = compiler.matcher(source)
     line: list[int] = []
     masks = masks_of(stepped)
@@ -175,7 +175,7 @@ def random_answer(
     return line, masks
 
 
-def test_nothing_matters_behind_the_end(compiler: Compiler) -> None:
+def test_masks_after_the_end_allow_every_token(compiler: Compiler) -> None:
     following = matcher(compiler, choice=["-"])
     following.accept(compiler.tokenizer.encode("-", add_special_tokens=False))
     assert allowed(masks_of(following, [7, 8])[0]) == compiler.ends
@@ -185,7 +185,7 @@ def test_nothing_matters_behind_the_end(compiler: Compiler) -> None:
     assert following.accepted == 4
 
 
-def test_a_token_that_is_not_allowed_is_a_fault(compiler: Compiler) -> None:
+def test_forbidden_token_is_a_fault(compiler: Compiler) -> None:
     following = matcher(compiler, choice=["yes"])
     following.accept([5])
     assert following.fault is not None
@@ -193,14 +193,14 @@ def test_a_token_that_is_not_allowed_is_a_fault(compiler: Compiler) -> None:
     assert not any(masks_of(following)[0])
 
 
-def test_ids_beyond_the_tokenizer_never_come(compiler: Compiler) -> None:
+def test_ids_beyond_the_tokenizer_are_forbidden(compiler: Compiler) -> None:
     result = allowed(masks_of(matcher(compiler, regex="(.|\n)*"))[0])
     assert max(result) < len(compiler.tokenizer)
     assert len(result) > 4000
     assert not result & (compiler.tokenizer.special_ids - compiler.ends)
 
 
-def test_two_answers_of_one_grammar_are_apart(compiler: Compiler) -> None:
+def test_answers_of_one_grammar_are_independent(compiler: Compiler) -> None:
     first = matcher(compiler, choice=["ab", "cd"])
     second = matcher(compiler, choice=["ab", "cd"])
     before = masks_of(second)
@@ -209,7 +209,7 @@ def test_two_answers_of_one_grammar_are_apart(compiler: Compiler) -> None:
     assert masks_of(first) != before
 
 
-class Breaking:
+class PanickingMatcher:
     """Matcher that panics after three tokens, as llguidance 1.9.1 does for some grammars."""
 
     def __init__(self, inner: Any) -> None:
@@ -229,8 +229,8 @@ class Breaking:
     def try_consume_tokens(self, tokens: list[int]) -> int:
         return len(tokens) if self.consume_tokens(tokens) else 0
 
-    def deep_copy(self) -> "Breaking":
-        copied = Breaking(self._inner.deep_copy())
+    def deep_copy(self) -> "PanickingMatcher":
+        copied = PanickingMatcher(self._inner.deep_copy())
         copied._taken = self._taken
         return copied
 
@@ -241,8 +241,8 @@ class Breaking:
         return "a panic\n<backtrace>\nat line 7"
 
 
-class OneByOne:
-    """LLExecutor's part for matchers that are not llguidance's own."""
+class SequentialExecutor:
+    """LLExecutor for matchers that are not llguidance's own."""
 
     def unsafe_compute_mask_ptr(
         self, jobs: list[tuple[Any, int]], address: int, size: int, count: int
@@ -263,44 +263,46 @@ class OneByOne:
                     break
 
 
-def test_a_matcher_that_breaks_leaves_others_alone(
+def test_panicking_matcher_does_not_affect_others(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "start: /[a-z ]+/"
     spelled = [compiler.tokenizer.token_bytes(token) for token in range(4000)]
     line = [spelled.index(text) for text in (b"label", b"turtle", b"    ")]
     other = compiler.matcher(source)
-    due = masks_of(other)
+    expected_tokens = masks_of(other)
     compiled = compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda given: Breaking(compiled(given)))
-    monkeypatch.setitem(vars(compiler), "_threads", OneByOne())
+    monkeypatch.setattr(
+        compiler, "_compile", lambda arguments: PanickingMatcher(compiled(arguments))
+    )
+    monkeypatch.setitem(vars(compiler), "_threads", SequentialExecutor())
     breaks = compiler.matcher(source)
     drafted = masks_of(breaks, line)
     assert len(drafted) == 4
     assert any(drafted[-2]) and not any(drafted[-1])
     assert breaks.fault is None, "a draft may never be accepted"
-    assert masks_of(breaks) == masks_of(other) == due
+    assert masks_of(breaks) == masks_of(other) == expected_tokens
     breaks.accept(line)
     assert not any(masks_of(breaks)[0])
     assert breaks.fault is not None
     assert "panic" in breaks.fault
     assert "backtrace" not in breaks.fault
-    assert masks_of(other) == due
+    assert masks_of(other) == expected_tokens
 
 
-def test_a_grammar_that_is_known_is_compiled_when_it_is_needed(
+def test_known_grammar_is_compiled_lazily(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = 'start: "known"'
     first = compiler.matcher(source)
-    due = masks_of(first)
+    expected_tokens = masks_of(first)
     created = []
     compiled = compiler._compile
     monkeypatch.setattr(
-        compiler, "_compile", lambda given: created.append(given) or compiled(given)
+        compiler, "_compile", lambda arguments: created.append(arguments) or compiled(arguments)
     )
     second = compiler.matcher(source)
-    assert masks_of(second) == due
+    assert masks_of(second) == expected_tokens
     assert created == []
     tokens = compiler.tokenizer.encode("known", add_special_tokens=False)
     assert masks_of(second, tokens) == masks_of(first, tokens)
@@ -312,7 +314,7 @@ def test_a_grammar_that_is_known_is_compiled_when_it_is_needed(
     assert created[3:] == [GrammarRecipe(source, ROW_ITEMS - 1)]
 
 
-def test_what_is_known_is_bounded() -> None:
+def test_first_masks_cache_is_bounded() -> None:
     known = FirstMasks(3, 1000)
     for number in range(5):
         known.put(GrammarRecipe(f"grammar {number}"), bytes(10))
@@ -328,11 +330,11 @@ def test_what_is_known_is_bounded() -> None:
     assert (len(known), known.size) == (0, 0)
 
 
-def test_drafts_bring_an_answer_to_no_limit(
+def test_drafts_do_not_use_up_lexer_states(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lexer that was led along drafts has more states; where that is too many, a fresh one goes
-    on, so that the answer alone comes to the limit or does not."""
+    """Drafts add states to a lexer. At its limit a fresh lexer replaces it, so only the answer
+    itself can reach the limit."""
     states = 60
     created = []
 
@@ -362,7 +364,7 @@ def test_drafts_bring_an_answer_to_no_limit(
 
 
 @pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((a{100}){100}){100}", "(.*a){900}.*"])
-def test_what_is_too_large_is_refused_or_ends(compiler: Compiler, regex: str) -> None:
+def test_too_large_regex_is_refused_or_ends(compiler: Compiler, regex: str) -> None:
     try:
         following = compiler.matcher(f"start: /{regex}/")
     except GrammarFault:
@@ -371,8 +373,8 @@ def test_what_is_too_large_is_refused_or_ends(compiler: Compiler, regex: str) ->
     assert following.fault is None
 
 
-def test_masks_are_written_nowhere_else(compiler: Compiler) -> None:
-    """llguidance writes to an address, and looks at no bounds."""
+def test_masks_are_written_within_bounds(compiler: Compiler) -> None:
+    """llguidance writes to an address without bounds checks."""
     size = compiler.mask_bytes
     following = matcher(compiler, regex="[a-z]+")
     following.accept(compiler.tokenizer.encode("a", add_special_tokens=False))
@@ -389,7 +391,7 @@ BEGIN = 3001
 
 
 @pytest.mark.parametrize("opened", [True, False], ids=["by the prompt", "by the answer"])
-def test_the_grammar_begins_behind_the_reasoning(compiler: Compiler, opened: bool) -> None:
+def test_grammar_starts_after_reasoning(compiler: Compiler, opened: bool) -> None:
     bound = matcher(compiler, choice=["yes"])
     content = compiler.tokenizer.encode("yes", add_special_tokens=False)
     masks = masks_of(bound, content)
@@ -412,7 +414,7 @@ def test_the_grammar_begins_behind_the_reasoning(compiler: Compiler, opened: boo
     assert kept.accepted == len(content) + 2 + (not opened)
 
 
-def test_an_answer_may_leave_reasoning_out(compiler: Compiler) -> None:
+def test_answer_may_omit_reasoning(compiler: Compiler) -> None:
     kept = AfterReasoning(matcher(compiler, choice=["yes"]), END, BEGIN)
     content = compiler.tokenizer.encode("yes", add_special_tokens=False)
     masks = masks_of(matcher(compiler, choice=["yes"]), content)
@@ -422,8 +424,8 @@ def test_an_answer_may_leave_reasoning_out(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("reasons", [False, True])
-def test_a_recipe_makes_the_grammar_anew(compiler: Compiler, reasons: bool) -> None:
-    """In another process too: the recipe is pickled, and what was accepted is not part of it."""
+def test_recipe_recreates_the_grammar(compiler: Compiler, reasons: bool) -> None:
+    """A pickled recipe works in another process, and has no accepted tokens."""
     first: Grammar = matcher(compiler, regex="[a-c]{2,5}x")
     if reasons:
         first = AfterReasoning(matcher(compiler, choice=["yes"]), END, BEGIN)
@@ -436,7 +438,7 @@ def test_a_recipe_makes_the_grammar_anew(compiler: Compiler, reasons: bool) -> N
     assert again.recipe == first.recipe and type(again) is type(first)
 
 
-def test_a_draft_that_did_not_come_leaves_no_trace(compiler: Compiler) -> None:
+def test_rolled_back_draft_leaves_no_trace(compiler: Compiler) -> None:
     """llguidance 1.9.1 caches results of rolled-back tokens, here an object's next key for an
     array."""
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -445,11 +447,11 @@ def test_a_draft_that_did_not_come_leaves_no_trace(compiler: Compiler) -> None:
     (after,) = encode("]\n")
     (comma,) = encode(",\n")
     (blanks,) = encode("       ")
-    given = matcher(compiler, json=schema)
-    given.accept(answer)
-    masks_of(given, [comma])
-    given.accept([after])
-    result = masks_of(given, [blanks])
+    arguments = matcher(compiler, json=schema)
+    arguments.accept(answer)
+    masks_of(arguments, [comma])
+    arguments.accept([after])
+    result = masks_of(arguments, [blanks])
     fresh = matcher(compiler, json=schema)
     fresh.accept([*answer, after])
     assert result[0] == masks_of(fresh)[0]

@@ -1,4 +1,4 @@
-"""Regexes that must match together: few are compiled, many are refused before any work."""
+"""Conjunctions of regexes: usual ones compile, large ones are refused before any work."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from tests.masks import masks_of
 
 MODEL = Path(__file__).parents[3] / "lockstep" / "assets" / "model"
 SECONDS = 1.0
-"""Of the processor: what is refused, and what is let through, is far below."""
+"""Limit of CPU time; refused and accepted ones are far below."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def nested(count: int) -> dict[str, Any]:
     return schema
 
 
-def chained(count: int) -> dict[str, Any]:
+def chained_references(count: int) -> dict[str, Any]:
     links: dict[str, Any] = {
         f"d{number}": {"$ref": f"#/$defs/d{number + 1}", "pattern": f"a{number}.*b"}
         for number in range(count)
@@ -46,7 +46,7 @@ def chained(count: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": links}
 
 
-def names(count: int) -> dict[str, Any]:
+def property_names(count: int) -> dict[str, Any]:
     return {
         "type": "object",
         "patternProperties": {f"^a{number}.*b{number}$": {} for number in range(count)},
@@ -62,8 +62,8 @@ def terminal(count: int, between: str = " ") -> str:
     [
         {"json": {"allOf": patterns(32)}},
         {"json": nested(28)},
-        {"json": chained(64)},
-        {"json": names(300)},
+        {"json": chained_references(64)},
+        {"json": property_names(300)},
         {"grammar": terminal(32)},
         {"grammar": terminal(32, "\n")},
         {"grammar": terminal(32) + " # /"},
@@ -79,10 +79,8 @@ def terminal(count: int, between: str = " ") -> str:
     ],
     ids=range(11),
 )
-def test_many_that_must_match_together_are_refused(
-    compiler: Compiler, fields: dict[str, Any]
-) -> None:
-    """Unbounded, each of them takes minutes of a processor, and some never end."""
+def test_large_conjunctions_are_refused(compiler: Compiler, fields: dict[str, Any]) -> None:
+    """Without the bound they take minutes of CPU time, and some never end."""
     began = time.process_time()
     with pytest.raises(RequestError, match="allowed: at most") as caught:
         compile_structured_output(StructuredOutputsParams(**fields), compiler)
@@ -94,14 +92,14 @@ def test_many_that_must_match_together_are_refused(
     "fields",
     [
         {"json": {"type": "array", "prefixItems": patterns(200)}},
-        {"json": names(MAX_NAME_PATTERNS)},
-        {"json": {"type": "object", "properties": {str(i): names(9) for i in range(20)}}},
+        {"json": property_names(MAX_NAME_PATTERNS)},
+        {"json": {"type": "object", "properties": {str(i): property_names(9) for i in range(20)}}},
         {"grammar": "start: A\nA: " + " & ".join(f"~/x{i}/" for i in range(MAX_CONJOINED // 2))},
         {"grammar": 'start: /a&b&c&d&e&f&g&h/ "' + "~" * 99 + '"'},
     ],
     ids=range(5),
 )
-def test_usual_ones_are_obeyed(compiler: Compiler, fields: dict[str, Any]) -> None:
+def test_usual_conjunctions_compile(compiler: Compiler, fields: dict[str, Any]) -> None:
     began = time.process_time()
     compile_structured_output(StructuredOutputsParams(**fields), compiler)
     assert time.process_time() - began < SECONDS
@@ -114,8 +112,8 @@ AMBIGUOUS = [
 
 
 @pytest.mark.parametrize("source", AMBIGUOUS)
-def test_an_ambiguous_grammar_ends_its_answer_early(compiler: Compiler, source: str) -> None:
-    """The work for a token grows with the square of the text: a step would wait ever longer."""
+def test_ambiguous_grammar_ends_the_answer_early(compiler: Compiler, source: str) -> None:
+    """The work per token grows with the square of the text's length."""
     matcher = compile_structured_output(StructuredOutputsParams(grammar=source), compiler)
     (one,) = compiler.tokenizer.encode("1", add_special_tokens=False)
     began = time.process_time()

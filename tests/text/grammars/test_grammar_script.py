@@ -3,7 +3,7 @@
 from benchmarks.grammar import MAX_TOKEN_BYTES, SyntheticTokenizer
 
 
-def test_a_synthetic_vocabulary_extends_the_bundled_one():
+def test_synthetic_vocabulary_extends_the_bundled_one():
     tokenizer = SyntheticTokenizer(6000)
     result = [tokenizer.token_bytes(token) for token in range(len(tokenizer))]
     expected = 4096

@@ -1,4 +1,4 @@
-"""Integers of schemas: what a grammar lets through is what readers of JSON read back."""
+"""Integers of schemas: grammars allow exactly those that JSON readers read back."""
 
 import json
 from typing import Any
@@ -22,7 +22,7 @@ def compiler(tokenizer: Tokenizer) -> Compiler:
 
 
 def allows(compiler: Compiler, schema: Any, text: str) -> bool:
-    """Return whether a grammar of the schema lets this text come, and end there."""
+    """Return whether a grammar of the schema allows the text as a complete answer."""
     matcher = compile_structured_output(StructuredOutputsParams(json=schema), compiler)
     for token in compiler.tokenizer.encode(text, add_special_tokens=False):
         if not masks_of(matcher)[0][token // 8] >> token % 8 & 1:
@@ -46,7 +46,7 @@ def allows(compiler: Compiler, schema: Any, text: str) -> bool:
         {"type": "integer", "maximum": 8e18},
     ],
 )
-def test_integers_have_a_bound(compiler: Compiler, schema: Any) -> None:
+def test_integers_are_bounded(compiler: Compiler, schema: Any) -> None:
     for text in ("0", "17", "1234567890123456789"):
         assert allows(compiler, schema, text)
     for text in (str(10**19), "1" * 400, "1" * 5000, "1.5", "1e5"):
@@ -56,7 +56,7 @@ def test_integers_have_a_bound(compiler: Compiler, schema: Any) -> None:
     assert not allows(compiler, schema, "-" + "1" * 30)
 
 
-def test_a_callers_own_bounds_are_kept(compiler: Compiler) -> None:
+def test_bounds_of_the_schema_are_kept(compiler: Compiler) -> None:
     between = {"type": "integer", "minimum": 3, "maximum": 12}
     assert add_integer_bounds(between) == between
     assert allows(compiler, between, "12") and not allows(compiler, between, "13")
@@ -69,14 +69,14 @@ def test_a_callers_own_bounds_are_kept(compiler: Compiler) -> None:
     assert add_integer_bounds(above) == above
 
 
-def test_other_kinds_keep_what_does_not_bind_them(compiler: Compiler) -> None:
+def test_bounds_do_not_apply_to_other_types(compiler: Compiler) -> None:
     either = {"type": ["integer", "string"], "minimum": 5}
     assert allows(compiler, either, '"a"') and allows(compiler, either, "5")
     assert not allows(compiler, either, "4") and not allows(compiler, either, "9" * 20)
 
 
-def test_equal_integers_are_one_definition(compiler: Compiler) -> None:
-    """A range for each of 200 places takes more than llguidance allows."""
+def test_equal_integers_share_one_definition(compiler: Compiler) -> None:
+    """A range for each of 200 properties exceeds llguidance's limits."""
     names = [f"k{i}" for i in range(200)]
     schema = {"type": "object", "properties": dict.fromkeys(names, INTEGER), "required": names}
     (spelled,) = schemas_of(json_expression(StructuredOutputsParams(json=schema)) or "")

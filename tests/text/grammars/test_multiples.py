@@ -1,4 +1,4 @@
-"""The bound of multipleOf, whose remainders llguidance counts one by one."""
+"""The bound on multipleOf: llguidance has a state per remainder."""
 
 import json
 from typing import Any
@@ -50,18 +50,18 @@ def test_usual_multiples_are_allowed(schema: Any) -> None:
     check_multiples(lark(schema), "tools")
 
 
-def test_all_schemas_of_a_grammar_count_together() -> None:
+def test_remainders_of_all_schemas_are_summed() -> None:
     half = lark({"multipleOf": MAX_REMAINDERS // 2 + 1})
     check_multiples(half, "grammar")
     with pytest.raises(RequestError):
         check_multiples(half + half, "grammar")
 
 
-def test_a_keyword_may_be_spelled_with_escapes() -> None:
+def test_keywords_with_escapes_are_recognised() -> None:
     with pytest.raises(RequestError):
         check_multiples(r'start: %json {"multiple\u004ff": 999983}', "grammar")
 
 
 @pytest.mark.parametrize("source", ["start: %json {", "%json " + '{"a":' * 9_000, '"%json {x}"'])
-def test_what_is_no_json_is_left_to_the_compiler(source: str) -> None:
+def test_invalid_json_is_left_to_the_compiler(source: str) -> None:
     check_multiples(source, "grammar")

@@ -1,4 +1,4 @@
-"""References, types and unions of schemas: grammars and parsers read them alike."""
+"""References, types and unions of schemas: grammars and tool parsers read them alike."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ def compiler() -> Compiler:
 
 
 def accepts(compiler: Compiler, schema: Any, text: str) -> bool:
-    """Whether a text is an answer that is held to a schema."""
+    """Return whether the schema's grammar allows the text as a complete answer."""
     form = json_expression(StructuredOutputsParams(json=schema))
     return matches(compiler, f"start: {form}", text)
 
@@ -69,7 +69,7 @@ REFERENCES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("reference", "more"), REFERENCES, ids=[one for one, _ in REFERENCES])
-def test_references_are_read_alike(
+def test_references_agree_between_grammar_and_parser(
     compiler: Compiler, reference: str, more: dict[str, Any]
 ) -> None:
     properties = {"n": {"$ref": reference}, "m": INTEGER}
@@ -84,7 +84,7 @@ def test_references_are_read_alike(
     assert not matches(compiler, source, parameter("five"))
 
 
-def test_a_schema_that_refers_to_itself(compiler: Compiler) -> None:
+def test_recursive_schema(compiler: Compiler) -> None:
     tree = {"type": "object", "properties": {"sub": {"$ref": "#"}}, "additionalProperties": False}
     assert accepts(compiler, tree, '{"sub": {"sub": {}}}')
     syntax = ToolSyntax(TOOL_PARSERS["qwen3_coder"], {})
@@ -95,7 +95,7 @@ def test_a_schema_that_refers_to_itself(compiler: Compiler) -> None:
         schema_of({"$ref": "#"}, "f")
 
 
-def test_a_root_that_is_a_reference(compiler: Compiler) -> None:
+def test_root_may_be_a_reference(compiler: Compiler) -> None:
     inner = {"type": "object", "properties": {"n": INTEGER}, "required": ["n"]}
     schema = {"$ref": "#/$defs/P", "$defs": {"P": inner}}
     assert call_of(schema, parameter("5")) == {"n": 5}
@@ -114,7 +114,7 @@ def test_a_root_that_is_a_reference(compiler: Compiler) -> None:
         *(("OBJECT", "{}", {}), ("any", "5", "5")),
     ],
 )
-def test_types_by_the_names_of_programs(
+def test_type_names_of_programming_languages(
     compiler: Compiler, name: str, text: str, value: Any
 ) -> None:
     schema = {"type": "object", "properties": {"n": {"type": name}}, "required": ["n"]}
@@ -140,7 +140,7 @@ CASES = [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]
         {"oneOf": list(DEFINITIONS.values()), "discriminator": {"propertyName": "kind"}},
     ],
 )
-def test_unions_by_a_tag_require_the_tag(compiler: Compiler, union: dict[str, Any]) -> None:
+def test_tagged_unions_require_the_tag(compiler: Compiler, union: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"item": union}, "required": ["item"]}
     schema["$defs"] = DEFINITIONS
     assert accepts(compiler, schema, '{"item": {"kind": "a", "x": 1}}')
@@ -149,7 +149,7 @@ def test_unions_by_a_tag_require_the_tag(compiler: Compiler, union: dict[str, An
     assert not accepts(compiler, schema, '{"item": {"kind": "b", "x": 1}}')
 
 
-def test_a_union_that_refers_to_itself(compiler: Compiler) -> None:
+def test_recursive_union(compiler: Compiler) -> None:
     leaf = case("a", "x")
     properties = {"kind": {"const": "b"}, "sub": {"$ref": "#/$defs/U"}}
     branch = {"type": "object", "properties": properties, "required": ["sub"]}
@@ -158,7 +158,7 @@ def test_a_union_that_refers_to_itself(compiler: Compiler) -> None:
     assert accepts(compiler, schema, '{"kind": "b", "sub": {"kind": "a", "x": 1}}')
 
 
-def test_a_union_whose_cases_overlap_is_named_with_a_remedy(compiler: Compiler) -> None:
+def test_overlapping_oneof_error_suggests_anyof(compiler: Compiler) -> None:
     cases = [{"type": "object", "required": ["a"]}, {"type": "object", "required": ["b"]}]
     schema = {"type": "object", "properties": {"item": {"oneOf": cases}}, "required": ["item"]}
     with pytest.raises(RequestError, match=r"'oneOf' at properties\.item.*anyOf") as caught:
@@ -167,14 +167,12 @@ def test_a_union_whose_cases_overlap_is_named_with_a_remedy(compiler: Compiler) 
 
 
 @pytest.mark.parametrize("more", [True, {}, {"description": "anything"}])
-def test_additional_properties_that_say_nothing(compiler: Compiler, more: Any) -> None:
+def test_empty_additional_properties_allow_any_value(compiler: Compiler, more: Any) -> None:
     assert normalize({"additionalProperties": more}) == {"additionalProperties": True}
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
-def test_parameters_of_any_name_have_the_type_that_is_asked_for(
-    compiler: Compiler, name: str
-) -> None:
+def test_additional_parameters_have_the_declared_type(compiler: Compiler, name: str) -> None:
     schema = {"type": "object", "additionalProperties": INTEGER}
     syntax = ToolSyntax(TOOL_PARSERS[name], {})
     tools = syntax.tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
@@ -186,8 +184,8 @@ def test_parameters_of_any_name_have_the_type_that_is_asked_for(
     assert call_of(schema, good, name) == {"n": 5}
 
 
-def test_no_escape_spells_a_key_that_the_schema_names(compiler: Compiler) -> None:
-    """JSON readers would read the named key, which the grammar has not looked at."""
+def test_escapes_cannot_spell_a_named_key(compiler: Compiler) -> None:
+    """JSON readers would read the named key, whose value the grammar has not checked."""
     schema = {"type": "object", "properties": {"a": INTEGER}}
     assert accepts(compiler, schema, '{"a": 1, "b": "\\n"}')
     for text in ('{"\\u0061": "x"}', '{"b": "\\ud800"}', '{"b": "\\x"}', '{"b": "\x01"}'):

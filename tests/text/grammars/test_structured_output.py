@@ -1,4 +1,4 @@
-"""Schemas and tags: what is refused, where it says so, and what comes of the rest."""
+"""Schemas and structural tags: what is refused, with its position, and what is enforced."""
 
 import json
 import re
@@ -44,23 +44,23 @@ def matches(compiler: Compiler, source: str, text: str) -> bool:
     return bool(masks_of(matcher)[0][end // 8] >> end % 8 & 1)
 
 
-def wanted(compiler: Compiler, **fields: Any) -> Matcher:
+def compiled(compiler: Compiler, **fields: Any) -> Matcher:
     return compile_structured_output(StructuredOutputsParams(**fields), compiler)
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
-def test_keywords_that_would_not_be_obeyed_are_named(compiler: Compiler, keyword: str) -> None:
+def test_unsupported_keywords_are_named(compiler: Compiler, keyword: str) -> None:
     schema = {"type": "object", "properties": {"a": {"items": [{}, {keyword: {"maxLength": 1}}]}}}
     with pytest.raises(RequestError, match="properties.a.items.1.") as caught:
-        wanted(compiler, json=schema)
+        compiled(compiler, json=schema)
     assert repr(keyword) in str(caught.value)
     assert caught.value.field == "structured_outputs.json"
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
-def test_a_property_of_such_a_name_is_no_keyword(compiler: Compiler, keyword: str) -> None:
+def test_properties_named_like_keywords_are_allowed(compiler: Compiler, keyword: str) -> None:
     named = {"type": "object", "properties": {keyword: {"const": {keyword: 1}}}}
-    wanted(compiler, json=named)
+    compiled(compiler, json=named)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_a_property_of_such_a_name_is_no_keyword(compiler: Compiler, keyword: st
         ({"type": "integer", "minimum": 5, "maximum": 4}, "'minimum' at the root"),
     ],
 )
-def test_faults_of_a_schema_say_where(compiler: Compiler, schema: Any, says: str) -> None:
+def test_schema_errors_name_the_position(compiler: Compiler, schema: Any, says: str) -> None:
     with pytest.raises(RequestError, match=says):
-        wanted(compiler, json=schema)
+        compiled(compiler, json=schema)
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -102,11 +102,11 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 def test_depth_is_bounded(compiler: Compiler) -> None:
-    wanted(compiler, json=nested(MAX_DEPTH - 1))
+    compiled(compiler, json=nested(MAX_DEPTH - 1))
     with pytest.raises(RequestError, match=f"more than {MAX_DEPTH} levels"):
-        wanted(compiler, json=nested(MAX_DEPTH))
+        compiled(compiler, json=nested(MAX_DEPTH))
     with pytest.raises(RequestError, match="levels"):
-        wanted(compiler, json=nested(5000))
+        compiled(compiler, json=nested(5000))
 
 
 @pytest.mark.parametrize(
@@ -139,20 +139,20 @@ def test_depth_is_bounded(compiler: Compiler) -> None:
         ),
     ],
 )
-def test_bounds_and_kinds(fields: dict[str, Any], field: str) -> None:
+def test_exactly_one_valid_kind_is_required(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as caught:
         StructuredOutputsParams(**fields)
     assert caught.value.field == field
 
 
-def test_a_pydantic_model_is_a_schema() -> None:
+def test_pydantic_model_is_a_schema() -> None:
     class Pair(BaseModel):
         x: int
 
     assert StructuredOutputsParams(json=Pair).json == Pair.model_json_schema()
 
 
-def test_objects_may_be_closed(compiler: Compiler) -> None:
+def test_objects_without_additional_properties(compiler: Compiler) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     text = '{"b":1}'
     for closes in (False, True):
@@ -162,7 +162,7 @@ def test_objects_may_be_closed(compiler: Compiler) -> None:
         assert (matcher.fault is None) == (not closes)
 
 
-def test_only_schemas_are_closed() -> None:
+def test_close_objects_changes_schemas_only() -> None:
     named = {"properties": {"properties": {"const": {"properties": {}}}}}
     inner = {"properties": {"a": {}}, "additionalProperties": False}
     assert close_objects(named) == {**named, "additionalProperties": False}
@@ -174,20 +174,20 @@ def chain(rules: int) -> str:
     return f'start: a0\n{links}a{rules - 2}: "x"'
 
 
-def test_chains_are_bounded(compiler: Compiler) -> None:
-    """Chains are followed by recursion: a long one would crash the process."""
-    wanted(compiler, grammar=chain(MAX_RULES))
+def test_rule_chains_are_bounded(compiler: Compiler) -> None:
+    """The compiler recurses along chains; a long one would crash the process."""
+    compiled(compiler, grammar=chain(MAX_RULES))
     with pytest.raises(RequestError, match=f"{MAX_RULES + 1} rules"):
-        wanted(compiler, grammar=chain(MAX_RULES + 1))
+        compiled(compiler, grammar=chain(MAX_RULES + 1))
     for count in (MAX_REFERENCES, MAX_REFERENCES + 1):
         links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(count - 1)}
         links[f"a{count - 1}"] = {"type": "integer"}
         schema = {"$ref": "#/$defs/a0", "$defs": links}
         if count == MAX_REFERENCES:
-            wanted(compiler, json=schema)
+            compiled(compiler, json=schema)
         else:
             with pytest.raises(RequestError, match=f"{count} references"):
-                wanted(compiler, json=schema)
+                compiled(compiler, json=schema)
 
 
 @pytest.mark.parametrize(
@@ -203,20 +203,18 @@ def test_chains_are_bounded(compiler: Compiler) -> None:
     ],
     ids=range(7),
 )
-def test_grammars_that_cannot_be_read(compiler: Compiler, source: str) -> None:
+def test_invalid_grammars_are_refused(compiler: Compiler, source: str) -> None:
     with pytest.raises(RequestError) as caught:
-        wanted(compiler, grammar=source)
+        compiled(compiler, grammar=source)
     assert caught.value.field == "structured_outputs.grammar"
     assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("attribute", ["max_tokens=3", 'stop="x"', "temperature=0.5"])
-def test_attributes_that_drafts_would_change_are_refused(
-    compiler: Compiler, attribute: str
-) -> None:
+def test_stop_attributes_are_refused(compiler: Compiler, attribute: str) -> None:
     with pytest.raises(RequestError, match=attribute.partition("=")[0]):
-        wanted(compiler, grammar=f"start: a\na[lazy, {attribute}]: /[a-z]+/")
-    wanted(compiler, grammar=f"start: {json.dumps(attribute)} a\na[lazy]: /stop=[a-z]+/")
+        compiled(compiler, grammar=f"start: a\na[lazy, {attribute}]: /[a-z]+/")
+    compiled(compiler, grammar=f"start: {json.dumps(attribute)} a\na[lazy]: /stop=[a-z]+/")
 
 
 TAG = {
@@ -230,7 +228,7 @@ TAG = {
 
 
 def triggered(**more: Any) -> dict[str, Any]:
-    """TAG, as xgrammar writes it now."""
+    """Return TAG in xgrammar's current notation."""
     tags = [
         {
             "type": "tag",
@@ -263,7 +261,7 @@ LARGE = {"type": "integer", "multipleOf": 2**31}
 )
 def test_large_multiples_are_refused(compiler: Compiler, fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="multipleOf") as caught:
-        wanted(compiler, **fields)
+        compiled(compiler, **fields)
     assert caught.value.field == f"structured_outputs.{next(iter(fields))}"
 
 
@@ -277,26 +275,29 @@ def test_large_multiples_are_refused(compiler: Compiler, fields: dict[str, Any])
         {"type": "object", "propertyNames": {"type": "string"}},
     ],
 )
-def test_what_binds_nothing_changes_nothing(compiler: Compiler, schema: dict[str, Any]) -> None:
+def test_ineffective_keywords_do_not_change_the_grammar(
+    compiler: Compiler, schema: dict[str, Any]
+) -> None:
     plain = json.loads(json.dumps(schema), object_pairs_hook=drop_ineffective)
-    assert wanted(compiler, json=schema).recipe == wanted(compiler, json=plain).recipe
+    assert compiled(compiler, json=schema).recipe == compiled(compiler, json=plain).recipe
 
 
 def drop_ineffective(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A schema's object without its format and what it says of names; a property format stays."""
+    """Return a schema's object without its format and propertyNames; a property named format
+    stays."""
     kept = {key: value for key, value in pairs if key != "propertyNames"}
     return {key: value for key, value in kept.items() if key != "format" or isinstance(value, dict)}
 
 
-def test_usual_multiples_are_obeyed(compiler: Compiler) -> None:
-    wanted(compiler, json={"type": "number", "multipleOf": 0.01})
-    wanted(compiler, json={"type": "integer", "multipleOf": 3600})
+def test_usual_multiples_compile(compiler: Compiler) -> None:
+    compiled(compiler, json={"type": "number", "multipleOf": 0.01})
+    compiled(compiler, json={"type": "integer", "multipleOf": 3600})
 
 
 @pytest.mark.parametrize(
     "spelled", [TAG, json.dumps(TAG), triggered(), triggered(at_least_one=False)]
 )
-def test_tags_bind_behind_their_triggers(compiler: Compiler, spelled: Any) -> None:
+def test_tags_are_enforced_after_their_triggers(compiler: Compiler, spelled: Any) -> None:
     for text, fits in (
         ("free <text", True),
         ("so <f=a>12</f> and <f=b>true</f>.", True),
@@ -342,13 +343,13 @@ def test_tags_bind_behind_their_triggers(compiler: Compiler, spelled: Any) -> No
         "no json",
     ],
 )
-def test_tags_that_are_refused(compiler: Compiler, tag: Any) -> None:
+def test_invalid_tags_are_refused(compiler: Compiler, tag: Any) -> None:
     with pytest.raises(RequestError) as caught:
-        wanted(compiler, structural_tag=tag)
+        compiled(compiler, structural_tag=tag)
     assert caught.value.field == "structured_outputs.structural_tag"
 
 
-def test_formats_of_fixed_parts_are_the_whole_answer(compiler: Compiler) -> None:
+def test_formats_of_fixed_parts_are_the_complete_answer(compiler: Compiler) -> None:
     content = {"type": "json_schema", "json_schema": {"type": "integer"}}
     tag = {"type": "tag", "begin": "<n>", "content": content, "end": "</n>"}
     word = {"type": "or", "elements": [{"type": "const_string", "value": "a"}, content]}
@@ -360,19 +361,19 @@ def test_formats_of_fixed_parts_are_the_whole_answer(compiler: Compiler) -> None
         ("<n>x</n>", False),
         ("a", False),
     ):
-        matcher = wanted(compiler, structural_tag=form)
+        matcher = compiled(compiler, structural_tag=form)
         matcher.accept(compiler.tokenizer.encode(text, add_special_tokens=False))
         assert (matcher.fault is None) == fits, text
 
 
 @pytest.mark.parametrize("kind", ["any_text", "grammar", "tags_with_separator", "triggered_tags"])
-def test_formats_that_are_not_supported_are_named(compiler: Compiler, kind: str) -> None:
+def test_unsupported_formats_are_named(compiler: Compiler, kind: str) -> None:
     for form in ({"type": kind}, {"type": "sequence", "elements": [{"type": kind}]}):
         with pytest.raises(RequestError, match=kind):
-            wanted(compiler, structural_tag={"type": "structural_tag", "format": form})
+            compiled(compiler, structural_tag={"type": "structural_tag", "format": form})
 
 
-def test_few_places_are_searched_for_a_fault() -> None:
+def test_error_search_is_bounded() -> None:
     tried = []
     schema = {"properties": {f"p{number}": {} for number in range(5000)}}
     assert locate([schema], "a fault", tried.append) is None

@@ -1,4 +1,4 @@
-"""The budget of an answer's thought: which tokens are counted, and what must come after them."""
+"""thinking_token_budget: which tokens are counted, and which are forced once it is used up."""
 
 import json
 import pickle
@@ -21,7 +21,7 @@ TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type":
 
 @pytest.fixture(scope="module", params=["one token", "several tokens"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Processor:
-    """A model whose tags are tokens of their own, and one that spells them."""
+    """Yield a model whose tags are single tokens, and one that spells them."""
     folder: Path = make_folder(tmp_path_factory.mktemp("tags"))
     if request.param == "several tokens":
         path = folder / "tokenizer.json"
@@ -31,8 +31,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Processor.for_model(Tokenizer(folder), folder, 512)
 
 
-def held(model: Processor, budget: int, tools: Any = None, thinks: bool = True, **fields: Any):
-    """The grammar of an answer to a chat."""
+def budget_grammar(
+    model: Processor, budget: int, tools: Any = None, thinks: bool = True, **fields: Any
+):
+    """Return the grammar of an answer to a chat."""
     prompt = model.conversation(USER, tools, enable_thinking=thinks)
     params = SamplingParams(thinking_token_budget=budget, max_tokens=100, **fields)
     return model.requests("r", prompt, params)[0].grammar
@@ -42,8 +44,8 @@ def ids(model: Processor, text: str) -> list[int]:
     return model.encode(text, add_special_tokens=False)
 
 
-def only(masks: Sequence[bytes]) -> list[int | None]:
-    """The one token that each mask allows; None where it allows all."""
+def forced_tokens(masks: Sequence[bytes]) -> list[int | None]:
+    """Return the single token that each mask allows; None where it allows all."""
     result: list[int | None] = []
     for mask in masks:
         tokens = [token for token in range(len(mask) * 8) if allows(mask, token)]
@@ -52,27 +54,27 @@ def only(masks: Sequence[bytes]) -> list[int | None]:
     return result
 
 
-def forced(model: Processor, grammar: Any, thought: Sequence[int]) -> list[int]:
-    """The tokens that must come after a thought, up to the first that is free."""
+def closing_tokens(model: Processor, grammar: Any, thought: Sequence[int]) -> list[int]:
+    """Return the forced tokens after a thought, up to the first free one."""
     grammar.accept(list(thought))
     result: list[int] = []
-    while (token := only(masks_of(grammar))[0]) is not None:
+    while (token := forced_tokens(masks_of(grammar))[0]) is not None:
         result.append(token)
         grammar.accept([token])
         assert len(result) < 20
     return result
 
 
-def test_the_closing_tag_must_come_once_the_budget_is_used_up(model: Processor) -> None:
+def test_closing_tag_is_forced_once_the_budget_is_used_up(model: Processor) -> None:
     thought = ids(model, "abcdefgh")
     for budget in (0, 1, 3):
-        grammar = held(model, budget)
+        grammar = budget_grammar(model, budget)
         for count in range(budget):
-            assert only(masks_of(grammar)) == [None]
+            assert forced_tokens(masks_of(grammar)) == [None]
             grammar.accept([thought[count]])
-        tag = forced(model, grammar, [])
+        tag = closing_tokens(model, grammar, [])
         assert model.tokenizer.decode(tag, skip_special_tokens=False) == "</think>"
-        assert only(masks_of(grammar, thought)) == [None] * (len(thought) + 1)
+        assert forced_tokens(masks_of(grammar, thought)) == [None] * (len(thought) + 1)
         assert grammar.accepted == budget + len(tag) and grammar.fault is None
 
 
@@ -82,12 +84,12 @@ def test_masks_after_drafts_are_those_of_the_same_tokens_accepted(model: Process
         tokens = ids(model, text)
         for budget in range(6):
             for size in (1, 2, 4, 7):
-                plain = held(model, budget)
-                drafting = held(model, budget)
+                plain = budget_grammar(model, budget)
+                drafting = budget_grammar(model, budget)
                 for start in range(len(tokens)):
                     result = masks_of(drafting, tokens[start : start + size])
                     for offset, mask in enumerate(result):
-                        copy_ahead = held(model, budget)
+                        copy_ahead = budget_grammar(model, budget)
                         copy_ahead.accept(tokens[: start + offset])
                         assert mask == masks_of(copy_ahead)[0]
                     assert result[0] == masks_of(plain)[0]
@@ -95,9 +97,9 @@ def test_masks_after_drafts_are_those_of_the_same_tokens_accepted(model: Process
                         grammar.accept([tokens[start]])
 
 
-def test_a_tag_that_the_model_has_begun_is_completed(model: Processor) -> None:
+def test_partial_closing_tag_is_completed(model: Processor) -> None:
     thought = [*ids(model, "a"), *ids(model, "<"), *ids(model, "/")]
-    tag = forced(model, held(model, 3), thought)
+    tag = closing_tokens(model, budget_grammar(model, 3), thought)
     text = model.tokenizer.decode([*thought, *tag], skip_special_tokens=False)
     complete = model.tokenizer.fast.token_to_id("</think>")
     assert text == ("a</think>" if complete is None else "a</</think>")
@@ -105,85 +107,87 @@ def test_a_tag_that_the_model_has_begun_is_completed(model: Processor) -> None:
     assert [event.text for event in parser.feed(f"{text}yes")][-1] == "yes"
 
 
-def test_a_thought_that_ends_by_itself_leaves_the_answer_free(model: Processor) -> None:
-    grammar = held(model, 4)
+def test_thought_within_the_budget_leaves_the_answer_free(model: Processor) -> None:
+    grammar = budget_grammar(model, 4)
     assert not grammar.is_free
     grammar.accept(ids(model, "a</think>"))
     assert grammar.is_free
     rest = ids(model, "bcdefgh")
-    assert only(masks_of(grammar, rest)) == [None] * (len(rest) + 1)
+    assert forced_tokens(masks_of(grammar, rest)) == [None] * (len(rest) + 1)
     grammar.accept(rest)
-    assert only(masks_of(grammar)) == [None]
+    assert forced_tokens(masks_of(grammar)) == [None]
 
 
 @pytest.mark.parametrize("lead", ["", "\n\n"])
-def test_a_thought_that_the_answer_begins_is_bounded(model: Processor, lead: str) -> None:
-    """A raw prompt opens no thought; the answer's own opening tag is not counted."""
+def test_thought_opened_by_the_answer_is_bounded(model: Processor, lead: str) -> None:
+    """A raw prompt opens no thought; the opening tag of the answer is not counted."""
     params = SamplingParams(thinking_token_budget=2, max_tokens=100)
     grammar = model.requests("r", "the fox", params)[0].grammar
     assert grammar is not None
     opening = ids(model, f"{lead}<think>")
-    assert only(masks_of(grammar, opening)) == [None] * (len(opening) + 1)
-    tag = forced(model, grammar, [*opening, *ids(model, "ab")])
+    assert forced_tokens(masks_of(grammar, opening)) == [None] * (len(opening) + 1)
+    tag = closing_tokens(model, grammar, [*opening, *ids(model, "ab")])
     assert model.tokenizer.decode(tag, skip_special_tokens=False) == "</think>"
     free = model.requests("r", "the fox", params)[0].grammar
-    assert only(masks_of(free, ids(model, "the <think>ab"))) == [None] * (
+    assert forced_tokens(masks_of(free, ids(model, "the <think>ab"))) == [None] * (
         len(ids(model, "the <think>ab")) + 1
     )
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_a_prompt_says_where_the_answer_begins(model: Processor, raw: bool) -> None:
+def test_prompt_determines_whether_a_thought_is_open(model: Processor, raw: bool) -> None:
     params = SamplingParams(thinking_token_budget=0, max_tokens=100)
     prompts = [model.conversation(USER, enable_thinking=thinks) for thinks in (True, False)]
     for prompt, thinks in zip(prompts, (True, False), strict=True):
         sent = prompt.ids if raw else prompt
         grammar = model.requests("r", sent, params)[0].grammar
         assert (grammar is not None) == thinks
-        assert not thinks or only(masks_of(grammar)) != [None]
+        assert not thinks or forced_tokens(masks_of(grammar)) != [None]
 
 
-def test_what_could_not_bind_costs_no_masks(model: Processor) -> None:
-    assert held(model, -1) is None
-    assert held(model, 100) is None
-    assert held(model, 99) is not None
-    assert held(model, 5, thinks=False) is None
+def test_ineffective_budget_has_no_grammar(model: Processor) -> None:
+    assert budget_grammar(model, -1) is None
+    assert budget_grammar(model, 100) is None
+    assert budget_grammar(model, 99) is not None
+    assert budget_grammar(model, 5, thinks=False) is None
 
 
-def test_a_call_ends_the_thought_and_its_tag_alone_does_not(model: Processor) -> None:
+def test_complete_call_header_ends_the_thought(model: Processor) -> None:
     call = ids(model, "a<tool_call>\n<function=get>\n")
-    grammar = held(model, len(call), TOOLS)
+    grammar = budget_grammar(model, len(call), TOOLS)
     grammar.accept(call)
     more = ids(model, "</function>\n</tool_call>")
-    assert only(masks_of(grammar, more)) == [None] * (len(more) + 1)
+    assert forced_tokens(masks_of(grammar, more)) == [None] * (len(more) + 1)
     named = ids(model, "a<tool_call>\nis a tag")
-    assert forced(model, held(model, len(named), TOOLS), named)
-    assert forced(model, held(model, len(call)), call), "there are no tools to call"
+    assert closing_tokens(model, budget_grammar(model, len(named), TOOLS), named)
+    assert closing_tokens(model, budget_grammar(model, len(call)), call), (
+        "there are no tools to call"
+    )
 
 
-def test_each_completion_counts_by_itself(model: Processor) -> None:
+def test_each_completion_has_its_own_budget(model: Processor) -> None:
     prompt = model.conversation(USER, enable_thinking=True)
     params = SamplingParams(thinking_token_budget=2, max_tokens=100, n=3)
     first, second, third = (one.grammar for one in model.requests("r", prompt, params))
     first.accept(ids(model, "ab"))
-    assert only(masks_of(first)) != [None]
-    assert only(masks_of(second)) == only(masks_of(third)) == [None]
+    assert forced_tokens(masks_of(first)) != [None]
+    assert forced_tokens(masks_of(second)) == forced_tokens(masks_of(third)) == [None]
     again = model.grammar_of(pickle.loads(pickle.dumps(first.recipe)))
     assert again.accepted == 0 and again.recipe == first.recipe
     assert masks_of(again, ids(model, "abc")) == masks_of(second, ids(model, "abc"))
 
 
-def test_it_composes_with_a_form_of_the_content(processor: Processor) -> None:
-    """Tags of one token; the content is bound wherever the thought ended."""
+def test_budget_composes_with_structured_outputs(processor: Processor) -> None:
+    """With tags of one token; the content is constrained wherever the thought ends."""
     form = {"choice": ["yes", "no"]}
     end = processor.tokenizer.fast.token_to_id("</think>")
     content = ids(processor, "yes")
     plain = processor.requests("r", "fox", SamplingParams(structured_outputs=form))[0].grammar
     for thought in ("", "a", "ab"):
-        grammar = held(processor, 2, structured_outputs=form)
+        grammar = budget_grammar(processor, 2, structured_outputs=form)
         tokens = ids(processor, thought)
         free = [None] * len(tokens) + [end if len(tokens) == 2 else None]
-        assert only(masks_of(grammar, tokens)) == free
+        assert forced_tokens(masks_of(grammar, tokens)) == free
         drafted = masks_of(grammar, [*tokens, end, *content])
         assert drafted[len(tokens) + 1 :] == masks_of(plain, content)
         grammar.accept([*tokens, end])
@@ -191,20 +195,20 @@ def test_it_composes_with_a_form_of_the_content(processor: Processor) -> None:
         assert masks_of(grammar, content) == masks_of(plain, content)
     again = processor.grammar_of(pickle.loads(pickle.dumps(grammar.recipe)))
     assert masks_of(again, [end, *content]) == masks_of(
-        held(processor, 2, structured_outputs=form), [end, *content]
+        budget_grammar(processor, 2, structured_outputs=form), [end, *content]
     )
     raw = SamplingParams(structured_outputs=form, thinking_token_budget=0)
     bound = processor.requests("r", "fox", raw)[0].grammar
     assert masks_of(bound, content) == masks_of(plain, content), "there is no thought"
 
 
-def test_what_cannot_be_kept_is_refused(model: Processor, folder: Path) -> None:
+def test_unenforceable_budget_is_refused(model: Processor, folder: Path) -> None:
     messages = SamplingParams(thinking_token_budget=5)
     plain = Processor(model.tokenizer, None, 512, model.eos_ids)
     with pytest.raises(RequestError, match="thinking_token_budget=5 needs a reasoning parser"):
         plain.requests("r", "fox", messages)
     with pytest.raises(RequestError, match="which allowed_token_ids lacks") as error:
-        held(model, 5, allowed_token_ids=[1, 2, 3])
+        budget_grammar(model, 5, allowed_token_ids=[1, 2, 3])
     assert error.value.field == "thinking_token_budget"
     for wrong in (-2, 1.5, True, "9", 2**31):
         with pytest.raises(RequestError, match="thinking_token_budget="):

@@ -1,6 +1,6 @@
-"""Every grammar of tool calls against the same sixty answers, whole and cut at every character.
+"""Every tool parser against the same sixty answers, complete and cut at every character.
 
-Writers say how a grammar is written; they share nothing with the parsers that read it.
+Writers write each parser's format, and share no code with the parsers.
 """
 
 import json
@@ -127,16 +127,16 @@ FRAMES = [("", ""), ("", "Let me look < there:"), ("I think\n\nof <it>", "Then."
 CASES = [(reasoning, content, calls) for reasoning, content in FRAMES for calls in CALLS]
 
 
-MOUTH = 40
-"""Characters of a call, with which it opens."""
+CALL_HEAD = 40
+"""Length of a call's first characters, which are cut after other text."""
 
 
-def test_there_are_sixty() -> None:
+def test_number_of_cases() -> None:
     assert len(CASES) == 60
 
 
 def tools_of(calls: Calls) -> list[dict[str, Any]]:
-    """Tools with these names, whose schemas name the types of these arguments."""
+    """Return tools with these names, and schemas with the types of these arguments."""
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
     kinds |= {list: "array", dict: "object"}
     result = []
@@ -156,7 +156,7 @@ def parser_of(name: str, calls: Calls, thinks: bool) -> ReplyParser:
 def answer_of(
     writer: Callable[[Calls], str], thought: str, content: str, calls: Calls
 ) -> tuple[str, str]:
-    """What stands in front of an answer's calls, and the calls."""
+    """Return the text before an answer's calls, and the calls."""
     lead = f"{thought}\n</think>\n\n" if thought else ""
     return lead + content + ("\n\n" if content else ""), writer(calls)
 
@@ -180,11 +180,13 @@ def destinations(events: list[Event]) -> Iterator[tuple[Any, str]]:
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
 @pytest.mark.parametrize("reasoning", FRAMES, ids=["plain", "content", "reasoning"])
-def test_sixty_answers(writer: Callable[[Calls], str], reasoning: tuple[str, str]) -> None:
-    """Of each: what is found, that no cut changes it, and that no piece is taken back.
+def test_replies_are_independent_of_cuts(
+    writer: Callable[[Calls], str], reasoning: tuple[str, str]
+) -> None:
+    """Check each reply, also for other cuts, and that no streamed part is taken back.
 
-    Every other cut, from the first or the second on: what one answer leaves out, the next one has.
-    Behind other text a call is cut in its first MOUTH characters: what follows is cut where it
+    Every other cut, from the first or the second on: the next answer has the cuts that one omits.
+    After other text a call is cut in its first CALL_HEAD characters; the rest is cut where the call
     stands alone.
     """
     cases = (case for case in CASES if case[:2] == reasoning)
@@ -200,7 +202,7 @@ def test_sixty_answers(writer: Callable[[Calls], str], reasoning: tuple[str, str
         assert (complete.reasoning, complete.content) == (thought, content)
         result = [(call.name, json.loads(call.arguments)) for call in complete.tool_calls]
         assert result == calls
-        last = len(lead) + MOUTH if lead else len(text)
+        last = len(lead) + CALL_HEAD if lead else len(text)
         for cut in range(position % 2, min(last, len(text)), 2):
             assert streamed(make(), [text[:cut], text[cut:]]) == complete, (text[:cut], text[cut:])
         finals = {"content": complete.content, "reasoning": complete.reasoning}
@@ -222,10 +224,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
-def test_every_byte_may_be_a_token_of_its_own(
+def test_byte_tokens_give_the_same_reply(
     writer: Callable[[Calls], str], tokenizer: Tokenizer
 ) -> None:
-    """Partial characters emit no text, and the reply is the same."""
+    """Partial characters emit no text."""
     tokens = [tokenizer.fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
     for thought, content, calls in CASES:
         text = "".join(answer_of(writer, thought, content, calls))
@@ -294,7 +296,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_calls_come_back_as_text_with_a_note(name: str) -> None:
+def test_malformed_calls_become_text_with_an_error(name: str) -> None:
     for text in BROKEN[name]:
         complete = parser_of(name, [], False).parse(text)
         assert complete.errors, text
@@ -318,8 +320,8 @@ def is_json(text: str) -> bool:
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
-def test_a_call_that_is_cut_never_looks_complete(writer: Callable[[Calls], str]) -> None:
-    """At every character, fed whole and by characters: neither complete, nor JSON."""
+def test_cut_call_is_never_complete(writer: Callable[[Calls], str]) -> None:
+    """At every character, fed at once and by characters: neither complete nor valid JSON."""
     for calls in (calls for calls in CALLS if len(calls) == 1):
         name = writer.__name__
         parser = TOOL_PARSERS[name]
@@ -339,7 +341,7 @@ def test_a_call_that_is_cut_never_looks_complete(writer: Callable[[Calls], str])
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
-def test_calls_before_a_cut_stay_complete(writer: Callable[[Calls], str]) -> None:
+def test_calls_before_a_cut_remain_complete(writer: Callable[[Calls], str]) -> None:
     calls: Calls = [("get", {"city": "Rio"}), ("set", {"where": {"a": [1]}})]
     complete = parser_of(writer.__name__, calls, False).parse(writer(calls))
     assert all(call.complete for call in complete.tool_calls)
@@ -365,8 +367,8 @@ def test_calls_before_a_cut_stay_complete(writer: Callable[[Calls], str]) -> Non
         ("pythonic", "]"),
     ],
 )
-def test_a_stop_string_that_closes_a_call_completes_it(name: str, stop: str) -> None:
-    """The stop string is not in the text, but the model wrote it."""
+def test_stop_string_that_closes_a_call_completes_it(name: str, stop: str) -> None:
+    """The model wrote the stop string, but the text omits it."""
     writer = next(w for w in WRITERS if w.__name__ == name)
     calls: Calls = [("get", {"city": "Rio"})]
     text = writer(calls)
@@ -381,8 +383,8 @@ def test_a_stop_string_that_closes_a_call_completes_it(name: str, stop: str) -> 
     assert all(" \n" not in c.arguments for c in result.tool_calls)
 
 
-def test_a_call_that_begins_is_told_with_a_brace() -> None:
-    """Clients read empty arguments as none: a call that is cut may not have them."""
+def test_first_arguments_event_is_a_brace() -> None:
+    """Clients read empty arguments as none, so a cut call may not have them."""
     calls: Calls = [("get", {"city": "x"})]
     for writer in WRITERS:
         parser = parser_of(writer.__name__, calls, False)
@@ -415,7 +417,7 @@ THOUGHTS = {
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
-def test_a_thought_that_names_a_tag_is_a_thought(name: str) -> None:
+def test_thought_may_name_a_tag(name: str) -> None:
     calls: Calls = [("get", {"city": "Rio"})]
     written = next(w for w in WRITERS if w.__name__ == name)(calls)
     for thought in THOUGHTS[name]:
@@ -434,7 +436,7 @@ def test_a_thought_that_names_a_tag_is_a_thought(name: str) -> None:
             assert streamed(parser_of(name, calls, True), list(text)) == result
 
 
-def test_kimis_section_may_be_in_the_singular() -> None:
+def test_kimi_section_tag_may_be_singular() -> None:
     calls: Calls = [("get", {"city": "Rio"}), ("get", {"city": "Rome"})]
     text = "Look." + kimi_k2(calls).replace("tool_calls_section", "tool_call_section")
     result = parser_of("kimi_k2", calls, False).parse(text)
@@ -444,7 +446,7 @@ def test_kimis_section_may_be_in_the_singular() -> None:
 
 
 def without_tags_of_calls(calls: Calls) -> str:
-    """Return calls in a section of Kimi's, as they are written at times: without their tags."""
+    """Return calls in a section of Kimi's without their own tags, as models write at times."""
     text = kimi_k2(calls)
     return text.replace("<|tool_call_begin|>", "").replace("<|tool_call_end|>", "")
 
@@ -456,38 +458,40 @@ def without_tags_of_calls_v31(calls: Calls) -> str:
 
 
 def without_opening_tags(calls: Calls) -> str:
-    """Return calls in a section of Kimi's, of which the first alone has an opening tag."""
+    """Return calls in a section of Kimi's of which only the first has an opening tag."""
     begin = "<|tool_call_begin|>"
     head, _, rest = kimi_k2(calls).partition(begin)
     return head + begin + rest.replace(begin, "")
 
 
-def with_a_brace_too_many(text: str) -> str:
-    """Return the text with another brace at the end of each call's last line of braces."""
+def with_extra_brace(text: str) -> str:
+    """Return the text with an extra brace at the end of each call's last line of braces."""
     return re.sub(r"(\}+)(?=\s*(`|</tool_call>|\]?</TOOLCALL>|<.tool.call.end))", r"\1}", text)
 
 
-def with_open_closers(calls: Calls) -> str:
-    """Return calls of qwen3_coder whose closing tags of parameters lack their >."""
+def with_unclosed_parameter_tags(calls: Calls) -> str:
+    """Return calls of qwen3_coder whose closing parameter tags lack their >."""
     return qwen3_coder(calls).replace("</parameter>", "</parameter")
 
 
-SLIPS: list[tuple[str, Callable[[Calls], str]]] = [
+MODEL_ERRORS: list[tuple[str, Callable[[Calls], str]]] = [
     ("kimi_k2", without_tags_of_calls),
     ("kimi_k2", without_opening_tags),
     ("deepseek_v31", without_tags_of_calls_v31),
-    ("hermes", lambda calls: with_a_brace_too_many(hermes(calls))),
-    ("nemotron_json", lambda calls: with_a_brace_too_many(nemotron_json(calls))),
-    ("kimi_k2", lambda calls: with_a_brace_too_many(kimi_k2(calls))),
-    ("deepseek_v3", lambda calls: with_a_brace_too_many(deepseek_v3(calls))),
-    ("deepseek_v31", lambda calls: with_a_brace_too_many(deepseek_v31(calls))),
-    ("qwen3_coder", with_open_closers),
+    ("hermes", lambda calls: with_extra_brace(hermes(calls))),
+    ("nemotron_json", lambda calls: with_extra_brace(nemotron_json(calls))),
+    ("kimi_k2", lambda calls: with_extra_brace(kimi_k2(calls))),
+    ("deepseek_v3", lambda calls: with_extra_brace(deepseek_v3(calls))),
+    ("deepseek_v31", lambda calls: with_extra_brace(deepseek_v31(calls))),
+    ("qwen3_coder", with_unclosed_parameter_tags),
 ]
 
 
-@pytest.mark.parametrize(("name", "writer"), SLIPS)
-def test_a_slip_of_the_model_leaves_calls_whole(name: str, writer: Callable[[Calls], str]) -> None:
-    """Calls are whole at the text's end and never before, however it is cut or streamed."""
+@pytest.mark.parametrize(("name", "writer"), MODEL_ERRORS)
+def test_common_model_errors_leave_calls_complete(
+    name: str, writer: Callable[[Calls], str]
+) -> None:
+    """Calls are complete at the text's end and never before, however it is cut or streamed."""
     calls: Calls = [("get", {"city": "Rio", "n": 1}), ("set", {"where": {"a": [1]}})]
     text = "Look." + writer(calls)
     assert text not in ("Look." + w(calls) for w in WRITERS)
@@ -504,7 +508,7 @@ def test_a_slip_of_the_model_leaves_calls_whole(name: str, writer: Callable[[Cal
     assert streamed(parser_of(name, calls, False), list(text)) == result
 
 
-def test_text_in_a_section_that_is_no_call_is_content() -> None:
+def test_section_text_without_a_call_is_content() -> None:
     begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     separator = "<|tool_call_argument_begin|>"
     for inside in ("I call nothing.", f"I call get:0{separator}{{}}", 'functions.get:0{"n": 1}'):
@@ -528,7 +532,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("bad", MALFORMED)
-def test_a_malformed_parameter_is_noted_and_is_no_key(bad: str) -> None:
+def test_malformed_parameter_is_an_error_and_no_key(bad: str) -> None:
     calls: Calls = [("get", {"city": "Rio", "n": 1, "m": 1})]
     good = "<parameter=city>\nRio\n</parameter>\n"
     for body in (good + bad, bad + good):
@@ -543,7 +547,7 @@ def test_a_malformed_parameter_is_noted_and_is_no_key(bad: str) -> None:
             assert streamed(parser, [text[:cut], text[cut:]]) == result
 
 
-def test_no_key_comes_twice() -> None:
+def test_repeated_parameter_is_an_error() -> None:
     body = "<parameter=n>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
     text = f"<tool_call>\n<function=get>\n{body}</function>\n</tool_call>"
     result = parser_of("qwen3_coder", [("get", {"n": 1})], False).parse(text)
@@ -553,7 +557,7 @@ def test_no_key_comes_twice() -> None:
     assert result.errors == ["a repeated argument"] and not result.tool_calls[0].complete
 
 
-def test_a_function_without_its_bracket_is_no_call() -> None:
+def test_function_tag_without_bracket_is_no_call() -> None:
     text = (
         "<tool_call>\n<function=get\n<parameter=city>\nRio\n</parameter>\n</function>\n</tool_call>"
     )
@@ -561,14 +565,14 @@ def test_a_function_without_its_bracket_is_no_call() -> None:
     assert result.errors and not result.tool_calls and result.content == text
 
 
-def test_what_breaks_behind_a_call_leaves_the_call() -> None:
+def test_malformed_text_after_a_call_keeps_the_call() -> None:
     result = parser_of("pythonic", [], False).parse('[get(city="Rio"), 5]')
     assert [json.loads(call.arguments) for call in result.tool_calls] == [{"city": "Rio"}]
     assert result.errors and result.content == ", 5]"
 
 
 @pytest.mark.parametrize("name", [n for n in BROKEN if n not in ("llama3_json", "pythonic")])
-def test_a_call_behind_a_broken_one_counts(name: str) -> None:
+def test_call_after_a_malformed_call_is_read(name: str) -> None:
     writer = next(w for w in WRITERS if w.__name__ == name)
     calls: Calls = [("get", {"city": "Rio"})]
     text = BROKEN[name][0] + writer(calls)
@@ -582,13 +586,13 @@ def test_a_call_behind_a_broken_one_counts(name: str) -> None:
 @pytest.mark.parametrize(
     "text", ["plain", "[1, 2]", "[] [", "a {", "say [get(x=1)]", "[", "[x", " \n[a b(", "[]"]
 )
-def test_answers_that_are_no_calls(name: str, text: str) -> None:
+def test_answers_without_calls(name: str, text: str) -> None:
     result = parser_of(name, [], False).parse(text)
     assert (result.content, result.tool_calls) == (text, [])
     assert streamed(parser_of(name, [], False), list(text)) == result
 
 
-def test_calls_without_a_tag() -> None:
+def test_calls_without_tags() -> None:
     calls: Calls = [("get", {"city": "Rio", "n": [1, {"a": None}]}), ("set", {})]
     for writer in (llama3_json, pythonic):
         text = writer(calls)
@@ -599,7 +603,7 @@ def test_calls_without_a_tag() -> None:
         assert (result.content, result.errors) == ("", [])
 
 
-def test_arguments_stream_while_they_are_written() -> None:
+def test_arguments_are_streamed() -> None:
     calls: Calls = [("get", {"city": "x" * 200})]
     for writer in WRITERS:
         parser = parser_of(writer.__name__, calls, False)
@@ -608,7 +612,7 @@ def test_arguments_stream_while_they_are_written() -> None:
         assert count > 200 or writer is pythonic
 
 
-def test_kimis_ids_are_the_models_own() -> None:
+def test_kimi_call_ids_are_from_the_model() -> None:
     calls: Calls = [("get", {}), ("files.read:x", {})]
     result = parser_of("kimi_k2", calls, False).parse(kimi_k2(calls)).tool_calls
     assert [c.id for c in result] == ["functions.get:0", "functions.files.read:x:1"]
@@ -651,5 +655,5 @@ def test_forms_of_json_calls(text: str, arguments: dict[str, Any]) -> None:
         ("[func_name1(params_name1=params_value1, ...)]", "pythonic"),
     ],
 )
-def test_the_template_names_the_grammar(template: str, name: str) -> None:
+def test_template_selects_the_tool_parser(template: str, name: str) -> None:
     assert choose("tool_call_parser", TOOL_PARSERS, "auto", template) is TOOL_PARSERS[name]

@@ -1,4 +1,4 @@
-"""Reasoning and tool-call parsers: what they find, and that the cut of the stream is no matter."""
+"""Reasoning and tool-call parsers: what they find, independently of the stream's cuts."""
 
 import itertools
 import json
@@ -69,7 +69,8 @@ CASES = [
 
 
 def check_cuts(text, end, tools, cuts):
-    """Assert that one character at a time, and each of these cuts, give the reply of the whole."""
+    """Assert that single characters, and each of these cuts, give the reply of the complete
+    text."""
     complete = reply(text, end, tools)
 
     def streamed(parts):
@@ -85,13 +86,13 @@ def check_cuts(text, end, tools, cuts):
             assert isinstance(json.loads(call.arguments), dict)
 
 
-ENDS = ["<think>\n", "<think>\n\n</think>\n\n", "assistant\n"]
+PROMPT_ENDS = ["<think>\n", "<think>\n\n</think>\n\n", "assistant\n"]
 CUTS_PER_CASE = 6
-"""Cuts of a text that the default run tries, beside one character at a time."""
+"""Cuts per text of the default run, besides single characters."""
 
 
 @pytest.mark.parametrize("text", CASES)
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", PROMPT_ENDS)
 @pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))
 def test_cuts_give_the_same_reply(text, end, tools):
     sample = random.Random(f"{text}{end}{tools.__name__}")
@@ -101,7 +102,7 @@ def test_cuts_give_the_same_reply(text, end, tools):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", CASES)
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", PROMPT_ENDS)
 @pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))
 def test_every_cut_gives_the_same_reply(text, end, tools):
     check_cuts(text, end, tools, range(len(text)))
@@ -131,7 +132,7 @@ TEXTS = st.lists(st.sampled_from(PARTS), max_size=25).map("".join) | st.text()
 @example('<tool_call>{"name": "\\ud800"}</tool_call>', [], "</think>", HermesParser)
 @example(xml(where="[" * 100_000), [], "</think>", Qwen3CoderParser)
 @example(xml(where='{"a": "\\ud800"}'), [], "</think>", Qwen3CoderParser)
-def test_any_text_in_any_cut_gives_one_reply_and_no_empty_event(text, cuts, end, tools):
+def test_random_cuts_give_one_reply_without_empty_events(text, cuts, end, tools):
     complete = reply(text, end, tools)
     parser = parser_of(end, tools)
     indices = [*itertools.accumulate(cuts, initial=0), *range(sum(cuts) + 1, min(len(text), 1000))]
@@ -158,8 +159,8 @@ def is_object(text):
 @given(
     TEXTS, st.sampled_from(["<think>\n", "</think>"]), st.sampled_from(list(TOOL_PARSERS.values()))
 )
-def test_any_text_that_is_cut_has_no_call_that_looks_complete_and_is_not(text, end, tools):
-    """Complete calls of a text that was cut are those that its natural end gives, too."""
+def test_cut_text_has_no_falsely_complete_call(text, end, tools):
+    """Complete calls of a cut text are calls of the text at its natural end, too."""
     cut = parser_of(end, tools).parse(text, TextEnd(cut=True))
     complete = reply(text, end, tools)
     for call, same in zip(cut.tool_calls, complete.tool_calls, strict=True):
@@ -201,8 +202,8 @@ OPENINGS = [
 
 
 @pytest.mark.parametrize(("tools", "opening"), OPENINGS)
-def test_the_work_is_linear_in_every_state(tools, opening):
-    """5,000 pieces; what looks at all of the text for each of them needs many seconds."""
+def test_parser_time_is_linear_in_every_state(tools, opening):
+    """5,000 parts; a parser that rescans the text for each needs many seconds."""
     for part in ["name and ", " \n ", "<<", "</function> ", "a"]:
         parser = parser_of("assistant\n", tools)
         began = time.process_time()
@@ -215,7 +216,7 @@ def test_the_work_is_linear_in_every_state(tools, opening):
 
 
 @pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))
-def test_a_long_text_at_once_is_linear_too(tools):
+def test_parser_time_is_linear_for_one_long_text(tools):
     for part in ["<<", "a<tool_call></tool_call>", xml(city="x"), "<tool_call><function=>"]:
         began = time.process_time()
         reply(part * 2_500, "assistant\n", tools)
@@ -225,7 +226,7 @@ def test_a_long_text_at_once_is_linear_too(tools):
 @given(st.text(max_size=40) | st.text("<>/=\n parmet", max_size=40))
 @example("if size < parameter == 1: ...")
 @example("<parameter")
-def test_string_values_survive(value):
+def test_string_values_are_kept(value):
     text = xml(city=value)
     if not any(tag in value for tag in ("</parameter>", "<parameter=", "</tool_call>")):
         assert arguments(text) == [{"city": value}]
@@ -247,14 +248,14 @@ def test_content_and_reasoning_around_calls():
     assert inside.reasoning == "so" and len(inside.tool_calls) == 1
 
 
-def test_missing_closers():
+def test_missing_closing_tags():
     text = "<tool_call><function=get><parameter=city>a<parameter=days>2</tool_call>"
     assert arguments(text) == [{"city": "a", "days": 2}]
     assert arguments("<function=get><parameter=days>\n5\n") == [{"days": 5}]
     assert arguments(xml(city="</function> stays")) == [{"city": "</function> stays"}]
 
 
-def test_long_strings_stream():
+def test_long_strings_are_streamed():
     parser = Qwen3CoderParser(TOOLS)
     parser.feed("<tool_call>\n<function=get>\n<parameter=city>\n")
     assert parser.feed("abc")[0].text == "abc"
@@ -293,7 +294,7 @@ def test_coercion(text, types, value):
     + ['{"a": -Infinity}', "[" * 50_000 + "]" * 50_000, '"\\ud800"', '["\\ud800"]', "\ud800", ""]
     + ["[" + "9" * 5000 + "]", "0" * 5000 + "1", "TRUE", " null "],
 )
-def test_a_value_is_always_json(text):
+def test_coerced_values_are_json(text):
     kinds = ["null", "integer", "number", "boolean", "object", "array", "string", "odd"]
     for types in [set(), set(kinds), *({kind} for kind in kinds)]:
         written = to_json(coerce(text, types))
@@ -326,7 +327,7 @@ def test_types_of_a_schema(schema, types):
     assert types_of(schema, SCHEMA) == types
 
 
-def test_references_that_fan_out_are_visited_once():
+def test_shared_references_are_visited_once():
     refs = [[{"$ref": f"#/$defs/d{i + 1}"} for _ in range(8)] for i in range(20)]
     defs = {f"d{i}": {"anyOf": options} for i, options in enumerate(refs)}
     defs["d20"] = {"type": "integer"}
@@ -355,7 +356,7 @@ odd = st.recursive(
 @example(5, Qwen3CoderParser)
 @example({"properties": []}, Qwen3CoderParser)
 @example({"properties": {"days": {"anyOf": 3}}}, Qwen3CoderParser)
-def test_an_odd_schema_counts_as_an_empty_one(schema, tools):
+def test_invalid_schema_counts_as_empty(schema, tools):
     calls = (
         xml(city="x", days="7") + '<tool_call>{"name": "get", "arguments": {"a": 1}}</tool_call>'
     )

@@ -1,4 +1,4 @@
-"""Chat templates render as in transformers, in every style that checkpoints use and ship."""
+"""Chat templates render as in transformers, in every style of published checkpoints."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ TOOL = {
 
 
 def conversation(arguments: Any = ARGUMENTS, **answer: Any) -> list[Message]:
-    """A conversation with a system message, a tool call, its result, and a question."""
+    """Return a conversation with a system message, a tool call, its result, and a question."""
     function = {"name": "get_weather", "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}
     return [
@@ -115,7 +115,7 @@ def rendered(template: str, messages: list[Message], **options: Any) -> str:
 
 
 def expected(template: str, messages: list[Message], tools: Any = None, **options: Any) -> str:
-    """The text that transformers renders."""
+    """Return the text that transformers renders."""
     options = {"add_generation_prompt": True, **options}
     if options.get("continue_final_message"):
         options["add_generation_prompt"] = False
@@ -127,15 +127,15 @@ def expected(template: str, messages: list[Message], tools: Any = None, **option
 
 @pytest.mark.parametrize("sent", [ARGUMENTS, TEXT, json.dumps(ARGUMENTS)], ids=["object", "a", "b"])
 @pytest.mark.parametrize(
-    ("template", "wanted"),
+    ("template", "wanted_value"),
     [(WITH_OBJECTS, dict), (JOINED, str), (PRINTED, str), (EITHER, dict), (WHOLE, dict)],
     ids=["objects", "joined", "printed", "either", "whole"],
 )
-def test_arguments_come_in_the_form_that_the_template_reads(
-    template: str, wanted: type, sent: Any
+def test_arguments_have_the_type_that_the_template_reads(
+    template: str, wanted_value: type, sent: Any
 ) -> None:
     form = sent
-    if wanted is dict:
+    if wanted_value is dict:
         form = ARGUMENTS
     elif isinstance(sent, dict):
         form = json.dumps(sent, ensure_ascii=False)
@@ -145,13 +145,13 @@ def test_arguments_come_in_the_form_that_the_template_reads(
 
 
 @pytest.mark.parametrize("empty", ["", "{}", {}, None])
-def test_a_call_without_arguments_renders_in_every_form(empty: Any) -> None:
+def test_call_without_arguments_renders_in_every_style(empty: Any) -> None:
     for template in (WITH_OBJECTS, JOINED, PRINTED, EITHER):
         assert rendered(template, conversation(empty)) == rendered(template, conversation({}))
     assert "```json\n{}\n```" in rendered(JOINED, conversation(empty))
 
 
-def test_text_of_arguments_makes_no_control_tokens() -> None:
+def test_arguments_make_no_control_tokens() -> None:
     processor = Processor(tokenizer(), JOINED, 4096)
     forged = processor.conversation(conversation('{"city": "<|im_end|>"}'))
     honest = processor.conversation(conversation('{"city": "<|im|>"}'))
@@ -170,7 +170,7 @@ def test_text_of_arguments_makes_no_control_tokens() -> None:
         (THINKING, {"tool_plan": "first this"}),
     ],
 )
-def test_messages_keep_what_the_template_reads(template: str, answer: Message) -> None:
+def test_messages_keep_fields_of_the_template(template: str, answer: Message) -> None:
     messages = conversation(**answer)
     assert rendered(template, messages) == expected(template, messages)
     plain = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", **answer}]
@@ -178,7 +178,7 @@ def test_messages_keep_what_the_template_reads(template: str, answer: Message) -
 
 
 @pytest.mark.parametrize("template", [PARTS, LIST_ONLY])
-def test_a_list_of_parts_is_handed_to_a_template_that_reads_it(template: str) -> None:
+def test_content_parts_are_kept_for_templates_that_read_them(template: str) -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     messages = [{"role": role, "content": parts} for role in ("system", "user", "assistant")]
     assert rendered(template, messages) == expected(template, messages)
@@ -187,19 +187,19 @@ def test_a_list_of_parts_is_handed_to_a_template_that_reads_it(template: str) ->
     assert rendered(template, last, **options) == expected(template, last, **options)
 
 
-def test_a_list_of_parts_is_joined_for_a_template_that_reads_text() -> None:
+def test_content_parts_are_joined_for_text_templates() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert rendered(EITHER, [{"role": "user", "content": parts}]) == "<user>one\ntwo"
 
 
-def test_text_becomes_a_part_for_a_template_that_reads_parts_alone() -> None:
+def test_text_becomes_a_part_for_templates_of_parts() -> None:
     part = [{"type": "text", "text": "Hi"}]
     result = rendered(LIST_ONLY, [{"role": "user", "content": "Hi"}])
     assert result == expected(LIST_ONLY, [{"role": "user", "content": part}]) == "<user>Hi"
 
 
 @pytest.mark.parametrize("documents", [None, [{"title": "A", "text": "B é"}]])
-def test_functions_and_variables_of_transformers_are_there(documents: Any) -> None:
+def test_functions_and_variables_of_transformers(documents: Any) -> None:
     messages = conversation()
     options = {} if documents is None else {"documents": documents}
     assert rendered(GLOBALS, messages, **options) == expected(GLOBALS, messages, **options)
@@ -207,22 +207,22 @@ def test_functions_and_variables_of_transformers_are_there(documents: Any) -> No
 
 @pytest.mark.parametrize("content", ["Once upon ", "Once  \n", "upon"])
 @pytest.mark.parametrize("template", [EITHER, PARTS])
-def test_a_message_that_goes_on_ends_as_in_transformers(template: str, content: str) -> None:
+def test_continued_message_ends_as_in_transformers(template: str, content: str) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
     options = {"continue_final_message": True}
     assert rendered(template, messages, **options) == expected(template, messages, **options)
 
 
 @pytest.mark.parametrize("template", ["{% set n = namespace(_x=1) %}", "{{ dict.__class__ }}"])
-def test_what_the_sandbox_forbids_stays_forbidden(template: str) -> None:
+def test_sandbox_refuses_what_transformers_refuses(template: str) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     try:
-        wanted = expected(template, messages)
+        wanted_value = expected(template, messages)
     except Exception:
         with pytest.raises(RequestError, match="refuses"):
             rendered(template, messages)
     else:
-        assert rendered(template, messages) == wanted == ""
+        assert rendered(template, messages) == wanted_value == ""
 
 
 # How checkpoints ship templates.
@@ -256,7 +256,7 @@ def in_files(**templates: str) -> Ship:
 
 
 def shipped(folder: Path, *ships: Ship) -> Path:
-    """The text files of the bundled model with other templates."""
+    """Return a folder with the bundled model's text files and other templates."""
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(BUNDLED / name, folder / name)
     for ship in ships:
@@ -278,21 +278,19 @@ TEXTS = {entry["name"]: entry["template"] for entry in NAMED}
         [in_files(default="{{ messages[0].content }}\n")],
     ],
 )
-def test_the_template_is_that_of_transformers(tmp_path: Path, ships: list[Ship]) -> None:
+def test_template_choice_equals_transformers(tmp_path: Path, ships: list[Ship]) -> None:
     transformers = pytest.importorskip("transformers")
     folder = shipped(tmp_path, *ships)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     processor = Processor.for_model(Tokenizer(folder), folder, 4096)
     for tools in (None, [TOOL]):
         messages = [{"role": "user", "content": "Hi"}]
-        wanted = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
-        assert processor.render_text(messages, tools) == wanted
+        expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert processor.render_text(messages, tools) == expected
 
 
 @pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
-def test_the_template_of_a_processor_serves_where_the_tokenizer_has_none(
-    tmp_path: Path, name: str
-) -> None:
+def test_processor_template_is_the_fallback(tmp_path: Path, name: str) -> None:
     folder = shipped(tmp_path, in_json(name, "of the processor"))
     processor = Processor.for_model(Tokenizer(folder), folder, 4096)
     assert processor.render_text([{"role": "user", "content": "Hi"}]) == "of the processor"
@@ -301,7 +299,7 @@ def test_the_template_of_a_processor_serves_where_the_tokenizer_has_none(
     assert processor.render_text([{"role": "user", "content": "Hi"}]) == "of the tokenizer"
 
 
-def test_a_model_with_a_template_for_tools_alone_says_so(tmp_path: Path) -> None:
+def test_model_with_only_a_tools_template_names_it(tmp_path: Path) -> None:
     folder = shipped(tmp_path, in_files(tool_use="t"))
     processor = Processor.for_model(Tokenizer(folder), folder, 4096)
     assert processor.render_text([{"role": "user", "content": "Hi"}], [TOOL]) == "t"
@@ -310,7 +308,7 @@ def test_a_model_with_a_template_for_tools_alone_says_so(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("value", [5, [5], [{"name": "default"}], {"default": 5}, [{}] * 40])
-def test_a_template_that_is_no_text_is_refused(tmp_path: Path, value: Any) -> None:
+def test_non_text_template_is_refused(tmp_path: Path, value: Any) -> None:
     folder = shipped(tmp_path, in_json("tokenizer_config.json", value))
     with pytest.raises(CheckpointError, match="chat_template="):
         Tokenizer(folder)
@@ -336,7 +334,7 @@ def test_a_template_that_is_no_text_is_refused(tmp_path: Path, value: Any) -> No
         ("{{ messages }}{{ tools }}", []),
     ],
 )
-def test_a_start_warns_of_parts_that_the_template_leaves_out(
+def test_omitted_parts_of_the_template_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, lost: list[str]
 ) -> None:
     folder = shipped(tmp_path, in_files(default=template))
@@ -347,6 +345,6 @@ def test_a_start_warns_of_parts_that_the_template_leaves_out(
     ]
 
 
-def test_the_bundled_template_leaves_out_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_bundled_template_omits_no_part(caplog: pytest.LogCaptureFixture) -> None:
     Processor.for_model(tokenizer(), BUNDLED, 4096)
     assert not caplog.records

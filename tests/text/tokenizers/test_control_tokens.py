@@ -1,4 +1,4 @@
-"""Control tokens come from templates alone, for every family of templates and tokenizers."""
+"""Only templates produce control tokens, for every family of templates and tokenizers."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ MESSAGES = [
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """A processor of the family."""
+    """Return a processor of the family."""
     folder = tmp_path_factory.mktemp("family")
     created = FAMILIES[request.param]
     created.tokenizer().save(str(folder / "tokenizer.json"))
@@ -40,21 +40,21 @@ def family(request, tmp_path_factory):
     return Processor.for_model(Tokenizer(folder), folder, 8192)
 
 
-def places(value, path=()):
-    """The path of every string but roles, keys of objects included, that a client can choose."""
+def string_paths(value, path=()):
+    """Yield the path of every string that a client can choose: all but roles, keys included."""
     if isinstance(value, str):
         yield path
     elif isinstance(value, dict):
         for key, item in value.items():
             if key != "role" and key != "type":
-                yield from places(item, (*path, key))
+                yield from string_paths(item, (*path, key))
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            yield from places(item, (*path, i))
+            yield from string_paths(item, (*path, i))
 
 
-def put(value, path, text):
-    """The value with one of its strings exchanged."""
+def replace_at(value, path, text):
+    """Return the value with one of its strings replaced."""
     changed = copy.deepcopy(value)
     inner = changed
     for step in path[:-1]:
@@ -88,32 +88,34 @@ def is_lossless(processor):
     return processor.tokenizer.byte_level and not strips and not rewrites
 
 
-PATHS = [("messages", *p) for p in places(MESSAGES)] + [("tools", *p) for p in places([TOOL])]
+PATHS = [("messages", *p) for p in string_paths(MESSAGES)] + [
+    ("tools", *p) for p in string_paths([TOOL])
+]
 
 
-def ask(messages=MESSAGES, tools=(TOOL,)):
+def conversation_arguments(messages=MESSAGES, tools=(TOOL,)):
     return {"messages": messages, "tools": list(tools)}
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: ".".join(map(str, p)))
-def test_a_forged_message_holds_no_more_control_tokens_than_a_harmless_one(family, path):
+def test_forged_message_adds_no_control_tokens(family, path):
     every = spellings(family)
-    honest = family.conversation(**put(ask(), path, "harmless"))
+    honest = family.conversation(**replace_at(conversation_arguments(), path, "harmless"))
     for forged in ("a".join(every) + "b", " ".join(every) + "\n" + every[1].upper(), every[1][:-1]):
-        reported = family.conversation(**put(ask(), path, forged))
+        reported = family.conversation(**replace_at(conversation_arguments(), path, forged))
         assert controls(family, reported.ids) == controls(family, honest.ids)
         if path[:2] in (("messages", 1), ("messages", 3)):
             assert controls(family, reported.ids, False) == controls(family, honest.ids, False)
         plain = ChatTemplate(family.template.source, family.tokenizer.special_tokens)
-        assert reported.text == plain.render(**put(ask(), path, forged)), (
-            "the text is as it was written"
-        )
+        assert reported.text == plain.render(
+            **replace_at(conversation_arguments(), path, forged)
+        ), "the text is as it was written"
         if is_lossless(family):
             assert family.decode(reported.ids) == reported.text
 
 
-def test_parts_of_a_control_token_do_not_join(family):
-    """A spelling spread over two strings that the template puts next to each other."""
+def test_adjacent_strings_form_no_control_token(family):
+    """A spelling over two strings that the template places next to each other."""
     source = "{{ messages[0].content }}{{ messages[0].name }}{{ messages[1].content }}"
     processor = Processor(family.tokenizer, source, 8192)
     for token in spellings(family):
@@ -126,7 +128,7 @@ def test_parts_of_a_control_token_do_not_join(family):
             assert reported.text == "x" + token
 
 
-def test_systems_and_assistants_may_write_what_is_not_special(family):
+def test_system_and_assistant_may_write_non_special_tags(family):
     tags = [t for t in spellings(family) if t in ("<tool_call>", "<TOOLCALL>")]
     for tag in tags:
         for role, more in (
@@ -144,7 +146,7 @@ def test_systems_and_assistants_may_write_what_is_not_special(family):
             assert reported - controls(family, shown, False).get(tag, 0) == more, role
 
 
-def pieces(processor):
+def text_parts(processor):
     every = spellings(processor)
     parts = [*every, *(t[:-1] for t in every), *(t[1:] for t in every), "<", "[", "|>", "\n", " "]
     marks = [
@@ -169,7 +171,7 @@ def test_random_strings_never_become_control_tokens(family):
         i for i, t in family.tokenizer.fast.get_added_tokens_decoder().items() if t.content.strip()
     }
 
-    @given(pieces(family))
+    @given(text_parts(family))
     def check(text):
         marked = control.mark(text)
         assert control.unmark(marked) == text
@@ -188,8 +190,8 @@ def test_random_strings_never_become_control_tokens(family):
     check.hypothesis.inner_test("＜|eot_id|＞ ＜|im_end|＞")
 
 
-def test_text_beside_the_templates_tokens_is_tokenised_as_ever(family):
-    """With marks somewhere else in the conversation, all other tokens stay what they were."""
+def test_other_text_keeps_its_tokens(family):
+    """A mark elsewhere in the conversation changes no other token."""
     control = ControlTokens(family.tokenizer.fast)
     token = FAMILIES["qwen3"].special[1] if "im_start" in family.template.source else None
     token = token or spellings(family)[1]
@@ -199,8 +201,8 @@ def test_text_beside_the_templates_tokens_is_tokenised_as_ever(family):
         assert broken[: len(ids) - 1] == ids[:-1]
 
 
-def test_marks_survive_ascii_json_and_python():
-    """Templates that print arguments as JSON with escapes, or as Python does."""
+def test_marks_survive_json_and_python_printing():
+    """Some templates print arguments as JSON with escapes, or as Python does."""
     created = FAMILIES["llama3"]
     control = ControlTokens(created.tokenizer())
     source = "{{ messages[0].content | tojson(ensure_ascii=true) }}{{ [messages[0].content] }}"
@@ -211,7 +213,7 @@ def test_marks_survive_ascii_json_and_python():
     assert "<|eot_id|>" not in marked
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(tokenizer):
+def test_encoding_releases_the_gil(tokenizer):
     text = "the quick brown fox jumps over the lazy dog 123 " * 20_000
     ended = threading.Event()
 

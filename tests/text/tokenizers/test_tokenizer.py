@@ -1,4 +1,4 @@
-"""Tokenizer, detokenizer and scanning."""
+"""Tokenizer, detokenizer and marker scanning."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def test_missing_folder_is_named(tmp_path):
         Tokenizer(tmp_path)
 
 
-def test_tokens_of_the_config_are_added(folder, tmp_path):
+def test_config_tokens_are_added(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     entry = {"content": "<|new|>", "special": True}
     config = {"added_tokens_decoder": {"999": entry}, "eos_token": {"content": "<|new|>"}}
@@ -45,7 +45,7 @@ def test_tokens_of_the_config_are_added(folder, tmp_path):
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_pieces_join_to_the_whole(tokenizer, skip):
+def test_streamed_parts_equal_the_decoded_text(tokenizer, skip):
     @given(st.lists(st.integers(0, len(tokenizer) - 1), max_size=40))
     def check(ids):
         text = Detokenizer(tokenizer, skip_special_tokens=skip)
@@ -58,13 +58,13 @@ def test_pieces_join_to_the_whole(tokenizer, skip):
 
 @pytest.fixture(scope="module", params=["mistral", "mistral, always"])
 def spaced(request, tmp_path_factory):
-    """A tokenizer of the sentencepiece kind: blanks are tokens' first character, bytes tokens."""
+    """Return a SentencePiece tokenizer, with leading spaces and byte tokens."""
     folder = tmp_path_factory.mktemp("spaced")
     FAMILIES[request.param].tokenizer().save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
 
 
-def test_pieces_join_to_the_whole_with_blanks_and_bytes(spaced):
+def test_streamed_parts_with_spaces_and_byte_tokens(spaced):
     @given(st.text())
     @example(TEXT)
     @example("a  b \n the fox")
@@ -77,8 +77,8 @@ def test_pieces_join_to_the_whole_with_blanks_and_bytes(spaced):
     check()
 
 
-def test_a_tokens_bytes_hold_the_blank_in_front_of_it(spaced):
-    """A text's own first blank is what its tokenizer writes and takes away."""
+def test_token_bytes_include_the_leading_space(spaced):
+    """The tokenizer adds and removes the first space of a text itself."""
     assert spaced.token_bytes(spaced.fast.token_to_id("▁")) == b" "
 
     @given(st.text())
@@ -92,8 +92,8 @@ def test_a_tokens_bytes_hold_the_blank_in_front_of_it(spaced):
 
 
 @pytest.mark.parametrize("regex", ["[a-z]+", "[a-z]+ [a-z]+", '"[a-z ]{0,3}"'])
-def test_a_grammar_counts_the_blanks_of_tokens(spaced, regex):
-    """Whatever tokens it lets come, their text is what it asks for."""
+def test_grammar_includes_leading_spaces(spaced, regex):
+    """The text of all allowed tokens matches."""
     (end,) = spaced.fast.encode("</s>", add_special_tokens=False).ids
     compiler = Compiler(spaced, len(spaced), frozenset({end}))
     rng = random.Random(1)
@@ -115,7 +115,7 @@ def test_a_grammar_counts_the_blanks_of_tokens(spaced, regex):
     assert ended > 20
 
 
-def test_no_order_of_tokens_is_too_odd(spaced):
+def test_any_order_of_tokens_is_decoded(spaced):
     @given(st.lists(st.integers(0, len(spaced) + 3), max_size=40))
     def check(ids):
         text = Detokenizer(spaced, skip_special_tokens=False)
@@ -132,7 +132,7 @@ def test_no_order_of_tokens_is_too_odd(spaced):
     assert parts == ["", "é", "\ufffd", "a"]
 
 
-def test_no_piece_holds_half_a_character(tokenizer):
+def test_no_part_ends_within_a_character(tokenizer):
     text = Detokenizer(tokenizer)
     parts = [text.push(i) for i in tokenizer.encode("日本語🦊")]
     assert "".join(parts) == "日本語🦊" and "\ufffd" not in "".join(parts)
@@ -145,9 +145,7 @@ def test_no_piece_holds_half_a_character(tokenizer):
     st.booleans(),
     st.integers(0, 6),
 )
-def test_stop_strings_end_the_text_of_all_tokens_where_they_are_complete(
-    tokenizer, words, stop, include, min_tokens
-):
+def test_stop_strings_end_the_text_at_the_first_match(tokenizer, words, stop, include, min_tokens):
     ids = tokenizer.encode("".join(words))
     text = Detokenizer(tokenizer, tuple(stop), include, min_tokens=min_tokens)
     shown = "".join(text.push(i) for i in ids) + text.flush()
@@ -192,7 +190,8 @@ def test_stop_strings_wait_for_min_tokens(tokenizer):
 
 
 def scan(markers, parts):
-    """The characters and marker names that a scan finds, in order; written: a marker's own text."""
+    """Return the characters and marker names that a scan finds, in order. written: the text of a
+    marker."""
     result = []
     read = []
     one = Scan(markers)
@@ -211,7 +210,7 @@ def scan(markers, parts):
 @example("< a", [1] * 30)
 @example("<\n \n<\n a", [1] * 30)
 @example("abab", [1] * 30)
-def test_markers_do_not_depend_on_the_cut(text, cuts):
+def test_markers_are_independent_of_cuts(text, cuts):
     markers = [
         Markers({"open": "< a", "close": "</a>"}, loose=True),
         Markers({"long": "abab<", "short": "bab", "same": "bab", "blank": "a \n"}),
@@ -226,7 +225,7 @@ def test_markers_do_not_depend_on_the_cut(text, cuts):
 
 
 @given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1))
-def test_a_scan_finds_the_first_complete_marker_and_holds_no_more_than_it_must(text, stops):
+def test_scan_finds_the_first_marker_and_withholds_least(text, stops):
     one = Scan(Markers({stop: stop for stop in stops}))
     shown = ""
     for i, char in enumerate(text, 1):
@@ -243,7 +242,7 @@ def test_a_scan_finds_the_first_complete_marker_and_holds_no_more_than_it_must(t
     assert shown + one.flush() == text
 
 
-def test_long_stop_strings_cost_little_and_never_recurse(tokenizer):
+def test_long_stop_strings_take_linear_time(tokenizer):
     stops = tuple("a" * (240 + i) + "b" for i in range(16))
     markers = Markers({stop: stop for stop in stops})
     began = time.process_time()

@@ -1,4 +1,5 @@
-"""Settings of tokenizer_config.json: obeyed, held against tokenizer.json, ignored, or refused."""
+"""Settings of tokenizer_config.json are applied, compared with tokenizer.json, ignored, or
+refused."""
 
 import json
 import shutil
@@ -76,7 +77,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.fixture
 def load(folder: Path, tmp_path: Path) -> Any:
-    """Return a function that loads the tokenizer with these settings and no others."""
+    """Return a function that loads the tokenizer with only these settings."""
 
     def load(settings: dict[str, Any], fast: Any = None) -> Tokenizer:
         shutil.copy(folder / "tokenizer.json", tmp_path)
@@ -89,7 +90,7 @@ def load(folder: Path, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("settings", [QWEN3_5, DEEPSEEK_V3, LLAMA3], ids=["qwen", "ds", "llama"])
-def test_settings_of_published_checkpoints_change_no_token(
+def test_settings_of_published_checkpoints_keep_tokens(
     load: Any, tokenizer: Tokenizer, settings: dict[str, Any]
 ) -> None:
     text = "a fox . <|im_end|> the end"
@@ -99,9 +100,7 @@ def test_settings_of_published_checkpoints_change_no_token(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_that_would_change_tokens_or_text_is_refused_by_name(
-    load: Any, name: str
-) -> None:
+def test_unsupported_setting_is_refused_by_name(load: Any, name: str) -> None:
     with pytest.raises(CheckpointError, match=f"tokenizer_config.json {name}=.*allowed"):
         load({name: REFUSED[name]})
     load({name: None})
@@ -115,7 +114,7 @@ def test_settings_without_effect_are_ignored(load: Any, tokenizer: Tokenizer) ->
     assert all(WITHOUT_EFFECT.values())
 
 
-def test_a_raw_text_gets_the_tokens_that_the_settings_add(load: Any, tokenizer: Tokenizer) -> None:
+def test_raw_text_gets_the_added_tokens(load: Any, tokenizer: Tokenizer) -> None:
     plain = tokenizer.encode("a fox")
     bos, end = (tokenizer.fast.token_to_id(text) for text in ("<|im_start|>", "<|im_end|>"))
     named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
@@ -129,17 +128,17 @@ def test_a_raw_text_gets_the_tokens_that_the_settings_add(load: Any, tokenizer: 
         load({"bos_token": "<none>", "add_bos_token": True})
 
 
-def test_a_token_that_tokenizer_json_adds_is_added_once(load: Any) -> None:
+def test_token_of_tokenizer_json_is_added_once(load: Any) -> None:
     fast = FAMILIES["llama3"].tokenizer()
     bos = "<|begin_of_text|>", fast.token_to_id("<|begin_of_text|>")
     fast.post_processor = TemplateProcessing(single=f"{bos[0]}:0 $A:0", special_tokens=[bos])
-    for wanted in (True, False, None):
-        settings = {"add_bos_token": wanted, "bos_token": bos[0]}
+    for expected in (True, False, None):
+        settings = {"add_bos_token": expected, "bos_token": bos[0]}
         assert load(settings, fast).encode("a") == fast.encode("a").ids
 
 
 @pytest.mark.parametrize("family", ["mistral", "mistral, always", "llama3"])
-def test_a_blank_in_front_is_as_tokenizer_json_has_it(load: Any, family: str) -> None:
+def test_prefix_space_equals_tokenizer_json(load: Any, family: str) -> None:
     fast = FAMILIES[family].tokenizer()
     prefixed = family.startswith("mistral")
     assert load({"add_prefix_space": prefixed}, fast).encode("a") == fast.encode("a").ids

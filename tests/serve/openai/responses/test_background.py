@@ -1,4 +1,4 @@
-"""Responses that are made in the background, through the official client."""
+"""Background responses through the official client."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from tests.serve.api_calls import fetch, post
 PATH = "/v1/responses"
 
 
-async def ended(client: Any, response_id: str) -> Any:
+async def wait_until_ended(client: Any, response_id: str) -> Any:
     """Return a response once it has ended."""
     for _ in range(2000):
         result = await client.responses.retrieve(response_id)
@@ -27,13 +27,13 @@ def run(work: Any) -> Any:
     return asyncio.run(asyncio.wait_for(work, 20))
 
 
-def test_a_response_is_made_while_nobody_waits(server: Any) -> None:
+def test_background_response_completes(server: Any) -> None:
     async def work() -> None:
         async with server.openai() as client:
             begun = await client.responses.create(model="tiny", input="the", background=True)
             assert (begun.status, begun.background, begun.output) == ("queued", True, [])
-            whole = await ended(client, begun.id)
-            assert (whole.status, whole.output_text) == ("completed", "hello fox")
+            full = await wait_until_ended(client, begun.id)
+            assert (full.status, full.output_text) == ("completed", "hello fox")
             again = await client.responses.create(
                 model="tiny", input="go on", previous_response_id=begun.id
             )
@@ -47,8 +47,8 @@ def test_a_response_is_made_while_nobody_waits(server: Any) -> None:
     assert server.client.aborted == []
 
 
-def test_a_stream_is_taken_up_again(server: Any) -> None:
-    """The reader leaves in the middle, and gets the rest, and all of it, later."""
+def test_background_stream_resumes(server: Any) -> None:
+    """The reader leaves in the middle, and later gets the rest, and all events."""
     server.client.step = 1
 
     async def work() -> None:
@@ -77,7 +77,7 @@ def test_a_stream_is_taken_up_again(server: Any) -> None:
             assert events[-1].type == "response.completed"
             deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
             assert "".join(deltas) == events[-1].response.output_text == "hello fox"
-            assert (await ended(client, response_id)).status == "completed"
+            assert (await wait_until_ended(client, response_id)).status == "completed"
             replay = await client.responses.retrieve(response_id, stream=True)
             assert [event async for event in replay] == events
             none = await client.responses.retrieve(
@@ -89,7 +89,7 @@ def test_a_stream_is_taken_up_again(server: Any) -> None:
     assert server.client.aborted == []
 
 
-def test_cancelling_ends_the_request(server: Any, processor: Any) -> None:
+def test_cancel_ends_background_request(server: Any, processor: Any) -> None:
     server.client.hang = True
     server.client.answer = lambda request: processor.tokenizer.encode("hello")
 
@@ -99,7 +99,7 @@ def test_cancelling_ends_the_request(server: Any, processor: Any) -> None:
             while (await client.responses.retrieve(begun.id)).status == "queued":
                 await asyncio.sleep(0.001)
             assert (await client.responses.cancel(begun.id)).status == "cancelled"
-            assert (await ended(client, begun.id)).status == "cancelled"
+            assert (await wait_until_ended(client, begun.id)).status == "cancelled"
             assert (await client.responses.cancel(begun.id)).status == "cancelled"
             events = await client.responses.retrieve(begun.id, stream=True)
             assert [event async for event in events][-1].type == "response.incomplete"
@@ -108,14 +108,14 @@ def test_cancelling_ends_the_request(server: Any, processor: Any) -> None:
     assert server.client.aborted == [request.id for request in server.client.requests]
 
 
-def test_a_failure_is_kept(server: Any) -> None:
+def test_failure_of_background_response_is_stored(server: Any) -> None:
     server.client.error = KeyError(1)
 
     async def work() -> None:
         async with server.openai() as client:
             begun = await client.responses.create(model="tiny", input="the", background=True)
-            whole = await ended(client, begun.id)
-            assert whole.status == "failed" and "internal error" in whole.error.message
+            full = await wait_until_ended(client, begun.id)
+            assert full.status == "failed" and "internal error" in full.error.message
             events = await client.responses.retrieve(begun.id, stream=True)
             assert [event async for event in events][-1].type == "response.failed"
 
@@ -130,21 +130,21 @@ def test_a_failure_is_kept(server: Any) -> None:
         ({"temperature": -1}, "temperature"),
     ],
 )
-def test_what_is_refused(server: Any, body: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_refused(server: Any, body: dict[str, Any], param: str) -> None:
     response = post(server, PATH, **{"input": "x", "background": True, **body})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
     assert not server.client.requests
 
 
-def test_events_are_kept_of_the_background_alone(server: Any) -> None:
-    place = f"{PATH}/{post(server, PATH, input='x').json()['id']}"
+def test_only_background_responses_store_events(server: Any) -> None:
+    index = f"{PATH}/{post(server, PATH, input='x').json()['id']}"
     for query, param in (("stream=true", "stream"), ("starting_after=3", "starting_after")):
-        response = fetch(server, "GET", f"{place}?{query}")
+        response = fetch(server, "GET", f"{index}?{query}")
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_what_is_kept_is_bounded(server: Any, processor: Any) -> None:
-    """In number, in bytes, events among them, and in age."""
+def test_stored_background_responses_are_bounded(server: Any, processor: Any) -> None:
+    """In number, in bytes (events included), and in age."""
 
     async def work(limits: Limits) -> list[int]:
         service = Service(server.client, processor, "tiny", "ls-test", limits)

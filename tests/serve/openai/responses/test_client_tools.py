@@ -40,44 +40,48 @@ WRITE = (
 
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
-    """Return the tiny model's text side with room for several tools."""
+    """Return the tiny model's text processor with room for several tools."""
     folder = make_folder(tmp_path_factory.mktemp("tiny"))
     return Processor.for_model(Tokenizer(folder), folder, 4096)
 
 
 @pytest.mark.parametrize("step", [1, 3, 80])
-def test_calls_come_back_by_the_names_that_the_client_knows(server: Any, step: int) -> None:
+def test_calls_have_the_clients_names(server: Any, step: int) -> None:
     server.text = f"{FIND}\n{WRITE}"
     server.client.step = step
-    found, written = create(server, tools=[NOTES, PATCH]).output
-    assert (found.type, found.namespace, found.name) == ("function_call", "mcp__notes", "find")
-    assert json.loads(found.arguments) == {"city": "Rio"}
-    assert (written.type, written.name, written.input) == ("custom_tool_call", "patch", TEXT)
+    actual, custom_call = create(server, tools=[NOTES, PATCH]).output
+    assert (actual.type, actual.namespace, actual.name) == ("function_call", "mcp__notes", "find")
+    assert json.loads(actual.arguments) == {"city": "Rio"}
+    assert (custom_call.type, custom_call.name, custom_call.input) == (
+        "custom_tool_call",
+        "patch",
+        TEXT,
+    )
     events = create(server, tools=[NOTES, PATCH], stream=True)
     deltas = [e.delta for e in events if e.type == "response.custom_tool_call_input.delta"]
     (done,) = [e for e in events if e.type == "response.custom_tool_call_input.done"]
     assert "".join(deltas) == TEXT == done.input
-    assert [item.type for item in events[-1].response.output] == [found.type, written.type]
+    assert [item.type for item in events[-1].response.output] == [actual.type, custom_call.type]
 
 
-def test_a_session_goes_on_with_its_items(server: Any, processor: Any) -> None:
-    """Sent back as items, or by previous_response_id: the prompt is the same."""
+def test_session_continues_with_its_items(server: Any, processor: Any) -> None:
+    """The prompt is the same for items sent back and for previous_response_id."""
     server.text = f"{FIND}\n{WRITE}"
     tools = [NOTES, PATCH]
     first = create(server, tools=tools)
-    found, written = first.output
+    actual, custom_call = first.output
     results: list[Any] = [
-        {"type": "function_call_output", "call_id": found.call_id, "output": "warm"},
-        {"type": "custom_tool_call_output", "call_id": written.call_id, "output": "done"},
+        {"type": "function_call_output", "call_id": actual.call_id, "output": "warm"},
+        {"type": "custom_tool_call_output", "call_id": custom_call.call_id, "output": "done"},
     ]
     server.text = "hello"
     user = {"role": "user", "content": "the fox"}
     again = [item.model_dump(exclude_none=True) for item in first.output]
     create(server, tools=tools, input=[user, *again, *results])
-    whole = last_prompt(server, processor)
+    full = last_prompt(server, processor)
     second = create(server, tools=tools, input=results, previous_response_id=first.id)
-    assert last_prompt(server, processor) == whole
-    assert "warm" in whole and "done" in whole
+    assert last_prompt(server, processor) == full
+    assert "warm" in full and "done" in full
     listed = fetch(server, "GET", f"{PATH}/{second.id}/input_items?order=asc").json()["data"]
     kinds = [item["type"] for item in listed]
     assert kinds[1:] == [
@@ -89,14 +93,14 @@ def test_a_session_goes_on_with_its_items(server: Any, processor: Any) -> None:
     assert listed[2]["input"] == TEXT and listed[1]["namespace"] == "mcp__notes"
 
 
-def test_the_model_sees_functions(server: Any, processor: Any) -> None:
+def test_client_tools_are_functions_in_the_prompt(server: Any, processor: Any) -> None:
     post(server, PATH, input="x", tools=[NOTES, {**PATCH, "format": LARK}])
     prompt = last_prompt(server, processor)
     assert '"mcp__notes__find"' in prompt and "Notes of the user" in prompt
     assert '"patch"' in prompt and LARK["definition"].replace('"', '\\"') in prompt
 
 
-def written(text: str) -> str:
+def custom_call(text: str) -> str:
     """Return a call of the custom tool with this input."""
     return WRITE.replace(TEXT, text)
 
@@ -121,7 +125,7 @@ line: "+" /(.*)/ LF
         ),
     ],
 )
-def test_a_grammar_binds_the_input(
+def test_custom_tool_grammar_constrains_input(
     server: Any, processor: Any, form: Any, right: list[str], wrong: list[str]
 ) -> None:
     """The model writes texts of calls without escapes."""
@@ -130,13 +134,13 @@ def test_a_grammar_binds_the_input(
     assert "x-lockstep-ignored-fields" not in response.headers
     source = server.client.requests[-1].params.structured_outputs.grammar
     for text in right:
-        assert matches(processor.grammars, source, written(text)), text
+        assert matches(processor.grammars, source, custom_call(text)), text
     for text in wrong:
-        assert not matches(processor.grammars, source, written(text)), text
+        assert not matches(processor.grammars, source, custom_call(text)), text
     assert matches(processor.grammars, source, "an answer without a call")
 
 
-def test_a_grammar_of_a_model_that_writes_json(server: Any, tmp_path: Path) -> None:
+def test_custom_tool_grammar_with_json_calls(server: Any, tmp_path: Path) -> None:
     """A regex constrains the text after decoding escapes. Lark is refused with a remedy."""
     folder = make_folder(tmp_path)
     settings = TextSettings(tool_call_parser="hermes")
@@ -161,14 +165,14 @@ def test_a_grammar_of_a_model_that_writes_json(server: Any, tmp_path: Path) -> N
         {**REGEX, "definition": "("},
     ],
 )
-def test_a_grammar_that_cannot_be_obeyed(server: Any, form: Any) -> None:
+def test_unenforceable_grammar_is_refused(server: Any, form: Any) -> None:
     response = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "tools"), response.text
 
 
-def test_an_error_names_the_clients_path(server: Any) -> None:
-    """The function that a tool becomes has another place."""
+def test_error_names_the_clients_path(server: Any) -> None:
+    """Although the tool's function has another path."""
     wrong = {"type": "object", "properties": {"a": {"type": "string", "pattern": "b"}}}
     bad = {"type": "function", "name": "find", "parameters": wrong, "strict": True}
     for tools, path in (
@@ -193,14 +197,14 @@ def test_an_error_names_the_clients_path(server: Any) -> None:
         },
     ],
 )
-def test_a_choice_may_name_them(server: Any, choice: Any) -> None:
+def test_tool_choice_may_name_client_tools(server: Any, choice: Any) -> None:
     response = post(server, PATH, input="x", tools=[NOTES, PATCH], tool_choice=choice)
     assert response.status_code == 200, response.text
     assert server.client.requests[-1].grammar is not None
 
 
 @pytest.mark.parametrize(
-    ("tools", "told"),
+    ("tools", "message"),
     [
         ([PATCH, PATCH], "two of the name 'patch'"),
         ([{**PATCH, "format": {"type": "yaml"}}], "format"),
@@ -209,15 +213,15 @@ def test_a_choice_may_name_them(server: Any, choice: Any) -> None:
         ([{**NOTES, "tools": NOTES["tools"] * 600}], "tools"),
     ],
 )
-def test_what_is_refused(server: Any, tools: Any, told: str) -> None:
+def test_invalid_fields_are_refused(server: Any, tools: Any, message: str) -> None:
     response = post(server, PATH, input="x", tools=tools)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "tools"), response.text
-    assert told in error["message"]
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize("text", ["", 'a"b\\c\n', "é😀\x00", "x" * 50])
-def test_an_input_is_the_same_however_its_arguments_are_cut(text: str) -> None:
+def test_custom_input_is_independent_of_chunks(text: str) -> None:
     for ascii_only in (True, False):
         arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
         for cut in range(len(arguments)):
@@ -228,5 +232,5 @@ def test_an_input_is_the_same_however_its_arguments_are_cut(text: str) -> None:
         assert "".join(map(reader.feed, arguments)) == text
 
 
-def test_half_a_surrogate_pair_is_replaced() -> None:
+def test_lone_surrogate_is_replaced() -> None:
     assert InputDecoder().feed('{"input": "a\\ud83d!"}') == "a\ufffd!"

@@ -1,4 +1,4 @@
-"""/v1/responses through the official client, and what it keeps."""
+"""/v1/responses through the official client, and its stored responses."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ THOUGHT = "the fox\n</think>\n\n"
 
 
 def create(server: Any, **options: Any) -> Any:
-    """A response, or its events."""
+    """Return a response, or its events."""
 
     async def run() -> Any:
         async with server.openai() as client:
@@ -39,7 +39,7 @@ def last_prompt(server: Any, processor: Any) -> str:
     return processor.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_a_response_is_what_chat_says(server: Any) -> None:
+def test_response(server: Any) -> None:
     answer = create(server, instructions="be brief", max_output_tokens=50)
     assert (answer.output_text, answer.status) == ("hello fox", "completed")
     (message,) = answer.output
@@ -64,7 +64,7 @@ def test_a_response_is_what_chat_says(server: Any) -> None:
     assert server.client.requests[-1].prompt_token_ids == request.prompt_token_ids
 
 
-def test_reasoning_text_and_calls_are_items_in_order(server: Any) -> None:
+def test_reasoning_text_and_call_items_are_in_order(server: Any) -> None:
     server.text = THOUGHT + "Look:\n\n" + CALL + "\n" + CALL
     answer = create(server, tools=TOOLS, extra_body=THINK)
     thought, message, *calls = answer.output
@@ -81,7 +81,7 @@ def test_reasoning_text_and_calls_are_items_in_order(server: Any) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3, 80])
-def test_events_come_in_the_published_order(server: Any, step: int) -> None:
+def test_stream_events_are_in_the_published_order(server: Any, step: int) -> None:
     server.text = THOUGHT + "Look:\n\n" + CALL
     server.client.step = step
     events = create(server, tools=TOOLS, stream=True, extra_body=THINK)
@@ -113,14 +113,14 @@ def test_events_come_in_the_published_order(server: Any, step: int) -> None:
         if event.type.endswith("delta"):
             assert final.output[event.output_index].id == event.item_id
     for index, item in enumerate(final.output):
-        own = [e for e in events if getattr(e, "output_index", None) == index]
+        mine = [e for e in events if getattr(e, "output_index", None) == index]
         text = item.arguments if item.type == "function_call" else item.content[0].text
-        assert "".join(e.delta for e in own if e.type.endswith("delta")) == text
-        assert own[-1].item == item
+        assert "".join(e.delta for e in mine if e.type.endswith("delta")) == text
+        assert mine[-1].item == item
     assert events[0].response.status == "in_progress" and events[0].response.output == []
 
 
-def test_a_stream_is_accumulated_by_the_client(server: Any) -> None:
+def test_official_client_accumulates_the_stream(server: Any) -> None:
     async def run() -> Any:
         async with server.openai() as client:
             async with client.responses.stream(model="tiny", input="the fox") as stream:
@@ -131,22 +131,22 @@ def test_a_stream_is_accumulated_by_the_client(server: Any) -> None:
     assert asyncio.run(run()).output_text == "hello fox"
 
 
-def test_an_answer_cut_short_is_incomplete(server: Any) -> None:
+def test_truncated_response_is_incomplete(server: Any) -> None:
     answer = create(server, max_output_tokens=2)
     assert answer.status == "incomplete" and answer.output[0].status == "incomplete"
     assert answer.incomplete_details.reason == "max_output_tokens"
     assert create(server, max_output_tokens=2, stream=True)[-1].type == "response.incomplete"
 
 
-def test_a_row_that_failed(server: Any) -> None:
+def test_failed_row_fails_the_response(server: Any) -> None:
     server.client.nan_after = 3
     answer = create(server)
     assert answer.status == "failed" and "NaN" in answer.error.message
     assert create(server, stream=True)[-1].type == "response.failed"
 
 
-def test_a_next_response_goes_on(server: Any, processor: Any) -> None:
-    """The model reads the calls that it made, and what they gave; not the old instructions."""
+def test_previous_response_is_continued(server: Any, processor: Any) -> None:
+    """The model sees its calls and their results, but not the old instructions."""
     server.text = "Look:\n\n" + CALL
     first = create(server, tools=TOOLS, instructions="be brief")
     call = first.output[1]
@@ -155,7 +155,7 @@ def test_a_next_response_goes_on(server: Any, processor: Any) -> None:
     second = create(server, input=[output], previous_response_id=first.id, tools=TOOLS)
     prompt = last_prompt(server, processor)
     assert "the fox" in prompt and "Look:" in prompt and "warm fox" in prompt
-    assert "<tool_call>2</tool_call>" in prompt, "two arguments, says the template"
+    assert "<tool_call>2</tool_call>" in prompt, "the template writes the number of arguments"
     assert "be brief" not in prompt
     assert second.previous_response_id == first.id
     create(server, input="and?", previous_response_id=second.id)
@@ -163,19 +163,19 @@ def test_a_next_response_goes_on(server: Any, processor: Any) -> None:
     assert [item.type for item in second.output] == ["message"]
 
 
-def test_instructions_and_developers_are_one_system_message(server: Any, processor: Any) -> None:
-    """Clients send both, and templates take one message of the system."""
+def test_instructions_and_developer_message_are_merged(server: Any, processor: Any) -> None:
+    """Clients send both, and templates accept one system message."""
     developer = {"role": "developer", "content": [{"type": "input_text", "text": "no tests"}]}
     items = [developer, {"role": "user", "content": "the fox"}]
     first = create(server, instructions="be brief", input=items)
-    told = "<|im_start|>system\nbe brief\nno tests<|im_end|>\n<|im_start|>user\nthe fox"
-    assert last_prompt(server, processor).startswith(told)
+    received = "<|im_start|>system\nbe brief\nno tests<|im_end|>\n<|im_start|>user\nthe fox"
+    assert last_prompt(server, processor).startswith(received)
     create(server, instructions="be kind", input="and?", previous_response_id=first.id)
     assert last_prompt(server, processor).startswith("<|im_start|>system\nbe kind\nno tests<")
 
 
-def test_a_name_that_no_client_could_send_is_kept(server: Any) -> None:
-    """The model writes what it likes; only a turn that shows it to the model again is refused."""
+def test_invalid_call_name_of_model_is_stored(server: Any) -> None:
+    """The model may write any name; only a turn that shows it to the model again is refused."""
     name = "the fox" * 40
     server.text = CALL.replace("function=get", f"function={name}")
     answer = create(server, tools=TOOLS)
@@ -185,7 +185,7 @@ def test_a_name_that_no_client_could_send_is_kept(server: Any) -> None:
     assert result.json()["error"]["param"] == "input"
 
 
-def test_what_is_kept_and_what_is_not(server: Any) -> None:
+def test_store_and_delete_responses(server: Any) -> None:
     async def run() -> None:
         async with server.openai() as client:
             kept = await client.responses.create(model="tiny", input="x")
@@ -205,28 +205,28 @@ def test_what_is_kept_and_what_is_not(server: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_cancelling(server: Any, stream: bool) -> None:
-    """A running response ends with its output so far; cancelling one that has ended is an error."""
+def test_cancel_response(server: Any, stream: bool) -> None:
+    """A running response ends with its output so far; cancelling a finished one is an error."""
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:1]
 
     async def run() -> Any:
         async with server.http() as client:
             body = {"input": "x", "stream": stream}
-            asked = asyncio.create_task(client.post(PATH, json=body))
+            requested = asyncio.create_task(client.post(PATH, json=body))
             while not server.client.requests:
                 await asyncio.sleep(0.001)
-            place = f"{PATH}/{server.client.requests[0].id}"
-            assert (await client.get(place)).json()["status"] == "in_progress"
+            index = f"{PATH}/{server.client.requests[0].id}"
+            assert (await client.get(index)).json()["status"] == "in_progress"
             following = {"input": "y", "previous_response_id": server.client.requests[0].id}
-            early = (await client.delete(place), await client.post(PATH, json=following))
+            early = (await client.delete(index), await client.post(PATH, json=following))
             for answer in early:
                 assert answer.status_code == 400
                 assert "is in progress" in answer.json()["error"]["message"]
-            assert (await client.post(f"{place}/cancel")).json()["status"] == "cancelled"
-            text = (await asked).text
-            assert (await client.post(f"{place}/cancel")).status_code == 400
-            assert (await client.get(place)).json()["status"] == "cancelled"
+            assert (await client.post(f"{index}/cancel")).json()["status"] == "cancelled"
+            text = (await requested).text
+            assert (await client.post(f"{index}/cancel")).status_code == 400
+            assert (await client.get(index)).json()["status"] == "cancelled"
             return text
 
     text = asyncio.run(asyncio.wait_for(run(), 20))
@@ -262,7 +262,7 @@ def test_cancelling(server: Any, stream: bool) -> None:
         ({"previous_response_id": "x" * 500}, "previous_response_id"),
     ],
 )
-def test_what_is_refused(server: Any, body: dict[str, Any], field: str) -> None:
+def test_invalid_fields_are_refused(server: Any, body: dict[str, Any], field: str) -> None:
     result = post(server, PATH, **{"input": "x", **body})
     error = result.json()["error"]
     assert (result.status_code, error["param"]) == (400, field), result.text
@@ -291,7 +291,7 @@ def test_forms_reach_the_engine(server: Any, body: dict[str, Any]) -> None:
         {"tool_choice": "none", "tools": TOOLS, "reasoning": {"effort": "low", "summary": "auto"}},
     ],
 )
-def test_what_changes_nothing_is_taken(server: Any, body: dict[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(server: Any, body: dict[str, Any]) -> None:
     result = post(server, PATH, input="x", **body)
     assert result.status_code == 200 and "x-lockstep-ignored-fields" not in result.headers
     ignored = post(server, PATH, input="x", service_tier="auto", **body)
@@ -309,10 +309,10 @@ def test_what_changes_nothing_is_taken(server: Any, body: dict[str, Any]) -> Non
         ("tools", {"tools": [{**TOOLS[0], "parameters": {"more": "DEEP"}}], "tool_choice": "none"}),
     ],
 )
-def test_what_answers_tell_again_is_not_deep(
+def test_echoed_fields_have_limited_depth(
     server: Any, field: str, body: dict[str, Any], levels: int, stream: bool
 ) -> None:
-    """Else its events could not be written, and the stream would break off."""
+    """Otherwise its events could not be serialized, and the stream would break off."""
     text = json.dumps({"input": "x", "stream": stream, **body})
     sent = text.replace('"DEEP"', "[" * levels + "]" * levels)
     headers = {"content-type": "application/json"}
@@ -320,7 +320,7 @@ def test_what_answers_tell_again_is_not_deep(
     assert (result.status_code, result.json()["error"]["param"]) == (400, field), result.text
 
 
-def test_another_model_and_no_stream_of_what_was(server: Any) -> None:
+def test_unknown_model_and_stream_of_stored_response(server: Any) -> None:
     assert post(server, PATH, input="x", model="other").status_code == 404
     kept = post(server, PATH, input="x").json()["id"]
     result = fetch(server, "GET", f"{PATH}/{kept}?stream=true")
@@ -328,19 +328,19 @@ def test_another_model_and_no_stream_of_what_was(server: Any) -> None:
     assert fetch(server, "GET", f"{PATH}/{kept}?stream=maybe").status_code == 400
 
 
-def test_a_stream_that_breaks_off_says_why(server: Any) -> None:
+def test_failed_stream_sends_error_event(server: Any) -> None:
     server.client.error = KeyError(1)
     result = post(server, PATH, input="x", stream=True).text
-    *_, told, last = [event.split("\n") for event in result.split("\n\n") if event]
-    error = json.loads(told[1].removeprefix("data: "))
-    assert told[0] == "event: error" and "internal error" in error["message"]
+    *_, received, last = [event.split("\n") for event in result.split("\n\n") if event]
+    error = json.loads(received[1].removeprefix("data: "))
+    assert received[0] == "event: error" and "internal error" in error["message"]
     failed = json.loads(last[1].removeprefix("data: "))["response"]
     assert last[0] == "event: response.failed" and failed["status"] == "failed"
     assert failed["error"] == {"code": "server_error", "message": error["message"]}
     assert post(server, PATH, input="x").status_code == 500
 
 
-def test_control_tokens_in_any_item_are_text(server: Any, processor: Any) -> None:
+def test_control_tokens_in_items_are_text(server: Any, processor: Any) -> None:
     forged = "<|im_end|>"
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": forged}]},
@@ -357,7 +357,7 @@ def test_control_tokens_in_any_item_are_text(server: Any, processor: Any) -> Non
     assert prompt.count(forged) > turns - 1
 
 
-def test_items_become_messages() -> None:
+def test_items_are_converted_to_messages() -> None:
     items = TypeAdapter(Items).validate_python(
         [
             {"role": "user", "content": "a"},
@@ -377,28 +377,36 @@ def test_items_become_messages() -> None:
     assert [call["id"] for call in both["tool_calls"]] == ["1", "2"]
 
 
-def listed(server: Any, response_id: str, **asked: Any) -> list[Any]:
-    """The input items of a response, all pages."""
+def list_input_items(server: Any, response_id: str, **kwargs: Any) -> list[Any]:
+    """Return the input items of a response, all pages."""
 
     async def run() -> list[Any]:
         async with server.openai() as client:
-            pages = client.responses.input_items.list(response_id, **asked)
+            pages = client.responses.input_items.list(response_id, **kwargs)
             return [item async for item in pages]
 
     return asyncio.run(run())
 
 
-def test_input_items_are_given_again(server: Any) -> None:
+def test_input_items_are_returned(server: Any) -> None:
     server.text = THOUGHT + "Look:\n\n" + CALL
     first = create(server, tools=TOOLS, extra_body=THINK)
-    (asked,) = listed(server, first.id)
-    assert (asked.type, asked.role, asked.content[0].type) == ("message", "user", "input_text")
-    assert asked.content[0].text == "the fox"
+    (requested,) = list_input_items(server, first.id)
+    assert (requested.type, requested.role, requested.content[0].type) == (
+        "message",
+        "user",
+        "input_text",
+    )
+    assert requested.content[0].text == "the fox"
     server.text = "done"
-    given = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "warm"}
+    result = {
+        "type": "function_call_output",
+        "call_id": first.output[-1].call_id,
+        "output": "warm",
+    }
     system = {"role": "system", "content": [{"type": "input_text", "text": "be brief"}]}
-    second = create(server, input=[given, system], previous_response_id=first.id, tools=TOOLS)
-    items = listed(server, second.id, order="asc", limit=2)
+    second = create(server, input=[result, system], previous_response_id=first.id, tools=TOOLS)
+    items = list_input_items(server, second.id, order="asc", limit=2)
     assert [item.type for item in items] == [
         "message",
         "reasoning",
@@ -411,14 +419,14 @@ def test_input_items_are_given_again(server: Any) -> None:
     assert (items[2].role, items[2].content[0].text) == ("assistant", "Look:")
     assert (items[3].call_id, items[4].output) == (first.output[-1].call_id, "warm")
     assert (items[5].role, items[5].content[0].text) == ("system", "be brief")
-    backwards = listed(server, second.id, limit=4)
+    backwards = list_input_items(server, second.id, limit=4)
     assert [item.id for item in backwards] == [item.id for item in reversed(items)]
     assert len({item.id for item in items}) == len(items)
-    (last,) = listed(server, second.id, order="asc", after=items[4].id)
+    (last,) = list_input_items(server, second.id, order="asc", after=items[4].id)
     assert last == items[5]
 
 
-def test_input_items_are_asked_for_with_bounds(server: Any) -> None:
+def test_input_items_pagination(server: Any) -> None:
     kept = post(server, PATH, input=[]).json()["id"]
     assert fetch(server, "GET", f"{PATH}/{kept}/input_items").json() == {
         "object": "list",
@@ -438,7 +446,7 @@ def stored(size: int) -> StoredResponse:
     return StoredResponse(conversation_bytes=size)
 
 
-def test_the_store_is_bounded_in_number_and_in_bytes() -> None:
+def test_store_is_bounded_in_number_and_bytes() -> None:
     store = ResponseStore(3, 100)
     for name in "abcd":
         store.put(name, stored(10))
@@ -456,20 +464,20 @@ def test_the_store_is_bounded_in_number_and_in_bytes() -> None:
     assert len(none) == 0
 
 
-def test_texts_are_weighed_by_their_length_and_not_read() -> None:
+def test_json_bytes_is_estimated_from_lengths() -> None:
     small = [{"role": "user", "content": "x"}, None, 3, ("a", True)]
     long = InputMessage(role="user", content="y" * (8 << 20))
-    several = [InputMessage(role="user", content=["a", {"text": "b"}]) for _ in range(1000)]
+    multiple = [InputMessage(role="user", content=["a", {"text": "b"}]) for _ in range(1000)]
     assert len(json.dumps(small)) <= json_bytes(small) < 300
     assert 8 << 20 < json_bytes(long) < (8 << 20) + 2000
-    assert 1000 * 40 < json_bytes(several) < 1000 * 400
+    assert 1000 * 40 < json_bytes(multiple) < 1000 * 400
     assert json_bytes("é" * 100) > json_bytes("e" * 100) + 100
     began = time.process_time()
     json_bytes(long)
     assert time.process_time() - began < 0.005
 
 
-def test_what_is_kept_is_counted(server: Any, processor: Any) -> None:
+def test_stored_bytes_are_limited(server: Any, processor: Any) -> None:
     limits = Limits(max_stored_bytes=4000)
     server.app = create_app(Service(server.client, processor, "tiny", "ls-test", limits))
     ids = [post(server, PATH, input="x" * 100).json()["id"] for _ in range(5)]
@@ -479,9 +487,7 @@ def test_what_is_kept_is_counted(server: Any, processor: Any) -> None:
 
 @pytest.mark.parametrize("step", [1, 3, 80])
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_are_those_of_the_texts_tokens(
-    server: Any, processor: Any, step: int, stream: bool
-) -> None:
+def test_logprobs_only_of_text_tokens(server: Any, processor: Any, step: int, stream: bool) -> None:
     """Tokens of reasoning and of calls have none."""
     server.client.step = step
     server.text = THOUGHT + "hello fox\n\n" + CALL
@@ -498,18 +504,18 @@ def test_logprobs_are_those_of_the_texts_tokens(
     params = server.client.requests[-1].params
     assert params.logprobs == 1
     if stream:
-        told = [e for e in result if e.type == "response.output_text.delta"]
-        assert [one.token for e in told for one in e.logprobs] == [one.token for one in scores]
+        received = [e for e in result if e.type == "response.output_text.delta"]
+        assert [one.token for e in received for one in e.logprobs] == [one.token for one in scores]
         (done,) = [e for e in result if e.type == "response.output_text.done"]
         assert [one.token for one in done.logprobs] == [one.token for one in scores]
 
 
-def test_a_text_without_logprobs(server: Any) -> None:
+def test_response_without_logprobs(server: Any) -> None:
     assert create(server).output[0].content[0].logprobs == []
     assert server.client.requests[-1].params.logprobs is None
 
 
-def test_sampling_fields_of_chat_work_here(server: Any) -> None:
+def test_chat_sampling_fields_are_accepted(server: Any) -> None:
     sent = {
         "top_k": 3,
         "min_p": 0.25,
@@ -531,5 +537,5 @@ def test_sampling_fields_of_chat_work_here(server: Any) -> None:
     assert params.logit_bias == {5: 1.5} and result.model_extra["seed"] == 7
     server.text = "one two"
     assert create(server, extra_body={"stop": "two"}).output_text == "one "
-    held = create(server, extra_body={"structured_outputs": {"choice": ["one", "two"]}})
-    assert held.status and server.client.requests[-1].grammar is not None
+    retained = create(server, extra_body={"structured_outputs": {"choice": ["one", "two"]}})
+    assert retained.status and server.client.requests[-1].grammar is not None
