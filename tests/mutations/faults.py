@@ -936,10 +936,10 @@ FAULTS = (
     ),
     Fault(
         "the shared expert added first", "experts", EXPERTS, "experts_cpu",
-        "$total = torch.zeros_like($x, dtype=torch.float32)\n"
+        "$total = $y.new_zeros($tokens, $y.shape[1], dtype=torch.float32)\n"
         "...\n"
         "return combine($total, $shared, $shared_gate, $x.dtype)",
-        "none = torch.zeros_like($x, dtype=torch.float32)\n"
+        "none = $y.new_zeros($tokens, $y.shape[1], dtype=torch.float32)\n"
         "$total = combine(none, $shared, $shared_gate, torch.float32)\n"
         "$shared = None\n"
         "...\n"
